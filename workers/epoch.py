@@ -19,6 +19,7 @@ from longleaf.comm import Groups
 from longleaf.config import EngineConfig
 from longleaf.geometry import EVERY_RANK, FLOAT32_POSITIONS
 from longleaf.kernels.backend import Backend, FixedBackend, TellingBackend
+from longleaf.sampling import Token
 from longleaf.tree import CountedMerge, Merge, Wire, choose_merge, make_merge
 from workers.buckets import bucket_sizes
 from workers.decode.bucket import Bucket
@@ -269,13 +270,18 @@ class Epoch:
             told = torch.cat((choice.ids(), choice.num_accepted())) if drafted else choice.ids()
         ids_R, accepted_D = self._tell(told).split([len(sampled), len(drafted)])
         self._means.last_ids.note(sampled, ids_R)
-        pairs = zip(drafted, accepted_D.tolist() if drafted else (), strict=True)
+        if drafted:
+            self._cut_back(drafted, _num_accepted(sampled, choice.tokens()) if choice else accepted_D.tolist(), blocks)
+
+    def _cut_back(self, drafted: Sequence[Row], num_accepted: Sequence[int], blocks: DraftedBlocks | None) -> None:
+        """Forgets what follows the drafts that were accepted."""
         num_left = dict[int, int]()
-        for row, count in ((row, count) for row, count in pairs if count < len(row.draft_ids)):
-            num_left[row.sequence] = row.num_known + count
-            end = row.start + row.num_known + count
-            self._ledger.cut_back(row.path[-1], end)
-            self._sequences.cut_back(row.sequence, end)
+        for row, count in zip(drafted, num_accepted, strict=True):
+            if count < len(row.draft_ids):
+                num_left[row.sequence] = row.num_known + count
+                end = row.start + row.num_known + count
+                self._ledger.cut_back(row.path[-1], end)
+                self._sequences.cut_back(row.sequence, end)
         if blocks is not None and num_left:
             blocks.put_back(num_left)
 
@@ -326,6 +332,11 @@ class Epoch:
         self._means.model.ropes.rows = inputs.ropes
         arguments = self._means.model.arguments(step, inputs.token_ids_T, inputs.positions_T)
         return module(**arguments, return_dict=False, **options)
+
+
+def _num_accepted(rows: Sequence[Row], tokens: Sequence[Sequence[Token]]) -> list[int]:
+    """Of the rows that have drafts."""
+    return [max(0, len(found) - 1) for row, found in zip(rows, tokens, strict=True) if row.draft_ids]
 
 
 def _by_sequence(rows: Sequence[Row], scores: Sequence[float]) -> dict[int, tuple[float, ...]]:
