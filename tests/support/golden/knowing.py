@@ -13,8 +13,8 @@ MOST = 7
 
 
 class KnowingDrafter(Drafter):
-    """Drafts the answer that goes on like what was said; each token is right with the probability `share`. Whether
-    steps wait, and how long drafts are, is drawn."""
+    """Drafts the answer that goes on like what was said; each token is right with the probability `share`.
+    Whether steps wait, and how long drafts are, is drawn."""
 
     def __init__(self, block_size: int, answers: Several[Several[int]], share: float, seed: int = 0) -> None:
         super().__init__(64, MOST, block_size)
