@@ -8,15 +8,16 @@ from collections import Counter
 from functools import partial
 
 from coordinator.access.usage import Usage
-from coordinator.events import Acknowledged, Admitted, Document, Outcome, Prompt, Sealed, Tokens
+from coordinator.events import Admitted, Document, Outcome, Prompt, Sealed, Tokens
 from coordinator.placement.blocks import Placer
-from coordinator.placement.contexts import Contexts, NamedPath
+from coordinator.placement.contexts import Contexts
 from coordinator.placement.parking import Parking
 from coordinator.placement.positions import Positions
 from coordinator.placement.segments import Segments
 from coordinator.recovery.recovery import MOVED_BLOCKS, Recovery
 from coordinator.scheduling.across_epochs import AcrossEpochs
 from coordinator.scheduling.admission import Admission
+from coordinator.scheduling.documents import Documents
 from coordinator.scheduling.draft_counts import DraftCounts
 from coordinator.scheduling.drafter import Drafter
 from coordinator.scheduling.healing import Healing
@@ -35,12 +36,12 @@ from coordinator.scheduling.sharing import Sharing
 from coordinator.scheduling.speeds import Speeds
 from longleaf.channel.step import Prefill, StepPlan, StepResult
 from longleaf.config import EngineConfig
-from longleaf.errors import AlreadyExists, DeadlineExceeded, LongleafError, ResourceExhausted
+from longleaf.errors import DeadlineExceeded, LongleafError, ResourceExhausted
 from longleaf.messages import Progress
 from longleaf.sampling import Token
 
 
-class Scheduler(AcrossEpochs):
+class Scheduler(AcrossEpochs, Documents):
     """Requests, their segments and their blocks. Plans are committed in the order in which they were scheduled.
 
     Blocks that are freed while plans under way still write to them may be given out again at once: the plan that uses
@@ -265,39 +266,10 @@ class Scheduler(AcrossEpochs):
                 self._outcomes.append((job.request.id, Progress(start + num_read, start + total)))
             self._answer(job)
 
-    def sealed(self, request_id: int) -> IngestJob | None:
-        """The document that waits to be acknowledged; None when it was given up meanwhile."""
-        request = self._requests.get(request_id)
-        job = request.jobs[0] if request else None
-        return job if isinstance(job, IngestJob) and job.reading.is_over else None
-
-    def acknowledge(self, request_id: int, now: float) -> bool:
-        """A document that was Sealed is kept: its context is there, `now` in seconds since the epoch. False when it was
-        given up meanwhile. See `drain`."""
-        if (job := self.sealed(request_id)) is None:
-            return False
-        self._acknowledge(job, now)
-        return True
-
-    def is_read_into(self, context_id: str) -> bool:
-        """Whether a document is on its way into a context, which may not be there yet."""
-        return bool(self._requests.ingests_into(context_id))
-
-    def warm(self) -> None:
-        """Has the contexts come back that were used last, as many as there is room for."""
-        self._resting.warm(self._healing.call, lambda: self._healing.has_room)
-
     def fail(self, request_id: int, error: LongleafError) -> None:
         """Ends a request with an error, if it has not ended. See `drain`."""
         if (request := self._requests.get(request_id)) is not None:
             self._lives.fail(request.jobs[0], error)
-
-    def _acknowledge(self, job: IngestJob, now: float) -> None:
-        document = job.document
-        segment, capacity = job.tail.segment, job.request.capacity
-        self.contexts.append(document.context, segment, now, document.settings, capacity, document.upload_id)
-        self._outcomes.append((job.request.id, Acknowledged(document.context)))
-        self._lives.finish(job)
 
     def _commit_tokens(self, job: Sequence, result: StepResult) -> None:
         request_id, reason = job.request.id, "length"
@@ -355,31 +327,6 @@ class Scheduler(AcrossEpochs):
     def _end_unread(self, request: Request, reason: str) -> None:
         self._outcomes.append((request.id, ResourceExhausted("stream", reason)))
         self.cancel(request.id)
-
-    def fork_context(self, source: str, context_id: str, num_tokens: int | None = None, now: float = 0.0) -> NamedPath:
-        """A new context of the first `num_tokens` tokens of another, by default all; both go on by themselves.
-
-        Raises NotFound, AlreadyExists, InvalidArgument naming token_count, or Unavailable.
-        """
-        if self._requests.ingests_into(context_id):
-            raise AlreadyExists(f"contexts/{context_id}")
-        return self.contexts.fork(source, context_id, num_tokens, now)
-
-    def delete_context(self, context_id: str) -> list[int]:
-        """Deletes a context and gives the ids of the ingests into it, which are cancelled. Raises NotFound."""
-        self.contexts.delete(context_id)
-        self._lives.may_begin = True
-        return [request_id for request_id in self._requests.ingests_into(context_id) if self.cancel(request_id)]
-
-    @property
-    def next_expiry(self) -> float | None:
-        """When a context expires next, or one that is not there yet."""
-        times = (self.contexts.next_expiry, self._requests.expiries.next)
-        return min((time for time in times if time is not None), default=None)
-
-    def expire_ingests(self, now: float) -> list[int]:
-        """Cancels the ingests whose contexts would be gone, `now` seconds after the epoch, and gives their ids."""
-        return [request_id for request_id in self._requests.expiries.passed(now) if self.cancel(request_id)]
 
     def audit(self) -> None:
         """Blocks, segments, references, promises and jobs all add up."""
