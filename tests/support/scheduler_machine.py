@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
+from copy import copy
 from itertools import pairwise
 
 from hypothesis import HealthCheck, settings
@@ -27,6 +28,7 @@ from coordinator.placement.blocks import Blocks, Placer
 from coordinator.placement.contexts import LAST_ENDS
 from coordinator.placement.paths import Path
 from coordinator.placement.positions import Positions
+from coordinator.scheduling.draft_counts import DraftCounts
 from coordinator.scheduling.scheduler import Scheduler
 from longleaf.channel.fakes import drafted_ends, echo_token
 from longleaf.channel.sequences import Sequences
@@ -421,8 +423,25 @@ class SchedulerMachine(RuleBasedStateMachine):
             )
             result = replace(result, not_finite=tuple(broken), has_finite_keys=not isinstance(plan.work, Prefill))
         self.breaks = None
-        self._see(self.scheduler.commit(plan, result))
+        counted = copy(self.scheduler.drafts)
+        outcomes = self.scheduler.commit(plan, result)
+        self._check_drafts(counted, whole, tokens, outcomes)
+        self._see(outcomes)
         self.scheduler.learn()
+
+    def _check_drafts(
+        self, counted: DraftCounts, plan: StepPlan, tokens: dict[int, tuple[Token, ...]], outcomes: list[Outcome]
+    ) -> None:
+        """What is told of drafts, and counted since `counted`, is what the plan had and the ranks accepted."""
+        rows = plan.work.rows if isinstance(plan.work, Decode) else ()
+        drafted = {row.sequence: len(row.draft_ids) for row in rows}
+        for job, outcome in outcomes:
+            if isinstance(outcome, Tokens):
+                sequence, num_told = job + outcome.sample, len(outcome.tokens)
+                assert outcome.num_drafted == drafted[sequence]
+                assert outcome.num_accepted == min(num_told, len(tokens[sequence]) - 1) <= outcome.num_drafted
+                counted.add(outcome.num_drafted, outcome.num_accepted, num_told)
+        assert self.scheduler.drafts == counted
 
     def _see(self, outcomes: list[Outcome]) -> None:
         for job, outcome in outcomes:
