@@ -28,11 +28,11 @@
 
 /* keys and values of a block stay in half of the first-level cache, so that the next ones can arrive meanwhile */
 #define BLOCK 32
-/* bytes of a block's keys that fewer rows than a vector read: with so little to compute, memory is what takes time, and
+/* bytes of a block's keys that fewer rows than MANY read: with so little to compute, memory is what takes time, and
    it is fastest when keys and values come by turns, a page of each */
 #define PAGE 4096
 #define LANES 8
-/* numbers that fewer rows than a vector take at once, and how many of these rows take them together */
+/* numbers that fewer rows than MANY take at once, and how many of these rows take them together */
 #ifdef __AVX512F__
 #define WIDTH 16
 #define EVEN 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
@@ -43,12 +43,19 @@
 #define ODD 1, 3, 5, 7, 9, 11, 13, 15
 #endif
 #define FEW 4
-/* rows from which on they are computed together, and how many at most: what comes of them is in two vectors */
-#define MANY 8
+/* rows that are computed together, from MANY to TILE: what comes of a key is in up to two vectors. And the vectors in
+   which products are added up at once: as many as there are registers for. */
 #define TILE (2 * WIDTH)
-/* rows of queries in a vector, two numbers of each; and vectors of values that rows take together */
+#if defined(__SSE2__) && !defined(__AVX__)
+#define MANY 8
+#define SUMS (WIDTH / 2)
+#else
+#define MANY 5
+#define SUMS WIDTH
+#endif
+/* rows of queries in a vector, two numbers of each; and vectors of values that FEW rows take together */
 #define PAIRS (WIDTH / 2)
-#define PARTS (WIDTH / 4)
+#define PARTS (SUMS / FEW)
 /* products that are added one after the other: in long sums each rounds off more */
 #define CHUNK 32
 /* columns from which on keys are wide */
@@ -137,7 +144,7 @@ struct rows {
 /* A block of a read's keys and values, and the rows it is added to. */
 struct block {
     const struct read *read;
-    const void *keys, *values;            /* of this kind: float32, or of 16 bits for fewer rows than a vector */
+    const void *keys, *values;            /* of this kind: float32, or of 16 bits for fewer rows than MANY */
     enum kind kind;
     long key, num_keys;                   /* the first key, counted from the read's first, and their number */
     long row, num_rows;                   /* the first row, counted from the read's first, and their number */
@@ -413,7 +420,7 @@ INLINE void score_tile(const float *q_by_pair, long stride, const float *keys, f
 INLINE void score_block(const struct block *block, const float *q_by_pair, long stride, float score[BLOCK][TILE],
                         long dim, const int vecs)
 {
-    const int step = vecs > 2 ? PAIRS / 2 : PAIRS;
+    const int step = vecs > 2 ? SUMS / 4 : SUMS / 2;
     const float *keys = block->keys;
     const char *next = block->next_keys;
     const long bytes = block->key_bytes, each = bytes / dim;
@@ -520,8 +527,8 @@ INLINE void value_tile(float weight[][TILE], const float *fade, const float *val
         for (int i = 0; i < PARTS; i++)
             part[i] = load(values, j * dim + (i < vecs ? i : 0) * WIDTH, FLOAT32, count);
         KEEP(part[0]);
-        KEEP(part[1]);
-        KEEP(part[PARTS - 2]);
+        KEEP(part[PARTS > 1]);
+        KEEP(part[PARTS / 2]);
         KEEP(part[PARTS - 1]);
 #pragma GCC unroll 2
         for (int i = 0; i < WIDTH / LANES; i++)
@@ -566,13 +573,13 @@ static ONE_COPY void value_many(const struct block *block, float weight[][TILE],
     const long columns = dim < PARTS * WIDTH ? dim : PARTS * WIDTH;
     const long next_bytes = block->key_bytes * columns * FEW / dim / num_rows;
     const char *next = block->next_values;
-    long r = 0;
-    for (; r + FEW <= num_rows; r += FEW)
-        next = value_rows((float(*)[TILE])(weight[0] + r), fade + r, block->values, out + r * dim, dim, next, next_bytes,
-                          num_keys, FEW);
-    for (; r < num_rows; r++)
-        next = value_rows((float(*)[TILE])(weight[0] + r), fade + r, block->values, out + r * dim, dim, next, next_bytes,
-                          num_keys, 1);
+    for (long r = 0; r < num_rows; r += num_rows - r < FEW ? 1 : FEW) {
+        float(*weights)[TILE] = (float(*)[TILE])(weight[0] + r), *place = out + r * dim;
+        if (num_rows - r < FEW)
+            next = value_rows(weights, fade + r, block->values, place, dim, next, next_bytes, num_keys, 1);
+        else
+            next = value_rows(weights, fade + r, block->values, place, dim, next, next_bytes, num_keys, FEW);
+    }
 }
 
 /* Adds a block to at least MANY and at most TILE rows. */
