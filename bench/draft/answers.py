@@ -26,7 +26,7 @@ class Asked(NamedTuple):
     """What to ask, and in which document."""
 
     document: str | list[int]
-    questions: list[str | list[int]]
+    questions: list[str]
     ignores_end: bool
 
 
@@ -72,7 +72,7 @@ def _pairs(client: Client, asked: Asked, most: int, repeats: int) -> Iterator[tu
         tell(f"round {turn} of {repeats}")
 
 
-def _ask(client: Client, question: str | list[int], most: int, limit: int | None, ignores_end: bool) -> Turn:
+def _ask(client: Client, question: str, most: int, limit: int | None, ignores_end: bool) -> Turn:
     """`limit` is None where as many drafts are allowed as the service allows."""
     options = {"max_tokens": most, "ignore_end_token": ignores_end, "max_draft_tokens": limit}
     *events, last = client.ask(CONTEXT, question, **options)
@@ -85,13 +85,12 @@ def _ask(client: Client, question: str | list[int], most: int, limit: int | None
 def _asked(client: Client, subject: Subject, kind: str, tokens: int) -> Asked:
     rng = random.Random(f"draft {kind}")
     if kind == "random":
-        questions = [subject.tokens(8, seed=1 + number) for number in range(NUM_QUESTIONS)]
-        return Asked(subject.tokens(tokens), [*questions], True)
+        return Asked(subject.tokens(tokens), [f"question {number}?" for number in range(NUM_QUESTIONS)], True)
     size = size_of(client, "prose", tokens)
     if kind == "demo":
         document = prose(rng, size, NUM_QUESTIONS)
         questions = [question.text for question in document.questions if question.task == "single_prose"]
-        return Asked(document.text, [*questions], False)
+        return Asked(document.text, questions, False)
     keys = [make_key(rng, HELD_OUT_WORDS) for _ in range(NUM_QUESTIONS)]
     facts = [make_fact(rng, key, "-".join(rng.choices(HELD_OUT_WORDS, k=VALUE_WORDS))) for key in keys]
     text, texts = "", library_texts(rng)

@@ -49,7 +49,6 @@ def rows_of(model: str, case: Case, seconds: dict[int, list[float]]) -> list[dic
     ones = seconds[1]
     return [
         {
-            "bench": "draft",
             "model": model,
             "context_tokens": case.context_tokens,
             "kv_dtype": "float32" if case.kv_dtype == "auto" else case.kv_dtype,
