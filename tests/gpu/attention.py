@@ -3,10 +3,21 @@
 import torch
 from torch import Tensor
 
+from longleaf.attention.block_sums import BLOCK, BlockSums, ToldRead, told_read
 from longleaf.attention.masks import Read, Reads
 from longleaf.kernels import int8
 from longleaf.kernels.probe import probe
-from tests.gpu.place import TOLERANCES, LeftOut, Place, assert_close, flash_on, scale_of, wanted
+from tests.gpu.place import (
+    TOLERANCES,
+    LeftOut,
+    Place,
+    assert_close,
+    assert_same_bits,
+    flash_on,
+    scale_of,
+    seen_through,
+    wanted,
+)
 
 KEY_HEADS, BLOCK_SIZE = 2, 128
 GROUPS = {64: 8, 80: 1, 96: 3, 112: 7, 128: 4, 192: 5, 256: 2}
@@ -92,6 +103,49 @@ def keys_in_8_bits(place: Place) -> None:
             place.kernels.store_int8(kept, slots, k[:, :num_slots], v[:, :num_slots])
             right = wanted(q, *int8.read(kept, slots, torch.float32), reads)
             assert_close(place.kernels.attend_int8(q, kept, Reads(reads), scale_of(q)), right, 2 * tolerance)
+
+
+def blocks_are_told_of(place: Place) -> None:
+    """Shares of blocks of keys; partials have the bits that they have when nobody asks."""
+    reads = mixed(place)
+    for dtype in TOLERANCES:
+        for dim in (64, 128):
+            q, k, v = tensors(place, dim, dtype)
+            plain, asking = place.kernels.attend(q, k, v, Reads(reads), scale_of(q)), asked(reads)
+            found = place.kernels.attend(q, k, v, asking, scale_of(q))
+            assert_same_bits(found.out_THD, plain.out_THD)
+            assert_same_bits(found.lse_TH, plain.lse_TH)
+            assert asking.told is not None
+            told_KE2 = asking.told.take()
+            assert told_KE2 is not None
+            for read, each in zip(reads, asking.told.reads, strict=True):
+                told_KRGE2 = told_KE2[:, each.start * GROUPS[dim] : each.end * GROUPS[dim]]
+                told_KRGE2 = told_KRGE2.unflatten(1, (-1, GROUPS[dim], each.num_entries)).double()
+                check_shares(read, told_KRGE2, q, k, found.lse_TH)
+
+
+def asked(reads: list[Read]) -> Reads:
+    """All rows of some reads are told of."""
+    found, told = Reads(reads), list[ToldRead]()
+    for read in reads:
+        told.append(told_read(read[2:4], told[-1].end if told else 0, read[:2]))
+    found.told = BlockSums(told)
+    return found
+
+
+def check_shares(read: Read, told_KRGE2: Tensor, q_THD: Tensor, k_KSD: Tensor, lse_TH: Tensor) -> None:
+    """What is told of a read, [K, rows, G, entries, 2] in float64."""
+    rows, slots = slice(read.row_start, read.row_end), slice(read.slot_start, read.slot_end)
+    sizes, ends = (KEY_HEADS, -1), (read.slot_start % BLOCK, -read.slot_end % BLOCK)
+    lse_KRG1 = lse_TH[rows].double().unflatten(1, sizes).transpose(0, 1)[..., None]
+    q_RKGD = q_THD[rows].double().unflatten(1, sizes)
+    scores_KRGS = torch.einsum("rkgd,ksd->krgs", q_RKGD, k_KSD[:, slots].double()) * scale_of(q_THD)
+    seen_RS = seen_through([read], len(q_THD), k_KSD.shape[1], str(q_THD.device))[rows, slots]
+    shares_KRGS = torch.where(seen_RS[:, None], (scores_KRGS - lse_KRG1).exp(), 0.0)
+    right_KRGE = torch.nn.functional.pad(shares_KRGS, ends).unflatten(3, (-1, BLOCK)).sum(dim=4)
+    peaks_KRGE, sums_KRGE = told_KRGE2.unbind(dim=4)
+    found_KRGE = torch.where(sums_KRGE == 0, 0.0, sums_KRGE * (peaks_KRGE - lse_KRG1).exp())
+    torch.testing.assert_close(found_KRGE, right_KRGE, atol=1e-4, rtol=1e-3)
 
 
 def many_rows(place: Place) -> None:

@@ -10,6 +10,7 @@ CHECKS: tuple[Callable[[Place], None], ...] = (
     attention.few_rows,
     attention.latents,
     attention.keys_in_8_bits,
+    attention.blocks_are_told_of,
     attention.many_rows,
     attention.many_rows_by_flash_kernels,
     flash.torch_has_right_ones,

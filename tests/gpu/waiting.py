@@ -2,9 +2,12 @@
 
 import torch
 
+from longleaf.attention import block_sums
+from longleaf.attention.block_sums import NO_EDGE, Columns
 from longleaf.attention.masks import Read, Reads
+from longleaf.attention.partial import Partial
 from longleaf.kernels import int8
-from tests.gpu.attention import CAP
+from tests.gpu.attention import CAP, asked
 from tests.gpu.place import TOLERANCES, Place, assert_close, scale_of, wanted
 
 KEY_HEADS, GROUP, DIM, BLOCK_SIZE = 8, 4, 128, 128
@@ -21,17 +24,31 @@ def no_call_waits(place: Place) -> None:
     slots, kernels, scale = torch.arange(num_slots, device=place.device), place.kernels, scale_of(q)
 
     def step() -> None:
-        reads = Reads([Read(0, 8, 0, num_slots - 8), Read(3, 4, num_slots - 8, num_slots)])
+        reads = asked([Read(0, 8, 0, num_slots - 8), Read(3, 4, num_slots - 8, num_slots)])
         kernels.store((k, v), slots[:8], (k[:, -8:], v[:, -8:]))
         kernels.store_int8(kept, slots, k, v)
         for softcap in (None, CAP):
             partial = kernels.attend(q, k, v, reads, scale, softcap)
             kernels.attend_int8(q, kept, reads, scale, softcap)
+            add_shares(place, reads, partial)
         kernels.fold(torch.stack([kernels.pack(partial, torch.bfloat16)] * 4))
 
     step()  # compiles
     with place.waiting_for_nobody():
         step()
+
+
+def add_shares(place: Place, reads: Reads, partial: Partial) -> None:
+    """Of what the first row told of the last layer, in two columns."""
+    assert reads.told is not None
+    told_KE2, num_entries = reads.told.take(), reads.told.reads[0].num_entries
+    assert told_KE2 is not None
+    bounds = ((0, num_entries - 1, 0), (num_entries - 1, num_entries, 1))
+    runs = [(0, 0, num_entries, *bound, 0, NO_EDGE) for bound in bounds]
+    columns = Columns(block_sums.table(runs, 8), block_sums.table([(0, 1, 0, 2)], 4))
+    means, largest = torch.zeros(2, 1, 3, device=place.device)
+    found = (means, largest, torch.zeros(1, 3, dtype=torch.int32, device=place.device))
+    place.kernels.add_shares(told_KE2, partial.lse_TH, None, columns, found, sink_column=2, first_head=0)
 
 
 def a_graph_serves_any_mix(place: Place) -> None:

@@ -5,7 +5,19 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from coordinator.events import Acknowledged, Admitted, Claim, Document, Event, Failed, Outcome, Prompt, Sealed, Tokens
+from coordinator.events import (
+    Acknowledged,
+    Admitted,
+    Claim,
+    Cuts,
+    Document,
+    Event,
+    Failed,
+    Outcome,
+    Prompt,
+    Sealed,
+    Tokens,
+)
 from coordinator.placement.blocks import Placer
 from coordinator.placement.positions import Positions
 from coordinator.recovery.recovery import MOVED_BLOCKS
@@ -60,6 +72,7 @@ class Bench:
         priority: int = 0,
         num_samples: int = 1,
         sampling: Sampling | None = None,
+        cuts: Cuts | None = None,
         **claim: Any,
     ) -> int:
         prompt = Prompt(
@@ -69,6 +82,7 @@ class Bench:
             end_tokens=frozenset(ends),
             claim=Claim(priority=priority, **claim),
             num_samples=num_samples,
+            cuts=cuts,
         )
         job = self._admitted(lambda job: self.scheduler.admit(job, prompt))
         self.num_jobs += num_samples - 1

@@ -149,7 +149,7 @@ def test_shares_add_up_as_those_of_the_cpu(data, seed, num_rows, num_entries, gr
     sums = BlockSums([told_read((0, num_entries * BLOCK), 0, (0, num_rows))])
     told_KE2 = sums.room(KEY_HEADS, group)
     told_KE2.copy_(torch.rand(told_KE2.shape, generator=generator))
-    lse = torch.randn(num_rows, KEY_HEADS * group, generator=generator)
+    lse = torch.randn(KEY_HEADS * group, num_rows, generator=generator).T  # as merges hand it over
     sinks = torch.randn(KEY_HEADS * group, generator=generator) if has_sinks else None
     shape, found = (len(columns.tellers), 50), []
     for add in (NativeShares.load(), KERNELS.add_shares):

@@ -1,7 +1,10 @@
 """Whole steps with the kernels of GPUs, on the pretended accelerator: how much they launch, and that no layer waits."""
 
+from collections import Counter
+
 import pytest
 
+from coordinator.events import Cuts
 from longleaf.kernels.gpu import varlen
 from longleaf.kernels.gpu.backend import TritonKernels
 from longleaf.kernels.gpu.flash import FlashKernels
@@ -44,6 +47,17 @@ def test_decode_launches_few_kernels_per_layer(mix, folder_of):
     log = decoded(MIXES[mix], folder_of, kernels)
     check_limit(log, DECODE_LAUNCHES)
     assert not log.per_layer("wait")
+
+
+@pytest.mark.parametrize("mix", ["shared and own", "windows", "sinks", "latents", "int8", "4 ranks, exchange"])
+def test_rows_that_tell_of_their_attention_take_a_launch_more_per_layer_and_no_wait(mix, folder_of):
+    """And memory for what is told is cleared once; it comes back in a copy of its own, behind the tokens."""
+    plain, asking = (decoded(MIXES[mix]._replace(cuts=cuts), folder_of, kernels) for cuts in (None, Cuts(64)))
+    adding = {event.layer for event in asking.of("launch") if event.name == "add_shares"}
+    before, after = plain.per_layer("launch"), asking.per_layer("launch")
+    assert adding and after - before == Counter(adding) + Counter([min(adding)])
+    assert not asking.per_layer("wait") and len(asking.of("wait")) == len(asking.of("to host")) == 2
+    assert sum(asking.per_layer("to device").values()) <= 3, "tables are brought once per step"
 
 
 @pytest.mark.parametrize("make", [kernels, with_flash])

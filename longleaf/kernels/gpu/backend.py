@@ -165,12 +165,12 @@ class TritonKernels:
     ) -> None:
         """See `TellingBackend`."""
         bags = bags_of(columns, found[0].shape[1], sink_column, told_KE2.device)
-        (num_kv_heads, _, _), num_heads, lse_TH = told_KE2.shape, lse_TH.shape[1], lse_TH.contiguous()
+        num_kv_heads, num_heads = len(told_KE2), lse_TH.shape[1]
         self._launch(
             add_shares,
             (found[0].numel(),),
             *(*bags, told_KE2, lse_TH, lse_TH if sink_H is None else together(sink_H), *found),
-            *(num_heads // num_kv_heads, num_heads, told_KE2.stride(0), first_head),
+            *(num_heads // num_kv_heads, num_heads, told_KE2.stride(0), *lse_TH.stride(), first_head),
             **constants.add_shares(num_heads, has_sinks=sink_H is not None),
         )
 

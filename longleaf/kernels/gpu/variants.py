@@ -35,6 +35,11 @@ DIMS = (64, 80, 96, 112, 128, 192, 256)
 LATENT = (576, 512)
 """Dims of a latent key and of its values."""
 BLOCK_SIZE = 128
+ATTENDING = {
+    **dict.fromkeys(("table", "told_reads"), torch.int64),
+    **dict.fromkeys(("out", "lse", "told"), torch.float32),
+}
+"""Types of what all kernels of attention are given."""
 
 
 class Variant(NamedTuple):
@@ -84,7 +89,7 @@ def attend(
     """Attention over keys of a type."""
     is_latent = value_dim < dim
     chosen = constants.attend(dtype, dtype, dim, value_dim, limits, is_latent=is_latent, has_cap=has_cap)
-    types = {"table": torch.int64, "q": dtype, "k": dtype, "v": dtype, "out": torch.float32, "lse": torch.float32}
+    types = {**ATTENDING, "q": dtype, "k": dtype, "v": dtype}
     name = f"attend {NAMES[dtype]} {dim}{'/' + str(value_dim) if is_latent else ''} rows {tile_rows}{' cap' * has_cap}"
     return _variant(name, attend_items, types, constants.with_rows(chosen, tile_rows))
 
@@ -92,7 +97,7 @@ def attend(
 def attend_int8(dtype: torch.dtype, dim: int, limits: Limits, *, has_cap: bool = False) -> Variant:
     """Attention over keys in 8 bits, of queries of a type."""
     chosen = constants.attend_int8(dtype, dim, BLOCK_SIZE, limits, has_cap=has_cap)
-    types = {"table": torch.int64, "q": dtype, "out": torch.float32, "lse": torch.float32, "scales": torch.float32}
+    types = {**ATTENDING, "q": dtype, "scales": torch.float32}
     types |= dict.fromkeys(("keys", "values", "exponents"), torch.int16)
     tile_rows = constants.INT8_TILE_ROWS
     name = f"attend int8 {NAMES[dtype]} {dim} rows {tile_rows}{' cap' * has_cap}"

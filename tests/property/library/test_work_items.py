@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from longleaf.attention.block_sums import BLOCK
 from longleaf.attention.masks import Read
 from longleaf.kernels.gpu.items import HEADER, ITEM, MIN_PIECE, STRETCH, TOKEN, Shape, work_of
 from tests.support.attention.rectangles import rectangles, seen_through
@@ -68,6 +69,25 @@ def test_each_row_sees_through_its_items_what_it_sees_through_the_reads(
     places = [place for parts in written for place in parts]
     assert len(set(places)) == len(places) and all(0 <= place < work.num_part_rows for place in places)
     assert all(end - start <= work.tile_rows for start, end, *_ in table.items)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    data=st.data(), num_tokens=st.integers(1, 40), tile_keys=st.sampled_from([16, 64]), num_programs=st.integers(1, 300)
+)
+def test_no_block_of_a_read_is_gone_through_twice(data, num_tokens, tile_keys, num_programs):
+    """Who tells of it would write over what another one told."""
+    reads = data.draw(rectangles(num_tokens))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("longleaf.kernels.gpu.items.MIN_PIECE", 16)
+        work = work_of(reads, Shape(num_tokens, 3, 2, 16, tile_keys), num_programs)
+    stretches = Table(work.numbers, num_tokens).stretches
+    told = set[tuple[int, int]]()
+    for (low, high, *_), number in zip(stretches, work.reads, strict=True):
+        assert reads[number].slot_start <= low < high <= reads[number].slot_end
+        blocks = {(number, slot // BLOCK) for slot in range(low, high)}
+        assert not told & blocks
+        told |= blocks
 
 
 def items_of(reads, num_tokens=1, group=8, num_programs=264):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from coordinator.events import Cuts
 from longleaf.attention import Partial
 from longleaf.channel.step import Prefill
 from longleaf.kernels.dense import Dense
@@ -74,6 +75,8 @@ class Case(NamedTuple):
     settings: tuple[tuple[str, object], ...] = ()
     samplings: tuple[Sampling, ...] = (Sampling(),)
     """Of the prompts in turn."""
+    cuts: Cuts | None = None
+    """Of the book, where prompts tell of their attention."""
     rank: int = 0
     is_captured: bool = False
 
@@ -132,7 +135,7 @@ def decoded(case: Case, folder_of: FolderOf, make_backend: MakeBackend) -> Log:
     """A decode step with a row of each prompt. What comes before it is done with fewer launches."""
     made = rank_of(case, folder_of, make_backend)
     for (count, context), sampling in zip(case.prompts, cycle(case.samplings), strict=False):
-        made.bench.ask(count, 8, context, sampling=sampling)
+        made.bench.ask(count, 8, context, sampling=sampling, cuts=case.cuts if context else None)
     measured, made.rank.backend = made.rank.backend, Lone(made.accelerator.launcher)
     steps = made.steps(computes_chunks=False)
     while next(steps).plan.num_tokens != len(case.prompts):

@@ -20,6 +20,8 @@ def add_shares(
     group,
     num_heads,
     told_stride_h,
+    lse_stride_t,
+    lse_stride_h,
     first_head,
     HEADS_PAD: tl.constexpr,
     TILE_ENTRIES: tl.constexpr,
@@ -33,6 +35,7 @@ def add_shares(
     head_H = tl.arange(0, HEADS_PAD)
     is_head_H = head_H < num_heads
     told_H = told + (head_H // group).to(tl.int64) * told_stride_h
+    lse_H = lse + head_H * lse_stride_h
     share_H = tl.zeros([HEADS_PAD], tl.float32)
     end = tl.load(bag + 1)
     for start in range(tl.load(bag), end, TILE_ENTRIES):
@@ -48,15 +51,14 @@ def add_shares(
         told_HE = told_H[:, None] + 2 * (first_E[None, :] + (head_H % group)[:, None] * per_head_E[None, :])
         peak_HE = tl.load(told_HE, mask=is_told_HE, other=0.0)
         sum_HE = tl.load(told_HE + 1, mask=is_told_HE, other=0.0)
-        lse_HE = tl.load(lse + row_E[None, :] * num_heads + head_H[:, None], mask=is_told_HE, other=0.0)
+        lse_HE = tl.load(lse_H[:, None] + row_E[None, :] * lse_stride_t, mask=is_told_HE, other=0.0)
         # of what was not seen the peak says nothing
         share_HE = tl.where(sum_HE == 0, 0.0, sum_HE * tl.exp(peak_HE - lse_HE))
         share_H += tl.sum(share_HE, 1)
     if HAS_SINKS:
         sink_H = tl.load(sinks + head_H, mask=is_head_H, other=0.0).to(tl.float32)
         for row in range(tl.load(bag + 2), tl.load(bag + 3)):
-            lse_H = tl.load(lse + row * num_heads + head_H, mask=is_head_H, other=float("inf"))
-            share_H += tl.exp(sink_H - lse_H)
+            share_H += tl.exp(sink_H - tl.load(lse_H + row * lse_stride_t, mask=is_head_H, other=float("inf")))
     share_H = share_H / tl.load(bag + 4).to(tl.float32)
     tl.store(means + place, tl.load(means + place) + tl.sum(share_H, 0))
     share_H = tl.where(is_head_H, share_H, -1.0)
