@@ -733,7 +733,7 @@ static void add_read(const struct rows *rows, const struct read *read, const str
         fetch(store, slot, num_rows < MANY, &block);
         block.is_masked = !sees(read, group, 0, key + block.num_keys - 1) || !sees(read, group, num_rows - 1, key);
         for (block.row = 0; block.row < num_rows; block.row += TILE) {
-            const int has_next = store->kind != INT8 && block.row == 0 && rest >= 2 * BLOCK;
+            const int has_next = block.row == 0 && rest >= 2 * BLOCK;
             block.num_rows = num_rows - block.row < TILE ? num_rows - block.row : TILE;
             block.next_keys = has_next ? store->keys + (slot + BLOCK) * block.key_bytes : block.keys;
             block.next_values = has_next ? store->values + (slot + BLOCK) * block.key_bytes : block.values;
