@@ -85,6 +85,8 @@ class Cuts(msgspec.Struct, frozen=True):
     """Tokens of a span."""
     layers: tuple[int, ...] = ()
     """Those that count; empty: all that see all keys."""
+    num_spans: int = 0
+    """Of the context."""
 
 
 class Found(msgspec.Struct, frozen=True):

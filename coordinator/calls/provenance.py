@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.events import Cuts, Grounds
-from longleaf.channel.step import HEADS_PER_LAYER, NUM_OTHER_SHARES, Attention
+from longleaf.channel.step import HEADS_PER_LAYER, MAX_TOLD_SPANS, NUM_OTHER_SHARES, Attention
 from longleaf.errors import InvalidArgument
 from longleaf.messages import MIN_SPAN_TOKENS, Attribution, Provenance, Source
 
@@ -68,7 +68,8 @@ def spans_of(provenance: Provenance, grounds: Grounds) -> Spans:
         raise InvalidArgument("provenance.span_token_count", f"{told} not divide the {block:,} tokens of a block")
     for i, layer in enumerate(provenance.layers):
         if layer not in grounds.full_layers:
-            raise InvalidArgument(f"provenance.layers[{i}]", f"{layer} is no layer that sees all keys")
+            those = ", ".join(map(str, grounds.full_layers))
+            raise InvalidArgument(f"provenance.layers[{i}]", f"{layer} is no layer that sees all keys: {those} are")
     if provenance.ranking == "contrast" and not grounds.can_cut:
         told = "contrast goes on from inside of the context, which replicated windows do not allow"
         raise InvalidArgument("provenance.ranking", told)
@@ -77,8 +78,11 @@ def spans_of(provenance: Provenance, grounds: Grounds) -> Spans:
         for start, end in zip((0, *grounds.ends[:-1]), grounds.ends, strict=True)
         for at in range(start, end, size)
     ]
+    if len(bounds) > MAX_TOLD_SPANS:
+        told = f"the context would have {len(bounds):,} spans of {size:,} tokens, and {MAX_TOLD_SPANS:,} can be told"
+        raise InvalidArgument("provenance.span_token_count", told)
     layers = tuple(sorted(set(provenance.layers)))
-    return Spans(bounds, Cuts(size, layers), grounds)
+    return Spans(bounds, Cuts(size, layers, len(bounds)), grounds)
 
 
 class Sums:

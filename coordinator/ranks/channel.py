@@ -23,12 +23,13 @@ from longleaf.channel.lives import Heartbeat, Stop
 from longleaf.channel.rank_spec import Invitation
 from longleaf.channel.records import Logged
 from longleaf.channel.snapshots import Fetched, Saved
-from longleaf.channel.step import StepResult
+from longleaf.channel.step import MAX_TOLD_SPANS, SPAN_BYTES, StepResult
 from longleaf.config import EngineConfig, join_address
 
 LINGER_MILLISECONDS = 500
-MAX_REPORT_BYTES, MAX_ROW_BYTES = 256 << 10, 2 << 10
-"""What a member says at most, and for each sequence of a step. More ends its connection before memory is taken."""
+MAX_REPORT_BYTES, MAX_TOKEN_BYTES = 256 << 10, 2 << 10
+"""What a member says at most, and of each token of a step, beside what it tells of spans. More ends its connection
+before memory is taken."""
 MAX_AT_ONCE = 64
 """Messages that are taken before all else has its turn: where the next one is there already, to wait for it waits for
 nothing."""
@@ -48,7 +49,9 @@ class Channel:
         self._socket: Any = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPORT_BYTES + config.max_sequences * MAX_ROW_BYTES)
+        num_tokens = config.max_sequences * (1 + config.max_draft_tokens)
+        most = MAX_REPORT_BYTES + num_tokens * MAX_TOKEN_BYTES + MAX_TOLD_SPANS * SPAN_BYTES
+        self._socket.setsockopt(zmq.MAXMSGSIZE, most)
         self._socket.setsockopt(zmq.IPV6, ":" in host)
         self._members.guard(self._socket)
         self._socket.bind(f"tcp://{join_address(host, 0)}")

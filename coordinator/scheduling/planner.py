@@ -14,6 +14,7 @@ from coordinator.placement.segments import Segments
 from coordinator.recovery.recovery import Recovery
 from coordinator.scheduling.drafter import Drafter
 from coordinator.scheduling.jobs import Job
+from coordinator.scheduling.portions import Portions
 from coordinator.scheduling.queue import Turns
 from coordinator.scheduling.sequences import Sequence
 from coordinator.scheduling.speeds import Speeds
@@ -25,10 +26,6 @@ LEAST_SHARE = 0.25
 """A chunk may take this part of a decode step's time even when nothing is left of the target: reading must go on."""
 MAX_UNDER_WAY = 2
 """Plans that the ranks may hold: the one they execute, and the one after it."""
-
-MAX_PROBED = 1024
-"""Rows of probes in a step: others wait for their tokens, and each scored row takes as many numbers as the vocabulary
-has tokens."""
 
 
 class Budget:
@@ -99,6 +96,7 @@ class Planner:
         self._recovery = recovery
         self._epoch = epoch
         self._budget = Budget(config, len(placer.pools), speeds)
+        self._portions = Portions()
         self._suspects = Suspects()
         self._flights: deque[Flight] = deque()
         self._forgotten: list[int] = []
@@ -185,7 +183,8 @@ class Planner:
             return None
         if under_way and self._drafter.waits(jobs):
             return None
-        jobs = _part(jobs)
+        is_alone = all(job.prompt.is_probe for job in jobs)
+        jobs = self._portions.next(jobs, self._budget.reread_size(is_alone=is_alone))
         rows = [job.next_row(self._placer) for job in jobs]
         work = Decode(tuple(rows) if under_way else self._drafter.draft(jobs, rows))
         return self._plan(work, jobs, is_apart=is_apart)
@@ -231,15 +230,3 @@ class Planner:
         self._epoch = epoch
         self._forgotten.clear()
         self._budget.change_ranks(len(self._placer.pools))
-
-
-def _part(jobs: Several[Sequence]) -> list[Sequence]:
-    """Those that have a row in the next step: of probes only as many as others can wait for."""
-    part, num_probed = list[Sequence](), 0
-    for job in jobs:
-        if job.prompt.is_probe:
-            num_probed += job.reading.num_unplaced
-            if num_probed > max(MAX_PROBED, job.reading.num_unplaced):
-                continue
-        part.append(job)
-    return part

@@ -12,6 +12,8 @@ from coordinator.text.spelling import Spell
 REPLACEMENT = "\ufffd"
 MAX_OPEN_TOKENS = 16
 """Undecided tokens past which the start is settled; a character of UTF-8 spreads over at most four."""
+MAX_SILENT_TOKENS = 256
+"""The same where the last of them says nothing by itself."""
 
 
 class Alphabet(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,8 +53,12 @@ class Detokenizer:
     def push(self, token_id: int) -> tuple[tuple[int, ...], str]:
         """The ids that `token_id` settles, and their text; both empty while the text is open."""
         self._open.append(token_id)
-        if token_id in self._alphabet.silent or token_id in self._alphabet.bytes:
-            return (), ""
+        is_silent = token_id in self._alphabet.silent
+        if is_silent or token_id in self._alphabet.bytes:
+            if len(self._open) < MAX_SILENT_TOKENS:
+                return (), ""
+            text = self._text(len(self._open))
+            return self._take(len(self._open), text) if is_silent else self._settle(text)
         text = self._text(len(self._open))
         if text and not text.endswith(REPLACEMENT):
             return self._take(len(self._open), text)

@@ -273,6 +273,10 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 NUM_OTHER_SHARES = 3
 """Of what is no span: the prompt, the answer, sinks."""
+MAX_TOLD_SPANS = 1 << 19
+"""Spans of which all rows of a step tell at most."""
+SPAN_BYTES = 12
+"""What is told of one."""
 HEADS_PER_LAYER = 1 << 16
 """In the number that stands for a head."""
 

@@ -1,9 +1,13 @@
 """Of any answer exactly the tokens that it tells are counted, however they come and wherever it stops; and sums of any
 shares are ranked as they are."""
 
+from collections.abc import Sequence
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from coordinator import events
 from coordinator.calls.answer import Answer
@@ -11,7 +15,8 @@ from coordinator.calls.provenance import Sums, attribution, candidates, spans_of
 from coordinator.calls.tracing import Tracing
 from coordinator.text.detokenizer import Alphabet
 from longleaf.channel.fakes import echo_attention, echo_spans
-from longleaf.channel.step import NUM_OTHER_SHARES, Attention
+from longleaf.channel.step import MAX_TOLD_SPANS, NUM_OTHER_SHARES, Attention
+from longleaf.errors import InvalidArgument
 from longleaf.messages import Delta, Finished, Generate, Provenance
 from longleaf.sampling import Sampling, Token
 from tests.support.service import byte_tokenizer
@@ -114,3 +119,12 @@ def test_spans_begin_anew_with_each_segment() -> None:
     assert GROUNDS.cut(40) == events.Beginning((1,), 40)
     assert GROUNDS.cut(41) == events.Beginning((1, 2), 41)
     assert attribution(Sums(), spans, []).num_tokens == 0
+
+
+@pytest.mark.parametrize("ends", [(32 * MAX_TOLD_SPANS + 1,), range(1, MAX_TOLD_SPANS + 2)])
+def test_of_more_spans_than_ranks_can_tell_nothing_is_told(ends: Sequence[int]) -> None:
+    """Too many because of their length, or of documents that are shorter."""
+    grounds = replace(GROUNDS, segments=tuple(ends), ends=tuple(ends))
+    with pytest.raises(InvalidArgument, match="524,289 spans of 32 tokens, and 524,288 can be told") as caught:
+        spans_of(Provenance(span_tokens=32), grounds)
+    assert caught.value.field == "provenance.span_token_count"

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 
-from coordinator.text.detokenizer import MAX_OPEN_TOKENS, Alphabet, Piece, TextStream, overlap
+from coordinator.text.detokenizer import MAX_OPEN_TOKENS, MAX_SILENT_TOKENS, Alphabet, Piece, TextStream, overlap
 from tests.support.service import byte_tokenizer
 from tests.support.tokenizers import MERGES, metaspace_tokenizer
 
@@ -55,6 +55,26 @@ def test_pieces_join_to_the_whole_text_and_to_all_ids(case: tuple[str, list[int]
     assert [piece.index for piece in pieces] == [
         sum(len(other.token_ids) for other in pieces[:n]) for n in range(len(pieces))
     ]
+
+
+@pytest.mark.parametrize("begin", ["", "é", "\N{SNOWMAN}"])
+def test_tokens_without_text_do_not_pile_up(begin: str) -> None:
+    """Of an answer that is not to end with its end token; what is told with each token would pile up, too."""
+    tokenizer = TOKENIZERS["bytes"]
+    [silent, *_] = alphabet_of(tokenizer).silent
+    text = TextStream(alphabet_of(tokenizer), ("stop",))
+    token_ids = [*tokenizer.encode(begin).ids[:1], *[silent] * 3000]
+    pieces = [piece for token_id in token_ids if (piece := text.push(token_id)) is not None]
+    assert max(len(piece.token_ids) for piece in pieces) <= MAX_SILENT_TOKENS
+    assert sum(len(piece.token_ids) for piece in pieces) >= 3000 - MAX_SILENT_TOKENS
+
+
+def test_a_long_run_of_bytes_does_not_pile_up() -> None:
+    tokenizer = TOKENIZERS["fallback"]
+    token_ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in "🦙é".encode() * 300]
+    pieces, _ = stream(alphabet_of(tokenizer), token_ids)
+    assert "".join(piece.text for piece in pieces) == "🦙é" * 300
+    assert max(len(piece.token_ids) for piece in pieces) <= MAX_SILENT_TOKENS
 
 
 @given(st.text(max_size=40), st.randoms(use_true_random=False))

@@ -4,9 +4,8 @@ import pytest
 from msgspec.structs import replace
 
 from coordinator.events import Beginning, Claim, Cuts, Ended, Found, Prompt
-from coordinator.scheduling.planner import MAX_PROBED
 from coordinator.scheduling.scheduler import Scheduler
-from longleaf.channel.step import Attention, Decode, Prefill, Row, StepPlan, StepResult
+from longleaf.channel.step import MAX_TOLD_SPANS, Attention, Decode, Prefill, Row, StepPlan, StepResult
 from longleaf.errors import InvalidArgument, NotFound
 from longleaf.sampling import Sampling
 from tests.support.scheduling import Bench, kinds
@@ -98,20 +97,35 @@ def test_probes_that_come_together_run_together(bench: ProbeBench) -> None:
     assert all(len(bench.found(job).scores) == 5 for job in jobs)
 
 
-def test_probes_of_many_answers_take_turns_beside_other_answers() -> None:
-    bench = ProbeBench(blocks=(3000, 3000))
+@pytest.mark.parametrize(("chunk_size", "seconds", "expected"), [(4096, 1e-6, 5), (512, 1e-6, 2), (4096, 1e-3, 1)])
+def test_probes_of_many_answers_take_turns_beside_other_answers(chunk_size: int, seconds: float, expected: int) -> None:
+    bench = ProbeBench(blocks=(3000, 3000), chunk_size=chunk_size)
+    bench.seconds_per_token = seconds
     bench.ingest("doc", 40)
     bench.run()
     answer = bench.ask(3, max_tokens=20)
     bench.step()
-    jobs = [bench.submit(probe(201, 200)) for _ in range(12)]
+    jobs = [bench.submit(probe(201, 200)) for _ in range(10)]
     plans = bench.run()
     steps = [[row for row in rows([plan]) if row.num_scored] for plan in plans]
-    assert max(sum(row.num_tokens for row in step) for step in steps) <= MAX_PROBED
-    assert [len(step) for step in steps if step] == [5, 5, 2], "no more steps than it takes"
+    assert [len(step) for step in steps if step] == [expected] * (10 // expected)
     assert all(len(bench.found(job).scores) == 200 for job in jobs)
     decodes = [plan for plan in plans if isinstance(plan.work, Decode)]
     assert all(any(row.sequence == answer for row in rows([plan])) for plan in decodes[:19]), "it missed no step"
+
+
+def test_sequences_take_turns_where_more_spans_are_told_than_fit_into_an_answer(bench: ProbeBench) -> None:
+    cuts = Cuts(4, num_spans=MAX_TOLD_SPANS // 2)
+    prompt = Prompt(context="doc", token_ids=(1, 2), sampling=Sampling(max_tokens=6), cuts=cuts)
+    jobs = [bench.submit(prompt) for _ in range(5)]
+    plain = bench.ask(2, max_tokens=15)
+    plans = bench.run()
+    told = [[row.sequence for row in rows([plan]) if row.sequence != plain] for plan in plans]
+    assert {len(step) for step in told[:12]} == {2}, "no step tells of more, and none of fewer than fit"
+    assert max(map(len, told)) == 2
+    assert [len(bench.tokens(job)) for job in jobs] == [6] * 5
+    assert all({*jobs} == {job for step in told[i : i + 3] for job in step} for i in range(10))
+    assert all(any(row.sequence == plain for row in rows([plan])) for plan in plans[:15]), "it missed no step"
 
 
 def test_what_is_hidden_is_hidden_from_chunks_too_and_again_after_a_preemption() -> None:
