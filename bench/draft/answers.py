@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from statistics import median
 from typing import NamedTuple
 
+from bench.durable.options import Row
 from bench.harness.arguments import tell
 from bench.harness.subjects import Subject
 from bench.needle.documents import prose, size_of
@@ -41,7 +42,7 @@ class Turn(NamedTuple):
     accepted: int
 
 
-def measure(client: Client, subject: Subject, kind: str, tokens: int, repeats: int) -> dict[str, object]:
+def measure(client: Client, subject: Subject, kind: str, tokens: int, repeats: int) -> Row:
     """Tokens per second of the answers to all questions, without drafts and with them."""
     asked = _asked(client, subject, kind, tokens)
     client.ingest(CONTEXT, asked.document)
@@ -49,7 +50,7 @@ def measure(client: Client, subject: Subject, kind: str, tokens: int, repeats: i
     client.delete_context(CONTEXT)
     off, on = ([turn for turn in turns if turn.tokens > 1] for turns in zip(*pairs, strict=True))
     ratios = [a.seconds / b.seconds for a, b in pairs if a.tokens == b.tokens > 1]
-    row = {"kind": kind, "context_tokens": tokens, "answers": len(pairs)}
+    row: Row = {"kind": kind, "context_tokens": tokens, "answers": len(pairs)}
     row |= {"equal": sum(a.text == b.text for a, b in pairs), "tokens": sum(turn.tokens for turn in on)}
     row |= {"drafted": sum(turn.drafted for turn in on), "accepted": sum(turn.accepted for turn in on)}
     for name, turns in (("off", off), ("on", on)):
