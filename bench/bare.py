@@ -16,7 +16,7 @@ import msgspec
 
 from bench.harness.arguments import tell, unwind_on_terminate
 from bench.harness.machine import describe
-from bench.harness.service import hosted
+from bench.harness.service import client_of
 from bench.needle.answers import wilson
 from bench.needle.documents import Question
 from longleaf.client import Client
@@ -85,7 +85,7 @@ def main() -> None:
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     config = EngineConfig(model=str(options.model), world_size=1)
-    with hosted(options.server, config, "local") as address, Client(address) as client:
+    with client_of(options.server, config, "local") as client:
         for kind, (_, counts) in KINDS.items():
             for count in counts:
                 row = measure(client, kind, count, options.documents, options.seed)

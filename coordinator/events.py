@@ -108,6 +108,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """Ids that end the generation unless sampling.ignore_end_token; the end token itself is reported."""
     num_samples: int = 1
     """Answers, each with its own tokens; number i is drawn with the seed i above that of sampling."""
+    max_draft_tokens: int = 0
+    """Most tokens to draft for an answer in a step."""
     claim: Claim = NO_CLAIM
     is_compared: bool = False
     """Compare its logits with those of plain attention. Such a prompt reads no keys of others, and leaves none."""
@@ -203,6 +205,10 @@ class Tokens(msgspec.Struct, frozen=True):
     sample: int = 0
     attention: tuple[Attention, ...] = ()
     """Of the row that produced each of them, if the prompt asked for it."""
+    num_drafted: int = 0
+    """Tokens that were drafted in the steps which gave these."""
+    num_accepted: int = 0
+    """Those of them that are among these."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ INTERVAL_SECONDS = 1.0
 
 def described(cluster: Cluster) -> dict[str, Any]:
     """The cluster as callers see it."""
-    model, recovery = cluster.model, cluster.recovery
+    model, recovery, drafting = cluster.model, cluster.recovery, cluster.drafting
     return {
         "model": {
             "name": model.name,
@@ -54,6 +54,12 @@ def described(cluster: Cluster) -> dict[str, Any]:
             "recovered_tokens": recovery.recovered_tokens,
             "seconds": recovery.seconds,
             "over": recovery.is_over,
+        },
+        "drafting": drafting
+        and {
+            "drafted_tokens": drafting.drafted_tokens,
+            "accepted_tokens": drafting.accepted_tokens,
+            "tokens_per_step": drafting.tokens_per_step,
         },
         "losses": [
             {

@@ -38,6 +38,8 @@ MAX_RESPONSE_BYTES = 64 << 20
 MAX_SECONDS = 1e6
 MAX_MODEL_NAME = 256
 """Characters."""
+MAX_DRAFT_TOKENS = 31
+"""With the token before them they are 32 rows of a step."""
 RANKS_PER_CPU = 8
 """More processes on a CPU only wait for each other."""
 
@@ -97,6 +99,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds without a sign of life after which a rank is killed and counts as lost."""
     max_losses_per_minute: int = 6
     """Losses of ranks in a minute beyond which further ones are not replaced at once."""
+    max_draft_tokens: int = 7
+    """Tokens of an answer that a step may try ahead, guessed from what was said before; 0: none."""
     max_sequences: int = 64
     """Generations that run at once."""
     max_waiting: int = 256
@@ -133,7 +137,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         limits |= {"max_losses_per_minute": (0, 1 << 20)}
         limits |= {"threads_per_rank": (1, 1024), "max_sequences": (1, 65536), "max_waiting": (1, 1 << 20)}
         limits |= {"unread_timeout": (0.1, MAX_SECONDS)}
-        limits |= {"target_itl_ms": (1, MAX_SECONDS * 1000)}
+        limits |= {"target_itl_ms": (1, MAX_SECONDS * 1000), "max_draft_tokens": (0, MAX_DRAFT_TOKENS)}
         for name, (low, high) in limits.items():
             value = getattr(self, name)
             if not low <= value <= high:

@@ -125,6 +125,12 @@ def overlaps(query_start: int, query_end: int, key_start: int, key_end: int) -> 
             yield Overlap(end, query_end, start, end, "full")
 
 
+def until(run: Run, end: int, block_size: int) -> Run:
+    """The run up to position `end`, in as many blocks as that needs."""
+    end = min(run.end, end)
+    return Run(run.rank, run.start, end, run.blocks[: ceil_div(end - run.start, block_size)])
+
+
 def cut_chunk(start: int, end: int, block_size: int, num_pieces: int) -> list[tuple[int, int]]:
     """Cuts [start, end) into at most `num_pieces` pieces of whole blocks, as equal as blocks allow.
 

@@ -19,6 +19,7 @@ from longleaf.comm import Groups
 from longleaf.config import EngineConfig
 from longleaf.geometry import EVERY_RANK, FLOAT32_POSITIONS
 from longleaf.kernels.backend import Backend, FixedBackend, TellingBackend
+from longleaf.sampling import Token
 from longleaf.tree import CountedMerge, Merge, Wire, choose_merge, make_merge
 from workers.buckets import bucket_sizes
 from workers.decode.bucket import Bucket
@@ -33,8 +34,9 @@ from workers.model.model import Model
 from workers.pending import Pending, done
 from workers.sampling.device_sampler import DeviceChoice, DeviceSampler
 from workers.sampling.logprobs import logprobs_of
-from workers.sampling.sampler import Sampler
+from workers.sampling.sampler import Choice, Sampler
 from workers.snapshots.desk import Desk
+from workers.step.drafts import DraftedBlocks, drafted_among
 from workers.step.forward import DecodeStep, Peers, PrefillDone, PrefillStep
 from workers.step.inputs import InputBuilder, Inputs, RowNumbers
 from workers.step.last_ids import DeviceIds, HostIds, LastIds
@@ -233,16 +235,16 @@ class Epoch:
         """A step of any shape, over tensors of its own."""
         inputs = self._inputs.tensors(rows, self._means.last_ids)
         masses = self._masses(rows) if rows.asked else None
-        logits_RV = self._logits(inputs, masses)
+        drafted = self._drafted_blocks(rows, sampled)
+        logits_RV = self._logits(inputs, masses, drafted)
         told = masses.told() if masses else None
         scores = None
         if logits_RV is not None and scored:
-            logits_RV, scored_SV = logits_RV.split([len(sampled), len(rows.scored_rows)])
+            logits_RV, scored_SV = logits_RV.split([len(rows.sample_rows), len(rows.scored_rows)])
             scores = ToHost(logprobs_of(scored_SV, [t for row in scored for t in row.token_ids[-row.num_scored :]]))
         choice = self._means.sampler.start(sampled, logits_RV) if sampled and logits_RV is not None else None
         if sampled:
-            ids_R = choice.ids() if choice else inputs.token_ids_T.new_zeros(len(sampled))
-            self._means.last_ids.note(sampled, self._tell(ids_R))
+            self._note(sampled, choice, drafted)
         end = choice.arrival if isinstance(choice, DeviceChoice) else Moment(torch.device(self._means.device))
         return Launched(end, choice, logits_RV, scores, told)
 
@@ -250,6 +252,38 @@ class Epoch:
         comm, backend = self.peers.comm if self.peers else None, self._means.backend
         blocks = Blocks(backend, rows.blocks) if rows.blocks and isinstance(backend, TellingBackend) else None
         return Masses(rows.asked, self._means.pool, comm, blocks)
+
+    def _drafted_blocks(self, rows: RowNumbers, sampled: Sequence[Row]) -> DraftedBlocks | None:
+        """Where drafts leave more than their keys when they are refused."""
+        drafted, pool = drafted_among(sampled, rows.sample_rows), self._means.pool
+        if not drafted or not isinstance(pool, QuantizedPool):
+            return None
+        return DraftedBlocks(pool, self._means.backend, drafted, rows.slots, rows.window_slots)
+
+    def _note(self, sampled: Sequence[Row], choice: Choice | None, blocks: DraftedBlocks | None) -> None:
+        """All ranks learn from the first one, which has the choice, what was chosen, and forget the drafts that were
+        refused."""
+        drafted = [row for row in sampled if row.draft_ids]
+        if choice is None:
+            told = torch.zeros(len(sampled) + len(drafted), dtype=torch.long, device=self._means.device)
+        else:
+            told = torch.cat((choice.ids(), choice.num_accepted())) if drafted else choice.ids()
+        ids_R, accepted_D = self._tell(told).split([len(sampled), len(drafted)])
+        self._means.last_ids.note(sampled, ids_R)
+        if drafted:
+            self._cut_back(drafted, _num_accepted(sampled, choice.tokens()) if choice else accepted_D.tolist(), blocks)
+
+    def _cut_back(self, drafted: Sequence[Row], num_accepted: Sequence[int], blocks: DraftedBlocks | None) -> None:
+        """Forgets what follows the drafts that were accepted."""
+        num_left = dict[int, int]()
+        for row, count in zip(drafted, num_accepted, strict=True):
+            if count < len(row.draft_ids):
+                num_left[row.sequence] = row.num_known + count
+                end = row.start + row.num_known + count
+                self._ledger.cut_back(row.path[-1], end)
+                self._sequences.cut_back(row.sequence, end)
+        if blocks is not None and num_left:
+            blocks.put_back(num_left)
 
     def _finish(self, work: Decode, sampled: Sequence[Row], begun: Launched, result: StepResult) -> StepResult | None:
         """What is to be answered, once the device is done with a step."""
@@ -261,9 +295,11 @@ class Epoch:
         broken = self._means.sampler.broken
         return msgspec.structs.replace(
             result,
-            tokens={row.sequence: token for row, token in zip(sampled, tokens, strict=True) if token is not None},
+            tokens={row.sequence: found for row, found in zip(sampled, tokens, strict=True) if found},
             not_finite=tuple(row.sequence for row in sampled if row.sequence in broken),
-            comparisons=self._verifier.compare(row for row in work.rows if row.sequence not in broken),
+            comparisons=self._verifier.compare(
+                row for row, found in zip(sampled, tokens, strict=True) if len(found) > len(row.draft_ids)
+            ),
             attention=begun.told.attention() if begun.told else {},
             scores=_by_sequence(work.rows, begun.scores.wait().tolist()) if begun.scores else {},
         )
@@ -279,9 +315,11 @@ class Epoch:
         """The ids that rank 0 has chosen."""
         return self.peers.comm.broadcast(ids_T) if self.peers else ids_T
 
-    def _logits(self, inputs: Inputs[RowLayer], masses: Masses | None = None) -> Tensor | None:
+    def _logits(
+        self, inputs: Inputs[RowLayer], masses: Masses | None = None, drafted: DraftedBlocks | None = None
+    ) -> Tensor | None:
         """Goes through the model. On rank 0 logits [R, V] of the R rows of which they are wanted."""
-        step = DecodeStep(inputs, self._means.pool, self._means.backend, self.peers, masses)
+        step = DecodeStep(inputs, self._means.pool, self._means.backend, self.peers, masses, drafted)
         if self._number != 0:
             self._forward(self._means.model.decoder, inputs, step)
             return None
@@ -294,6 +332,11 @@ class Epoch:
         self._means.model.ropes.rows = inputs.ropes
         arguments = self._means.model.arguments(step, inputs.token_ids_T, inputs.positions_T)
         return module(**arguments, return_dict=False, **options)
+
+
+def _num_accepted(rows: Sequence[Row], tokens: Sequence[Sequence[Token]]) -> list[int]:
+    """Of the rows that have drafts."""
+    return [max(0, len(found) - 1) for row, found in zip(rows, tokens, strict=True) if row.draft_ids]
 
 
 def _by_sequence(rows: Sequence[Row], scores: Sequence[float]) -> dict[int, tuple[float, ...]]:

@@ -11,14 +11,14 @@ from typing import Literal
 import msgspec
 
 from longleaf.channel.epochs import Join, Layout, Ready, SegmentLayout
-from longleaf.channel.fakes import echo_token
+from longleaf.channel.fakes import drafted_ends, echo_tokens
 from longleaf.channel.lives import Hello
 from longleaf.channel.rank_spec import RankSpec
 from longleaf.channel.sequences import Sequences
 from longleaf.channel.snapshots import Discard, Failure, Fetch, Fetched, Order, Outcome, Save, Saved
 from longleaf.channel.step import Decode, Move, Prefill, Restore, Row, StepPlan, StepResult
 from longleaf.errors import DataLoss, LongleafError, ModelRefused, NotFound, StorageUnavailable
-from longleaf.runs import Run
+from longleaf.runs import Run, until
 from longleaf.sampling import Token
 from workers.__main__ import live
 from workers.actor import WorkerActor
@@ -86,7 +86,7 @@ class EchoLedger:
                 self._put(segment.segment, run)
         self._audit_blocks()
 
-    def apply(self, plan: StepPlan) -> dict[int, Token]:
+    def apply(self, plan: StepPlan) -> dict[int, tuple[Token, ...]]:
         """Does the step; sampled tokens by sequence."""
         for segment in plan.release_segments:
             del self._starts[segment], self._segments[segment], self._token_ids[segment]
@@ -158,12 +158,24 @@ class EchoLedger:
                 self._put(work.segment, run)
         self._audit_blocks()
 
-    def _row(self, row: Row) -> Token:
+    def _row(self, row: Row) -> tuple[Token, ...]:
         assert (row.terms is None) == (row.sequence in self._last), "terms are told once, with the first row"
         token_ids = row.token_ids or (self._last[row.sequence],)
-        self._store(row.path, row.start, token_ids, row.runs)
-        self._last[row.sequence] = echo_token(token_ids[-1], row.token_index)
-        return Token(self._last[row.sequence])
+        self._store(row.path, row.start, (*token_ids, *row.draft_ids), row.runs)
+        sampled = echo_tokens(token_ids[-1], row.token_index, row.draft_ids)
+        self._last[row.sequence] = sampled[-1]
+        if row.draft_ids:
+            self._cut_back(row, row.start + len(token_ids) + len(sampled) - 1)
+        return tuple(map(Token, sampled))
+
+    def _cut_back(self, row: Row, end: int) -> None:
+        """Forgets the drafts that were refused: what a sequence holds ends there."""
+        segment, run, first = row.path[-1], row.runs[-1], row.start + row.num_known - 1
+        assert (first - run.start) // self._block_size == (len(run) - 1) // self._block_size, "a draft opens a block"
+        runs = self._segments[segment]
+        runs[runs.index(run)] = until(run, end, self._block_size)
+        for position in range(end, run.end):
+            del self._token_ids[segment][position]
 
     def _store(self, path: tuple[int, ...], start: int, token_ids: tuple[int, ...], runs: tuple[Run, ...]) -> None:
         """Checks that the path is held without a gap and that `runs` receive the tokens from `start` on."""
@@ -258,7 +270,11 @@ class EchoRank:
     def start(self, plan: StepPlan) -> Pending:
         if self._fault and self._fault.step == plan.step:
             self._fault.strike(self._fault.kind)
-        return done(StepResult(plan.epoch, plan.step, self._ledger.apply(self._sequences.complete(plan))))
+        plan = self._sequences.complete(plan)
+        tokens = self._ledger.apply(plan)
+        for row, end in drafted_ends(plan, tokens):
+            self._sequences.cut_back(row.sequence, end)
+        return done(StepResult(plan.epoch, plan.step, tokens))
 
     def carry_out(self, order: Order, answer: Callable[[Outcome], None]) -> None:
         """Does it at once: nothing is large here."""

@@ -26,6 +26,7 @@ from longleaf.sampling import Token
 from workers.keys.ledger import Ledger
 from workers.model import hook
 from workers.model.model import Model
+from workers.sampling.sampler import first_positions
 
 PLAIN = "eager"
 WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)
@@ -40,11 +41,11 @@ class Compared:
         self.logits: list[Tensor] = []
         self.first_index = 0
 
-    def add(self, row: Row, token_id: int, logits_V: Tensor) -> None:
+    def add(self, row: Row, token_ids: Sequence[int], logits_NV: Tensor) -> None:
         if not self.logits:
             self.first_index = row.token_index
-        self.logits.append(logits_V.to(torch.float32, copy=True))
-        self.token_ids.append(token_id)
+        self.logits += logits_NV.to(torch.float32, copy=True)
+        self.token_ids += token_ids
 
 
 class Verifier:
@@ -69,15 +70,16 @@ class Verifier:
             for row in rows
         )
 
-    def take(self, rows: Sequence[Row], tokens: Sequence[Token | None], logits_RV: Tensor) -> None:
-        """Keeps what the tokens of a step were chosen from, for the rows that are compared later."""
-        for i, (row, token) in enumerate(zip(rows, tokens, strict=True)):
-            if token is None:
+    def take(self, rows: Sequence[Row], tokens: Sequence[Sequence[Token]], logits_NV: Tensor) -> None:
+        """Keeps what the tokens of a step were chosen from, for the rows that are compared later. Those of a row are
+        followed by those of its drafts, which may be more than were accepted."""
+        for row, first, chosen in zip(rows, first_positions(rows), tokens, strict=True):
+            if not chosen:
                 continue
             if row.terms is not None and row.terms.reference_ids:
                 self._answers[row.sequence] = Compared(row.terms.reference_ids)
             if (answer := self._answers.get(row.sequence)) is not None:
-                answer.add(row, token.id, logits_RV[i])
+                answer.add(row, [token.id for token in chosen], logits_NV[first : first + len(chosen)])
 
     def compare(self, rows: Iterable[Row]) -> dict[int, Comparison]:
         """Compares answers that rows completed, by sequence. What plain attention cannot do is told, not raised."""

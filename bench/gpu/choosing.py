@@ -78,7 +78,7 @@ class Tokens:
 def measure(case: Choose, device: str) -> dict[str, Any]:
     """The row of a case. Raises RuntimeError where a token is missing."""
     tokens = Tokens(case, device)
-    if any(token is None for token in tokens.start().tokens()):
+    if not all(tokens.start().tokens()):
         raise RuntimeError("a row has no token")
     counts = counted(lambda: tokens.start().tokens())
     fixed = tokens.fixed()

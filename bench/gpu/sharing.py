@@ -193,6 +193,6 @@ def collected(ranks: Ranks, work: "Iterable[StepPlan]") -> Answered:
         result = ranks.execute(plan)
         if result.tokens:
             found.seconds.append(time.perf_counter() - begin)
-        for sequence, token in result.tokens.items():
-            found.tokens.setdefault(sequence, []).append(token.id)
+        for sequence, tokens in result.tokens.items():
+            found.tokens.setdefault(sequence, []).extend(token.id for token in tokens)
     return found

@@ -1,8 +1,8 @@
-"""Benchmarks of several parts, each of which makes a row of one result."""
+"""Results that are measured piece by piece, and benchmarks of several parts, each of which makes a row."""
 
 import argparse
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from bench.durable.options import Row
@@ -23,24 +23,31 @@ def parser_of(bench: str, description: str | None, parts: Iterable[str]) -> argp
 
 def run_parts(bench: str, parts: Iterable[str], given: argparse.Namespace, measure: Callable[[str], Row]) -> None:
     """Measures what was asked for, and writes and prints it beside what the file has had."""
-    rows = _read(given.into) if given.into is not None else list[Row]()
+    rows = kept(given.into)
     for name in given.only:
         rows = joined(parts, rows, {"part": name, **measure(name), "machine": describe()})
         if given.into is not None:  # at once: a part that fails shall not cost the others
-            given.into.write_text(_told(bench, rows) + "\n")
-    print(_told(bench, rows) if given.json else table(rows))
+            given.into.write_text(told(bench, rows) + "\n")
+    print(told(bench, rows) if given.json else table(rows))
 
 
 def joined(parts: Iterable[str], before: list[Row], row: Row) -> list[Row]:
     """Rows in the order of the parts, the new one instead of an old one."""
-    by_part = {found["part"]: found for found in (*before, row)}
+    by_part = {found["part"]: found for found in beside(before, [row], ("part",))}
     return [by_part[name] for name in parts if name in by_part]
 
 
-def _read(file: Path) -> list[Row]:
+def beside(before: Iterable[Row], measured: Sequence[Row], keys: Sequence[str]) -> list[Row]:
+    """What was measured, behind those rows of before that are of something else: that differ in one of the keys."""
+    new = {tuple(row[key] for key in keys) for row in measured}
+    return [*(row for row in before if tuple(row[key] for key in keys) not in new), *measured]
+
+
+def kept(file: Path | None) -> list[Row]:
     """The rows of a result; none where there is none."""
-    return json.loads(file.read_text())["rows"] if file.is_file() else []
+    return json.loads(file.read_text())["rows"] if file is not None and file.is_file() else []
 
 
-def _told(bench: str, rows: list[Row]) -> str:
+def told(bench: str, rows: Sequence[Row]) -> str:
+    """A result as JSON."""
     return json.dumps({"bench": bench, "rows": rows}, indent=2)

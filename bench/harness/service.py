@@ -59,8 +59,15 @@ class Service:
 def running(model: Path, *, chunk_size: int) -> Iterator[Service]:
     """A service at world size 1 on a port of its own; it ends with the block."""
     config = EngineConfig(model=str(model), world_size=1, chunk_size=chunk_size, threads_per_rank=1)
-    with hosted(None, config, "local") as address, Client(address) as client:
+    with client_of(None, config, "local") as client:
         yield Service(client)
+
+
+@contextmanager
+def client_of(server: str | None, config: EngineConfig, launcher: Launcher) -> Iterator[Client]:
+    """A client of a service: of `server` if it is named, else of one that ends with the block."""
+    with hosted(server, config, launcher) as address, Client(address) as client:
+        yield client
 
 
 @contextmanager

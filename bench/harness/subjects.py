@@ -39,7 +39,17 @@ def subject(name: str) -> Iterator[Subject]:
         return
     make = _make_random_gemma3 if name == RANDOM_GEMMA3 else _make_random_llama
     with TemporaryDirectory(prefix="longleaf-bench-") as folder:
-        yield _read(name, make(Path(folder)))
+        yield _read(name, make(Path(folder, name)))  # which services call it by
+
+
+@contextmanager
+def checkpoint(named: str) -> Iterator[Path]:
+    """The folder of the model of that name, or that folder."""
+    if named not in NAMES:
+        yield Path(named)
+        return
+    with subject(named) as measured:
+        yield measured.folder
 
 
 def is_there(name: str) -> bool:

@@ -15,18 +15,16 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 
 from bench.harness.arguments import RESULTS, tell, unwind_on_terminate
 from bench.harness.machine import describe
-from bench.harness.service import hosted
+from bench.harness.service import client_of
 from bench.needle.answers import Answer, Answers, Place, rows
 from bench.needle.chart import draw
-from bench.needle.documents import MAKERS, TASKS, Document, Question
+from bench.needle.documents import MAKERS, TASKS, Document, Question, size_of
 from longleaf.client import Client
 from longleaf.config import EngineConfig, embedded_model
 from longleaf.messages import Delta, Finished
@@ -34,8 +32,6 @@ from longleaf.messages import Delta, Finished
 LENGTHS = (4_000, 64_000, 256_000, 1_000_000)
 MANY_DOCUMENTS, FEW_DOCUMENTS, LONG = 20, 5, 200_000
 """Documents per length: many where they are read quickly, few from LONG tokens on."""
-SAMPLE_BYTES = 20_000
-"""Text on which the model's bytes per token are measured."""
 
 
 class Asker:
@@ -51,17 +47,13 @@ class Asker:
         """All documents of one kind at one length."""
         documents = min(MANY_DOCUMENTS if tokens < LONG else FEW_DOCUMENTS, self._options.questions)
         count = self._options.questions // documents
-        size = int(tokens * self._bytes_per_token(kind))
+        size = size_of(self._client, kind, tokens)
         for number in range(documents):
             rng = random.Random(f"{self._options.seed} {kind} {tokens} {number}")
             document = MAKERS[kind](rng, size, count)
             self._examine(
                 f"{kind}, {tokens:,} tokens, document {number + 1} of {documents}", document, tokens, number, count
             )
-
-    def _bytes_per_token(self, kind: str) -> float:
-        sample = MAKERS[kind](random.Random(0), SAMPLE_BYTES, 1).text
-        return len(sample.encode()) / self._client.count_tokens(sample)
 
     def _examine(self, title: str, document: Document, tokens: int, number: int, density: int) -> None:
         place = Place(self._model, self._options.seed, tokens, number, density, "", 0)
@@ -110,14 +102,6 @@ class Asker:
         return "".join(e.text for e in events if isinstance(e, Delta)), last.timings.first_token_seconds
 
 
-@contextmanager
-def service(options: argparse.Namespace) -> Iterator[Client]:
-    """A client of the service that was named, or of one that ends with the block."""
-    config = EngineConfig(model=str(options.model), world_size=options.world_size)
-    with hosted(options.server, config, options.launcher) as address, Client(address) as client:
-        yield client
-
-
 def parse() -> argparse.Namespace:
     tasks = [task for family in TASKS.values() for task in family]
     parser = argparse.ArgumentParser(
@@ -142,8 +126,9 @@ def main() -> None:
     unwind_on_terminate()
     options = parse()
     answers = Answers(options.out / "needle.jsonl")
+    config = EngineConfig(model=str(options.model), world_size=options.world_size)
     try:
-        with service(options) as client:
+        with client_of(options.server, config, options.launcher) as client:
             measure(client, answers, options)
     finally:
         found = rows(answers)

@@ -42,7 +42,7 @@ def _panel(axis: Any, rows: list[Row], task: str, lengths: list[int]) -> Any:
     image = axis.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
     whole = [by_depth.get((None, length)) for length in lengths]
     labels = [
-        f"{_short(n)}\n{share:.0%}" if share is not None else _short(n) for n, share in zip(lengths, whole, strict=True)
+        f"{short(n)}\n{share:.0%}" if share is not None else short(n) for n, share in zip(lengths, whole, strict=True)
     ]
     axis.set_xticks(range(len(lengths)), labels, fontsize=8)
     axis.set_yticks([0, len(depths) - 1] if has_depths else [], ["start", "end"] if has_depths else [], fontsize=8)
@@ -50,5 +50,6 @@ def _panel(axis: Any, rows: list[Row], task: str, lengths: list[int]) -> Any:
     return image
 
 
-def _short(tokens: int) -> str:
+def short(tokens: int) -> str:
+    """A length as charts tell it."""
     return f"{tokens // 1_000_000}M" if tokens >= 1_000_000 else f"{tokens // 1000}k"

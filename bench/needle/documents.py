@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
+from longleaf.client import Client
 from longleaf.demo.facts import HELD_OUT_WORDS, Fact, is_correct, make_fact, make_value, without_value
 from longleaf.demo.haystack import DISTRACTOR_EVERY, canonical, cut, distinct_facts, library_text, plant, room
 
@@ -21,6 +22,8 @@ VALUES = 3
 """Values of each key of multi_value."""
 APPENDED = 0.02
 """Length of what is appended, as a share of the document."""
+SAMPLE_BYTES = 20_000
+"""Text on which a model's bytes per token are measured."""
 
 
 class Question(msgspec.Struct, frozen=True):
@@ -102,6 +105,12 @@ TASKS = {
     "pairs": ("key_value",),
 }
 """Tasks by the kind of document that they share."""
+
+
+def size_of(client: Client, kind: str, tokens: int) -> int:
+    """Bytes of a document of that kind of about so many tokens of the served model."""
+    sample = MAKERS[kind](random.Random(0), SAMPLE_BYTES, 1).text
+    return int(tokens * (len(sample.encode()) / client.count_tokens(sample)))
 
 
 def _deal(facts: Sequence[Fact], *counts: int) -> list[list[Fact]]:

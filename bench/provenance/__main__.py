@@ -5,60 +5,66 @@ does not hold. Usage:
 
     python -m bench.provenance --json                                    # the embedded model; takes hours
     python -m bench.provenance --lengths 4000 64000 --questions 20
+    python -m bench.provenance --model random-llama --lengths            # what it costs another model, and nothing else
     python -m bench.provenance --model FOLDER --into provenance.json     # another model, beside what is in the file
 
 Rows tell of right answers, and of wrong ones apart, in how many of them (`of`) the first source, or one of the first
 three, is where the fact stands, and in how many hiding it costs the answer most. held_or_absent: how well the first
 source's share, and the largest drop, tell right answers of the text from keys that it does not hold (area under the ROC
-curve). cost: milliseconds per token of an answer without and with sources. Methods are raw and contrast, as in
-docs/provenance.md. `--model` measures without targets: wants are for the embedded model up to 256,000 tokens.
+curve); `invented`: to how many of those keys the model gave a value all the same. cost: milliseconds per token of an
+answer without and with sources. Methods are raw and contrast, as in docs/provenance.md. `--model` measures without
+targets: wants are for the embedded model up to 256,000 tokens. With `--into FILE.json` there is a picture beside it.
 """
 
 import argparse
-import json
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from bench.harness.arguments import tell, unwind_on_terminate
 from bench.harness.machine import describe
-from bench.harness.service import hosted
-from bench.needle.documents import Question, prose
+from bench.harness.parts import beside, kept, told
+from bench.harness.service import client_of
+from bench.harness.subjects import EMBEDDED, NAMES, checkpoint
+from bench.needle.documents import Question, prose, size_of
 from bench.provenance.asking import Asked, ask, place_of
+from bench.provenance.chart import draw
 from bench.provenance.cost import cost
 from bench.provenance.rows import Row, rows
 from longleaf.client import Client
-from longleaf.config import EngineConfig, embedded_model
+from longleaf.config import EngineConfig
 from longleaf.messages import Ranking
+from longleaf.runs import ceil_div
 
 METHODS: tuple[Ranking, ...] = ("raw", "contrast")
 TASKS = ("single_prose", "near_duplicate", "absent")
 LENGTHS = (4_000, 16_000, 64_000, 256_000, 1_000_000)
 PER_DOCUMENT = 20
 """Questions of each task about one document, which is read once."""
-SAMPLE_BYTES = 20_000
-"""Text on which the model's bytes per token are measured."""
+TOKENS_PER_QUESTION = 800
+"""At least, of a document: for each question of each task some ten sentences are planted."""
 CONTEXT = "provenance"
+MEASURED = ("model", "tokens", "task")
+"""What rows are of: those of an earlier measurement of the same go."""
 
 
 def main() -> None:
     unwind_on_terminate()
     given = parse()
-    model = given.model.name
-    before: list[Row] = json.loads(given.into.read_text())["rows"] if given.into and given.into.is_file() else []
-    with service(given) as client:
-        measured = [{"model": model, **row} for row in measure(client, given)]
-    keys = {(row["model"], row["tokens"], row["task"]) for row in measured}
-    kept = [row for row in before if (row["model"], row["tokens"], row["task"]) not in keys]
-    told = json.dumps({"bench": "provenance", "machine": describe(), "rows": [*kept, *measured]}, indent=1)
+    with checkpoint(given.model) as folder:
+        config = EngineConfig(model=str(folder), world_size=given.world_size)
+        with client_of(given.server, config, "local") as client:
+            model = client.cluster().model.name
+            measured = [{"model": model, **row, "machine": describe()} for row in measure(client, given)]
+    found = sorted(beside(kept(given.into), measured, MEASURED), key=lambda row: (row["model"], row["tokens"]))
     if given.into:
-        given.into.write_text(told + "\n")
+        given.into.write_text(told("provenance", found) + "\n")
+        draw(found, given.into.with_suffix(".png"))
     if given.json:
-        print(told)
+        print(told("provenance", found))
         return
     for row in measured:
-        print("  ".join(f"{name} {value}" for name, value in row.items()))
+        print("  ".join(f"{name} {value}" for name, value in row.items() if name != "machine"))
 
 
 def measure(client: Client, given: argparse.Namespace) -> list[Row]:
@@ -70,10 +76,10 @@ def measure(client: Client, given: argparse.Namespace) -> list[Row]:
 
 def examine(client: Client, tokens: int, count: int) -> Iterator[Asked]:
     """Documents of one length, with so many questions of each task in all."""
-    sample = prose(random.Random(0), SAMPLE_BYTES, 1).text
-    size = int(tokens * len(sample.encode()) / client.count_tokens(sample))
-    for number in range(-(-count // PER_DOCUMENT)):
-        num_here = min(PER_DOCUMENT, count - number * PER_DOCUMENT)
+    size = size_of(client, "prose", tokens)
+    most = num_together(tokens)
+    for number in range(ceil_div(count, most)):
+        num_here = min(most, count - number * most)
         document = prose(random.Random(f"provenance {tokens} {number}"), size, num_here)
         held = client.ingest(CONTEXT, document.text).tokens
         found = list(_ask_all(client, document.text, document.questions, tokens))
@@ -81,6 +87,11 @@ def examine(client: Client, tokens: int, count: int) -> Iterator[Asked]:
         right = sum(each.rank == 0 and each.method == "raw" for each in found)
         tell(f"{tokens:,} tokens, document {number + 1} ({held:,} tokens): the first source is right {right} times")
         yield from found
+
+
+def num_together(tokens: int) -> int:
+    """Questions of each task about one document of so many tokens."""
+    return min(PER_DOCUMENT, max(1, tokens // TOKENS_PER_QUESTION))
 
 
 def _ask_all(client: Client, text: str, questions: tuple[Question, ...], tokens: int) -> Iterator[Asked]:
@@ -91,21 +102,13 @@ def _ask_all(client: Client, text: str, questions: tuple[Question, ...], tokens:
                 yield ask(client, CONTEXT, question, place, tokens, method)
 
 
-@contextmanager
-def service(given: argparse.Namespace) -> Iterator[Client]:
-    """A client of a service that ends with the block."""
-    config = EngineConfig(model=str(given.model), world_size=given.world_size)
-    with hosted(given.server, config, "local") as address, Client(address) as client:
-        yield client
-
-
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "python -m bench.provenance", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--server", metavar="HOST:PORT", help="a running service, instead of starting one")
-    parser.add_argument("--model", type=Path, default=embedded_model(), help="checkpoint to serve")
+    parser.add_argument("--model", default=EMBEDDED, help=f"{' or '.join(NAMES)}, or a checkpoint's folder")
     parser.add_argument("--world-size", type=int, default=1)
     parser.add_argument("--lengths", nargs="*", type=int, default=LENGTHS, metavar="TOKENS")
     parser.add_argument("--questions", type=int, default=100, help="per task and length")

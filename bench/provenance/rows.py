@@ -43,7 +43,8 @@ def _apart(tokens: int, method: str, asked: Iterable[Asked]) -> Row | None:
     by_share = area([each.share for each in held], [each.share for each in absent])
     by_drop = area([each.drop for each in held], [each.drop for each in absent])
     row = {"tokens": tokens, "task": "held_or_absent", "method": method}
-    return row | {"area_by_share": round(by_share, 4), "area_by_drop": round(by_drop, 4), "of": len(held) + len(absent)}
+    row |= {"area_by_share": round(by_share, 4), "area_by_drop": round(by_drop, 4), "of": len(held) + len(absent)}
+    return row | {"absent": len(absent), "invented": sum(not each.is_right for each in absent)}
 
 
 def area(above: Sequence[float], below: Sequence[float]) -> float:

@@ -139,7 +139,7 @@ class Sample:
         self._is_exact = is_exact
         self._speller = speller
         self._first_token_at: float | None = None
-        self._num_tokens = 0
+        self._num_tokens = self._num_drafted = self._num_accepted = 0
         self._tokens: list[Token] = []
         self._end_ids: tuple[int, ...] = ()
         self.usage = Usage()
@@ -152,8 +152,16 @@ class Sample:
         self._tokens += map(self._speller.take, event.tokens) if self._speller else event.tokens
         if self._tracing is not None:
             self._attention += event.attention or [None] * len(event.tokens)
+        num_before, pieces = self._num_tokens, self._push(event.tokens)
+        self._num_drafted += event.num_drafted
+        # accepted ones come first in their step, and what is behind a stop string is no part of the answer
+        self._num_accepted += min(event.num_accepted, self._num_tokens - num_before)
+        return [*self._delta(pieces), *([self._stop()] if self._text.matched_stop else [])]
+
+    def _push(self, tokens: Sequence[Token]) -> list[Piece]:
+        """The text that tokens release, up to what ends the answer among them."""
         pieces: list[Piece] = []
-        for token in event.tokens:
+        for token in tokens:
             self._num_tokens += 1
             if token.id in self._end_tokens:
                 self._end_ids = (token.id,)  # its text, if it has any, is not part of the answer
@@ -161,8 +169,8 @@ class Sample:
             if (piece := self._text.push(token.id)) is not None:
                 pieces.append(piece)
             if self._text.matched_stop:
-                return [*self._delta(pieces), self._stop()]
-        return [*self._delta(pieces)]
+                break
+        return pieces
 
     def finish(self, event: events.Ended) -> list[Event]:
         piece = self._text.finish(*self._end_ids)
@@ -170,7 +178,9 @@ class Sample:
         if self._text.matched_stop:
             return [*delta, self._stop()]
         self.is_finished = True
-        return [*delta, finished_of(event, self._is_exact)]
+        timings = timings_of(event.queue_seconds, event.first_token_seconds, event.decode_seconds)
+        usage = self._used(event.prompt_tokens, event.cached_tokens, event.completion_tokens)
+        return [*delta, Finished(event.reason, "", usage, timings, self._index, self._is_exact)]
 
     def _stop(self) -> Finished:
         """The end that the engine does not know of, so the times are taken here too."""
@@ -178,9 +188,12 @@ class Sample:
         now, times = self._times.clock(), self._times
         first = now if self._first_token_at is None else self._first_token_at
         started = first if times.started is None else times.started
-        usage = Usage(self.usage.prompt_tokens, self.usage.cached_tokens, self._num_tokens)
+        usage = self._used(self.usage.prompt_tokens, self.usage.cached_tokens, self._num_tokens)
         timings = timings_of(started - times.arrived, first - times.arrived, now - first)
         return Finished("stop", self._text.matched_stop, usage, timings, self._index, self._is_exact)
+
+    def _used(self, num_prompt: int, num_cached: int, num_generated: int) -> Usage:
+        return Usage(num_prompt, num_cached, num_generated, self._num_drafted, self._num_accepted)
 
     def _delta(self, pieces: list[Piece]) -> list[Event]:
         """The pieces of one event as one delta, with their tokens; none when there is none."""
@@ -201,17 +214,6 @@ class Sample:
         attention, self._attention = self._attention[:count], self._attention[count:]
         tracing.told(self._index).add(token_ids, attention)
         return tracing.of_delta([each for each in attention if each is not None])
-
-
-def finished_of(event: events.Ended, is_exact: bool) -> Finished:
-    return Finished(
-        event.reason,
-        "",
-        Usage(event.prompt_tokens, event.cached_tokens, event.completion_tokens),
-        timings_of(event.queue_seconds, event.first_token_seconds, event.decode_seconds),
-        event.sample,
-        is_exact,
-    )
 
 
 def timings_of(queue: float, first_token: float, decode: float) -> Timings:

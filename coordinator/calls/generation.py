@@ -202,7 +202,7 @@ class Generation:
             raise AlreadyExists(f"generations/{request_id}")
 
     def _prompt(self, request: Generate, token_ids: Sequence[int], deadline: float | None = None) -> events.Prompt:
-        is_held = request.resume_seconds > 0
+        is_held, most = request.resume_seconds > 0, self._engine.max_draft_tokens
         tenant, client, caller = request.tenant, request.client, CALLER.get(OWNER)
         claim = events.Claim(
             priority=request.priority,
@@ -221,6 +221,7 @@ class Generation:
             num_samples=request.num_samples,
             claim=claim,
             hidden=request.hidden,
+            max_draft_tokens=most if request.max_draft_tokens is None else min(most, request.max_draft_tokens),
         )
 
     def _answer(self, request_id: str, request: Generate, tracing: Tracing | None) -> Answer:

@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 from coordinator.events import Cuts, Grounds
 from longleaf.channel.step import HEADS_PER_LAYER, NUM_OTHER_SHARES, Attention
 from longleaf.errors import InvalidArgument
-from longleaf.messages import Attribution, Provenance, Source
+from longleaf.messages import MIN_SPAN_TOKENS, Attribution, Provenance, Source
 
 DEFAULT_SPAN = 64
 """Tokens, where blocks have so many."""
-MIN_SPAN = 32
 MAX_SCORED = 256
 """Tokens of an answer that are read again to confirm its sources."""
 
@@ -63,9 +62,9 @@ def spans_of(provenance: Provenance, grounds: Grounds) -> Spans:
     if not grounds.full_layers:
         raise InvalidArgument("provenance", "no layer of the model sees all keys")
     if size is None:
-        size = next((size for size in (DEFAULT_SPAN, MIN_SPAN) if block % size == 0), 0)
+        size = next((size for size in (DEFAULT_SPAN, MIN_SPAN_TOKENS) if block % size == 0), 0)
     if not size or block % size:
-        told = f"{size:,} does" if size else f"none from {MIN_SPAN} on does"
+        told = f"{size:,} does" if size else f"none from {MIN_SPAN_TOKENS} on does"
         raise InvalidArgument("provenance.span_token_count", f"{told} not divide the {block:,} tokens of a block")
     for i, layer in enumerate(provenance.layers):
         if layer not in grounds.full_layers:

@@ -29,6 +29,11 @@ class Submitter(Capacity, Protocol):
         """Whether answers are what the model alone would say."""
         ...
 
+    @property
+    def max_draft_tokens(self) -> int:
+        """Most tokens that are drafted for an answer in a step."""
+        ...
+
     def answer_room(self, context: str | None, num_tokens: int, num_samples: int) -> int:
         """Tokens that each answer may have after so many of a prompt, if all may be that long. Raises NotFound."""
         ...

@@ -58,6 +58,8 @@ class Tracing:
         self._context = request.context
         self._provenance = provenance
         self._told = [Told() for _ in range(request.num_samples)]
+        self._num_open = 0
+        """Samples that have not ended."""
         self._engine: Submitter | None = None
         self._spans: Spans | None = None
         self._text: TextMap | None = None
@@ -78,7 +80,7 @@ class Tracing:
         self._text = texts(self._context)
         if self._provenance.confirm:
             self._token_ids = prompt.token_ids
-        self._claim = prompt.claim
+        self._claim, self._num_open = prompt.claim, prompt.num_open
         return replace(prompt, cuts=self._spans.cuts)
 
     def told(self, sample: int) -> Told:
@@ -96,6 +98,7 @@ class Tracing:
 
     async def finished(self, finished: Finished) -> Finished:
         """The end of an answer, with where it comes from. Raises what prompts raise that cannot be read."""
+        self._num_open -= 1
         told = self._told[finished.sample]
         if self._spans is None or not told.sums.num_tokens:
             return replace(finished, attribution=Attribution())
@@ -144,13 +147,15 @@ class Tracing:
         return [fsum(as_given.scores) - fsum(other.scores) for other in others]
 
     def _probe(self, token_ids: Sequence[int], end: int) -> events.Prompt:
-        """Reads these tokens after so many of the context."""
+        """Reads these tokens after so many of the context. Beside samples that go on it needs no leave to run at the
+        same time: they have it, and would not give it back before somebody reads them."""
         assert self._spans is not None
+        claim = replace(self._claim, at_once=None) if self._num_open else self._claim
         return events.Prompt(
             context=self._context,
             token_ids=token_ids,
             sampling=SCORING,
-            claim=self._claim,
+            claim=claim,
             beginning=self._spans.grounds.cut(end),
             is_probe=True,
         )

@@ -79,6 +79,7 @@ class Verifications:
                 sampling=Sampling(max_tokens=max_tokens, ignore_end_token=True),
                 claim=events.Claim(client=request.client, deadline=deadline),
                 is_compared=True,
+                max_draft_tokens=self._engine.max_draft_tokens,
             )
             comparison = await self._compare(prompt)
         return self._told(comparison, len(prompt.token_ids))

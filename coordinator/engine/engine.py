@@ -20,7 +20,7 @@ from coordinator.engine.recoveries import Recoveries
 from coordinator.engine.steps import Steps
 from coordinator.engine.storing import Storing
 from coordinator.engine.stream import Stream
-from coordinator.engine.views import view_cluster, view_context
+from coordinator.engine.views import count_scheduled, view_cluster, view_context
 from coordinator.events import Document, Outcome, Prompt, Sealed
 from coordinator.placement.contexts import NamedPath
 from coordinator.placement.positions import Positions
@@ -83,7 +83,7 @@ class Engine(ContextCalls):
         self._readers = Readers(clock)
         self._next_id = 0
         self._wake = asyncio.Event()
-        self._steps = Steps(self._wake.set)
+        self._steps = Steps(self._wake.set, clock)
         self._counts = Counts()
         self._loop_task: asyncio.Task[None] | None = None
         self._is_closing = False
@@ -103,6 +103,10 @@ class Engine(ContextCalls):
     def check_capacity(self, declared: int) -> None:
         """Raises InvalidArgument when no context may be made for so many positions."""
         self.positions.check_capacity(declared)
+
+    @property
+    def max_draft_tokens(self) -> int:
+        return self._config.max_draft_tokens
 
     @property
     def is_exact(self) -> bool:
@@ -202,8 +206,7 @@ class Engine(ContextCalls):
         """What was done until now; also when the engine has ended."""
         counts, scheduler = self._counts, self._scheduler
         if scheduler is not None:
-            counts.num_preempted, counts.reread_tokens = scheduler.num_preempted, scheduler.reread_tokens
-            counts.num_contexts = scheduler.contexts.count
+            count_scheduled(scheduler, counts)
         if self._storing is not None:
             counts.snapshot_bytes = self._storing.num_bytes
         return counts
@@ -290,6 +293,8 @@ class Engine(ContextCalls):
         self._wake.clear()
         with suppress(WorkerLost, EpochBroken):  # the epoch has ended, or is about to
             while (answer := self._steps.take()) is not None:
+                if self._steps.gap is not None:
+                    scheduler.measure_gap(*self._steps.gap)
                 outcomes += scheduler.commit(*answer, self._wall_clock())
                 answered.append(answer)
         self._epochs.settle(scheduler)
@@ -300,6 +305,7 @@ class Engine(ContextCalls):
         for plan, result in answered:
             self._counts.add_step(plan.kind, result.seconds, result.merge_bytes)
             self._observe(plan, result)
+        scheduler.learn()
 
     def _tell(self, scheduler: Scheduler, outcomes: Sequence[Outcome] = ()) -> None:
         """Tells the readers what happened."""

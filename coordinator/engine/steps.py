@@ -3,17 +3,46 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from coordinator.ranks.ports import Group
-from longleaf.channel.step import StepPlan, StepResult
+from longleaf.channel.step import Decode, StepPlan, StepResult
+
+MOST_BETWEEN = 0.01
+"""Seconds between two steps that followed one another; after a longer time nobody had anything to do."""
+
+
+@dataclass(slots=True)
+class UnderWay:
+    """A step that was begun."""
+
+    plan: StepPlan
+    task: "asyncio.Task[StepResult]"
+    is_ahead: bool
+    """Another one was under way then."""
+    ended: float = 0.0
+
+
+class Gap(NamedTuple):
+    """What lies between two decode steps."""
+
+    seconds: float
+    is_ahead: bool
+    """The second was sent before the first was answered."""
 
 
 class Steps:
     """In the order in which they were begun, which is that of their answers. `on_answer` is called with each answer."""
 
-    def __init__(self, on_answer: Callable[[], None]) -> None:
+    def __init__(self, on_answer: Callable[[], None], clock: Callable[[], float]) -> None:
         self._on_answer = on_answer
-        self._under_way: deque[tuple[StepPlan, asyncio.Task[StepResult]]] = deque()
+        self._clock = clock
+        self._under_way: deque[UnderWay] = deque()
+        self._before: UnderWay | None = None
+        """The one that was taken last."""
+        self.gap: Gap | None = None
+        """Between the two that were taken last, if they followed one another."""
 
     def __len__(self) -> int:
         return len(self._under_way)
@@ -21,23 +50,38 @@ class Steps:
     def begin(self, group: Group, plan: StepPlan) -> None:
         """Tells the ranks."""
 
-        async def step() -> StepResult:
+        async def do() -> StepResult:
             return await group.step(plan)
 
-        task = asyncio.create_task(step())
-        task.add_done_callback(lambda _: self._on_answer())
-        self._under_way.append((plan, task))
+        step = UnderWay(plan, asyncio.create_task(do()), bool(self._under_way))
+        step.task.add_done_callback(lambda _: self._end(step))
+        self._under_way.append(step)
+
+    def _end(self, step: UnderWay) -> None:
+        step.ended = self._clock()
+        self._on_answer()
 
     def take(self) -> tuple[StepPlan, StepResult] | None:
         """The next answer, if it is there. Raises what kept the ranks from answering."""
-        if not self._under_way or not self._under_way[0][1].done():
+        if not self._under_way or not self._under_way[0].task.done():
             return None
-        plan, task = self._under_way.popleft()
-        return plan, task.result()
+        step = self._under_way.popleft()
+        result = step.task.result()
+        self.gap, self._before = self._gap(step, result), step
+        return step.plan, result
+
+    def _gap(self, step: UnderWay, result: StepResult) -> Gap | None:
+        before = self._before
+        if before is None or before.plan.step + 1 != step.plan.step or result.seconds <= 0:
+            return None
+        if not isinstance(before.plan.work, Decode) or not isinstance(step.plan.work, Decode):
+            return None
+        seconds = step.ended - before.ended - result.seconds
+        return Gap(seconds, step.is_ahead) if 0 < seconds < MOST_BETWEEN else None
 
     async def abandon(self) -> None:
         """Nobody waits for their answers any more."""
-        tasks = [task for _, task in self._under_way]
+        tasks = [step.task for step in self._under_way]
         self._under_way.clear()
         for task in tasks:
             task.cancel()

@@ -27,6 +27,7 @@ class Unread:
         self._tokens: list[Token] = []
         self._attention: list[Attention] = []
         self._num_bytes = 0
+        self._num_drafted = self._num_accepted = 0
         self.ended: Ended | None = None
 
     @property
@@ -37,13 +38,17 @@ class Unread:
         self._index = self._index if self._tokens else tokens.index
         self._tokens += tokens.tokens
         self._attention += tokens.attention
+        self._num_drafted += tokens.num_drafted
+        self._num_accepted += tokens.num_accepted
         self._num_bytes += sum(len(each.means) + len(each.largest) + len(each.heads) for each in tokens.attention)
 
     def take(self) -> Tokens | Ended | None:
         if self._tokens:
             tokens, self._tokens = self._tokens, []
             attention, self._attention, self._num_bytes = self._attention, [], 0
-            return Tokens(self._index, tuple(tokens), self._sample, tuple(attention))
+            drafted, self._num_drafted = self._num_drafted, 0
+            accepted, self._num_accepted = self._num_accepted, 0
+            return Tokens(self._index, tuple(tokens), self._sample, tuple(attention), drafted, accepted)
         ended, self.ended = self.ended, None
         return ended
 

@@ -7,7 +7,9 @@ from coordinator.placement.contexts import NamedPath
 from coordinator.placement.holdings import Holdings
 from coordinator.placement.positions import Positions
 from coordinator.ranks.ports import Formation
+from coordinator.scheduling.draft_counts import DraftCounts
 from coordinator.scheduling.scheduler import Scheduler
+from coordinator.telemetry.counts import Counts
 from longleaf import messages
 from longleaf.channel.epochs import Ready
 from longleaf.channel.lives import Hello
@@ -77,7 +79,25 @@ def view_cluster(scheduler: Scheduler, config: EngineConfig, epoch: Epoch, losse
         window_tokens=windowed,
         max_window_tokens=max_window_tokens(readies[0], size),
         losses=tuple(losses),
+        drafting=view_drafting(scheduler.drafts),
     )
+
+
+def view_drafting(drafts: DraftCounts) -> messages.Drafting:
+    return messages.Drafting(
+        drafted_tokens=drafts.num_drafted,
+        accepted_tokens=drafts.num_accepted,
+        tokens_per_step=drafts.tokens_per_step,
+    )
+
+
+def count_scheduled(scheduler: Scheduler, counts: Counts) -> None:
+    """Puts what the scheduler counts among what the engine does."""
+    drafts = scheduler.drafts
+    counts.num_preempted, counts.reread_tokens = scheduler.num_preempted, scheduler.reread_tokens
+    counts.num_drafted, counts.num_accepted = drafts.num_drafted, drafts.num_accepted
+    counts.num_sampled, counts.num_row_steps = drafts.num_sampled, drafts.num_row_steps
+    counts.num_contexts = scheduler.contexts.count
 
 
 def view_workers(

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from coordinator.ranks.history import is_filling
 from coordinator.ranks.ports import EpochEnd, Formation, OnDeath
 from longleaf.channel.epochs import Layout, Ready
-from longleaf.channel.fakes import FULL_LAYER, VOCAB, echo_attention, echo_scores, echo_spans, echo_token
+from longleaf.channel.fakes import FULL_LAYER, VOCAB, echo_attention, echo_scores, echo_spans, echo_tokens
 from longleaf.channel.lives import Hello
 from longleaf.channel.rank_spec import Invitation
 from longleaf.channel.sequences import Sequences
@@ -33,7 +33,7 @@ def positions_of(runs: Iterable[Run]) -> frozenset[int]:
 
 
 class FakeRanks:
-    """Answers every step at once with `echo_token`, and minus the id for its logprob; rank `lost_rank` dies at step
+    """Answers every step at once with `echo_tokens`, and minus the id for its logprob; rank `lost_rank` dies at step
     number `lose_at`, if given. The model's positions are as `rotary` says, and its windows as `windows`. What is
     not finite is in `broken`: the logits of a sequence at a token's index, the keys of a step's chunk at index None.
     Each argument is something in which real ranks differ, and most tests give one."""
@@ -198,12 +198,13 @@ class FakeRanks:
             self._last.pop(sequence, None)
             self._asking.discard(sequence)
 
-    def _sample(self, row: Row) -> Token:
+    def _sample(self, row: Row) -> tuple[Token, ...]:
         if row.terms is not None and row.terms.sampling.num_logprobs is not None:
             self._asking.add(row.sequence)
         last = row.token_ids[-1] if row.token_ids else self._last[row.sequence]
-        token_id = self._last[row.sequence] = echo_token(last, row.token_index, self.vocab)
-        return Token(token_id, Logprobs(-float(token_id), ()) if row.sequence in self._asking else None)
+        token_ids = echo_tokens(last, row.token_index, row.draft_ids, self.vocab)
+        self._last[row.sequence], is_asking = token_ids[-1], row.sequence in self._asking
+        return tuple(Token(token_id, Logprobs(-float(token_id), ()) if is_asking else None) for token_id in token_ids)
 
     def lose(self, rank: int, reason: str, *steps: int) -> None:
         """Loses a rank in one of these steps, between steps if none is given."""

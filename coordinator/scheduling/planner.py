@@ -12,6 +12,7 @@ from coordinator.placement.blocks import Placer
 from coordinator.placement.paths import Path
 from coordinator.placement.segments import Segments
 from coordinator.recovery.recovery import Recovery
+from coordinator.scheduling.drafter import Drafter
 from coordinator.scheduling.jobs import Job
 from coordinator.scheduling.queue import Turns
 from coordinator.scheduling.sequences import Sequence
@@ -24,6 +25,10 @@ LEAST_SHARE = 0.25
 """A chunk may take this part of a decode step's time even when nothing is left of the target: reading must go on."""
 MAX_UNDER_WAY = 2
 """Plans that the ranks may hold: the one they execute, and the one after it."""
+
+MAX_PROBED = 1024
+"""Rows of probes in a step: others wait for their tokens, and each scored row takes as many numbers as the vocabulary
+has tokens."""
 
 
 class Budget:
@@ -79,9 +84,17 @@ class Planner:
     have finished the first."""
 
     def __init__(
-        self, config: EngineConfig, placer: Placer, segments: Segments, speeds: Speeds, recovery: Recovery, epoch: int
+        self,
+        config: EngineConfig,
+        placer: Placer,
+        segments: Segments,
+        speeds: Speeds,
+        recovery: Recovery,
+        drafter: Drafter,
+        epoch: int,
     ) -> None:
         self._placer = placer
+        self._drafter = drafter
         self._segments = segments
         self._recovery = recovery
         self._epoch = epoch
@@ -167,9 +180,15 @@ class Planner:
         if self._suspects:
             jobs = self._suspects.part(jobs)
             is_apart = self._suspects.is_apart(jobs[0])
-        if is_apart and self._flights:
+        under_way = [flight.plan for flight in self._flights if isinstance(flight.plan.work, Decode)]
+        if (is_apart and self._flights) or any(plan.num_drafts for plan in under_way):
             return None
-        return self._plan(Decode(tuple(job.next_row(self._placer) for job in jobs)), jobs, is_apart=is_apart)
+        if under_way and self._drafter.waits(jobs):
+            return None
+        jobs = _part(jobs)
+        rows = [job.next_row(self._placer) for job in jobs]
+        work = Decode(tuple(rows) if under_way else self._drafter.draft(jobs, rows))
+        return self._plan(work, jobs, is_apart=is_apart)
 
     def _plan(self, work: Work, jobs: Several[Job], *, is_apart: bool) -> StepPlan:
         self.step += 1
@@ -212,3 +231,15 @@ class Planner:
         self._epoch = epoch
         self._forgotten.clear()
         self._budget.change_ranks(len(self._placer.pools))
+
+
+def _part(jobs: Several[Sequence]) -> list[Sequence]:
+    """Those that have a row in the next step: of probes only as many as others can wait for."""
+    part, num_probed = list[Sequence](), 0
+    for job in jobs:
+        if job.prompt.is_probe:
+            num_probed += job.reading.num_unplaced
+            if num_probed > max(MAX_PROBED, job.reading.num_unplaced):
+                continue
+        part.append(job)
+    return part

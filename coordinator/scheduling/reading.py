@@ -1,8 +1,11 @@
 """What a job reads, and the segment that grows with it."""
 
 from array import array
+from collections.abc import Sequence
 from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from coordinator.placement.blocks import Placer, Reservation
 from coordinator.placement.holdings import Holding
@@ -33,6 +36,11 @@ class Reading:
     def is_over(self) -> bool:
         """All chunks are read."""
         return self.num_read >= self.num_prefill
+
+    @property
+    def num_unplaced(self) -> int:
+        """Tokens that no plan has given a place."""
+        return len(self.token_ids) - self.num_placed
 
     def roll_back(self) -> bool:
         """Takes back what plans under way have placed; whether there was anything."""
@@ -77,6 +85,17 @@ class Tail:
         self._extend(token_ids, runs, placer, is_chunk=False)
         return runs
 
+    def num_spare(self, block_size: int) -> int:
+        """Tokens for which there is room behind the last one without a new block, for all that is kept of them."""
+        runs = [each[-1] for each in (self.holding.runs, self.holding.window_runs) if each]
+        return min(len(run.blocks) * block_size - len(run) for run in runs)
+
+    def accept(self, token_ids: TokenIds[int]) -> None:
+        """Adds tokens that were drafts: their keys are there, in the last block."""
+        holding, count = self.holding, len(token_ids)
+        holding.extend(token_ids, lengthened(holding.runs[-1:], count))
+        holding.window_runs = lengthened(holding.window_runs, count)
+
     def roll_back(self, end: int, placer: Placer) -> None:
         """Takes back the chunk that begins at position `end`; its blocks are promised again."""
         holding = self.holding
@@ -90,3 +109,8 @@ class Tail:
         end = start + len(token_ids)
         holding.window_runs = placer.roll(holding.window_runs, start, end, self.reservation, is_chunk=is_chunk)
         holding.extend(token_ids, runs)
+
+
+def lengthened(runs: Sequence[Run], count: int) -> tuple[Run, ...]:
+    """The last run with so many more tokens, for which it has room."""
+    return (*runs[:-1], replace(runs[-1], end=runs[-1].end + count)) if runs else ()

@@ -8,15 +8,18 @@ from collections import Counter
 from functools import partial
 
 from coordinator.access.usage import Usage
-from coordinator.events import Acknowledged, Admitted, Document, Outcome, Prompt, Sealed, Tokens
+from coordinator.events import Admitted, Document, Outcome, Prompt, Sealed, Tokens
 from coordinator.placement.blocks import Placer
-from coordinator.placement.contexts import Contexts, NamedPath
+from coordinator.placement.contexts import Contexts
 from coordinator.placement.parking import Parking
 from coordinator.placement.positions import Positions
 from coordinator.placement.segments import Segments
 from coordinator.recovery.recovery import MOVED_BLOCKS, Recovery
 from coordinator.scheduling.across_epochs import AcrossEpochs
 from coordinator.scheduling.admission import Admission
+from coordinator.scheduling.documents import Documents
+from coordinator.scheduling.draft_counts import DraftCounts
+from coordinator.scheduling.drafter import Drafter
 from coordinator.scheduling.healing import Healing
 from coordinator.scheduling.jobs import IngestJob, Job
 from coordinator.scheduling.laws import audit_holdings, audit_jobs
@@ -33,11 +36,12 @@ from coordinator.scheduling.sharing import Sharing
 from coordinator.scheduling.speeds import Speeds
 from longleaf.channel.step import Prefill, StepPlan, StepResult
 from longleaf.config import EngineConfig
-from longleaf.errors import AlreadyExists, DeadlineExceeded, LongleafError, ResourceExhausted
+from longleaf.errors import DeadlineExceeded, LongleafError, ResourceExhausted
 from longleaf.messages import Progress
+from longleaf.sampling import Token
 
 
-class Scheduler(AcrossEpochs):
+class Scheduler(AcrossEpochs, Documents):
     """Requests, their segments and their blocks. Plans are committed in the order in which they were scheduled.
 
     Blocks that are freed while plans under way still write to them may be given out again at once: the plan that uses
@@ -55,6 +59,7 @@ class Scheduler(AcrossEpochs):
         max_moved_blocks: int = MOVED_BLOCKS,
         *,
         is_durable: bool = False,
+        drafter: Drafter | None = None,
     ) -> None:
         """With `is_durable` contexts are kept elsewhere: they are acknowledged when that is told (`acknowledge`), and
         those that nobody asks make room for others."""
@@ -68,6 +73,7 @@ class Scheduler(AcrossEpochs):
         """Times that a job went back to the queue so that another could begin."""
         self.reread_tokens = 0
         """Tokens of lost or parked keys that were computed again."""
+        self.drafts = DraftCounts()
         self._requests = Requests(config.max_sequences + config.max_waiting)
         limits = Limits(config, placer, self.segments.holdings, positions)
         self._is_durable = is_durable
@@ -79,7 +85,8 @@ class Scheduler(AcrossEpochs):
             config, limits, self.contexts, self.segments, self._requests, self.speeds, can_park=is_durable
         )
         self._recovery = Recovery(placer, self.segments, max_moved_blocks)
-        self._planner = Planner(config, placer, self.segments, self.speeds, self._recovery, epoch)
+        self._drafter = drafter or Drafter(config.max_sequences, config.max_draft_tokens, config.block_size)
+        self._planner = Planner(config, placer, self.segments, self.speeds, self._recovery, self._drafter, epoch)
         self._queue = Queue()
         self._lives = Lives(self.segments, self._requests, self._queue, self._planner, self._sharing, self.speeds)
         self._running = self._lives.running
@@ -219,7 +226,9 @@ class Scheduler(AcrossEpochs):
         """Takes in what the ranks did. `now` in seconds since the epoch dates contexts."""
         assert (plan.epoch, plan.step) == (result.epoch, result.step)
         self.num_answered += 1
-        self.speeds.measure(plan, result.seconds - sum(found.seconds for found in result.comparisons.values()))
+        seconds = result.seconds - sum(found.seconds for found in result.comparisons.values())
+        self.speeds.measure(plan, seconds)
+        self._drafter.measure(plan, seconds)
         jobs = self._planner.land(plan)
         if self._recovery.owns(plan.work):
             self._healing.commit(result)
@@ -233,7 +242,7 @@ class Scheduler(AcrossEpochs):
                 job.read(len(plan.work.token_ids), result.seconds)
                 self._commit_chunk(job, now)
             elif isinstance(job, Sequence):
-                self._commit_token(job, result)
+                self._commit_tokens(job, result)
         return self.drain()
 
     def drain(self) -> list[Outcome]:
@@ -244,6 +253,7 @@ class Scheduler(AcrossEpochs):
 
     def _commit_chunk(self, job: Job, now: float) -> None:
         num_read, total = job.reading.num_read, len(job.reading.token_ids)
+        self._drafter.read(job.tail.segment, job.request.start + num_read)
         if isinstance(job, IngestJob):
             self._outcomes.append((job.request.id, Progress(num_read, total)))
             if job.reading.is_over and self._is_durable:
@@ -256,50 +266,37 @@ class Scheduler(AcrossEpochs):
                 self._outcomes.append((job.request.id, Progress(start + num_read, start + total)))
             self._answer(job)
 
-    def sealed(self, request_id: int) -> IngestJob | None:
-        """The document that waits to be acknowledged; None when it was given up meanwhile."""
-        request = self._requests.get(request_id)
-        job = request.jobs[0] if request else None
-        return job if isinstance(job, IngestJob) and job.reading.is_over else None
-
-    def acknowledge(self, request_id: int, now: float) -> bool:
-        """A document that was Sealed is kept: its context is there, `now` in seconds since the epoch. False when it was
-        given up meanwhile. See `drain`."""
-        if (job := self.sealed(request_id)) is None:
-            return False
-        self._acknowledge(job, now)
-        return True
-
-    def is_read_into(self, context_id: str) -> bool:
-        """Whether a document is on its way into a context, which may not be there yet."""
-        return bool(self._requests.ingests_into(context_id))
-
-    def warm(self) -> None:
-        """Has the contexts come back that were used last, as many as there is room for."""
-        self._resting.warm(self._healing.call, lambda: self._healing.has_room)
-
     def fail(self, request_id: int, error: LongleafError) -> None:
         """Ends a request with an error, if it has not ended. See `drain`."""
         if (request := self._requests.get(request_id)) is not None:
             self._lives.fail(request.jobs[0], error)
 
-    def _acknowledge(self, job: IngestJob, now: float) -> None:
-        document = job.document
-        segment, capacity = job.tail.segment, job.request.capacity
-        self.contexts.append(document.context, segment, now, document.settings, capacity, document.upload_id)
-        self._outcomes.append((job.request.id, Acknowledged(document.context)))
-        self._lives.finish(job)
-
-    def _commit_token(self, job: Sequence, result: StepResult) -> None:
+    def _commit_tokens(self, job: Sequence, result: StepResult) -> None:
         request_id, reason = job.request.id, "length"
         if not job.prompt.is_probe:
-            token, attention = result.tokens[job.id], result.attention.get(job.id)
+            index, attention = job.num_generated, result.attention.get(job.id)
+            sampled, tokens = result.tokens[job.id], list[Token]()
+            job.accept([token.id for token in sampled[:-1]])
+            for token in sampled:
+                tokens.append(token)
+                if (reason := job.take(token.id)) is not None:
+                    break  # what was sampled behind the end of the answer is nobody's
             told = () if attention is None else (attention,)
-            self._outcomes.append((request_id, Tokens(job.num_generated, (token,), job.sample, told)))
-            reason = job.take(token.id)
+            counts = (self._drafter.take(job, sampled), min(len(tokens), len(sampled) - 1))
+            self.drafts.add(*counts, len(tokens))
+            self._outcomes.append((request_id, Tokens(index, tuple(tokens), job.sample, told, *counts)))
         if reason is not None:
             self._outcomes.append((request_id, job.ended(reason, result)))
             self._lives.finish(job)
+
+    def measure_gap(self, seconds: float, is_ahead: bool) -> None:
+        """Takes in the time between two decode steps, the second sent before the first was answered (`is_ahead`), or
+        after."""
+        self._drafter.measure_gap(seconds, is_ahead=is_ahead)
+
+    def learn(self) -> None:
+        """Does what need not be done before the ranks have the next plan."""
+        self._drafter.learn()
 
     # --- cancel, pause ---
 
@@ -330,31 +327,6 @@ class Scheduler(AcrossEpochs):
     def _end_unread(self, request: Request, reason: str) -> None:
         self._outcomes.append((request.id, ResourceExhausted("stream", reason)))
         self.cancel(request.id)
-
-    def fork_context(self, source: str, context_id: str, num_tokens: int | None = None, now: float = 0.0) -> NamedPath:
-        """A new context of the first `num_tokens` tokens of another, by default all; both go on by themselves.
-
-        Raises NotFound, AlreadyExists, InvalidArgument naming token_count, or Unavailable.
-        """
-        if self._requests.ingests_into(context_id):
-            raise AlreadyExists(f"contexts/{context_id}")
-        return self.contexts.fork(source, context_id, num_tokens, now)
-
-    def delete_context(self, context_id: str) -> list[int]:
-        """Deletes a context and gives the ids of the ingests into it, which are cancelled. Raises NotFound."""
-        self.contexts.delete(context_id)
-        self._lives.may_begin = True
-        return [request_id for request_id in self._requests.ingests_into(context_id) if self.cancel(request_id)]
-
-    @property
-    def next_expiry(self) -> float | None:
-        """When a context expires next, or one that is not there yet."""
-        times = (self.contexts.next_expiry, self._requests.expiries.next)
-        return min((time for time in times if time is not None), default=None)
-
-    def expire_ingests(self, now: float) -> list[int]:
-        """Cancels the ingests whose contexts would be gone, `now` seconds after the epoch, and gives their ids."""
-        return [request_id for request_id in self._requests.expiries.passed(now) if self.cancel(request_id)]
 
     def audit(self) -> None:
         """Blocks, segments, references, promises and jobs all add up."""

@@ -4,11 +4,14 @@ from array import array
 from collections.abc import Sequence as TokenIds
 from dataclasses import replace
 
+from msgspec import structs
+
+from coordinator.drafting.guesses import Guesses
 from coordinator.events import Admitted, Ended, EndReason, Failed, Found, Prompt
 from coordinator.placement.blocks import Blocks, Placer
 from coordinator.placement.paths import Path
 from coordinator.scheduling.jobs import Job, Phase, Request
-from coordinator.scheduling.reading import Reading
+from coordinator.scheduling.reading import Reading, lengthened
 from longleaf.channel.sequences import growth
 from longleaf.channel.step import Prefill, Row, Seen, Spans, StepResult, Terms, Work
 from longleaf.errors import LongleafError
@@ -31,6 +34,8 @@ class Sequence(Job):
         self.end_tokens = frozenset[int]() if prompt.sampling.ignore_end_token else prompt.end_tokens
         self.num_asked = 0
         self.generated = array("I")
+        self.guesses: Guesses | None = None
+        """What may follow, if its answer is drafted."""
 
     @property
     def sample(self) -> int:
@@ -170,7 +175,7 @@ class Sequence(Job):
         runs = tail.add_rows(token_ids, placer)
         reading.num_placed += len(token_ids)
         self.num_asked += 1
-        window_runs, num_reference = tail.holding.window_runs, self._num_reference
+        window_runs, num_reference = tail.holding.window_runs, self._num_reference(self.num_asked)
         if terms is not None:
             index = -1 if self.prompt.is_probe else index
             rope, more = self.request.rope, (self._spans(), self.hidden, self.prompt.num_scored)
@@ -190,11 +195,33 @@ class Sequence(Job):
         num_segments, is_probe = len(self.request.origin.segments), self.prompt.is_probe
         return Spans(cuts.size, num_segments, self.num_prompt, cuts.layers, is_probe)
 
+    def _num_reference(self, num_asked: int) -> int:
+        """Tokens to compute once more when so many of the answer have been asked for, and these are all."""
+        is_complete = num_asked == self.sampling.max_tokens
+        return self.num_prompt + num_asked - 1 if self.prompt.is_compared and is_complete else 0
+
     @property
-    def _num_reference(self) -> int:
-        """Tokens to compute once more when the last one of the answer has been asked for."""
-        is_complete = self.num_asked == self.sampling.max_tokens
-        return self.num_prompt + self.num_asked - 1 if self.prompt.is_compared and is_complete else 0
+    def may_draft(self) -> bool:
+        """Its rows may have drafts: of what they attend to one token each is told, if anything is."""
+        return self.prompt.max_draft_tokens > 0 and self.prompt.cuts is None and not self.prompt.is_probe
+
+    def most_drafts(self, block_size: int) -> int:
+        """Drafts that a row may have which was placed just now: they open no block, and one more token than are
+        accepted will come."""
+        left = self.sampling.max_tokens - self.num_asked
+        return min(self.prompt.max_draft_tokens, left, self.tail.num_spare(block_size))
+
+    def with_drafts(self, row: Row, draft_ids: tuple[int, ...]) -> Row:
+        """The row with drafts behind its token. In the books they are nowhere until some are accepted."""
+        runs, window_runs = (lengthened(each, len(draft_ids)) for each in (row.runs, row.window_runs))
+        num_reference = self._num_reference(self.num_asked + len(draft_ids))
+        drafted = {"draft_ids": draft_ids, "num_reference": num_reference}
+        return structs.replace(row, runs=runs, window_runs=window_runs, **drafted)
+
+    def accept(self, token_ids: TokenIds[int]) -> None:
+        """Drafts of the last row were what was sampled; `take` tells of them."""
+        self.tail.accept(token_ids)
+        self.num_asked += len(token_ids)
 
     def take(self, token_id: int) -> EndReason | None:
         """Adds the token that was sampled next to the answer, and tells why that ends it, if it does."""

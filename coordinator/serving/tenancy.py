@@ -154,4 +154,5 @@ def shown_cluster(cluster: Cluster) -> Cluster:
         running=0,
         window_tokens=0,
         storage=None if cluster.storage is None else replace(cluster.storage, url="", trouble=""),
+        drafting=None,
     )

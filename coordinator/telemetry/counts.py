@@ -37,6 +37,14 @@ class Counts:
     """Times that an answer went back to the queue, to make room for others."""
     reread_tokens: int = 0
     """Tokens whose keys were gone, with lost ranks or while they were parked, and were computed again."""
+    num_drafted: int = 0
+    """Tokens of answers that were drafted, and tried in a step."""
+    num_accepted: int = 0
+    """Those of them that became tokens of answers."""
+    num_sampled: int = 0
+    """Tokens of answers."""
+    num_row_steps: int = 0
+    """Steps that gave these; a step counts once for each answer in it."""
     num_contexts: int = 0
     """Contexts that there are."""
     snapshot_bytes: int | None = None

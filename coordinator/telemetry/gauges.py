@@ -94,12 +94,24 @@ class Gauges:
             self._counter(
                 "reingested_tokens", "Tokens of lost or parked keys that were computed again.", counts.reread_tokens
             ),
+            *self._of_drafts(counts),
             self._gauge("contexts", "Contexts that there are.", {}, counts.num_contexts),
         ]
         if counts.snapshot_bytes is not None:
             told = "Bytes of keys and values of contexts on storage."
             found.append(self._gauge("snapshot_bytes", told, {}, counts.snapshot_bytes))
         return found
+
+    def _of_drafts(self, counts: Counts) -> list[Metric]:
+        drafted = "Tokens of answers that were drafted, and tried in a step."
+        accepted, sampled = "Drafted tokens that became tokens of answers.", "Tokens of answers that steps have given."
+        steps = "Steps that gave these, each counted once for each answer in it."
+        return [
+            self._counter("drafted_tokens", drafted, counts.num_drafted),
+            self._counter("accepted_draft_tokens", accepted, counts.num_accepted),
+            self._counter("sampled_tokens", sampled, counts.num_sampled),
+            self._counter("row_steps", steps, counts.num_row_steps),
+        ]
 
     # --- what to be alarmed about ---
 

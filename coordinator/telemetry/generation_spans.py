@@ -28,6 +28,7 @@ class GenerationSpans:
         self._name, self._phase = "queue", self._start("queue")
         self._num_tokens: dict[int, int] = {}
         """Generated ones by sample."""
+        self._num_drafted = self._num_accepted = 0
         self._reasons: dict[int, str] = {}
         """By sample that has ended."""
 
@@ -53,6 +54,8 @@ class GenerationSpans:
             case Tokens():
                 self._enter("decode")
                 self._num_tokens[event.sample] = self._num_tokens.get(event.sample, 0) + len(event.tokens)
+                self._num_drafted += event.num_drafted
+                self._num_accepted += event.num_accepted
             case Ended():
                 self._reasons[event.sample] = REASONS[event.reason]
                 self._num_tokens[event.sample] = event.completion_tokens
@@ -73,6 +76,8 @@ class GenerationSpans:
     def _end(self) -> None:
         self._phase.end()
         self._whole.set_attribute("gen_ai.usage.output_tokens", sum(self._num_tokens.values()))
+        self._whole.set_attribute("longleaf.drafted_tokens", self._num_drafted)
+        self._whole.set_attribute("longleaf.accepted_tokens", self._num_accepted)
         if self._reasons:
             reasons = [self._reasons[sample] for sample in sorted(self._reasons)]
             self._whole.set_attribute("gen_ai.response.finish_reasons", reasons)

@@ -101,7 +101,9 @@ class GenerationTimes:
         before = self._last_tokens.get(event.sample)
         self._last_tokens[event.sample] = now
         if before is not None:
-            between = (now - before) / count  # several come at once when their reader was behind
+            between = (
+                now - before
+            ) / count  # several come at once of a step with drafts, and when their reader was behind
             for _ in range(count):
                 metrics.between_tokens.observe(between)
         elif self._first_token is None:

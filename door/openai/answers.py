@@ -156,11 +156,17 @@ def usage_of(ends: list[Finished]) -> dict[str, Any]:
     """What all samples together have used; they have one prompt."""
     usage = ends[0].usage if ends else Usage()
     answered_tokens = sum(end.usage.completion_tokens for end in ends)
+    drafted_tokens = sum(end.usage.drafted_tokens for end in ends)
+    accepted_tokens = sum(end.usage.accepted_tokens for end in ends)
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": answered_tokens,
         "total_tokens": usage.prompt_tokens + answered_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted_tokens,
+            "rejected_prediction_tokens": drafted_tokens - accepted_tokens,
+        },
     }
 
 

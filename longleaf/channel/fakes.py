@@ -1,9 +1,10 @@
 """What ranks without a model answer, by arithmetic."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from longleaf.channel.step import Attention, Positions
+from longleaf.channel.step import Attention, Decode, Positions, Row, StepPlan
+from longleaf.sampling import Token
 
 VOCAB = 1000
 NUM_HEADS = 2
@@ -14,6 +15,21 @@ FULL_LAYER = 3
 def echo_token(last: int, token_index: int, vocab: int = VOCAB) -> int:
     """The id that fake ranks sample after `last`."""
     return (last * 31 + 7 + token_index) % vocab
+
+
+def echo_tokens(last: int, token_index: int, draft_ids: Sequence[int], vocab: int = VOCAB) -> list[int]:
+    """The ids that fake ranks sample after `last` and drafts, up to the first one that is not the draft."""
+    found = [echo_token(last, token_index, vocab)]
+    while len(found) <= len(draft_ids) and found[-1] == draft_ids[len(found) - 1]:
+        found.append(echo_token(found[-1], token_index + len(found), vocab))
+    return found
+
+
+def drafted_ends(plan: StepPlan, tokens: Mapping[int, Sequence[Token]]) -> Iterator[tuple[Row, int]]:
+    """The rows of a whole plan that have drafts, and where their sequences end, of which these tokens were sampled."""
+    for row in plan.work.rows if isinstance(plan.work, Decode) else ():
+        if row.draft_ids:
+            yield row, row.start + row.num_known + len(tokens[row.sequence]) - 1
 
 
 def echo_spans(starts: Sequence[int], end: int, size: int) -> list[Positions]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from longleaf.channel.step import Decode, Row, StepPlan
-from longleaf.runs import Run
+from longleaf.runs import Run, until
 
 
 class Sequences:
@@ -25,6 +25,12 @@ class Sequences:
             return plan
         rows = [self._begin(row) if row.path else self._go_on(row) for row in plan.work.rows]
         return replace(plan, work=Decode(tuple(rows)))
+
+    def cut_back(self, sequence: int, end: int) -> None:
+        """The last row of a sequence ends there: drafts behind it were refused."""
+        told = self._told[sequence]
+        window_runs = tuple(until(run, end, self._block_size) for run in told.window_runs)
+        self._told[sequence] = replace(told, window_runs=window_runs)
 
     def _begin(self, row: Row) -> Row:
         self._told[row.sequence] = replace(row, token_ids=(), terms=None)  # which may be many, and are told once

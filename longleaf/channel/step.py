@@ -96,11 +96,12 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     runs: tuple[Run, ...]
     """Runs that receive the tokens, with the extent that they have after this step."""
     token_index: int
-    """Index in the answer of the token to sample from the last position; -1 samples nothing."""
+    """Index in the answer of the token to sample from the last position that is no draft's; -1 samples nothing."""
     terms: Terms | None = None
     """With the first row."""
     num_reference: int = 0
-    """Tokens that rank 0 computes once more in this step, alone, to compare the answer that this row completes."""
+    """Tokens that rank 0 computes once more in this step, alone, to compare the answer that this row completes: if it
+    has drafts, where all of them are accepted."""
     rope: Rope = OWN_ROPE
     window_runs: tuple[Run, ...] = ()
     """As of a chunk, but with all tokens of the row; where the sequence goes on, with the blocks alone that are new."""
@@ -110,10 +111,20 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     """With the first row: what of the path neither this one nor those that follow read, in order."""
     num_scored: int = 0
     """So many of its last tokens are scored: the logprob of each, from the row before it."""
+    draft_ids: tuple[int, ...] = ()
+    """Guesses of the tokens that follow. They are computed at the positions behind the others, and each is accepted
+    whose guess is the token that was sampled there, up to the first one that is not. Runs and windows have the extent
+    that they have if all are accepted; ranks cut it back. Rows that are scored, or tell of their attention, have none.
+    """
+
+    @property
+    def num_known(self) -> int:
+        """Tokens that are no drafts."""
+        return max(1, len(self.token_ids))
 
     @property
     def num_tokens(self) -> int:
-        return max(1, len(self.token_ids))
+        return self.num_known + len(self.draft_ids)
 
     @property
     def is_compared(self) -> bool:
@@ -215,9 +226,14 @@ class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan"):
     @property
     def may_overlap(self) -> bool:
         """Whether ranks may begin it before they have answered the one before it. A chunk takes long to be told to a
-        device, and so does a comparison, while an answer could go out; and who is asked about a sequence must still
-        know it."""
-        return isinstance(self.work, Decode) and not self.release_sequences and not self.num_reference
+        device, and so does a comparison, while an answer could go out; who is asked about a sequence must still know
+        it; and what is held behind drafts is known only when they are accepted or not."""
+        is_short = isinstance(self.work, Decode) and not self.num_reference and not self.num_drafts
+        return is_short and not self.release_sequences
+
+    @property
+    def num_drafts(self) -> int:
+        return sum(len(row.draft_ids) for row in self.work.rows) if isinstance(self.work, Decode) else 0
 
     @property
     def num_reference(self) -> int:
@@ -279,7 +295,8 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
 
     epoch: int
     step: int
-    tokens: dict[int, Token]
+    tokens: dict[int, tuple[Token, ...]]
+    """At least one: the drafts that were accepted, and the token that was sampled behind them."""
     kv_bytes_read: int = 0
     """Bytes of keys and values that rank 0 read from its pool in a decode step, over all layers."""
     merge_bytes: int = 0

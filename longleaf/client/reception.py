@@ -40,6 +40,7 @@ class Reception:
             num_samples=self._num_samples,
             provenance=options.get("provenance"),
             hidden=options.get("hidden", ()),
+            max_draft_tokens=options.get("max_draft_tokens"),
             request_id=self._id,
             resume_seconds=RESUME_SECONDS if self.is_resumable else 0.0,
             priority=options.get("priority", 0),

@@ -8,6 +8,7 @@ from longleaf.codec.times import decode_seconds, encode_measured, encode_time
 from longleaf.errors import InvalidArgument
 from longleaf.messages import (
     Cluster,
+    Drafting,
     Draining,
     Loss,
     ModelInfo,
@@ -76,6 +77,7 @@ def encode_cluster(cluster: Cluster) -> cluster_pb.Cluster:
         recovery=None if cluster.recovery is None else _encode_recovery(cluster.recovery),
         losses=[_encode_loss(loss) for loss in cluster.losses],
         storage=None if cluster.storage is None else _encode_storage(cluster.storage),
+        drafting=None if cluster.drafting is None else _encode_drafting(cluster.drafting),
     )
 
 
@@ -97,6 +99,14 @@ def _encode_recovery(recovery: Recovery) -> cluster_pb.Recovery:
 
 def _encode_storage(storage: Storage) -> cluster_pb.Storage:
     return cluster_pb.Storage(snapshots=storage.snapshots, url=storage.url, trouble=storage.trouble)
+
+
+def _encode_drafting(drafting: Drafting) -> cluster_pb.Drafting:
+    return cluster_pb.Drafting(
+        drafted_token_count=drafting.drafted_tokens,
+        accepted_token_count=drafting.accepted_tokens,
+        tokens_per_step=drafting.tokens_per_step,
+    )
 
 
 def _encode_loss(loss: Loss) -> cluster_pb.Loss:
@@ -141,6 +151,15 @@ def decode_cluster(message: cluster_pb.Cluster) -> Cluster:
         recovery=_decode_recovery(message.recovery) if message.HasField("recovery") else None,
         losses=tuple(map(_decode_loss, message.losses)),
         storage=_decode_storage(message.storage) if message.HasField("storage") else None,
+        drafting=_decode_drafting(message.drafting) if message.HasField("drafting") else None,
+    )
+
+
+def _decode_drafting(message: cluster_pb.Drafting) -> Drafting:
+    return Drafting(
+        drafted_tokens=message.drafted_token_count,
+        accepted_tokens=message.accepted_token_count,
+        tokens_per_step=message.tokens_per_step,
     )
 
 

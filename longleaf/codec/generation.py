@@ -27,6 +27,7 @@ from longleaf.codec.provenance import (
 )
 from longleaf.codec.sampling import decode_sampling, encode_sampling
 from longleaf.codec.times import decode_seconds, encode_duration
+from longleaf.config import MAX_DRAFT_TOKENS
 from longleaf.errors import InvalidArgument
 from longleaf.messages import (
     Attribution,
@@ -68,6 +69,7 @@ def encode_generate(
     num_samples: int = 1,
     provenance: Provenance | None = None,
     hidden: Sequence[TokenRange] = (),
+    max_draft_tokens: int | None = None,
     request_id: str = "",
     resume_seconds: float = 0.0,
     priority: int = 0,
@@ -94,6 +96,8 @@ def encode_generate(
     if provenance is not None:
         message.provenance.CopyFrom(encode_provenance(provenance))
     message.hidden.extend(encode_hidden(hidden))
+    if max_draft_tokens is not None:
+        message.max_draft_token_count = _draft_count(max_draft_tokens)
     message.request_id = _request_id(request_id) if request_id else ""
     if resume_seconds:
         seconds = within("resume_duration", resume_seconds, 0.0, MAX_RESUME_SECONDS, " seconds")
@@ -139,6 +143,7 @@ def decode_generate(message: service_pb.GenerateRequest, random_seed: int) -> Ge
         num_samples=_sample_count(message),
         provenance=decode_provenance(message.provenance) if message.HasField("provenance") else None,
         hidden=decode_hidden(message),
+        max_draft_tokens=_max_draft_tokens(message),
         request_id=_request_id(message.request_id) if message.request_id else "",
         resume_seconds=within("resume_duration", duration, 0.0, MAX_RESUME_SECONDS, " seconds"),
         priority=priority,
@@ -166,6 +171,14 @@ def _decode_conversation(message: service_pb.GenerateRequest) -> Conversation:
 
 def _sample_count(message: service_pb.GenerateRequest) -> int:
     return within("sample_count", message.sample_count, 1, MAX_SAMPLES) if message.HasField("sample_count") else 1
+
+
+def _max_draft_tokens(message: service_pb.GenerateRequest) -> int | None:
+    return _draft_count(message.max_draft_token_count) if message.HasField("max_draft_token_count") else None
+
+
+def _draft_count(count: int) -> int:
+    return within("max_draft_token_count", count, 0, MAX_DRAFT_TOKENS)
 
 
 def _request_id(text: str) -> str:
@@ -239,6 +252,8 @@ def _encode_finished(event: Finished) -> generation_pb.Finished:
             prompt_token_count=usage.prompt_tokens,
             cached_token_count=usage.cached_tokens,
             completion_token_count=usage.completion_tokens,
+            drafted_token_count=usage.drafted_tokens,
+            accepted_token_count=usage.accepted_tokens,
         ),
         timings=generation_pb.Timings(
             queue_duration=encode_duration(timings.queue_seconds),
@@ -301,7 +316,13 @@ def _decode_finished(message: generation_pb.Finished) -> Finished:
     return Finished(
         enum_value(FINISH_REASONS, message.finish_reason),
         message.matched_stop,
-        Usage(usage.prompt_token_count, usage.cached_token_count, usage.completion_token_count),
+        Usage(
+            usage.prompt_token_count,
+            usage.cached_token_count,
+            usage.completion_token_count,
+            usage.drafted_token_count,
+            usage.accepted_token_count,
+        ),
         Timings(
             decode_seconds(timings.queue_duration),
             decode_seconds(timings.first_token_duration),

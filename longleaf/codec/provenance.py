@@ -5,7 +5,7 @@ from typing import get_args
 
 from longleaf.codec.names import within
 from longleaf.errors import InvalidArgument
-from longleaf.messages import Attribution, Provenance, Ranking, Source, TokenRange
+from longleaf.messages import MIN_SPAN_TOKENS, Attribution, Provenance, Ranking, Source, TokenRange
 from longleaf.v1 import generation_pb2 as generation_pb
 from longleaf.v1 import generation_service_pb2 as service_pb
 
@@ -42,8 +42,8 @@ def decode_provenance(message: generation_pb.Provenance) -> Provenance:
     if not 0 <= message.ranking < len(RANKINGS):
         raise InvalidArgument("provenance.ranking", f"{message.ranking} is no ranking that this service knows")
     given = message.span_token_count if message.HasField("span_token_count") else None
-    if given is not None and (given < 32 or given & (given - 1)):
-        raise InvalidArgument("provenance.span_token_count", f"{given:,} is no power of two from 32 on")
+    if given is not None and (given < MIN_SPAN_TOKENS or given & (given - 1)):
+        raise InvalidArgument("provenance.span_token_count", f"{given:,} is no power of two from {MIN_SPAN_TOKENS} on")
     count = message.span_count if message.HasField("span_count") else Provenance().num_spans
     return Provenance(
         span_tokens=given,

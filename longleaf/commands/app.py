@@ -76,6 +76,7 @@ OPTIONS = {
     "sampling.logprob_count": "--logprobs",
     "return_token_bytes": "--token-bytes",
     "sample_count": "--samples",
+    "max_draft_token_count": "--max-draft-tokens",
     "client_id": "--client",
     "request_id": "--request-id",
     "token_count": "--tokens",

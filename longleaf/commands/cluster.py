@@ -17,7 +17,7 @@ from rich.text import Text
 from longleaf.commands.flags import takes_server
 from longleaf.commands.options import AsJson, Server, connect, dtypes_told, print_json
 from longleaf.geometry import UNLIMITED_TOKENS
-from longleaf.messages import Cluster, Loss, ModelInfo, Recovery, Storage
+from longleaf.messages import Cluster, Drafting, Loss, ModelInfo, Recovery, Storage
 from longleaf.topology import Topology
 from longleaf.units import human_angle, human_bytes, human_seconds
 
@@ -100,6 +100,7 @@ def headlines(found: Cluster) -> list[str]:
         *window_lines(found),
         "answers are exact" if found.is_exact else "answers are not exact",
         *([] if is_hidden(found) else [f"{found.running} running, {found.waiting} waiting"]),
+        *drafting_lines(found.drafting),
     ]
 
 
@@ -146,6 +147,14 @@ def window_lines(found: Cluster) -> list[str]:
         return []
     held = "" if is_hidden(found) else f"{found.window_tokens:,} of "
     return [f"keys of windowed layers on every rank, {held}{found.max_window_tokens:,} tokens"]
+
+
+def drafting_lines(drafting: Drafting | None) -> list[str]:
+    """What drafts have brought, where there were any."""
+    if drafting is None or not drafting.drafted_tokens:
+        return []
+    accepted = f"{drafting.accepted_tokens:,} of {drafting.drafted_tokens:,} drafted tokens accepted"
+    return [f"{accepted}, {drafting.tokens_per_step:.2f} tokens a step"]
 
 
 def storage_lines(storage: Storage | None) -> list[str]:

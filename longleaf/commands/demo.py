@@ -1,7 +1,8 @@
 """`longleaf demo`."""
 
+import re
 import signal
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -9,14 +10,19 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from longleaf.client import Client
 from longleaf.client.callbacks import OnProgress
 from longleaf.commands.ingest import progress_bar
 from longleaf.commands.options import AsJson, print_json
+from longleaf.commands.sources import CONTROLS, Excerpt, excerpt, joined
 from longleaf.config import Launcher
-from longleaf.demo.run import DEFAULT_TOKENS, DemoSettings, Question, Report, run
-from longleaf.messages import IngestProgress
+from longleaf.demo.run import CONTEXT, DEFAULT_TOKENS, DemoSettings, Question, Report, run
+from longleaf.messages import IngestProgress, Source
 from longleaf.units import human_bytes
+
+INDENT = "    "
 
 
 def demo(
@@ -81,6 +87,8 @@ class _Silent:
 
     def check(self, question: Question) -> None: ...
 
+    def trace(self, client: Client, sources: Sequence[Source]) -> None: ...
+
 
 class _Screen:
     """Draws for people."""
@@ -116,6 +124,25 @@ class _Screen:
     def check(self, question: Question) -> None:
         verdict = "[green]right[/green]" if question.correct else f"[red]wrong, expected {question.expected}[/red]"
         self._console.print(f"   {verdict}")
+
+    def trace(self, client: Client, sources: Sequence[Source]) -> None:
+        for source in joined(sources)[:1]:
+            found = excerpt(client, CONTEXT, source, client.get_context(CONTEXT).tokens)
+            if found is None:
+                continue
+            for line in _told(source, found).wrap(self._console, self._console.width - len(INDENT)):
+                line.rstrip()
+                self._console.print(INDENT, line, sep="")
+
+
+def _told(source: Source, found: Excerpt) -> Text:
+    """Where a source is, its share, and its text, all in one line."""
+    place = "" if found.own.line is None else f" on line {found.own.line:,}"
+    told = Text.assemble((f"{source.share:.1%} of the attention{place}: ", "cyan"), ("…", "dim"))
+    for part, style in found.parts:
+        flat = re.sub(r"\s+", " ", part).translate(CONTROLS)
+        told.append(flat.lstrip() if told.plain.endswith(" ") else flat, style)
+    return told.append("…", "dim")
 
 
 def _print_report(report: Report) -> None:

@@ -48,6 +48,14 @@ class Flags:
     token_bytes: Annotated[
         bool, option(ANSWER, "With --logprobs: tell the bytes of each token, too, in base64.", "--token-bytes")
     ] = False
+    max_draft_tokens: Annotated[
+        int | None,
+        option(
+            SERVICE,
+            "Tokens that a step may try ahead at most, guessed from what was said before; 0: none.",
+            default="the service's",
+        ),
+    ] = None
     priority: Annotated[int, option(SERVICE, "Higher goes first.")] = 0
     client: Annotated[str, option(SERVICE, "Whom a fair share is counted for.", default="this machine")] = ""
     resumable: Annotated[

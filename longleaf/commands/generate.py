@@ -189,8 +189,10 @@ def footnote(event: Finished) -> str:
     prompt = f"{usage.prompt_tokens:,} tokens before, {usage.cached_tokens:,} of them held"
     first = f"first after {human_seconds(timings.first_token_seconds)}"
     kind = "exact" if event.is_exact else "not exact"
+    drafts = f"; {usage.accepted_tokens:,} of {usage.drafted_tokens:,} drafted tokens accepted"
+    drafts = drafts if usage.drafted_tokens else ""
     reason = "for a reason that this client does not know" if event.reason == "unspecified" else event.reason
-    return f"[{usage.completion_tokens:,} tokens ({reason}); {first}{rate}; {prompt}; {kind}]"
+    return f"[{usage.completion_tokens:,} tokens ({reason}); {first}{rate}{drafts}; {prompt}; {kind}]"
 
 
 def decode_speed(event: Finished) -> float | None:

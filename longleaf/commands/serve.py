@@ -186,6 +186,15 @@ class ServeFlags:
     target_itl_ms: Annotated[
         float, option(REQUESTS, "Milliseconds between tokens that running streams should keep while prompts are read.")
     ] = _DEFAULTS.target_itl_ms
+    max_draft_tokens: Annotated[
+        int,
+        option(
+            REQUESTS,
+            "Tokens of an answer that a step may try ahead, as the context, the question or the answer has gone on "
+            "before. Right ones are kept, wrong ones are dropped, and the answer stays the same: it comes faster where "
+            "it quotes. 0: none.",
+        ),
+    ] = _DEFAULTS.max_draft_tokens
     start_timeout: Annotated[
         float, option(REQUESTS, "Seconds that ranks may take to load the model; a large one needs more.")
     ] = _DEFAULTS.start_timeout

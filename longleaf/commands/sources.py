@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from msgspec.structs import replace
 from rich.console import Console
@@ -16,7 +16,8 @@ from longleaf.messages import ContextText, Finished, GenerateOptions, Provenance
 SOURCES = "Where it comes from"
 MARGIN = 24
 """Tokens that are shown before a source and behind it."""
-_CONTROLS = {code: "\ufffd" for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
+CONTROLS = {code: "\ufffd" for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
+"""What terminals would obey, for `str.translate`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +88,30 @@ def _join(one: Source, two: Source) -> Source:
     )
 
 
+class Excerpt(NamedTuple):
+    """The text of a source, where it is, and what stands around it."""
+
+    own: ContextText
+    before: str
+    text: str
+    behind: str
+
+    @property
+    def parts(self) -> tuple[tuple[str, str], ...]:
+        """What is read one after the other, each with its style."""
+        return (self.before, "dim"), (self.text, "bold"), (self.behind, "dim")
+
+
+def excerpt(client: Client, context: str, source: Source, num_tokens: int) -> Excerpt | None:
+    """The text of a source of a context of so many tokens; None where it ends before: it is another one by now."""
+    start, end = source.token_start, min(source.token_end, num_tokens)
+    if start >= end:
+        return None
+    own = client.get_context_text(context, start, end)
+    around = client.get_context_text(context, max(0, start - MARGIN), min(num_tokens, end + MARGIN))
+    return Excerpt(own, *_parts(own, around))
+
+
 class SourceList:
     """Prints where an answer about a context comes from."""
 
@@ -108,16 +133,13 @@ class SourceList:
         self._console.print(Text(f"[attention: {told}]", style="dim"))
 
     def _told(self, source: Source, num_tokens: int) -> Text:
-        start, end = source.token_start, min(source.token_end, num_tokens)
-        if start >= end:  # the context is another one by now
+        found = excerpt(self._client, self._context, source, num_tokens)
+        if found is None:
             return Text(f"{_place(source, None)}  {_numbers(source)}")
-        own = self._client.get_context_text(self._context, start, end)
-        around = (max(0, start - MARGIN), min(num_tokens, end + MARGIN))
-        before, text, behind = _parts(own, self._client.get_context_text(self._context, *around))
-        told = Text(f"{_place(source, own)}  {_numbers(source)}\n", style="cyan")
+        told = Text(f"{_place(source, found.own)}  {_numbers(source)}\n", style="cyan")
         body = Text()
-        for part, style in ((before, "dim"), (text, "bold"), (behind, "dim")):
-            body.append(part.translate(_CONTROLS), style)
+        for part, style in found.parts:
+            body.append(part.translate(CONTROLS), style)
         for line in body.split("\n", allow_blank=True):
             told.append("    ")
             told.append_text(line)
@@ -128,7 +150,7 @@ class SourceList:
 def _place(source: Source, text: ContextText | None) -> str:
     """The file and the line, if they are known."""
     if text is not None and text.file and text.line is not None:
-        return f"{text.file.translate(_CONTROLS)}:{text.line}"
+        return f"{text.file.translate(CONTROLS)}:{text.line}"
     return f"tokens {source.token_start:,}-{source.token_end:,}"
 
 

@@ -8,7 +8,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -21,12 +21,14 @@ from longleaf.demo.facts import Fact, is_correct
 from longleaf.demo.haystack import Haystack, cut, distinct_facts, hide, make_haystack
 from longleaf.errors import InvalidArgument, Unavailable
 from longleaf.launch import ServiceProcess, coordinator_command
-from longleaf.messages import Cluster, Context, Delta, Finished, IngestProgress
+from longleaf.messages import Cluster, Context, Delta, Event, Finished, IngestProgress, Provenance, Source
 from longleaf.topology import count_ranks
 
 CONTEXT = "demo"
 NUM_FACTS, NUM_ABSENT = 5, 1
 MAX_ANSWER_TOKENS = 96
+NUM_SPANS = 2
+"""That are told of an answer: a fact may begin in one and end in the next."""
 PASS_ACCURACY = 0.8
 MIN_TOKENS = 1000
 DEFAULT_TOKENS = 200_000
@@ -58,6 +60,8 @@ class Question(msgspec.Struct, frozen=True):
     expected: str
     answer: str
     correct: bool
+    sources: tuple[Source, ...] = ()
+    """What the answer's tokens attended to most; none where no layer of the model sees all keys."""
 
 
 class Holder(msgspec.Struct, frozen=True):
@@ -95,7 +99,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_passed(self) -> bool:
-        return self.accuracy >= PASS_ACCURACY and (self.restart is None or self.restart.question == self.questions[0])
+        is_same = self.restart is None or self.restart.question.answer == self.questions[0].answer
+        return self.accuracy >= PASS_ACCURACY and is_same
 
 
 class Show(Protocol):
@@ -115,6 +120,10 @@ class Show(Protocol):
 
     def check(self, question: Question) -> None:
         """The answer is complete."""
+        ...
+
+    def trace(self, client: Client, sources: Sequence[Source]) -> None:
+        """Where the answer comes from; `client` has the text."""
         ...
 
 
@@ -196,17 +205,31 @@ def _examine(client: Client, haystack: Haystack, show: Show) -> Report:
 def _ask(client: Client, fact: Fact, show: Show) -> tuple[Question, Finished]:
     show.ask(fact.question)
     parts: list[str] = []
-    with closing(client.ask(CONTEXT, fact.question, max_tokens=MAX_ANSWER_TOKENS)) as events:
+    with closing(_events(client, fact.question)) as events:
         for event in events:
             if isinstance(event, Delta):
                 parts.append(event.text)
                 show.answer(event.text)
             elif isinstance(event, Finished):
                 answer = "".join(parts)
-                question = Question(fact.expected, answer, is_correct(answer, fact))
+                sources = event.attribution.sources if event.attribution is not None else ()
+                question = Question(fact.expected, answer, is_correct(answer, fact), sources)
                 show.check(question)
+                show.trace(client, sources)
                 return question, event
     raise Unavailable("the answer broke off")
+
+
+def _events(client: Client, question: str) -> Generator[Event, None, None]:
+    """An answer that tells where it comes from, or one of a model that cannot tell."""
+    try:
+        yield from client.ask(
+            CONTEXT, question, max_tokens=MAX_ANSWER_TOKENS, provenance=Provenance(num_spans=NUM_SPANS)
+        )
+    except InvalidArgument as error:
+        if error.field != "provenance":
+            raise
+        yield from client.ask(CONTEXT, question, max_tokens=MAX_ANSWER_TOKENS)
 
 
 def _decode_speed(ends: Iterable[Finished]) -> float:

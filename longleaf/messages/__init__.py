@@ -7,6 +7,7 @@ from longleaf.document_text import TextFile
 from longleaf.messages.claims import Account, Claimed, ClaimOptions
 from longleaf.messages.cluster import (
     Cluster,
+    Drafting,
     Draining,
     Loss,
     ModelInfo,
@@ -66,13 +67,14 @@ from longleaf.messages.parcels import (
     Parcel,
     ParcelPiece,
 )
-from longleaf.messages.provenance import Attribution, Provenance, Ranking, Source, TokenRange
+from longleaf.messages.provenance import MIN_SPAN_TOKENS, Attribution, Provenance, Ranking, Source, TokenRange
 from longleaf.messages.rebuilding import BroughtBack, Rebuild, RebuildReport
 
 __all__ = [
     "CONTEXT_ID",
     "MAX_MESSAGES",
     "MAX_TIME",
+    "MIN_SPAN_TOKENS",
     "UNCHANGED",
     "Account",
     "Attribution",
@@ -87,6 +89,7 @@ __all__ = [
     "ContextText",
     "Conversation",
     "Delta",
+    "Drafting",
     "Draining",
     "Event",
     "ExportContext",

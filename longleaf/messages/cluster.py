@@ -158,6 +158,18 @@ class Storage(msgspec.Struct, frozen=True, kw_only=True):
     """Why nothing can be written now, for people; empty where it can."""
 
 
+class Drafting(msgspec.Struct, frozen=True, kw_only=True):
+    """What drafts, guesses of how answers go on, have brought since the service began."""
+
+    drafted_tokens: int
+    """Those that steps have tried."""
+    accepted_tokens: int
+    """Those of them that became tokens of answers."""
+    tokens_per_step: float
+    """Tokens of answers by the steps that made them, where a step counts once for each answer in it: 1 without drafts,
+    0 before the first."""
+
+
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     """The model, the ranks and the load."""
 
@@ -193,3 +205,5 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     """The last 16 at most, the latest one last."""
     storage: Storage | None = None
     """None without a data folder."""
+    drafting: Drafting | None = None
+    """None where the service hides it."""

@@ -48,6 +48,8 @@ class GenerateOptions(SamplingOptions, ClaimOptions, total=False):
     """Tells where in the context the answer comes from, with Finished, and perhaps with each Delta."""
     hidden: Sequence[TokenRange]
     """Tokens [start, end) of the context that neither prompt nor answer reads, in ascending order."""
+    max_draft_tokens: int | None
+    """Most tokens to draft in a step; 0: none, None: as many as the service does."""
     request_id: str
     """Names the generation, so that it never runs twice."""
     resumable: bool
@@ -73,6 +75,8 @@ class Generate(Claimed, frozen=True, kw_only=True):
     """Asks where in the context the answer comes from."""
     hidden: tuple[TokenRange, ...] = ()
     """Tokens [start, end) of the context that neither prompt nor answer reads."""
+    max_draft_tokens: int | None = None
+    """Most tokens to draft in a step, guesses of how the answer goes on; None: as many as the service does."""
     request_id: str = ""
     """Names the generation; the service makes one when empty."""
     resume_seconds: float = 0.0
@@ -87,11 +91,15 @@ class Resume(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Token counts of one generation; the cached ones are part of the prompt's."""
+    """Token counts of one generation; the cached ones are part of the prompt's, the accepted ones of the answer's."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    drafted_tokens: int = 0
+    """Guesses that steps have tried."""
+    accepted_tokens: int = 0
+    """Those of them that became tokens of the answer."""
 
 
 class Timings(msgspec.Struct, frozen=True):

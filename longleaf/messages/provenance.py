@@ -7,6 +7,8 @@ import msgspec
 Ranking = Literal["raw", "contrast"]
 TokenRange = tuple[int, int]
 """Tokens [start, end) of a context, counted from 0."""
+MIN_SPAN_TOKENS = 32
+"""Of a span, the fewest: kernels tell their keys in blocks of so many."""
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):

@@ -91,7 +91,7 @@ class Worker(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., token_count: _Optional[int] = ..., max_token_count: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., max_kv_bytes: _Optional[int] = ..., kernels: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
 class Cluster(_message.Message):
-    __slots__ = ("model", "workers", "world_size", "epoch", "launcher", "merge", "waiting_count", "running_count", "transport", "merge_timings", "exact", "block_token_count", "window_keys", "window_token_count", "max_window_token_count", "inside_transport", "between_transport", "tier_merges", "recovery", "losses", "storage")
+    __slots__ = ("model", "workers", "world_size", "epoch", "launcher", "merge", "waiting_count", "running_count", "transport", "merge_timings", "exact", "block_token_count", "window_keys", "window_token_count", "max_window_token_count", "inside_transport", "between_transport", "tier_merges", "recovery", "losses", "storage", "drafting")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -113,6 +113,7 @@ class Cluster(_message.Message):
     RECOVERY_FIELD_NUMBER: _ClassVar[int]
     LOSSES_FIELD_NUMBER: _ClassVar[int]
     STORAGE_FIELD_NUMBER: _ClassVar[int]
+    DRAFTING_FIELD_NUMBER: _ClassVar[int]
     model: ModelInfo
     workers: _containers.RepeatedCompositeFieldContainer[Worker]
     world_size: int
@@ -134,7 +135,18 @@ class Cluster(_message.Message):
     recovery: Recovery
     losses: _containers.RepeatedCompositeFieldContainer[Loss]
     storage: Storage
-    def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., world_size: _Optional[int] = ..., epoch: _Optional[int] = ..., launcher: _Optional[str] = ..., merge: _Optional[str] = ..., waiting_count: _Optional[int] = ..., running_count: _Optional[int] = ..., transport: _Optional[str] = ..., merge_timings: _Optional[_Iterable[_Union[MergeTiming, _Mapping]]] = ..., exact: _Optional[bool] = ..., block_token_count: _Optional[int] = ..., window_keys: _Optional[str] = ..., window_token_count: _Optional[int] = ..., max_window_token_count: _Optional[int] = ..., inside_transport: _Optional[str] = ..., between_transport: _Optional[str] = ..., tier_merges: _Optional[_Iterable[_Union[TierMerge, _Mapping]]] = ..., recovery: _Optional[_Union[Recovery, _Mapping]] = ..., losses: _Optional[_Iterable[_Union[Loss, _Mapping]]] = ..., storage: _Optional[_Union[Storage, _Mapping]] = ...) -> None: ...
+    drafting: Drafting
+    def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., world_size: _Optional[int] = ..., epoch: _Optional[int] = ..., launcher: _Optional[str] = ..., merge: _Optional[str] = ..., waiting_count: _Optional[int] = ..., running_count: _Optional[int] = ..., transport: _Optional[str] = ..., merge_timings: _Optional[_Iterable[_Union[MergeTiming, _Mapping]]] = ..., exact: _Optional[bool] = ..., block_token_count: _Optional[int] = ..., window_keys: _Optional[str] = ..., window_token_count: _Optional[int] = ..., max_window_token_count: _Optional[int] = ..., inside_transport: _Optional[str] = ..., between_transport: _Optional[str] = ..., tier_merges: _Optional[_Iterable[_Union[TierMerge, _Mapping]]] = ..., recovery: _Optional[_Union[Recovery, _Mapping]] = ..., losses: _Optional[_Iterable[_Union[Loss, _Mapping]]] = ..., storage: _Optional[_Union[Storage, _Mapping]] = ..., drafting: _Optional[_Union[Drafting, _Mapping]] = ...) -> None: ...
+
+class Drafting(_message.Message):
+    __slots__ = ("drafted_token_count", "accepted_token_count", "tokens_per_step")
+    DRAFTED_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_STEP_FIELD_NUMBER: _ClassVar[int]
+    drafted_token_count: int
+    accepted_token_count: int
+    tokens_per_step: float
+    def __init__(self, drafted_token_count: _Optional[int] = ..., accepted_token_count: _Optional[int] = ..., tokens_per_step: _Optional[float] = ...) -> None: ...
 
 class Storage(_message.Message):
     __slots__ = ("snapshots", "url", "trouble")

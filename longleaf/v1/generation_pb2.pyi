@@ -109,14 +109,18 @@ class Conversation(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_token_count", "cached_token_count", "completion_token_count")
+    __slots__ = ("prompt_token_count", "cached_token_count", "completion_token_count", "drafted_token_count", "accepted_token_count")
     PROMPT_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     prompt_token_count: int
     cached_token_count: int
     completion_token_count: int
-    def __init__(self, prompt_token_count: _Optional[int] = ..., cached_token_count: _Optional[int] = ..., completion_token_count: _Optional[int] = ...) -> None: ...
+    drafted_token_count: int
+    accepted_token_count: int
+    def __init__(self, prompt_token_count: _Optional[int] = ..., cached_token_count: _Optional[int] = ..., completion_token_count: _Optional[int] = ..., drafted_token_count: _Optional[int] = ..., accepted_token_count: _Optional[int] = ...) -> None: ...
 
 class Timings(_message.Message):
     __slots__ = ("queue_duration", "first_token_duration", "decode_duration", "prefill_duration")

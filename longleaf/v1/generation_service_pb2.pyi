@@ -12,7 +12,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("context", "text", "token_ids", "conversation", "use_chat_template", "sampling", "sample_count", "request_id", "resume_duration", "resume_token_index", "priority", "client_id", "return_token_bytes", "until_full", "provenance", "hidden")
+    __slots__ = ("context", "text", "token_ids", "conversation", "use_chat_template", "sampling", "sample_count", "request_id", "resume_duration", "resume_token_index", "priority", "client_id", "return_token_bytes", "until_full", "provenance", "hidden", "max_draft_token_count")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -29,6 +29,7 @@ class GenerateRequest(_message.Message):
     UNTIL_FULL_FIELD_NUMBER: _ClassVar[int]
     PROVENANCE_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_FIELD_NUMBER: _ClassVar[int]
+    MAX_DRAFT_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     context: str
     text: str
     token_ids: _generation_pb2.TokenIds
@@ -45,7 +46,8 @@ class GenerateRequest(_message.Message):
     until_full: bool
     provenance: _generation_pb2.Provenance
     hidden: _containers.RepeatedCompositeFieldContainer[_generation_pb2.TokenRange]
-    def __init__(self, context: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_generation_pb2.TokenIds, _Mapping]] = ..., conversation: _Optional[_Union[_generation_pb2.Conversation, _Mapping]] = ..., use_chat_template: _Optional[bool] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., sample_count: _Optional[int] = ..., request_id: _Optional[str] = ..., resume_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., resume_token_index: _Optional[int] = ..., priority: _Optional[int] = ..., client_id: _Optional[str] = ..., return_token_bytes: _Optional[bool] = ..., until_full: _Optional[bool] = ..., provenance: _Optional[_Union[_generation_pb2.Provenance, _Mapping]] = ..., hidden: _Optional[_Iterable[_Union[_generation_pb2.TokenRange, _Mapping]]] = ...) -> None: ...
+    max_draft_token_count: int
+    def __init__(self, context: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_generation_pb2.TokenIds, _Mapping]] = ..., conversation: _Optional[_Union[_generation_pb2.Conversation, _Mapping]] = ..., use_chat_template: _Optional[bool] = ..., sampling: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., sample_count: _Optional[int] = ..., request_id: _Optional[str] = ..., resume_duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., resume_token_index: _Optional[int] = ..., priority: _Optional[int] = ..., client_id: _Optional[str] = ..., return_token_bytes: _Optional[bool] = ..., until_full: _Optional[bool] = ..., provenance: _Optional[_Union[_generation_pb2.Provenance, _Mapping]] = ..., hidden: _Optional[_Iterable[_Union[_generation_pb2.TokenRange, _Mapping]]] = ..., max_draft_token_count: _Optional[int] = ...) -> None: ...
 
 class CancelGenerationRequest(_message.Message):
     __slots__ = ("request_id",)

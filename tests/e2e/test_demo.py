@@ -1,20 +1,26 @@
 """The demo and the evaluation with the model in the package, as users run them."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.command_line import CLI, Served
+from longleaf.demo.run import DemoSettings, build
+from tests.support.command_line import CLI, NAME, Served
+from zoo.checkpoints import make_checkpoint
+
+
+def run(*options: str, code: int = 0) -> str:
+    found = subprocess.run([*CLI, "demo", *options], capture_output=True, text=True, timeout=280, check=False)
+    assert found.returncode == code, found.stderr
+    return found.stdout
 
 
 def demo(*options: str) -> dict:
-    command = [*CLI, "demo", "--json", *options]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-    assert found.returncode == 0, found.stderr
-    return json.loads(found.stdout)
+    return json.loads(run("--json", *options))
 
 
 def test_the_demo_finds_its_facts():
@@ -24,7 +30,34 @@ def test_the_demo_finds_its_facts():
     assert sum(question["correct"] for question in report["questions"]) >= 5
     assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
     assert sum(rank["tokens"] for rank in report["ranks"]) == report["document_tokens"]
-    assert report["restart"]["question"] == report["questions"][0]
+    first, again = report["questions"][0], report["restart"]["question"]
+    assert again["answer"] == first["answer"]
+    assert again["sources"][0]["token_start"] == first["sources"][0]["token_start"]
+    planted = build(DemoSettings(tokens=16_000))
+    for question, fact, offset in zip(report["questions"], planted.facts, planted.offsets, strict=False):
+        start, end = question["sources"][0]["bytes"]
+        assert not question["correct"] or (start < offset + len(fact.sentence.encode()) and offset < end)
+
+
+def test_the_demo_shows_the_text_that_answers_come_from() -> None:
+    found = run("--tokens", "2000", "--world-size", "1", "--launcher", "local")
+    asked = re.split(r"^\? ", found, flags=re.MULTILINE)[1:]
+    shown = re.compile(
+        r"\n  [^\n]+? is ([^\n]+)   right\n    [\d.]+% of the attention on line [\d,]+: (.+?…)\n\n", re.DOTALL
+    )
+    told = [match for each in asked if (match := shown.search(each))]
+    assert len(told) >= 6
+    for match in told:
+        answer, text = match.groups()
+        assert answer in " ".join(text.split()) or answer == "not found"
+    assert all(len(line) <= 80 for line in found.splitlines())
+
+
+def test_the_demo_goes_without_sources_where_no_layer_sees_all_keys(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, "mistral")
+    options = ("--model", str(model), "--tokens", "1000", "--world-size", "1", "--launcher", "local")
+    report = json.loads(run("--json", *options, code=1))
+    assert [question["sources"] for question in report["questions"]] == [[]] * 6
 
 
 @pytest.mark.slow
@@ -34,6 +67,24 @@ def test_the_demo_as_it_is_by_default():
     assert report["document_tokens"] >= 199_000
     assert report["world_size"] == 4
     assert sum(question["correct"] for question in report["questions"]) >= 5
+
+
+@pytest.mark.bench
+def test_sources_are_measured_on_any_served_model_beside_what_was_measured_before(
+    served: Served, tmp_path: Path
+) -> None:
+    file = tmp_path / "provenance.json"
+    command = [sys.executable, "-m", "bench.provenance", "--server", served.address, "--into", str(file)]
+    options = ["--questions", "1", "--repeats", "1", "--lengths"]
+    for lengths, costs in (("2000", "3000"), ("3000", "2000")):
+        subprocess.run([*command, *options, lengths, "--cost-lengths", costs], capture_output=True, check=True)
+    rows = json.loads(file.read_text())["rows"]
+    assert {row["model"] for row in rows} == {NAME}
+    assert sorted({(row["tokens"], row["task"] == "cost") for row in rows}) == [
+        (tokens, is_cost) for tokens in (2000, 3000) for is_cost in (False, True)
+    ]
+    assert all("machine" in row for row in rows)
+    assert file.with_suffix(".png").is_file()
 
 
 @pytest.mark.bench

@@ -1,6 +1,7 @@
 """Tokens that the device chooses, against those that a CPU chooses from the same logits."""
 
 from contextlib import nullcontext
+from itertools import chain
 
 import torch
 
@@ -41,8 +42,8 @@ def tokens_of_the_cpu(place: Place) -> None:
 
 
 def assert_same(found: list, wanted: list) -> None:
-    assert [token and token.id for token in found] == [token and token.id for token in wanted]
-    for ours, theirs in zip(found, wanted, strict=True):
-        if theirs and theirs.logprobs:
+    assert [[token.id for token in row] for row in found] == [[token.id for token in row] for row in wanted]
+    for ours, theirs in zip(chain(*found), chain(*wanted), strict=True):
+        if theirs.logprobs:
             pairs = zip((ours.logprobs, *ours.logprobs.top), (theirs.logprobs, *theirs.logprobs.top), strict=True)
             assert all(abs(a.logprob - b.logprob) < TOLERANCE for a, b in pairs)

@@ -57,4 +57,4 @@ def answer(model: Path, place: Place, *, on_cpu: bool) -> list[tuple[int, float]
     first = Row(0, (0,), num_tokens - 1, ids[-1:], runs(num_tokens), 0, Terms(Sampling(num_logprobs=0)))
     more = [Row(0, (), num_tokens + i, (), runs(num_tokens + i + 1), i + 1) for i in range(NUM_ANSWERS - 1)]
     results = [rank.execute(StepPlan(1, 1 + i, Decode((row,)))) for i, row in enumerate([first, *more])]
-    return [(token.id, token.logprobs.logprob) for token in (result.tokens[0] for result in results)]
+    return [(token.id, token.logprobs.logprob) for result in results for token in result.tokens[0]]

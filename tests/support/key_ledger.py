@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from longleaf.channel.epochs import SegmentLayout
-from longleaf.channel.fakes import echo_token
+from longleaf.channel.fakes import echo_tokens
 from longleaf.channel.snapshots import Save
 from longleaf.channel.step import Move, Prefill, Restore, Row, StepPlan
 from longleaf.geometry import EVERY_RANK, Rope, Windows
-from longleaf.runs import Run
+from longleaf.runs import Run, until
 from longleaf.sampling import Token
 
 
@@ -53,7 +53,7 @@ class KeyLedger:
         self._num_members = num_ranks
         self.numbers: dict[tuple[int, int, Rope], int] = {}
         self._keys: dict[Slot, Key | None] = {}
-        """None: what a broken step left."""
+        """None: what a broken step left, or a draft that was refused."""
         self.books: dict[int, Book] = {}
         self.fetched: dict[tuple[int, int], Content] = {}
         """By member and ticket."""
@@ -109,7 +109,7 @@ class KeyLedger:
 
     # --- plans ---
 
-    def apply(self, plan: StepPlan) -> dict[int, Token]:
+    def apply(self, plan: StepPlan) -> dict[int, tuple[Token, ...]]:
         """Does a whole plan; sampled tokens by sequence."""
         for segment in plan.release_segments:
             del self.books[segment]
@@ -128,12 +128,26 @@ class KeyLedger:
             return {}
         return {row.sequence: self._row(row) for row in work.rows}
 
-    def _row(self, row: Row) -> Token:
+    def _row(self, row: Row) -> tuple[Token, ...]:
         assert (row.terms is None) == (row.sequence in self._last), "terms are told once, with the first row"
         token_ids = row.token_ids or (self._last[row.sequence],)
-        self._store(row, token_ids, row.runs)
-        self._last[row.sequence] = echo_token(token_ids[-1], row.token_index)
-        return Token(self._last[row.sequence])
+        self._store(row, (*token_ids, *row.draft_ids), row.runs)
+        sampled = echo_tokens(token_ids[-1], row.token_index, row.draft_ids)
+        self._last[row.sequence] = sampled[-1]
+        if row.draft_ids:
+            self._cut_back(row, row.start + len(token_ids) + len(sampled) - 1)
+        return tuple(map(Token, sampled))
+
+    def _cut_back(self, row: Row, end: int) -> None:
+        """Drafts from there on were refused: nobody may read what is in their slots."""
+        book, run, first = self.books[row.path[-1]], row.runs[-1], row.start + row.num_known - 1
+        assert (first - run.start) // self._block_size == (len(run) - 1) // self._block_size, "a draft opens a block"
+        for position in range(end, run.end):
+            self._write(book, position, None)
+            for member in self.members if self._windows is not None else ():
+                self._keys[member, True, self._window_slot(book, position)] = None
+        book.runs[book.runs.index(run)] = until(run, end, self._block_size)
+        book.window_runs = tuple(until(run, end, self._block_size) for run in book.window_runs)
 
     def _store(self, work: Prefill | Row, token_ids: Sequence[int], runs: Sequence[Run]) -> None:
         book = self.books.setdefault(work.path[-1], Book(work.start))
@@ -291,10 +305,10 @@ class KeyLedger:
         assert found, "a key that nobody holds is read"
         (run,) = found
         key = self._keys[self.members[run.rank], False, self._slot(run, position)]
-        assert key is not None, "a key of a broken step is read"
+        assert key is not None, "a key of a broken step is read, or of a refused draft"
         return key
 
-    def _write(self, book: Book, position: int, key: Key) -> None:
+    def _write(self, book: Book, position: int, key: Key | None) -> None:
         (run,) = (run for run in book.runs if run.start <= position < run.end)
         self._keys[self.members[run.rank], False, self._slot(run, position)] = key
 

@@ -2,6 +2,7 @@
 
 from coordinator.placement.ranking import Ranking
 from coordinator.recovery.suspicion import BREAK
+from longleaf.channel.fakes import drafted_ends
 from longleaf.channel.sequences import Sequences
 from longleaf.channel.step import StepPlan, StepResult
 from tests.support.key_ledger import KeyLedger
@@ -18,7 +19,10 @@ class Group(Bench):
         self.epoch = 1
 
     def _result(self, plan: StepPlan) -> StepResult:
-        tokens = self.keys.apply(self.sequences.complete(plan))
+        plan = self.sequences.complete(plan)
+        tokens = self.keys.apply(plan)
+        for row, end in drafted_ends(plan, tokens):
+            self.sequences.cut_back(row.sequence, end)
         return StepResult(plan.epoch, plan.step, tokens, seconds=plan.num_tokens * self.seconds_per_token)
 
     def change(

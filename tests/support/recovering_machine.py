@@ -34,7 +34,7 @@ class RecoveringMachine(SchedulerMachine):
         self.broken = Counter[int]()
         """By job, the epochs that ended in a step of it."""
 
-    def _execute(self, plan: StepPlan) -> dict[int, Token]:
+    def _execute(self, plan: StepPlan) -> dict[int, tuple[Token, ...]]:
         assert plan.epoch == self.epoch
         return self.keys.apply(plan)
 

@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
+from copy import copy
 from itertools import pairwise
 
 from hypothesis import HealthCheck, settings
@@ -27,8 +28,9 @@ from coordinator.placement.blocks import Blocks, Placer
 from coordinator.placement.contexts import LAST_ENDS
 from coordinator.placement.paths import Path
 from coordinator.placement.positions import Positions
+from coordinator.scheduling.draft_counts import DraftCounts
 from coordinator.scheduling.scheduler import Scheduler
-from longleaf.channel.fakes import echo_token
+from longleaf.channel.fakes import drafted_ends, echo_token
 from longleaf.channel.sequences import Sequences
 from longleaf.channel.step import Decode, Prefill, StepPlan, StepResult
 from longleaf.config import EngineConfig
@@ -44,6 +46,7 @@ from longleaf.errors import (
 )
 from longleaf.geometry import Rotary, Windows
 from longleaf.sampling import Sampling, Token
+from tests.support.random_drafter import RandomDrafter
 from tests.support.window_ledger import WindowLedger, windows_of
 from workers.fakes import EchoLedger
 
@@ -93,6 +96,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_sequences=st.integers(1, 3),
         max_waiting=st.integers(1, 4),
         windows=st.none() | windows_of(4, 40),
+        max_drafts=st.integers(0, 4),
+        kind=st.sampled_from(RandomDrafter.KINDS),
     )
     def begin(
         self,
@@ -103,6 +108,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_sequences: int,
         max_waiting: int,
         windows: Windows | None,
+        max_drafts: int,
+        kind: str,
     ) -> None:
         config = EngineConfig(
             model="none",
@@ -111,8 +118,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             replicate_below=replicate_below,
             max_sequences=max_sequences,
             max_waiting=max_waiting,
+            max_draft_tokens=max_drafts,
         )
         self.config = config
+        self.drafter = RandomDrafter(config, kind)
         self.windows = windows
         self.max_unread = config.max_sequences + config.max_waiting
         self.placer = Placer(blocks, block_size, windows)
@@ -145,7 +154,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.waited: dict[int, int] = {}
 
     def _make_scheduler(self, epoch: int) -> Scheduler:
-        return Scheduler(self.config, self.placer, Positions(Rotary(), 150), epoch, is_durable=self.is_durable)
+        return Scheduler(
+            self.config, self.placer, Positions(Rotary(), 150), epoch, is_durable=self.is_durable, drafter=self.drafter
+        )
 
     # --- the ranks ---
 
@@ -153,11 +164,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.ledger = EchoLedger(block_size)
         self.window_ledger = WindowLedger(windows, block_size) if windows else None
 
-    def _execute(self, plan: StepPlan) -> dict[int, Token]:
+    def _execute(self, plan: StepPlan) -> dict[int, tuple[Token, ...]]:
         """What the ranks answer to a whole plan."""
         if self.window_ledger:
             self.window_ledger.apply(plan)
-        return self.ledger.apply(plan)
+        tokens = self.ledger.apply(plan)
+        for row, end in drafted_ends(plan, tokens):
+            if self.window_ledger:
+                self.window_ledger.cut_back(row.path[-1], end)
+        return tokens
 
     def _token_ids(self, path: tuple[int, ...]) -> list[int]:
         """The tokens whose keys lie on a path."""
@@ -196,6 +211,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             end_tokens=frozenset([end]),
             num_samples=num_samples,
             claim=claim,
+            max_draft_tokens=max_tokens % 5,
         )
         try:
             self.scheduler.admit(self.num_jobs, prompt, self.now)
@@ -229,6 +245,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             sampling=Sampling(max_tokens=max_tokens),
             num_samples=len(told),
             claim=claim,
+            max_draft_tokens=max_tokens % 5,
             generated=generated,
         )
         try:
@@ -391,7 +408,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         plan = self.plans.popleft()
         self.now += self.seconds
         whole = self.sequences.complete(plan)
-        result = StepResult(plan.epoch, plan.step, self._execute(whole), seconds=self.seconds)
+        tokens = self._execute(whole)
+        for row, end in drafted_ends(whole, tokens):
+            self.sequences.cut_back(row.sequence, end)
+        result = StepResult(plan.epoch, plan.step, tokens, seconds=self.seconds)
         for row in whole.work.rows if isinstance(whole.work, Decode) else ():
             answer = self.expected[row.sequence]
             read = self.prompts[row.sequence] + answer[: row.token_index]
@@ -403,7 +423,25 @@ class SchedulerMachine(RuleBasedStateMachine):
             )
             result = replace(result, not_finite=tuple(broken), has_finite_keys=not isinstance(plan.work, Prefill))
         self.breaks = None
-        self._see(self.scheduler.commit(plan, result))
+        counted = copy(self.scheduler.drafts)
+        outcomes = self.scheduler.commit(plan, result)
+        self._check_drafts(counted, whole, tokens, outcomes)
+        self._see(outcomes)
+        self.scheduler.learn()
+
+    def _check_drafts(
+        self, counted: DraftCounts, plan: StepPlan, tokens: dict[int, tuple[Token, ...]], outcomes: list[Outcome]
+    ) -> None:
+        """What is told of drafts, and counted since `counted`, is what the plan had and the ranks accepted."""
+        rows = plan.work.rows if isinstance(plan.work, Decode) else ()
+        drafted = {row.sequence: len(row.draft_ids) for row in rows}
+        for job, outcome in outcomes:
+            if isinstance(outcome, Tokens):
+                sequence, num_told = job + outcome.sample, len(outcome.tokens)
+                assert outcome.num_drafted == drafted[sequence]
+                assert outcome.num_accepted == min(num_told, len(tokens[sequence]) - 1) <= outcome.num_drafted
+                counted.add(outcome.num_drafted, outcome.num_accepted, num_told)
+        assert self.scheduler.drafts == counted
 
     def _see(self, outcomes: list[Outcome]) -> None:
         for job, outcome in outcomes:

@@ -22,7 +22,7 @@ from coordinator.placement.blocks import Placer
 from coordinator.placement.positions import Positions
 from coordinator.recovery.recovery import MOVED_BLOCKS
 from coordinator.scheduling.scheduler import Scheduler
-from longleaf.channel.fakes import echo_token
+from longleaf.channel.fakes import drafted_ends, echo_token
 from longleaf.channel.sequences import Sequences
 from longleaf.channel.step import Prefill, StepPlan, StepResult
 from longleaf.config import EngineConfig
@@ -120,8 +120,12 @@ class Bench:
         plan = self.sequences.complete(plan)
         if self.window_ledger:
             self.window_ledger.apply(plan)
-        seconds = plan.num_tokens * self.seconds_per_token
-        return StepResult(plan.epoch, plan.step, self.ledger.apply(plan), seconds=seconds)
+        tokens = self.ledger.apply(plan)
+        for row, end in drafted_ends(plan, tokens):
+            self.sequences.cut_back(row.sequence, end)
+            if self.window_ledger:
+                self.window_ledger.cut_back(row.path[-1], end)
+        return StepResult(plan.epoch, plan.step, tokens, seconds=plan.num_tokens * self.seconds_per_token)
 
     def _see(self, outcomes: Iterable[Outcome]) -> None:
         for job, outcome in outcomes:

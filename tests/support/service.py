@@ -35,6 +35,7 @@ from longleaf.messages import (
     Context,
     ContextSettings,
     Delta,
+    Drafting,
     Event,
     Finished,
     LeftOut,
@@ -123,6 +124,7 @@ class FakeEngine:
         self.max_positions = 4096
         self.limit_name = "those that it was trained for"
         self.is_exact = True
+        self.max_draft_tokens = 7
         self.total_tokens = 1 << 20
         self.answer: tuple[tuple[int, ...], ...] = ()
         self.script: tuple[events.Event, ...] = ()
@@ -153,6 +155,7 @@ class FakeEngine:
         self.running = 3
         self.recovery: Recovery | None = None
         self.losses: tuple[Loss, ...] = ()
+        self.drafting: Drafting | None = None
         self.looked = asyncio.Event()
 
     def check_capacity(self, declared: int) -> None:
@@ -337,6 +340,7 @@ class FakeEngine:
             is_exact=True,
             recovery=self.recovery,
             losses=self.losses,
+            drafting=self.drafting,
         )
 
 

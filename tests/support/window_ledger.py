@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from longleaf.channel.step import Decode, Prefill, Row, StepPlan
 from longleaf.geometry import EVERY_RANK, Reach, Windows
-from longleaf.runs import Run
+from longleaf.runs import Run, until
 
 SIZES = st.integers(1, 10)
 REACHES = st.lists(SIZES.map(Reach) | SIZES.map(lambda size: Reach(section=size)), min_size=1, max_size=4).map(tuple)
@@ -38,13 +38,19 @@ class WindowLedger:
 
     def _store(self, work: Prefill | Row) -> None:
         segment, start = work.path[-1], work.start
-        end = start + max(1, len(work.token_ids))
+        end = start + (work.num_tokens if isinstance(work, Row) else len(work.token_ids))
         self._starts.setdefault(segment, start)
         self._runs[segment] = work.window_runs
         self._check_runs(work.window_runs)
         first = max(start, self._windows.first(end)) if isinstance(work, Prefill) else start
         for position in range(first, end):
             self._slots[self._slot(segment, position)] = (segment, position)
+
+    def cut_back(self, segment: int, end: int) -> None:
+        """Drafts from there on were refused: nobody may read what is in their slots."""
+        for position in range(end, self._runs[segment][-1].end):
+            del self._slots[self._slot(segment, position)]
+        self._runs[segment] = tuple(until(run, end, self._block_size) for run in self._runs[segment])
 
     def _read(self, work: Prefill | Row) -> None:
         self.check_place(work.path, work.start)

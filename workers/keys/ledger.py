@@ -139,6 +139,11 @@ class Ledger:
         there = self.held(segment, run.start, run.end, run.rank) if segment in self._held else ()
         return slots_of(there) == slots_of(extents(run, self._block_size))
 
+    def cut_back(self, segment: int, end: int) -> None:
+        """Forgets what follows position `end` of a segment, on all ranks: drafts that were refused."""
+        for held in self._held[segment].values():
+            held.drop(end, max(end, *(extent.end for extent in held.extents[-1:])))
+
     def release(self, segments: Sequence[int]) -> None:
         """Forgets segments."""
         for segment in segments:

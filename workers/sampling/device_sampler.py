@@ -9,10 +9,11 @@ from torch import Tensor
 from longleaf.channel.step import Row
 from longleaf.kernels.backend import Numbers
 from longleaf.sampling import Sampling, Token
+from workers.sampling.acceptance import NOT_REACHED, turns_of, verify
 from workers.sampling.fixed_shape import Needs, Parameters, choose
 from workers.sampling.history import NOBODY, Histories
 from workers.sampling.logprobs import told
-from workers.sampling.sampler import NO_TOKEN, Choice, Sampler
+from workers.sampling.sampler import NO_TOKEN, Choice, Sampler, first_positions
 from workers.sampling.uniforms import uniforms
 from workers.transfers import Moment, ToHost, to_device
 
@@ -87,16 +88,19 @@ class DeviceChoice:
         self,
         rows: Sequence[Row],
         choosers: Sequence[Chooser],
-        told_RN: Tensor,
+        told_NC: Tensor,
         broken: set[int],
-        host_RN: Tensor | None = None,
+        host_NC: Tensor | None = None,
+        accepted_R: Tensor | None = None,
     ) -> None:
-        """`told_RN` comes into `host_RN`, if that is given."""
+        """`told_NC`, of the positions behind rows and their drafts, comes into `host_NC`, if that is given;
+        `accepted_R` says how many drafts of each row were accepted, if there are any."""
         self._rows = rows
         self._choosers = choosers
-        self._told_RN = told_RN
-        self._arriving = ToHost(told_RN, host_RN)
+        self._told_NC = told_NC
+        self._arriving = ToHost(told_NC, host_NC)
         self._broken = broken
+        self._accepted_R = accepted_R
 
     @property
     def arrival(self) -> Moment:
@@ -104,15 +108,25 @@ class DeviceChoice:
         return self._arriving.arrival
 
     def ids(self) -> Tensor:
-        return ids_of(self._told_RN)
+        ids_N = ids_of(self._told_NC)
+        if self._accepted_R is None:
+            return ids_N
+        firsts = torch.tensor(first_positions(self._rows), dtype=torch.long)
+        return ids_N[to_device(firsts, str(ids_N.device)) + self._accepted_R]
 
-    def tokens(self) -> list[Token | None]:
+    def num_accepted(self) -> Tensor:
+        if self._accepted_R is None:
+            return self._told_NC.new_zeros(0, dtype=torch.long)
+        drafted = torch.tensor([i for i, row in enumerate(self._rows) if row.draft_ids], dtype=torch.long)
+        return self._accepted_R[to_device(drafted, str(self._accepted_R.device))]
+
+    def tokens(self) -> list[tuple[Token, ...]]:
         """Waits for what the device was told so far."""
-        rows = self._arriving.wait().tolist()
-        self._broken.update(row.sequence for row, (token_id, *_) in zip(self._rows, rows, strict=True) if token_id < 0)
+        told, firsts = self._arriving.wait().tolist(), first_positions(self._rows)
+        self._broken.update(row.sequence for row, i in zip(self._rows, firsts, strict=True) if told[i][0] < 0)
         return [
-            None if row.sequence in self._broken else token(chooser.sampling, *numbers)
-            for row, chooser, numbers in zip(self._rows, self._choosers, rows, strict=True)
+            () if row.sequence in self._broken else reached(chooser.sampling, told[i : i + 1 + len(row.draft_ids)])
+            for row, chooser, i in zip(self._rows, self._choosers, firsts, strict=True)
         ]
 
 
@@ -132,14 +146,34 @@ class DeviceSampler:
         """The parameters that `start` has sent last."""
 
     def start(self, rows: Sequence[Row], logits_RV: Tensor) -> Choice:
-        """Has the device choose the next token of each row, from its logits [V]. Parameters go there where they are
-        others than in the step before."""
+        """Has the device choose the next token of each row, from its logits [V], and those behind the drafts that turn
+        out right, from the logits that follow. Parameters go there where they are others than in the step before."""
         batch = self.batch(rows, logits_RV.shape[-1])
+        if any(row.draft_ids for row in rows):
+            return self._verify(rows, batch.choosers, logits_RV)
         if self._sent is None or self._sent[0] is not batch or batch.needs.draws:
             numbers = torch.from_numpy(batch.numbers([row.token_index for row in rows]))
             self._sent = batch, to_device(numbers, self._device)
         told_RN = self.choose(logits_RV, parameters_of(self._sent[1]), batch.needs)
         return DeviceChoice(rows, batch.choosers, told_RN, self.broken)
+
+    def _verify(self, rows: Sequence[Row], choosers: Sequence[Chooser], logits_NV: Tensor) -> Choice:
+        turns, size = turns_of(rows), logits_NV.shape[-1]
+        batch = Batch([choosers[i] for i in turns.owners], size)
+        numbers_FN = batch.numbers([rows[i].token_index + n for i, n in zip(turns.owners, turns.numbers, strict=True)])
+        sent = np.concatenate((numbers_FN, np.array([turns.drafts, turns.positions, turns.owners])))
+        *_, drafts_N, positions_N, owners_N = there_FN = to_device(torch.from_numpy(sent), self._device)
+        told_NC = verify(
+            logits_NV[positions_N],
+            drafts_N,
+            parameters_of(there_FN[:NUM_PARAMETERS]),
+            turns.sizes,
+            lambda logits_LV, parameters_L: self.choose(logits_LV, parameters_L, batch.needs),
+        )
+        is_reached_N = (told_NC[:, 0] != NOT_REACHED).long()
+        accepted_R = is_reached_N.new_full((len(rows),), -1).index_add_(0, owners_N, is_reached_N)
+        in_order_NC = torch.empty_like(told_NC).index_copy_(0, positions_N, told_NC)
+        return DeviceChoice(rows, choosers, in_order_NC, self.broken, accepted_R=accepted_R)
 
     def batch(self, rows: Sequence[Row], vocabulary_size: int) -> Batch:
         """How the tokens of rows are chosen: the batch before, where that is the same."""
@@ -202,6 +236,11 @@ def needs_of(samplings: Sequence[Sampling]) -> Needs:
         has_min_p=any(not s.is_greedy and s.min_p for s in samplings),
         num_top=max((s.num_logprobs for s in samplings if s.num_logprobs is not None), default=-1),
     )
+
+
+def reached(sampling: Sampling, told: Iterable[Sequence[float]]) -> tuple[Token, ...]:
+    """What the device tells of the positions of a sequence, as far as it came."""
+    return tuple(token(sampling, *numbers) for numbers in told if numbers[0] != NOT_REACHED)
 
 
 def token(sampling: Sampling, token_id: float, *numbers: float) -> Token:

@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Protocol
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from longleaf.channel.step import Row, Terms
@@ -26,24 +28,34 @@ class Choice(Protocol):
     """The next tokens of rows."""
 
     def ids(self) -> Tensor:
-        """For the other ranks: [R], int64, where the logits are."""
+        """For the other ranks: the last id of each row, [R], int64, where the logits are."""
         ...
 
-    def tokens(self) -> list[Token | None]:
-        """None where the logits are not finite, or were not before."""
+    def num_accepted(self) -> Tensor:
+        """For the other ranks: how many of its drafts were accepted of each row that has some, int64."""
+        ...
+
+    def tokens(self) -> list[tuple[Token, ...]]:
+        """Of each row the drafts that were accepted, and the token behind them; none where the logits are not finite,
+        or were not before."""
         ...
 
 
 class Chosen:
     """Tokens that are on the host. Implements Choice."""
 
-    def __init__(self, tokens: list[Token | None]) -> None:
+    def __init__(self, rows: Sequence[Row], tokens: list[tuple[Token, ...]]) -> None:
+        self._rows = rows
         self._tokens = tokens
 
     def ids(self) -> Tensor:
-        return torch.tensor([(token or NO_TOKEN).id for token in self._tokens], dtype=torch.long)
+        return torch.tensor([(found[-1] if found else NO_TOKEN).id for found in self._tokens], dtype=torch.long)
 
-    def tokens(self) -> list[Token | None]:
+    def num_accepted(self) -> Tensor:
+        pairs = zip(self._rows, self._tokens, strict=True)
+        return torch.tensor([max(0, len(found) - 1) for row, found in pairs if row.draft_ids], dtype=torch.long)
+
+    def tokens(self) -> list[tuple[Token, ...]]:
         return self._tokens
 
 
@@ -66,17 +78,24 @@ class Sampler:
         self._choosers: dict[int, Chooser] = {}
 
     def start(self, rows: Sequence[Row], logits_RV: Tensor) -> Choice:
-        """The next token of each row that can have one."""
-        pairs = zip(rows, highest_are_finite(logits_RV), strict=True)
-        self.broken.update(row.sequence for row, is_finite in pairs if not is_finite)
-        kept = [i for i, row in enumerate(rows) if row.sequence not in self.broken]
-        tokens: list[Token | None] = [None] * len(rows)
-        if len(kept) == len(rows):
-            tokens[:] = self.choose(rows, logits_RV)
-        elif kept:
-            for i, token in zip(kept, self.choose([rows[i] for i in kept], logits_RV[kept]), strict=True):
-                tokens[i] = token
-        return Chosen(tokens)
+        """The next tokens of each row that can have some, from its logits [V], which those of its drafts follow.
+
+        Each of them is chosen as a step of its own would choose it, up to the first one that is not the draft. A draft
+        behind which the logits are not finite is not accepted either: they will be so in the next step, too.
+        """
+        firsts, is_finite = first_positions(rows), highest_are_finite(logits_RV)
+        self.broken.update(row.sequence for row, first in zip(rows, firsts, strict=True) if not is_finite[first])
+        left = [i for i, row in enumerate(rows) if row.sequence not in self.broken]
+        tokens: list[tuple[Token, ...]] = [()] * len(rows)
+        turn = 0
+        while left:
+            logits_LV = take(logits_RV, [firsts[i] + turn for i in left])
+            chosen = self.choose([ahead(rows[i], turn) for i in left], logits_LV)
+            for i, token in zip(left, chosen, strict=True):
+                tokens[i] += (token,)
+            turn += 1
+            left = [i for i in left if is_accepted(rows[i], tokens[i]) and is_finite[firsts[i] + turn]]
+        return Chosen(rows, tokens)
 
     def choose(self, rows: Sequence[Row], logits_RV: Tensor) -> list[Token]:
         """The next token of each row, from its logits [V]."""
@@ -111,6 +130,22 @@ class Sampler:
     def clear(self) -> None:
         """Drops what was told of all sequences."""
         self.forget([*self._choosers, *self.broken])
+
+
+def first_positions(rows: Sequence[Row]) -> list[int]:
+    """Where the logits of each row begin."""
+    return [*accumulate((1 + len(row.draft_ids) for row in rows), initial=0)][:-1]
+
+
+def ahead(row: Row, turn: int) -> Row:
+    """A row as the one of its draft number `turn`, from 1 on, would be in a step of its own; 0: itself."""
+    return replace(row, token_index=row.token_index + turn, terms=None) if turn else row
+
+
+def is_accepted(row: Row, tokens: Sequence[Token]) -> bool:
+    """Whether the last one of the tokens that were chosen for a row is the row's draft."""
+    turn = len(tokens) - 1
+    return turn < len(row.draft_ids) and row.draft_ids[turn] == tokens[turn].id
 
 
 def take(logits_RV: Tensor, rows: Sequence[int]) -> Tensor:

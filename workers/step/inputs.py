@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from longleaf.attention.masks import QueryRun, Read, Reads, causal_reads, reads_within
-from longleaf.channel.step import Decode, Prefill
+from longleaf.channel.step import Decode, Prefill, Row
 from longleaf.geometry import EVERY_RANK, OWN_ROPE, Reach, Rope
 from longleaf.runs import Run
 from workers.keys.ledger import Ledger, stretches
@@ -63,7 +63,7 @@ class RowNumbers:
     """Of keys that every rank holds; empty where there are none."""
     ropes: Sequence[Rope]
     sample_rows: Sequence[int]
-    """Rows that are sampled from, in the order of the plan."""
+    """Rows that are sampled from, in the order of the plan: each sequence's, and those of its drafts."""
     reads: dict[Reach, Reads]
     """From this rank's pool."""
     most_together: int
@@ -75,7 +75,7 @@ class RowNumbers:
     blocks: BlockPlan | None = None
     """What kernels tell of it; None where they tell nothing."""
     is_plain: bool = True
-    """Whether rows see all that is before them, and nothing but tokens is wanted; all ranks say the same."""
+    """Whether rows see all that is before them, and nothing but a token of each is wanted; all ranks say the same."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -141,8 +141,9 @@ class InputBuilder:
         return self.tensors(self.numbers(work, last_ids), last_ids)
 
     def numbers(self, work: Decode, last_ids: LastIds) -> RowNumbers:
-        """What there is to know of all rows of all sequences."""
+        """What there is to know of all rows of all sequences. Raises ValueError for drafts where there must be none."""
         for row in work.rows:
+            check_drafts(row)
             self._ledger.put(row.path[-1], row.runs, row.window_runs)
         found = [(row, self._ledger.parts(row.path, row.start + row.num_tokens)) for row in work.rows]
         ids: list[int] = []
@@ -156,10 +157,11 @@ class InputBuilder:
             end = row.start + row.num_tokens
             queries.append(Query(QueryRun(row.start, end, len(ids)), parts, row.hidden))
             ids += row.token_ids or (last_ids[row.sequence],)
+            ids += row.draft_ids
             positions += range(row.start, end)
             slots += self._row_slots(row.runs, row.start, end)
             ropes += [row.rope] * row.num_tokens
-            last_rows[row.sequence] = len(ids) - 1
+            last_rows[row.sequence] = len(ids) - 1 - len(row.draft_ids)
         near_rank = EVERY_RANK if self._windows else self._rank
         scored = [last_rows[row.sequence] - i for row in work.rows for i in range(row.num_scored, 0, -1)]
         reads = row_reads(self._ledger, queries, self.reaches, near_rank)
@@ -170,13 +172,18 @@ class InputBuilder:
             slots=slots,
             window_slots=self._windows.row_slots([row for row, _ in found]) if self._windows else (),
             ropes=ropes,
-            sample_rows=[last_rows[row.sequence] for row in work.rows if row.token_index >= 0],
+            sample_rows=[
+                last_rows[row.sequence] + i
+                for row in work.rows
+                if row.token_index >= 0
+                for i in range(1 + len(row.draft_ids))
+            ],
             reads=reads,
             most_together=most_together(queries),
             scored_rows=scored,
             asked=told,
             blocks=self._blocks(reads, told),
-            is_plain=not (told or scored or any(row.hidden for row in work.rows)),
+            is_plain=not (told or scored or any(row.hidden or row.draft_ids for row in work.rows)),
         )
 
     def _blocks(self, reads: dict[Reach, Reads], told: Sequence[Asked]) -> BlockPlan | None:
@@ -246,6 +253,14 @@ class InputBuilder:
 
     def _tensor(self, values: Sequence[int]) -> Tensor:
         return to_device(torch.tensor(values, dtype=torch.long), self.pool.device)
+
+
+def check_drafts(row: Row) -> None:
+    """Raises ValueError for drafts where there must be none."""
+    if row.draft_ids and (row.token_index < 0 or row.num_scored or row.spans is not None):
+        raise ValueError(
+            f"a row of sequence {row.sequence} has drafts, and is scored, not sampled, or tells of attention"
+        )
 
 
 def own_piece(work: Prefill, rank: int) -> tuple[Run, Sequence[int]]:

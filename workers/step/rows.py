@@ -12,9 +12,11 @@ Where paths part, each row reads on alone. A sequence that brings several tokens
 its tokens see is read under a mask.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby, pairwise
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from longleaf.attention.masks import QueryRun, Read, Reads, causal_reads, reads_within
@@ -26,6 +28,9 @@ from workers.keys.ledger import Ledger, Part, stretches
 MIN_SHARED = 128
 """Keys that neighbours with a limited reach must have in common to be read together: fewer cost more in reads than they
 save."""
+MAX_SHOWN = 1 << 16
+"""Places where ranges of rows that hide different things begin or end, times these rows: beyond that they read apart,
+for to find out who reads on together would take longer."""
 
 
 class Query(NamedTuple):
@@ -46,7 +51,8 @@ class Query(NamedTuple):
         return max(part.start, reach.first(self.run.end - 1)), min(part.end, self.run.start + 1)
 
     def hides(self, position: int) -> bool:
-        return any(start <= position < end for start, end in self.hidden)
+        number = bisect_right(self.hidden, position, key=itemgetter(0))
+        return number > 0 and position < self.hidden[number - 1][1]
 
 
 Users = tuple[int, list[Query]]
@@ -107,7 +113,12 @@ def _shown(users: Sequence[Query], low: int, high: int) -> Iterator[tuple[tuple[
     if not any(user.hidden for user in users):
         yield (users[0].run.row, users[-1].row_end), low, high
         return
-    edges = {edge for user in users for hidden in user.hidden for edge in hidden if low < edge < high}
+    alike = [list(group) for _, group in groupby(users, attrgetter("hidden"))]
+    edges = {edge for each in alike for hidden in each[0].hidden for edge in hidden if low < edge < high}
+    if len(edges) * len(alike) > MAX_SHOWN:
+        for each in alike:
+            yield from (((each[0].run.row, each[-1].row_end), *seen) for seen in without(low, high, each[0].hidden))
+        return
     for start, end in pairwise([low, *sorted(edges), high]):
         for is_hidden, group in groupby(users, lambda user, at=start: user.hides(at)):
             if not is_hidden:

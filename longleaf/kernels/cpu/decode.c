@@ -28,19 +28,34 @@
 
 /* keys and values of a block stay in half of the first-level cache, so that the next ones can arrive meanwhile */
 #define BLOCK 32
-/* bytes of a block's keys that fewer rows than a vector read: with so little to compute, memory is what takes time, and
+/* bytes of a block's keys that fewer rows than MANY read: with so little to compute, memory is what takes time, and
    it is fastest when keys and values come by turns, a page of each */
 #define PAGE 4096
 #define LANES 8
-/* numbers that fewer rows than a vector take at once, and how many of these rows take them together */
+/* numbers that fewer rows than MANY take at once, and how many of these rows take them together */
 #ifdef __AVX512F__
 #define WIDTH 16
+#define EVEN 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
+#define ODD 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
 #else
 #define WIDTH LANES
+#define EVEN 0, 2, 4, 6, 8, 10, 12, 14
+#define ODD 1, 3, 5, 7, 9, 11, 13, 15
 #endif
 #define FEW 4
-/* rows that are computed together, one per lane of two vectors; fewer than one vector are computed one by one */
-#define TILE (2 * LANES)
+/* rows that are computed together, from MANY to TILE: what comes of a key is in up to two vectors. And the vectors in
+   which products are added up at once: as many as there are registers for. */
+#define TILE (2 * WIDTH)
+#if defined(__SSE2__) && !defined(__AVX__)
+#define MANY 8
+#define SUMS (WIDTH / 2)
+#else
+#define MANY 5
+#define SUMS WIDTH
+#endif
+/* rows of queries in a vector, two numbers of each; and vectors of values that FEW rows take together */
+#define PAIRS (WIDTH / 2)
+#define PARTS (SUMS / FEW)
 /* products that are added one after the other: in long sums each rounds off more */
 #define CHUNK 32
 /* columns from which on keys are wide */
@@ -56,21 +71,26 @@
 /* Copies that a compiler makes of a function for some of its callers may round otherwise. */
 #ifdef __clang__
 #define ONE_COPY __attribute__((noinline))
+#define PICK(low, high, ...) __builtin_shufflevector(low, high, __VA_ARGS__)
 #else
 #define ONE_COPY __attribute__((noinline, noclone))
+#define PICK(low, high, ...) __builtin_shuffle(low, high, (ints){__VA_ARGS__})
 #endif
 #define INLINE static inline __attribute__((always_inline))
 #pragma GCC diagnostic ignored "-Wpsabi" /* on vectors that functions hand on: these are all inlined */
-/* left alone, gcc loads a vector again for each use, and there are more loads then than the processor can do; processors
-   without AVX have no register that holds a vector */
-#ifdef __AVX__
-#define IN_REGISTERS(a, b) __asm__("" : "+x"(a), "+x"(b))
+/* Keeps a vector in a register: left alone, gcc loads it again for each use, and there are more loads then than the
+   processor can do. Processors without AVX have no register that holds a vector. */
+#if defined(__AVX512F__)
+#define KEEP(vector) __asm__("" : "+v"(vector))
+#elif defined(__AVX__)
+#define KEEP(vector) __asm__("" : "+x"(vector))
 #else
-#define IN_REGISTERS(a, b)
+#define KEEP(vector)
 #endif
 
-typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef float vec __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 typedef float wide __attribute__((vector_size(4 * WIDTH)));
+typedef long long longs __attribute__((vector_size(4 * WIDTH)));
 typedef int ints __attribute__((vector_size(4 * WIDTH)));
 typedef unsigned words __attribute__((vector_size(4 * WIDTH)));
 typedef unsigned short halves __attribute__((vector_size(2 * WIDTH)));
@@ -111,12 +131,12 @@ struct store {
 /* The rows of one key head, a token and a head of its group each, and what they have seen so far. */
 struct rows {
     float *q;          /* [num_rows, dim], times the scale */
-    float *q_by_dim;   /* [dim, stride], the same transposed */
+    float *q_by_pair;  /* [dim / 2, stride, 2], the same transposed by pairs of numbers */
     float *out;        /* [num_rows, dim], not yet divided by `sum` */
     float *peak, *sum; /* [num_rows] */
     float *witness;    /* [num_rows], the sum of all scores: no finite number if one of them is none */
     float *total;      /* [num_rows], the sums of the weights of the block that was added last */
-    float *weights;    /* those of up to TILE rows: of fewer than LANES [row, BLOCK], else [BLOCK, TILE] */
+    float *weights;    /* those of up to TILE rows: of fewer than MANY [row, BLOCK], else [BLOCK, TILE] */
     long dim, stride, group;
     float cap;
 };
@@ -124,13 +144,19 @@ struct rows {
 /* A block of a read's keys and values, and the rows it is added to. */
 struct block {
     const struct read *read;
-    const void *keys, *values;            /* of this kind: float32, or of 16 bits for fewer rows than a vector */
+    const void *keys, *values;            /* of this kind: float32, or of 16 bits for fewer rows than MANY */
     enum kind kind;
     long key, num_keys;                   /* the first key, counted from the read's first, and their number */
     long row, num_rows;                   /* the first row, counted from the read's first, and their number */
-    const char *next_keys, *next_values;  /* what comes next in memory, NULL if it need not be asked for */
+    const char *next_keys, *next_values;  /* what comes next in memory; what is here if nothing need be asked for */
     long key_bytes;                       /* there */
     int is_masked;
+};
+
+/* What a block changes for the rows of a tile: the highest score so far, by what this weakens what came before, and the
+   sums of scores and of weights. */
+struct sums {
+    float peak[TILE], fade[TILE], seen[TILE], total[TILE];
 };
 
 /* e to the x for x from NEGLIGIBLE to 0: two to the nearest whole number, times the Taylor polynomial of two to the rest,
@@ -189,6 +215,8 @@ INLINE wide load(const void *numbers, long i, const enum kind kind, const int co
 {
     wide found = {0};
     halves half = {0};
+    if (kind == FLOAT32 && count == WIDTH)
+        return *(const vec *)((const float *)numbers + i);
     if (kind == FLOAT32) {
         memcpy(&found, (const float *)numbers + i, sizeof(float) * count);
         return found;
@@ -278,13 +306,13 @@ INLINE void value_few(const void *values, long num_keys, const float *weight, co
 #define SCORE(NUM) score_few(keys, num_keys, q + r * dim, score + r, dim, kind, NUM)
 #define VALUE(NUM) value_few(values, num_keys, score[r], fade + r, out + r * dim, dim, kind, NUM)
 
-/* Adds a block to fewer rows than LANES. */
+/* Adds a block to fewer rows than MANY. */
 INLINE void add_few(const struct block *block, const float *restrict q, float *restrict out, float *restrict peak,
                     float *restrict sum, float *restrict witness, float *restrict totals,
                     float (*restrict score)[BLOCK], long group, float cap, long dim, const enum kind kind)
 {
     const long num_rows = block->num_rows, num_keys = block->num_keys;
-    float fade[LANES];
+    float fade[MANY];
     const void *keys = block->keys, *values = block->values;
     BY_ROWS(SCORE)
     for (long r = 0; r < num_rows; r++) {
@@ -341,153 +369,236 @@ static ONE_COPY void add_few_of_kind(const struct rows *rows, const struct block
     }
 }
 
-/* scores of `vecs` times LANES rows against some keys */
-INLINE void score_tile(const float *q_by_dim, long stride, const float *keys, float score[][TILE], long dim,
-                       const int num_keys, const int vecs)
+/* the sums of neighbours in `low`, then those in `high` */
+INLINE wide add_neighbours(wide low, wide high)
 {
-    vec total[LANES] = {{0}};
-    for (long first = 0; first < dim; first += CHUNK) {
-        vec sum[LANES] = {{0}};
-        for (long d = first; d < (first + CHUNK < dim ? first + CHUNK : dim); d++) {
-            const vec *q = (const vec *)(q_by_dim + d * stride);
-            vec part[2] = {q[0], q[vecs - 1]};
-            IN_REGISTERS(part[0], part[1]);
+    return PICK(low, high, EVEN) + PICK(low, high, ODD);
+}
+
+/* Scores of `vecs` times PAIRS rows against some keys. A pair of a key's numbers is loaded once for all rows. Meanwhile
+   the next keys are asked for, a little at a time: the order in which they will be read is none that the processor
+   foresees, and it waits when many are asked for at once. */
+INLINE void score_tile(const float *q_by_pair, long stride, const float *keys, float score[][TILE], long dim,
+                       const char *next, long next_bytes, const int num_keys, const int vecs)
+{
+    for (long first = 0; first < dim; first += 2 * CHUNK) {
+        const long end = first + 2 * CHUNK < dim ? first + 2 * CHUNK : dim;
+        wide sum[WIDTH] = {{0}};
+        for (long d = first; d < end; d += 2) {
+            const vec *q = (const vec *)(q_by_pair + d * stride);
+            wide part[4] = {q[0], q[vecs > 1], q[vecs > 2 ? 2 : 0], q[vecs > 3 ? 3 : 0]};
+            KEEP(part[0]);
+            KEEP(part[1]);
+            KEEP(part[2]);
+            KEEP(part[3]);
+            __builtin_prefetch(next + d * next_bytes, 0, 3);
 #pragma GCC unroll 8
-            for (int j = 0; j < num_keys; j++)
-#pragma GCC unroll 2
+            for (int j = 0; j < num_keys; j++) {
+                long long numbers;
+                memcpy(&numbers, keys + j * dim + d, sizeof numbers);
+                wide pair = (wide)(numbers + (longs){0});
+                KEEP(pair);
+#pragma GCC unroll 4
                 for (int i = 0; i < vecs; i++)
-                    sum[j * vecs + i] += keys[j * dim + d] * part[i];
+                    sum[j * vecs + i] += pair * part[i];
+            }
         }
 #pragma GCC unroll 8
-        for (int i = 0; i < num_keys * vecs; i++)
-            total[i] += sum[i];
-    }
-#pragma GCC unroll 8
-    for (int j = 0; j < num_keys; j++)
+        for (int j = 0; j < num_keys; j++)
 #pragma GCC unroll 2
-        for (int i = 0; i < vecs; i++)
-            *(vec *)(score[j] + i * LANES) = total[j * vecs + i];
-}
-
-/* As many keys at once as there are registers for. Meanwhile the next block is asked for, a little at a time: the order
-   in which it will be read is none that the processor foresees. */
-INLINE void score_many(const struct block *block, const float *q_by_dim, long stride, float score[BLOCK][TILE],
-                       long dim, const int vecs)
-{
-    const int step = LANES / vecs;
-    const float *keys = block->keys;
-    const long bytes = block->key_bytes;
-    long j = 0;
-    for (; j + step <= block->num_keys; j += step) {
-        for (long i = j * bytes; block->next_keys && i < (j + step) * bytes; i += LINE) {
-            __builtin_prefetch(block->next_keys + i, 0, 2);
-            __builtin_prefetch(block->next_values + i, 0, 2);
-        }
-        score_tile(q_by_dim, stride, keys + j * dim, score + j, dim, step, vecs);
+            for (int i = 0; i < vecs; i += 2) {
+                wide found = add_neighbours(sum[j * vecs + i], sum[j * vecs + i + (i + 1 < vecs)]);
+                vec *place = (vec *)(score[j] + i * PAIRS);
+                if (first > 0)
+                    found += *place;
+                *place = found;
+            }
     }
-    for (; j < block->num_keys; j++)
-        score_tile(q_by_dim, stride, keys + j * dim, score + j, dim, 1, vecs);
 }
 
-static void hide(const struct block *block, long group, float score[BLOCK][TILE], float value)
+/* As many keys at once as there are registers for. */
+INLINE void score_block(const struct block *block, const float *q_by_pair, long stride, float score[BLOCK][TILE],
+                        long dim, const int vecs)
 {
+    const int step = vecs > 2 ? SUMS / 4 : SUMS / 2;
+    const float *keys = block->keys;
+    const char *next = block->next_keys;
+    const long bytes = block->key_bytes, each = bytes / dim;
+    long j = 0;
+    for (; j + step <= block->num_keys; j += step)
+        score_tile(q_by_pair, stride, keys + j * dim, score + j, dim, next + j * bytes, each * step, step, vecs);
+    for (; j < block->num_keys; j++)
+        score_tile(q_by_pair, stride, keys + j * dim, score + j, dim, next + j * bytes, each, 1, vecs);
+}
+
+/* Scores of all rows of a block. This and what follows are functions of their own since gcc gives registers away better
+   in short ones. */
+static ONE_COPY void score_many(const struct block *block, const float *q_by_pair, long stride,
+                                float score[BLOCK][TILE], long dim)
+{
+    switch ((block->num_rows + PAIRS - 1) / PAIRS) {
+        case 1: score_block(block, q_by_pair, stride, score, dim, 1); break;
+        case 2: score_block(block, q_by_pair, stride, score, dim, 2); break;
+        case 3: score_block(block, q_by_pair, stride, score, dim, 3); break;
+        default: score_block(block, q_by_pair, stride, score, dim, 4);
+    }
+}
+
+static void hide(const struct block *block, long group, long row, float score[][TILE], float value)
+{
+    const long rest = block->num_rows - row, num_rows = rest < WIDTH ? rest : WIDTH;
     for (long j = 0; j < block->num_keys; j++)
-        for (long r = 0; r < block->num_rows; r++)
-            if (!sees(block->read, group, block->row + r, block->key + j))
+        for (long r = 0; r < num_rows; r++)
+            if (!sees(block->read, group, block->row + row + r, block->key + j))
                 score[j][r] = value;
 }
 
-/* Scores become weights; gives the highest score so far and the sums of scores and of weights by row. */
-INLINE void weigh(const struct block *block, long group, float cap, float score[BLOCK][TILE], float *top, float *total,
-                  float *seen, const int width)
+INLINE wide larger(wide a, wide b)
 {
-    for (long j = 0; j < block->num_keys; j++)
-        for (int r = 0; r < width; r++)
-            seen[r] += score[j][r];
+#if defined(__AVX512F__)
+    return (wide)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX__)
+    return (wide)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    const words is_larger = (words)(a > b);
+    return (wide)((is_larger & (words)a) | (~is_larger & (words)b));
+#endif
+}
+
+/* As exp_below, of each number; of what is below NEGLIGIBLE as if it were that. */
+INLINE wide exp_each(wide x)
+{
+    x = larger(x, NEGLIGIBLE - (wide){0});
+    const ints whole = __builtin_convertvector(x * 1.44269504f - 0.5f, ints);
+    const wide rest = x * 1.44269504f - __builtin_convertvector(whole, wide);
+    wide power = 1.5403530e-4f * rest + 1.3333558e-3f;
+    power = power * rest + 9.6181291e-3f;
+    power = power * rest + 5.5504109e-2f;
+    power = power * rest + 2.4022651e-1f;
+    power = power * rest + 6.9314718e-1f;
+    power = power * rest + 1.0f;
+    return (wide)((words)power + ((words)whole << 23));
+}
+
+/* The scores of WIDTH rows from `row` on become weights. */
+static ONE_COPY void weigh(const struct block *block, long group, float cap, float score[][TILE], long row,
+                           struct sums *sums)
+{
+    const long num_keys = block->num_keys;
+    const wide before = *(vec *)(sums->peak + row);
+    wide peak = before, seen = {0}, total = {0};
+    for (long j = 0; j < num_keys; j++) {
+        seen += *(vec *)score[j];
+        peak = larger(*(vec *)score[j], peak);
+    }
     if (cap > 0.0f)
-        for (long j = 0; j < block->num_keys; j++)
-            for (int r = 0; r < width; r++)
+        for (long j = 0; j < num_keys; j++)
+            for (int r = 0; r < WIDTH; r++)
                 score[j][r] = cap * tanhf(score[j][r] / cap);
     if (block->is_masked)
-        hide(block, group, score, HIDDEN);
-    for (long j = 0; j < block->num_keys; j++)
-        for (int r = 0; r < width; r++)
-            top[r] = score[j][r] > top[r] ? score[j][r] : top[r];
-    for (long j = 0; j < block->num_keys; j++)
-        for (int r = 0; r < width; r++) {
-            const float below = score[j][r] - top[r];
-            score[j][r] = exp_below(below < NEGLIGIBLE ? NEGLIGIBLE : below);
-        }
-    if (block->is_masked)
-        hide(block, group, score, 0.0f);
-    for (long j = 0; j < block->num_keys; j++)
-        for (int r = 0; r < width; r++)
-            total[r] += score[j][r];
-}
-
-/* out times fade, plus the values by their weights, for some rows and `vecs` times LANES columns */
-INLINE void value_tile(float weight[BLOCK][TILE], long row, const float *fade, const float *values, float *out,
-                       long dim, long num_keys, const int num_rows, const int vecs)
-{
-    vec total[LANES];
-#pragma GCC unroll 4
-    for (int r = 0; r < num_rows; r++)
-#pragma GCC unroll 2
-        for (int i = 0; i < vecs; i++)
-            total[r * vecs + i] = (vec){0};
-    for (long j = 0; j < num_keys; j++) {
-        const vec *v = (const vec *)(values + j * dim);
-        vec part[2] = {v[0], v[vecs - 1]};
-        IN_REGISTERS(part[0], part[1]);
-#pragma GCC unroll 4
-        for (int r = 0; r < num_rows; r++)
-#pragma GCC unroll 2
-            for (int i = 0; i < vecs; i++)
-                total[r * vecs + i] += weight[j][row + r] * part[i];
+        hide(block, group, row, score, HIDDEN);
+    if (cap > 0.0f || block->is_masked) {
+        peak = before;
+        for (long j = 0; j < num_keys; j++)
+            peak = larger(*(vec *)score[j], peak);
     }
-#pragma GCC unroll 4
-    for (int r = 0; r < num_rows; r++)
-#pragma GCC unroll 2
-        for (int i = 0; i < vecs; i++)
-            *(vec *)(out + (row + r) * dim + i * LANES) =
-                fade[row + r] * *(vec *)(out + (row + r) * dim + i * LANES) + total[r * vecs + i];
+    for (long j = 0; j < num_keys; j++)
+        *(vec *)score[j] = exp_each(*(vec *)score[j] - peak);
+    if (block->is_masked)
+        hide(block, group, row, score, 0.0f);
+    for (long j = 0; j < num_keys; j++)
+        total += *(vec *)score[j];
+    *(vec *)(sums->fade + row) = exp_each(before - peak);
+    *(vec *)(sums->peak + row) = peak;
+    *(vec *)(sums->seen + row) = seen;
+    *(vec *)(sums->total + row) = total;
 }
 
-INLINE void add_values(float weight[BLOCK][TILE], long row, const float *fade, const float *values, float *out,
-                       long dim, long num_keys, const int num_rows)
+/* out times fade, plus the values by their weights, for some rows and `vecs` vectors of columns. Meanwhile the next
+   values are asked for, `next_bytes` for each key. */
+INLINE void value_tile(float weight[][TILE], const float *fade, const float *values, float *out, long dim,
+                       const char *next, long next_bytes, long num_keys, const int num_rows, const int vecs,
+                       const int count)
+{
+    wide sum[WIDTH] = {{0}};
+    for (long j = 0; j < num_keys; j++) {
+        wide part[PARTS];
+#pragma GCC unroll 4
+        for (int i = 0; i < PARTS; i++)
+            part[i] = load(values, j * dim + (i < vecs ? i : 0) * WIDTH, FLOAT32, count);
+        KEEP(part[0]);
+        KEEP(part[PARTS > 1]);
+        KEEP(part[PARTS / 2]);
+        KEEP(part[PARTS - 1]);
+#pragma GCC unroll 2
+        for (int i = 0; i < WIDTH / LANES; i++)
+            __builtin_prefetch(next + j * next_bytes + i * LINE, 0, 3);
+#pragma GCC unroll 4
+        for (int r = 0; r < num_rows; r++) {
+            wide one = weight[j][r] - (wide){0};
+            KEEP(one);
+#pragma GCC unroll 4
+            for (int i = 0; i < vecs; i++)
+                sum[r * vecs + i] += one * part[i];
+        }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < num_rows * vecs; i++) {
+        float *place = out + i / vecs * dim + i % vecs * WIDTH;
+        const wide all = fade[i / vecs] * load(place, 0, FLOAT32, count) + sum[i];
+        memcpy(place, &all, sizeof(float) * count);
+    }
+}
+
+/* All values of a block for some rows; gives what of the next values comes after those that were asked for. */
+INLINE const char *value_rows(float weight[][TILE], const float *fade, const float *values, float *out, long dim,
+                              const char *next, long next_bytes, long num_keys, const int num_rows)
 {
     long d = 0;
-    for (; d + 2 * LANES <= dim; d += 2 * LANES)
-        value_tile(weight, row, fade, values + d, out + d, dim, num_keys, num_rows, 2);
+    for (; d + PARTS * WIDTH <= dim; d += PARTS * WIDTH, next += num_keys * next_bytes)
+        value_tile(weight, fade, values + d, out + d, dim, next, next_bytes, num_keys, num_rows, PARTS, WIDTH);
+    for (; d + 2 * WIDTH <= dim; d += 2 * WIDTH, next += num_keys * next_bytes)
+        value_tile(weight, fade, values + d, out + d, dim, next, next_bytes, num_keys, num_rows, 2, WIDTH);
+    for (; d + WIDTH <= dim; d += WIDTH, next += num_keys * next_bytes)
+        value_tile(weight, fade, values + d, out + d, dim, next, next_bytes, num_keys, num_rows, 1, WIDTH);
     if (d < dim)
-        value_tile(weight, row, fade, values + d, out + d, dim, num_keys, num_rows, 1);
+        value_tile(weight, fade, values + d, out + d, dim, next, next_bytes, num_keys, num_rows, 1, LANES);
+    return next;
 }
 
-/* Adds a block to at least LANES and at most TILE rows. */
+static ONE_COPY void value_many(const struct block *block, float weight[][TILE], const float *fade, float *out,
+                                long dim)
+{
+    const long num_rows = block->num_rows, num_keys = block->num_keys;
+    const long columns = dim < PARTS * WIDTH ? dim : PARTS * WIDTH;
+    const long next_bytes = block->key_bytes * columns * FEW / dim / num_rows;
+    const char *next = block->next_values;
+    for (long r = 0; r < num_rows; r += num_rows - r < FEW ? 1 : FEW) {
+        float(*weights)[TILE] = (float(*)[TILE])(weight[0] + r), *place = out + r * dim;
+        if (num_rows - r < FEW)
+            next = value_rows(weights, fade + r, block->values, place, dim, next, next_bytes, num_keys, 1);
+        else
+            next = value_rows(weights, fade + r, block->values, place, dim, next, next_bytes, num_keys, FEW);
+    }
+}
+
+/* Adds a block to at least MANY and at most TILE rows. */
 static ONE_COPY void add_many(const struct rows *rows, const struct block *block)
 {
     const long row = block->read->first_row * rows->group + block->row, num_rows = block->num_rows, dim = rows->dim;
-    float(*score)[TILE] = (float(*)[TILE])rows->weights, top[TILE] = {0}, total[TILE] = {0}, seen[TILE] = {0}, fade[TILE];
-    memcpy(top, rows->peak + row, sizeof(float) * num_rows);
-    if (num_rows > LANES) {
-        score_many(block, rows->q_by_dim + row, rows->stride, score, dim, 2);
-        weigh(block, rows->group, rows->cap, score, top, total, seen, 2 * LANES);
-    } else {
-        score_many(block, rows->q_by_dim + row, rows->stride, score, dim, 1);
-        weigh(block, rows->group, rows->cap, score, top, total, seen, LANES);
-    }
+    float(*score)[TILE] = (float(*)[TILE])rows->weights;
+    struct sums sums = {0};
+    memcpy(sums.peak, rows->peak + row, sizeof(float) * num_rows);
+    score_many(block, rows->q_by_pair + 2 * row, rows->stride, score, dim);
+    for (long r = 0; r < num_rows; r += WIDTH)
+        weigh(block, rows->group, rows->cap, (float(*)[TILE])(score[0] + r), r, &sums);
     for (long r = 0; r < num_rows; r++) {
-        fade[r] = expf(rows->peak[row + r] - top[r]);
-        rows->sum[row + r] = rows->sum[row + r] * fade[r] + total[r];
-        rows->peak[row + r] = top[r];
-        rows->witness[row + r] += seen[r];
-        rows->total[row + r] = total[r];
+        rows->sum[row + r] = rows->sum[row + r] * sums.fade[r] + sums.total[r];
+        rows->peak[row + r] = sums.peak[r];
+        rows->witness[row + r] += sums.seen[r];
+        rows->total[row + r] = sums.total[r];
     }
-    long r = 0;
-    for (; r + 4 <= num_rows; r += 4)
-        add_values(score, r, fade, block->values, rows->out + row * dim, dim, block->num_keys, 4);
-    for (; r < num_rows; r++)
-        add_values(score, r, fade, block->values, rows->out + row * dim, dim, block->num_keys, 1);
+    value_many(block, score, sums.fade, rows->out + row * dim, dim);
 }
 
 /* Brings some int8 keys and values of one block of slots to float32: n of a key stands for (n + 1/2) 2^exponent. */
@@ -572,7 +683,7 @@ INLINE void note(struct entry *entry, int begins, float peak, float sum)
 static void note_parts(const struct rows *rows, const struct block *block, long tile_row, long num_before, int begins,
                        struct entry *entry)
 {
-    const int are_few = block->num_rows < LANES;
+    const int are_few = block->num_rows < MANY;
     const float *weights = rows->weights + tile_row * (are_few ? BLOCK : 1);
     const float peak = rows->peak[block->read->first_row * rows->group + block->row + tile_row];
     float sums[2] = {0.0f, 0.0f};
@@ -609,7 +720,7 @@ static void add_read(const struct rows *rows, const struct read *read, const str
     struct block block = {.read = read, .key_bytes = rows->dim * BYTES[store->kind]};
     const long bytes = store->kind == INT8 ? rows->dim * BYTES[FLOAT32] : block.key_bytes; /* where they are read */
     const long page = (PAGE + bytes - 1) / bytes;
-    const long most = num_rows < LANES && page < BLOCK ? page : BLOCK;
+    const long most = num_rows < MANY && page < BLOCK ? page : BLOCK;
     for (long key = 0; key < num_keys; key += block.num_keys) {
         const long slot = read->first_slot + key, rest = num_keys - key, room = BLOCK - slot % BLOCK;
         block.key = key;
@@ -619,14 +730,14 @@ static void add_read(const struct rows *rows, const struct read *read, const str
             const long same_scales = store->block_size - slot % store->block_size;
             block.num_keys = block.num_keys < same_scales ? block.num_keys : same_scales;
         }
-        fetch(store, slot, num_rows < LANES, &block);
+        fetch(store, slot, num_rows < MANY, &block);
         block.is_masked = !sees(read, group, 0, key + block.num_keys - 1) || !sees(read, group, num_rows - 1, key);
         for (block.row = 0; block.row < num_rows; block.row += TILE) {
             const int has_next = store->kind != INT8 && block.row == 0 && rest >= 2 * BLOCK;
             block.num_rows = num_rows - block.row < TILE ? num_rows - block.row : TILE;
-            block.next_keys = has_next ? store->keys + (slot + BLOCK) * block.key_bytes : NULL;
-            block.next_values = has_next ? store->values + (slot + BLOCK) * block.key_bytes : NULL;
-            if (block.num_rows < LANES)
+            block.next_keys = has_next ? store->keys + (slot + BLOCK) * block.key_bytes : block.keys;
+            block.next_values = has_next ? store->values + (slot + BLOCK) * block.key_bytes : block.values;
+            if (block.num_rows < MANY)
                 add_few_of_kind(rows, &block);
             else
                 add_many(rows, &block);
@@ -644,7 +755,7 @@ static void begin(const struct rows *rows, const float *q, long tokens, long tok
             const long row = t * rows->group + g;
             for (long d = 0; d < rows->dim; d++) {
                 const float number = q[t * token_stride + g * head_stride + d] * scale;
-                rows->q[row * rows->dim + d] = rows->q_by_dim[d * rows->stride + row] = number;
+                rows->q[row * rows->dim + d] = rows->q_by_pair[d / 2 * 2 * rows->stride + 2 * row + d % 2] = number;
             }
             rows->peak[row] = -FLT_MAX;
             rows->sum[row] = rows->witness[row] = 0.0f;
@@ -676,10 +787,15 @@ static void finish(const struct rows *rows, float *out, float *lse, long tokens,
         }
 }
 
-/* Tiles look, but do not write, beyond the last row. */
+/* Tiles look, but do not write, beyond the last row, and their vectors begin where lines do. */
+static long stride_of(long num_rows)
+{
+    return (num_rows + WIDTH - 1) / PAIRS * PAIRS;
+}
+
 long longleaf_scratch_size(long num_rows, long dim)
 {
-    return 2 * num_rows * dim + (num_rows + TILE) * dim + 4 * num_rows + BLOCK * TILE + (2 * BLOCK + 1) * dim;
+    return BLOCK * TILE + (2 * BLOCK + 1) * dim + stride_of(num_rows) * dim + 2 * num_rows * dim + 4 * num_rows;
 }
 
 static void go_to_next_head(struct store *store, long stride)
@@ -698,16 +814,16 @@ static void decode(const float *q, struct store store, float *out, float *lse, f
                    long told_stride)
 {
     const long num_rows = tokens * group, dim = store.dim;
-    struct rows rows = {.q = scratch, .dim = dim, .stride = num_rows + TILE, .group = group, .cap = cap};
-    rows.q_by_dim = rows.q + num_rows * dim;
-    rows.out = rows.q_by_dim + rows.stride * dim;
+    struct rows rows = {.weights = scratch, .dim = dim, .stride = stride_of(num_rows), .group = group, .cap = cap};
+    store.room = rows.weights + BLOCK * TILE;
+    rows.q_by_pair = store.room + (2 * BLOCK + 1) * dim;
+    rows.q = rows.q_by_pair + rows.stride * dim;
+    rows.out = rows.q + num_rows * dim;
     rows.peak = rows.out + num_rows * dim;
     rows.sum = rows.peak + num_rows;
     rows.witness = rows.sum + num_rows;
     rows.total = rows.witness + num_rows;
-    rows.weights = rows.total + num_rows;
-    store.room = rows.weights + BLOCK * TILE;
-    memset(rows.q_by_dim, 0, sizeof(float) * rows.stride * dim);
+    memset(rows.q_by_pair, 0, sizeof(float) * rows.stride * dim);
     for (long h = 0; h < heads; h++) {
         begin(&rows, q + h * group * q_head_stride, tokens, q_token_stride, q_head_stride, scale);
         for (long i = 0; i < num_reads; i++)

@@ -48,6 +48,16 @@ def fail(rank):
 
 
 @pytest.mark.bench
+def test_bench_draft_has_a_row_for_each_number_of_rows():
+    size = ("--context", "300", "--world-size", "2", "--repeats", "1", "--model", "embedded")
+    rows = module("bench.draft", *size)
+    assert [(row["kv_dtype"], row["rows"]) for row in rows] == [
+        (kind, count) for kind in ("float32", "int8") for count in (1, 2, 4, 8, 16)
+    ]
+    assert all(row["ratio"] == 1 for row in rows if row["rows"] == 1)
+
+
+@pytest.mark.bench
 def test_a_rank_that_fails_ends_the_run_with_its_traceback():
     with pytest.raises(torch.multiprocessing.ProcessRaisedException, match="the second rank gave up"):
         run(fail, Placement(2, 1, OWN))

@@ -1,5 +1,6 @@
 """Where answers come from, over real sockets, on ranks that tell by arithmetic where they attend."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ from coordinator.ranks.fakes import FakeRanks
 from longleaf.channel.fakes import echo_attention, echo_scores, echo_spans
 from longleaf.channel.step import NUM_OTHER_SHARES, Decode, Prefill, Row
 from longleaf.client import AsyncClient
+from longleaf.credentials import Quotas
 from longleaf.errors import InvalidArgument, NotFound
 from longleaf.geometry import Reach, Windows
 from longleaf.messages import Attribution, Delta, Event, Finished, Provenance, Source, Started
 from longleaf.runs import union
 from tests.support import gated
+from tests.support.tenants import ACME, credential_of, credentials
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -250,3 +253,24 @@ async def test_of_a_model_without_a_layer_that_sees_all_nothing_can_be_told(tmp_
         with pytest.raises(InvalidArgument) as caught:
             _ = [event async for event in client.ask("moby", "who?", provenance=Provenance())]
     assert caught.value.field == "provenance"
+
+
+async def test_who_may_run_one_answer_at_a_time_has_several_samples_confirmed(tmp_path: Path) -> None:
+    """The engine does not know of stop strings: the second sample goes on until nobody reads it."""
+    ranks = FakeRanks(2, 400, vocab=128)
+    one = credentials(tmp_path / "tenants", acme=Quotas(generations=1))
+    async with (
+        gated.serving(ranks, tmp_path / "model", authenticator=one, block_size=64) as (_, address),
+        AsyncClient(address, credential=credential_of(ACME)) as client,
+    ):
+        await client.ingest("moby", [1 + i % 100 for i in range(END)])
+        plain = [event async for event in client.generate(QUESTION, context="moby", max_tokens=6)]
+        stop = "".join(event.text for event in plain if isinstance(event, Delta))[-2:]
+        options: dict[str, Any] = {"max_tokens": 1000, "stop": [stop], "num_samples": 2}
+        asked = Provenance(span_tokens=SIZE, num_spans=2, confirm=True)
+        async with asyncio.timeout(20):
+            events = [e async for e in client.generate(QUESTION, context="moby", provenance=asked, **options)]
+    for sample in range(2):
+        end = finished(events, sample)
+        assert end.reason == "stop"
+        assert all(source.drop is not None for source in attribution(end).sources)

@@ -86,6 +86,7 @@ async def test_the_prompt_is_a_text_or_drawn_with_a_seed(service: Served) -> Non
     assert len(other.token_ids) == 70
     assert len(usual.token_ids) == 256
     assert all(prompt.is_compared and prompt.sampling.ignore_end_token for prompt in service.engine.prompts)
+    assert {prompt.max_draft_tokens for prompt in service.engine.prompts} == {service.engine.max_draft_tokens}
     assert text.claim.client.startswith("ipv4:")
 
 

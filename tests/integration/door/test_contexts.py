@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from longleaf.messages import Drafting
 from tests.support.doors import opened, standing
 from tests.support.service import TEXT, Served, ids
 
@@ -201,13 +202,17 @@ async def test_the_cluster_is_told_once_and_at_every_change(service: Served, url
     async with httpx2.AsyncClient(base_url=url) as client:
         once = (await client.get("/v1/cluster", params={"once": "true"})).json()
         assert (once["model"]["name"], once["running"], once["workers"][0]["node"]) == ("fake", 3, "here")
+        assert once["drafting"] is None
         async with client.stream("GET", "/v1/cluster") as stream:
             lines = aiter(stream.aiter_lines())
             assert json.loads((await anext(lines)).removeprefix("data: ")) == once
             service.engine.running = 4
+            service.engine.drafting = Drafting(drafted_tokens=9, accepted_tokens=6, tokens_per_step=1.5)
             service.engine.changes.note()
             assert await anext(lines) == ""
-            assert json.loads((await anext(lines)).removeprefix("data: "))["running"] == 4
+            told = json.loads((await anext(lines)).removeprefix("data: "))
+            assert told["running"] == 4
+            assert told["drafting"] == {"drafted_tokens": 9, "accepted_tokens": 6, "tokens_per_step": 1.5}
 
 
 async def test_the_head_of_the_cluster_is_that_of_its_events_and_ends(url: str) -> None:

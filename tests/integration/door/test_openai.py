@@ -224,7 +224,23 @@ async def test_several_answers_are_streamed_side_by_side(service: Served, url: s
                 "completion_tokens": num_said,
                 "total_tokens": 9 + num_said,
                 "prompt_tokens_details": {"cached_tokens": 4},
+                "completion_tokens_details": {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0},
             }
+
+
+async def test_drafts_are_told_as_predictions(service: Served, url: str) -> None:
+    said = [Tokens(0, tokens(ids("ab")), sample, (), 7, 1 + sample) for sample in range(2)]
+    service.engine.answer = ()
+    service.engine.script = (*said, *(Ended("length", 9, 4, 2, 0.0, 0.0, 0.0, sample) for sample in range(2)))
+    async with asking(url) as client:
+        answer = await client.chat.completions.create(model="fake", messages=QUESTION, n=2)
+    assert answer.usage is not None and answer.usage.completion_tokens_details is not None
+    told = answer.usage.completion_tokens_details
+    assert (answer.usage.completion_tokens, told.accepted_prediction_tokens, told.rejected_prediction_tokens) == (
+        4,
+        3,
+        11,
+    )
 
 
 async def test_every_chunk_of_a_text_is_one_of_openais(service: Served, url: str) -> None:

@@ -213,8 +213,8 @@ async def test_two_plans_are_sent_before_the_first_answer() -> None:
     steps = [asyncio.create_task(control.group.step(plan)) for plan in plans[:2]]
     assert [await rank.receive() for _ in steps] == plans[:2]
     for number in (2, 1):
-        await rank.send(StepResult(1, number, {number: Token(number)}))
-    assert [(await step).tokens for step in steps] == [{1: Token(1)}, {2: Token(2)}]
+        await rank.send(StepResult(1, number, {number: (Token(number),)}))
+    assert [(await step).tokens for step in steps] == [{1: (Token(1),)}, {2: (Token(2),)}]
     steps = [asyncio.create_task(control.group.step(plan)) for plan in plans[2:]]
     for step in steps:
         with pytest.raises(WorkerLost, match="step 3 took longer"):
@@ -230,8 +230,8 @@ async def test_an_answer_counts_for_its_own_epoch_alone() -> None:
     assert rank.joins == [Join(3, 0, "127.0.0.1", 0, ("node",))]
     step = asyncio.create_task(control.group.step(StepPlan(3, 1, Decode(()))))
     for epoch in (2, 4, 3):
-        await rank.send(StepResult(epoch, 1, {epoch: Token(7)}))
-    assert (await step).tokens == {3: Token(7)}
+        await rank.send(StepResult(epoch, 1, {epoch: (Token(7),)}))
+    assert (await step).tokens == {3: (Token(7),)}
     await rank.close()
     await control.close()
 

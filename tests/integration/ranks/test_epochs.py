@@ -64,8 +64,8 @@ class World:
             assert await self.hear(member, StepPlan) == plan
             last = self.members[member].joins[-1]
             assert (last.epoch, last.rank, last.world_size) == (epoch, rank, len(members))
-        await self.members[members[0]].send(StepResult(epoch, 1, {epoch: Token(7)}))
-        assert (await step).tokens == {epoch: Token(7)}
+        await self.members[members[0]].send(StepResult(epoch, 1, {epoch: (Token(7),)}))
+        assert (await step).tokens == {epoch: (Token(7),)}
 
 
 MakeWorld = Callable[..., Awaitable[World]]
@@ -243,8 +243,8 @@ async def test_an_answer_that_comes_after_all_counts(make_world: MakeWorld) -> N
     step = asyncio.create_task(world.control.group.step(StepPlan(1, 1, Decode(()))))
     await world.hear(0, StepPlan)
     await asyncio.sleep(0.2)  # past the deadline, when members are asked how far they are
-    await world.members[0].send(StepResult(1, 1, {1: Token(3)}))
-    assert (await step).tokens == {1: Token(3)}
+    await world.members[0].send(StepResult(1, 1, {1: (Token(3),)}))
+    assert (await step).tokens == {1: (Token(3),)}
     assert world.killed == []
 
 
@@ -376,7 +376,7 @@ async def test_what_belongs_to_another_epoch_is_not_heard(make_world: MakeWorld)
         await world.members[message.member if not isinstance(message, StepResult) else 2].send(message)
     await until(lambda: world.control.num_ignored == len(old) + 2)
     await world.members[2].send(Broken(2, 1, 7, "late", blamed=0))  # true, but of an epoch before
-    await world.members[1].send(StepResult(1, 1, {0: Token(666)}))
+    await world.members[1].send(StepResult(1, 1, {0: (Token(666),)}))
     await world.check(2, 1, 2)
     assert world.control.num_ignored == len(old) + 2
     assert not world.control.group.is_suspected

@@ -161,7 +161,7 @@ async def test_members_without_a_model_save_and_restore(tmp_path: Path) -> None:
         portions = Portion(0, (Run(1, 0, 8, (1, 2)),)), Portion(1, (Run(1, 8, 14, (3, 4)),))
         assert (await group.step(StepPlan(2, 1, Restore(4, 0, portions)))).step == 1
         row = Row(1, (4, 9), 14, (5,), (Run(0, 14, 15, (0,)),), 0, Terms(Sampling()))
-        assert (await group.step(StepPlan(2, 2, Decode((row,))))).tokens == {1: Token(echo_token(5, 0))}
+        assert (await group.step(StepPlan(2, 2, Decode((row,))))).tokens == {1: (Token(echo_token(5, 0)),)}
         with pytest.raises(EpochBroken, match="what was not fetched is to be restored"):
             await group.step(StepPlan(2, 3, Restore(5, 0, (Portion(0, (Run(0, 0, 8, (7, 8)),)),))))
     finally:

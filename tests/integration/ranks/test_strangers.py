@@ -42,7 +42,7 @@ LIES: tuple[FromRank, ...] = (
     Died(0, "a lie"),
     Heartbeat(0),
     Broken(0, 1, 1, "a lie"),
-    StepResult(1, 1, {1: Token(666)}),
+    StepResult(1, 1, {1: (Token(666),)}),
     Saved(0, 1, 666, "a lie"),
     Fetched(0, 1),
 )
@@ -100,8 +100,8 @@ async def check_service(control: Control, ranks: Sequence[Socket]) -> None:
     assert [hello.host for hello in control.hellos] == ["127.0.0.1"] * 2
     step = asyncio.create_task(control.group.step(PLAN))
     assert decode_to_rank(await asyncio.to_thread(ranks[0].recv)) == PLAN
-    ranks[0].send(encode(StepResult(1, 1, {1: Token(5)})))
-    assert (await step).tokens == {1: Token(5)}
+    ranks[0].send(encode(StepResult(1, 1, {1: (Token(5),)})))
+    assert (await step).tokens == {1: (Token(5),)}
 
 
 async def test_the_channel_is_on_one_address_of_either_kind(context) -> None:
@@ -138,7 +138,7 @@ def stranger_with_a_stolen_name(context: "zmq.Context[Socket]", control: Control
 @pytest.mark.parametrize("enter", [stranger_without_a_key, stranger_with_a_key, stranger_with_a_stolen_name])
 async def test_a_stranger_is_refused_and_counted(context, control: Control, caplog, enter) -> None:
     stranger = enter(context, control)
-    for message in (*LIES, StepResult(1, 1, {1: Token(666)})):
+    for message in (*LIES, StepResult(1, 1, {1: (Token(666),)})):
         stranger.send(encode(message))
     stranger.send(b"\xff" * 1000)
     await until(lambda: control.num_refused)
@@ -233,8 +233,8 @@ async def test_a_second_connection_of_the_same_name_takes_nothing_over(context, 
     replayed.send(encode(Died(1, "from the second connection")))
     step = asyncio.create_task(control.group.step(StepPlan(1, 2, Decode(()))))
     assert decode_to_rank(await asyncio.to_thread(ranks[0].recv)) == StepPlan(1, 2, Decode(()))
-    ranks[0].send(encode(StepResult(1, 2, {1: Token(6)})))
-    assert (await step).tokens == {1: Token(6)}
+    ranks[0].send(encode(StepResult(1, 2, {1: (Token(6),)})))
+    assert (await step).tokens == {1: (Token(6),)}
     assert replayed.poll(0) == 0
 
 

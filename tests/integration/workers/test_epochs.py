@@ -66,7 +66,7 @@ def expected(config: EngineConfig) -> list[int]:
     rank.execute(chunk(1, 1, Run(0, 0, 96, (0, 1, 2, 3, 4, 5))))
     found = [rank.execute(plan) for plan in questions(1, 2)]
     rank.leave()
-    return [token.id for result in found if result for token in result.tokens.values()]
+    return [token.id for result in found if result for tokens in result.tokens.values() for token in tokens]
 
 
 def answer(members: Members, ranks: list[int], epoch: int) -> list[int]:
@@ -74,7 +74,7 @@ def answer(members: Members, ranks: list[int], epoch: int) -> list[int]:
     members.tell(ranks, *plans)
     results = [members.hear(StepResult, ranks[0]) for _ in plans]
     assert [(result.epoch, result.step) for result in results] == [(plan.epoch, plan.step) for plan in plans]
-    return [token.id for result in results for token in result.tokens.values()]
+    return [token.id for result in results for tokens in result.tokens.values() for token in tokens]
 
 
 PIECES = Run(0, 0, 32, (0, 1)), Run(1, 32, 64, (0, 1)), Run(2, 64, 96, (0, 1))

@@ -10,10 +10,11 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from longleaf.channel.step import Decode, Spans, StepPlan
+from longleaf.channel.step import Decode, Row, Spans, StepPlan
 from longleaf.comm.staged import StagedComm
 from longleaf.config import loading_environment, rank_environment
 from longleaf.errors import ModelRefused, StartError
+from longleaf.sampling import Sampling
 from tests.support.accelerator.device import Accelerator
 from tests.support.accelerator.dispatch import DEVICE
 from tests.support.accelerator.driver import FREE
@@ -74,6 +75,29 @@ def tensors_of(owner: object, depth: int = 4) -> list[Tensor]:
     inside = owner.values() if isinstance(owner, dict) else owner if isinstance(owner, list) else vars(owner).values()
     found = (item for item in inside if isinstance(item, Tensor | dict | list) or hasattr(item, "__dict__"))
     return [tensor for item in found if not isinstance(item, type) for tensor in tensors_of(item, depth - 1)]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_drafts_are_verified_there_and_nothing_waits_before_the_end(tmp_path, rank, settings):
+    """A pretended device knows no numbers: it tells the first rank of ids that are zeros, and the other one of a draft
+    that was accepted."""
+    folder = make_checkpoint(tmp_path, "gemma3", num_layers=2)
+    made = PretendedRank(folder, 2, dtype="bfloat16", rank=rank, **settings)
+    made.bench.ask(5, 3, None, sampling=Sampling(temperature=1.0, presence_penalty=0.5, num_logprobs=2))
+    first = next(made.steps()).plan.work.rows[0]
+    [run] = first.runs
+    drafted = Row(first.sequence, (), run.end, (), (replace(run, end=run.end + 4),), 1, draft_ids=(0, 0, 0))
+    windows = [replace(one, end=one.end + 4, blocks=()) for one in first.window_runs]
+    with made.accelerator.running():
+        made.rank.execute(StepPlan(1, 9, Decode((replace(drafted, window_runs=tuple(windows)),))))
+        log = made.accelerator.log.take()
+    assert {event.name for event in log.of("allocation")} == {DEVICE}
+    waits = [wait for wait in log.of("wait") if not wait.site.startswith("longleaf/kernels/int8.py")]
+    # for tokens, or for what was accepted and then for the end; to keep 8 bits in torch.s operations takes waits
+    assert len(waits) == 1 + rank, log.told("wait")
+    ends = {one.end for one in made.rank.epoch._ledger.held(first.path[-1], 0, 100, run.rank)}
+    assert ends == {run.end + (4 if rank == 0 else 2)}
 
 
 def test_the_device_is_the_current_one_before_anything_asks_for_it(llama):

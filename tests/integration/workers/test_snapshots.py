@@ -62,7 +62,8 @@ def questions(epoch: int, step: int, segment: int = 0) -> list[StepPlan]:
 def answer(members: Members, ranks: list[int], epoch: int, step: int, segment: int = 0) -> list[int]:
     plans = questions(epoch, step, segment)
     members.tell(ranks, *plans)
-    return [token.id for _ in plans for token in members.hear(StepResult, ranks[0]).tokens.values()]
+    found = [members.hear(StepResult, ranks[0]) for _ in plans]
+    return [token.id for result in found for tokens in result.tokens.values() for token in tokens]
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +75,7 @@ def expected(config: EngineConfig) -> list[int]:
     rank.execute(read(1, 1, Run(0, 0, 90, tuple(range(6)))))
     found = [rank.execute(plan) for plan in questions(1, 2)]
     rank.close()
-    return [token.id for result in found if result for token in result.tokens.values()]
+    return [token.id for result in found if result for tokens in result.tokens.values() for token in tokens]
 
 
 def saved(members: Members) -> list[Saved]:

@@ -23,7 +23,7 @@ TOKENS = st.lists(st.builds(Token, st.integers(0, 2**31), st.none() | LOGPROBS),
 COUNTS = st.integers(0, 2**40)
 SAID = st.one_of(
     st.builds(Admitted, COUNTS, COUNTS, st.integers(0, 9), st.booleans()),
-    st.builds(Tokens, COUNTS, TOKENS, st.integers(0, 7)),
+    st.builds(Tokens, COUNTS, TOKENS, st.integers(0, 7), num_drafted=COUNTS, num_accepted=COUNTS),
     st.builds(Ended, st.sampled_from(["length", "end_token", "stop_token"]), *[COUNTS] * 3, *[st.floats(0, 9)] * 3),
 )
 SAMPLINGS = st.builds(
@@ -44,6 +44,7 @@ HELD = st.builds(
         context=st.none() | st.just("doc"),
         sampling=SAMPLINGS,
         num_samples=st.integers(1, 4),
+        max_draft_tokens=st.none() | st.integers(0, 31),
         resume_seconds=st.floats(0, 99),
         priority=st.integers(-3, 3),
         client=st.text(max_size=5),

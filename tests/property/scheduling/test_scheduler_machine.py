@@ -12,7 +12,7 @@ class TestSchedulerMachine(SchedulerMachine.TestCase):
 
 def test_samples_of_a_prompt_that_is_read_pass_nobody() -> None:
     machine = SchedulerMachine()
-    machine.begin([4], 1, 1, 0, 2, 1, None)
+    machine.begin([4], 1, 1, 0, 2, 1, None, 0, "found")
     urgent = Claim(priority=2)
     machine.ask([0], 1, None, 1, Claim(), False)
     machine.ask([0], 1, None, 1, urgent, False)

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from coordinator.placement.windows import WindowPool
 from coordinator.scheduling.sequences import Sequence
 from longleaf.channel.encoding import decode_to_rank, encode
-from longleaf.channel.sequences import Sequences
+from longleaf.channel.sequences import Sequences, growth
 from longleaf.channel.step import Decode, Prefill, Row, StepPlan
 from longleaf.errors import LongleafError
 from longleaf.geometry import OWN_ROPE, Reach, Rope, Rotary, Windows
@@ -126,6 +127,28 @@ def test_an_answer_that_is_preempted_tells_everything_again(windows: Windows | N
         bench.steps(1, 2)
     assert sorted(bench.tokens(job)) == sorted(2 * bench.alone(SCALED_FROM, 20))
     assert sorted(bench.num_first.values()) == [1, 1, 2]
+
+
+@given(
+    windows=windows_of(24, 40),
+    block_size=st.integers(1, 5),
+    start=st.integers(0, 20),
+    steps=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=30),
+)
+@settings(max_examples=200, deadline=None)
+def test_windows_end_where_accepted_drafts_end(
+    windows: Windows, block_size: int, start: int, steps: list[tuple[int, int]]
+) -> None:
+    pool, told, known = WindowPool(windows, block_size), Sequences(block_size), ()
+    for index, (num_drafts, num_accepted) in enumerate(steps):
+        runs = pool.grow(pool.trim(known, start), start, start + 1 + num_drafts)
+        row = Row(7, () if index else (4,), start, (), (), index, window_runs=runs, draft_ids=(1,) * num_drafts)
+        sent = replace(row, window_runs=growth(known, runs, block_size)) if index else row
+        assert told.complete(step(sent)) == step(replace(row, path=(4,)))
+        start += 1 + min(num_drafts, num_accepted)
+        if num_accepted < num_drafts:
+            told.cut_back(7, start)
+        known = pool.cut(runs, start)
 
 
 def size(num_segments: int, window: int = 0) -> int:

@@ -63,6 +63,6 @@ def test_rows_drawn_together_are_those_of_the_definition(
     assert [token.id for token in Sampler().choose(rows, logits_RV)] == wanted
     is_finite = logits_RV.amax(dim=-1).isfinite().tolist()
     found = DeviceSampler("cpu", 512).start(rows, logits_RV).tokens()
-    assert [token and token.id for token in found] == [
-        token_id if is_right else None for token_id, is_right in zip(wanted, is_finite, strict=True)
+    assert [[token.id for token in tokens] for tokens in found] == [
+        [token_id] if is_right else [] for token_id, is_right in zip(wanted, is_finite, strict=True)
     ]

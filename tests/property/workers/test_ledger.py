@@ -150,3 +150,18 @@ def test_nothing_moves_when_one_run_is_not_there(wrong):
     with pytest.raises(ValueError, match="not there"):
         ledger.move([Transfer(3, SECOND, Run(1, 8, 16, (20, 21))), wrong])
     assert [list(ledger.extents((3,), 0, 20, rank)) for rank in range(2)] == before
+
+
+@given(RANGES.filter(lambda pair: pair[0] < pair[1]), st.integers(0, 90), st.booleans())
+def test_what_was_cut_back_is_held_nowhere(positions, end, is_window):
+    start, last = positions
+    ledger, runs = Ledger(0, BLOCK), (run_at(start, last, rank=0), run_at(last, last + 3, rank=1, first_block=50))
+    windows = (run_at(start, last + 3, EVERY_RANK, 80),) if is_window else ()
+    ledger.put(7, runs, windows)
+    ledger.put(8, (run_at(0, 9, rank=1),))
+    end = max(end, start)
+    ledger.cut_back(7, end)
+    for run in (*runs, *windows):
+        found = [position for one in ledger.held(7, 0, 1 << 20, run.rank) for position in range(one.start, one.end)]
+        assert found == list(range(run.start, min(run.end, end)))
+    assert ledger.holds(8, run_at(0, 9, rank=1))

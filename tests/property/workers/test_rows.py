@@ -221,6 +221,19 @@ def test_what_rows_see_together_is_read_once_though_they_hide_different_things()
     assert inputs.layers[0].reads.num_keys == 1000 + num_apart + 4 * 4
 
 
+def test_rows_that_hide_many_different_things_have_no_more_reads_together_than_apart():
+    forest, dice = Forest(0, 1), random.Random(0)
+    document = forest.grow(None, 7000)
+    for _ in range(16):
+        forest.add_row(document, 3, 1, at_end=True)
+        edges = sorted(dice.sample(range(7000), 512))
+        hidden = tuple(zip(edges[::2], edges[1::2], strict=True))
+        forest.rows[-1] = replace(forest.rows[-1], hidden=hidden)
+    (inputs,) = check(forest, Reach())
+    tails = 2
+    assert len(inputs.layers[0].reads) <= 16 * (256 + 1 + tails)
+
+
 SHARED = [
     (Reach(), True),
     (Reach(2 * MIN_SHARED), True),

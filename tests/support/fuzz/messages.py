@@ -28,7 +28,12 @@ PARCEL = packable(vocabulary=200).packed()
 BASES: dict[str, tuple[dict[str, Any], ...]] = {
     "GenerateRequest": (
         {"text": "who?", "sampling": {"max_token_count": 5}},
-        {"context": f"contexts/{HELD}", "token_ids": {"ids": [5, 6]}, "sampling": {"temperature": 1, "seed": 7}},
+        {
+            "context": f"contexts/{HELD}",
+            "token_ids": {"ids": [5, 6]},
+            "sampling": {"temperature": 1, "seed": 7},
+            "max_draft_token_count": 3,
+        },
         {
             "text": "who?",
             "request_id": ID,

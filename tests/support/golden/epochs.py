@@ -135,7 +135,7 @@ class Service:
         for index in range(count):
             runs = self._grow(tail, start, max(1, len(sent)), index % len(self.alive))
             row = Row(self._sequence, tail.path, start, sent, runs, index, terms, window_runs=tail.window_runs)
-            answer.append(self.epoch.execute(Decode((row,))).tokens[self._sequence].id)
+            answer.append(self.epoch.execute(Decode((row,))).tokens[self._sequence][0].id)
             start, sent, terms = runs[-1].end, (), None
         rank.sampler.start = unwatched
         self.epoch.execute(Move(()), (number,))

@@ -78,7 +78,7 @@ def test_a_rank_and_transformers_say_the_same_over_the_same_keys():
     plain, token = Plain(module, "cpu"), torch.tensor([[3]])
     for plan in islice(work, 12):
         token = plain._step(token, cache)
-        assert rank.execute(plan).tokens[0].id == int(token)
+        assert rank.execute(plan).tokens[0][0].id == int(token)
 
 
 def test_a_step_is_measured_eager_captured_and_as_transformers_does_it(monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 
 from bench.needle.answers import Answer, Answers, Place, rows, wilson
 from bench.needle.chart import draw
-from bench.needle.documents import MAKERS, TASKS, TWINS, Question, prose, twins
+from bench.needle.documents import MAKERS, TASKS, TWINS, Question, prose, size_of, twins
 from longleaf.demo.haystack import canonical, distinct_facts
 
 
@@ -18,6 +18,15 @@ def test_a_document_follows_from_its_seed(kind: str) -> None:
     assert made[0] == made[1] != made[2]
     assert len(made[0].text.encode()) == pytest.approx(5_000, rel=0.02)
     assert {q.task for q in (*made[0].questions, *made[0].later_questions)} == set(TASKS[kind])
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_document_is_as_long_in_the_tokens_of_the_model_as_was_wanted(kind: str) -> None:
+    class Client:
+        def count_tokens(self, text: str) -> int:
+            return len(text.encode()) // 4
+
+    assert size_of(Client(), kind, 5_000) == pytest.approx(20_000, rel=0.01)
 
 
 @pytest.mark.parametrize("kind", MAKERS)

@@ -1,10 +1,16 @@
 """The measurement of provenance: what counts as found, and how rows add up."""
 
+import random
+from pathlib import Path
+
 import pytest
 
-from bench.needle.documents import Question
-from bench.provenance.__main__ import parse
+from bench.harness.parts import beside
+from bench.harness.subjects import EMBEDDED
+from bench.needle.documents import Question, prose
+from bench.provenance.__main__ import MEASURED, num_together, parse
 from bench.provenance.asking import Asked, Place, judged
+from bench.provenance.chart import draw
 from bench.provenance.rows import area, rows
 from longleaf.messages import Source
 
@@ -45,19 +51,51 @@ def asked(task: str, rank: int | None, share: float, *, is_right: bool = True) -
 
 def test_rows_tell_right_answers_apart_from_wrong_ones() -> None:
     found = [asked("single_prose", rank, 0.4) for rank in (0, 0, 2, 5, None)]
-    found += [asked("single_prose", None, 0.1, is_right=False), asked("absent", None, 0.2), asked("absent", None, 0.4)]
+    found += [asked("single_prose", None, 0.1, is_right=False), asked("absent", None, 0.2)]
+    found += [asked("absent", None, 0.4, is_right=False)]
     wrong_or_right = {row["answers"]: row for row in rows(found) if row["task"] == "single_prose"}
     right = wrong_or_right["right"]
     assert (right["top1"], right["top3"], right["drop_is_largest"], right["of"]) == (2, 3, 2, 5)
     assert (wrong_or_right["wrong"]["top1"], wrong_or_right["wrong"]["of"]) == (0, 1)
     [apart] = [row for row in rows(found) if row["task"] == "held_or_absent"]
     assert (apart["area_by_share"], apart["area_by_drop"], apart["of"]) == (0.75, 0.75, 7)
+    assert (apart["absent"], apart["invented"]) == (2, 1)
 
 
 def test_an_area_counts_who_is_larger() -> None:
     assert area([2.0, 3.0], [1.0]) == 1.0
     assert area([1.0], [2.0]) == 0.0
     assert area([1.0], [1.0]) == 0.5
+
+
+def test_rows_that_are_measured_anew_stand_instead_of_the_old_ones() -> None:
+    before = [{"model": model, "tokens": 4000, "task": task} for model in "ab" for task in ("absent", "cost")]
+    new = [{**before[1], "more": 0.1}, {**before[0], "tokens": 8000}]
+    assert beside(before, new, MEASURED) == [before[0], *before[2:], *new]
+    assert beside([], new, MEASURED) == new
+
+
+def test_what_was_found_is_drawn_and_what_it_costs_is_not(tmp_path: Path) -> None:
+    found = [asked("single_prose", 0, 0.4), asked("absent", None, 0.2)]
+    wrong = [asked("single_prose", None, 0.1, is_right=False)]
+    told = [{"model": model, **row} for model, all_of in (("a", found), ("b", wrong)) for row in rows(all_of)]
+    cost = {"model": "c", "tokens": 4000, "task": "cost", "method": "raw", "more": 0.1}
+    draw([*told, cost], tmp_path / "found.png")
+    assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
+    draw([cost], tmp_path / "cost.png")
+    assert not (tmp_path / "cost.png").exists()
+
+
+@pytest.mark.parametrize("tokens", [4_000, 16_000, 64_000])
+def test_what_is_asked_for_fits_into_a_document(tokens: int) -> None:
+    made = prose(random.Random(1), tokens, num_together(tokens))
+    assert len(made.text.encode()) == pytest.approx(tokens, rel=0.02)
+
+
+def test_models_are_named_or_lie_in_a_folder() -> None:
+    assert parse([]).model == EMBEDDED
+    given = parse(["--model", "some/folder", "--lengths"])
+    assert (given.model, given.lengths) == ("some/folder", [])
 
 
 @pytest.mark.parametrize("arguments", [["--questions", "0"], ["--repeats", "0"], ["--world-size", "0"]])

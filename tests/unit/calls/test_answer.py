@@ -92,6 +92,80 @@ def test_interleaved_samples_are_told_as_if_each_came_alone(
             index += len(delta.token_ids)
 
 
+@st.composite
+def cut(draw: st.DrawFn, max_tokens: int = 24) -> tuple[list[int], list[int]]:
+    """Ids that say "ab", "cd" and what ends an answer in some places, and where steps begin among them."""
+    token_ids = draw(st.lists(st.sampled_from([*ids("abcd!"), END]), min_size=1, max_size=max_tokens))
+    return token_ids, sorted(draw(st.sets(st.integers(1, max_tokens), max_size=8)) | {0})
+
+
+def steps(token_ids: list[int], starts: list[int], reason: events.EndReason) -> list[events.Event]:
+    """What the engine says of an answer whose steps begin at these indices: each had three drafts more than it gave."""
+    said: list[events.Event] = []
+    for start, end in zip(starts, [*starts[1:], len(token_ids)], strict=True):
+        if part := token_ids[start:end]:
+            told = tuple(Token(i, logprob_of(i)) for i in part)
+            said.append(events.Tokens(start, told, 0, (), len(part) + 2, len(part) - 1))
+    return [*said, events.Ended(reason, 5, 3, len(token_ids), 0.5, 1.5, 2.0)]
+
+
+def joined(messages: list[Event]) -> tuple[str, list[int], list[Logprobs], object]:
+    """Text, ids, logprobs and end of an answer, whose times and drafts hang on its steps."""
+    deltas, end = [m for m in messages if isinstance(m, Delta)], messages[-1]
+    assert isinstance(end, Finished)
+    assert [delta.index for delta in deltas] == [sum(len(d.token_ids) for d in deltas[:n]) for n in range(len(deltas))]
+    ends = (end.reason, end.matched_stop, end.usage.completion_tokens)
+    token_ids = [i for delta in deltas for i in delta.token_ids]
+    return text_of(messages), token_ids, [p for delta in deltas for p in delta.logprobs], ends
+
+
+@given(
+    said=cut(),
+    stop=st.sampled_from([(), ("bc",), ("cd", "a!"), ("dab",)]),
+    stop_tokens=st.sampled_from([(), tuple(ids("!"))]),
+    ignore_end_token=st.booleans(),
+)
+@settings(max_examples=300, deadline=None)
+def test_an_answer_ends_where_it_would_if_each_step_gave_one_token(
+    said: tuple[list[int], list[int]], stop: tuple[str, ...], stop_tokens: tuple[int, ...], ignore_end_token: bool
+) -> None:
+    """Even if the engine went on behind its end: nothing behind it is told, nor counted as accepted."""
+    token_ids, starts = said
+    ends = {*stop_tokens, *([] if ignore_end_token else [END])}
+    num_answered = next((n for n, i in enumerate(token_ids, 1) if i in ends), len(token_ids))
+    reason: events.EndReason = "length"
+    if token_ids[num_answered - 1] in ends:
+        reason = "end_token" if token_ids[num_answered - 1] == END else "stop_token"
+    sampling = {"stop": stop, "stop_tokens": stop_tokens, "ignore_end_token": ignore_end_token}
+    singly = steps(token_ids[:num_answered], list(range(num_answered)), reason)
+    expected = joined(told(answer(**sampling), *singly))
+    whole = steps(token_ids[:num_answered], [start for start in starts if start < num_answered], reason)
+    assert joined(found := told(answer(**sampling), *whole)) == expected
+    behind = [*steps(token_ids, starts, reason)[: len(whole) - 1], whole[-1]]
+    assert joined(told(answer(**sampling), *behind)) == expected
+    assert isinstance(finished := found[-1], Finished)
+    assert finished.usage.accepted_tokens <= min(finished.usage.drafted_tokens, finished.usage.completion_tokens)
+
+
+def test_drafts_of_all_steps_are_added_up_for_each_sample() -> None:
+    two = answer(2)
+    two.take(events.Admitted(5, 3))
+    said = [events.Tokens(0, tokens(ids("abc")), 0, (), 7, 2), events.Tokens(0, tokens(ids("d")), 1, (), 3, 0)]
+    said.append(events.Tokens(3, tokens(ids("ef")), 0, (), 4, 1))
+    two.take(events.Admitted(5, 3))  # it was preempted, and goes on
+    first, second = [m for m in told(two, *said, ended(0), ended(1)) if isinstance(m, Finished)]
+    assert (first.usage, second.usage) == (Usage(5, 3, 2, 11, 3), Usage(5, 3, 2, 3, 0))
+
+
+@pytest.mark.parametrize(("stop", "num_told", "num_accepted"), [("a", 1, 1), ("b", 2, 2), ("d", 4, 3)])
+def test_accepted_drafts_behind_a_stop_string_do_not_count(stop: str, num_told: int, num_accepted: int) -> None:
+    """A step gives four tokens, of which the first three were drafted."""
+    step = events.Tokens(0, tokens(ids("abcd")), 0, (), 7, 3)
+    *_, delta, end = told(answer(stop=(stop,)), events.Admitted(5, 3), step)
+    assert isinstance(delta, Delta) and delta.token_ids == tuple(ids("abcd")[:num_told])
+    assert isinstance(end, Finished) and end.usage == Usage(5, 3, num_told, 7, num_accepted)
+
+
 def test_a_sample_that_stops_leaves_the_others_and_says_nothing_more() -> None:
     both = answer(2, stop=("END",))
     both.take(events.Admitted(5, 3, 1))

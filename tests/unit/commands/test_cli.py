@@ -17,7 +17,15 @@ from msgspec.structs import replace
 from longleaf.channel.epochs import MergeTiming, TierMerge
 from longleaf.client import Client
 from longleaf.commands import app
-from longleaf.commands.cluster import headlines, lines_of, merge_lines, shown, storage_lines, workers_table
+from longleaf.commands.cluster import (
+    drafting_lines,
+    headlines,
+    lines_of,
+    merge_lines,
+    shown,
+    storage_lines,
+    workers_table,
+)
 from longleaf.commands.ingest import summary
 from longleaf.commands.options import IMPATIENT
 from longleaf.config import EngineConfig, default_server, with_port
@@ -33,7 +41,7 @@ from longleaf.errors import (
 )
 from longleaf.geometry import UNLIMITED_TOKENS
 from longleaf.launch import coordinator_command
-from longleaf.messages import Cluster, Context, ModelInfo, RankShare, Recovery, Storage, Worker
+from longleaf.messages import Cluster, Context, Drafting, ModelInfo, RankShare, Recovery, Storage, Worker
 from tests.support.terminal import Terminal
 
 
@@ -73,6 +81,21 @@ def test_windows_on_every_rank_are_told() -> None:
     shape = {"model": ModelInfo(name="m"), "workers": (), "world_size": 1, "epoch": 1, "merge": "auto"}
     found = Cluster(**shape, launcher="local", window_keys="replicated", window_tokens=96, max_window_tokens=4096)
     assert "keys of windowed layers on every rank, 96 of 4,096 tokens" in headlines(found)
+
+
+def test_what_drafts_brought_is_told_where_there_were_any() -> None:
+    nothing = Drafting(drafted_tokens=0, accepted_tokens=0, tokens_per_step=1)
+    assert [drafting_lines(each) for each in (None, nothing)] == [[], []]
+    drafting = Drafting(drafted_tokens=5678, accepted_tokens=1234, tokens_per_step=2.345)
+    assert drafting_lines(drafting) == ["1,234 of 5,678 drafted tokens accepted, 2.35 tokens a step"]
+
+
+async def test_what_drafts_brought_is_told_with_the_cluster(terminal: Terminal) -> None:
+    terminal.engine.drafting = Drafting(drafted_tokens=9, accepted_tokens=6, tokens_per_step=1.5)
+    _, out, _ = await terminal.run("cluster")
+    assert "6 of 9 drafted tokens accepted, 1.50 tokens a step" in out.splitlines()
+    [told] = await terminal.json("cluster")
+    assert told["drafting"] == {"drafted_tokens": 9, "accepted_tokens": 6, "tokens_per_step": 1.5}
 
 
 def test_where_contexts_lie_is_told() -> None:
@@ -325,6 +348,8 @@ def test_exit_codes(error: LongleafError, code: int) -> None:
         ["--port", "70000"],
         ["--window-bytes", "4096"],
         ["--max-waiting", "0"],
+        ["--max-draft-tokens", "-1"],
+        ["--max-draft-tokens", "32"],
     ],
 )
 def test_serve_refuses_what_cannot_work_at_once(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -348,7 +373,7 @@ def test_serve_becomes_the_coordinator_with_the_same_options(tmp_path: Path, mon
                 *"--window-keys replicated --window-bytes 4096".split(),
                 *("--model-name", "acme/small 1"),
                 *"--device cpu --kernels torch --start-timeout 20".split(),
-                *"--max-sequences 3 --max-waiting 5 --unread-timeout 7".split(),
+                *"--max-sequences 3 --max-waiting 5 --unread-timeout 7 --max-draft-tokens 5".split(),
             ]
         )
     [command] = run
@@ -362,7 +387,7 @@ def test_serve_becomes_the_coordinator_with_the_same_options(tmp_path: Path, mon
         "--window-bytes=4096",
     }
     wanted |= {"--device=cpu", "--kernels=torch", "--start-timeout=20.0"}
-    wanted |= {"--max-sequences=3", "--max-waiting=5", "--unread-timeout=7.0"}
+    wanted |= {"--max-sequences=3", "--max-waiting=5", "--unread-timeout=7.0", "--max-draft-tokens=5"}
     assert wanted <= set(command)
     assert not any(option.startswith(("--kv-bytes", "--ray-address")) for option in command)
 

@@ -4,6 +4,7 @@ import io
 import sys
 
 import pytest
+from msgspec.structs import replace
 
 from coordinator import events
 from longleaf.sampling import Logprobs, Token, TokenLogprob
@@ -17,7 +18,8 @@ async def test_json_of_a_stream_is_one_object_per_event(terminal: Terminal) -> N
     assert "".join(delta["text"] for delta in deltas) == "Grüße"
     assert last.keys() == {"finish_reason", "usage", "is_exact"}
     assert last["finish_reason"] == "length"
-    assert last["usage"]["completion_tokens"] == len(ANSWER)
+    usage = {"prompt_tokens": 4, "cached_tokens": 0, "completion_tokens": len(ANSWER)}
+    assert last["usage"] == usage | {"drafted_tokens": 0, "accepted_tokens": 0}
     sampling = terminal.engine.prompts[0].sampling
     assert (sampling.seed, sampling.stop) == (5, ("q", "z"))
 
@@ -50,6 +52,33 @@ async def test_every_option_of_a_generation_arrives(terminal: Terminal) -> None:
     assert given == pytest.approx((0.5, 0.9, 0.1))
     penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
     assert penalties == pytest.approx((1.2, 0.3, 0.4))
+
+
+@pytest.mark.parametrize(("typed", "most"), [((), 7), ((0,), 0), ((3,), 3), ((31,), 7)])
+async def test_no_more_is_drafted_than_the_service_and_the_request_want(
+    terminal: Terminal, typed: tuple[int, ...], most: int
+) -> None:
+    await terminal.run("generate", "--prompt", "x", *(f"--max-draft-tokens={number}" for number in typed))
+    assert [prompt.max_draft_tokens for prompt in terminal.engine.prompts] == [most]
+
+
+@pytest.mark.parametrize("count", [-1, 32])
+async def test_a_number_of_drafts_that_cannot_be_is_refused(terminal: Terminal, count: int) -> None:
+    code, out, err = await terminal.run("generate", "--prompt", "x", f"--max-draft-tokens={count}")
+    assert (code, out, err) == (2, "", "error: --max-draft-tokens: must be between 0 and 31\n")
+
+
+async def test_drafts_are_told_where_there_were_any(terminal: Terminal) -> None:
+    token_ids = byte_tokenizer().encode("abc").ids
+    said = events.Tokens(0, tuple(map(Token, token_ids)), 0, (), 1234, 2)
+    terminal.engine.answer, end = (), events.Ended("length", 1, 0, 3, 0.0, 0.0, 0.0)
+    terminal.engine.script = (said, end)
+    *_, last = await terminal.json("generate", "--prompt", "x")
+    assert (last["usage"]["drafted_tokens"], last["usage"]["accepted_tokens"]) == (1234, 2)
+    told = "; 2 of 1,234 drafted tokens accepted; "
+    assert told in (await terminal.run("generate", "--prompt", "x"))[2]
+    terminal.engine.script = (replace(said, num_drafted=0, num_accepted=0), end)
+    assert "drafted" not in (await terminal.run("generate", "--prompt", "x"))[2]
 
 
 async def test_questions_may_come_from_standard_input(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,13 +3,16 @@
 from collections import Counter
 
 import pytest
+from msgspec.structs import replace
 
 from coordinator.engine.engine import Engine
 from coordinator.events import Claim, Document, Prompt
 from coordinator.ranks.fakes import FakeRanks
+from coordinator.scheduling.draft_counts import DraftCounts
 from coordinator.telemetry.counts import STEP_SECONDS, StepTimes
 from longleaf.channel.step import Prefill
 from longleaf.config import EngineConfig
+from longleaf.messages import Drafting
 from longleaf.sampling import Sampling
 from tests.support.gated import GatedRanks, comes_to
 from tests.support.running import running
@@ -50,6 +53,21 @@ async def test_every_answered_step_counts_once_under_what_the_ranks_did() -> Non
         await found.engine.delete_context("other")
         assert found.engine.counts.num_contexts == 1
         assert (counts.num_preempted, counts.reread_tokens, counts.snapshot_bytes) == (0, 0, None)
+
+
+async def test_tokens_of_answers_count_and_each_answer_of_a_step_as_one() -> None:
+    async with running(Engine(FakeRanks(2, 100), CONFIG, max_positions=3000)) as found:
+        for num_samples in (1, 3):
+            [_ async for _ in found.engine.submit(replace(prompt(3, 5), num_samples=num_samples))]
+        counts = found.engine.counts
+        assert (counts.num_sampled, counts.num_row_steps) == (20, 20)
+        assert (counts.num_drafted, counts.num_accepted) == (0, 0)
+        assert found.engine.cluster().drafting == Drafting(drafted_tokens=0, accepted_tokens=0, tokens_per_step=1.0)
+
+
+def test_no_step_has_given_no_tokens() -> None:
+    assert DraftCounts().tokens_per_step == 0.0
+    assert DraftCounts(num_sampled=9, num_row_steps=4).tokens_per_step == 2.25
 
 
 async def test_steps_last_as_long_as_rank_0_says() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from coordinator.engine.readers import Readers
-from coordinator.engine.stream import Stream
+from coordinator.engine.stream import MAX_UNREAD, Stream
 from coordinator.events import Admitted, Ended, Event, Tokens
 from longleaf.errors import Unavailable
 from longleaf.messages import Progress, Recovering
@@ -46,6 +46,26 @@ async def test_indices_go_on_whatever_is_said_between() -> None:
     for event in said:
         made.put(event)
         assert await anext(made) == event
+
+
+async def test_drafts_are_joined_with_their_tokens_and_told_once() -> None:
+    said = [Tokens(0, tokens((1, 2, 3)), 0, (), 7, 2), Tokens(3, tokens((4,)), 0, (), 5, 0), Tokens(4, tokens((5,)))]
+    assert await read(*said) == [Tokens(0, tokens((1, 2, 3, 4, 5)), 0, (), 12, 2)]
+    made = stream()
+    for event in said:
+        made.put(event)
+        assert await anext(made) == event
+
+
+async def test_tokens_of_one_step_count_one_by_one_until_the_reader_is_behind() -> None:
+    made, size = stream(), 30
+    for start in range(0, MAX_UNREAD, size):
+        assert not made.is_full
+        made.put(Tokens(start, tokens(range(size)), 0, (), size, size - 1))
+    assert made.is_full
+    found = await anext(made)
+    assert isinstance(found, Tokens) and len(found.tokens) >= MAX_UNREAD
+    assert not made.is_full
 
 
 async def test_it_reaches_the_reader_of_its_request_and_nobody_falls_behind() -> None:

@@ -14,6 +14,7 @@ from longleaf import codec
 from longleaf.channel.epochs import MergeTiming
 from longleaf.codec.generation import FINISH_REASONS
 from longleaf.codec.status import encode_error
+from longleaf.config import MAX_DRAFT_TOKENS
 from longleaf.errors import (
     AlreadyExists,
     ContextLost,
@@ -33,6 +34,7 @@ from longleaf.messages import (
     Context,
     ContextSettings,
     Delta,
+    Drafting,
     Event,
     Finished,
     ForkContext,
@@ -98,6 +100,7 @@ SETTINGS = [
             7, (1,), "\xe9", (Logprobs(-0.5, (TokenLogprob(1, -0.5, b"\xc3"), TokenLogprob(2, -1.0, b"")), b"\xc3"),)
         ),
         Finished("stop", "END", Usage(5, 3, 9), Timings(0.5, 1.25, 2.5, 0.75), 2, True),
+        Finished("length", usage=Usage(5, 3, 9, 40, 7)),
         Finished("end_token"),
         Finished("stop_token"),
         Finished("length"),
@@ -250,6 +253,7 @@ def test_clusters_survive() -> None:
             ),
         ),
         storage=Storage(snapshots="seal", url="s3://bucket", trouble="it is away"),
+        drafting=Drafting(drafted_tokens=2**40, accepted_tokens=9, tokens_per_step=1.25),
     )
     data = codec.encode_cluster(cluster).SerializeToString()
     assert codec.decode_cluster(cluster_pb.Cluster.FromString(data)) == cluster
@@ -310,6 +314,8 @@ SAMPLING = Sampling(
             hidden=((0, 3), (3, 5), (9, 2**62)),
         ),
         Generate(input="x", context="moby", sampling=SAMPLING, provenance=Provenance()),
+        Generate(input="x", sampling=SAMPLING, max_draft_tokens=0),
+        Generate(input="x", sampling=SAMPLING, max_draft_tokens=MAX_DRAFT_TOKENS),
     ],
 )
 def test_requests_survive(request_: Generate) -> None:
@@ -328,10 +334,12 @@ def test_requests_survive(request_: Generate) -> None:
         {"provenance": Provenance(layers=(-1,))},
         {"provenance": Provenance(ranking=cast(Any, "best"))},
         {"hidden": [(0, 2**63)]},
+        {"max_draft_tokens": -1},
+        {"max_draft_tokens": 2**40},
     ],
 )
 def test_what_does_not_fit_its_field_is_refused_before_it_is_sent(options: dict[str, Any]) -> None:
-    with pytest.raises(InvalidArgument, match="provenance|hidden"):
+    with pytest.raises(InvalidArgument, match="provenance|hidden|max_draft_token_count"):
         codec.encode_generate("x", context="moby", use_chat_template=None, sampling={}, **options)
 
 
@@ -372,6 +380,8 @@ def test_a_request_to_resume_needs_no_more_than_its_id() -> None:
     [
         ({"sample_count": 0}, "sample_count"),
         ({"sample_count": 17}, "sample_count"),
+        ({"max_draft_token_count": -1}, "max_draft_token_count"),
+        ({"max_draft_token_count": MAX_DRAFT_TOKENS + 1}, "max_draft_token_count"),
         ({"request_id": "a/b"}, "request_id"),
         ({"request_id": "a" * 129}, "request_id"),
         ({"request_id": "a", "resume_token_index": -1}, "resume_token_index"),

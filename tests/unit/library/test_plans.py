@@ -22,11 +22,21 @@ MOVE = Move((Transfer(4, Run(0, 8, 14, (1, 2)), Run(1, 8, 14, (5, 3))),), (Run(E
         (replace(PLAN, work=MOVE), False),
         (replace(PLAN, release_sequences=(2,)), False),
         (replace(PLAN, work=Decode((ROW, replace(ROW, sequence=2, num_reference=100_000)))), False),
+        (replace(PLAN, work=Decode((ROW, replace(ROW, sequence=2, draft_ids=(7,))))), False),
     ],
-    ids=["rows", "a chunk", "a move", "a sequence ends", "an answer is compared"],
+    ids=["rows", "a chunk", "a move", "a sequence ends", "an answer is compared", "drafts are verified"],
 )
 def test_what_keeps_the_answer_before_waiting_is_not_begun_before_it(plan, may_overlap):
     assert plan.may_overlap == may_overlap
+
+
+def test_drafts_are_tokens_that_are_computed():
+    plan = replace(
+        PLAN, work=Decode((replace(ROW, draft_ids=(7, 8, 9)), replace(ROW, token_ids=(4, 5), draft_ids=(6,))))
+    )
+    assert decode_to_rank(encode(plan)) == plan == Sequences(4).complete(plan)
+    assert [(row.num_known, row.num_tokens) for row in plan.work.rows] == [(1, 4), (2, 3)]
+    assert (plan.num_tokens, plan.num_drafts) == (7, 4)
 
 
 def test_a_move_is_told_as_it_is_and_counts_the_tokens_that_go():

@@ -4,6 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from coordinator.events import Beginning, Claim, Cuts, Ended, Found, Prompt
+from coordinator.scheduling.planner import MAX_PROBED
 from coordinator.scheduling.scheduler import Scheduler
 from longleaf.channel.step import Attention, Decode, Prefill, Row, StepPlan, StepResult
 from longleaf.errors import InvalidArgument, NotFound
@@ -95,6 +96,22 @@ def test_probes_that_come_together_run_together(bench: ProbeBench) -> None:
     [plan] = bench.run()
     assert [row.hidden for row in rows([plan])] == [((4 * i, 4 * i + 4),) for i in range(5)]
     assert all(len(bench.found(job).scores) == 5 for job in jobs)
+
+
+def test_probes_of_many_answers_take_turns_beside_other_answers() -> None:
+    bench = ProbeBench(blocks=(3000, 3000))
+    bench.ingest("doc", 40)
+    bench.run()
+    answer = bench.ask(3, max_tokens=20)
+    bench.step()
+    jobs = [bench.submit(probe(201, 200)) for _ in range(12)]
+    plans = bench.run()
+    steps = [[row for row in rows([plan]) if row.num_scored] for plan in plans]
+    assert max(sum(row.num_tokens for row in step) for step in steps) <= MAX_PROBED
+    assert [len(step) for step in steps if step] == [5, 5, 2], "no more steps than it takes"
+    assert all(len(bench.found(job).scores) == 200 for job in jobs)
+    decodes = [plan for plan in plans if isinstance(plan.work, Decode)]
+    assert all(any(row.sequence == answer for row in rows([plan])) for plan in decodes[:19]), "it missed no step"
 
 
 def test_what_is_hidden_is_hidden_from_chunks_too_and_again_after_a_preemption() -> None:

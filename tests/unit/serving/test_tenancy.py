@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import pytest
 
 from coordinator.access.caller import CALLER, Caller
-from coordinator.serving.tenancy import shown_event, shown_report
+from coordinator.serving.tenancy import shown_cluster, shown_event, shown_report
 from longleaf.credentials import Role
-from longleaf.messages import IngestProgress, Recovering, Started
+from longleaf.messages import Cluster, Drafting, IngestProgress, ModelInfo, Recovering, Started
 
 RECOVERING = Recovering(lost_tokens=8, recovered_tokens=12, total_tokens=64)
 
@@ -24,6 +24,14 @@ def test_how_far_all_is_that_was_lost_is_for_admins(role: Role) -> None:
     assert shown_event(RECOVERING) == shown
     report = IngestProgress(phase="recovering", total=3, recovering=RECOVERING)
     assert shown_report(report) == IngestProgress(phase="recovering", total=3, recovering=shown)
+
+
+def test_what_drafts_brought_in_all_answers_is_for_admins(role: Role) -> None:
+    drafting = Drafting(drafted_tokens=9, accepted_tokens=6, tokens_per_step=1.5)
+    cluster = Cluster(
+        model=ModelInfo(name="m"), workers=(), world_size=1, epoch=1, launcher="local", merge="auto", drafting=drafting
+    )
+    assert shown_cluster(cluster).drafting == (drafting if role == "admin" else None)
 
 
 def test_names_are_its_own(role: Role) -> None:

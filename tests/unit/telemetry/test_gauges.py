@@ -71,6 +71,13 @@ def test_steps_by_what_the_ranks_did() -> None:
     assert [seen.value(f"longleaf_{name}") for name in names] == [1021, 3, 70, 8]
 
 
+def test_what_drafts_brought() -> None:
+    counts = Counts(num_drafted=70, num_accepted=30, num_sampled=90, num_row_steps=60)
+    seen = read(replace(SOURCES, counts=lambda: counts))
+    names = ("drafted_tokens_total", "accepted_draft_tokens_total", "sampled_tokens_total", "row_steps_total")
+    assert [seen.value(f"longleaf_{name}") for name in names] == [70, 30, 90, 60]
+
+
 def test_merges_as_they_were_measured_with_the_fewest_rows() -> None:
     timings = (MergeTiming(8, "gather", {"gather": 90.0}), MergeTiming(1, "butterfly", {"gather": 40, "butterfly": 25}))
     seen = of(changed(CLUSTER, merge_timings=timings))

@@ -63,7 +63,7 @@ BEGIN = [Admitted(10, 4, 2), Admitted(10, 4, 1), Admitted(10, 4), Progress(6, 10
 
 
 async def test_a_generation_is_a_span_with_its_phases_in_it() -> None:
-    spans = await seen([*BEGIN, Tokens(0, tokens((1,))), Tokens(1, tokens((2,))), ended()])
+    spans = await seen([*BEGIN, Tokens(0, tokens((1,))), Tokens(1, tokens((2,)), 0, (), 7, 1), ended()])
     (whole,) = spans.pop("text_completion lookup")
     assert {name: len(found) for name, found in spans.items()} == {"queue": 1, "prefill": 1, "decode": 1}
     queue, prefill, decode = (spans[name][0] for name in ("queue", "prefill", "decode"))
@@ -84,6 +84,8 @@ async def test_a_generation_is_a_span_with_its_phases_in_it() -> None:
         "longleaf.tenant": "acme",
         "longleaf.request": "one",
         "longleaf.cached_tokens": 4,
+        "longleaf.drafted_tokens": 7,
+        "longleaf.accepted_tokens": 1,
     }
     assert whole.status.status_code == StatusCode.UNSET
 

@@ -123,10 +123,11 @@ def test_tokens_are_those_of_the_sampler_of_cpus(size, num_steps, least):
 def told(tokens):
     """Of tokens equally likely it is open which ones are told."""
     return [
-        (token.id, token.logprobs and (token.logprobs.logprob, [top.logprob for top in token.logprobs.top]))
-        if token
-        else None
-        for token in tokens
+        [
+            (token.id, token.logprobs and (token.logprobs.logprob, [top.logprob for top in token.logprobs.top]))
+            for token in found
+        ]
+        for found in tokens
     ]
 
 
@@ -142,7 +143,7 @@ def test_at_the_ends_of_what_can_be_asked_a_token_that_is_kept_is_drawn(cut, dra
         logits_RV = logits(6, 50, step).nan_to_num(0.0, 9.0, -torch.inf)
         logits_RV[:, -9:] = -torch.inf
         found = DeviceSampler("cpu", 512).start([row(i, 0, Terms(sampling)) for i in range(6)], logits_RV).tokens()
-        assert [token and token.id for token in found] == [
+        assert [token.id for [token] in found] == [
             distribution.draw(logits_V, sampling, drawn) for logits_V in logits_RV.double()
         ]
 
@@ -161,18 +162,18 @@ def test_ids_for_the_other_ranks_are_ids_wherever_there_is_no_token():
     logits_RV = torch.tensor([[0.0, 1.0], [torch.nan, 0.0], [-torch.inf, -torch.inf]])
     for index, sampling in enumerate([Sampling(), Sampling(temperature=1.0, num_logprobs=1)]):
         choice = sampler.start([row(i, index, Terms(sampling)) for i in range(3)], logits_RV)
-        assert [token and token.id for token in choice.tokens()] == [1, None, None]
+        assert [[token.id for token in found] for found in choice.tokens()] == [[1], [], []]
         assert choice.ids().tolist() == [1, 0, 0]
         assert choice.ids().dtype == torch.long
 
 
 def test_a_sequence_that_was_broken_gets_no_token_any_more_until_it_is_forgotten():
     sampler, sampling = DeviceSampler("cpu", 512), Sampling()
-    assert sampler.start([row(4, 0, Terms(sampling))], torch.tensor([[torch.nan, 0.0]])).tokens() == [None]
-    assert sampler.start([row(4, 1)], torch.tensor([[1.0, 0.0]])).tokens() == [None]
+    assert sampler.start([row(4, 0, Terms(sampling))], torch.tensor([[torch.nan, 0.0]])).tokens() == [()]
+    assert sampler.start([row(4, 1)], torch.tensor([[1.0, 0.0]])).tokens() == [()]
     sampler.forget([4])
-    [token] = sampler.start([row(4, 0, Terms(sampling))], torch.tensor([[1.0, 0.0]])).tokens()
-    assert token is not None
+    [[token]] = sampler.start([row(4, 0, Terms(sampling))], torch.tensor([[1.0, 0.0]])).tokens()
+    assert token.id == 0
 
 
 def test_the_parameters_of_a_step_go_there_only_if_they_are_others(monkeypatch):

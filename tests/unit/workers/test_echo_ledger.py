@@ -2,6 +2,7 @@
 
 import pytest
 
+from longleaf.channel.fakes import echo_token
 from longleaf.channel.snapshots import Save
 from longleaf.channel.step import Decode, Move, Portion, Prefill, Restore, Row, StepPlan, Terms, Transfer
 from longleaf.runs import Run
@@ -61,3 +62,31 @@ def test_a_rank_looks_at_what_goes_to_it_alone():
     do(ledger, Restore(5, 0, (portion,)))
     do(ledger, Prefill((5,), 0, tuple(range(4)), (Run(1, 0, 4, (3,)),)))
     do(ledger, Decode((Row(1, (5, 4), 8, (5,), (Run(0, 8, 9, (0,)),), 0, Terms(Sampling())),)))
+
+
+@pytest.mark.parametrize("num_right", [0, 1, 3])
+def test_drafts_that_are_refused_are_held_no_longer(num_right):
+    ledger, answer = EchoLedger(8), [echo_token(5, 0)]
+    for index in range(1, 6):
+        answer.append(echo_token(answer[-1], index))
+    drafts = (*answer[:num_right], *[999] * (3 - num_right))
+    do(ledger, Prefill((3,), 0, tuple(range(8)), (Run(0, 0, 8, (0,)),)))
+    first = Row(1, (3, 4), 8, (5,), (Run(0, 8, 12, (1,)),), 0, Terms(Sampling()), draft_ids=drafts)
+    tokens = do(ledger, Decode((first,)))
+    assert [token.id for token in tokens[1]] == answer[: num_right + 1]
+    end = 9 + num_right
+    assert ledger.token_ids((3, 4)) == [*range(8), 5, *answer[:num_right]]
+    tokens = do(ledger, Decode((Row(1, (3, 4), end, (), (Run(0, 8, end + 1, (1,)),), num_right + 1),)))
+    assert [token.id for token in tokens[1]] == [answer[num_right + 1]]
+    with pytest.raises(AssertionError, match="nobody brought"):
+        do(ledger, Decode((Row(1, (3, 4), end + 2, (), (Run(0, 8, end + 3, (1,)),), 5),)))
+
+
+def test_a_draft_opens_no_block():
+    ledger = EchoLedger(4)
+    do(ledger, Prefill((3,), 0, tuple(range(4)), (FIRST,)))
+    for runs in ((Run(0, 4, 9, (1, 2)),), (Run(0, 4, 8, (1,)), Run(1, 8, 9, (1,)))):
+        with pytest.raises(AssertionError, match="opens a block"):
+            do(ledger, Decode((Row(1, (3, 4), 4, (5,), runs, 0, Terms(Sampling()), draft_ids=(1, 2, 3, 4)),)))
+        ledger = EchoLedger(4)
+        do(ledger, Prefill((3,), 0, tuple(range(4)), (FIRST,)))

@@ -1,0 +1,1 @@
+"""What it costs, and what it brings, that a decode step verifies several tokens of a sequence."""

@@ -1,0 +1,75 @@
+"""What a scheduler does about contexts, and the documents that they are made of. Pure."""
+
+from coordinator.events import Acknowledged, Outcome
+from coordinator.placement.contexts import Contexts, NamedPath
+from coordinator.scheduling.healing import Healing
+from coordinator.scheduling.jobs import IngestJob
+from coordinator.scheduling.lives import Lives
+from coordinator.scheduling.requests import Requests
+from coordinator.scheduling.resting import Resting
+from longleaf.errors import AlreadyExists
+
+
+class Documents:
+    """The part of a scheduler that keeps contexts. Times called `now` are in seconds since the epoch."""
+
+    contexts: Contexts
+    _healing: Healing
+    _lives: Lives
+    _outcomes: list[Outcome]
+    _requests: Requests
+    _resting: Resting
+
+    def sealed(self, request_id: int) -> IngestJob | None:
+        """The document that waits to be acknowledged; None when it was given up meanwhile."""
+        request = self._requests.get(request_id)
+        job = request.jobs[0] if request else None
+        return job if isinstance(job, IngestJob) and job.reading.is_over else None
+
+    def acknowledge(self, request_id: int, now: float) -> bool:
+        """A document that was Sealed is kept: its context is there, `now` in seconds since the epoch. False when it was
+        given up meanwhile. See `drain`."""
+        if (job := self.sealed(request_id)) is None:
+            return False
+        self._acknowledge(job, now)
+        return True
+
+    def is_read_into(self, context_id: str) -> bool:
+        """Whether a document is on its way into a context, which may not be there yet."""
+        return bool(self._requests.ingests_into(context_id))
+
+    def warm(self) -> None:
+        """Has the contexts come back that were used last, as many as there is room for."""
+        self._resting.warm(self._healing.call, lambda: self._healing.has_room)
+
+    def _acknowledge(self, job: IngestJob, now: float) -> None:
+        document = job.document
+        segment, capacity = job.tail.segment, job.request.capacity
+        self.contexts.append(document.context, segment, now, document.settings, capacity, document.upload_id)
+        self._outcomes.append((job.request.id, Acknowledged(document.context)))
+        self._lives.finish(job)
+
+    def fork_context(self, source: str, context_id: str, num_tokens: int | None = None, now: float = 0.0) -> NamedPath:
+        """A new context of the first `num_tokens` tokens of another, by default all; both go on by themselves.
+
+        Raises NotFound, AlreadyExists, InvalidArgument naming token_count, or Unavailable.
+        """
+        if self._requests.ingests_into(context_id):
+            raise AlreadyExists(f"contexts/{context_id}")
+        return self.contexts.fork(source, context_id, num_tokens, now)
+
+    def delete_context(self, context_id: str) -> list[int]:
+        """Deletes a context and gives the ids of the ingests into it, which are cancelled. Raises NotFound."""
+        self.contexts.delete(context_id)
+        self._lives.may_begin = True
+        return [request_id for request_id in self._requests.ingests_into(context_id) if self._lives.cancel(request_id)]
+
+    @property
+    def next_expiry(self) -> float | None:
+        """When a context expires next, or one that is not there yet."""
+        times = (self.contexts.next_expiry, self._requests.expiries.next)
+        return min((time for time in times if time is not None), default=None)
+
+    def expire_ingests(self, now: float) -> list[int]:
+        """Cancels the ingests whose contexts would be gone, `now` seconds after the epoch, and gives their ids."""
+        return [request_id for request_id in self._requests.expiries.passed(now) if self._lives.cancel(request_id)]

@@ -1,0 +1,29 @@
+"""What drafts have brought, as it is counted while steps are committed."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class DraftCounts:
+    """Tokens and steps of all answers since the service began, with drafts or without."""
+
+    num_drafted: int = 0
+    """Tokens that were drafted, and tried in a step."""
+    num_accepted: int = 0
+    """Those of them that became tokens of answers."""
+    num_sampled: int = 0
+    """Tokens of answers."""
+    num_row_steps: int = 0
+    """Steps that gave these; a step counts once for each answer in it."""
+
+    def add(self, num_drafted: int, num_accepted: int, num_sampled: int) -> None:
+        """Takes in what one step gave one answer."""
+        self.num_drafted += num_drafted
+        self.num_accepted += num_accepted
+        self.num_sampled += num_sampled
+        self.num_row_steps += 1
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Of one answer; 0 before the first step."""
+        return self.num_sampled / self.num_row_steps if self.num_row_steps else 0.0

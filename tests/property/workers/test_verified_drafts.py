@@ -1,0 +1,102 @@
+"""Tokens that samplers choose behind drafts are those of steps of one token, from the same logits."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longleaf.channel.step import Row, Seen, Terms
+from longleaf.sampling import Sampling
+from workers.sampling.device_sampler import DeviceSampler
+from workers.sampling.sampler import Sampler
+
+V, MOST = 40, 5
+KINDS = (
+    Sampling(),
+    Sampling(num_logprobs=3),
+    Sampling(temperature=1.0, seed=3),
+    Sampling(temperature=0.7, top_k=9, top_p=0.8, min_p=0.01, seed=4, num_logprobs=0),
+    Sampling(repetition_penalty=1.5, num_logprobs=1),
+    Sampling(frequency_penalty=1.5, presence_penalty=0.5, logit_bias={3: 1.0}),
+    Sampling(temperature=1.2, repetition_penalty=0.7, frequency_penalty=-0.5, seed=5),
+)
+SEQUENCES = st.lists(
+    st.tuples(st.sampled_from(KINDS), st.lists(st.booleans(), max_size=MOST), st.integers(0, 3)), min_size=1, max_size=5
+)
+"""How each is sampled, whether drafts are right, and where its answer goes on."""
+SAMPLERS = {"of a CPU": Sampler, "of a device": lambda: DeviceSampler("cpu", 16)}
+
+
+def logits_of(num_sequences, seed, broken):
+    """[S, MOST + 2, V], of which some are not finite."""
+    generator = torch.Generator().manual_seed(seed)
+    found = 3 * torch.randn(num_sequences, MOST + 2, V, generator=generator)
+    for sequence, position in broken:
+        if sequence < num_sequences:
+            found[sequence, position, position] = torch.nan
+    return found
+
+
+def row(sequence, index, sampling=None, draft_ids=()):
+    seen = Seen((1, 2, 3), (4, 4)) if sampling and sampling.has_penalties else None
+    terms = Terms(sampling, seen) if sampling else None
+    return Row(sequence, (0,), 9, (), (), index, terms, draft_ids=draft_ids)
+
+
+def step_by_step(sampling, first, logits_PV):
+    """Tokens of steps without drafts, up to the first one that has none."""
+    sampler, found = Sampler(), []
+    for turn, logits_V in enumerate(logits_PV):
+        [tokens] = sampler.start([row(0, first + turn, None if turn else sampling)], logits_V[None]).tokens()
+        if not tokens:
+            break
+        found += tokens
+    return found
+
+
+@pytest.mark.parametrize("make", SAMPLERS.values(), ids=SAMPLERS)
+@given(
+    asked=SEQUENCES, seed=st.integers(0, 1 << 20), broken=st.sets(st.tuples(st.integers(0, 4), st.integers(0, MOST)))
+)
+@settings(max_examples=150, deadline=None)
+def test_tokens_behind_drafts_are_those_of_single_steps(make, asked, seed, broken):
+    logits_SPV = logits_of(len(asked), seed, broken if seed % 3 == 0 else ())
+    wanted = [step_by_step(kind, first, logits_SPV[i]) for i, (kind, _, first) in enumerate(asked)]
+    rows, parts = [], []
+    for i, (kind, are_right, first) in enumerate(asked):
+        pairs = zip(wanted[i], are_right, strict=False)  # behind what breaks nothing can be guessed
+        rows.append(
+            row(i, first, kind, tuple(token.id if is_right else (token.id + 1) % V for token, is_right in pairs))
+        )
+        parts.append(logits_SPV[i, : 1 + len(rows[-1].draft_ids)])
+    sampler = make()
+    choice = sampler.start(rows, torch.cat(parts))
+    found = choice.tokens()
+    for i, (tokens, (_, are_right, _)) in enumerate(zip(found, asked, strict=True)):
+        num_drafts = len(rows[i].draft_ids)
+        num_right = [*are_right[:num_drafts], False].index(False)
+        check_same(tokens, wanted[i][: 1 + num_right])
+    assert choice.ids().tolist() == [tokens[-1].id if tokens else 0 for tokens in found]
+    drafted = [tokens for tokens, drafted in zip(found, rows, strict=True) if drafted.draft_ids]
+    assert choice.num_accepted().tolist() == [len(tokens) - 1 for tokens in drafted]
+    assert sampler.broken == {i for i, tokens in enumerate(wanted) if not tokens}
+    left = [
+        i for i, tokens in enumerate(found) if 0 < len(tokens) < len(wanted[i])
+    ]  # penalties count what was accepted
+    if left:
+        more = sampler.start(
+            [row(i, asked[i][2] + len(found[i])) for i in left],
+            torch.stack([logits_SPV[i, len(found[i])] for i in left]),
+        )
+        for i, tokens in zip(left, more.tokens(), strict=True):
+            check_same(tokens, wanted[i][len(found[i]) : len(found[i]) + 1])
+
+
+def check_same(found, wanted):
+    """Of tokens equally likely it is open which ones are told; sums may differ in their last bit."""
+    assert [token.id for token in found] == [token.id for token in wanted]
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert (ours.logprobs is None) == (theirs.logprobs is None)
+        if ours.logprobs:
+            assert ours.logprobs.logprob == pytest.approx(theirs.logprobs.logprob, abs=1e-12)
+            assert len(ours.logprobs.top) == len(theirs.logprobs.top)

@@ -1,0 +1,159 @@
+"""Sequences whose rows bring drafts, on ranks that are driven plan by plan."""
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+from longleaf.channel.sequences import growth
+from longleaf.channel.step import Decode, Row, Seen, StepResult, Terms
+from longleaf.geometry import EVERY_RANK, OWN_ROPE
+from longleaf.runs import Run, join, until
+from longleaf.sampling import Sampling, Token
+from tests.support.golden.epochs import Service
+from workers.rank import Rank
+
+Ids = tuple[int, ...]
+Drafter = Callable[[int, int, int], Ids]
+"""Of a sequence, by its number among those that are asked, the index of the token behind its last one, and how many
+there is room for."""
+SAMPLINGS = (
+    Sampling(num_logprobs=2),
+    Sampling(temperature=0.8, top_p=0.9, seed=3, num_logprobs=2),
+    Sampling(repetition_penalty=1.3, frequency_penalty=0.4, num_logprobs=2),
+    Sampling(temperature=1.1, top_k=40, presence_penalty=0.7, logit_bias={7: 2.0, 11: 1.0}, seed=5, num_logprobs=2),
+)
+
+
+def never(sequence: int, index: int, room: int) -> Ids:
+    return ()
+
+
+def guess(answers: Sequence[Ids], most: int, share: float, seed: int = 0) -> Drafter:
+    """Drafts of which each is right with this probability, where the answers are known."""
+    rng = random.Random(seed)
+
+    def draft(sequence: int, index: int, room: int) -> Ids:
+        known = answers[sequence][index : index + min(most if share in (0, 1) else rng.randint(0, most), room)]
+        return tuple(token if rng.random() < share else (token + 1) % 500 for token in known)
+
+    return draft
+
+
+class Drafting:
+    """Sequences that are answered together, as a coordinator leads them: of what is held only what grew is told."""
+
+    def __init__(self, service: Service, draft: Drafter) -> None:
+        self._service = service
+        self._draft = draft
+        self.sequences: list[int] = []
+        self.told: list[list[Token]] = []
+        self._is_compared: list[bool] = []
+        self.num_steps = 0
+        self.num_refused = 0
+        self.results: list[StepResult] = []
+        self.accepted: list[tuple[int, Row, int]] = []
+        """The number of a step, a row of it, and the end of what was accepted."""
+
+    def ask(self, path: Ids, question: Ids, start: int, sampling: Sampling, before: Ids = ()) -> Row:
+        """The first row of one more sequence. Its answer is compared, if it is told what is before the question."""
+        seen = Seen(question, ()) if sampling.has_penalties else None
+        row = self._service.begin(path, question, start, 0)
+        self.sequences.append(row.sequence)
+        self.told.append([])
+        self._is_compared.append(bool(before))
+        return replace(row, terms=Terms(sampling, seen, before and before + question))
+
+    def answer(self, rows: Sequence[Row], count: int) -> list[Ids]:
+        """So many tokens of each."""
+        left = list(rows)
+        while left:
+            result = self._service.epoch.execute(Decode(tuple(left)))
+            self.results.append(result)
+            self.num_steps += 1
+            for row in left:
+                self._commit(row, result.tokens[row.sequence])
+            self.audit()
+            left = [self.go_on(row, count) for row in left if len(self._told(row)) < count]
+        return [tuple(token.id for token in told) for told in self.told]
+
+    def _told(self, row: Row) -> list[Token]:
+        return self.told[self.sequences.index(row.sequence)]
+
+    def _commit(self, row: Row, tokens: tuple[Token, ...]) -> None:
+        """What was refused is held no longer."""
+        assert 1 <= len(tokens) <= 1 + len(row.draft_ids)
+        assert tuple(token.id for token in tokens[:-1]) == row.draft_ids[: len(tokens) - 1]
+        self._told(row).extend(tokens)
+        self.num_refused += 1 + len(row.draft_ids) - len(tokens)
+        tail, size = self._service._tails[row.sequence], self._service._size
+        end = row.start + row.num_known + len(tokens) - 1
+        self.accepted.append((self.num_steps, row, end))
+        last = tail.runs[-1]
+        tail.put([until(last, end, size)], [last])
+        tail.window_runs = self._service._window_pool.cut(tail.window_runs, end)
+
+    def go_on(self, row: Row, count: int) -> Row:
+        """The row of a sequence's next step; drafts open no block."""
+        service, tail = self._service, self._service._tails[row.sequence]
+        sequence = self.sequences.index(row.sequence)
+        told, last, known = self.told[sequence], tail.runs[-1], tail.window_runs
+        start, room = last.end, len(last.blocks) * service._size - len(last)
+        room = min((room or service._size) - 1, count - len(told) - 1)
+        drafts = self._draft(sequence, len(told), room)
+        assert len(drafts) <= room
+        runs = service._grow(tail, start, 1 + len(drafts), (start + row.sequence) % len(service.alive))
+        windows = tail.window_runs and growth(known, tail.window_runs, service._size)
+        is_complete = self._is_compared[sequence] and len(told) + 1 + len(drafts) == count
+        num_reference = start + 1 + len(drafts) if is_complete else 0
+        return Row(
+            row.sequence, (), start, (), runs, len(told), None, num_reference, OWN_ROPE, windows, draft_ids=drafts
+        )
+
+    @property
+    def ranks(self) -> Sequence[Rank]:
+        return self._service.epoch.ranks
+
+    def keys(self, sequence: int) -> dict[tuple[int, int], Tensor]:
+        """What is kept of a sequence's own tokens, by rank and layer."""
+        windows, size = self._service._windows, self._service._size
+        tail = self._service._tails[self.sequences[sequence]]
+        found = {}
+        for number, rank in enumerate(self.ranks):
+            own = [run for run in tail.runs if run.rank == number]
+            for layer, spec in rank.model.layers.items():
+                slots = slots_of(own if windows is None or spec.reach.is_full else tail.window_runs, size)
+                found[number, layer] = rank.pool.take(layer, torch.tensor(slots, dtype=torch.long))
+        return found
+
+    def audit(self) -> None:
+        """All ranks know where each sequence ends, whoever holds its keys, and nothing of what was refused."""
+        for sequence in self.sequences:
+            tail = self._service._tails[sequence]
+            for rank in self.ranks:
+                assert rank.epoch is not None
+                for owner in (*range(len(self.ranks)), EVERY_RANK):
+                    runs = tail.window_runs if owner == EVERY_RANK else [run for run in tail.runs if run.rank == owner]
+                    found = list(rank.epoch._ledger.held(tail.path[-1], 0, 1 << 30, owner))
+                    assert join((run.start, run.end) for run in runs) == join((one.start, one.end) for one in found)
+
+    def blocks(self, number: int) -> list[Tensor]:
+        """The bytes that a rank keeps of the sequences' own tokens, and of their blocks."""
+        tails = [self._service._tails[sequence] for sequence in self.sequences]
+        runs = [run for tail in tails for run in tail.runs if run.rank == number]
+        slots, blocks = slots_of(runs, self._service._size), [block for run in runs for block in run.blocks]
+        parts = self.ranks[number].pool.blocks(of_windows=False)
+        return [
+            part.tensor.flatten(1, 2)[:, slots] if part.has_slots else part.tensor[:, blocks].clone() for part in parts
+        ]
+
+
+def slots_of(runs: Iterable[Run], size: int, start: int = 0) -> list[int]:
+    """Slots of the positions of runs, from `start` on."""
+    return [
+        run.blocks[(position - run.start) // size] * size + (position - run.start) % size
+        for run in runs
+        for position in range(max(start, run.start), run.end)
+    ]

@@ -1,0 +1,47 @@
+"""A drafter that knows the answers, and is right as often as it is told: all else that an engine does is real."""
+
+import random
+from collections.abc import Sequence as Several
+
+from coordinator.drafting.drafts import NO_DRAFT, Draft
+from coordinator.drafting.guesses import Guesses
+from coordinator.scheduling.drafter import Drafter
+from coordinator.scheduling.sequences import Sequence
+from tests.support.random_drafter import RandomPolicy
+
+MOST = 7
+
+
+class KnowingDrafter(Drafter):
+    """Drafts the answer that goes on like what was said; each token is right with the probability `share`.
+    Whether steps wait, and how long drafts are, is drawn."""
+
+    def __init__(self, block_size: int, answers: Several[Several[int]], share: float, seed: int = 0) -> None:
+        super().__init__(64, MOST, block_size)
+        self._answers = answers
+        self._share = share
+        self._random = random.Random(seed)
+        self._policy = RandomPolicy(self._random)
+        self.num_right = self.num_wrong = 0
+
+    def _guesses_of(self, job: Sequence) -> Guesses | None:
+        if job.guesses is None:
+            job.guesses = Guesses(job.tail.segment, self._indexes, MOST)
+        job.guesses.follow(job.tail.segment)
+        return job.guesses
+
+    def _look(self, job: Sequence) -> Draft:
+        said, left = tuple(job.generated), job.sampling.max_tokens - job.num_asked
+        most = min(MOST, left, job.tail.num_spare(self._block_size))
+        known = next((answer for answer in self._answers if tuple(answer[: len(said)]) == said), ())
+        found = [
+            token if self._random.random() < self._share else (token + 1) % 500
+            for token in known[len(said) : len(said) + max(0, most)]
+        ]
+        return Draft(1, tuple(found)) if found and self._guesses_of(job) else NO_DRAFT
+
+    def take(self, job: Sequence, tokens: Several[object]) -> int:
+        num_drafts = super().take(job, tokens)  # type: ignore[arg-type]
+        self.num_right += len(tokens) - 1
+        self.num_wrong += num_drafts - len(tokens) + 1
+        return num_drafts

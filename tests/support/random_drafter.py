@@ -1,0 +1,50 @@
+"""A drafter whose drafts are right, wrong or anything, and paid for whatever they cost."""
+
+import random
+from collections.abc import Sequence as Several
+
+from coordinator.drafting.drafts import NO_DRAFT, Draft
+from coordinator.drafting.policy import Policy
+from coordinator.scheduling.drafter import Drafter
+from coordinator.scheduling.sequences import Sequence
+from longleaf.channel.fakes import echo_token
+from longleaf.config import EngineConfig
+
+
+class RandomDrafter(Drafter):
+    """Drafts for ranks that echo. Whether steps wait for drafts, and how long these are, is drawn."""
+
+    KINDS = ("found", "right", "wrong", "anything")
+    """`found`: what the real one finds in the texts."""
+
+    def __init__(self, config: EngineConfig, kind: str, seed: int = 0) -> None:
+        super().__init__(config.max_sequences, config.max_draft_tokens, config.block_size)
+        self._kind = kind
+        self._random = random.Random(seed)
+        self._policy = RandomPolicy(self._random)
+
+    def _look(self, job: Sequence) -> Draft:
+        most = min(self._max_drafts, job.most_drafts(self._block_size))
+        if most <= 0 or self._guesses_of(job) is None:
+            return NO_DRAFT
+        if self._kind == "found":
+            return super()._look(job)
+        last, found = job.tail.segment.token_ids[-1], list[int]()
+        for i in range(most):
+            last = echo_token(last, job.num_generated + i)
+            is_right = self._kind == "right" or (self._kind == "anything" and self._random.random() < 0.6)
+            found.append(last if is_right else last + 1)
+        return Draft(1, tuple(found))
+
+
+class RandomPolicy(Policy):
+    """Draws what others work out."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+
+    def is_worth_waiting(self, expected: Several[Several[float]]) -> bool:
+        return self._rng.random() < 0.7
+
+    def lengths(self, offered: Several[Several[float]]) -> list[int]:
+        return [self._rng.randint(0, len(chances)) for chances in offered]

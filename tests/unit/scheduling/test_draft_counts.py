@@ -1,0 +1,81 @@
+"""What is told of drafts, and counted, where every draft is right."""
+
+from collections.abc import Sequence as Several
+
+from coordinator.drafting.policy import Policy
+from coordinator.events import Ended, Prompt, Tokens
+from coordinator.placement.positions import Positions
+from coordinator.scheduling.draft_counts import DraftCounts
+from coordinator.scheduling.scheduler import Scheduler
+from longleaf.geometry import Rotary
+from longleaf.sampling import Sampling
+from tests.support.random_drafter import RandomDrafter
+from tests.support.scheduling import Bench
+
+NUM_DRAFTS = 7
+
+
+class Longest(Policy):
+    """Takes all that is offered, whatever it costs."""
+
+    def __init__(self) -> None:
+        pass
+
+    def is_worth_waiting(self, expected: Several[Several[float]]) -> bool:
+        return True
+
+    def lengths(self, offered: Several[Several[float]]) -> list[int]:
+        return list(map(len, offered))
+
+
+class Drafter(RandomDrafter):
+    """Drafts what will be sampled."""
+
+    def __init__(self, bench: Bench) -> None:
+        super().__init__(bench.config, "right")
+        self._policy = Longest()
+
+
+class Drafting(Bench):
+    """A bench whose steps have as many drafts as they may."""
+
+    def __init__(self) -> None:
+        super().__init__(block_size=64, max_draft_tokens=NUM_DRAFTS)
+        positions = Positions(Rotary(), 2000)
+        self.scheduler = Scheduler(self.config, self.placer, positions, 1, drafter=Drafter(self))
+
+    def answer(self, end: int | None = None, max_tokens: int = 40) -> list[Tokens]:
+        """The steps of one answer, which `end` ends."""
+        prompt = Prompt(
+            context=None,
+            token_ids=tuple(range(8)),
+            sampling=Sampling(max_tokens=max_tokens),
+            end_tokens=frozenset({end} if end is not None else ()),
+            max_draft_tokens=NUM_DRAFTS,
+        )
+        job = self._admitted(lambda job: self.scheduler.admit(job, prompt))
+        self.run()
+        assert isinstance(self.seen[job][-1], Ended)
+        return [event for event in self.seen[job] if isinstance(event, Tokens)]
+
+
+def test_a_step_tells_what_it_drafted_and_what_of_it_was_right() -> None:
+    bench = Drafting()
+    told = bench.answer(max_tokens=20)
+    assert [token_id for step in told for token_id in step.token_ids] == Bench.alone(8, 20)
+    assert [(len(step.tokens), step.num_drafted, step.num_accepted) for step in told] == [
+        (1, 0, 0),
+        (8, 7, 7),
+        (8, 7, 7),
+        (3, 2, 2),
+    ]
+    assert bench.scheduler.drafts == DraftCounts(num_drafted=16, num_accepted=16, num_sampled=20, num_row_steps=4)
+
+
+def test_drafts_behind_the_end_token_are_not_accepted() -> None:
+    bench, alone = Drafting(), Bench.alone(8, 40)
+    assert alone.index(alone[12]) == 12
+    *_, last = bench.answer(end=alone[12])
+    assert (last.index, last.token_ids) == (9, tuple(alone[9:13]))
+    assert (last.num_drafted, last.num_accepted) == (7, 4)
+    assert bench.scheduler.drafts == DraftCounts(num_drafted=14, num_accepted=11, num_sampled=13, num_row_steps=3)
