@@ -47,7 +47,7 @@ def answered(folder, world_size, spans, **settings):
     for _ in range(STEPS):
         results.append(service.epoch.execute(Decode(tuple(rows))))
         rows = [service.go_on(row) for row in rows]
-    tokens = [result.tokens[asking].id for result in results]
+    tokens = [result.tokens[asking][0].id for result in results]
     full_layers = service.members[0]._ready.full_layers
     return [result.attention.get(asking) for result in results], tokens, logits.first(STEPS), full_layers, launches
 
