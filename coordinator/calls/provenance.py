@@ -144,8 +144,11 @@ class Told:
 
 
 def top(values: Shares, count: int) -> list[int]:
-    """The spans with the largest values; of equals the first."""
-    return [int(span) for span in np.argsort(-values, kind="stable")[:count]]
+    """The spans with the largest values; of equals the first. Only those are sorted: each token may ask it."""
+    count = min(count, len(values))
+    least = np.partition(values, len(values) - count)[len(values) - count] if count else 0.0
+    found = np.flatnonzero(values >= least)
+    return [int(span) for span in found[np.argsort(-values[found], kind="stable")][:count]]
 
 
 def candidates(shares: Shares, contrast: Shares | None, count: int) -> list[int]:

@@ -81,7 +81,8 @@ class Tracing:
         if self._provenance.confirm:
             self._token_ids = prompt.token_ids
         self._claim, self._num_open = prompt.claim, prompt.num_open
-        return replace(prompt, cuts=self._spans.cuts)
+        grounds = self._spans.grounds
+        return replace(prompt, cuts=self._spans.cuts, beginning=grounds.cut(grounds.end))
 
     def told(self, sample: int) -> Told:
         """What of a sample is told."""

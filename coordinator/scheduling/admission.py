@@ -68,7 +68,8 @@ class Admission:
             raise ResourceExhausted("queue", told, self._speeds.retry_seconds(self._requests.in_line().total()))
         jobs = list(self._requests.jobs())
         self._check_room(job, jobs)
-        if job.request.claim.deadline is not None:
+        is_probe = isinstance(asked, Prompt) and asked.is_probe  # its answer was given: no guess shall end that
+        if job.request.claim.deadline is not None and not is_probe:
             self._check_time(job, jobs, job.request.claim.deadline - now)
         return job
 

@@ -23,7 +23,7 @@ from longleaf.errors import (
     Unavailable,
     WorkerLost,
 )
-from longleaf.messages import Conversation, Delta, Event, Finished, Message, Provenance, Resume, Started
+from longleaf.messages import Conversation, Delta, Event, Message, Resume, Started
 from longleaf.sampling import Sampling
 from tests.support.service import ids
 from tests.support.successors import CONFIG, VOCAB, Served, asked, num_tokens, serving, tokenizer_of, whole
@@ -307,32 +307,3 @@ async def test_many_are_taken_up_and_go_on_at_once(folder: Path, tokenizer: Toke
     async with serving(folder, tokenizer) as service:
         found = await asyncio.gather(*(service.read(Resume(request.request_id, 0)) for request in requests))
         assert {tuple(whole(events)[0]) for events in found} == {tuple(whole(found[0])[0])}
-
-
-async def test_what_goes_on_tells_where_its_own_tokens_come_from(folder: Path, tokenizer: Tokenizer) -> None:
-    """The journal has no room for where those attended that were told before."""
-    config = msgspec.structs.replace(CONFIG, block_size=32)
-    ranks = [FakeRanks(num_blocks=256, vocab=VOCAB) for _ in range(2)]
-    request = msgspec.structs.replace(
-        asked(SAMPLING, context="doc"), provenance=Provenance(span_tokens=32, num_spans=2, confirm=True)
-    )
-    document = Document(context="doc", token_ids=tuple(range(100)))
-    seen = list[list[Event]]()
-    for one in ranks:
-        async with serving(folder, tokenizer, one, config) as service:
-            async for _ in service.engine.ingest(document):
-                pass
-            seen.append(await service.read(request, 8 if not seen else 10**6))
-    assert all(len(path.read_bytes()) < 10_000 for path in files(folder))
-    [end] = [event for event in seen[1] if isinstance(event, Finished)]
-    assert end.attribution is not None
-    assert 0 < end.attribution.num_tokens < num_tokens(seen[1]) == SAMPLING.max_tokens
-    assert [source.drop is not None for source in end.attribution.sources] == [True, True]
-    scored = {
-        row.num_scored
-        for plan in ranks[1].plans
-        if isinstance(plan.work, Decode)
-        for row in plan.work.rows
-        if row.num_scored
-    }
-    assert scored == {SAMPLING.max_tokens}

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 from coordinator.events import Beginning, Claim, Cuts, Ended, Found, Prompt
 from coordinator.scheduling.scheduler import Scheduler
 from longleaf.channel.step import MAX_TOLD_SPANS, Attention, Decode, Prefill, Row, StepPlan, StepResult
-from longleaf.errors import InvalidArgument, NotFound
+from longleaf.errors import DeadlineExceeded, InvalidArgument, NotFound
 from longleaf.sampling import Sampling
 from tests.support.scheduling import Bench, kinds
 
@@ -176,3 +176,15 @@ def test_only_the_context_can_be_hidden(bench: ProbeBench, hidden: tuple[tuple[i
     with pytest.raises(InvalidArgument) as caught:
         bench.submit(probe(3, 2, hidden=hidden))
     assert caught.value.field == field
+
+
+def test_no_guess_of_what_it_takes_ends_an_answer_that_was_given(bench: ProbeBench) -> None:
+    bench.scheduler.speeds.job.add(100.0, 1)
+    claim = Claim(deadline=50.0)
+    jobs = [bench.submit(probe(6, 5, claim=claim)) for _ in range(3)]
+    bench.run()
+    assert all(len(bench.found(job).scores) == 5 for job in jobs)
+    late = bench.submit(probe(6, 5, claim=claim))
+    bench.scheduler.schedule(now=51.0)
+    [(job, outcome)] = bench.scheduler.drain()
+    assert (job, type(outcome)) == (late, DeadlineExceeded)
