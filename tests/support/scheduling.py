@@ -60,6 +60,7 @@ class Bench:
         priority: int = 0,
         num_samples: int = 1,
         sampling: Sampling | None = None,
+        max_draft_tokens: int = 0,
         **claim: Any,
     ) -> int:
         prompt = Prompt(
@@ -69,6 +70,7 @@ class Bench:
             end_tokens=frozenset(ends),
             claim=Claim(priority=priority, **claim),
             num_samples=num_samples,
+            max_draft_tokens=max_draft_tokens,
         )
         job = self._admitted(lambda job: self.scheduler.admit(job, prompt))
         self.num_jobs += num_samples - 1
