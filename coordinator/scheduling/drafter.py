@@ -15,7 +15,7 @@ from longleaf.sampling import Token
 
 ENTERED_AT_ONCE = 8192
 """Tokens of a path that are entered between two steps, if they were not when they were read."""
-MAX_COMPARED = 8
+MAX_COMPARED = 4
 """Sequences of a step without drafts that are compared with what came: each may look for a draft."""
 TURN_STEPS = 64
 """Steps for which those are the same; then it is the turn of the next ones."""
@@ -42,7 +42,7 @@ class Drafter:
 
     def waits(self, jobs: Several[Sequence]) -> bool:
         """Whether the next step of these is to have drafts, for which the result of the one before must be there."""
-        if not any(job.guesses for job in jobs):
+        if not (self._policy.has_room(len(jobs)) and any(job.guesses for job in jobs)):
             return False
         return self._policy.is_worth_waiting([job.guesses.acceptance.expected() if job.guesses else [] for job in jobs])
 
@@ -107,10 +107,11 @@ class Drafter:
         for segment, end in self._read.items():
             self._indexes.enter(segment, end)
         self._read.clear()
-        num_came, first = len(self._came), self._num_learned // TURN_STEPS * MAX_COMPARED
+        num_came = len(self._came)
+        first, most = self._num_learned // TURN_STEPS * MAX_COMPARED, MAX_COMPARED * self._policy.has_room(num_came)
         for number, (job, token_id, end) in enumerate(self._came):
             if job.guesses and job.is_running and job.guesses.tail is job.tail.segment and end <= job.tail.segment.end:
-                if (number - first) % num_came < MAX_COMPARED:
+                if (number - first) % num_came < most:
                     job.guesses.enter(ENTERED_AT_ONCE)
                     job.guesses.compare(token_id, end)
                 else:
