@@ -7,10 +7,13 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from coordinator.drafting.index import MAX_SIZE, Match, SegmentIndex
-from coordinator.placement.paths import Path, Segment
+from coordinator.placement.paths import Segment
 
-MAX_PARTS = 64
+MAX_LONG = 64
 """Segments of a path that are looked at, its last ones: a path may have thousands."""
+SHORT_TOKENS = 1 << 12
+MAX_SHORT = 12
+"""Of segments with fewer tokens than SHORT_TOKENS only so many are looked at: each takes as long as a long one."""
 ENTERED_AT_ONCE = 4096
 """Tokens of the growing segment that a draft enters at most before it looks: others are found later."""
 
@@ -67,6 +70,14 @@ class _Part:
         return max(0, self.count - self.index.count)
 
 
+def _near(parts: Sequence[_Part]) -> list[int]:
+    """Numbers of the parts that are looked at, the last one first."""
+    numbers = range(len(parts) - 1, -1, -1)
+    long = [number for number in numbers if parts[number].count >= SHORT_TOKENS]
+    short = [number for number in numbers if parts[number].count < SHORT_TOKENS]
+    return sorted([*long[:MAX_LONG], *short[:MAX_SHORT]], reverse=True)
+
+
 class Drafts:
     """Drafts for the sequence that grows the segment `tail`, from that and from the path before it.
 
@@ -74,18 +85,19 @@ class Drafts:
     """
 
     def __init__(self, tail: Segment, indexes: Indexes) -> None:
-        before = Path(tail.before.segments[-MAX_PARTS + 1 :], tail.before.end)
-        self._parts = [_Part(indexes.of(segment), end - start) for segment, start, end in before.parts()]
+        self._parts = [_Part(indexes.of(segment), end - start) for segment, start, end in tail.before.parts()]
+        self._near = _near(self._parts)
         self._tail, self._index = tail, indexes.of(tail)
 
     def enter(self, num_tokens: int) -> bool:
         """Enters up to so many tokens of the path that were not entered when they were read, the last segments first.
         Whether that was all."""
-        for part in reversed(self._parts):
+        near = [self._parts[number] for number in self._near]
+        for part in near:
             taken = min(num_tokens, part.num_missing)
             part.index.enter(part.index.count + taken)
             num_tokens -= taken
-        return not any(part.num_missing for part in self._parts)
+        return not any(part.num_missing for part in near)
 
     def draft(self, end: int, count: int) -> Draft:
         """The tokens that followed the longest n-gram like the one before position `end`, of equally long ones the
@@ -100,7 +112,7 @@ class Drafts:
         match = Match(self._last(num_known))
         match.begin(len(self._parts))
         self._index.match(match, num_known - 1)
-        for number in range(len(self._parts) - 1, -1, -1):
+        for number in self._near:
             if match.is_longest:
                 break
             match.begin(number)

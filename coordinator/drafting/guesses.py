@@ -48,6 +48,10 @@ class Guesses:
         """A token came without a draft; it lies before position `end`."""
         self._comparison.take(token_id, lambda: self.draft(end, self._max_drafts))
 
+    def skip(self) -> None:
+        """A token came without a draft, and is not compared."""
+        self._comparison.drop()
+
     def enter(self, num_tokens: int) -> None:
         """Enters so many tokens of the path that nobody entered while they were read, as after a restart."""
         if not self._is_entered:

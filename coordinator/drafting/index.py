@@ -22,7 +22,9 @@ MAX_HOPS = 8
 """N-grams of a chain that are looked at before its last one, in each table."""
 TABLE_TOKENS = 1 << 16
 REST_TOKENS = 1 << 10
-"""Tokens that are looked through one by one, for there are too few of them for a table."""
+"""Tokens that are looked through without a table, for they are too few for one."""
+TRIED_ALONE = 3
+"""Places in these that are tried one by one; more of them are compared together."""
 MAX_BYTES = 8
 """Per token of a segment, in all of its tables."""
 MULTIPLIERS = (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35, 0x27D4EB2F, 0x165667B1, 0xD6E8FEB9, 0x7FEB352D, 0x846CA68B)
@@ -206,15 +208,16 @@ class SegmentIndex:
                 table.match(match, self.ids, visible)
 
     def _match_rest(self, match: Match, visible: int) -> None:
-        """Tries what is in no table: all that ends with the last two tokens, or else the last that ends with one."""
-        query, start = match.newest_first, max(0, self._covered - 1)
-        ids = np.frombuffer(self.ids, np.uint32, visible - start, 4 * start)
-        is_end = ids == query[0]
-        pairs = np.flatnonzero(is_end[1:] & (ids[:-1] == query[1])) if len(query) > 1 else ids[:0]
-        for offset in reversed((pairs + (start + 1)).tolist()):
-            if (size := match.size) == len(query):
-                return
-            if size <= offset and self.ids[offset - size] == query[size]:
-                match.try_at(self.ids, offset)
-        if not match.size and len(ends := np.flatnonzero(is_end)):
-            match.try_at(self.ids, start + int(ends[-1]))
+        """Tries what is in no table: the last one of the longest."""
+        query, ids, size = match.newest_first, np.frombuffer(self.ids, np.uint32, visible), 1
+        ends = np.flatnonzero(ids[self._covered :] == query[0]) + self._covered
+        if len(ends):
+            match.try_at(self.ids, int(ends[-1]))  # the longest, where a text repeats
+        while len(ends) > TRIED_ALONE and size < len(query) and not match.is_longest:
+            longer = ends[ends >= size]
+            longer = longer[ids[longer - size] == query[size]]
+            if not len(longer):
+                break  # all are equally long
+            ends, size = longer, size + 1
+        for offset in reversed(ends[-TRIED_ALONE:].tolist()):
+            match.try_at(self.ids, offset)

@@ -30,6 +30,10 @@ class Policy:
         num_drafts, rate = self._best(num_sequences, [chance for chance, _ in chances])
         return num_drafts > 0 and rate > without
 
+    def has_room(self, num_sequences: int) -> bool:
+        """Whether a step of so many sequences may have drafts at all."""
+        return num_sequences < self._max_rows and self._costs.knows(num_sequences)
+
     def lengths(self, offered: Sequence[Sequence[float]]) -> list[int]:
         """How many tokens of the draft of each sequence a step should have, now that the result of the one before it is
         there. `offered` has for each sequence what `Acceptance.of` gives for its draft; empty where it has none."""
@@ -44,8 +48,7 @@ class Policy:
         """The likeliest drafts first, as many as a step has room for, each with the number of its sequence, counted
         back from the end: of equally likely ones the first sequence's. No draft is likelier than the one before it."""
         num_sequences = len(of_sequences)
-        room = self._max_rows - num_sequences
-        if room <= 0 or not self._costs.knows(num_sequences):
+        if not self.has_room(num_sequences):
             return []
         found = [
             (chance, num_sequences - i)
@@ -53,7 +56,7 @@ class Policy:
             for chance in chances[: self._max_drafts]
             if chance >= LEAST_CHANCE
         ]
-        return nlargest(room, found)
+        return nlargest(self._max_rows - num_sequences, found)
 
     def _best(self, num_sequences: int, chances: Sequence[float]) -> tuple[int, float]:
         """How many of the drafts to take, and the tokens per second that this gives."""

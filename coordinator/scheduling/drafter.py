@@ -15,8 +15,10 @@ from longleaf.sampling import Token
 
 ENTERED_AT_ONCE = 8192
 """Tokens of a path that are entered between two steps, if they were not when they were read."""
-MAX_COMPARED = 8
+MAX_COMPARED = 4
 """Sequences of a step without drafts that are compared with what came: each may look for a draft."""
+TURN_STEPS = 64
+"""Steps for which those are the same; then it is the turn of the next ones."""
 
 
 class Drafter:
@@ -35,16 +37,18 @@ class Drafter:
         """Segments that have grown, up to these positions."""
         self._came = list[tuple[Sequence, int, int]]()
         """Tokens that came without drafts, and the position behind each."""
+        self._num_learned = 0
+        """Times that some of these were compared."""
 
     def waits(self, jobs: Several[Sequence]) -> bool:
         """Whether the next step of these is to have drafts, for which the result of the one before must be there."""
-        if not any(job.guesses for job in jobs):
+        if not (self._policy.has_room(len(jobs)) and any(job.guesses for job in jobs)):
             return False
         return self._policy.is_worth_waiting([job.guesses.acceptance.expected() if job.guesses else [] for job in jobs])
 
     def draft(self, jobs: Several[Sequence], rows: Several[Row]) -> tuple[Row, ...]:
         """The rows with drafts, where they pay; nothing else of these sequences is under way."""
-        if not self._max_drafts:
+        if not (self._max_drafts and self._policy.has_room(len(jobs))):
             return tuple(rows)
         drafts = [NO_DRAFT if row.terms else self._look(job) for job, row in zip(jobs, rows, strict=True)]
         lengths = self._policy.lengths([_chances(job, draft) for job, draft in zip(jobs, drafts, strict=True)])
@@ -93,7 +97,7 @@ class Drafter:
             return 0
         if num_drafts := len(guesses.drafted.token_ids):
             guesses.verified(len(tokens) - 1)
-        elif len(self._came) < MAX_COMPARED:
+        else:
             self._came.append((job, tokens[-1].id, job.num_prompt + job.num_generated))
         return num_drafts
 
@@ -103,10 +107,16 @@ class Drafter:
         for segment, end in self._read.items():
             self._indexes.enter(segment, end)
         self._read.clear()
-        for job, token_id, end in self._came:
+        num_came = len(self._came)
+        first, most = self._num_learned // TURN_STEPS * MAX_COMPARED, MAX_COMPARED * self._policy.has_room(num_came)
+        for number, (job, token_id, end) in enumerate(self._came):
             if job.guesses and job.is_running and job.guesses.tail is job.tail.segment and end <= job.tail.segment.end:
-                job.guesses.enter(ENTERED_AT_ONCE)
-                job.guesses.compare(token_id, end)
+                if (number - first) % num_came < most:
+                    job.guesses.enter(ENTERED_AT_ONCE)
+                    job.guesses.compare(token_id, end)
+                else:
+                    job.guesses.skip()
+        self._num_learned += num_came > 0
         self._came.clear()
 
 

@@ -1,7 +1,9 @@
 """A service that can be hurt: `python -m tests.chaos FOLDER --model DIR ...`, as `python -m coordinator`, with probes
-in the folder. See tests.chaos.soak for what hurts it."""
+in the folder. It drafts what the folder says that answers are, and is mostly right. See tests.chaos.soak for what hurts
+it."""
 
 import asyncio
+import json
 import signal
 import sys
 from functools import partial
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import coordinator.__main__ as command
+import coordinator.scheduling.scheduler
 import coordinator.service
 from coordinator.engine.engine import Engine
 from coordinator.events import Tokens
@@ -17,19 +20,30 @@ from tests.chaos.entry import live_as_rank
 from tests.chaos.points import CALL, COMMIT, KEEP, KEPT, PARK, PUBLISH, Points, Probe
 from tests.chaos.snapshots import SnapshotProbe
 from tests.chaos.views import Look
+from tests.support.golden.knowing import KnowingDrafter
 
 LOOK_SECONDS = 0.02
 IDLE_SECONDS = 120.0
 """After a fault is healed, and clients have gone."""
+ANSWERS = "answers.json"
+"""In the folder: the tokens of each answer that is known."""
+RIGHT = 0.7
+"""Of the tokens that are drafted."""
 
 
 def main(arguments: list[str]) -> int:
     for number in command.SIGNALS:
         signal.signal(number, command.leave)
     folder = Path(arguments[0])
+    coordinator.scheduling.scheduler.Drafter = partial(drafter_of, folder)  # type: ignore[misc]
     command.worker_main = partial(live_as_rank, folder)
     coordinator.service.Engine = partial(ProbedEngine, folder)  # type: ignore[misc]
     return command.main(arguments[1:])
+
+
+def drafter_of(folder: Path, _max_rows: int, _max_drafts: int, block_size: int) -> KnowingDrafter:
+    """Of models as small as these no step is long enough for the real one to draft."""
+    return KnowingDrafter(block_size, json.loads((folder / ANSWERS).read_bytes()), RIGHT)
 
 
 class ProbedEngine(Engine):

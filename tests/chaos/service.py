@@ -1,6 +1,7 @@
 """A service of processes that can be hurt, and what must be true of it whenever it is whole again."""
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -23,6 +24,7 @@ from longleaf.config import DataConfig, EngineConfig
 from longleaf.errors import NotFound, ResourceExhausted
 from longleaf.launch import LISTENING, coordinator_command
 from longleaf.messages import Cluster
+from tests.chaos.__main__ import ANSWERS
 from tests.chaos.load import Wrong, answer, check
 from tests.chaos.points import Fault, ask
 from tests.chaos.reference import BOOK, CROWD, CUT, FORKED, LONG, VISITOR, Reference
@@ -66,6 +68,8 @@ class Service:
     async def __aenter__(self) -> "Service":
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._port = free.getsockname()[1]
+        known = [one.tokens for one in (*self.reference.known, *self.reference.drawn)]
+        (self._folder / ANSWERS).write_text(json.dumps(known))
         self.client = AsyncClient(f"127.0.0.1:{self._port}", retries=0)
         await self._begin()
         return self
@@ -209,6 +213,9 @@ class Service:
             self.arm(pid, None)
         self.arm_coordinator(None)
         logits = await self.bring_back()
+        drafting = (await self.client.cluster()).drafting
+        assert drafting is not None
+        assert 0 < drafting.accepted_tokens < drafting.drafted_tokens, drafting
         keys = await self._check_held()
         found = await self.client.verify(num_tokens=3 * 16 + 40)
         assert found.passed, found

@@ -46,5 +46,8 @@ class RandomPolicy(Policy):
     def is_worth_waiting(self, expected: Several[Several[float]]) -> bool:
         return self._rng.random() < 0.7
 
+    def has_room(self, num_sequences: int) -> bool:
+        return True
+
     def lengths(self, offered: Several[Several[float]]) -> list[int]:
         return [self._rng.randint(0, len(chances)) for chances in offered]

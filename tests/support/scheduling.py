@@ -73,6 +73,7 @@ class Bench:
         num_samples: int = 1,
         sampling: Sampling | None = None,
         cuts: Cuts | None = None,
+        max_draft_tokens: int = 0,
         **claim: Any,
     ) -> int:
         prompt = Prompt(
@@ -83,6 +84,7 @@ class Bench:
             claim=Claim(priority=priority, **claim),
             num_samples=num_samples,
             cuts=cuts,
+            max_draft_tokens=max_draft_tokens,
         )
         job = self._admitted(lambda job: self.scheduler.admit(job, prompt))
         self.num_jobs += num_samples - 1

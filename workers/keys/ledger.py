@@ -37,6 +37,11 @@ class Held:
             held.pop()  # as it is with rows, in every step: the last one has grown
         held.extend(extents(run, block_size))
 
+    @property
+    def end(self) -> int:
+        """The position behind the last one; 0 where nothing is held."""
+        return self.extents[-1].end if self.extents else 0
+
     def drop(self, start: int, end: int) -> None:
         """Forgets the positions [start, end)."""
         self._replace(start, end, ())
@@ -142,7 +147,7 @@ class Ledger:
     def cut_back(self, segment: int, end: int) -> None:
         """Forgets what follows position `end` of a segment, on all ranks: drafts that were refused."""
         for held in self._held[segment].values():
-            held.drop(end, max(end, *(extent.end for extent in held.extents[-1:])))
+            held.drop(end, max(end, held.end))
 
     def release(self, segments: Sequence[int]) -> None:
         """Forgets segments."""

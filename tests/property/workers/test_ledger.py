@@ -165,3 +165,11 @@ def test_what_was_cut_back_is_held_nowhere(positions, end, is_window):
         found = [position for one in ledger.held(7, 0, 1 << 20, run.rank) for position in range(one.start, one.end)]
         assert found == list(range(run.start, min(run.end, end)))
     assert ledger.holds(8, run_at(0, 9, rank=1))
+
+
+def test_a_segment_is_cut_back_of_which_a_rank_has_given_everything_away():
+    ledger = Ledger(0, BLOCK)
+    ledger.put(3, (FIRST, SECOND))
+    ledger.move([Transfer(3, FIRST, Run(0, FIRST.start, FIRST.end, (8, 9)))])
+    ledger.cut_back(3, 9)
+    assert [(one.start, one.end) for rank in range(2) for one in ledger.held(3, 0, 20, rank)] == [(0, 8), (8, 9)]

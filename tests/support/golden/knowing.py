@@ -1,4 +1,4 @@
-"""A drafter that knows the answers, and is right as often as it is told: all else that an engine does is real."""
+"""A drafter that knows the answers, and is right as often as it is told: what an engine does with drafts is real."""
 
 import random
 from collections.abc import Sequence as Several

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from coordinator.drafting import index
-from coordinator.drafting.drafts import ENTERED_AT_ONCE, MAX_PARTS, NO_DRAFT, Drafts, Indexes
+from coordinator.drafting.drafts import ENTERED_AT_ONCE, MAX_SHORT, NO_DRAFT, Drafts, Indexes
 from coordinator.drafting.index import MAX_SIZE, REST_TOKENS, TABLE_TOKENS, SegmentIndex
 from coordinator.placement.paths import NOWHERE, Path, Segment
 
@@ -90,6 +90,37 @@ def test_a_text_of_one_token_is_searched_as_quickly_as_another() -> None:
     assert draft == (MAX_SIZE, (3, 3, 3, 3))
 
 
+class Counted(array):
+    """Ids that count how many of them were looked at one by one."""
+
+    num_read = 0
+
+    def __getitem__(self, place):
+        self.num_read += 1
+        return super().__getitem__(place)
+
+
+@pytest.mark.parametrize(
+    ("text", "query", "found"),
+    [
+        ([5] * 1000, [7, 5, 5], (2, 999)),
+        ([5] * 1000, [7, *[5] * 9], (9, 999)),
+        ([5] * 1000, [5] * 20, (MAX_SIZE, 999)),
+        ([5, 6] * 500, [7, 5, 6, 5], (3, 998)),
+        ([9, 3, 5, 5] * 250, [8, 9, 4, 5, 5], (2, 999)),
+        ([9, 3, 5, 5] * 250, [8, 3, 5, 5, 9, 4], (0, -1)),
+        ([1, 2, 3, 4, *[3, 4] * 300], [0, 1, 2, 3, 4], (4, 3)),
+    ],
+)
+def test_what_is_in_no_table_yet_is_not_looked_through_one_by_one(text, query, found) -> None:
+    ids = Counted("I", text)
+    segment, match = SegmentIndex(ids), index.Match(query[-MAX_SIZE:])
+    segment.enter(len(ids))
+    segment.match(match, len(ids))
+    assert (match.size, match.offset) == found
+    assert ids.num_read <= 4 * (MAX_SIZE + 1)
+
+
 def test_entering_by_chunks_finds_what_entering_at_once_does() -> None:
     token_ids = array("I", random_ids(30_000, vocabulary=40))
     whole, growing = SegmentIndex(token_ids), SegmentIndex(token_ids)
@@ -132,16 +163,20 @@ def test_a_long_tail_is_entered_in_turns() -> None:
         assert indexes.of(tail).count == min(turn * ENTERED_AT_ONCE, tail.end - 1)
 
 
-def test_of_a_path_of_many_segments_the_last_are_looked_at() -> None:
-    path, indexes, segments = NOWHERE, Indexes(), list[Segment]()
-    for number in range(MAX_PARTS + 5):
-        segments.append(segment_of(number, path, [3 * number, 3 * number + 1]))
+def test_of_a_path_of_many_segments_the_last_are_looked_at_and_the_long_ones() -> None:
+    document = segment_of(9999, NOWHERE, random_ids(5000))
+    path, indexes, segments = document.path, entered(document), list[Segment]()
+    for number in range(MAX_SHORT + 5):
+        segments.append(segment_of(number, path, [60_000 + 3 * number, 60_001 + 3 * number]))
         path = segments[-1].path
         indexes.enter(segments[-1], path.end)
-    for number in (5, MAX_PARTS + 4):
-        tail = segment_of(999, path, [3 * number])
+    for number, is_found in ((4, False), (5, True), (MAX_SHORT + 4, True)):
+        tail = segment_of(999, path, [60_000 + 3 * number])
         found = Drafts(tail, indexes).draft(tail.end, 1).token_ids
-        assert found == (() if number < 6 else (3 * number + 1,))
+        assert found == ((60_001 + 3 * number,) if is_found else ())
+    tail = segment_of(999, path, document.token_ids[4990:4998].tolist())
+    after = (*document.token_ids[4998:], 60_000, 60_001, 60_003)
+    assert Drafts(tail, indexes).draft(tail.end, 5) == (8, after)
 
 
 def test_an_index_is_gone_with_its_segment_and_never_keeps_it_from_growing() -> None:

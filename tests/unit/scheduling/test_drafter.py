@@ -1,0 +1,59 @@
+"""What is looked for at a full batch, and whose tokens are compared with what would have been drafted."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from coordinator.drafting.drafts import Draft
+from coordinator.drafting.guesses import Guesses
+from coordinator.scheduling.drafter import MAX_COMPARED, TURN_STEPS
+from longleaf.channel.step import StepPlan
+from tests.support.scheduling import Bench
+
+
+def steps_of(bench: Bench) -> Iterator[StepPlan]:
+    """Each step, once the one after it is planned."""
+    plan = bench.schedule()
+    while (done := plan) is not None:
+        bench.commit(done)
+        plan = bench.schedule()
+        yield done
+
+
+@pytest.mark.parametrize(("num_sequences", "is_full"), [(3, True), (2, False)])
+def test_a_full_batch_looks_for_no_drafts(monkeypatch: pytest.MonkeyPatch, num_sequences: int, is_full: bool) -> None:
+    found, draft = list[Draft](), Guesses.draft
+
+    def look(guesses: Guesses, end: int, count: int) -> Draft:
+        found.append(draft(guesses, end, count))
+        return found[-1]
+
+    monkeypatch.setattr(Guesses, "draft", look)
+    bench = Bench(max_sequences=3, max_draft_tokens=7)
+    for _ in range(num_sequences):
+        bench.ask(5, max_tokens=20, max_draft_tokens=7)
+    for _ in steps_of(bench):
+        bench.scheduler.learn()
+    assert (not found) == is_full
+
+
+def test_of_many_sequences_some_are_compared_in_a_step_and_all_in_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, compare, in_step = Counter[int](), Guesses.compare, list[int]()
+
+    def count(guesses: Guesses, token_id: int, end: int) -> None:
+        seen[guesses.tail.id] += 1
+        in_step.append(guesses.tail.id)
+        compare(guesses, token_id, end)
+
+    monkeypatch.setattr(Guesses, "compare", count)
+    count_sequences = 2 * MAX_COMPARED + 3
+    bench = Bench(blocks=(1000, 1000), max_sequences=2 * count_sequences, max_draft_tokens=7, check_every=50)
+    for _ in range(count_sequences):
+        bench.ask(5, max_tokens=3 * TURN_STEPS + 5, max_draft_tokens=7)
+    for _ in steps_of(bench):
+        in_step.clear()
+        bench.scheduler.learn()
+        assert len(in_step) <= MAX_COMPARED
+    assert len(seen) == count_sequences
+    assert min(seen.values()) >= TURN_STEPS - 1
