@@ -62,7 +62,7 @@ def _found(axis: Any, rows: Sequence[Row]) -> None:
             low, high = wilson(found, asked)
             shares.append(found / asked)
             below.append(shares[-1] - low)
-            above.append(high - shares[-1])
+            above.append(max(0.0, high - shares[-1]))  # rounded, it may end below a share of 1
         where = _shifted(lengths, place)
         axis.errorbar(where, shares, [below, above], fmt=STYLES[place], markersize=5, capsize=3, label=label)
 
