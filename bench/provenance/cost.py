@@ -1,4 +1,5 @@
-"""What a token costs more that tells where it comes from."""
+"""What a token costs more that tells where it comes from. Nothing is drafted on either side: rows that tell have no
+drafts."""
 
 import random
 from statistics import median
@@ -30,6 +31,7 @@ def cost(client: Client, tokens: int, repeats: int) -> Row:
 
 def _seconds(client: Client, provenance: Provenance | None) -> float:
     """Per token, but for the first."""
-    last = list(client.ask(CONTEXT, "?", max_tokens=ANSWER_TOKENS, ignore_end_token=True, provenance=provenance))[-1]
+    options = {"max_tokens": ANSWER_TOKENS, "ignore_end_token": True, "max_draft_tokens": 0}
+    last = list(client.ask(CONTEXT, "?", provenance=provenance, **options))[-1]
     assert isinstance(last, Finished)
     return last.timings.decode_seconds / (last.usage.completion_tokens - 1)
