@@ -53,8 +53,7 @@ def add_shares(
         sum_HE = tl.load(told_HE + 1, mask=is_told_HE, other=0.0)
         lse_HE = tl.load(lse_H[:, None] + row_E[None, :] * lse_stride_t, mask=is_told_HE, other=0.0)
         # of what was not seen the peak says nothing
-        share_HE = tl.where(sum_HE == 0, 0.0, sum_HE * tl.exp(peak_HE - lse_HE))
-        share_H += tl.sum(share_HE, 1)
+        share_H += tl.sum(sum_HE * tl.exp(tl.where(sum_HE == 0, 0.0, peak_HE - lse_HE)), 1)
     if HAS_SINKS:
         sink_H = tl.load(sinks + head_H, mask=is_head_H, other=0.0).to(tl.float32)
         for row in range(tl.load(bag + 2), tl.load(bag + 3)):
