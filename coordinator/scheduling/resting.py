@@ -21,6 +21,11 @@ class Resting:
         self._admitting: str | None = None
         """The context of a request that is being admitted."""
 
+    @property
+    def is_held_up(self) -> bool:
+        """A context may not rest now, and perhaps may in a moment."""
+        return self._admitting is not None
+
     def in_use(self) -> set[str | None]:
         """Ids of contexts that jobs ask, or read into."""
         return {*self._requests.contexts, self._admitting}

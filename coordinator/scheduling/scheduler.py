@@ -183,6 +183,8 @@ class Scheduler(AcrossEpochs, Documents):
             crowd = Crowd(self._running.values())
             if (job := self._queue.take(partial(self._reserve, crowd), partial(self._is_ready, crowd))) is None:
                 may_wait = self._running or is_healing or not self._healing.is_settled or not self._queue.order()
+                if not may_wait and self._resting.is_held_up:
+                    return  # whoever begins next may find room
                 if not may_wait and (unread := self._requests.longest_paused) is not None:
                     self._end_unread(unread, "others need the room that its context takes, and it is not read")
                     continue

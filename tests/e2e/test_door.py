@@ -150,8 +150,10 @@ MAX_TOKENS = 4000
 
 
 def test_who_leaves_ends_the_generation_after_few_tokens() -> None:
-    """Counted, not timed: what the service generated beyond what had been read, until its row was free."""
+    """Counted, not timed: what the service generated beyond what had been read, until its row was free. One token a
+    step: with drafts as many come in the same time as are accepted."""
     options = ("--launcher", "local", "--http", "0", "--kv-bytes", "60000000", "--metrics-port", "0")
+    options += ("--max-draft-tokens", "0")
     with Served(*options) as service, Client(service.address) as client:
         found = re.search(r"metrics are at (\S+)", service.output)
         assert found is not None

@@ -1,8 +1,11 @@
 """Contexts are parked and called, and the service dies and starts again over what was kept, between any two events;
 some of it comes back from storage."""
 
+from typing import Any
+
 import pytest
 
+from coordinator.events import Claim
 from tests.support.durable_machine import DurableMachine
 from tests.support.scheduler_machine import runs
 from tests.support.snapshot_machine import SnapshotMachine
@@ -14,6 +17,34 @@ class TestDurability(DurableMachine.TestCase):
 
 class TestSnapshots(SnapshotMachine.TestCase):
     settings = runs(60)
+
+
+class Drawn:
+    """Gives what Hypothesis drew once."""
+
+    def __init__(self, *values: object) -> None:
+        self._values = list(values)
+
+    def draw(self, *_: object, **__: object) -> Any:
+        return self._values.pop(0)
+
+
+def test_who_waits_for_the_room_of_a_context_that_is_being_appended_to_begins_later() -> None:
+    """It may not rest before the request is admitted; that is no reason to think that nobody will ever begin."""
+    machine, claims = DurableMachine(), [Claim(), Claim()]
+    machine.begin([4], 1, 2, 3, 1, 1, None, 0, "found")
+    machine.lose_and_form(data=Drawn(0, [], 2, set[int](), 1, 2))
+    machine.ask_and_not_read(claims)
+    machine.cancel(data=Drawn(0))
+    machine.append_little_by_little("a", [1] * 4, Claim())
+    machine.ask_and_not_read(claims)
+    machine.ask_and_not_read(claims)
+    machine.pause(data=Drawn(6), is_paused=False)
+    machine.lose_and_form(data=Drawn(0, [], 2, {0}, 0, 0, [1]))
+    machine.ask_and_not_read(claims)
+    machine.ask([0, 1, 2, 3], 1, None, 1, Claim(), False)
+    machine.append_little_by_little("a", [1] * 5, Claim())
+    machine.teardown()
 
 
 @pytest.mark.slow

@@ -21,6 +21,9 @@ class Longest(Policy):
     def __init__(self) -> None:
         pass
 
+    def has_room(self, num_sequences: int) -> bool:
+        return True
+
     def is_worth_waiting(self, expected: Several[Several[float]]) -> bool:
         return True
 

@@ -8,6 +8,7 @@ import pytest
 from coordinator.drafting.drafts import Draft
 from coordinator.drafting.guesses import Guesses
 from coordinator.scheduling.drafter import MAX_COMPARED, TURN_STEPS
+from coordinator.scheduling.scheduler import MIN_ROWS
 from longleaf.channel.step import StepPlan
 from tests.support.scheduling import Bench
 
@@ -21,7 +22,7 @@ def steps_of(bench: Bench) -> Iterator[StepPlan]:
         yield done
 
 
-@pytest.mark.parametrize(("num_sequences", "is_full"), [(3, True), (2, False)])
+@pytest.mark.parametrize(("num_sequences", "is_full"), [(MIN_ROWS, True), (2, False)])
 def test_a_full_batch_looks_for_no_drafts(monkeypatch: pytest.MonkeyPatch, num_sequences: int, is_full: bool) -> None:
     found, draft = list[Draft](), Guesses.draft
 
@@ -30,7 +31,7 @@ def test_a_full_batch_looks_for_no_drafts(monkeypatch: pytest.MonkeyPatch, num_s
         return found[-1]
 
     monkeypatch.setattr(Guesses, "draft", look)
-    bench = Bench(max_sequences=3, max_draft_tokens=7)
+    bench = Bench(blocks=(1000,), max_sequences=MIN_ROWS, max_draft_tokens=7)
     for _ in range(num_sequences):
         bench.ask(5, max_tokens=20, max_draft_tokens=7)
     for _ in steps_of(bench):
