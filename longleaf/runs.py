@@ -126,8 +126,8 @@ def overlaps(query_start: int, query_end: int, key_start: int, key_end: int) -> 
 
 
 def until(run: Run, end: int, block_size: int) -> Run:
-    """The run up to position `end`, in as many blocks as that needs."""
-    end = min(run.end, end)
+    """The run up to position `end`, in as many blocks as that needs: none, and no tokens, where it begins behind it."""
+    end = max(run.start, min(run.end, end))
     return Run(run.rank, run.start, end, run.blocks[: ceil_div(end - run.start, block_size)])
 
 

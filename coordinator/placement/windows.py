@@ -2,7 +2,7 @@
 
 from coordinator.placement.pool import BlockPool
 from longleaf.geometry import EVERY_RANK, Windows
-from longleaf.runs import Run, ceil_div
+from longleaf.runs import Run, ceil_div, until
 
 
 class WindowPool(BlockPool):
@@ -49,10 +49,10 @@ class WindowPool(BlockPool):
         """`runs` up to position `end`; blocks that hold nothing before it are freed."""
         kept = list[Run]()
         for run in runs:
-            count = min(len(run.blocks), ceil_div(max(0, end - run.start), self._block_size))
-            self.free(run.blocks[count:])
-            if count:
-                kept.append(Run(run.rank, run.start, min(run.end, end), run.blocks[:count]))
+            left = until(run, end, self._block_size)
+            self.free(run.blocks[len(left.blocks) :])
+            if left.blocks:
+                kept.append(left)
         return tuple(kept)
 
     def grow(self, runs: tuple[Run, ...], start: int, end: int) -> tuple[Run, ...]:

@@ -282,7 +282,8 @@ class Scheduler(AcrossEpochs, Documents):
         if not job.prompt.is_probe:
             index, attention = job.num_generated, result.attention.get(job.id)
             sampled, tokens = result.tokens[job.id], list[Token]()
-            job.accept([token.id for token in sampled[:-1]])
+            if len(sampled) > 1:
+                job.accept([token.id for token in sampled[:-1]])
             for token in sampled:
                 tokens.append(token)
                 if (reason := job.take(token.id)) is not None:

@@ -26,22 +26,12 @@ from longleaf.errors import (
 from longleaf.messages import Conversation, Delta, Event, Message, Resume, Started
 from longleaf.sampling import Sampling
 from tests.support.service import ids
-from tests.support.successors import CONFIG, VOCAB, Served, asked, num_tokens, serving, tokenizer_of, whole
+from tests.support.successors import CONFIG, VOCAB, Served, asked, num_tokens, serving, whole
 from tests.support.timers import Timers
 
 pytestmark = pytest.mark.timeout(60)
 
 SAMPLING = Sampling(max_tokens=30)
-
-
-@pytest.fixture
-def tokenizer(tmp_path: Path) -> Tokenizer:
-    return tokenizer_of(tmp_path / "model")
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "journal"
 
 
 def copied(folder: Path) -> Path:

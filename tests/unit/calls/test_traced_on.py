@@ -14,21 +14,11 @@ from longleaf.channel.step import Decode
 from longleaf.errors import ResourceExhausted
 from longleaf.messages import Event, Finished, Provenance
 from longleaf.sampling import Sampling
-from tests.support.successors import CONFIG, VOCAB, Served, asked, num_tokens, serving, tokenizer_of
+from tests.support.successors import CONFIG, VOCAB, Served, asked, num_tokens, serving
 
 pytestmark = pytest.mark.timeout(60)
 
 SAMPLING = Sampling(max_tokens=30)
-
-
-@pytest.fixture
-def tokenizer(tmp_path: Path) -> Tokenizer:
-    return tokenizer_of(tmp_path / "model")
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "journal"
 
 
 def files(folder: Path) -> list[Path]:
