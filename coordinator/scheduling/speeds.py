@@ -5,6 +5,7 @@ from collections.abc import Collection
 from coordinator.scheduling.jobs import Job
 from coordinator.scheduling.sequences import Sequence
 from longleaf.channel.step import Decode, Prefill, StepPlan
+from longleaf.runs import ceil_div
 
 DECAY = 0.75
 """What a measurement still counts after the next one."""
@@ -90,4 +91,4 @@ def _goes_first(other: Job, job: Job) -> bool:
 def _least_steps(job: Job) -> int:
     if not isinstance(job, Sequence):
         return 0
-    return 1 if job.can_end_early else job.prompt.num_left
+    return 1 if job.can_end_early else ceil_div(job.prompt.num_left, 1 + job.prompt.max_draft_tokens)

@@ -10,6 +10,7 @@ from coordinator.drafting.guesses import Guesses
 from coordinator.scheduling.drafter import MAX_COMPARED, TURN_STEPS
 from coordinator.scheduling.scheduler import MIN_ROWS
 from longleaf.channel.step import StepPlan
+from longleaf.errors import DeadlineExceeded
 from tests.support.scheduling import Bench
 
 
@@ -58,3 +59,13 @@ def test_of_many_sequences_some_are_compared_in_a_step_and_all_in_their_turn(mon
         assert len(in_step) <= MAX_COMPARED
     assert len(seen) == count_sequences
     assert min(seen.values()) >= TURN_STEPS - 1
+
+
+def test_a_deadline_that_drafts_may_meet_is_not_refused() -> None:
+    bench = Bench(block_size=64, max_draft_tokens=7)
+    bench.seconds_per_token = 0.1
+    bench.ask(5, max_tokens=20)
+    bench.run()  # so long takes a step
+    with pytest.raises(DeadlineExceeded):
+        bench.ask(5, max_tokens=80, deadline=6.0)
+    bench.ask(5, max_tokens=80, deadline=6.0, max_draft_tokens=7)
