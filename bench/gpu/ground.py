@@ -21,6 +21,7 @@ NEEDED_BY_RANKS: Versions = {
     "jinja2": (),
     "psutil": (),
     "numpy": (),
+    "blake3": (),
 }
 """Beside those, for all that runs a whole model or chooses tokens."""
 PYTHON = (3, 11)

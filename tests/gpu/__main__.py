@@ -51,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from tests.gpu.place import on_gpu
 
         place = on_gpu(ground.DEVICE)
-        return int(not all([passed(check, place) for check in wanted]))
+        found = [passed(check, place) for check in wanted]
+        return int(not all(found))
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {ground.installed('triton')}", flush=True)
     with ThreadPoolExecutor(options.jobs) as pool:
         found = list(pool.map(lambda check: passed_apart(name_of(check)), wanted))

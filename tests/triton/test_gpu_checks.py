@@ -1,16 +1,16 @@
 """The checks of `make test-gpu`, small, in the interpreter: that they run, and can fail."""
 
-import importlib.util
 import os
 import re
 import subprocess
 import sys
-from importlib.metadata import distribution
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, distribution
 
 import pytest
 import torch
 
-from bench.gpu import ranks, steps
+from bench.gpu import ground, ranks, steps
 from bench.gpu.cases import Step
 from longleaf.attention.partial import Partial
 from longleaf.kernels.gpu.backend import TritonKernels
@@ -24,7 +24,13 @@ from workers.sampling.device_sampler import DeviceSampler
 
 INVALID = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 ON_GPU = {"probes", "far_slots", "many_rows_by_flash_kernels", "no_call_waits", "a_graph_serves_any_mix"}
-ON_GPU |= {"torch_has_right_ones", "flash_attn_is_right", "chunks_of_every_dim", "chunks_have_the_same_bits_each_time"}
+ON_GPU |= {
+    "torchs_own_is_right",
+    "torchs_public_one_is_right",
+    "flash_attn_is_right",
+    "chunks_of_every_dim",
+    "chunks_have_the_same_bits_each_time",
+}
 
 
 def small(kernels=None):
@@ -63,23 +69,42 @@ def what_is_installed_with(*names):
     """Files and folders of some distributions and of what they need."""
     found, waiting = {}, list(names)
     while waiting:
-        name = re.match(r"[\w.-]+", waiting.pop())[0]
-        if name not in found and importlib.util.find_spec(name.replace("-", "_")):
-            parts = distribution(name)
-            found[name] = {parts.locate_file(file.parts[0]) for file in parts.files if file.parts[0] != ".."}
-            waiting += [each for each in parts.requires or () if "extra ==" not in each]
+        name = re.match(r"[\w.-]+", waiting.pop())[0].lower()
+        with suppress(PackageNotFoundError):  # it is for other systems
+            if name not in found:
+                parts = distribution(name)
+                found[name] = {parts.locate_file(file.parts[0]) for file in parts.files if file.parts[0] != ".."}
+                waiting += [each for each in parts.requires or () if "extra ==" not in each]
     return set().union(*found.values())
 
 
+RANKS = """
+from bench.gpu import ground
+ground.stand_in()
+ground.need(ground.NEEDED_BY_RANKS)
+import bench.gpu.choosing, bench.gpu.sharing, bench.gpu.steps, zoo.checkpoints
+"""
+
+
+def run_with(folder, script, *names):
+    """Runs a script in an interpreter that has some distributions and what they need, and nothing else."""
+    for path in what_is_installed_with(*names):
+        (folder / path.name).symlink_to(path)
+    environment = os.environ | {"PYTHONPATH": f"{os.getcwd()}:{folder}"}
+    command = [sys.executable, "-S", "-c", script]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+
+
 def test_nothing_is_needed_but_torch_and_triton(tmp_path):
-    """In an interpreter that has these and what they need, and numpy, which Triton's interpreter needs."""
-    for path in what_is_installed_with("torch", "triton", "numpy"):
-        (tmp_path / path.name).symlink_to(path)
-    environment = os.environ | {"PYTHONPATH": f"{os.getcwd()}:{tmp_path}"}
-    command = [sys.executable, "-S", "-c", BARE]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    """And numpy, which Triton's interpreter needs."""
+    run = run_with(tmp_path, BARE, "torch", "triton", "numpy")
     assert (run.returncode, run.stderr) == (0, "")
-    assert run.stdout == "needs transformers >= 5.15, safetensors, tokenizers, psutil\n"
+    assert run.stdout == "needs transformers >= 5.15, safetensors, tokenizers, psutil, blake3\n"
+
+
+def test_ranks_need_no_more_than_what_is_told(tmp_path):
+    run = run_with(tmp_path, RANKS, *ground.NEEDED, *ground.NEEDED_BY_RANKS)
+    assert (run.returncode, run.stderr) == (0, "")
 
 
 class Wrong(TritonKernels):

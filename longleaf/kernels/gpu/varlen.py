@@ -17,6 +17,7 @@ On AMD's GPUs torch runs other kernels, with an lse that is padded and without s
 
 from collections.abc import Callable
 from importlib import import_module
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -57,8 +58,16 @@ def aten(q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, launch: Launch, scale: flo
     return out_THD, lse_HT
 
 
-def public(q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, launch: Launch, scale: float) -> tuple[Tensor, Tensor]:
-    """Torch's by its public name, should the other one change: `torch.nn.attention.varlen.varlen_attn`."""
+def public() -> Varlen:
+    """Torch's by its public name, should the other one change. Raises ImportError where that has no seqused_k: torch
+    2.11 has none, 2.13 does."""
+    if "seqused_k" not in signature(varlen_attn).parameters:
+        raise ImportError(f"varlen_attn of torch {torch.__version__} knows no seqused_k")
+    return by_public_name
+
+
+def by_public_name(q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, launch: Launch, scale: float) -> tuple[Tensor, Tensor]:
+    """That of `torch.nn.attention.varlen.varlen_attn`."""
     found = varlen_attn(
         *(q_THD, k_SKD, v_SKD, launch.bounds, launch.starts, launch.max_rows, launch.max_keys),
         return_aux=AuxRequest(lse=True),
@@ -90,7 +99,7 @@ def flash_attn() -> Varlen:
 SOURCES: dict[str, Callable[[], Varlen]] = {
     "flash-attn": flash_attn,
     "torch": lambda: aten,
-    "torch's varlen_attn": lambda: public,
+    "torch's varlen_attn": public,
 }
 """By name, those that are tried first first: who installed flash-attn wants it."""
 

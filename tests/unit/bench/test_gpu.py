@@ -207,7 +207,7 @@ def test_what_cannot_be_measured_is_told_in_a_line_and_the_rest_is_measured(monk
     monkeypatch.setattr(command, "timed", timed)
     assert command.main([]) == 1
     told = capsys.readouterr()
-    needs = "needs transformers >= 5.15 (here: 4.57.1), safetensors, tokenizers, jinja2"
+    needs = "needs transformers >= 5.15 (here: 4.57.1), safetensors, tokenizers, jinja2, blake3"
     assert f"- Left out: step, 1 row over 99 keys: {needs}\n" in told.out
     assert "- Failed: pack of 3 rows: RuntimeError: no kernel image\n" in told.out
     assert "- Left out: store of 5 rows: does not fit: so many bytes\n" in told.out
