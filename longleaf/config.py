@@ -40,6 +40,8 @@ MAX_MODEL_NAME = 256
 """Characters."""
 MAX_DRAFT_TOKENS = 31
 """With the token before them they are 32 rows of a step."""
+MIN_ROWS = 16
+"""Rows that a step may have with drafts, however few sequences may run at once."""
 RANKS_PER_CPU = 8
 """More processes on a CPU only wait for each other."""
 
@@ -122,6 +124,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def longest_wait(self) -> float:
         """Seconds that a rank may have to wait for another: while models load, or for the longest step."""
         return max(self.start_timeout, self.step_timeout + self.chunk_size * self.step_timeout_per_token)
+
+    @property
+    def max_rows(self) -> int:
+        """Rows that a decode step may have, drafts among them; questions of several tokens may have more."""
+        return max(self.max_sequences, MIN_ROWS) if self.max_draft_tokens else self.max_sequences
 
     @property
     def is_exact(self) -> bool:

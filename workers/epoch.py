@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any, Protocol
 
@@ -19,7 +19,6 @@ from longleaf.comm import Groups
 from longleaf.config import EngineConfig
 from longleaf.geometry import EVERY_RANK, FLOAT32_POSITIONS
 from longleaf.kernels.backend import Backend, FixedBackend, TellingBackend
-from longleaf.sampling import Token
 from longleaf.tree import CountedMerge, Merge, Wire, choose_merge, make_merge
 from workers.buckets import bucket_sizes
 from workers.decode.bucket import Bucket
@@ -32,6 +31,7 @@ from workers.keys.quantized import QuantizedPool
 from workers.keys.slots import Pool
 from workers.model.model import Model
 from workers.pending import Pending, done
+from workers.sampling.acceptance import reached_ids
 from workers.sampling.device_sampler import DeviceChoice, DeviceSampler
 from workers.sampling.logprobs import logprobs_of
 from workers.sampling.sampler import Choice, Sampler
@@ -139,7 +139,7 @@ class Epoch:
             return
         assert isinstance(backend, FixedBackend)
         assert isinstance(last_ids, DeviceIds)
-        rotary, sizes = self._means.model.rotary, bucket_sizes(self._means.config.max_sequences)
+        rotary, sizes = self._means.model.rotary, bucket_sizes(self._means.config.max_rows)
         may_be_double = bool(rotary.kind) and (self._means.config.allow_long or rotary.trained > FLOAT32_POSITIONS)
         buckets = [Bucket(size, self._inputs, may_be_double=may_be_double) for size in sizes]
         logits_RV = try_out(buckets, backend, self._logits)
@@ -221,14 +221,18 @@ class Epoch:
     def _decode(self, work: Decode, result: StepResult) -> Pending:
         rows = self._inputs.numbers(work, self._means.last_ids)
         sampled = [row for row in work.rows if row.token_index >= 0]
-        begun = self._fixed.begin(rows, sampled) if self._fixed and rows.is_plain else None
+        is_drafted = len(rows.sample_rows) > len(sampled)
+        # what drafts do to blocks of 8 bits is undone with tensors that no graph keeps
+        is_fixed = rows.is_plain and not (is_drafted and isinstance(self._means.pool, QuantizedPool))
+        begun = self._fixed.begin(rows, sampled) if self._fixed and is_fixed else None
         begun = begun or self._begin(rows, sampled, [row for row in work.rows if row.num_scored])
         read, merged = self._inputs.kv_bytes_read(rows), self._merge_bytes()
         result = msgspec.structs.replace(result, kv_bytes_read=read, merge_bytes=merged)
         pending = Pending(lambda: begun.end.is_past, lambda: self._finish(work, sampled, begun, result))
-        if isinstance(self._means.last_ids, HostIds) or self._verifier.watches(work.rows):
+        if is_drafted or isinstance(self._means.last_ids, HostIds) or self._verifier.watches(work.rows):
             self._before.result()  # what breaks in a step must not show in the answer to the one before
-            pending.result()  # logits that are compared must not be overwritten by the next step
+            # logits that are compared must not be overwritten by the next step, nor drafts be held that were refused
+            pending.result()
         return pending
 
     def _begin(self, rows: RowNumbers, sampled: Sequence[Row], scored: Sequence[Row]) -> Launched:
@@ -243,10 +247,9 @@ class Epoch:
             logits_RV, scored_SV = logits_RV.split([len(rows.sample_rows), len(rows.scored_rows)])
             scores = ToHost(logprobs_of(scored_SV, [t for row in scored for t in row.token_ids[-row.num_scored :]]))
         choice = self._means.sampler.start(sampled, logits_RV) if sampled and logits_RV is not None else None
-        if sampled:
-            self._note(sampled, choice, drafted)
+        ids = self._tell_all(sampled, choice) if sampled else None
         end = choice.arrival if isinstance(choice, DeviceChoice) else Moment(torch.device(self._means.device))
-        return Launched(end, choice, logits_RV, scores, told)
+        return Launched(end, choice, logits_RV, scores, told, ids, drafted)
 
     def _masses(self, rows: RowNumbers) -> Masses:
         comm, backend = self.peers.comm if self.peers else None, self._means.backend
@@ -260,26 +263,23 @@ class Epoch:
             return None
         return DraftedBlocks(pool, self._means.backend, drafted, rows.slots, rows.window_slots)
 
-    def _note(self, sampled: Sequence[Row], choice: Choice | None, blocks: DraftedBlocks | None) -> None:
-        """All ranks learn from the first one, which has the choice, what was chosen, and forget the drafts that were
-        refused."""
-        drafted = [row for row in sampled if row.draft_ids]
-        if choice is None:
-            told = torch.zeros(len(sampled) + len(drafted), dtype=torch.long, device=self._means.device)
-        else:
-            told = torch.cat((choice.ids(), choice.num_accepted())) if drafted else choice.ids()
-        ids_R, accepted_D = self._tell(told).split([len(sampled), len(drafted)])
-        self._means.last_ids.note(sampled, ids_R)
-        if drafted:
-            self._cut_back(drafted, _num_accepted(sampled, choice.tokens()) if choice else accepted_D.tolist(), blocks)
+    def _tell_all(self, sampled: Sequence[Row], choice: Choice | None) -> ToHost | None:
+        """All ranks learn from the first one, which has the choice, what was chosen. Where rows have drafts, gives the
+        others what was told, on its way to the host."""
+        num_positions = sum(1 + len(row.draft_ids) for row in sampled)
+        nothing = torch.zeros(num_positions, dtype=torch.long, device=self._means.device)
+        told_N = self._tell(nothing if choice is None else choice.ids())
+        self._means.last_ids.note(sampled, told_N)
+        return ToHost(told_N) if choice is None and num_positions > len(sampled) else None
 
-    def _cut_back(self, drafted: Sequence[Row], num_accepted: Sequence[int], blocks: DraftedBlocks | None) -> None:
-        """Forgets what follows the drafts that were accepted."""
+    def _cut_back(self, rows: Sequence[Row], ids: Iterable[Sequence[object]], blocks: DraftedBlocks | None) -> None:
+        """Forgets what follows the drafts that were accepted, of rows that were told these ids, or tokens."""
         num_left = dict[int, int]()
-        for row, count in zip(drafted, num_accepted, strict=True):
-            if count < len(row.draft_ids):
-                num_left[row.sequence] = row.num_known + count
-                end = row.start + row.num_known + count
+        for row, found in zip(rows, ids, strict=True):
+            num_accepted = max(0, len(found) - 1)
+            if num_accepted < len(row.draft_ids):
+                num_left[row.sequence] = row.num_known + num_accepted
+                end = row.start + row.num_known + num_accepted
                 self._ledger.cut_back(row.path[-1], end)
                 self._sequences.cut_back(row.sequence, end)
         if blocks is not None and num_left:
@@ -289,8 +289,11 @@ class Epoch:
         """What is to be answered, once the device is done with a step."""
         begun.end.wait()
         if begun.logits_RV is None:
+            if begun.ids is not None:
+                self._cut_back(sampled, reached_ids(sampled, begun.ids.wait().tolist()), begun.blocks)
             return None
         tokens = begun.choice.tokens() if begun.choice else []
+        self._cut_back(sampled, tokens, begun.blocks)
         self._verifier.take(sampled, tokens, begun.logits_RV)
         broken = self._means.sampler.broken
         return msgspec.structs.replace(
@@ -332,11 +335,6 @@ class Epoch:
         self._means.model.ropes.rows = inputs.ropes
         arguments = self._means.model.arguments(step, inputs.token_ids_T, inputs.positions_T)
         return module(**arguments, return_dict=False, **options)
-
-
-def _num_accepted(rows: Sequence[Row], tokens: Sequence[Sequence[Token]]) -> list[int]:
-    """Of the rows that have drafts."""
-    return [max(0, len(found) - 1) for row, found in zip(rows, tokens, strict=True) if row.draft_ids]
 
 
 def _by_sequence(rows: Sequence[Row], scores: Sequence[float]) -> dict[int, tuple[float, ...]]:

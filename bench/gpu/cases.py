@@ -12,6 +12,7 @@ TARGET, TARGET_FROM = 0.85, 131072
 """Share of a copy's bandwidth that is aimed at, over so many keys and more, of 8 key heads of 128 in bfloat16."""
 PASTS, CHUNK = (0, 32768, 131072), 4096
 STEP_KEYS = (32768, 131072, 262144, 524288)
+DRAFTS = 7
 STEP_TARGET = 0.75
 """Share of a copy's bandwidth at which a decode step shall read weights and keys."""
 SAMPLED_ROWS, VOCABULARY = 64, 152_000
@@ -85,6 +86,8 @@ class Step(NamedTuple):
     num_keys: int
     num_rows: int = 1
     is_shared: bool = True
+    num_drafts: int = 0
+    """Behind the token of each row, none of which is accepted."""
 
     @property
     def name(self) -> str:
@@ -134,6 +137,8 @@ def cases() -> Iterator[Case]:
         yield Step(num_keys)
     yield Step(131072, 8)
     yield Step(32768, 8, is_shared=False)
+    yield from (Step(num_keys, num_drafts=DRAFTS) for num_keys in (32768, 131072))
+    yield Step(131072, 8, num_drafts=DRAFTS)
     yield from map(Choose, KINDS)
     yield Share()
     yield from map(Prefill, PASTS)
@@ -165,7 +170,8 @@ def label(case: Case) -> str:
         case Prefill():
             return f"prefill of {case.num_rows} tokens after {case.past}"
         case Step():
-            return f"step, {rows_of(case)} over {case.num_keys} keys"
+            drafts = f" with {case.num_drafts} drafts" if case.num_drafts else ""
+            return f"step, {rows_of(case)}{drafts} over {case.num_keys} keys"
         case Choose():
             return f"choose, {case.num_rows} rows of {case.vocabulary} logits, {case.kind}"
         case Share():

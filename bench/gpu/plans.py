@@ -9,6 +9,8 @@ from longleaf.runs import Run, ceil_div, cut_chunk
 from longleaf.sampling import Sampling
 
 EPOCH = 1
+REFUSED = 7
+"""An id that no random model says, but for a few."""
 
 
 def num_blocks(num_keys: int, num_contexts: int, num_rows: int, num_steps: int, block_size: int) -> int:
@@ -16,9 +18,11 @@ def num_blocks(num_keys: int, num_contexts: int, num_rows: int, num_steps: int, 
     return num_contexts * ceil_div(num_keys, block_size) + num_rows * ceil_div(num_steps, block_size)
 
 
-def over_keys(num_keys: int, num_contexts: int, num_rows: int, block_size: int) -> Iterator[StepPlan]:
+def over_keys(
+    num_keys: int, num_contexts: int, num_rows: int, block_size: int, num_drafts: int = 0
+) -> Iterator[StepPlan]:
     """Decode steps without end of greedy rows over contexts of which nobody has computed the keys; the rows are dealt
-    to the contexts in turn, and each has a tail of its own.
+    to the contexts in turn, and each has a tail of its own. Drafts must be refused, and fit into a row's first block.
 
     The first plan tells where the contexts lie: it has a row of each, their last tokens, and nothing is sampled.
     """
@@ -32,9 +36,10 @@ def over_keys(num_keys: int, num_contexts: int, num_rows: int, block_size: int) 
         end, rows = num_keys + index + 1, list[Row]()
         for i in range(num_rows):
             blocks = range(tails + i, tails + i + 1 + index // block_size * num_rows, num_rows)
-            run = Run(0, num_keys, end, tuple(blocks))
+            run = Run(0, num_keys, end + num_drafts, tuple(blocks))
             path, ids = (() if index else (i % num_contexts, num_contexts + i)), (() if index else (3 + i,))
-            rows.append(Row(i, path, end - 1, ids, (run,), index, None if index else Terms(Sampling())))
+            terms = None if index else Terms(Sampling())
+            rows.append(Row(i, path, end - 1, ids, (run,), index, terms, draft_ids=(REFUSED,) * num_drafts))
         yield StepPlan(EPOCH, 1 + index, Decode(tuple(rows)), release_sequences=() if index else tellers)
 
 

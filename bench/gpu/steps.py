@@ -57,7 +57,7 @@ class Steps:
         self._check_room(case)
         module = make_module(self._shape, self._dtype, self._device)
         plain: Row = {"reason": "measured with one row only"}
-        if case.num_rows == 1:
+        if case.num_rows == 1 and not case.num_drafts:
             plain = Plain(module, self._device).measure(case.num_keys, WARM_UP, STEPS)
         embeddings = module.get_input_embeddings().parameters()  # of which a step reads a row
         weights = num_bytes(module.parameters()) - num_bytes(embeddings)
@@ -104,6 +104,7 @@ class Steps:
             block_size=BLOCK_SIZE,
             kv_bytes=self._kv_bytes(case),
             max_sequences=case.num_rows,
+            max_draft_tokens=case.num_drafts,
             device="cuda" if self._device.startswith("cuda") else "cpu",
             graphs=graphs,
         )
@@ -112,7 +113,7 @@ class Steps:
         found = noted(rank)
         rank.join(Join(plans.EPOCH, 0, "", 0, ("here",)))
         fill(rank)
-        work = plans.over_keys(case.num_keys, case.num_contexts, case.num_rows, BLOCK_SIZE)
+        work = plans.over_keys(case.num_keys, case.num_contexts, case.num_rows, BLOCK_SIZE, case.num_drafts)
         pairs, counts = times(rank, work, case.num_rows)
         kernels = rank.backend.name
         rank.close()
@@ -167,8 +168,9 @@ def steady(rank: Rank, work: Iterator[StepPlan], num_rows: int, num_steps: int) 
 
 
 def whole(result: StepResult | None, num_rows: int) -> None:
-    """Raises RuntimeError where a row has no token: then it was not what should be measured."""
-    if result is None or len(result.tokens) != num_rows:
+    """Raises RuntimeError where a row has no token, or drafts were accepted: then it was not what should be
+    measured."""
+    if result is None or [len(tokens) for tokens in result.tokens.values()] != [1] * num_rows:
         raise RuntimeError(f"a step of {num_rows} rows gave {result}")
 
 

@@ -40,9 +40,6 @@ from longleaf.errors import DeadlineExceeded, LongleafError, ResourceExhausted
 from longleaf.messages import Progress
 from longleaf.sampling import Token
 
-MIN_ROWS = 16
-"""Rows that a step may have with drafts, however few sequences run at once."""
-
 
 class Scheduler(AcrossEpochs, Documents):
     """Requests, their segments and their blocks. Plans are committed in the order in which they were scheduled.
@@ -88,8 +85,7 @@ class Scheduler(AcrossEpochs, Documents):
             config, limits, self.contexts, self.segments, self._requests, self.speeds, can_park=is_durable
         )
         self._recovery = Recovery(placer, self.segments, max_moved_blocks)
-        max_rows = max(config.max_sequences, MIN_ROWS)
-        self._drafter = drafter or Drafter(max_rows, config.max_draft_tokens, config.block_size)
+        self._drafter = drafter or Drafter(config.max_rows, config.max_draft_tokens, config.block_size)
         self._planner = Planner(config, placer, self.segments, self.speeds, self._recovery, self._drafter, epoch)
         self._queue = Queue()
         self._lives = Lives(self.segments, self._requests, self._queue, self._planner, self._sharing, self.speeds)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from tests.gpu import attention, decoding, flash, moving, sampling, steps, waiting
+from tests.gpu import attention, decoding, drafts, flash, moving, sampling, steps, waiting
 from tests.gpu.place import Place
 
 CHECKS: tuple[Callable[[Place], None], ...] = (
@@ -30,6 +30,7 @@ CHECKS: tuple[Callable[[Place], None], ...] = (
     decoding.captured_steps_have_the_bits_of_eager_ones,
     decoding.steps_one_behind_say_the_same,
     decoding.steady_steps_wait_for_nobody,
+    drafts.drafts_change_no_token,
     decoding.ranks_that_share_a_device_say_what_one_does,
     attention.every_type_and_dim,
     attention.far_slots,

@@ -173,10 +173,10 @@ def watch(rank: "Rank", place: Place) -> list[Tensor]:
     found: list[Tensor] = [torch.empty(0)]
 
     class Watching(DeviceSampler):
-        def choose(self, logits_RV: Tensor, parameters: Any, needs: Any) -> Tensor:
+        def choose(self, logits_RV: Tensor, parameters: Any, needs: Any, drafts: Any = None) -> Tensor:
             if len(logits_RV) >= len(found[0]):
                 found[0] = logits_RV
-            return super().choose(logits_RV, parameters, needs)
+            return super().choose(logits_RV, parameters, needs, drafts)
 
     rank.sampler = Watching(place.device, MAX_SEQUENCES)
     return found

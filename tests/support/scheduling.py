@@ -29,6 +29,7 @@ from longleaf.config import EngineConfig
 from longleaf.errors import LongleafError
 from longleaf.geometry import Rotary, Windows
 from longleaf.sampling import Sampling
+from tests.support.random_drafter import RandomDrafter
 from tests.support.window_ledger import WindowLedger
 from workers.fakes import EchoLedger
 
@@ -46,13 +47,18 @@ class Bench:
         check_every: int = 1,
         max_moved_blocks: int = MOVED_BLOCKS,
         is_durable: bool = False,
+        drafts: str = "",
         **changes: object,
     ) -> None:
+        """`drafts`: of which kind they are, see `RandomDrafter`; empty: as anywhere."""
         settings: dict[str, object] = {"model": "none", "chunk_size": 32, "block_size": 4, "replicate_below": 8}
         self.config = EngineConfig(**(settings | changes))  # type: ignore[arg-type]
         self.placer = Placer(blocks, self.config.block_size, windows)
         positions = Positions(rotary or Rotary(), max_positions)
-        self.scheduler = Scheduler(self.config, self.placer, positions, 1, max_moved_blocks, is_durable=is_durable)
+        drafter = RandomDrafter(self.config, drafts) if drafts else None
+        self.scheduler = Scheduler(
+            self.config, self.placer, positions, 1, max_moved_blocks, is_durable=is_durable, drafter=drafter
+        )
         self.sequences = Sequences(self.config.block_size)
         self.ledger = EchoLedger(self.config.block_size)
         self.window_ledger = WindowLedger(windows, self.config.block_size) if windows else None
@@ -114,8 +120,9 @@ class Bench:
         self._check()
         return plan
 
-    def commit(self, plan: StepPlan) -> None:
-        self._see(self.scheduler.commit(plan, self._result(plan), now=9.0))
+    def commit(self, plan: StepPlan, result: StepResult | None = None) -> None:
+        """With what ranks say of it, if there are any."""
+        self._see(self.scheduler.commit(plan, result or self._result(plan), now=9.0))
         self._check()
 
     def _result(self, plan: StepPlan) -> StepResult:

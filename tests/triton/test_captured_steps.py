@@ -1,6 +1,8 @@
 """Decode steps over memory of fixed address: captured once, each serves whatever a scheduler plans, to the same bits as
 when it is launched as it comes."""
 
+import asyncio
+
 import pytest
 
 from coordinator.engine.engine import Engine
@@ -8,14 +10,17 @@ from coordinator.placement import positions
 from tests.support.accelerator.captured import DeviceRank
 from tests.support.accelerator.drive import Drive, fleets, small_checkpoints
 from tests.support.accelerator.reference_kernels import ReferenceLauncher
+from tests.support.golden.asking import answer
 from tests.support.golden.interpreted import Launches
+from tests.support.golden.knowing import KnowingDrafter
+from tests.support.golden.plain import ask_plain
 from tests.support.golden.short import SETTINGS, STATES, parted
 from tests.support.running import running
 from tests.support.threads import ThreadRanks, config_for
 from workers.decode.fakes import RecordedGraphs
 from zoo.families import FAMILIES
 
-NUM_STEPS = 200
+NUM_STEPS, NUM_DRAFTED = 200, 20
 TOLERANCES = {"llama": 1e-4, "windows": 1e-4, "int8": 1e-3, "latents": 0.1}
 """Of a logit, in standard deviations: the last ones are in bfloat16, which the interpreter cuts off."""
 CASES = {
@@ -61,6 +66,24 @@ def test_replays_of_200_random_steps_are_what_is_launched_as_it_comes(case, fold
 def test_replays_of_some_steps_are_what_is_launched_as_it_comes(case, folder_of):
     family, settings = CASES[case]
     drive(folder_of(family), settings, ReferenceLauncher(), NUM_STEPS // 5, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [
+        ("llama", "found"),
+        ("two ranks", "found"),
+        *(pytest.param(case, "found", marks=pytest.mark.slow) for case in ("windows", "replicated windows", "latents")),
+        pytest.param("llama", "anything", marks=pytest.mark.slow),
+    ],
+)
+def test_steps_with_drafts_are_replayed(case, kind, folder_of):
+    family, settings = CASES[case]
+    launcher = ReferenceLauncher()
+    made = Drive(*fleets(folder_of(family), {**settings, "max_draft_tokens": 3}, launcher, launcher), 3, drafts=kind)
+    made.run(NUM_STEPS)
+    assert made.seen["refused"] > 9
+    assert kind != "found" or made.seen["accepted"] > 9
 
 
 @pytest.mark.slow
@@ -117,6 +140,26 @@ async def check_golden(short, state, **settings):
 @pytest.mark.parametrize(("family", "world_size"), [("llama", 2), ("gemma2", 1), ("gemma3", 2), ("gemma3", 1)])
 async def test_tokens_equal_generate(shorts, family, world_size, state):
     await check_golden(shorts(family), STATES[state], world_size=world_size)
+
+
+@pytest.mark.parametrize(
+    ("family", "world_size"), [("llama", 2), ("gemma3", 1), pytest.param("deepseek_v3", 2, marks=pytest.mark.slow)]
+)
+async def test_tokens_equal_generate_with_drafts(shorts, family, world_size, monkeypatch):
+    short = shorts(family)
+    golden, _ = ask_plain(short.folder, short.goldens[0].prompt, NUM_DRAFTED)
+    drafter = KnowingDrafter(16, [golden.tokens], 0.7)
+    monkeypatch.setattr("coordinator.scheduling.scheduler.Drafter", lambda *_: drafter)
+
+    async def several(engine, short):
+        return await asyncio.gather(*(say_long(engine, golden) for _ in range(3)))
+
+    async def say_long(engine, golden):
+        return golden, await answer(engine, golden.prompt, None, NUM_DRAFTED)
+
+    await check_golden(short, several, world_size=world_size, block_size=16)
+    assert drafter.num_right
+    assert drafter.num_wrong
 
 
 @pytest.mark.parametrize("family", ["gemma3", "llama4"])

@@ -3,6 +3,7 @@
 from collections import Counter
 
 import pytest
+import torch
 
 from coordinator.events import Cuts
 from longleaf.kernels.gpu import varlen
@@ -110,6 +111,30 @@ def test_a_captured_step_of_another_rank_brings_nothing_back(folder_of):
     case = MIXES["4 ranks, exchange"]._replace(samplings=MIXED, is_captured=True, rank=3)
     log = decoded(case, folder_of, kernels)
     assert [event.kind for event in log.events] == ["to device", "launch", "launch", "wait"]
+
+
+@pytest.mark.parametrize("mix", ["shared", "windows", "latents", "4 ranks, exchange"])
+@pytest.mark.parametrize("samplings", [MIXED, (Sampling(),)], ids=["mixed", "greedy"])
+def test_a_captured_step_with_drafts_asks_for_no_more(mix, samplings, folder_of):
+    """Which of them are accepted is found out on the device."""
+    case = MIXES[mix]._replace(samplings=samplings, is_captured=True, prompts=SHARED, num_drafts=3)
+    log = decoded(case, folder_of, kernels)
+    assert [event.kind for event in log.events] == ["to device", "launch", "launch", "to host", "launch", "wait"]
+
+
+def test_another_rank_is_told_which_drafts_were_accepted_and_waits_once(folder_of):
+    case = MIXES["4 ranks, exchange"]._replace(samplings=MIXED, is_captured=True, rank=3, num_drafts=3)
+    log = decoded(case, folder_of, kernels)
+    assert [event.kind for event in log.events] == ["to device", "launch", "launch", "to host", "wait"]
+    assert log.of("to host")[0].num_bytes == 16 * torch.long.itemsize
+
+
+@pytest.mark.parametrize("samplings", [MIXED, (Sampling(),)], ids=["mixed", "greedy"])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_drafts_of_a_step_that_is_not_captured_are_waited_for_once(samplings, rank, folder_of):
+    case = MIXES["4 ranks, exchange"]._replace(samplings=samplings, rank=rank, num_drafts=3)
+    log = decoded(case._replace(settings=(*case.settings, ("max_sequences", 4))), folder_of, kernels)
+    assert [len(log.of(kind)) for kind in ("to host", "wait")] == [1, 1]
 
 
 @pytest.mark.parametrize("samplings", [MIXED, (Sampling(),)], ids=["mixed", "greedy"])

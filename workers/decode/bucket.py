@@ -11,6 +11,7 @@ from longleaf.attention.masks import Reads
 from longleaf.geometry import OWN_ROPE, Reach, Rope
 from longleaf.kernels.backend import FixedBackend, Numbers, Tables
 from workers.decode.memory import laid_out
+from workers.sampling.acceptance import NO_DRAFT
 from workers.sampling.device_sampler import NUM_PARAMETERS
 from workers.step.inputs import InputBuilder, Inputs, RowNumbers
 from workers.step.last_ids import NOBODY
@@ -33,12 +34,23 @@ class Fields(NamedTuple):
     """1 where a row is rotated in float64."""
     places: slice
     """Of the last ids of the sequences that are sampled, in the order of `sample_rows`."""
+    drafts: slice
+    draft_numbers: slice
+    """See `Drafts`, in the same order."""
     parameters: slice
     tables: slice
 
 
 def fields_of(num_rows: int, num_table_numbers: int = 0) -> Fields:
-    return Fields(*laid_out([num_rows] * 7 + [NUM_PARAMETERS * num_rows, num_table_numbers]))
+    return Fields(*laid_out([num_rows] * 9 + [NUM_PARAMETERS * num_rows, num_table_numbers]))
+
+
+class Sampled(NamedTuple):
+    """The positions that are sampled, in the order of the plan: see `Fields`."""
+
+    places: Sequence[int]
+    drafts: Sequence[int]
+    draft_numbers: Sequence[int]
 
 
 class Variant(NamedTuple):
@@ -119,14 +131,15 @@ class Bucket:
         """Whether a step fits; all ranks say the same."""
         return len(rows) <= self.num_rows and self._ropes.issuperset(rows.ropes)
 
-    def fill(self, here_N: Numbers, rows: RowNumbers, places: Sequence[int]) -> tuple[int | None, int]:
+    def fill(self, here_N: Numbers, rows: RowNumbers, sampled: Sampled) -> tuple[int | None, int]:
         """Puts the numbers of a step that fits into memory of the host: which variant it takes, and how many numbers
         are to be copied. No variant, where this rank's tables have no room for what is read from its pool; of those
         that have, all ranks take the same."""
         fields, window_slots = self.fields, rows.window_slots
         is_double = [rope.is_double for rope in rows.ropes]
-        of_rows = (rows.token_ids, rows.positions, rows.slots, window_slots, rows.sample_rows, is_double, places)
-        for field, values, other in zip(fields, of_rows, (0, 0, *self._trash, 0, 0, NOBODY), strict=False):
+        of_rows = (rows.token_ids, rows.positions, rows.slots, window_slots, rows.sample_rows, is_double, *sampled)
+        others = (0, 0, *self._trash, 0, 0, NOBODY, NO_DRAFT, 0)
+        for field, values, other in zip(fields, of_rows, others, strict=False):
             numbers_T = here_N[field]
             numbers_T[: len(values)] = values
             numbers_T[len(values) :] = other

@@ -10,6 +10,7 @@ from longleaf.kernels.backend import Numbers
 from longleaf.sampling import MAX_LOGPROBS
 from workers.decode.bucket import Fields
 from workers.decode.graphs import Work
+from workers.sampling.acceptance import Drafts
 from workers.sampling.device_sampler import (
     NUM_PARAMETERS,
     Batch,
@@ -18,10 +19,11 @@ from workers.sampling.device_sampler import (
     ids_of,
     nobodys,
     parameters_of,
+    token_indices,
 )
 from workers.sampling.fixed_shape import Needs
 from workers.step.last_ids import DeviceIds
-from workers.transfers import pinned
+from workers.transfers import ToHost, pinned
 
 Tell = Callable[[Tensor], Tensor]
 """Tells all ranks the ids [T] of rank 0; those that others give are not looked at."""
@@ -36,18 +38,28 @@ class Told:
 
 
 class Telling:
-    """All ranks are told the ids that were chosen, and remember them."""
+    """All ranks are told the ids that were chosen, and remember the last ones."""
 
     def __init__(self, num_rows: int, last_ids: DeviceIds, tell: Tell, device: str) -> None:
         self.ids_R = torch.zeros(num_rows, dtype=torch.long, device=device)
         """On rank 0 those that were chosen."""
+        self._told = Told(num_rows, 1, torch.long, device)
         self._last_ids = last_ids
         self._tell = tell
 
     def work(self, there_N: Tensor, fields: Fields) -> Work:
-        places_T = there_N[fields.places]
-        ids_T = self.ids_R[: len(places_T)]
-        return lambda: self._last_ids.put(places_T, self._tell(ids_T))
+        places_T, numbers_T = there_N[fields.places], there_N[fields.draft_numbers]
+        ids_T, told_T = self.ids_R[: len(places_T)], self._told.there_RN[: len(places_T), 0]
+
+        def tell() -> None:
+            told_T.copy_(self._tell(ids_T))
+            self._last_ids.put(places_T, numbers_T, told_T)
+
+        return tell
+
+    def told(self, num_positions: int, turn: int) -> ToHost:
+        """What was told of so many positions, on its way to one of two places on the host."""
+        return ToHost(*(tensor[:num_positions, 0] for tensor in (self._told.there_RN, self._told.hosts_RN[turn])))
 
 
 class Choosing:
@@ -66,28 +78,30 @@ class Choosing:
     def work(self, there_N: Tensor, fields: Fields, kind: Needs) -> Work:
         num_rows = fields.places.stop - fields.places.start
         numbers_FT = there_N[fields.parameters].view(NUM_PARAMETERS, num_rows)
+        drafts = Drafts(there_N[fields.drafts], there_N[fields.draft_numbers])
         told_TN, logits_TV = self._told(kind).there_RN[:num_rows], self.logits_RV[:num_rows]
 
         def choose() -> None:
-            found_TN = told_TN.copy_(self._sampler.choose(logits_TV, parameters_of(numbers_FT), kind))
+            found_TN = told_TN.copy_(self._sampler.choose(logits_TV, parameters_of(numbers_FT), kind, drafts))
             self._ids_R[:num_rows].copy_(ids_of(found_TN))
 
         return choose
 
     def fill(self, here_N: Numbers, fields: Fields, rows: Sequence[Row]) -> Batch | None:
-        """Puts the parameters of rows into memory of the host; None if there are no rows."""
+        """Puts the parameters of rows, and of their drafts, into memory of the host; None if there are no rows."""
         numbers_FT = here_N[fields.parameters].reshape(NUM_PARAMETERS, -1)
-        numbers_FT[:, len(rows) :] = self._others_F[:, None]
+        indices = token_indices(rows)
+        numbers_FT[:, len(indices) :] = self._others_F[:, None]
         if not rows:
             return None
         batch = self._sampler.batch(rows, self.logits_RV.shape[1])
-        numbers_FT[:, : len(rows)] = batch.numbers([row.token_index for row in rows])
+        numbers_FT[:, : len(indices)] = batch.numbers(indices)
         return batch
 
     def choice(self, rows: Sequence[Row], batch: Batch, kind: Needs, turn: int) -> DeviceChoice:
         """Tokens that were chosen, on their way to one of two places on the host."""
-        told = self._told(kind)
-        told_RN, host_RN = told.there_RN[: len(rows)], told.hosts_RN[turn][: len(rows)]
+        told, num_positions = self._told(kind), len(batch.choosers)
+        told_RN, host_RN = told.there_RN[:num_positions], told.hosts_RN[turn][:num_positions]
         return DeviceChoice(rows, batch.choosers, told_RN, self._sampler.broken, host_RN)
 
     def _told(self, kind: Needs) -> Told:

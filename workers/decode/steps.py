@@ -9,13 +9,15 @@ from torch import Tensor
 
 from longleaf.channel.step import Row
 from longleaf.kernels.backend import FixedBackend
-from workers.decode.bucket import Bucket, Forward, resolved
+from workers.decode.bucket import Bucket, Forward, Sampled, resolved
 from workers.decode.choosing import Choosing, Telling
 from workers.decode.graphs import Agree, CaptureRefused, Graphs, SharedGraphs, Work
 from workers.decode.memory import StepMemory
+from workers.sampling.acceptance import drafts_of
 from workers.sampling.device_sampler import Batch
 from workers.sampling.fixed_shape import KINDS, kind_of
 from workers.sampling.sampler import Choice
+from workers.step.drafts import DraftedBlocks
 from workers.step.inputs import Inputs, RowNumbers
 from workers.step.last_ids import DeviceIds
 from workers.step.layers import RowLayer
@@ -48,6 +50,10 @@ class Launched(NamedTuple):
     """On rank 0, if tokens are scored: logprobs of those of all rows, in the order of the plan."""
     told: Told | None = None
     """On rank 0, if rows tell of their attention."""
+    ids: ToHost | None = None
+    """On other ranks, if rows have drafts: what was told of all positions."""
+    blocks: DraftedBlocks | None = None
+    """Into which drafts came, where that leaves more than their keys."""
 
 
 def try_out(buckets: Sequence[Bucket], backend: FixedBackend, forward: Forward) -> Tensor | None:
@@ -133,22 +139,25 @@ class FixedSteps:
             self._go_through(self._forward, bucket.inputs(self._memory.there_N, rows.reads))
         choice, logits_RV = None, None
         if self._choosing is not None:
-            logits_RV = self._choosing.logits_RV[: len(sampled)]
+            logits_RV = self._choosing.logits_RV[: len(rows.sample_rows)]
             if batch is not None:
                 kind = kind_of(batch.needs)
                 self._works[bucket.num_rows, kind]()
                 choice = self._choosing.choice(sampled, batch, kind, turn)
+        ids = None
         if sampled:
             self._works[bucket.num_rows]()
-        end = choice.arrival if choice else Moment(self._memory.there_N.device)
+            if choice is None and len(rows.sample_rows) > len(sampled):
+                ids = self._telling.told(len(rows.sample_rows), turn)
+        end = choice.arrival if choice else ids.arrival if ids else Moment(self._memory.there_N.device)
         self._ends.append(end)
-        return Launched(end, choice, logits_RV)
+        return Launched(end, choice, logits_RV, ids=ids)
 
     def _send(self, bucket: Bucket, rows: RowNumbers, sampled: Sequence[Row]) -> Sent:
         """Copies what a step needs to the device."""
         here_N, turn = self._memory.host(), self._memory.turn
-        places = [self._last_ids.place(row.sequence) for row in sampled]
-        variant, num_numbers = bucket.fill(here_N, rows, places)
+        positions = Sampled(self._last_ids.places(sampled), *drafts_of(sampled))
+        variant, num_numbers = bucket.fill(here_N, rows, positions)
         batch = self._choosing.fill(here_N, bucket.fields, sampled) if self._choosing else None
         self._memory.send(num_numbers)
         return Sent(variant, turn, batch)

@@ -79,11 +79,11 @@ def workspace(
     ranks exchange is copied to and from the host."""
     text = model.module.config.get_text_config()
     longest = ceil_div(ceil_div(config.chunk_size, config.world_size), config.block_size) * config.block_size
-    num_rows = max(min(longest, config.chunk_size), config.max_sequences)
-    num_logits = config.max_sequences * text.vocab_size
+    num_rows = max(min(longest, config.chunk_size), config.max_rows)
+    num_logits = config.max_rows * text.vocab_size
     return Workspace(
         chunk=_in_model(model, num_rows) + num_logits * torch.float32.itemsize,
-        sampling=_sampling(config.max_sequences, text.vocab_size),
+        sampling=_sampling(config, text.vocab_size),
         partials=max(_partials(spec, model, config, num_rows) for spec in set(model.layers.values())),
         kernels=KERNELS,
         graphs=room_for_graphs(model, config) if config.graphs == "auto" else 0,
@@ -95,7 +95,7 @@ def workspace(
 def room_for_graphs(model: Model, config: EngineConfig) -> int:
     """Bytes that captured decode steps take: what the rows of the largest one need, once more, for graphs keep their
     memory to themselves, and the graphs."""
-    sizes = bucket_sizes(config.max_sequences)
+    sizes = bucket_sizes(config.max_rows)
     num_rows, vocabulary_size = sizes[-1], model.module.config.get_text_config().vocab_size
     partials = max(_partials(spec, model, config, num_rows) for spec in set(model.layers.values()))
     choosing = max(vocabulary_size, min(MAX_LOGITS, num_rows * vocabulary_size)) * CHOOSING
@@ -129,9 +129,9 @@ def _partials(spec: LayerSpec, model: Model, config: EngineConfig, num_rows: int
     return max(queries, 2 * MAX_GATHERED * spec.num_stored * size if is_gathering else 0)
 
 
-def _sampling(max_sequences: int, vocabulary_size: int) -> int:
-    num_together = max(vocabulary_size, min(MAX_LOGITS, max_sequences * vocabulary_size))
-    return num_together * CHOOSING + (max_sequences + 1) * (vocabulary_size * HISTORY + MAX_BIASES * BIAS)
+def _sampling(config: EngineConfig, vocabulary_size: int) -> int:
+    num_together = max(vocabulary_size, min(MAX_LOGITS, config.max_rows * vocabulary_size))
+    return num_together * CHOOSING + (config.max_sequences + 1) * (vocabulary_size * HISTORY + MAX_BIASES * BIAS)
 
 
 def _exchange(world_size: int, num_ranks_here: int) -> int:

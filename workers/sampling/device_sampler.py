@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from longleaf.channel.step import Row
+from longleaf.config import MAX_DRAFT_TOKENS
 from longleaf.kernels.backend import Numbers
 from longleaf.sampling import Sampling, Token
-from workers.sampling.acceptance import NOT_REACHED, turns_of, verify
-from workers.sampling.fixed_shape import Needs, Parameters, choose
+from workers.sampling.acceptance import NOT_FINITE, NOT_REACHED, Drafts, drafts_of
+from workers.sampling.fixed_shape import Needs, Parameters, choose, note
 from workers.sampling.history import NOBODY, Histories
 from workers.sampling.logprobs import told
 from workers.sampling.sampler import NO_TOKEN, Choice, Sampler, first_positions
@@ -53,7 +54,7 @@ class Chooser:
 
 
 class Batch:
-    """The parameters of the rows of a step, numbers [F, R] by field."""
+    """The parameters of the positions of a step, numbers [F, R] by field."""
 
     def __init__(self, choosers: Sequence[Chooser], vocabulary_size: int) -> None:
         self.choosers = choosers
@@ -91,16 +92,14 @@ class DeviceChoice:
         told_NC: Tensor,
         broken: set[int],
         host_NC: Tensor | None = None,
-        accepted_R: Tensor | None = None,
     ) -> None:
-        """`told_NC`, of the positions behind rows and their drafts, comes into `host_NC`, if that is given;
-        `accepted_R` says how many drafts of each row were accepted, if there are any."""
+        """`told_NC`, of the positions behind rows and their drafts, as the choosers are, comes into `host_NC`, if that
+        is given."""
         self._rows = rows
         self._choosers = choosers
         self._told_NC = told_NC
         self._arriving = ToHost(told_NC, host_NC)
         self._broken = broken
-        self._accepted_R = accepted_R
 
     @property
     def arrival(self) -> Moment:
@@ -108,25 +107,17 @@ class DeviceChoice:
         return self._arriving.arrival
 
     def ids(self) -> Tensor:
-        ids_N = ids_of(self._told_NC)
-        if self._accepted_R is None:
-            return ids_N
-        firsts = torch.tensor(first_positions(self._rows), dtype=torch.long)
-        return ids_N[to_device(firsts, str(ids_N.device)) + self._accepted_R]
-
-    def num_accepted(self) -> Tensor:
-        if self._accepted_R is None:
-            return self._told_NC.new_zeros(0, dtype=torch.long)
-        drafted = torch.tensor([i for i, row in enumerate(self._rows) if row.draft_ids], dtype=torch.long)
-        return self._accepted_R[to_device(drafted, str(self._accepted_R.device))]
+        return ids_of(self._told_NC)
 
     def tokens(self) -> list[tuple[Token, ...]]:
         """Waits for what the device was told so far."""
         told, firsts = self._arriving.wait().tolist(), first_positions(self._rows)
         self._broken.update(row.sequence for row, i in zip(self._rows, firsts, strict=True) if told[i][0] < 0)
         return [
-            () if row.sequence in self._broken else reached(chooser.sampling, told[i : i + 1 + len(row.draft_ids)])
-            for row, chooser, i in zip(self._rows, self._choosers, firsts, strict=True)
+            ()
+            if row.sequence in self._broken
+            else reached(self._choosers[i].sampling, told[i : i + 1 + len(row.draft_ids)])
+            for row, i in zip(self._rows, firsts, strict=True)
         ]
 
 
@@ -148,47 +139,39 @@ class DeviceSampler:
     def start(self, rows: Sequence[Row], logits_RV: Tensor) -> Choice:
         """Has the device choose the next token of each row, from its logits [V], and those behind the drafts that turn
         out right, from the logits that follow. Parameters go there where they are others than in the step before."""
-        batch = self.batch(rows, logits_RV.shape[-1])
-        if any(row.draft_ids for row in rows):
-            return self._verify(rows, batch.choosers, logits_RV)
-        if self._sent is None or self._sent[0] is not batch or batch.needs.draws:
-            numbers = torch.from_numpy(batch.numbers([row.token_index for row in rows]))
-            self._sent = batch, to_device(numbers, self._device)
-        told_RN = self.choose(logits_RV, parameters_of(self._sent[1]), batch.needs)
+        batch, drafts = self.batch(rows, logits_RV.shape[-1]), None
+        is_drafted = len(batch.choosers) > len(rows)
+        if self._sent is None or self._sent[0] is not batch or batch.needs.draws or is_drafted:
+            numbers = batch.numbers(token_indices(rows))
+            if is_drafted:
+                numbers = np.concatenate((numbers, drafts_of(rows)))
+            there_FR = to_device(torch.from_numpy(numbers), self._device)
+            self._sent = batch, there_FR[:NUM_PARAMETERS]
+            drafts = Drafts(*there_FR[NUM_PARAMETERS:]) if is_drafted else None
+        told_RN = self.choose(logits_RV, parameters_of(self._sent[1]), batch.needs, drafts)
         return DeviceChoice(rows, batch.choosers, told_RN, self.broken)
 
-    def _verify(self, rows: Sequence[Row], choosers: Sequence[Chooser], logits_NV: Tensor) -> Choice:
-        turns, size = turns_of(rows), logits_NV.shape[-1]
-        batch = Batch([choosers[i] for i in turns.owners], size)
-        numbers_FN = batch.numbers([rows[i].token_index + n for i, n in zip(turns.owners, turns.numbers, strict=True)])
-        sent = np.concatenate((numbers_FN, np.array([turns.drafts, turns.positions, turns.owners])))
-        *_, drafts_N, positions_N, owners_N = there_FN = to_device(torch.from_numpy(sent), self._device)
-        told_NC = verify(
-            logits_NV[positions_N],
-            drafts_N,
-            parameters_of(there_FN[:NUM_PARAMETERS]),
-            turns.sizes,
-            lambda logits_LV, parameters_L: self.choose(logits_LV, parameters_L, batch.needs),
-        )
-        is_reached_N = (told_NC[:, 0] != NOT_REACHED).long()
-        accepted_R = is_reached_N.new_full((len(rows),), -1).index_add_(0, owners_N, is_reached_N)
-        in_order_NC = torch.empty_like(told_NC).index_copy_(0, positions_N, told_NC)
-        return DeviceChoice(rows, choosers, in_order_NC, self.broken, accepted_R=accepted_R)
-
     def batch(self, rows: Sequence[Row], vocabulary_size: int) -> Batch:
-        """How the tokens of rows are chosen: the batch before, where that is the same."""
-        choosers = [self._chooser(row, vocabulary_size) for row in rows]
+        """How the tokens of rows are chosen, and those behind their drafts: the batch before, where that is the
+        same."""
+        by_row = [self._chooser(row, vocabulary_size) for row in rows]
+        choosers = [each for row, each in zip(rows, by_row, strict=True) for _ in range(1 + len(row.draft_ids))]
         if self._batch is None or self._batch.choosers != choosers:
             self._batch = Batch(choosers, vocabulary_size)
         return self._batch
 
-    def choose(self, logits_RV: Tensor, parameters: Parameters, needs: Needs) -> Tensor:
-        """What `fixed_shape.choose` tells of rows, some of them after the others where they are many."""
+    def choose(self, logits_RV: Tensor, parameters: Parameters, needs: Needs, drafts: Drafts | None = None) -> Tensor:
+        """What `fixed_shape.note` tells of rows, chosen some after the others where they are many."""
         size = logits_RV.shape[-1]
         most, histories = max(1, MAX_LOGITS // size), self._there(size)
-        parts = [slice(start, start + most) for start in range(0, len(logits_RV), most)]
-        found = [choose(logits_RV[some], parameters.of(some), histories, needs) for some in parts]
-        return found[0] if len(found) == 1 else torch.cat(found)
+        num_before = min(MAX_DRAFT_TOKENS, len(logits_RV) - 1) if needs.counts_tokens else 0
+        before_RM = drafts.before(num_before) if drafts is not None and num_before else None
+        found: list[Tensor] = []
+        for start in range(0, len(logits_RV), most):
+            some = slice(start, start + most)
+            before_LM = None if before_RM is None else before_RM[some]
+            found.append(choose(logits_RV[some], parameters.of(some), histories, needs, before_LM))
+        return note(found[0] if len(found) == 1 else torch.cat(found), parameters, histories, needs, drafts)
 
     def _there(self, vocabulary_size: int) -> Histories:
         """Where the histories lie, for good."""
@@ -216,8 +199,14 @@ class DeviceSampler:
 
 
 def ids_of(told_RN: Tensor) -> Tensor:
-    """The ids [R], int64, of what `fixed_shape.choose` tells, with one that is there for rows without a token."""
-    return told_RN[:, 0].long().clamp(min=NO_TOKEN.id)
+    """The ids [R], int64, of what `fixed_shape.note` tells, with one that is there for rows without a token."""
+    ids_R = told_RN[:, 0].long()
+    return torch.where(ids_R == NOT_FINITE, NO_TOKEN.id, ids_R)
+
+
+def token_indices(rows: Sequence[Row]) -> list[int]:
+    """Indices in their answers of the tokens behind rows and their drafts."""
+    return [row.token_index + number for row in rows for number in range(1 + len(row.draft_ids))]
 
 
 def make_sampler(device: str, num_sequences: int) -> Sampler | DeviceSampler:

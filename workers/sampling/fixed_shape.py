@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from longleaf.sampling import MAX_LOGPROBS
-from workers.sampling.history import Histories
+from workers.sampling.acceptance import NOT_FINITE, NOT_REACHED, Drafts
+from workers.sampling.history import NOBODY, Histories
 from workers.sampling.logprobs import top_logprobs
 
 COLUMNS = (slice(None), None)
@@ -36,7 +37,12 @@ class Needs(NamedTuple):
 
     @property
     def is_adjusted(self) -> bool:
-        return self.has_bias or self.has_repetition or self.has_counts
+        return self.has_bias or self.counts_tokens
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether it matters which tokens there were."""
+        return self.has_repetition or self.has_counts
 
     def covers(self, other: "Needs") -> bool:
         """Whether the operations that these need do for rows of other needs, too."""
@@ -84,47 +90,78 @@ class Parameters(NamedTuple):
         return Parameters(*(values_R[rows] for values_R in self))
 
 
-def choose(logits_RV: Tensor, parameters: Parameters, histories: Histories, needs: Needs) -> Tensor:
-    """The id of the next token of each row, from its logits [V], or -1 where they are not finite: [R, 1], int64. With
-    logprobs [R, 2 + 2 N], float64: the id, the logprob of it, those of the N likeliest tokens, and the ids of these."""
+def choose(
+    logits_RV: Tensor, parameters: Parameters, histories: Histories, needs: Needs, before_RM: Tensor | None = None
+) -> Tensor:
+    """The id of the next token of each row, from its logits [V], or NOT_FINITE: [R, 1], int64. With logprobs
+    [R, 2 + 2 N], float64: the id, the logprob of it, those of the N likeliest tokens, and the ids of these.
+
+    `before_RM` are drafts that count as said, see `Drafts.before`."""
     is_finite_R = logits_RV.amax(dim=-1).isfinite()  # NaN shows in it, and -inf alone is a token that is ruled out
     if needs.is_adjusted or needs.draws:
-        ids_R = choose_adjusted(logits_RV, parameters.of(COLUMNS), histories, needs)
+        ids_R = choose_adjusted(logits_RV, parameters.of(COLUMNS), histories, needs, before_RM)
     else:
         ids_R = logits_RV.argmax(dim=-1)
-    if needs.has_repetition or needs.has_counts:
-        histories.add(parameters.place, ids_R)
-    told_R1 = torch.where(is_finite_R, ids_R, -1)[:, None]
+    told_R1 = torch.where(is_finite_R, ids_R, NOT_FINITE)[:, None]
     if needs.num_top < 0:
         return told_R1
     ids_RN, logprobs_RN = top_logprobs(logits_RV, ids_R[:, None], needs.num_top)
     return torch.cat((told_R1.double(), logprobs_RN, ids_RN.double()), dim=1)
 
 
-def choose_adjusted(logits_RV: Tensor, parameters_R1: Parameters, histories: Histories, needs: Needs) -> Tensor:
+def note(told_RC: Tensor, parameters: Parameters, histories: Histories, needs: Needs, drafts: Drafts | None) -> Tensor:
+    """Notes what was chosen in the histories of its sequences. What `choose` tells, with the id NOT_REACHED behind
+    drafts that are not accepted."""
+    ids_R, places_R = told_RC[:, 0].long(), parameters.place
+    if drafts is not None:
+        is_reached_R = drafts.reached(ids_R)
+        told_RC[:, 0].masked_fill_(~is_reached_R, NOT_REACHED)
+        places_R = torch.where(is_reached_R, places_R, NOBODY)
+    if needs.counts_tokens:
+        histories.add(places_R, ids_R.clamp(min=0))
+    return told_RC
+
+
+def choose_adjusted(
+    logits_RV: Tensor, parameters_R1: Parameters, histories: Histories, needs: Needs, before_RM: Tensor | None
+) -> Tensor:
     """Ids [R] after bias and penalties, greedy or drawn."""
     scores_RV = logits_RV.to(torch.float64, copy=True)
     if needs.is_adjusted:
-        adjust(scores_RV, parameters_R1, histories, needs)
+        adjust(scores_RV, parameters_R1, histories, needs, before_RM)
     if not needs.draws:
         return scores_RV.argmax(dim=-1)
     greedy_R = scores_RV.argmax(dim=-1)
     return torch.where(parameters_R1.is_greedy[:, 0] > 0, greedy_R, draw(scores_RV, parameters_R1, needs))
 
 
-def adjust(scores_RV: Tensor, parameters_R1: Parameters, histories: Histories, needs: Needs) -> None:
+def adjust(
+    scores_RV: Tensor, parameters_R1: Parameters, histories: Histories, needs: Needs, before_RM: Tensor | None
+) -> None:
     """Adds biases and penalties in place, as `penalties.py` does; those that a row does not have leave its bits."""
     places_R = parameters_R1.place[:, 0]
     if needs.has_bias:
         scores_RV.scatter_add_(1, histories.bias_ids_PB[places_R], histories.biases_PB[places_R])
+    if not needs.counts_tokens:
+        return
+    is_seen_RV, counts_RV = histories.is_seen_PV[places_R], histories.counts_PV[places_R]
+    if before_RM is not None:
+        more_RV = counts_of(before_RM, scores_RV.shape[-1])
+        is_seen_RV, counts_RV = is_seen_RV | (more_RV > 0), counts_RV + more_RV
     if needs.has_repetition:
         factor_R1 = parameters_R1.repetition_penalty
         penalized_RV = torch.where(scores_RV < 0, scores_RV * factor_R1, scores_RV / factor_R1)
-        torch.where(histories.is_seen_PV[places_R], penalized_RV, scores_RV, out=scores_RV)
+        torch.where(is_seen_RV, penalized_RV, scores_RV, out=scores_RV)
     if needs.has_counts:
-        counts_RV = histories.counts_PV[places_R]
         scores_RV -= parameters_R1.presence_penalty * (counts_RV > 0)
         scores_RV -= counts_RV * parameters_R1.frequency_penalty
+
+
+def counts_of(ids_RM: Tensor, vocabulary_size: int) -> Tensor:
+    """How often each of V ids is among those of a row, [R, V], int32; what is no id of a logit is not counted."""
+    is_id_RM = (ids_RM >= 0) & (ids_RM < vocabulary_size)
+    counts_RV = torch.zeros(len(ids_RM), vocabulary_size, dtype=torch.int32, device=ids_RM.device)
+    return counts_RV.scatter_add_(1, torch.where(is_id_RM, ids_RM, 0), is_id_RM.int())
 
 
 def draw(scores_RV: Tensor, parameters_R1: Parameters, needs: Needs) -> Tensor:

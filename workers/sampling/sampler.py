@@ -12,6 +12,7 @@ from torch import Tensor
 from longleaf.channel.step import Row, Terms
 from longleaf.sampling import Logprobs, Token
 from workers.sampling import distribution, draws
+from workers.sampling.acceptance import NOT_REACHED
 from workers.sampling.logprobs import logprobs
 from workers.sampling.penalties import Penalties
 from workers.sampling.uniforms import uniform
@@ -28,11 +29,8 @@ class Choice(Protocol):
     """The next tokens of rows."""
 
     def ids(self) -> Tensor:
-        """For the other ranks: the last id of each row, [R], int64, where the logits are."""
-        ...
-
-    def num_accepted(self) -> Tensor:
-        """For the other ranks: how many of its drafts were accepted of each row that has some, int64."""
+        """For the other ranks: the ids behind each row and its drafts, NOT_REACHED behind one that was not accepted,
+        int64, where the logits are."""
         ...
 
     def tokens(self) -> list[tuple[Token, ...]]:
@@ -49,11 +47,11 @@ class Chosen:
         self._tokens = tokens
 
     def ids(self) -> Tensor:
-        return torch.tensor([(found[-1] if found else NO_TOKEN).id for found in self._tokens], dtype=torch.long)
-
-    def num_accepted(self) -> Tensor:
-        pairs = zip(self._rows, self._tokens, strict=True)
-        return torch.tensor([max(0, len(found) - 1) for row, found in pairs if row.draft_ids], dtype=torch.long)
+        found: list[int] = []
+        for row, tokens in zip(self._rows, self._tokens, strict=True):
+            ids = [token.id for token in tokens or (NO_TOKEN,)]
+            found += ids + [NOT_REACHED] * (1 + len(row.draft_ids) - len(ids))
+        return torch.tensor(found, dtype=torch.long)
 
     def tokens(self) -> list[tuple[Token, ...]]:
         return self._tokens

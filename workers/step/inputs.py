@@ -75,7 +75,7 @@ class RowNumbers:
     blocks: BlockPlan | None = None
     """What kernels tell of it; None where they tell nothing."""
     is_plain: bool = True
-    """Whether rows see all that is before them, and nothing but a token of each is wanted; all ranks say the same."""
+    """Whether rows see all that is before them, and nothing but tokens is wanted; all ranks say the same."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -183,7 +183,7 @@ class InputBuilder:
             scored_rows=scored,
             asked=told,
             blocks=self._blocks(reads, told),
-            is_plain=not (told or scored or any(row.hidden or row.draft_ids for row in work.rows)),
+            is_plain=not (told or scored or any(row.hidden for row in work.rows)),
         )
 
     def _blocks(self, reads: dict[Reach, Reads], told: Sequence[Asked]) -> BlockPlan | None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from longleaf.channel.step import Row
+from workers.sampling.acceptance import NOT_REACHED, drafts_of, reached_ids
 from workers.transfers import to_device
 
 NOBODY = 0
@@ -28,8 +29,8 @@ class LastIds(Protocol):
         """Ids [T], int64, with the ids that others stand for."""
         ...
 
-    def note(self, rows: Sequence[Row], ids_R: Tensor) -> None:
-        """Remembers the ids, int64, that were chosen for rows."""
+    def note(self, rows: Sequence[Row], told_N: Tensor) -> None:
+        """Remembers of each row the last id that was reached, of what was told of its positions, int64."""
         ...
 
     def forget(self, sequences: Iterable[int]) -> None:
@@ -47,8 +48,9 @@ class HostIds(dict[int, int]):
     def resolve(self, token_ids_T: Tensor) -> Tensor:
         return token_ids_T
 
-    def note(self, rows: Sequence[Row], ids_R: Tensor) -> None:
-        self.update(zip([row.sequence for row in rows], ids_R.tolist(), strict=True))
+    def note(self, rows: Sequence[Row], told_N: Tensor) -> None:
+        for row, ids in zip(rows, reached_ids(rows, told_N.tolist()), strict=True):
+            self[row.sequence] = ids[-1]
 
     def forget(self, sequences: Iterable[int]) -> None:
         for sequence in sequences:
@@ -80,13 +82,21 @@ class DeviceIds:
         places_T = (-1 - token_ids_T).clamp_(min=NOBODY)
         return torch.where(token_ids_T < 0, self._ids_P[places_T], token_ids_T)
 
-    def note(self, rows: Sequence[Row], ids_R: Tensor) -> None:
-        places = torch.tensor([self.place(row.sequence) for row in rows], dtype=torch.long)
-        self.put(to_device(places, self._device), ids_R)
+    def note(self, rows: Sequence[Row], told_N: Tensor) -> None:
+        places, (_, numbers) = self.places(rows), drafts_of(rows)
+        places_N, numbers_N = to_device(torch.tensor([places, numbers], dtype=torch.long), self._device)
+        self.put(places_N, numbers_N, told_N)
 
-    def put(self, places_R: Tensor, ids_R: Tensor) -> None:
-        """Remembers ids at their places."""
-        self._ids_P.index_copy_(0, places_R, ids_R)
+    def places(self, rows: Iterable[Row]) -> list[int]:
+        """Where the ids of rows' positions lie, or will, if they are the last ones."""
+        return [self.place(row.sequence) for row in rows for _ in range(1 + len(row.draft_ids))]
+
+    def put(self, places_N: Tensor, numbers_N: Tensor, told_N: Tensor) -> None:
+        """Remembers at its place the last id of each sequence that was reached. Positions are numbered as in
+        `Drafts`."""
+        is_reached_N = told_N != NOT_REACHED
+        is_followed_N = (is_reached_N & (numbers_N > 0)).roll(-1)  # the first one follows nobody
+        self._ids_P.index_copy_(0, torch.where(is_reached_N & ~is_followed_N, places_N, NOBODY), told_N)
 
     def forget(self, sequences: Iterable[int]) -> None:
         for sequence in sequences:

@@ -32,6 +32,15 @@ SAMPLINGS = (
     Sampling(presence_penalty=0.5, frequency_penalty=0.2, logit_bias={5: 2.0}),
     Sampling(num_logprobs=0),
 )
+REPEATED = (
+    Sampling(logit_bias={5: 90.0}),
+    Sampling(logit_bias={5: 90.0, 6: 88.0}, frequency_penalty=0.7, num_logprobs=2),
+    Sampling(logit_bias={3: 9.0, 4: 9.0}, temperature=1.0, seed=4),
+    Sampling(logit_bias={7: 40.0, 2: 40.0}, temperature=0.9, top_k=3, repetition_penalty=1.05, num_logprobs=0, seed=5),
+    Sampling(),
+)
+"""With answers that repeat themselves, so that drafts are right now and then."""
+MOST_DRAFTS = 3
 SIZES = {"chunk_size": 8, "block_size": 4, "replicate_below": 6, "max_sequences": 6, "merge": "exchange"}
 
 
@@ -61,8 +70,10 @@ class Drive:
     One of them does a step at a time; the other begins the next one before it is asked for the last one's tokens.
     """
 
-    def __init__(self, eager: DeviceFleet, captured: DeviceFleet, seed: int) -> None:
+    def __init__(self, eager: DeviceFleet, captured: DeviceFleet, seed: int, *, drafts: str = "") -> None:
+        """With drafts of a kind, see `RandomDrafter`, it is ranks who say what was sampled."""
         self.eager, self.captured = eager, captured
+        self._drafts = drafts
         self.dice = random.Random(seed)
         ready, config = eager.readies[0], eager.config
         self.bench = Bench(
@@ -74,6 +85,8 @@ class Drive:
             model=config.model,
             world_size=config.world_size,
             window_keys=config.window_keys,
+            drafts=drafts,
+            max_draft_tokens=MOST_DRAFTS if drafts else 0,
             **{
                 name: getattr(config, name) for name in ("chunk_size", "block_size", "replicate_below", "max_sequences")
             },
@@ -105,8 +118,10 @@ class Drive:
             case "ask" | "several" as what:
                 num_samples = self.dice.choice((2, 3)) if what == "several" else 1
                 count, num_new = self.dice.randint(1, 12), self.dice.randint(1, 12)
-                sampling = self.dice.choice(SAMPLINGS)
-                self.bench.ask(count, num_new, context, sampling=sampling, num_samples=num_samples)
+                sampling = self.dice.choice(REPEATED if self._drafts else SAMPLINGS)
+                most = MOST_DRAFTS if self._drafts else 0
+                asked = {"sampling": sampling, "num_samples": num_samples, "max_draft_tokens": most}
+                self.bench.ask(count, num_new, context, **asked)
                 self.seen[what] += 1
             case "ingest":
                 self._num_contexts += 1
@@ -138,6 +153,11 @@ class Drive:
             self.seen["decode"] += 1
             self.seen["mixed ropes"] += len(self._ropes_of(work)) > 1
             self.seen[f"{plan.num_tokens} rows"] += 1
+            for row in work.rows:
+                if row.draft_ids:
+                    num_accepted = len(wanted.tokens[row.sequence]) - 1
+                    self.seen["accepted"] += num_accepted
+                    self.seen["refused"] += num_accepted < len(row.draft_ids)
             self.seen["after release"] += any(row.terms is not None and row.token_index > 0 for row in work.rows)
 
     def _ropes_of(self, work: Decode) -> set[Rope]:
@@ -160,7 +180,7 @@ class Drive:
         assert not any(others)
 
     def _commit(self) -> None:
-        plan, _ = self._under_way.pop(0)
+        plan, wanted = self._under_way.pop(0)
         if len(self._pending) > len(self._under_way):
             self._check()
-        self.bench.commit(plan)
+        self.bench.commit(plan, wanted if self._drafts else None)

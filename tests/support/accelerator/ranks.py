@@ -142,10 +142,14 @@ class PretendedRank:
             if isinstance(plan.work, Prefill) and not computes_chunks:
                 self._tell(plan.work)
             else:
-                with self.accelerator.running():
-                    self.rank.execute(plan)
-                yield Step(plan, self.accelerator.log.take())
+                yield Step(plan, self.logged(plan))
             self.bench.commit(plan)
+
+    def logged(self, plan: StepPlan) -> Log:
+        """Does a step, and gives what it asked of the device."""
+        with self.accelerator.running():
+            self.rank.execute(plan)
+        return self.accelerator.log.take()
 
     def _tell(self, work: Prefill) -> None:
         """Which blocks hold a chunk is noted where its inputs are built."""

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from msgspec.structs import replace
 
 from coordinator.events import Cuts
 from longleaf.attention import Partial
-from longleaf.channel.step import Prefill
+from longleaf.channel.step import Decode, Prefill, Row
 from longleaf.kernels.dense import Dense
 from longleaf.sampling import Sampling
 from tests.support.accelerator.events import Log
@@ -79,6 +80,8 @@ class Case(NamedTuple):
     """Of the book, where prompts tell of their attention."""
     rank: int = 0
     is_captured: bool = False
+    num_drafts: int = 0
+    """Of each row of the step."""
 
 
 SHARED = ((5, "book"), (7, "book"), (9, "book"), (20, "book"))
@@ -141,7 +144,18 @@ def decoded(case: Case, folder_of: FolderOf, make_backend: MakeBackend) -> Log:
     while next(steps).plan.num_tokens != len(case.prompts):
         pass
     made.rank.backend = measured
-    return next(steps).log
+    if not case.num_drafts:
+        return next(steps).log
+    plan = made.bench.schedule()
+    assert plan is not None and isinstance(plan.work, Decode)
+    rows = tuple(with_drafts(row, case.num_drafts) for row in plan.work.rows)
+    return made.logged(replace(plan, work=Decode(rows)))
+
+
+def with_drafts(row: Row, count: int) -> Row:
+    """The row with so many drafts behind its token, which fit into its block."""
+    *runs, last = row.runs
+    return replace(row, draft_ids=(7,) * count, runs=(*runs, replace(last, end=last.end + count)))
 
 
 def prefilled(case: Case, folder_of: FolderOf, make_backend: MakeBackend) -> Log:

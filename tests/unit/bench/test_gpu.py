@@ -114,7 +114,12 @@ def test_each_case_is_there_once_and_the_aims_first():
 def test_whole_steps_tokens_and_shared_devices_are_measured():
     found = list(cases())
     steps = [case for case in found if isinstance(case, Step)]
-    assert [(case.num_keys, case.num_rows, case.num_contexts) for case in steps] == [
+    assert [(case.num_keys, case.num_rows, case.num_drafts) for case in steps if case.num_drafts] == [
+        (32768, 1, 7),
+        (131072, 1, 7),
+        (131072, 8, 7),
+    ]
+    assert [(case.num_keys, case.num_rows, case.num_contexts) for case in steps if not case.num_drafts] == [
         (32768, 1, 1),
         (131072, 1, 1),
         (262144, 1, 1),

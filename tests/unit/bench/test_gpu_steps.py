@@ -84,8 +84,11 @@ def test_a_rank_and_transformers_say_the_same_over_the_same_keys():
 def test_a_step_is_measured_eager_captured_and_as_transformers_does_it(monkeypatch):
     monkeypatch.setattr(steps, "STEPS", 3)
     measured = steps.Steps("cpu", TINY, "float32")
-    rows = [{"case": "step", "what": str(case), **measured.measure(case, 1e9)} for case in (Step(99), Step(99, 2))]
-    one, two = rows
+    rows = [
+        {"case": "step", "what": label(case), **measured.measure(case, 1e9)}
+        for case in (Step(99), Step(99, 2), Step(99, 2, num_drafts=3))
+    ]
+    one, two, drafted = rows
     module = make_module(TINY, torch.float32, "cpu")
     read = sum(part.nbytes for part in module.parameters()) - 512 * 64 * 4  # of the embedding a row is read
     assert one["weight_bytes"] == read and one["key_bytes"] == 99 * TINY.num_stored * 4 == two["key_bytes"]
@@ -95,10 +98,14 @@ def test_a_step_is_measured_eager_captured_and_as_transformers_does_it(monkeypat
     assert (
         one["transformers"]["way"] in {"sdpa, StaticCache", "sdpa, DynamicCache"} == set(one["transformers"]["others"])
     )
-    assert two["transformers"] == {"reason": "measured with one row only"}
+    assert two["transformers"] == drafted["transformers"] == {"reason": "measured with one row only"}
+    assert (
+        drafted["key_bytes"] == two["key_bytes"]
+        and drafted["what"] == "step, 2 rows that share with 3 drafts over 99 keys"
+    )
     text = page([{"copy_gb_per_s": 1.0, "machine": MACHINE, **row} for row in rows])
-    assert f"| Step(num_keys=99, num_rows=1, is_shared=True) | {one['kernels']} |" in text
-    assert "- Step(num_keys=99, num_rows=2, is_shared=True): nothing of transformers: measured with one row" in text
+    assert f"| {label(Step(99))} | {one['kernels']} |" in text
+    assert f"- {label(Step(99, 2))}: nothing of transformers: measured with one row" in text
     assert ": not captured: there are no graphs here" in text
 
 

@@ -8,8 +8,8 @@ import pytest
 from coordinator.drafting.drafts import Draft
 from coordinator.drafting.guesses import Guesses
 from coordinator.scheduling.drafter import MAX_COMPARED, TURN_STEPS
-from coordinator.scheduling.scheduler import MIN_ROWS
 from longleaf.channel.step import StepPlan
+from longleaf.config import MIN_ROWS
 from longleaf.errors import DeadlineExceeded
 from tests.support.scheduling import Bench
 

@@ -33,8 +33,23 @@ def model_of(tmp_path_factory):
 
 
 def needed(model, num_ranks_here=1, **settings):
-    settings = {"world_size": num_ranks_here, "block_size": 128, "chunk_size": 4096, "max_sequences": 8, **settings}
-    return workspace(model, EngineConfig(model="", **settings), num_ranks_here, TOTAL)
+    usual = {
+        "world_size": num_ranks_here,
+        "block_size": 128,
+        "chunk_size": 4096,
+        "max_sequences": 8,
+        "max_draft_tokens": 0,
+    }
+    config = EngineConfig(model="", **(usual | settings))
+    return workspace(model, config, num_ranks_here, TOTAL)
+
+
+def test_steps_with_drafts_have_more_rows_than_sequences(model_of):
+    without, drafting, many = (
+        needed(model_of(), **settings) for settings in ({}, {"max_draft_tokens": 7}, {"max_sequences": 16})
+    )
+    assert drafting.chunk == many.chunk > without.chunk
+    assert drafting.graphs == many.graphs > without.graphs
 
 
 def test_a_rank_alone(model_of):

@@ -1,0 +1,86 @@
+"""Steps with drafts of a small random model: what is said, and from which logits, is what steps of one token say."""
+
+import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from bench.gpu import ground
+from tests.gpu.decoding import BLOCK_SIZE, watched
+from tests.gpu.place import Place, assert_same_bits
+
+if TYPE_CHECKING:
+    from bench.gpu.plans import Asked
+    from longleaf.channel.step import Row
+    from longleaf.sampling import Token
+
+NUM_TOKENS, MOST_DRAFTS, SHARE = 24, 4, 0.8
+"""Of an answer, of a row, and how often a draft is right."""
+TOLERANCE = 1e-4
+"""Of a logprob, in float32."""
+
+
+def drafts_change_no_token(place: Place) -> None:
+    """Greedy, drawn, with penalties; captured steps have the bits of those that are launched one by one, and are
+    replayed."""
+    ground.need(ground.NEEDED_BY_RANKS)
+    from bench.gpu.plans import Asked, answers
+    from longleaf.sampling import Sampling
+
+    ids = tuple(3 + i * 7 % 400 for i in range(place.num_prompt))
+    drawn = Sampling(temperature=0.9, top_p=0.9, num_logprobs=3, seed=1)
+    penalized = Sampling(repetition_penalty=1.2, frequency_penalty=0.5, logit_bias={5: 1.0}, num_logprobs=0)
+    samplings = (Sampling(num_logprobs=5), drawn, penalized)
+    asked = [Asked(ids[: len(ids) - i], NUM_TOKENS, 0, sampling) for i, sampling in enumerate(samplings)]
+    rank, wanted = watched(place, is_captured=True).rank, [list["Token"]() for _ in asked]
+    for plan in answers(asked, 1, BLOCK_SIZE):
+        result = rank.execute(plan)
+        for sequence, tokens in result.tokens.items() if result else ():
+            wanted[sequence] += tokens
+    found = drafted(place, asked, wanted)
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert [token.id for token in mine] == [token.id for token in theirs]
+        pairs = [(a.logprobs, b.logprobs) for a, b in zip(mine, theirs, strict=True)]
+        assert all(a and b and abs(a.logprob - b.logprob) < TOLERANCE for a, b in pairs)
+
+
+def drafted(place: Place, asked: "Sequence[Asked]", known: "Sequence[Sequence[Token]]") -> "list[list[Token]]":
+    """The answers of ranks that are given drafts, of which most are right."""
+    from bench.gpu import plans
+    from longleaf.channel.step import Decode, StepPlan
+
+    captured, eager = watched(place, is_captured=True), watched(place, is_captured=False)
+    each = -(-max(len(one.token_ids) + one.num_tokens for one in asked) // BLOCK_SIZE) + 1
+    for i, one in enumerate(asked):
+        for rank in (captured.rank, eager.rank):
+            rank.execute(StepPlan(plans.EPOCH, i, plans.chunk(i, one, 1, BLOCK_SIZE, i * each)))
+    dice, found, num_steps = random.Random(0), [list["Token"]() for _ in asked], 0
+    while here := [i for i, one in enumerate(asked) if len(found[i]) < one.num_tokens]:
+        rows = [row(i, asked[i], found[i], known[i], each, dice) for i in here]
+        plan = StepPlan(plans.EPOCH, len(asked) + num_steps, Decode(tuple(rows)))
+        result = captured.rank.execute(plan)
+        assert result == eager.rank.execute(plan)
+        num_positions = sum(1 + len(row.draft_ids) for row in rows)
+        assert_same_bits(captured.logits[0][:num_positions], eager.logits[0][:num_positions])
+        assert result is not None
+        for i in here:
+            found[i] += result.tokens[i]
+        num_steps += 1
+    assert num_steps < NUM_TOKENS, "no draft was accepted"
+    assert captured.graphs is not None and captured.graphs.num_replayed == 3 * num_steps, captured.graphs
+    return found
+
+
+def row(
+    sequence: int, one: "Asked", said: "Sequence[Token]", known: "Sequence[Token]", each: int, dice: random.Random
+) -> "Row":
+    """The row behind what was said, with drafts that fit into its block and its answer."""
+    from msgspec.structs import replace
+
+    from bench.gpu import plans
+
+    index = len(said)
+    plain = plans.row(sequence, one, index, 1, BLOCK_SIZE, sequence * each)
+    room = min(BLOCK_SIZE - 1 - index % BLOCK_SIZE, one.num_tokens - index - 1, MOST_DRAFTS if index else 0)
+    guesses = [token.id if dice.random() < SHARE else token.id + 1 for token in known[index : index + room]]
+    (run,) = plain.runs
+    return replace(plain, draft_ids=tuple(guesses), runs=(replace(run, end=run.end + len(guesses)),))
