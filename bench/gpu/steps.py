@@ -103,7 +103,7 @@ class Steps:
             model="random",
             block_size=BLOCK_SIZE,
             kv_bytes=self._kv_bytes(case),
-            max_sequences=case.num_rows,
+            max_sequences=case.num_rows * (1 + case.num_drafts),
             max_draft_tokens=case.num_drafts,
             device="cuda" if self._device.startswith("cuda") else "cpu",
             graphs=graphs,

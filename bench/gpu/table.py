@@ -18,7 +18,7 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
     versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items() if number)
     copied = f"{rows[0]['copy_gb_per_s']:,.0f} GB/s"
     yield f"On {machine['device']} ({machine['multiprocessors']} multiprocessors), {versions}, {machine['date']}."
-    clocks = machine["nvidia_smi"] or "not told"
+    clocks = ", ".join(f"{name} {value}" for name, value in machine["nvidia_smi"].items()) or "not told"
     yield f"A copy on the device moves {copied}; shares are shares of that. Clocks: {clocks}."
     measured = [row for row in rows if "left_out" not in row and "failed" not in row]
     yield from table(measured, KERNELS, lambda row: row["case"] not in OWN_TABLES, kernel_cells)
