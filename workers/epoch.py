@@ -25,6 +25,7 @@ from workers.decode.bucket import Bucket
 from workers.decode.choosing import Choosing, Telling
 from workers.decode.graphs import Graphs
 from workers.decode.steps import FixedSteps, Launched, try_out
+from workers.decode.tokens import FixedTokens
 from workers.keys.ledger import Ledger
 from workers.keys.pools import sharded_layers, windowed_layers
 from workers.keys.quantized import QuantizedPool
@@ -36,7 +37,7 @@ from workers.sampling.device_sampler import DeviceChoice, DeviceSampler
 from workers.sampling.logprobs import logprobs_of
 from workers.sampling.sampler import Choice, Sampler
 from workers.snapshots.desk import Desk
-from workers.step.drafts import DraftedBlocks, drafted_among
+from workers.step.drafts import DraftedBlocks, Keeper, drafted_among
 from workers.step.forward import DecodeStep, Peers, PrefillDone, PrefillStep
 from workers.step.inputs import InputBuilder, Inputs, RowNumbers
 from workers.step.last_ids import DeviceIds, HostIds, LastIds
@@ -146,7 +147,9 @@ class Epoch:
         telling, choosing = Telling(sizes[-1], last_ids, self._tell, self._means.device), None
         if logits_RV is not None and isinstance(sampler, DeviceSampler):
             choosing = Choosing(sampler, torch.zeros_like(logits_RV), telling.ids_R)
-        self._fixed = FixedSteps(buckets, last_ids, telling, choosing, self._means.device)
+        keeps = isinstance(self._means.pool, QuantizedPool) and self._means.config.max_draft_tokens > 0
+        tokens = FixedTokens() if keeps else None
+        self._fixed = FixedSteps(buckets, last_ids, telling, choosing, self._means.device, tokens)
         self._fixed.prepare(self._logits, self._graphs, self._agree)
         self._merge_bytes()  # those of no step
 
@@ -222,10 +225,9 @@ class Epoch:
         rows = self._inputs.numbers(work, self._means.last_ids)
         sampled = [row for row in work.rows if row.token_index >= 0]
         is_drafted = len(rows.sample_rows) > len(sampled)
-        # what drafts do to blocks of 8 bits is undone with tensors that no graph keeps
-        is_fixed = rows.is_plain and not (is_drafted and isinstance(self._means.pool, QuantizedPool))
-        begun = self._fixed.begin(rows, sampled) if self._fixed and is_fixed else None
-        begun = begun or self._begin(rows, sampled, [row for row in work.rows if row.num_scored])
+        blocks = self._drafted_blocks(rows, sampled) if is_drafted else None
+        begun = self._fixed.begin(rows, sampled, blocks) if self._fixed and rows.is_plain else None
+        begun = begun or self._begin(rows, sampled, [row for row in work.rows if row.num_scored], blocks)
         read, merged = self._inputs.kv_bytes_read(rows), self._merge_bytes()
         result = msgspec.structs.replace(result, kv_bytes_read=read, merge_bytes=merged)
         pending = Pending(lambda: begun.end.is_past, lambda: self._finish(work, sampled, begun, result))
@@ -235,12 +237,13 @@ class Epoch:
             pending.result()
         return pending
 
-    def _begin(self, rows: RowNumbers, sampled: Sequence[Row], scored: Sequence[Row]) -> Launched:
+    def _begin(
+        self, rows: RowNumbers, sampled: Sequence[Row], scored: Sequence[Row], blocks: DraftedBlocks | None
+    ) -> Launched:
         """A step of any shape, over tensors of its own."""
         inputs = self._inputs.tensors(rows, self._means.last_ids)
         masses = self._masses(rows) if rows.asked else None
-        drafted = self._drafted_blocks(rows, sampled)
-        logits_RV = self._logits(inputs, masses, drafted)
+        logits_RV = self._logits(inputs, blocks, masses)
         told = masses.told() if masses else None
         scores = None
         if logits_RV is not None and scored:
@@ -249,7 +252,7 @@ class Epoch:
         choice = self._means.sampler.start(sampled, logits_RV) if sampled and logits_RV is not None else None
         ids = self._tell_all(sampled, choice) if sampled else None
         end = choice.arrival if isinstance(choice, DeviceChoice) else Moment(torch.device(self._means.device))
-        return Launched(end, choice, logits_RV, scores, told, ids, drafted)
+        return Launched(end, choice, logits_RV, scores, told, ids, blocks)
 
     def _masses(self, rows: RowNumbers) -> Masses:
         comm, backend = self.peers.comm if self.peers else None, self._means.backend
@@ -258,8 +261,8 @@ class Epoch:
 
     def _drafted_blocks(self, rows: RowNumbers, sampled: Sequence[Row]) -> DraftedBlocks | None:
         """Where drafts leave more than their keys when they are refused."""
-        drafted, pool = drafted_among(sampled, rows.sample_rows), self._means.pool
-        if not drafted or not isinstance(pool, QuantizedPool):
+        pool, drafted = self._means.pool, drafted_among(sampled, rows.sample_rows)
+        if not isinstance(pool, QuantizedPool):
             return None
         return DraftedBlocks(pool, self._means.backend, drafted, rows.slots, rows.window_slots)
 
@@ -319,10 +322,10 @@ class Epoch:
         return self.peers.comm.broadcast(ids_T) if self.peers else ids_T
 
     def _logits(
-        self, inputs: Inputs[RowLayer], masses: Masses | None = None, drafted: DraftedBlocks | None = None
+        self, inputs: Inputs[RowLayer], keeper: Keeper | None = None, masses: Masses | None = None
     ) -> Tensor | None:
         """Goes through the model. On rank 0 logits [R, V] of the R rows of which they are wanted."""
-        step = DecodeStep(inputs, self._means.pool, self._means.backend, self.peers, masses, drafted)
+        step = DecodeStep(inputs, self._means.pool, self._means.backend, self.peers, masses, keeper)
         if self._number != 0:
             self._forward(self._means.model.decoder, inputs, step)
             return None

@@ -53,7 +53,8 @@ def test_decode_launches_few_kernels_per_layer(mix, folder_of):
 @pytest.mark.parametrize("mix", ["shared and own", "windows", "sinks", "latents", "int8", "4 ranks, exchange"])
 def test_rows_that_tell_of_their_attention_take_a_launch_more_per_layer_and_no_wait(mix, folder_of):
     """And memory for what is told is cleared once; it comes back in a copy of its own, behind the tokens."""
-    plain, asking = (decoded(MIXES[mix]._replace(cuts=cuts), folder_of, kernels) for cuts in (None, Cuts(64)))
+    case = MIXES[mix]._replace(settings=(*MIXES[mix].settings, ("max_draft_tokens", 0)))
+    plain, asking = (decoded(case._replace(cuts=cuts), folder_of, kernels) for cuts in (None, Cuts(64)))
     adding = {event.layer for event in asking.of("launch") if event.name == "add_shares"}
     before, after = plain.per_layer("launch"), asking.per_layer("launch")
     assert adding and after - before == Counter(adding) + Counter([min(adding)])
@@ -120,6 +121,14 @@ def test_a_captured_step_with_drafts_asks_for_no_more(mix, samplings, folder_of)
     case = MIXES[mix]._replace(samplings=samplings, is_captured=True, prompts=SHARED, num_drafts=3)
     log = decoded(case, folder_of, kernels)
     assert [event.kind for event in log.events] == ["to device", "launch", "launch", "to host", "launch", "wait"]
+
+
+def test_with_keys_in_8_bits_blocks_are_kept_before_it_and_put_back_behind_it(folder_of):
+    """By launches of their own in each layer, and copies that tell what is where; nobody waits once more."""
+    log = decoded(MIXES["int8"]._replace(is_captured=True, prompts=SHARED, num_drafts=3), folder_of, kernels)
+    assert [event.name for event in log.of("launch")].count("graph") == 3
+    assert len(log.of("wait")) == len(log.of("to host")) == 1
+    assert len(log.of("to device")) <= 5
 
 
 def test_another_rank_is_told_which_drafts_were_accepted_and_waits_once(folder_of):

@@ -13,12 +13,13 @@ from longleaf.kernels.backend import FixedBackend, Numbers, Tables
 from workers.decode.memory import laid_out
 from workers.sampling.acceptance import NO_DRAFT
 from workers.sampling.device_sampler import NUM_PARAMETERS
+from workers.step.drafts import Keeper
 from workers.step.inputs import InputBuilder, Inputs, RowNumbers
 from workers.step.last_ids import NOBODY
 from workers.step.layers import RowLayer
 
 DOUBLE = Rope(is_double=True)
-Forward = Callable[[Inputs[RowLayer]], Tensor | None]
+Forward = Callable[[Inputs[RowLayer], Keeper | None], Tensor | None]
 """Has the device go through the model; on rank 0 it gives the logits [R, V] of the rows that are sampled."""
 
 
@@ -90,7 +91,7 @@ class Bucket:
         there_N = torch.zeros(self.fields.tables.start, dtype=torch.long, device=self._device)
         for field, slot in zip((self.fields.slots, self.fields.window_slots), self._trash, strict=True):
             there_N[field].fill_(slot)
-        logits_TV = forward(resolved(self.inputs(there_N, reads), there_N[self.fields.token_ids]))
+        logits_TV = forward(resolved(self.inputs(there_N, reads), there_N[self.fields.token_ids]), None)
         for is_shared in (False, True):
             tables = {reach: backend.tables(seen, is_shared=is_shared) for reach, seen in reads.items()}
             variant = Variant(tables, {reach: Reads() for reach in reads})

@@ -13,6 +13,7 @@ from workers.decode.bucket import Bucket, Forward, Sampled, resolved
 from workers.decode.choosing import Choosing, Telling
 from workers.decode.graphs import Agree, CaptureRefused, Graphs, SharedGraphs, Work
 from workers.decode.memory import StepMemory
+from workers.decode.tokens import FixedTokens
 from workers.sampling.acceptance import drafts_of
 from workers.sampling.device_sampler import Batch
 from workers.sampling.fixed_shape import KINDS, kind_of
@@ -65,14 +66,22 @@ class FixedSteps:
     """Decode steps over memory of fixed address, each launched as it comes, or captured."""
 
     def __init__(
-        self, buckets: Sequence[Bucket], last_ids: DeviceIds, telling: Telling, choosing: Choosing | None, device: str
+        self,
+        buckets: Sequence[Bucket],
+        last_ids: DeviceIds,
+        telling: Telling,
+        choosing: Choosing | None,
+        device: str,
+        tokens: FixedTokens | None = None,
     ) -> None:
-        """The buckets are sorted by their rows, and have been tried out. Rank 0 chooses."""
+        """The buckets are sorted by their rows, and have been tried out. Rank 0 chooses. `tokens` is needed where
+        drafts leave more than their keys."""
         self._buckets = buckets
         self._memory = StepMemory(max(bucket.fields.tables.stop for bucket in buckets), device)
         self._last_ids = last_ids
         self._telling = telling
         self._choosing = choosing
+        self._tokens = tokens
         self._works: dict[Hashable, Work] = {}
         """By bucket and variant how to go through the model, by bucket and kind how to choose tokens, by bucket how to
         tell them."""
@@ -118,15 +127,15 @@ class FixedSteps:
         yield num_rows, self._telling.work(there_N, fields), True
 
     def _go_through(self, forward: Forward, inputs: Inputs[RowLayer]) -> None:
-        logits_TV = forward(resolved(inputs, self._last_ids.resolve(inputs.token_ids_T)))
+        logits_TV = forward(resolved(inputs, self._last_ids.resolve(inputs.token_ids_T)), self._tokens)
         if self._choosing is not None:
             assert logits_TV is not None
             self._choosing.logits_RV[: len(logits_TV)].copy_(logits_TV)
 
-    def begin(self, rows: RowNumbers, sampled: Sequence[Row]) -> Launched | None:
+    def begin(self, rows: RowNumbers, sampled: Sequence[Row], blocks: DraftedBlocks | None = None) -> Launched | None:
         """Has the device do a step. None, and nothing is done, where it does not fit: it has too many rows, or ropes
         that are rare. Ranks exchange as many rows, so they go the same way: that is decided on what all of them
-        know."""
+        know. `blocks` are those into which drafts come, where they leave more than their keys."""
         bucket = next((bucket for bucket in self._buckets if bucket.can_take(rows)), None)
         if bucket is None:
             return None
@@ -137,6 +146,8 @@ class FixedSteps:
             self._works[bucket.num_rows, variant]()
         else:  # with tables of its own, and as many rows
             self._go_through(self._forward, bucket.inputs(self._memory.there_N, rows.reads))
+        if blocks is not None and self._tokens is not None:
+            blocks.stored = self._tokens.of(bucket.num_rows)
         choice, logits_RV = None, None
         if self._choosing is not None:
             logits_RV = self._choosing.logits_RV[: len(rows.sample_rows)]
@@ -151,7 +162,7 @@ class FixedSteps:
                 ids = self._telling.told(len(rows.sample_rows), turn)
         end = choice.arrival if choice else ids.arrival if ids else Moment(self._memory.there_N.device)
         self._ends.append(end)
-        return Launched(end, choice, logits_RV, ids=ids)
+        return Launched(end, choice, logits_RV, ids=ids, blocks=blocks)
 
     def _send(self, bucket: Bucket, rows: RowNumbers, sampled: Sequence[Row]) -> Sent:
         """Copies what a step needs to the device."""

@@ -94,12 +94,14 @@ def workspace(
 
 def room_for_graphs(model: Model, config: EngineConfig) -> int:
     """Bytes that captured decode steps take: what the rows of the largest one need, once more, for graphs keep their
-    memory to themselves, and the graphs."""
+    memory to themselves, the graphs, and with keys in 8 bits what steps store, which refused drafts may need again."""
     sizes = bucket_sizes(config.max_rows)
     num_rows, vocabulary_size = sizes[-1], model.module.config.get_text_config().vocab_size
     partials = max(_partials(spec, model, config, num_rows) for spec in set(model.layers.values()))
     choosing = max(vocabulary_size, min(MAX_LOGITS, num_rows * vocabulary_size)) * CHOOSING
-    return _in_model(model, num_rows) + partials + choosing + GRAPH * GRAPHS_PER_SIZE * len(sizes)
+    kept = num_rows * sum(spec.num_stored for spec in model.layers.values()) * model.dtype.itemsize
+    kept = kept if config.kv_dtype == "int8" and config.max_draft_tokens else 0
+    return _in_model(model, num_rows) + partials + choosing + kept + GRAPH * GRAPHS_PER_SIZE * len(sizes)
 
 
 def _in_model(model: Model, num_rows: int) -> int:

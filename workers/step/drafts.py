@@ -8,7 +8,7 @@ on the tokens in it alone, so it is what steps of one token would have left.
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -37,6 +37,22 @@ def drafted_among(sampled: Sequence[Row], sample_rows: Sequence[int]) -> list[Dr
     ]
 
 
+class Stored(NamedTuple):
+    """What a step of T rows stores in a layer."""
+
+    slots_T: Tensor
+    k_KTD: Tensor
+    v_KTV: Tensor
+
+
+class Keeper(Protocol):
+    """Who keeps what a step stores until its drafts are accepted or not."""
+
+    def note(self, layer: int, stored: Stored) -> None:
+        """Of each layer once in a step."""
+        ...
+
+
 class Saved(NamedTuple):
     """Blocks of one kind as they were before a step."""
 
@@ -48,7 +64,9 @@ class Saved(NamedTuple):
 
 
 class DraftedBlocks:
-    """The blocks of a pool of 8 bits into which drafts come, as they were, and what a step stores."""
+    """The blocks of a pool of 8 bits into which drafts come, as they were, and what a step stores.
+
+    Implements Keeper."""
 
     def __init__(
         self,
@@ -62,7 +80,8 @@ class DraftedBlocks:
         self._pool = pool
         self._backend = backend
         self._drafted = drafted
-        self._stored: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self.stored: dict[int, Stored] = {}
+        """By layer."""
         self._saved = [
             self._save(slots, pool.trash_slot, of_windows=False),
             self._save(window_slots, pool.window_trash_slot, of_windows=True),
@@ -72,25 +91,27 @@ class DraftedBlocks:
         found = sorted(self._blocks(slots, trash_slot)) if slots else []
         owners, blocks = [owner for owner, _ in found], [block for _, block in found]
         parts = [part.tensor for part in self._pool.blocks(of_windows=of_windows)] if blocks else []
-        return Saved(owners, blocks, [(part, part[:, self._there(blocks)]) for part in parts])
+        there = self._there(blocks)
+        return Saved(owners, blocks, [(part, part[:, there]) for part in parts])
 
     def _blocks(self, slots: Sequence[int], trash_slot: int) -> set[tuple[int, int]]:
         """Sequences and the blocks that they write to."""
         size = self._pool.block_size
         return {(row.sequence, slots[i] // size) for row, rows in self._drafted for i in rows if slots[i] != trash_slot}
 
-    def note(self, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTV: Tensor) -> None:
-        """Remembers what a layer stores."""
-        self._stored[layer] = slots_T, k_KTD, v_KTV
+    def note(self, layer: int, stored: Stored) -> None:
+        """See `Keeper`."""
+        self.stored[layer] = stored
 
     def put_back(self, num_left: Mapping[int, int]) -> None:
         """Has the blocks of sequences be as if no more than so many of their tokens had been stored."""
         for owners, blocks, kept in self._saved:
             places = [place for place, owner in enumerate(owners) if owner in num_left]
+            to, source = self._there([blocks[place] for place in places]), self._there(places)
             for part, before in kept if places else ():
-                part[:, self._there([blocks[place] for place in places])] = before[:, self._there(places)]
+                part[:, to] = before[:, source]
         rows_L = self._there([*self._left(num_left)])
-        for layer, (slots_T, k_KTD, v_KTV) in self._stored.items() if len(rows_L) else ():
+        for layer, (slots_T, k_KTD, v_KTV) in self.stored.items() if len(rows_L) else ():
             self._pool.store(self._backend, layer, slots_T[rows_L], k_KTD[:, rows_L], v_KTV[:, rows_L])
 
     def _left(self, num_left: Mapping[int, int]) -> Iterator[int]:

@@ -16,7 +16,7 @@ from longleaf.kernels.backend import Backend
 from longleaf.tree import Merge
 from workers.keys.slots import Slots
 from workers.model.hook import LayerCall
-from workers.step.drafts import DraftedBlocks
+from workers.step.drafts import Keeper, Stored
 from workers.step.inputs import Inputs
 from workers.step.layers import ChunkLayer, Gathered, Replicated, Replicating, RowLayer, Sharded
 from workers.step.masses import Masses
@@ -72,21 +72,21 @@ class DecodeStep:
         backend: Backend,
         peers: Peers | None,
         masses: Masses | None = None,
-        drafted: DraftedBlocks | None = None,
+        keeper: Keeper | None = None,
     ) -> None:
-        """`masses` counts what rows tell of their attention, if any of them do; `drafted` notes what is stored, if that
+        """`masses` counts what rows tell of their attention, if any of them do; `keeper` notes what is stored, if that
         may have to be undone."""
         self._layers = inputs.layers
         self._local = LocalAttention(pool, backend, peers)
         self._peers = peers
         self._masses = masses
-        self._drafted = drafted
+        self._keeper = keeper
 
     def attend(self, layer: int, q_THD: Tensor, k_KTD: Tensor, v_KTV: Tensor, call: LayerCall) -> Tensor:
         work, local = self._layers[layer], self._local
         local.pool.store(local.backend, layer, work.slots_T, k_KTD, v_KTV)
-        if self._drafted is not None:
-            self._drafted.note(layer, work.slots_T, k_KTD, v_KTV)
+        if self._keeper is not None:
+            self._keeper.note(layer, Stored(work.slots_T, k_KTD, v_KTV))
         match work:
             case Sharded():
                 partial = local(layer, q_THD, work.reads, call)

@@ -4,17 +4,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.functional import pad
 
 from longleaf.channel.step import Row
 from longleaf.geometry import Reach
 from longleaf.kernels.cpu.compiled import Compiled
 from longleaf.kernels.cpu.flash import Flash
+from workers.decode.tokens import FixedTokens
 from workers.keys.quantized import QuantizedPool
 from workers.model.model import LayerSpec
-from workers.step.drafts import DraftedBlocks, drafted_among
+from workers.step.drafts import DraftedBlocks, Stored, drafted_among
 
 BLOCK, NUM_BLOCKS, HEADS, DIM = 8, 6, 2, 16
 LAYERS = {0: LayerSpec(4, HEADS, DIM, Reach()), 1: LayerSpec(4, HEADS, DIM, Reach(window=6))}
+BUCKET = 32
 BACKENDS = pytest.mark.parametrize("backend", [Compiled(), Flash()], ids=lambda backend: backend.name)
 SEQUENCES = st.lists(
     st.tuples(st.integers(0, BLOCK - 1), st.integers(1, 3), st.integers(0, 4), st.integers(0, 4), st.booleans()),
@@ -47,6 +50,15 @@ def parts(pool):
     return [part.tensor for of_windows in (False, True) for part in pool.blocks(of_windows=of_windows)]
 
 
+def fixed_tokens(seed):
+    """After a step of more rows."""
+    fixed, generator = FixedTokens(), torch.Generator().manual_seed(seed)
+    for layer in LAYERS:
+        parts = (torch.randn(HEADS, 2 * BUCKET, DIM, generator=generator) for _ in range(2))
+        fixed.note(layer, Stored(torch.zeros(2 * BUCKET, dtype=torch.long), *parts))
+    return fixed
+
+
 def slots_of(number, start, end, shift=0):
     """In a sequence's own two blocks."""
     first = 2 * number * BLOCK + shift
@@ -54,9 +66,10 @@ def slots_of(number, start, end, shift=0):
 
 
 @BACKENDS
-@given(SEQUENCES, st.integers(0, 1 << 30), st.sampled_from([None, NUM_BLOCKS]), st.integers(0, 3))
-@settings(max_examples=60, deadline=None)
-def test_a_pool_is_as_if_refused_drafts_had_never_been_stored(backend, asked, seed, window_blocks, shift):
+@given(SEQUENCES, st.integers(0, 1 << 30), st.sampled_from([None, NUM_BLOCKS]), st.integers(0, 3), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_a_pool_is_as_if_refused_drafts_had_never_been_stored(backend, asked, seed, window_blocks, shift, is_fixed):
+    """Also where what the step stores lies at fixed addresses, which are those of larger steps, too."""
     pool, other = pool_of(window_blocks), pool_of(window_blocks)
     rows, slots, window_slots, fresh, num_left, step = [], [], [], [[[], []] for _ in LAYERS], {}, 0
     sample_rows = []
@@ -88,11 +101,20 @@ def test_a_pool_is_as_if_refused_drafts_had_never_been_stored(backend, asked, se
         if accepted < num_drafts:
             num_left[number] = left
     drafted = DraftedBlocks(pool, backend, drafted_among(rows, sample_rows), slots, window_slots)
+    fixed = fixed_tokens(seed)
     for layer, tensors in enumerate(fresh):
         k, v = (torch.cat(parts, dim=1) for parts in tensors)
-        slots_T = torch.tensor(window_slots if layer == 1 and window_blocks is not None else slots)
+        is_windowed = layer == 1 and window_blocks is not None
+        slots_T = torch.tensor(window_slots if is_windowed else slots)
         pool.store(backend, layer, slots_T, k, v)
-        drafted.note(layer, slots_T, k, v)
+        drafted.note(layer, Stored(slots_T, k, v))
+        trash = pool.window_trash_slot if is_windowed else pool.trash_slot
+        padding = BUCKET - len(slots_T)
+        fixed.note(
+            layer, Stored(pad(slots_T, (0, padding), value=trash), *(pad(t, (0, 0, 0, padding)) for t in (k, v)))
+        )
+    if is_fixed:
+        drafted.stored = fixed.of(BUCKET)
     drafted.put_back(num_left)
     for mine, theirs in zip(parts(pool), parts(other), strict=True):
         assert torch.equal(mine[:, :-1], theirs[:, :-1])
