@@ -10,7 +10,7 @@ from longleaf.sampling import Sampling
 
 EPOCH = 1
 REFUSED = 7
-"""An id that no random model says, but for a few."""
+"""An id that random models hardly ever say."""
 
 
 def num_blocks(num_keys: int, num_contexts: int, num_rows: int, num_steps: int, block_size: int) -> int:

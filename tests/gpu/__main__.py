@@ -47,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     exact = [check for check in CHECKS if options.only == name_of(check)]
     wanted = exact or [check for check in CHECKS if options.only in name_of(check)]
+    if not wanted:
+        sys.exit(f"no check's name holds {options.only!r}")
     if options.here:
         from tests.gpu.place import on_gpu
 

@@ -81,6 +81,6 @@ def row(
     index = len(said)
     plain = plans.row(sequence, one, index, 1, BLOCK_SIZE, sequence * each)
     room = min(BLOCK_SIZE - 1 - index % BLOCK_SIZE, one.num_tokens - index - 1, MOST_DRAFTS if index else 0)
-    guesses = [token.id if dice.random() < SHARE else token.id + 1 for token in known[index : index + room]]
+    guesses = [token.id if dice.random() < SHARE else token.id ^ 1 for token in known[index : index + room]]
     (run,) = plain.runs
     return replace(plain, draft_ids=tuple(guesses), runs=(replace(run, end=run.end + len(guesses)),))

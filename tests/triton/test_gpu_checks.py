@@ -14,6 +14,7 @@ from bench.gpu import ground, ranks, steps
 from bench.gpu.cases import Step
 from longleaf.attention.partial import Partial
 from longleaf.kernels.gpu.backend import TritonKernels
+from tests.gpu import __main__ as command
 from tests.gpu import decoding
 from tests.gpu.checks import CHECKS
 from tests.gpu.place import LeftOut, Place
@@ -63,6 +64,12 @@ try:
 except LeftOut as reason:
     print(reason)
 """
+
+
+def test_a_name_that_no_check_has_is_refused(monkeypatch):
+    monkeypatch.setattr(ground, "stand", lambda: None)
+    with pytest.raises(SystemExit, match="^no check's name holds 'captures'$"):
+        command.main(["captures"])
 
 
 def what_is_installed_with(*names):

@@ -15,6 +15,7 @@ from longleaf.runs import ceil_div
 from longleaf.sampling import MAX_BIASES
 from longleaf.units import human_bytes
 from workers.buckets import bucket_sizes
+from workers.keys.quantized import QuantizedPool
 from workers.model.model import LayerSpec, Model
 from workers.sampling.device_sampler import MAX_LOGITS
 
@@ -59,6 +60,8 @@ class Workspace:
     kernels: int
     graphs: int
     """What captured steps keep for themselves; see `room_for_graphs`."""
+    drafts: int
+    """With which refused drafts are undone; see `workers.step.drafts`."""
     exchange: int
     """What NCCL takes."""
     fragments: int
@@ -68,7 +71,7 @@ class Workspace:
         return sum(astuple(self))
 
     def __str__(self) -> str:
-        names = ("chunks", "sampling", "partials", "kernels", "graphs", "NCCL", "fragments")
+        names = ("chunks", "sampling", "partials", "kernels", "graphs", "drafts", "NCCL", "fragments")
         return ", ".join(f"{human_bytes(size)} for {name}" for name, size in zip(names, astuple(self), strict=True))
 
 
@@ -87,6 +90,7 @@ def workspace(
         partials=max(_partials(spec, model, config, num_rows) for spec in set(model.layers.values())),
         kernels=KERNELS,
         graphs=room_for_graphs(model, config) if config.graphs == "auto" else 0,
+        drafts=_drafts(model, config),
         exchange=_exchange(config.world_size, num_ranks_here) if uses_nccl else 0,
         fragments=int(total_bytes * FRAGMENTS),
     )
@@ -94,14 +98,12 @@ def workspace(
 
 def room_for_graphs(model: Model, config: EngineConfig) -> int:
     """Bytes that captured decode steps take: what the rows of the largest one need, once more, for graphs keep their
-    memory to themselves, the graphs, and with keys in 8 bits what steps store, which refused drafts may need again."""
+    memory to themselves, and the graphs."""
     sizes = bucket_sizes(config.max_rows)
     num_rows, vocabulary_size = sizes[-1], model.module.config.get_text_config().vocab_size
     partials = max(_partials(spec, model, config, num_rows) for spec in set(model.layers.values()))
     choosing = max(vocabulary_size, min(MAX_LOGITS, num_rows * vocabulary_size)) * CHOOSING
-    kept = num_rows * sum(spec.num_stored for spec in model.layers.values()) * model.dtype.itemsize
-    kept = kept if config.kv_dtype == "int8" and config.max_draft_tokens else 0
-    return _in_model(model, num_rows) + partials + choosing + kept + GRAPH * GRAPHS_PER_SIZE * len(sizes)
+    return _in_model(model, num_rows) + partials + choosing + GRAPH * GRAPHS_PER_SIZE * len(sizes)
 
 
 def _in_model(model: Model, num_rows: int) -> int:
@@ -134,6 +136,17 @@ def _partials(spec: LayerSpec, model: Model, config: EngineConfig, num_rows: int
 def _sampling(config: EngineConfig, vocabulary_size: int) -> int:
     num_together = max(vocabulary_size, min(MAX_LOGITS, config.max_rows * vocabulary_size))
     return num_together * CHOOSING + (config.max_sequences + 1) * (vocabulary_size * HISTORY + MAX_BIASES * BIAS)
+
+
+def _drafts(model: Model, config: EngineConfig) -> int:
+    """With keys in 8 bits, a block of each sequence that has drafts, as it was, and what the rows of a step store. A
+    sequence with drafts has two rows at least."""
+    if config.kv_dtype != "int8" or not config.max_draft_tokens:
+        return 0
+    num_rows = max(config.max_rows, bucket_sizes(config.max_rows)[-1])
+    stored = num_rows * sum(spec.num_stored for spec in model.layers.values()) * model.dtype.itemsize
+    num_drafting = min(config.max_sequences, config.max_rows // 2)
+    return num_drafting * QuantizedPool.bytes_per_block(model.layers, config.block_size) + stored
 
 
 def _exchange(world_size: int, num_ranks_here: int) -> int:

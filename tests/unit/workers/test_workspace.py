@@ -11,6 +11,7 @@ from workers.check import kv_bytes_beside, outline
 from workers.keys import pools
 from workers.keys import workspace as workspaces
 from workers.keys.pools import CONTEXT, default_kv_bytes, kv_bytes_within
+from workers.keys.quantized import QuantizedPool
 from workers.keys.workspace import COMMUNICATOR, KERNELS, PEER, num_copies, widest, workspace
 from zoo.checkpoints import make_checkpoint
 
@@ -70,6 +71,20 @@ def test_captured_steps_keep_what_the_rows_of_the_largest_take(model_of):
     assert needed(model_of(), graphs="off").graphs == 0
 
 
+@pytest.mark.parametrize(("num_sequences", "num_drafting", "num_rows"), [(8, 8, 16), (2, 2, 16), (40, 20, 64)])
+@pytest.mark.parametrize("graphs", ["auto", "off"])
+def test_refused_drafts_take_blocks_and_what_steps_store_with_keys_in_8_bits(
+    model_of, num_sequences, num_drafting, num_rows, graphs
+):
+    """Captured or not. Each sequence with drafts has two rows or more, of 16 at least."""
+    settings = {"max_sequences": num_sequences, "max_draft_tokens": 7, "graphs": graphs}
+    block = QuantizedPool.bytes_per_block(model_of().layers, 128)
+    stored = num_rows * 2 * (2 * 2 * 16) * 2
+    assert needed(model_of(), **settings, kv_dtype="int8").drafts == num_drafting * block + stored
+    assert needed(model_of(), **settings).drafts == 0
+    assert needed(model_of(), **(settings | {"max_draft_tokens": 0}), kv_dtype="int8").drafts == 0
+
+
 def test_a_piece_has_its_share_of_a_chunk_in_whole_blocks_and_all_rows_have_partials(model_of):
     one, three = needed(model_of()), needed(model_of(), 3)
     num_logits = 8 * 512 * 4
@@ -125,8 +140,8 @@ def test_a_pool_on_a_gpu_gets_what_steps_leave_and_nothing_where_they_leave_noth
         assert kv_bytes_within(memory, "cuda:1", model_of(), config, 1) == 40 * GIB - found.total
     left = human_bytes(40 * GIB - found.total)
     begin = f"kv_bytes: {left} of 40.0 GiB that cuda:1 has free beside the weights; the others are "
-    parts = (found.chunk, found.sampling, found.partials, KERNELS, found.graphs, 0, 2 * GIB)
-    names = ("chunks", "sampling", "partials", "kernels", "graphs", "NCCL", "fragments")
+    parts = (found.chunk, found.sampling, found.partials, KERNELS, found.graphs, 0, 0, 2 * GIB)
+    names = ("chunks", "sampling", "partials", "kernels", "graphs", "drafts", "NCCL", "fragments")
     told = ", ".join(f"{human_bytes(size)} for {name}" for size, name in zip(parts, names, strict=True))
     assert caplog.messages == [begin + told]
     assert kv_bytes_within(machine.Memory(TOTAL, GIB), "cuda:1", model_of(), config, 1) == 0
