@@ -30,6 +30,7 @@ CASES = {
     "replicated windows": ("gemma3", {"world_size": 2, "window_keys": "replicated"}),
     "int8": ("llama", {"kv_dtype": "int8"}),
     "int8 windows": ("gemma3", {"kv_dtype": "int8"}),
+    "int8, two ranks": ("gemma3", {"kv_dtype": "int8", "world_size": 2, "window_keys": "replicated"}),
     "latents": ("deepseek_v3", {"dtype": "bfloat16"}),
 }
 

@@ -146,7 +146,8 @@ class FixedSteps:
             self._works[bucket.num_rows, variant]()
         else:  # with tables of its own, and as many rows
             self._go_through(self._forward, bucket.inputs(self._memory.there_N, rows.reads))
-        if blocks is not None and self._tokens is not None:
+        if blocks is not None:
+            assert self._tokens is not None, "no drafts were to be expected"
             blocks.stored = self._tokens.of(bucket.num_rows)
         choice, logits_RV = None, None
         if self._choosing is not None:
