@@ -211,6 +211,8 @@ class Tokens(msgspec.Struct, frozen=True):
     """Tokens that were drafted in the steps which gave these."""
     num_accepted: int = 0
     """Those of them that are among these."""
+    step_ends: tuple[int, ...] = ()
+    """How many of the tokens came with each step and those before it, but for the last one; empty for one step."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:

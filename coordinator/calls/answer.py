@@ -1,5 +1,6 @@
 """From what the engine says of one request to what its client is told: ids become text, and stop strings end it."""
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -155,7 +156,9 @@ class Sample:
         num_before, pieces = self._num_tokens, self._push(event.tokens)
         self._num_drafted += event.num_drafted
         # accepted ones come first in their step, and what is behind a stop string is no part of the answer
-        self._num_accepted += min(event.num_accepted, self._num_tokens - num_before)
+        num_told = self._num_tokens - num_before
+        num_steps_told = bisect_right(event.step_ends, num_told)
+        self._num_accepted += min(event.num_accepted, num_told - num_steps_told)
         return [*self._delta(pieces), *([self._stop()] if self._text.matched_stop else [])]
 
     def _push(self, tokens: Sequence[Token]) -> list[Piece]:

@@ -28,6 +28,7 @@ class Unread:
         self._attention: list[Attention] = []
         self._num_bytes = 0
         self._num_drafted = self._num_accepted = 0
+        self._step_ends: list[int] = []
         self.ended: Ended | None = None
 
     @property
@@ -35,7 +36,10 @@ class Unread:
         return len(self._tokens) >= MAX_UNREAD or self._num_bytes >= MAX_UNREAD_BYTES
 
     def join(self, tokens: Tokens) -> None:
-        self._index = self._index if self._tokens else tokens.index
+        if self._tokens:
+            self._step_ends.append(len(self._tokens))
+        else:
+            self._index = tokens.index
         self._tokens += tokens.tokens
         self._attention += tokens.attention
         self._num_drafted += tokens.num_drafted
@@ -48,7 +52,8 @@ class Unread:
             attention, self._attention, self._num_bytes = self._attention, [], 0
             drafted, self._num_drafted = self._num_drafted, 0
             accepted, self._num_accepted = self._num_accepted, 0
-            return Tokens(self._index, tuple(tokens), self._sample, tuple(attention), drafted, accepted)
+            ends, self._step_ends = self._step_ends, []
+            return Tokens(self._index, tuple(tokens), self._sample, tuple(attention), drafted, accepted, tuple(ends))
         ended, self.ended = self.ended, None
         return ended
 

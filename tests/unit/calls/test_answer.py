@@ -166,6 +166,16 @@ def test_accepted_drafts_behind_a_stop_string_do_not_count(stop: str, num_told: 
     assert isinstance(end, Finished) and end.usage == Usage(5, 3, num_told, 7, num_accepted)
 
 
+@pytest.mark.parametrize(
+    ("stop", "num_accepted"), [("a", 0), ("b", 1), ("d", 3), ("e", 3), ("f", 4), ("g", 4), ("i", 6), ("none", 6)]
+)
+def test_of_joined_steps_those_before_a_stop_string_count(stop: str, num_accepted: int) -> None:
+    """Steps of one, four, two and two tokens, of which the reader took none before the last; that ends with a draft."""
+    joined_steps = events.Tokens(0, tokens(ids("abcdefghi")), 0, (), 21, 6, (1, 5, 7))
+    *_, end = told(answer(stop=(stop,)), events.Admitted(5, 3), joined_steps, ended(0))
+    assert isinstance(end, Finished) and end.usage.accepted_tokens == num_accepted
+
+
 def test_a_sample_that_stops_leaves_the_others_and_says_nothing_more() -> None:
     both = answer(2, stop=("END",))
     both.take(events.Admitted(5, 3, 1))

@@ -50,7 +50,7 @@ async def test_indices_go_on_whatever_is_said_between() -> None:
 
 async def test_drafts_are_joined_with_their_tokens_and_told_once() -> None:
     said = [Tokens(0, tokens((1, 2, 3)), 0, (), 7, 2), Tokens(3, tokens((4,)), 0, (), 5, 0), Tokens(4, tokens((5,)))]
-    assert await read(*said) == [Tokens(0, tokens((1, 2, 3, 4, 5)), 0, (), 12, 2)]
+    assert await read(*said) == [Tokens(0, tokens((1, 2, 3, 4, 5)), 0, (), 12, 2, (3, 4))]
     made = stream()
     for event in said:
         made.put(event)
