@@ -18,7 +18,7 @@ class UnderWay:
     """A step that was begun."""
 
     plan: StepPlan
-    task: "asyncio.Task[StepResult]"
+    result: "asyncio.Future[StepResult]"
     is_ahead: bool
     """Another one was under way then."""
     ended: float = 0.0
@@ -49,12 +49,8 @@ class Steps:
 
     def begin(self, group: Group, plan: StepPlan) -> None:
         """Tells the ranks."""
-
-        async def do() -> StepResult:
-            return await group.step(plan)
-
-        step = UnderWay(plan, asyncio.create_task(do()), bool(self._under_way))
-        step.task.add_done_callback(lambda _: self._end(step))
+        step = UnderWay(plan, asyncio.ensure_future(group.step(plan)), bool(self._under_way))
+        step.result.add_done_callback(lambda _: self._end(step))
         self._under_way.append(step)
 
     def _end(self, step: UnderWay) -> None:
@@ -63,10 +59,10 @@ class Steps:
 
     def take(self) -> tuple[StepPlan, StepResult] | None:
         """The next answer, if it is there. Raises what kept the ranks from answering."""
-        if not self._under_way or not self._under_way[0].task.done():
+        if not self._under_way or not self._under_way[0].result.done():
             return None
         step = self._under_way.popleft()
-        result = step.task.result()
+        result = step.result.result()
         self.gap, self._before = self._gap(step, result), step
         return step.plan, result
 
@@ -81,8 +77,8 @@ class Steps:
 
     async def abandon(self) -> None:
         """Nobody waits for their answers any more."""
-        tasks = [step.task for step in self._under_way]
+        results = [step.result for step in self._under_way]
         self._under_way.clear()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for result in results:
+            result.cancel()
+        await asyncio.gather(*results, return_exceptions=True)
