@@ -32,6 +32,15 @@ class Gap(NamedTuple):
     """The second was sent before the first was answered."""
 
 
+class Answer(NamedTuple):
+    """What a step was to do, and what came of it."""
+
+    plan: StepPlan
+    result: StepResult
+    gap: Gap | None
+    """Between the step before and this one, if they followed one another."""
+
+
 class Steps:
     """In the order in which they were begun, which is that of their answers. `on_answer` is called with each answer."""
 
@@ -41,8 +50,6 @@ class Steps:
         self._under_way: deque[UnderWay] = deque()
         self._before: UnderWay | None = None
         """The one that was taken last."""
-        self.gap: Gap | None = None
-        """Between the two that were taken last, if they followed one another."""
 
     def __len__(self) -> int:
         return len(self._under_way)
@@ -57,14 +64,14 @@ class Steps:
         step.ended = self._clock()
         self._on_answer()
 
-    def take(self) -> tuple[StepPlan, StepResult] | None:
+    def take(self) -> Answer | None:
         """The next answer, if it is there. Raises what kept the ranks from answering."""
         if not self._under_way or not self._under_way[0].result.done():
             return None
         step = self._under_way.popleft()
         result = step.result.result()
-        self.gap, self._before = self._gap(step, result), step
-        return step.plan, result
+        gap, self._before = self._gap(step, result), step
+        return Answer(step.plan, result, gap)
 
     def _gap(self, step: UnderWay, result: StepResult) -> Gap | None:
         before = self._before

@@ -45,7 +45,7 @@ class Channel:
         self._members = Members(self._context)
         # Untyped, because the package's own annotations are partial. Not one of zmq.asyncio: with its futures a message
         # would come some turns of the loop later.
-        self._socket: Any = self._context.socket(zmq.ROUTER, zmq.Socket)
+        self._socket: Any = zmq.Context(self._context).socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
         num_tokens = config.max_sequences * (1 + config.max_draft_tokens)
@@ -100,10 +100,9 @@ class Channel:
         if self._is_closed:
             return
         for _ in range(MAX_AT_ONCE):
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
+            if not self._socket.EVENTS & zmq.POLLIN:
                 return
+            frames = self._socket.recv_multipart(copy=False)
             member = self._members.number_of(frames[-1].get("User-Id").encode())
             if member is not None:
                 try:
