@@ -44,9 +44,10 @@ class Drafter:
 
     def waits(self, jobs: Several[Sequence]) -> bool:
         """Whether the next step of these is to have drafts, for which the result of the one before must be there."""
-        if not (self._policy.has_room(len(jobs)) and any(job.guesses for job in jobs)):
+        if not (self._max_drafts and self._policy.has_room(len(jobs))):
             return False
-        return self._policy.is_worth_waiting([job.guesses.acceptance.expected() if job.guesses else [] for job in jobs])
+        guesses = map(self._guesses_of, jobs)  # of one that begins, too: others may have asked the same context
+        return self._policy.is_worth_waiting([each.acceptance.expected() if each else [] for each in guesses])
 
     def draft(self, jobs: Several[Sequence], rows: Several[Row]) -> tuple[Row, ...]:
         """The rows with drafts, where they pay; nothing else of these sequences is under way."""
