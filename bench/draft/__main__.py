@@ -22,7 +22,7 @@ from bench.draft.rows import KV_DTYPES, Case, measure
 from bench.durable.options import Row
 from bench.harness.arguments import tell, unwind_on_terminate
 from bench.harness.machine import describe
-from bench.harness.parts import beside, kept, told
+from bench.harness.parts import gathered
 from bench.harness.service import client_of
 from bench.harness.subjects import EMBEDDED, NAMES, RANDOM_LLAMA, is_there, subject
 from longleaf.config import EngineConfig
@@ -38,16 +38,15 @@ ANSWERS_TOKENS = 64_000
 def main() -> None:
     unwind_on_terminate()
     options = parse()
-    measured: list[Row] = []
+    gathered("draft", measure_all(options), options, MEASURED, line)
+
+
+def measure_all(options: argparse.Namespace) -> Iterator[Row]:
     for name in filter(is_there, options.models):
         for part, each in (("rows", steps), ("answers", asked)):
             if part in options.only:
-                found = ({"part": part, "kind": "", **row, "machine": describe()} for row in each(name, options))
-                measured += found
-    rows = beside(kept(options.into), measured, MEASURED)
-    if options.into:
-        options.into.write_text(told("draft", rows) + "\n")
-    print(told("draft", rows) if options.json else "\n".join(map(line, measured)))
+                for row in each(name, options):
+                    yield {"part": part, "kind": "", **row, "machine": describe()}
 
 
 def steps(name: str, options: argparse.Namespace) -> Iterator[Row]:

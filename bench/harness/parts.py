@@ -4,9 +4,11 @@ import argparse
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from bench.durable.options import Row
 from bench.durable.table import table
+from bench.harness.arguments import tell
 from bench.harness.machine import describe
 
 
@@ -29,6 +31,32 @@ def run_parts(bench: str, parts: Iterable[str], given: argparse.Namespace, measu
         if given.into is not None:  # at once: a part that fails shall not cost the others
             given.into.write_text(told(bench, rows) + "\n")
     print(told(bench, rows) if given.json else table(rows))
+
+
+def gathered(
+    bench: str,
+    measured: Iterable[Row],
+    given: argparse.Namespace,
+    keys: Sequence[str],
+    line: Callable[[Row], str],
+    order: Callable[[Row], Any] = lambda _: 0,
+) -> list[Row]:
+    """Tells and writes each row as soon as it is measured, so that a run that is broken off loses none: beside those of
+    the file that are of something else (`beside`), in this order. Gives all of them."""
+    before, new = kept(given.into), list[Row]()
+    rows = before
+    for row in measured:
+        new.append(row)
+        rows = sorted(beside(before, new, keys), key=order)
+        if given.into is not None:
+            given.into.write_text(told(bench, rows) + "\n")
+        if given.json:
+            tell(line(row))
+        else:
+            print(line(row), flush=True)
+    if given.json:
+        print(told(bench, rows))
+    return rows
 
 
 def joined(parts: Iterable[str], before: list[Row], row: Row) -> list[Row]:

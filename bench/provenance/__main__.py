@@ -23,7 +23,7 @@ from pathlib import Path
 
 from bench.harness.arguments import tell, unwind_on_terminate
 from bench.harness.machine import describe
-from bench.harness.parts import beside, kept, told
+from bench.harness.parts import gathered
 from bench.harness.service import client_of
 from bench.harness.subjects import EMBEDDED, NAMES, checkpoint
 from bench.needle.documents import Question, prose, size_of
@@ -55,23 +55,22 @@ def main() -> None:
         config = EngineConfig(model=str(folder), world_size=given.world_size)
         with client_of(given.server, config, "local") as client:
             model = client.cluster().model.name
-            measured = [{"model": model, **row, "machine": describe()} for row in measure(client, given)]
-    found = sorted(beside(kept(given.into), measured, MEASURED), key=lambda row: (row["model"], row["tokens"]))
+            measured = ({"model": model, **row, "machine": describe()} for row in measure(client, given))
+            found = gathered("provenance", measured, given, MEASURED, line, lambda row: (row["model"], row["tokens"]))
     if given.into:
-        given.into.write_text(told("provenance", found) + "\n")
         draw(found, given.into.with_suffix(".png"))
-    if given.json:
-        print(told("provenance", found))
-        return
-    for row in measured:
-        print("  ".join(f"{name} {value}" for name, value in row.items() if name != "machine"))
 
 
-def measure(client: Client, given: argparse.Namespace) -> list[Row]:
-    """All lengths, the shortest first."""
-    asked = [each for tokens in sorted(given.lengths) for each in examine(client, tokens, given.questions)]
-    costs = [cost(client, tokens, given.repeats) for tokens in given.cost_lengths]
-    return rows(asked) + costs
+def line(row: Row) -> str:
+    return "  ".join(f"{name} {value}" for name, value in row.items() if name != "machine")
+
+
+def measure(client: Client, given: argparse.Namespace) -> Iterator[Row]:
+    """All lengths, the shortest first, then what it costs."""
+    for tokens in sorted(given.lengths):
+        yield from rows(list(examine(client, tokens, given.questions)))
+    for tokens in given.cost_lengths:
+        yield cost(client, tokens, given.repeats)
 
 
 def examine(client: Client, tokens: int, count: int) -> Iterator[Asked]:

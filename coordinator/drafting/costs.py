@@ -11,8 +11,8 @@ FORGOTTEN_AFTER = 512
 HOPEFUL_EVERY = 16
 """Steps of as many sequences of which one is planned as if more drafts cost nothing, up to the next number that was
 measured: kernels take rows in tiles, and somewhere a step is."""
-GAP_AHEAD = 0.2e-3
-GAP_AFTER = 0.95e-3
+GAP_AHEAD = 0.1e-3
+GAP_AFTER = 0.6e-3
 """Between two steps, before that is measured: where the second is sent ahead, and where it waits for the first's
 result."""
 

@@ -88,6 +88,9 @@ class Drafts:
         self._parts = [_Part(indexes.of(segment), end - start) for segment, start, end in tail.before.parts()]
         self._near = _near(self._parts)
         self._tail, self._index = tail, indexes.of(tail)
+        self._quoted: Match | None = None
+        """What was found last, before position `_end`."""
+        self._end = 0
 
     def enter(self, num_tokens: int) -> bool:
         """Enters up to so many tokens of the path that were not entered when they were read, the last segments first.
@@ -112,14 +115,33 @@ class Drafts:
         match = Match(self._last(num_known))
         match.begin(len(self._parts))
         self._index.match(match, num_known - 1)
-        for number in self._near:
-            if match.is_longest:
-                break
-            match.begin(number)
-            self._parts[number].index.match(match, self._parts[number].count)
+        if not self._goes_on(match, end):
+            self._look(match)
+        self._quoted, self._end = match, end
         if not match.size or count < 1:
             return NO_DRAFT
         return Draft(match.size, self._continuation(match, num_known, count))
+
+    def _goes_on(self, match: Match, end: int) -> bool:
+        """Whether the tokens up to `end` are those that followed what was found last, in the same part of the path:
+        nothing in it can be longer then, and what `_look` would find need not be looked for."""
+        quoted, count = self._quoted, end - self._end
+        if quoted is None or not quoted.size or quoted.part == len(self._parts) or count < 0:
+            return False
+        part, after, known = self._parts[quoted.part], quoted.offset + 1, end - self._tail.start
+        came = self._tail.token_ids[known - count : known]
+        if after + count > part.count or part.index.ids[after : after + count] != came:
+            return False
+        match.take(quoted.part, quoted.offset + count, min(MAX_SIZE, quoted.size + count))
+        return True
+
+    def _look(self, match: Match) -> None:
+        """Looks through the path, its last parts first."""
+        for number in self._near:
+            if match.is_longest:
+                return
+            match.begin(number)
+            self._parts[number].index.match(match, self._parts[number].count)
 
     def _last(self, num_known: int) -> Sequence[int]:
         """The last tokens, up to MAX_SIZE."""

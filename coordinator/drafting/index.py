@@ -23,8 +23,7 @@ MAX_HOPS = 8
 TABLE_TOKENS = 1 << 16
 REST_TOKENS = 1 << 10
 """Tokens that are looked through without a table, for they are too few for one."""
-TRIED_ALONE = 3
-"""Places in these that are tried one by one; more of them are compared together."""
+ID_BYTES = 4
 MAX_BYTES = 8
 """Per token of a segment, in all of its tables."""
 MULTIPLIERS = (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35, 0x27D4EB2F, 0x165667B1, 0xD6E8FEB9, 0x7FEB352D, 0x846CA68B)
@@ -42,6 +41,7 @@ class Match:
 
     def __init__(self, query: Sequence[int]) -> None:
         self.newest_first = tuple(reversed(query))
+        self.as_bytes = array("I", query).tobytes()
         self.probes = _probes(self.newest_first)
         self.size = 0
         """Tokens of the n-gram found so far."""
@@ -64,18 +64,22 @@ class Match:
         most = min(len(query), offset + 1)
         while size < most and ids[offset - size] == query[size]:
             size += 1
+        self.take(self._current, offset, size)
+
+    def take(self, part: int, offset: int, size: int) -> None:
+        """Takes an n-gram of so many tokens, if it is longer than the one found so far."""
         if size > self.size:
-            self.size, self.part, self.offset = size, self._current, offset
+            self.size, self.part, self.offset = size, part, offset
 
 
 def _probes(newest_first: Sequence[int]) -> list[tuple[int, int, int]]:
     """What to look up, the longest n-gram first: its number among SIZES, the most tokens that can be found by it, and
     its hash of 32 bits."""
     found, total = list[tuple[int, int, int]](), 0
-    for i, token_id in enumerate(newest_first[:CHAINED]):
-        total = (total + token_id * MULTIPLIERS[i]) & 0xFFFFFFFF
-        if i + 1 in SIZES:
-            found.append((len(found), MAX_SIZE if i + 1 == CHAINED else i + 1, total))
+    for size, (token_id, multiplier) in enumerate(zip(newest_first, MULTIPLIERS, strict=False), 1):
+        total += token_id * multiplier
+        if size in SIZES:
+            found.append((len(found), MAX_SIZE if size == CHAINED else size, total & 0xFFFFFFFF))
     return found[::-1]
 
 
@@ -209,15 +213,19 @@ class SegmentIndex:
 
     def _match_rest(self, match: Match, visible: int) -> None:
         """Tries what is in no table: the last one of the longest."""
-        query, ids, size = match.newest_first, np.frombuffer(self.ids, np.uint32, visible), 1
-        ends = np.flatnonzero(ids[self._covered :] == query[0]) + self._covered
-        if len(ends):
-            match.try_at(self.ids, int(ends[-1]))  # the longest, where a text repeats
-        while len(ends) > TRIED_ALONE and size < len(query) and not match.is_longest:
-            longer = ends[ends >= size]
-            longer = longer[ids[longer - size] == query[size]]
-            if not len(longer):
-                break  # all are equally long
-            ends, size = longer, size + 1
-        for offset in reversed(ends[-TRIED_ALONE:].tolist()):
-            match.try_at(self.ids, offset)
+        first = max(0, self._covered - MAX_SIZE + 1)
+        rest = self.ids[first:visible].tobytes()
+        while not match.is_longest:
+            longer = match.as_bytes[-ID_BYTES * (match.size + 1) :]
+            end = _rfind(rest, longer)
+            if end < 0:
+                return
+            match.try_at(self.ids, first + end - 1)
+
+
+def _rfind(ids: bytes, wanted: bytes) -> int:
+    """The number of ids up to the end of the last place where all those wanted lie in `ids`; -1 where there is none."""
+    at = ids.rfind(wanted)
+    while at % ID_BYTES and at >= 0:
+        at = ids.rfind(wanted, 0, at + len(wanted) - 1)
+    return (at + len(wanted)) // ID_BYTES if at >= 0 else -1

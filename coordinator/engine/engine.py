@@ -17,7 +17,7 @@ from coordinator.engine.keeping import Keeping
 from coordinator.engine.lasting import Lasting
 from coordinator.engine.readers import Readers
 from coordinator.engine.recoveries import Recoveries
-from coordinator.engine.steps import Steps
+from coordinator.engine.steps import Answer, Steps
 from coordinator.engine.storing import Storing
 from coordinator.engine.stream import Stream
 from coordinator.engine.views import count_scheduled, view_cluster, view_context
@@ -267,7 +267,7 @@ class Engine(ContextCalls):
         self._epochs.watch(self._wake.set)
         try:
             while not self._is_closing:
-                self._turn()
+                self._turn(scheduler)
                 if self._epochs.is_over or (self._epochs.may_grow and not self._steps):
                     await self._steps.abandon()
                     await self._epochs.follow(scheduler, lambda: self._tell(scheduler))
@@ -287,24 +287,26 @@ class Engine(ContextCalls):
             self._epochs.unwatch()
             await self._steps.abandon()
 
-    def _turn(self) -> None:
-        """Takes in the answers that are there, sends what the ranks shall do next, then tells the readers."""
-        scheduler, outcomes, answered = self._current(), list[Outcome](), list[tuple[StepPlan, StepResult]]()
+    def _turn(self, scheduler: Scheduler) -> None:
+        """Takes in the answers that are there, sends what the ranks shall do next, then does what is less urgent: tells
+        the readers, counts and measures. Raises what keeps the service from answering."""
+        if self._failure is not None:
+            raise self._failure
+        outcomes, answers = list[Outcome](), list[Answer]()
         self._wake.clear()
         with suppress(WorkerLost, EpochBroken):  # the epoch has ended, or is about to
             while (answer := self._steps.take()) is not None:
-                if self._steps.gap is not None:
-                    scheduler.measure_gap(*self._steps.gap)
-                outcomes += scheduler.commit(*answer, self._wall_clock())
-                answered.append(answer)
+                outcomes += scheduler.commit(answer.plan, answer.result, self._wall_clock())
+                answers.append(answer)
         self._epochs.settle(scheduler)
         while not self._epochs.may_grow and (plan := scheduler.schedule(self._clock())) is not None:
-            # First in line, so that what readers do with the outcomes overlaps with the ranks' work.
             self._steps.begin(self._epochs.current.formation.group, plan)
         self._tell(scheduler, outcomes)
-        for plan, result in answered:
+        for plan, result, gap in answers:
             self._counts.add_step(plan.kind, result.seconds, result.merge_bytes)
             self._observe(plan, result)
+            if gap is not None:
+                scheduler.measure_gap(*gap)
         scheduler.learn()
 
     def _tell(self, scheduler: Scheduler, outcomes: Sequence[Outcome] = ()) -> None:

@@ -18,7 +18,7 @@ class UnderWay:
     """A step that was begun."""
 
     plan: StepPlan
-    task: "asyncio.Task[StepResult]"
+    result: "asyncio.Future[StepResult]"
     is_ahead: bool
     """Another one was under way then."""
     ended: float = 0.0
@@ -32,6 +32,15 @@ class Gap(NamedTuple):
     """The second was sent before the first was answered."""
 
 
+class Answer(NamedTuple):
+    """What a step was to do, and what came of it."""
+
+    plan: StepPlan
+    result: StepResult
+    gap: Gap | None
+    """Between the step before and this one, if they followed one another."""
+
+
 class Steps:
     """In the order in which they were begun, which is that of their answers. `on_answer` is called with each answer."""
 
@@ -41,34 +50,28 @@ class Steps:
         self._under_way: deque[UnderWay] = deque()
         self._before: UnderWay | None = None
         """The one that was taken last."""
-        self.gap: Gap | None = None
-        """Between the two that were taken last, if they followed one another."""
 
     def __len__(self) -> int:
         return len(self._under_way)
 
     def begin(self, group: Group, plan: StepPlan) -> None:
         """Tells the ranks."""
-
-        async def do() -> StepResult:
-            return await group.step(plan)
-
-        step = UnderWay(plan, asyncio.create_task(do()), bool(self._under_way))
-        step.task.add_done_callback(lambda _: self._end(step))
+        step = UnderWay(plan, asyncio.ensure_future(group.step(plan)), bool(self._under_way))
+        step.result.add_done_callback(lambda _: self._end(step))
         self._under_way.append(step)
 
     def _end(self, step: UnderWay) -> None:
         step.ended = self._clock()
         self._on_answer()
 
-    def take(self) -> tuple[StepPlan, StepResult] | None:
+    def take(self) -> Answer | None:
         """The next answer, if it is there. Raises what kept the ranks from answering."""
-        if not self._under_way or not self._under_way[0].task.done():
+        if not self._under_way or not self._under_way[0].result.done():
             return None
         step = self._under_way.popleft()
-        result = step.task.result()
-        self.gap, self._before = self._gap(step, result), step
-        return step.plan, result
+        result = step.result.result()
+        gap, self._before = self._gap(step, result), step
+        return Answer(step.plan, result, gap)
 
     def _gap(self, step: UnderWay, result: StepResult) -> Gap | None:
         before = self._before
@@ -81,8 +84,8 @@ class Steps:
 
     async def abandon(self) -> None:
         """Nobody waits for their answers any more."""
-        tasks = [step.task for step in self._under_way]
+        results = [step.result for step in self._under_way]
         self._under_way.clear()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for result in results:
+            result.cancel()
+        await asyncio.gather(*results, return_exceptions=True)

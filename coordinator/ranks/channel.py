@@ -10,7 +10,6 @@ what else arrives is ignored and counted.
 
 import asyncio
 from collections.abc import Callable, Iterable
-from itertools import count
 from typing import Any
 
 import zmq
@@ -31,8 +30,7 @@ MAX_REPORT_BYTES, MAX_TOKEN_BYTES = 256 << 10, 2 << 10
 """What a member says at most, and of each token of a step, beside what it tells of spans. More ends its connection
 before memory is taken."""
 MAX_AT_ONCE = 64
-"""Messages that are taken before all else has its turn: where the next one is there already, to wait for it waits for
-nothing."""
+"""Messages that are taken before all else has its turn."""
 
 Take = Callable[[int, FromRank], None]
 """Takes what a member says. Raises ValueError for what it may not say."""
@@ -45,8 +43,9 @@ class Channel:
         self._take = take
         self._context = zmq.asyncio.Context()
         self._members = Members(self._context)
-        # Untyped, because the package's own annotations are partial.
-        self._socket: Any = self._context.socket(zmq.ROUTER)
+        # Untyped, because the package's own annotations are partial. Not one of zmq.asyncio: with its futures a message
+        # would come some turns of the loop later.
+        self._socket: Any = zmq.Context(self._context).socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
         num_tokens = config.max_sequences * (1 + config.max_draft_tokens)
@@ -59,8 +58,10 @@ class Channel:
         """Where the members connect."""
         self._invitations: dict[int, Invitation] = {}
         self._ignored = Tally("ignored messages of members")
-        self._task = asyncio.get_running_loop().create_task(self._receive())
+        self._loop = asyncio.get_running_loop()
         self._is_closed = False
+        self._loop.add_reader(self._socket.FD, self._receive)
+        self._loop.call_soon(self._receive)
 
     @property
     def num_refused(self) -> int:
@@ -82,25 +83,33 @@ class Channel:
         self._members.forget(member)
         self._invitations.pop(member, None)
 
-    async def send(self, members: Iterable[int], message: ToRank) -> None:
-        """Tells it to those of them that are not forgotten; a fence on the connection of their pulses."""
+    def send(self, members: Iterable[int], message: ToRank) -> None:
+        """Tells it to those of them that are not forgotten; a fence on the connection of their pulses. Nobody is told
+        anything after the end."""
+        if self._is_closed:
+            return
         data = encode(message)
         invitations = [self._invitations[member] for member in members if member in self._invitations]
         for invitation in invitations:
             name = invitation.pulse_id if isinstance(message, Fence) else invitation.commands_id
-            await self._socket.send_multipart([name, data])
+            self._socket.send_multipart([name, data])
+        self._loop.call_soon(self._receive)  # to send has looked, too
 
-    async def _receive(self) -> None:
-        for number in count(1):
-            frames = await self._socket.recv_multipart(copy=False)
+    def _receive(self) -> None:
+        """Takes what is there. The descriptor tells only of what came after the last look: so nothing must be left."""
+        if self._is_closed:
+            return
+        for _ in range(MAX_AT_ONCE):
+            if not self._socket.EVENTS & zmq.POLLIN:
+                return
+            frames = self._socket.recv_multipart(copy=False)
             member = self._members.number_of(frames[-1].get("User-Id").encode())
             if member is not None:
                 try:
                     self._take(member, self._read(member, frames))
                 except ValueError as error:
                     self._ignored.add(str(error))
-            if number % MAX_AT_ONCE == 0:
-                await asyncio.sleep(0)
+        self._loop.call_soon(self._receive)
 
     def _read(self, member: int, frames: list[Any]) -> FromRank:
         """What a member says. Raises ValueError unless it says it for itself, on the connection for it."""
@@ -121,10 +130,9 @@ class Channel:
         """Tells the members to leave. Idempotent."""
         if self._is_closed:
             return
+        self._loop.remove_reader(self._socket.FD)
+        self.send(list(self._invitations), Stop())
         self._is_closed = True
-        self._task.cancel()
-        await asyncio.wait([self._task])
-        await self.send(list(self._invitations), Stop())
         await self._members.close(self._socket)
         self._socket.close()
         await asyncio.to_thread(self._context.term)

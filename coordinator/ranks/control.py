@@ -145,7 +145,7 @@ class Control:
                 Topology(tuple(member.node for member in members)).check(self._config.world_size)
                 await check_models(self.hellos, Path(self._config.model))
                 self.roster.agree()
-                await self.roster.load(members)
+                self.roster.load(members)
                 await wait(lambda: all(member.is_loaded for member in members), verdict)
                 return await self._meet_first(epoch, members)
         except TimeoutError:
@@ -247,7 +247,7 @@ class Control:
         await self._orders.fetch(member, order)
 
     async def discard(self, member: int, tickets: Sequence[int]) -> None:
-        await self._channel.send([member], Discard(tuple(tickets)))
+        self._channel.send([member], Discard(tuple(tickets)))
 
     # --- receive ---
 

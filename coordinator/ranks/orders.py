@@ -41,7 +41,7 @@ class Orders:
             raise ValueError(f"ticket {order.ticket} of member {member} is in use")
         answer = self._waiting[key] = asyncio.get_running_loop().create_future()
         try:
-            await self._channel.send([member], order)
+            self._channel.send([member], order)
             outcome = await answer
         finally:
             del self._waiting[key]

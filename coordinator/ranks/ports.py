@@ -52,10 +52,11 @@ class Group(Protocol):
         """Tells the ranks what is held, before the first plan. Raises what ended the epoch."""
         ...
 
-    async def step(self, plan: StepPlan) -> StepResult:
-        """Runs one step. It may be called before earlier steps are answered; they run in the order of the calls.
+    def step(self, plan: StepPlan) -> Awaitable[StepResult]:
+        """Tells the ranks to do a step; what is awaited is its answer. It may be called before earlier steps are
+        answered; they run in the order of the calls.
 
-        Raises what ended the epoch: a rank raised, died or passed the step's deadline.
+        Awaited, it raises what ended the epoch: a rank raised, died or passed the step's deadline.
         """
         ...
 

@@ -150,10 +150,10 @@ class Roster:
         """What model those have that are here, others must have, too."""
         self._agreed = self.hellos
 
-    async def load(self, members: Sequence[Member]) -> None:
+    def load(self, members: Sequence[Member]) -> None:
         for member in members:
             member.is_loading = True
-        await self._channel.send([member.number for member in members], Load())
+        self._channel.send([member.number for member in members], Load())
 
     async def admit(self, number: int) -> None:
         """Has a new member load the model when it has said hello. It can be in the next epoch then.
@@ -166,7 +166,7 @@ class Roster:
         await self.wait(lambda: member.end or member.hello)
         if not member.end and member.hello is not None:
             check_joiner(member.hello, self._agreed)
-            await self.load([member])
+            self.load([member])
             await self.wait(lambda: member.end or member.is_loaded)
         if member.end:
             raise StartError(member.end)

@@ -35,6 +35,8 @@ class Drafter:
         self._policy = Policy(max_rows, max_drafts, self._costs)
         self._read = dict[Segment, int]()
         """Segments that have grown, up to these positions."""
+        self._measured = list[tuple[StepPlan, float]]()
+        """Steps, and how long they took."""
         self._came = list[tuple[Sequence, int, int]]()
         """Tokens that came without drafts, and the position behind each."""
         self._num_learned = 0
@@ -42,9 +44,10 @@ class Drafter:
 
     def waits(self, jobs: Several[Sequence]) -> bool:
         """Whether the next step of these is to have drafts, for which the result of the one before must be there."""
-        if not (self._policy.has_room(len(jobs)) and any(job.guesses for job in jobs)):
+        if not (self._max_drafts and self._policy.has_room(len(jobs))):
             return False
-        return self._policy.is_worth_waiting([job.guesses.acceptance.expected() if job.guesses else [] for job in jobs])
+        guesses = map(self._guesses_of, jobs)  # of one that begins, too: others may have asked the same context
+        return self._policy.is_worth_waiting([each.acceptance.expected() if each else [] for each in guesses])
 
     def draft(self, jobs: Several[Sequence], rows: Several[Row]) -> tuple[Row, ...]:
         """The rows with drafts, where they pay; nothing else of these sequences is under way."""
@@ -77,9 +80,8 @@ class Drafter:
     # --- what came of it ---
 
     def measure(self, plan: StepPlan, seconds: float) -> None:
-        """Takes in how long a step of ranks took."""
-        if isinstance(plan.work, Decode) and not any(row.terms or row.num_reference for row in plan.work.rows):
-            self._costs.measure(len(plan.work.rows), plan.num_drafts, seconds)
+        """A step of ranks took so long: `learn` takes it in."""
+        self._measured.append((plan, seconds))
 
     def measure_gap(self, seconds: float, *, is_ahead: bool) -> None:
         """Takes in the time between two decode steps, the second sent before the first was over (`is_ahead`), or
@@ -102,8 +104,12 @@ class Drafter:
         return num_drafts
 
     def learn(self) -> None:
-        """Does what was left for when the ranks have the next plan: enters what was read, and compares what came with
-        what would have been drafted."""
+        """Does what was left for when the ranks have the next plan: takes in how long steps took, enters what was read,
+        and compares what came with what would have been drafted."""
+        for plan, seconds in self._measured:
+            if isinstance(plan.work, Decode) and not any(row.terms or row.num_reference for row in plan.work.rows):
+                self._costs.measure(len(plan.work.rows), plan.num_drafts, seconds)
+        self._measured.clear()
         for segment, end in self._read.items():
             self._indexes.enter(segment, end)
         self._read.clear()

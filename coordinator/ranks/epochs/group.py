@@ -1,7 +1,8 @@
 """The ranks of one epoch over the control channel: from when they are told where to meet until it ends."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from coordinator.ranks.channel import Channel
 from coordinator.ranks.epochs.blame import Losses
@@ -16,6 +17,14 @@ from longleaf.errors import EpochBroken, LongleafError, StartError
 from longleaf.units import human_seconds
 
 
+class UnderWay(NamedTuple):
+    """A step that was sent."""
+
+    result: asyncio.Future[StepResult]
+    seconds: float
+    """That it may take."""
+
+
 class Group:
     """Epoch `epoch` of members in rank order; epoch 0, before the first one, is of those who will form that, and does
     nothing but see them lost. Needs a running event loop."""
@@ -28,11 +37,14 @@ class Group:
         self._config = config
         self._channel = channel
         self._roster = roster
-        self._results: dict[int, asyncio.Future[StepResult]] = {}
-        """By the number of a step under way: an answer to any other is dropped."""
-        self._losses = Losses(self.members, roster.end, self._under_way)
+        self._loop = asyncio.get_running_loop()
+        self._under_way: dict[int, UnderWay] = {}
+        """By the number of a step, in their order: an answer to any other is dropped."""
+        self._deadline: asyncio.TimerHandle | None = None
+        """When the first of these must be answered."""
+        self._losses = Losses(self.members, roster.end, self._unanswered)
+        self.verdict.add_done_callback(lambda _: self._end_steps())
         self._meeting = Meeting(epoch, self.members)
-        self._sending = asyncio.Lock()
         self._is_fenced = False
         for member in members:
             if member.end:
@@ -58,12 +70,12 @@ class Group:
         hellos = tuple(member.hello for member in members if member.hello is not None)
         meeting, wait = self._meeting, self._roster.wait
         if len(members) > 1:
-            await self._channel.send(self.members[:1], OpenStore(self.epoch))
+            self._channel.send(self.members[:1], OpenStore(self.epoch))
             await wait(lambda: meeting.port is not None, self.verdict)
         nodes = tuple(hello.node for hello in hellos)
         for rank, member in enumerate(self.members):
             join = Join(self.epoch, rank, hellos[0].host, meeting.port or 0, nodes, merges)
-            await self._channel.send([member], join)
+            self._channel.send([member], join)
         await wait(lambda: meeting.is_complete, self.verdict)
         readies = tuple(meeting.readies[member] for member in self.members)
         return Formation(self.epoch, hellos, readies, self)
@@ -84,55 +96,65 @@ class Group:
     async def lay_out(self, layout: Layout) -> None:
         if self.is_suspected:
             raise (await self.wait_ended()).error
-        await self._send(layout)
+        self._channel.send(self.members, layout)
 
-    async def step(self, plan: StepPlan) -> StepResult:
-        """Sends the plan to every rank and waits for rank 0's answer.
+    def step(self, plan: StepPlan) -> asyncio.Future[StepResult]:
+        """Sends the plan to every rank, at once; rank 0's answer, or what ended the epoch.
 
         Its deadline counts from the answer to the plan before it: only then do the ranks begin.
         """
-        before = tuple(self._results.values())
-        result = self._results[plan.step] = asyncio.get_running_loop().create_future()
-        try:
-            await self._send(plan)
-            for earlier in before:
-                await self._wait_for(earlier)
-            # Plain attention computes on one rank what the step shares, and in coarse types twice.
-            num_tokens = plan.num_tokens + 2 * plan.num_reference * len(self.members)
-            seconds = self._config.step_timeout + num_tokens * self._config.step_timeout_per_token
-            await self._wait_for(result, seconds)
+        self._channel.send(self.members, plan)
+        # Plain attention computes on one rank what the step shares, and in coarse types twice.
+        num_tokens = plan.num_tokens + 2 * plan.num_reference * len(self.members)
+        seconds = self._config.step_timeout + num_tokens * self._config.step_timeout_per_token
+        under_way = self._under_way[plan.step] = UnderWay(self._loop.create_future(), seconds)
+        under_way.result.add_done_callback(lambda _: self._forget(plan.step))
+        if self.verdict.done():
+            self._end_steps()
+        elif len(self._under_way) == 1:
+            self._begin(plan.step, under_way)
+        return under_way.result
+
+    def _begin(self, step: int, under_way: UnderWay) -> None:
+        """The ranks begin a step."""
+        self._deadline = self._loop.call_later(under_way.seconds, self._is_late, step, under_way)
+
+    def _is_late(self, step: int, under_way: UnderWay) -> None:
+        self._roster.run(self._blame_slow(step, under_way))
+
+    def _forget(self, step: int) -> None:
+        """A step is answered, or nobody waits for that any more."""
+        del self._under_way[step]
+        if self._deadline is not None:
+            self._deadline.cancel()
+        for following in self._under_way.items():
+            self._begin(*following)
+            break
+
+    def _end_steps(self) -> None:
+        """The epoch is over, and with it the steps."""
+        for result, _ in self._under_way.values():
             if not result.done():
-                await self._blame_slow(plan.step, seconds, lambda: result.done() or self.is_suspected)
-                await self._wait_for(result)
-            return result.result()
-        finally:
-            del self._results[plan.step]
+                result.set_exception(self.verdict.result().error)
 
-    async def _wait_for(self, result: asyncio.Future[StepResult], seconds: float | None = None) -> None:
-        """Waits until `result` is there or `seconds` are over. Raises what ends the epoch."""
-        if not result.done():
-            await asyncio.wait([result, self.verdict], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        if self.is_suspected:
-            raise (await self.wait_ended()).error
-
-    async def _blame_slow(self, step: int, seconds: float, is_over: Callable[[], bool]) -> None:
+    async def _blame_slow(self, step: int, under_way: UnderWay) -> None:
         """Kills who holds up the others; when nobody does, all give up the epoch."""
+
+        def is_over() -> bool:
+            return under_way.result.done() or self.is_suspected
+
         behind = await self._roster.find_behind(self.members, is_over)
         if is_over():
             return
-        reason = f"step {step} took longer than its {human_seconds(seconds)}"
+        reason = f"step {step} took longer than its {human_seconds(under_way.seconds)}"
         if behind is None:
             self.conclude(EpochBroken(reason), (step,))
         else:
             self._losses.step = step
             self._roster.end(behind.number, reason)
 
-    async def _send(self, message: StepPlan | Layout) -> None:
-        async with self._sending:
-            await self._channel.send(self.members, message)
-
-    def _under_way(self) -> tuple[int, ...]:
-        return tuple(step for step, result in self._results.items() if not result.done())
+    def _unanswered(self) -> tuple[int, ...]:
+        return tuple(step for step, under_way in self._under_way.items() if not under_way.result.done())
 
     # --- what members say ---
 
@@ -140,9 +162,9 @@ class Group:
         """Raises ValueError for who is not rank 0."""
         if member != self.members[0]:
             raise ValueError(f"member {member} sends what it may not: {type(message).__name__} for rank 0")
-        result = self._results.get(message.step)
-        if message.epoch == self.epoch and result is not None and not result.done():
-            result.set_result(message)
+        under_way = self._under_way.get(message.step)
+        if message.epoch == self.epoch and under_way is not None and not (under_way.result.done() or self.is_suspected):
+            under_way.result.set_result(message)
 
     def take_meeting(self, message: StoreOpened | Ready) -> None:
         """Raises ValueError for what belongs to another epoch, or was said before."""
@@ -190,5 +212,5 @@ class Group:
         not any more."""
         if self.is_suspected and not self._is_fenced and self.epoch:
             self._is_fenced = True
-            self._roster.run(self._channel.send(self.members, Fence(self.epoch)))
+            self._channel.send(self.members, Fence(self.epoch))
         self._roster.note_change()

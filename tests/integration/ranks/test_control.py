@@ -210,12 +210,12 @@ async def test_two_plans_are_sent_before_the_first_answer() -> None:
     rank = ScriptedMember(control.invitations[0], 0)
     await control.start(1)
     plans = [StepPlan(1, number, Decode(())) for number in (1, 2, 3, 4)]
-    steps = [asyncio.create_task(control.group.step(plan)) for plan in plans[:2]]
+    steps = [asyncio.ensure_future(control.group.step(plan)) for plan in plans[:2]]
     assert [await rank.receive() for _ in steps] == plans[:2]
     for number in (2, 1):
         await rank.send(StepResult(1, number, {number: (Token(number),)}))
     assert [(await step).tokens for step in steps] == [{1: (Token(1),)}, {2: (Token(2),)}]
-    steps = [asyncio.create_task(control.group.step(plan)) for plan in plans[2:]]
+    steps = [asyncio.ensure_future(control.group.step(plan)) for plan in plans[2:]]
     for step in steps:
         with pytest.raises(WorkerLost, match="step 3 took longer"):
             await step
@@ -228,7 +228,7 @@ async def test_an_answer_counts_for_its_own_epoch_alone() -> None:
     rank = ScriptedMember(control.invitations[0], 0)
     await control.start(3)
     assert rank.joins == [Join(3, 0, "127.0.0.1", 0, ("node",))]
-    step = asyncio.create_task(control.group.step(StepPlan(3, 1, Decode(()))))
+    step = asyncio.ensure_future(control.group.step(StepPlan(3, 1, Decode(()))))
     for epoch in (2, 4, 3):
         await rank.send(StepResult(epoch, 1, {epoch: (Token(7),)}))
     assert (await step).tokens == {3: (Token(7),)}
@@ -253,7 +253,7 @@ async def test_a_message_out_of_place_ends_the_rank(joined: int, message: StepPl
     spec = RankSpec(member=0, config=config(), invitation=control.invitations[0], **place)
     life = asyncio.create_task(asyncio.to_thread(serve, spec, EchoRank))
     await (control.start(joined) if joined else control.roster.wait(lambda: control.hellos))
-    await control._channel.send([0], message)
+    control._channel.send([0], message)
     where = f"out of place in epoch {joined}" if joined else "before the model is loaded"
     told = str((await control.group.wait_ended()).error)
     assert told.endswith(f"{where}: {type(message).__name__}"), "nothing of what is in it"

@@ -48,6 +48,11 @@ class World:
         for number in numbers:
             self.members[number].beat()
 
+    async def connect_pulses(self) -> None:
+        """Has the members be heard on the connections of their pulses: before that no fence can reach them."""
+        self.beat(*self.members)
+        await self.control.roster.wait(lambda: all(member.num_pulses for member in self.control.roster))
+
     async def hear(self, member: int, kind: type[ToRank]) -> ToRank:
         """The next message of this kind to a member."""
         while not isinstance(message := await self.members[member].receive(), kind):
@@ -58,7 +63,7 @@ class World:
         """The epoch has these ranks: each is told a layout, and rank 0 answers a step."""
         layout, plan = Layout(epoch, ()), StepPlan(epoch, 1, Decode(()))
         await self.control.group.lay_out(layout)
-        step = asyncio.create_task(self.control.group.step(plan))
+        step = asyncio.ensure_future(self.control.group.step(plan))
         for rank, member in enumerate(members):
             assert await self.hear(member, Layout) == layout
             assert await self.hear(member, StepPlan) == plan
@@ -98,7 +103,8 @@ async def until(condition: Callable[[], object]) -> None:
 @pytest.mark.parametrize(("lost", "left"), [((0,), (1, 2)), ((1,), (0, 2)), ((0, 2), (1,))])
 async def test_who_is_left_forms_the_next_epoch(make_world: MakeWorld, lost, left) -> None:
     world = await make_world(3)
-    step = asyncio.create_task(world.control.group.step(StepPlan(1, 1, Decode(()))))
+    await world.connect_pulses()
+    step = asyncio.ensure_future(world.control.group.step(StepPlan(1, 1, Decode(()))))
     await world.hear(2, StepPlan)
     for member in lost:
         world.control.lost(member, "was killed by signal 9")
@@ -162,6 +168,7 @@ async def test_who_is_blamed_and_says_nothing_is_killed(make_world: MakeWorld) -
 
 async def test_only_who_has_loaded_joins(make_world: MakeWorld) -> None:
     world = await make_world(2, "ab")
+    await world.connect_pulses()
     waiting = asyncio.create_task(world.control.wait_joinable())
     number, invitation = world.control.roster.invite()
     world.control.lost(1, "vanished")
@@ -240,7 +247,7 @@ async def test_nobody_is_killed_where_several_are_behind(make_world: MakeWorld, 
 
 async def test_an_answer_that_comes_after_all_counts(make_world: MakeWorld) -> None:
     world = await make_world(2, step_timeout=0.1)
-    step = asyncio.create_task(world.control.group.step(StepPlan(1, 1, Decode(()))))
+    step = asyncio.ensure_future(world.control.group.step(StepPlan(1, 1, Decode(()))))
     await world.hear(0, StepPlan)
     await asyncio.sleep(0.2)  # past the deadline, when members are asked how far they are
     await world.members[0].send(StepResult(1, 1, {1: (Token(3),)}))

@@ -28,7 +28,7 @@ async def test_the_largest_answer_to_a_step_is_heard(max_sequences: int, max_dra
     control = Control(EngineConfig(model="none", max_sequences=max_sequences, max_draft_tokens=max_drafts))
     rank = ScriptedMember(control.invitations[0], 0)
     await control.start(1)
-    step = asyncio.create_task(control.group.step(StepPlan(1, 1, Decode(()))))
+    step = asyncio.ensure_future(control.group.step(StepPlan(1, 1, Decode(()))))
     tokens = (Token(LARGEST, Logprobs(-1e300, ALTERNATIVES)),) * (1 + max_drafts)
     told = StepResult(
         1,

@@ -98,7 +98,7 @@ async def check_service(control: Control, ranks: Sequence[Socket]) -> None:
     formation, _ = await asyncio.gather(control.start(1), asyncio.to_thread(form, ranks))
     assert [ready.num_blocks for ready in formation.readies] == [4, 4]
     assert [hello.host for hello in control.hellos] == ["127.0.0.1"] * 2
-    step = asyncio.create_task(control.group.step(PLAN))
+    step = asyncio.ensure_future(control.group.step(PLAN))
     assert decode_to_rank(await asyncio.to_thread(ranks[0].recv)) == PLAN
     ranks[0].send(encode(StepResult(1, 1, {1: (Token(5),)})))
     assert (await step).tokens == {1: (Token(5),)}
@@ -231,7 +231,7 @@ async def test_a_second_connection_of_the_same_name_takes_nothing_over(context, 
     await check_service(control, ranks)
     replayed = connect(context, control.invitations[1], control.invitations[0].commands_id)
     replayed.send(encode(Died(1, "from the second connection")))
-    step = asyncio.create_task(control.group.step(StepPlan(1, 2, Decode(()))))
+    step = asyncio.ensure_future(control.group.step(StepPlan(1, 2, Decode(()))))
     assert decode_to_rank(await asyncio.to_thread(ranks[0].recv)) == StepPlan(1, 2, Decode(()))
     ranks[0].send(encode(StepResult(1, 2, {1: (Token(6),)})))
     assert (await step).tokens == {1: (Token(6),)}

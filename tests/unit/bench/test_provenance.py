@@ -1,17 +1,19 @@
 """The measurement of provenance: what counts as found, and how rows add up."""
 
 import random
+from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from bench.harness.parts import beside
+from bench.harness.parts import beside, gathered, kept, told
 from bench.harness.subjects import EMBEDDED
 from bench.needle.documents import Question, prose
-from bench.provenance.__main__ import MEASURED, num_together, parse
+from bench.provenance.__main__ import MEASURED, line, num_together, parse
 from bench.provenance.asking import Asked, Place, judged
 from bench.provenance.chart import draw
-from bench.provenance.rows import area, rows
+from bench.provenance.rows import Row, area, rows
 from longleaf.messages import Source
 
 QUESTION = Question("single_prose", "What is the code?", ("4711",), 0.5)
@@ -75,12 +77,33 @@ def test_rows_that_are_measured_anew_stand_instead_of_the_old_ones() -> None:
     assert beside([], new, MEASURED) == new
 
 
+@pytest.mark.parametrize("is_json", [False, True])
+def test_a_run_that_is_broken_off_loses_no_row(
+    is_json: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "provenance.json"
+    old = [{"model": "a", "tokens": 8000, "task": "cost"}, {"model": "b", "tokens": 9, "task": "cost"}]
+    file.write_text(told("provenance", old))
+    given, new = Namespace(into=file, json=is_json), {"model": "a", "tokens": 4000, "task": "cost"}
+
+    def measured() -> Iterator[Row]:
+        yield new
+        yield {**old[1], "more": 0.1}
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        gathered("provenance", measured(), given, MEASURED, line, lambda row: (row["model"], row["tokens"]))
+    assert kept(file) == [new, old[0], {**old[1], "more": 0.1}]
+    shown = capsys.readouterr()
+    assert "tokens 9  task cost  more 0.1" in (shown.err if is_json else shown.out)
+
+
 def test_what_was_found_is_drawn_and_what_it_costs_is_not(tmp_path: Path) -> None:
     found = [asked("single_prose", 0, 0.4), asked("absent", None, 0.2)]
     wrong = [asked("single_prose", None, 0.1, is_right=False)]
-    told = [{"model": model, **row} for model, all_of in (("a", found), ("b", wrong)) for row in rows(all_of)]
+    all_rows = [{"model": model, **row} for model, all_of in (("a", found), ("b", wrong)) for row in rows(all_of)]
     cost = {"model": "c", "tokens": 4000, "task": "cost", "method": "raw", "more": 0.1}
-    draw([*told, cost], tmp_path / "found.png")
+    draw([*all_rows, cost], tmp_path / "found.png")
     assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
     draw([cost], tmp_path / "cost.png")
     assert not (tmp_path / "cost.png").exists()

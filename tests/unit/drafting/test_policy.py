@@ -42,9 +42,9 @@ def test_all_sequences_of_a_step_must_gain() -> None:
 def test_a_step_waits_only_where_that_outweighs_the_gap() -> None:
     costs = StepCosts()
     costs.measure(1, 0, 0.001)
-    policy, chances = Policy(64, 4, costs), [[0.5]]
+    policy, chances = Policy(64, 4, costs), [[0.4]]
     assert (costs.gap(is_ahead=True), costs.gap(is_ahead=False)) == (GAP_AHEAD, GAP_AFTER)
-    assert not policy.is_worth_waiting(chances)  # 1.5 tokens in 1.95 ms, or 1 in 1.2
+    assert not policy.is_worth_waiting(chances)  # 1.4 tokens in 1.6 ms, or 1 in 1.1
     assert policy.lengths(chances) == [1]  # who has waited already
     costs.measure_gap(0.0002, is_ahead=False)
     assert policy.is_worth_waiting(chances)

@@ -1,14 +1,16 @@
 """What is looked for at a full batch, and whose tokens are compared with what would have been drafted."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 
 import pytest
+from msgspec.structs import replace
 
 from coordinator.drafting.drafts import Draft
 from coordinator.drafting.guesses import Guesses
 from coordinator.scheduling.drafter import MAX_COMPARED, TURN_STEPS
-from longleaf.channel.step import StepPlan
+from longleaf.channel.fakes import echo_token
+from longleaf.channel.step import StepPlan, StepResult
 from longleaf.config import MIN_ROWS
 from longleaf.errors import DeadlineExceeded
 from tests.support.scheduling import Bench
@@ -59,6 +61,48 @@ def test_of_many_sequences_some_are_compared_in_a_step_and_all_in_their_turn(mon
         assert len(in_step) <= MAX_COMPARED
     assert len(seen) == count_sequences
     assert min(seen.values()) >= TURN_STEPS - 1
+
+
+class EvenBench(Bench):
+    """All steps take as long, and plans are sent ahead."""
+
+    def _result(self, plan: StepPlan) -> StepResult:
+        return replace(super()._result(plan), seconds=0.01)
+
+    def counts(self) -> list[int]:
+        """How many drafts each decode step has until nothing is left to do."""
+        under_way, found = deque[StepPlan](), list[int]()
+        while True:
+            while (plan := self.schedule()) is not None:
+                under_way.append(plan)
+            self.scheduler.learn()
+            if not under_way:
+                return found
+            done = under_way.popleft()
+            found += [done.num_drafts] if done.kind == "decode" else []
+            self.commit(done)
+
+
+def test_who_asks_what_others_asked_has_drafts_behind_its_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_context, num_question = 40, 5
+
+    def know(guesses: Guesses, end: int, count: int) -> Draft:
+        last, found = guesses.tail.token_ids[end - guesses.tail.start - 1], list[int]()
+        for index in range(end - num_context - num_question, end - num_context - num_question + count):
+            found.append(last := echo_token(last, index))
+        return Draft(1, tuple(found))
+
+    monkeypatch.setattr(Guesses, "draft", know)
+    bench, drafted = EvenBench(block_size=64, max_draft_tokens=7), list[list[int]]()
+    bench.ingest("c", num_context)
+    bench.counts()
+    for _ in range(2):
+        job = bench.ask(num_question, context="c", max_tokens=30, max_draft_tokens=7)
+        drafted.append(bench.counts())
+        assert bench.tokens(job) == bench.alone(num_question, 30)
+    first, second = drafted
+    assert first[:3] == [0, 0, 0], "nobody knows yet what drafts bring"
+    assert second[:2] == [0, 7]
 
 
 def test_a_deadline_that_drafts_may_meet_is_not_refused() -> None:
