@@ -251,7 +251,8 @@ class Epoch:
             scores = ToHost(logprobs_of(scored_SV, [t for row in scored for t in row.token_ids[-row.num_scored :]]))
         choice = self._means.sampler.start(sampled, logits_RV) if sampled and logits_RV is not None else None
         ids = self._tell_all(sampled, choice) if sampled else None
-        end = choice.arrival if isinstance(choice, DeviceChoice) else Moment(torch.device(self._means.device))
+        arriving = choice if isinstance(choice, DeviceChoice) else ids
+        end = arriving.arrival if arriving else Moment(torch.device(self._means.device))
         return Launched(end, choice, logits_RV, scores, told, ids, blocks)
 
     def _masses(self, rows: RowNumbers) -> Masses:
