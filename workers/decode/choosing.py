@@ -53,7 +53,7 @@ class Telling:
 
         def tell() -> None:
             told_T.copy_(self._tell(ids_T))
-            self._last_ids.put(places_T, numbers_T, told_T)
+            self._last_ids.put(places_T, numbers_T, told_N=told_T)
 
         return tell
 

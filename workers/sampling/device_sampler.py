@@ -10,11 +10,11 @@ from longleaf.channel.step import Row
 from longleaf.config import MAX_DRAFT_TOKENS
 from longleaf.kernels.backend import Numbers
 from longleaf.sampling import Sampling, Token
-from workers.sampling.acceptance import NOT_FINITE, NOT_REACHED, Drafts, drafts_of
+from workers.sampling.acceptance import NOT_REACHED, Drafts, drafts_of
 from workers.sampling.fixed_shape import Needs, Parameters, choose, note
 from workers.sampling.history import NOBODY, Histories
 from workers.sampling.logprobs import told
-from workers.sampling.sampler import NO_TOKEN, Choice, Sampler, first_positions
+from workers.sampling.sampler import Choice, Sampler, first_positions
 from workers.sampling.uniforms import uniforms
 from workers.transfers import Moment, ToHost, to_device
 
@@ -199,9 +199,8 @@ class DeviceSampler:
 
 
 def ids_of(told_RN: Tensor) -> Tensor:
-    """The ids [R], int64, of what `fixed_shape.note` tells, with one that is there for rows without a token."""
-    ids_R = told_RN[:, 0].long()
-    return torch.where(ids_R == NOT_FINITE, NO_TOKEN.id, ids_R)
+    """The ids [R], int64, of what `fixed_shape.note` tells, and what stands for some of them."""
+    return told_RN[:, 0].long()
 
 
 def token_indices(rows: Sequence[Row]) -> list[int]:

@@ -12,13 +12,10 @@ from torch import Tensor
 from longleaf.channel.step import Row, Terms
 from longleaf.sampling import Logprobs, Token
 from workers.sampling import distribution, draws
-from workers.sampling.acceptance import NOT_REACHED
+from workers.sampling.acceptance import NOT_FINITE, NOT_REACHED
 from workers.sampling.logprobs import logprobs
 from workers.sampling.penalties import Penalties
 from workers.sampling.uniforms import uniform
-
-NO_TOKEN = Token(0)
-"""Told of a sequence whose logits are not finite, or were not before: ranks go on with it until that is released."""
 
 MAX_LOGITS = 1 << 19
 """Logits that are computed on together, unless one row alone has more: in float64 4 MiB, which an allocator hands out
@@ -29,8 +26,8 @@ class Choice(Protocol):
     """The next tokens of rows."""
 
     def ids(self) -> Tensor:
-        """For the other ranks: the ids behind each row and its drafts, NOT_REACHED behind one that was not accepted,
-        int64, where the logits are."""
+        """For the other ranks: the ids behind each row and its drafts, NOT_FINITE where there is no token, NOT_REACHED
+        behind a draft that was not accepted, int64, where the logits are."""
         ...
 
     def tokens(self) -> list[tuple[Token, ...]]:
@@ -49,7 +46,7 @@ class Chosen:
     def ids(self) -> Tensor:
         found: list[int] = []
         for row, tokens in zip(self._rows, self._tokens, strict=True):
-            ids = [token.id for token in tokens or (NO_TOKEN,)]
+            ids = [token.id for token in tokens] or [NOT_FINITE]
             found += ids + [NOT_REACHED] * (1 + len(row.draft_ids) - len(ids))
         return torch.tensor(found, dtype=torch.long)
 

@@ -16,6 +16,9 @@ from workers.transfers import to_device
 
 NOBODY = 0
 """The place of what no sequence has said."""
+ANY = 0
+"""The last id of a sequence that has no token, since its logits are not finite: ranks go on with it until it is
+released."""
 
 
 class LastIds(Protocol):
@@ -50,7 +53,7 @@ class HostIds(dict[int, int]):
 
     def note(self, rows: Sequence[Row], told_N: Tensor) -> None:
         for row, ids in zip(rows, reached_ids(rows, told_N.tolist()), strict=True):
-            self[row.sequence] = ids[-1]
+            self[row.sequence] = max(ids[-1], ANY)
 
     def forget(self, sequences: Iterable[int]) -> None:
         for sequence in sequences:
@@ -83,20 +86,25 @@ class DeviceIds:
         return torch.where(token_ids_T < 0, self._ids_P[places_T], token_ids_T)
 
     def note(self, rows: Sequence[Row], told_N: Tensor) -> None:
-        places, (_, numbers) = self.places(rows), drafts_of(rows)
-        places_N, numbers_N = to_device(torch.tensor([places, numbers], dtype=torch.long), self._device)
-        self.put(places_N, numbers_N, told_N)
+        numbers = [self.places(rows)]
+        if len(numbers[0]) > len(rows):
+            numbers.append(drafts_of(rows)[1])
+        self.put(*to_device(torch.tensor(numbers, dtype=torch.long), self._device), told_N=told_N)
 
     def places(self, rows: Iterable[Row]) -> list[int]:
         """Where the ids of rows' positions lie, or will, if they are the last ones."""
         return [self.place(row.sequence) for row in rows for _ in range(1 + len(row.draft_ids))]
 
-    def put(self, places_N: Tensor, numbers_N: Tensor, told_N: Tensor) -> None:
+    def put(self, places_N: Tensor, numbers_N: Tensor | None = None, *, told_N: Tensor) -> None:
         """Remembers at its place the last id of each sequence that was reached. Positions are numbered as in
-        `Drafts`."""
+        `Drafts`; without numbers each is a sequence's only one."""
+        ids_N = told_N.clamp(min=ANY)
+        if numbers_N is None:
+            self._ids_P.index_copy_(0, places_N, ids_N)
+            return
         is_reached_N = told_N != NOT_REACHED
         is_followed_N = (is_reached_N & (numbers_N > 0)).roll(-1)  # the first one follows nobody
-        self._ids_P.index_copy_(0, torch.where(is_reached_N & ~is_followed_N, places_N, NOBODY), told_N)
+        self._ids_P.index_copy_(0, torch.where(is_reached_N & ~is_followed_N, places_N, NOBODY), ids_N)
 
     def forget(self, sequences: Iterable[int]) -> None:
         for sequence in sequences:

@@ -9,6 +9,7 @@ import torch
 from longleaf.channel.step import Row, Seen, Terms
 from longleaf.sampling import Sampling
 from workers.sampling import device_sampler, distribution
+from workers.sampling.acceptance import NOT_FINITE
 from workers.sampling.device_sampler import DeviceSampler, make_sampler
 from workers.sampling.fixed_shape import Parameters
 from workers.sampling.history import Histories
@@ -157,13 +158,13 @@ def row(sequence: int, index: int, terms: Terms | None = None) -> Row:
     return Row(sequence, (0,), index, (), (), index, terms)
 
 
-def test_ids_for_the_other_ranks_are_ids_wherever_there_is_no_token():
+def test_the_other_ranks_are_told_where_there_is_no_token():
     sampler = DeviceSampler("cpu", 512)
     logits_RV = torch.tensor([[0.0, 1.0], [torch.nan, 0.0], [-torch.inf, -torch.inf]])
     for index, sampling in enumerate([Sampling(), Sampling(temperature=1.0, num_logprobs=1)]):
         choice = sampler.start([row(i, index, Terms(sampling)) for i in range(3)], logits_RV)
         assert [[token.id for token in found] for found in choice.tokens()] == [[1], [], []]
-        assert choice.ids().tolist() == [1, 0, 0]
+        assert choice.ids().tolist() == [1, NOT_FINITE, NOT_FINITE]
         assert choice.ids().dtype == torch.long
 
 
