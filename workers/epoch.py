@@ -224,14 +224,13 @@ class Epoch:
     def _decode(self, work: Decode, result: StepResult) -> Pending:
         rows = self._inputs.numbers(work, self._means.last_ids)
         sampled = [row for row in work.rows if row.token_index >= 0]
-        is_drafted = len(rows.sample_rows) > len(sampled)
-        blocks = self._drafted_blocks(rows, sampled) if is_drafted else None
+        blocks = self._drafted_blocks(rows, sampled) if rows.has_drafts else None
         begun = self._fixed.begin(rows, sampled, blocks) if self._fixed and rows.is_plain else None
         begun = begun or self._begin(rows, sampled, [row for row in work.rows if row.num_scored], blocks)
         read, merged = self._inputs.kv_bytes_read(rows), self._merge_bytes()
         result = msgspec.structs.replace(result, kv_bytes_read=read, merge_bytes=merged)
         pending = Pending(lambda: begun.end.is_past, lambda: self._finish(work, sampled, begun, result))
-        if is_drafted or isinstance(self._means.last_ids, HostIds) or self._verifier.watches(work.rows):
+        if rows.has_drafts or isinstance(self._means.last_ids, HostIds) or self._verifier.watches(work.rows):
             self._before.result()  # what breaks in a step must not show in the answer to the one before
             # logits that are compared must not be overwritten by the next step, nor drafts be held that were refused
             pending.result()
@@ -250,7 +249,8 @@ class Epoch:
             logits_RV, scored_SV = logits_RV.split([len(rows.sample_rows), len(rows.scored_rows)])
             scores = ToHost(logprobs_of(scored_SV, [t for row in scored for t in row.token_ids[-row.num_scored :]]))
         choice = self._means.sampler.start(sampled, logits_RV) if sampled and logits_RV is not None else None
-        ids = self._tell_all(sampled, choice) if sampled else None
+        told_N = self._tell_all(sampled, choice) if sampled else None
+        ids = ToHost(told_N) if told_N is not None and choice is None and rows.has_drafts else None
         arriving = choice if isinstance(choice, DeviceChoice) else ids
         end = arriving.arrival if arriving else Moment(torch.device(self._means.device))
         return Launched(end, choice, logits_RV, scores, told, ids, blocks)
@@ -267,14 +267,13 @@ class Epoch:
             return None
         return DraftedBlocks(pool, self._means.backend, drafted, rows.slots, rows.window_slots)
 
-    def _tell_all(self, sampled: Sequence[Row], choice: Choice | None) -> ToHost | None:
-        """All ranks learn from the first one, which has the choice, what was chosen. Where rows have drafts, gives the
-        others what was told, on its way to the host."""
+    def _tell_all(self, sampled: Sequence[Row], choice: Choice | None) -> Tensor:
+        """All ranks learn from the first one, which has the choice, what was chosen: what is told of all positions."""
         num_positions = sum(1 + len(row.draft_ids) for row in sampled)
         nothing = torch.zeros(num_positions, dtype=torch.long, device=self._means.device)
         told_N = self._tell(nothing if choice is None else choice.ids())
         self._means.last_ids.note(sampled, told_N)
-        return ToHost(told_N) if choice is None and num_positions > len(sampled) else None
+        return told_N
 
     def _cut_back(self, rows: Sequence[Row], ids: Iterable[Sequence[object]], blocks: DraftedBlocks | None) -> None:
         """Forgets what follows the drafts that were accepted, of rows that were told these ids, or tokens."""

@@ -4,6 +4,8 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from longleaf.channel.step import Decode, Prefill, Row, StepPlan, Terms
 from longleaf.runs import Run, ceil_div, cut_chunk
 from longleaf.sampling import Sampling
@@ -36,11 +38,17 @@ def over_keys(
         end, rows = num_keys + index + 1, list[Row]()
         for i in range(num_rows):
             blocks = range(tails + i, tails + i + 1 + index // block_size * num_rows, num_rows)
-            run = Run(0, num_keys, end + num_drafts, tuple(blocks))
+            run = Run(0, num_keys, end, tuple(blocks))
             path, ids = (() if index else (i % num_contexts, num_contexts + i)), (() if index else (3 + i,))
             terms = None if index else Terms(Sampling())
-            rows.append(Row(i, path, end - 1, ids, (run,), index, terms, draft_ids=(REFUSED,) * num_drafts))
+            rows.append(with_drafts(Row(i, path, end - 1, ids, (run,), index, terms), (REFUSED,) * num_drafts))
         yield StepPlan(EPOCH, 1 + index, Decode(tuple(rows)), release_sequences=() if index else tellers)
+
+
+def with_drafts(row: Row, draft_ids: Sequence[int]) -> Row:
+    """The row with drafts behind its token, which fit into its last block."""
+    *runs, last = row.runs
+    return replace(row, draft_ids=tuple(draft_ids), runs=(*runs, replace(last, end=last.end + len(draft_ids))))
 
 
 class Asked(NamedTuple):
@@ -57,8 +65,7 @@ class Asked(NamedTuple):
 def answers(asked: Sequence[Asked], num_ranks: int, block_size: int) -> Iterator[StepPlan]:
     """All steps that answer prompts, each of two tokens or more: what comes before its last token is a chunk, cut over
     the ranks, and the tail goes from rank to rank with each block."""
-    most = max(len(one.token_ids) + one.num_tokens for one in asked)
-    each = ceil_div(most, block_size) + 1
+    each = blocks_each(asked, block_size)
     numbers = count()
     gone: list[int] = []
     for step in range(max(one.begin + one.num_tokens for one in asked)):
@@ -71,6 +78,11 @@ def answers(asked: Sequence[Asked], num_ranks: int, block_size: int) -> Iterator
         rows = [row(i, asked[i], step - asked[i].begin, num_ranks, block_size, i * each) for i in here]
         yield StepPlan(EPOCH, next(numbers), Decode(tuple(rows)), tuple(gone), tuple(gone))
         gone = [i for i in here if asked[i].begin + asked[i].num_tokens == step + 1]
+
+
+def blocks_each(asked: Sequence[Asked], block_size: int) -> int:
+    """Blocks that any of them may take on a rank."""
+    return ceil_div(max(len(one.token_ids) + one.num_tokens for one in asked), block_size) + 1
 
 
 def chunk(sequence: int, one: Asked, num_ranks: int, block_size: int, first_block: int) -> Prefill:

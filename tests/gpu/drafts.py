@@ -49,7 +49,7 @@ def drafted(place: Place, asked: "Sequence[Asked]", known: "Sequence[Sequence[To
     from longleaf.channel.step import Decode, StepPlan
 
     captured, eager = watched(place, is_captured=True), watched(place, is_captured=False)
-    each = -(-max(len(one.token_ids) + one.num_tokens for one in asked) // BLOCK_SIZE) + 1
+    each = plans.blocks_each(asked, BLOCK_SIZE)
     for i, one in enumerate(asked):
         for rank in (captured.rank, eager.rank):
             rank.execute(StepPlan(plans.EPOCH, i, plans.chunk(i, one, 1, BLOCK_SIZE, i * each)))
@@ -74,13 +74,10 @@ def row(
     sequence: int, one: "Asked", said: "Sequence[Token]", known: "Sequence[Token]", each: int, dice: random.Random
 ) -> "Row":
     """The row behind what was said, with drafts that fit into its block and its answer."""
-    from msgspec.structs import replace
-
     from bench.gpu import plans
 
     index = len(said)
     plain = plans.row(sequence, one, index, 1, BLOCK_SIZE, sequence * each)
     room = min(BLOCK_SIZE - 1 - index % BLOCK_SIZE, one.num_tokens - index - 1, MOST_DRAFTS if index else 0)
     guesses = [token.id if dice.random() < SHARE else token.id ^ 1 for token in known[index : index + room]]
-    (run,) = plain.runs
-    return replace(plain, draft_ids=tuple(guesses), runs=(replace(run, end=run.end + len(guesses)),))
+    return plans.with_drafts(plain, guesses)

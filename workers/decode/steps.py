@@ -159,7 +159,7 @@ class FixedSteps:
         ids = None
         if sampled:
             self._works[bucket.num_rows]()
-            if choice is None and len(rows.sample_rows) > len(sampled):
+            if choice is None and rows.has_drafts:
                 ids = self._telling.told(len(rows.sample_rows), turn)
         end = choice.arrival if choice else ids.arrival if ids else Moment(self._memory.there_N.device)
         self._ends.append(end)

@@ -77,6 +77,9 @@ class RowNumbers:
     is_plain: bool = True
     """Whether rows see all that is before them, and nothing but tokens is wanted; all ranks say the same."""
 
+    has_drafts: bool = False
+    """More positions are sampled from than there are sequences."""
+
     def __len__(self) -> int:
         return len(self.token_ids)
 
@@ -184,6 +187,7 @@ class InputBuilder:
             asked=told,
             blocks=self._blocks(reads, told),
             is_plain=not (told or scored or any(row.hidden for row in work.rows)),
+            has_drafts=any(row.draft_ids for row in work.rows),
         )
 
     def _blocks(self, reads: dict[Reach, Reads], told: Sequence[Asked]) -> BlockPlan | None:

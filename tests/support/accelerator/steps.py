@@ -13,9 +13,10 @@ from typing import NamedTuple
 import torch
 from msgspec.structs import replace
 
+from bench.gpu.plans import with_drafts
 from coordinator.events import Cuts
 from longleaf.attention import Partial
-from longleaf.channel.step import Decode, Prefill, Row
+from longleaf.channel.step import Decode, Prefill
 from longleaf.kernels.dense import Dense
 from longleaf.sampling import Sampling
 from tests.support.accelerator.events import Log
@@ -148,14 +149,8 @@ def decoded(case: Case, folder_of: FolderOf, make_backend: MakeBackend) -> Log:
         return next(steps).log
     plan = made.bench.schedule()
     assert plan is not None and isinstance(plan.work, Decode)
-    rows = tuple(with_drafts(row, case.num_drafts) for row in plan.work.rows)
+    rows = tuple(with_drafts(row, (7,) * case.num_drafts) for row in plan.work.rows)
     return made.logged(replace(plan, work=Decode(rows)))
-
-
-def with_drafts(row: Row, count: int) -> Row:
-    """The row with so many drafts behind its token, which fit into its block."""
-    *runs, last = row.runs
-    return replace(row, draft_ids=(7,) * count, runs=(*runs, replace(last, end=last.end + count)))
 
 
 def prefilled(case: Case, folder_of: FolderOf, make_backend: MakeBackend) -> Log:
