@@ -64,7 +64,7 @@ class Records(logging.Handler):
 
 def _told(record: logging.LogRecord) -> Record:
     told = ""
-    if record.exc_info is not None and record.exc_info[0] is not None:
+    if record.exc_info and record.exc_info[0] is not None:  # `exc_info=False` stays False
         told = "".join(traceback.format_exception(*record.exc_info)).rstrip("\n")
     level = min(record.levelno, logging.CRITICAL)
     text = _encoded(record.getMessage())[:MAX_TEXT_BYTES].decode(errors="ignore")

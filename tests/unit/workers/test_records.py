@@ -48,6 +48,12 @@ def test_warnings_of_ours_are_kept_in_order(records: Records) -> None:
     assert records.take(3) is None
 
 
+@pytest.mark.parametrize("exc_info", [False, None, True])
+def test_a_record_may_have_no_exception(records: Records, exc_info: bool | None) -> None:
+    ours.warning("epoch %d is broken", 3, exc_info=exc_info)
+    assert texts(records) == [(30, "epoch 3 is broken")]
+
+
 def test_nothing_is_kept_of_what_comes_later(records: Records) -> None:
     other = Records()
     with other.listening():
