@@ -143,6 +143,12 @@ class Members:
         else:
             self._said.append(message)
 
+    def wait_for_step(self, member: int, epoch: int, step: int) -> None:
+        """Returns once a heartbeat reports this step. Heartbeats come once a second, and earlier ones may still be on
+        their way."""
+        while (beat := self.wait_for_beat(member).progress).step != step or beat.epoch != epoch:
+            pass
+
     def wait_for_beat(self, member: int) -> Heartbeat:
         """The next one."""
         self.beats.pop(member, None)

@@ -113,12 +113,14 @@ def test_survivors_of_a_killed_rank_go_on_with_what_they_hold(members, expected)
 
 def test_a_fence_frees_those_who_wait_for_a_stopped_rank(members, expected):
     merges = read_and_break(members, FREEZE)
-    beats = [members.wait_for_beat(member).progress for member in (0, 1)]
-    assert {(beat.epoch, beat.step) for beat in beats} <= {(1, FREEZE), (1, 1)}
+    for member in (0, 1):  # a member that is fenced earlier is in no exchange with the stopped rank
+        members.wait_for_step(member, 1, FREEZE)
     for member in (0, 1):
         members.say(member, Fence(1))
     broken = [members.broken(member) for member in (0, 1)]
-    assert [(one.epoch, one.step, one.reason) for one in broken] == [(1, FREEZE, "epoch 1 was ended")] * 2
+    assert [(one.epoch, one.step) for one in broken] == [(1, FREEZE)] * 2
+    # the first to leave was freed by its fence; the other may see that one leave before its own fence arrives
+    assert "epoch 1 was ended" in {one.reason for one in broken}
     members.kill(VICTIM)
     assert go_on(members, merges) == expected
 
