@@ -37,7 +37,19 @@ NO_NAMES: Names = {}
 NOBODY: Mapping[str, int] = {}
 NAMESPACE = "longleaf"
 TOKEN = "a token of the cluster"
-PAUSE = "mount --bind {folder} /tmp && mount --bind /tmp/.hosts /etc/hosts && (sleep infinity & wait)"
+PAUSE = """
+set -e
+folder=$1
+shift
+for path; do
+  mkdir --parents "$folder/${path#/tmp/}"
+  mount --bind "$path" "$folder/${path#/tmp/}"
+done
+mount --rbind "$folder" /tmp
+mount --bind /tmp/.hosts /etc/hosts
+sleep infinity & wait
+"""
+"""Script of a pod's first process: a folder becomes /tmp, except for the paths that follow it."""
 FILES_LIMIT = 65536
 SECONDS = 60.0
 
@@ -69,6 +81,13 @@ def _sleeps(process: psutil.Process) -> bool:
         return "infinity" in process.cmdline()
     except psutil.Error:  # it has just ended, as `mount` does
         return False
+
+
+def _installed_in_tmp() -> list[str]:
+    """Folders of Python, of the project and of its caches that lie in /tmp, where a pod would not see them."""
+    root = Path(__file__).resolve().parents[3]
+    folders = {root, Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve(), cache_folder().parent.resolve()}
+    return [str(each) for each in folders if Path("/tmp") in each.parents and folders.isdisjoint(each.parents)]
 
 
 @contextmanager
@@ -116,7 +135,7 @@ class RunningPod:
         subprocess.run(["ip", "-n", self._namespace, *way_out], check=True)
         with ExitStack() as stack:
             own = ["unshare", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc"]
-            pause = ["bash", "-c", PAUSE.format(folder=self._folder)]
+            pause = ["bash", "-c", PAUSE, "bash", str(self._folder), *_installed_in_tmp()]
             self._sandbox = subprocess.Popen(["ip", "netns", "exec", self._namespace, *own, *pause])
             stack.callback(self.delete)
             self._first = self._find_first()
