@@ -39,7 +39,7 @@ import msgspec
 from msgspec.structs import fields
 
 from coordinator.actor import NAME, NAMESPACE, CoordinatorActor, Reply, describe
-from coordinator.ranks.local_fleet import LocalFleet
+from coordinator.ranks.local_fleet import LocalFleet, start_fork_server
 from coordinator.ranks.ray_connection import connect, ray_package
 from coordinator.ranks.ray_fleet import RayFleet
 from coordinator.settings import ServiceConfig
@@ -118,6 +118,7 @@ def report(reply: Reply, telemetry: TelemetryConfig = SILENT) -> int:
 
 def serve_locally(config: ServiceConfig) -> Reply:
     """The coordinator in this process, ranks as its children."""
+    start_fork_server(config.engine, ["workers.preload"])
     return asyncio.run(_serve_here(config))
 
 

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import threading
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
 from typing import IO, Self
@@ -81,14 +82,16 @@ class ServiceProcess:
         address = service.wait_ready(timeout)
     """
 
-    def __init__(self, command: list[str]) -> None:
+    def __init__(self, command: list[str], start: Callable[..., "subprocess.Popen[str]"] = subprocess.Popen) -> None:
+        """`start` starts the command, with the arguments of subprocess.Popen."""
         self._command = command
+        self._start = start
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
     def __enter__(self) -> Self:
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
         # A session of its own: an interrupt in the terminal ends the client first, which then ends the service.
-        self._process = subprocess.Popen(
+        self._process = self._start(
             self._command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -15,6 +15,8 @@ import psutil
 ROOT = Path("/")
 MEMORY_LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
 MEMORY_USED = ("memory.current", "memory.usage_in_bytes")
+GPU_DRIVERS = ("dev/nvidiactl", "dev/kfd", "dev/dxg")
+"""Files of the drivers of CUDA, of ROCm, and of either in Windows' subsystem."""
 KEPT = ("inactive_file", "active_file", "slab_reclaimable")
 """The part of the used memory that the system gives back when it is asked for."""
 
@@ -40,6 +42,11 @@ def num_processors(root: Path = ROOT) -> int:
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = (_group_processors(folder) for folder in _groups(root, "cpu"))
     return max(1, int(min([allowed, *(quota for quota in quotas if quota)])))
+
+
+def has_gpu_driver(root: Path = ROOT) -> bool:
+    """Whether the driver of a GPU is loaded, as far as can be seen without asking it."""
+    return any((root / name).exists() for name in GPU_DRIVERS)
 
 
 def max_files() -> int:

@@ -54,12 +54,18 @@ def main(spec: RankSpec, telemetry: TelemetryConfig = SILENT) -> None:
     live(spec, PlacedRank)
 
 
+def orphanhood() -> Callable[[], bool]:
+    """Whether a process is gone that this one must not outlive: the coordinator that started it, or its own parent,
+    which may be the fork server between both."""
+    coordinator, parent = multiprocessing.parent_process(), os.getppid()
+    return lambda: os.getppid() != parent or (coordinator is not None and not coordinator.is_alive())
+
+
 def live(spec: RankSpec, make_rank: Callable[[RankSpec], Computation]) -> NoReturn:
     """Serves until told to leave, and exits with the rank's code. Dies with the process that started it."""
     # Ctrl-C reaches the whole foreground group; the coordinator alone decides when ranks leave.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    code = serve(spec, make_rank, parent.pid if parent else None)
+    code = serve(spec, make_rank, orphanhood())
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

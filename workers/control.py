@@ -72,8 +72,8 @@ class Pulse(threading.Thread):
     meanwhile of epochs that have ended, which the main thread may not be able to; and passes on what becomes of orders,
     and what is logged.
 
-    With `parent`, the process ends as soon as that process is no longer its parent: ranks must not outlive the
-    coordinator that started them, even if it is killed.
+    The process ends as soon as `is_orphan()`: ranks must not outlive the coordinator that started them, even if it is
+    killed.
     """
 
     def __init__(
@@ -82,14 +82,14 @@ class Pulse(threading.Thread):
         spec: RankSpec,
         standing: Standing,
         records: Records,
-        parent: int | None,
+        is_orphan: Callable[[], bool],
     ) -> None:
         super().__init__(name="pulse", daemon=True)
         self._context = context
         self._spec = spec
         self._standing = standing
         self._records = records
-        self._parent = parent
+        self._is_orphan = is_orphan
         self._end = context.socket(zmq.PAIR)
         self._end.bind(END)
         self._outcomes = context.socket(zmq.PUSH)
@@ -112,7 +112,7 @@ class Pulse(threading.Thread):
         outcomes.connect(OUTCOMES)
         is_ended = False
         while not is_ended:
-            if self._parent is not None and os.getppid() != self._parent:
+            if self._is_orphan():
                 os._exit(1)
             socket.send(encode(Heartbeat(self._spec.member, self._standing.progress)))
             if (logged := self._records.take(self._spec.member)) is not None:
@@ -147,14 +147,16 @@ class Pulse(threading.Thread):
         self._outcomes.close(linger=0)
 
 
-def serve(spec: RankSpec, make_rank: Callable[[RankSpec], Computation], parent: int | None = None) -> int:
+def serve(
+    spec: RankSpec, make_rank: Callable[[RankSpec], Computation], is_orphan: Callable[[], bool] = lambda: False
+) -> int:
     """Lives the life of a member. Returns the exit code: 0 when told to leave, 1 when something raised.
 
-    `parent` is the process that must stay alive, if any. The process ends if the member does not leave in time.
+    The process ends at once when `is_orphan()`, and if the member does not leave in time.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     standing, records = Standing(), Records()
-    channel, pulse = Channel(context, spec), Pulse(context, spec, standing, records, parent)
+    channel, pulse = Channel(context, spec), Pulse(context, spec, standing, records, is_orphan)
     pulse.start()
     try:
         return _live(spec, make_rank, channel, standing, records, pulse.tell)

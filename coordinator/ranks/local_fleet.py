@@ -2,23 +2,29 @@
 
 import asyncio
 import multiprocessing
+import os
 import pickle
 import signal
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from multiprocessing import resource_tracker
-from multiprocessing.context import SpawnProcess
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 from coordinator.ranks.ports import OnDeath, unheard
 from longleaf.channel.rank_spec import Invitation, RankSpec
 from longleaf.config import LOOPBACK, EngineConfig, apply_environment, check_slots_here, rank_environment
 from longleaf.errors import StartError
+from longleaf.machine import has_gpu_driver
 
+FORK = "forkserver"
+MAX_TEMP_PATH_BYTES = 60
+"""Of the folder for temporary files: multiprocessing adds up to 43 bytes, and a socket's name has at most 107."""
 LEAVE_SECONDS = 3.0
 END_SECONDS = 1.0
 LAST_WORD_SECONDS = 0.5
@@ -37,6 +43,35 @@ def _deaf_to_terminals() -> Generator[None, None, None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def start_fork_server(config: EngineConfig, preload: Sequence[str]) -> None:
+    """Starts the process that ranks are forked from, unless they are not forked. It imports the modules `preload` once
+    for all ranks and all replacements, which takes seconds, in the environment that ranks need.
+
+    To be called before this process has threads that read its environment.
+    """
+    if _start_method(config) != FORK:
+        return
+    variables = rank_environment(config.threads_per_rank)
+    before = dict(os.environ)
+    forkserver.set_forkserver_preload(list(preload))
+    apply_environment(variables)
+    try:
+        with _deaf_to_terminals():
+            forkserver.ensure_running()
+    finally:
+        for name in variables:
+            os.environ.pop(name)
+        os.environ.update(before)
+
+
+def _start_method(config: EngineConfig) -> str:
+    """Ranks on GPUs are not forked: whether a module that is imported touches the driver, which no child process can
+    use then, is up to that module. Nor are they where the fork server's socket would have too long a name."""
+    may_be_on_gpus = config.device == "cuda" or (config.device == "auto" and has_gpu_driver())
+    has_short_names = len(os.fsencode(tempfile.gettempdir())) <= MAX_TEMP_PATH_BYTES
+    return FORK if has_short_names and not may_be_on_gpus else "spawn"
+
+
 def _enter(variables: dict[str, str], pickled_main: bytes, spec: RankSpec) -> None:
     """First call in a new process. `main` arrives pickled so that its modules, which may import torch, are imported
     only after the environment is complete."""
@@ -49,12 +84,12 @@ class _Place:
     """A member's process, in the slot of this index."""
 
     slot: int
-    process: SpawnProcess
+    process: BaseProcess
     has_ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class LocalFleet:
-    """One process per rank, spawned to run `main(spec)`, for instance workers.__main__.main."""
+    """One process per rank, started to run `main(spec)`, for instance workers.__main__.main."""
 
     def __init__(self, main: Callable[[RankSpec], None]) -> None:
         self._main = main
@@ -100,7 +135,7 @@ class LocalFleet:
     def _spawn(self, spec: RankSpec, slot: int) -> _Place | None:
         """None when the fleet is shut down."""
         variables, main = rank_environment(spec.config.threads_per_rank), pickle.dumps(self._main)
-        context = multiprocessing.get_context("spawn")
+        context: Any = multiprocessing.get_context(_start_method(spec.config))
         process = context.Process(target=_enter, args=(variables, main, spec), name=f"rank-{spec.member}", daemon=True)
         with self._spawning:
             if self._is_stopping:
@@ -153,7 +188,7 @@ class LocalFleet:
         self._places.clear()
 
 
-def _reap(processes: Sequence[SpawnProcess]) -> None:
+def _reap(processes: Sequence[BaseProcess]) -> None:
     _join_all(processes, LEAVE_SECONDS)
     for end in (BaseProcess.terminate, BaseProcess.kill):
         for process in processes:
@@ -161,14 +196,14 @@ def _reap(processes: Sequence[SpawnProcess]) -> None:
         _join_all(processes, END_SECONDS)
 
 
-def _join_all(processes: Sequence[SpawnProcess], seconds: float) -> None:
+def _join_all(processes: Sequence[BaseProcess], seconds: float) -> None:
     """Waits until all have ended, at most `seconds` in all."""
     deadline = time.monotonic() + seconds
     for process in processes:
         process.join(timeout=max(0.0, deadline - time.monotonic()))
 
 
-def _describe(process: SpawnProcess) -> str:
+def _describe(process: BaseProcess) -> str:
     process.join(timeout=LEAVE_SECONDS)
     code = process.exitcode
     return f"was killed by signal {-code}" if code is not None and code < 0 else f"left with exit code {code}"

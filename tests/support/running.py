@@ -33,7 +33,7 @@ class WatchedFleet(LocalFleet):
 
     async def launch(self, config: EngineConfig, invitations: Sequence[Invitation], on_death: OnDeath) -> None:
         await super().launch(config, invitations, on_death)
-        self.children = [p for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())]
+        self.children = [psutil.Process(place.process.pid) for place in self._places.values()]
 
 
 @asynccontextmanager

@@ -1,9 +1,12 @@
 """Processes that die, stop, and are replaced, as each fleet has them. They compute nothing."""
 
 import asyncio
+import multiprocessing
+import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from multiprocessing import forkserver
 
 import psutil
 import pytest
@@ -17,6 +20,7 @@ from longleaf.channel.rank_spec import RankSpec
 from longleaf.config import EngineConfig
 from longleaf.errors import StartError, WorkerLost
 from tests.support.members import MemberActor, MemberMain
+from workers.fakes import EchoMain
 
 pytestmark = pytest.mark.timeout(120)
 MakeFleet = Callable[[], Fleet]
@@ -196,6 +200,19 @@ async def test_who_is_started_while_the_fleet_ends_is_ended_too() -> None:
     await asyncio.sleep(0)
     await fleet.shutdown()
     await launching
-    children = [child for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline())]
-    assert children == []
+    assert [child for child in multiprocessing.active_children() if child.name.startswith("rank-")] == []
     await control.close()
+
+
+async def test_ranks_end_with_the_server_that_they_were_forked_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are forked from another one."""
+    server = forkserver.ForkServer()  # not the one of other tests
+    monkeypatch.setattr(forkserver, "connect_to_new_process", server.connect_to_new_process)
+    async with running(LocalFleet(EchoMain()), world_size=2) as world:
+        await world.control.start(1)
+        ranks = [world.process(member) for member in (0, 1)]
+        os.kill(server._forkserver_pid, signal.SIGKILL)
+        assert (await asyncio.to_thread(psutil.wait_procs, ranks, timeout=20))[1] == []
+        number, invitation = world.control.roster.invite()
+        await world.fleet.replace(1, number, invitation, world.config)
+        assert psutil.Process(world.fleet._places[number].process.pid).ppid() == server._forkserver_pid

@@ -139,3 +139,8 @@ def test_affinity_counts_for_slots(monkeypatch):
     config.check_slots_here(config.RANKS_PER_CPU)
     with pytest.raises(StartError, match="9 needs as many slots, this machine has 8"):
         config.check_slots_here(config.RANKS_PER_CPU + 1)
+
+
+def test_a_gpu_driver_is_seen_by_its_file(system):
+    assert not machine.has_gpu_driver(system({"dev/null": ""}))
+    assert machine.has_gpu_driver(system({"dev/nvidiactl": ""}))
