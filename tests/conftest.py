@@ -1,6 +1,8 @@
 """Fixtures that several folders of tests share."""
 
 import gc
+import multiprocessing
+import os
 import signal
 from collections.abc import Iterator
 
@@ -10,6 +12,10 @@ from hypothesis import settings
 from longleaf.errors import StartError
 
 RAY_SLOTS = 3
+PRELOAD = ["tests.support.preload"]
+"""Modules that processes of tests find imported, in the one that they are forked from."""
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of all processes that tests start
+multiprocessing.set_forkserver_preload(PRELOAD)
 pytest.register_assert_rewrite("tests.support")
 settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from longleaf.client import Client
 from longleaf.messages import Delta, Message
+from tests.support import forked
 from tests.support.command_line import CLI, NAME, Served
 from tests.support.thinned import thinned
 
@@ -133,7 +134,7 @@ def test_generate_streams_text_and_repeats_with_a_seed(served: Served):
 def test_whoever_was_killed_reads_the_same_answer_again(served: Served):
     command = ["generate", "--prompt", "Once", "--max-tokens", "300", "--temperature", "0.9", "--ignore-end-token"]
     command += ["--resumable", "--request-id", "killed", "--json"]
-    process = subprocess.Popen([*CLI, *command, "--server", served.address], stdout=subprocess.PIPE, text=True)
+    process = forked.popen([*CLI, *command, "--server", served.address], stdout=subprocess.PIPE)
     assert process.stdout is not None
     seen = [process.stdout.readline() for _ in range(5)]
     process.kill()

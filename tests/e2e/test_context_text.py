@@ -1,21 +1,21 @@
 """Where the text of contexts is, over services that are killed, forked, appended to and moved from."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 from longleaf.client import Client
 from longleaf.demo.haystack import make_haystack
 from tests.e2e.test_restart import serving
+from tests.support import forked
 
 PROSE = make_haystack(7, 3_000, 2, 0).text.encode()
 NOTES = "\n\nThe whale 白鯨 — \r\nsurfaces.\n".encode()
 
 
 def longleaf(*arguments: str) -> str:
-    command = [str(Path(sys.executable).with_name("longleaf")), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    done = forked.run([*forked.CLI, *arguments])
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def check(client: Client, name: str, text: bytes, file: str, begins: int) -> None:

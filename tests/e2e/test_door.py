@@ -17,6 +17,7 @@ from openai import OpenAI
 
 from longleaf.client import Client
 from longleaf.messages import Delta
+from tests.support import forked
 from tests.support.behind_door import Behind
 from tests.support.command_line import CLI, Served, url_of
 
@@ -128,21 +129,19 @@ def test_a_service_that_is_gone_and_comes_back_is_asked_again() -> None:
 def test_a_taken_port_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        told = subprocess.run(
-            [*CLI, "serve", "--port", "0", "--launcher", "local", "--http", port], capture_output=True, text=True
-        )
+        told = forked.run([*CLI, "serve", "--port", "0", "--launcher", "local", "--http", port])
     assert told.returncode == 2 and f"cannot listen on 127.0.0.1:{port}" in told.stderr
 
 
 def test_the_door_alone_tells_its_address_and_ends_with_a_signal() -> None:
-    process = subprocess.Popen([*CLI, "door", "--port", "0", "--json"], stdout=subprocess.PIPE, text=True)
+    process = forked.popen([*CLI, "door", "--port", "0", "--json"], stdout=subprocess.PIPE)
     with process:
         assert process.stdout is not None
         url = json.loads(process.stdout.readline())["http"]
         assert httpx2.get(f"{url}/healthz").status_code == 200
         process.terminate()
         assert process.wait(30) == 0
-    refused = subprocess.run([*CLI, "door", "--host", "0.0.0.0"], capture_output=True, text=True)
+    refused = forked.run([*CLI, "door", "--host", "0.0.0.0"])
     assert refused.returncode == 2 and "--insecure" in refused.stderr
 
 

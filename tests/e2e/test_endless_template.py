@@ -10,6 +10,7 @@ from time import sleep
 import psutil
 import pytest
 
+from tests.support import forked
 from tests.support.command_line import CLI, end
 
 pytestmark = pytest.mark.timeout(180)
@@ -51,9 +52,7 @@ def test_a_signal_ends_a_service_that_loads_it(
     endless: Path, started: ExitStack, launcher: str, number: signal.Signals
 ) -> None:
     command = [*CLI, "serve", "--port", "0", "--model", str(endless), "--launcher", launcher, "--kv-bytes", "8000000"]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    process = forked.popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
     started.callback(end, process)
     family = until_rendering(process)
     process.send_signal(number)
@@ -65,7 +64,7 @@ def test_a_signal_ends_a_service_that_loads_it(
 @pytest.mark.slow
 def test_without_a_signal_it_is_refused(endless: Path) -> None:
     for command in (("serve", "--port", "0", "--launcher", "local", "--model"), ("models", "check")):
-        found = subprocess.run([*CLI, *command, str(endless)], capture_output=True, text=True, timeout=120, check=False)
+        found = forked.run([*CLI, *command, str(endless)])
         assert found.returncode == 2
         told = "the chat template takes more than 5 s of processor time"
         assert told in " ".join((found.stdout + found.stderr).split())

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support import forked
 from tests.support.command_line import CLI, Left, Served, end
 from zoo.checkpoints import make_checkpoint
 
@@ -19,8 +20,9 @@ pytestmark = pytest.mark.timeout(180)
 
 def start(command: list[str], started: ExitStack) -> subprocess.Popen:
     """A process with a session of its own."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, **pipes, start_new_session=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     started.callback(end, process)
     return process
 
@@ -28,16 +30,16 @@ def start(command: list[str], started: ExitStack) -> subprocess.Popen:
 def start_stream(service: Served, started: ExitStack, beside: tuple[str, ...] = ()) -> subprocess.Popen:
     """A long generation that has begun to stream. `beside` is a command that becomes the one that asks for it."""
     options = ["generate", "--prompt", "x", "--max-tokens", "8000", "--ignore-end-token", "--json"]
-    stream = start([*beside, *CLI, *options, "--server", service.address], started)
+    command = [*beside, *CLI, *options, "--server", service.address]
+    stream = forked.popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+    started.callback(end, stream)
     assert stream.stdout is not None
     assert stream.stdout.readline()
     return stream
 
 
 def serve_fails(*options: str) -> str:
-    found = subprocess.run(
-        [*CLI, "serve", "--port", "0", *options], capture_output=True, text=True, timeout=120, check=False
-    )
+    found = forked.run([*CLI, "serve", "--port", "0", *options])
     assert found.returncode == 2, found.stderr
     assert "Traceback" not in found.stderr
     return found.stderr
@@ -64,7 +66,7 @@ def test_a_model_that_is_no_causal_lm_is_refused(tmp_path: Path):
 REASONS = {
     "encoder": "lacks weights of a causal language model: ['cls.predictions.bias',",
     "headless": "lacks weights of a causal language model: ['lm_head.weight']",
-    "broken": "cannot be loaded as a causal language model: Error while deserializing header",
+    "broken": "cannot be read: its header is longer than a header may be",
 }
 
 
@@ -83,7 +85,8 @@ def test_models_that_would_answer_wrongly_are_refused(tmp_path: Path, kind: str)
         LlamaModel(LlamaConfig(vocab_size=512, **small)).save_pretrained(tmp_path)
     else:
         (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
-    assert f"error: {tmp_path} {REASONS[kind]}" in serve_fails("--model", str(tmp_path), "--launcher", "local")
+    errors = serve_fails("--model", str(tmp_path), "--launcher", "local")
+    assert str(tmp_path) in errors and REASONS[kind] in errors
 
 
 def test_a_taken_port_is_said(served: Served, checkpoint: Path):
@@ -100,7 +103,7 @@ def test_a_taken_port_is_said(served: Served, checkpoint: Path):
         "--port",
         port,
     ]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    found = forked.run(command)
     assert found.returncode == 2
     assert port in found.stderr
     assert served.run("cluster").returncode == 0
@@ -264,8 +267,6 @@ def runs(process: subprocess.Popen, name: str) -> bool:
 
 
 def test_nobody_there_is_one_clear_line():
-    found = subprocess.run(
-        [*CLI, "cluster", "--server", "127.0.0.1:1"], capture_output=True, text=True, timeout=60, check=False
-    )
+    found = forked.run([*CLI, "cluster", "--server", "127.0.0.1:1"])
     assert found.returncode == 1
     assert "127.0.0.1:1" in found.stderr

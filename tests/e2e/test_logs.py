@@ -3,7 +3,6 @@
 import json
 import signal
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,13 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from longleaf.credentials import Entry, digest_of, line_of
+from tests.support import forked
 from tests.support.command_line import Left, end
 from tests.support.tenants import METHODS, request_of
 
 TEXT = "Kestrelmoor"
 """In every text that is asked, ingested or counted."""
 CREDENTIAL = "Quillfeather-0123456789"
-COORDINATOR = [sys.executable, "-m", "coordinator"]
 """`longleaf serve` becomes this, and says before that it does."""
 WRONG = "Wrenhollow-0123456789"
 
@@ -90,20 +89,15 @@ def used(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[di
     (folder / "credentials").write_text(line_of(Entry(tenant="acme", role="admin", digests=(digest_of(CREDENTIAL),))))
     options = ("--model", str(checkpoint), "--world-size", "2", "--launcher", "local", "--kv-bytes", "8000000")
     options += ("--credentials", str(folder / "credentials"), "--log-format", "json", "--log-level", "debug")
-    process = subprocess.Popen(
-        [*COORDINATOR, *options, "--as-json", "true"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    command = [*forked.COORDINATOR, *options, "--as-json", "true"]
+    process = forked.popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
     try:
         assert process.stdout is not None and process.stderr is not None
         stdout, stderr = process.stdout.readline(), ""
         assert stdout.startswith("{"), process.stderr.read()
         codes = use(json.loads(stdout)["address"])
         left = Left(process)
-        ranks = [each for each in left.processes[1:] if "multiprocessing.spawn" in " ".join(each.cmdline())]
+        ranks = [each for each in left.processes[1:] if "multiprocessing.forkserver" in " ".join(each.cmdline())]
         ranks[-1].send_signal(signal.SIGTERM)
         for line in process.stderr:
             stderr += line
@@ -158,22 +152,7 @@ def test_what_becomes_of_a_lost_rank_is_told_once(used: tuple[dict[str, str], Wr
 
 
 def test_a_service_that_cannot_start_says_so_in_its_format(checkpoint: Path, tmp_path: Path) -> None:
-    found = subprocess.run(
-        [
-            *COORDINATOR,
-            "--model",
-            str(checkpoint),
-            "--log-format",
-            "json",
-            "--launcher",
-            "local",
-            "--credentials",
-            str(tmp_path / "none"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    options = ["--model", str(checkpoint), "--log-format", "json", "--launcher", "local"]
+    found = forked.run([*forked.COORDINATOR, *options, "--credentials", str(tmp_path / "none")])
     (line,) = map(json.loads, found.stderr.splitlines())
     assert (found.returncode, line["level"], line["message"].partition(":")[0]) == (2, "error", "--credentials")

@@ -1,8 +1,6 @@
 """Contexts that move: from one service to another, and out of a storage whose catalog was lost."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,14 +9,16 @@ from longleaf.client import Client
 from longleaf.demo.haystack import make_haystack
 from longleaf.errors import StartError
 from tests.e2e.test_restart import ask, serving
+from tests.support import forked
 
 HAYSTACK = make_haystack(7, 9_000, 2, 0)
 QUESTION = HAYSTACK.facts[0].question
 
 
 def longleaf(*arguments: str) -> str:
-    command = [str(Path(sys.executable).with_name("longleaf")), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    done = forked.run([*forked.CLI, *arguments])
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def export(client: Client, context: str, file: Path) -> None:

@@ -24,6 +24,7 @@ from longleaf.demo.haystack import make_haystack
 from longleaf.errors import AlreadyExists, CheckpointChanged, NotFound, StartError
 from longleaf.launch import ServiceProcess, coordinator_command
 from longleaf.messages import Context, Delta, Finished, IngestProgress, Recovering
+from tests.support import forked
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -54,7 +55,7 @@ def serving(
     config = EngineConfig(model=str(model or embedded_model()), world_size=world_size, dtype=dtype)
     where = {"host": "127.0.0.1", "port": port, "data": DataConfig(data_dir=str(data_dir), warm=warm)}
     command = coordinator_command(config, launcher=launcher, **where)  # type: ignore[arg-type]
-    with Service(command) as service, Client(service.wait_ready(120)) as client:
+    with Service(command, forked.popen) as service, Client(service.wait_ready(120)) as client:
         yield service, client
 
 

@@ -9,6 +9,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from tests.e2e.test_commands import expected
+from tests.support import forked
 from tests.support.authority import DAY, Authority, pem_of
 from tests.support.command_line import CLI
 from tests.support.tenanted import Tenanted
@@ -140,7 +141,7 @@ def test_beyond_this_machine_nothing_is_served_without_tls(
 
 def check_does_not_start(checkpoint: Path, told: str, *options: str) -> None:
     command = [*CLI, "serve", "--model", str(checkpoint), "--port", "0", "--launcher", "local", *options]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    found = forked.run(command)
     assert (found.returncode, found.stdout) == (2, "")
     *others, line = found.stderr.splitlines()
     assert others in ([], ["starting 1 rank (local) …"])

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
 
 from longleaf.client import Client
 from longleaf.launch import LISTENING
+from tests.support import forked
 from tests.support.command_line import end
 
 TEXT = "Kestrelmoor"
@@ -56,12 +56,11 @@ def collecting() -> Iterator[tuple[Collector, str]]:
 def serve_and_ask(checkpoint: Path, collector: str) -> str:
     """Has a service answer once, and ends it; what it wrote to standard error."""
     options = ("--model", str(checkpoint), "--world-size", "1", "--launcher", "local", "--kv-bytes", "8000000")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "coordinator", *options, "--model-name", "small", "--traces", "true"],
+    process = forked.popen(
+        [*forked.COORDINATOR, *options, "--model-name", "small", "--traces", "true"],
         env=os.environ | {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://{collector}", "OTEL_BSP_SCHEDULE_DELAY": "60000"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
         start_new_session=True,
     )
     try:

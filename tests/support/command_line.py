@@ -5,18 +5,17 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
 import psutil
 
+from tests.support import forked
+from tests.support.forked import CLI
+
 NAME = "acme/small 1"
 """What clients see of the model that all tests share."""
-
-
-CLI = [str(Path(sys.executable).with_name("longleaf"))]
 
 
 class Served:
@@ -28,13 +27,9 @@ class Served:
 
     def __init__(self, *options: str, before: tuple[str, ...] = (), beside: tuple[str, ...] = ()) -> None:
         # a session of its own, so that nothing that it leaves behind can hide
-        self.process = subprocess.Popen(
-            [*before, *CLI, "serve", "--port", "0", *options],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        command = [*before, *CLI, "serve", "--port", "0", *options]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        self.process = forked.popen(command, start_new_session=True, **pipes)
         self.output = ""
         self._beside = beside
 
@@ -63,7 +58,7 @@ class Served:
     def run(self, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
         """Runs a client command against the service."""
         command = [*self._beside, *CLI, *arguments, "--server", self.address]
-        return subprocess.run(command, capture_output=True, text=True, input=stdin, timeout=120, check=False)
+        return forked.run(command, input=stdin)
 
     def json(self, *arguments: str) -> dict:
         """What a command that succeeds prints with --json."""

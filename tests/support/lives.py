@@ -96,7 +96,6 @@ class Members:
         port = self._socket.bind_to_random_port(f"tcp://{HOST}")
         self._invitations = []
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["workers.rank", "workers.control"])
         self._processes = []
         for member, node in enumerate(nodes):
             keys = zmq.curve_keypair()

@@ -33,7 +33,6 @@ class RankProcess:
         self, rank: int, ranks: "Ranks", store: Store, work: Work, prepare: Work | None, method: str, options: Any
     ) -> None:
         context: Any = multiprocessing.get_context(method)
-        context.set_forkserver_preload(["longleaf.comm.process_group", "longleaf.tree"])
         self._store = store
         self._pipe, theirs = multiprocessing.Pipe()
         self.process = context.Process(target=live, args=(theirs, rank, ranks, store.port, work, prepare, options))

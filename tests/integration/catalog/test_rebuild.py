@@ -24,6 +24,7 @@ from longleaf.messages import Rebuild
 from longleaf.storage.manifest import SegmentManifest
 from longleaf.storage.note import ContextNote
 from longleaf.storage.store import Store
+from tests.support import forked
 from tests.support.catalog import context, document, segment
 from tests.support.command_line import CLI
 from tests.support.lasting import MemoryLasting
@@ -276,7 +277,7 @@ def test_the_command_says_what_it_did(service: Service) -> None:
 
 def _command(*arguments: str) -> "subprocess.CompletedProcess[str]":
     command = [*CLI, "contexts", "rebuild", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return forked.run(command)
 
 
 async def test_a_damaged_catalog_names_the_command(tmp_path: Path) -> None:

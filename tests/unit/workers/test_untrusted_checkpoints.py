@@ -4,7 +4,6 @@ import io
 import json
 import os
 import pickle
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,11 +15,11 @@ from safetensors.torch import load_file
 
 from longleaf.errors import LongleafError, ModelRefused
 from longleaf.model_report import TextReport
+from tests.support import forked
 from workers.check import outline
 from workers.model import model as models
 from zoo.checkpoints import make_checkpoint
 
-CLI = str(Path(sys.executable).with_name("longleaf"))
 CODE = """
 from pathlib import Path
 Path(__file__).with_name("it ran").touch()
@@ -103,8 +102,7 @@ def refusals(folder: Path) -> list[str]:
 def test_models_check_refuses_code_without_asking(tmp_path: Path, said: str, options: list[str]) -> None:
     stranger = Stranger(tmp_path).make()
     stranger.configure(lambda settings: settings.update(model_type="stranger", auto_map=OWN))
-    command = [CLI, "models", "check", str(stranger.folder), *options]
-    found = subprocess.run(command, input=said, capture_output=True, text=True, timeout=120, check=False)
+    found = forked.run([*forked.CLI, "models", "check", str(stranger.folder), *options], input=said)
     assert (found.returncode, found.stderr) == (2, "")
     assert "code of its own, which is never run" in found.stdout
     assert "[y/N]" not in found.stdout
@@ -114,8 +112,8 @@ def test_models_check_refuses_code_without_asking(tmp_path: Path, said: str, opt
 def test_serve_refuses_code_without_asking(tmp_path: Path) -> None:
     stranger = Stranger(tmp_path).make()
     stranger.configure(lambda settings: settings.update(model_type="stranger", auto_map=OWN))
-    command = [CLI, "serve", "--model", str(stranger.folder), "--launcher", "local", "--port", "0"]
-    found = subprocess.run(command, input="y\n" * 9, capture_output=True, text=True, timeout=120, check=False)
+    command = [*forked.CLI, "serve", "--model", str(stranger.folder), "--launcher", "local", "--port", "0"]
+    found = forked.run(command, input="y\n" * 9)
     assert found.returncode == 2
     assert "code of its own, which is never run" in found.stderr.splitlines()[-1]
     assert "Traceback" not in found.stderr
