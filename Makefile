@@ -1,6 +1,7 @@
 # Every target that needs Python makes .venv by itself; a second call finds it ready.
 # Variables: PYTHON (3.11 or newer), TORCH (which build of torch), TRITON (which Triton), ARGS (passed on to the command),
 # WORKERS (how many processes run tests; 0: this one; 3 keep two cores busy, since some tests wait for processes),
+# BUDGET (--budget tests/budget.txt fails a run of `make test` that takes more processor time than is allowed),
 # MINUTES (how long `make soak` goes on).
 
 PYTHON ?= python3
@@ -16,14 +17,16 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 READY := $(VENV)/.installed
 WIRE := protos/released.yaml
 SPREAD := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+BUDGET ?=
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python scripts/run_tests.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-triton test-gpu test-browser test-slow soak durations coverage check format proto release-wire bench clients lock clean
+.PHONY: help install demo test test-all test-extended test-triton test-gpu test-browser test-slow soak coverage check format proto release-wire bench clients lock clean
 
 help: ## Show this text
 	@echo "Longleaf: exact generation over contexts that no single GPU can hold."
 	@echo
-	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
 	@echo
 	@echo "Start with:  make demo                        (ARGS=\"--tokens 8000 --world-size 2\" for a smaller one)"
 	@echo "On a CPU machine, a smaller torch:"
@@ -36,13 +39,18 @@ demo: $(READY) ## Start a fleet, ingest a long document, ask it, check the answe
 	@$(BIN)/longleaf demo $(ARGS)
 
 # Tests start hundreds of processes: where no bytecode may be written, each of them compiles all modules again.
-test test-slow coverage: export PYTHONDONTWRITEBYTECODE :=
+test test-extended test-slow coverage: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(READY) ## Run the tests (ARGS="-k merge" for some of them)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SPREAD) $(ARGS)
+	$(PYTEST) $(BUDGET) -- $(SPREAD) $(ARGS)
+
+test-all: test test-extended test-triton ## Run all tests that CI runs
+
+test-extended: $(READY) ## Run what `make test` leaves out: more cases, Ray in all its ways, longer runs
+	$(PYTEST) -- -m 'extended and not slow and not bench' $(SPREAD) $(ARGS)
 
 test-triton: $(VENV)/.triton ## Run the kernels of GPUs in Triton's interpreter
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/triton $(SPREAD) $(ARGS)
+	TRITON_INTERPRET=1 $(PYTEST) -- tests/triton $(SPREAD) $(ARGS)
 
 test-gpu: ## Run the kernels of GPUs on a GPU, with PYTHON as it is: it needs torch and Triton, and nothing is installed
 	@$(PYTHON) -m tests.gpu
@@ -50,18 +58,15 @@ test-gpu: ## Run the kernels of GPUs on a GPU, with PYTHON as it is: it needs to
 test-browser: $(VENV)/.browser ## Run the tests of the page in Chromium; where that lacks, apt-get installs it
 	REQUIRE_TOOLS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/e2e/browser $(ARGS)
 
-test-slow: $(READY) ## Run the long tests: the full products, the demo and the benches
+test-slow: $(READY) ## Run what takes hours: full products, tens of thousands of schedules, and the benches
 	$(BIN)/python -m pytest -m 'slow or bench' $(ARGS)
 
 soak: $(READY) ## Hurt services under load in every known way for MINUTES=30; a failure prints the line that repeats it
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.soak --minutes $(MINUTES) $(ARGS)
 
-durations: $(READY) ## Keep in tests/durations.txt which tests take longest; only a machine that does nothing else tells
-	$(MAKE) --no-print-directory test | sed -n '/slowest .* durations/,$$p' > tests/durations.txt
-
-coverage: $(READY) ## Run the tests and say which lines and branches they do not reach
+coverage: $(READY) ## Run the tests, and list the lines and branches that they do not reach
 	$(BIN)/coverage erase
-	OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest $(SPREAD) $(ARGS)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 

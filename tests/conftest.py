@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 
 from longleaf.errors import StartError
+from tests.sampling import sample, values_of
 
 RAY_SLOTS = 3
 PRELOAD = ["tests.support.preload"]
@@ -17,8 +18,24 @@ PRELOAD = ["tests.support.preload"]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of all processes that tests start
 multiprocessing.set_forkserver_preload(PRELOAD)
 pytest.register_assert_rewrite("tests.support")
-settings.register_profile("shared machine", deadline=None)
+# The same examples in every run: a change is judged by itself, and not by the luck of its run.
+settings.register_profile("shared machine", deadline=None, derandomize=True)
 settings.load_profile("shared machine")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks as `extended` the cases of tests marked `sampled` that `make test` leaves to `make test-all`."""
+    cases: dict[tuple[object, int], list[pytest.Item]] = {}
+    for item in items:
+        marker = item.get_closest_marker("sampled")
+        if marker is not None and not any(item.get_closest_marker(name) for name in ("slow", "bench", "extended")):
+            cases.setdefault((item.nodeid.partition("[")[0], marker.args[0]), []).append(item)
+    for (_, count), members in cases.items():
+        kept = sample([values_of(item) for item in members], count)
+        for number, item in enumerate(members):
+            if number not in kept:
+                item.add_marker(pytest.mark.extended)
 
 
 def pytest_sessionstart() -> None:

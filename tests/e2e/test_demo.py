@@ -39,6 +39,7 @@ def test_the_demo_finds_its_facts():
         assert not question["correct"] or (start < offset + len(fact.sentence.encode()) and offset < end)
 
 
+@pytest.mark.extended
 def test_the_demo_shows_the_text_that_answers_come_from() -> None:
     found = run("--tokens", "2000", "--world-size", "1", "--launcher", "local")
     asked = re.split(r"^\? ", found, flags=re.MULTILINE)[1:]
@@ -53,6 +54,7 @@ def test_the_demo_shows_the_text_that_answers_come_from() -> None:
     assert all(len(line) <= 80 for line in found.splitlines())
 
 
+@pytest.mark.extended
 def test_the_demo_goes_without_sources_where_no_layer_sees_all_keys(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path, "mistral")
     options = ("--model", str(model), "--tokens", "1000", "--world-size", "1", "--launcher", "local")

@@ -21,7 +21,7 @@ from tests.support import forked
 from tests.support.behind_door import Behind
 from tests.support.command_line import CLI, Served, url_of
 
-LAUNCHERS = ("local", "ray")
+LAUNCHERS = ("local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.extended]))
 BOOK = "The door of the house is green. " * 40
 QUESTION = "What colour is the door?"
 
@@ -81,7 +81,7 @@ def test_a_door_that_dies_is_started_again(served: Served, url: str) -> None:
     assert other.pid != door.pid
 
 
-@pytest.mark.parametrize("launcher", [*LAUNCHERS[:1], pytest.param("ray", marks=pytest.mark.ray)])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_the_door_ends_with_its_service(launcher: Literal["local", "ray"]) -> None:
     with Served("--launcher", launcher, "--http", "0", "--kv-bytes", "8000000") as service:
         url = url_of(service)

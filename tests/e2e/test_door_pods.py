@@ -135,7 +135,7 @@ def place() -> Iterator[Place]:
         yield place
 
 
-@pytest.fixture(params=["open", "closed"])
+@pytest.fixture(params=[pytest.param("open", marks=pytest.mark.extended), "closed"])
 def running(request: pytest.FixtureRequest, place: Place, tmp_path: Path) -> Running:
     """Both pods, as the smallest overlay has them, and as it is closed and watched."""
     (tmp_path / "mine").mkdir()

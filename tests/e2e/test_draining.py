@@ -18,7 +18,7 @@ from tests.support.command_line import Left, Served
 from tests.support.uploading import Upload
 
 pytestmark = pytest.mark.timeout(180)
-LAUNCHERS = ["local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow])]
+LAUNCHERS = ["local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.extended])]
 LAST_SIGNAL = """
 import ctypes, runpy, signal
 libc = ctypes.CDLL(None)

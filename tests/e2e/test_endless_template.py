@@ -43,9 +43,9 @@ def until_rendering(process: subprocess.Popen) -> list[psutil.Process]:
     ("number", "launcher"),
     [
         (signal.SIGINT, "local"),
-        pytest.param(signal.SIGTERM, "ray", marks=[pytest.mark.ray, pytest.mark.slow]),
-        pytest.param(signal.SIGTERM, "local", marks=pytest.mark.slow),
-        pytest.param(signal.SIGINT, "ray", marks=[pytest.mark.ray, pytest.mark.slow]),
+        pytest.param(signal.SIGTERM, "ray", marks=[pytest.mark.ray, pytest.mark.extended]),
+        pytest.param(signal.SIGTERM, "local", marks=pytest.mark.extended),
+        pytest.param(signal.SIGINT, "ray", marks=[pytest.mark.ray, pytest.mark.extended]),
     ],
 )
 def test_a_signal_ends_a_service_that_loads_it(
@@ -61,7 +61,7 @@ def test_a_signal_ends_a_service_that_loads_it(
     assert psutil.wait_procs(family, timeout=20)[1] == []
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_without_a_signal_it_is_refused(endless: Path) -> None:
     for command in (("serve", "--port", "0", "--launcher", "local", "--model"), ("models", "check")):
         found = forked.run([*CLI, *command, str(endless)])

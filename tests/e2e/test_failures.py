@@ -50,7 +50,7 @@ def test_models_that_cannot_be_served_are_refused_with_the_reason(tmp_path: Path
     assert "config.json" in serve_fails("--model", str(tmp_path), "--launcher", "local")
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_a_model_that_is_no_causal_lm_is_refused(tmp_path: Path):
     from transformers import ViTConfig, ViTModel
 
@@ -71,7 +71,7 @@ REASONS = {
 
 
 @pytest.mark.parametrize(
-    "kind", ["headless", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("encoder", "broken"))]
+    "kind", ["headless", *(pytest.param(kind, marks=pytest.mark.extended) for kind in ("encoder", "broken"))]
 )
 def test_models_that_would_answer_wrongly_are_refused(tmp_path: Path, kind: str):
     """All of them also where ranks load them: unit/workers/test_model."""
@@ -109,6 +109,7 @@ def test_a_taken_port_is_said(served: Served, checkpoint: Path):
     assert served.run("cluster").returncode == 0
 
 
+@pytest.mark.extended
 @pytest.mark.ray
 def test_a_world_larger_than_the_cluster_is_refused(checkpoint: Path, ray_cluster: int):
     import ray
@@ -130,9 +131,9 @@ def test_a_ray_that_does_not_answer_is_said_at_once(checkpoint: Path):
     ("seconds", "launcher"),
     [
         (0.5, "local"),
-        pytest.param(4.0, "ray", marks=pytest.mark.ray),
-        pytest.param(4.0, "local", marks=pytest.mark.slow),
-        pytest.param(0.5, "ray", marks=[pytest.mark.ray, pytest.mark.slow]),
+        pytest.param(4.0, "ray", marks=[pytest.mark.ray, pytest.mark.extended]),
+        pytest.param(4.0, "local", marks=pytest.mark.extended),
+        pytest.param(0.5, "ray", marks=[pytest.mark.ray, pytest.mark.extended]),
     ],
 )
 def test_an_interrupt_while_starting_is_quiet(checkpoint: Path, started: ExitStack, launcher: str, seconds: float):
@@ -151,7 +152,7 @@ def test_an_interrupt_while_starting_is_quiet(checkpoint: Path, started: ExitSta
     assert psutil.wait_procs(family, timeout=20)[1] == []
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_without_a_compiler_ranks_meet_over_gloo_and_it_is_said(
     checkpoint: Path, started: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -170,7 +171,7 @@ def test_without_a_compiler_ranks_meet_over_gloo_and_it_is_said(
     assert generated.returncode == 0
 
 
-@pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow])])
+@pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.extended])])
 def test_a_service_that_is_stopped_says_so_in_open_answers(checkpoint: Path, started: ExitStack, launcher: str):
     options = ("--model", str(checkpoint), "--launcher", launcher, "--kv-bytes", "80000000")
     service = started.enter_context(Served(*options))
@@ -179,6 +180,7 @@ def test_a_service_that_is_stopped_says_so_in_open_answers(checkpoint: Path, sta
     check_told(service, stream)
 
 
+@pytest.mark.extended
 @pytest.mark.ray
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGINT, signal.SIGHUP))]
@@ -226,15 +228,14 @@ def check_told(
     assert all(any(line.startswith(one) for line in others) for one in news)
 
 
-@pytest.mark.parametrize(
-    "launcher", [pytest.param("local", marks=pytest.mark.slow), pytest.param("ray", marks=pytest.mark.ray)]
-)
+@pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.extended])])
 def test_a_service_that_is_killed_leaves_nothing_behind(checkpoint: Path, started: ExitStack, launcher: str):
     options = ("--model", str(checkpoint), "--launcher", launcher, "--kv-bytes", "8000000")
     service = started.enter_context(Served(*options))
     assert service.stop(signal.SIGKILL) == -signal.SIGKILL
 
 
+@pytest.mark.extended
 @pytest.mark.ray
 @pytest.mark.parametrize(
     ("name", "number"),

@@ -13,7 +13,7 @@ from tests.support.command_line import CLI, Served
 from tests.support.network.ray_nodes import SLOTS, RayNodes, ray_nodes
 from tests.support.witness import Witness
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.extended, pytest.mark.timeout(600)]
 OPTIONS = ("--kv-bytes", "80000000")
 NEWS = ("member ", "epoch ", "recover")
 """What a service tells of a lost rank begins so."""

@@ -15,7 +15,7 @@ from longleaf.tree import MERGES
 from tests.support.command_line import CLI
 from tests.support.network.ray_nodes import SLOTS, TOKEN, RayNodes
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.extended, pytest.mark.timeout(600)]
 
 
 def refused(nodes: RayNodes, model: Path, *options: str, token: str = TOKEN) -> str:

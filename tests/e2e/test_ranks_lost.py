@@ -12,9 +12,9 @@ from tests.support.command_line import Served
 from tests.support.witness import Witness
 
 pytestmark = pytest.mark.timeout(300)
-RAY = pytest.param("ray", marks=pytest.mark.ray)
+RAY = pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.extended])
 BOTH = ["local", RAY]
-LAUNCHERS = [pytest.param("local", marks=pytest.mark.slow), RAY]
+LAUNCHERS = ["local", RAY]
 
 
 class Healing:

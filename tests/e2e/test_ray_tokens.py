@@ -17,7 +17,7 @@ from tests.e2e.test_growing_cluster import free_ports
 from tests.support.command_line import CLI, Served, end
 from tests.support.network.ray_nodes import RAY
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.ray, pytest.mark.extended, pytest.mark.timeout(240)]
 TOKEN = "a token of the cluster that is long enough"
 PLACES = "RAY_AUTH_TOKEN, or in the file RAY_AUTH_TOKEN_PATH"
 MOST_SECONDS = 10.0

@@ -89,7 +89,7 @@ def wait_until(is_so: Callable[[], bool], seconds: float = 180.0) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("after", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("after", [3, pytest.param(1, marks=pytest.mark.extended)])
 def test_acknowledged_contexts_are_there_and_answer_alike(tmp_path: Path, after: int) -> None:
     haystack = make_haystack(7, 9_000, 2, 0)
     question = haystack.facts[0].question
@@ -268,7 +268,7 @@ def test_contexts_are_read_anew_by_other_weights(tmp_path: Path) -> None:
         assert ask(client, "book", question) == (before, True), "what was kept for it is as it was"
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.ray
 def test_a_coordinator_that_dies_alone_ends_the_service_which_says_how_to_go_on(tmp_path: Path) -> None:
     haystack = make_haystack(7, 9_000, 2, 0)

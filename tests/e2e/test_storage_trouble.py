@@ -249,6 +249,7 @@ def reading(address: str, context: str) -> Iterator[Reader]:
         reader.end()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "trouble", [Switch.refuse, pytest.param(Switch.hang, marks=pytest.mark.slow)], ids=["refuses", "hangs"]
 )
@@ -302,7 +303,7 @@ def test_a_folder_that_goes_is_waited_for(tmp_path: Path) -> None:
         assert "read again" not in service.said
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_a_file_in_place_of_the_folder_is_told_and_waited_for(tmp_path: Path) -> None:
     folder = tmp_path / "snapshots"
     with serving(tmp_path / "data", url=folder) as (service, client):

@@ -100,9 +100,7 @@ def _owners() -> Iterator[tuple[str, str]]:
                     yield match[1], (scripts or [process.name()])[0]
 
 
-@pytest.mark.parametrize(
-    "launcher", [pytest.param("local", marks=pytest.mark.slow), pytest.param("ray", marks=pytest.mark.ray)]
-)
+@pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=pytest.mark.ray)])
 def test_a_stranger_finds_no_open_door(
     started: ExitStack, inside: tuple[str, ...], launcher: str, monkeypatch: pytest.MonkeyPatch
 ):
@@ -149,7 +147,7 @@ def knock(service: Served, token: str, found: set[Door]) -> dict[Door, list[str]
     return {door: answers[str(door)] for door in found}
 
 
-@pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow])])
+@pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.extended])])
 def test_nothing_in_the_folder_where_it_was_started_is_run(
     checkpoint: Path, started: ExitStack, tmp_path: Path, launcher: str
 ):

@@ -20,7 +20,7 @@ TEXTS = {
     BOLT: "A clock maker of Prague counted minutes that nobody else had seen.\n" * 30,
 }
 QUESTION = "Who wrote?"
-LAUNCHERS = ["local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow])]
+LAUNCHERS = ["local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.extended])]
 
 
 @pytest.fixture(scope="module", params=LAUNCHERS)

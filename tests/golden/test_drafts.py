@@ -78,21 +78,25 @@ def compare(golden, world_size, kind, **settings):
     assert (found.num_refused > 0) == (kind != "right")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("family", "world_size", "kind"), thinned(EVERY, len(COVER)))
 def test_answers_and_keys_are_those_without_drafts(goldens, family, world_size, kind):
     compare(goldens(family), world_size, kind)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("family", "world_size", "kind"), WINDOWED)
 def test_replicated_windows_forget_what_was_refused(goldens, family, world_size, kind):
     compare(goldens(family), world_size, kind, window_keys="replicated")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("merge", "kind"), thinned(MERGED, len(MERGES)))
 def test_drafts_are_verified_with_every_merge(goldens, merge, kind):
     compare(goldens("llama"), 3, kind, merge=merge)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("world_size", "kind"), [(1, "random"), (3, "wrong"), (2, "right")])
 def test_drafts_are_accepted_on_a_device_as_on_a_cpu(goldens, world_size, kind):
     golden = goldens("llama")
@@ -101,6 +105,7 @@ def test_drafts_are_accepted_on_a_device_as_on_a_cpu(goldens, world_size, kind):
     check_same(found, wanted, golden)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("world_size", "kind"), [(1, "right"), (2, "random"), (3, "wrong")])
 def test_what_was_accepted_is_compared_with_plain_attention(goldens, world_size, kind):
     golden, found = goldens("llama"), []
@@ -142,6 +147,7 @@ class Stores:
         return pool
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("family", "world_size", "kind"), [("llama", 2, "random"), ("gemma2", 1, "wrong"), ("llama", 1, "right")]
 )

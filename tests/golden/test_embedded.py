@@ -19,6 +19,7 @@ from tests.support.threads import config_for
 NEW_TOKENS = 40
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("world_size", "window_keys"), [(1, "sharded"), (3, "sharded"), (3, "replicated")])
 async def test_answers_equal_generate(world_size, window_keys):
     haystack = make_haystack(5, 3000, 2, 0, split="held_out")
@@ -39,6 +40,7 @@ async def test_answers_equal_generate(world_size, window_keys):
     assert found == expected
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_an_answer_from_a_few_facts_is_right_and_ends(count):
     model, tokenizer = AutoModelForCausalLM.from_pretrained(embedded_model()), Tokenizer.load(embedded_model())

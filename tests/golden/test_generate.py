@@ -121,6 +121,7 @@ async def test_penalties_and_logprobs_are_those_of_generate(goldens, world_size)
     assert [[top.token_id for top in entry.top] for entry in told] == logprobs_TV.topk(2).indices.tolist()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", LIVELY)
 async def test_a_dropped_partial_is_noticed(goldens, family):
     """The tests above can fail: when one rank's partials are lost, the text changes."""
@@ -147,6 +148,7 @@ WRONG = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("error", WRONG)
 async def test_a_wrong_cap_or_sink_is_noticed(goldens, monkeypatch, error):
     family, wrong = WRONG[error]

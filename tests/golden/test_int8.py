@@ -16,6 +16,7 @@ from tests.support.service import encoded
 from tests.support.threads import config_for
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
@@ -43,6 +44,7 @@ async def test_ranks_and_ways_to_read_a_prompt_do_not_show(goldens):
         assert torch.linalg.vector_norm(found - alone) <= 2e-3 * torch.linalg.vector_norm(alone)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("world_size", [1, 3])
 async def test_the_embedded_model_still_finds_facts(world_size):
     haystack = make_haystack(5, 3000, 3, 1, split="held_out")

@@ -70,6 +70,7 @@ def nothing(logits_V):
     logits_V[:] = -INF
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("world_size", "spoil", "token_index"), [(1, nan, 0), (3, nan, 5), (3, infinite, 0), (1, nothing, NEW_TOKENS - 1)]
 )
@@ -120,6 +121,7 @@ class Projection:
         return keys_1TC
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("family", "value", "settings"),
     [
@@ -150,6 +152,7 @@ async def test_a_document_of_which_a_key_is_not_finite_is_not_acknowledged(golde
         assert config.kv_dtype == "int8" or before == golden.tokens
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("stored", "value", "kept", "tokens"),
     [

@@ -88,6 +88,7 @@ async def ingest(engine, context, token_ids, **options):
     _ = [event async for event in engine.ingest(Document(context=context, token_ids=token_ids, **options))]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("kind", "length", "world_size"),
     [
@@ -118,6 +119,7 @@ async def test_scaled_positions_answer_like_generate(scaled, kind, length, world
         assert (await ask(engine, prompt[-50:], "fork"))[0] == expected
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 async def test_contexts_of_both_scalings_answer_in_one_batch_like_generate(scaled, kind):
     """The same tokens below and beyond the original length: transformers would rotate all by the longest."""

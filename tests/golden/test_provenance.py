@@ -71,6 +71,7 @@ def check(attention, wanted):
     assert ties.sum() <= 1  # where two heads have as much
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("family", "world_size"), thinned(EVERY, len(COVER)))
 def test_shares_are_those_of_dense_attention(goldens, family, world_size):
     golden = goldens(family)
@@ -99,6 +100,7 @@ def test_shares_are_those_of_dense_attention(goldens, family, world_size):
     check(results[0].attention[before], expected(weights, rows_before, (0, CUT), ASKED - 8, spans))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize(("family", "world_size"), [("llama", 1), ("gpt_oss", 3), ("gemma2", 2)])
 def test_compiled_kernels_leave_no_key_to_look_at_again(goldens, monkeypatch, family, world_size, kv_dtype):
@@ -116,6 +118,7 @@ def test_compiled_kernels_leave_no_key_to_look_at_again(goldens, monkeypatch, fa
     assert all(len(result.attention) == len(asking) for result in results)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_keys_are_looked_at_in_tiles_of_any_size(goldens, monkeypatch, world_size):
     golden, found = goldens("llama"), []
@@ -131,6 +134,7 @@ def test_keys_are_looked_at_in_tiles_of_any_size(goldens, monkeypatch, world_siz
     torch.testing.assert_close(tiled.largest, whole.largest, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("settings", [{}, {"kv_dtype": "int8"}, {"dtype": "bfloat16"}, {"kernels": "torch"}])
 @pytest.mark.parametrize(("family", "world_size"), [("llama", 1), ("gemma3", 3), ("gpt_oss", 2)])
 def test_shares_add_up_to_one_and_to_ask_changes_no_bit(goldens, family, world_size, settings):
@@ -152,6 +156,7 @@ def test_shares_add_up_to_one_and_to_ask_changes_no_bit(goldens, family, world_s
     assert torch.equal(logits, asked_logits)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("family", "world_size", "window_keys"), thinned(dict.fromkeys(HIDING), 11))
 def test_what_is_hidden_is_read_by_no_layer(goldens, family, world_size, window_keys):
     """Of rows that hide different things, in a batch."""
@@ -182,6 +187,7 @@ def test_what_is_hidden_is_read_by_no_layer(goldens, family, world_size, window_
         assert means[:-3].abs().max() == 0
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("way", ["queries", "keys"])
 @pytest.mark.parametrize(("family", "world_size", "window_keys"), thinned(dict.fromkeys(HIDING), 9))
 def test_what_is_hidden_from_a_chunk_is_read_by_no_layer(goldens, family, world_size, window_keys, way):

@@ -80,6 +80,7 @@ def check_loss(golden, world_size, way, cut):
     check_answer(service, golden, logits)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("family", "world_size", "way", "cut"), thinned(COVER, len(FAMILIES)))
 def test_a_lost_rank_is_read_again_by_the_others(goldens, family, world_size, way, cut):
     check_loss(goldens(family), world_size, way, cut)

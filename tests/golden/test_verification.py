@@ -17,6 +17,7 @@ from workers.model import model
 from workers.verification import computing_in, distance, plain_attention, plain_logits
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", [*LIVELY, "gpt_neox", "gpt2", "deepseek_v3"])
 async def test_right_ranks_pass(goldens, family):
     golden = goldens(family)
@@ -27,6 +28,7 @@ async def test_right_ranks_pass(goldens, family):
     assert judge(found).passed
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("family", "dtype", "settings"),
     [
@@ -106,6 +108,7 @@ LOST = [(family, COARSE[(turn + i) % 3]) for turn in range(3) for i, family in e
 """Every family with every setting; the first five rows meet every family and every setting."""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("family", "settings"), thinned(LOST, len(CAREFUL)))
 async def test_a_lost_rank_shows_beside_rounding(goldens, family, settings):
     golden = goldens(family)

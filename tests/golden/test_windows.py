@@ -78,6 +78,7 @@ def test_the_cover_covers():
             assert {way[factor] for way in rows} == set(values)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("family", "world_size", "chunk_size", "state"), thinned(COVER, len(FAMILIES)))
 async def test_tokens_equal_generate(goldens, family, world_size, chunk_size, state):
     await check_row(goldens(family), world_size, chunk_size, state)
@@ -106,6 +107,7 @@ async def test_a_rank_that_keeps_other_keys_is_noticed(goldens, number):
         assert await answer(engine, golden.prompt) != golden.tokens
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("family", "world_size"), [("gemma3", 2), ("mistral", 3)])
 async def test_samples_and_reused_prompts_answer_like_generate(goldens, family, world_size):
     """A prompt is found again as far as its end, and not within it."""
@@ -188,6 +190,7 @@ async def test_contexts_and_prompts_part_where_sections_begin(goldens):
         assert await ask(engine, golden.prompt) == ([golden.tokens], SECTION)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("family", "settings"),
     [

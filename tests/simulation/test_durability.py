@@ -12,11 +12,21 @@ from tests.support.snapshot_machine import SnapshotMachine
 
 
 class TestDurability(DurableMachine.TestCase):
-    settings = runs(200)
+    settings = runs(100)
 
 
 class TestSnapshots(SnapshotMachine.TestCase):
-    settings = runs(60)
+    settings = runs(30)
+
+
+@pytest.mark.extended
+class TestDurabilityFurther(DurableMachine.TestCase):
+    settings = runs(400)
+
+
+@pytest.mark.extended
+class TestSnapshotsFurther(SnapshotMachine.TestCase):
+    settings = runs(200)
 
 
 class Drawn:
@@ -50,10 +60,10 @@ def test_who_waits_for_the_room_of_a_context_that_is_being_appended_to_begins_la
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 class TestDurabilityAtLength(DurableMachine.TestCase):
-    settings = runs(10_000)
+    settings = runs(10_000, is_random=True)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 class TestSnapshotsAtLength(SnapshotMachine.TestCase):
-    settings = runs(10_000)
+    settings = runs(10_000, is_random=True)

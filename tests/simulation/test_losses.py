@@ -8,10 +8,15 @@ from tests.support.scheduler_machine import runs
 
 
 class TestLosses(RecoveringMachine.TestCase):
-    settings = runs(300)
+    settings = runs(100)
+
+
+@pytest.mark.extended
+class TestLossesFurther(RecoveringMachine.TestCase):
+    settings = runs(500)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 class TestLossesAtLength(RecoveringMachine.TestCase):
-    settings = runs(10_000)
+    settings = runs(10_000, is_random=True)

@@ -588,10 +588,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not list(self.scheduler.segments.holdings)
 
 
-def runs(max_examples: int) -> settings:
-    """So many schedules."""
+def runs(max_examples: int, is_random: bool = False) -> settings:
+    """So many schedules, the same in every run or others each time."""
     return settings(
         max_examples=max_examples,
+        derandomize=not is_random,
         stateful_step_count=40,
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow],

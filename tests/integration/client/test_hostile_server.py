@@ -147,6 +147,7 @@ async def test_what_is_no_message_is_a_typed_error(served: Served, name: str) ->
         assert await served.outcome((CALLS | OTHERS)[name], saying(message)) is not None
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", CALLS)
 async def test_odd_messages_raise_nothing_but_typed_errors(served: Served, name: str) -> None:
     for message in odd(TYPES[name], random.Random(name)):

@@ -279,7 +279,11 @@ PLACES: dict[str, tuple[str, st.SearchStrategy[dict[str, Any]]]] = {
     "/v1/contexts/book/fork": ("POST", OTHERS),
     "/v1/contexts/book": ("PATCH", OTHERS),
 }
-EXAMPLES = (400, pytest.param(8000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)]))
+EXAMPLES = (
+    80,
+    pytest.param(400, marks=pytest.mark.extended),
+    pytest.param(8000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)]),
+)
 
 
 @st.composite

@@ -145,7 +145,11 @@ async def test_documents_that_are_none_are_refused(url: str) -> None:
 
 
 CUTS = st.lists(st.tuples(st.integers(0, 12), st.booleans()), max_size=8)
-EXAMPLES = (150, pytest.param(3000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)]))
+EXAMPLES = (
+    40,
+    pytest.param(150, marks=pytest.mark.extended),
+    pytest.param(3000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)]),
+)
 
 
 @pytest.mark.parametrize("examples", EXAMPLES)

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(120)
 MakeFleet = Callable[[], Fleet]
 FLEETS = [
     pytest.param(lambda: LocalFleet(MemberMain()), id="local"),
-    pytest.param(lambda: RayFleet(MemberActor), id="ray", marks=pytest.mark.ray),
+    pytest.param(lambda: RayFleet(MemberActor), id="ray", marks=[pytest.mark.ray, pytest.mark.extended]),
 ]
 
 

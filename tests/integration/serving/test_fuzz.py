@@ -81,6 +81,7 @@ def calls(draw: st.DrawFn, method: MethodDescriptor) -> Call:
     )
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("examples", SLOW)
 @pytest.mark.parametrize("method", RPCS)
 def test_any_call(fuzzer: Fuzzer, method: MethodDescriptor, examples: int) -> None:

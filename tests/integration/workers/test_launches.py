@@ -31,6 +31,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> FolderOf:
     return checkpoints_in(tmp_path_factory.mktemp("checkpoints"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mix", ["shared and own", "windows", "latents", "20,000 keys"])
 def test_with_one_launch_for_all_reads_the_limit_is_kept(mix, folder_of):
     check_limit(decoded(MIXES[mix], folder_of, Lone), DECODE_LAUNCHES)
@@ -95,6 +96,7 @@ def check_waits(log: Log) -> None:
     assert len(log.of("to host")) <= 1
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("past", "prompts"), [(1000, ((5, "book"),) * 2), (5000, SHARED * 3)])
 @pytest.mark.parametrize(("samplings", "parameters"), [(MIXED, PARAMETERS), (GREEDY, {})])
 @pytest.mark.parametrize("world_size", [1, 4])

@@ -41,6 +41,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SETTINGS = ({}, {"window_keys": "replicated"}, {"kv_dtype": "int8"})
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("folder", "settings"),
     [
@@ -77,6 +78,7 @@ def tensors_of(owner: object, depth: int = 4) -> list[Tensor]:
     return [tensor for item in found if not isinstance(item, type) for tensor in tensors_of(item, depth - 1)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_drafts_are_verified_there_and_nothing_waits_before_the_end(tmp_path, rank, settings):
@@ -226,6 +228,7 @@ def test_the_host_holds_no_more_than_one_weight_beside_those_that_stay(family, d
     assert most <= share * weights + 3 * largest + SLACK
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_what_rows_tell_is_counted_there_without_a_wait(llama, settings, world_size):

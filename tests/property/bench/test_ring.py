@@ -13,6 +13,8 @@ from longleaf.kernels.cpu.compiled import Compiled
 from tests.support.on_threads import on_ends
 from tests.support.processes import run_ranks
 
+pytestmark = pytest.mark.extended
+
 DIM, SCALE = 16, 0.25
 SHARDS = ([9], [5, 12], [7, 0], [40, 1, 3], [0, 0, 2], [33, 2, 0, 18], [0, 6, 0, 0])
 BACKEND = Compiled()

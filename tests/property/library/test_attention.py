@@ -243,6 +243,7 @@ def is_broken(part: Partial) -> torch.Tensor:
     return ~(part.out_THD.isfinite().all(dim=-1) & part.lse_TH.isfinite())
 
 
+@pytest.mark.sampled(10)
 @KERNELS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("what", ["query", "key", "value"])

@@ -109,6 +109,7 @@ def test_kernels_agree_with_float64_over_the_same_keys(
         assert_same(found, reference.attend(queries, keys, values, mask, 0.3, softcap=softcap), atol=1e-5)
 
 
+@pytest.mark.sampled(4)
 @HALVES
 @pytest.mark.parametrize("num_rows", [1, 9])
 @pytest.mark.parametrize("flags", [(), ("-march=x86-64",), ("-march=x86-64-v3", "-mno-f16c")], ids=str)

@@ -61,6 +61,7 @@ def test_every_merge_on_one_machine(name, size):
     assert [group.members for group in calls.groups] == [tuple(range(size))] * 2, "a world for each epoch"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MERGES)
 @settings(max_examples=15, deadline=None)
 @given(machines=layouts())

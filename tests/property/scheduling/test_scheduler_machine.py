@@ -7,7 +7,12 @@ from tests.support.scheduler_machine import SchedulerMachine, runs
 
 
 class TestSchedulerMachine(SchedulerMachine.TestCase):
-    settings = runs(200)
+    settings = runs(100)
+
+
+@pytest.mark.extended
+class TestSchedulerMachineFurther(SchedulerMachine.TestCase):
+    settings = runs(500)
 
 
 def test_samples_of_a_prompt_that_is_read_pass_nobody() -> None:
@@ -26,4 +31,4 @@ def test_samples_of_a_prompt_that_is_read_pass_nobody() -> None:
 
 @pytest.mark.slow
 class TestSchedulerMachineAtLength(SchedulerMachine.TestCase):
-    settings = runs(2000)
+    settings = runs(2000, is_random=True)

@@ -144,6 +144,7 @@ def encode(encoder: Encoder, text: str, cuts: list[int]) -> None:
     encoder.finish()
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", MAKERS)
 @given(text=texts(), cuts=st.lists(st.integers(0, 1 << 20), max_size=4))
 @settings(max_examples=60, deadline=None)
@@ -157,6 +158,7 @@ def test_pieces_give_the_ids_of_the_whole(name: str, text: str, cuts: list[int])
     assert encoder.spans == whole.offsets
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", MAKERS)
 @given(text=texts(), cut=st.integers(0, 1 << 20), cuts=st.lists(st.integers(0, 1 << 20), max_size=3))
 @settings(max_examples=40, deadline=None)

@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,13 @@ def render(folder: Path) -> list[Document]:
 
 def documents(text: str) -> list[Document]:
     """Of a stream of YAML; what an alias names twice is there twice."""
-    return [json.loads(json.dumps(one)) for one in yaml.safe_load_all(text) if one]
+    return json.loads(_as_json(text))
+
+
+@cache
+def _as_json(text: str) -> str:
+    """Parsing takes nearly all the time of rendering, and the same files are rendered again and again."""
+    return json.dumps([one for one in yaml.load_all(text, yaml.CSafeLoader) if one])
 
 
 def with_components(folder: Path, overlay: str) -> list[Document]:

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +13,9 @@ from bench.gpu import ground, timing
 from bench.gpu.cases import CHUNK, KINDS, TARGET_FROM, Attend, Choose, Move, Prefill, Share, Step, cases, label
 from bench.gpu.subjects import Subjects, reads_of
 from bench.gpu.table import page
-from bench.harness.paper import H100, MI300X, RTX_4090
 from longleaf.kernels.dense import Dense
 
+pytestmark = pytest.mark.extended
 MACHINE = {
     "device": "NVIDIA H200",
     "multiprocessors": 132,
@@ -231,23 +230,6 @@ def test_rows_are_told_as_they_come_and_those_of_a_run_without_an_end_are_read(t
         assert command.read(recorded) == rows[: rows.index(kept) + 1]
     recorded.write_text(recorded.read_text() + capsys.readouterr().out)
     assert json.loads(recorded.read_text()) == command.read(recorded) == rows
-
-
-def test_the_paper_stands_beside_with_its_machines():
-    text = page([{"copy_gb_per_s": 1.0, "machine": MACHINE, "what": "nothing", "left_out": "nobody asked"}])
-    assert "Published, not measured here (Tree Attention, arXiv 2408.04093)" in text
-    assert "| Table 1: Llama-3.1-8B on 8 x H100, one DGX node, NVLink 4 | 128,000 | 2.68 | 6.38 |" in text
-    assert "| Table 2: Llama-3.2-1B on 2 x RTX 4090, PCIe | 8,000 | 0.34 | 1.38 |" in text
-
-
-def test_the_page_of_gpus_has_the_times_of_the_paper():
-    text = (Path(__file__).parents[3] / "docs" / "gpu.md").read_text()
-    for ours, theirs in zip(H100.rows, MI300X.rows, strict=True):
-        seconds = (ours.tree_s, ours.ring_s, theirs.tree_s, theirs.ring_s)
-        assert f"| {ours.context_tokens:,} | {' | '.join(f'{each:.2f}' for each in seconds)} |" in text
-    for row in RTX_4090.rows:
-        assert f"| {row.context_tokens:,} | {row.tree_s:.2f} | {row.ring_s:.2f} |" in text
-    assert f"times {len(list(cases()))} cases" in text
 
 
 def test_when_the_time_is_over_no_further_case_is_begun(monkeypatch, capsys):

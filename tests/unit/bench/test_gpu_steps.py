@@ -28,6 +28,8 @@ from longleaf.config import EngineConfig
 from longleaf.kernels.dense import Dense
 from workers.decode.graphs import CaptureRefused
 
+pytestmark = pytest.mark.extended
+
 TINY = SMALL._replace(num_layers=2, hidden=64, num_heads=4, num_kv_heads=2, dim=16, ffn=96)
 NUM_KEYS = 300
 MACHINE = {"device": "a GPU", "multiprocessors": 1, "nvidia_smi": {}, "versions": {}, "date": "2026-11-22"}

@@ -169,6 +169,7 @@ TYPOS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("typo", TYPOS)
 def test_a_planted_typo_is_found(typo, broken):
     TYPOS[typo](broken)

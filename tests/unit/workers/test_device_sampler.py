@@ -132,6 +132,7 @@ def told(tokens):
     ]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "cut", [{}, {"top_p": 1e-20}, {"min_p": 1.0}, {"top_k": 1, "top_p": 1e-20}, {"top_k": 5, "min_p": 1.0}]
 )

@@ -1,0 +1,109 @@
+"""Runs pytest, and prints how long it took and how much processor time it used.
+
+Processor time is also given in rounds of a calibration loop that runs meanwhile: machines differ, and so does one
+machine from hour to hour, but the number of rounds is nearly the same.
+
+    python scripts/run_tests.py [--budget FILE] [--] ARGUMENTS OF PYTEST
+
+Processor time is that of all processes that the tests start, including those whose parents end before them. With
+--budget, the exit code is 1 if the tests passed and used more rounds than the file allows. The file has one number, in
+thousands.
+"""
+
+import argparse
+import ctypes
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+PR_SET_CHILD_SUBREAPER = 36
+BETWEEN_ROUNDS_SECONDS = 2.0
+ORPHANS_SECONDS = 10.0
+TOLERANCE = 0.15
+"""The share of the budget by which a run may be above it."""
+
+
+def calibration_round() -> float:
+    """Seconds of processor time that a fixed piece of work takes now: objects, dictionaries, strings, as tests use."""
+    began = time.thread_time()
+    words = [f"{number * 2654435761 % 1000003:x}" for number in range(12_000)]
+    counts: dict[str, int] = {}
+    for word in words:
+        counts[word[:3]] = counts.get(word[:3], 0) + len(word)
+    ordered = sorted(words, key=lambda word: (counts[word[:3]], word))
+    assert len("".join(ordered)) == sum(map(len, words))
+    return time.thread_time() - began
+
+
+class Calibration(threading.Thread):
+    """Repeats the calibration loop until it is ended; a round takes about 20 ms."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._is_over = threading.Event()
+        self._rounds = [calibration_round() for _ in range(3)]
+
+    def run(self) -> None:
+        while not self._is_over.wait(BETWEEN_ROUNDS_SECONDS):
+            self._rounds.append(calibration_round())
+
+    def end(self) -> float:
+        """The median of the rounds, in seconds."""
+        self._is_over.set()
+        self.join()
+        return statistics.median(self._rounds)
+
+
+def run(command: list[str]) -> int:
+    """Runs a command and waits for it and for what it leaves behind; its exit code."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    process = subprocess.Popen(command)
+    status = None
+    while status is None:
+        pid, ended = os.waitpid(-1, 0)
+        status = ended if pid == process.pid else None
+    process.returncode = os.waitstatus_to_exitcode(status)
+    deadline = time.monotonic() + ORPHANS_SECONDS
+    try:
+        while time.monotonic() < deadline:
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                time.sleep(0.1)
+    except ChildProcessError:  # none is left
+        pass
+    return process.returncode
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Runs pytest and measures it.")
+    parser.add_argument("--budget", type=Path, help="file with the thousands of rounds that the tests may take")
+    parser.add_argument("arguments", nargs="*", help="of pytest, after --")
+    options = parser.parse_args()
+    calibration, began = Calibration(), time.monotonic()
+    calibration.start()
+    code = run([sys.executable, "-m", "pytest", *options.arguments])
+    wall, used = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu, round_seconds = used.ru_utime + used.ru_stime, calibration.end()
+    thousands = cpu / round_seconds / 1000
+    calibrated = f"{thousands:.1f} thousand rounds of {1000 * round_seconds:.1f} ms"
+    print(f"{wall:.0f} s of wall time, {cpu:.0f} s of processor time: {calibrated}")
+    if options.budget is None or code:
+        return code
+    budget = float(options.budget.read_text())
+    print(f"{thousands / budget:.0%} of the budget of {budget:g} thousand rounds")
+    if thousands <= budget * (1 + TOLERANCE):
+        return 0
+    print(
+        f"error: the tests take more processor time than {options.budget} allows. Make them cheaper, or mark some to be"
+        " run by `make test-all` alone (CONTRIBUTING.md)",
+        file=sys.stderr,
+    )
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
