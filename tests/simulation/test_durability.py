@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.events import Claim
+from coordinator.events import NO_CLAIM, Claim
 from tests.support.durable_machine import DurableMachine
 from tests.support.scheduler_machine import runs
 from tests.support.snapshot_machine import SnapshotMachine
@@ -54,6 +54,33 @@ def test_who_waits_for_the_room_of_a_context_that_is_being_appended_to_begins_la
     machine.ask_and_not_read(claims)
     machine.ask([0, 1, 2, 3], 1, None, 1, Claim(), False)
     machine.append_little_by_little("a", [1] * 5, Claim())
+    machine.teardown()
+
+
+@pytest.mark.parametrize("num_tokens", [9, 8], ids=["of whole blocks", "that ends within a block"])
+def test_a_document_with_the_id_that_a_prompt_had_before_the_end_does_not_come_back_as_that_prompt(
+    num_tokens: int,
+) -> None:
+    machine = SnapshotMachine()
+    machine.begin([8], 8, 4, 0, 3, 1, None, 0, "found")
+    machine.ask(list(range(100, 100 + num_tokens)), 2, None, 1, NO_CLAIM, False)
+    machine.save_and_die(data=Drawn([10, 4]), steps=9)
+    machine.lose_one_amid_a_document(data=Drawn(0, [], 2, 1), context="a", count=34, steps=1, question=0)
+    machine.teardown()
+
+
+def test_a_document_does_not_come_back_as_one_that_was_deleted_before_the_end() -> None:
+    machine = SnapshotMachine()
+    machine.begin([10, 8], 8, 4, 0, 3, 1, None, 0, "found")
+    machine.ingest(list(range(100, 134)), "a", False, NO_CLAIM)
+    machine.run_steps(12, 2, 0.001)
+    machine.save(data=Drawn(machine.scheduler.segments.holdings.find(0)), size=2)
+    machine.delete("a")
+    machine.die(data=Drawn([10, 8]))
+    machine.ingest(list(range(34)), "b", False, NO_CLAIM)
+    machine.run_steps(12, 2, 0.001)
+    machine.rest_and_ask("b", 1, 3)
+    machine.books_are_equal()
     machine.teardown()
 
 

@@ -19,6 +19,8 @@ class DurableMachine(RecoveringMachine):
     """What a catalog would keep, is kept here: a context counts once it is acknowledged."""
 
     is_durable = True
+    next_segment = 0
+    """Greater than the id of any segment that was kept. Ids of others are used again after the end of everything."""
 
     @property
     def sealed(self) -> list[int]:
@@ -31,15 +33,21 @@ class DurableMachine(RecoveringMachine):
         """What has been read is kept, or cannot be."""
         job = data.draw(st.sampled_from(self.sealed), label="document")
         if is_kept:
-            assert self.scheduler.acknowledge(job, 9.0)
+            self._acknowledge(job)
         else:
             self.scheduler.fail(job, StorageUnavailable("the disk is full"))
         self._look()
 
     def _keep_all(self) -> None:
         for job in self.sealed:
-            assert self.scheduler.acknowledge(job, 9.0)
+            self._acknowledge(job)
         self._look()
+
+    def _acknowledge(self, job: int) -> None:
+        document = self.scheduler.sealed(job)
+        assert document is not None
+        self.next_segment = max(self.next_segment, document.tail.segment.id + 1)
+        assert self.scheduler.acknowledge(job, 9.0)
 
     def _schedule(self) -> bool:
         return super()._schedule() or (bool(self.sealed) and not self._keep_all() and super()._schedule())
@@ -93,7 +101,7 @@ class DurableMachine(RecoveringMachine):
         self.plans.clear()
         self.sequences = Sequences(self.block_size)
         self.scheduler = self._make_scheduler(epoch)
-        revive(old, self.scheduler)
+        revive(old, self.scheduler, self.next_segment)
         self.num_ended = self.num_submitted
         self.open.clear()
         self.paused.clear()
@@ -101,8 +109,9 @@ class DurableMachine(RecoveringMachine):
         self.ran.clear()
 
 
-def revive(old: Scheduler, new: Scheduler) -> None:
+def revive(old: Scheduler, new: Scheduler, next_segment: int) -> None:
     """Has a scheduler take in the contexts of another one, as from a catalog."""
+    new.segments.begin_ids(next_segment)
     contexts = old.contexts.list()
     kept = {segment.id: segment for context in contexts for segment in context.path.segments}
     segments: dict[int, Segment] = {}

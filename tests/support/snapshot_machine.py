@@ -26,7 +26,10 @@ class Snapshot:
 
 
 class SnapshotMachine(DurableMachine):
-    """Storage outlives the service, and is believed only where ranks could have taken it in as it is."""
+    """Storage outlives the service, and is believed only where ranks could have taken it in as it is.
+
+    It has segments of contexts alone: a catalog knows no others, and ids of others may be used twice.
+    """
 
     def _start_ranks(self, blocks: list[int], block_size: int, windows: Windows | None) -> None:
         numbers = self.keys.numbers if hasattr(self, "keys") else {}
@@ -48,14 +51,16 @@ class SnapshotMachine(DurableMachine):
     @rule(data=st.data(), size=st.integers(1, 4))
     def save(self, data: st.DataObject, size: int) -> None:
         """Something that is wholly held is saved, in pieces of so many runs."""
-        holdings = [one for one in self.scheduler.segments.holdings if self._may_be_saved(one)]
-        if holdings:
+        if holdings := self._may_be_saved():
             holding = data.draw(st.sampled_from(holdings), label="segment")
             self.storage[holding.segment.id] = self._saved(holding, size)
 
-    def _may_be_saved(self, holding: Holding) -> bool:
-        is_whole = holding.segment.is_sealed and holding.loss is None and not holding.is_parked
-        return is_whole and bool(holding.segment.token_ids)
+    def _may_be_saved(self) -> list[Holding]:
+        """Segments of contexts that are wholly held."""
+        contexts = self.scheduler.contexts.list()
+        kept = dict.fromkeys(segment for context in contexts for segment in context.path.segments)
+        holdings = self.scheduler.segments.holdings.of(kept)
+        return [one for one in holdings if one.loss is None and not one.is_parked]
 
     def _saved(self, holding: Holding, size: int) -> Snapshot:
         found = Snapshot([], {}, [], [(run.start, run.end) for run in holding.window_runs])
@@ -143,7 +148,6 @@ class SnapshotMachine(DurableMachine):
         while self.plans and not self.is_between:
             self.commit()
         if self.is_calm:
-            for holding in self.scheduler.segments.holdings:
-                if self._may_be_saved(holding):
-                    self.storage[holding.segment.id] = self._saved(holding, 2)
+            for holding in self._may_be_saved():
+                self.storage[holding.segment.id] = self._saved(holding, 2)
         self.die(data)
