@@ -113,18 +113,23 @@ class Restoring:
         return discarded
 
     def offer(self, segment: int, pieces: Sequence[Sequence[Range]], windows: Sequence[Range]) -> None:
-        """Which positions each piece of a segment has, and the one of windows."""
+        """Which positions each piece of a segment has, and the one of windows. Pieces that begin or end within a block
+        are not used: with what is read again beside them the segment would take more blocks than are promised."""
         if (one := self._returns.get(segment)) is None or one.left is not None:
             return
-        start, size = one.holding.segment.start, self._placer.block_size
         one.windows, one.left = tuple(windows), []
         for index, ranges in enumerate(pieces):
             common = _common(ranges, one.loss.left)
-            if common and all((low - start) % size == 0 for low, _ in (*ranges, *common)):
+            if common and all(self._is_whole(one, low, high) for low, high in (*ranges, *common)):
                 one.left.append((index, common))
         if self._placer.windows is not None and not self._is_covered(one):
             one.left = []
         self._settle(one)
+
+    def _is_whole(self, one: _Return, low: int, high: int) -> bool:
+        """Whether positions [low, high) are whole blocks of a segment, the last of which may end it."""
+        segment, size = one.holding.segment, self._placer.block_size
+        return (low - segment.start) % size == 0 and (high == segment.end or (high - segment.start) % size == 0)
 
     def refuse(self, segment: int) -> None:
         """Storage has nothing more of a segment that could be used: the rest is read again."""

@@ -4,8 +4,10 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
+from msgspec.structs import replace
 
 from coordinator.engine import fetching
+from coordinator.placement.blocks import Blocks
 from coordinator.placement.holdings import Holding
 from longleaf.errors import DataLoss, LongleafError, NotFound
 from longleaf.geometry import Reach, Windows
@@ -126,6 +128,29 @@ async def test_only_what_is_damaged_is_read_again_and_the_rest_comes_back_first(
         assert name in told[1]
         assert bench.ranks.names.count(name) == 1
         await bench.until(lambda: not bench.ranks.fetched)
+
+
+@pytest.mark.parametrize("cut", [6, 9, TOKENS - 1])
+async def test_pieces_that_end_within_a_block_are_read_again_in_the_blocks_that_are_promised(cut: int) -> None:
+    """A parcel may bring such a manifest, for digests tell damage alone. Blocks that are restored, and those of what
+    is read again, would be more than the segment takes."""
+    async with opened() as bench:
+        holding = bench.lost(3)
+        first, second = (manifest := bench.archive.manifests[3]).pieces
+        pieces = (
+            replace(first, runs=((0, cut),), num_bytes=cut),
+            replace(second, runs=((cut, TOKENS),), num_bytes=TOKENS - cut),
+        )
+        bench.archive.manifests[3] = replace(manifest, pieces=pieces)
+        bench.archive.manifests[3].check()
+        bench.ranks.pieces |= {piece.name: frozenset(range(*piece.runs[0])) for piece in pieces}
+        await bench.until(lambda: not promised(holding) or bench.can_restore)
+        while holding.loss is not None:
+            assert bench.recovery.plan([], TOKENS) is not None
+            bench.recovery.commit()
+            bench.turn()
+        assert sum(len(run.blocks) for run in holding.runs) == TOKENS // BLOCK
+        assert bench.placer.num_reserved == Blocks()
 
 
 async def test_with_windows_a_segment_of_which_a_piece_is_damaged_is_read_again_as_a_whole() -> None:

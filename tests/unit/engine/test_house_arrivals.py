@@ -14,7 +14,7 @@ from longleaf.channel.step import Prefill, Restore
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, StorageUnavailable
 from longleaf.geometry import Rope
-from longleaf.storage.manifest import encode_manifest
+from longleaf.storage.manifest import Piece, SegmentManifest, encode_manifest
 from tests.support.catalog import context, segment
 from tests.support.running import running
 from tests.support.storing import FORM, NOW, Service, Storage, ask, ingest, ingest_two, serving
@@ -70,6 +70,33 @@ async def test_what_has_come_rests_and_is_restored_when_it_is_asked() -> None:
         ids = {each.id for each in segments}
         assert ids == {work.segment for work in works if isinstance(work, Restore)}
         assert not any(isinstance(work, Prefill) and work.path[-1] in ids for work in works)
+
+
+async def test_a_context_whose_pieces_end_within_a_block_is_read_again_and_asked_like_any_other() -> None:
+    storage = Storage()
+    async with serving(storage, policy=DEMAND) as service:
+        arriving = await arrive(service)
+        told = segment(number := arriving.new_segment(), BOOK.num_tokens)
+        attempt, runs = arriving.new_attempt(number), [(0, 5), (5, 30)]
+        pieces = tuple(Piece(attempt.piece(i), (run,), run[1] - run[0], "00") for i, run in enumerate(runs))
+        storage.pieces |= {piece.name: frozenset(range(*piece.runs[0])) for piece in pieces}
+        manifest = SegmentManifest(
+            service=attempt.service,
+            fingerprint=arriving.fingerprint,
+            form=f"{FORM}|",
+            segment=attempt.segment,
+            parent=None,
+            start=0,
+            num_tokens=BOOK.num_tokens,
+            rope=told.rope,
+            pieces=pieces,
+            windows=None,
+            token_ids=told.token_ids.tobytes(),
+        )
+        await arriving.put(attempt.manifest, encode_manifest(manifest))
+        await arriving.adopt(replace(BOOK, segment=number), [told], snapshots_of([told], storage))
+        assert len(await ask(service.engine)) == 4
+        assert len(await ask(service.engine)) == 4
 
 
 async def arrive(service: Service) -> EngineArriving:
