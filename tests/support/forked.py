@@ -26,9 +26,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
 def popen(command: Sequence[str], **options: Any) -> "subprocess.Popen[str]":
     """subprocess.Popen, forked where the command is one of the project and starts no Ray."""
     is_forked = list(command[:1]) == CLI or list(command[:4]) == COORDINATOR
-    return (Forked if is_forked and not _starts_ray(command) else subprocess.Popen)(
-        command, **({"text": True} | options)
-    )
+    kind: Any = Forked if is_forked and not _starts_ray(command) else subprocess.Popen
+    options.setdefault("text", True)
+    return kind(command, **options)
 
 
 def _starts_ray(command: Sequence[str]) -> bool:
