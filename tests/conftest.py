@@ -26,12 +26,12 @@ settings.load_profile("shared machine")
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks as `extended` the cases of tests marked `sampled` that `make test` leaves to `make test-all`."""
-    cases: dict[tuple[object, int], list[pytest.Item]] = {}
+    cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        marker = item.get_closest_marker("sampled")
-        if marker is not None and not any(item.get_closest_marker(name) for name in ("slow", "bench", "extended")):
-            cases.setdefault((item.nodeid.partition("[")[0], marker.args[0]), []).append(item)
-    for (_, count), members in cases.items():
+        if item.get_closest_marker("sampled") and not any(map(item.get_closest_marker, ("slow", "bench", "extended"))):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for members in cases.values():
+        (count,) = members[0].get_closest_marker("sampled").args
         kept = sample([values_of(item) for item in members], count)
         for number, item in enumerate(members):
             if number not in kept:
