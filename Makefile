@@ -46,7 +46,7 @@ test: $(READY) ## Run the tests (ARGS="-k merge" for some of them)
 
 test-all: test test-extended test-triton ## Run all tests that CI runs
 
-test-extended: $(READY) ## Run what `make test` leaves out: more cases, Ray in all its ways, longer runs
+test-extended: $(READY) ## Run the extended tests: further cases, all ways of using Ray, longer runs
 	$(PYTEST) -- -m 'extended and not slow and not bench' $(SPREAD) $(ARGS)
 
 test-triton: $(VENV)/.triton ## Run the kernels of GPUs in Triton's interpreter
@@ -58,8 +58,8 @@ test-gpu: ## Run the kernels of GPUs on a GPU, with PYTHON as it is: it needs to
 test-browser: $(VENV)/.browser ## Run the tests of the page in Chromium; where that lacks, apt-get installs it
 	REQUIRE_TOOLS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/e2e/browser $(ARGS)
 
-test-slow: $(READY) ## Run what takes hours: full products, tens of thousands of schedules, and the benches
-	$(BIN)/python -m pytest -m 'slow or bench' $(ARGS)
+test-slow: $(READY) ## Run the slow tests (hours): full products, tens of thousands of schedules, the benches
+	HYPOTHESIS_PROFILE=random $(BIN)/python -m pytest -m 'slow or bench' $(ARGS)
 
 soak: $(READY) ## Hurt services under load in every known way for MINUTES=30; a failure prints the line that repeats it
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.soak --minutes $(MINUTES) $(ARGS)

@@ -39,7 +39,9 @@ import msgspec
 from msgspec.structs import fields
 
 from coordinator.actor import NAME, NAMESPACE, CoordinatorActor, Reply, describe
-from coordinator.ranks.local_fleet import LocalFleet, start_fork_server
+from coordinator.ranks import fork_server
+from coordinator.ranks.fork_server import StartMethod
+from coordinator.ranks.local_fleet import LocalFleet
 from coordinator.ranks.ray_connection import connect, ray_package
 from coordinator.ranks.ray_fleet import RayFleet
 from coordinator.settings import ServiceConfig
@@ -117,14 +119,17 @@ def report(reply: Reply, telemetry: TelemetryConfig = SILENT) -> int:
 
 
 def serve_locally(config: ServiceConfig) -> Reply:
-    """The coordinator in this process, ranks as its children."""
-    start_fork_server(config.engine, ["workers.preload"])
-    return asyncio.run(_serve_here(config))
+    """The coordinator in this process, ranks as descendants of it."""
+    method = fork_server.start(config.engine, ["workers.preload"])
+    try:
+        return asyncio.run(_serve_here(config, method))
+    finally:
+        fork_server.kill()
 
 
-async def _serve_here(config: ServiceConfig) -> Reply:
+async def _serve_here(config: ServiceConfig, method: StartMethod) -> Reply:
     rank_main = partial(worker_main, telemetry=config.telemetry)
-    actor = CoordinatorActor(config, partial(LocalFleet, rank_main))
+    actor = CoordinatorActor(config, partial(LocalFleet, rank_main, method))
     loop = asyncio.get_running_loop()
     ends = set[asyncio.Task[None]]()  # the loop itself does not keep them
 

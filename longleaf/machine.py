@@ -4,8 +4,11 @@ A container sees the memory and the processors of the whole machine; its limits 
 (cgroups, in both versions), each of which is limited by those around it.
 """
 
+import ctypes
 import os
 import resource
+import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -16,7 +19,8 @@ ROOT = Path("/")
 MEMORY_LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
 MEMORY_USED = ("memory.current", "memory.usage_in_bytes")
 GPU_DRIVERS = ("dev/nvidiactl", "dev/kfd", "dev/dxg")
-"""Files of the drivers of CUDA, of ROCm, and of either in Windows' subsystem."""
+"""Device files of the NVIDIA, AMD and WSL drivers."""
+PR_SET_PDEATHSIG = 1
 KEPT = ("inactive_file", "active_file", "slab_reclaimable")
 """The part of the used memory that the system gives back when it is asked for."""
 
@@ -45,8 +49,14 @@ def num_processors(root: Path = ROOT) -> int:
 
 
 def has_gpu_driver(root: Path = ROOT) -> bool:
-    """Whether the driver of a GPU is loaded, as far as can be seen without asking it."""
+    """Whether a GPU device file exists."""
     return any((root / name).exists() for name in GPU_DRIVERS)
+
+
+def end_with_parent() -> None:
+    """The system kills this process when the thread that started it ends, where the system can (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def max_files() -> int:

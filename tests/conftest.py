@@ -4,28 +4,36 @@ import gc
 import multiprocessing
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 
-from longleaf.errors import StartError
 from tests.sampling import sample, values_of
 
 RAY_SLOTS = 3
+MAX_TEMP_PATH_BYTES = 75
+"""Multiprocessing appends 32 bytes, and the path of a Unix socket has at most 107."""
 PRELOAD = ["tests.support.preload"]
-"""Modules that processes of tests find imported, in the one that they are forked from."""
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # of all processes that tests start
+"""Modules preloaded in the fork server of tests."""
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # inherited by test processes
 multiprocessing.set_forkserver_preload(PRELOAD)
 pytest.register_assert_rewrite("tests.support")
-# The same examples in every run: a change is judged by itself, and not by the luck of its run.
-settings.register_profile("shared machine", deadline=None, derandomize=True)
-settings.load_profile("shared machine")
+# Deterministic examples: a failure is caused by the change. HYPOTHESIS_PROFILE=random draws others in every run.
+settings.register_profile("deterministic", deadline=None, derandomize=True)
+settings.register_profile("random", deadline=None, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "deterministic"))
+if len(os.fsencode(tempfile.gettempdir())) > MAX_TEMP_PATH_BYTES:  # multiprocessing makes sockets there
+    multiprocessing.current_process()._config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir="/tmp")  # type: ignore[attr-defined]
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks as `extended` the cases of tests marked `sampled` that `make test` leaves to `make test-all`."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks as `extended` the cases of tests marked `sampled` that `make test` leaves to `make test-extended`, unless
+    tests are selected by name."""
+    if any("::" in argument for argument in config.args):
+        return
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("sampled") and not any(map(item.get_closest_marker, ("slow", "bench", "extended"))):
@@ -60,9 +68,6 @@ def ray_cluster() -> Iterator[int]:
     """One Ray for the whole run, started as the service starts it; gives the number of its slots."""
     from coordinator.ranks.ray_connection import connect
 
-    try:
-        connection = connect(None, RAY_SLOTS)
-    except StartError:  # it gives itself 30 seconds, which a loaded machine may not have
-        connection = connect(None, RAY_SLOTS)
+    connection = connect(None, RAY_SLOTS)
     yield RAY_SLOTS
     connection.close()

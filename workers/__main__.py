@@ -54,9 +54,8 @@ def main(spec: RankSpec, telemetry: TelemetryConfig = SILENT) -> None:
     live(spec, PlacedRank)
 
 
-def orphanhood() -> Callable[[], bool]:
-    """Whether a process is gone that this one must not outlive: the coordinator that started it, or its own parent,
-    which may be the fork server between both."""
+def make_orphan_check() -> Callable[[], bool]:
+    """A check that is true once the coordinator or the parent process, which may be a fork server, has ended."""
     coordinator, parent = multiprocessing.parent_process(), os.getppid()
     return lambda: os.getppid() != parent or (coordinator is not None and not coordinator.is_alive())
 
@@ -65,7 +64,7 @@ def live(spec: RankSpec, make_rank: Callable[[RankSpec], Computation]) -> NoRetu
     """Serves until told to leave, and exits with the rank's code. Dies with the process that started it."""
     # Ctrl-C reaches the whole foreground group; the coordinator alone decides when ranks leave.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    code = serve(spec, make_rank, orphanhood())
+    code = serve(spec, make_rank, make_orphan_check())
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,8 +1,10 @@
-"""Imports what every rank needs, for the process that ranks are forked from."""
+"""Modules that the fork server imports for all ranks."""
 
+from longleaf.machine import end_with_parent
 from workers.imports import for_good
 
+end_with_parent()  # the coordinator may be killed while this imports
 with for_good():
-    from workers import rank
+    from workers import control, rank
 
-__all__ = ["rank"]
+__all__ = ["control", "rank"]

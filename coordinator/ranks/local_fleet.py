@@ -1,80 +1,38 @@
 """A fleet of plain processes on this machine, without Ray."""
 
 import asyncio
+import logging
 import multiprocessing
-import os
 import pickle
-import signal
 import socket
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from coordinator.ranks import fork_server
+from coordinator.ranks.fork_server import SERVER_DIED, StartMethod, ignoring_terminals
 from coordinator.ranks.ports import OnDeath, unheard
 from longleaf.channel.rank_spec import Invitation, RankSpec
 from longleaf.config import LOOPBACK, EngineConfig, apply_environment, check_slots_here, rank_environment
 from longleaf.errors import StartError
-from longleaf.machine import has_gpu_driver
+from longleaf.machine import end_with_parent
 
-FORK = "forkserver"
-MAX_TEMP_PATH_BYTES = 60
-"""Of the folder for temporary files: multiprocessing adds up to 43 bytes, and a socket's name has at most 107."""
 LEAVE_SECONDS = 3.0
 END_SECONDS = 1.0
 LAST_WORD_SECONDS = 0.5
 """How long what a process said last may take to be heard, once that process has ended of itself."""
+log = logging.getLogger(__name__)
 
 
-@contextmanager
-def _deaf_to_terminals() -> Generator[None, None, None]:
-    """A process started in here never sees what reaches the whole terminal, Ctrl-C or its end, also while it imports:
-    what runs on ranks may end first."""
-    resource_tracker.ensure_running()  # starting it would unblock the signals
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def start_fork_server(config: EngineConfig, preload: Sequence[str]) -> None:
-    """Starts the process that ranks are forked from, unless they are not forked. It imports the modules `preload` once
-    for all ranks and all replacements, which takes seconds, in the environment that ranks need.
-
-    To be called before this process has threads that read its environment.
-    """
-    if _start_method(config) != FORK:
-        return
-    variables = rank_environment(config.threads_per_rank)
-    before = dict(os.environ)
-    forkserver.set_forkserver_preload(list(preload))
-    apply_environment(variables)
-    try:
-        with _deaf_to_terminals():
-            forkserver.ensure_running()
-    finally:
-        for name in variables:
-            os.environ.pop(name)
-        os.environ.update(before)
-
-
-def _start_method(config: EngineConfig) -> str:
-    """Ranks on GPUs are not forked: whether a module that is imported touches the driver, which no child process can
-    use then, is up to that module. Nor are they where the fork server's socket would have too long a name."""
-    may_be_on_gpus = config.device == "cuda" or (config.device == "auto" and has_gpu_driver())
-    has_short_names = len(os.fsencode(tempfile.gettempdir())) <= MAX_TEMP_PATH_BYTES
-    return FORK if has_short_names and not may_be_on_gpus else "spawn"
-
-
-def _enter(variables: dict[str, str], pickled_main: bytes, spec: RankSpec) -> None:
-    """First call in a new process. `main` arrives pickled so that its modules, which may import torch, are imported
-    only after the environment is complete."""
+def _enter(is_forked: bool, variables: dict[str, str], pickled_main: bytes, spec: RankSpec) -> None:
+    """Entry of a rank's process. `main` arrives pickled, so that a spawned process imports torch after its environment
+    is complete; a forked one has inherited both."""
+    if is_forked:
+        end_with_parent()
     apply_environment(variables)
     pickle.loads(pickled_main)(spec)
 
@@ -91,8 +49,9 @@ class _Place:
 class LocalFleet:
     """One process per rank, started to run `main(spec)`, for instance workers.__main__.main."""
 
-    def __init__(self, main: Callable[[RankSpec], None]) -> None:
+    def __init__(self, main: Callable[[RankSpec], None], method: StartMethod = "forkserver") -> None:
         self._main = main
+        self._method: StartMethod = method
         self._num_slots = 0
         self._places: dict[int, _Place] = {}
         """By member; of one that has ended, until it is replaced."""
@@ -134,21 +93,40 @@ class LocalFleet:
 
     def _spawn(self, spec: RankSpec, slot: int) -> _Place | None:
         """None when the fleet is shut down."""
-        variables, main = rank_environment(spec.config.threads_per_rank), pickle.dumps(self._main)
-        context: Any = multiprocessing.get_context(_start_method(spec.config))
-        process = context.Process(target=_enter, args=(variables, main, spec), name=f"rank-{spec.member}", daemon=True)
         with self._spawning:
-            if self._is_stopping:
+            try:
+                process = None if self._is_stopping else self._start_process(spec)
+            except (OSError, EOFError) as error:
+                if self._method == "spawn":
+                    raise
+                self._spawn_from_now_on(f"cannot be used: {error}")
+                process = None if self._is_stopping else self._start_process(spec)
+            if process is None:
                 return None
-            with _deaf_to_terminals():
-                process.start()
             place = self._places[spec.member] = _Place(slot, process)
             return place
+
+    def _start_process(self, spec: RankSpec) -> BaseProcess:
+        context: Any = multiprocessing.get_context(self._method)
+        variables = rank_environment(spec.config.threads_per_rank)
+        arguments = (self._method == "forkserver", variables, pickle.dumps(self._main), spec)
+        process = context.Process(target=_enter, args=arguments, name=f"rank-{spec.member}", daemon=True)
+        with ignoring_terminals():
+            process.start()
+        return process
+
+    def _spawn_from_now_on(self, reason: str) -> None:
+        """Another fork server would not have the environment of the first one."""
+        if self._method == "forkserver":
+            log.warning("the process that ranks are forked from %s; replacements start more slowly", reason)
+            self._method = "spawn"
 
     def _note_end(self, member: int, place: _Place) -> None:
         self._loop.remove_reader(place.process.sentinel)
         place.has_ended.set()
         reason, code = _describe(place.process), place.process.exitcode
+        if code == SERVER_DIED:
+            self._spawn_from_now_on("has ended")
         if code is not None and code < 0:
             self._tell(member, reason)
         else:  # who leaves says why, which says more than the end
@@ -179,7 +157,10 @@ class LocalFleet:
     async def shutdown(self) -> None:
         """Gives ranks that were told to leave a few seconds, then terminates, then kills."""
         self._is_stopping = True
-        await asyncio.to_thread(self._spawning.acquire)  # what is being started now is ended, too
+        # what is being started now is ended, too; a fork server that hangs is not waited for
+        if not await asyncio.to_thread(self._spawning.acquire, timeout=LEAVE_SECONDS):
+            fork_server.kill()
+            await asyncio.to_thread(self._spawning.acquire)
         self._spawning.release()
         processes = [place.process for place in self._places.values()]
         for process in processes:
@@ -206,4 +187,6 @@ def _join_all(processes: Sequence[BaseProcess], seconds: float) -> None:
 def _describe(process: BaseProcess) -> str:
     process.join(timeout=LEAVE_SECONDS)
     code = process.exitcode
+    if code == SERVER_DIED:
+        return "ended with the process that it was forked from"
     return f"was killed by signal {-code}" if code is not None and code < 0 else f"left with exit code {code}"

@@ -1,6 +1,8 @@
 """The fleet on Ray: one placement group, one actor per rank. Ray places and watches; it never carries a step."""
 
 import asyncio
+import shlex
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -304,7 +306,10 @@ def in_bundle(actor_class: type, group: Any, index: int, bundle: Mapping[str, fl
 
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
     options: dict[str, Any] = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0)}
-    options |= {"max_restarts": 0, "max_task_retries": 0, "runtime_env": {"env_vars": variables}}
+    runtime_env: dict[str, Any] = {"env_vars": variables}
+    if shlex.quote(sys.executable) != sys.executable:  # Ray passes the path of Python to a shell as it is
+        runtime_env["py_executable"] = shlex.quote(sys.executable)
+    options |= {"max_restarts": 0, "max_task_retries": 0, "runtime_env": runtime_env}
     return ray_package().remote(actor_class).options(scheduling_strategy=strategy, **options)
 
 

@@ -64,9 +64,9 @@ def test_a_model_that_is_no_causal_lm_is_refused(tmp_path: Path):
 
 
 REASONS = {
-    "encoder": "lacks weights of a causal language model: ['cls.predictions.bias',",
-    "headless": "lacks weights of a causal language model: ['lm_head.weight']",
-    "broken": "cannot be read: its header is longer than a header may be",
+    "encoder": " lacks weights of a causal language model: ['cls.predictions.bias',",
+    "headless": " lacks weights of a causal language model: ['lm_head.weight']",
+    "broken": "/model.safetensors cannot be read: its header is longer than a header may be",
 }
 
 
@@ -86,7 +86,7 @@ def test_models_that_would_answer_wrongly_are_refused(tmp_path: Path, kind: str)
     else:
         (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
     errors = serve_fails("--model", str(tmp_path), "--launcher", "local")
-    assert str(tmp_path) in errors and REASONS[kind] in errors
+    assert f"{tmp_path}{REASONS[kind]}" in errors
 
 
 def test_a_taken_port_is_said(served: Served, checkpoint: Path):

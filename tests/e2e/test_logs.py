@@ -20,7 +20,6 @@ from tests.support.tenants import METHODS, request_of
 TEXT = "Kestrelmoor"
 """In every text that is asked, ingested or counted."""
 CREDENTIAL = "Quillfeather-0123456789"
-"""`longleaf serve` becomes this, and says before that it does."""
 WRONG = "Wrenhollow-0123456789"
 
 

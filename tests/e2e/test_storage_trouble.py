@@ -31,7 +31,7 @@ QUESTION = BOOK.facts[0].question
 AGAIN = "done again"
 AWAY = "not done for now"
 NUM_EVENTS = 100
-"""Events of a stream that show that it is not held up."""
+"""Events that prove that a stream makes progress."""
 
 
 class Watched(Service):
@@ -254,7 +254,7 @@ def reading(address: str, context: str) -> Iterator[Reader]:
     "trouble", [Switch.refuse, pytest.param(Switch.hang, marks=pytest.mark.slow)], ids=["refuses", "hangs"]
 )
 def test_a_server_that_is_away_holds_up_nobody_else(tmp_path: Path, trouble: Callable[[Switch], None]) -> None:
-    """The server comes back only when the calls have ended: a call that waited for it would not end."""
+    """The server comes back only when all calls have ended."""
     with object_store() as store, switch(int(store.endpoint.rpartition(":")[2])) as way:
         folder = Objects(store)
         os.environ["AWS_ENDPOINT_URL_S3"] = f"http://127.0.0.1:{way.port}"  # for as long as the store is there
@@ -268,7 +268,10 @@ def test_a_server_that_is_away_holds_up_nobody_else(tmp_path: Path, trouble: Cal
             before |= ingest(client, ["new"])
             client.delete_context("dropped")
             with reading(service.address, "new") as reader:
+                num_before = reader.num_events
                 assert ask(client, "parked", QUESTION) == (before["parked"], True)
+                if trouble is Switch.hang:  # meanwhile its keys are waited for, for half a minute
+                    assert reader.num_events > num_before + NUM_EVENTS
                 wait_until(lambda: service.num_said(AWAY) == 2, 150)
                 assert ask(client, "new", QUESTION)[0] == before["new"]
                 num_before = reader.num_events

@@ -1,9 +1,8 @@
-"""Commands of the project as processes that are forked from one that has imported them already: a service and its ranks
-start in a fraction of a second instead of five. Tests of what a command does while it imports, of its interpreter's
-options, or of Ray use real commands.
+"""Starts the project's commands by forking a process that has imported them.
 
-A forked process has the arguments, the environment, the folder, the files and the signal handlers that a real one would
-have, and its descendants are its own.
+A service and its ranks start in a fraction of a second instead of five. A forked process has the arguments,
+environment, folder and files that a real one would have, and its descendants are its own. Tests of startup, of the
+interpreter's options and of Ray use real commands.
 """
 
 import inspect
@@ -14,9 +13,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing import connection, forkserver, process, reduction
 from pathlib import Path
 from typing import Any, NoReturn
+
+from longleaf.machine import end_with_parent
 
 CLI = [str(Path(sys.executable).with_name("longleaf"))]
 COORDINATOR = [sys.executable, "-P", "-m", "coordinator"]
@@ -52,17 +54,17 @@ def run(
     return subprocess.CompletedProcess(list(command), started.returncode, output, errors)
 
 
-class _File:
-    """A file descriptor on its way to another process."""
+class _Descriptor:
+    """A file descriptor that is sent to the child."""
 
     def __init__(self, number: int) -> None:
         self._number = number
 
     def __reduce__(self) -> Any:
-        return _arrived, (reduction.DupFd(self._number),)
+        return _detach, (reduction.DupFd(self._number),)
 
 
-def _arrived(duplicate: Any) -> int:
+def _detach(duplicate: Any) -> int:
     return duplicate.detach()
 
 
@@ -71,13 +73,15 @@ class Forked(subprocess.Popen):  # type: ignore[type-arg]
 
     def _execute_child(self, *arguments: Any) -> None:
         given = inspect.signature(subprocess.Popen._execute_child).bind(self, *arguments).arguments  # type: ignore[attr-defined]
+        unknown = ("preexec_fn", "pass_fds", "shell", "executable")
+        assert not any(given[name] for name in unknown), f"a forked command has none of {unknown}"
         files = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
-        inherited = [_File(number if number >= 0 else usual) for usual, number in enumerate(files)]
+        inherited = [_Descriptor(number if number >= 0 else usual) for usual, number in enumerate(files)]
         variables = dict(os.environ if given["env"] is None else given["env"])
         folder = os.fspath(given["cwd"] or Path.cwd())
         what = (list(given["args"]), variables, folder, inherited, given["start_new_session"])
         context: Any = multiprocessing.get_context("forkserver")
-        self._forked = context.Process(target=_live, args=what, daemon=True)
+        self._forked = context.Process(target=_run_forked, args=what, daemon=True)
         self._forked.start()
         self.pid = self._forked.pid
         self._child_created = True
@@ -97,8 +101,10 @@ class Forked(subprocess.Popen):  # type: ignore[type-arg]
         return self.returncode
 
 
-def _live(command: list[str], variables: dict[str, str], folder: str, files: list[int], has_own_session: bool) -> None:
-    """The life of a forked process."""
+def _run_forked(
+    command: list[str], variables: dict[str, str], folder: str, files: list[int], has_own_session: bool
+) -> None:
+    """Entry point of a forked process."""
     process.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have children
     if has_own_session:
         os.setsid()
@@ -121,9 +127,12 @@ def _live(command: list[str], variables: dict[str, str], folder: str, files: lis
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        if isinstance(error, KeyboardInterrupt):
+            _flush()
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
     finally:
         _flush()
         os._exit(code)
@@ -133,7 +142,7 @@ def _flush() -> None:
     for each in (sys.stdout, sys.stderr):
         try:
             each.flush()
-        except OSError:  # nobody reads it any more
+        except OSError:  # the reader has closed the pipe
             os._exit(120)  # as the interpreter does
 
 
@@ -155,26 +164,28 @@ def _serve(arguments: list[str]) -> NoReturn:
 
     sys.argv = ["coordinator", *arguments]
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    fork_server_here()
+    start_fork_server_here()
     sys.exit(main(arguments))
 
 
-def fork_server_here() -> None:
+def start_fork_server_here() -> None:
     """Starts the fork server of multiprocessing as a child that has imported all that this process has; else it would
     be another interpreter, which has imported nothing."""
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
     address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
+        os.chmod(address, 0o600)
         listener.listen()
         alive, ours = os.pipe()
         if not (pid := os.fork()):
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
+            end_with_parent()
             os.close(ours)
             if server._forkserver_alive_fd is not None:
                 os.close(server._forkserver_alive_fd)
-            try:
+            with suppress(SystemExit):
                 forkserver.main(listener.detach(), alive, [])  # type: ignore[attr-defined]
-            finally:
-                os._exit(0)
+            os._exit(0)
         os.close(alive)
     server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, ours, pid

@@ -33,7 +33,8 @@ class WatchedFleet(LocalFleet):
 
     async def launch(self, config: EngineConfig, invitations: Sequence[Invitation], on_death: OnDeath) -> None:
         await super().launch(config, invitations, on_death)
-        self.children = [psutil.Process(place.process.pid) for place in self._places.values()]
+        pids = [place.process.pid for place in self._places.values()]
+        self.children = [psutil.Process(pid) for pid in pids if pid is not None and psutil.pid_exists(pid)]
 
 
 @asynccontextmanager

@@ -592,7 +592,7 @@ def runs(max_examples: int, is_random: bool = False) -> settings:
     """So many schedules, the same in every run or others each time."""
     return settings(
         max_examples=max_examples,
-        derandomize=not is_random,
+        derandomize=not is_random and settings().derandomize,
         stateful_step_count=40,
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow],

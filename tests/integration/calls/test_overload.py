@@ -146,9 +146,9 @@ async def leave_a_prompt(served: Served) -> None:
 
 
 async def kill_a_client(served: Served) -> None:
-    spawn = multiprocessing.get_context("spawn")
-    first = spawn.Event()
-    process = spawn.Process(target=read_for_ever, args=(served.address, first))
+    context = multiprocessing.get_context("forkserver")
+    first = context.Event()
+    process = context.Process(target=read_for_ever, args=(served.address, first))
     process.start()
     assert await asyncio.to_thread(first.wait, 60)
     assert served.engine.cluster().running == 1

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shlex
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -262,7 +263,8 @@ def test_the_command_says_what_it_did(service: Service) -> None:
     assert done.returncode == 0, done.stderr
     assert "moved aside: " in done.stdout
     assert f"keeps 2 contexts of service {service.service_id}" in done.stdout
-    assert f"longleaf serve --model {embedded_model()} --data-dir {service.data_dir}" in done.stdout
+    model, data_dir = shlex.quote(str(embedded_model())), shlex.quote(str(service.data_dir))
+    assert f"longleaf serve --model {model} --data-dir {data_dir}" in done.stdout
     is_elsewhere = service.url != str(service.folder / "snapshots")
     assert (f"--snapshot-url {service.url}" in done.stdout) == is_elsewhere
     done = _command(*arguments)

@@ -205,14 +205,15 @@ async def test_who_is_started_while_the_fleet_ends_is_ended_too() -> None:
 
 
 async def test_ranks_end_with_the_server_that_they_were_forked_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others are forked from another one."""
-    server = forkserver.ForkServer()  # not the one of other tests
+    """Also those that are stopped. Replacements are spawned."""
+    server = forkserver.ForkServer()  # a private one
     monkeypatch.setattr(forkserver, "connect_to_new_process", server.connect_to_new_process)
     async with running(LocalFleet(EchoMain()), world_size=2) as world:
         await world.control.start(1)
         ranks = [world.process(member) for member in (0, 1)]
+        ranks[1].send_signal(signal.SIGSTOP)
         os.kill(server._forkserver_pid, signal.SIGKILL)
         assert (await asyncio.to_thread(psutil.wait_procs, ranks, timeout=20))[1] == []
         number, invitation = world.control.roster.invite()
         await world.fleet.replace(1, number, invitation, world.config)
-        assert psutil.Process(world.fleet._places[number].process.pid).ppid() == server._forkserver_pid
+        assert psutil.Process(world.fleet._places[number].process.pid).ppid() == os.getpid()

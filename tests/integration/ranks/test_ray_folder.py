@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -57,6 +58,9 @@ class Scene:
         """Whether the folder and its writer are gone, and the reader is not."""
         assert self.writer.wait(SECONDS) == -signal.SIGKILL
         assert psutil.wait_procs([self.watcher], timeout=SECONDS)[1] == []
+        deadline = time.monotonic() + SECONDS
+        while self.folder.exists() and time.monotonic() < deadline:  # it is removed after its writers have ended
+            time.sleep(0.01)
         return not self.folder.exists() and self.reader.poll() is None
 
 

@@ -138,12 +138,12 @@ async def test_a_rank_that_logs_without_end_goes_on_with_its_steps(caplog: pytes
         assert len(await answer(engine, 200)) == 200
         await until(lambda: len(told(caplog)) >= MAX_KEPT)
         assert len(await answer(engine, 20)) == 20
-        await until(lambda: len(told(caplog)) > MAX_KEPT)
+        await until(lambda: set(texts(caplog)) != {"rank 0: mad"})
         assert engine.cluster().epoch == 1
-    assert texts(caplog)[:MAX_KEPT] == ["rank 0: mad"] * MAX_KEPT
-    [left_out] = [text for text in texts(caplog) if text != "rank 0: mad"]
-    count = int(left_out.removeprefix("rank 0: ").removesuffix(" more records were left out"))
-    assert 200 * 100 - MAX_KEPT <= count <= 220 * 100
+    num_mad = texts(caplog).count("rank 0: mad")  # more of them where steps take long, as so many a second are logged
+    others = [text for text in texts(caplog) if text != "rank 0: mad"]
+    counts = [int(text.removeprefix("rank 0: ").removesuffix(" more records were left out")) for text in others]
+    assert num_mad <= sum(counts) <= 220 * 100 - num_mad
 
 
 async def test_a_member_may_tell_it_on_both_connections_and_for_itself_alone(

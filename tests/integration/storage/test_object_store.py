@@ -84,10 +84,14 @@ def test_a_bucket_that_does_not_exist_is_refused_and_not_made(server):
 
 def test_a_server_that_stopped():
     with object_store() as server:
-        store = Store.open(server.url, timeout=2)
+        store = Store.open(server.url, timeout=10)
         store.put("a", [b"1"])
         server.stop()
-        for call in (lambda: store.put("b", [b"1"]), lambda: store.get("a"), lambda: Store.open(server.url, timeout=2)):
+        for call in (
+            lambda: store.put("b", [b"1"]),
+            lambda: store.get("a"),
+            lambda: Store.open(server.url, timeout=10),
+        ):
             before = time.monotonic()
             with pytest.raises(StorageUnavailable, match="check that it .*can be reached"):
                 call()
