@@ -38,7 +38,7 @@ class Place:
 
 
 def main(spec: RankSpec, telemetry: TelemetryConfig = SILENT) -> None:
-    """Entry of a rank's process. Imports torch only here, when the process's environment is complete."""
+    """Entry of a rank's process. A spawned process imports torch only here, when its environment is complete."""
     apply_environment(network_environment(interface_of(spec.host)))
     place = Place(spec.node)
     if not telemetry.has_plain_log:
@@ -61,7 +61,7 @@ def make_orphan_check() -> Callable[[], bool]:
 
 
 def live(spec: RankSpec, make_rank: Callable[[RankSpec], Computation]) -> NoReturn:
-    """Serves until told to leave, and exits with the rank's code. Dies with the process that started it."""
+    """Serves until told to leave, and exits with the rank's code. Ends with the coordinator, and with a fork server."""
     # Ctrl-C reaches the whole foreground group; the coordinator alone decides when ranks leave.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     code = serve(spec, make_rank, make_orphan_check())

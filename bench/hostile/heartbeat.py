@@ -1,9 +1,10 @@
-"""A service whose event loop beats: the coordinator with its ranks as children, and one task more.
+"""A service whose event loop beats: the coordinator, its ranks, and one task more.
 
     python -m bench.hostile.heartbeat FOLDER CONFIG      # CONFIG: a ServiceConfig as JSON
 
 Every few milliseconds the task writes the time to FOLDER/PID. While something keeps the loop busy it cannot, so the
-longest time between two beats is how long everybody waited. Apart from it this is `longleaf serve --launcher local`.
+longest time between two beats is how long everybody waited. Apart from it, and from ranks that each import torch by
+themselves, this is `longleaf serve --launcher local`.
 """
 
 import asyncio

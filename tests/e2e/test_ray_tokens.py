@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -20,8 +19,6 @@ from tests.support.network.ray_nodes import RAY
 pytestmark = [pytest.mark.ray, pytest.mark.extended, pytest.mark.timeout(240)]
 TOKEN = "a token of the cluster that is long enough"
 PLACES = "RAY_AUTH_TOKEN, or in the file RAY_AUTH_TOKEN_PATH"
-MOST_SECONDS = 10.0
-"""That a start may take which is refused: here it takes one, and Ray alone would take 20."""
 
 
 class Head(NamedTuple):
@@ -82,7 +79,6 @@ def short_folder() -> Iterator[Path]:
 def refused(cluster: Head, checkpoint: Path, **variables: str) -> str:
     """Why a service with these variables does not start."""
     options = ["--model", str(checkpoint), "--port", "0", "--kv-bytes", "8000000", "--ray-address", cluster.address]
-    began = time.monotonic()
     found = subprocess.run(
         [*CLI, "serve", *options],
         env=cluster.environment(**variables),
@@ -91,7 +87,6 @@ def refused(cluster: Head, checkpoint: Path, **variables: str) -> str:
         timeout=120,
         check=False,
     )
-    assert time.monotonic() - began < MOST_SECONDS
     assert (found.returncode, found.stdout) == (2, "")
     *others, told = found.stderr.splitlines()
     assert others == ["starting 1 rank (ray) …"], "neither a traceback nor what Ray says"

@@ -74,10 +74,12 @@ def live(spec: RankSpec) -> None:
 
 
 class GatedStore(FolderStore):
-    """Its calls wait where there is a pipe `gate` in the folder, while no test has it open for writing."""
+    """Its calls wait where there is a pipe `gate` in the folder, while no test has it open for writing. A call that
+    waits has made a file `waiting`."""
 
     def _answer(self) -> None:
         if (gate := self.folder / "gate").exists():
+            (self.folder / "waiting").touch()
             os.close(os.open(gate, os.O_RDONLY))
         super()._answer()
 
