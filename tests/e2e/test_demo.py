@@ -23,6 +23,7 @@ def demo(*options: str) -> dict:
     return json.loads(run("--json", *options))
 
 
+@pytest.mark.extended
 def test_the_demo_finds_its_facts():
     report = demo("--tokens", "16000", "--world-size", "2", "--launcher", "local")
     assert report["document_tokens"] == pytest.approx(16_000, rel=0.01)

@@ -19,7 +19,7 @@ from tests.support.manifests.pods import DOOR, of_kind, options, pods
 from tests.support.manifests.rendering import CLOSING, with_these
 from tests.support.manifests.secrets import closed
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(300)]
 SERVICES = {"longleaf": 0, DOOR: 1}
 """On which host the pods of each are."""
 SECONDS = 60.0
@@ -135,7 +135,7 @@ def place() -> Iterator[Place]:
         yield place
 
 
-@pytest.fixture(params=[pytest.param("open", marks=pytest.mark.extended), "closed"])
+@pytest.fixture(params=["open", "closed"])
 def running(request: pytest.FixtureRequest, place: Place, tmp_path: Path) -> Running:
     """Both pods, as the smallest overlay has them, and as it is closed and watched."""
     (tmp_path / "mine").mkdir()

@@ -172,6 +172,7 @@ def test_a_held_answer_goes_on_in_another_service(tmp_path: Path) -> None:
                 assert not list(tmp_path.rglob("*.journal"))
 
 
+@pytest.mark.extended
 def test_a_document_on_its_way_goes_on_in_another_service(tmp_path: Path) -> None:
     text = make_haystack(3, 180_000, 1, 0).text.encode()
     sent = threading.Event()

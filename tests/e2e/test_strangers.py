@@ -100,7 +100,7 @@ def _owners() -> Iterator[tuple[str, str]]:
                     yield match[1], (scripts or [process.name()])[0]
 
 
-@pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=pytest.mark.ray)])
+@pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.extended])])
 def test_a_stranger_finds_no_open_door(
     started: ExitStack, inside: tuple[str, ...], launcher: str, monkeypatch: pytest.MonkeyPatch
 ):

@@ -80,6 +80,7 @@ async def test_tokens_equal_generate_in_the_full_product(
     await check_row(goldens(family), world_size, merge, chunk_size, state, prefill)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("family", "kernels"), [("llama", "torch"), ("gemma2", "dense"), ("deepseek_v3", "dense")])
 async def test_tokens_equal_generate_with_other_kernels(goldens, family, kernels):
     golden = goldens(family)

@@ -63,6 +63,7 @@ async def connect_over_and_over(address: str, authority: Authority, left: list[i
             await client.list_contexts(timeout=30)
 
 
+@pytest.mark.extended
 async def test_certificates_are_rotated_under_load(
     authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -280,7 +280,7 @@ PLACES: dict[str, tuple[str, st.SearchStrategy[dict[str, Any]]]] = {
     "/v1/contexts/book": ("PATCH", OTHERS),
 }
 EXAMPLES = (
-    80,
+    40,
     pytest.param(400, marks=pytest.mark.extended),
     pytest.param(8000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)]),
 )

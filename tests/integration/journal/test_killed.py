@@ -28,6 +28,7 @@ def told_until_killed(journal: Path, model: Path, count: int) -> list[Event]:
     return [msgspec.json.decode(line, type=Delta) for line in lines if line.endswith(b"\n")]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("count", [1, 37, 600])
 async def test_what_a_killed_process_told_goes_on(tmp_path: Path, count: int) -> None:
     journal, tokenizer = tmp_path / "journal", tokenizer_of(tmp_path / "model")

@@ -11,6 +11,7 @@ from longleaf.geometry import Reach, Windows
 from longleaf.launch import ServiceProcess, coordinator_command
 from longleaf.messages import Cluster
 from longleaf.model_report import Plan
+from tests.support import forked
 from tests.support.golden.states import running
 from tests.support.scheduling import Bench
 from workers.check import check, num_ends
@@ -64,7 +65,7 @@ def test_a_plan_is_what_a_service_tells(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "gemma3")
     config = EngineConfig(model=str(folder), world_size=2, kv_bytes=KV_BYTES, window_keys="replicated")
     command = coordinator_command(config, host="127.0.0.1", port=0, launcher="local")
-    with ServiceProcess(command) as service, Client(service.wait_ready(240)) as client:
+    with ServiceProcess(command, forked.popen) as service, Client(service.wait_ready(240)) as client:
         fleet = client.cluster()
     plan = plan_of(config, report(config, None, has_weights=False).plans)
     assert planned(plan) == told(fleet)

@@ -59,7 +59,7 @@ async def running(fleet: Fleet, **settings: object) -> AsyncIterator[World]:
         await fleet.reserve(config)
         await fleet.launch(config, world.control.invitations, world.control.lost)
         yield world
-        processes = [psutil.Process(hello.pid) for hello in world.control.hellos]
+        processes = [psutil.Process(hello.pid) for hello in world.control.hellos if psutil.pid_exists(hello.pid)]
     finally:
         if world.keeper is not None:
             await world.keeper.close()

@@ -82,6 +82,7 @@ ARCHITECTURES = {
 """What the code may be compiled for, and what a processor must have to run it."""
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="these are x86-64 processors")
 @pytest.mark.parametrize(
     "architecture",

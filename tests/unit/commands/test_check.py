@@ -140,6 +140,7 @@ def test_the_coordinators_part_is_checked_too(tmp_path: Path) -> None:
     assert "tokenizer.json" in check_text(folder).reason
 
 
+@pytest.mark.extended
 async def test_a_fleet_to_plan_a_running_one_and_a_refusal(terminal: Terminal, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "small", "gemma2")
     per_token = 4 * 2 * 2 * 16 * 4
