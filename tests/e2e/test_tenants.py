@@ -91,6 +91,7 @@ def test_who_trusts_another_authority_learns_so(service: Tenanted, tmp_path: Pat
     check_line(found, 2, "has a certificate for which no authority given here or in LONGLEAF_TLS_CA vouches")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("tenant", [ACME, BOLT])
 @pytest.mark.parametrize("command", [["drain"], ["drain", "--wait"], ["verify"], ["refill"]])
 def test_what_is_for_admins_is_refused_to_users(service: Tenanted, tenant: str, command: list[str]) -> None:

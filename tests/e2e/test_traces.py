@@ -97,6 +97,7 @@ def test_a_collector_gets_all_spans_before_a_service_has_ended(checkpoint: Path)
     assert TEXT not in "".join(map(str, collector.spans))
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(120)
 def test_a_collector_that_is_not_there_is_one_line_and_ends_nothing(checkpoint: Path) -> None:
     with collecting() as (_, address):

@@ -78,7 +78,7 @@ def compare(golden, world_size, kind, **settings):
     assert (found.num_refused > 0) == (kind != "right")
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("family", "world_size", "kind"), thinned(EVERY, len(COVER)))
 def test_answers_and_keys_are_those_without_drafts(goldens, family, world_size, kind):
     compare(goldens(family), world_size, kind)

@@ -67,6 +67,7 @@ async def check_row(golden, world_size, merge, chunk_size, state, prefill):
     assert difference <= LOGIT_TOLERANCE * golden.logits_TV.std()
 
 
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize(("family", "way"), thinned(COVER, len(FAMILIES)))
 async def test_tokens_equal_generate(goldens, family, way):
     await check_row(goldens(family), *way)

@@ -156,7 +156,7 @@ def test_shares_add_up_to_one_and_to_ask_changes_no_bit(goldens, family, world_s
     assert torch.equal(logits, asked_logits)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("family", "world_size", "window_keys"), thinned(dict.fromkeys(HIDING), 11))
 def test_what_is_hidden_is_read_by_no_layer(goldens, family, world_size, window_keys):
     """Of rows that hide different things, in a batch."""

@@ -128,6 +128,7 @@ async def test_the_last_rank_is_named() -> None:
             service.engine.submit(prompt(4, 1))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("at_close", ["raise", "hang", "grip"])
 async def test_a_rank_says_why_it_fails_before_it_closes(at_close: str) -> None:
     """And its process ends, by itself, however its close goes."""

@@ -61,6 +61,7 @@ async def test_a_plan_is_what_ranks_lay_out(
         assert planned(plan) == told(engine.cluster())
 
 
+@pytest.mark.extended
 def test_a_plan_is_what_a_service_tells(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "gemma3")
     config = EngineConfig(model=str(folder), world_size=2, kv_bytes=KV_BYTES, window_keys="replicated")

@@ -84,13 +84,13 @@ def test_a_bucket_that_does_not_exist_is_refused_and_not_made(server):
 
 def test_a_server_that_stopped():
     with object_store() as server:
-        store = Store.open(server.url, timeout=5)
+        store = Store.open(server.url, timeout=3)
         store.put("a", [b"1"])
         server.stop()
         for call in (
             lambda: store.put("b", [b"1"]),
             lambda: store.get("a"),
-            lambda: Store.open(server.url, timeout=5),
+            lambda: Store.open(server.url, timeout=3),
         ):
             before = time.monotonic()
             with pytest.raises(StorageUnavailable, match="check that it .*can be reached"):

@@ -184,6 +184,7 @@ def least(found: list[list[dict[str, int]]]) -> list[dict[str, int]]:
     return [{kind: min(look[kind] for look in looks) for kind in looks[0]} for looks in zip(*found, strict=True)]
 
 
+@pytest.mark.sampled(1)
 def test_a_few_epochs_leave_nothing(members):
     broken_over_and_over(members, 15)
 

@@ -41,7 +41,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SETTINGS = ({}, {"window_keys": "replicated"}, {"kv_dtype": "int8"})
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("folder", "settings"),
     [
@@ -228,7 +228,7 @@ def test_the_host_holds_no_more_than_one_weight_beside_those_that_stay(family, d
     assert most <= share * weights + 3 * largest + SLACK
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_what_rows_tell_is_counted_there_without_a_wait(llama, settings, world_size):

@@ -91,6 +91,7 @@ def test_the_bytes_of_a_span_are_those_of_its_tokens(
     assert told[0] == told[1] or (max(start, lead) <= first and last <= end and found.bytes_of(first, last) == told)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MAKERS)
 @given(text=texts(), cuts=CUTS, lead=st.sampled_from([0, 3, 64]), places=st.tuples(PLACE, PLACE))
 @settings(max_examples=30, deadline=None)

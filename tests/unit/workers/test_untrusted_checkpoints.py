@@ -92,6 +92,7 @@ def refusals(folder: Path) -> list[str]:
     return reasons
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("said", "options"),
     [
