@@ -83,7 +83,7 @@ class ServiceProcess:
     """
 
     def __init__(self, command: list[str], start: Callable[..., "subprocess.Popen[str]"] = subprocess.Popen) -> None:
-        """`start` starts the command, with the arguments of subprocess.Popen."""
+        """`start` is called like subprocess.Popen."""
         self._command = command
         self._start = start
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()

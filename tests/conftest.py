@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from tests.sampling import sample, values_of
+from tests.sampling import sample, parameter_values
 
 RAY_SLOTS = 3
 MAX_TEMP_PATH_BYTES = 75
@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for members in cases.values():
         (count,) = members[0].get_closest_marker("sampled").args
-        kept = sample([values_of(item) for item in members], count)
+        kept = sample([parameter_values(item) for item in members], count)
         for number, item in enumerate(members):
             if number not in kept:
                 item.add_marker(pytest.mark.extended)

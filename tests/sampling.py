@@ -1,12 +1,11 @@
-"""Which cases of a parametrized test a short run takes."""
+"""Selects the cases of a parametrized test for `make test`."""
 
 from collections.abc import Sequence
 from typing import Any
 
 
 def sample(cases: Sequence[frozenset[Any]], count: int) -> set[int]:
-    """Numbers of `count` cases that have as many different values of parameters as possible, the earlier ones first
-    where several have as many new ones."""
+    """Greedy cover: indices of `count` cases with the most distinct parameter values; ties go to the earlier case."""
     left, seen, taken = list(range(len(cases))), set[Any](), set[int]()
     while left and len(taken) < count:
         best = max(left, key=lambda number: len(cases[number] - seen))
@@ -16,8 +15,8 @@ def sample(cases: Sequence[frozenset[Any]], count: int) -> set[int]:
     return taken
 
 
-def values_of(item: Any) -> frozenset[tuple[str, str]]:
-    """Names and values of a case's parameters; what is a row of several values counts by each of them."""
+def parameter_values(item: Any) -> frozenset[tuple[str, str]]:
+    """Names and values of a case's parameters; tuples count per element."""
     found = set[tuple[str, str]]()
     for name, value in item.callspec.params.items():
         parts = value if isinstance(value, tuple | list) else (value,)

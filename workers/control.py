@@ -152,7 +152,7 @@ def serve(
 ) -> int:
     """Lives the life of a member. Returns the exit code: 0 when told to leave, 1 when something raised.
 
-    The process ends at once when `is_orphan()`, and if the member does not leave in time.
+    The process ends when `is_orphan()` returns true, or when closing times out.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     standing, records = Standing(), Records()

@@ -271,3 +271,29 @@ def test_nobody_there_is_one_clear_line():
     found = forked.run([*CLI, "cluster", "--server", "127.0.0.1:1"])
     assert found.returncode == 1
     assert "127.0.0.1:1" in found.stderr
+
+
+@pytest.mark.extended
+def test_a_service_goes_on_when_the_server_that_forks_its_ranks_is_killed(checkpoint: Path, started: ExitStack):
+    """With a real command, whose fork server has the environment of ranks and ignores terminals."""
+    options = ["--model", str(checkpoint), "--world-size", "2", "--launcher", "local", "--kv-bytes", "8000000"]
+    process = start([*CLI, "serve", "--port", "0", *options], started)
+    assert process.stdout is not None
+    address = process.stdout.readline().strip().removeprefix("listening on ")
+    service = psutil.Process(process.pid)
+    (server,) = [one for one in service.children() if "multiprocessing.forkserver" in " ".join(one.cmdline())]
+    ranks = server.children()
+    assert len(ranks) == 2
+    assert server.environ()["THP_MEM_ALLOC_ENABLE"] == "1" and "THP_MEM_ALLOC_ENABLE" not in service.environ()
+    for one in (server, *ranks):
+        status = Path(f"/proc/{one.pid}/status").read_text()
+        blocked = int(status.partition("SigBlk:")[2].split()[0], 16)
+        assert all(blocked & 1 << number - 1 for number in (signal.SIGINT, signal.SIGHUP))
+    ranks[1].suspend()
+    server.kill()
+    assert psutil.wait_procs([server, *ranks], timeout=20)[1] == []
+    asked = forked.run([*CLI, "generate", "--prompt", "x", "--max-tokens", "3", "--server", address])
+    assert asked.returncode == 0, asked.stderr
+    left = Left(process)
+    process.kill()
+    left.audit()

@@ -20,12 +20,12 @@ class TestSnapshots(SnapshotMachine.TestCase):
 
 
 @pytest.mark.extended
-class TestDurabilityFurther(DurableMachine.TestCase):
+class TestDurabilityExtended(DurableMachine.TestCase):
     settings = runs(400)
 
 
 @pytest.mark.extended
-class TestSnapshotsFurther(SnapshotMachine.TestCase):
+class TestSnapshotsExtended(SnapshotMachine.TestCase):
     settings = runs(200)
 
 

@@ -12,7 +12,7 @@ class TestLosses(RecoveringMachine.TestCase):
 
 
 @pytest.mark.extended
-class TestLossesFurther(RecoveringMachine.TestCase):
+class TestLossesExtended(RecoveringMachine.TestCase):
     settings = runs(500)
 
 

@@ -145,8 +145,7 @@ class Members:
             self._said.append(message)
 
     def wait_for_step(self, member: int, epoch: int, step: int) -> None:
-        """Returns once a heartbeat reports this step. Heartbeats come once a second, and earlier ones may still be on
-        their way."""
+        """Returns once a heartbeat reports this step. Heartbeats come once a second, and earlier ones may be queued."""
         while (beat := self.wait_for_beat(member).progress).step != step or beat.epoch != epoch:
             pass
 

@@ -1,4 +1,4 @@
-"""What the processes of tests import, imported once in the process that they are forked from."""
+"""Modules preloaded for test processes."""
 
 from workers.imports import for_good
 

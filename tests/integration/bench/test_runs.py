@@ -1,4 +1,4 @@
-"""Each kind of measurement runs on real processes, small, and gives its rows."""
+"""Each benchmark runs once, small, and returns rows."""
 
 import json
 import math
@@ -13,15 +13,15 @@ from bench.harness.hosts import obstacle
 from longleaf.tree import MERGES
 
 
-def module(name: str, *arguments: str) -> Any:
-    """What a measurement prints with --json."""
+def run_benchmark(name: str, *arguments: str) -> Any:
+    """JSON output of a benchmark."""
     command = [sys.executable, "-m", name, "--json", *arguments]
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=280).stdout)
 
 
 @pytest.mark.bench
 def test_bench_merge_counts_what_is_sent(tmp_path):
-    rows = module(
+    rows = run_benchmark(
         "bench.merge", "--world-size", "2", "--nodes", "1", "--batch", "8", "--repeats", "5", "--out", str(tmp_path)
     )
     assert json.loads((tmp_path / "merge.json").read_text())["rows"] == rows
@@ -38,7 +38,7 @@ def test_bench_merge_counts_what_is_sent(tmp_path):
 @pytest.mark.bench
 def test_bench_draft_has_a_row_for_each_number_of_rows():
     size = ("--context", "300", "--world-size", "2", "--repeats", "1", "--model", "embedded")
-    rows = module("bench.draft", *size)
+    rows = run_benchmark("bench.draft", *size)
     assert [(row["kv_dtype"], row["rows"]) for row in rows] == [
         (kind, count) for kind in ("float32", "int8") for count in (1, 2, 4, 8, 16)
     ]
@@ -58,20 +58,20 @@ def test_bench_draft_has_a_row_for_each_number_of_rows():
     ],
 )
 def test_bench_durable_has_a_row_for_each_part(part, tokens):
-    [row] = module("bench.durable", "--only", part, "--tokens", str(tokens), "--repeats", "1")["rows"]
+    [row] = run_benchmark("bench.durable", "--only", part, "--tokens", str(tokens), "--repeats", "1")["rows"]
     assert (row["part"], row["context_tokens"], row["repeats"]) == (part, tokens, 1)
     assert all(value > 0 for name, value in row.items() if isinstance(value, float) and name != "empty_back_s")
 
 
 @pytest.mark.bench
 def test_bench_hostile_attacks_a_real_service():
-    [row] = module("bench.hostile", "--attacks", "watchers", "--repeats", "1", "--seconds", "0.3")
+    [row] = run_benchmark("bench.hostile", "--attacks", "watchers", "--repeats", "1", "--seconds", "0.3")
     assert (row["attack"], row["died"], row["unanswered"], row["honest_errors"]) == ("watchers", 0, 0, {})
 
 
 @pytest.mark.bench
 def test_bench_production_measures_real_services():
-    cost, rotation, flood = module("bench.production", "--repeats", "1", "--seconds", "0.3")["rows"]
+    cost, rotation, flood = run_benchmark("bench.production", "--repeats", "1", "--seconds", "0.3")["rows"]
     assert cost["ratio"] > 0 and cost["on_cpu_us_per_token"] > 0
     assert 0 < rotation["shown_s_max"] < 30 and not rotation["streams_broken"]
     assert flood["wrong_alone_per_s"] > 0 and not flood["streams_broken"]
@@ -80,6 +80,6 @@ def test_bench_production_measures_real_services():
 @pytest.mark.bench
 def test_bench_attention_on_both_networks(tmp_path: Path):
     arguments = ("--world-size", "2", "--length", "1000", "--repeats", "3", "--seconds", "1", "--out", str(tmp_path))
-    rows = module("bench.attention", *arguments)
+    rows = run_benchmark("bench.attention", *arguments)
     assert {row["network"] for row in rows} == {"loopback"} if obstacle() else {"loopback", "two-tier 10/1"}
     assert (tmp_path / "attention.png").is_file()

@@ -11,7 +11,7 @@ class TestSchedulerMachine(SchedulerMachine.TestCase):
 
 
 @pytest.mark.extended
-class TestSchedulerMachineFurther(SchedulerMachine.TestCase):
+class TestSchedulerMachineExtended(SchedulerMachine.TestCase):
     settings = runs(500)
 
 

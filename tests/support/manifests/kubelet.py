@@ -83,8 +83,8 @@ def _sleeps(process: psutil.Process) -> bool:
         return False
 
 
-def _installed_in_tmp() -> list[str]:
-    """Folders of Python, of the project and of its caches that lie in /tmp, where a pod would not see them."""
+def install_folders_in_tmp() -> list[str]:
+    """Folders below /tmp that a pod needs: Python, the checkout, caches."""
     root = Path(__file__).resolve().parents[3]
     folders = {root, Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve(), cache_folder().parent.resolve()}
     return [str(each) for each in folders if Path("/tmp") in each.parents and folders.isdisjoint(each.parents)]
@@ -135,7 +135,7 @@ class RunningPod:
         subprocess.run(["ip", "-n", self._namespace, *way_out], check=True)
         with ExitStack() as stack:
             own = ["unshare", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc"]
-            pause = ["bash", "-c", PAUSE, "bash", str(self._folder), *_installed_in_tmp()]
+            pause = ["bash", "-c", PAUSE, "bash", str(self._folder), *install_folders_in_tmp()]
             self._sandbox = subprocess.Popen(["ip", "netns", "exec", self._namespace, *own, *pause])
             stack.callback(self.delete)
             self._first = self._find_first()

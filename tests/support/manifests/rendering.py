@@ -62,7 +62,7 @@ def documents(text: str) -> list[Document]:
 
 @cache
 def _as_json(text: str) -> str:
-    """Parsing takes nearly all the time of rendering, and the same files are rendered again and again."""
+    """Cached: parsing dominates rendering time."""
     return json.dumps([one for one in yaml.load_all(text, yaml.CSafeLoader) if one])
 
 
