@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from tests.sampling import sample, parameter_values
+from tests.sampling import parameter_values, sample
 
 RAY_SLOTS = 3
 MAX_TEMP_PATH_BYTES = 75
