@@ -1,6 +1,7 @@
 """The commands, variables and hooks of the manifests start a service and stop it, on hosts that are namespaces."""
 
 import json
+import shlex
 import subprocess
 import sys
 import time
@@ -228,7 +229,7 @@ def test_the_hook_of_a_pod_of_ranks_returns_when_they_have_left(tmp_path):
     *shell, text = RANKS.containers()[0]["lifecycle"]["preStop"]["exec"]["command"]
     (tmp_path / "17").mkdir()
     (name := tmp_path / "17" / "cmdline").write_bytes(b"ray::WorkerActor.run\0")
-    hook = subprocess.Popen([*shell, text.replace("/proc", str(tmp_path))])
+    hook = subprocess.Popen([*shell, text.replace("/proc", shlex.quote(str(tmp_path)))])
     with pytest.raises(subprocess.TimeoutExpired):
         hook.wait(timeout=0.5)
     name.write_bytes(b"ray::IDLE\0")

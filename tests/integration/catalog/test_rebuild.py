@@ -266,7 +266,7 @@ def test_the_command_says_what_it_did(service: Service) -> None:
     model, data_dir = shlex.quote(str(embedded_model())), shlex.quote(str(service.data_dir))
     assert f"longleaf serve --model {model} --data-dir {data_dir}" in done.stdout
     is_elsewhere = service.url != str(service.folder / "snapshots")
-    assert (f"--snapshot-url {service.url}" in done.stdout) == is_elsewhere
+    assert (f"--snapshot-url {shlex.quote(service.url)}" in done.stdout) == is_elsewhere
     done = _command(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert "--replace" in done.stderr

@@ -172,13 +172,13 @@ async def test_a_service_that_stands_still_is_waited_for_so_long(monkeypatch: py
     silent.close()
 
 
-async def test_no_error_tells_where_the_service_is(tmp_path: Path) -> None:
-    address = f"unix:{tmp_path}/service"
-    async with opened(address) as url, httpx2.AsyncClient(base_url=url) as client:
+async def test_no_error_tells_where_the_service_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # a socket's whole path may be too long
+    async with opened("unix:hidden-name") as url, httpx2.AsyncClient(base_url=url) as client:
         for path in ("/v1/models", "/v1/cluster", "/v1/contexts", "/readyz"):
             answer = await client.get(path)
             assert answer.status_code == 503
-            assert "the service" in answer.text and str(tmp_path) not in answer.text and "unix:" not in answer.text
+            assert "the service" in answer.text and "hidden-name" not in answer.text and "unix:" not in answer.text
         told = await client.post("/v1/contexts/book", content=b"x", headers={"content-type": "text/plain"})
         assert "unix:" not in told.text
 
