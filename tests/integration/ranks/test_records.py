@@ -143,7 +143,7 @@ async def test_a_rank_that_logs_without_end_goes_on_with_its_steps(caplog: pytes
     num_mad = texts(caplog).count("rank 0: mad")  # more of them where steps take long, as so many a second are logged
     others = [text for text in texts(caplog) if text != "rank 0: mad"]
     counts = [int(text.removeprefix("rank 0: ").removesuffix(" more records were left out")) for text in others]
-    assert num_mad <= sum(counts) <= 220 * 100 - num_mad
+    assert 0 < sum(counts) <= 220 * 100 - num_mad
 
 
 async def test_a_member_may_tell_it_on_both_connections_and_for_itself_alone(
