@@ -113,8 +113,8 @@ class Restoring:
         return discarded
 
     def offer(self, segment: int, pieces: Sequence[Sequence[Range]], windows: Sequence[Range]) -> None:
-        """Which positions each piece of a segment has, and the one of windows. Pieces that begin or end within a block
-        are not used: with what is read again beside them the segment would take more blocks than are promised."""
+        """Takes the positions of each piece of a segment and of its window piece. Pieces that begin or end within a block
+        are not used: recomputing the tokens beside them would take more blocks than are promised."""
         if (one := self._returns.get(segment)) is None or one.left is not None:
             return
         one.windows, one.left = tuple(windows), []
@@ -127,7 +127,7 @@ class Restoring:
         self._settle(one)
 
     def _is_whole(self, one: _Return, low: int, high: int) -> bool:
-        """Whether positions [low, high) are whole blocks of a segment, the last of which may end it."""
+        """Whether positions [low, high) are whole blocks of a segment; the last block of the segment may be partial."""
         segment, size = one.holding.segment, self._placer.block_size
         return (low - segment.start) % size == 0 and (high == segment.end or (high - segment.start) % size == 0)
 

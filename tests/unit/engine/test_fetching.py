@@ -132,8 +132,8 @@ async def test_only_what_is_damaged_is_read_again_and_the_rest_comes_back_first(
 
 @pytest.mark.parametrize("cut", [6, 9, TOKENS - 1])
 async def test_pieces_that_end_within_a_block_are_read_again_in_the_blocks_that_are_promised(cut: int) -> None:
-    """A parcel may bring such a manifest, for digests tell damage alone. Blocks that are restored, and those of what
-    is read again, would be more than the segment takes."""
+    """An imported archive may have such a manifest: digests only detect damage. The restored blocks and those of the
+    recomputed tokens would be more than the segment takes."""
     async with opened() as bench:
         holding = bench.lost(3)
         first, second = (manifest := bench.archive.manifests[3]).pieces
