@@ -113,8 +113,8 @@ class Restoring:
         return discarded
 
     def offer(self, segment: int, pieces: Sequence[Sequence[Range]], windows: Sequence[Range]) -> None:
-        """Takes the positions of each piece of a segment and of its window piece. Pieces that begin or end within a block
-        are not used: recomputing the tokens beside them would take more blocks than are promised."""
+        """Takes the positions of each piece of a segment and of its window piece. Pieces that begin or end within a
+        block are not used: recomputing the tokens beside them would take more blocks than are promised."""
         if (one := self._returns.get(segment)) is None or one.left is not None:
             return
         one.windows, one.left = tuple(windows), []
