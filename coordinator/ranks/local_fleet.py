@@ -97,6 +97,8 @@ class LocalFleet:
             try:
                 process = None if self._is_stopping else self._start_process(spec)
             except (OSError, EOFError) as error:
+                if self._is_stopping:
+                    return None
                 if self._method == "spawn":
                     raise
                 self._spawn_from_now_on(f"cannot be used: {error}")
@@ -157,8 +159,9 @@ class LocalFleet:
     async def shutdown(self) -> None:
         """Gives ranks that were told to leave a few seconds, then terminates, then kills."""
         self._is_stopping = True
-        # what is being started now is ended, too; a fork server that hangs is not waited for
-        if not await asyncio.to_thread(self._spawning.acquire, timeout=LEAVE_SECONDS):
+        # what is being started now is ended, too; a fork server that hangs, or imports for the first rank, is not
+        # waited for
+        if not await asyncio.to_thread(self._spawning.acquire, timeout=LEAVE_SECONDS if self._places else 0):
             fork_server.kill()
             await asyncio.to_thread(self._spawning.acquire)
         self._spawning.release()

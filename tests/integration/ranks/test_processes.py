@@ -204,6 +204,25 @@ async def test_who_is_started_while_the_fleet_ends_is_ended_too() -> None:
     await control.close()
 
 
+async def test_an_end_while_the_fork_server_imports_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = forkserver.ForkServer()  # a private one
+    monkeypatch.setattr(forkserver, "_forkserver", server)
+    monkeypatch.setattr(forkserver, "connect_to_new_process", server.connect_to_new_process)
+    server.ensure_running()
+    os.kill(server._forkserver_pid, signal.SIGSTOP)  # answers as little as one that imports
+    fleet, config = LocalFleet(MemberMain()), EngineConfig(model="none", world_size=2)
+    control = Control(config)
+    launching = asyncio.create_task(fleet.launch(config, control.invitations, control.lost))
+    while not fleet._spawning.locked():
+        await asyncio.sleep(0)
+    await fleet.shutdown()
+    await launching
+    await control.close()
+    assert caplog.messages == []
+
+
 async def test_ranks_end_with_the_server_that_they_were_forked_from(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those that are stopped. Replacements are spawned."""
     server = forkserver.ForkServer()  # a private one
