@@ -129,7 +129,7 @@ def serve_locally(config: ServiceConfig) -> Reply:
 
 async def _serve_here(config: ServiceConfig, method: StartMethod) -> Reply:
     rank_main = partial(worker_main, telemetry=config.telemetry)
-    actor = CoordinatorActor(config, partial(LocalFleet, rank_main, method))
+    actor = CoordinatorActor(config, partial(LocalFleet, rank_main, method, fork_server.kill))
     loop = asyncio.get_running_loop()
     ends = set[asyncio.Task[None]]()  # the loop itself does not keep them
 

@@ -20,8 +20,9 @@ PRELOAD = ["tests.support.preload"]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # inherited by test processes
 multiprocessing.set_forkserver_preload(PRELOAD)
 pytest.register_assert_rewrite("tests.support")
-# Deterministic examples: a failure is caused by the change. HYPOTHESIS_PROFILE=random draws others in every run.
-settings.register_profile("deterministic", deadline=None, derandomize=True)
+# Deterministic examples: a failure is caused by the change. HYPOTHESIS_PROFILE=random draws others in every run, twice
+# as many where a test does not set the number.
+settings.register_profile("deterministic", deadline=None, derandomize=True, max_examples=50)
 settings.register_profile("random", deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "deterministic"))
 if len(os.fsencode(tempfile.gettempdir())) > MAX_TEMP_PATH_BYTES:  # multiprocessing makes sockets there

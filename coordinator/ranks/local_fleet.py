@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from coordinator.ranks import fork_server
 from coordinator.ranks.fork_server import SERVER_DIED, StartMethod, ignoring_terminals
 from coordinator.ranks.ports import OnDeath, unheard
 from longleaf.channel.rank_spec import Invitation, RankSpec
@@ -49,9 +48,16 @@ class _Place:
 class LocalFleet:
     """One process per rank, started to run `main(spec)`, for instance workers.__main__.main."""
 
-    def __init__(self, main: Callable[[RankSpec], None], method: StartMethod = "forkserver") -> None:
+    def __init__(
+        self,
+        main: Callable[[RankSpec], None],
+        method: StartMethod = "forkserver",
+        kill_server: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`kill_server` ends a fork server that is the fleet's own, if it does not answer at shutdown."""
         self._main = main
         self._method: StartMethod = method
+        self._kill_server = kill_server
         self._num_slots = 0
         self._places: dict[int, _Place] = {}
         """By member; of one that has ended, until it is replaced."""
@@ -162,7 +168,7 @@ class LocalFleet:
         # what is being started now is ended, too; a fork server that hangs, or imports for the first rank, is not
         # waited for
         if not await asyncio.to_thread(self._spawning.acquire, timeout=LEAVE_SECONDS if self._places else 0):
-            fork_server.kill()
+            self._kill_server()
             await asyncio.to_thread(self._spawning.acquire)
         self._spawning.release()
         processes = [place.process for place in self._places.values()]

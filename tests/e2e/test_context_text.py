@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from longleaf.client import Client
 from longleaf.demo.haystack import make_haystack
 from tests.e2e.test_restart import serving
@@ -28,6 +30,7 @@ def check(client: Client, name: str, text: bytes, file: str, begins: int) -> Non
         assert (found.file, found.line) == (file, 1 + text.count(b"\n", begins, found.byte_start))
 
 
+@pytest.mark.extended
 def test_text_lasts_and_moves_with_its_context(tmp_path: Path) -> None:
     book, notes, parcel = tmp_path / "book.txt", tmp_path / "notes.txt", tmp_path / "twig.parcel"
     book.write_bytes(PROSE)

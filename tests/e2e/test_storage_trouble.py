@@ -135,6 +135,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.extended
 def test_what_is_damaged_is_told_read_again_and_saved_anew(tmp_path: Path) -> None:
     names = [f"context-{i}" for i in range(len(DAMAGES))]
     with serving(tmp_path, 2) as (service, client):

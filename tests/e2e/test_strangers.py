@@ -147,7 +147,8 @@ def knock(service: Served, token: str, found: set[Door]) -> dict[Door, list[str]
     return {door: answers[str(door)] for door in found}
 
 
-@pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.extended])])
+@pytest.mark.extended
+@pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=pytest.mark.ray)])
 def test_nothing_in_the_folder_where_it_was_started_is_run(
     checkpoint: Path, started: ExitStack, tmp_path: Path, launcher: str
 ):

@@ -51,6 +51,7 @@ def test_each_is_answered_of_its_own_book(service: Tenanted, checkpoint: Path) -
     assert answers[ACME] != answers[BOLT]
 
 
+@pytest.mark.extended
 def test_each_lists_its_own_and_an_admin_has_no_more(service: Tenanted) -> None:
     service.ingest(BOLT, "play", "of bolt alone")
     assert (service.names(ACME), service.names(BOLT), service.names(OPS)) == (["book"], ["book", "play"], [])
@@ -91,7 +92,7 @@ def test_who_trusts_another_authority_learns_so(service: Tenanted, tmp_path: Pat
     check_line(found, 2, "has a certificate for which no authority given here or in LONGLEAF_TLS_CA vouches")
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tenant", [ACME, BOLT])
 @pytest.mark.parametrize("command", [["drain"], ["drain", "--wait"], ["verify"], ["refill"]])
 def test_what_is_for_admins_is_refused_to_users(service: Tenanted, tenant: str, command: list[str]) -> None:

@@ -142,7 +142,14 @@ class Watch:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("num_bytes", [6_000_000, pytest.param(100_000_000, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "num_bytes",
+    [
+        pytest.param(6_000_000, marks=pytest.mark.extended),
+        pytest.param(100_000_000, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 async def test_a_long_text_is_held_as_ids_alone(hollow: Hollow, num_bytes: int) -> None:
     async with AsyncClient(hollow.address) as client:
         await client.ingest("short", text_of(len(BLOCK)))

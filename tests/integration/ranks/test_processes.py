@@ -11,6 +11,7 @@ from multiprocessing import forkserver
 import psutil
 import pytest
 
+from coordinator.ranks import fork_server
 from coordinator.ranks.control import Control
 from coordinator.ranks.keeper import Keeper
 from coordinator.ranks.local_fleet import LAST_WORD_SECONDS, LocalFleet
@@ -212,10 +213,10 @@ async def test_an_end_while_the_fork_server_imports_says_nothing(
     monkeypatch.setattr(forkserver, "connect_to_new_process", server.connect_to_new_process)
     server.ensure_running()
     os.kill(server._forkserver_pid, signal.SIGSTOP)  # answers as little as one that imports
-    fleet, config = LocalFleet(MemberMain()), EngineConfig(model="none", world_size=2)
+    fleet, config = LocalFleet(MemberMain(), kill_server=fork_server.kill), EngineConfig(model="none", world_size=2)
     control = Control(config)
     launching = asyncio.create_task(fleet.launch(config, control.invitations, control.lost))
-    while not fleet._spawning.locked():
+    while not fleet._spawning.locked():  # noqa: ASYNC110  # it is a lock of threads
         await asyncio.sleep(0)
     await fleet.shutdown()
     await launching

@@ -49,7 +49,7 @@ def fuzzer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzer]:
         yield made
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("method", RPCS)
 def test_every_edge_of_every_field(fuzzer: Fuzzer, method: MethodDescriptor) -> None:
     check_edges(fuzzer, method)

@@ -82,6 +82,7 @@ def test_a_bucket_that_does_not_exist_is_refused_and_not_made(server):
             Store.open("s3://none-such/x")
 
 
+@pytest.mark.extended
 def test_a_server_that_stopped():
     with object_store() as server:
         store = Store.open(server.url, timeout=3)
