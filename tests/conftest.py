@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 from tests.sampling import parameter_values, sample
 
@@ -20,9 +20,12 @@ PRELOAD = ["tests.support.preload"]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # inherited by test processes
 multiprocessing.set_forkserver_preload(PRELOAD)
 pytest.register_assert_rewrite("tests.support")
-# Deterministic examples: a failure is caused by the change. HYPOTHESIS_PROFILE=random draws others in every run, twice
-# as many where a test does not set the number.
-settings.register_profile("deterministic", deadline=None, derandomize=True, max_examples=50)
+# Deterministic examples: a failure is caused by the change. It is reported at once, because shrinking an example that
+# runs a service takes longer than a test may: HYPOTHESIS_PROFILE=shrink shrinks it. HYPOTHESIS_PROFILE=random draws
+# others in every run, twice as many where a test does not set the number.
+_NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)
+settings.register_profile("shrink", deadline=None, derandomize=True, max_examples=50)
+settings.register_profile("deterministic", settings.get_profile("shrink"), phases=_NO_SHRINKING)
 settings.register_profile("random", deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "deterministic"))
 if len(os.fsencode(tempfile.gettempdir())) > MAX_TEMP_PATH_BYTES:  # multiprocessing makes sockets there

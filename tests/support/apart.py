@@ -79,11 +79,12 @@ async def play(address: str, tenant: str, script: Sequence[Step]) -> Said:
 
 def _steady(found: list[Any]) -> list[Any]:
     """Without progress, since how it is cut depends on steps, and whether the tenant, which asks one thing at a time,
-    had to wait: then it was the next one, however many others waited."""
+    had to wait: then it was the next one, however many others waited, and is told once more when it is admitted."""
     told = [each for each in found if each and (not {"progress", "phase"} & set(each) or "context" in each)]
     places = [each["started"].pop("queuePosition", 0) for each in told if "started" in each]
     assert set(places) <= {0, 1}, places
-    return [each for i, each in enumerate(told) if each not in told[:i] or "started" not in each]
+    started = [i for i, each in enumerate(told) if "started" in each]
+    return [each for i, each in enumerate(told) if i not in started[:-1]]
 
 
 def _totals(found: list[Any]) -> list[int]:
