@@ -207,7 +207,7 @@ class Service:
 
     async def _load_tokenizer(self, config: EngineConfig) -> Tokenizer:
         """Raises ModelRefused, and StartError when it takes longer than `start_timeout`."""
-        loading = asyncio.to_thread(Tokenizer.load, Path(config.model), self._renderer.render)
+        loading = asyncio.to_thread(Tokenizer.load, Path(config.model), self._renderer)
         try:
             return await asyncio.wait_for(loading, config.start_timeout)
         except TimeoutError:

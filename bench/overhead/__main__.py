@@ -29,6 +29,7 @@ from coordinator.engine.engine import Engine
 from coordinator.ranks.control import Control
 from coordinator.ranks.local_fleet import LocalFleet
 from coordinator.serving.server import Server
+from coordinator.text.renderer import Renderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.channel.step import Decode, StepPlan, StepResult
 from longleaf.config import EngineConfig
@@ -120,7 +121,7 @@ async def serving(config: EngineConfig, measured: Subject, folder: Path) -> Asyn
         await engine.start()
         running = asyncio.create_task(engine.run())
         model = ModelInfo(name=measured.name)
-        tokenizer = Tokenizer.load(Path(config.model))
+        tokenizer = Tokenizer.load(Path(config.model), Renderer())
         use_cases = UseCases(engine, tokenizer, lambda: engine.cluster(model, "local"))
         server = Server(use_cases)
         yield decodes, f"127.0.0.1:{await server.start('127.0.0.1', 0)}"

@@ -1,16 +1,17 @@
 """What is asked, as ids: texts, conversations, and what comes before a document."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from coordinator.calls.text_limit import Capacity, TextLimit
+from coordinator.text.chat_template import ConversationRefused, Said
+from coordinator.text.control_tokens import Piece
 from coordinator.text.encoder import Encoder
-from coordinator.text.shapes import PREFACED, Parts, ShapeRefused
-from coordinator.text.template import Shape
 from coordinator.text.threads import TextThreads
-from coordinator.text.tokenizer import Tokenizer
+from coordinator.text.tokenizer import Opening, Tokenizer
 from coordinator.text.vocabulary import check_known
-from longleaf.errors import InvalidArgument
+from longleaf.errors import InvalidArgument, StartError, Unavailable
 from longleaf.messages import Conversation, Generate
 
 SYSTEM = "prefaced_config.system"
@@ -19,16 +20,15 @@ EMPTY_LINE = "\n\n"
 
 
 class _Asked(NamedTuple):
-    """A conversation as the template is to see it."""
+    """The messages that the template renders."""
 
-    texts: list[str]
-    shape: Shape
+    messages: list[Said]
     first: int
-    """Number of the message whose role is the shape's first."""
+    """Index of the first of them in the conversation."""
 
-    def field(self, number: int | None) -> str:
-        """Where the message is of which this is the number in the shape."""
-        return "conversation.messages" + (f"[{self.first + number}]" if number is not None else "")
+    def field(self, message: int | None) -> str:
+        """Path of a message in the request."""
+        return "conversation.messages" + (f"[{self.first + message}]" if message is not None else "")
 
 
 class Prompts:
@@ -60,57 +60,73 @@ class Prompts:
         if not text:
             raise InvalidArgument("text", "the question is empty" if request.context else "the prompt is empty")
         limit.check("text", len(text.encode()))
-        if request.context is not None:
-            encoder = self._tokenizer.question_encoder()
-        else:
-            wanted, has_template = request.use_chat_template, self._tokenizer.has_chat_template
-            encoder = self._tokenizer.prompt_encoder(has_template if wanted is None else wanted)
-        return await self._encode("text", [encoder], [text], limit)
+        has_template, has_context = self._tokenizer.has_chat_template, request.context is not None
+        if has_context or (has_template if request.use_chat_template is None else request.use_chat_template):
+            pieces = await self._pieces([Said("user", text)], has_context, "text", lambda _: "text")
+            return await self._encode("text", self._tokenizer.encoders(pieces, is_continued=has_context), limit)
+        return await self._encode("text", self._tokenizer.prompt_encoders(text), limit)
 
     async def _conversation_ids(self, conversation: Conversation, has_context: bool, limit: TextLimit) -> Sequence[int]:
         limit.check("conversation", sum(len(message.text.encode()) for message in conversation.messages))
         asked = _lay_out(conversation, has_context, self._tokenizer.has_chat_template)
-        try:
-            parts = await self._parts(asked.shape)
-        except ShapeRefused as error:
-            raise InvalidArgument(asked.field(error.message), str(error)) from None
-        if has_context and parts[0] != self._tokenizer.shapes.question[0]:
-            told = "the chat template begins before it in another way than the context does"
-            raise InvalidArgument(asked.field(0), told)
-        encoders = self._tokenizer.conversation_encoders(parts, has_context)
-        return await self._encode("conversation", encoders, asked.texts, limit)
+        if not has_context and not self._tokenizer.has_chat_template:
+            return await self._encode("conversation", self._tokenizer.prompt_encoders(asked.messages[0].text), limit)
+        pieces = await self._pieces(asked.messages, has_context, "conversation", asked.field)
+        return await self._encode("conversation", self._tokenizer.encoders(pieces, is_continued=has_context), limit)
 
-    async def opening(self, system: str, limit: TextLimit) -> Sequence[int]:
+    async def opening(self, system: str, limit: TextLimit) -> Opening:
         """What a document begins with that has a system's message before it. Raises InvalidArgument naming it, when the
         template has no place for it, or Unavailable at the end of the service."""
         limit.check(SYSTEM, len(system.encode()))
+        if (template := self._tokenizer.chat_template) is None:
+            raise InvalidArgument(SYSTEM, "cannot be put before the document: the model has no chat template")
         try:
-            parts = await self._parts(PREFACED)
-        except ShapeRefused as error:
+            pieces = await self._rendered(template.opening, system)
+        except ConversationRefused as error:
             raise InvalidArgument(SYSTEM, f"cannot be put before the document: {error}") from None
-        if parts[-1] != self._tokenizer.shapes.question[-1]:
-            raise InvalidArgument(SYSTEM, "changes what the chat template puts behind questions, which come without it")
-        encoders = self._tokenizer.conversation_encoders(parts[:-1], has_context=False)
-        return await self._encode(SYSTEM, encoders, [system], limit)
+        settled, tail = self._tokenizer.cut_tail(pieces)
+        token_ids = await self._encoded(SYSTEM, self._tokenizer.encoders(settled), limit)
+        limit.check_tokens(SYSTEM, len(token_ids))
+        return Opening(tuple(token_ids), tail)
 
-    async def _parts(self, shape: Shape) -> Parts:
-        """Raises ShapeRefused."""
-        shapes = self._tokenizer.shapes
-        return shapes.find(shape) or await self._threads.run_long(shapes.make, shape)
+    async def _pieces(
+        self, messages: Sequence[Said], has_context: bool, field: str, field_of: Callable[[int | None], str]
+    ) -> list[Piece]:
+        """The prompt of a conversation, or what follows a document. Raises InvalidArgument naming `field`, or with
+        `field_of` the message to blame."""
+        if (template := self._tokenizer.chat_template) is None:
+            return self._tokenizer.plain_question(messages[0].text)
+        try:
+            return await self._rendered(template.question if has_context else template.conversation, messages, {})
+        except ConversationRefused as error:
+            raise InvalidArgument(field_of(error.message), str(error)) from None
+        except InvalidArgument as error:
+            raise InvalidArgument(field, error.description) from None
 
-    async def _encode(
-        self, field: str, encoders: list[Encoder], texts: Sequence[str], limit: TextLimit
-    ) -> Sequence[int]:
+    async def _rendered(self, render: Callable[..., list[Piece]], *arguments: Any) -> list[Piece]:
+        """Raises ConversationRefused, InvalidArgument and Unavailable."""
+        try:
+            return await self._threads.run_long(render, *arguments)
+        except (StartError, OSError) as error:
+            raise Unavailable(f"the chat template was not rendered: {error}") from error
+
+    async def _encode(self, field: str, texts: Sequence[tuple[Encoder, str]], limit: TextLimit) -> Sequence[int]:
+        """As `_encoded`. Raises InvalidArgument where there are no ids, too."""
+        token_ids = await self._encoded(field, texts, limit)
+        return await self._threads.run(check_ids, token_ids, self._tokenizer.vocabulary_size, field)
+
+    async def _encoded(self, field: str, texts: Sequence[tuple[Encoder, str]], limit: TextLimit) -> "array[int]":
         """The ids of all encoders, one after the other. Stops when more have come out than can fit."""
+        encoders = [encoder for encoder, _ in texts]
 
         def check() -> None:
             limit.check_tokens(field, sum(len(encoder.token_ids) for encoder in encoders))
 
-        await self._threads.encode_all(zip(encoders, texts, strict=True), check)
-        token_ids = encoders[0].token_ids
+        await self._threads.encode_all(texts, check)
+        token_ids = encoders[0].token_ids if encoders else array("I")
         for encoder in encoders[1:]:
             token_ids += encoder.token_ids
-        return await self._threads.run(check_ids, token_ids, self._tokenizer.vocabulary_size, field)
+        return token_ids
 
 
 def _lay_out(conversation: Conversation, has_context: bool, has_template: bool) -> _Asked:
@@ -123,10 +139,14 @@ def _lay_out(conversation: Conversation, has_context: bool, has_template: bool) 
     if has_context and messages[first].role != "user":
         told = f"is the {messages[first].role}'s, and the first after the context must be the user's"
         raise InvalidArgument(f"conversation.messages[{first}].role", told)
-    texts = [message.text for message in messages[first:]]
+    said = [Said(message.role, message.text) for message in messages[first:]]
     prefaces = [message.text for message in messages[:first] if message.text]
-    texts[0] = EMPTY_LINE.join([*prefaces, texts[0]])
-    return _Asked(texts, tuple(message.role for message in messages[first:]), first)
+    said[0] = Said(said[0].role, EMPTY_LINE.join([*prefaces, said[0].text]))
+    if not has_template and (len(said) > 1 or said[0].role != "user"):
+        number = first + next((i for i, each in enumerate(said) if i or each.role != "user"), 0)
+        told = "the model has no chat template: it can be asked one question alone"
+        raise InvalidArgument(f"conversation.messages[{number}]", told)
+    return _Asked(said, first)
 
 
 def check_ids(token_ids: Sequence[int], vocabulary_size: int, field: str = "token_ids") -> Sequence[int]:

@@ -105,7 +105,7 @@ class Verifications:
             raise InvalidArgument("prompt_token_count", "is of ids that are drawn, and there is a text")
         if len(request.text.encode()) > MAX_TEXT_BYTES:
             raise InvalidArgument("text", f"has more than {MAX_TEXT_BYTES:,} bytes")
-        encoder = self._tokenizer.prompt_encoder(False)
+        encoder = self._tokenizer.plain_encoder(True)
         await self._threads.encode(encoder, request.text)
         if len(encoder.token_ids) > MAX_PROMPT:
             raise InvalidArgument("text", f"has {len(encoder.token_ids):,} tokens, at most {MAX_PROMPT:,} are compared")

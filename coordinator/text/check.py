@@ -5,16 +5,20 @@ from pathlib import Path
 
 import msgspec
 
+from coordinator.text.renderer import Renderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.errors import ModelRefused
 from longleaf.model_report import TextReport
 
 
 def check(folder: Path) -> TextReport:
+    renderer = Renderer()
     try:
-        tokenizer = Tokenizer.load(folder)
+        tokenizer = Tokenizer.load(folder, renderer)
     except ModelRefused as error:
         return TextReport(reason=str(error))
+    finally:
+        renderer.stop()
     return TextReport(
         architecture=tokenizer.checkpoint.architecture,
         max_positions=tokenizer.checkpoint.max_positions,

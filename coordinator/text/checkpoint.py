@@ -44,7 +44,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
             end_tokens=_end_tokens(generation.get("eos_token_id", text_config.get("eos_token_id"))),
             chat_template=_chat_template(folder, settings),
             document_separator=settings.get("document_separator"),
-            special_tokens=_special_tokens(settings),
+            special_tokens=_special_tokens(folder, settings),
         )
 
 
@@ -69,18 +69,31 @@ def _end_tokens(value: object) -> frozenset[int]:
 
 
 def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
+    """From where transformers takes it: a file of its own, the tokenizer's settings, or those of a processor."""
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
-    template = settings.get("chat_template")
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ModelRefused(f"{path} cannot be read: {error}") from error
+    template = settings.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
     if isinstance(template, list):  # several, by name
-        named = (_as_dict(entry) for entry in cast(list[object], template))
-        template = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
+        named = {entry.get("name"): entry.get("template") for entry in map(_as_dict, cast(list[object], template))}
+        if "default" not in named:
+            names = ", ".join(sorted(map(str, named)))
+            raise ModelRefused(f"{folder} has several chat templates ({names}), and none is called default")
+        template = named["default"]
     return template if isinstance(template, str) else None
 
 
-def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
-    """A token is given as its text, or as an object that carries it."""
-    values = {name: settings.get(name) for name in SPECIAL_TOKENS}
+def _special_tokens(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
+    """Names that transformers gives to chat templates: the usual ones, further `*_token` of the tokenizer's settings,
+    and named `extra_special_tokens`. A token is its text, or an object that has it."""
+    values = {name: value for name, value in settings.items() if name.endswith("_token")}
+    values |= _as_dict(settings.get("extra_special_tokens"))
+    if "added_tokens_decoder" not in settings:  # an earlier format
+        earlier = _read_json(folder / "special_tokens_map.json")
+        values |= {name: value for name, value in earlier.items() if name in SPECIAL_TOKENS}
+        values |= _as_dict(earlier.get("extra_special_tokens"))
     texts = {name: _as_dict(value).get("content", value) for name, value in values.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}

@@ -68,6 +68,9 @@ class Settled(NamedTuple):
     """First tokens of that window that are settled already."""
 
 
+NOTHING_SETTLED = Settled(0, 0)
+
+
 class Encoder:
     """The ids of one text that is given in pieces, equal to those of the text as a whole. Not thread-safe.
 
@@ -79,27 +82,30 @@ class Encoder:
         self,
         tokenizer: FastTokenizer,
         before: Sequence[int] = (),
-        after: Sequence[int] = (),
         *,
+        lead: str = "",
+        num_lead: int = 0,
         clock: Callable[[], float] = time.perf_counter,
         sizes: WindowSizes = USUAL_WINDOW,
         starts: Starts | None = None,
     ) -> None:
-        """`before` and `after` are ids around those of the text. `clock` counts seconds. `starts`, if given, notes
-        where tokens begin."""
+        """`before` are ids before those of the text. `lead` is a short text before it, which is encoded together with
+        it; its first `num_lead` tokens are left out. `clock` counts seconds. `starts`, if given, notes where tokens
+        begin."""
         self._tokenizer = tokenizer
-        self._after = tuple(after)
         self._clock = clock
         self._is_local = type(tokenizer.model).__name__ == "BPE"
         self._sizes = sizes
         self.starts = starts
         self._wanted = sizes.usual
-        self._text = ""
-        self._start = 0
+        self._text = lead
+        self._lead_size = len(lead)
+        """Characters of it that are in `_text`."""
+        self._start = -len(lead)
         """Characters of the whole text before `_text`."""
-        self._num_lead = 0
+        self._num_lead = num_lead
         """First tokens of `_text` that are settled already."""
-        self._num_bytes = 0
+        self._num_bytes = -len(lead.encode())
         """Bytes of the whole text before `_text`."""
         self.token_ids = array("I", before)
         """What is settled; the caller may take it out."""
@@ -109,18 +115,20 @@ class Encoder:
     @property
     def settled(self) -> Settled:
         """How far what is in `token_ids` reaches, while the text is not complete."""
-        return Settled(self._num_bytes, self._num_lead)
+        return NOTHING_SETTLED if self._num_bytes < 0 else Settled(self._num_bytes, self._num_lead)
 
     def go_on(self, token_ids: "array[int]", settled: Settled) -> None:
         """Goes on where another encoder of the same text had come, whose ids these are: what is pushed next are the
         bytes from `settled.num_bytes` on."""
         self.token_ids = token_ids
-        self._num_bytes, self._num_lead = settled
+        if settled != NOTHING_SETTLED:
+            self._text, self._lead_size = "", 0
+            self._num_bytes, self._num_lead = settled
 
     @property
     def num_held(self) -> int:
-        """Characters held."""
-        return len(self._text)
+        """Characters held of the text."""
+        return len(self._text) - self._lead_size
 
     def push(self, text: str) -> None:
         """Takes the next piece. Raises InvalidArgument when no place is found where the text can be cut."""
@@ -134,8 +142,7 @@ class Encoder:
         if self._text:
             encoding = self._encode(self._text)
             self._settle(encoding, self._text, len(encoding))
-        self.token_ids.extend(self._after)
-        self._text, self._after = "", ()
+        self._text, self._lead_size = "", 0
 
     def _encode(self, text: str) -> Encoding:
         # The library lets other threads run in a batch only.
@@ -154,7 +161,7 @@ class Encoder:
             return
         self._settle(encoding, window, cut.index)
         self._num_bytes += len(self._text[: cut.start].encode())
-        self._text = self._text[cut.start :]
+        self._text, self._lead_size = self._text[cut.start :], 0
         self._start += cut.start
         self._num_lead = cut.num_lead
         self._wanted = self._sizes.usual

@@ -1,7 +1,8 @@
-"""Chat templates rendered apart. A template is a program of whoever made the checkpoint, and may never end.
+"""Chat templates rendered in a process of its own, which is ended when it takes too long.
 
-Nothing within a process can end it for certain: one multiplication of numbers may take years, and lets no other thread
-run. So it has a process of its own, which the system ends when its processor time or its memory is used up.
+A template is a program that comes with a checkpoint, and may never end. Nothing within a process can end it for
+certain: one multiplication of numbers may take years, and lets no other thread run. The system ends the process when
+its processor time or its memory is used up; the next rendering starts another.
 """
 
 import json
@@ -11,51 +12,92 @@ import sys
 import threading
 from collections.abc import Sequence
 from datetime import datetime
+from typing import Any, Protocol, cast
 
-from coordinator.text.template import Rendering, Shape
+from coordinator.text.template import Messages, Rendering
 from longleaf.errors import ModelRefused, StartError
 from longleaf.units import human_seconds
 
 SECONDS = 5
-"""Processor time that a template may take; honest ones take milliseconds."""
+"""Processor time that a request may take; honest templates take milliseconds."""
+
+
+class TemplateRenderer(Protocol):
+    """Renders chat templates; see template.DirectRenderer for the methods."""
+
+    def literals(self, source: str) -> list[str]: ...
+
+    def render(self, source: str, variables: dict[str, Any], conversations: Sequence[Messages]) -> list[Rendering]: ...
 
 
 class Renderer:
-    """Renders templates, one at a time; `stop` ends that from another thread. What a template is told of the time is
-    always when this began, so that the prompts of one service begin alike, also after midnight."""
+    """Renders templates, one request at a time; `stop` ends that from another thread. The time that templates are
+    given is always the one when this began, so that the prompts of one service begin alike, also after midnight."""
 
     def __init__(self, seconds: int = SECONDS, now: datetime | None = None) -> None:
         self._seconds = seconds
         self._now = now or datetime.now()
+        self._requests = threading.Lock()
         self._lock = threading.Lock()
+        """Of `_process` and `_is_stopped`."""
         self._process: subprocess.Popen[str] | None = None
         self._is_stopped = False
 
-    def render(self, source: str, special_tokens: dict[str, str], shapes: Sequence[Shape]) -> list[Rendering]:
-        """As template.render_shapes, but with fewer renderings, at least one, when there was no time for the others.
+    def literals(self, source: str) -> list[str]:
+        """As DirectRenderer.literals. Raises as `render`; none if there was not enough time or memory."""
+        found = self._ask({"source": source, "variables": {}, "conversations": None})
+        return cast(list[str], found) if isinstance(found, list) else []
 
-        Raises ModelRefused when it ended in an unknown way before the first, and StartError when it was stopped.
+    def render(self, source: str, variables: dict[str, Any], conversations: Sequence[Messages]) -> list[Rendering]:
+        """As DirectRenderer.render. A conversation that takes too much time or memory has that as its reason, and so
+        have the others of the request. Takes up to SECONDS.
+
+        Raises ModelRefused when the process ended in an unknown way, and StartError when it was stopped.
         """
-        given = {"source": source, "special_tokens": special_tokens, "shapes": shapes, "now": self._now.isoformat()}
-        process = self._start()
-        answer, _ = process.communicate(json.dumps(given))
-        made = [_rendering(line) for line in answer.splitlines(keepends=True) if line.endswith("\n")]
-        if made or not process.returncode:
-            return made
-        if process.returncode == -signal.SIGXCPU:
-            return [Rendering(reason=f"takes more than {human_seconds(self._seconds)} of processor time")]
-        raise self._failure(process.returncode)
+        found = self._ask({"source": source, "variables": variables, "conversations": list(conversations)})
+        if found is None:
+            return [Rendering(reason="takes too much memory")] * len(conversations)
+        if isinstance(found, str):
+            return [Rendering(reason=found)] * len(conversations)
+        return [Rendering(*each) for each in found]
 
-    def _start(self) -> "subprocess.Popen[str]":
-        # -P: a folder named `jinja2` where the command was typed must not shadow the library.
-        command = [sys.executable, "-P", "-m", "coordinator.text.template", str(self._seconds)]
+    def _ask(self, request: dict[str, Any]) -> Any:
+        """The answer; a text if there was not enough time, None if there was not enough memory."""
+        line = json.dumps(request | {"now": self._now.isoformat()}) + "\n"
+        with self._requests:
+            process = self._running()
+            assert process.stdin is not None and process.stdout is not None
+            try:
+                process.stdin.write(line)
+                process.stdin.flush()
+                answer = process.stdout.readline()
+            except BrokenPipeError:
+                answer = ""
+            if answer.endswith("\n"):
+                return json.loads(answer)
+            return self._end(process)
+
+    def _running(self) -> "subprocess.Popen[str]":
         with self._lock:
             if self._is_stopped:
                 raise self._failure(0)
+            if self._process is not None and self._process.poll() is None:
+                return self._process
+            # -P: a folder named `jinja2` where the command was typed must not shadow the library.
+            command = [sys.executable, "-P", "-m", "coordinator.text.template", str(self._seconds)]
+            pipe = subprocess.PIPE
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+                command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, encoding="utf-8"
             )
             return self._process
+
+    def _end(self, process: "subprocess.Popen[str]") -> str:
+        """Why a process has not answered."""
+        process.kill()
+        code = process.wait()
+        if code == -signal.SIGXCPU:
+            return f"takes more than {human_seconds(self._seconds)} of processor time"
+        raise self._failure(code)
 
     def _failure(self, code: int) -> StartError:
         if self._is_stopped:
@@ -68,8 +110,4 @@ class Renderer:
             self._is_stopped = True
             if self._process is not None:
                 self._process.kill()
-
-
-def _rendering(line: str) -> Rendering:
-    parts, reason, message = json.loads(line)
-    return Rendering(tuple(parts), reason, message)
+                self._process.wait()

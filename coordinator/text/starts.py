@@ -19,9 +19,11 @@ class Starts:
     tokens without bytes of their own) the tokenizer's own offsets count, which are at characters.
     """
 
-    def __init__(self, num_lead: int, spell: Spell | None) -> None:
-        """`num_lead` tokens are before the text."""
+    def __init__(self, num_lead: int, spell: Spell | None, first: str = "") -> None:
+        """`num_lead` tokens are before the text. `first` is a token that the first window may begin with, and that no
+        text has."""
         self.num_lead = num_lead
+        self._first = first
         self._spell = spell
         self.kept = array("Q", bytes(8 * count_starts(num_lead)))
         """Of type `Q`."""
@@ -45,10 +47,16 @@ class Starts:
         wanted = range(first, settled.stop, STRIDE)
         if not wanted or self._is_lost:
             return
-        starts = self._spelled(encoding.ids, window.encode(), wanted)
+        ids, skipped = encoding.ids, len(self._first.encode())
+        if self._first and window.startswith(self._first):
+            shifted = range(wanted.start - 1, wanted.stop - 1, STRIDE)
+            starts = self._spelled(ids[1:], window.encode()[skipped:], shifted)
+            starts = None if starts is None else [skipped + start for start in starts]
+        else:
+            starts = self._spelled(ids, window.encode(), wanted)
         found = starts if starts is not None else _told(encoding, window, wanted)
         for start in found:
-            self.kept.append(max(num_bytes + start, self.kept[-1] if self.kept else 0))
+            self.kept.append(max(num_bytes + start, self.kept[-1] if self.kept else 0, 0))
 
     def _spelled(self, ids: Sequence[int], window: bytes, wanted: range) -> list[int] | None:
         """None where tokens are not spelled as the window is."""

@@ -1,85 +1,91 @@
-"""Chat templates, rendered as transformers renders them: sandboxed Jinja with the same few helpers.
+"""Chat templates, rendered as transformers renders them: sandboxed Jinja with the same filters, globals and tags.
 
-A template sees roles, and a mark in the place of each text: what it makes of them is cut at the marks, and no text can
-be taken for a part of it. `python -m coordinator.text.template SECONDS` renders the one on its standard input;
-renderer.py starts it.
+`python -m coordinator.text.template SECONDS` renders requests from its standard input, one JSON object in a line, and
+answers each with a line; renderer.py starts it.
 """
 
 import json
-import re
 import resource
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, NoReturn
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MARK = "LONGLEAF{:03}TEXT"
-"""Stands for the text of the message of this number while the template is rendered."""
-_MARK = re.compile("LONGLEAF([0-9]{3})TEXT")
 MAX_CHARACTERS = 1 << 20
-"""What a template may put around messages."""
+"""Characters that a template may add to the messages."""
 MAX_MEMORY = 1 << 30
 """Bytes of address space of the process that renders."""
 MAX_REASON = 500
-"""Characters of what a template says when it refuses."""
-Shape = tuple[str, ...]
-"""The roles of messages, in their order."""
+"""Characters of an error that a template raises."""
+Messages = Sequence[dict[str, str]]
+"""A conversation: `role` and `content` of each message."""
 _Show = Callable[..., str]
 """Renders `messages`."""
 
 
 class Rendering(NamedTuple):
-    """What a template makes of a shape."""
+    """The prompt that a template makes of a conversation."""
 
-    parts: tuple[str, ...] = ()
-    """What stands before, between and after the texts, up to where the model answers; empty when there is a reason."""
+    text: str = ""
+    """Up to where the model answers."""
     reason: str = ""
-    """What the template does instead, as in `the chat template leaves out the user's message`."""
+    """Why there is none, as in `cannot be rendered: roles must alternate`; empty if there is one."""
     message: int | None = None
-    """Number of the message that is to blame, if it is one."""
+    """Index of the message that is to blame, if one is."""
 
 
-def render_shapes(
-    source: str, special_tokens: dict[str, str], shapes: Sequence[Shape], now: datetime | None = None
-) -> list[Rendering]:
-    """What the template makes of each shape; `now` is what it is told when it asks for the time."""
-    return list(_render_each(source, special_tokens, shapes, now or datetime.now()))
+class DirectRenderer:
+    """Renders in this process, without limits on time and memory; see renderer.Renderer."""
+
+    def __init__(self, now: datetime | None = None) -> None:
+        """`now` is the time that templates are given."""
+        self._now = now or datetime.now()
+
+    def literals(self, source: str) -> list[str]:
+        """The literal texts and string constants of a template; none if it cannot be parsed."""
+        try:
+            tree = _environment(self._now).parse(source)
+        except Exception:  # what is wrong with it is reported when it is rendered
+            return []
+        texts = [node.data for node in tree.find_all(nodes.TemplateData)]
+        constants: list[object] = [node.value for node in tree.find_all(nodes.Const)]
+        return texts + [each for each in constants if isinstance(each, str)]
+
+    def render(self, source: str, variables: dict[str, Any], conversations: Sequence[Messages]) -> list[Rendering]:
+        """The prompt of each conversation. `variables` are further names that the template can use, such as
+        `bos_token` and `enable_thinking`."""
+        try:
+            template = _compiled(source, self._now)
+        except Exception as error:
+            return [Rendering(reason=_describe(error))] * len(conversations)
+        fixed: dict[str, Any] = {"tools": None, "documents": None, "add_generation_prompt": True}
+        show = partial(template.render, **{**variables, **fixed})
+        return [_render(show, messages) for messages in conversations]
 
 
-def _render_each(
-    source: str, special_tokens: dict[str, str], shapes: Sequence[Shape], now: datetime
-) -> Iterator[Rendering]:
-    try:
-        template = _environment(now).from_string(source)
-    except Exception as error:
-        yield from [Rendering(reason=_told(error))] * len(shapes)
-        return
-    show = partial(template.render, tools=None, add_generation_prompt=True, **special_tokens)
-    for shape in shapes:
-        yield _render(show, shape)
-
-
-def _render(show: _Show, shape: Shape) -> Rendering:
-    messages = [{"role": role, "content": MARK.format(number)} for number, role in enumerate(shape)]
+def _render(show: _Show, messages: Messages) -> Rendering:
     try:
         text = show(messages=messages)
+        text.encode()  # lone surrogates are no text
     except Exception as error:  # templates are programs: they may raise anything
-        return Rendering(reason=_told(error), message=_refused(show, messages))
-    if len(text) > MAX_CHARACTERS:
-        return Rendering(reason=f"makes {len(text):,} characters of the messages, at most {MAX_CHARACTERS:,}")
-    return _cut(text, shape)
+        return Rendering(reason=_describe(error), message=_refused(show, messages))
+    if len(text) > MAX_CHARACTERS + sum(len(message["content"]) for message in messages):
+        return Rendering(reason=f"makes {len(text):,} characters, over {MAX_CHARACTERS:,} more than the messages have")
+    return Rendering(text)
 
 
-def _told(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"cannot be rendered: {str(error) or type(error).__name__}"[:MAX_REASON]
 
 
-def _refused(show: _Show, messages: list[dict[str, str]]) -> int:
+def _refused(show: _Show, messages: Messages) -> int:
     """The message with which the template begins to fail, when those before it are rendered without it: templates go
     from message to message."""
     good, bad = 0, len(messages)
@@ -94,24 +100,27 @@ def _refused(show: _Show, messages: list[dict[str, str]]) -> int:
     return bad - 1
 
 
-def _cut(text: str, shape: Shape) -> Rendering:
-    pieces = _MARK.split(text)
-    parts, numbers = tuple(pieces[::2]), [int(number) for number in pieces[1::2]]
-    counts = Counter(numbers)
-    for number, role in enumerate(shape):
-        if counts[number] != 1:
-            did = "leaves out" if not counts[number] else "repeats"
-            return Rendering(reason=f"{did} the {role}'s message", message=number)
-    for number, role in enumerate(shape):
-        if numbers[number] != number:
-            return Rendering(reason=f"moves the {role}'s message to another place", message=number)
-    if len(numbers) > len(shape):
-        return Rendering(reason="shows more messages than there are")
-    return Rendering(parts)
+class _Generation(Extension):
+    """`{% generation %}` marks what the model said, for training. Its content is rendered in a scope of its own."""
+
+    tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_show"), [], [], body).set_lineno(line)
+
+    def _show(self, caller: Macro) -> str:
+        return caller()
+
+
+@lru_cache(maxsize=1)
+def _compiled(source: str, now: datetime) -> Any:
+    return _environment(now).from_string(source)
 
 
 def _environment(now: datetime) -> ImmutableSandboxedEnvironment:
-    extensions = ["jinja2.ext.loopcontrols"]
+    extensions = [_Generation, loopcontrols]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     untyped: Any = environment
     untyped.filters["tojson"] = _to_json
@@ -135,20 +144,35 @@ def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _limit(seconds: int) -> None:
-    """The system ends this process when it has used so much processor time, and gives it little memory."""
+def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
 
 
-def _answer(request: dict[str, Any]) -> None:
-    """Each rendering in a line, once it is made: the next one may end this process."""
-    now = datetime.fromisoformat(request["now"])
-    for rendering in _render_each(request["source"], request["special_tokens"], request["shapes"], now):
-        print(json.dumps(rendering), flush=True)
+def _limit_time(seconds: int) -> None:
+    """The system ends this process when it has used so much more processor time."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + 1 + seconds, hard))
+
+
+def _answer(request: dict[str, Any]) -> object:
+    renderer = DirectRenderer(datetime.fromisoformat(request["now"]))
+    if request["conversations"] is None:
+        return renderer.literals(request["source"])
+    return renderer.render(request["source"], request["variables"], request["conversations"])
+
+
+def _main(seconds: int) -> None:
+    _limit_memory()
+    for line in sys.stdin:
+        _limit_time(seconds)
+        try:
+            answer = json.dumps(_answer(json.loads(line)))
+        except MemoryError:
+            answer = json.dumps(None)
+        print(answer, flush=True)
 
 
 if __name__ == "__main__":
-    _limit(int(sys.argv[1]))
-    _answer(json.load(sys.stdin))
+    _main(int(sys.argv[1]))

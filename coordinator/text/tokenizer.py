@@ -1,127 +1,197 @@
-"""Text to ids. What a client sends is plain text, even where it looks like a control token; templates are not."""
+"""Text to ids. Text from clients is plain text, even where it looks like a control token; templates are not."""
 
 import json
-from collections.abc import Callable, Sequence
-from functools import partial
+import secrets
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
+from coordinator.text.chat_template import ChatTemplate
 from coordinator.text.checkpoint import Checkpoint
+from coordinator.text.control_tokens import ControlTokens, Marks, Piece, split
 from coordinator.text.detokenizer import Alphabet
 from coordinator.text.encoder import Encoder
-from coordinator.text.renderer import Renderer
-from coordinator.text.shapes import Ids, NoTemplate, Parts, Shapes
+from coordinator.text.renderer import TemplateRenderer
 from coordinator.text.spelling import spell_of
 from coordinator.text.starts import Starts
-from coordinator.text.template import Rendering, Shape
 from longleaf.errors import ModelRefused
 
 DEFAULT_SEPARATOR = "\n\n"
-RenderTemplate = Callable[[str, dict[str, str], Sequence[Shape]], Sequence[Rendering]]
-"""What a chat template, given special tokens, makes of shapes; see template.render_shapes and Renderer."""
+MAX_TAIL = 4096
+"""Characters before a document that are encoded together with it."""
 _BYTE_PRESERVING = {"ByteLevel", "Metaspace", "Split", "Digits", "Punctuation"}
 """Steps before the model that drop no text (Split unless told to remove)."""
+
+
+class Opening(NamedTuple):
+    """The beginning of a context, before its document."""
+
+    token_ids: tuple[int, ...] = ()
+    tail: str = ""
+    """Text between the last control token and the document, which is encoded together with the document."""
 
 
 class Tokenizer:
     """The ids of documents, questions and prompts, and their text."""
 
-    def __init__(
-        self, plain: FastTokenizer, control: FastTokenizer, checkpoint: Checkpoint, render: RenderTemplate
-    ) -> None:
-        """`plain` reads special tokens as text, `control` recognises them; otherwise the two are the same. Raises
-        ModelRefused for a template that cannot show a user's message, and what `render` raises."""
-        self._plain, self._control = plain, control
+    def __init__(self, control: FastTokenizer, checkpoint: Checkpoint, renderer: TemplateRenderer) -> None:
+        """`control` recognises control tokens. Raises ModelRefused for a template that cannot show a user's message,
+        and what the renderer raises."""
+        self._control = control
         self.checkpoint = checkpoint
-        self.vocabulary_size = checkpoint.vocabulary_size or plain.get_vocab_size()
-        self.has_chat_template = checkpoint.chat_template is not None
+        self.vocabulary_size = checkpoint.vocabulary_size or control.get_vocab_size()
         self.opening = _opening(control)
         """Special tokens that come before a plain prompt."""
-        separator = DEFAULT_SEPARATOR if checkpoint.document_separator is None else checkpoint.document_separator
-        self._separator = self._control_ids(separator)
-        self.shapes: Shapes | NoTemplate = NoTemplate(self.opening)
-        """What is put around the texts of conversations."""
-        if (template := checkpoint.chat_template) is not None:
-            self.shapes = Shapes(partial(render, template, checkpoint.special_tokens), self._control_ids)
-        description: dict[str, Any] = json.loads(plain.to_str())
+        self.separator = DEFAULT_SEPARATOR if checkpoint.document_separator is None else checkpoint.document_separator
+        template = checkpoint.chat_template
+        written = "\0".join(renderer.literals(template)) if template is not None else ""
+        description: dict[str, Any] = json.loads(control.to_str())
+        names = _control_tokens(control, written)
+        self._break = "\ufdef" + secrets.token_hex(8)
+        self._plain = _without(description, names, self._break)
+        """Reads control tokens as text. After `_break`, text is encoded as after a control token."""
+        self._newline = tuple(control.encode("\n", add_special_tokens=False).ids)
+        self.control_tokens = ControlTokens(names)
+        self.chat_template: ChatTemplate | None = None
+        """Makes prompts of conversations; None for a model without one."""
+        if template is not None:
+            self.chat_template = ChatTemplate(
+                template, checkpoint.special_tokens, renderer, self.control_tokens, self.separator
+            )
         self.alphabet = self._alphabet(description)
         """What turns ids into text."""
-        self.max_bytes_per_token = _max_bytes_per_token(plain, description)
+        self.max_bytes_per_token = _max_bytes_per_token(control, description)
         """Most UTF-8 bytes of text that one token can stand for; None when there is no such limit."""
 
     @classmethod
-    def load(cls, folder: Path, render: RenderTemplate | None = None) -> "Tokenizer":
+    def load(cls, folder: Path, renderer: TemplateRenderer) -> "Tokenizer":
         """Takes seconds: call it in a thread. Raises ModelRefused with the reason when the folder has no readable
-        tokenizer.json or template, and what `render` raises, which is by default a Renderer's."""
+        tokenizer.json or template, and what `renderer` raises."""
         checkpoint = Checkpoint.read(folder)
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ModelRefused(f"{folder} has no tokenizer.json")
         try:
-            plain, control = FastTokenizer.from_file(str(path)), FastTokenizer.from_file(str(path))
+            control = FastTokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise ModelRefused(f"{path} cannot be read: {error}") from error
-        for tokenizer in (plain, control):
-            # A file may carry the truncation of whoever saved it; nothing is ever cut silently here.
-            tokenizer.no_truncation()
-            tokenizer.no_padding()
-        plain.encode_special_tokens = True
-        return cls(plain, control, checkpoint, render or Renderer().render)
+        # A file may carry the truncation of whoever saved it; nothing is ever cut silently here.
+        control.no_truncation()
+        control.no_padding()
+        return cls(control, checkpoint, renderer)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self.chat_template is not None
 
     @property
     def end_tokens(self) -> frozenset[int]:
         return self.checkpoint.end_tokens
 
-    def document_encoder(self, is_first: bool, opening: Sequence[int] | None = None) -> Encoder:
+    def document_encoder(self, is_first: bool, opening: Opening | None = None) -> Encoder:
         """Makes the ids of a document; those that start a context carry an opening before them, the template's unless
         another one is given. Notes where tokens begin."""
-        before = (self.shapes.question[0] if opening is None else opening) if is_first else ()
-        return Encoder(self._plain, before, starts=Starts(len(before), self.alphabet.spell))
+        ids, tail = Opening()
+        if is_first:
+            ids, tail = self.usual_opening() if opening is None else opening
+        starts = Starts(len(ids), self.alphabet.spell, self._break)
+        if is_first and ids and self.chat_template is not None:
+            return Encoder(self._plain, ids, lead=self._break + tail, num_lead=1, starts=starts)
+        return Encoder(self._plain, ids, lead=tail, starts=starts)
 
-    def question_encoder(self) -> Encoder:
-        """Makes the ids that follow a document: separator, question, and the template's end."""
-        return self.conversation_encoders(self.shapes.question, has_context=True)[0]
+    def usual_opening(self) -> Opening:
+        """The beginning of a context without a system message."""
+        if self.chat_template is None:
+            return Opening(self.opening)
+        pieces, tail = self.cut_tail([Piece(self.chat_template.before_document)])
+        encoders = self.encoders(pieces)
+        for encoder, text in encoders:
+            encoder.push(text)
+            encoder.finish()
+        return Opening(tuple(chain.from_iterable(encoder.token_ids for encoder, _ in encoders)), tail)
 
-    def prompt_encoder(self, use_chat_template: bool) -> Encoder:
-        """Makes the ids of a prompt without a context."""
-        if not use_chat_template:
-            return self.plain_encoder(True)
-        return self.conversation_encoders(self.shapes.question, has_context=False)[0]
+    def cut_tail(self, pieces: Sequence[Piece]) -> tuple[list[Piece], str]:
+        """What comes before a document, without its tail: the text after the last control token, which is encoded
+        together with the document. Empty where that would be too long."""
+        if not pieces or pieces[-1].is_plain:
+            return [*pieces], ""
+        *settled, (text, _) = pieces
+        encoding = self._control.encode(text[-2 * MAX_TAIL :], add_special_tokens=False)
+        added = self._control.get_added_tokens_decoder()
+        ends = (span[1] for each, span in zip(encoding.ids, encoding.offsets, strict=True) if each in added)
+        size = min(len(text), 2 * MAX_TAIL) - max(ends, default=0)
+        if size > MAX_TAIL or size == 0:
+            return [*pieces], ""
+        return [*settled, Piece(text[:-size])] if size < len(text) else settled, text[-size:]
 
-    def conversation_encoders(self, parts: Parts, has_context: bool) -> list[Encoder]:
-        """One for each text of a conversation, whose ids are those of all, one after the other. After a document the
-        separator stands in the place of the first part, which the context begins with."""
-        before = (self._separator if has_context else parts[0], *parts[1:-1])
-        last = len(before) - 1
-        return [Encoder(self._plain, ids, parts[-1] if i == last else ()) for i, ids in enumerate(before)]
+    def encoders(self, pieces: Sequence[Piece], *, is_continued: bool = False) -> list[tuple[Encoder, str]]:
+        """An encoder for each piece, and its text: the ids of all, one after the other, are those of the prompt. With
+        `is_continued` the first one follows other text."""
+        return [self._encoder(piece, is_continued or i > 0 or piece.is_plain) for i, piece in enumerate(pieces)]
+
+    def _encoder(self, piece: Piece, is_continued: bool) -> tuple[Encoder, str]:
+        tokenizer = self._plain if piece.is_plain else self._control
+        if is_continued:
+            # After a line break, tokenizers in the manner of SentencePiece put no space before a text.
+            ids = tokenizer.encode("\n" + piece.text[:MAX_TAIL], add_special_tokens=False).ids
+            if tuple(ids[: len(self._newline)]) == self._newline:
+                return Encoder(tokenizer, lead="\n", num_lead=len(self._newline)), piece.text
+        return Encoder(tokenizer), piece.text
+
+    def plain_question(self, text: str) -> list[Piece]:
+        """What follows a document for a model without a template."""
+        marks = Marks.beside([text])
+        return split(self.separator + self.control_tokens.mark(text, marks), marks)
+
+    def prompt_encoders(self, text: str) -> list[tuple[Encoder, str]]:
+        """Those of a prompt without a template."""
+        return [(self.plain_encoder(True), text)]
 
     def plain_encoder(self, has_opening: bool) -> Encoder:
         """Makes the ids of a text without a template, on request with the special tokens that come before a prompt."""
         return Encoder(self._plain, self.opening if has_opening else ())
 
-    def _control_ids(self, text: str) -> Ids:
-        return tuple(self._control.encode(text, add_special_tokens=False).ids)
-
     def decode(self, token_ids: Sequence[int], *, keep_special: bool = False) -> str:
         # The library lets other threads run in a batch only.
-        return self._plain.decode_batch([list(token_ids)], skip_special_tokens=not keep_special)[0]
+        return self._control.decode_batch([list(token_ids)], skip_special_tokens=not keep_special)[0]
 
     def _alphabet(self, description: dict[str, Any]) -> Alphabet:
-        added = self._plain.get_added_tokens_decoder()
+        added = self._control.get_added_tokens_decoder()
         special = {token_id for token_id, token in added.items() if token.special}
-        unused = set(range(self.vocabulary_size)) - set(self._plain.get_vocab().values())
+        unused = set(range(self.vocabulary_size)) - set(self._control.get_vocab().values())
         decoder, silent = _steps(description.get("decoder")), frozenset(special | unused)
         names = {byte: f"<0x{byte:02X}>" for byte in range(256) if "ByteFallback" in _kinds(description.get("decoder"))}
-        found = {byte: self._plain.token_to_id(name) for byte, name in names.items()}
+        found = {byte: self._control.token_to_id(name) for byte, name in names.items()}
         fallback = {token_id: byte for byte, token_id in found.items() if token_id is not None}
         return Alphabet(
             decode=self.decode,
             silent=silent,
             bytes=frozenset(fallback),
-            spell=spell_of(decoder, self._plain.id_to_token, self.decode, fallback, silent),
+            spell=spell_of(decoder, self._control.id_to_token, self.decode, fallback, silent),
         )
+
+
+def _control_tokens(tokenizer: FastTokenizer, written: str) -> set[str]:
+    """Special tokens, and added tokens that the chat template writes: `written` are its literal texts."""
+    added = [token for token in tokenizer.get_added_tokens_decoder().values() if token.content]
+    return {
+        token.content for token in added if token.special or (token.content in written and not token.content.isspace())
+    }
+
+
+def _without(description: dict[str, Any], names: set[str], added: str) -> FastTokenizer:
+    """A tokenizer that reads control tokens as text, and knows one added token more."""
+    tokens: list[dict[str, Any]] = description["added_tokens"]
+    special = [{**token, "special": token["special"] or token["content"] in names} for token in tokens]
+    tokenizer = FastTokenizer.from_str(json.dumps({**description, "added_tokens": special}))
+    tokenizer.encode_special_tokens = True
+    untyped: Any = tokenizer
+    untyped.add_tokens([AddedToken(added, special=False, normalized=False)])
+    return tokenizer
 
 
 def _max_bytes_per_token(tokenizer: FastTokenizer, description: dict[str, Any]) -> int | None:

@@ -4,11 +4,13 @@ import pytest
 import torch
 
 from coordinator.events import Prompt, Tokens
+from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.config import embedded_model
 from longleaf.demo.facts import is_correct
 from longleaf.demo.haystack import make_haystack
 from longleaf.sampling import Sampling
+from tests.support.conversations import question_ids
 from tests.support.golden.asking import ingest
 from tests.support.golden.rounding import plain_logits, served_logits
 from tests.support.golden.states import running
@@ -48,13 +50,13 @@ async def test_ranks_and_ways_to_read_a_prompt_do_not_show(goldens):
 @pytest.mark.parametrize("world_size", [1, 3])
 async def test_the_embedded_model_still_finds_facts(world_size):
     haystack = make_haystack(5, 3000, 3, 1, split="held_out")
-    tokenizer = Tokenizer.load(embedded_model())
+    tokenizer = Tokenizer.load(embedded_model(), DirectRenderer())
     document = encoded(tokenizer.document_encoder(is_first=True), haystack.text)
     config = config_for(embedded_model(), world_size=world_size, chunk_size=1000, kv_dtype="int8")
     async with running(config) as engine:
         await ingest(engine, "book", document)
         for fact in (*haystack.facts, *haystack.absent):
-            ids = tuple(encoded(tokenizer.question_encoder(), fact.question))
+            ids = tuple(question_ids(tokenizer, [("user", fact.question)]))
             prompt = Prompt(
                 context="book", token_ids=ids, sampling=Sampling(max_tokens=60), end_tokens=tokenizer.end_tokens
             )

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from coordinator.calls.use_cases import UseCases
 from coordinator.engine.engine import Engine
 from coordinator.serving.server import Server
-from coordinator.text.template import render_shapes
+from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.credentials import Quotas
 from tests.support.apart import SCRIPT, Said, Step, play
@@ -47,7 +47,7 @@ async def serving(checkpoint: Path, folder: Path, **quotas: Quotas) -> AsyncGene
     config = config_for(checkpoint, world_size=2, chunk_size=96, block_size=16, merge="gather")
     engine = Engine(ThreadRanks(config), config, max_positions=8192)
     async with running(engine):
-        use_cases = UseCases(engine, Tokenizer.load(checkpoint, render_shapes), engine.cluster)
+        use_cases = UseCases(engine, Tokenizer.load(checkpoint, DirectRenderer()), engine.cluster)
         server = Server(use_cases, config.unread_timeout, authenticator=credentials(folder, **quotas))
         try:
             yield f"127.0.0.1:{await server.start('127.0.0.1', 0)}"

@@ -14,7 +14,7 @@ from coordinator.calls.use_cases import UseCases
 from coordinator.engine.engine import Engine
 from coordinator.ranks.fakes import FakeRanks
 from coordinator.serving.server import ANYBODY, Server
-from coordinator.text.template import render_shapes
+from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.channel.step import StepPlan, StepResult
 from longleaf.config import EngineConfig
@@ -58,7 +58,7 @@ async def serving(
     config = EngineConfig(model="none", **(small | settings))
     engine = Engine(ranks, config, max_positions=4096, clock=clock)
     async with running(engine):
-        tokenizer = Tokenizer.load(write_model(folder), render_shapes)
+        tokenizer = Tokenizer.load(write_model(folder), DirectRenderer())
         use_cases = UseCases(engine, tokenizer, engine.cluster)
         server = Server(use_cases, config.unread_timeout, authenticator=authenticator)
         try:

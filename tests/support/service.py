@@ -21,7 +21,7 @@ from coordinator.placement.positions import Positions
 from coordinator.serving.server import Server
 from coordinator.telemetry.observers import NOBODY
 from coordinator.text.encoder import Encoder
-from coordinator.text.template import render_shapes
+from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.channel.fakes import FULL_LAYER, echo_attention, echo_scores, echo_spans
 from longleaf.channel.step import Comparison
@@ -350,7 +350,7 @@ async def serving(
 ) -> AsyncGenerator[tuple[Server, str], None]:
     """The service on a port of its own; gives the server and its address. `options` are the server's; its
     observers are told of generations, too."""
-    tokenizer, observers = Tokenizer.load(write_model(folder), render_shapes), options.get("observers", NOBODY)
+    tokenizer, observers = Tokenizer.load(write_model(folder), DirectRenderer()), options.get("observers", NOBODY)
     use_cases = UseCases(engine, tokenizer, engine.describe, house=house, observers=observers)
     server = Server(use_cases, **options)
     port = await server.start(host, 0)

@@ -10,7 +10,7 @@ from coordinator.calls.replay import CallLater, call_later
 from coordinator.engine.engine import Engine
 from coordinator.journal.journal import Journal
 from coordinator.ranks.fakes import FakeRanks
-from coordinator.text.template import render_shapes
+from coordinator.text.template import DirectRenderer
 from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.config import EngineConfig
@@ -61,7 +61,7 @@ async def serving(
 
 
 def tokenizer_of(folder: Path) -> Tokenizer:
-    return Tokenizer.load(write_model(folder), render_shapes)
+    return Tokenizer.load(write_model(folder), DirectRenderer())
 
 
 def asked(sampling: Sampling, num_samples: int = 1, context: str | None = None, text: str = "a question") -> Generate:

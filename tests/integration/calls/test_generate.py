@@ -16,7 +16,7 @@ from coordinator import events
 from coordinator.calls.use_cases import UseCases
 from coordinator.serving.server import Server
 from coordinator.text.encoder import Encoder
-from coordinator.text.template import render_shapes
+from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf import codec
 from longleaf.client import AsyncClient, Client
@@ -141,7 +141,7 @@ async def test_bytes_that_no_token_has_alone_are_refused(service: Served, tmp_pa
     suffixes = byte_tokenizer()
     suffixes.decoder = decoders.BPEDecoder()
     engine = FakeEngine()
-    tokenizer = Tokenizer.load(write_model(tmp_path / "other", suffixes), render_shapes)
+    tokenizer = Tokenizer.load(write_model(tmp_path / "other", suffixes), DirectRenderer())
     use_cases = UseCases(engine, tokenizer, engine.describe)
     server = Server(use_cases)
     async with AsyncClient(f"127.0.0.1:{await server.start('127.0.0.1', 0)}") as client:

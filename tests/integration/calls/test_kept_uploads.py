@@ -19,7 +19,7 @@ from coordinator.calls.uploads import Uploads
 from coordinator.catalog.catalog import Catalog
 from coordinator.catalog.ports import NO_STARTS
 from coordinator.catalog.records import UploadKey, UploadRecord
-from coordinator.text.template import render_shapes
+from coordinator.text.template import DirectRenderer
 from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.credentials import Quotas
@@ -41,7 +41,7 @@ class Desk:
         self.threads = TextThreads()
         self.catalog = catalog
         self.kept = KeptUploads(catalog, records, lambda: date)
-        self._tokenizer = Tokenizer.load(write_model(folder / "model"), render_shapes)
+        self._tokenizer = Tokenizer.load(write_model(folder / "model"), DirectRenderer())
         self.ledger = UNLIMITED
         self.ingest = self.ingest_with(self.kept)
 

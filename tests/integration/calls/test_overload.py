@@ -15,6 +15,7 @@ from coordinator.engine.engine import Engine
 from coordinator.ranks.control import Control
 from coordinator.ranks.local_fleet import LocalFleet
 from coordinator.serving.server import Server
+from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.client import AsyncClient, Client
 from longleaf.config import EngineConfig, embedded_model
@@ -64,7 +65,7 @@ async def serving(**changes: object) -> AsyncIterator[Served]:
     async with running_on(fleet, control, config, max_positions=1 << 20) as found:
         engine = found.engine
         model = ModelInfo(name="embedded")
-        tokenizer = Tokenizer.load(Path(config.model))
+        tokenizer = Tokenizer.load(Path(config.model), DirectRenderer())
         use_cases = UseCases(engine, tokenizer, lambda: engine.cluster(model, "local"))
         server = Server(use_cases)
         address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"

@@ -11,6 +11,7 @@ from coordinator.calls.use_cases import UseCases
 from coordinator.engine.engine import Engine
 from coordinator.ranks.fakes import FakeRanks
 from coordinator.serving.server import Server
+from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.channel.step import Decode, Prefill
 from longleaf.client import AsyncClient
@@ -48,7 +49,7 @@ async def serving(folder: Path, *, allow_long: bool = False) -> AsyncIterator[Ru
     engine = Engine(ranks, config, max_positions=3000)
     async with running(engine):
         model = engine.positions.describe_model(ModelInfo(name="fake"))
-        tokenizer = Tokenizer.load(write_model(folder / "model"))
+        tokenizer = Tokenizer.load(write_model(folder / "model"), DirectRenderer())
         use_cases = UseCases(engine, tokenizer, lambda: engine.cluster(model, "local"))
         server = Server(use_cases)
         address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"

@@ -10,7 +10,7 @@ from coordinator.calls.ingest import Ingest
 from coordinator.calls.kept_uploads import KeptUploads
 from coordinator.calls.uploads import Uploads
 from coordinator.catalog.catalog import Catalog
-from coordinator.text.template import render_shapes
+from coordinator.text.template import DirectRenderer
 from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.errors import InvalidArgument
@@ -32,7 +32,7 @@ class Desk:
     def __init__(self, folder: Path, template: str | None, catalog: Catalog, kept: KeptUploads) -> None:
         self.engine = FakeEngine()
         self.engine.max_positions = self.engine.total_tokens = 1 << 23
-        self.tokenizer = Tokenizer.load(write_model(folder / "model", chat_tokenizer(), template), render_shapes)
+        self.tokenizer = Tokenizer.load(write_model(folder / "model", chat_tokenizer(), template), DirectRenderer())
         self.threads = TextThreads()
         self.catalog, self.kept = catalog, kept
         self.ingest = Ingest(self.engine, self.tokenizer, self.threads, Uploads(kept=kept))

@@ -12,7 +12,7 @@ import pytest
 from coordinator.calls.use_cases import UseCases
 from coordinator.engine.engine import Engine
 from coordinator.serving.server import Server
-from coordinator.text.template import render_shapes
+from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf import codec
 from longleaf.channel.fakes import echo_token
@@ -114,6 +114,10 @@ def expected(tokenizer_ids: tuple[int, ...]) -> list[int]:
     return answer
 
 
+def plain_ids(folder: Path, text: str) -> tuple[int, ...]:
+    return tuple(encoded(Tokenizer.load(folder, DirectRenderer()).plain_encoder(True), text))
+
+
 async def test_a_broken_stream_goes_on_at_the_next_token(resumable: Resumable, tmp_path: Path) -> None:
     resumable.ranks.allow(10**4)
     found = await resumable.read(request(), num_tokens=20)
@@ -128,8 +132,8 @@ async def test_a_broken_stream_goes_on_at_the_next_token(resumable: Resumable, t
         ids += ids_of(found)
         if not deltas:
             break
-    tokenizer = Tokenizer.load(tmp_path)
-    assert ids == expected(tuple(encoded(tokenizer.prompt_encoder(False), "x")))
+    tokenizer = Tokenizer.load(tmp_path, DirectRenderer())
+    assert ids == expected(tuple(encoded(tokenizer.plain_encoder(True), "x")))
 
 
 async def test_the_sequence_goes_on_while_nobody_reads(resumable: Resumable) -> None:
@@ -199,7 +203,7 @@ async def test_the_client_goes_on_by_itself_when_the_connection_breaks(
                 proxy.drop()
                 resumable.ranks.allow(60 if breaks else 10**4)
     ids = [i for event in found if isinstance(event, Delta) and event.sample == 0 for i in event.token_ids]
-    assert ids == expected(tuple(encoded(Tokenizer.load(tmp_path).prompt_encoder(False), "x")))
+    assert ids == expected(plain_ids(tmp_path, "x"))
     for sample in range(num_samples):
         deltas = [event for event in found if isinstance(event, Delta) and event.sample == sample]
         starts = [sum(len(other.token_ids) for other in deltas[:n]) for n in range(len(deltas))]
@@ -234,7 +238,7 @@ async def test_the_deadline_of_the_first_call_is_not_that_of_the_next_reader(
                 resumable.clock.ahead = 1000.0
                 proxy.drop()
                 resumable.ranks.allow(10**4)
-    assert ids_of(found) == expected(tuple(encoded(Tokenizer.load(tmp_path).prompt_encoder(False), "x")))
+    assert ids_of(found) == expected(plain_ids(tmp_path, "x"))
     assert isinstance(found[-1], Finished)
 
 
@@ -257,7 +261,7 @@ async def test_nor_for_the_plain_client(resumable: Resumable, tmp_path: Path) ->
 
     async with breaking(resumable.address) as (proxy, address):
         await asyncio.to_thread(use, proxy, address)
-    assert ids_of(found) == expected(tuple(encoded(Tokenizer.load(tmp_path).prompt_encoder(False), "x")))
+    assert ids_of(found) == expected(plain_ids(tmp_path, "x"))
 
 
 async def test_a_call_that_passes_its_deadline_leaves_what_it_reads_to_others(resumable: Resumable) -> None:
@@ -341,7 +345,7 @@ async def test_names_of_generations_are_checked_before_they_are_sent(resumable: 
 async def test_what_is_held_is_found_through_every_door(tmp_path: Path) -> None:
     engine = FakeEngine()
     engine.is_endless = True
-    use_cases = UseCases(engine, Tokenizer.load(write_model(tmp_path), render_shapes), engine.describe)
+    use_cases = UseCases(engine, Tokenizer.load(write_model(tmp_path), DirectRenderer()), engine.describe)
     doors = [Server(use_cases), Server(use_cases)]
     here, there = [f"127.0.0.1:{await door.start('127.0.0.1', 0)}" for door in doors]
     async with (

@@ -11,6 +11,7 @@ from coordinator.calls.use_cases import UseCases
 from coordinator.engine.engine import Engine
 from coordinator.ranks.fakes import FakeRanks
 from coordinator.serving.server import Server
+from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.client import AsyncClient
 from longleaf.config import EngineConfig
@@ -32,7 +33,9 @@ async def engine() -> AsyncIterator[Engine]:
 
 @pytest.fixture
 async def address(tmp_path: Path, engine: Engine) -> AsyncIterator[str]:
-    use_cases = UseCases(engine, Tokenizer.load(write_model(tmp_path / "model")), FakeEngine().describe)
+    use_cases = UseCases(
+        engine, Tokenizer.load(write_model(tmp_path / "model"), DirectRenderer()), FakeEngine().describe
+    )
     server = Server(use_cases)
     port = await server.start("127.0.0.1", 0)
     yield f"127.0.0.1:{port}"

@@ -23,6 +23,7 @@ from coordinator.engine.engine import Engine
 from coordinator.ranks.fakes import FakeRanks
 from coordinator.serving.gate import MAX_PIECE_BYTES
 from coordinator.serving.server import Server
+from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.channel.step import Prefill, StepPlan, StepResult
 from longleaf.client import AsyncClient
@@ -67,7 +68,7 @@ async def serve_on(ranks: Hasher, pipe: Connection) -> None:
     config = EngineConfig(model=str(embedded_model()), chunk_size=1 << 16, block_size=1024)
     engine, model = Engine(ranks, config, max_positions=1 << 28), ModelInfo(name="embedded")
     async with running(engine):
-        tokenizer = Tokenizer.load(embedded_model())
+        tokenizer = Tokenizer.load(embedded_model(), DirectRenderer())
         use_cases = UseCases(engine, tokenizer, lambda: engine.cluster(model, "local"))
         server = Server(use_cases)
         pipe.send(f"127.0.0.1:{await server.start('127.0.0.1', 0)}")
@@ -168,7 +169,7 @@ async def test_a_long_text_is_held_as_ids_alone(hollow: Hollow, num_bytes: int) 
 
 def expected_hash(*sizes: int) -> str:
     """Of the ids of texts of these sizes, each as one."""
-    opening = array("I", Tokenizer.load(embedded_model()).document_encoder(is_first=True).token_ids)
+    opening = array("I", Tokenizer.load(embedded_model(), DirectRenderer()).document_encoder(is_first=True).token_ids)
     expected = hashlib.sha256()
     for size in sizes:
         expected.update(opening)

@@ -10,6 +10,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from coordinator.calls.use_cases import UseCases
 from coordinator.serving.server import Server
+from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.client import AsyncClient
 from longleaf.codec.status import DETAILS_KEY
@@ -124,7 +125,7 @@ async def test_a_server_that_stops_in_the_middle_is_unavailable(service: Served)
 async def test_a_taken_port_is_named(service: Served, tmp_path: Path) -> None:
     port = int(service.address.rpartition(":")[2])
     engine = FakeEngine()
-    other = Server(UseCases(engine, Tokenizer.load(write_model(tmp_path / "other")), engine.describe))
+    other = Server(UseCases(engine, Tokenizer.load(write_model(tmp_path / "other"), DirectRenderer()), engine.describe))
     with pytest.raises(StartError, match=f"{port}: Address already in use"):
         await other.start("127.0.0.1", port)
     with pytest.raises(StartError, match=r"192\.0\.2\.1:0: Cannot assign"):

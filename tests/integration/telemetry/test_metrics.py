@@ -20,7 +20,7 @@ from coordinator.service import Service
 from coordinator.settings import ServiceConfig
 from coordinator.telemetry.observers import Observers
 from coordinator.telemetry.request_metrics import RequestMetrics
-from coordinator.text.template import render_shapes
+from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.config import EngineConfig
 from longleaf.errors import StartError
@@ -170,7 +170,7 @@ def test_a_service_without_metrics_does_not_know_prometheus() -> None:
 async def test_an_answer_that_its_text_ends_is_completed_though_the_engine_never_says_so(tmp_path: Path) -> None:
     engine, registry = FakeEngine(), CollectorRegistry()
     engine.answer, engine.is_endless = tuple(ids(each) for each in ("one", " two", " END", " three")), True
-    tokenizer = Tokenizer.load(write_model(tmp_path), render_shapes)
+    tokenizer = Tokenizer.load(write_model(tmp_path), DirectRenderer())
     observers = Observers([RequestMetrics(registry, "echo")])
     use_cases = UseCases(engine, tokenizer, engine.describe, observers=observers)
     request = Generate(input="count", sampling=Sampling(max_tokens=100, stop=("END",)), tenant=ACME)

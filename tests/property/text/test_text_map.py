@@ -15,6 +15,7 @@ from coordinator.events import DocumentPart
 from coordinator.text.checkpoint import Checkpoint
 from coordinator.text.encoder import Encoder, WindowSizes
 from coordinator.text.starts import Starts
+from coordinator.text.template import DirectRenderer
 from coordinator.text.text_map import TextMap
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.config import embedded_model
@@ -42,10 +43,8 @@ OF_BYTES = ("bytes", "embedded")
 
 @cache
 def tokenizer_of(name: str) -> Tokenizer:
-    plain = MAKERS[name]()
-    plain.encode_special_tokens = True
     checkpoint = replace(Checkpoint.read(embedded_model()), chat_template=None, vocabulary_size=0)
-    return Tokenizer(plain, MAKERS[name](), checkpoint, lambda *_: ())
+    return Tokenizer(MAKERS[name](), checkpoint, DirectRenderer())
 
 
 def texts() -> st.SearchStrategy[str]:

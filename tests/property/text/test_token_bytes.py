@@ -13,6 +13,7 @@ from tokenizers import decoders as decoding
 from coordinator import events
 from coordinator.calls.answer import Answer
 from coordinator.text.detokenizer import Alphabet
+from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.config import embedded_model
 from longleaf.messages import Delta, Generate
@@ -63,8 +64,11 @@ BYTE_LEVEL = ("bytes", "added", "embedded")
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
     folder = tmp_path_factory.mktemp("models")
-    made = {name: Tokenizer.load(write_model(folder / name, make(), None)) for name, make in MAKERS.items()}
-    return made | {"embedded": Tokenizer.load(embedded_model())}
+    made = {
+        name: Tokenizer.load(write_model(folder / name, make(), None), DirectRenderer())
+        for name, make in MAKERS.items()
+    }
+    return made | {"embedded": Tokenizer.load(embedded_model(), DirectRenderer())}
 
 
 def joined(alphabet: Alphabet, token_ids: list[int], end_tokens: frozenset[int] = frozenset()) -> tuple[bytes, str]:
@@ -139,7 +143,7 @@ def test_a_token_that_ends_the_answer_has_no_bytes(tokenizers: dict[str, Tokeniz
 def test_where_tokens_are_made_text_together_none_has_bytes_of_its_own(
     decoder: decoding.Decoder, tmp_path: Path
 ) -> None:
-    assert Tokenizer.load(write_model(tmp_path, words(decoder), None)).alphabet.spell is None
+    assert Tokenizer.load(write_model(tmp_path, words(decoder), None), DirectRenderer()).alphabet.spell is None
 
 
 def test_no_bytes_are_made_when_nobody_asks() -> None:

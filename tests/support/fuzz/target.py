@@ -23,7 +23,7 @@ from coordinator.ranks.local_fleet import LocalFleet
 from coordinator.service import Service
 from coordinator.serving.server import Server
 from coordinator.settings import ServiceConfig
-from coordinator.text.template import render_shapes
+from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.channel.fakes import echo_token
 from longleaf.codec.status import DETAILS_KEY
@@ -224,7 +224,7 @@ class LastingService(Service):
 @asynccontextmanager
 async def fuzzed(folder: Path) -> AsyncIterator[Target]:
     """The real engine and servicers on fake ranks."""
-    tokenizer = Tokenizer.load(write_model(folder), render_shapes)
+    tokenizer = Tokenizer.load(write_model(folder), DirectRenderer())
     vocabulary = byte_tokenizer().get_vocab_size()
     config = small_config(str(folder))
     engine = Engine(FakeRanks(2, num_blocks=48, vocab=vocabulary), config, max_positions=300)

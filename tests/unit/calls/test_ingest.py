@@ -20,7 +20,7 @@ from coordinator.calls.ingest import Ingest
 from coordinator.calls.intake import Intake
 from coordinator.calls.uploads import Uploads
 from coordinator.serving.servicers import _pieces
-from coordinator.text.template import render_shapes
+from coordinator.text.template import DirectRenderer
 from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.credentials import Quotas
@@ -49,7 +49,7 @@ class Made:
         self.engine.max_positions = 1 << 20
         self.uploads = Uploads(**limits)
         self.date = 1000.0
-        tokenizer = Tokenizer.load(write_model(folder), render_shapes)
+        tokenizer = Tokenizer.load(write_model(folder), DirectRenderer())
         self.ingest = Ingest(
             self.engine, tokenizer, self.threads, self.uploads, lambda: self.date, idle_seconds, ledger
         )

@@ -12,7 +12,7 @@ from coordinator.access.ledger import Ledger
 from coordinator.access.usage import Usage
 from coordinator.calls.house.imports import Imports
 from coordinator.calls.use_cases import UseCases
-from coordinator.text.template import render_shapes
+from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.credentials import Quotas
 from longleaf.errors import ResourceExhausted
@@ -83,7 +83,7 @@ async def test_who_may_have_no_more_uploads_takes_no_place_of_another() -> None:
 @pytest.fixture
 async def use_cases(tmp_path: Path) -> AsyncIterator[tuple[FakeEngine, UseCases]]:
     engine, house = FakeEngine(), empty_house()
-    tokenizer = Tokenizer.load(write_model(tmp_path), render_shapes)
+    tokenizer = Tokenizer.load(write_model(tmp_path), DirectRenderer())
     made = UseCases(engine, tokenizer, engine.describe, house=house)
     yield engine, made
     await made.close()

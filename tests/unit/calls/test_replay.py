@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from coordinator.calls import replay as replays
 from coordinator.calls.generation import Generation
 from coordinator.calls.replay import Replay, Replays
-from coordinator.text.template import render_shapes
+from coordinator.text.template import DirectRenderer
 from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.errors import Cancelled, InvalidArgument, NotFound, ResourceExhausted, Unavailable, WorkerLost
@@ -310,7 +310,7 @@ async def test_a_name_is_free_as_soon_as_its_time_is_up(tmp_path: Path) -> None:
     """What the one before held is still being given back, and it waits for its next token."""
     engine, timers, threads = FakeEngine(), Timers(), TextThreads()
     engine.is_endless = True
-    tokenizer = Tokenizer.load(write_model(tmp_path), render_shapes)
+    tokenizer = Tokenizer.load(write_model(tmp_path), DirectRenderer())
     generation = Generation(engine, tokenizer, threads, later=timers)
     request = Generate(input="x", sampling=Sampling(), resume_seconds=30.0, request_id="id", use_chat_template=False)
     silent = asyncio.Event()

@@ -10,7 +10,7 @@ import pytest
 from coordinator.calls.intake import Intake
 from coordinator.calls.text_limit import TextLimit
 from coordinator.calls.uploads import PrefillTask, Upload, Uploads
-from coordinator.text.template import render_shapes
+from coordinator.text.template import DirectRenderer
 from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.errors import InvalidArgument, ResourceExhausted, Unavailable
@@ -58,7 +58,7 @@ async def threads() -> AsyncIterator[TextThreads]:
 
 @pytest.fixture
 def make(tmp_path: Path, threads: TextThreads) -> Callable[..., Upload]:
-    tokenizer = Tokenizer.load(write_model(tmp_path / "model"), render_shapes)
+    tokenizer = Tokenizer.load(write_model(tmp_path / "model"), DirectRenderer())
     limit = TextLimit(FakeEngine(), None)
 
     def upload(upload_id: str, num_tokens: int = 0, client: str = "", tenant: str = "default") -> Upload:

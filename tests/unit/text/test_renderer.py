@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -13,7 +14,7 @@ from coordinator.service import Service
 from coordinator.settings import ServiceConfig
 from coordinator.text.check import check
 from coordinator.text.renderer import Renderer
-from coordinator.text.template import Rendering, Shape, render_shapes
+from coordinator.text.template import DirectRenderer, Messages, Rendering
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.config import EngineConfig
 from longleaf.errors import ModelRefused, StartError
@@ -53,43 +54,69 @@ def _command(process: psutil.Process) -> list[str]:
     return []
 
 
-def test_a_template_is_split_as_in_the_same_process() -> None:
+def conversation(*roles: str) -> Messages:
+    return [{"role": role, "content": f"{i}\n\u2028é"} for i, role in enumerate(roles)]
+
+
+@pytest.fixture(name="renderer")
+def make_renderer() -> Iterator[Renderer]:
+    renderer = Renderer(seconds=1)
+    yield renderer
+    renderer.stop()
+
+
+QUESTION, TURNS = conversation("user"), conversation("user", "assistant", "user")
+
+
+def test_templates_are_rendered_as_in_the_same_process(renderer: Renderer) -> None:
     tokens = {"bos_token": "<|begin|>"}
-    shapes: list[Shape] = [("user",), ("user", "assistant", "user")]
-    parts = [("<|begin|><|user|>", "<|model|>"), ("<|begin|><|user|>", "", "", "<|model|>")]
-    assert Renderer().render(TEMPLATE, tokens, shapes) == [Rendering(each) for each in parts]
-    for source in (TEMPLATE, "{{ raise_exception('no users') }}", "{% if %}"):
-        assert Renderer().render(source, tokens, shapes) == render_shapes(source, tokens, shapes)
+    (rendering,) = renderer.render(TEMPLATE, tokens, [QUESTION])
+    assert rendering == Rendering("<|begin|><|user|>0\n\u2028é<|model|>")
+    for source in (TEMPLATE, "{{ raise_exception('no users') }}", "{% if %}", "{{ '\\ud800' }}", "{{ bos_token }}"):
+        direct = DirectRenderer()
+        assert renderer.render(source, tokens, [QUESTION, TURNS]) == direct.render(source, tokens, [QUESTION, TURNS])
+        assert renderer.literals(source) == direct.literals(source)
+    assert len(renderings()) == 1, "one process renders all"
+
+
+def test_literals_are_what_a_template_may_write() -> None:
+    source = "<a>{# <b> #}{{ '<c>' if x['<d>'] else y }}{% if '<e>' in z %}\n{% endif %}"
+    assert sorted(DirectRenderer().literals(source)) == ["<a>", "<c>", "<d>", "<e>"]
+    assert DirectRenderer().literals("{% if %}") == []
 
 
 @pytest.mark.parametrize("source", [ENDLESS, "{{ 9 ** (9 ** 9) }}"], ids=["loops", "power"])
-def test_a_template_without_end_is_refused(source: str) -> None:
-    (rendering,) = Renderer(seconds=1).render(source, {}, [("user",), ("system", "user")])
-    assert rendering.reason == "takes more than 1 s of processor time"
+def test_a_template_without_end_is_refused_and_the_next_one_rendered(source: str, renderer: Renderer) -> None:
+    for _ in range(2):
+        found = renderer.render(source, {}, [QUESTION, TURNS])
+        assert found == [Rendering(reason="takes more than 1 s of processor time")] * 2
+    assert renderer.render("x", {}, [QUESTION]) == [Rendering("x")]
 
 
-def test_what_there_is_no_time_for_is_left_out() -> None:
-    source = TEMPLATE + "{% if messages | length > 1 %}" + ENDLESS + "{% endif %}"
-    shapes: list[Shape] = [("user",), ("user", "assistant", "user")]
-    assert Renderer(seconds=1).render(source, {}, shapes) == render_shapes(source, {}, shapes[:1])
+def test_a_process_that_was_killed_is_replaced(renderer: Renderer) -> None:
+    assert renderer.render("x", {}, [QUESTION]) == [Rendering("x")]
+    (process,) = renderings()
+    process.kill()
+    process.wait(20)
+    assert renderer.render("x", {}, [QUESTION]) == [Rendering("x")]
 
 
-def test_every_rendering_is_told_the_time_of_the_start() -> None:
+def test_all_renderings_are_given_the_time_of_the_start() -> None:
     renderer = Renderer(now=datetime(2024, 12, 31, 23, 59, 59))
-    source = "{{ strftime_now('%d %b %Y %H:%M:%S') }}" + TEMPLATE
-    for shape in (("user",), ("system", "user")):
-        (rendering,) = renderer.render(source, {}, [shape])
-        assert rendering.parts[0].startswith("31 Dec 2024 23:59:59")
+    for _ in range(2):
+        (rendering,) = renderer.render("{{ strftime_now('%d %b %Y %H:%M:%S') }}", {}, [QUESTION])
+        assert rendering.text == "31 Dec 2024 23:59:59"
+    renderer.stop()
 
 
 @pytest.mark.parametrize(
     ("source", "told"), [("'x' * 10 ** 10", "MemoryError"), ("'x' * 10 ** 7", "10,000,000 characters")]
 )
-def test_a_template_that_makes_too_much_is_refused(tmp_path: Path, source: str, told: str) -> None:
+def test_a_template_that_makes_too_much_is_refused(tmp_path: Path, source: str, told: str, renderer: Renderer) -> None:
     folder = write_model(tmp_path / "model", template=f"{{{{ {source} }}}}")
     assert told in check(folder).reason
     with pytest.raises(ModelRefused, match=told):
-        Tokenizer.load(folder)
+        Tokenizer.load(folder, renderer)
 
 
 async def until_rendering() -> psutil.Process:
@@ -125,7 +152,7 @@ def test_what_was_stopped_begins_nothing() -> None:
     renderer = Renderer()
     renderer.stop()
     with pytest.raises(StartError, match="was stopped"):
-        renderer.render(TEMPLATE, {}, [("user",)])
+        renderer.render(TEMPLATE, {}, [QUESTION])
 
 
 def test_a_rendering_is_ended_from_another_thread() -> None:
@@ -133,7 +160,7 @@ def test_a_rendering_is_ended_from_another_thread() -> None:
 
     def render() -> None:
         try:
-            renderer.render(ENDLESS, {}, [("user",)])
+            renderer.render(ENDLESS, {}, [QUESTION])
         except StartError as error:
             failures.append(str(error))
 

@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processors
 
-from coordinator.text.template import render_shapes
+from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.errors import ModelRefused
+from tests.support import conversations
 from tests.support.service import END, TEMPLATE, byte_tokenizer, encoded, write_model
 
 FAST = byte_tokenizer()
-load = partial(Tokenizer.load, render=render_shapes)
+load = partial(Tokenizer.load, renderer=DirectRenderer())
 BEGIN, USER, MODEL, SEPARATOR = (FAST.token_to_id(f"<|{name}|>") for name in ("begin", "user", "model", "separator"))
 
 
@@ -29,11 +30,13 @@ def document_ids(tokenizer: Tokenizer, text: str, is_first: bool = False) -> lis
 
 
 def question_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    return encoded(tokenizer.question_encoder(), text)
+    return conversations.question_ids(tokenizer, [("user", text)])
 
 
 def prompt_ids(tokenizer: Tokenizer, text: str, use_chat_template: bool) -> list[int]:
-    return encoded(tokenizer.prompt_encoder(use_chat_template), text)
+    if use_chat_template:
+        return conversations.conversation_ids(tokenizer, [("user", text)])
+    return encoded(tokenizer.plain_encoder(True), text)
 
 
 def edit(folder: Path, name: str, **changes: Any) -> Path:
@@ -153,8 +156,8 @@ def test_templates_have_the_helpers_of_transformers() -> None:
         "{%- for m in messages %}\n{{- {'b': '<é>', 'a': 1} | tojson }}{{ m.content }}{% break %}{% endfor %}"
         "{% if strftime_now('%Y') | length == 4 %}!{% endif %}{{ eos_token }}{% if tools is none %}.{% endif %}"
     )
-    (rendering,) = render_shapes(source, {"eos_token": "E"}, [("user",)])
-    assert rendering.parts == ('{"b": "<é>", "a": 1}', "!E.")
+    (rendering,) = DirectRenderer().render(source, {"eos_token": "E"}, [[{"role": "user", "content": "|"}]])
+    assert rendering.text == '{"b": "<é>", "a": 1}|!E.'
 
 
 # The bound on bytes

@@ -1,0 +1,98 @@
+"""Control tokens, and how texts that look like one are kept apart from those that a chat template writes.
+
+Control tokens are the special tokens, and the other added tokens that the chat template writes, such as `<tool_call>`;
+tokens that are white space are none. transformers draws the same line (`apply_chat_template` with
+`sanitize_control_tokens`), and the same way to hold it is used here: in a text from a client each control token is put
+between marks, templates are rendered with the marked texts, and what stands between marks is encoded as text.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from longleaf.errors import InvalidArgument, ModelRefused
+
+NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
+"""Code points that no text has (Unicode reserves them for internal use)."""
+
+
+class Piece(NamedTuple):
+    """A part of a rendered prompt."""
+
+    text: str
+    is_plain: bool = False
+    """Whether control tokens in it are text."""
+
+
+class Marks(NamedTuple):
+    """Characters that occur in no text of a conversation."""
+
+    start: str
+    end: str
+    document: str
+    """Stands for a document."""
+
+    @classmethod
+    def beside(cls, texts: Iterable[str]) -> "Marks":
+        """Raises InvalidArgument naming `text` where texts have nearly all of NONCHARACTERS."""
+        used = {each for text in texts if not text.isascii() for each in NONCHARACTERS if each in text}
+        free = [each for each in NONCHARACTERS if each not in used]
+        if len(free) < len(cls._fields):
+            raise InvalidArgument("text", "has too many noncharacters (U+FDD0 to U+FDEF)")
+        return cls(*free[: len(cls._fields)])
+
+
+class ControlTokens:
+    """The control tokens of a model."""
+
+    def __init__(self, contents: Iterable[str]) -> None:
+        """Raises ModelRefused for tokens of thousands of characters."""
+        words = sorted({content for content in contents if content})
+        try:
+            self._pattern = re.compile(_alternatives(words) or "(?!)")
+        except RecursionError:
+            raise ModelRefused("tokenizer.json has added tokens that are too long") from None
+        self._beginnings = {word[:size] for word in words for size in range(1, len(word))}
+        self._ends = {word[size:] for word in words for size in range(1, len(word))}
+        self._longest = max(map(len, words), default=0)
+
+    def count(self, text: str) -> int:
+        """How many control tokens are in a text."""
+        return sum(1 for _ in self._pattern.finditer(text))
+
+    def mark(self, text: str, marks: Marks) -> str:
+        """`text` with each control token in it between marks."""
+        return self._pattern.sub(lambda found: f"{marks.start}{found[0]}{marks.end}", text)
+
+    def mark_edges(self, text: str, marks: Marks) -> str:
+        """`text` with a mark where it could make a control token together with what comes before or after it."""
+        before = any(text[:size] in self._ends for size in range(1, self._longest))
+        after = any(text[-size:] in self._beginnings for size in range(1, self._longest))
+        return f"{marks.end if before else ''}{text}{marks.start if after else ''}"
+
+
+def split(rendered: str, marks: Marks) -> list[Piece]:
+    """The pieces of a rendered text with marks. A mark that has lost its partner, as when a template splits a text at a
+    token, is left out, and still separates."""
+    pieces = re.split(f"{marks.start}([^{marks.start}{marks.end}]*){marks.end}|[{marks.start}{marks.end}]", rendered)
+    return [Piece(text, i % 2 == 1) for i, text in enumerate(pieces) if text]
+
+
+def _alternatives(words: Sequence[str]) -> str:
+    """A pattern for any of the words, the longest one first, which decides at each character: a list of a thousand
+    words would be tried one by one wherever a text has `<`."""
+    if not words:
+        return ""
+    prefix = words[0]
+    for word in words:
+        while not word.startswith(prefix):
+            prefix = prefix[:-1]
+    rests = [word[len(prefix) :] for word in words]
+    by_first: dict[str, list[str]] = {}
+    for rest in rests:
+        if rest:
+            by_first.setdefault(rest[0], []).append(rest)
+    if not by_first:
+        return re.escape(prefix)
+    choice = "|".join(_alternatives(group) for group in by_first.values())
+    return f"{re.escape(prefix)}(?:{choice}){'?' if '' in rests else ''}"

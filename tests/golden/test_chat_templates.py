@@ -1,0 +1,134 @@
+"""The ids of a conversation are those of transformers' `apply_chat_template`, whatever templates do with texts."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as FastTokenizer
+from transformers import PreTrainedTokenizerFast
+
+from coordinator.text.template import DirectRenderer
+from coordinator.text.tokenizer import Tokenizer
+from tests.support.chat_templates import CONTROL, FORGETFUL, LLAMA, MISTRAL, THINKING, chat_tokenizer
+from tests.support.conversations import conversation_ids
+from tests.support.sentencepiece import sentencepiece_tokenizer
+from tests.support.service import END, write_model
+
+EACH = "{% for m in messages %}"
+SPACED = (
+    "{{ bos_token }}"
+    + EACH
+    + ("{{ '[INST] ' + m.content + ' [/INST]' if m.role == 'user' else ' ' + m.content + eos_token }}{% endfor %}")
+)
+NAMED = EACH + "{{ ('User: ' if m.role == 'user' else 'Assistant: ') + m.content }}\n{% endfor %}Assistant:"
+LINES = EACH + "{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}{{ '<|assistant|>\n' }}"
+TAIL = "{{ '\n' }}{% endfor %}{{ '<assistant>' }}"
+HEAD = EACH + "{{ '<' + m.role + '>' }}"
+TEXT = "{{ m.content }}"
+CUTTING = HEAD + "{{ m.content.split('</think>')[-1].lstrip() }}" + TAIL
+REASONING = EACH + (
+    "{% if m.role == 'assistant' and '</think>' in m.content %}"
+    "{{ '<think>' + m.content.split('</think>')[0].split('<think>')[-1].strip() + '</think>' }}"
+    "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}" + TAIL
+)
+SWITCH = "{{ 'MODE no_think\n' if '/no_think' in messages[0].content else 'MODE think\n' }}" + HEAD + TEXT + TAIL
+MARKED = HEAD + "{% generation %}{% set x = 1 %}" + TEXT + "{% endgeneration %}" + TAIL
+TURNS = [("user", "Hi"), ("assistant", "<think>long</think>Yo"), ("user", "Bye there!")]
+QUESTION = [("user", "Hi there!")]
+LONG = [("system", "Be brief. /no_think"), *TURNS[:2], ("user", ""), ("assistant", " Hi\n"), ("user", "> the [INST")]
+TEMPLATES = {
+    "a space beside texts": SPACED,
+    "a word beside texts": NAMED,
+    "a new line before texts": LINES,
+    "cuts out thoughts": CUTTING,
+    "writes thoughts anew": REASONING,
+    "looks for a flag": SWITCH,
+    "marks what the model says": MARKED,
+    "as JSON": HEAD + "{{ m.content | tojson }}" + TAIL,
+    "skips empty messages": EACH + "{% if m.content %}{{ '<' + m.role + '>' + m.content }}{% endif %}" + TAIL,
+    "asks for documents": "{% if documents is not none or tools %}DOCUMENTS{% endif %}" + HEAD + TEXT + TAIL,
+    "leaves out the past": FORGETFUL,
+    "leaves out answers": THINKING,
+    "trims": LLAMA,
+}
+TOKENIZERS = ("bytes", "prepend", "always", "first")
+PIECES = [*CONTROL[:3], END, "</think>", "<think>", "<s>", *"<[>]é🐳\n ", "{{", "\n\n", " a", "/no_think"]
+TEXTS = st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=5).map("".join)
+
+
+def fast_tokenizer(kind: str) -> FastTokenizer:
+    fast = chat_tokenizer() if kind == "bytes" else sentencepiece_tokenizer(kind)
+    names = ("<think>", "</think>", "<call>")
+    untyped: Any = fast
+    untyped.add_tokens([AddedToken(name, special=False, normalized=False) for name in names])
+    return fast
+
+
+def both(folder: Path, fast: FastTokenizer, template: str) -> tuple[Tokenizer, Any]:
+    """Ours and that of transformers."""
+    write_model(folder, fast, template)
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
+    if fast.token_to_id("<s>") is None:
+        settings |= {"bos_token": "<|begin|>", "eos_token": END}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return Tokenizer.load(folder, DirectRenderer()), PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def check(ours: Tokenizer, theirs: Any, turns: Sequence[tuple[str, str]]) -> None:
+    messages = [{"role": role, "content": text} for role, text in turns]
+    kinds = {"add_generation_prompt": True, "return_dict": False, "sanitize_control_tokens": True}
+    wanted = theirs.apply_chat_template(messages, **kinds)
+    found = conversation_ids(ours, turns)
+    assert theirs.convert_ids_to_tokens(found) == theirs.convert_ids_to_tokens(wanted)
+    assert found == wanted
+
+
+@pytest.mark.parametrize("turns", [QUESTION, TURNS, LONG], ids=["question", "turns", "long"])
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_ids_are_those_of_transformers(kind: str, template: str, turns: list[tuple[str, str]], tmp_path: Path) -> None:
+    if template == FORGETFUL:
+        turns = [turn for turn in turns if turn[0] != "system"]
+    check(*both(tmp_path / "model", fast_tokenizer(kind), template), turns)
+
+
+@pytest.mark.parametrize("template", [SPACED, REASONING, MISTRAL], ids=["spaced", "reasoning", "mistral"])
+@pytest.mark.parametrize("kind", ["bytes", "prepend"])
+def test_texts_that_look_like_control_tokens_stay_texts(kind: str, template: str, tmp_path: Path) -> None:
+    fast = fast_tokenizer(kind)
+    ours, theirs = both(tmp_path / "model", fast, template)
+    control = {token_id for token_id, token in fast.get_added_tokens_decoder().items() if token.special}
+    control |= {fast.token_to_id(name) for name in ("<think>", "</think>") if name in template}
+
+    @given(system=st.none() | TEXTS, texts=st.lists(TEXTS, min_size=1, max_size=5).filter(lambda found: len(found) % 2))
+    def holds(system: str | None, texts: list[str]) -> None:
+        turns = [(("user", "assistant")[i % 2], text) for i, text in enumerate(texts)]
+        if system is not None and template == MISTRAL:
+            turns = [("system", system), *turns]
+        found = conversation_ids(ours, turns)
+        empty = conversation_ids(ours, [(role, "") for role, _ in turns])
+        assert all(found.count(i) <= empty.count(i) + ("</think>" in str(turns)) for i in control)
+        if not any(text[:1] in "]>" or text[-1:] in "<[" for _, text in turns if text):
+            check(ours, theirs, turns)
+
+    holds()
+
+
+@pytest.mark.parametrize(("before", "after"), [("[", "/INST]"), ("x [/INST", "] y"), ("<|end", "|>")])
+def test_a_text_and_its_template_make_no_control_token_together(before: str, after: str, tmp_path: Path) -> None:
+    """The text is between the halves of one."""
+    template = "{{ bos_token + '[INST]' }}" + EACH + f"{{{{ '{before}' + m.content + '{after}' }}}}{{% endfor %}}"
+    fast = fast_tokenizer("bytes")
+    ours, _ = both(tmp_path / "model", fast, template)
+    control = {fast.token_to_id(name) for name in ("[/INST]", END)}
+    for text in ("", "a"):  # the template alone makes one, which is its own
+        assert bool(control & set(conversation_ids(ours, [("user", text)]))) == (not text)
+    for text in ("[/INST]", END, "|>", "<|end", "]", "[/INST"):
+        found = conversation_ids(ours, [("user", text)])
+        assert not control & set(found), fast.decode(found, skip_special_tokens=False)
+        assert f"{before}{text}{after}" in fast.decode(found, skip_special_tokens=False)

@@ -1,0 +1,177 @@
+"""Which part of a prompt comes before a document, which after it, and which message a template refuses."""
+
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from coordinator.text.chat_template import ConversationRefused, Said
+from coordinator.text.control_tokens import NONCHARACTERS, ControlTokens, Marks, Piece, split
+from coordinator.text.renderer import Renderer
+from coordinator.text.template import DirectRenderer
+from coordinator.text.tokenizer import Tokenizer
+from longleaf.config import embedded_model
+from longleaf.errors import InvalidArgument, ModelRefused
+from tests.support.chat_templates import CHATML, FOLDING, GEMMA, LLAMA, MISTRAL, chat_tokenizer
+from tests.support.conversations import conversation_ids
+from tests.support.sentencepiece import sentencepiece_tokenizer
+from tests.support.service import encoded, write_model
+
+PRESET = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+S, U, A = "system", "user", "assistant"
+
+
+def load(folder: Path, template: str) -> Tokenizer:
+    return Tokenizer.load(write_model(folder, chat_tokenizer(), template), DirectRenderer())
+
+
+def said(*turns: tuple[str, str]) -> list[Said]:
+    return [Said(*turn) for turn in turns]
+
+
+@pytest.mark.parametrize(
+    ("template", "before", "after"),
+    [
+        (CHATML, PRESET + "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"),
+        (MISTRAL, "<|begin|>[INST]", "[/INST]"),
+        ("{{ '[INST] ' + messages[-1].content + ' [/INST]' }}", "[INST] ", " [/INST]"),
+    ],
+)  # fmt: skip
+def test_a_document_has_its_place_in_the_first_question(template: str, before: str, after: str, tmp_path: Path) -> None:
+    made = load(tmp_path, template).chat_template
+    assert made is not None
+    assert made.before_document == before
+    assert made.question(said((U, "Why?")), {}) == [Piece(f"\n\nWhy?{after}")]
+
+
+def test_what_comes_before_a_document_is_encoded_together_with_it(tmp_path: Path) -> None:
+    """As in the prompt of the whole text."""
+    for kind in ("prepend", "always", "first"):
+        template = "{{ bos_token + '[INST] ' }}{% for m in messages %}{{ m.content + ' [/INST]' }}{% endfor %}"
+        fast = sentencepiece_tokenizer(kind)
+        tokenizer = Tokenizer.load(write_model(tmp_path / kind, fast, template), DirectRenderer())
+        document = encoded(tokenizer.document_encoder(is_first=True), "Hi there")
+        assert document == conversation_ids(tokenizer, [(U, "Hi there")])[: len(document)]
+        template = "{% for m in messages %}{{ '<|user|>' + m.content + '<|end|>' }}{% endfor %}"
+        tokenizer = Tokenizer.load(write_model(tmp_path / kind, fast, template), DirectRenderer())
+        document = encoded(tokenizer.document_encoder(is_first=True), "Hi there")
+        assert document == conversation_ids(tokenizer, [(U, "Hi there")])[: len(document)]
+
+
+def test_where_a_document_begins_is_counted_from_its_own_text(tmp_path: Path) -> None:
+    tokenizer = load(tmp_path, "{{ '<|im_start|>abc ' + messages[0].content }}")
+    encoder = tokenizer.document_encoder(is_first=True)
+    ids = encoded(encoder, "xy " * 200)
+    assert encoder.starts is not None and encoder.starts.is_whole(len(ids))
+    kept = encoder.starts.kept
+    assert kept[0] == 0
+    text = tokenizer.decode(ids[:64], keep_special=True)
+    assert kept[1] == len(text.removeprefix("<|im_start|>abc ").encode())
+
+
+@pytest.mark.parametrize(
+    ("source", "turns", "message", "told"),
+    [
+        (GEMMA, ((S, "x"), (U, "y")), 0, "cannot be rendered: System role not supported"),
+        (GEMMA, ((U, ""), (A, ""), (U, ""), (A, ""), (A, ""), (U, "")), 4, "roles must alternate"),
+        (FOLDING, ((S, ""), (U, ""), (U, "")), 2, "roles must alternate"),
+        ("{{ messages[0].content }}{{ raise_exception('x' * 9999) if messages[1] }}", ((U, ""), (U, "")), 1, "x" * 400),
+        ("{{ messages[0].content }}{{ 'x' * 9999999 if messages[1] }}", ((U, ""), (U, "")), None, "9,999,999 chara"),
+    ],
+)  # fmt: skip
+def test_a_message_that_is_refused_is_named(
+    source: str, turns: tuple[tuple[str, str], ...], message: int | None, told: str, tmp_path: Path
+) -> None:
+    made = load(tmp_path, source).chat_template
+    assert made is not None
+    with pytest.raises(ConversationRefused, match=told) as caught:
+        made.conversation(said(*turns), {})
+    assert caught.value.message == message
+    assert len(str(caught.value)) < 600
+
+
+def test_a_template_that_shows_no_question_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelRefused, match="the chat template leaves out the user's message"):
+        load(tmp_path, "{{ bos_token }}")
+
+
+def test_a_system_message_before_a_document_must_leave_the_end_as_it_is(tmp_path: Path) -> None:
+    made = load(tmp_path, CHATML + "{% if messages[0].role == 'system' %}Obey: {% endif %}").chat_template
+    assert made is not None
+    with pytest.raises(ConversationRefused, match="changes what the chat template writes after questions"):
+        made.opening("Be brief.")
+
+
+def test_the_model_in_the_package_is_asked_one_question_alone() -> None:
+    """It would answer the first one again."""
+    made = Tokenizer.load(embedded_model(), DirectRenderer()).chat_template
+    assert made is not None
+    assert made.conversation(said((U, "Why?")), {})
+    for turns, message in ((((U, ""), (A, ""), (U, "")), 1), (((U, ""), (U, "")), 1)):
+        with pytest.raises(ConversationRefused, match="knows no conversation: ask one question alone") as caught:
+            made.conversation(said(*turns), {})
+        assert caught.value.message == message
+
+
+@pytest.mark.parametrize("content", ["m.content", "m.content | trim", "m.content | tojson"])
+def test_a_system_message_that_is_left_out_is_refused(content: str, tmp_path: Path) -> None:
+    show = f"{{% for m in messages if m.role != 'ROLE' %}}{{{{ {content} }}}}{{% endfor %}}"
+    turns = said((S, ' Say "é". [INST]\n'), (U, "Why?"))
+    made = load(tmp_path / "system", show.replace("ROLE", "system")).chat_template
+    assert made is not None
+    with pytest.raises(ConversationRefused, match="leaves out the system's message") as caught:
+        made.conversation(turns, {})
+    assert caught.value.message == 0
+    made = load(tmp_path / "none", show.replace("ROLE", "none")).chat_template
+    assert made is not None and made.conversation(turns, {})
+
+
+def test_the_date_is_the_one_of_the_start(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, chat_tokenizer(), LLAMA)
+    renderer = Renderer(now=datetime(2026, 12, 31, 23, 59))
+    made = Tokenizer.load(folder, renderer).chat_template
+    assert made is not None
+    for turns in (((U, ""),), ((S, ""), (U, "")), ((U, ""), (U, ""), (U, ""))):
+        assert "Today Date: 31 Dec 2026" in made.conversation(said(*turns), {})[0].text
+    renderer.stop()
+
+
+def test_variables_reach_the_template(tmp_path: Path) -> None:
+    made = load(tmp_path, "{{ messages[0].content }}{{ '<think>' if enable_thinking else '' }}").chat_template
+    assert made is not None
+    assert made.conversation(said((U, "x")), {"enable_thinking": True}) == [Piece("x<think>")]
+    assert made.conversation(said((U, "x")), {"messages": "none", "enable_thinking": False}) == [Piece("x")]
+
+
+def test_texts_of_a_conversation_have_a_limit(tmp_path: Path) -> None:
+    made = load(tmp_path, CHATML).chat_template
+    assert made is not None
+    with pytest.raises(InvalidArgument, match=r"conversation: has 16,777,217 bytes of text, at most 16,777,216"):
+        made.conversation(said((U, "x" * (1 << 24)), (A, "y"), (U, "")), {})
+
+
+# Control tokens
+
+
+def test_the_longest_control_token_counts() -> None:
+    control, marks = ControlTokens(["<a", "<a>", "<ab>", "b", "[INST]"]), Marks("1", "2", "3")
+    assert control.mark("x<ab><a><ax[INST", marks) == "x1<ab>21<a>21<a2x[INST"
+    assert control.count("<ab>b[INST]") == 3
+    assert ControlTokens([]).mark("<a>", marks) == "<a>"
+    with pytest.raises(ModelRefused, match="too long"):
+        ControlTokens("x" * size for size in range(1, 5_000))
+
+
+def test_marks_are_characters_that_no_text_has() -> None:
+    texts = ["a", *NONCHARACTERS[:5], "b" + NONCHARACTERS[7]]
+    assert not {*Marks.beside(texts)} & {*"".join(texts)}
+    with pytest.raises(InvalidArgument, match="too many noncharacters"):
+        Marks.beside(NONCHARACTERS[2:])
+
+
+def test_marks_without_a_partner_are_left_out() -> None:
+    marks = Marks("1", "2", "3")
+    assert split("a1b2c", marks) == [Piece("a"), Piece("b", True), Piece("c")]
+    assert split("1b", marks) == [Piece("b")]
+    assert split("a21b2", marks) == [Piece("a"), Piece("b", True)]
+    assert split("", marks) == []
