@@ -57,9 +57,11 @@ class Answer:
         clock: Callable[[], float],
         is_exact: bool,
         tracing: Traces | None = None,
+        before: Sequence[int] = (),
     ) -> None:
-        """Where logprobs are to carry the bytes of their tokens, the alphabet can spell. The request, whose text may be
-        large, is not kept."""
+        """`before` are ids of the prompt that the answer's text continues, as `ids_before` gives them. Where logprobs
+        are to carry the bytes of their tokens, the alphabet can spell. The request, whose text may be large, is not
+        kept."""
         sampling = request.sampling
         self._request_id = request_id
         self._is_exact = is_exact
@@ -69,11 +71,11 @@ class Answer:
         self._samples = [
             Sample(
                 sample,
-                TextStream(alphabet, sampling.stop),
+                TextStream(alphabet, sampling.stop, before),
                 ends,
                 self._times,
                 is_exact,
-                Speller(spell, alphabet.silent, ends) if spell else None,
+                Speller(spell, alphabet.silent, ends, is_continued=bool(before)) if spell else None,
                 tracing,
             )
             for sample in range(request.num_samples)

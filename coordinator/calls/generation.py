@@ -20,6 +20,7 @@ from coordinator.calls.tracing import TextMaps, Tracing, no_text, submit_patient
 from coordinator.journal.entries import Held
 from coordinator.journal.journal import Journal, Record
 from coordinator.telemetry.observers import CURRENT, NOBODY, Observers, Saw
+from coordinator.text.detokenizer import ids_before
 from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.errors import AlreadyExists, InvalidArgument, StorageUnavailable, Unavailable
@@ -102,7 +103,7 @@ class Generation:
         for held, said in self._journal.load() if self._journal is not None else ():
             request, request_id = held.request, held.request_id
             tracing = _tracing(request)
-            answer = self._answer(request_id, request, tracing)
+            answer = self._answer(request_id, request, tracing, held.token_ids)
             told, generated = await self._threads.run(retell, said, self._prompt(request, held.token_ids), answer)
             going_on = self._go_on(held, answer, tracing, generated)
             self._replays.take_up(request_id, request, held.question, going_on, told)
@@ -112,7 +113,7 @@ class Generation:
         token_ids = await self._prompts.ids_of(request)
         if request.until_full:
             request = self._filled(request, len(token_ids))
-        answer = self._answer(request_id, request, tracing)
+        answer = self._answer(request_id, request, tracing, token_ids)
         prompt = self._prompt(request, token_ids, deadline)
         if tracing is not None:
             prompt = tracing.begin(self._engine, prompt, self._text_maps, self._ledger.take_in)
@@ -224,10 +225,13 @@ class Generation:
             max_draft_tokens=most if request.max_draft_tokens is None else min(most, request.max_draft_tokens),
         )
 
-    def _answer(self, request_id: str, request: Generate, tracing: Tracing | None) -> Answer:
+    def _answer(self, request_id: str, request: Generate, tracing: Tracing | None, token_ids: Sequence[int]) -> Answer:
+        wanted, has_template = request.use_chat_template, self._tokenizer.has_chat_template
+        is_continued = request.context is None and not (has_template if wanted is None else wanted)
+        before = ids_before(self._tokenizer.alphabet, token_ids) if is_continued else ()
         alphabet, ends = self._tokenizer.alphabet, self._tokenizer.end_tokens
         is_exact = self._engine.is_exact and not request.hidden
-        return Answer(request_id, request, alphabet, ends, self._clock, is_exact, tracing)
+        return Answer(request_id, request, alphabet, ends, self._clock, is_exact, tracing, before)
 
 
 def _tracing(request: Generate) -> Tracing | None:

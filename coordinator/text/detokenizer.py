@@ -12,6 +12,8 @@ from coordinator.text.spelling import Spell
 REPLACEMENT = "\ufffd"
 MAX_OPEN_TOKENS = 16
 """Undecided tokens past which the start is settled; a character of UTF-8 spreads over at most four."""
+NUM_BEFORE = 8
+"""Tokens of a prompt that its continuation is decoded after."""
 MAX_SILENT_TOKENS = 256
 """The same where the last of them says nothing by itself."""
 
@@ -44,9 +46,10 @@ class Detokenizer:
     alone: its text is what it adds to the text of the ids before it.
     """
 
-    def __init__(self, alphabet: Alphabet) -> None:
+    def __init__(self, alphabet: Alphabet, before: Sequence[int] = ()) -> None:
+        """`before` are ids that the answer continues, as `ids_before` gives them."""
         self._alphabet = alphabet
-        self._shown: tuple[int, ...] = ()
+        self._shown: tuple[int, ...] = tuple(before)
         """The ids of the last text that went out; they begin and end at character boundaries."""
         self._open: list[int] = []
 
@@ -92,11 +95,19 @@ class Detokenizer:
         return (), ""
 
 
+def ids_before(alphabet: Alphabet, prompt: Sequence[int]) -> tuple[int, ...]:
+    """The last ids of a prompt whose text ends with a whole character: decoded after them, a text that goes on with the
+    prompt keeps its first space. Empty where there are none."""
+    ids = tuple(token_id for token_id in prompt[-NUM_BEFORE:] if token_id not in alphabet.silent)
+    text = alphabet.decode(ids)
+    return ids if text and not text.endswith(REPLACEMENT) else ()
+
+
 class TextStream:
     """Detokenises one answer and watches for its stop strings."""
 
-    def __init__(self, alphabet: Alphabet, stops: Sequence[str] = ()) -> None:
-        self._detokenizer = Detokenizer(alphabet)
+    def __init__(self, alphabet: Alphabet, stops: Sequence[str] = (), before: Sequence[int] = ()) -> None:
+        self._detokenizer = Detokenizer(alphabet, before)
         self._stops = tuple(stops)
         self._held: list[tuple[tuple[int, ...], str]] = []
         """Settled ids and texts that may belong to a stop string."""

@@ -74,12 +74,15 @@ def _anchor(decode: Callable[[Sequence[int]], str], others: Collection[int]) -> 
 class Speller:
     """Spells the tokens of one answer, in their order."""
 
-    def __init__(self, spell: Spell, silent: Collection[int], end_tokens: Collection[int]) -> None:
-        """`end_tokens` have no text in this answer, whatever they are elsewhere."""
+    def __init__(
+        self, spell: Spell, silent: Collection[int], end_tokens: Collection[int], *, is_continued: bool = False
+    ) -> None:
+        """`end_tokens` have no text in this answer, whatever they are elsewhere. `is_continued` says that the answer's
+        text continues another."""
         self._spell = spell
         self._silent = silent
         self._end_tokens = end_tokens
-        self._is_first = True
+        self._is_first = not is_continued
 
     def take(self, token: Token) -> Token:
         """The next token: its logprobs with its bytes, and with those that the others would have had there."""

@@ -15,6 +15,7 @@ from tokenizers import decoders
 from coordinator import events
 from coordinator.calls.use_cases import UseCases
 from coordinator.serving.server import Server
+from coordinator.text.detokenizer import Alphabet, ids_before
 from coordinator.text.encoder import Encoder
 from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
@@ -27,6 +28,7 @@ from longleaf.messages import Delta, Finished, Started, Usage
 from longleaf.sampling import Logprobs, Token, TokenLogprob
 from longleaf.v1 import generation_service_pb2 as service_pb
 from longleaf.v1.generation_service_pb2_grpc import GenerationServiceStub
+from tests.support.sentencepiece import sentencepiece_tokenizer
 from tests.support.service import BYTES, TEXT, FakeEngine, Served, byte_tokenizer, collect, ids, tokens, write_model
 
 pytestmark = pytest.mark.timeout(60)
@@ -135,6 +137,36 @@ async def test_bytes_of_tokens_come_when_they_are_asked_for(service: Served) -> 
         [b"\xa9", b"a"],
         [b"!", b"a"],
     ]
+
+
+@pytest.mark.parametrize("kind", ["prepend", "always", "first"])
+async def test_a_continuation_keeps_its_first_space(kind: str, tmp_path: Path) -> None:
+    """Decoders in the manner of SentencePiece drop the one before a text; an answer in a chat is a text of its own."""
+    fast, engine = sentencepiece_tokenizer(kind), FakeEngine()
+    there, hi = fast.token_to_id("▁there"), fast.token_to_id("Hi")
+    engine.answer = ((there,), (hi,))
+    template = "{{ '<|user|>' + messages[0].content + '<|assistant|>' }}"
+    tokenizer = Tokenizer.load(write_model(tmp_path, fast, template), DirectRenderer())
+    use_cases = UseCases(engine, tokenizer, engine.describe)
+    server = Server(use_cases)
+    options: dict[str, Any] = {"max_tokens": 2, "num_logprobs": 0, "with_token_bytes": True}
+    async with AsyncClient(f"127.0.0.1:{await server.start('127.0.0.1', 0)}") as client:
+        for is_chat, wanted in ((True, "thereHi"), (False, " thereHi")):
+            text, _ = await collect(client.generate("Hi", use_chat_template=is_chat, **options))
+            assert text == wanted
+        text, _ = await collect(client.generate([there, hi], use_chat_template=False, **options))
+        assert text == " thereHi"
+    await server.stop(None)
+    await use_cases.close()
+
+
+def test_the_prompt_that_an_answer_continues_ends_with_a_whole_character() -> None:
+    texts = {1: "a", 2: "\ufffd", 3: ""}
+    alphabet = Alphabet(decode=lambda found: "".join(texts[each] for each in found), silent=frozenset({9}))
+    assert ids_before(alphabet, [1] * 20) == (1,) * 8
+    assert ids_before(alphabet, [1, 9, 3]) == (1, 3)
+    for prompt in ([1, 2], [9], []):
+        assert ids_before(alphabet, prompt) == ()
 
 
 async def test_bytes_that_no_token_has_alone_are_refused(service: Served, tmp_path: Path) -> None:
