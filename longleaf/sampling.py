@@ -10,6 +10,8 @@ MAX_STOP_BYTES = 1024
 MAX_STOP_TOKENS = 64
 MAX_BIASES = 1024
 MAX_LOGPROBS = 20
+MAX_ID = (1 << 31) - 1
+"""Of tokens, and the largest top-k: the wire has 32 bits for them."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -24,6 +26,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     top_k: int = 0
     """0 keeps all tokens."""
     top_p: float = 1.0
+    """Keeps the likeliest tokens up to this share of the probability; 0 keeps the likeliest alone."""
     min_p: float = 0.0
     """Drops tokens less likely than this share of the likeliest one's probability."""
     repetition_penalty: float = 1.0
@@ -47,20 +50,20 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         for field, is_right, limit in (
             ("max_token_count", 1 <= self.max_tokens <= MAX_TOKENS, f"between 1 and {MAX_TOKENS:,}"),
             ("temperature", 0.0 <= self.temperature <= 100.0, "between 0 and 100"),
-            ("top_k", 0 <= self.top_k < 2**31, "0 or more"),
-            ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
+            ("top_k", 0 <= self.top_k <= MAX_ID, f"between 0 and {MAX_ID:,}"),
+            ("top_p", 0.0 <= self.top_p <= 1.0, "between 0 and 1"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "between 0 and 1"),
             ("repetition_penalty", 0.0 < self.repetition_penalty <= 100.0, "above 0 and at most 100"),
             ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "between -2 and 2"),
             ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "between -2 and 2"),
             ("logit_bias", len(self.logit_bias) <= MAX_BIASES, f"at most {MAX_BIASES:,} ids"),
-            ("logit_bias", all(0 <= i < 2**31 for i in self.logit_bias), "for ids of 0 or more"),
+            ("logit_bias", all(0 <= i <= MAX_ID for i in self.logit_bias), f"for ids from 0 to {MAX_ID:,}"),
             ("logit_bias", all(-100.0 <= b <= 100.0 for b in self.logit_bias.values()), "between -100 and 100"),
             ("seed", 0 <= self.seed < 2**64, "between 0 and 2^64 - 1"),
             ("stop", len(self.stop) <= MAX_STOPS, f"at most {MAX_STOPS} strings"),
             ("stop", all(0 < len(s.encode()) <= MAX_STOP_BYTES for s in self.stop), f"1-{MAX_STOP_BYTES} bytes each"),
             ("stop_token_ids", len(self.stop_tokens) <= MAX_STOP_TOKENS, f"at most {MAX_STOP_TOKENS} ids"),
-            ("stop_token_ids", all(0 <= i < 2**31 for i in self.stop_tokens), "ids of 0 or more"),
+            ("stop_token_ids", all(0 <= i <= MAX_ID for i in self.stop_tokens), f"ids from 0 to {MAX_ID:,}"),
             ("logprob_count", 0 <= (self.num_logprobs or 0) <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
         ):
             if not is_right:

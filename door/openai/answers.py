@@ -17,6 +17,8 @@ from longleaf.errors import LongleafError, Unavailable
 from longleaf.messages import Delta, Event, Finished, Progress, Recovering, Started, Usage
 from longleaf.sampling import Logprobs
 
+LEAST_LOGPROB = -9999.0
+"""Stands for a logprob of -inf, which JSON cannot write and OpenAI's types have no null for. vLLM sends the same."""
 REASONS = {"end_token": "stop", "stop": "stop", "stop_token": "stop", "length": "length"}
 Names = dict[str, str]
 
@@ -173,6 +175,11 @@ def usage_of(ends: list[Finished]) -> dict[str, Any]:
 def reason_of(finished: Finished) -> str:
     """In OpenAI's words."""
     return REASONS.get(finished.reason, "stop")
+
+
+def finite(logprob: float) -> float:
+    """A logprob as JSON can write it."""
+    return max(logprob, LEAST_LOGPROB)
 
 
 def spelled(deltas: Iterable[Delta]) -> Iterator[Logprobs]:

@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from door.bodies import json_of
 from door.callers import client_of, peer_of
-from door.openai.answers import answer, new_id, now, reason_of, spelled
+from door.openai.answers import answer, finite, new_id, now, reason_of, spelled
 from door.openai.lengths import with_length
 from door.openai.models import target_of
 from door.openai.requests import ChatAsked, decode_chat
@@ -91,4 +91,4 @@ def _token(told: Logprobs) -> dict[str, Any]:
 
 def _entry(content: bytes | None, logprob: float) -> dict[str, Any]:
     content = content or b""
-    return {"token": content.decode(errors="replace"), "bytes": list(content), "logprob": logprob}
+    return {"token": content.decode(errors="replace"), "bytes": list(content), "logprob": finite(logprob)}

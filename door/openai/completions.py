@@ -10,7 +10,7 @@ from starlette.responses import Response
 from door.bodies import json_of
 from door.callers import client_of, peer_of
 from door.errors import Problem
-from door.openai.answers import answer, new_id, now, reason_of, spelled
+from door.openai.answers import answer, finite, new_id, now, reason_of, spelled
 from door.openai.lengths import with_length
 from door.openai.models import target_of
 from door.openai.requests import TextAsked, decode_text
@@ -83,7 +83,7 @@ class TextTeller:
         found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for told in spelled(deltas):
             found["tokens"].append(_text(told.token_bytes))
-            found["token_logprobs"].append(told.logprob)
+            found["token_logprobs"].append(finite(told.logprob))
             found["top_logprobs"].append(_tops(told.top))
             found["text_offset"].append(self._lengths[sample].num_characters)
             self._lengths[sample].add(told.token_bytes or b"")
@@ -117,7 +117,7 @@ def _tops(tops: Iterable[TokenLogprob]) -> dict[str, float]:
     found = dict[str, float]()
     for top in tops:
         text = _text(top.token_bytes)
-        found[text if text not in found else f"token_id:{top.token_id}"] = top.logprob
+        found[text if text not in found else f"token_id:{top.token_id}"] = finite(top.logprob)
     return found
 
 

@@ -24,10 +24,15 @@ MEANINGLESS: Mapping[str, tuple[object, ...]] = {
     "best_of": (1,),
 }
 """Fields that are taken with these values alone, with which they mean nothing."""
+EMPTY: tuple[object, ...] = (None, [], {}, "")
+"""Values with which fields of messages and of their parts are taken that mean something otherwise: messages of earlier
+answers carry such fields."""
 Count = Annotated[int, Meta(ge=1, le=1 << 20)]
 Bias = Annotated[dict[str, float], Meta(max_length=1024)]
 Role = Literal["system", "developer", "user", "assistant"]
 MAX_STOPS = 16
+MAX_EXACT_FLOAT = 1 << 53
+"""Up to here a float stands for one integer."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -47,7 +52,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     top_p: float | None = None
     n: Annotated[int, Meta(ge=1, le=16)] = 1
     stop: str | Annotated[list[str], Meta(max_length=MAX_STOPS)] | None = None
-    seed: Annotated[int, Meta(ge=0)] | None = None
+    seed: Annotated[int, Meta(ge=-(1 << 63))] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: Bias | None = None
@@ -71,7 +76,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             "repetition_penalty": self.repetition_penalty,
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
-            "seed": self.seed,
+            "seed": _seed(self.seed),
             "stop": stops,
             "logit_bias": _biases(self.logit_bias),
             "num_samples": self.n,
@@ -156,8 +161,14 @@ def cleaned(raw: dict[str, Any], known: tuple[str, ...], more: set[str] | None =
             raise Problem(400, told, param=name, code="unsupported_parameter")
         if name not in known and name not in (more or ()):
             raise Problem(400, f"{name[:100]}: is not known here", param=name[:100], code="unknown_parameter")
-        found[name] = value
+        found[name] = _integer(value)
     return found
+
+
+def _integer(value: Any) -> Any:
+    """A float without a fraction as the integer that it is: for JSON, 8.0 and 8 are the same number."""
+    is_integer = isinstance(value, float) and value.is_integer() and abs(value) < MAX_EXACT_FLOAT
+    return int(value) if is_integer else value
 
 
 def _message(raw: object, path: str) -> Message:
@@ -165,7 +176,7 @@ def _message(raw: object, path: str) -> Message:
         raise Problem(400, f"{path}: is no object", param=path, code="invalid_type")
     fields = {name: value for name, value in cast(dict[str, Any], raw).items() if value is not None}
     for name in fields.keys() - set(Turn.__struct_fields__):
-        if fields[name] not in ([], {}, ""):  # what answers of this door and others carry empty
+        if fields[name] not in EMPTY:
             raise Problem(400, f"{path}.{name}: cannot be done here", param=f"{path}.{name}", code="unsupported_value")
         del fields[name]
     turn = converted(fields, Turn, path)
@@ -182,8 +193,17 @@ def _text_of(parts: list[dict[str, Any]], path: str) -> str:
             raise Problem(400, told, param=f"{path}[{i}].type", code="unsupported_value")
         if not isinstance(text, str):
             raise Problem(400, f"{path}[{i}].text: is no text", param=f"{path}[{i}].text", code="invalid_type")
+        for name in part.keys() - {"type", "text"}:
+            if part[name] not in EMPTY:
+                param = f"{path}[{i}].{name[:100]}"
+                raise Problem(400, f"{param}: is not supported", param=param, code="unsupported_value")
         texts.append(text)
     return "".join(texts)
+
+
+def _seed(given: int | None) -> int | None:
+    """Seeds are unsigned on the wire: one below zero is the unsigned number of the same 64 bits."""
+    return given + (1 << 64) if given is not None and given < 0 else given
 
 
 def _biases(given: dict[str, float] | None) -> dict[int, float] | None:

@@ -227,7 +227,7 @@ async def test_a_client_that_vanishes_while_nothing_comes_closes_the_stream(serv
     [
         ({"temperature": -1.0}, "sampling.temperature"),
         ({"temperature": float("nan")}, "sampling.temperature"),
-        ({"top_p": 0.0}, "sampling.top_p"),
+        ({"top_p": -0.1}, "sampling.top_p"),
         ({"top_k": -1}, "sampling.top_k"),
         ({"max_tokens": 0}, "sampling.max_token_count"),
         ({"max_tokens": 2**40}, "sampling.max_token_count"),

@@ -30,12 +30,15 @@ BAD = (
     (b'{"model": "\xff"}', 400, None),
     (b'{"seed": ' + b"9" * 5000 + b"}", 400, None),
 )
+PART: dict[str, Any] = {"type": "text", "text": "x"}
 WRONG = (
     ({"messages": []}, "messages"),
     ({"messages": [1]}, "messages[0]"),
     ({"messages": [{"role": "user", "content": ""}]}, "messages[0].content"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+    ({"messages": [{"role": "user", "content": [PART | {"image_url": "x"}]}]}, "messages[0].content[0].image_url"),
+    ({"messages": [{"role": "user", "content": [PART, PART | {"x": 0}]}]}, "messages[0].content[1].x"),
     ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "messages[0].tool_calls"),
     ({"n": 0}, "n"),
     ({"n": 17}, "n"),
@@ -48,15 +51,20 @@ WRONG = (
     ({"audio": {}}, "audio"),
     ({"temperature": -1}, "temperature"),
     ({"temperature": 1e300}, "temperature"),
-    ({"top_p": 0}, "top_p"),
+    ({"top_p": -0.1}, "top_p"),
+    ({"top_k": 1 << 31}, "top_k"),
+    ({"top_k": 1 << 70}, "top_k"),
     ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 8.5}, "max_tokens"),
+    ({"max_tokens": 1e300}, "max_tokens"),
     ({"max_tokens": 1 << 70}, "max_tokens"),
     ({"max_tokens": None, "max_completion_tokens": 1 << 21}, "max_completion_tokens"),
     ({"max_completion_tokens": 3}, "max_completion_tokens"),
-    ({"seed": -1}, "seed"),
+    ({"seed": -(1 << 63) - 1}, "seed"),
     ({"seed": 1 << 64}, "seed"),
     ({"logit_bias": {"x": 1}}, "logit_bias"),
     ({"logit_bias": {"5": 1000}}, "logit_bias"),
+    ({"logit_bias": {"2147483648": 1}}, "logit_bias"),
     ({"top_logprobs": 3}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"priority": 1000}, "priority"),
@@ -81,6 +89,20 @@ async def test_the_field_is_named(url: str, change: dict[str, Any], param: str) 
     async with httpx2.AsyncClient(base_url=url) as client:
         answer = await client.post(CHAT, json=GOOD | change)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+@pytest.mark.parametrize("change", [{"top_k": 1 << 31}, {"logit_bias": {str(1 << 31): 1}}], ids=str)
+async def test_the_limit_of_an_id_is_named(url: str, change: dict[str, Any]) -> None:
+    async with httpx2.AsyncClient(base_url=url) as client:
+        answer = await client.post(CHAT, json=GOOD | change)
+    assert "2,147,483,647" in answer.json()["error"]["message"]
+
+
+async def test_empty_fields_of_parts_are_taken(url: str) -> None:
+    part = PART | {"annotations": [], "cache_control": None}
+    async with httpx2.AsyncClient(base_url=url) as client:
+        answer = await client.post(CHAT, json=GOOD | {"messages": [{"role": "user", "content": [part]}]})
+    assert answer.status_code == 200, answer.text
 
 
 async def test_the_prompt_is_named(url: str) -> None:

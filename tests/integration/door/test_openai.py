@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from typing import Any
 
 import httpx2
@@ -105,6 +106,44 @@ async def test_all_that_is_asked_reaches_the_engine(service: Served, url: str) -
     assert (sampling.repetition_penalty, prompt.claim.priority, prompt.claim.client) == (1.5, 2, "anna")
 
 
+@pytest.mark.parametrize(
+    ("given", "field", "value"),
+    [
+        ({"top_p": 0}, "top_p", 0.0),
+        ({"seed": -1}, "seed", (1 << 64) - 1),
+        ({"seed": -(1 << 63)}, "seed", 1 << 63),
+        ({"seed": 3.0}, "seed", 3),
+        ({"max_tokens": 8.0}, "max_tokens", 8),
+        ({"max_tokens": None, "max_completion_tokens": 8.0}, "max_tokens", 8),
+        ({"max_tokens": None, "max_completion_tokens": 8}, "max_tokens", 8),
+        ({"top_k": 4.0}, "top_k", 4),
+        ({"logprobs": True, "top_logprobs": 2.0}, "num_logprobs", 2),
+        ({"temperature": 1}, "temperature", 1.0),
+        ({"logit_bias": {"5": 1}}, "logit_bias", {5: 1.0}),
+    ],
+    ids=str,
+)
+async def test_numbers_are_taken_as_openai_takes_them(
+    service: Served, url: str, given: dict[str, Any], field: str, value: object
+) -> None:
+    body = {"model": "fake", "messages": QUESTION, **given}
+    async with httpx2.AsyncClient(base_url=f"{url}/v1") as client:
+        answer = await client.post("/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert getattr(service.engine.prompts[-1].sampling, field) == value
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/completions"])
+async def test_a_length_of_null_is_what_is_left(service: Served, url: str, path: str) -> None:
+    body = {"model": "fake", "max_tokens": None} | (
+        {"messages": QUESTION} if path == "/chat/completions" else {"prompt": "So"}
+    )
+    async with httpx2.AsyncClient(base_url=f"{url}/v1") as client:
+        assert (await client.post(path, json=body)).status_code == 200
+    prompt = service.engine.prompts[-1]
+    assert prompt.sampling.max_tokens == service.engine.max_positions - len(prompt.token_ids)
+
+
 async def test_an_answer_may_be_as_long_as_there_is_room_for(service: Served, url: str) -> None:
     async with asking(url) as client:
         await client.chat.completions.create(model="fake", messages=QUESTION)
@@ -169,6 +208,25 @@ async def test_of_tokens_that_look_alike_all_are_told(service: Served, url: str)
         answer = await client.completions.create(model="fake", prompt="So", logprobs=3)
     assert answer.choices[0].logprobs is not None
     assert answer.choices[0].logprobs.top_logprobs == [{"a": -0.5, "": -1.0, f"token_id:{end}": -1.5}]
+
+
+async def test_a_logprob_of_minus_infinity_is_a_number(service: Served, url: str) -> None:
+    """JSON has no infinities, and OpenAI's type has no null."""
+    (token,) = ids("b")
+    tops = (TokenLogprob(*ids("a"), 0.0), TokenLogprob(token, -math.inf))
+    told = Tokens(0, (Token(token, Logprobs(-math.inf, tops)),))
+    service.engine.answer, service.engine.script = (), (told, Ended("length", 3, 0, 1, 0.5, 1.5, 2.25))
+    async with asking(url) as client:
+        chat = await client.chat.completions.create(model="fake", messages=QUESTION, logprobs=True, top_logprobs=2)
+        text = await client.completions.create(model="fake", prompt="So", logprobs=2)
+    ChatCompletion.model_validate(chat.model_dump(), strict=True)
+    Completion.model_validate(text.model_dump(), strict=True)
+    assert chat.choices[0].logprobs is not None and chat.choices[0].logprobs.content is not None
+    [entry] = chat.choices[0].logprobs.content
+    assert (entry.logprob, [top.logprob for top in entry.top_logprobs]) == (-9999.0, [0.0, -9999.0])
+    logprobs = text.choices[0].logprobs
+    assert logprobs is not None
+    assert (logprobs.token_logprobs, logprobs.top_logprobs) == ([-9999.0], [{"a": 0.0, "b": -9999.0}])
 
 
 async def test_the_end_has_no_entry(service: Served, url: str) -> None:

@@ -18,7 +18,7 @@ samplings = st.builds(
     Sampling,
     temperature=st.sampled_from([1e-300, 0.01, 0.5, 1.0, 1.0, 3.0, 100.0]),
     top_k=st.sampled_from([0, 0, 1, 2, 5, V - 1, V, 1000]),
-    top_p=st.one_of(st.just(1.0), st.floats(0.0, 1.0, exclude_min=True), st.integers(1, V).map(lambda n: n / V)),
+    top_p=st.one_of(st.just(1.0), st.just(0.0), st.floats(0.0, 1.0), st.integers(1, V).map(lambda n: n / V)),
     min_p=st.one_of(st.just(0.0), st.floats(0.0, 1.0), st.just(0.5)),
     repetition_penalty=st.sampled_from([1.0, 1.0, 0.5, 1.5]),
     presence_penalty=st.sampled_from([0.0, 0.0, 1.0]),

@@ -134,7 +134,8 @@ def told(tokens):
 
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize(
-    "cut", [{}, {"top_p": 1e-20}, {"min_p": 1.0}, {"top_k": 1, "top_p": 1e-20}, {"top_k": 5, "min_p": 1.0}]
+    "cut",
+    [{}, {"top_p": 0.0}, {"top_p": 1e-20}, {"min_p": 1.0}, {"top_k": 1, "top_p": 1e-20}, {"top_k": 5, "min_p": 1.0}],
 )
 @pytest.mark.parametrize("drawn", [0.0, 0.5, 1 - 2**-53, 1.0])
 def test_at_the_ends_of_what_can_be_asked_a_token_that_is_kept_is_drawn(cut, drawn, monkeypatch):
