@@ -32,6 +32,11 @@ RETRY_SECONDS = 1.0
 SOON = {"retry-after": "1"}
 
 
+MAY_PASS = frozenset({404, 408, 499})
+"""Statuses of requests that may succeed if they are repeated as they are, though nobody can say when: a context may
+still be read, and a caller may send faster. Other requests with a 4xx status may only where it has a retry-after."""
+
+
 class Problem(Exception):
     """What a caller is answered instead of what was asked for."""
 
@@ -48,6 +53,8 @@ class Problem(Exception):
         super().__init__(message)
         self.status, self.message, self.kind, self.param, self.code = status, message, kind, param, code
         self.headers = dict(headers or {})
+        if 400 <= status < 500 and status not in MAY_PASS and "retry-after" not in self.headers:
+            self.headers["x-should-retry"] = "false"
 
     @property
     def body(self) -> dict[str, object]:
@@ -142,6 +149,8 @@ def problem_of(error: LongleafError, names: Mapping[str, str] | None = None, mis
             code = "insufficient_quota"
         else:
             headers["retry-after"] = str(max(1, math.ceil(seconds or RETRY_SECONDS)))
+    if isinstance(error, AlreadyExists) and error.name.startswith("generations/"):
+        headers |= SOON  # its request_id is free again once that answer has ended
     if isinstance(error, Unauthenticated):
         headers["www-authenticate"] = "Bearer"
     return Problem(row.status, _message_of(error), kind=row.kind, param=param, code=code, headers=headers)

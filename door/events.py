@@ -18,13 +18,22 @@ HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 DONE = b"data: [DONE]\n\n"
+SEPARATORS = tuple((chr(code).encode(), f"\\u{code:04x}".encode()) for code in (0x85, 0x2028, 0x2029))
 _encoder = msgspec.json.Encoder()
 
 
 def event(data: object, name: str = "") -> bytes:
     """One event."""
     begin = f"event: {name}\ndata: ".encode() if name else b"data: "
-    return begin + _encoder.encode(data) + b"\n\n"
+    return begin + _without_separators(_encoder.encode(data)) + b"\n\n"
+
+
+def _without_separators(content: bytes) -> bytes:
+    """The JSON with the characters escaped that end no line of a stream of events, but do for str.splitlines, by which
+    some clients read."""
+    for character, escape in SEPARATORS:
+        content = content.replace(character, escape)
+    return content
 
 
 def comment(text: str) -> bytes:

@@ -13,7 +13,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from coordinator.events import Ended, Tokens
-from longleaf.errors import ResourceExhausted, Unavailable
+from longleaf.errors import AlreadyExists, FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable
 from longleaf.sampling import Logprobs, Token, TokenLogprob
 from tests.support.service import BYTES, END, Served, ids, tokens
 
@@ -229,6 +229,20 @@ async def test_a_logprob_of_minus_infinity_is_a_number(service: Served, url: str
     assert (logprobs.token_logprobs, logprobs.top_logprobs) == ([-9999.0], [{"a": 0.0, "b": -9999.0}])
 
 
+async def test_line_separators_do_not_split_events(service: Served, url: str) -> None:
+    """Clients that split a stream with str.splitlines, as httpx's iter_lines does, see whole events."""
+    text = "a\u2028b\u2029c\x85d"
+    service.engine.answer = tuple(ids(character) for character in text)
+    body = {"model": "fake", "messages": QUESTION, "stream": True}
+    async with httpx2.AsyncClient(base_url=f"{url}/v1") as client:
+        answer = await client.post("/chat/completions", json=body)
+        whole = await client.post("/chat/completions", json=body | {"stream": False})
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    chunks = [json.loads(line) for line in lines if line != "[DONE]"]
+    assert "".join(choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"]) == text
+    assert whole.json()["choices"][0]["message"]["content"] == text
+
+
 async def test_the_end_has_no_entry(service: Served, url: str) -> None:
     service.engine.answer, service.engine.script = (), said("ab")
     asked: Any = {"model": "fake", "messages": QUESTION, "logprobs": True}
@@ -341,16 +355,36 @@ async def test_texts_are_completed(service: Served, url: str) -> None:
 
 async def test_errors_are_openais(service: Served, url: str) -> None:
     cases = (
-        (ResourceExhausted("queue", "is full", 3.0), openai.RateLimitError, "rate_limit_exceeded", "3"),
-        (ResourceExhausted("quota", "is used up"), openai.RateLimitError, "insufficient_quota", None),
-        (Unavailable("gone", 2.0), openai.InternalServerError, "unavailable", "2"),
+        (ResourceExhausted("queue", "is full", 3.0), openai.RateLimitError, "rate_limit_exceeded", "3", None),
+        (ResourceExhausted("quota", "is used up"), openai.RateLimitError, "insufficient_quota", None, "false"),
+        (Unavailable("gone", 2.0), openai.InternalServerError, "unavailable", "2", None),
+        (FailedPrecondition("contexts/x", "is"), openai.ConflictError, "failed_precondition", None, "false"),
+        (AlreadyExists("contexts/x"), openai.ConflictError, "already_exists", None, "false"),
+        (AlreadyExists("generations/x"), openai.ConflictError, "already_exists", "1", None),
+        (InvalidArgument("sampling.top_k", "must be"), openai.BadRequestError, "invalid_value", None, "false"),
     )
     async with asking(url) as client:
-        for error, kind, code, retry in cases:
+        for error, kind, code, retry, should_retry in cases:
             service.engine.error = error
             with pytest.raises(kind) as told:
                 await client.chat.completions.create(model="fake", messages=QUESTION, stream=True)
-            assert (told.value.code, told.value.response.headers.get("retry-after")) == (code, retry)
+            headers = told.value.response.headers
+            found = (told.value.code, headers.get("retry-after"), headers.get("x-should-retry"))
+            assert found == (code, retry, should_retry)
+
+
+async def test_the_sdk_does_not_repeat_what_stays_wrong(service: Served, url: str) -> None:
+    service.engine.error = FailedPrecondition("contexts/x", "is elsewhere")
+    statuses: list[int] = []
+
+    async def count(response: httpx2.Response) -> None:
+        statuses.append(response.status_code)
+
+    async with httpx2.AsyncClient(event_hooks={"response": [count]}) as http:
+        client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=2, http_client=http)
+        with pytest.raises(openai.ConflictError):
+            await client.chat.completions.create(model="fake", messages=QUESTION)
+    assert statuses == [409]
 
 
 async def test_who_leaves_ends_the_generation(service: Served, url: str) -> None:
