@@ -13,7 +13,7 @@ from coordinator.placement.paths import Path, Segment
 from coordinator.placement.positions import UNLIMITED
 from coordinator.placement.segments import Segments
 from coordinator.scheduling.jobs import IngestJob, Job, Request
-from coordinator.scheduling.limits import MAX_TOKENS, Limits
+from coordinator.scheduling.limits import MAX_TOKENS, Limits, num_fed
 from coordinator.scheduling.reading import Reading
 from coordinator.scheduling.requests import Requests
 from coordinator.scheduling.sequences import Sequence
@@ -93,18 +93,19 @@ class Admission:
         if not prompt.token_ids:
             raise InvalidArgument("input", "has no tokens")
         num_tokens, max_tokens = len(prompt.token_ids), prompt.max_tokens
-        positions, path = self._limits.positions, self._origin(prompt, context)
+        num_own, path = num_tokens + num_fed(max_tokens), self._origin(prompt, context)
+        positions = self._limits.positions
         request = Request(
             id=request_id,
             claim=prompt.claim,
             origin=path,
-            rope=context.rope if context else positions.rope(num_tokens + max_tokens),
+            rope=context.rope if context else positions.rope(num_own),
             capacity=context.capacity if context else UNLIMITED,
-            is_beyond_trained=path.end + num_tokens + max_tokens > positions.trained,
+            is_beyond_trained=path.end + num_own > positions.trained,
         )
         num_prefill = self._limits.num_prefill(num_tokens, prompt.num_samples, prompt.num_rows)
         reading = Reading(path, _array(prompt.token_ids), num_prefill)
-        self._limits.check(reading, request.capacity, "input", min(1, max_tokens))
+        self._limits.check(reading, request.capacity, "input", 0)
         self._limits.check(reading, request.capacity, MAX_TOKENS, max_tokens)
         blocks = self._limits.check(reading, request.capacity, "sample_count", max_tokens, prompt.num_samples)
         return Sequence(request, prompt, reading, blocks, range(prompt.num_samples))

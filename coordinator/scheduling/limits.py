@@ -58,14 +58,14 @@ class Limits:
         in each of its tails. Raises InvalidArgument naming `field` where it is too large even if it is alone, and
         ResourceExhausted where it may not be once more ranks are there."""
         num_given = reading.path.end + len(reading.token_ids)
-        total = num_given + max_tokens
+        total = num_given + num_fed(max_tokens)
         if total > self.positions.limit:
             limit = f"the model's limit is {self.positions.limit:,} positions, {self.positions.limit_name}"
-            limit += _most(field, self.positions.limit - num_given)
+            limit += _most(field, self.positions.limit - num_given + 1)
             raise InvalidArgument(field, f"{_sum(reading, field, max_tokens, 1)}; {limit}")
         if total > capacity:
             limit = f"the context was created for {capacity:,} positions, and only a new one can have more"
-            limit += _most(field, capacity - num_given)
+            limit += _most(field, capacity - num_given + 1)
             raise InvalidArgument(field, f"{_sum(reading, field, max_tokens, 1)}; {limit}")
         blocks = self.most_blocks(reading, max_tokens, num_tails)
         if limit := self._too_small(reading.path, blocks):
@@ -125,21 +125,25 @@ class Limits:
     def num_blocks(self, reading: Reading, max_tokens: int, num_tails: int) -> Blocks:
         """The blocks for what is not read yet and for answers of `max_tokens`."""
         num_rest = len(reading.token_ids) - reading.num_prefill
-        # The token that is sampled last is never fed back, so it needs no slot.
-        num_rows = num_rest + max(0, max_tokens - 1)
+        num_rows = num_rest + num_fed(max_tokens)
         num_prefill = reading.num_prefill - reading.num_read
         return self._placer.blocks_needed(num_prefill, num_rows, num_tails=num_tails, num_at_once=num_rest)
 
     def most_blocks(self, reading: Reading, max_tokens: int, num_tails: int) -> Blocks:
         """The most blocks for what is not read yet and for answers, whenever the job may be preempted: then it reads
         its answer in chunks, and other rows at once."""
-        num_tokens = len(reading.token_ids) + max(0, max_tokens - 1)
+        num_tokens = len(reading.token_ids) + num_fed(max_tokens)
         num_prefill = max(reading.num_prefill, self.num_prefill(num_tokens, num_tails))
         num_rest = len(reading.token_ids) - reading.num_prefill
         at_once = max(self._config.replicate_below, self._placer.block_size, num_rest)
         num_rows = min(num_tokens, at_once + max_tokens)
         most = self._placer.blocks_needed(num_prefill, num_rows, num_tails=num_tails, num_at_once=at_once)
         return Blocks(self.num_blocks(reading, max_tokens, num_tails).sharded, most.windows)
+
+
+def num_fed(max_tokens: int) -> int:
+    """How many tokens of an answer the model reads: the last one is sampled, and takes neither position nor slot."""
+    return max(0, max_tokens - 1)
 
 
 def _most(field: str, num_tokens: int) -> str:
@@ -151,5 +155,6 @@ def _sum(reading: Reading, field: str, max_tokens: int, num_tails: int) -> str:
     held, read = reading.path.end, len(reading.token_ids)
     each = f"{num_tails} times " if num_tails > 1 else ""
     more = f" and {each}{max_tokens:,} to generate" if max_tokens else ""
-    total = held + read + num_tails * max_tokens
-    return f"{held:,} tokens of context and {read:,} of {own}{more} make {total:,}"
+    total = held + read + num_tails * num_fed(max_tokens)
+    last = ", since the last token generated takes no position" if max_tokens else ""
+    return f"{held:,} tokens of context and {read:,} of {own}{more} make {total:,}{last}"

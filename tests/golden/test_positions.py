@@ -60,20 +60,20 @@ def ids_of(count, seed=7):
     return tuple(torch.randint(3, 512, (count,), generator=torch.Generator().manual_seed(seed)).tolist())
 
 
-def generate(folder, prompt, longest=None):
+def generate(folder, prompt, longest=None, num_tokens=NEW_TOKENS):
     """What transformers says, after it has seen the position `longest`, if given: dynamic keeps that scaling."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     if longest:
         model(torch.tensor([[3]]), position_ids=torch.tensor([[longest - 1]]))
-    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": NEW_TOKENS}
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": num_tokens}
     found = tuple(model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist())
-    assert len(set(found)) >= NEW_TOKENS // 2, "the fixture repeats itself"
+    assert len(set(found)) >= num_tokens // 2, "the fixture repeats itself"
     return found
 
 
-async def ask(engine, prompt, context=None):
+async def ask(engine, prompt, context=None, num_tokens=NEW_TOKENS):
     """The answer, and how many tokens of the prompt were held."""
-    sampling = Sampling(max_tokens=NEW_TOKENS, ignore_end_token=True)
+    sampling = Sampling(max_tokens=num_tokens, ignore_end_token=True)
     stream = engine.submit(Prompt(context=context, token_ids=prompt, sampling=sampling))
     found, cached = (), 0
     async for event in stream:
@@ -103,7 +103,7 @@ async def ingest(engine, context, token_ids, **options):
 )
 async def test_scaled_positions_answer_like_generate(scaled, kind, length, world_size):
     prompt = ids_of(length)
-    total = length + NEW_TOKENS
+    total = length + NEW_TOKENS - 1
     expected = generate(scaled(kind), prompt, total if kind == "dynamic" and total > ORIGINAL else None)
     config = config_for(scaled(kind), world_size=world_size, chunk_size=500, allow_long=True)
     async with running(config) as engine:
@@ -124,7 +124,7 @@ async def test_scaled_positions_answer_like_generate(scaled, kind, length, world
 async def test_contexts_of_both_scalings_answer_in_one_batch_like_generate(scaled, kind):
     """The same tokens below and beyond the original length: transformers would rotate all by the longest."""
     near, far = ids_of(300), ids_of(300) + ids_of(900, seed=8)
-    total = len(far) + NEW_TOKENS
+    total = len(far) + NEW_TOKENS - 1
     wanted = [generate(scaled(kind), near), generate(scaled(kind), far, total if kind == "dynamic" else None)]
     async with running(config_for(scaled(kind), world_size=2, chunk_size=500, allow_long=True)) as engine:
         for _ in range(2):
@@ -144,8 +144,8 @@ async def test_a_context_keeps_its_rope_and_ends_at_its_capacity(scaled):
         assert (short.rope, short.precision) == ("longrope", "float32")
         with pytest.raises(InvalidArgument, match="make 1,000; the context was created for 512 positions"):
             engine.ingest(Document(context="short", token_ids=prompt[400:1000], append=True))
-        with pytest.raises(InvalidArgument, match="make 513; the context was created for 512 positions"):
-            await ask(engine, prompt[400 : 513 - NEW_TOKENS], "short")
+        with pytest.raises(InvalidArgument, match="make 513, .*; the context was created for 512 positions"):
+            await ask(engine, prompt[400 : 514 - NEW_TOKENS], "short")
         asked = [(await ask(engine, prompt[400:450], name))[0] for name in ("short", "long")]
         assert asked[0] == generate(scaled("longrope"), prompt[:450]) != asked[1], "the scaling changes the text"
         await ingest(engine, "long", prompt[400:-20], append=True)
@@ -156,11 +156,24 @@ async def test_a_context_keeps_its_rope_and_ends_at_its_capacity(scaled):
 async def test_beyond_the_trained_length_needs_permission(scaled):
     prompt = ids_of(600)
     async with running(config_for(scaled("dynamic"))) as engine:
-        with pytest.raises(InvalidArgument, match=f"make 601; the model's limit is {ORIGINAL} .*--allow-long"):
+        with pytest.raises(
+            InvalidArgument, match=f"600 of input make 600; the model's limit is {ORIGINAL} .*--allow-long"
+        ):
             await ask(engine, prompt)
         with pytest.raises(InvalidArgument, match=f"make 600; the model's limit is {ORIGINAL} .*--allow-long"):
             engine.ingest(Document(context="book", token_ids=prompt))
         assert engine.max_positions == ORIGINAL
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+async def test_a_prompt_may_be_as_long_as_the_model(scaled, kind):
+    """And is rotated as it is: the token that follows it has no position yet."""
+    prompt = ids_of(ORIGINAL)
+    async with running(config_for(scaled(kind), chunk_size=500)) as engine:
+        for given in (prompt, prompt[:-1]):
+            num_tokens = ORIGINAL + 1 - len(given)
+            wanted = generate(scaled(kind), given, num_tokens=num_tokens)
+            assert (await ask(engine, given, num_tokens=num_tokens))[0] == wanted
 
 
 async def test_float64_is_for_what_is_declared_long(scaled):

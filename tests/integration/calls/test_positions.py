@@ -70,11 +70,13 @@ async def generate(client: AsyncClient, num_tokens: int, max_tokens: int) -> Sta
 
 async def test_beyond_the_trained_length_is_refused_with_both_numbers(tmp_path: Path) -> None:
     async with serving(tmp_path) as service, grpc.aio.insecure_channel(service.address) as channel:
-        request = service_pb.GenerateRequest(token_ids={"ids": [1] * 150}, sampling={"max_token_count": 51})
+        request = service_pb.GenerateRequest(token_ids={"ids": [1] * 150}, sampling={"max_token_count": 52})
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             _ = [event async for event in GenerationServiceStub(channel).Generate(request)]
         assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-        assert "make 201; the model's limit is 200 positions" in (caught.value.details() or "")
+        assert "make 201, since the last token generated takes no position; the model's limit is 200 positions" in (
+            caught.value.details() or ""
+        )
         assert "--allow-long" in (caught.value.details() or "")
         with pytest.raises(InvalidArgument, match="at most .* 200 tokens of the model's context, .*--allow-long"):
             await service.client.ingest("book", "x" * 10_000)
@@ -82,12 +84,12 @@ async def test_beyond_the_trained_length_is_refused_with_both_numbers(tmp_path: 
             await service.client.ingest("book", "x", capacity=201)
         assert refused.value.field == "config.capacity_token_count"
         assert await service.client.list_contexts() == []
-        assert not (await generate(service.client, 150, 50)).is_beyond_trained
+        assert not (await generate(service.client, 150, 51)).is_beyond_trained
 
 
 async def test_with_permission_it_is_done_and_said(tmp_path: Path) -> None:
     async with serving(tmp_path, allow_long=True) as service:
-        assert (await generate(service.client, 150, 51)).is_beyond_trained
+        assert (await generate(service.client, 150, 52)).is_beyond_trained
         context = await service.client.ingest("book", (1,) * 201)
         assert context.positions.is_beyond_trained
         model = (await service.client.cluster()).model

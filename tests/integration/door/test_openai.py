@@ -212,8 +212,8 @@ async def test_of_tokens_that_look_alike_all_are_told(service: Served, url: str)
 
 async def test_a_logprob_of_minus_infinity_is_a_number(service: Served, url: str) -> None:
     """JSON has no infinities, and OpenAI's type has no null."""
-    (token,) = ids("b")
-    tops = (TokenLogprob(*ids("a"), 0.0), TokenLogprob(token, -math.inf))
+    other, token = ids("ab")
+    tops = (TokenLogprob(other, 0.0), TokenLogprob(token, -math.inf))
     told = Tokens(0, (Token(token, Logprobs(-math.inf, tops)),))
     service.engine.answer, service.engine.script = (), (told, Ended("length", 3, 0, 1, 0.5, 1.5, 2.25))
     async with asking(url) as client:

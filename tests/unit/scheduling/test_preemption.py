@@ -17,15 +17,16 @@ from tests.support.scheduling import Bench
     ("count", "max_tokens", "context", "field", "words"),
     [
         (0, 1, None, "input", "no tokens"),
-        (201, 1, None, "input", "0 tokens of context and 201 of input and 1 to generate make 202.*limit is 200"),
+        (201, 1, None, "input", "0 tokens of context and 201 of input make 201; .*limit is 200"),
+        (200, 2, None, "sampling.max_token_count", "200 of input and 2 to generate make 201, .* at most 1 can"),
         (
             150,
             60,
             None,
             "sampling.max_token_count",
-            "150 of input and 60 to generate make 210.*limit is 200 .*at most 50 can",
+            "150 of input and 60 to generate make 209, .*limit is 200 .*at most 51 can",
         ),
-        (150, 1, "doc", "input", "60 tokens of context and 150 of input and 1 to generate make 211"),
+        (150, 1, "doc", "input", "60 tokens of context and 150 of input make 210"),
         (4, 0, None, "sampling.max_token_count", "between 1 and"),
     ],
 )
@@ -36,6 +37,16 @@ def test_limits_of_the_model(count: int, max_tokens: int, context: str | None, f
     with pytest.raises(InvalidArgument, match=words) as caught:
         bench.ask(count, max_tokens, context)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(("count", "max_tokens", "context"), [(200, 1, None), (150, 51, None), (140, 1, "doc")])
+def test_the_last_token_of_an_answer_takes_no_position(count: int, max_tokens: int, context: str | None) -> None:
+    bench = Bench(max_positions=200)
+    bench.ingest("doc", 60)
+    bench.run()
+    job = bench.ask(count, max_tokens, context)
+    bench.run()
+    assert len(bench.tokens(job)) == max_tokens
 
 
 @pytest.mark.parametrize(
