@@ -19,6 +19,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     vocabulary_size: int
     max_positions: int
     end_tokens: frozenset[int]
+    """Those of generation_config.json, or of config.json where that names none; the tokenizer may have another one."""
     chat_template: str | None
     document_separator: str | None
     """Text between document and question, control tokens recognised."""

@@ -90,7 +90,14 @@ class Tokenizer:
 
     @property
     def end_tokens(self) -> frozenset[int]:
-        return self.checkpoint.end_tokens
+        """Ids that end an answer: those of generation_config.json, else config.json, and the tokenizer's own end token.
+
+        The last one is as in vLLM, not as in transformers' `generate`, which runs on where generation_config.json names
+        only others, as that of a base model does under the tokenizer of its chat model.
+        """
+        name = self.checkpoint.special_tokens.get("eos_token")
+        own = None if name is None else self._control.token_to_id(name)
+        return self.checkpoint.end_tokens if own is None else self.checkpoint.end_tokens | {own}
 
     def document_encoder(self, is_first: bool, opening: Opening | None = None) -> Encoder:
         """Makes the ids of a document; those that start a context carry an opening before them, the template's unless

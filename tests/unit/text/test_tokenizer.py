@@ -99,6 +99,23 @@ def test_end_tokens_are_one_or_several(folder: Path, value: int | list[int]) -> 
     assert load(folder).end_tokens == frozenset([value] if isinstance(value, int) else value)
 
 
+@pytest.mark.parametrize("eos_token", [END, {"content": END, "special": True}])
+@pytest.mark.parametrize("others", [5, [5, 6], None])
+def test_the_tokenizers_end_token_is_one_beside_those_of_the_config(
+    folder: Path, eos_token: str | dict[str, Any], others: int | list[int] | None
+) -> None:
+    edit(folder, "tokenizer_config.json", eos_token=eos_token)
+    edit(folder, "generation_config.json", eos_token_id=others)
+    named = others if isinstance(others, list) else [] if others is None else [others]
+    assert load(folder).end_tokens == {FAST.token_to_id(END), *named}
+
+
+def test_an_end_token_that_the_vocabulary_lacks_is_none(folder: Path) -> None:
+    edit(folder, "tokenizer_config.json", eos_token="<|nowhere|>")
+    edit(folder, "generation_config.json", eos_token_id=5)
+    assert load(folder).end_tokens == {5}
+
+
 def test_a_template_file_comes_before_the_config_and_several_have_a_default(folder: Path) -> None:
     several = [{"name": "tools", "template": "no"}, {"name": "default", "template": TEMPLATE}]
     edit(folder, "tokenizer_config.json", chat_template=several)
