@@ -31,6 +31,7 @@ from coordinator.telemetry.counts import Counts
 from coordinator.telemetry.observers import Observers
 from coordinator.telemetry.sources import Sources
 from coordinator.telemetry.watching import Watching
+from coordinator.text.checkpoint import read_sampling
 from coordinator.text.renderer import Renderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.channel.epochs import Ready
@@ -41,6 +42,7 @@ from longleaf.config import (
 from longleaf.errors import StartError, Unavailable
 from longleaf.machine import allow_files
 from longleaf.messages import Cluster, Draining, ModelInfo
+from longleaf.sampling import GREEDY
 from longleaf.units import human_seconds
 
 SWITCH_SECONDS = 0.0005
@@ -85,6 +87,7 @@ class Service:
         self._durability: Durability | None = None
         self._end = End()
         is_open = config.security.credentials is None and config.security.tls_client_ca is None
+        self._sampling_defaults = GREEDY
         self._watching = Watching(config.telemetry, config.shown_name, config.launcher, is_open)
         self._observers = Observers()
         self._door: DoorProcess | None = None
@@ -121,6 +124,8 @@ class Service:
         told = await self._start_health(self._server)
         told += await self._watching.tell(self._sources(authenticator, certificates))
         tokenizer = await self._load_tokenizer(config)
+        if self._config.sampling_defaults == "model":
+            self._sampling_defaults = read_sampling(tokenizer.checkpoint.folder)
         self._durability = await self._open_durability(config)
         if self._durability is not None:
             config = replace(config, snapshot_url=self._durability.snapshot_url)
@@ -189,7 +194,15 @@ class Service:
             uploads.begin()
         share = 1.0 if self._config.security.credentials is None else TENANT_SHARE
         return UseCases(
-            engine, tokenizer, describe, journal, uploads, engine.house, observers=self._observers, tenant_share=share
+            engine,
+            tokenizer,
+            describe,
+            journal,
+            uploads,
+            engine.house,
+            observers=self._observers,
+            tenant_share=share,
+            sampling_defaults=self._sampling_defaults,
         )
 
     async def _open_durability(self, config: EngineConfig) -> Durability | None:

@@ -5,7 +5,16 @@ from pathlib import Path
 
 import msgspec
 
-from longleaf.config import DRAIN_SECONDS, LOOPBACK, DataConfig, EngineConfig, Launcher, check_model_name, check_waits
+from longleaf.config import (
+    DRAIN_SECONDS,
+    LOOPBACK,
+    DataConfig,
+    EngineConfig,
+    Launcher,
+    SamplingDefaults,
+    check_model_name,
+    check_waits,
+)
 from longleaf.errors import InvalidArgument
 from longleaf.operations import HttpConfig, SecurityConfig, TelemetryConfig
 
@@ -20,6 +29,8 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
     launcher: Launcher = "ray"
     model_name: str | None = None
     """What clients see of the model; None: the name of its folder."""
+    sampling_defaults: SamplingDefaults = "greedy"
+    """Sampling parameters of requests that leave them out."""
     ray_address: str | None = None
     """A Ray cluster to join; None starts one."""
     wait_for_ranks: float = 0.0

@@ -25,6 +25,8 @@ GraphsChoice = Literal["auto", "off"]
 SnapshotsChoice = Literal["seal", "demand", "off"]
 """When keys and values go to storage: once a document has been read, when somebody asks for it, or never."""
 WindowKeys = Literal["sharded", "replicated"]
+SamplingDefaults = Literal["greedy", "model"]
+"""Sampling parameters of requests that leave them out: greedy decoding, or those of generation_config.json."""
 
 DEFAULT_PORT = 50051
 DRAIN_SECONDS = 2.0

@@ -13,7 +13,15 @@ from pathlib import Path
 from time import monotonic
 from typing import IO, Self
 
-from longleaf.config import DRAIN_SECONDS, DataConfig, EngineConfig, Launcher, check_model_name, check_waits
+from longleaf.config import (
+    DRAIN_SECONDS,
+    DataConfig,
+    EngineConfig,
+    Launcher,
+    SamplingDefaults,
+    check_model_name,
+    check_waits,
+)
 from longleaf.errors import InvalidArgument, LongleafError, StartError, Unavailable
 from longleaf.operations import HttpConfig, SecurityConfig, TelemetryConfig
 from longleaf.units import human_seconds
@@ -40,6 +48,7 @@ def coordinator_command(
     launcher: Launcher,
     ray_address: str | None = None,
     model_name: str | None = None,
+    sampling_defaults: SamplingDefaults = "greedy",
     wait_for_ranks: float = 0.0,
     drain_seconds: float = DRAIN_SECONDS,
     data: DataConfig = NOTHING_KEPT,
@@ -67,6 +76,7 @@ def coordinator_command(
         raise InvalidArgument("port", f"{port} is not between 0 and 65535")
     options: dict[str, object] = {"host": host, "port": port, "launcher": launcher}
     options |= {"ray-address": ray_address, "model-name": model_name, "as-json": as_json or None}
+    options |= {"sampling-defaults": sampling_defaults}
     options |= {"wait-for-ranks": wait_for_ranks, "drain-seconds": drain_seconds}
     for struct in (data, security, telemetry, door, config):
         options |= {name.replace("_", "-"): getattr(struct, name) for name in struct.__struct_fields__}

@@ -93,6 +93,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return msgspec.structs.replace(self, seed=(self.seed + sample) % 2**64) if sample else self
 
 
+GREEDY = Sampling()
+
+
 class TokenLogprob(msgspec.Struct, frozen=True, omit_defaults=True):
     """A token and the natural logarithm of its probability."""
 

@@ -23,6 +23,7 @@ from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.errors import FailedPrecondition
 from longleaf.messages import Cluster, Context, ContextSettings, Reread
+from longleaf.sampling import GREEDY, Sampling
 
 
 class ContextStore(Protocol):
@@ -90,7 +91,10 @@ class UseCases:
         house: House | None = None,
         observers: Observers = NOBODY,
         tenant_share: float = 1.0,
+        sampling_defaults: Sampling = GREEDY,
     ) -> None:
+        self.sampling_defaults = sampling_defaults
+        """For sampling parameters that requests leave out."""
         self._ledger = ledger = Ledger(engine.usage, num_uploads=self._num_uploads)
         observers = Observers((observers, ledger))
         self.threads = TextThreads()

@@ -90,7 +90,8 @@ class GenerationServicer(GenerationServiceServicer):
     ) -> AsyncGenerator[service_pb.GenerateResponse, None]:
         use_cases = self._lobby.use_cases
         num_ids = len(request.token_ids.ids)
-        decoded = await _decoded(use_cases.threads, num_ids, codec.decode_generate, request, self._seed())
+        defaults = use_cases.sampling_defaults
+        decoded = await _decoded(use_cases.threads, num_ids, codec.decode_generate, request, self._seed(), defaults)
         if isinstance(decoded, Generate):
             decoded = tenancy.scope_generate(decoded, caller(context))
         else:

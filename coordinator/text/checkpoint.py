@@ -6,7 +6,8 @@ from typing import Any, cast
 
 import msgspec
 
-from longleaf.errors import ModelRefused
+from longleaf.errors import InvalidArgument, ModelRefused
+from longleaf.sampling import Sampling
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -47,6 +48,41 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
             document_separator=settings.get("document_separator"),
             special_tokens=_special_tokens(folder, settings),
         )
+
+
+class _Recommended(msgspec.Struct, frozen=True):
+    """Fields of generation_config.json. The others of that file say nothing of how one token is chosen."""
+
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+def read_sampling(folder: Path) -> Sampling:
+    """Sampling parameters that generation_config.json names; parameters that it leaves out keep their defaults here.
+
+    As in transformers, nothing is drawn unless `do_sample` is true, and then at temperature 1 if none is named; but no
+    top-k of 50 is assumed. Raises ModelRefused for a file that cannot be read, or has values out of range.
+    """
+    path = folder / "generation_config.json"
+    try:
+        found = msgspec.convert(_read_json(path), _Recommended)
+        given = {name: value for name, value in msgspec.structs.asdict(found).items() if value is not None}
+        if not given.pop("do_sample", False):
+            given = {name: value for name, value in given.items() if name == "repetition_penalty"}
+        elif "temperature" not in given:
+            given["temperature"] = 1.0
+        sampling = Sampling(**given)
+        sampling.check()
+    except msgspec.ValidationError as error:
+        told, _, field = str(error).rpartition(" - at ")
+        raise ModelRefused(f"{path}: {field.strip('`').removeprefix('$.')}: {told}") from error
+    except InvalidArgument as error:
+        raise ModelRefused(f"{path}: {str(error).removeprefix('sampling.')}") from error
+    return sampling
 
 
 def _as_dict(value: object) -> dict[str, Any]:

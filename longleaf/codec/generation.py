@@ -47,7 +47,7 @@ from longleaf.messages import (
     TokenRange,
     Usage,
 )
-from longleaf.sampling import Logprobs, TokenLogprob
+from longleaf.sampling import GREEDY, Logprobs, Sampling, TokenLogprob
 from longleaf.v1 import generation_pb2 as generation_pb
 from longleaf.v1 import generation_service_pb2 as service_pb
 
@@ -122,8 +122,11 @@ def decode_cancel(message: service_pb.CancelGenerationRequest) -> str:
     return _request_id(message.request_id)
 
 
-def decode_generate(message: service_pb.GenerateRequest, random_seed: int) -> Generate | Resume:
-    """Raises InvalidArgument naming the field."""
+def decode_generate(
+    message: service_pb.GenerateRequest, random_seed: int, defaults: Sampling = GREEDY
+) -> Generate | Resume:
+    """`random_seed` and `defaults` are for sampling parameters that the caller left out. Raises InvalidArgument naming
+    the field."""
     if message.HasField("resume_token_index"):
         index = within("resume_token_index", message.resume_token_index, 0, 2**63 - 1)
         return Resume(_request_id(message.request_id), index)
@@ -137,7 +140,7 @@ def decode_generate(message: service_pb.GenerateRequest, random_seed: int) -> Ge
         input=_decode_input(message),
         context=context_id(message.context, "context") if message.context else None,
         use_chat_template=message.use_chat_template if message.HasField("use_chat_template") else None,
-        sampling=decode_sampling(message.sampling, random_seed),
+        sampling=decode_sampling(message.sampling, random_seed, defaults),
         with_token_bytes=message.return_token_bytes,
         until_full=message.until_full,
         num_samples=_sample_count(message),

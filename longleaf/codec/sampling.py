@@ -3,10 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
+from msgspec.structs import replace
+
 from longleaf.codec.names import BytesLike, encodable
 from longleaf.errors import InvalidArgument
 from longleaf.messages import SamplingOptions
-from longleaf.sampling import MAX_BIASES, MAX_STOP_TOKENS, MAX_STOPS, Sampling
+from longleaf.sampling import GREEDY, MAX_BIASES, MAX_STOP_TOKENS, MAX_STOPS, Sampling
 from longleaf.v1 import generation_pb2 as generation_pb
 
 _WIRE_NAMES = {"max_tokens": "max_token_count", "stop_tokens": "stop_token_ids", "num_logprobs": "logprob_count"}
@@ -62,13 +64,15 @@ def _check_counts(message: generation_pb.SamplingParams) -> None:
             raise InvalidArgument(f"sampling.{field}", f"must be at most {limit} {kind}")
 
 
-def decode_sampling(message: generation_pb.SamplingParams, random_seed: int) -> Sampling:
-    """Sampling with its defaults filled in, and `random_seed` when the caller gave none. Raises InvalidArgument."""
+def decode_sampling(message: generation_pb.SamplingParams, random_seed: int, defaults: Sampling = GREEDY) -> Sampling:
+    """Sampling with `defaults` for parameters that the caller left out, and `random_seed` for a seed. Raises
+    InvalidArgument."""
     _check_counts(message)
     names = (name for name in Sampling.__struct_fields__ if name not in ("seed", *_COLLECTIONS))
     given = {name: _WIRE_NAMES.get(name, name) for name in names}
     values = {name: getattr(message, wire) for name, wire in given.items() if message.HasField(wire)}
-    sampling = Sampling(
+    sampling = replace(
+        defaults,
         **values,
         seed=message.seed if message.HasField("seed") else random_seed,
         stop=tuple(message.stop),

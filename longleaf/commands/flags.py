@@ -21,11 +21,23 @@ class Flags:
     """Values of the flags, as they were typed."""
 
     max_tokens: Annotated[int, option(ANSWER, "Most tokens to generate.")] = 128
-    temperature: Annotated[float, option(CHOICE, "0 is greedy; higher is livelier.")] = 0.0
-    top_k: Annotated[int, option(CHOICE, "Keep the k most likely tokens; 0 keeps all.")] = 0
-    top_p: Annotated[float, option(CHOICE, "Keep the likeliest tokens up to this share of probability.")] = 1.0
-    min_p: Annotated[float, option(CHOICE, "Drop tokens less likely than this share of the likeliest one.")] = 0.0
-    repetition_penalty: Annotated[float, option(CHOICE, "Above 1 avoids all tokens seen so far.")] = 1.0
+    temperature: Annotated[
+        float | None, option(CHOICE, "0 is greedy; higher is livelier.", default="the service's, 0")
+    ] = None
+    top_k: Annotated[
+        int | None, option(CHOICE, "Keep the k most likely tokens; 0 keeps all.", default="the service's, 0")
+    ] = None
+    top_p: Annotated[
+        float | None,
+        option(CHOICE, "Keep the likeliest tokens up to this share of probability.", default="the service's, 1"),
+    ] = None
+    min_p: Annotated[
+        float | None,
+        option(CHOICE, "Drop tokens less likely than this share of the likeliest one.", default="the service's, 0"),
+    ] = None
+    repetition_penalty: Annotated[
+        float | None, option(CHOICE, "Above 1 avoids all tokens seen so far.", default="the service's, 1")
+    ] = None
     presence_penalty: Annotated[float, option(CHOICE, "Above 0 avoids tokens that the answer has already.")] = 0.0
     frequency_penalty: Annotated[float, option(CHOICE, "As before, for each time that it has them.")] = 0.0
     logit_bias: Annotated[

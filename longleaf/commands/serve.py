@@ -25,6 +25,7 @@ from longleaf.config import (
     MergeChoice,
     PartialDtype,
     PrefillName,
+    SamplingDefaults,
     SnapshotsChoice,
     WindowKeys,
     embedded_model,
@@ -57,6 +58,14 @@ class ServeFlags:
         str | None,
         option(SERVICE, "What clients see of the model, whatever its folder is called.", default="its folder's"),
     ] = None
+    sampling_defaults: Annotated[
+        SamplingDefaults,
+        option(
+            SERVICE,
+            "Sampling parameters of requests that leave them out: greedy decoding, or those of the model's "
+            "generation_config.json.",
+        ),
+    ] = "greedy"
     http: Annotated[
         int | None,
         option(HTTP, "Port of a door for HTTP beside the service: OpenAI's dialect, and a page.", default="no door"),
@@ -321,6 +330,7 @@ def serve(flags: ServeFlags, as_json: AsJson = False) -> None:
         launcher=flags.launcher,
         ray_address=flags.ray_address,
         model_name=flags.model_name,
+        sampling_defaults=flags.sampling_defaults,
         wait_for_ranks=flags.wait_for_ranks,
         drain_seconds=flags.drain_seconds,
         data=flags.data(),

@@ -15,7 +15,8 @@ FinishReason = Literal["unspecified", "end_token", "stop", "length", "stop_token
 
 
 class SamplingOptions(TypedDict, total=False):
-    """Sampling as a caller gives it: what is left out is chosen by the service (greedy, 128 tokens, a random seed)."""
+    """Sampling as a caller gives it. The service fills in what is left out: 128 tokens, a random seed, and greedy
+    decoding or, with `--sampling-defaults model`, what generation_config.json recommends."""
 
     max_tokens: int | None
     temperature: float | None

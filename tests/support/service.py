@@ -47,7 +47,7 @@ from longleaf.messages import (
     Reread,
     Worker,
 )
-from longleaf.sampling import Token
+from longleaf.sampling import GREEDY, Sampling, Token
 from longleaf.tenants import DEFAULT_TENANT, tenant_of
 
 END = "<|end|>"
@@ -346,12 +346,19 @@ class FakeEngine:
 
 @asynccontextmanager
 async def serving(
-    engine: FakeEngine, folder: Path, host: str = "127.0.0.1", house: House | None = None, **options: Any
+    engine: FakeEngine,
+    folder: Path,
+    host: str = "127.0.0.1",
+    house: House | None = None,
+    sampling_defaults: Sampling = GREEDY,
+    **options: Any,
 ) -> AsyncGenerator[tuple[Server, str], None]:
     """The service on a port of its own; gives the server and its address. `options` are the server's; its
     observers are told of generations, too."""
     tokenizer, observers = Tokenizer.load(write_model(folder), DirectRenderer()), options.get("observers", NOBODY)
-    use_cases = UseCases(engine, tokenizer, engine.describe, house=house, observers=observers)
+    use_cases = UseCases(
+        engine, tokenizer, engine.describe, house=house, observers=observers, sampling_defaults=sampling_defaults
+    )
     server = Server(use_cases, **options)
     port = await server.start(host, 0)
     try:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -14,8 +15,9 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from coordinator.events import Ended, Tokens
 from longleaf.errors import AlreadyExists, FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable
-from longleaf.sampling import Logprobs, Token, TokenLogprob
-from tests.support.service import BYTES, END, Served, ids, tokens
+from longleaf.sampling import Logprobs, Sampling, Token, TokenLogprob
+from tests.support.doors import opened
+from tests.support.service import BYTES, END, FakeEngine, Served, ids, serving, tokens
 
 QUESTION: Any = [{"role": "user", "content": "Who?"}]
 
@@ -131,6 +133,22 @@ async def test_numbers_are_taken_as_openai_takes_them(
         answer = await client.post("/chat/completions", json=body)
     assert answer.status_code == 200, answer.text
     assert getattr(service.engine.prompts[-1].sampling, field) == value
+
+
+async def test_what_is_left_out_has_the_services_default(tmp_path: Path) -> None:
+    defaults = Sampling(temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.25)
+    engine = FakeEngine()
+    engine.answer = (ids("So"),)
+    async with (
+        serving(engine, tmp_path / "model", sampling_defaults=defaults) as (_, address),
+        opened(address) as url,
+        asking(url) as client,
+    ):
+        await client.chat.completions.create(model="fake", messages=QUESTION)
+        await client.chat.completions.create(model="fake", messages=QUESTION, temperature=0)
+    first, second = (prompt.sampling for prompt in engine.prompts)
+    assert (first.temperature, first.top_p, first.top_k, first.repetition_penalty) == (0.6, 0.95, 20, 1.25)
+    assert second.is_greedy and second.repetition_penalty == 1.25
 
 
 @pytest.mark.parametrize("path", ["/chat/completions", "/completions"])

@@ -372,6 +372,7 @@ def test_serve_becomes_the_coordinator_with_the_same_options(tmp_path: Path, mon
                 *"--world-size 3 --threads 2 --merge paper --prefill keys --allow-long".split(),
                 *"--window-keys replicated --window-bytes 4096".split(),
                 *("--model-name", "acme/small 1"),
+                *"--sampling-defaults model".split(),
                 *"--device cpu --kernels torch --start-timeout 20".split(),
                 *"--max-sequences 3 --max-waiting 5 --unread-timeout 7 --max-draft-tokens 5".split(),
             ]
@@ -381,6 +382,7 @@ def test_serve_becomes_the_coordinator_with_the_same_options(tmp_path: Path, mon
     wanted = {f"--model={tmp_path}", "--world-size=3", "--threads-per-rank=2", "--merge=paper", "--port=50051"}
     wanted |= {
         "--model-name=acme/small 1",
+        "--sampling-defaults=model",
         "--prefill=keys",
         "--allow-long=True",
         "--window-keys=replicated",
@@ -398,12 +400,20 @@ def test_the_coordinator_knows_every_option(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
     config = EngineConfig(model=str(tmp_path), world_size=2, kv_bytes=1 << 20, dtype="float32", chunk_size=64)
     command = coordinator_command(
-        config, host="::1", port=5, launcher="ray", ray_address="auto", model_name="null", as_json=True
+        config,
+        host="::1",
+        port=5,
+        launcher="ray",
+        ray_address="auto",
+        model_name="null",
+        sampling_defaults="model",
+        as_json=True,
     )
     parsed = parse(command[4:])
     assert parsed.engine == config
     assert (parsed.host, parsed.port, parsed.launcher, parsed.ray_address) == ("::1", 5, "ray", "auto")
-    assert (parsed.as_json, parsed.model_name) == (True, "null")
+    assert (parsed.as_json, parsed.model_name, parsed.sampling_defaults) == (True, "null", "model")
+    assert parse([f"--model={tmp_path}"]).sampling_defaults == "greedy"
 
 
 NOWHERE = ("--ray-address", "127.0.0.1:1")

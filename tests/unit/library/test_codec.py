@@ -461,6 +461,16 @@ def test_zero_is_a_value_and_absence_a_default() -> None:
         codec.decode_sampling(codec.encode_sampling({"max_tokens": 0}), 42)
 
 
+def test_what_is_absent_has_the_services_default() -> None:
+    defaults = Sampling(temperature=0.6, top_k=20, repetition_penalty=1.1)
+    assert codec.decode_sampling(generation_pb.SamplingParams(), 42, defaults) == msgspec.structs.replace(
+        defaults, seed=42
+    )
+    given = codec.encode_sampling({"temperature": 0.0, "top_k": 0, "seed": 1, "stop": ["x"]})
+    wanted = Sampling(repetition_penalty=1.1, seed=1, stop=("x",))
+    assert codec.decode_sampling(given, 42, defaults) == wanted
+
+
 def test_negative_ids_name_their_place() -> None:
     message = ingest_pb.IngestContextRequest(token_ids={"ids": [1, 2, -3]})
     with pytest.raises(InvalidArgument, match="-3 is negative") as caught:
