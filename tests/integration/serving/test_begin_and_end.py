@@ -25,7 +25,7 @@ from coordinator.settings import ServiceConfig
 from longleaf.channel.rank_spec import RankSpec
 from longleaf.client import AsyncClient, Retry
 from longleaf.config import EngineConfig
-from longleaf.errors import PermissionDenied, Unavailable, WorkerLost
+from longleaf.errors import ModelRefused, PermissionDenied, Unavailable, WorkerLost
 from longleaf.messages import Delta, Draining, Finished
 from tests.support.network.deaf import Deaf
 from tests.support.service import write_model
@@ -41,6 +41,15 @@ def config_of(folder: Path, **settings: float) -> ServiceConfig:
         port = taken.getsockname()[1]
     engine = EngineConfig(model=str(write_model(folder)), world_size=2, block_size=16, chunk_size=64)
     return ServiceConfig(engine=engine, port=port, launcher="local", **settings)  # type: ignore[arg-type]
+
+
+async def test_sampling_defaults_of_the_model_are_read_before_its_ranks_start(tmp_path: Path) -> None:
+    config = replace(config_of(tmp_path), sampling_defaults="model")
+    (tmp_path / "generation_config.json").write_text('{"do_sample": true, "top_p": 2}')
+    service = Service(config, FakeFleet(0))
+    with pytest.raises(ModelRefused, match=r"generation_config.json: top_p: must be between 0 and 1"):
+        await service.start()
+    await service.stop()
 
 
 class Begun:
