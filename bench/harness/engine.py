@@ -43,7 +43,7 @@ class DecodeSteps:
 
 
 class Generations:
-    """Greedy generations on an engine, and how long they take."""
+    """Generations on an engine, and how long greedy ones take."""
 
     def __init__(self, engine: Engine, steps: DecodeSteps) -> None:
         self._engine = engine
@@ -72,6 +72,14 @@ class Generations:
             if isinstance(event, Tokens):
                 times += [time.perf_counter()] * len(event.token_ids)
         return times
+
+    async def answer(self, ids: tuple[int, ...], sampling: Sampling) -> tuple[int, ...]:
+        """The token ids that follow a prompt."""
+        found: list[int] = []
+        async for event in self._engine.submit(Prompt(context=None, token_ids=ids, sampling=sampling)):
+            if isinstance(event, Tokens):
+                found += event.token_ids
+        return tuple(found)
 
     def take_steps(self) -> list[Step]:
         """The decode steps since the last call."""

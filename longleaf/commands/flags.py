@@ -44,7 +44,9 @@ class Flags:
         list[str] | None,
         option(CHOICE, "Make a token more or less likely, as ID=BIAS; may be given several times.", default=False),
     ] = None
-    seed: Annotated[int | None, option(CHOICE, "Same seed, same tokens.", default="random")] = None
+    seed: Annotated[
+        int | None, option(CHOICE, "Same seed, same tokens, up to rounding under load.", default="random")
+    ] = None
     stop: Annotated[
         list[str] | None, option(ANSWER, "Text that ends the answer; may be given several times.", default=False)
     ] = None
