@@ -224,8 +224,9 @@ def prove(module: PreTrainedModel, device: str) -> Model:
 def check_config(config: PreTrainedConfig) -> None:
     """Refuses what the hook cannot see: masks that transformers makes outside of attention."""
     text = config.get_text_config()
-    if getattr(text, "use_bidirectional_attention", False):
-        raise ModelRefused("bidirectional attention is not causal")
+    bidirectional = getattr(text, "use_bidirectional_attention", None) or False
+    if bidirectional not in (False, "vision"):  # "vision": between the tokens of an image, and none is served
+        raise ModelRefused(f"use_bidirectional_attention: {bidirectional} is not causal, only vision is supported")
 
 
 def check_causal(module: nn.Module) -> None:

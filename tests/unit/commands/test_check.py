@@ -106,6 +106,7 @@ def test_the_outline_needs_no_weights_and_little_memory(tmp_path: Path) -> None:
     ("change", "words"),
     [
         ({"use_bidirectional_attention": True}, "not causal"),
+        ({"use_bidirectional_attention": "all"}, "not causal"),
         ({"model_type": "bert"}, "not causal"),
         ({"model_type": "no-such-model"}, "cannot be loaded"),
         ({"model_type": "t5"}, "no causal language model of type t5"),
@@ -121,6 +122,14 @@ def test_what_is_refused_says_why(tmp_path: Path, change: dict[str, object], wor
     assert words in found.reason
     assert found.reason != ""
     assert found.kinds == ()
+
+
+def test_attention_that_is_bidirectional_for_images_alone_is_served(tmp_path: Path) -> None:
+    """As in the larger models of Gemma 4."""
+    folder = make_checkpoint(tmp_path, "llama", num_layers=1)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"use_bidirectional_attention": "vision"}))
+    assert check(config(folder), has_weights=False).reason == ""
 
 
 def test_missing_weights_are_found_by_loading(tmp_path: Path) -> None:
