@@ -63,10 +63,12 @@ class LongRotary(nn.Module):
     def __init__(self, own: Any, ropes: Ropes) -> None:
         super().__init__()
         self._ropes = ropes
-        self._config = own.config
+        self.config = own.config
+        """As `layer_types`, an attribute that models read: Granite 4.2 with windows, and LFM3."""
         kinds: dict[str | None, str] = own.rope_type if isinstance(own.rope_type, dict) else {None: own.rope_type}
         self.kinds = kinds
         """The kind of rope by type of layer; None where all layers have the same."""
+        self.layer_types = list(getattr(own, "layer_types", ()))
         default: Callable[..., Tables] = own.compute_default_rope_parameters
         self._make = {layer: ROPE_INIT_FUNCTIONS.get(kind, default) for layer, kind in kinds.items()}
         self._own = {layer: _own_tables(own, layer) for layer in kinds}
@@ -76,7 +78,11 @@ class LongRotary(nn.Module):
             self._check(own, layer)
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Tensor | Parts:
-        """Cosines and sines of `position_ids` [1, T], or both as complex numbers, laid out as the model's own."""
+        """Cosines and sines of `position_ids` [1, T], or both as complex numbers, laid out as the model's own.
+
+        Models that see images have [A, 1, T], time and place in an image; for text all A are the same.
+        """
+        position_ids = position_ids.reshape(-1, *position_ids.shape[-2:])[0]
         found: Parts | None = None
         for rope, mask_T in self._ropes.rows.items():
             parts = self._rotate(x, position_ids, layer_type, rope)
@@ -100,7 +106,7 @@ class LongRotary(nn.Module):
             if rope.scaled_for:  # a tensor, as transformers gives it: the same rounding
                 options["seq_len"] = rope.scaled_for if rope.is_double else torch.tensor(rope.scaled_for)
             with _InDouble(rope.is_double):
-                inv_freq, factor = self._make[layer](self._config, **options)
+                inv_freq, factor = self._make[layer](self.config, **options)
         return inv_freq.to(device), factor
 
     def frequencies(self, layer: str | None, scaled_for: int = 0) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
 from longleaf.errors import ModelRefused
 from longleaf.geometry import FLOAT32_POSITIONS, OWN_ROPE, Rope, Rotary
@@ -235,6 +235,37 @@ def test_learned_positions_end_where_the_model_s_do() -> None:
     config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=64, n_positions=128)
     _, facts = replace(AutoModelForCausalLM.from_config(config))
     assert (facts.kind, facts.trained, facts.max_positions) == ("", 128, 128)
+
+
+LAYER_TYPES = ["sliding_attention", "full_attention"]
+
+
+@pytest.mark.parametrize(
+    ("name", "special"),
+    [
+        ("GraniteSWAConfig", {"layer_types": LAYER_TYPES, "sliding_window": 8, "layer_rope_theta": [1e4, 1e6]}),
+        (
+            "GraniteMoeSWAConfig",
+            {"layer_types": LAYER_TYPES, "sliding_window": 8, "layer_rope_theta": [1e4, 0], **EXPERTS},
+        ),
+        ("Lfm3Config", {"layer_types": LAYER_TYPES, "sliding_window": 8}),
+        (
+            "Qwen3VLTextConfig",
+            {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}},
+        ),
+    ],
+)
+def test_models_that_read_their_rotary_modules_compute_the_same_numbers(name: str, special: dict[str, Any]) -> None:
+    """Granite's ask for their configs, LFM3's for its types of layers, Qwen3-VL's gives three positions for each row."""
+    config = getattr(transformers, name)(**{**COMMON, "num_hidden_layers": 2, "pad_token_id": 2, **special})
+    with torch.random.fork_rng(devices=[]):
+        model = AutoModel.from_config(config).eval()
+    ids, positions = torch.arange(3, 23)[None], torch.arange(100, 120)[None]
+    with torch.inference_mode():
+        wanted = model(ids, position_ids=positions).last_hidden_state
+        _, facts = replace(model)
+        found = model(ids, position_ids=positions).last_hidden_state
+    assert (facts.reason, torch.equal(wanted, found)) == ("", True)
 
 
 def test_rows_of_one_rope_need_no_masks() -> None:
