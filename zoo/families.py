@@ -24,6 +24,7 @@ from transformers import (
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
+    Kimi_K25Config,
     Llama4Config,
     Llama4TextConfig,
     LlamaConfig,
@@ -33,6 +34,7 @@ from transformers import (
     Mistral3Config,
     MistralConfig,
     MixtralConfig,
+    MuseGlimmerConfig,
     Olmo2Config,
     Phi3Config,
     PretrainedConfig,
@@ -40,9 +42,11 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    Qwen3VLConfig,
     RecurrentGemmaConfig,
     SmolLM3Config,
     StableLmConfig,
+    Step3p7Config,
 )
 
 Family = Literal[
@@ -53,6 +57,10 @@ Family = Literal[
     "llama4_images",
     "mistral",
     "mistral3",
+    "qwen3_vl",
+    "kimi_k25",
+    "step3p7",
+    "muse_glimmer",
     "ministral",
     "ministral3",
     "mixtral",
@@ -235,13 +243,36 @@ SPECIAL: dict[Family | Refused, tuple[type[PretrainedConfig], dict[str, Any | Ca
     "recurrent_gemma": (RecurrentGemmaConfig, {"lru_width": 64}),
 }
 """The config class of a family, and what makes the family special."""
-SEEING: dict[Family | Refused, tuple[type[PretrainedConfig], Family, dict[str, Any]]] = {
+SEEING: dict[Family | Refused, tuple[type[PretrainedConfig], Family | dict[str, Any], dict[str, Any]]] = {
     "gemma3_images": (Gemma3Config, "gemma3", {"mm_tokens_per_image": 4}),
     "llama4_images": (Llama4Config, "llama4", {}),
     "mistral3": (Mistral3Config, "ministral3", {}),
+    "qwen3_vl": (
+        Qwen3VLConfig,
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}},
+        {"vision_config": {"depth": 1, "num_heads": 1, "deepstack_visual_indexes": [0], "out_hidden_size": 64}},
+    ),
+    "kimi_k25": (Kimi_K25Config, "deepseek_v3", {}),
+    "step3p7": (
+        Step3p7Config,
+        {
+            "layer_types": _alternating,
+            "sliding_window": WINDOW,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "share_expert_dim": 32,
+        },
+        {},
+    ),
+    "muse_glimmer": (
+        MuseGlimmerConfig,
+        {"sliding_window": WINDOW},
+        {"out_hidden_size": 64, "projector_hidden_size": 16},
+    ),
 }
-"""Checkpoints that see images: their config class, the family of their text, and what else they need. Llama 4, Gemma 3
-and Ministral 3 are shipped so."""
+"""Checkpoints that see images: their config class, their text, and the other settings. The text is a family, or the
+settings of a config that belongs to this class."""
 VISION: dict[str, Any] = {
     "hidden_size": 16,
     "num_hidden_layers": 1,
@@ -261,8 +292,12 @@ def config_of(family: Family | Refused, **common: Any) -> PretrainedConfig:
     """The config of a family: `common` is what all have, in the names that transformers gives it."""
     if family in SEEING:
         kind, text, special = SEEING[family]
-        parts = {"text_config": config_of(text, **common).to_dict(), "vision_config": VISION}
-        return kind(**{**parts, "tie_word_embeddings": common["tie_word_embeddings"], **special})
+        own = {**common, **_settings(text, common)} if isinstance(text, dict) else config_of(text, **common).to_dict()
+        parts = {"text_config": own, "tie_word_embeddings": common["tie_word_embeddings"]}
+        return kind(**{**parts, **special, "vision_config": {**VISION, **special.get("vision_config", {})}})
     kind, special = SPECIAL[family]
-    own = {name: value(common) if callable(value) else deepcopy(value) for name, value in special.items()}
-    return kind(**{**common, **own})
+    return kind(**{**common, **_settings(special, common)})
+
+
+def _settings(special: dict[str, Any | Callable[[Common], Any]], common: Common) -> dict[str, Any]:
+    return {name: value(common) if callable(value) else deepcopy(value) for name, value in special.items()}

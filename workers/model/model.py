@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -29,9 +30,6 @@ from workers.model.weights import SAFE_WEIGHTS, check_weights, going_to
 PREFLIGHT_ROWS = 4
 UNTRUSTED: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 """How all of a checkpoint is read: None would ask on standard input whether to run its code."""
-SEEING = ("mistral3",)
-"""Types of models that see images, and that transformers does not count among the causal language models though they
-hold one: their text is served. Named one by one, for others read a prompt in their own way (PaliGemma all at once)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,12 +201,15 @@ def forget_code(part: Any) -> None:
 
 
 def auto_class(config: PreTrainedConfig) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:
-    """What makes the model of a config. Raises ModelRefused where that is no causal language model."""
-    if config.model_type in SEEING:
+    """The auto class that builds the model of a config. Raises ModelRefused where that is no causal language model.
+
+    transformers does not count all models that see images among the causal language models, though they hold one.
+    """
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and not config.is_encoder_decoder:
         return AutoModelForImageTextToText
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelRefused(f"transformers has no causal language model of type {config.model_type}")
-    return AutoModelForCausalLM
+    raise ModelRefused(f"transformers has no causal language model of type {config.model_type}")
 
 
 def prove(module: PreTrainedModel, device: str) -> Model:

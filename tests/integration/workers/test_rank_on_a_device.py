@@ -124,6 +124,7 @@ def test_tied_weights_stay_tied_there(tmp_path):
     assert module.get_input_embeddings().weight is module.get_output_embeddings().weight
 
 
+@pytest.mark.sampled(28)
 @pytest.mark.parametrize("family", zoo.FAMILIES)
 def test_weights_that_were_moved_are_those_of_the_checkpoint(family, tmp_path):
     """To the CPU under another name, so that they have numbers: none is made anew, and what is tied stays tied."""

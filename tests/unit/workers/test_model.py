@@ -5,11 +5,12 @@ import torch
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
+    CLIPConfig,
     LlamaConfig,
     PaliGemmaConfig,
     PreTrainedConfig,
-    Qwen3VLConfig,
     T5Config,
+    UdopConfig,
 )
 
 from coordinator.engine.engine import Engine
@@ -106,7 +107,17 @@ def test_a_loaded_model_knows_how_far_its_layers_see(tmp_path, family, reaches):
     assert [spec.reach for spec in loaded.layers.values()] == reaches
 
 
-@pytest.mark.parametrize(("family", "name"), [("gemma3_images", "Gemma3TextModel"), ("mistral3", "Ministral3Model")])
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("gemma3_images", "Gemma3TextModel"),
+        ("mistral3", "Ministral3Model"),
+        ("qwen3_vl", "Qwen3VLTextModel"),
+        ("kimi_k25", "DeepseekV3Model"),
+        ("step3p7", "Step3p7TextModel"),
+        ("muse_glimmer", "MuseGlimmerTextModel"),
+    ],
+)
 def test_of_a_model_that_sees_images_the_text_is_served(tmp_path, family, name):
     """That it is exact is in the golden tests."""
     loaded = model.load(str(make_checkpoint(tmp_path, family)), "float32", "cpu")
@@ -119,7 +130,7 @@ def test_a_model_that_sees_all_of_a_prompt_at_once_is_refused(tmp_path):
         model.load(str(tmp_path), "float32", "cpu")
 
 
-@pytest.mark.parametrize("kind", [Qwen3VLConfig, T5Config])
+@pytest.mark.parametrize("kind", [CLIPConfig, T5Config, UdopConfig])
 def test_what_transformers_knows_no_causal_language_model_of_is_refused(tmp_path, kind):
     kind().save_pretrained(tmp_path)
     with pytest.raises(ModelRefused, match=f"no causal language model of type {kind.model_type}"):

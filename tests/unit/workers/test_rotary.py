@@ -256,7 +256,7 @@ LAYER_TYPES = ["sliding_attention", "full_attention"]
     ],
 )
 def test_models_that_read_their_rotary_modules_compute_the_same_numbers(name: str, special: dict[str, Any]) -> None:
-    """Granite's ask for their configs, LFM3's for its types of layers, Qwen3-VL's gives three positions for each row."""
+    """Granite reads configs, LFM3 types of layers, and Qwen3-VL passes three positions for each row."""
     config = getattr(transformers, name)(**{**COMMON, "num_hidden_layers": 2, "pad_token_id": 2, **special})
     with torch.random.fork_rng(devices=[]):
         model = AutoModel.from_config(config).eval()
