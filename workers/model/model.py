@@ -30,6 +30,19 @@ from workers.model.weights import SAFE_WEIGHTS, check_weights, going_to
 PREFLIGHT_ROWS = 4
 UNTRUSTED: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 """How all of a checkpoint is read: None would ask on standard input whether to run its code."""
+LAYER_TYPES = {
+    "linear_attention": "a recurrent state",
+    "conv": "a convolution over tokens",
+    "hybrid": "attention and a recurrent state",
+    "hybrid_sliding": "attention and a recurrent state",
+    "indexed_attention": "a learned indexer",
+    "minimax_m3_sparse": "a learned indexer",
+    "compressed_sparse_attention": "compressed keys",
+    "heavily_compressed_attention": "compressed keys",
+    "reference_sliding_attention": "a window over the answer alone",
+}
+"""Types of layers, in the words of transformers, that do not attend to each visible token's own key: what they have
+instead. None of them is supported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,8 +236,12 @@ def prove(module: PreTrainedModel, device: str) -> Model:
 
 
 def check_config(config: PreTrainedConfig) -> None:
-    """Refuses what the hook cannot see: masks that transformers makes outside of attention."""
+    """Refuses what the hook cannot see: masks that transformers makes outside of attention, and other layer types."""
     text = config.get_text_config()
+    found = sorted(LAYER_TYPES.keys() & set(getattr(text, "layer_types", None) or ()))
+    if found:
+        kinds = ", ".join(f"{kind} ({LAYER_TYPES[kind]})" for kind in found)
+        raise ModelRefused(f"layers of type {kinds} are not supported yet")
     bidirectional = getattr(text, "use_bidirectional_attention", None) or False
     if bidirectional not in (False, "vision"):  # "vision": between the tokens of an image, and none is served
         raise ModelRefused(f"use_bidirectional_attention: {bidirectional} is not causal, only vision is supported")

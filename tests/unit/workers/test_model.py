@@ -1,16 +1,27 @@
 """What the worker refuses to load, and what it learns of a model before it serves it."""
 
+import re
+
 import pytest
 import torch
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
     CLIPConfig,
+    DeepseekV4Config,
+    DeepseekV32Config,
+    FalconH1Config,
+    Glm5NextConfig,
+    KimiLinearConfig,
+    Lfm2Config,
     LlamaConfig,
+    MambaConfig,
+    NemotronHConfig,
     PaliGemmaConfig,
     PreTrainedConfig,
     T5Config,
     UdopConfig,
+    ZayaConfig,
 )
 
 from coordinator.engine.engine import Engine
@@ -135,6 +146,30 @@ def test_what_transformers_knows_no_causal_language_model_of_is_refused(tmp_path
     kind().save_pretrained(tmp_path)
     with pytest.raises(ModelRefused, match=f"no causal language model of type {kind.model_type}"):
         model.load(str(tmp_path), "float32", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (DeepseekV32Config(), "layers of type indexed_attention (a learned indexer) are not supported yet"),
+        (DeepseekV4Config(), "heavily_compressed_attention (compressed keys)"),
+        (FalconH1Config(pad_token_id=0), "layers of type hybrid (attention and a recurrent state) are not"),
+        (
+            Glm5NextConfig(),
+            "layers of type indexed_attention (a learned indexer), linear_attention (a recurrent state) are",
+        ),
+        (KimiLinearConfig(), "layers of type linear_attention (a recurrent state) are"),
+        (Lfm2Config(full_attn_idxs=[2, 5]), "layers of type conv (a convolution over tokens) are"),
+        (MambaConfig(), "layers of type linear_attention (a recurrent state) are"),
+        (NemotronHConfig(), "layers of type linear_attention (a recurrent state) are"),
+        (ZayaConfig(), "layers of type hybrid (attention and a recurrent state) are"),
+    ],
+    ids=lambda value: value.model_type if isinstance(value, PreTrainedConfig) else "",
+)
+def test_layers_that_are_not_attention_over_all_keys_are_refused_by_their_type(tmp_path, config, words):
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ModelRefused, match=re.escape(words)):
+        model.read_config(str(tmp_path))
 
 
 def test_a_family_whose_attention_cannot_be_replaced_is_refused(tmp_path):
