@@ -121,7 +121,7 @@ def outline(folder: str, dtype: DtypeName) -> Model:
     except ModelRefused:
         raise
     except Exception as error:  # whatever is wrong with the config, it is the folder that is refused
-        raise ModelRefused(f"{folder} is not a causal language model: {error}") from error
+        raise models.refusal(folder, error, config) from error
     with StretchedProducts():
         return models.prove(module, "cpu")
 

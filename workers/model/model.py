@@ -158,19 +158,18 @@ def load(folder: str, dtype: DtypeName, device: str) -> Model:
                 dtype=dtype,
                 attn_implementation=hook.NAME,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
                 **UNTRUSTED,
                 **SAFE_WEIGHTS,
             )
     except ModelRefused:
         raise
-    except KeyError as error:
-        if error.args != (hook.NAME,):
-            raise ModelRefused(f"{folder} cannot be loaded: its config lacks {_first_line(error)}") from error
-        raise ModelRefused("the attention of this family cannot be replaced") from error
     except Exception as error:  # whatever is wrong with the files, it is the folder that is refused
-        raise ModelRefused(f"{folder} cannot be loaded as a causal language model: {_first_line(error)}") from error
+        raise refusal(folder, error, config) from error
     if report["missing_keys"]:
         raise ModelRefused(f"{folder} lacks weights of a causal language model: {sorted(report['missing_keys'])[:3]}")
+    for name, stored, wanted in sorted(report["mismatched_keys"]):
+        raise ModelRefused(f"{folder}: {name} is {[*stored]}, and the config describes {[*wanted]}")
     return prove(module, device)
 
 
@@ -187,9 +186,33 @@ def read_config(folder: str) -> PreTrainedConfig:
     except ModelRefused:
         raise
     except Exception as error:  # whatever is wrong with the file, it is the folder that is refused
-        raise ModelRefused(f"{folder} cannot be loaded as a causal language model: {_first_line(error)}") from error
+        raise refusal(folder, error) from error
     check_config(config)
     return config
+
+
+def refusal(folder: str, error: Exception, config: PreTrainedConfig | None = None) -> ModelRefused:
+    """The reason why transformers cannot make a model of `folder`, whose config is `config` if it could be read."""
+    [key] = error.args if isinstance(error, KeyError) and len(error.args) == 1 else [None]
+    if key == hook.NAME:
+        return ModelRefused("the attention of this family cannot be replaced")
+    reason = describe_error(error)
+    field = None if config is None else _field_of(config.to_dict(), key)
+    if field is not None:  # transformers looks values of the config up in tables
+        reason = f"transformers does not know {field}: {key}"
+    return ModelRefused(f"{folder} cannot be loaded as a causal language model: {reason}")
+
+
+def _field_of(settings: dict[str, Any], value: Any) -> str | None:
+    """The name of a setting, nested or not, that has a value: a text."""
+    if not isinstance(value, str):
+        return None
+    for name, found in settings.items():
+        if found == value:
+            return name
+        if isinstance(found, dict) and (nested := _field_of(found, value)) is not None:
+            return nested
+    return None
 
 
 def check_code(folder: str) -> None:
@@ -291,8 +314,17 @@ def forward_checked(module: nn.Module, inputs: dict[str, Any]) -> Any:
     except ModelRefused:
         raise
     except Exception as error:
-        raise ModelRefused(f"{type(module).__name__} cannot run on such steps: {_first_line(error)}") from error
+        raise ModelRefused(f"{type(module).__name__} cannot run on such steps: {describe_error(error)}") from error
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def describe_error(error: Exception) -> str:
+    """The first line of an error, and the next one where the first only announces it, as validation errors do."""
+    if isinstance(error, KeyError):  # whose text is the repr of its key, which may be a sentence
+        key = str(error.args[0]) if error.args else ""
+        return key if " " in key else f"KeyError: {key}"
+    found = ""
+    for line in filter(None, map(str.strip, str(error).splitlines())):
+        found = f"{found} {line}".strip()
+        if not found.endswith(":"):
+            break
+    return found or type(error).__name__

@@ -22,10 +22,21 @@ def check_weights(folder: Path, config: PreTrainedConfig) -> None:
     first: str = getattr(config, "transformers_weights", None) or SAFE_WEIGHTS_INDEX_NAME
     names, index = [first], folder / first
     if first.endswith(".index.json"):
-        names = list(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else []
+        names = _indexed(index) if index.is_file() else []
     for name in names:
         if not name.endswith(".safetensors"):
             raise ModelRefused(f"{folder} has weights in {name}, which is not in safetensors, the only form read")
+
+
+def _indexed(index: Path) -> list[str]:
+    """The files that an index names. Raises ModelRefused where it has not what transformers reads of it."""
+    found: Any = json.loads(index.read_text())
+    entries: Any = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(entries, dict) or not all(isinstance(name, str) for name in entries.values()):
+        raise ModelRefused(f"{index} has no weight_map, the files of its weights by name")
+    if not isinstance(found.get("metadata"), dict):
+        raise ModelRefused(f"{index} has no metadata, which transformers requires")
+    return list(entries.values())
 
 
 @contextmanager

@@ -111,7 +111,14 @@ def test_the_outline_needs_no_weights_and_little_memory(tmp_path: Path) -> None:
         ({"model_type": "no-such-model"}, "cannot be loaded"),
         ({"model_type": "t5"}, "no causal language model of type t5"),
         ({"quantization_config": {"quant_method": "mxfp4"}}, "--load"),
-        ({"hidden_size": "wide"}, ""),
+        ({"hidden_size": "wide"}, "field 'hidden_size': TypeError: Field 'hidden_size' expected int, got str"),
+        (
+            {"num_attention_heads": 5},
+            "ValueError: The hidden size (64) is not a multiple of the number of attention heads",
+        ),
+        ({"rope_parameters": {"rope_type": "mrope", "rope_theta": 1e4}}, "does not know rope_type: mrope"),
+        ({"hidden_act": "squash"}, "does not know hidden_act: squash"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, ": Missing required keys in `rope_parameters`"),
     ],
 )
 def test_what_is_refused_says_why(tmp_path: Path, change: dict[str, object], words: str) -> None:
@@ -120,8 +127,37 @@ def test_what_is_refused_says_why(tmp_path: Path, change: dict[str, object], wor
     (folder / "config.json").write_text(json.dumps(settings | change))
     found = check(config(folder), has_weights=False)
     assert words in found.reason
-    assert found.reason != ""
     assert found.kinds == ()
+    if not {"model_type", "quantization_config"} & change.keys():  # the weights are those of Llama
+        assert words in check(config(folder), has_weights=True).reason
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        ({"metadata": {}}, "has no weight_map, the files of its weights by name"),
+        ({"metadata": {}, "weight_map": 3}, "has no weight_map, the files of its weights by name"),
+        (
+            {"metadata": {}, "weight_map": {"model.norm.weight": 3}},
+            "has no weight_map, the files of its weights by name",
+        ),
+        ([], "has no weight_map, the files of its weights by name"),
+        ({"weight_map": {"model.norm.weight": "part.safetensors"}}, "has no metadata, which transformers requires"),
+    ],
+)
+def test_an_index_that_lacks_an_entry_is_named(tmp_path: Path, index: object, words: str) -> None:
+    folder = make_checkpoint(tmp_path, "llama", num_layers=1)
+    (folder / "model.safetensors").rename(folder / "part.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert f"model.safetensors.index.json {words}" in check(config(folder), has_weights=True).reason
+
+
+def test_weights_of_other_shapes_are_named(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "llama", num_layers=1)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"vocab_size": 600}))
+    words = "lm_head.weight is [512, 64], and the config describes [600, 64]"
+    assert words in check(config(folder), has_weights=True).reason
 
 
 def test_attention_that_is_bidirectional_for_images_alone_is_served(tmp_path: Path) -> None:
