@@ -202,7 +202,7 @@ LONGROPE = {
 GEMMA4: dict[str, Any] = {
     "layer_types": _alternating,
     "sliding_window": WINDOW,
-    "per_layer_config": {1: {"head_dim": 32}, 3: {"head_dim": 32}},
+    "per_layer_config": lambda common: {i: {"head_dim": 32} for i in range(1, common["num_hidden_layers"], 2)},
     "vocab_size_per_layer_input": lambda common: common["vocab_size"],
     "hidden_size_per_layer_input": 16,
 }
@@ -269,7 +269,10 @@ SPECIAL: dict[Family | Refused, tuple[type[PretrainedConfig], dict[str, Any | Ca
     "deepseek_v3": (DeepseekV3Config, LATENT),
     "phi3_long": (Phi3Config, {"rope_parameters": LONGROPE, "original_max_position_embeddings": 256}),
     "gemma4": (Gemma4TextConfig, {**GEMMA4, "use_bidirectional_attention": "vision"}),
-    "gemma4_shared": (Gemma4TextConfig, {**GEMMA4, "num_kv_shared_layers": 2}),
+    "gemma4_shared": (
+        Gemma4TextConfig,
+        {**GEMMA4, "num_kv_shared_layers": lambda common: common["num_hidden_layers"] // 4 * 2},
+    ),
     "minimax_m2": (MiniMaxM2Config, EXPERTS),
     "seed_oss": (SeedOssConfig, {}),
     "glm4_moe": (

@@ -17,7 +17,19 @@ from zoo.checkpoints import make_checkpoint
 from zoo.families import FAMILIES
 
 ROWS, VOCABULARY = 4, 512
-GROUPED = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
+GROUPED = (
+    "mixtral",
+    "qwen3_moe",
+    "gpt_oss",
+    "deepseek_v3",
+    "kimi_k25",
+    "minimax_m2",
+    "glm4_moe",
+    "hy_v3",
+    "laguna",
+    "kolibri1",
+    "ernie4_5_moe",
+)
 """Families whose experts are multiplied in grouped products."""
 QUICK = ("llama", "gemma3", "gemma3_images", "llama4", "gpt2", "gpt_oss", "deepseek_v3")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -108,7 +120,7 @@ def test_a_forward_pass_can_be_captured(folder_of, family, dtype):
 @pytest.mark.parametrize(("family", "dtype"), thinned((family, dtype) for family in GROUPED for dtype in DTYPES))
 def test_experts_can_be_captured_in_other_ways(folder_of, family, dtype):
     check_replays(Forward(folder_of(family), dtype, experts="batched_mm"))
-    with pytest.raises(CaptureRefused, match=f"transformers.models.{family}.*: the host waits for numbers"):
+    with pytest.raises(CaptureRefused, match="transformers.models.*: the host waits for numbers"):
         RecordedGraphs().capture(Forward(folder_of(family), dtype, experts="eager").run)
 
 
