@@ -53,7 +53,7 @@ class Prompts:
             raise InvalidArgument("use_chat_template", "the model has no chat template")
         limit = TextLimit(self._capacity, self._tokenizer.max_bytes_per_token, held)
         if isinstance(request.input, Conversation):
-            return await self._conversation_ids(request.input, request.context is not None, limit)
+            return await self._conversation_ids(request, request.input, limit)
         return await self._text_ids(request, request.input, limit)
 
     async def _text_ids(self, request: Generate, text: str, limit: TextLimit) -> Sequence[int]:
@@ -62,16 +62,19 @@ class Prompts:
         limit.check("text", len(text.encode()))
         has_template, has_context = self._tokenizer.has_chat_template, request.context is not None
         if has_context or (has_template if request.use_chat_template is None else request.use_chat_template):
-            pieces = await self._pieces([Said("user", text)], has_context, "text", lambda _: "text")
+            variables = request.chat_template_kwargs
+            pieces = await self._pieces([Said("user", text)], has_context, variables, "text", lambda _: "text")
             return await self._encode("text", self._tokenizer.encoders(pieces, is_continued=has_context), limit)
         return await self._encode("text", self._tokenizer.prompt_encoders(text), limit)
 
-    async def _conversation_ids(self, conversation: Conversation, has_context: bool, limit: TextLimit) -> Sequence[int]:
+    async def _conversation_ids(self, request: Generate, conversation: Conversation, limit: TextLimit) -> Sequence[int]:
+        has_context = request.context is not None
         limit.check("conversation", sum(len(message.text.encode()) for message in conversation.messages))
         asked = _lay_out(conversation, has_context, self._tokenizer.has_chat_template)
         if not has_context and not self._tokenizer.has_chat_template:
             return await self._encode("conversation", self._tokenizer.prompt_encoders(asked.messages[0].text), limit)
-        pieces = await self._pieces(asked.messages, has_context, "conversation", asked.field)
+        variables = request.chat_template_kwargs
+        pieces = await self._pieces(asked.messages, has_context, variables, "conversation", asked.field)
         return await self._encode("conversation", self._tokenizer.encoders(pieces, is_continued=has_context), limit)
 
     async def opening(self, system: str, limit: TextLimit) -> Opening:
@@ -90,14 +93,20 @@ class Prompts:
         return Opening(tuple(token_ids), tail)
 
     async def _pieces(
-        self, messages: Sequence[Said], has_context: bool, field: str, field_of: Callable[[int | None], str]
+        self,
+        messages: Sequence[Said],
+        has_context: bool,
+        variables: dict[str, Any],
+        field: str,
+        field_of: Callable[[int | None], str],
     ) -> list[Piece]:
         """The prompt of a conversation, or what follows a document. Raises InvalidArgument naming `field`, or with
         `field_of` the message to blame."""
         if (template := self._tokenizer.chat_template) is None:
             return self._tokenizer.plain_question(messages[0].text)
         try:
-            return await self._rendered(template.question if has_context else template.conversation, messages, {})
+            render = template.question if has_context else template.conversation
+            return await self._rendered(render, messages, variables)
         except ConversationRefused as error:
             raise InvalidArgument(field_of(error.message), str(error)) from None
         except InvalidArgument as error:

@@ -23,6 +23,8 @@ async def chat(request: Request) -> Response:
     target = await target_of(request, client, asked.model, asked.context)
     given = asked.max_completion_tokens if asked.max_tokens is None else asked.max_tokens
     options = with_length(asked.options(peer_of(request)), given)
+    if asked.chat_template_kwargs is not None:
+        options |= {"chat_template_kwargs": asked.chat_template_kwargs}
     if asked.logprobs:
         options |= {"num_logprobs": asked.top_logprobs or 0, "with_token_bytes": True}
     events = client.generate(conversation, context=target.context, **options)

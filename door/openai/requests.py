@@ -91,6 +91,7 @@ class ChatAsked(Asked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of POST /v1/chat/completions, but for its messages."""
 
     max_completion_tokens: Count | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 

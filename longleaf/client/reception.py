@@ -34,6 +34,7 @@ class Reception:
             input,
             context=context,
             use_chat_template=options.get("use_chat_template"),
+            chat_template_kwargs=options.get("chat_template_kwargs"),
             sampling=cast(SamplingOptions, {name: value for name, value in options.items() if name in names}),
             with_token_bytes=options.get("with_token_bytes", False),
             until_full=options.get("until_full", False),

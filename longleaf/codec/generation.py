@@ -1,8 +1,11 @@
 """Requests to generate, and the events of their streams."""
 
 import re
-from collections.abc import Iterable, Sequence
-from typing import get_args
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast, get_args
+
+from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
+from google.protobuf.struct_pb2 import Struct
 
 from longleaf.codec.claims import decode_claim, encode_claim
 from longleaf.codec.conversation import decode_conversation, encode_conversation
@@ -55,6 +58,11 @@ FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 """By their numbers."""
 MAX_SAMPLES = 16
 MAX_RESUME_SECONDS = 600.0
+TEMPLATE_KWARGS = "chat_template_kwargs"
+MAX_TEMPLATE_KWARGS = 16 << 10
+"""Encoded bytes."""
+TEMPLATE_NAMES = {"messages", "tools", "documents", "add_generation_prompt"}
+"""What the service itself gives to templates."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
@@ -63,6 +71,7 @@ def encode_generate(
     *,
     context: str | None,
     use_chat_template: bool | None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     sampling: SamplingOptions,
     with_token_bytes: bool = False,
     until_full: bool = False,
@@ -80,6 +89,8 @@ def encode_generate(
     message.sampling.CopyFrom(encode_sampling(sampling))
     if use_chat_template is not None:
         message.use_chat_template = use_chat_template
+    if chat_template_kwargs:
+        message.chat_template_kwargs.CopyFrom(_encode_template_kwargs(chat_template_kwargs))
     if isinstance(input, str | BytesLike):
         message.text = as_text(input, "text")
     elif isinstance(input, Conversation):
@@ -140,6 +151,7 @@ def decode_generate(
         input=_decode_input(message),
         context=context_id(message.context, "context") if message.context else None,
         use_chat_template=message.use_chat_template if message.HasField("use_chat_template") else None,
+        chat_template_kwargs=_decode_template_kwargs(message),
         sampling=decode_sampling(message.sampling, random_seed, defaults),
         with_token_bytes=message.return_token_bytes,
         until_full=message.until_full,
@@ -152,6 +164,43 @@ def decode_generate(
         priority=priority,
         client=client,
     )
+
+
+def _encode_template_kwargs(given: Mapping[str, Any]) -> Struct:
+    """Raises InvalidArgument for values that JSON does not have."""
+    found = Struct()
+    try:
+        ParseDict(dict(given), found)
+    except (ParseError, TypeError, ValueError) as error:
+        raise InvalidArgument(TEMPLATE_KWARGS, f"cannot be sent: {error}") from None
+    return found
+
+
+def _decode_template_kwargs(message: service_pb.GenerateRequest) -> dict[str, Any]:
+    if not message.HasField(TEMPLATE_KWARGS):
+        return {}
+    if (size := message.chat_template_kwargs.ByteSize()) > MAX_TEMPLATE_KWARGS:
+        raise InvalidArgument(TEMPLATE_KWARGS, f"have {size:,} bytes, at most {MAX_TEMPLATE_KWARGS:,}")
+    if message.WhichOneof("input") == "token_ids" or (
+        message.HasField("use_chat_template") and not message.use_chat_template
+    ):
+        raise InvalidArgument(TEMPLATE_KWARGS, "are given, but the input does not go through the chat template")
+    for name in message.chat_template_kwargs.fields:
+        if not name.isidentifier() or name in TEMPLATE_NAMES:
+            raise InvalidArgument(TEMPLATE_KWARGS, f"has {name!r}, which cannot be set")
+    try:
+        return _with_integers(MessageToDict(message.chat_template_kwargs))
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(TEMPLATE_KWARGS, f"are no JSON: {error}") from None
+
+
+def _with_integers(value: Any) -> Any:
+    """Struct knows no integers; a template would show 5 as 5.0."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, dict):
+        return {key: _with_integers(each) for key, each in cast(dict[str, Any], value).items()}
+    return [_with_integers(each) for each in cast(list[Any], value)] if isinstance(value, list) else value
 
 
 def _decode_input(message: service_pb.GenerateRequest) -> str | Sequence[int] | Conversation:

@@ -1,7 +1,7 @@
 """Generations: what is asked, and the events that answer it."""
 
-from collections.abc import Sequence
-from typing import Literal, TypedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypedDict
 
 import msgspec
 
@@ -39,6 +39,8 @@ class GenerateOptions(SamplingOptions, ClaimOptions, total=False):
 
     use_chat_template: bool | None
     """Whether a plain prompt is put into the model's chat template; None: if it has one."""
+    chat_template_kwargs: Mapping[str, Any] | None
+    """Further names that the chat template can use, such as `enable_thinking`; values as in JSON."""
     with_token_bytes: bool
     """With `num_logprobs`: tells the bytes of each token, too."""
     until_full: bool
@@ -66,6 +68,8 @@ class Generate(Claimed, frozen=True, kw_only=True):
     context: str | None = None
     """Id of the context to ask, without the `contexts/` prefix."""
     use_chat_template: bool | None = None
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Further names that the chat template can use; values as in JSON."""
     sampling: Sampling
     with_token_bytes: bool = False
     """Logprobs carry the bytes of their tokens."""

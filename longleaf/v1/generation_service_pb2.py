@@ -24,22 +24,23 @@ _sym_db = _symbol_database.Default()
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import empty_pb2 as google_dot_protobuf_dot_empty__pb2
+from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 from longleaf.v1 import generation_pb2 as longleaf_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$longleaf/v1/generation_service.proto\x12\x0blongleaf.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1bgoogle/protobuf/empty.proto\x1a\x1clongleaf/v1/generation.proto\"\xa8\x05\n\x0fGenerateRequest\x12\x0f\n\x07\x63ontext\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.longleaf.v1.TokenIdsH\x00\x12\x31\n\x0c\x63onversation\x18\r \x01(\x0b\x32\x19.longleaf.v1.ConversationH\x00\x12\x1e\n\x11use_chat_template\x18\x04 \x01(\x08H\x01\x88\x01\x01\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.longleaf.v1.SamplingParams\x12\x19\n\x0csample_count\x18\x06 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\nrequest_id\x18\x07 \x01(\t\x12\x32\n\x0fresume_duration\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1f\n\x12resume_token_index\x18\t \x01(\x03H\x03\x88\x01\x01\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x11\n\tclient_id\x18\x0b \x01(\t\x12\x1a\n\x12return_token_bytes\x18\x0c \x01(\x08\x12\x12\n\nuntil_full\x18\x0e \x01(\x08\x12\x30\n\nprovenance\x18\x0f \x01(\x0b\x32\x17.longleaf.v1.ProvenanceH\x04\x88\x01\x01\x12\'\n\x06hidden\x18\x10 \x03(\x0b\x32\x17.longleaf.v1.TokenRange\x12\"\n\x15max_draft_token_count\x18\x11 \x01(\x05H\x05\x88\x01\x01\x42\x07\n\x05inputB\x14\n\x12_use_chat_templateB\x0f\n\r_sample_countB\x15\n\x13_resume_token_indexB\r\n\x0b_provenanceB\x18\n\x16_max_draft_token_count\"-\n\x17\x43\x61ncelGenerationRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xee\x01\n\x10GenerateResponse\x12\'\n\x07started\x18\x01 \x01(\x0b\x32\x14.longleaf.v1.StartedH\x00\x12)\n\x08progress\x18\x02 \x01(\x0b\x32\x15.longleaf.v1.ProgressH\x00\x12#\n\x05\x64\x65lta\x18\x03 \x01(\x0b\x32\x12.longleaf.v1.DeltaH\x00\x12)\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x15.longleaf.v1.FinishedH\x00\x12-\n\nrecovering\x18\x05 \x01(\x0b\x32\x17.longleaf.v1.RecoveringH\x00\x42\x07\n\x05\x65vent2\xb0\x01\n\x11GenerationService\x12I\n\x08Generate\x12\x1c.longleaf.v1.GenerateRequest\x1a\x1d.longleaf.v1.GenerateResponse0\x01\x12P\n\x10\x43\x61ncelGeneration\x12$.longleaf.v1.CancelGenerationRequest\x1a\x16.google.protobuf.Emptyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$longleaf/v1/generation_service.proto\x12\x0blongleaf.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1bgoogle/protobuf/empty.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a\x1clongleaf/v1/generation.proto\"\xdf\x05\n\x0fGenerateRequest\x12\x0f\n\x07\x63ontext\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.longleaf.v1.TokenIdsH\x00\x12\x31\n\x0c\x63onversation\x18\r \x01(\x0b\x32\x19.longleaf.v1.ConversationH\x00\x12\x1e\n\x11use_chat_template\x18\x04 \x01(\x08H\x01\x88\x01\x01\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.longleaf.v1.SamplingParams\x12\x19\n\x0csample_count\x18\x06 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\nrequest_id\x18\x07 \x01(\t\x12\x32\n\x0fresume_duration\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1f\n\x12resume_token_index\x18\t \x01(\x03H\x03\x88\x01\x01\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x11\n\tclient_id\x18\x0b \x01(\t\x12\x1a\n\x12return_token_bytes\x18\x0c \x01(\x08\x12\x12\n\nuntil_full\x18\x0e \x01(\x08\x12\x30\n\nprovenance\x18\x0f \x01(\x0b\x32\x17.longleaf.v1.ProvenanceH\x04\x88\x01\x01\x12\'\n\x06hidden\x18\x10 \x03(\x0b\x32\x17.longleaf.v1.TokenRange\x12\"\n\x15max_draft_token_count\x18\x11 \x01(\x05H\x05\x88\x01\x01\x12\x35\n\x14\x63hat_template_kwargs\x18\x12 \x01(\x0b\x32\x17.google.protobuf.StructB\x07\n\x05inputB\x14\n\x12_use_chat_templateB\x0f\n\r_sample_countB\x15\n\x13_resume_token_indexB\r\n\x0b_provenanceB\x18\n\x16_max_draft_token_count\"-\n\x17\x43\x61ncelGenerationRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xee\x01\n\x10GenerateResponse\x12\'\n\x07started\x18\x01 \x01(\x0b\x32\x14.longleaf.v1.StartedH\x00\x12)\n\x08progress\x18\x02 \x01(\x0b\x32\x15.longleaf.v1.ProgressH\x00\x12#\n\x05\x64\x65lta\x18\x03 \x01(\x0b\x32\x12.longleaf.v1.DeltaH\x00\x12)\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x15.longleaf.v1.FinishedH\x00\x12-\n\nrecovering\x18\x05 \x01(\x0b\x32\x17.longleaf.v1.RecoveringH\x00\x42\x07\n\x05\x65vent2\xb0\x01\n\x11GenerationService\x12I\n\x08Generate\x12\x1c.longleaf.v1.GenerateRequest\x1a\x1d.longleaf.v1.GenerateResponse0\x01\x12P\n\x10\x43\x61ncelGeneration\x12$.longleaf.v1.CancelGenerationRequest\x1a\x16.google.protobuf.Emptyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'longleaf.v1.generation_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GENERATEREQUEST']._serialized_start=145
-  _globals['_GENERATEREQUEST']._serialized_end=825
-  _globals['_CANCELGENERATIONREQUEST']._serialized_start=827
-  _globals['_CANCELGENERATIONREQUEST']._serialized_end=872
-  _globals['_GENERATERESPONSE']._serialized_start=875
-  _globals['_GENERATERESPONSE']._serialized_end=1113
-  _globals['_GENERATIONSERVICE']._serialized_start=1116
-  _globals['_GENERATIONSERVICE']._serialized_end=1292
+  _globals['_GENERATEREQUEST']._serialized_start=175
+  _globals['_GENERATEREQUEST']._serialized_end=910
+  _globals['_CANCELGENERATIONREQUEST']._serialized_start=912
+  _globals['_CANCELGENERATIONREQUEST']._serialized_end=957
+  _globals['_GENERATERESPONSE']._serialized_start=960
+  _globals['_GENERATERESPONSE']._serialized_end=1198
+  _globals['_GENERATIONSERVICE']._serialized_start=1201
+  _globals['_GENERATIONSERVICE']._serialized_end=1377
 # @@protoc_insertion_point(module_scope)

@@ -351,11 +351,13 @@ async def serving(
     host: str = "127.0.0.1",
     house: House | None = None,
     sampling_defaults: Sampling = GREEDY,
+    template: str = TEMPLATE,
     **options: Any,
 ) -> AsyncGenerator[tuple[Server, str], None]:
     """The service on a port of its own; gives the server and its address. `options` are the server's; its
     observers are told of generations, too."""
-    tokenizer, observers = Tokenizer.load(write_model(folder), DirectRenderer()), options.get("observers", NOBODY)
+    tokenizer = Tokenizer.load(write_model(folder, template=template), DirectRenderer())
+    observers = options.get("observers", NOBODY)
     use_cases = UseCases(
         engine, tokenizer, engine.describe, house=house, observers=observers, sampling_defaults=sampling_defaults
     )

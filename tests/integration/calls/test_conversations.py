@@ -150,6 +150,44 @@ async def test_without_a_template_there_are_only_questions(tmp_path: Path) -> No
         assert await ids_of(service, SYSTEM, ASKED, context="book") == [*control("\n\n"), *plain("Be brief.\n\nWho?")]
 
 
+THINKING = CHATML + "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>' ~ depth }}{% endif %}"
+
+
+async def test_names_for_the_template_come_with_a_request(tmp_path: Path) -> None:
+    async with chatting(tmp_path, THINKING) as service:
+        await service.client.ingest("book", "Call me Ishmael.")
+        for context in (None, "book"):
+            usual = await ids_of(service, ASKED, context=context)
+            other = {"enable_thinking": False, "depth": 5}
+            found = await ids_of(service, ASKED, context=context, chat_template_kwargs=other)
+            assert found == usual + plain("<think>5")
+            await collect(service.client.generate("Who?", context=context, chat_template_kwargs=other))
+            assert list(service.engine.prompts[-1].token_ids) == found
+        assert await ids_of(service, ASKED, chat_template_kwargs={"depth": [1, {"x": 1.5}], "y": None})
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"messages": []}, "has 'messages', which cannot be set"),
+        ({"a b": 1}, "has 'a b', which cannot be set"),
+        ({"x": "y" * (1 << 15)}, "at most 16,384"),
+        ({"x": float("inf")}, "are no JSON"),
+        ({"x": object()}, "cannot be sent"),
+    ],
+)
+async def test_names_that_no_template_may_have_are_refused(given: dict[str, Any], told: str, service: Served) -> None:
+    error = await refused(service, ASKED, chat_template_kwargs=given)
+    assert (error.field, told in error.description) == ("chat_template_kwargs", True), error
+
+
+async def test_names_without_a_template_to_use_them_are_refused(service: Served) -> None:
+    options: dict[str, Any] = {"chat_template_kwargs": {"x": 1}}
+    for given in ([1, 2], "text"):
+        with pytest.raises(InvalidArgument, match="does not go through the chat template"):
+            await collect(service.client.generate(given, use_chat_template=False, **options))
+
+
 LARGE = "{{ messages[0].content }}{{ 'x' * 2000000 if messages[1] }}"
 BEGINS_ANEW = "{% if messages | length > 1 %}A chat: {% endif %}" + CHATML
 

@@ -62,6 +62,8 @@ WRONG = (
     ({"max_completion_tokens": 3}, "max_completion_tokens"),
     ({"seed": -(1 << 63) - 1}, "seed"),
     ({"seed": 1 << 64}, "seed"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": "x"}, "chat_template_kwargs"),
     ({"logit_bias": {"x": 1}}, "logit_bias"),
     ({"logit_bias": {"5": 1000}}, "logit_bias"),
     ({"logit_bias": {"2147483648": 1}}, "logit_bias"),

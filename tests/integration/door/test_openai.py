@@ -135,6 +135,21 @@ async def test_numbers_are_taken_as_openai_takes_them(
     assert getattr(service.engine.prompts[-1].sampling, field) == value
 
 
+async def test_names_for_the_chat_template_come_with_the_body(tmp_path: Path) -> None:
+    engine, template = FakeEngine(), "{{ messages[0].content }}{{ '' if enable_thinking else 'no thoughts' }}"
+    engine.answer = (ids("So"),)
+    async with (
+        serving(engine, tmp_path / "model", template=template) as (_, address),
+        opened(address) as url,
+        asking(url) as client,
+    ):
+        for value, wanted in ((True, "Who?"), (False, "Who?no thoughts")):
+            body = {"chat_template_kwargs": {"enable_thinking": value}}
+            messages = [{"role": "user", "content": "Who?"}]
+            await client.chat.completions.create(model="fake", messages=messages, extra_body=body)  # type: ignore[arg-type]
+            assert list(engine.prompts[-1].token_ids) == list(ids(wanted))
+
+
 async def test_what_is_left_out_has_the_services_default(tmp_path: Path) -> None:
     defaults = Sampling(temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.25)
     engine = FakeEngine()
