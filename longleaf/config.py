@@ -32,6 +32,8 @@ DEFAULT_PORT = 50051
 DRAIN_SECONDS = 2.0
 """How long a service that ends lets calls run, by default."""
 LOOPBACK = "127.0.0.1"
+NOT_VERIFIED = "not verified"
+"""Why answers are not marked exact where a model was not compared with plain attention."""
 CLIENT_NAME = "longleaf-client"
 """What the clients of this project call themselves, before the name of their library."""
 MAX_REQUEST_BYTES = 4 << 20
@@ -84,6 +86,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: DeviceName = "auto"
     """Where ranks compute; auto: each on a GPU of its own where there are any, else on CPUs; cuda: on GPUs, which plain
     processes may share, and Ray's may not."""
+    verify_model: bool = True
+    """Whether the first rank of each machine compares the model with plain attention before it serves. Without that
+    answers are not marked exact."""
     kernels: KernelsChoice = "auto"
     """What computes attention on a rank's device; auto takes the fastest that can be had there."""
     graphs: GraphsChoice = "auto"
@@ -133,9 +138,22 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.max_sequences, MIN_ROWS) if self.max_draft_tokens else self.max_sequences
 
     @property
+    def exactness_note(self) -> str:
+        """Why answers with these settings are not exact: keys, values or partials are rounded more than the model
+        itself rounds, or the model is not verified. Empty where they may be."""
+        reasons: list[str] = []
+        if self.kv_dtype != "auto":
+            reasons.append(f"keys and values are rounded to {self.kv_dtype}")
+        if self.partials != "float32" and self.world_size > 1:
+            reasons.append(f"partials are rounded to {self.partials}")
+        if not self.verify_model:
+            reasons.append(NOT_VERIFIED)
+        return "; ".join(reasons)
+
+    @property
     def is_exact(self) -> bool:
-        """Whether no key, value or partial is rounded more than the model itself rounds."""
-        return self.kv_dtype == "auto" and (self.partials == "float32" or self.world_size == 1)
+        """Whether answers with these settings may be exact."""
+        return not self.exactness_note
 
     def check(self) -> None:
         """Raises InvalidArgument naming the first setting that is out of range."""

@@ -123,7 +123,7 @@ def outline(folder: str, dtype: DtypeName) -> Model:
     except Exception as error:  # whatever is wrong with the config, it is the folder that is refused
         raise models.refusal(folder, error, config) from error
     with StretchedProducts():
-        return models.prove(module, "cpu")
+        return models.prove(module, "cpu", has_weights=False)
 
 
 def build(config: PreTrainedConfig, wanted: DtypeName) -> PreTrainedModel:

@@ -23,8 +23,9 @@ from longleaf.comm.process_group import (
     epoch_store,
     open_store,
 )
+from longleaf.config import cache_folder
 from longleaf.errors import ModelRefused, StartError
-from longleaf.fingerprint import read_fingerprint
+from longleaf.fingerprint import Fingerprint, read_fingerprint
 from longleaf.kernels import table
 from longleaf.kernels.backend import Backend
 from longleaf.runs import ceil_div
@@ -33,6 +34,7 @@ from longleaf.topology import Topology, too_few_gpus
 from longleaf.tree import tiers
 from workers.decode.graphs import CudaGraphs, Graphs
 from workers.epoch import Epoch
+from workers.exactness import EXACT, Records, verify_model
 from workers.keys.pools import check_kv_bytes, kv_bytes_per_token, kv_dtype, make_pool, name_of, sharded_layers
 from workers.keys.quantized import QuantizedPool
 from workers.keys.slots import Pool
@@ -62,8 +64,11 @@ class Rank:
     pool: Pool | QuantizedPool
     backend: Backend
 
-    def __init__(self, spec: RankSpec, open_snapshots: OpenStore = OPEN_UNTRIED) -> None:
-        """`open_snapshots` opens the storage of `snapshot_url`."""
+    def __init__(
+        self, spec: RankSpec, open_snapshots: OpenStore = OPEN_UNTRIED, records: Records | None = None
+    ) -> None:
+        """`open_snapshots` opens the storage of `snapshot_url`. `records` are of verified models, by default those of
+        this machine."""
         self._spec = spec
         self.config = spec.config
         num_gpus, num_ranks = count_gpus(), spec.num_ranks_seeing
@@ -75,6 +80,11 @@ class Rank:
         self.graphs: Graphs | None = None
         self.desk = Desk(spec.member, self.config.snapshot_url, open_snapshots, self.device)
         self.epoch: Epoch | None = None
+        self._fingerprint: Fingerprint | None = None
+        """Of the model, once it was read."""
+        self._records = records or Records(cache_folder() / EXACT)
+        self._exactness_note = ""
+        """Why the model could not be compared with plain attention."""
         self._fence = Fence()
         self._opened: Store | None = None
         """For the epoch that comes, if this rank will be the first one there."""
@@ -90,7 +100,8 @@ class Rank:
         if not spec.is_first_here:
             return hello
         try:
-            return msgspec.structs.replace(hello, fingerprint=read_fingerprint(Path(self.config.model)))
+            self._fingerprint = read_fingerprint(Path(self.config.model))
+            return msgspec.structs.replace(hello, fingerprint=self._fingerprint)
         except ModelRefused as error:  # told beside those of other machines, which may have it
             return msgspec.structs.replace(hello, missing=str(error))
 
@@ -102,14 +113,26 @@ class Rank:
             torch.cuda.set_device(self.device)
         config, num_ranks_here = self.config, self._spec.num_ranks_here
         check_kv_bytes(config, self.device, num_ranks_here, self._ranks_per_gpu)
-        self.lay_out(models.load(config.model, config.dtype, self.device))
+        model = models.load(config.model, config.dtype, self.device)
+        backend = table.choose(config.kernels, self.device, model.dtype)
+        if self._verifies_model:
+            self._exactness_note = verify_model(model, backend, config, self._fingerprint, self._records)
+        self.lay_out(model, backend)
 
-    def lay_out(self, model: models.Model) -> None:
-        """Lays out the pool of a model that is there. Raises ModelRefused or StartError."""
+    @property
+    def _verifies_model(self) -> bool:
+        """Whether this rank compares the model with plain attention: the first one of each machine, while the others
+        load. A refusal ends the start of all. Replacements have the same model, and must come back quickly."""
+        spec = self._spec
+        return self.config.verify_model and spec.is_first_here and spec.member < self.config.world_size
+
+    def lay_out(self, model: models.Model, backend: Backend | None = None) -> None:
+        """Lays out the pool of a model that is there, for `backend` or the one that the settings choose. Raises
+        ModelRefused or StartError."""
         config, num_ranks_here = self.config, self._spec.num_ranks_here
         self.model = model
         self.pool, windows = make_pool(self.model, config, num_ranks_here, self._ranks_per_gpu)
-        self.backend = table.choose(config.kernels, self.device, self.model.dtype)
+        self.backend = backend or table.choose(config.kernels, self.device, self.model.dtype)
         if self.device.startswith("cuda") and config.graphs == "auto":
             self.graphs = CudaGraphs(self.device, room_for_graphs(self.model, config))
         self._ready = Ready(
@@ -125,6 +148,7 @@ class Rank:
             kernels=self.backend.name,
             form=form_of(self.pool, of_windows=False),
             form_of_windows=form_of(self.pool, of_windows=True),
+            exactness_note=self._exactness_note,
         )
 
     def open_store(self) -> int:

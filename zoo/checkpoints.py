@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from zoo.families import Family, Refused, config_of
 
 BEGIN, END, PAD = "<s>", "</s>", "<pad>"
+PAD_IDS = (2, 0)
+"""Ids that a checkpoint's padding token may have; the first one is the default."""
 SINK = 8.0
 """Mean of the sinks of GPT-OSS: about the logsumexp of the scores that random weights give."""
 
@@ -36,11 +38,14 @@ def make_checkpoint(
     max_positions: int = 8192,
     initializer_range: float = 0.2,
     chat_template: str | None = None,
+    pad_token_id: int = PAD_IDS[0],
 ) -> Path:
     """Writes a float32 checkpoint with random weights into `folder` and returns the folder.
 
-    The tokenizer of Qwen3 has no begin token. The same arguments give the same weights.
+    The tokenizer of Qwen3 has no begin token. The same arguments give the same weights. `pad_token_id` is one of
+    PAD_IDS: transformers makes the embedding of the padding token zero, and many families have it as id 0.
     """
+    special = _special_tokens(pad_token_id)
     config = config_of(
         family,
         hidden_size=hidden,
@@ -53,9 +58,9 @@ def make_checkpoint(
         max_position_embeddings=max_positions,
         initializer_range=initializer_range,
         tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=2,
+        bos_token_id=special.index(BEGIN),
+        eos_token_id=special.index(END),
+        pad_token_id=pad_token_id,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -66,29 +71,41 @@ def make_checkpoint(
         if name.endswith("sinks"):
             parameter.data += SINK
     model.save_pretrained(folder)
-    _write_tokenizer(folder, family, vocab_size, max_positions, chat_template)
+    _write_tokenizer(folder, family, special, vocab_size, max_positions, chat_template)
     return folder
 
 
+def _special_tokens(pad_token_id: int) -> list[str]:
+    """The special tokens in the order of their ids, which are the first ones."""
+    if pad_token_id not in PAD_IDS:
+        raise ValueError(f"pad_token_id: {pad_token_id} is none of {PAD_IDS}")
+    return [PAD, END, BEGIN] if pad_token_id == 0 else [BEGIN, END, PAD]
+
+
 def _write_tokenizer(
-    folder: Path, family: Family | Refused, vocab_size: int, max_positions: int, chat_template: str | None
+    folder: Path,
+    family: Family | Refused,
+    special: list[str],
+    vocab_size: int,
+    max_positions: int,
+    chat_template: str | None,
 ) -> None:
     """A byte-level tokenizer in which every id below `vocab_size` is a token, so that any output is text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    smallest = 3 + len(alphabet)
+    smallest = len(special) + len(alphabet)
     if vocab_size < smallest:
         raise ValueError(f"vocab_size: {vocab_size} is below {smallest}, the special tokens and bytes")
     merges = list(itertools.islice(_pairs(), vocab_size - smallest))
-    tokens = [BEGIN, END, PAD, *alphabet, *map("".join, merges)]
+    tokens = [*special, *alphabet, *map("".join, merges)]
     if len(tokens) < vocab_size:
         raise ValueError(f"vocab_size: {vocab_size} is above {len(tokens)}, all pairs of printable characters")
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
-    tokenizer.add_special_tokens([BEGIN, END, PAD])
+    tokenizer.add_special_tokens(special)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     if family != "qwen3":
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{BEGIN} $A", pair=f"{BEGIN} $A {BEGIN} $B", special_tokens=[(BEGIN, 0)]
+            single=f"{BEGIN} $A", pair=f"{BEGIN} $A {BEGIN} $B", special_tokens=[(BEGIN, special.index(BEGIN))]
         )
     tokenizer.save(str(folder / "tokenizer.json"))
     settings: dict[str, object] = {

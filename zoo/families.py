@@ -60,6 +60,7 @@ from transformers import (
     SmolLM3Config,
     StableLmConfig,
     Step3p7Config,
+    ZayaConfig,
 )
 
 Family = Literal[
@@ -120,6 +121,7 @@ Refused = Literal[
     "falcon_h1",
     "qwen3_next",
     "recurrent_gemma",
+    "zaya",
 ]
 """Some of those that are not served, each for another reason."""
 REFUSED: tuple[Refused, ...] = get_args(Refused)
@@ -323,9 +325,13 @@ SPECIAL: dict[Family | Refused, tuple[type[PretrainedConfig], dict[str, Any | Ca
     "bloom": (BloomConfig, {}),
     "gptj": (GPTJConfig, {"rotary_dim": 8}),
     "mamba": (MambaConfig, {}),
-    "falcon_h1": (FalconH1Config, {}),
+    "falcon_h1": (
+        FalconH1Config,
+        {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16},
+    ),
     "qwen3_next": (Qwen3NextConfig, {}),
     "recurrent_gemma": (RecurrentGemmaConfig, {"lru_width": 64}),
+    "zaya": (ZayaConfig, {"num_experts": 4, "moe_intermediate_size": 32, "router_hidden_size": 32}),
 }
 """The config class of a family, and what makes the family special."""
 SEEING: dict[Family | Refused, tuple[type[PretrainedConfig], Family | dict[str, Any], dict[str, Any]]] = {

@@ -104,6 +104,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """What a pool must be like to take in what was saved of this one: the same text. Empty where nothing can be."""
     form_of_windows: str = ""
     """That of the blocks that windows have, where they have their own."""
+    exactness_note: str = ""
+    """Why the member could not compare the model with plain attention; empty where it has, or was not to."""
 
 
 class SegmentLayout(msgspec.Struct, frozen=True, array_like=True):

@@ -14,6 +14,7 @@ from torch import Tensor
 from longleaf.channel.epochs import Join, Layout, Ready
 from longleaf.channel.rank_spec import RankSpec
 from longleaf.channel.step import Decode, Prefill, Restore, StepPlan
+from longleaf.kernels.backend import Backend
 from longleaf.runs import Run
 from longleaf.storage.store import Store as Storage
 from tests.chaos.points import (
@@ -50,8 +51,8 @@ class ChaosRank(Rank):
         moving.settle = partial(self._settle, moving.settle)
         Probe(folder, {"arm": self._points.arm, "book": self._book, "keys": self._keys}).start()
 
-    def lay_out(self, model: Model) -> None:
-        super().lay_out(model)
+    def lay_out(self, model: Model, backend: Backend | None = None) -> None:
+        super().lay_out(model, backend)
         layers: Any = model.decoder.layers
         layers[len(layers) // 2].register_forward_pre_hook(self._pass_half)
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from coordinator.calls.verification import judge
+from longleaf.channel.verdict import judge
 from longleaf.runs import until
 from longleaf.sampling import Sampling
 from longleaf.tree import MERGES

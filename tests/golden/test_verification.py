@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from coordinator.calls.verification import MAX_DIFFERENCE, judge
 from coordinator.events import Claim, Ended, Prompt
 from longleaf.attention import Partial
+from longleaf.channel.verdict import MAX_DIFFERENCE, judge
 from longleaf.geometry import OWN_ROPE
 from longleaf.sampling import Sampling
 from tests.support.golden.asking import MAX_TOKENS, compare

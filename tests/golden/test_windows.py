@@ -6,8 +6,8 @@ import itertools
 import pytest
 import torch
 
-from coordinator.calls.verification import judge
 from coordinator.events import Claim, Prompt, Tokens
+from longleaf.channel.verdict import judge
 from longleaf.errors import InvalidArgument
 from longleaf.sampling import Sampling
 from tests.support.golden.asking import MAX_TOKENS, answer, ask, compare, ingest

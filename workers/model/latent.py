@@ -36,7 +36,8 @@ class LatentQueries(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         num_heads, key_dim = self.sizes
-        key_HNL = self.kv_b_proj.weight.unflatten(0, (num_heads, -1))[:, :key_dim]
+        weight = self.kv_b_proj.weight.to(hidden.dtype)  # the same tensor, but while others are converted
+        key_HNL = weight.unflatten(0, (num_heads, -1))[:, :key_dim]
         query = self.projection(hidden).unflatten(-1, (num_heads, -1))
         latent = torch.einsum("...hn,hnl->...hl", query[..., :key_dim], key_HNL)
         return torch.cat((latent, query[..., key_dim:]), dim=-1).flatten(-2)
@@ -53,7 +54,8 @@ class LatentOutputs(nn.Module):
 
     def forward(self, latent: Tensor) -> Tensor:
         num_heads, key_dim = self.sizes
-        value_HVL = self.kv_b_proj.weight.unflatten(0, (num_heads, -1))[:, key_dim:]
+        weight = self.kv_b_proj.weight.to(latent.dtype)
+        value_HVL = weight.unflatten(0, (num_heads, -1))[:, key_dim:]
         mean = torch.einsum("...hl,hvl->...hv", latent.unflatten(-1, (num_heads, -1)), value_HVL)
         return self.projection(mean.flatten(-2))
 

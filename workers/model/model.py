@@ -1,5 +1,6 @@
 """Loads an unmodified transformers causal LM and proves that all its attention goes through the hook."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,10 @@ from workers.model.heap import large_blocks_apart
 from workers.model.rotary import Ropes, replace_rotary
 from workers.model.weights import SAFE_WEIGHTS, check_weights, going_to
 
-PREFLIGHT_ROWS = 4
+PROBES = ((3, 5), (4, 11))
+"""The forward passes of the preflight: how many different tokens each repeats in turn, and over how many rows."""
+NUM_CANDIDATES = 64
+"""Ids among which the preflight looks for tokens whose embeddings differ."""
 UNTRUSTED: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 """How all of a checkpoint is read: None would ask on standard input whether to run its code."""
 LAYER_TYPES = {
@@ -103,11 +107,18 @@ class Model:
 
 
 class Probe:
-    """The preflight's handle: notes what each attention layer asks for and answers zeros. All its rows are alike."""
+    """The preflight's handle: records what each attention layer asks for and answers zeros.
 
-    def __init__(self, config: PreTrainedConfig) -> None:
+    All rows have the same position, so rows of the same token must be alike in every layer, whatever other tokens stand
+    between them. That proves something only if rows of different tokens differ: with `has_weights`, rows that are zero,
+    or the same for all tokens, or not finite are refused.
+    """
+
+    def __init__(self, config: PreTrainedConfig, token_ids: Sequence[int], *, has_weights: bool = True) -> None:
         self.layers: dict[int, LayerSpec] = {}
         self._config = config
+        self._ids = token_ids
+        self._has_weights = has_weights
 
     def attend(self, layer: int, q_THD: Tensor, k_KTD: Tensor, v_KTV: Tensor, call: hook.LayerCall) -> Tensor:
         if call.unsupported:
@@ -119,16 +130,33 @@ class Probe:
             raise ModelRefused(f"attention layer {layer} has sinks that are not one per head, not supported yet")
         if layer in self.layers:
             raise ModelRefused(f"attention layer {layer} attends twice")
-        if not all(_is_alike(rows) for rows in (q_THD, k_KTD.transpose(0, 1), v_KTV.transpose(0, 1))):
-            raise ModelRefused(f"attention layer {layer} depends on more of a token than its id and its position")
+        for name, rows in (("queries", q_THD), ("keys", k_KTD.transpose(0, 1)), ("values", v_KTV.transpose(0, 1))):
+            self._check_rows(layer, name, rows)
         reach = reach_of(self._config, layer, call.window)
         self.layers[layer] = LayerSpec(q_THD.shape[1], k_KTD.shape[0], k_KTD.shape[2], reach, latent_dim)
         return q_THD.new_zeros(*q_THD.shape[:2], v_KTV.shape[2])
 
+    def _check_rows(self, layer: int, name: str, rows_THD: Tensor) -> None:
+        """Raises ModelRefused unless rows of the same token are alike, and rows of different tokens differ."""
+        if self._has_weights and not rows_THD.isfinite().all():
+            raise ModelRefused(f"attention layer {layer} computes {name} that are not finite")
+        first_T = torch.tensor([self._ids.index(i) for i in self._ids], device=rows_THD.device)
+        if not _is_alike(rows_THD, rows_THD[first_T]):
+            raise ModelRefused(f"attention layer {layer} depends on more of a token than its id and its position")
+        if not self._has_weights:
+            return
+        firsts = rows_THD[first_T.unique()]
+        if not firsts.flatten(1).any(dim=1).all():
+            raise ModelRefused(f"attention layer {layer} computes {name} that are zero, so its exactness is unknown")
+        if torch.equal(firsts, firsts[:1].expand_as(firsts)):
+            raise ModelRefused(
+                f"attention layer {layer} computes the same {name} for all tokens, so its exactness is unknown"
+            )
 
-def _is_alike(rows: Tensor) -> bool:
-    """Whether all rows are the same, but for rounding."""
-    return torch.allclose(rows, rows[:1].expand_as(rows), rtol=0.01, atol=0.01 * float(rows.abs().max()))
+
+def _is_alike(rows: Tensor, expected: Tensor) -> bool:
+    """Whether rows are the expected ones, but for rounding."""
+    return torch.allclose(rows, expected, rtol=0.01, atol=0.01 * float(rows.abs().max()))
 
 
 def reach_of(config: PreTrainedConfig, layer: int, window: int | None) -> Reach:
@@ -248,14 +276,16 @@ def auto_class(config: PreTrainedConfig) -> type[AutoModelForCausalLM | AutoMode
     raise ModelRefused(f"transformers has no causal language model of type {config.model_type}")
 
 
-def prove(module: PreTrainedModel, device: str) -> Model:
-    """Makes a module ready to serve on `device`. Raises ModelRefused when it would not be exact."""
+def prove(module: PreTrainedModel, device: str, *, has_weights: bool = True) -> Model:
+    """Makes a module ready to serve on `device`. Raises ModelRefused when it would not be exact. Without weights,
+    whether rows are mixed outside of attention remains unknown."""
     check_causal(decoder_of(module))
     latent.absorb(module)
     module.eval().requires_grad_(False)
     module.to(torch.device(device))  # pyright: ignore[reportArgumentType]
     ropes, rotary = replace_rotary(decoder_of(module), module.config.get_text_config())
-    return Model(module, preflight(module, device), device, module.dtype, ropes, rotary)
+    layers = preflight(module, device, has_weights=has_weights)
+    return Model(module, layers, device, module.dtype, ropes, rotary)
 
 
 def check_config(config: PreTrainedConfig) -> None:
@@ -278,22 +308,60 @@ def check_causal(module: nn.Module) -> None:
 
 
 @torch.inference_mode()
-def preflight(module: PreTrainedModel, device: str) -> dict[int, LayerSpec]:
-    """Runs a few equal rows, as a step of which nothing is sampled, and checks that every attention layer called the
-    hook, with equal queries and keys: some families ignore the hook silently, and some mix rows, or count them, outside
-    of attention."""
+def preflight(module: PreTrainedModel, device: str, *, has_weights: bool = True) -> dict[int, LayerSpec]:
+    """Runs several tokens, each at several rows, as steps of which nothing is sampled, and checks that every attention
+    layer calls the hook, with equal queries, keys and values for equal tokens: some families ignore the hook silently,
+    and some mix rows, or count them, outside of attention."""
     config = module.config.get_text_config()
-    probe = Probe(config)
-    ids, positions = (torch.full((PREFLIGHT_ROWS,), i, device=device) for i in (0, 1))
-    inputs = hook.arguments(probe, ids, positions, has_offsets=asks_for_offsets(module))
-    forward_checked(module, {**inputs, "logits_to_keep": ids[:0]})
     expected = config.num_hidden_layers
-    if sorted(probe.layers) != list(range(expected)):
-        name = type(module).__name__
-        raise ModelRefused(
-            f"{name}: {len(probe.layers)} of {expected} layers call the attention function that is replaced"
-        )
-    return probe.layers
+    tokens = probe_ids(module, max(count for count, _ in PROBES), has_weights=has_weights)
+    found: dict[int, LayerSpec] = {}
+    for num_tokens, num_rows in PROBES:
+        ids = [tokens[i % min(num_tokens, len(tokens))] for i in range(num_rows)]
+        probe = Probe(config, ids, has_weights=has_weights)
+        ids_T, positions_T = torch.tensor(ids, device=device), torch.ones(num_rows, dtype=torch.long, device=device)
+        inputs = hook.arguments(probe, ids_T, positions_T, has_offsets=asks_for_offsets(module))
+        forward_checked(module, {**inputs, "logits_to_keep": ids_T[:0]})
+        if sorted(probe.layers) != list(range(expected)):
+            name = type(module).__name__
+            raise ModelRefused(
+                f"{name}: {len(probe.layers)} of {expected} layers call the attention function that is replaced"
+            )
+        if found and probe.layers != found:
+            raise ModelRefused(f"{type(module).__name__} attends otherwise over {num_rows} tokens than over fewer")
+        found = probe.layers
+    return found
+
+
+def probe_ids(module: PreTrainedModel, count: int, *, has_weights: bool = True) -> list[int]:
+    """At most `count` token ids, and at least 2, that are neither padding nor special and whose embeddings are finite,
+    not zero and all different. Without weights nothing is known of embeddings. Raises ModelRefused where there are no
+    such ids."""
+    config = module.config.get_text_config()
+    special = special_ids(module.config) | special_ids(config)
+    size: int = config.vocab_size
+    spread = (i * size // NUM_CANDIDATES for i in range(NUM_CANDIDATES))
+    candidates = sorted({i for i in spread if i not in special})
+    weight = getattr(module.get_input_embeddings(), "weight", None)
+    if has_weights and isinstance(weight, Tensor):
+        rows = weight[torch.tensor(candidates, device=weight.device)].float()
+        usable = rows.isfinite().all(dim=1) & rows.any(dim=1)
+        kept = list[int]()
+        for i in usable.nonzero().flatten().tolist():
+            if not any(torch.equal(rows[i], rows[other]) for other in kept):
+                kept.append(i)
+        candidates = [candidates[i] for i in kept]
+    if len(candidates) < 2:
+        raise ModelRefused("the embeddings of its tokens are zero, all the same or not finite")
+    step = max(1, len(candidates) // count)
+    return candidates[::step][:count]
+
+
+def special_ids(config: PreTrainedConfig) -> set[int]:
+    """The ids to which a config gives a meaning of their own: padding, begin, end, images."""
+    named = [value for name, value in config.to_dict().items() if "token_id" in name or "token_index" in name]
+    listed = [item for value in named for item in (value if isinstance(value, list) else [value])]
+    return {item for item in listed if isinstance(item, int)}
 
 
 def decoder_of(module: PreTrainedModel) -> nn.Module:

@@ -8,13 +8,15 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from tests.support.accelerator.dispatch import Dispatch, Numbers, register, to_list
 from tests.support.accelerator.driver import Driver
 from tests.support.accelerator.events import Log
 from tests.support.accelerator.launcher import CountingLauncher
-from workers.model import hook
+from workers.model import hook, model
+
+preflight = model.preflight
 
 
 class Accelerator:
@@ -35,6 +37,7 @@ class Accelerator:
             stack.enter_context(patch.object(FakeTensor, "tolist", to_list))
             # modules that are moved to where they are would change each FakeTensor for itself, which torch cannot
             stack.enter_context(patch.object(torch.utils, "swap_tensors", lambda *_: None))
+            stack.enter_context(patch.object(model, "preflight", _preflight_without_numbers))
             stack.enter_context(self._telling_layers())
             stack.enter_context(Numbers())
             stack.enter_context(Dispatch(self.log, self._fake))
@@ -50,3 +53,8 @@ class Accelerator:
             hook.register()
             yield
         hook.register()
+
+
+def _preflight_without_numbers(module: PreTrainedModel, device: str, *, has_weights: bool = True) -> Any:
+    """The device knows no numbers, so rows cannot be told from each other there."""
+    return preflight(module, device, has_weights=False)

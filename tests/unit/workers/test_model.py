@@ -15,6 +15,7 @@ from transformers import (
     KimiLinearConfig,
     Lfm2Config,
     LlamaConfig,
+    LlamaForCausalLM,
     MambaConfig,
     NemotronHConfig,
     PaliGemmaConfig,
@@ -32,11 +33,16 @@ from longleaf.sampling import Sampling
 from tests.support.running import running
 from tests.support.threads import ThreadRanks, config_for
 from workers.model import hook, model
-from workers.model.model import Probe, reach_of
-from zoo.checkpoints import make_checkpoint
+from workers.model.model import Probe, probe_ids, reach_of
+from zoo.checkpoints import PAD_IDS, make_checkpoint
 from zoo.families import SECTION, WINDOW
 
-Q, K = torch.zeros(1, 2, 3, 8), torch.zeros(1, 1, 3, 8)
+IDS = (5, 6, 5)
+Q = torch.tensor(IDS, dtype=torch.float32)[:, None].expand(1, 2, 3, 8)
+K = Q[:, :1]
+
+
+SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 
 
 def layer(number: int = 0) -> torch.nn.Module:
@@ -46,7 +52,7 @@ def layer(number: int = 0) -> torch.nn.Module:
 
 
 def probe() -> Probe:
-    return Probe(LlamaConfig())
+    return Probe(LlamaConfig(), IDS)
 
 
 def test_a_model_that_ignores_the_hook_is_refused(tmp_path):
@@ -74,12 +80,44 @@ def test_the_step_arrives_on_the_positions_too():
         hook.attention(layer(4), Q, K, K, None, position_ids=torch.arange(3)[None])
 
 
-@pytest.mark.parametrize("mixed", ["query", "key", "value"])
-def test_rows_that_are_mixed_outside_of_attention_are_refused(mixed):
+@pytest.mark.parametrize("spoiled", ["query", "key", "value"])
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ((5.0, 6.0, 7.0), "depends on more of a token"),
+        ((0.0, 6.0, 0.0), "that are zero"),
+        ((0.0, 0.0, 0.0), "that are zero"),
+        ((5.0, 5.0, 5.0), "the same .* for all tokens"),
+        ((5.0, torch.nan, 5.0), "not finite"),
+        ((torch.inf, 6.0, torch.inf), "not finite"),
+    ],
+)
+def test_rows_that_prove_nothing_or_are_mixed_outside_of_attention_are_refused(spoiled, rows, words):
     tensors = {"query": Q, "key": K, "value": K}
-    tensors[mixed] = torch.arange(3.0)[None, None, :, None].expand(tensors[mixed].shape)
-    with pytest.raises(ModelRefused, match="attention layer 0 depends on more of a token"):
+    tensors[spoiled] = torch.tensor(rows)[None, None, :, None].expand(tensors[spoiled].shape)
+    with pytest.raises(ModelRefused, match=f"attention layer 0 .*{words}"):
         hook.attention(layer(), *tensors.values(), None, step=probe())
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, torch.nan])
+def test_embeddings_that_tell_no_token_from_another_are_refused(tmp_path, value):
+    plain = LlamaForCausalLM(LlamaConfig(**SMALL))
+    torch.nn.init.constant_(plain.get_input_embeddings().weight, value)
+    plain.save_pretrained(tmp_path)
+    with pytest.raises(ModelRefused, match="embeddings of its tokens are zero, all the same or not finite"):
+        model.load(str(tmp_path), "float32", "cpu")
+
+
+def test_the_preflight_takes_tokens_that_are_neither_special_nor_alike():
+    config = LlamaConfig(**SMALL, pad_token_id=0, bos_token_id=1, eos_token_id=[2, 32], image_token_id=16)
+    plain = LlamaForCausalLM(config)
+    embeddings = plain.get_input_embeddings().weight
+    with torch.no_grad():
+        embeddings[3:20] = embeddings[3]
+        embeddings[40:50] = 0
+    found = probe_ids(plain, 64)
+    assert found == [3, *range(20, 32), *range(33, 40), *range(50, 64)]
+    assert set(probe_ids(plain, 4)) < set(found)
 
 
 @pytest.mark.parametrize(
@@ -175,6 +213,14 @@ def test_layers_that_are_not_attention_over_all_keys_are_refused_by_their_type(t
 def test_a_family_whose_attention_cannot_be_replaced_is_refused(tmp_path):
     with pytest.raises(ModelRefused, match="cannot be replaced"):
         model.load(str(make_checkpoint(tmp_path, "gptj")), "float32", "cpu")
+
+
+@pytest.mark.parametrize("pad_token_id", PAD_IDS)
+@pytest.mark.parametrize("family", ["falcon_h1", "zaya"])
+def test_a_model_that_carries_a_state_is_refused_whatever_its_padding(tmp_path, family, pad_token_id):
+    folder = make_checkpoint(tmp_path, family, num_layers=2, pad_token_id=pad_token_id)
+    with pytest.raises(ModelRefused, match="depends on more of a token than its id and its position"):
+        model.load(str(folder), "float32", "cpu")
 
 
 async def test_nothing_lies_beyond_learned_positions(tmp_path):

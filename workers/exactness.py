@@ -1,0 +1,207 @@
+"""Compares the served path of a checkpoint with plain attention before it serves.
+
+A few random tokens pass through a rank's own epoch at world size 1: two chunks of prefill, a question of several rows,
+and decode steps, over keys in a small pool. The logits are compared with those of transformers' own attention over the
+same weights, as `longleaf verify` does (`workers.verification`), whatever the class of the model: some models mix rows
+only with certain configs or weights. A rounded numeric type that decides nothing is followed by float32.
+
+A model that was found exact is recorded by its fingerprint, so a restart pays nothing.
+"""
+
+import logging
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+import torch
+from blake3 import blake3
+
+from longleaf.channel.step import Comparison, Decode, Prefill, Row, StepPlan, Terms, Work
+from longleaf.channel.verdict import judge
+from longleaf.config import NOT_VERIFIED, EngineConfig
+from longleaf.errors import ModelRefused
+from longleaf.fingerprint import Fingerprint
+from longleaf.kernels import table
+from longleaf.kernels.backend import Backend
+from longleaf.runs import Run, ceil_div
+from longleaf.sampling import Sampling
+from longleaf.storage.store import Store as Storage
+from workers.decode.graphs import Graphs
+from workers.epoch import Epoch
+from workers.keys.quantized import QuantizedPool
+from workers.keys.slots import Pool
+from workers.model.model import Model, describe_error, special_ids
+from workers.sampling.device_sampler import DeviceSampler, make_sampler
+from workers.sampling.sampler import Sampler
+from workers.snapshots.desk import Desk
+from workers.step.last_ids import DeviceIds, HostIds, LastIds
+from workers.verification import computing_in
+
+CHUNKS, QUESTION, ANSWER = (24, 17), 5, 6
+"""Tokens of each chunk, of the question, and of the answer, whose logits are compared."""
+NUM_TOKENS = sum(CHUNKS) + QUESTION + ANSWER
+BLOCK_SIZE = 16
+SEQUENCE = 0
+EXACT = "exact"
+"""Folder of records in that of caches."""
+PACKAGES = ("longleaf", "torch", "transformers")
+"""Their versions are part of what a record is about."""
+log = logging.getLogger("longleaf.exactness")  # the rank's notes, which the coordinator logs
+
+
+class Records:
+    """The models that were found exact, as empty files in `folder`. Storage that fails means that none is known."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def holds(self, key: str) -> bool:
+        try:
+            return (self._folder / key).is_file()
+        except OSError:
+            return False
+
+    def add(self, key: str) -> None:
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (self._folder / key).touch(mode=0o600)
+        except OSError as error:
+            log.info("exactness: the next start will verify the model again: %s", error)
+
+
+def record_key(fingerprint: Fingerprint, model: Model, backend: Backend) -> str:
+    """Names everything on which the comparison depends, in hexadecimal digits."""
+    versions = [version(package) for package in PACKAGES]
+    facts = (fingerprint.digest, str(model.dtype), torch.device(model.device).type, backend.name, *versions)
+    return blake3(msgspec.msgpack.encode(facts)).hexdigest()
+
+
+def verify_model(
+    model: Model, backend: Backend, config: EngineConfig, fingerprint: Fingerprint | None, records: Records
+) -> str:
+    """As `check_exact`, unless the model of this fingerprint is recorded as exact; else records it where it is."""
+    key = record_key(fingerprint, model, backend) if fingerprint else ""
+    if key and records.holds(key):
+        return ""
+    began = time.monotonic()
+    note = check_exact(model, backend, config)
+    log.info("exactness: %s", note or f"compared with plain attention in {time.monotonic() - began:.1f} s")
+    if key and not note:
+        records.add(key)
+    if model.device != "cpu":
+        torch.cuda.empty_cache()  # what the comparison took is free for keys and values
+    return note
+
+
+def check_exact(model: Model, backend: Backend, config: EngineConfig) -> str:
+    """Compares the served path of a model with plain attention. Returns why that was not possible, or nothing where
+    both agree. Raises ModelRefused when they differ."""
+    found = compare(model, backend)
+    if not judge(found).passed and model.dtype != torch.float32:
+        found = compare_in_float32(model, config) or found
+    verdict = judge(found)
+    if verdict.passed:
+        return ""
+    if found.failure or not verdict.is_conclusive:
+        return f"{NOT_VERIFIED}: {found.failure or f'in {found.dtype} rounding may hide a difference'}"
+    raise ModelRefused(
+        f"{type(model.module).__name__} is not exact with replaced attention: its logits in {found.dtype} differ from "
+        f"those of transformers by up to {found.max_difference:.2g}, the largest is {found.max_logit:.2g}, and "
+        f"{found.num_equal} of {found.num_tokens} tokens are the same"
+    )
+
+
+def compare_in_float32(model: Model, config: EngineConfig) -> Comparison | None:
+    """The comparison with all weights converted while they are used; None where that is not possible."""
+    try:
+        backend = table.choose(config.kernels, model.device, torch.float32)
+        with computing_in(model.module, torch.float32):
+            found = compare(replace(model, dtype=torch.float32), backend)
+    except Exception as error:  # layers may use weights of others, and kernels may be of one type
+        log.info("exactness: not compared in float32: %s", describe_error(error))
+        return None
+    return None if found.failure else found
+
+
+def compare(model: Model, backend: Backend) -> Comparison:
+    """Logits of the served path beside those of plain attention, after each token of a short greedy answer. Raises
+    ModelRefused where the model cannot run on such steps."""
+    scale = min(1.0, (model.rotary.trained or NUM_TOKENS) / NUM_TOKENS)
+    first, second, question, answer = (max(1, int(scale * size)) for size in (*CHUNKS, QUESTION, ANSWER))
+    ids = random_ids(model, first + second + question)
+    epoch = Epoch(make_means(model, backend), None)
+    comparisons = dict[int, Comparison]()
+    try:
+        for step, work in enumerate(make_works(ids, (first, second), answer)):
+            result = epoch.start(StepPlan(0, step, work)).result()
+            assert result is not None
+            if result.not_finite or not result.has_finite_keys:
+                return Comparison(failure="its keys or logits for random tokens are not finite")
+            comparisons |= result.comparisons
+    except Exception as error:
+        raise ModelRefused(f"{type(model.module).__name__} cannot run on such steps: {describe_error(error)}") from error
+    finally:
+        epoch.close()
+    return comparisons[SEQUENCE]
+
+
+def random_ids(model: Model, count: int) -> list[int]:
+    """Ids that are neither padding nor special; the same ones for the same model."""
+    config = model.module.config
+    special = special_ids(config) | special_ids(config.get_text_config())
+    usable = [i for i in range(config.get_text_config().vocab_size) if i not in special]
+    return random.Random(0).choices(usable, k=count)
+
+
+def make_works(ids: Sequence[int], chunks: Sequence[int], num_answer: int) -> Iterator[Work]:
+    """Prefill in `chunks`, then rows: the rest of the ids as a question, and one step for each further token."""
+    path, start, block = (0,), 0, 0
+    for size in chunks:
+        blocks = tuple(range(block, block + ceil_div(size, BLOCK_SIZE)))
+        piece = Run(0, start, start + size, blocks)
+        yield Prefill(path, start, tuple(ids[start : start + size]), (piece,))
+        start, block = start + size, block + len(blocks)
+    terms = Terms(Sampling(max_tokens=num_answer, ignore_end_token=True), reference_ids=tuple(ids))
+    for index in range(num_answer):
+        end = len(ids) + index
+        run = Run(0, start, end, tuple(range(block, block + ceil_div(end - start, BLOCK_SIZE))))
+        num_reference = end if index == num_answer - 1 else 0
+        if index == 0:
+            row = Row(SEQUENCE, path, start, tuple(ids[start:]), (run,), index, terms, num_reference)
+        else:
+            row = Row(SEQUENCE, (), end - 1, (), (run,), index, None, num_reference)
+        yield Decode((row,))
+
+
+@dataclass
+class SmallMeans:
+    """What one rank computes a few tokens with. Implements workers.epoch.Means."""
+
+    config: EngineConfig
+    device: str
+    model: Model
+    pool: Pool | QuantizedPool
+    backend: Backend
+    sampler: Sampler | DeviceSampler
+    last_ids: LastIds
+    desk: Desk
+    graphs: Graphs | None = None
+
+
+def make_means(model: Model, backend: Backend) -> SmallMeans:
+    """With a pool of as many blocks as the comparison needs."""
+    num_blocks = sum(ceil_div(size, BLOCK_SIZE) for size in (*CHUNKS, QUESTION + ANSWER))
+    return SmallMeans(
+        config=EngineConfig(model="", block_size=BLOCK_SIZE, max_sequences=1, max_draft_tokens=0),
+        device=model.device,
+        model=model,
+        pool=Pool(model.layers, num_blocks, BLOCK_SIZE, model.dtype, model.device),
+        backend=backend,
+        sampler=make_sampler(model.device, 1),
+        last_ids=HostIds() if model.device == "cpu" else DeviceIds(1, model.device),
+        desk=Desk(0, None, Storage.open, model.device),
+    )
