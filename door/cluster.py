@@ -36,6 +36,7 @@ def described(cluster: Cluster) -> dict[str, Any]:
         "waiting": cluster.waiting,
         "merge": cluster.merge,
         "exact": cluster.is_exact,
+        "exactness_note": cluster.exactness_note,
         "workers": [
             {
                 "rank": worker.rank,

@@ -14,6 +14,7 @@ from longleaf.messages import (
     Delta,
     Event,
     Finished,
+    FinishReason,
     Generate,
     Progress,
     Recovering,
@@ -55,16 +56,16 @@ class Answer:
         alphabet: Alphabet,
         end_tokens: frozenset[int],
         clock: Callable[[], float],
-        is_exact: bool,
+        exactness_note: str,
         tracing: Traces | None = None,
         before: Sequence[int] = (),
     ) -> None:
         """`before` are ids of the prompt that the answer's text continues, as `ids_before` gives them. Where logprobs
         are to carry the bytes of their tokens, the alphabet can spell. The request, whose text may be large, is not
-        kept."""
+        kept. `exactness_note` is why the answer is not exact, if it is not."""
         sampling = request.sampling
         self._request_id = request_id
-        self._is_exact = is_exact
+        self._exactness_note = exactness_note
         self._times = Times(clock)
         ends = frozenset(sampling.stop_tokens) | (frozenset[int]() if sampling.ignore_end_token else end_tokens)
         spell = alphabet.spell if request.with_token_bytes else None
@@ -74,7 +75,7 @@ class Answer:
                 TextStream(alphabet, sampling.stop, before),
                 ends,
                 self._times,
-                is_exact,
+                exactness_note,
                 Speller(spell, alphabet.silent, ends, is_continued=bool(before)) if spell else None,
                 tracing,
             )
@@ -106,7 +107,8 @@ class Answer:
                         queue_position=event.queue_position,
                         request_id=self._request_id,
                         is_beyond_trained=event.is_beyond_trained,
-                        is_exact=self._is_exact,
+                        is_exact=not self._exactness_note,
+                        exactness_note=self._exactness_note,
                     )
                 ]
             case Progress() | Recovering():
@@ -128,7 +130,7 @@ class Sample:
         text: TextStream,
         end_tokens: frozenset[int],
         times: Times,
-        is_exact: bool,
+        exactness_note: str,
         speller: Speller | None,
         tracing: Traces | None,
     ) -> None:
@@ -139,7 +141,7 @@ class Sample:
         self._text = text
         self._end_tokens = end_tokens
         self._times = times
-        self._is_exact = is_exact
+        self._exactness_note = exactness_note
         self._speller = speller
         self._first_token_at: float | None = None
         self._num_tokens = self._num_drafted = self._num_accepted = 0
@@ -185,7 +187,7 @@ class Sample:
         self.is_finished = True
         timings = timings_of(event.queue_seconds, event.first_token_seconds, event.decode_seconds)
         usage = self._used(event.prompt_tokens, event.cached_tokens, event.completion_tokens)
-        return [*delta, Finished(event.reason, "", usage, timings, self._index, self._is_exact)]
+        return [*delta, self._finished(event.reason, "", usage, timings)]
 
     def _stop(self) -> Finished:
         """The end that the engine does not know of, so the times are taken here too."""
@@ -195,7 +197,11 @@ class Sample:
         started = first if times.started is None else times.started
         usage = self._used(self.usage.prompt_tokens, self.usage.cached_tokens, self._num_tokens)
         timings = timings_of(started - times.arrived, first - times.arrived, now - first)
-        return Finished("stop", self._text.matched_stop, usage, timings, self._index, self._is_exact)
+        return self._finished("stop", self._text.matched_stop, usage, timings)
+
+    def _finished(self, reason: FinishReason, matched_stop: str, usage: Usage, timings: Timings) -> Finished:
+        note = self._exactness_note
+        return Finished(reason, matched_stop, usage, timings, self._index, not note, exactness_note=note)
 
     def _used(self, num_prompt: int, num_cached: int, num_generated: int) -> Usage:
         return Usage(num_prompt, num_cached, num_generated, self._num_drafted, self._num_accepted)

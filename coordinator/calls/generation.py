@@ -28,6 +28,9 @@ from longleaf.messages import Event, Finished, Generate, Resume
 from longleaf.sampling import MAX_TOKENS
 from longleaf.tenants import scoped
 
+HIDDEN = "tokens of the context are hidden"
+"""Why an answer is not exact."""
+
 
 def random_id() -> str:
     """An id for a generation that its caller did not name."""
@@ -230,8 +233,9 @@ class Generation:
         is_continued = request.context is None and not (has_template if wanted is None else wanted)
         before = ids_before(self._tokenizer.alphabet, token_ids) if is_continued else ()
         alphabet, ends = self._tokenizer.alphabet, self._tokenizer.end_tokens
-        is_exact = self._engine.is_exact and not request.hidden
-        return Answer(request_id, request, alphabet, ends, self._clock, is_exact, tracing, before)
+        reasons = (self._engine.exactness_note, HIDDEN if request.hidden else "")
+        note = "; ".join(filter(None, reasons))
+        return Answer(request_id, request, alphabet, ends, self._clock, note, tracing, before)
 
 
 def _tracing(request: Generate) -> Tracing | None:

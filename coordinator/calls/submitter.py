@@ -25,8 +25,8 @@ class Submitter(Capacity, Protocol):
     """The engine, as generations see it."""
 
     @property
-    def is_exact(self) -> bool:
-        """Whether answers are what the model alone would say."""
+    def exactness_note(self) -> str:
+        """Why answers are not what the model alone would say; empty where they are."""
         ...
 
     @property

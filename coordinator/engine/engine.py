@@ -67,6 +67,8 @@ class Engine(ContextCalls):
         self._config = config
         self.positions = Positions(Rotary(), max_positions, allow_long=config.allow_long)
         """How far positions may go, and how they are rotated; known once the ranks are ready."""
+        self._notes: tuple[str, ...] = ()
+        """Why each of the first ranks could not compare the model with plain attention."""
         self._clock = clock
         self._wall_clock = wall_clock
         self._recoveries = Recoveries(clock, durability.changed if durability else None)
@@ -109,9 +111,10 @@ class Engine(ContextCalls):
         return self._config.max_draft_tokens
 
     @property
-    def is_exact(self) -> bool:
-        """Whether answers are what the model alone would say."""
-        return self._config.is_exact
+    def exactness_note(self) -> str:
+        """Why answers are not what the model alone would say; empty where they are. Until the ranks are ready only the
+        settings are known."""
+        return "; ".join(dict.fromkeys(note for note in (self._config.exactness_note, *self._notes) if note))
 
     @property
     def total_tokens(self) -> int:
@@ -123,6 +126,7 @@ class Engine(ContextCalls):
         first = FIRST_EPOCH + self._keeping.last_epoch
         epoch = await self._epochs.start(self._config.block_size, first)
         readies = epoch.formation.readies
+        self._notes = tuple(ready.exactness_note for ready in readies)
         self.positions = self.positions.told(readies[0].rotary)
         self._scheduler = Scheduler(
             self._config,
@@ -197,7 +201,7 @@ class Engine(ContextCalls):
     def cluster(self, model: ModelInfo = ANY_MODEL, launcher: str = "") -> Cluster:
         """The ranks that live, and the load. Which model they serve, and what started them, the engine is told."""
         scheduler, losses, latest = self._open(), self._ranks.losses, self._recoveries.latest
-        found = view_cluster(scheduler, self._config, self._epochs.current, losses)
+        found = view_cluster(scheduler, self._config, self._epochs.current, losses, self.exactness_note)
         storage = self._storing.view() if self._storing is not None else None
         return replace(found, model=model, launcher=launcher, recovery=latest, storage=storage)
 
@@ -236,7 +240,7 @@ class Engine(ContextCalls):
         assert self._scheduler is not None
         holdings, readies = self._scheduler.segments.holdings, self._readies()
         stored = self._keeping.num_bytes(context)
-        return view_context(context, holdings, readies, self.positions, self.is_exact, stored)
+        return view_context(context, holdings, readies, self.positions, self.exactness_note, stored)
 
     def _readies(self) -> Sequence[Ready]:
         return self._epochs.current.formation.readies

@@ -22,7 +22,7 @@ def view_context(
     holdings: Holdings,
     readies: Sequence[Ready],
     positions: Positions,
-    is_exact: bool,
+    exactness_note: str,
     storage_bytes: int,
 ) -> messages.Context:
     ready, num_windowed = readies[0], holdings.num_window_tokens(context.path)
@@ -39,7 +39,8 @@ def view_context(
         expires=context.expires,
         is_pinned=context.is_pinned,
         positions=positions.describe(context.rope, context.capacity, context.num_tokens),
-        is_exact=is_exact,
+        is_exact=not exactness_note,
+        exactness_note=exactness_note,
         state=_state_of(context, holdings),
         storage_bytes=storage_bytes,
         used=context.used,
@@ -53,7 +54,9 @@ def _state_of(context: NamedPath, holdings: Holdings) -> messages.ContextState:
     return "parked" if context.is_resting else "restoring"
 
 
-def view_cluster(scheduler: Scheduler, config: EngineConfig, epoch: Epoch, losses: Sequence[Loss]) -> messages.Cluster:
+def view_cluster(
+    scheduler: Scheduler, config: EngineConfig, epoch: Epoch, losses: Sequence[Loss], exactness_note: str
+) -> messages.Cluster:
     """The ranks that live, and the load; without what the engine does not know itself."""
     readies = epoch.formation.readies
     held, windowed = scheduler.segments.tokens_by_rank(), scheduler.segments.num_window_tokens
@@ -74,7 +77,8 @@ def view_cluster(scheduler: Scheduler, config: EngineConfig, epoch: Epoch, losse
         waiting=scheduler.num_waiting,
         running=scheduler.num_running,
         block_size=size,
-        is_exact=config.is_exact,
+        is_exact=not exactness_note,
+        exactness_note=exactness_note,
         window_keys=config.window_keys,
         window_tokens=windowed,
         max_window_tokens=max_window_tokens(readies[0], size),

@@ -53,6 +53,7 @@ def described(context: Context, model: str) -> dict[str, Any]:
         "state": context.state,
         "hits": context.hits,
         "exact": context.is_exact,
+        "exactness_note": context.exactness_note,
         "capacity": context.positions.capacity,
         "shares": [{"rank": s.rank, "tokens": s.tokens, "kv_bytes": s.kv_bytes} for s in context.shares],
     }

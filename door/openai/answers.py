@@ -42,7 +42,7 @@ class Teller(Protocol):
         """The chunk of a sample's end."""
         ...
 
-    def last(self, usage: dict[str, Any], is_exact: bool) -> dict[str, Any]:
+    def last(self, usage: dict[str, Any], exactness: dict[str, Any]) -> dict[str, Any]:
         """The chunk of the usage."""
         ...
 
@@ -132,7 +132,7 @@ async def _told(
         yield event(_problem(error, names).body, "error")
         return
     if teller.with_usage:
-        yield event(teller.last(usage_of(ends), all(end.is_exact for end in ends)))
+        yield event(teller.last(usage_of(ends), exactness_of(ends)))
     yield DONE
 
 
@@ -151,7 +151,13 @@ async def _whole(events: AsyncGenerator[Event, None], teller: Teller) -> dict[st
     if len(ends) < teller.num_samples:
         raise Unavailable("the service ended the answer before its end")
     ordered = [ends[sample] for sample in sorted(ends)]
-    return teller.whole(deltas, ordered, usage_of(ordered)) | {"exact": all(end.is_exact for end in ordered)}
+    return teller.whole(deltas, ordered, usage_of(ordered)) | exactness_of(ordered)
+
+
+def exactness_of(ends: list[Finished]) -> dict[str, Any]:
+    """Whether all samples are exact, and if not, why."""
+    note = next((end.exactness_note for end in ends if not end.is_exact), None)
+    return {"exact": True} if note is None else {"exact": False, "exactness_note": note}
 
 
 def usage_of(ends: list[Finished]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from door.bodies import json_of
 from door.callers import client_of, peer_of
 from door.errors import Problem
-from door.openai.answers import answer, finite, new_id, now, reason_of, spelled
+from door.openai.answers import answer, exactness_of, finite, new_id, now, reason_of, spelled
 from door.openai.lengths import with_length
 from door.openai.models import target_of
 from door.openai.requests import TextAsked, decode_text
@@ -90,10 +90,10 @@ class TextTeller:
         return found
 
     def finish(self, finished: Finished) -> dict[str, Any]:
-        return self._chunk([self._choice(finished.sample, [], reason_of(finished))]) | {"exact": finished.is_exact}
+        return self._chunk([self._choice(finished.sample, [], reason_of(finished))]) | exactness_of([finished])
 
-    def last(self, usage: dict[str, Any], is_exact: bool) -> dict[str, Any]:
-        return self._chunk([]) | {"usage": usage, "exact": is_exact}
+    def last(self, usage: dict[str, Any], exactness: dict[str, Any]) -> dict[str, Any]:
+        return self._chunk([]) | {"usage": usage, **exactness}
 
     def whole(self, deltas: list[list[Delta]], ends: list[Finished], usage: dict[str, Any]) -> dict[str, Any]:
         choices = [self._choice(i, deltas[i], reason_of(end)) for i, end in enumerate(ends)]

@@ -62,6 +62,7 @@ def encode_context(context: Context) -> context_pb.Context:
         pinned=context.is_pinned,
         position_info=_encode_positions(context.positions),
         exact=context.is_exact,
+        exactness_note=context.exactness_note,
         state=_STATES.index(context.state),  # pyright: ignore[reportArgumentType]
         storage_bytes=context.storage_bytes,
         last_use_time=encode_time(context.used),
@@ -98,6 +99,7 @@ def decode_context(message: context_pb.Context) -> Context:
         is_pinned=message.pinned,
         positions=_decode_positions(message.position_info),
         is_exact=message.exact,
+        exactness_note=message.exactness_note,
         state=enum_value(_STATES, message.state),
         storage_bytes=message.storage_bytes,
         used=decode_seconds(message.last_use_time),

@@ -270,6 +270,7 @@ def _encode_started(event: Started) -> generation_pb.Started:
         request_id=event.request_id,
         beyond_trained_length=event.is_beyond_trained,
         exact=event.is_exact,
+        exactness_note=event.exactness_note,
     )
 
 
@@ -315,6 +316,7 @@ def _encode_finished(event: Finished) -> generation_pb.Finished:
         ),
         sample_index=event.sample,
         exact=event.is_exact,
+        exactness_note=event.exactness_note,
         attribution=encode_attribution(event.attribution) if event.attribution else None,
     )
 
@@ -325,7 +327,8 @@ def decode_event(message: service_pb.GenerateResponse) -> Event | None:
         case "started":
             started = message.started
             counts = (started.prompt_token_count, started.cached_token_count, started.queue_position)
-            return Started(*counts, started.request_id, started.beyond_trained_length, started.exact)
+            told = (started.request_id, started.beyond_trained_length, started.exact, started.exactness_note)
+            return Started(*counts, *told)
         case "progress":
             return Progress(message.progress.processed_token_count, message.progress.total_token_count)
         case "recovering":
@@ -384,4 +387,5 @@ def _decode_finished(message: generation_pb.Finished) -> Finished:
         message.sample_index,
         message.exact,
         _decode_attribution(message),
+        message.exactness_note,
     )

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from longleaf.commands.flags import takes_server
-from longleaf.commands.options import AsJson, Server, connect, dtypes_told, print_json
+from longleaf.commands.options import AsJson, Server, connect, dtypes_told, exactness_told, print_json
 from longleaf.geometry import UNLIMITED_TOKENS
 from longleaf.messages import Cluster, Drafting, Loss, ModelInfo, Recovery, Storage
 from longleaf.topology import Topology
@@ -98,7 +98,7 @@ def headlines(found: Cluster) -> list[str]:
         f"world size {found.world_size} by {found.launcher}, epoch {found.epoch}",
         *merge_lines(found),
         *window_lines(found),
-        "answers are exact" if found.is_exact else "answers are not exact",
+        f"answers are {exactness_told(found)}",
         *([] if is_hidden(found) else [f"{found.running} running, {found.waiting} waiting"]),
         *drafting_lines(found.drafting),
     ]

@@ -9,7 +9,7 @@ from typing import Annotated, TextIO
 import typer
 
 from longleaf.commands.flags import Flags, takes_flags, takes_server
-from longleaf.commands.options import AsJson, Server, connect, print_json, read_input
+from longleaf.commands.options import AsJson, Server, connect, exactness_told, print_json, read_input
 from longleaf.commands.sources import SourceFlags, SourceList
 from longleaf.errors import Unavailable
 from longleaf.messages import Delta, Event, Finished, Recovering, Started
@@ -143,6 +143,7 @@ def _print_json(answer: Iterable[Event], num_samples: int) -> None:
                 told |= {"logprobs": event.logprobs} if event.logprobs else {}
             case Finished():
                 told = {"finish_reason": event.reason, "usage": event.usage, "is_exact": event.is_exact}
+                told |= {} if event.is_exact else {"exactness_note": event.exactness_note}
                 told |= {"attribution": event.attribution} if event.attribution else {}
                 num_open -= 1
             case _:
@@ -188,11 +189,10 @@ def footnote(event: Finished) -> str:
     rate = f", {speed:,.1f} tokens/s" if speed else ""
     prompt = f"{usage.prompt_tokens:,} tokens before, {usage.cached_tokens:,} of them held"
     first = f"first after {human_seconds(timings.first_token_seconds)}"
-    kind = "exact" if event.is_exact else "not exact"
     drafts = f"; {usage.accepted_tokens:,} of {usage.drafted_tokens:,} drafted tokens accepted"
     drafts = drafts if usage.drafted_tokens else ""
     reason = "for a reason that this client does not know" if event.reason == "unspecified" else event.reason
-    return f"[{usage.completion_tokens:,} tokens ({reason}); {first}{rate}{drafts}; {prompt}; {kind}]"
+    return f"[{usage.completion_tokens:,} tokens ({reason}); {first}{rate}{drafts}; {prompt}; {exactness_told(event)}]"
 
 
 def decode_speed(event: Finished) -> float | None:

@@ -12,7 +12,7 @@ from longleaf.client import Client, Retry
 from longleaf.client.channels import Access
 from longleaf.credentials import looks_secret
 from longleaf.errors import InvalidArgument
-from longleaf.messages import ModelInfo
+from longleaf.messages import Cluster, Finished, ModelInfo
 from longleaf.model_report import AttentionReport
 from longleaf.units import human_seconds
 
@@ -109,3 +109,8 @@ def print_json(value: object) -> None:
 def dtypes_told(model: ModelInfo | AttentionReport) -> str:
     """The numeric type of the weights, and that of keys and values where it is another."""
     return model.dtype if model.kv_dtype in ("", model.dtype) else f"{model.dtype}, keys in {model.kv_dtype}"
+
+
+def exactness_told(found: Finished | Cluster) -> str:
+    """Whether answers are exact, and if not, why."""
+    return "exact" if found.is_exact else f"not exact ({found.exactness_note or 'the service gives no reason'})"

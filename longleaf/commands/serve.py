@@ -82,6 +82,15 @@ class ServeFlags:
     host: Annotated[str, option(SERVICE, "Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1"
     port: Annotated[int, option(SERVICE, "Port to listen on; 0 lets the system choose.")] = DEFAULT_PORT
     dtype: Annotated[DtypeName, option(SERVICE, "Numeric type; auto takes the checkpoint's.")] = _DEFAULTS.dtype
+    verify_model: Annotated[
+        bool,
+        option(
+            SERVICE,
+            "Compare the model with plain attention before it serves, once for each checkpoint. A model that differs "
+            "is refused; without the comparison answers are not marked exact.",
+            "--verify-model/--no-verify-model",
+        ),
+    ] = _DEFAULTS.verify_model
     allow_long: Annotated[
         bool, option(SERVICE, "Take what goes beyond the positions that the model was trained for.", "--allow-long")
     ] = _DEFAULTS.allow_long

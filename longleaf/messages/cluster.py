@@ -187,6 +187,8 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens per block of the ranks' pools."""
     is_exact: bool = False
     """Whether answers are; see Finished."""
+    exactness_note: str = ""
+    """Why they are not exact; empty where they are."""
     window_keys: str = "sharded"
     """Where keys of windowed layers lie: sharded like all others, or replicated on every rank."""
     window_tokens: int = 0

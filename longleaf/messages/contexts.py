@@ -72,6 +72,8 @@ class Context(msgspec.Struct, frozen=True):
     """When it was asked, appended to or made last."""
     hits: int = 0
     """How often it was asked."""
+    exactness_note: str = ""
+    """Why the keys and values are not exact; empty where they are."""
 
 
 class ContextSettings(msgspec.Struct, frozen=True, kw_only=True):

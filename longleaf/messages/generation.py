@@ -128,6 +128,8 @@ class Started(msgspec.Struct, frozen=True):
     """Prompt and answer may go beyond the positions that the model was trained for."""
     is_exact: bool = False
     """Whether the answer will be; see Finished."""
+    exactness_note: str = ""
+    """Why it will not be exact; empty where it will."""
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -172,9 +174,12 @@ class Finished(msgspec.Struct, frozen=True):
     timings: Timings = Timings()
     sample: int = 0
     is_exact: bool = False
-    """No key, value or partial was rounded more than the model itself rounds, and nothing was hidden."""
+    """No key, value or partial was rounded more than the model itself rounds, nothing was hidden, and the model was
+    compared with plain attention at the start."""
     attribution: Attribution | None = None
     """Where the tokens come from that Deltas told, if that was asked."""
+    exactness_note: str = ""
+    """Why the answer is not exact, such as "not verified"; empty where it is."""
 
 
 Event = Started | Progress | Recovering | Delta | Finished

@@ -91,7 +91,7 @@ class Worker(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., token_count: _Optional[int] = ..., max_token_count: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., max_kv_bytes: _Optional[int] = ..., kernels: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
 class Cluster(_message.Message):
-    __slots__ = ("model", "workers", "world_size", "epoch", "launcher", "merge", "waiting_count", "running_count", "transport", "merge_timings", "exact", "block_token_count", "window_keys", "window_token_count", "max_window_token_count", "inside_transport", "between_transport", "tier_merges", "recovery", "losses", "storage", "drafting")
+    __slots__ = ("model", "workers", "world_size", "epoch", "launcher", "merge", "waiting_count", "running_count", "transport", "merge_timings", "exact", "exactness_note", "block_token_count", "window_keys", "window_token_count", "max_window_token_count", "inside_transport", "between_transport", "tier_merges", "recovery", "losses", "storage", "drafting")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -103,6 +103,7 @@ class Cluster(_message.Message):
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     MERGE_TIMINGS_FIELD_NUMBER: _ClassVar[int]
     EXACT_FIELD_NUMBER: _ClassVar[int]
+    EXACTNESS_NOTE_FIELD_NUMBER: _ClassVar[int]
     BLOCK_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     WINDOW_KEYS_FIELD_NUMBER: _ClassVar[int]
     WINDOW_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -125,6 +126,7 @@ class Cluster(_message.Message):
     transport: str
     merge_timings: _containers.RepeatedCompositeFieldContainer[MergeTiming]
     exact: bool
+    exactness_note: str
     block_token_count: int
     window_keys: str
     window_token_count: int
@@ -136,7 +138,7 @@ class Cluster(_message.Message):
     losses: _containers.RepeatedCompositeFieldContainer[Loss]
     storage: Storage
     drafting: Drafting
-    def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., world_size: _Optional[int] = ..., epoch: _Optional[int] = ..., launcher: _Optional[str] = ..., merge: _Optional[str] = ..., waiting_count: _Optional[int] = ..., running_count: _Optional[int] = ..., transport: _Optional[str] = ..., merge_timings: _Optional[_Iterable[_Union[MergeTiming, _Mapping]]] = ..., exact: _Optional[bool] = ..., block_token_count: _Optional[int] = ..., window_keys: _Optional[str] = ..., window_token_count: _Optional[int] = ..., max_window_token_count: _Optional[int] = ..., inside_transport: _Optional[str] = ..., between_transport: _Optional[str] = ..., tier_merges: _Optional[_Iterable[_Union[TierMerge, _Mapping]]] = ..., recovery: _Optional[_Union[Recovery, _Mapping]] = ..., losses: _Optional[_Iterable[_Union[Loss, _Mapping]]] = ..., storage: _Optional[_Union[Storage, _Mapping]] = ..., drafting: _Optional[_Union[Drafting, _Mapping]] = ...) -> None: ...
+    def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., world_size: _Optional[int] = ..., epoch: _Optional[int] = ..., launcher: _Optional[str] = ..., merge: _Optional[str] = ..., waiting_count: _Optional[int] = ..., running_count: _Optional[int] = ..., transport: _Optional[str] = ..., merge_timings: _Optional[_Iterable[_Union[MergeTiming, _Mapping]]] = ..., exact: _Optional[bool] = ..., exactness_note: _Optional[str] = ..., block_token_count: _Optional[int] = ..., window_keys: _Optional[str] = ..., window_token_count: _Optional[int] = ..., max_window_token_count: _Optional[int] = ..., inside_transport: _Optional[str] = ..., between_transport: _Optional[str] = ..., tier_merges: _Optional[_Iterable[_Union[TierMerge, _Mapping]]] = ..., recovery: _Optional[_Union[Recovery, _Mapping]] = ..., losses: _Optional[_Iterable[_Union[Loss, _Mapping]]] = ..., storage: _Optional[_Union[Storage, _Mapping]] = ..., drafting: _Optional[_Union[Drafting, _Mapping]] = ...) -> None: ...
 
 class Drafting(_message.Message):
     __slots__ = ("drafted_token_count", "accepted_token_count", "tokens_per_step")

@@ -123,7 +123,7 @@ class FakeEngine:
     def __init__(self) -> None:
         self.max_positions = 4096
         self.limit_name = "those that it was trained for"
-        self.is_exact = True
+        self.exactness_note = ""
         self.max_draft_tokens = 7
         self.total_tokens = 1 << 20
         self.answer: tuple[tuple[int, ...], ...] = ()
@@ -250,7 +250,8 @@ class FakeEngine:
             display_name=given.display_name or "",
             expires=given.expires or None,
             is_pinned=bool(given.is_pinned),
-            is_exact=self.is_exact,
+            is_exact=not self.exactness_note,
+            exactness_note=self.exactness_note,
         )
 
     def usage(self, tenant: str) -> Usage:
@@ -337,7 +338,8 @@ class FakeEngine:
             waiting=2,
             running=self.running,
             block_size=128,
-            is_exact=True,
+            is_exact=not self.exactness_note,
+            exactness_note=self.exactness_note,
             recovery=self.recovery,
             losses=self.losses,
             drafting=self.drafting,

@@ -1,11 +1,14 @@
 """Every response says whether it is exact, over real sockets, on ranks that answer by arithmetic."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from coordinator.ranks.fakes import FakeRanks
+from coordinator.ranks.ports import Formation
 from longleaf.client import AsyncClient
 from longleaf.messages import Delta, Finished, Started
 from tests.support import gated
@@ -28,18 +31,39 @@ async def responses(settings: dict[str, Any], folder: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("settings", "is_exact"),
+    ("settings", "note"),
     [
-        ({"world_size": 2}, True),
-        ({"world_size": 2, "dtype": "bfloat16"}, True),
-        ({"world_size": 2, "partials": "bfloat16"}, False),
-        ({"world_size": 1, "partials": "bfloat16"}, True),
-        ({"world_size": 1, "kv_dtype": "int8"}, False),
+        ({"world_size": 2}, ""),
+        ({"world_size": 2, "dtype": "bfloat16"}, ""),
+        ({"world_size": 2, "partials": "bfloat16"}, "partials are rounded to bfloat16"),
+        ({"world_size": 1, "partials": "bfloat16"}, ""),
+        ({"world_size": 1, "kv_dtype": "int8"}, "keys and values are rounded to int8"),
+        ({"world_size": 1, "verify_model": False}, "not verified"),
+        (
+            {"world_size": 1, "kv_dtype": "int8", "verify_model": False},
+            "keys and values are rounded to int8; not verified",
+        ),
     ],
 )
-async def test_every_response_says_whether_it_is_exact(
-    tmp_path: Path, settings: dict[str, Any], is_exact: bool
-) -> None:
+async def test_every_response_says_whether_it_is_exact(tmp_path: Path, settings: dict[str, Any], note: str) -> None:
     found = await responses(settings, tmp_path / "model")
     assert len(found) >= 9
-    assert [response.is_exact for response in found] == [is_exact] * len(found)
+    assert [(response.is_exact, response.exactness_note) for response in found] == [(not note, note)] * len(found)
+
+
+async def test_what_a_rank_could_not_verify_is_not_exact(tmp_path: Path) -> None:
+    """Nor after the first epoch: what others would find then is of the same model."""
+    note = "not verified: plain attention failed"
+
+    class UncertainRanks(FakeRanks):
+        async def start(self, epoch: int) -> Formation:
+            formation = await super().start(epoch)
+            first, *others = formation.readies
+            return replace(formation, readies=(msgspec.structs.replace(first, exactness_note=note), *others))
+
+    ranks = UncertainRanks(2, 100, vocab=200)
+    async with gated.serving(ranks, tmp_path / "model") as (_, address), AsyncClient(address) as client:
+        found = [await client.ingest("moby", tuple(range(40))), await client.cluster()]
+        found += [event async for event in client.ask("moby", "who?", max_tokens=2)]
+    told = [event for event in found if hasattr(event, "is_exact")]
+    assert [(event.is_exact, event.exactness_note) for event in told] == [(False, note)] * len(told)

@@ -148,6 +148,7 @@ async def test_what_is_hidden_is_told_to_ranks_and_the_answer_is_not_exact(servi
     long = [5] * 40
     plain = [event async for event in service.client.generate(long, context="moby", hidden=hidden, max_tokens=1)]
     assert not finished(plain).is_exact
+    assert finished(plain).exactness_note == "tokens of the context are hidden"
     assert finished(plain).attribution is None
     chunks = [plan.work for plan in service.ranks.plans if isinstance(plan.work, Prefill)]
     assert [chunk.hidden for chunk in chunks if chunk.start >= END] == [tuple(hidden)]

@@ -45,6 +45,24 @@ async def test_a_chat_is_answered_whole(service: Served, url: str) -> None:
     assert answer.model_extra == {"exact": True}
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+async def test_an_answer_that_is_not_exact_says_why(service: Served, url: str, path: str) -> None:
+    service.engine.exactness_note = "not verified"
+    asked = {"messages": QUESTION} if path == "chat/completions" else {"prompt": "who?"}
+    async with httpx2.AsyncClient(base_url=f"{url}/v1/") as client:
+        whole = await client.post(path, json={"model": "fake", "max_tokens": 9, **asked})
+        stream = await client.post(
+            path,
+            json={"model": "fake", "max_tokens": 9, "stream": True, "stream_options": {"include_usage": True}, **asked},
+        )
+        cluster = await client.get("cluster", params={"once": "true"})
+    lines = [line.removeprefix("data: ") for line in stream.text.splitlines() if line.startswith("data: {")]
+    told = [chunk for chunk in map(json.loads, lines) if "exact" in chunk]
+    assert len(told) == 2
+    for found in (whole.json(), cluster.json(), *told):
+        assert (found["exact"], found["exactness_note"]) == (False, "not verified")
+
+
 async def test_the_plain_client_streams(url: str) -> None:
     def stream() -> str:
         with OpenAI(base_url=f"{url}/v1", api_key="none") as client:

@@ -74,7 +74,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]
 def joined(alphabet: Alphabet, token_ids: list[int], end_tokens: frozenset[int] = frozenset()) -> tuple[bytes, str]:
     """The bytes that a client is told, and the text, of an answer of these ids."""
     request = Generate(input="", sampling=Sampling(num_logprobs=1), with_token_bytes=True)
-    answer = Answer("id", request, alphabet, end_tokens, lambda: 0.0, is_exact=True)
+    answer = Answer("id", request, alphabet, end_tokens, lambda: 0.0, exactness_note="")
     told = [Token(token_id, Logprobs(-1.0, (TokenLogprob(token_id, -1.0),))) for token_id in token_ids]
     said = [events.Tokens(i, (token,)) for i, token in enumerate(told)]
     found = [m for event in [*said, events.Ended("length", 1, 0, 1, 0, 0, 0)] for m in answer.take(event)]
@@ -152,7 +152,7 @@ def test_no_bytes_are_made_when_nobody_asks() -> None:
 
     alphabet = Alphabet(decode=lambda token_ids: "x" * len(token_ids), spell=spell)
     request = Generate(input="", sampling=Sampling(num_logprobs=1))
-    answer = Answer("id", request, alphabet, frozenset(), lambda: 0.0, is_exact=True)
+    answer = Answer("id", request, alphabet, frozenset(), lambda: 0.0, exactness_note="")
     [delta] = answer.take(events.Tokens(0, (Token(5, Logprobs(-1.0, (TokenLogprob(5, -1.0),))),)))
     assert isinstance(delta, Delta)
     assert (delta.logprobs[0].token_bytes, delta.logprobs[0].top[0].token_bytes) == (None, None)

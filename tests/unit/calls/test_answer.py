@@ -30,7 +30,7 @@ class Ticks:
 
 def answer(num_samples: int = 1, **sampling: object) -> Answer:
     request = Generate(input="", sampling=Sampling(**sampling), num_samples=num_samples)  # type: ignore[arg-type]
-    return Answer("id", request, ALPHABET, frozenset({END}), Ticks(), is_exact=True)
+    return Answer("id", request, ALPHABET, frozenset({END}), Ticks(), exactness_note="")
 
 
 def ended(sample: int = 0, reason: events.EndReason = "length") -> events.Ended:

@@ -24,6 +24,16 @@ async def test_json_of_a_stream_is_one_object_per_event(terminal: Terminal) -> N
     assert (sampling.seed, sampling.stop) == (5, ("q", "z"))
 
 
+async def test_an_answer_that_is_not_exact_says_why(terminal: Terminal) -> None:
+    terminal.engine.exactness_note = "not verified"
+    *_, last = await terminal.json("generate", "--prompt", "x")
+    assert (last["is_exact"], last["exactness_note"]) == (False, "not verified")
+    assert (await terminal.run("generate", "--prompt", "x"))[2].rstrip().endswith("; not exact (not verified)]")
+    assert "answers are not exact (not verified)" in (await terminal.run("cluster"))[1]
+    [cluster] = await terminal.json("cluster")
+    assert (cluster["is_exact"], cluster["exactness_note"]) == (False, "not verified")
+
+
 @pytest.mark.parametrize("options", [(), ("--json",), ("--samples", "2")])
 async def test_what_goes_beyond_the_trained_length_says_so_once(terminal: Terminal, options: tuple[str, ...]) -> None:
     ends = (events.Ended("length", 1, 0, 0, 0.0, 0.0, 0.0, sample) for sample in range(2))

@@ -91,6 +91,8 @@ SETTINGS = [
         Started(5, 3, 2, "a.B-c_9"),
         Started(5, 3, 2, "a.B-c_9", True),
         Started(5, 3, 2, "a.B-c_9", is_exact=True),
+        Started(5, 3, 2, "a.B-c_9", exactness_note="not verified"),
+        Finished("stop", exactness_note="not verified"),
         Progress(3, 5),
         Recovering(3, 5, 9),
         Recovering(0, 0, 0),
@@ -245,6 +247,7 @@ def test_clusters_survive() -> None:
         window_tokens=10,
         max_window_tokens=11,
         is_exact=True,
+        exactness_note="not verified",
         recovery=Recovery(epoch=2, lost_tokens=9, recovered_tokens=5, seconds=0.25, is_over=True, given_up=("a", "b")),
         losses=(
             Loss(time=1.5, member=2, rank=0, epoch=1, node="here", reason="killed", slot="waiting", refill_time=9.5),
