@@ -84,6 +84,10 @@ class AttentionReport(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of weights on each rank: all hold the whole model."""
     has_weights: bool = False
     """Whether they were read."""
+    is_exact: bool | None = None
+    """Whether logits are those of plain attention; None where that is unknown, as without weights."""
+    exactness_note: str = ""
+    """Why it is unknown; empty where it is known."""
     plans: tuple[Plan, ...] = ()
     """With sharded keys, and with replicated windows if there are layers that do not see everything."""
 
@@ -93,6 +97,7 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     is_supported: bool
+    """Whether nothing that was looked at is refused. Without weights that leaves open whether answers are exact."""
     text: TextReport
     attention: AttentionReport
     fingerprint: Fingerprint | None = None

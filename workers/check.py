@@ -2,8 +2,9 @@
 an AttentionReport. `--load` reads the weights; numbers that follow are the bytes of each rank's pool.
 
 No weights are read. The model is built as for serving, but each parameter is a single number, stretched to its shape:
-the same code runs the same preflight, data-dependent branches included, where the weights might never fit. What only
-the weights can tell, that some are missing, is told by loading them.
+the same code runs the same preflight, data-dependent branches included, where the weights might never fit. Whether
+weights are missing, rows are mixed outside of attention, and logits are those of plain attention is known only after
+loading them.
 """
 
 import sys
@@ -20,7 +21,9 @@ from transformers.initialization import no_init_weights
 from longleaf.config import DtypeName, EngineConfig, WindowKeys
 from longleaf.errors import ModelRefused, StartError
 from longleaf.geometry import UNLIMITED_TOKENS, Windows
+from longleaf.kernels import table
 from longleaf.model_report import AttentionKind, AttentionReport, Plan, RankPlan, ReplicatedReport
+from workers.exactness import check_exact
 from workers.keys.pools import (
     kv_bytes_per_token,
     kv_bytes_within,
@@ -40,7 +43,9 @@ from workers.rank import choose_device, count_gpus
 
 WINDOW_KEYS: tuple[WindowKeys, ...] = get_args(WindowKeys)
 WEIGHT = 2.0**-10
-"""Not 0: what mixes rows outside of attention must show."""
+"""Not 0: what mixes rows outside of attention may show."""
+UNKNOWN = "the weights were not read"
+"""Why nothing is known of exactness."""
 
 
 def check(config: EngineConfig, *, has_weights: bool, pools: Sequence[int] = ()) -> AttentionReport:
@@ -48,6 +53,7 @@ def check(config: EngineConfig, *, has_weights: bool, pools: Sequence[int] = ())
     try:
         model = models.load(config.model, config.dtype, "cpu") if has_weights else outline(config.model, config.dtype)
         bytes_per_token = kv_bytes_per_token(model.layers, model.dtype, config)
+        note = verify(model, config) if has_weights else UNKNOWN
     except ModelRefused as error:
         return AttentionReport(reason=str(error))
     weight_bytes = sum(p.numel() * p.itemsize for p in model.module.parameters())
@@ -64,8 +70,15 @@ def check(config: EngineConfig, *, has_weights: bool, pools: Sequence[int] = ())
         replicated=replicated(model, msgspec.structs.replace(config, window_keys="replicated")),
         weight_bytes=weight_bytes,
         has_weights=has_weights,
+        is_exact=None if note else True,
+        exactness_note=note,
         plans=tuple(plan(model, config, mode, pools) for mode in (WINDOW_KEYS if windowed else WINDOW_KEYS[:1])),
     )
+
+
+def verify(model: Model, config: EngineConfig) -> str:
+    """Compares the model with plain attention, as a rank does at the start. Raises ModelRefused."""
+    return check_exact(model, table.choose(config.kernels, "cpu", model.dtype), config)
 
 
 def plan(model: Model, config: EngineConfig, window_keys: WindowKeys, pools: Sequence[int]) -> Plan:

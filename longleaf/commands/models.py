@@ -66,10 +66,11 @@ def check(
     load: Annotated[bool, typer.Option("--load", help="Load the weights too, as a rank does.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Tell whether a checkpoint can be served exactly, what its attention is like, and how many tokens fit.
+    """Tell whether a checkpoint can be served, what its attention is like, and how many tokens fit.
 
     No service is needed, and no weights are read: the model is built from its config and run over a few tokens, as a
-    rank does before it serves. --load reads the weights as well, which alone shows that all are there. The fingerprint
+    rank does before it serves. Whether answers are exact is unknown then. --load reads the weights as well, which alone
+    shows that all are there, and compares logits with those of transformers' own attention. The fingerprint
     is the same wherever the same model lies; machines whose models differ do not serve together. It covers config,
     tokenizer and template whole, and of every tensor name, shape, type and three pieces of 4 KiB: what was damaged
     elsewhere in a tensor it does not see. Exit code 2: the checkpoint is refused, for the reason that is told.
@@ -156,7 +157,7 @@ def show(found: ModelReport, *, is_running: bool) -> None:
             print(f"{found.model} is not supported: {reason}")
         return
     text, attention = found.text, found.attention
-    print(f"{found.model} is supported ({text.architecture}, {dtypes_told(attention)})")
+    print(f"{found.model} is supported ({text.architecture}, {dtypes_told(attention)}){exactness_of(attention)}")
     console = Console(highlight=False)
     console.print(kinds_table(attention.kinds))
     sizes = Table(box=None, show_header=False, pad_edge=False)
@@ -174,6 +175,14 @@ def show(found: ModelReport, *, is_running: bool) -> None:
         sizes.add_row("" if number else "fits", _told(plan, is_running) + mode)
     console.print(sizes)
     print("fingerprint:", found.fingerprint.digest if found.fingerprint else f"none, for {found.unread}")
+
+
+def exactness_of(attention: AttentionReport) -> str:
+    """What is known of it, behind the verdict."""
+    if attention.is_exact:
+        return " and exact"
+    more = "" if attention.has_weights else "; --load compares it with plain attention"
+    return f" if it is exact, which is unknown: {attention.exactness_note}{more}"
 
 
 def kinds_table(kinds: tuple[AttentionKind, ...]) -> Table:

@@ -19,7 +19,7 @@ from longleaf.model_report import AttentionKind, ReplicatedReport
 from tests.support.terminal import Terminal
 from workers.check import check
 from workers.model import model as models
-from zoo.checkpoints import make_checkpoint
+from zoo.checkpoints import PAD_IDS, make_checkpoint
 
 FAMILIES = ("llama", "qwen3", "mistral", "smollm3", "gemma2", "gpt_oss", "mistral3")
 
@@ -35,7 +35,8 @@ def test_the_outline_says_what_the_weights_would(tmp_path: Path, family: Any) ->
         wanted = config(folder, kv_bytes=1 << 20, dtype=dtype)
         outlined = check(wanted, has_weights=False)
         assert outlined.reason == ""
-        assert replace(outlined, has_weights=True) == check(wanted, has_weights=True)
+        loaded = check(wanted, has_weights=True)
+        assert replace(outlined, has_weights=True, is_exact=True, exactness_note="") == loaded
     loaded = models.load(str(folder), "float32", "cpu")
     assert sum(len(kind.layers) for kind in outlined.kinds) == len(loaded.layers)
     assert 2 * outlined.bytes_per_token == loaded.bytes_per_token
@@ -176,6 +177,26 @@ def test_missing_weights_are_found_by_loading(tmp_path: Path) -> None:
     assert "lacks weights" in check(config(folder), has_weights=True).reason
 
 
+@pytest.mark.parametrize("pad_token_id", PAD_IDS)
+def test_without_weights_a_model_that_carries_a_state_is_not_called_exact(tmp_path: Path, pad_token_id: int) -> None:
+    """As Falcon-H1 does."""
+    folder = make_checkpoint(tmp_path, "falcon_h1", num_layers=2, pad_token_id=pad_token_id)
+    found = check(config(folder), has_weights=False)
+    assert found.reason or (found.is_exact, found.exactness_note) == (None, "the weights were not read")
+    assert "depends on more of a token" in check(config(folder), has_weights=True).reason
+
+
+def test_with_weights_the_model_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_checkpoint(tmp_path, "llama", num_layers=1)
+    found = check(config(folder), has_weights=True)
+    assert (found.reason, found.is_exact, found.exactness_note) == ("", True, "")
+    found = check(config(folder), has_weights=False)
+    assert (found.reason, found.is_exact, found.exactness_note) == ("", None, "the weights were not read")
+    monkeypatch.setattr("workers.check.check_exact", lambda *_: "not verified: no memory")
+    found = check(config(folder), has_weights=True)
+    assert (found.reason, found.is_exact, found.exactness_note) == ("", None, "not verified: no memory")
+
+
 def test_the_coordinators_part_is_checked_too(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "qwen3", chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
     found = check_text(folder)
@@ -192,7 +213,8 @@ async def test_a_fleet_to_plan_a_running_one_and_a_refusal(terminal: Terminal, t
     options = ("models", "check", str(folder), "--world-size", "3", "--kv-bytes", str(1000 * per_token))
     code, out, _ = await terminal.plain(*options)
     assert code == 0
-    assert "small is supported (Gemma2ForCausalLM, float32)" in out
+    told = "small is supported (Gemma2ForCausalLM, float32) if it is exact, which is unknown: the weights were not read"
+    assert told in " ".join(out.split())
     assert "; not read, --load does" in out
     assert read_fingerprint(folder).digest in out
     replicated = "512 B per token, and 128.0 KiB on each rank for each end of a context, with --window-keys replicated"
