@@ -8,30 +8,32 @@ from collections.abc import Callable
 import pytest
 
 from tests.support.golden.plain import Golden, make_golden
+from zoo.checkpoints import PAD_IDS
 from zoo.families import Family
 
 
 @pytest.fixture(scope="session")
-def goldens(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Family], Golden]:
-    """Golden answers by family, made at first use by whichever process of the run comes first."""
+def goldens(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Golden]:
+    """Golden answers by family and padding id, made at first use by whichever process of the run comes first."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent  # that of the whole run
     folder = folder / "goldens"
     folder.mkdir(exist_ok=True)
-    made: dict[Family, Golden] = {}
+    made: dict[tuple[Family, int], Golden] = {}
 
-    def get(family: Family) -> Golden:
-        if family not in made:
-            made[family] = find(family)
-        return made[family]
+    def get(family: Family, pad_token_id: int = PAD_IDS[0]) -> Golden:
+        if (family, pad_token_id) not in made:
+            made[family, pad_token_id] = find(family, pad_token_id)
+        return made[family, pad_token_id]
 
-    def find(family: Family) -> Golden:
-        told = folder / f"{family}.pickle"
-        with (folder / f"{family}.lock").open("w") as lock:
+    def find(family: Family, pad_token_id: int) -> Golden:
+        name = family if pad_token_id == PAD_IDS[0] else f"{family}-pad{pad_token_id}"
+        told = folder / f"{name}.pickle"
+        with (folder / f"{name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not told.exists():
-                told.write_bytes(pickle.dumps(make_golden(folder / family, family)))
+                told.write_bytes(pickle.dumps(make_golden(folder / name, family, pad_token_id)))
         return pickle.loads(told.read_bytes())
 
     return get

@@ -19,6 +19,7 @@ from tests.support.thinned import thinned
 from tests.support.threads import config_for
 from workers.model import hook
 from workers.model.hook import LayerCall
+from zoo.checkpoints import PAD_IDS
 from zoo.families import FAMILIES
 
 WAYS = {
@@ -79,6 +80,14 @@ async def test_tokens_equal_generate_in_the_full_product(
     goldens, family, world_size, merge, chunk_size, state, prefill
 ):
     await check_row(goldens(family), world_size, merge, chunk_size, state, prefill)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("pad_token_id", PAD_IDS[1:])
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_tokens_equal_generate_with_another_padding(goldens, family, pad_token_id):
+    """Its embedding is zero, and it may be the first id. The tests above have the usual one."""
+    await check_row(goldens(family, pad_token_id), 2, "gather", 300, "fresh", "auto")
 
 
 @pytest.mark.sampled(2)

@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from zoo.checkpoints import make_checkpoint
+from zoo.checkpoints import PAD_IDS, make_checkpoint
 from zoo.families import Family, Refused
 
 PROMPT_TOKENS = 1000
@@ -32,10 +32,10 @@ class Golden:
     logits_TV: torch.Tensor
 
 
-def make_golden(folder: Path, family: Family | Refused) -> Golden:
+def make_golden(folder: Path, family: Family | Refused, pad_token_id: int = PAD_IDS[0]) -> Golden:
     """The first weights whose text would tell of an error."""
     for seed in range(1, 9):
-        make_checkpoint(folder, family, seed=seed)
+        make_checkpoint(folder, family, seed=seed, pad_token_id=pad_token_id)
         golden, least_gap = ask_plain(folder, draw_ids(PROMPT_TOKENS), NEW_TOKENS)
         is_lively = len(set(golden.tokens)) > NEW_TOKENS // 3 and least_gap > 1e-3
         if is_lively and tokens_with_hidden_keys(golden, HIDDEN) != golden.tokens:
