@@ -11,9 +11,11 @@ from typing import Any, Literal, get_args
 
 from transformers import (
     ApertusConfig,
+    AXK1Config,
     BloomConfig,
     Cohere2Config,
     CwmConfig,
+    DeepseekV2Config,
     DeepseekV3Config,
     DiffLlamaConfig,
     DogeConfig,
@@ -25,6 +27,7 @@ from transformers import (
     Gemma3TextConfig,
     Gemma4TextConfig,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GPT2Config,
     GPTJConfig,
     GPTNeoXConfig,
@@ -38,11 +41,14 @@ from transformers import (
     Llama4Config,
     Llama4TextConfig,
     LlamaConfig,
+    LongcatFlashConfig,
     MambaConfig,
+    MiniCPM3Config,
     MiniMaxM2Config,
     Ministral3Config,
     MinistralConfig,
     Mistral3Config,
+    Mistral4Config,
     MistralConfig,
     MixtralConfig,
     MuseGlimmerConfig,
@@ -60,6 +66,7 @@ from transformers import (
     SmolLM3Config,
     StableLmConfig,
     Step3p7Config,
+    YoutuConfig,
     ZayaConfig,
 )
 
@@ -110,6 +117,13 @@ Family = Literal[
     "ernie4_5_moe",
     "apertus",
     "granite_swa",
+    "deepseek_v2",
+    "glm4_moe_lite",
+    "mistral4",
+    "longcat_flash",
+    "minicpm3",
+    "youtu",
+    "axk1",
 ]
 FAMILIES: tuple[Family, ...] = get_args(Family)
 Refused = Literal[
@@ -125,6 +139,8 @@ Refused = Literal[
 ]
 """Some of those that are not served, each for another reason."""
 REFUSED: tuple[Refused, ...] = get_args(Refused)
+Text = Literal["mistral4_text"]
+"""Models of text that are in the tests only behind one that sees images."""
 
 WINDOW = 256
 SECTION = 320
@@ -133,13 +149,26 @@ TEMPERATURE_STEP = 150
 SOFTCAP = 10.0
 """Cap of the scores of Gemma 2: low enough to change those that random weights give."""
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-LATENT: dict[str, Any] = {
+LATENT_SIZES: dict[str, Any] = {
     "q_lora_rank": 48,
     "kv_lora_rank": 40,
     "qk_nope_head_dim": 24,
     "qk_rope_head_dim": 16,
     "head_dim": 16,
     "v_head_dim": 32,
+    "num_key_value_heads": lambda common: common["num_attention_heads"],
+}
+"""Sizes of latent attention that all differ, so that none can be taken for another."""
+ROUTED: dict[str, Any] = {
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+}
+LATENT: dict[str, Any] = {
+    **LATENT_SIZES,
+    **ROUTED,
     "num_key_value_heads": None,
     "rope_parameters": {
         "rope_type": "yarn",
@@ -150,13 +179,8 @@ LATENT: dict[str, Any] = {
         "mscale_all_dim": 0.7,
     },
     "first_k_dense_replace": 1,
-    "moe_intermediate_size": 32,
-    "n_routed_experts": 8,
-    "n_group": 2,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
 }
-"""Sizes of DeepSeek-V3 that all differ, so that none can be taken for another; mscales that change the scale."""
+"""Of DeepSeek-V3: mscales that change the scale."""
 ALTERNATING = ("sliding_attention", "full_attention")
 
 
@@ -210,7 +234,7 @@ GEMMA4: dict[str, Any] = {
 }
 """Wider heads in layers that see everything, and an embedding of the token for each layer."""
 
-SPECIAL: dict[Family | Refused, tuple[type[PretrainedConfig], dict[str, Any | Callable[[Common], Any]]]] = {
+SPECIAL: dict[Family | Refused | Text, tuple[type[PretrainedConfig], dict[str, Any | Callable[[Common], Any]]]] = {
     "llama": (LlamaConfig, {}),
     "llama2": (LlamaConfig, {"num_key_value_heads": lambda common: common["num_attention_heads"]}),
     "llama3.1": (LlamaConfig, {"rope_parameters": LLAMA3_ROPE}),
@@ -269,6 +293,27 @@ SPECIAL: dict[Family | Refused, tuple[type[PretrainedConfig], dict[str, Any | Ca
     "gpt_neox": (GPTNeoXConfig, {"initializer_range": 0.6}),
     "gpt2": (GPT2Config, {"initializer_range": 0.4}),
     "deepseek_v3": (DeepseekV3Config, LATENT),
+    "deepseek_v2": (DeepseekV2Config, {**LATENT_SIZES, **ROUTED, "first_k_dense_replace": 1, "q_lora_rank": None}),
+    "glm4_moe_lite": (Glm4MoeLiteConfig, {**LATENT_SIZES, **ROUTED, "qk_nope_head_dim": 16}),
+    "mistral4_text": (
+        Mistral4Config,
+        {**LATENT_SIZES, **ROUTED, "head_dim": 40, "rope_parameters": MINISTRAL3_ROPE},
+    ),
+    "longcat_flash": (
+        LongcatFlashConfig,
+        {
+            **LATENT_SIZES,
+            "num_layers": lambda common: common["num_hidden_layers"] // 2,
+            "ffn_hidden_size": lambda common: common["intermediate_size"],
+            "expert_ffn_hidden_size": 32,
+            "n_routed_experts": 8,
+            "zero_expert_num": 4,
+            "moe_topk": 3,
+        },
+    ),
+    "minicpm3": (MiniCPM3Config, LATENT_SIZES),
+    "youtu": (YoutuConfig, LATENT_SIZES),
+    "axk1": (AXK1Config, {**LATENT_SIZES, **ROUTED}),
     "phi3_long": (Phi3Config, {"rope_parameters": LONGROPE, "original_max_position_embeddings": 256}),
     "gemma4": (Gemma4TextConfig, {**GEMMA4, "use_bidirectional_attention": "vision"}),
     "gemma4_shared": (
@@ -334,10 +379,11 @@ SPECIAL: dict[Family | Refused, tuple[type[PretrainedConfig], dict[str, Any | Ca
     "zaya": (ZayaConfig, {"num_experts": 4, "moe_intermediate_size": 32, "router_hidden_size": 32}),
 }
 """The config class of a family, and what makes the family special."""
-SEEING: dict[Family | Refused, tuple[type[PretrainedConfig], Family | dict[str, Any], dict[str, Any]]] = {
+SEEING: dict[Family | Refused | Text, tuple[type[PretrainedConfig], Family | Text | dict[str, Any], dict[str, Any]]] = {
     "gemma3_images": (Gemma3Config, "gemma3", {"mm_tokens_per_image": 4}),
     "llama4_images": (Llama4Config, "llama4", {}),
     "mistral3": (Mistral3Config, "ministral3", {}),
+    "mistral4": (Mistral3Config, "mistral4_text", {}),
     "qwen3_vl": (
         Qwen3VLConfig,
         {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}},
@@ -379,7 +425,7 @@ VISION: dict[str, Any] = {
 """What sees images, of which nothing is served."""
 
 
-def config_of(family: Family | Refused, **common: Any) -> PretrainedConfig:
+def config_of(family: Family | Refused | Text, **common: Any) -> PretrainedConfig:
     """The config of a family: `common` is what all have, in the names that transformers gives it."""
     if family in SEEING:
         kind, text, special = SEEING[family]

@@ -1,4 +1,4 @@
-"""DeepSeek-V3's latent attention in absorbed form: of each token only its latent and its rotary key are kept.
+"""Latent attention in absorbed form: of each token only its latent and its rotary key are stored.
 
 The model makes the keys and values of all heads from one latent c of a token: W_K c and W_V c, beside a rotary key r
 that the heads share. With a head's query (q, p), of which p is rotated,
@@ -7,32 +7,45 @@ that the heads share. With a head's query (q, p), of which p is rotated,
     output  sum of weights times W_V c  =  W_V (sum of weights times c)
 
 so the layer attends with queries (W_K^T q, p) to a single key head (c, r) whose values are its first dims, and W_V
-follows the merge. Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1. Layers are swapped, and the forward pass of
-transformers runs in them: docs/adr/0009-latents-in-swapped-layers.md.
+follows the merge. Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1. Layers are recognised by their parts, not by
+their class; the forward pass of transformers runs in the layers that replace them. Each replacement is compared with
+the layer that it replaces before it serves: docs/adr/0009-latents-in-swapped-layers.md.
 
 Shape letters: H heads, N and V dims of a head's unrotated key and of its value, L dims of the latent, R of the rotary
-key.
+key, T tokens, S keys.
 """
 
+import copy
+import logging
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from transformers import PreTrainedModel
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
-from longleaf.errors import ModelRefused
+from longleaf.attention import reference
 from workers.model import hook
+
+PROJECTIONS = ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
+SIZES = ("num_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim")
+POSITIONS = (0, 1, 2, 3, 7, 13, 31, 60)
+"""Positions of the rows on which a layer is compared with its replacement."""
+TOLERANCE = 1e-4
+"""Largest difference of an output in the comparison, which is in float32, relative to the largest output. Absorbing in
+another order of products gave 2e-6; a lost factor or dim gives more than 0.01."""
+
+log = logging.getLogger(__name__)
 
 
 class LatentQueries(nn.Module):
     """The layer's projection to queries [..., H * (N + R)], and on to queries of latents [..., H * (L + R)]."""
 
-    def __init__(self, projection: nn.Module, plain: DeepseekV3Attention) -> None:
+    def __init__(self, projection: nn.Module, plain: Any) -> None:
         super().__init__()
         self.projection = projection
         self.kv_b_proj = plain.kv_b_proj
-        self.sizes = (plain.num_heads, plain.qk_nope_head_dim)
+        self.sizes: tuple[int, int] = (plain.num_heads, plain.qk_nope_head_dim)
 
     def forward(self, hidden: Tensor) -> Tensor:
         num_heads, key_dim = self.sizes
@@ -46,11 +59,11 @@ class LatentQueries(nn.Module):
 class LatentOutputs(nn.Module):
     """From the heads' means of latents [..., H * L] to their means of values, and on by the layer's projection."""
 
-    def __init__(self, projection: nn.Module, plain: DeepseekV3Attention) -> None:
+    def __init__(self, projection: nn.Module, plain: Any) -> None:
         super().__init__()
         self.projection = projection
         self.kv_b_proj = plain.kv_b_proj
-        self.sizes = (plain.num_heads, plain.qk_nope_head_dim)
+        self.sizes: tuple[int, int] = (plain.num_heads, plain.qk_nope_head_dim)
 
     def forward(self, latent: Tensor) -> Tensor:
         num_heads, key_dim = self.sizes
@@ -60,23 +73,15 @@ class LatentOutputs(nn.Module):
         return self.projection(mean.flatten(-2))
 
 
-class LatentAttention(DeepseekV3Attention):
-    """The layer `plain`, with its weights, over one key head of latent and rotary key.
+class LatentAttention(nn.Module):
+    """The methods in which an absorbed layer differs from the layer `plain`, whose class is its other base.
 
-    Under another attention function than the hook it is `plain` itself, for comparisons.
+    Under another attention function than the hook it computes what `plain` computes, for comparisons.
     """
 
-    def __init__(self, plain: DeepseekV3Attention) -> None:
-        with torch.device("meta"):  # no room for weights that are replaced at once
-            super().__init__(plain.config, plain.layer_idx)
-        for name, part in plain.named_children():
-            setattr(self, name, part)
-        self.plain = plain
-        queries = "q_proj" if self.q_lora_rank is None else "q_b_proj"
-        setattr(self, queries, LatentQueries(getattr(plain, queries), plain))
-        self.o_proj = LatentOutputs(plain.o_proj, plain)
-        self.qk_nope_head_dim = self.v_head_dim = self.kv_lora_rank
-        self.qk_head_dim = self.kv_lora_rank + self.qk_rope_head_dim
+    config: Any
+    plain: nn.Module
+    kv_lora_rank: int
 
     def expand_kv(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
         """Keys [1, 1, T, L + R] and values [1, 1, T, L], which lie in them: nothing is expanded."""
@@ -89,12 +94,129 @@ class LatentAttention(DeepseekV3Attention):
         return super().forward(*inputs, **options)
 
 
+class _Reached(Exception):
+    """Ends a forward pass at its first layer of latent attention, whose arguments it has."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.options = options
+
+
+class _Reference:
+    """A handle that attends in float64 to the rows of the call alone, each to those before it and to itself."""
+
+    def attend(self, layer: int, q_THD: Tensor, k_KTD: Tensor, v_KTV: Tensor, call: hook.LayerCall) -> Tensor:
+        if call.unsupported:
+            raise ValueError(f"it uses `{call.unsupported}`")
+        mask_TS = torch.ones(len(q_THD), len(q_THD), dtype=torch.bool, device=q_THD.device).tril()
+        k_SKD, v_SKV = k_KTD.transpose(0, 1), v_KTV.transpose(0, 1)
+        found = reference.attend(q_THD, k_SKD, v_SKV, mask_TS, call.scale, softcap=call.softcap, sink_H=call.sink_H)
+        return found.out_THD
+
+
+@torch.inference_mode()
 def absorb(model: PreTrainedModel) -> None:
-    """Swaps the latent attention layers of a model. Raises ModelRefused where W_K and W_V are no plain weights."""
-    for name, part in list(model.named_modules()):
-        if type(part) is DeepseekV3Attention:
-            if type(part.kv_b_proj) is not nn.Linear:
-                raise ModelRefused(
-                    f"attention layer {part.layer_idx}: kv_b_proj is {part.kv_b_proj}, not plain weights"
-                )
-            model.set_submodule(name, LatentAttention(part))
+    """Replaces the layers of latent attention that absorbing does not change. A layer whose parts are quantized, or
+    whose replacement computes something else, is left as it is, with a warning: its keys and values are stored
+    expanded."""
+    latents = {name: part for name, part in model.named_modules() if is_latent(part)}
+    if not latents:
+        return
+    left: dict[str, str] = {}
+    options = _options(model, list(latents.values()))
+    for name, plain in latents.items():
+        if reason := "its arguments are not known" if options is None else unproven(plain, options):
+            left[name] = reason
+        else:
+            model.set_submodule(name, absorbed(plain))
+    for name, reason in list(left.items())[:1]:
+        which = f"{len(left)} of {len(latents)} layers of latent attention"
+        log.warning("%s store expanded keys and values; %s: %s", which, name, reason)
+
+
+def is_latent(part: nn.Module) -> bool:
+    """Whether a module makes the keys and values of its heads from a latent, in the way and by the names of DeepSeek's
+    layers in transformers."""
+    modules, sizes = part._modules, vars(part)
+    has_query = any(modules.get(name) is not None for name in ("q_proj", "q_b_proj"))
+    has_parts = has_query and all(modules.get(name) is not None for name in PROJECTIONS)
+    return has_parts and all(name in sizes for name in SIZES) and hasattr(part, "expand_kv")
+
+
+def absorbed(plain: Any) -> nn.Module:
+    """The layer `plain`, with its weights, over one key head of latent and rotary key."""
+    layer: Any = copy.copy(plain)
+    layer._modules = dict(plain._modules)  # the copy shares it, and the weights
+    layer.__class__ = type(f"Latent{type(plain).__name__}", (LatentAttention, type(plain)), {})
+    layer.plain = plain
+    queries = "q_proj" if plain._modules.get("q_b_proj") is None else "q_b_proj"
+    setattr(layer, queries, LatentQueries(getattr(plain, queries), plain))
+    layer.o_proj = LatentOutputs(plain.o_proj, plain)
+    layer.qk_nope_head_dim = layer.v_head_dim = plain.kv_lora_rank
+    layer.qk_head_dim = plain.kv_lora_rank + plain.qk_rope_head_dim
+    return layer
+
+
+def unproven(plain: Any, options: dict[str, Any]) -> str:
+    """Why a layer cannot be absorbed, or nothing: compares it with its replacement on random rows, in float32.
+    `options` are the arguments of its forward pass but for the rows, which are drawn."""
+    projection = plain.kv_b_proj
+    if type(projection) is not nn.Linear or projection.bias is not None:
+        return f"kv_b_proj is {projection}, not plain weights"
+    wanted_shape = (plain.num_heads * (plain.qk_nope_head_dim + plain.v_head_dim), plain.kv_lora_rank)
+    if projection.weight.shape != wanted_shape:
+        return f"kv_b_proj is of {tuple(projection.weight.shape)}, not {wanted_shape}"
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(1, len(POSITIONS), plain.kv_a_proj_with_mqa.in_features, generator=generator)
+    options = {**options, "hidden_states": rows.to(projection.weight.device)}
+    try:
+        wanted, found = (_output(layer, options) for layer in (plain, absorbed(plain)))
+    except Exception as error:  # whatever the layer does otherwise, it runs as it is
+        return f"it cannot be compared: {type(error).__name__}: {error}"
+    difference, largest = float((found - wanted).abs().max()), float(wanted.abs().max())
+    if not 0 < largest or not difference <= TOLERANCE * largest:  # NaN proves nothing
+        return f"absorbed, its outputs differ by {difference:.2g} of {largest:.2g}"
+    return ""
+
+
+def _output(layer: nn.Module, options: dict[str, Any]) -> Tensor:
+    """What a layer computes with its weights in float32."""
+    weights = {name: _widened(parameter) for name, parameter in layer.named_parameters()}
+    # each weight by one name: those of two names would be put back in the wrong order
+    return functional_call(layer, weights, args=(), kwargs=options, tie_weights=False)[0]
+
+
+def _widened(parameter: Tensor) -> Tensor:
+    """In float32 if it is of 16 bits; a number that is stretched to its shape stays one."""
+    if not parameter.is_floating_point() or parameter.itemsize != 2:
+        return parameter
+    first = parameter[(slice(1),) * parameter.dim()]
+    return parameter.float() if any(parameter.stride()) else first.float().expand(parameter.shape)
+
+
+def _options(model: PreTrainedModel, latents: list[nn.Module]) -> dict[str, Any] | None:
+    """The arguments, but for the rows, with which the model calls the first of some layers; None where it fails
+    before. Numbers of 16 bits are widened."""
+
+    def stop(_layer: nn.Module, _inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+        raise _Reached(options)
+
+    device = next(model.parameters()).device
+    ids, positions = torch.arange(3, 3 + len(POSITIONS), device=device), torch.tensor(POSITIONS, device=device)
+    hooks = [layer.register_forward_pre_hook(stop, with_kwargs=True) for layer in latents]
+    try:
+        model(**hook.arguments(_Reference(), ids, positions, has_offsets=False))
+    except _Reached as reached:
+        return {name: _wide(value) for name, value in reached.options.items()}
+    except Exception as error:  # the preflight says what is wrong with the model
+        log.debug("no arguments of latent attention: %s", error)
+    finally:
+        for handle in hooks:
+            handle.remove()
+    return None
+
+
+def _wide(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_wide(part) for part in value)
+    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value

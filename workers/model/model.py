@@ -280,9 +280,9 @@ def prove(module: PreTrainedModel, device: str, *, has_weights: bool = True) -> 
     """Makes a module ready to serve on `device`. Raises ModelRefused when it would not be exact. Without weights,
     whether rows are mixed outside of attention remains unknown."""
     check_causal(decoder_of(module))
-    latent.absorb(module)
     module.eval().requires_grad_(False)
     module.to(torch.device(device))  # pyright: ignore[reportArgumentType]
+    latent.absorb(module)
     ropes, rotary = replace_rotary(decoder_of(module), module.config.get_text_config())
     layers = preflight(module, device, has_weights=has_weights)
     return Model(module, layers, device, module.dtype, ropes, rotary)

@@ -21,7 +21,7 @@ from workers.check import check
 from workers.model import model as models
 from zoo.checkpoints import PAD_IDS, make_checkpoint
 
-FAMILIES = ("llama", "qwen3", "mistral", "smollm3", "gemma2", "gpt_oss", "mistral3")
+FAMILIES = ("llama", "qwen3", "mistral", "smollm3", "gemma2", "gpt_oss", "mistral3", "glm4_moe_lite")
 
 
 def config(folder: Path, **settings: Any) -> EngineConfig:
@@ -82,6 +82,15 @@ def test_keys_in_8_bits_take_the_bytes_of_their_scales_too(tmp_path: Path) -> No
     assert (found.reason, found.dtype, found.kv_dtype) == ("", "float32", "int8")
     assert found.bytes_per_token == math.ceil(4 * 2 * (2 * 16 + 4 + 16 / 60))
     assert dtypes_told(found) == "float32, keys in int8"
+
+
+def test_latents_of_a_real_config_are_counted_without_weights(tmp_path: Path) -> None:
+    """GLM-4.7-Flash: 47 layers of a latent of 512 and a rotary key of 64 in bfloat16. Its 20 heads of 256 would take
+    962,560 bytes."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "glm4_moe_lite", "dtype": "bfloat16"}))
+    found = check(config(tmp_path, kv_bytes=1 << 30), has_weights=False)
+    assert (found.reason, found.bytes_per_token) == ("", 47 * (512 + 64) * 2)
+    assert found.weight_bytes == 59_886_781_952
 
 
 def test_latents_in_8_bits_are_refused_beforehand(tmp_path: Path) -> None:

@@ -22,6 +22,10 @@ GROUPED = (
     "qwen3_moe",
     "gpt_oss",
     "deepseek_v3",
+    "deepseek_v2",
+    "glm4_moe_lite",
+    "mistral4",
+    "axk1",
     "kimi_k25",
     "minimax_m2",
     "glm4_moe",
@@ -31,6 +35,8 @@ GROUPED = (
     "ernie4_5_moe",
 )
 """Families whose experts are multiplied in grouped products."""
+LOOPING = ("longcat_flash",)
+"""Families whose experts are called one by one: some of them compute nothing."""
 QUICK = ("llama", "gemma3", "gemma3_images", "llama4", "gpt2", "gpt_oss", "deepseek_v3")
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -112,6 +118,9 @@ def test_a_forward_pass_can_be_captured(folder_of, family, dtype):
     forward = Forward(folder_of(family), dtype)
     if family in GROUPED and dtype != "bfloat16":
         with pytest.raises(CaptureRefused, match="_grouped_mm at transformers.integrations.moe:[0-9]+: .* offsets"):
+            RecordedGraphs().capture(forward.run)
+    elif family in LOOPING:
+        with pytest.raises(CaptureRefused, match=f"transformers.models.{family}.*: the host waits for numbers"):
             RecordedGraphs().capture(forward.run)
     else:
         check_replays(forward)
