@@ -25,6 +25,8 @@ class AttentionKind(msgspec.Struct, frozen=True, kw_only=True):
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    value_dim: int | None = None
+    """Dim of the values; None: it is that of the keys."""
     window: int | None = None
     """Tokens that a query sees; None: everything before it."""
     section: int | None = None

@@ -186,6 +186,7 @@ def kinds(layers: dict[int, LayerSpec]) -> tuple[AttentionKind, ...]:
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
+            value_dim=spec.value_dim if spec.value_dim != spec.head_dim else None,
             window=spec.reach.window,
             section=spec.reach.section,
         )

@@ -43,6 +43,7 @@ from transformers import (
     LlamaConfig,
     LongcatFlashConfig,
     MambaConfig,
+    MiMoV2FlashConfig,
     MiniCPM3Config,
     MiniMaxM2Config,
     Ministral3Config,
@@ -124,6 +125,7 @@ Family = Literal[
     "minicpm3",
     "youtu",
     "axk1",
+    "mimo_v2_flash",
 ]
 FAMILIES: tuple[Family, ...] = get_args(Family)
 Refused = Literal[
@@ -314,6 +316,17 @@ SPECIAL: dict[Family | Refused | Text, tuple[type[PretrainedConfig], dict[str, A
     "minicpm3": (MiniCPM3Config, LATENT_SIZES),
     "youtu": (YoutuConfig, LATENT_SIZES),
     "axk1": (AXK1Config, {**LATENT_SIZES, **ROUTED}),
+    "mimo_v2_flash": (
+        MiMoV2FlashConfig,
+        {
+            **ROUTED,
+            "num_key_value_heads": 1,
+            "head_dim": 24,
+            "v_head_dim": 16,
+            "sliding_window": WINDOW,
+            "layer_types": _alternating,
+        },
+    ),
     "phi3_long": (Phi3Config, {"rope_parameters": LONGROPE, "original_max_position_embeddings": 256}),
     "gemma4": (Gemma4TextConfig, {**GEMMA4, "use_bidirectional_attention": "vision"}),
     "gemma4_shared": (

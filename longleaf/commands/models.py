@@ -188,7 +188,8 @@ def exactness_of(attention: AttentionReport) -> str:
 def kinds_table(kinds: tuple[AttentionKind, ...]) -> Table:
     table = Table("layers", "which", "heads", "key heads", "dim", "sees")
     for kind in kinds:
-        sizes = (str(kind.num_heads), str(kind.num_kv_heads), str(kind.head_dim))
+        dims = f"{kind.head_dim}" if kind.value_dim is None else f"{kind.head_dim}, values {kind.value_dim}"
+        sizes = (str(kind.num_heads), str(kind.num_kv_heads), dims)
         table.add_row(str(len(kind.layers)), spans(kind.layers), *sizes, sight(kind))
     return table
 

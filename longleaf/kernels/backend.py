@@ -77,10 +77,9 @@ class Backend(Protocol):
         ...
 
     def store(self, kept: Sequence[Tensor], slots_T: Tensor, tokens: Sequence[Tensor]) -> None:
-        """Writes T tokens into their slots, int64, of a layer's pools: keys [K, S, D] and values of the same shape, or
-        keys alone where the values lie in them. `tokens` are keys [K, T, D] and values [K, T, V] in the pool's type, of
-        any strides; without a pool for values these are left out. Slots may repeat: then any of their tokens is
-        kept."""
+        """Writes T tokens into their slots, int64, of a layer's pools: keys [K, S, D] and values [K, S, V], or keys
+        alone where the values lie in them. `tokens` are keys [K, T, D] and values [K, T, V] in the pool's type, of any
+        strides; without a pool for values these are left out. Slots may repeat: then any of their tokens is kept."""
         ...
 
     def store_int8(self, kept: Int8Layer, slots_T: Tensor, k_KTD: Tensor, v_KTD: Tensor) -> None:

@@ -12,6 +12,7 @@ from workers.model.model import LayerSpec
 BLOCK, NUM_BLOCKS, NUM_WINDOW_BLOCKS = 3, 12, 7
 FULL, NEAR = LayerSpec(4, 2, 8, Reach()), LayerSpec(6, 3, 5, Reach(10))
 LATENT = LayerSpec(4, 1, 8, Reach(), latent_dim=5)
+NARROW = LayerSpec(4, 2, 8, Reach(), own_value_dim=5)
 
 
 def plain(
@@ -28,6 +29,7 @@ POOLS = {
     "plain": plain(FULL, NEAR),
     "half": plain(FULL, NEAR, dtype=torch.bfloat16),
     "latents": plain(LATENT, LATENT),
+    "narrow values": plain(NARROW, FULL),
     "int8": quantized(FULL, NEAR),
     "windows apart": plain(FULL, NEAR, FULL, num_window_blocks=NUM_WINDOW_BLOCKS),
     "int8 windows apart": quantized(NEAR, FULL, num_window_blocks=NUM_WINDOW_BLOCKS),

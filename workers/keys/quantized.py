@@ -20,7 +20,8 @@ class QuantizedPool:
 
     Queries see the rounded keys only, of their own chunk too: what they see does not depend on where a key was
     computed, or on which way a prompt is read. Where windows have blocks of their own (see `Pool`), fresh keys are seen
-    as they are: most of them are never stored. Raises ModelRefused for layers whose values lie in their keys.
+    as they are: most of them are never stored. Raises ModelRefused for layers whose values lie in
+    their keys, or are of another dim.
     """
 
     def __init__(
@@ -49,13 +50,17 @@ class QuantizedPool:
 
     @staticmethod
     def bytes_per_block(layers: dict[int, LayerSpec], block_size: int) -> int:
-        """Bytes that a block takes in all layers. Raises ModelRefused for layers whose values lie in their keys."""
+        """Bytes that a block takes in all layers. Raises ModelRefused for layers whose values lie in their keys,
+        or are of another dim."""
         return sum(QuantizedPool._bytes_per_block(spec, block_size) for spec in layers.values())
 
     @staticmethod
     def _bytes_per_block(spec: LayerSpec, block_size: int) -> int:
         if spec.latent_dim is not None:
             raise ModelRefused("kv_dtype: int8 rounds keys and values apart, and in latent attention they are the same")
+        if spec.value_dim != spec.head_dim:
+            dims = f"{spec.head_dim} and {spec.value_dim}"
+            raise ModelRefused(f"kv_dtype: int8 stores keys and values of one dim, and these have {dims}")
         return int8.bytes_per_block(spec.num_kv_heads, block_size, spec.head_dim)
 
     def bytes_per_slot(self, layer: int) -> int:
@@ -78,16 +83,16 @@ class QuantizedPool:
         return int8.read(self._layers[layer], slots_T, self.dtype)
 
     def take(self, layer: int, slots_L: Tensor) -> Tensor:
-        """What is kept of some tokens, [L, 2, K, D], for `split`."""
+        """What is kept of some tokens, [L, K, 2 D], for `split`."""
         return self.pack(layer, *int8.read(self._layers[layer], slots_L, self.dtype))
 
     def pack(self, layer: int, k_KTD: Tensor, v_KTV: Tensor) -> Tensor:
-        """Keys and values of tokens that are not kept as `take` gives them, [T, 2, K, D]."""
-        return torch.stack((k_KTD.transpose(0, 1), v_KTV.transpose(0, 1)), dim=1)
+        """Keys and values of tokens that are not kept as `take` gives them, [T, K, 2 D]."""
+        return torch.cat((k_KTD.transpose(0, 1), v_KTV.transpose(0, 1)), dim=-1)
 
-    def split(self, layer: int, taken_SNKD: Tensor) -> tuple[Tensor, Tensor]:
+    def split(self, layer: int, taken_SKC: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values [K, S, D] of tokens that were taken or packed, here or elsewhere."""
-        k_KSD, v_KSD = (taken_SNKD[:, i].transpose(0, 1) for i in (0, 1))
+        k_KSD, v_KSD = taken_SKC.transpose(0, 1).chunk(2, dim=-1)
         return k_KSD, v_KSD
 
     def attend(

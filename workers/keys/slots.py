@@ -57,14 +57,14 @@ class Slots(Protocol):
         ...
 
     def take(self, layer: int, slots_L: Tensor) -> Tensor:
-        """What is kept of some tokens, [L, N, K, D] with N tensors, for `split`."""
+        """What is kept of some tokens, for `split`: [L, K, D + V], or [L, K, D] where values lie in the keys."""
         ...
 
     def pack(self, layer: int, k_KTD: Tensor, v_KTV: Tensor) -> Tensor:
-        """Keys and values of tokens that are not kept as `take` gives them, [T, N, K, D]."""
+        """Keys and values of tokens that are not kept as `take` gives them, [T, K, D + V] or [T, K, D]."""
         ...
 
-    def split(self, layer: int, taken_SNKD: Tensor) -> tuple[Tensor, Tensor]:
+    def split(self, layer: int, taken_SKC: Tensor) -> tuple[Tensor, Tensor]:
         """The keys [K, S, D] and values [K, S, V] of tokens that were taken or packed, here or elsewhere."""
         ...
 
@@ -104,10 +104,7 @@ class Pool:
         self._layers = layers
         self._windowed = {i for i, spec in layers.items() if num_window_blocks is not None and not spec.reach.is_full}
         self._stored = {
-            i: [
-                torch.empty(spec.num_kv_heads, size, spec.head_dim, dtype=dtype, device=device)
-                for _ in range(spec.num_tensors)
-            ]
+            i: [torch.empty(spec.num_kv_heads, size, dim, dtype=dtype, device=device) for dim in spec.stored_dims]
             for i, spec in layers.items()
             for size in [1 + (self.window_trash_slot if i in self._windowed else self.trash_slot)]
         }
@@ -134,18 +131,18 @@ class Pool:
         return k_KTD, v_KTV
 
     def take(self, layer: int, slots_L: Tensor) -> Tensor:
-        """What is stored of some tokens, [L, N, K, D] with N tensors, for `split`."""
-        return torch.stack([pool.index_select(1, slots_L).transpose(0, 1) for pool in self._stored[layer]], dim=1)
+        """What is stored of some tokens, for `split`: [L, K, D + V], or [L, K, D] where values lie in the keys."""
+        return torch.cat([pool.index_select(1, slots_L).transpose(0, 1) for pool in self._stored[layer]], dim=-1)
 
     def pack(self, layer: int, k_KTD: Tensor, v_KTV: Tensor) -> Tensor:
-        """Keys and values of tokens that are not stored as `take` gives them, [T, N, K, D]."""
-        tensors = (k_KTD, v_KTV)[: self._layers[layer].num_tensors]
-        return torch.stack([tokens.transpose(0, 1) for tokens in tensors], dim=1)
+        """Keys and values of tokens that are not stored as `take` gives them, [T, K, D + V] or [T, K, D]."""
+        tensors = (k_KTD, v_KTV)[: len(self._stored[layer])]
+        return torch.cat([tokens.transpose(0, 1) for tokens in tensors], dim=-1)
 
-    def split(self, layer: int, taken_SNKD: Tensor) -> tuple[Tensor, Tensor]:
+    def split(self, layer: int, taken_SKC: Tensor) -> tuple[Tensor, Tensor]:
         """The keys [K, S, D] and values [K, S, V] of tokens that were taken or packed, here or elsewhere."""
-        k_KSD, v_KSD = (taken_SNKD[:, i].transpose(0, 1) for i in (0, -1))
-        return k_KSD, v_KSD[..., : self._layers[layer].value_dim]
+        parts = taken_SKC.transpose(0, 1).split(self._layers[layer].stored_dims, dim=-1)
+        return parts[0], parts[-1][..., : self._layers[layer].value_dim]
 
     def attend(
         self, backend: Backend, layer: int, q_THD: Tensor, reads: Sequence[Read], scale: float, softcap: float | None

@@ -58,21 +58,23 @@ class LayerSpec:
     head_dim: int
     reach: Reach
     latent_dim: int | None = None
-    """Values are the first so many dims of the keys, and are not stored again; None: they are as wide as the keys."""
+    """Values are the first so many dims of the keys, and are not stored again; None: they are stored beside them."""
+    own_value_dim: int | None = None
+    """Dim of values that are stored beside the keys; None: it is that of the keys."""
 
     @property
     def value_dim(self) -> int:
-        return self.head_dim if self.latent_dim is None else self.latent_dim
+        return self.latent_dim or self.own_value_dim or self.head_dim
 
     @property
-    def num_tensors(self) -> int:
-        """Tensors, as wide as the keys, that hold keys and values."""
-        return 2 if self.latent_dim is None else 1
+    def stored_dims(self) -> tuple[int, ...]:
+        """Dims of the tensors that hold keys and values."""
+        return (self.head_dim,) if self.latent_dim is not None else (self.head_dim, self.value_dim)
 
     @property
     def num_stored(self) -> int:
         """Numbers that are kept of each token."""
-        return self.num_tensors * self.num_kv_heads * self.head_dim
+        return self.num_kv_heads * sum(self.stored_dims)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +126,9 @@ class Probe:
         if call.unsupported:
             raise ModelRefused(f"attention layer {layer} uses `{call.unsupported}`, which is not supported yet")
         latent_dim = v_KTV.shape[2] if lies_in(v_KTV, k_KTD) else None
-        if k_KTD.shape != v_KTV.shape and latent_dim is None:
-            raise ModelRefused(f"attention layer {layer} has keys and values of different sizes, not supported yet")
+        if k_KTD.shape[:2] != v_KTV.shape[:2]:
+            raise ModelRefused(f"attention layer {layer} has more heads of keys or of values, not supported yet")
+        has_own_dim = latent_dim is None and k_KTD.shape != v_KTV.shape
         if call.sink_H is not None and call.sink_H.shape != q_THD.shape[1:2]:
             raise ModelRefused(f"attention layer {layer} has sinks that are not one per head, not supported yet")
         if layer in self.layers:
@@ -133,7 +136,8 @@ class Probe:
         for name, rows in (("queries", q_THD), ("keys", k_KTD.transpose(0, 1)), ("values", v_KTV.transpose(0, 1))):
             self._check_rows(layer, name, rows)
         reach = reach_of(self._config, layer, call.window)
-        self.layers[layer] = LayerSpec(q_THD.shape[1], k_KTD.shape[0], k_KTD.shape[2], reach, latent_dim)
+        value_dim = v_KTV.shape[2] if has_own_dim else None
+        self.layers[layer] = LayerSpec(q_THD.shape[1], k_KTD.shape[0], k_KTD.shape[2], reach, latent_dim, value_dim)
         return q_THD.new_zeros(*q_THD.shape[:2], v_KTV.shape[2])
 
     def _check_rows(self, layer: int, name: str, rows_THD: Tensor) -> None:

@@ -146,19 +146,19 @@ class PrefillStep:
     ) -> Tensor:
         """Attention where each rank holds the keys that are seen later."""
         local = self._local
-        packed_SNKD = local.pool.pack(layer, k_KTD[:, work.rows_L], v_KTV[:, work.rows_L])
-        keys, values = self._gather(layer, packed_SNKD)
+        packed_SKC = local.pool.pack(layer, k_KTD[:, work.rows_L], v_KTV[:, work.rows_L])
+        keys, values = self._gather(layer, packed_SKC)
         self._store(layer, work.slots_S, keys[:, work.kept_S], values[:, work.kept_S])
         past = local.over_pool(layer, q_THD, work.pool_reads, call)
         before = local.backend.attend(q_THD, keys, values, work.gathered_reads, call.scale, call.softcap)
         own = local.backend.attend(q_THD, k_KTD, v_KTV, work.own_reads, call.scale, call.softcap)
         return with_sink(joined(local.backend, past, before, own), call).out_THD
 
-    def _gather(self, layer: int, share_SNKD: Tensor) -> tuple[Tensor, Tensor]:
+    def _gather(self, layer: int, share_SKC: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all ranks' shares, one after the other."""
-        if self._peers and len(share_SNKD):
-            share_SNKD = self._peers.comm.all_gather(share_SNKD).flatten(0, 1)
-        return self._local.pool.split(layer, share_SNKD)
+        if self._peers and len(share_SKC):
+            share_SKC = self._peers.comm.all_gather(share_SKC).flatten(0, 1)
+        return self._local.pool.split(layer, share_SKC)
 
     def _store(self, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTV: Tensor) -> None:
         """Keeps keys and values. Raises PrefillDone in the last layer."""

@@ -6,7 +6,7 @@ gathered, for one layer at a time, and every rank attends for itself and merges 
 that a rank sends to each other rank, per layer, with R rows of the longest piece and S keys of the largest share:
 
     queries   R x (heads x dim x size of a number + a packed float32 partial)
-    keys      S x 2 x key heads x dim x size of a number, half of it where values lie in the keys
+    keys      S x key heads x (dim + dim of values) x size of a number; without values where these lie in the keys
 
 The queries' bytes do not grow with the past, the keys' do; within a limited reach S is bounded. What is fewer is
 decided per chunk and layer on integers that all ranks have.

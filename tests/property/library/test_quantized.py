@@ -163,7 +163,7 @@ def test_tiles_show_the_rows_the_same_keys(reads, size):
 
 def apart(**sizes):
     """Cases whose values do not lie in their keys: those cannot be kept in 8 bits."""
-    return cases(**sizes).map(lambda case: replace(case, spec=replace(case.spec, latent_dim=None)))
+    return cases(**sizes).map(lambda case: replace(case, spec=replace(case.spec, latent_dim=None, own_value_dim=None)))
 
 
 def rounded(case, runs):

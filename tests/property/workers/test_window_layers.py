@@ -15,6 +15,7 @@ from longleaf.channel.step import Decode, Prefill, Row
 from longleaf.comm.counting import CountingComm
 from longleaf.comm.loopback import loopback_groups
 from longleaf.geometry import Reach, Windows
+from longleaf.kernels.backend import lies_in
 from longleaf.kernels.cpu.compiled import Compiled
 from longleaf.topology import Topology
 from longleaf.tree import Wire, make_merge
@@ -55,11 +56,13 @@ class Case:
     """Of each layer."""
     moves: tuple[Move, ...]
     latent_dim: int | None = None
+    own_value_dim: int | None = None
 
     @property
     def layers(self) -> dict[int, LayerSpec]:
         num_kv_heads = 2 if self.latent_dim is None else 1
-        return {i: LayerSpec(NUM_HEADS, num_kv_heads, DIM, r, self.latent_dim) for i, r in enumerate(self.reaches)}
+        dims = (self.latent_dim, self.own_value_dim)
+        return {i: LayerSpec(NUM_HEADS, num_kv_heads, DIM, r, *dims) for i, r in enumerate(self.reaches)}
 
     @property
     def windowed(self) -> dict[int, LayerSpec]:
@@ -101,7 +104,7 @@ class Rank:
         for layer, (q, k, v) in enumerate(tokens):
             before, call = self.comm.bytes_sent, LayerCall(SCALE, None, None, SINK_H, None)
             keys = k[:, rows]
-            values = keys[..., : v.shape[2]] if v.shape[2] < DIM else v[:, rows]
+            values = keys[..., : v.shape[2]] if lies_in(v, k) else v[:, rows]
             try:
                 out = step.attend(layer, q[rows], keys, values, call)
             except PrefillDone:
@@ -162,7 +165,7 @@ class Story:
     def draw(self, spec, length):
         heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         q, k, v = (torch.randn(n, length, DIM, generator=self.generator) for n in heads)
-        return q.transpose(0, 1), k, v if spec.latent_dim is None else k[..., : spec.latent_dim]
+        return q.transpose(0, 1), k, (v if spec.latent_dim is None else k)[..., : spec.value_dim]
 
     def work(self, turn, move, segment, start, end):
         path, ids = self.paths[segment], tuple(range(start, end))
@@ -194,7 +197,8 @@ CASES = st.builds(
     seed=st.integers(0, 2**31),
     reaches=st.lists(reaches(most=24), min_size=1, max_size=3).map(tuple),
     moves=st.lists(MOVES, min_size=1, max_size=6).map(tuple),
-    latent_dim=st.sampled_from([None, None, 5]),
+    latent_dim=st.sampled_from([None, None, None, 5]),
+    own_value_dim=st.sampled_from([None, None, 5]),
 ).filter(lambda case: case.windowed)
 
 
@@ -206,7 +210,7 @@ def test_chunks_and_rows_see_what_a_dense_mask_shows(case):
 
 
 @settings(max_examples=40, deadline=None)
-@given(CASES.filter(lambda case: case.latent_dim is None))
+@given(CASES.filter(lambda case: case.latent_dim is None and case.own_value_dim is None))
 def test_keys_in_8_bits_stay_close_while_blocks_roll(case):
     for _, found, expected, _ in Story(case, QuantizedPool).follow():
         torch.testing.assert_close(found.double(), expected, atol=0.15, rtol=0)

@@ -67,13 +67,13 @@ class Case:
         generator, spec = torch.Generator().manual_seed(self.seed), self.spec
         heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         q, k, v = (torch.randn(self.end, n, spec.head_dim, generator=generator).to(dtype) for n in heads)
-        return q, k, v if spec.latent_dim is None else k[..., : spec.latent_dim]
+        return q, k, (v if spec.latent_dim is None else k)[..., : spec.value_dim]
 
     def rows(self, positions_T, dtype=torch.float32):
         """The same of some positions as layers hand them over: [T, H, D], [K, T, D] and [K, T, V]."""
         q, k, v = (t[positions_T] for t in self.tensors(dtype))
         keys = k.transpose(0, 1)
-        return q, keys, v.transpose(0, 1) if self.spec.latent_dim is None else keys[..., : self.spec.latent_dim]
+        return q, keys, v.transpose(0, 1) if self.spec.latent_dim is None else keys[..., : self.spec.value_dim]
 
     def runs(self, *, in_rows: bool) -> list[tuple[Run, ...]]:
         """Runs of each segment: chunks of any size, or rows where the new tokens are rows."""
@@ -198,12 +198,12 @@ def decode(case, merge, kind=Pool, dtype=torch.float32):
 
 def cases(most_new=40):
     spec = st.builds(
-        lambda kv_heads, group, *sizes: LayerSpec(kv_heads * group, kv_heads, *sizes),
+        lambda kv_heads, group, dim, reach, values: LayerSpec(kv_heads * group, kv_heads, dim, reach, **values),
         st.integers(1, 2),
         st.integers(1, 4),
         st.sampled_from([8, 16]),
         reaches(most=20),
-        st.sampled_from([None, None, 5]),
+        st.sampled_from([{}, {}, {"latent_dim": 5}, {"own_value_dim": 5}]),
     )
     lengths = st.tuples(st.lists(st.integers(1, 40), max_size=3), st.integers(1, most_new))
     return st.builds(

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 from coordinator.text.check import check as check_text
-from longleaf.commands.models import spans
+from longleaf.commands.models import kinds_table, spans
 from longleaf.commands.options import dtypes_told
 from longleaf.config import EngineConfig
 from longleaf.fingerprint import read_fingerprint
@@ -91,6 +91,17 @@ def test_latents_of_a_real_config_are_counted_without_weights(tmp_path: Path) ->
     found = check(config(tmp_path, kv_bytes=1 << 30), has_weights=False)
     assert (found.reason, found.bytes_per_token) == ("", 47 * (512 + 64) * 2)
     assert found.weight_bytes == 59_886_781_952
+
+
+def test_keys_and_values_of_different_dims_are_counted_apart(tmp_path: Path) -> None:
+    """MiMo V2 Flash: 39 layers of 8 key heads and 9 of 4, of 192 dims and values of 128, in bfloat16."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mimo_v2_flash", "dtype": "bfloat16"}))
+    found = check(config(tmp_path, kv_bytes=1 << 30), has_weights=False)
+    assert (found.reason, found.bytes_per_token) == ("", (39 * 8 + 9 * 4) * (192 + 128) * 2)
+    assert {(kind.head_dim, kind.value_dim) for kind in found.kinds} == {(192, 128)}
+    assert list(kinds_table(found.kinds).columns[4].cells) == ["192, values 128"] * 2
+    refused = check(config(tmp_path, kv_dtype="int8"), has_weights=False)
+    assert "keys and values of one dim, and these have 192 and 128" in refused.reason
 
 
 def test_latents_in_8_bits_are_refused_beforehand(tmp_path: Path) -> None:

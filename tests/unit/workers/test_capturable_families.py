@@ -33,6 +33,7 @@ GROUPED = (
     "laguna",
     "kolibri1",
     "ernie4_5_moe",
+    "mimo_v2_flash",
 )
 """Families whose experts are multiplied in grouped products."""
 LOOPING = ("longcat_flash",)

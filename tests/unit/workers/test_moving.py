@@ -87,7 +87,7 @@ def test_what_moves_has_the_same_bits_at_its_new_place_and_nothing_else_changes(
         assert all(rank.places(4, 999, num_ranks) == places for rank in ranks)
 
 
-@pytest.mark.parametrize("name", ["plain", "half", "latents", "int8"])
+@pytest.mark.parametrize("name", ["plain", "half", "latents", "narrow values", "int8"])
 def test_keys_and_values_are_read_as_before(name):
     ranks = [Rank(POOLS[name], number) for number in range(2)]
     layout = SegmentLayout(4, 0, (Run(0, 0, 5, (8, 2)),))

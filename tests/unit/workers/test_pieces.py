@@ -53,7 +53,7 @@ def test_what_was_written_comes_back_to_the_bit(name, of_windows):
     assert torch.equal(Content(target, of_windows=other).export(range(7)), before[other])
 
 
-@pytest.mark.parametrize("name", ["plain", "half", "latents", "int8"])
+@pytest.mark.parametrize("name", ["plain", "half", "latents", "narrow values", "int8"])
 def test_equal_keys_give_equal_bytes_wherever_they_lie(name):
     """Whatever lies behind them in their block."""
     here, there = filled(POOLS[name], 1), filled(POOLS[name], 2)
