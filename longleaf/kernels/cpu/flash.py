@@ -20,7 +20,7 @@ MAX_MASKS = 48
 
 
 class Flash(Dense):
-    """Torch's flash kernel, and `dense` for soft caps.
+    """Torch's flash kernel, and `dense` for soft caps and for values of another dim that are stored beside the keys.
 
     It is made for values as wide as keys. For values that lie in the keys it takes the whole keys: with a latent of 512
     and a rotary key of 64 that is an eighth more work on values, and less time than `dense` needs.
