@@ -22,7 +22,7 @@ from workers.snapshots.piece import Copy, form_of
 
 SERVICE = "0123456789abcdef0123456789abcdef"
 CHECKPOINT = "ab" * 32
-KINDS = [name for name in POOLS if name != "windows alone"]
+KINDS = [name for name in POOLS if name not in ("windows alone", "narrow values")]
 NUM_TOKENS = 20
 PIECES = ((Run(0, 0, 9, (5, 2, 6)),), (Run(1, 9, 12, (0,)), Run(1, 12, 20, (3, 4, 1))))
 """A run on each of two ranks, and where they lie there."""
