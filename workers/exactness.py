@@ -143,7 +143,9 @@ def compare(model: Model, backend: Backend) -> Comparison:
                 return Comparison(failure="its keys or logits for random tokens are not finite")
             comparisons |= result.comparisons
     except Exception as error:
-        raise ModelRefused(f"{type(model.module).__name__} cannot run on such steps: {describe_error(error)}") from error
+        raise ModelRefused(
+            f"{type(model.module).__name__} cannot run on such steps: {describe_error(error)}"
+        ) from error
     finally:
         epoch.close()
     return comparisons[SEQUENCE]

@@ -4,7 +4,7 @@ import pkgutil
 from importlib import import_module
 from typing import Any
 
-from google.protobuf import descriptor_pb2, duration_pb2, empty_pb2, field_mask_pb2, timestamp_pb2
+from google.protobuf import descriptor_pb2, duration_pb2, empty_pb2, field_mask_pb2, struct_pb2, timestamp_pb2
 from google.protobuf.descriptor_pb2 import DescriptorProto, EnumDescriptorProto, FieldDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
@@ -16,7 +16,7 @@ NEWER = "newer"
 NUMBER = 1000
 VALUE = 77
 """Of every enum."""
-_IMPORTED = (duration_pb2, empty_pb2, field_mask_pb2, timestamp_pb2)
+_IMPORTED = (duration_pb2, empty_pb2, field_mask_pb2, struct_pb2, timestamp_pb2)
 
 
 class Newer:
