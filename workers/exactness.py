@@ -30,6 +30,7 @@ from longleaf.kernels.backend import Backend
 from longleaf.runs import Run, ceil_div
 from longleaf.sampling import Sampling
 from longleaf.storage.store import Store as Storage
+from longleaf.units import human_rounded
 from workers.decode.graphs import Graphs
 from workers.epoch import Epoch
 from workers.keys.quantized import QuantizedPool
@@ -110,8 +111,8 @@ def check_exact(model: Model, backend: Backend, config: EngineConfig) -> str:
         return f"{NOT_VERIFIED}: {found.failure or f'in {found.dtype} rounding may hide a difference'}"
     raise ModelRefused(
         f"{type(model.module).__name__} is not exact with replaced attention: its logits in {found.dtype} differ from "
-        f"those of transformers by up to {found.max_difference:.2g}, the largest is {found.max_logit:.2g}, and "
-        f"{found.num_equal} of {found.num_tokens} tokens are the same"
+        f"those of transformers by up to {human_rounded(found.max_difference, 2)}, the largest is "
+        f"{human_rounded(found.max_logit, 2)}, and {found.num_equal} of {found.num_tokens} tokens are the same"
     )
 
 

@@ -25,6 +25,7 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from longleaf.attention import reference
+from longleaf.units import human_rounded
 from workers.model import hook
 
 PROJECTIONS = ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
@@ -175,7 +176,7 @@ def unproven(plain: Any, options: dict[str, Any]) -> str:
         return f"it cannot be compared: {type(error).__name__}: {error}"
     difference, largest = float((found - wanted).abs().max()), float(wanted.abs().max())
     if not 0 < largest or not difference <= TOLERANCE * largest:  # NaN proves nothing
-        return f"absorbed, its outputs differ by {difference:.2g} of {largest:.2g}"
+        return f"absorbed, its outputs differ by {human_rounded(difference, 2)} of {human_rounded(largest, 2)}"
     return ""
 
 

@@ -373,9 +373,7 @@ def test_requests_have_no_other_enum() -> None:
         message = waiting.pop()
         seen.add(message.full_name)
         enums = [field.full_name for field in message.fields if field.enum_type is not None]
-        told_alone, refused = (
-            "longleaf.v1.Context.state",
-            {"longleaf.v1.Message.role", "longleaf.v1.Provenance.ranking"},
-        )
-        assert set(enums) <= {told_alone, *refused}, "nobody reads the first in a request, the others are in the list"
+        unread = {"longleaf.v1.Context.state", "google.protobuf.Value.null_value"}
+        refused = {"longleaf.v1.Message.role", "longleaf.v1.Provenance.ranking"}
+        assert set(enums) <= unread | refused, "no request is read for the former, the latter are in the list"
         waiting += [f.message_type for f in message.fields if f.message_type and f.message_type.full_name not in seen]

@@ -44,6 +44,7 @@ def test_every_family_that_is_served_agrees(tmp_path, family, dtype, pad_token_i
 def test_a_model_that_carries_a_state_is_refused_even_if_the_preflight_overlooks_it(
     tmp_path, monkeypatch, family, dtype
 ):
+    monkeypatch.setattr(model, "LAYER_TYPES", {})
     monkeypatch.setattr(model.Probe, "_check_rows", lambda *_: None)
     folder = make_checkpoint(tmp_path, family, num_layers=2, pad_token_id=0)
     with pytest.raises(ModelRefused, match=f"{dtype_told(dtype)} differ from those of transformers by up to"):
