@@ -23,7 +23,7 @@ from coordinator.telemetry.observers import CURRENT, NOBODY, Observers, Saw
 from coordinator.text.detokenizer import ids_before
 from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
-from longleaf.errors import AlreadyExists, InvalidArgument, StorageUnavailable, Unavailable
+from longleaf.errors import AlreadyExists, InvalidArgument, LongleafError, StorageUnavailable, Unavailable
 from longleaf.messages import Event, Finished, Generate, Resume
 from longleaf.sampling import MAX_TOKENS
 from longleaf.tenants import scoped
@@ -233,7 +233,10 @@ class Generation:
         is_continued = request.context is None and not (has_template if wanted is None else wanted)
         before = ids_before(self._tokenizer.alphabet, token_ids) if is_continued else ()
         alphabet, ends = self._tokenizer.alphabet, self._tokenizer.end_tokens
-        reasons = (self._engine.exactness_note, HIDDEN if request.hidden else "")
+        scaling = ""
+        with suppress(LongleafError):  # a context that is gone has no answer
+            scaling = self._engine.scaling_note(request.context, len(token_ids), request.sampling.max_tokens)
+        reasons = (self._engine.exactness_note, HIDDEN if request.hidden else "", scaling)
         note = "; ".join(filter(None, reasons))
         return Answer(request_id, request, alphabet, ends, self._clock, note, tracing, before)
 

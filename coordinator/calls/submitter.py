@@ -38,6 +38,11 @@ class Submitter(Capacity, Protocol):
         """Tokens that each answer may have after so many of a prompt, if all may be that long. Raises NotFound."""
         ...
 
+    def scaling_note(self, context: str | None, num_tokens: int, max_tokens: int) -> str:
+        """Why an answer of up to `max_tokens` after a prompt of `num_tokens` is not that of transformers because of how
+        its positions are scaled; empty where it is. Raises NotFound."""
+        ...
+
     def grounds(self, context_id: str) -> events.Grounds:
         """What can be told of where answers about a context come from. Raises NotFound."""
         ...

@@ -12,6 +12,7 @@ from coordinator.engine.recoveries import Recoveries
 from coordinator.events import LAST_IDS, DocumentPart, Grounds
 from coordinator.placement.contexts import NamedPath
 from coordinator.placement.positions import Positions
+from coordinator.scheduling.limits import num_fed
 from coordinator.scheduling.scheduler import Scheduler
 from longleaf import messages
 from longleaf.channel.epochs import Ready
@@ -64,6 +65,14 @@ class ContextCalls(ABC):
         capacity = named.capacity if named else self.positions.capacity(num_tokens, None)
         held = named.num_tokens if named else 0
         return min(capacity - held - num_tokens, self.total_tokens // (ANSWER_PART * num_samples))
+
+    def scaling_note(self, context: str | None, num_tokens: int, max_tokens: int) -> str:
+        """Why an answer of up to `max_tokens` after a prompt of `num_tokens` is not that of transformers because of how
+        its positions are scaled; empty where it is. Raises NotFound."""
+        if context is None:
+            return self.positions.scaling_note(self.positions.rope(num_tokens + num_fed(max_tokens)), num_tokens)
+        named = self.named(context)
+        return self.positions.scaling_note(named.rope, named.num_tokens + num_tokens)
 
     def grounds(self, context_id: str) -> Grounds:
         """What can be told of where answers about a context come from. Raises NotFound."""

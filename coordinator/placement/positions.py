@@ -47,6 +47,16 @@ class Positions:
         is_double = bool(rotary.kind) and capacity > FLOAT32_POSITIONS
         return Rope(scaled_for=scaled_for if is_scaled else 0, is_double=is_double)
 
+    def scaling_note(self, rope: Rope, num_prompt: int) -> str:
+        """Why an answer to `num_prompt` tokens, rotated so, is not that of transformers, which scales positions for the
+        length so far and not for the one that may come; empty where it is."""
+        border = self._rotary.scaled_from
+        if rope.scaled_for and self._rotary.is_graded:
+            return f"positions are scaled for {rope.scaled_for:,} from the first token on, not for the length so far"
+        if rope.scaled_for and num_prompt <= border:
+            return f"positions are scaled for more than {border:,} from the first token on, before there are as many"
+        return ""
+
     def capacity(self, num_tokens: int, declared: int | None) -> int:
         """Positions for which a new context of `num_tokens` is made. Raises InvalidArgument for a declared number that
         is none.

@@ -119,6 +119,22 @@ async def test_scaled_positions_answer_like_generate(scaled, kind, length, world
         assert (await ask(engine, prompt[-50:], "fork"))[0] == expected
 
 
+async def test_an_answer_that_is_scaled_too_early_is_not_called_exact(scaled):
+    """transformers chooses the factors by the length so far: those of the prompt here, with either answer."""
+    prompt = ids_of(20)
+    expected = generate(scaled("longrope"), prompt, num_tokens=8)
+    async with running(config_for(scaled("longrope"), world_size=2)) as engine:
+        for most, is_exact in ((8, True), (ORIGINAL - 19, True), (ORIGINAL - 18, False), (1000, False)):
+            sampling = Sampling(max_tokens=most, ignore_end_token=True)
+            stream = engine.submit(Prompt(context=None, token_ids=prompt, sampling=sampling))
+            found = [token async for event in stream if isinstance(event, Tokens) for token in event.token_ids]
+            assert (found[:8] == list(expected)) == is_exact
+            assert (engine.scaling_note(None, len(prompt), most) == "") == is_exact
+        for capacity, is_exact in ((ORIGINAL, True), (ORIGINAL + 1, False)):
+            await ingest(engine, f"book{capacity}", prompt, settings=ContextSettings(capacity=capacity))
+            assert (engine.scaling_note(f"book{capacity}", 5, 9) == "") == is_exact
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 async def test_contexts_of_both_scalings_answer_in_one_batch_like_generate(scaled, kind):

@@ -123,7 +123,7 @@ class FakeEngine:
     def __init__(self) -> None:
         self.max_positions = 4096
         self.limit_name = "those that it was trained for"
-        self.exactness_note = ""
+        self.exactness_note = self.scaling = ""
         self.max_draft_tokens = 7
         self.total_tokens = 1 << 20
         self.answer: tuple[tuple[int, ...], ...] = ()
@@ -211,6 +211,9 @@ class FakeEngine:
     def answer_room(self, context: str | None, num_tokens: int, num_samples: int) -> int:
         held = len(self.contexts[context]) if context is not None else 0
         return min(self.max_positions - held - num_tokens, self.total_tokens // num_samples)
+
+    def scaling_note(self, context: str | None, num_tokens: int, max_tokens: int) -> str:
+        return self.scaling
 
     def grounds(self, context_id: str) -> events.Grounds:
         token_ids = self.get_context(context_id) and self.contexts[context_id]

@@ -139,6 +139,12 @@ async def test_bytes_of_tokens_come_when_they_are_asked_for(service: Served) -> 
     ]
 
 
+async def test_an_answer_that_is_scaled_otherwise_says_so(service: Served) -> None:
+    service.engine.scaling = "positions are scaled"
+    _, finished = await collect(service.client.generate("x", max_tokens=3))
+    assert (finished.is_exact, finished.exactness_note) == (False, "positions are scaled")
+
+
 @pytest.mark.parametrize("kind", ["prepend", "always", "first"])
 async def test_a_continuation_keeps_its_first_space(kind: str, tmp_path: Path) -> None:
     """Decoders in the manner of SentencePiece drop the one before a text; an answer in a chat is a text of its own."""
