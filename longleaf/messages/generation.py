@@ -68,7 +68,7 @@ class Generate(Claimed, frozen=True, kw_only=True):
     context: str | None = None
     """Id of the context to ask, without the `contexts/` prefix."""
     use_chat_template: bool | None = None
-    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
     """Further names that the chat template can use; values as in JSON."""
     sampling: Sampling
     with_token_bytes: bool = False
