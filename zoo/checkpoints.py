@@ -71,7 +71,7 @@ def make_checkpoint(
         if name.endswith("sinks"):
             parameter.data += SINK
     model.save_pretrained(folder)
-    _write_tokenizer(folder, family, special, vocab_size, max_positions, chat_template)
+    write_tokenizer(folder, family, special, vocab_size, max_positions, chat_template)
     return folder
 
 
@@ -82,7 +82,7 @@ def _special_tokens(pad_token_id: int) -> list[str]:
     return [PAD, END, BEGIN] if pad_token_id == 0 else [BEGIN, END, PAD]
 
 
-def _write_tokenizer(
+def write_tokenizer(
     folder: Path,
     family: Family | Refused,
     special: list[str],
