@@ -169,6 +169,9 @@ def reach_of(config: PreTrainedConfig, layer: int, window: int | None) -> Reach:
     kind = kinds[layer] if kinds else None
     if kind is not None and (kind == "sliding_attention") != (window is not None):
         raise ModelRefused(f"attention layer {layer} is of type {kind}, and asks for a window of {window} tokens")
+    stated: int | None = getattr(config, "sliding_window", None)
+    if kind is None and window is None and stated and stated < getattr(config, "max_position_embeddings", 0):
+        raise ModelRefused(f"sliding_window is {stated}, and attention layer {layer} asks for no window")
     if kind != "chunked_attention":
         return Reach(window)
     section: int | None = getattr(config, "attention_chunk_size", None)

@@ -142,6 +142,16 @@ def test_a_reach_that_config_and_call_tell_differently_is_refused(kind, window):
         reach_of(PreTrainedConfig(layer_types=[kind], num_hidden_layers=1), 0, window)
 
 
+def test_a_window_of_the_config_that_no_layer_asks_for_is_refused():
+    """PhiMoE has it in its masks alone, which are not made."""
+    config = PreTrainedConfig(sliding_window=8, num_hidden_layers=1, max_position_embeddings=16)
+    with pytest.raises(ModelRefused, match="sliding_window is 8, and attention layer 0 asks for no window"):
+        reach_of(config, 0, None)
+    assert reach_of(config, 0, 8) == Reach(8)
+    config.sliding_window = 16
+    assert reach_of(config, 0, None) == Reach()
+
+
 @pytest.mark.parametrize(
     ("family", "reaches"),
     [
