@@ -45,7 +45,7 @@ def make_checkpoint(
     The tokenizer of Qwen3 has no begin token. The same arguments give the same weights. `pad_token_id` is one of
     PAD_IDS: transformers makes the embedding of the padding token zero, and many families have it as id 0.
     """
-    special = _special_tokens(pad_token_id)
+    special = special_tokens(pad_token_id)
     config = config_of(
         family,
         hidden_size=hidden,
@@ -75,7 +75,7 @@ def make_checkpoint(
     return folder
 
 
-def _special_tokens(pad_token_id: int) -> list[str]:
+def special_tokens(pad_token_id: int) -> list[str]:
     """The special tokens in the order of their ids, which are the first ones."""
     if pad_token_id not in PAD_IDS:
         raise ValueError(f"pad_token_id: {pad_token_id} is none of {PAD_IDS}")

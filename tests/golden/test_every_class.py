@@ -18,7 +18,7 @@ from tests.support.golden.plain import LOGIT_TOLERANCE, ask_plain, draw_ids
 from tests.support.golden.states import Logits, running
 from tests.support.threads import config_for
 from workers.model import model
-from zoo.checkpoints import write_tokenizer
+from zoo.checkpoints import special_tokens, write_tokenizer
 
 SMALL: dict[str, Any] = {
     "vocab_size": 512,
@@ -74,7 +74,7 @@ def make_small(kind: type[PreTrainedConfig], folder: Path) -> None:
             AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     except Exception as error:  # whatever a class demands of its config
         pytest.skip(f"no small model of it: {model.describe_error(error)}")
-    write_tokenizer(folder, "llama", 512, 4096, None)
+    write_tokenizer(folder, "llama", special_tokens(2), 512, 4096, None)
 
 
 @pytest.mark.slow
