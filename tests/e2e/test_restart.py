@@ -4,7 +4,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import socket
 import struct
 import threading
@@ -36,7 +35,8 @@ class Service(ServiceProcess):
         main = psutil.Process(self._process.pid)
         everybody = [main, *main.children(recursive=True)]
         for process in everybody:
-            process.send_signal(signal.SIGKILL)
+            with suppress(psutil.NoSuchProcess):  # ranks end with the process that they were forked from
+                process.kill()
         psutil.wait_procs(everybody, timeout=30)
         assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in everybody)
 

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import threading
 from collections import Counter
+from typing import Any
 
 import grpc
 import pytest
@@ -56,9 +57,9 @@ async def test_each_method_names_the_limit_of_its_requests(channel: grpc.aio.Cha
 async def test_many_ids_are_converted_in_a_thread(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[bool] = []
 
-    def decode(message: service_pb.GenerateRequest, seed: int) -> object:
+    def decode(*arguments: Any) -> object:
         threads.append(threading.current_thread() is threading.main_thread())
-        return decode_generate(message, seed)
+        return decode_generate(*arguments)
 
     decode_generate = codec.decode_generate
     monkeypatch.setattr(codec, "decode_generate", decode)
