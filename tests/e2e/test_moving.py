@@ -26,6 +26,7 @@ def export(client: Client, context: str, file: Path) -> None:
     longleaf("contexts", "export", context, str(file), "--server", client.server)
 
 
+@pytest.mark.extended
 def test_a_context_moves_to_a_service_with_other_ranks(tmp_path: Path) -> None:
     parcel, again = tmp_path / "book.parcel", tmp_path / "again.parcel"
     with serving(tmp_path / "here", 2) as (_, client):

@@ -88,6 +88,7 @@ def check(ours: Tokenizer, theirs: Any, turns: Sequence[tuple[str, str]]) -> Non
     assert found == wanted
 
 
+@pytest.mark.sampled(48)
 @pytest.mark.parametrize("turns", [QUESTION, TURNS, LONG], ids=["question", "turns", "long"])
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 @pytest.mark.parametrize("kind", TOKENIZERS)

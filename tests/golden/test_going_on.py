@@ -51,7 +51,7 @@ def check_same(found, wanted):
         assert len(one.logprobs.top) == len(other.logprobs.top) == 2
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("family", "world_size", "state", "sampling"), thinned(COVER, 4))
 async def test_an_answer_goes_on_in_another_engine(goldens, family, world_size, state, sampling):
     golden, options = goldens(family), SAMPLINGS[sampling]

@@ -161,3 +161,4 @@ TestFolderMachine = FolderMachine.TestCase
 TestFolderMachine.settings = FEW
 TestFsspecMachine = FsspecMachine.TestCase
 TestFsspecMachine.settings = FEW
+TestFsspecMachine = pytest.mark.extended(TestFsspecMachine)
