@@ -110,7 +110,7 @@ class ChaosRank(Rank):
 
     @torch.inference_mode()
     def _keys(self, runs: Sequence[Run]) -> dict[int, Tensor]:
-        """What is kept of runs, one after the other, [S, N, K, D] of each layer that is dealt over the ranks."""
+        """What is kept of runs, one after the other, [S, K, D + V] of each layer that is dealt over the ranks."""
         size = self.config.block_size
         slots = [run.blocks[i // size] * size + i % size for run in runs for i in range(len(run))]
         layers = sharded_layers(self.model, self.config)
