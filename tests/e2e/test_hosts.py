@@ -75,7 +75,8 @@ def test_two_ranks_on_each_of_two_hosts_answer_like_one(
         assert "shared_memory inside nodes, gloo between 2 nodes x 2 ranks = 4" in service.run("cluster").stdout
         check_a_second_one_is_refused(nodes, checkpoint)
         processes = nodes.service()
-        assert len(processes) == 2 * SLOTS + 2, "ranks, the coordinator, and the command that started it"
+        told = "ranks, the coordinator, the command that started it, and what renders its chat template"
+        assert len(processes) == 2 * SLOTS + 3, told
         check_a_lost_rank_is_replaced(nodes, service)
         stream = start_stream(service, started, nodes.on(0))
         assert service.stop() == 0

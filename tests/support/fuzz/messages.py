@@ -12,6 +12,7 @@ from google.protobuf import json_format
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
+from google.protobuf.struct_pb2 import Struct
 from hypothesis import strategies as st
 
 import longleaf.v1
@@ -99,7 +100,8 @@ def paths(descriptor: Descriptor, before: Path = ()) -> Iterator[Path]:
     for field in descriptor.fields:
         path = (*before, field)
         yield path
-        if field.message_type and not field.is_repeated and field.message_type not in [f.message_type for f in before]:
+        is_new = field.message_type not in [Struct.DESCRIPTOR, *(f.message_type for f in before)]
+        if field.message_type and not field.is_repeated and is_new:
             yield from paths(field.message_type, path)
 
 
@@ -180,6 +182,8 @@ def edges_of(field: FieldDescriptor) -> Sequence[Any]:
     """As `edges`, also for what is no scalar: each edge alone, many of one, and none."""
     if field.message_type is None:
         single: Sequence[Any] = edges(field)
+    elif field.message_type == Struct.DESCRIPTOR:
+        single = structs()
     elif is_map(field):
         return [{}, *({key: value} for key, value in _edge_entries(field.message_type))]
     else:
@@ -187,6 +191,21 @@ def edges_of(field: FieldDescriptor) -> Sequence[Any]:
         changed = (put_new(kind, inner, value) for inner in field.message_type.fields for value in edges_of(inner))
         single = [kind(), *changed]
     return [[], *([value] for value in single), list(single), [single[0]] * 1000] if field.is_repeated else single
+
+
+def structs() -> Sequence[Struct]:
+    """JSON objects: their messages contain each other, so that their edges have no end."""
+    deep: Any = 1
+    for _ in range(20):
+        deep = [{"x": deep}]
+    objects: list[dict[str, Any]] = [{}, *({name: 1} for name in ODD_TEXTS), {"messages": []}, {"x": deep}]
+    objects += [{"x": value} for value in (None, True, *FLOATS, *WIDE, *ODD_TEXTS, [], {}, [None, "y"])]
+    made = [Struct() for _ in objects]
+    for struct, value in zip(made, objects, strict=True):
+        struct.update(value)
+    empty = Struct()
+    empty.fields["x"].SetInParent()
+    return [*made, empty]
 
 
 def put_new(kind: type[Message], field: FieldDescriptor, value: Any) -> Message:
