@@ -229,8 +229,7 @@ class Generation:
         )
 
     def _answer(self, request_id: str, request: Generate, tracing: Tracing | None, token_ids: Sequence[int]) -> Answer:
-        wanted, has_template = request.use_chat_template, self._tokenizer.has_chat_template
-        is_continued = request.context is None and not (has_template if wanted is None else wanted)
+        is_continued = request.context is None and not self._tokenizer.uses_template(request.use_chat_template)
         before = ids_before(self._tokenizer.alphabet, token_ids) if is_continued else ()
         alphabet, ends = self._tokenizer.alphabet, self._tokenizer.end_tokens
         scaling = ""

@@ -60,11 +60,11 @@ class Prompts:
         if not text:
             raise InvalidArgument("text", "the question is empty" if request.context else "the prompt is empty")
         limit.check("text", len(text.encode()))
-        has_template, has_context = self._tokenizer.has_chat_template, request.context is not None
-        if has_context or (has_template if request.use_chat_template is None else request.use_chat_template):
+        has_context = request.context is not None
+        if has_context or self._tokenizer.uses_template(request.use_chat_template):
             variables = request.chat_template_kwargs
             pieces = await self._pieces([Said("user", text)], has_context, variables, "text", lambda _: "text")
-            return await self._encode("text", self._tokenizer.encoders(pieces, is_continued=has_context), limit)
+            return await self._encode("text", await self._encoders(pieces, has_context), limit)
         return await self._encode("text", self._tokenizer.prompt_encoders(text), limit)
 
     async def _conversation_ids(self, request: Generate, conversation: Conversation, limit: TextLimit) -> Sequence[int]:
@@ -75,7 +75,7 @@ class Prompts:
             return await self._encode("conversation", self._tokenizer.prompt_encoders(asked.messages[0].text), limit)
         variables = request.chat_template_kwargs
         pieces = await self._pieces(asked.messages, has_context, variables, "conversation", asked.field)
-        return await self._encode("conversation", self._tokenizer.encoders(pieces, is_continued=has_context), limit)
+        return await self._encode("conversation", await self._encoders(pieces, has_context), limit)
 
     async def opening(self, system: str, limit: TextLimit) -> Opening:
         """What a document begins with that has a system's message before it. Raises InvalidArgument naming it, when the
@@ -87,8 +87,8 @@ class Prompts:
             pieces = await self._rendered(template.opening, system)
         except ConversationRefused as error:
             raise InvalidArgument(SYSTEM, f"cannot be put before the document: {error}") from None
-        settled, tail = self._tokenizer.cut_tail(pieces)
-        token_ids = await self._encoded(SYSTEM, self._tokenizer.encoders(settled), limit)
+        settled, tail = await self._threads.run_long(self._tokenizer.cut_tail, pieces)
+        token_ids = await self._encoded(SYSTEM, await self._encoders(settled, False), limit)
         limit.check_tokens(SYSTEM, len(token_ids))
         return Opening(tuple(token_ids), tail)
 
@@ -103,7 +103,7 @@ class Prompts:
         """The prompt of a conversation, or what follows a document. Raises InvalidArgument naming `field`, or with
         `field_of` the message to blame."""
         if (template := self._tokenizer.chat_template) is None:
-            return self._tokenizer.plain_question(messages[0].text)
+            return await self._threads.run_long(self._tokenizer.plain_question, messages[0].text)
         try:
             render = template.question if has_context else template.conversation
             return await self._rendered(render, messages, variables)
@@ -111,6 +111,10 @@ class Prompts:
             raise InvalidArgument(field_of(error.message), str(error)) from None
         except InvalidArgument as error:
             raise InvalidArgument(field, error.description) from None
+
+    async def _encoders(self, pieces: Sequence[Piece], is_continued: bool) -> list[tuple[Encoder, str]]:
+        """In a thread: a text may have many control tokens, and each begins a piece."""
+        return await self._threads.run_long(self._tokenizer.encoders, pieces, is_continued=is_continued)
 
     async def _rendered(self, render: Callable[..., list[Piece]], *arguments: Any) -> list[Piece]:
         """Raises ConversationRefused, InvalidArgument and Unavailable."""

@@ -88,6 +88,10 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self.chat_template is not None
 
+    def uses_template(self, wanted: bool | None) -> bool:
+        """Whether a prompt without a context goes through the template, as asked for or by default."""
+        return self.has_chat_template if wanted is None else wanted
+
     @property
     def end_tokens(self) -> frozenset[int]:
         """Ids that end an answer: those of generation_config.json, else config.json, and the tokenizer's own end token.
