@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from coordinator.text.control_tokens import ControlTokens, Marks, Piece, split
+from coordinator.text.control_tokens import ControlTokens, Marks, Piece
 from coordinator.text.renderer import TemplateRenderer
 from coordinator.text.template import Messages, Rendering
 from longleaf.errors import InvalidArgument, ModelRefused
@@ -57,10 +57,16 @@ class ChatTemplate:
         self._source, self._special_tokens, self._renderer = source, special_tokens, renderer
         self._control = control
         self._separator = separator
+        self._has_parts = False
         try:
             _, question = self._around_document([Said("user", "")], {}, "")
         except ConversationRefused as error:
-            raise ModelRefused(str(error)) from error
+            # templates of models that see images may know contents as lists of parts alone
+            self._has_parts = True
+            try:
+                _, question = self._around_document([Said("user", "")], {}, "")
+            except ConversationRefused:
+                raise ModelRefused(str(error)) from error
         self.before_document = question.before
         """The text that comes before a document without a system message."""
         self._after_document = question.after
@@ -69,7 +75,7 @@ class ChatTemplate:
         """The prompt of a conversation. `variables` are further names that the template can use. Raises
         ConversationRefused, InvalidArgument, and what the renderer raises."""
         marks = Marks.beside(said.text for said in messages)
-        return split(self._render(messages, variables, marks, 0, ""), marks)
+        return self._control.split(self._render(messages, variables, marks, 0, ""), marks)
 
     def question(self, messages: Sequence[Said], variables: dict[str, Any]) -> list[Piece]:
         """What follows a document: the rest of a conversation that begins with it, where the first message is the
@@ -78,7 +84,7 @@ class ChatTemplate:
         marks, around = self._around_document(messages, variables, self._separator)
         if around.before != self.before_document:
             raise ConversationRefused("the chat template begins before it in another way than the context does", 0)
-        return split(around.after, marks)
+        return self._control.split(around.after, marks)
 
     def opening(self, system: str) -> list[Piece]:
         """What comes before a document with this system message. Raises as `conversation`, also where the template
@@ -87,7 +93,7 @@ class ChatTemplate:
         if around.after != self._after_document:
             told = "it changes what the chat template writes after questions, which are asked without it"
             raise ConversationRefused(told, None)
-        return split(around.before, marks)
+        return self._control.split(around.before, marks)
 
     def _around_document(
         self, messages: Sequence[Said], variables: dict[str, Any], separator: str
@@ -112,7 +118,7 @@ class ChatTemplate:
         texts = [self._control.mark(said.text, marks) for said in messages]
         edged = [self._control.mark_edges(text, marks) for text in texts]
         variants = [texts] if edged == texts else [texts, edged]
-        found = self._ask([_messages(messages, each, number, before) for each in variants], variables)
+        found = self._ask([self._messages(messages, each, number, before) for each in variants], variables)
         for rendering in found:
             if rendering.reason:
                 raise ConversationRefused(f"the chat template {rendering.reason}", rendering.message)
@@ -133,7 +139,8 @@ class ChatTemplate:
     def _ask(self, conversations: Sequence[Messages], variables: dict[str, Any]) -> list[Rendering]:
         return self._renderer.render(self._source, {**self._special_tokens, **variables}, conversations)
 
-
-def _messages(messages: Sequence[Said], texts: Sequence[str], number: int, before: str) -> Messages:
-    contents = [before + text if i == number else text for i, text in enumerate(texts)]
-    return [{"role": said.role, "content": each} for said, each in zip(messages, contents, strict=True)]
+    def _messages(self, messages: Sequence[Said], texts: Sequence[str], number: int, before: str) -> Messages:
+        contents: list[Any] = [before + text if i == number else text for i, text in enumerate(texts)]
+        if self._has_parts:
+            contents = [[{"type": "text", "text": content}] for content in contents]
+        return [{"role": said.role, "content": each} for said, each in zip(messages, contents, strict=True)]

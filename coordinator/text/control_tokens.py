@@ -70,12 +70,11 @@ class ControlTokens:
         after = any(text[-size:] in self._beginnings for size in range(1, self._longest))
         return f"{marks.end if before else ''}{text}{marks.start if after else ''}"
 
-
-def split(rendered: str, marks: Marks) -> list[Piece]:
-    """The pieces of a rendered text with marks. A mark that has lost its partner, as when a template splits a text at a
-    token, is left out, and still separates."""
-    pieces = re.split(f"{marks.start}([^{marks.start}{marks.end}]*){marks.end}|[{marks.start}{marks.end}]", rendered)
-    return [Piece(text, i % 2 == 1) for i, text in enumerate(pieces) if text]
+    def split(self, rendered: str, marks: Marks) -> list[Piece]:
+        """The pieces of a rendered text with marks. A mark that does not stand beside a whole control token, as when a
+        template splits a text at one, is left out, and still separates."""
+        pieces = re.split(f"{marks.start}({self._pattern.pattern}){marks.end}|[{marks.start}{marks.end}]", rendered)
+        return [Piece(text, i % 2 == 1) for i, text in enumerate(pieces) if text]
 
 
 def _alternatives(words: Sequence[str]) -> str:

@@ -24,8 +24,8 @@ MAX_MEMORY = 1 << 30
 """Bytes of address space of the process that renders."""
 MAX_REASON = 500
 """Characters of an error that a template raises."""
-Messages = Sequence[dict[str, str]]
-"""A conversation: `role` and `content` of each message."""
+Messages = Sequence[dict[str, Any]]
+"""A conversation: `role` and `content` of each message, a text or a list of one part: `type` ("text") and `text`."""
 _Show = Callable[..., str]
 """Renders `messages`."""
 
@@ -76,9 +76,14 @@ def _render(show: _Show, messages: Messages) -> Rendering:
         text.encode()  # lone surrogates are no text
     except Exception as error:  # templates are programs: they may raise anything
         return Rendering(reason=_describe(error), message=_refused(show, messages))
-    if len(text) > MAX_CHARACTERS + sum(len(message["content"]) for message in messages):
+    if len(text) > MAX_CHARACTERS + sum(map(_num_characters, messages)):
         return Rendering(reason=f"makes {len(text):,} characters, over {MAX_CHARACTERS:,} more than the messages have")
     return Rendering(text)
+
+
+def _num_characters(message: dict[str, Any]) -> int:
+    content: str | list[dict[str, str]] = message["content"]
+    return len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)
 
 
 def _describe(error: Exception) -> str:

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from coordinator.text.chat_template import ChatTemplate
 from coordinator.text.checkpoint import Checkpoint
-from coordinator.text.control_tokens import ControlTokens, Marks, Piece, split
+from coordinator.text.control_tokens import ControlTokens, Marks, Piece
 from coordinator.text.detokenizer import Alphabet
 from coordinator.text.encoder import Encoder
 from coordinator.text.renderer import TemplateRenderer
@@ -156,7 +156,7 @@ class Tokenizer:
     def plain_question(self, text: str) -> list[Piece]:
         """What follows a document for a model without a template."""
         marks = Marks.beside([text])
-        return split(self.separator + self.control_tokens.mark(text, marks), marks)
+        return self.control_tokens.split(self.separator + self.control_tokens.mark(text, marks), marks)
 
     def prompt_encoders(self, text: str) -> list[tuple[Encoder, str]]:
         """Those of a prompt without a template."""

@@ -56,6 +56,11 @@ TEMPLATES = {
     "leaves out answers": THINKING,
     "trims": LLAMA,
 }
+PARTS = EACH + (
+    "{{ m.role }}:{% for part in m.content %}{% if part.type == 'text' %}{{ ' ' + part.text }}{% endif %}{% endfor %}"
+    "{{ '</think>\n' }}{% endfor %}"
+)
+"""Knows contents as lists of parts alone, as templates of models that see images do."""
 TOKENIZERS = ("bytes", "prepend", "always", "first")
 PIECES = [*CONTROL[:3], END, "</think>", "<think>", "<s>", *"<[>]é🐳\n ", "{{", "\n\n", " a", "/no_think"]
 TEXTS = st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=5).map("".join)
@@ -79,8 +84,9 @@ def both(folder: Path, fast: FastTokenizer, template: str) -> tuple[Tokenizer, A
     return Tokenizer.load(folder, DirectRenderer()), PreTrainedTokenizerFast.from_pretrained(folder)
 
 
-def check(ours: Tokenizer, theirs: Any, turns: Sequence[tuple[str, str]]) -> None:
-    messages = [{"role": role, "content": text} for role, text in turns]
+def check(ours: Tokenizer, theirs: Any, turns: Sequence[tuple[str, str]], *, has_parts: bool = False) -> None:
+    texts = [[{"type": "text", "text": text}] if has_parts else text for _, text in turns]
+    messages = [{"role": role, "content": text} for (role, _), text in zip(turns, texts, strict=True)]
     kinds = {"add_generation_prompt": True, "return_dict": False, "sanitize_control_tokens": True}
     wanted = theirs.apply_chat_template(messages, **kinds)
     found = conversation_ids(ours, turns)
@@ -96,6 +102,13 @@ def test_ids_are_those_of_transformers(kind: str, template: str, turns: list[tup
     if template == FORGETFUL:
         turns = [turn for turn in turns if turn[0] != "system"]
     check(*both(tmp_path / "model", fast_tokenizer(kind), template), turns)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "prepend"])
+def test_templates_that_know_lists_of_parts_alone_are_given_them(kind: str, tmp_path: Path) -> None:
+    ours, theirs = both(tmp_path / "model", fast_tokenizer(kind), PARTS)
+    for turns in (QUESTION, TURNS, LONG):
+        check(ours, theirs, turns, has_parts=True)
 
 
 @pytest.mark.parametrize("template", [SPACED, REASONING, MISTRAL], ids=["spaced", "reasoning", "mistral"])

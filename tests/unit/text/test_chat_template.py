@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.text.chat_template import ConversationRefused, Said
-from coordinator.text.control_tokens import NONCHARACTERS, ControlTokens, Marks, Piece, split
+from coordinator.text.control_tokens import NONCHARACTERS, ControlTokens, Marks, Piece
 from coordinator.text.renderer import Renderer
 from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
@@ -170,8 +170,11 @@ def test_marks_are_characters_that_no_text_has() -> None:
 
 
 def test_marks_without_a_partner_are_left_out() -> None:
-    marks = Marks("1", "2", "3")
-    assert split("a1b2c", marks) == [Piece("a"), Piece("b", True), Piece("c")]
-    assert split("1b", marks) == [Piece("b")]
-    assert split("a21b2", marks) == [Piece("a"), Piece("b", True)]
-    assert split("", marks) == []
+    control, marks = ControlTokens(["b", "<b>"]), Marks("1", "2", "3")
+    assert control.split("a1b2c", marks) == [Piece("a"), Piece("b", True), Piece("c")]
+    assert control.split("1b", marks) == [Piece("b")]
+    assert control.split("a21b2", marks) == [Piece("a"), Piece("b", True)]
+    assert control.split("", marks) == []
+    # what a template writes between two halves of a text that it has split
+    assert control.split("1\n<b>\n2", marks) == [Piece("\n<b>\n")]
+    assert ControlTokens([]).split("a1b2", marks) == [Piece("a"), Piece("b")]
