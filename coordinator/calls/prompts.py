@@ -84,10 +84,10 @@ class Prompts:
         if (template := self._tokenizer.chat_template) is None:
             raise InvalidArgument(SYSTEM, "cannot be put before the document: the model has no chat template")
         try:
-            pieces = await self._rendered(template.opening, system)
+            pieces = await self._rendered(len(system), template.opening, system)
         except ConversationRefused as error:
             raise InvalidArgument(SYSTEM, f"cannot be put before the document: {error}") from None
-        settled, tail = await self._threads.run_long(self._tokenizer.cut_tail, pieces)
+        settled, tail = await self._threads.run_long(len(system), self._tokenizer.cut_tail, pieces)
         token_ids = await self._encoded(SYSTEM, await self._encoders(settled, False), limit)
         limit.check_tokens(SYSTEM, len(token_ids))
         return Opening(tuple(token_ids), tail)
@@ -103,10 +103,12 @@ class Prompts:
         """The prompt of a conversation, or what follows a document. Raises InvalidArgument naming `field`, or with
         `field_of` the message to blame."""
         if (template := self._tokenizer.chat_template) is None:
-            return await self._threads.run_long(self._tokenizer.plain_question, messages[0].text)
+            text = messages[0].text
+            return await self._threads.run_long(len(text), self._tokenizer.plain_question, text)
         try:
             render = template.question if has_context else template.conversation
-            return await self._rendered(render, messages, variables)
+            size = sum(len(said.text) for said in messages)
+            return await self._rendered(size, render, messages, variables)
         except ConversationRefused as error:
             raise InvalidArgument(field_of(error.message), str(error)) from None
         except InvalidArgument as error:
@@ -114,12 +116,13 @@ class Prompts:
 
     async def _encoders(self, pieces: Sequence[Piece], is_continued: bool) -> list[tuple[Encoder, str]]:
         """In a thread: a text may have many control tokens, and each begins a piece."""
-        return await self._threads.run_long(self._tokenizer.encoders, pieces, is_continued=is_continued)
+        size = sum(len(piece.text) for piece in pieces)
+        return await self._threads.run_long(size, self._tokenizer.encoders, pieces, is_continued=is_continued)
 
-    async def _rendered(self, render: Callable[..., list[Piece]], *arguments: Any) -> list[Piece]:
-        """Raises ConversationRefused, InvalidArgument and Unavailable."""
+    async def _rendered(self, size: int, render: Callable[..., list[Piece]], *arguments: Any) -> list[Piece]:
+        """The pieces of texts of `size` characters. Raises ConversationRefused, InvalidArgument and Unavailable."""
         try:
-            return await self._threads.run_long(render, *arguments)
+            return await self._threads.run_long(size, render, *arguments)
         except (StartError, OSError) as error:
             raise Unavailable(f"the chat template was not rendered: {error}") from error
 

@@ -1,8 +1,9 @@
-"""Chat templates rendered in a process of its own, which is ended when it takes too long.
+"""Chat templates rendered in processes of their own, which are ended when they take too long.
 
 A template is a program that comes with a checkpoint, and may never end. Nothing within a process can end it for
 certain: one multiplication of numbers may take years, and lets no other thread run. The system ends the process when
-its processor time or its memory is used up; the next rendering starts another.
+its processor time or its memory is used up, and this one when it does not answer for another reason (it was stopped, or
+the machine is overloaded); the next rendering starts another.
 """
 
 import json
@@ -20,6 +21,8 @@ from longleaf.units import human_seconds
 
 SECONDS = 5
 """Processor time that a request may take; honest templates take milliseconds."""
+PATIENCE = 60.0
+"""Seconds after which a process that has not answered is ended."""
 
 
 class TemplateRenderer(Protocol):
@@ -31,16 +34,18 @@ class TemplateRenderer(Protocol):
 
 
 class Renderer:
-    """Renders templates, one request at a time; `stop` ends that from another thread. The time that templates are
-    given is always the one when this began, so that the prompts of one service begin alike, also after midnight."""
+    """Renders templates, in as many processes as there are threads that ask at the same time; `stop` ends that from
+    another thread. The time that templates are given is always the one when this began, so that the prompts of one
+    service begin alike, also after midnight."""
 
-    def __init__(self, seconds: int = SECONDS, now: datetime | None = None) -> None:
+    def __init__(self, seconds: int = SECONDS, now: datetime | None = None, patience: float = PATIENCE) -> None:
         self._seconds = seconds
         self._now = now or datetime.now()
-        self._requests = threading.Lock()
+        self._patience = patience
         self._lock = threading.Lock()
-        """Of `_process` and `_is_stopped`."""
-        self._process: subprocess.Popen[str] | None = None
+        """Of `_idle`, `_busy` and `_is_stopped`."""
+        self._idle: list[subprocess.Popen[str]] = []
+        self._busy: list[subprocess.Popen[str]] = []
         self._is_stopped = False
 
     def literals(self, source: str) -> list[str]:
@@ -64,37 +69,59 @@ class Renderer:
     def _ask(self, request: dict[str, Any]) -> Any:
         """The answer; a text if there was not enough time, None if there was not enough memory."""
         line = json.dumps(request | {"now": self._now.isoformat()}) + "\n"
-        with self._requests:
-            process = self._running()
-            assert process.stdin is not None and process.stdout is not None
-            try:
-                process.stdin.write(line)
-                process.stdin.flush()
-                answer = process.stdout.readline()
-            except BrokenPipeError:
-                answer = ""
-            if answer.endswith("\n"):
-                return json.loads(answer)
-            return self._end(process)
+        process = self._take()
+        assert process.stdin is not None and process.stdout is not None
+        answer, expired = "", threading.Event()
+        impatient = threading.Timer(self._patience, self._expire, (process, expired))
+        impatient.daemon = True
+        impatient.start()
+        try:
+            process.stdin.write(line)
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        except BrokenPipeError:
+            pass
+        finally:
+            impatient.cancel()
+            has_answered = answer.endswith("\n")
+            self._give_back(process, has_answered and not expired.is_set())
+        if has_answered:
+            return json.loads(answer)
+        return self._end(process, has_expired=expired.is_set())
 
-    def _running(self) -> "subprocess.Popen[str]":
+    def _expire(self, process: "subprocess.Popen[str]", expired: threading.Event) -> None:
+        with self._lock:
+            if process in self._busy:
+                expired.set()
+                process.kill()
+
+    def _take(self) -> "subprocess.Popen[str]":
         with self._lock:
             if self._is_stopped:
                 raise self._failure(0)
-            if self._process is not None and self._process.poll() is None:
-                return self._process
-            # -P: a folder named `jinja2` where the command was typed must not shadow the library.
-            command = [sys.executable, "-P", "-m", "coordinator.text.template", str(self._seconds)]
-            pipe = subprocess.PIPE
-            self._process = subprocess.Popen(
-                command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, encoding="utf-8"
-            )
-            return self._process
+            self._idle = [process for process in self._idle if process.poll() is None]
+            process = self._idle.pop() if self._idle else self._begin()
+            self._busy.append(process)
+            return process
 
-    def _end(self, process: "subprocess.Popen[str]") -> str:
+    def _give_back(self, process: "subprocess.Popen[str]", is_alive: bool) -> None:
+        with self._lock:
+            self._busy.remove(process)
+            if is_alive:
+                self._idle.append(process)
+
+    def _begin(self) -> "subprocess.Popen[str]":
+        # -P: a folder named `jinja2` where the command was typed must not shadow the library.
+        command = [sys.executable, "-P", "-m", "coordinator.text.template", str(self._seconds)]
+        pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nothing, text=True, encoding="utf-8")
+
+    def _end(self, process: "subprocess.Popen[str]", *, has_expired: bool) -> str:
         """Why a process has not answered."""
         process.kill()
         code = process.wait()
+        if has_expired:
+            return f"takes more than {human_seconds(self._patience)}"
         if code == -signal.SIGXCPU:
             return f"takes more than {human_seconds(self._seconds)} of processor time"
         raise self._failure(code)
@@ -105,9 +132,9 @@ class Renderer:
         return ModelRefused(f"the chat template cannot be rendered: its process ended with exit code {code}")
 
     def stop(self) -> None:
-        """Ends the process if there is one, and lets none begin. Idempotent."""
+        """Ends the processes, and lets none begin. Idempotent."""
         with self._lock:
             self._is_stopped = True
-            if self._process is not None:
-                self._process.kill()
-                self._process.wait()
+            for process in [*self._idle, *self._busy]:
+                process.kill()
+                process.wait()

@@ -2,7 +2,7 @@
 
 The steps of all texts take turns, in the order in which they were asked for: a short text waits for a step of each long
 one, never for a whole one. What nobody waits for any more takes no further step. What cannot be done in short steps has
-a thread of its own.
+two threads of its own: one for short texts, one for long ones.
 """
 
 import asyncio
@@ -47,8 +47,8 @@ class TextThreads:
         self._steps: SimpleQueue[_Step | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._is_closed = False
-        self._aside: TextThreads | None = None
-        """For what takes long; none while there was nothing yet."""
+        self._beside: dict[bool, TextThreads] = {}
+        """For calls that take long: by whether the text is long."""
 
     async def encode(self, encoder: TextEncoder, text: str, after_step: Callable[[], None] = lambda: None) -> None:
         """Gives a text to `encoder`, all of it; `after_step` is called after each step, in its thread. Raises what both
@@ -71,13 +71,20 @@ class TextThreads:
             await self.run(take, step)
 
     async def run_long(
-        self, function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
+        self,
+        num_characters: int,
+        function: Callable[Arguments, Result],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
     ) -> Result:
-        """As `run`, for a function that may take seconds: no step waits for it, but the next one of these does."""
+        """As `run`, for a function that may take seconds for a text of `num_characters`. No step waits for it; calls
+        wait for each other, but none for a short text (at most STEP_CHARACTERS) waits for one for a long text."""
         if self._is_closed:
             raise Unavailable("the service is stopping")
-        self._aside = self._aside or TextThreads(1, leave_seconds=self._leave_seconds)
-        return await self._aside.run(function, *args, **kwargs)
+        is_long = num_characters > STEP_CHARACTERS
+        if is_long not in self._beside:
+            self._beside[is_long] = TextThreads(1, leave_seconds=self._leave_seconds)
+        return await self._beside[is_long].run(function, *args, **kwargs)
 
     async def run(
         self, function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
@@ -109,8 +116,8 @@ class TextThreads:
     async def close(self) -> None:
         """Drops what waits, and lets running steps end, if they do so soon. Idempotent."""
         self._is_closed = True
-        if self._aside is not None:
-            await self._aside.close()
+        for threads in self._beside.values():
+            await threads.close()
         with suppress(Empty):
             while (step := self._steps.get_nowait()) is not None:
                 step.drop()

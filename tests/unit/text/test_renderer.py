@@ -101,6 +101,30 @@ def test_a_process_that_was_killed_is_replaced(renderer: Renderer) -> None:
     assert renderer.render("x", {}, [QUESTION]) == [Rendering("x")]
 
 
+@pytest.mark.parametrize("size", [1, 1 << 20], ids=["small", "more than a pipe takes"])
+def test_a_process_that_was_stopped_is_ended(size: int) -> None:
+    """By SIGSTOP: it uses no processor time, and never answers."""
+    renderer = Renderer(patience=1)
+    while renderer.render("x", {}, [QUESTION]) != [Rendering("x")]:
+        pass  # it did not even start in time
+    (process,) = renderings()
+    process.suspend()
+    found = renderer.render("x", {}, [[{"role": "user", "content": "x" * size}]])
+    assert found == [Rendering(reason="takes more than 1 s")]
+    assert renderings() == [], "the next rendering starts another process"
+    renderer.stop()
+
+
+def test_a_rendering_does_not_wait_for_another_one(renderer: Renderer) -> None:
+    found: list[Rendering] = []
+    slow = threading.Thread(target=lambda: found.extend(renderer.render(ENDLESS, {}, [QUESTION])))
+    slow.start()
+    asyncio.run(until_rendering())
+    assert renderer.render("x", {}, [QUESTION]) == [Rendering("x")]
+    assert not found
+    slow.join()
+
+
 def test_all_renderings_are_given_the_time_of_the_start() -> None:
     renderer = Renderer(now=datetime(2024, 12, 31, 23, 59, 59))
     for _ in range(2):

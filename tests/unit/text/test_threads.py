@@ -164,7 +164,7 @@ async def test_what_takes_long_keeps_no_step_waiting(threads: TextThreads) -> No
         assert gate.wait(30)
         order.append(number)
 
-    long = [asyncio.create_task(threads.run_long(wait, number)) for number in range(3)]
+    long = [asyncio.create_task(threads.run_long(5, wait, number)) for number in range(3)]
     await asyncio.sleep(0)
     assert await threads.run(lambda: 7) == 7
     long[1].cancel()
@@ -174,8 +174,18 @@ async def test_what_takes_long_keeps_no_step_waiting(threads: TextThreads) -> No
     assert order == [0, 2], "one after the other, and none that nobody waits for"
 
 
+async def test_a_short_text_does_not_wait_for_a_long_one_that_takes_long(threads: TextThreads) -> None:
+    gate = threading.Event()
+    long = asyncio.create_task(threads.run_long(STEP_CHARACTERS + 1, gate.wait, 30))
+    await asyncio.sleep(0)
+    assert await threads.run_long(STEP_CHARACTERS, lambda: 7) == 7
+    assert not long.done()
+    gate.set()
+    assert await long
+
+
 async def test_nothing_long_begins_once_they_are_closed(threads: TextThreads) -> None:
-    assert await threads.run_long(lambda: 7) == 7
+    assert await threads.run_long(5, lambda: 7) == 7
     await threads.close()
     with pytest.raises(Unavailable):
-        await threads.run_long(lambda: 7)
+        await threads.run_long(5, lambda: 7)
