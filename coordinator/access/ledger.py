@@ -27,9 +27,12 @@ class Ledger:
         usage: Callable[[str], Usage],
         clock: Callable[[], float] = time.monotonic,
         num_uploads: Callable[[str], int] = lambda _: 0,
+        storage_bytes: Callable[[str], int] = lambda _: 0,
     ) -> None:
-        """`num_uploads` tells how many ingests and imports of a tenant are open, or kept to be resumed."""
+        """`num_uploads` gives how many ingests and imports of a tenant are open, or kept to be resumed; `storage_bytes`
+        what is kept of its contexts."""
         self._usage = usage
+        self._storage_bytes = storage_bytes
         self._num_uploads = num_uploads
         self._coming = defaultdict[str, Counter[str]](Counter)
         """Contexts and tokens that are being made, and of which `usage` does not tell yet, by tenant."""
@@ -76,11 +79,11 @@ class Ledger:
         if quotas.tokens is not None and held + num_tokens > quotas.tokens:
             told = f"its contexts have {held:,} tokens, {num_tokens:,} more are over {quotas.tokens:,}"
             _refuse(caller, "tokens", told)
-        if quotas.storage_bytes is not None and usage.storage_bytes >= quotas.storage_bytes:
-            told = (
-                f"its contexts take {usage.storage_bytes:,} bytes on storage, at most {quotas.storage_bytes:,} may be"
-            )
-            _refuse(caller, "storage_bytes", told)
+        if quotas.storage_bytes is not None:
+            kept = self._storage_bytes(caller.tenant)
+            if kept >= quotas.storage_bytes:
+                told = f"its contexts take {kept:,} bytes on storage, at most {quotas.storage_bytes:,} may be"
+                _refuse(caller, "storage_bytes", told)
 
     @contextmanager
     def making(self, num_contexts: int, num_tokens: int) -> Generator[None, None, None]:

@@ -64,7 +64,11 @@ class ServedEngine(Submitter, Ingester, ContextStore, Rereader, TextSource, Prot
     """All that the use cases ask of the engine."""
 
     def usage(self, tenant: str) -> Usage:
-        """What a tenant takes."""
+        """What a tenant takes, but for storage."""
+        ...
+
+    def storage_bytes(self, tenant: str) -> int:
+        """Bytes that are kept of a tenant's contexts."""
         ...
 
     @property
@@ -95,7 +99,7 @@ class UseCases:
     ) -> None:
         self.sampling_defaults = sampling_defaults
         """For sampling parameters that requests leave out."""
-        self._ledger = ledger = Ledger(engine.usage, num_uploads=self._num_uploads)
+        self._ledger = ledger = Ledger(engine.usage, num_uploads=self._num_uploads, storage_bytes=engine.storage_bytes)
         observers = Observers((observers, ledger))
         self.threads = TextThreads()
         """Where all that takes long is done, so that it takes turns."""

@@ -3,8 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-from msgspec.structs import replace
-
 from coordinator.access.usage import Room, Usage, any_room
 from coordinator.engine.earlier import EarlierContexts
 from coordinator.engine.keeping import Keeping
@@ -119,10 +117,12 @@ class ContextCalls(ABC):
         return [self._view(context) for context in self._open().contexts.of_tenant(tenant, after, limit)]
 
     def usage(self, tenant: str) -> Usage:
-        """What a tenant takes."""
-        scheduler = self._open()
-        views = map(self._view, scheduler.contexts.of_tenant(tenant))
-        return replace(scheduler.usage(tenant), storage_bytes=sum(view.storage_bytes for view in views))
+        """What a tenant takes, but for storage."""
+        return self._open().usage(tenant)
+
+    def storage_bytes(self, tenant: str) -> int:
+        """Bytes that are kept of a tenant's contexts, on storage and in the catalog."""
+        return self._keeping.total_bytes(self._open().contexts.totals(tenant))
 
     async def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> messages.Context:
         """A new context of the first `num_tokens` tokens of another, by default all. Copies nothing.

@@ -12,13 +12,13 @@ from coordinator.engine.kept import context_of, context_record, renumbered, segm
 from coordinator.engine.lasting import Lasting
 from coordinator.placement.contexts import Contexts, NamedPath
 from coordinator.placement.paths import NOWHERE, Path, Segment
+from coordinator.placement.totals import Totals
 from coordinator.scheduling.jobs import IngestJob
 from coordinator.scheduling.scheduler import Scheduler
 from longleaf.errors import AlreadyExists, DataLoss, LongleafError
 from longleaf.messages import ContextSettings
 from longleaf.tenants import tenant_of
 
-ID_BYTES = 4
 NOBODYS = ""
 FLUSH_SECONDS = 30.0
 """How often is kept when contexts were used last."""
@@ -136,12 +136,17 @@ class Keeping:
             await (self._lasting.snapshots or self._lasting.catalog).commit(change)
 
     def num_bytes(self, context: NamedPath) -> int:
-        """Bytes kept of a context: of its token ids, and on storage."""
+        """Bytes kept of a context: of its segments, and on storage."""
+        totals = Totals()
+        totals.add(context.id, context.num_tokens, context.path.segments)
+        return self.total_bytes(totals)
+
+    def total_bytes(self, totals: Totals) -> int:
+        """The same of all contexts of a tenant."""
         if self._lasting is None:
             return 0
-        num_ids = sum(len(segment.token_ids) for segment in context.path.segments)
         snapshots = self._lasting.snapshots
-        return ID_BYTES * num_ids + (snapshots.num_bytes(context.path.ids) if snapshots else 0)
+        return totals.kept_bytes + (snapshots.num_bytes(totals.segments) if snapshots else 0)
 
     # --- changes ---
 

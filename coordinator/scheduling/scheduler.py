@@ -107,13 +107,13 @@ class Scheduler(AcrossEpochs, Documents):
         """What a tenant takes, but for storage."""
         own = [request for request in self._requests if request.claim.tenant == tenant]
         documents = [job.document for request in own for job in request.jobs if isinstance(job, IngestJob)]
-        contexts = self.contexts.of_tenant(tenant)
-        names = {context.id for context in contexts} | {document.context for document in documents}
+        totals = self.contexts.totals(tenant)
+        new = {document.context for document in documents if document.context not in self.contexts}
         answers = [request for request in own if not any(isinstance(job, IngestJob) for job in request.jobs)]
         num_running = sum(request.is_running for request in answers)
         return Usage(
-            contexts=len(names),
-            tokens=sum(each.num_tokens for each in contexts) + sum(len(each.token_ids) for each in documents),
+            contexts=totals.count + len(new),
+            tokens=totals.num_tokens + sum(len(each.token_ids) for each in documents),
             running=num_running,
             waiting=len(answers) - num_running,
             uploads=len(documents),

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from collections.abc import Set as AnySet
 from typing import Any
 
@@ -143,9 +143,10 @@ class Snapshots:
         """Bytes of all that is there."""
         return self._records.num_bytes
 
-    def num_bytes(self, segment_ids: Iterable[int]) -> int:
-        found = map(self._records.get, segment_ids)
-        return sum(record.num_bytes for record in found if record is not None)
+    def num_bytes(self, segments: Mapping[int, int]) -> int:
+        """Bytes of these segments, each as often as is told by its id."""
+        found = ((self._records.get(segment), count) for segment, count in segments.items())
+        return sum(record.num_bytes * count for record, count in found if record is not None)
 
     async def manifest(self, segment: Segment) -> SegmentManifest:
         """Of this segment. Raises NotFound, DataLoss where it is of another one, and StorageUnavailable."""

@@ -262,6 +262,9 @@ class FakeEngine:
         running = sum(not stream.closed.is_set() for stream in self.streams)
         return Usage(contexts=len(own), tokens=sum(map(len, own)), running=running)
 
+    def storage_bytes(self, tenant: str) -> int:
+        return 0
+
     def list_contexts(
         self, after: str = "", limit: int | None = None, *, tenant: str = DEFAULT_TENANT
     ) -> list[Context]:
