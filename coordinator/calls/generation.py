@@ -113,6 +113,7 @@ class Generation:
 
     async def _events(self, request_id: str, request: Generate, deadline: float | None) -> AsyncGenerator[Event, None]:
         tracing = _tracing(request)
+        self._ledger.check_generation()  # before the work that a long prompt makes
         token_ids = await self._prompts.ids_of(request)
         if request.until_full:
             request = self._filled(request, len(token_ids))

@@ -99,7 +99,13 @@ class UseCases:
     ) -> None:
         self.sampling_defaults = sampling_defaults
         """For sampling parameters that requests leave out."""
-        self._ledger = ledger = Ledger(engine.usage, num_uploads=self._num_uploads, storage_bytes=engine.storage_bytes)
+        self._uploads = Uploads(kept=kept_uploads, tenant_share=tenant_share)
+        self._ledger = ledger = Ledger(
+            engine.usage,
+            num_uploads=self._num_uploads,
+            storage_bytes=engine.storage_bytes,
+            num_upload_tokens=self._uploads.num_tokens_of,
+        )
         observers = Observers((observers, ledger))
         self.threads = TextThreads()
         """Where all that takes long is done, so that it takes turns."""
@@ -114,7 +120,6 @@ class UseCases:
             tenant_share=tenant_share,
             text_maps=self.texts.map_of,
         )
-        self._uploads = Uploads(kept=kept_uploads, tenant_share=tenant_share)
         self.ingest = Ingest(engine, tokenizer, self.threads, self._uploads, ledger=ledger)
         self._kept_uploads = kept_uploads
         self.contexts: ContextStore = engine
