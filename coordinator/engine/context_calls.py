@@ -11,7 +11,7 @@ from coordinator.engine.keeping import Keeping
 from coordinator.engine.recoveries import Recoveries
 from coordinator.events import LAST_IDS, DocumentPart, Grounds
 from coordinator.placement.contexts import NamedPath
-from coordinator.placement.positions import Positions
+from coordinator.placement.positions import Positions, Ropes
 from coordinator.scheduling.limits import num_fed
 from coordinator.scheduling.scheduler import Scheduler
 from longleaf import messages
@@ -70,9 +70,9 @@ class ContextCalls(ABC):
         """Why an answer of up to `max_tokens` after a prompt of `num_tokens` is not that of transformers because of how
         its positions are scaled; empty where it is. Raises NotFound."""
         if context is None:
-            return self.positions.scaling_note(self.positions.rope(num_tokens + num_fed(max_tokens)), num_tokens)
+            return self.positions.scaling_note(self.positions.ropes(num_tokens + num_fed(max_tokens)), num_tokens)
         named = self.named(context)
-        return self.positions.scaling_note(named.rope, named.num_tokens + num_tokens)
+        return self.positions.scaling_note(Ropes(named.rope, named.rope), named.num_tokens + num_tokens)
 
     def grounds(self, context_id: str) -> Grounds:
         """What can be told of where answers about a context come from. Raises NotFound."""

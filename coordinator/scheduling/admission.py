@@ -10,7 +10,7 @@ from coordinator.events import Claim, Document, Prompt
 from coordinator.placement.blocks import Blocks
 from coordinator.placement.contexts import Contexts, NamedPath
 from coordinator.placement.paths import Path, Segment
-from coordinator.placement.positions import UNLIMITED
+from coordinator.placement.positions import UNLIMITED, Ropes
 from coordinator.placement.segments import Segments
 from coordinator.scheduling.jobs import IngestJob, Job, Request
 from coordinator.scheduling.limits import MAX_TOKENS, Limits, num_fed
@@ -99,7 +99,7 @@ class Admission:
             id=request_id,
             claim=prompt.claim,
             origin=path,
-            rope=context.rope if context else positions.rope(num_own),
+            ropes=Ropes(context.rope, context.rope) if context else positions.ropes(num_own),
             capacity=context.capacity if context else UNLIMITED,
             is_beyond_trained=path.end + num_own > positions.trained,
         )
@@ -142,7 +142,8 @@ class Admission:
         rope = known.rope if known else positions.rope(capacity)
         reading = Reading(path, _array(token_ids), len(token_ids))
         blocks = self._limits.check(reading, capacity, "text", 0, num_tails=0)
-        return IngestJob(Request(request_id, document.claim, path, rope, capacity), document, reading, blocks)
+        request = Request(request_id, document.claim, path, Ropes(rope, rope), capacity)
+        return IngestJob(request, document, reading, blocks)
 
     def _check_room(self, job: Job, jobs: list[Job]) -> None:
         """Raises ResourceExhausted unless the job, and every other of `jobs`, can begin once nothing else runs.
@@ -196,8 +197,7 @@ class Admission:
         """Tokens that need not be read, because an earlier prompt began with them."""
         if not (isinstance(job, Sequence) and job.is_sharing):
             return 0
-        request = job.request
-        return self._segments.match(job.reading.token_ids[:-1], request.rope, request.claim.tenant).end
+        return self._segments.match(job.reading.token_ids[:-1], job.rope, job.request.claim.tenant).end
 
 
 def _array(token_ids: TokenIds[int]) -> "array[int]":

@@ -9,6 +9,7 @@ from typing import TypeVar
 from coordinator.events import Claim, Document, Failed
 from coordinator.placement.blocks import Blocks, Placer
 from coordinator.placement.paths import Path
+from coordinator.placement.positions import Ropes
 from coordinator.scheduling.reading import Reading, Tail
 from longleaf.channel.step import Prefill, Work
 from longleaf.errors import LongleafError, NotFinite, Unavailable
@@ -27,7 +28,7 @@ class Request:
     claim: Claim
     origin: Path
     """Where its tokens begin: the context's path."""
-    rope: Rope
+    ropes: Ropes
     """How they are rotated: as those of the path."""
     capacity: int
     """Positions that the rope of a context was chosen for."""
@@ -100,6 +101,11 @@ class Job:
         return self._tail
 
     @property
+    def rope(self) -> Rope:
+        """How all that the job reads and answers is rotated, from when it begins to when it stops."""
+        return self.request.ropes.at(self.request.start + len(self.reading.token_ids))
+
+    @property
     def num_tails(self) -> int:
         """Answers that the job will have at a time, each in a segment of its own."""
         return 0
@@ -170,8 +176,8 @@ class Job:
         token_ids = self.reading.next_chunk(size)
         pieces = tail.add_chunk(token_ids, placer)
         self.last_turn = step
-        rope, window_runs = self.request.rope, tail.holding.window_runs
-        return Prefill(tail.path_ids, start, token_ids, pieces, rope, window_runs, self.hidden)
+        window_runs = tail.holding.window_runs
+        return Prefill(tail.path_ids, start, token_ids, pieces, self.rope, window_runs, self.hidden)
 
     def roll_back(self, placer: Placer) -> None:
         """Goes back to the last chunk that was read: plans that came later never were."""

@@ -98,6 +98,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         windows=st.none() | windows_of(4, 40),
         max_drafts=st.integers(0, 4),
         kind=st.sampled_from(RandomDrafter.KINDS),
+        scaled_from=st.sampled_from([0, 0, 24]),
     )
     def begin(
         self,
@@ -110,7 +111,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         windows: Windows | None,
         max_drafts: int,
         kind: str,
+        scaled_from: int = 0,
     ) -> None:
+        self.rotary = Rotary(kind="longrope", scaled_from=scaled_from)
         config = EngineConfig(
             model="none",
             chunk_size=chunk_size,
@@ -154,9 +157,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.waited: dict[int, int] = {}
 
     def _make_scheduler(self, epoch: int) -> Scheduler:
-        return Scheduler(
-            self.config, self.placer, Positions(Rotary(), 150), epoch, is_durable=self.is_durable, drafter=self.drafter
-        )
+        positions, options = Positions(self.rotary, 150), {"is_durable": self.is_durable}
+        return Scheduler(self.config, self.placer, positions, epoch, drafter=self.drafter, **options)
 
     # --- the ranks ---
 
