@@ -71,6 +71,22 @@ class Positions:
             return Ropes(far, far)
         return Ropes(replace(far, scaled_for=0), far, rotary.scaled_from)
 
+    def question_ropes(self, rope: Rope, capacity: int, num_positions: int) -> Ropes:
+        """How a question about a context of `rope` and `capacity` is rotated, and its answer, if all has up to
+        `num_positions`: where there are two scalings, as any generation. A context that was created for less than the
+        shorter scaling has room for keeps to its capacity."""
+        border = self._rotary.scaled_from
+        if not border or self._rotary.is_graded or capacity < border:
+            return Ropes(rope, rope)
+        far = rope if rope.scaled_for else self.rope(max(num_positions, border + 1))
+        return Ropes(replace(rope, scaled_for=0), far, border)
+
+    def question_capacity(self, rope: Rope, capacity: int, num_tokens: int) -> int:
+        """Positions up to which an answer may go that is as long as there is room for, after `num_tokens` of a context
+        of `rope` and `capacity` and a question."""
+        outgrows = self.question_ropes(rope, capacity, num_tokens).far != rope
+        return max(capacity, self.capacity(num_tokens, None)) if outgrows else capacity
+
     def scaling_note(self, ropes: Ropes, num_prompt: int) -> str:
         """Why an answer to `num_prompt` tokens, rotated so, is not that of transformers, which scales positions for the
         length so far and not for the one that may come; empty where it is."""

@@ -35,7 +35,7 @@ class Request:
     is_beyond_trained: bool = False
     """Prompt and answer may go beyond the positions that the model was trained for."""
     num_cached: int = field(init=False)
-    """Tokens of the path and the prompt that were held before."""
+    """Tokens of the path and the prompt that were held before; the fewest, if they were needed with both ropes."""
     is_paused: bool = field(init=False, default=False)
     """The reader is behind: no rows until it has caught up."""
     jobs: list["Job"] = field(init=False, default_factory=list["Job"])

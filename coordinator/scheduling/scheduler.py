@@ -216,7 +216,7 @@ class Scheduler(AcrossEpochs, Documents):
 
     def _start(self, job: Sequence) -> None:
         """A job has begun: its client is told so, and it answers at once if there is nothing to read in chunks."""
-        if job.speaks_for_all:
+        if job.speaks_for_all or job.is_recomputed:
             self._outcomes.append((job.request.id, job.admitted()))
         self._answer(job)
 

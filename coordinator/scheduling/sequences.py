@@ -100,6 +100,11 @@ class Sequence(Job):
         """The answer goes on, and its next token needs another rope: all before it is computed anew."""
         return self.max_asked <= self.num_generated < self.prompt.max_tokens
 
+    @property
+    def is_recomputed(self) -> bool:
+        """Its rope is another one than that with which the answer began."""
+        return self.rope != self.request.ropes.at(self.num_prompt)
+
     def admitted(self, queue_position: int = 0) -> Admitted:
         """What its client is told."""
         request = self.request
@@ -139,6 +144,8 @@ class Sequence(Job):
         self.reading = Reading(path, self.reading.token_ids, num_prefill, path.end, path.end)
         if not self.num_begins:
             self.request.num_cached = path.end
+        elif self.is_recomputed:
+            self.request.num_cached = min(self.request.num_cached, path.end)
 
     def answer(self) -> list["Sequence"]:
         """The prompt is read: it answers for one sample from now on. Gives the others, which share what was read, and

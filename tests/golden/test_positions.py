@@ -185,6 +185,48 @@ async def test_what_is_behind_the_border_passes_verification(phi, before):
     assert found.num_equal == found.num_tokens == (MAX_TOKENS if before > MAX_TOKENS else MAX_TOKENS - 2)
 
 
+SHORT, LONG = None, 400
+"""Capacities of contexts whose keys have the short factors, up to BORDER, and the long ones."""
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("capacity", "num_held", "num_asked", "cached"),
+    [
+        (SHORT, 40, BORDER - NEW_TOKENS - 39, 40),
+        (SHORT, 40, 40, 0),
+        (SHORT, 40, BORDER - 39, 0),
+        (LONG, 40, BORDER - NEW_TOKENS - 39, 0),
+        (LONG, 40, 40, 0),
+        (LONG, 40, BORDER - 39, 40),
+    ],
+)
+async def test_questions_have_the_factors_of_their_length(phi, capacity, num_held, num_asked, cached):
+    """What a context holds with the other factors is computed anew: at once, or when the answer becomes too long."""
+    prompt = ids_of(num_held + num_asked)
+    settings = ContextSettings() if capacity is None else ContextSettings(capacity=capacity)
+    async with running(config_for(phi, world_size=2, block_size=8, chunk_size=32)) as engine:
+        await ingest(engine, "book", prompt[:num_held], settings=settings)
+        await engine.fork_context("book", "fork")
+        assert engine.scaling_note("book", num_asked, NEW_TOKENS) == ""
+        assert await ask(engine, prompt[num_held:], "book") == (generate(phi, prompt), cached)
+        view = engine.get_context("fork")
+        assert view.positions.scaled_for == (BORDER + 1 if capacity else 0)
+        assert (await ask(engine, prompt[num_held:], "fork"))[0] == generate(phi, prompt)
+
+
+async def test_a_text_that_is_not_copied_keeps_the_factors_of_the_context(phi):
+    """Of which parts are hidden, for instance: its answer is not called exact."""
+    prompt = ids_of(60)
+    async with running(config_for(phi, world_size=2, block_size=8)) as engine:
+        await ingest(engine, "long", prompt[:40], settings=ContextSettings(capacity=LONG))
+        assert "from the first token on" in engine.scaling_note("long", 20, 8, is_whole=False)
+        sampling = Sampling(max_tokens=8, ignore_end_token=True)
+        asked = Prompt(context="long", token_ids=prompt[40:], sampling=sampling, hidden=((3, 4),))
+        [end] = [event async for event in engine.submit(asked) if isinstance(event, Ended)]
+        assert end.cached_tokens == 40
+
+
 async def test_max_tokens_does_not_change_what_comes_first(scaled):
     """Also where `generate` would go on with the keys of the other factors (Llama): as without its cache."""
     prompt = ids_of(ORIGINAL - 12)
@@ -192,9 +234,6 @@ async def test_max_tokens_does_not_change_what_comes_first(scaled):
         found = {most: (await ask(engine, prompt, num_tokens=most))[0] for most in (8, 13, 14, 24)}
         assert engine.scaling_note(None, len(prompt), 13) == ""
         assert "use_cache=False" in engine.scaling_note(None, len(prompt), 14)
-        for capacity, is_exact in ((ORIGINAL, True), (ORIGINAL + 1, False)):
-            await ingest(engine, f"book{capacity}", prompt[:20], settings=ContextSettings(capacity=capacity))
-            assert (engine.scaling_note(f"book{capacity}", 5, 9) == "") == is_exact
     expected = generate(scaled("longrope"), prompt, num_tokens=24, use_cache=False)
     assert found == {most: expected[:most] for most in found}
 
@@ -224,10 +263,9 @@ async def test_a_context_keeps_its_rope_and_ends_at_its_capacity(scaled):
         assert (short.rope, short.precision) == ("longrope", "float32")
         with pytest.raises(InvalidArgument, match="make 1,000; the context was created for 512 positions"):
             engine.ingest(Document(context="short", token_ids=prompt[400:1000], append=True))
-        with pytest.raises(InvalidArgument, match="make 513, .*; the context was created for 512 positions"):
-            await ask(engine, prompt[400 : 514 - NEW_TOKENS], "short")
-        asked = [(await ask(engine, prompt[400:450], name))[0] for name in ("short", "long")]
-        assert asked[0] == generate(scaled("longrope"), prompt[:450]) != asked[1], "the scaling changes the text"
+        asked = [await ask(engine, prompt[400:450], name) for name in ("short", "long")]
+        expected = generate(scaled("longrope"), prompt[:450])
+        assert asked == [(expected, 400), (expected, 400)], "the second finds what is kept of the first"
         await ingest(engine, "long", prompt[400:-20], append=True)
         assert (await ask(engine, prompt[-20:], "long"))[0] == generate(scaled("longrope"), prompt)
         assert (await engine.fork_context("long", "twig", 300)).positions.scaled_for == 513

@@ -2,9 +2,11 @@
 
 import pytest
 
-from coordinator.events import Ended, Prompt, Tokens
+from coordinator.events import Admitted, Document, Ended, Prompt, Tokens
 from longleaf.channel.step import Decode, Prefill, StepPlan
+from longleaf.errors import InvalidArgument, ResourceExhausted
 from longleaf.geometry import OWN_ROPE, Rope, Rotary
+from longleaf.messages import ContextSettings
 from longleaf.sampling import Sampling
 from tests.support.random_drafter import RandomDrafter
 from tests.support.scheduling import Bench, kinds
@@ -131,3 +133,64 @@ def test_one_that_is_not_read_waits_at_the_border() -> None:
     bench.scheduler.pause(job, False)
     bench.run()
     assert bench.tokens(job) == bench.alone(20, 12)
+
+
+def test_a_question_goes_on_from_its_context_up_to_the_border() -> None:
+    bench = Watched()
+    bench.ingest("book", 20)
+    bench.run()
+    job = bench.ask(2, 12, context="book")
+    bench.step()
+    bench.scheduler.delete_context("book")
+    bench.run()
+    assert bench.tokens(job) == bench.alone(2, 12)
+    assert bench.of(job, OWN_ROPE)[0][0] == 20
+    assert bench.of(job, FAR)[0][0] == 0
+    assert [event.cached_tokens for event in bench.seen[job] if isinstance(event, Admitted)] == [20, 0]
+
+
+def test_a_question_that_fits_does_not_look_for_other_keys() -> None:
+    bench = Watched()
+    bench.ingest("book", 20)
+    bench.run()
+    job = bench.ask(2, 3, context="book")
+    assert next(iter(bench.scheduler._queue)).context == "book"
+    bench.run()
+    assert not bench.of(job, FAR)
+
+
+@pytest.mark.parametrize("num_blocks", [16, 17])
+def test_what_is_computed_anew_needs_room_beside_the_context(num_blocks: int) -> None:
+    """5 blocks for the context, 6 for the prompt of 24 tokens and 6 for the answer."""
+    bench = Watched(blocks=(num_blocks,))
+    bench.ingest("book", 20)
+    bench.run()
+    if num_blocks < 17:
+        with pytest.raises(ResourceExhausted, match="48 tokens are needed, and of 64 contexts keep too many"):
+            bench.ask(4, 21, context="book")
+        return
+    job = bench.ask(4, 21, context="book")
+    bench.run()
+    assert bench.tokens(job) == bench.alone(4, 21)
+
+
+def test_a_context_that_was_created_for_less_keeps_to_its_capacity() -> None:
+    bench = Watched()
+    document = Document(context="book", token_ids=[1] * 10, settings=ContextSettings(capacity=BORDER - 1))
+    bench.scheduler.admit(0, document)
+    bench.num_jobs = 1
+    bench.run()
+    with pytest.raises(InvalidArgument, match="the context was created for 23 positions"):
+        bench.ask(2, 30, context="book")
+
+
+def test_a_question_that_went_on_elsewhere_goes_on_with_the_rope_of_its_length() -> None:
+    bench = Watched()
+    bench.ingest("book", 20)
+    bench.run()
+    answer = bench.alone(2, 12)
+    prompt = Prompt(context="book", token_ids=(0, 1), sampling=Sampling(max_tokens=12), generated={0: answer[:6]})
+    bench.scheduler.admit(1, prompt)
+    bench.run()
+    assert bench.tokens(1) == answer[6:]
+    assert not bench.of(1, OWN_ROPE)
