@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from coordinator.events import Document, Ended, Prompt, Tokens
@@ -15,6 +16,7 @@ from longleaf.messages import ContextSettings
 from longleaf.sampling import Sampling
 from tests.support.golden.asking import MAX_TOKENS, compare
 from tests.support.golden.knowing import KnowingDrafter
+from tests.support.golden.lasting import serving
 from tests.support.golden.states import running
 from tests.support.threads import config_for
 from workers.model.rotary import replace_rotary
@@ -213,6 +215,22 @@ async def test_questions_have_the_factors_of_their_length(phi, capacity, num_hel
         view = engine.get_context("fork")
         assert view.positions.scaled_for == (BORDER + 1 if capacity else 0)
         assert (await ask(engine, prompt[num_held:], "fork"))[0] == generate(phi, prompt)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("capacity", [SHORT, LONG])
+async def test_questions_have_the_factors_of_their_length_after_a_restore(phi, tmp_path, capacity):
+    """Below the border, across it and behind it, by other ranks, about a context that came back from storage."""
+    prompt, settings = ids_of(120), ContextSettings() if capacity is None else ContextSettings(capacity=capacity)
+    config = config_for(phi, block_size=8, chunk_size=32, kv_bytes=8 << 20)
+    async with serving(tmp_path, replace(config, world_size=2)) as first:
+        await ingest(first.engine, "book", prompt[:40], settings=settings)
+        await first.save()
+    async with serving(tmp_path, replace(config, world_size=3)) as second:
+        assert second.engine.get_context("book").state == "parked"
+        asked = [prompt[40:end] for end in (60, 80, 120)]
+        found = await asyncio.gather(*(ask(second.engine, question, "book") for question in asked))
+        assert [tokens for tokens, _ in found] == [generate(phi, prompt[:40] + question) for question in asked]
 
 
 async def test_a_text_that_is_not_copied_keeps_the_factors_of_the_context(phi):

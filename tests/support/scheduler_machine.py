@@ -176,6 +176,15 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.window_ledger.cut_back(row.path[-1], end)
         return tokens
 
+    def _check_ropes(self, plan: StepPlan) -> None:
+        """What is longer than the first scaling reaches has the other one, and nothing else; probes have that of their
+        context."""
+        if not (border := self.rotary.scaled_from) or not isinstance(plan.work, Decode):
+            return
+        for row in plan.work.rows:
+            is_probe = not self.expected[row.sequence]
+            assert is_probe or (row.rope.scaled_for > 0) == (row.start + row.num_tokens > border)
+
     def _token_ids(self, path: tuple[int, ...]) -> list[int]:
         """The tokens whose keys lie on a path."""
         return self.ledger.token_ids(path)
@@ -414,6 +423,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for row, end in drafted_ends(whole, tokens):
             self.sequences.cut_back(row.sequence, end)
         result = StepResult(plan.epoch, plan.step, tokens, seconds=self.seconds)
+        self._check_ropes(whole)
         for row in whole.work.rows if isinstance(whole.work, Decode) else ():
             answer = self.expected[row.sequence]
             read = self.prompts[row.sequence] + answer[: row.token_index]
