@@ -9,7 +9,7 @@ from functools import partial
 
 from coordinator.access.usage import Usage
 from coordinator.events import Admitted, Document, Outcome, Prompt, Sealed, Tokens
-from coordinator.placement.blocks import Placer
+from coordinator.placement.blocks import Placer, Reservation
 from coordinator.placement.contexts import Contexts
 from coordinator.placement.parking import Parking
 from coordinator.placement.positions import Positions
@@ -187,11 +187,8 @@ class Scheduler(AcrossEpochs, Documents):
                 assert may_wait, "a queued job can never begin"
                 self._lives.may_begin = False
                 return
-            self._running[job.id] = job
             if isinstance(job, Sequence):
-                if job.speaks_for_all:
-                    self._outcomes.append((job.request.id, job.admitted()))
-                self._answer(job)
+                self._start(job)
 
     def _is_ready(self, crowd: Crowd, job: Job) -> bool:
         """Whether a job may begin, if there is room for it."""
@@ -209,9 +206,19 @@ class Scheduler(AcrossEpochs, Documents):
             self.num_preempted += len(victims)
             reservation = self._sharing.reserve(job)
             assert reservation is not None
-        holding = self.segments.create(job.reading.path, job.request.rope, job.request.claim.tenant)
-        job.begin(Tail(holding, reservation), self._planner.step)
+        self._begin(job, reservation)
         return True
+
+    def _begin(self, job: Job, reservation: Reservation) -> None:
+        holding = self.segments.create(job.reading.path, job.rope, job.request.claim.tenant)
+        job.begin(Tail(holding, reservation), self._planner.step)
+        self._running[job.id] = job
+
+    def _start(self, job: Sequence) -> None:
+        """A job has begun: its client is told so, and it answers at once if there is nothing to read in chunks."""
+        if job.speaks_for_all or job.is_recomputed:
+            self._outcomes.append((job.request.id, job.admitted()))
+        self._answer(job)
 
     def _answer(self, job: Sequence) -> None:
         """Lets the samples of a job answer, once its chunks are read."""
@@ -291,6 +298,18 @@ class Scheduler(AcrossEpochs, Documents):
         if reason is not None:
             self._outcomes.append((request_id, job.ended(reason, result)))
             self._lives.finish(job)
+        elif job.has_outgrown_rope:
+            self._recompute(job)
+
+    def _recompute(self, job: Sequence) -> None:
+        """Has an answer read the prompt and itself anew, with the rope of what is longer: at once if there is room, for
+        it has its turn already, else when that is next in the queue."""
+        self._lives.preempt(job)
+        may_begin = self._healing.is_over and not job.request.is_paused
+        if may_begin and (reservation := self._sharing.reserve(job)) is not None:
+            self._queue.go_on(job)
+            self._begin(job, reservation)
+            self._start(job)
 
     def measure_gap(self, seconds: float, is_ahead: bool) -> None:
         """Takes in the time between two decode steps, the second sent before the first was answered (`is_ahead`), or
