@@ -111,6 +111,11 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     outgoing: tuple[Outgoing, ...] = ()
     """Each one instead of an earlier one of the same name that still waits."""
 
+    @property
+    def only_drops(self) -> bool:
+        """Whether it makes nothing that was not there, but for what is to be written of that."""
+        return not (self.segments or self.contexts or self.snapshots)
+
 
 class Committed(msgspec.Struct, frozen=True):
     """What went with a change."""

@@ -44,7 +44,10 @@ class Snapshots:
         fingerprint: str,
         policy: Policy,
         wall_clock: Callable[[], float],
+        check_room: Callable[[], None] = lambda: None,
     ) -> None:
+        """`check_room` raises StorageUnavailable where nothing more shall be written."""
+        self._check_room = check_room
         self._store = AsyncStore(store)
         self._catalog = catalog
         self._kept = kept
@@ -308,6 +311,7 @@ class Snapshots:
     async def _save(self, held: Held) -> None:
         assert self._saver is not None
         assert self._cleaner is not None
+        await asyncio.to_thread(self._check_room)
         attempt = self._saver.attempt(held.segment.id)
         folder = attempt.manifest.rpartition("/")[0]
         self._attempts.add(folder)
