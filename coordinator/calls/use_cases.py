@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from coordinator.access.caller import CALLER, OWNER
 from coordinator.access.ledger import Ledger
 from coordinator.access.usage import Room, Usage
 from coordinator.calls.context_text import ContextTexts, TextSource
@@ -107,7 +108,7 @@ class UseCases:
             num_upload_tokens=self._uploads.num_tokens_of,
         )
         observers = Observers((observers, ledger))
-        self.threads = TextThreads()
+        self.threads = TextThreads(tenant=lambda: CALLER.get(OWNER).tenant)
         """Where all that takes long is done, so that it takes turns."""
         self.texts = ContextTexts(engine, tokenizer, self.threads)
         self.generation = Generation(
