@@ -52,14 +52,6 @@ PATIENCE = 60
 KINDS = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING.keys()), key=lambda kind: kind.model_type)
 
 
-UNANSWERED = pytest.mark.xfail(raises=TimeoutError, reason="accepted, and its service never answers", strict=True)
-
-
-def listed(kind: type[PreTrainedConfig]) -> Any:
-    marks = [UNANSWERED] if kind.model_type == "modernbert-decoder" else []
-    return pytest.param(kind, id=kind.model_type, marks=marks)
-
-
 def make_small(kind: type[PreTrainedConfig], folder: Path) -> None:
     """Writes a random checkpoint. Skips the test where the class has no small one."""
     try:
@@ -78,7 +70,7 @@ def make_small(kind: type[PreTrainedConfig], folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [listed(kind) for kind in KINDS])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.model_type)
 async def test_a_causal_class_is_exact_or_refused(kind: type[PreTrainedConfig], tmp_path: Path) -> None:
     make_small(kind, tmp_path)
     try:

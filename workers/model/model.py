@@ -1,5 +1,6 @@
 """Loads an unmodified transformers causal LM and proves that all its attention goes through the hook."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -318,19 +319,21 @@ def check_causal(module: nn.Module) -> None:
 def preflight(module: PreTrainedModel, device: str, *, has_weights: bool = True) -> dict[int, LayerSpec]:
     """Runs several tokens, each at several rows, as steps of which nothing is sampled, and checks that every attention
     layer calls the hook, with equal queries, keys and values for equal tokens: some families ignore the hook silently,
-    and some mix rows, or count them, outside of attention."""
+    and some mix rows, or count them, outside of attention. The decoder must do the same on its own: the chunks of a
+    prompt, and the steps of all ranks but the first, run it without its head."""
     config = module.config.get_text_config()
     expected = config.num_hidden_layers
     tokens = probe_ids(module, max(count for count, _ in PROBES), has_weights=has_weights)
     found: dict[int, LayerSpec] = {}
-    for num_tokens, num_rows in PROBES:
+    for (num_tokens, num_rows), is_whole in itertools.product(PROBES, (True, False)):
         ids = [tokens[i % min(num_tokens, len(tokens))] for i in range(num_rows)]
         probe = Probe(config, ids, has_weights=has_weights)
         ids_T, positions_T = torch.tensor(ids, device=device), torch.ones(num_rows, dtype=torch.long, device=device)
         inputs = hook.arguments(probe, ids_T, positions_T, has_offsets=asks_for_offsets(module))
-        forward_checked(module, {**inputs, "logits_to_keep": ids_T[:0]})
+        part, options = (module, {"logits_to_keep": ids_T[:0]}) if is_whole else (decoder_of(module), {})
+        forward_checked(part, {**inputs, **options})
         if sorted(probe.layers) != list(range(expected)):
-            name = type(module).__name__
+            name = type(part).__name__
             raise ModelRefused(
                 f"{name}: {len(probe.layers)} of {expected} layers call the attention function that is replaced"
             )
@@ -372,9 +375,10 @@ def special_ids(config: PreTrainedConfig) -> set[int]:
 
 
 def decoder_of(module: PreTrainedModel) -> nn.Module:
-    """The layers of text without their head, and without what sees images; Llama 4 does not find its own."""
+    """The layers of text without their head, and without the part that sees images. transformers does not find those of
+    Llama 4, and takes the output layer of ModernBERT, which is called `decoder`, for them."""
     decoder = module.get_decoder()
-    return module.model if decoder is module else decoder
+    return module.model if decoder in (module, module.get_output_embeddings()) else decoder
 
 
 def asks_for_offsets(module: PreTrainedModel) -> bool:

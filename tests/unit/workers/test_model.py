@@ -17,6 +17,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
+    ModernBertDecoderConfig,
+    ModernBertDecoderForCausalLM,
     NemotronHConfig,
     PaliGemmaConfig,
     PreTrainedConfig,
@@ -181,6 +183,22 @@ def test_of_a_model_that_sees_images_the_text_is_served(tmp_path, family, name):
     """That it is exact is in the golden tests."""
     loaded = model.load(str(make_checkpoint(tmp_path, family)), "float32", "cpu")
     assert (type(loaded.decoder).__name__, len(loaded.layers)) == (name, 4)
+
+
+def test_the_output_layer_is_not_taken_for_the_decoder(tmp_path):
+    """transformers gives the module that is called `decoder`: of ModernBERT the projection to the vocabulary."""
+    config = ModernBertDecoderConfig(**SMALL, pad_token_id=2, cls_token_id=0, sep_token_id=1)
+    ModernBertDecoderForCausalLM(config).save_pretrained(tmp_path)
+    loaded = model.load(str(tmp_path), "float32", "cpu")
+    assert type(loaded.decoder).__name__ == "ModernBertDecoderModel"
+
+
+def test_a_model_whose_decoder_does_not_run_alone_is_refused(tmp_path, monkeypatch):
+    """All ranks but the first run it without its head."""
+    LlamaForCausalLM(LlamaConfig(**SMALL)).save_pretrained(tmp_path)
+    monkeypatch.setattr(LlamaForCausalLM, "get_decoder", lambda plain: plain.model.embed_tokens)
+    with pytest.raises(ModelRefused, match="Embedding cannot run on such steps"):
+        model.load(str(tmp_path), "float32", "cpu")
 
 
 def test_a_model_that_sees_all_of_a_prompt_at_once_is_refused(tmp_path):
