@@ -219,11 +219,11 @@ def read_config(folder: str) -> PreTrainedConfig:
         check_code(folder)
         config = AutoConfig.from_pretrained(folder, **UNTRUSTED)
         forget_code(config)
+        check_config(config)
     except ModelRefused:
         raise
     except Exception as error:  # whatever is wrong with the file, it is the folder that is refused
         raise refusal(folder, error) from error
-    check_config(config)
     return config
 
 
@@ -288,6 +288,7 @@ def prove(module: PreTrainedModel, device: str, *, has_weights: bool = True) -> 
     """Makes a module ready to serve on `device`. Raises ModelRefused when it would not be exact. Without weights,
     whether rows are mixed outside of attention remains unknown."""
     check_causal(decoder_of(module))
+    check_positions(decoder_of(module))
     module.eval().requires_grad_(False)
     module.to(torch.device(device))  # pyright: ignore[reportArgumentType]
     latent.absorb(module)
@@ -313,6 +314,15 @@ def check_causal(module: nn.Module) -> None:
     for name, part in module.named_modules():
         if getattr(part, "is_causal", True) is False:
             raise ModelRefused(f"{type(module).__name__}: {name} is not causal")
+
+
+def check_positions(module: nn.Module) -> None:
+    """Refuses RoBERTa and its descendants, whose first position is the one after the id of the padding token."""
+    for name, part in module.named_modules():
+        if hasattr(part, "create_position_ids_from_input_ids"):
+            raise ModelRefused(
+                f"{type(module).__name__}: {name} counts positions from the padding token, which is not supported yet"
+            )
 
 
 @torch.inference_mode()

@@ -10,6 +10,7 @@ from transformers import (
     CLIPConfig,
     DeepseekV4Config,
     DeepseekV32Config,
+    EncodecConfig,
     FalconH1Config,
     Glm5NextConfig,
     KimiLinearConfig,
@@ -19,9 +20,13 @@ from transformers import (
     MambaConfig,
     ModernBertDecoderConfig,
     ModernBertDecoderForCausalLM,
+    MusicgenConfig,
+    MusicgenDecoderConfig,
     NemotronHConfig,
     PaliGemmaConfig,
     PreTrainedConfig,
+    RobertaConfig,
+    RobertaForCausalLM,
     T5Config,
     UdopConfig,
     ZayaConfig,
@@ -204,6 +209,24 @@ def test_a_model_whose_decoder_does_not_run_alone_is_refused(tmp_path, monkeypat
 def test_a_model_that_sees_all_of_a_prompt_at_once_is_refused(tmp_path):
     PaliGemmaConfig().save_pretrained(tmp_path)
     with pytest.raises(ModelRefused, match="not causal"):
+        model.load(str(tmp_path), "float32", "cpu")
+
+
+def test_a_model_that_counts_positions_from_its_padding_token_is_refused(tmp_path):
+    """RoBERTa as a decoder: the first position is the one after the id of the padding token."""
+    config = RobertaConfig(**SMALL, is_decoder=True, pad_token_id=2, bos_token_id=0, eos_token_id=1)
+    RobertaForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelRefused, match="RobertaModel: embeddings counts positions from the padding token"):
+        model.load(str(tmp_path), "float32", "cpu")
+
+
+def test_a_config_whose_text_is_not_clear_is_refused(tmp_path):
+    MusicgenConfig(
+        text_encoder=T5Config().to_dict(),
+        audio_encoder=EncodecConfig().to_dict(),
+        decoder=MusicgenDecoderConfig().to_dict(),
+    ).save_pretrained(tmp_path)
+    with pytest.raises(ModelRefused, match="Multiple valid text configs were found"):
         model.load(str(tmp_path), "float32", "cpu")
 
 
