@@ -48,6 +48,8 @@ LAYER_TYPES = {
 }
 """Types of layers, in the words of transformers, that do not attend to each visible token's own key: what they have
 instead. None of them is supported."""
+CROSS_ATTENTION = ("encoder_attn", "cross_attn", "crossattention")
+"""What transformers calls attention to an encoder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,18 +188,10 @@ def load(folder: str, dtype: DtypeName, device: str) -> Model:
     config = read_config(folder)
     try:
         check_weights(Path(folder), config)
-        loader: Any = auto_class(config)  # its annotations do not know output_loading_info
-        with large_blocks_apart(), going_to(device):
-            module, report = loader.from_pretrained(
-                folder,
-                config=config,
-                dtype=dtype,
-                attn_implementation=hook.NAME,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are refused below, by name
-                **UNTRUSTED,
-                **SAFE_WEIGHTS,
-            )
+        attempts = (_read(folder, config, dtype, device, loader) for loader in auto_classes(config))
+        module, report = next(attempts)
+        if report["missing_keys"]:
+            module, report = next(attempts, (module, report))
     except ModelRefused:
         raise
     except Exception as error:  # whatever is wrong with the files, it is the folder that is refused
@@ -207,6 +201,24 @@ def load(folder: str, dtype: DtypeName, device: str) -> Model:
     for name, stored, wanted in sorted(report["mismatched_keys"]):
         raise ModelRefused(f"{folder}: {name} is {[*stored]}, and the config describes {[*wanted]}")
     return prove(module, device)
+
+
+def _read(
+    folder: str, config: PreTrainedConfig, dtype: DtypeName, device: str, loader: Any
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model that an auto class builds, and what it reports of the weights. The annotations of auto classes do not
+    know output_loading_info."""
+    with large_blocks_apart(), going_to(device):
+        return loader.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=hook.NAME,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused by name
+            **UNTRUSTED,
+            **SAFE_WEIGHTS,
+        )
 
 
 def read_config(folder: str) -> PreTrainedConfig:
@@ -272,16 +284,21 @@ def forget_code(part: Any) -> None:
             forget_code(value)
 
 
-def auto_class(config: PreTrainedConfig) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:
-    """The auto class that builds the model of a config. Raises ModelRefused where that is no causal language model.
+def auto_classes(config: PreTrainedConfig) -> list[type[AutoModelForCausalLM | AutoModelForImageTextToText]]:
+    """The auto classes that may build the model of a config, in the order in which they are tried. Raises ModelRefused
+    where none builds a causal language model.
 
-    transformers does not count all models that see images among the causal language models, though they hold one.
+    transformers does not count all models that see images among the causal language models, though they hold one. Of
+    some, such as Emu3, its causal class does not find the weights of the text in a checkpoint of the whole.
     """
+    found = list[type[AutoModelForCausalLM | AutoModelForImageTextToText]]()
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return AutoModelForCausalLM
+        found.append(AutoModelForCausalLM)
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and not config.is_encoder_decoder:
-        return AutoModelForImageTextToText
-    raise ModelRefused(f"transformers has no causal language model of type {config.model_type}")
+        found.append(AutoModelForImageTextToText)
+    if not found:
+        raise ModelRefused(f"transformers has no causal language model of type {config.model_type}")
+    return found
 
 
 def prove(module: PreTrainedModel, device: str, *, has_weights: bool = True) -> Model:
@@ -310,8 +327,13 @@ def check_config(config: PreTrainedConfig) -> None:
 
 
 def check_causal(module: nn.Module) -> None:
-    """Refuses encoders that transformers also loads as causal language models: their attention sees the future."""
+    """Refuses encoders that transformers also loads as causal language models: their attention sees the future. Refuses
+    decoders that attend to an encoder, which is not there."""
     for name, part in module.named_modules():
+        if any(word in name for word in CROSS_ATTENTION):
+            raise ModelRefused(
+                f"{type(module).__name__}: {name} attends to an encoder (cross-attention), which is not supported"
+            )
         if getattr(part, "is_causal", True) is False:
             raise ModelRefused(f"{type(module).__name__}: {name} is not causal")
 

@@ -42,6 +42,7 @@ from tests.support.threads import ThreadRanks, config_for
 from workers.model import hook, model
 from workers.model.model import Probe, probe_ids, reach_of
 from zoo.checkpoints import PAD_IDS, make_checkpoint
+from zoo.classes import KINDS, write_small
 from zoo.families import SECTION, WINDOW
 
 IDS = (5, 6, 5)
@@ -190,6 +191,13 @@ def test_of_a_model_that_sees_images_the_text_is_served(tmp_path, family, name):
     assert (type(loaded.decoder).__name__, len(loaded.layers)) == (name, 4)
 
 
+def test_the_text_of_a_checkpoint_that_the_causal_class_does_not_fit_is_served(tmp_path):
+    """Emu3ForCausalLM finds none of the weights of the text in a checkpoint that also sees images."""
+    write_small(KINDS["emu3"], tmp_path)
+    loaded = model.load(str(tmp_path), "float32", "cpu")
+    assert (type(loaded.decoder).__name__, len(loaded.layers)) == ("Emu3TextModel", 4)
+
+
 def test_the_output_layer_is_not_taken_for_the_decoder(tmp_path):
     """transformers gives the module that is called `decoder`: of ModernBERT the projection to the vocabulary."""
     config = ModernBertDecoderConfig(**SMALL, pad_token_id=2, cls_token_id=0, sep_token_id=1)
@@ -227,6 +235,13 @@ def test_a_config_whose_text_is_not_clear_is_refused(tmp_path):
         decoder=MusicgenDecoderConfig().to_dict(),
     ).save_pretrained(tmp_path)
     with pytest.raises(ModelRefused, match="Multiple valid text configs were found"):
+        model.load(str(tmp_path), "float32", "cpu")
+
+
+@pytest.mark.parametrize("model_type", ["bart", "blt", "mllama"])
+def test_a_decoder_that_attends_to_an_encoder_is_refused_by_that_name(tmp_path, model_type):
+    write_small(KINDS[model_type], tmp_path)
+    with pytest.raises(ModelRefused, match=r"attends to an encoder \(cross-attention\), which is not supported"):
         model.load(str(tmp_path), "float32", "cpu")
 
 
