@@ -45,6 +45,8 @@ class ScriptedMember:
         self.progress = Progress()
         self.joins: list[Join] = []
         self.fences: list[Fence] = []
+        self.num_fences = 0
+        """With those that were sent again."""
         self._hello = Hello(number, node, "127.0.0.1", os.getpid(), fingerprint)
         self._inbox: asyncio.Queue[ToRank] = asyncio.Queue()
         self._tasks = [asyncio.create_task(work) for work in (self._live(), self._listen())]
@@ -77,8 +79,12 @@ class ScriptedMember:
         while True:
             message = decode_to_rank(await self._pulse.recv())
             assert isinstance(message, Fence)
+            self.num_fences += 1
+            if message in self.fences:
+                continue  # it is sent again until a pulse tells that it was heard
             self.fences.append(message)
             if Fence not in self.deaf_to:
+                self.progress = Progress()
                 await self.send(Broken(self.number, message.epoch, 0, "was fenced"))
 
     def beat(self, progress: Progress | None = None) -> None:
