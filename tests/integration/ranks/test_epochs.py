@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(60)
 class World:
     """Control with scripted members; whom it kills is gone."""
 
-    def __init__(self, world_size: int, nodes: str = "", **settings: object) -> None:
+    def __init__(self, world_size: int, nodes: str = "", *, has_late_pulses: bool = False, **settings: object) -> None:
         self.config = EngineConfig(model="none", world_size=world_size, **settings)  # type: ignore[arg-type]
         self.control = Control(self.config, kill=self.kill)
         self.members: dict[int, ScriptedMember] = {}
@@ -32,7 +32,8 @@ class World:
         self.events: list[MemberEvent] = []
         self.control.roster.watch(self.events.append)
         for number, invitation in enumerate(self.control.invitations):
-            self.members[number] = ScriptedMember(invitation, number, (nodes or "a" * world_size)[number])
+            node = (nodes or "a" * world_size)[number]
+            self.members[number] = ScriptedMember(invitation, number, node, has_late_pulse=has_late_pulses)
 
     async def kill(self, member: int) -> None:
         self.killed.append(member)
@@ -127,7 +128,7 @@ async def test_who_is_left_forms_the_next_epoch(make_world: MakeWorld, lost, lef
 
 async def test_a_fence_that_was_sent_before_the_pulse_connects_is_sent_again(make_world: MakeWorld) -> None:
     """ZMQ drops what it sends on a connection that is not there yet."""
-    world = await make_world(2)
+    world = await make_world(2, has_late_pulses=True)
     world.control.lost(1, "vanished")
     await world.control.group.wait_ended()
     member = world.members[0]
