@@ -134,7 +134,8 @@ class Fetching:
         self._start(self._fetch(restoring, part, piece, told))
 
     async def _fetch(self, restoring: Restoring, part: Part, piece: Piece, members: Sequence[int]) -> None:
-        order = Fetch(part.ticket, piece.name, piece.num_bytes, piece.digest)
+        of_windows = part.piece == OF_WINDOWS
+        order = Fetch(part.ticket, piece.name, piece.num_bytes, piece.digest, piece.runs, of_windows)
         try:
             async with asyncio.timeout(FETCH_SECONDS):
                 await asyncio.gather(*(self._ranks.fetch(member, order) for member in members))
