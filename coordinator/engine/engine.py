@@ -1,6 +1,7 @@
 """The engine: the loop that turns submitted requests into steps and the results of steps into streams."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -39,6 +40,7 @@ Observer = Callable[[StepPlan, StepResult], None]
 """Sees each step once it is answered, in their order, while the ranks work on the next one. It must be quick, and not
 raise."""
 ANY_MODEL = ModelInfo(name="")
+log = logging.getLogger(__name__)
 STOPPING = "the service is stopping"
 
 
@@ -315,6 +317,8 @@ class Engine(ContextCalls):
 
     def _tell(self, scheduler: Scheduler, outcomes: Sequence[Outcome] = ()) -> None:
         """Tells the readers what happened."""
+        for fault in scheduler.take_faults():
+            log.error("an unexpected error ended what it came from, and nothing else", exc_info=fault)
         told = [*outcomes, *scheduler.drain()]
         for request_id, outcome in told:
             if isinstance(outcome, Sealed):

@@ -96,6 +96,9 @@ class Fetching:
         try:
             async with asyncio.timeout(FETCH_SECONDS):
                 manifest = await self._manifests.manifest(segment)
+            self._pieces[segment.id] = manifest
+            windows = manifest.windows.runs if manifest.windows else ()
+            restoring.offer(segment.id, [piece.runs for piece in manifest.pieces], windows)
         except (NotFound, DataLoss) as error:
             self._damaged[segment.id] = str(error)
             restoring.refuse(segment.id)
@@ -103,10 +106,9 @@ class Fetching:
             reason = _reason(error)
             log.warning("segment %d is read again, for what storage has of it is not known: %s", segment.id, reason)
             restoring.refuse(segment.id)
-        else:
-            self._pieces[segment.id] = manifest
-            windows = manifest.windows.runs if manifest.windows else ()
-            restoring.offer(segment.id, [piece.runs for piece in manifest.pieces], windows)
+        except Exception as error:  # nobody else would say that the segment is read again
+            log.error("segment %d is read again: an unexpected error", segment.id, exc_info=error)
+            restoring.refuse(segment.id)
         self._on_change()
 
     async def _forget(self, segment_id: int) -> None:
@@ -149,6 +151,9 @@ class Fetching:
             restoring.refuse(part.segment)
         except Unavailable:
             return  # the epoch ends, or nobody needs it any more
+        except Exception as error:
+            log.error("segment %d is read again: an unexpected error", part.segment, exc_info=error)
+            restoring.refuse(part.segment)
         else:
             restoring.tell(part.ticket, is_there=True)
         self._on_change()

@@ -14,7 +14,7 @@ from coordinator.placement.contexts import Contexts, NamedPath
 from coordinator.placement.paths import NOWHERE, Path, Segment
 from coordinator.scheduling.jobs import IngestJob
 from coordinator.scheduling.scheduler import Scheduler
-from longleaf.errors import AlreadyExists, DataLoss, LongleafError
+from longleaf.errors import AlreadyExists, DataLoss, LongleafError, Unavailable
 from longleaf.messages import ContextSettings
 from longleaf.tenants import tenant_of
 
@@ -173,6 +173,11 @@ class Keeping:
             await self._commit(change)
         except LongleafError as error:
             self._scheduler.fail(request_id, error)
+        except Exception as error:
+            log.error("context %s is not kept: an unexpected error", after.id, exc_info=error)
+            self._scheduler.fail(
+                request_id, Unavailable(f"contexts/{after.id} was not kept; the service's log has why")
+            )
         else:
             if not self._scheduler.acknowledge(request_id, now):
                 await self._take_back(after.id)

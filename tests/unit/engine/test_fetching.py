@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -9,7 +10,8 @@ from msgspec.structs import replace
 from coordinator.engine import fetching
 from coordinator.placement.blocks import Blocks
 from coordinator.placement.holdings import Holding
-from longleaf.errors import DataLoss, LongleafError, NotFound
+from longleaf.channel.step import Prefill
+from longleaf.errors import DataLoss, LongleafError, NotFound, ResourceExhausted
 from longleaf.geometry import Reach, Windows
 from tests.support.coming import comes
 from tests.support.returning import AWAY, BLOCK, TOKENS, Members, opened
@@ -312,6 +314,59 @@ async def test_what_was_given_up_before_anybody_was_told_is_left_with_no_member(
         await bench.restore_all()
         assert other.loss is None
         await bench.until(lambda: not bench.ranks.fetched)
+
+
+@pytest.mark.parametrize("place", ["manifest", "offer", "fetch"])
+async def test_an_unexpected_error_has_its_segment_read_again_and_no_other(
+    place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened() as bench:
+        holding, other = bench.lost(3), bench.lost(4)
+        owner = {"manifest": bench.archive, "offer": bench.recovery.restoring, "fetch": bench.ranks}[place]
+        call = getattr(owner, place)
+
+        def fail(first: Any, *args: Any) -> Any:
+            number = args[0].name.split("/")[3] if place == "fetch" else getattr(first, "id", first)
+            if number in (3, "service-3"):
+                raise IndexError(7)
+            return call(first, *args)
+
+        monkeypatch.setattr(owner, place, fail)
+        await bench.until(lambda: not promised(holding))
+        assert promised(other)
+        while other.loss is not None:
+            await bench.until(lambda: bench.can_restore)
+            bench.restore()
+        assert not bench.archive.forgotten
+        assert "segment 3 is read again: an unexpected error" in caplog.text
+
+
+@pytest.mark.parametrize("method", ["place_part", "place_windows"])
+async def test_what_cannot_be_placed_is_read_again_and_what_was_promised_is_free_again(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(WINDOWS) as bench:
+        holding = bench.lost(3)
+        free = bench.placer.num_free
+
+        def fail(*_: Any) -> Any:
+            raise ResourceExhausted("blocks", "too few are reserved")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(bench.placer, method, fail)
+            if method == "place_windows":
+                await bench.until(lambda: bench.can_restore)
+                plan = bench.recovery.plan([], TOKENS)
+                assert plan is None or isinstance(plan, Prefill)
+            else:
+                await bench.until(lambda: not promised(holding))
+        assert not promised(holding)
+        assert len(bench.recovery.restoring.take_faults()) == 1
+        bench.recovery.undo([], 0)
+        await bench.until(lambda: not bench.ranks.fetched)
+        bench.segments.release(holding.segment.path)
+        bench.placer.audit([])
+        assert bench.placer.num_free.sharded >= free.sharded
 
 
 async def test_closing_ends_what_is_fetched() -> None:
