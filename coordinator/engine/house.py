@@ -164,6 +164,9 @@ class EngineArriving:
     def fingerprint(self) -> str:
         return self._snapshots.fingerprint
 
+    def check(self, manifest: SegmentManifest) -> None:
+        self._snapshots.check(manifest)
+
     def new_segment(self) -> int:
         return self._keeping.take_ids(1)
 

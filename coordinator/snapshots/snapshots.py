@@ -148,16 +148,29 @@ class Snapshots:
         return sum(record.num_bytes for record in found if record is not None)
 
     async def manifest(self, segment: Segment) -> SegmentManifest:
-        """Of this segment. Raises NotFound, DataLoss where it is of another one, and StorageUnavailable."""
+        """Of this segment. Raises NotFound, DataLoss where it is of another one or cannot be restored, and
+        StorageUnavailable."""
         record = self._records.get(segment.id)
         if record is None:
             raise NotFound(f"the snapshot of segment {segment.id}")
-        found = await self._store.run(read_manifest, self._store.store, record.manifest)
+        return await self._store.run(self._read_manifest, record, segment)
+
+    def _read_manifest(self, record: SnapshotRecord, segment: Segment) -> SegmentManifest:
+        found = read_manifest(self._store.store, record.manifest)
         told = (found.fingerprint, found.form, found.start, found.rope, found.token_ids)
         ids = little_endian(segment.token_ids).tobytes()
         if told != (self._fingerprint, record.form, segment.start, segment.rope, ids):
             raise DataLoss(record.manifest, f"it is not of segment {segment.id} as it is kept")
+        if record.form == self._form.text:  # another one is not restored here
+            try:
+                self.check(found)
+            except InvalidArgument as error:
+                raise DataLoss(record.manifest, str(error)) from error
         return found
+
+    def check(self, manifest: SegmentManifest) -> None:
+        """Raises InvalidArgument where these ranks cannot take in what a manifest of their form names."""
+        self._form.check(manifest)
 
     async def read(self, name: str, digest: str) -> bytes:
         """A piece. Raises NotFound, DataLoss and StorageUnavailable."""

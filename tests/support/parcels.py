@@ -138,7 +138,7 @@ def _keep(
         num_tokens=len(segment.token_ids),
         rope=segment.rope,
         pieces=tuple(pieces),
-        windows=put(attempt.windows(0), max(0, segment.end - 2), segment.end) if has_windows else None,
+        windows=put(attempt.windows(0), max(segment.start, segment.end - 2), segment.end) if has_windows else None,
         token_ids=segment.token_ids.tobytes(),
     )
 

@@ -197,6 +197,7 @@ class Arrival:
         )
         try:
             manifest.check()
+            self._arriving.check(manifest)
         except InvalidArgument as error:
             raise InvalidArgument(FIELD, f"the pieces of a segment make no sense: {error}") from error
         return manifest

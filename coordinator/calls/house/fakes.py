@@ -18,6 +18,8 @@ from longleaf.messages import Context
 from longleaf.storage.manifest import Piece, SegmentManifest, decode_manifest
 from longleaf.storage.names import Attempt
 
+BLOCK_SIZE = 4
+
 
 class Housed(NamedTuple):
     """A context of the house."""
@@ -146,6 +148,9 @@ class FakeArriving:
     @property
     def fingerprint(self) -> str:
         return self._house.digest
+
+    def check(self, manifest: SegmentManifest) -> None:
+        manifest.check_blocks(BLOCK_SIZE)
 
     def new_segment(self) -> int:
         return self._house.next_segment()

@@ -60,6 +60,10 @@ class Arriving(Protocol):
         """What `SegmentManifest.fingerprint` is of what is read here."""
         ...
 
+    def check(self, manifest: SegmentManifest) -> None:
+        """Raises InvalidArgument where a manifest of this form names what cannot be taken in. Any thread may call."""
+        ...
+
     def new_segment(self) -> int:
         """An id that no other segment of this service ever had, or will have. They grow from call to call."""
         ...

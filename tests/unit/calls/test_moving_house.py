@@ -301,6 +301,27 @@ async def test_pieces_that_do_not_hold_their_segment_are_told(into: Into) -> Non
     await refused(into(house), house, given.packed(), InvalidArgument, "the pieces of a segment make no sense")
 
 
+@pytest.mark.parametrize("cut", [1, 3, 5])
+async def test_pieces_that_end_within_a_block_are_refused(into: Into, cut: int) -> None:
+    house, given = empty_house(), packable()
+    number, manifest = next(iter(given.manifests.items()))
+    (first, second), end = manifest.pieces, manifest.end
+    pieces = (replace(first, runs=((0, cut),)), replace(second, runs=((cut, end),)))
+    given.manifests[number] = replace(manifest, pieces=pieces)
+    told = "the pieces of a segment make no sense: pieces: .* blocks of 4"
+    await refused(into(house), house, given.packed(), InvalidArgument, told)
+
+
+async def test_windows_before_their_segment_are_refused(into: Into) -> None:
+    house, given = empty_house(), packable()
+    number, manifest = list(given.manifests.items())[1]
+    assert manifest.windows is not None
+    windows = replace(manifest.windows, runs=((manifest.start - 1, manifest.end),))
+    given.manifests[number] = replace(manifest, windows=windows)
+    told = "the pieces of a segment make no sense: windows: "
+    await refused(into(house), house, given.packed(), InvalidArgument, told)
+
+
 async def test_a_house_that_keeps_nothing_says_so(into: Into) -> None:
     house = empty_house()
     house.is_durable = False

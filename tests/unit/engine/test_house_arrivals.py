@@ -10,12 +10,16 @@ from coordinator.engine.engine import Engine
 from coordinator.engine.house import EngineArriving, EngineLeaving
 from coordinator.ranks.fakes import FakeRanks
 from coordinator.snapshots.policy import Policy
+from coordinator.snapshots.ports import Form
+from longleaf.channel.snapshots import max_header_bytes
 from longleaf.channel.step import Prefill, Restore
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, StorageUnavailable
 from longleaf.geometry import Rope
 from longleaf.storage.manifest import Piece, SegmentManifest, encode_manifest
+from longleaf.storage.names import Attempt
 from tests.support.catalog import context, segment
+from tests.support.coming import comes
 from tests.support.running import running
 from tests.support.storing import FORM, NOW, Service, Storage, ask, ingest, ingest_two, serving
 
@@ -72,6 +76,37 @@ async def test_what_has_come_rests_and_is_restored_when_it_is_asked() -> None:
         assert not any(isinstance(work, Prefill) and work.path[-1] in ids for work in works)
 
 
+def test_pieces_that_no_rank_could_take_in_are_told_apart() -> None:
+    form, place = Form("blocks of 4; 0.keys F32 2x4x8|blocks of 4; 1.keys F16 1x4x8", 4), Attempt("s", "s-1", "a")
+    most = 3 * 4 * 64 + max_header_bytes(1, 1)
+    manifest = SegmentManifest(
+        service="s",
+        fingerprint="",
+        form=form.text,
+        segment="s-1",
+        parent="s-0",
+        start=6,
+        num_tokens=9,
+        rope=Rope(),
+        pieces=(Piece(place.piece(0), ((6, 15),), most, ""),),
+        windows=Piece(place.windows(0), ((9, 15),), 2 * 64 + max_header_bytes(1, 1), ""),
+        token_ids=bytes(36),
+    )
+    assert manifest.windows is not None
+    manifest.check()
+    form.check(manifest)
+    larger = replace(manifest, pieces=(replace(manifest.pieces[0], num_bytes=most + 1),))
+    with pytest.raises(InvalidArgument, match=f"pieces: 3 blocks have at most {most:,} bytes"):
+        form.check(larger)
+    larger = replace(manifest, windows=replace(manifest.windows, num_bytes=1 << 30))
+    with pytest.raises(InvalidArgument, match="windows: 2 blocks have at most"):
+        form.check(larger)
+    with pytest.raises(InvalidArgument, match="windows: these ranks hold none"):
+        Form("blocks of 4; 0.keys F32 2x4x8|", 4).check(manifest)
+    with pytest.raises(InvalidArgument, match="pieces: .* whole blocks of 2"):
+        Form(form.text, 2).check(replace(manifest, pieces=(replace(manifest.pieces[0], runs=((6, 9), (9, 15))),)))
+
+
 async def test_a_context_whose_pieces_end_within_a_block_is_read_again_and_asked_like_any_other() -> None:
     storage = Storage()
     async with serving(storage, policy=DEMAND) as service:
@@ -95,7 +130,11 @@ async def test_a_context_whose_pieces_end_within_a_block_is_read_again_and_asked
         )
         await arriving.put(attempt.manifest, encode_manifest(manifest))
         await arriving.adopt(replace(BOOK, segment=number), [told], snapshots_of([told], storage))
+        with pytest.raises(InvalidArgument, match="pieces: positions 0 to 5"):
+            arriving.check(manifest)
         assert len(await ask(service.engine)) == 4
+        await comes(lambda: not service.snapshots.is_usable(number))
+        assert not service.ranks.num_fetches, "it is damaged before anything is fetched"
         assert len(await ask(service.engine)) == 4
 
 
