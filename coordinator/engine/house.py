@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -153,6 +154,8 @@ class EngineArriving:
         self._engine = engine
         self._keeping = keeping
         self._snapshots = snapshots
+        self._archive = secrets.token_hex(8)
+        """A name that no other archive has had here."""
         self._attempts: list[Attempt] = []
         self._is_over = False
 
@@ -171,7 +174,7 @@ class EngineArriving:
         return self._keeping.take_ids(1)
 
     def new_attempt(self, segment: int) -> Attempt:
-        self._attempts.append(attempt := self._snapshots.new_attempt(segment))
+        self._attempts.append(attempt := self._snapshots.new_attempt(segment, self._archive))
         return attempt
 
     async def put(self, name: str, content: bytes | bytearray) -> None:

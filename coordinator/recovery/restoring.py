@@ -82,6 +82,7 @@ class Restoring:
         self._ordered: list[Part] = []
         self._discarded: list[int] = []
         self._faults: list[Exception] = []
+        self._broken: list[int] = []
 
     @property
     def is_under_way(self) -> bool:
@@ -122,6 +123,11 @@ class Restoring:
         """Tickets that nobody needs any more. Each is given once."""
         discarded, self._discarded = self._discarded, []
         return discarded
+
+    def take_broken(self) -> list[int]:
+        """Segments in whose restores epochs broke. Each is given once."""
+        broken, self._broken = self._broken, []
+        return broken
 
     def offer(self, segment: int, pieces: Sequence[Sequence[Range]], windows: Sequence[Range]) -> None:
         """Takes the positions of each piece of a segment and of its window piece. Pieces that begin or end within a
@@ -317,6 +323,7 @@ class Restoring:
         if under_way is not None:
             one, _ = under_way
             one.loss.may_return &= not has_broken
+            self._broken += [one.holding.segment.id] if has_broken else []
             if not one.is_stale:
                 assert one.loss.promise is not None
                 one.holding.window_runs = self._placer.roll_back(

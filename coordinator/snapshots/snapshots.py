@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from collections.abc import Set as AnySet
 from typing import Any
 
@@ -24,10 +24,21 @@ from longleaf.errors import DataLoss, InvalidArgument, LongleafError, NotFound, 
 from longleaf.messages import Storage
 from longleaf.storage.archive import read_manifest
 from longleaf.storage.manifest import SegmentManifest
-from longleaf.storage.names import Attempt
+from longleaf.storage.names import IMPORTED, Attempt, attempt_of_manifest
 from longleaf.storage.store import Store
 
 log = logging.getLogger(__name__)
+
+
+MAX_LISTED = 8
+"""Segments in a line of the log."""
+
+
+def _by_reason(damaged: Mapping[int, str]) -> dict[str, list[int]]:
+    found = dict[str, list[int]]()
+    for segment_id, reason in damaged.items():
+        found.setdefault(reason, []).append(segment_id)
+    return found
 
 
 class Snapshots:
@@ -224,10 +235,27 @@ class Snapshots:
         """Something may be held that was not."""
         self._may_save.set()
 
-    async def forget(self, segment_id: int, reason: str) -> None:
-        """What storage has of a segment is damaged: it goes, and is saved anew. Raises StorageUnavailable."""
-        log.warning("the snapshot of segment %d is damaged, and its tokens are read again: %s", segment_id, reason)
-        await self._lose([segment_id])
+    def imported_with(self, segment_id: int) -> Sequence[int]:
+        """The segments that came with the same archive and are on storage as they came, itself among them; empty for one
+        that was written here."""
+        attempt = self._attempt(segment_id)
+        if attempt is None or not attempt.is_imported:
+            return ()
+        found = [record.segment for record in self._records.all]
+        return [one for one in found if (other := self._attempt(one)) and other.attempt == attempt.attempt]
+
+    def _attempt(self, segment_id: int) -> Attempt | None:
+        record = self._records.get(segment_id)
+        return None if record is None else attempt_of_manifest(record.manifest)
+
+    async def forget(self, damaged: Mapping[int, str]) -> None:
+        """What storage has of segments is damaged, for these reasons: it goes, and is saved anew. Raises
+        StorageUnavailable."""
+        for reason, segment_ids in _by_reason(damaged).items():
+            what = ("the snapshot of segment", "is") if len(segment_ids) == 1 else ("snapshots of segments", "are")
+            told = ", ".join(map(str, segment_ids[:MAX_LISTED])) + (", ..." if segment_ids[MAX_LISTED:] else "")
+            log.warning("%s %s %s damaged, and its tokens are read again: %s", what[0], told, what[1], reason)
+        await self._lose(list(damaged))
 
     async def _lose(self, segment_ids: Sequence[int]) -> None:
         """Has snapshots go that cannot be used, and be written anew."""
@@ -352,10 +380,10 @@ class Snapshots:
         """Folders that stay though no record names them."""
         return self._attempts | {name.rpartition("/")[0] for name in self._sender.held}
 
-    def new_attempt(self, segment_id: int) -> Attempt:
-        """Names for a segment that comes from elsewhere; they are not swept until `end_attempt`."""
+    def new_attempt(self, segment_id: int, archive: str) -> Attempt:
+        """Names for a segment of an imported archive, which is called so; they are not swept until `end_attempt`."""
         assert self._saver is not None
-        attempt = self._saver.attempt(segment_id)
+        attempt = self._saver.attempt(segment_id, IMPORTED + archive)
         self._attempts.add(attempt.manifest.rpartition("/")[0])
         return attempt
 

@@ -10,7 +10,9 @@ from msgspec.structs import replace
 from coordinator.engine import fetching
 from coordinator.placement.blocks import Blocks
 from coordinator.placement.holdings import Holding
-from longleaf.channel.step import Prefill
+from coordinator.placement.ranking import Ranking
+from coordinator.recovery.suspicion import BREAK
+from longleaf.channel.step import Prefill, Restore
 from longleaf.errors import DataLoss, LongleafError, NotFound, ResourceExhausted
 from longleaf.geometry import Reach, Windows
 from tests.support.coming import comes
@@ -153,6 +155,51 @@ async def test_pieces_that_end_within_a_block_are_read_again_in_the_blocks_that_
             bench.turn()
         assert sum(len(run.blocks) for run in holding.runs) == TOKENS // BLOCK
         assert bench.placer.num_reserved == Blocks()
+
+
+@pytest.mark.parametrize("trouble", ["manifest", "piece", "epoch"])
+async def test_after_one_damaged_restore_nothing_more_of_that_archive_comes_from_storage(trouble: str) -> None:
+    async with opened() as bench:
+        bench.archive.imported = frozenset(range(3, 12))
+        segments = {number: bench.keep(number) for number in range(3, 13)}
+        first = bench.call(segments[3])
+        if trouble == "manifest":
+            bench.archive.failures[3] = DataLoss("the manifest", "it is forged")
+        elif trouble == "piece":
+            bench.ranks.pieces[bench.piece(3)] = frozenset()
+        others = [bench.call(segments[number]) for number in (4, 5)]
+        if trouble == "epoch":
+            await bench.until(lambda: bench.can_restore)
+            work = bench.recovery.plan([], TOKENS)
+            assert isinstance(work, Restore)
+            first = bench.segments.holdings.find(work.segment)
+            assert first is not None
+            bench.recovery.undo([work], BREAK)
+            bench.recovery.change_ranks(Ranking(2, (0, 1), (32, 32)))
+        await bench.until(lambda: not (promised(first) or any(map(promised, others))))
+        last = [bench.call(segments[number]) for number in (6, 12)]
+        await bench.until(lambda: len(bench.archive.forgotten) == 9)
+        assert sorted(bench.archive.manifests) == [12], "what was not asked goes, too"
+        num_orders = len(bench.ranks.orders)
+        while last[1].loss is not None:
+            await bench.until(lambda: bench.can_restore)
+            bench.restore()
+        assert {order.name for _, order in bench.ranks.orders[num_orders:]} <= {bench.piece(12, 0), bench.piece(12, 1)}
+        assert last[0].loss is not None
+        assert not bench.recovery.restoring.has(last[0])
+
+
+async def test_an_epoch_that_breaks_in_a_restore_of_own_snapshots_costs_only_what_broke_it() -> None:
+    async with opened() as bench:
+        holdings = [bench.lost(3), bench.lost(4)]
+        await bench.until(lambda: bench.can_restore)
+        work = bench.recovery.plan([], TOKENS)
+        assert isinstance(work, Restore)
+        bench.recovery.undo([work], BREAK)
+        bench.recovery.change_ranks(Ranking(2, (0, 1), (32, 32)))
+        await bench.turn_often()
+        assert [promised(one) for one in holdings] == [one.segment.id != work.segment for one in holdings]
+        assert not bench.archive.forgotten
 
 
 async def test_with_windows_a_segment_of_which_a_piece_is_damaged_is_read_again_as_a_whole() -> None:

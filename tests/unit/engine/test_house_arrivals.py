@@ -138,6 +138,27 @@ async def test_a_context_whose_pieces_end_within_a_block_is_read_again_and_asked
         assert len(await ask(service.engine)) == 4
 
 
+async def test_one_damaged_piece_has_all_that_came_with_it_read_again() -> None:
+    old, new = Storage(), Storage()
+    async with serving(old, policy=DEMAND) as before, serving(new, policy=DEMAND) as after:
+        await ingest_two(before.engine)
+        leaving = await before.engine.house.open_export("book", with_keys=True)
+        arriving = await after.engine.house.begin_import(leaving.context)
+        segments = await move(leaving, arriving, new)
+        record = replace(leaving.context, segment=segments[-1].id)
+        await arriving.adopt(record, segments, snapshots_of(segments, new))
+        ids = [each.id for each in segments]
+        assert list(after.snapshots.imported_with(ids[0])) == ids
+        for name in [name for name in new.pieces if f"-{ids[0]}/" in name]:
+            new.pieces[name] = frozenset()  # of the first segment alone
+        assert await ask(after.engine) == await ask(before.engine)
+        assert not any(map(after.snapshots.is_usable, ids))
+        assert not any(isinstance(plan.work, Restore) for plan in after.ranks.plans)
+        await after.snapshots.save(ids)
+        assert all(map(after.snapshots.is_usable, ids))
+        assert not after.snapshots.imported_with(ids[0]), "what is written here is believed"
+
+
 async def arrive(service: Service) -> EngineArriving:
     """A context of one segment without keys is about to come."""
     return await service.engine.house.begin_import(BOOK)
