@@ -236,7 +236,7 @@ class Snapshots:
         self._may_save.set()
 
     def imported_with(self, segment_id: int) -> Sequence[int]:
-        """The segments that came with the same archive and are on storage as they came, itself among them; empty for one
+        """The segments that came with the same archive and are on storage as they came, itself among them; none for one
         that was written here."""
         attempt = self._attempt(segment_id)
         if attempt is None or not attempt.is_imported:
