@@ -95,7 +95,7 @@ class Fetching:
             self._start(self._forget(free))
 
     def _distrust(self, restoring: Restoring, segment_id: int, reason: str) -> None:
-        """What storage has of a segment is damaged: nothing more is taken of it, nor of an archive that it came with."""
+        """What storage has of a segment is damaged: nothing more is taken of it, nor of the archive it came with."""
         self._damaged.setdefault(segment_id, reason)
         for other in self._manifests.imported_with(segment_id):
             if other != segment_id:

@@ -164,6 +164,10 @@ class EngineArriving:
         return self._snapshots.form if self._snapshots.may_write else None
 
     @property
+    def block_size(self) -> int:
+        return self._snapshots.block_size
+
+    @property
     def fingerprint(self) -> str:
         return self._snapshots.fingerprint
 

@@ -139,6 +139,11 @@ class Snapshots:
         """Of what these ranks write; empty where they cannot."""
         return self._form.text
 
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block, in that form."""
+        return self._form.block_size
+
     def view(self) -> Storage:
         """The storage, as clients see it."""
         trouble = self._trouble.reason or self._sender.trouble.reason

@@ -146,6 +146,10 @@ class FakeArriving:
         return self._house.form
 
     @property
+    def block_size(self) -> int:
+        return BLOCK_SIZE
+
+    @property
     def fingerprint(self) -> str:
         return self._house.digest
 

@@ -56,6 +56,11 @@ class Arriving(Protocol):
         ...
 
     @property
+    def block_size(self) -> int:
+        """Tokens of a block, in that form."""
+        ...
+
+    @property
     def fingerprint(self) -> str:
         """What `SegmentManifest.fingerprint` is of what is read here."""
         ...
