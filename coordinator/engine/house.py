@@ -157,6 +157,7 @@ class EngineArriving:
         self._archive = secrets.token_hex(8)
         """A name that no other archive has had here."""
         self._attempts: list[Attempt] = []
+        self._last_segment = -1
         self._is_over = False
 
     @property
@@ -175,13 +176,15 @@ class EngineArriving:
         self._snapshots.check(manifest)
 
     def new_segment(self) -> int:
-        return self._keeping.take_ids(1)
+        self._last_segment = self._keeping.take_ids(1)
+        return self._last_segment
 
     def new_attempt(self, segment: int) -> Attempt:
         self._attempts.append(attempt := self._snapshots.new_attempt(segment, self._archive))
         return attempt
 
     async def put(self, name: str, content: bytes | bytearray) -> None:
+        await self._keeping.note_ids(self._last_segment)
         await self._snapshots.write(name, content)
 
     async def adopt(

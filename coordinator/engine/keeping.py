@@ -22,6 +22,8 @@ ID_BYTES = 4
 NOBODYS = ""
 FLUSH_SECONDS = 30.0
 """How often is kept when contexts were used last."""
+IDS_AT_ONCE = 256
+"""Ids of segments that are noted at a time."""
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -55,6 +57,8 @@ class Keeping:
         self._gone: set[str] = set()
         """Contexts that are deleted, and whose journal is not."""
         self._flush: asyncio.Task[None] | None = None
+        self._num_noted = 0
+        """Ids below are noted in the catalog."""
 
     @property
     def is_durable(self) -> bool:
@@ -228,6 +232,14 @@ class Keeping:
     def take_ids(self, count: int) -> int:
         """The first of so many ids of segments, which nobody else gets."""
         return self._scheduler.segments.take_ids(count)
+
+    async def note_ids(self, segment_id: int) -> None:
+        """Has an id that was taken never be given out again, also where nothing else is kept of its segment: objects on
+        storage may be named after it. Raises StorageUnavailable."""
+        if segment_id >= self._num_noted:
+            number = segment_id + IDS_AT_ONCE
+            await self._commit(Change(next_segment=number))
+            self._num_noted = max(number, self._num_noted)
 
     async def adopt_as(self, change: Change) -> NamedPath:
         """As `adopt`, of one context and its path, whose segments have ids that were taken for them."""

@@ -180,13 +180,13 @@ def decode_segment(content: bytes | bytearray, num_left: int, form: str | None, 
         if (num_bytes := memoryview(part).nbytes) > most:
             told = f"{num_bytes:,} bytes tell of its {name}, and at most {most:,} do of {num_tokens:,} tokens"
             raise InvalidArgument(FIELD, told)
-    keys = decode(raw.keys, _RawKeys | None)
+    num_blocks = -(-num_tokens // block_size)
     return SegmentHead(
         num_used=raw.num_used,
         num_tokens=raw.num_tokens,
         rope=raw.rope,
-        keys=None if keys is None else _decode_keys(keys, form, -(-num_tokens // block_size)),
-        text=decode(raw.text, DocumentText | None),
+        keys=None if _is_nil(raw.keys) else _decode_keys(decode(raw.keys, _RawKeys), form, num_blocks),
+        text=None if _is_nil(raw.text) else decode(raw.text, DocumentText),
     )
 
 
@@ -209,6 +209,10 @@ def _decode_keys(raw: _RawKeys, form: str | None, num_blocks: int) -> Keys:
 
 def _decode_part(raw: _RawPart) -> Part:
     return Part(decode(raw.runs, tuple[tuple[int, int], ...]), raw.num_bytes, raw.digest)
+
+
+def _is_nil(raw: msgspec.Raw) -> bool:
+    return memoryview(raw)[0] == 0xC0
 
 
 def _count(runs: msgspec.Raw) -> int:

@@ -159,6 +159,42 @@ async def test_one_damaged_piece_has_all_that_came_with_it_read_again() -> None:
         assert not after.snapshots.imported_with(ids[0]), "what is written here is believed"
 
 
+async def test_what_an_import_left_on_storage_is_never_taken_for_another_segment() -> None:
+    """Its service was killed; a rebuild of the catalog believes the manifests that it finds."""
+    storage = Storage()
+    async with serving(storage, policy=DEMAND) as service:
+        arriving = await arrive(service)
+        attempts = [arriving.new_attempt(arriving.new_segment()) for _ in range(3)]
+        for attempt in attempts:
+            await arriving.put(attempt.manifest, b"a manifest")
+        assert len(storage.lasting.catalog.changes) == 1, "ids are noted many at a time"
+    async with serving(storage, policy=DEMAND) as service:
+        await ingest_two(service.engine)
+        left = {attempt.segment for attempt in attempts}
+        assert left.isdisjoint(
+            f"{service.snapshots.service_id}-{number}" for number in service.engine.named("book").path.ids
+        )
+        number = (await arrive_as(service, "other")).new_segment()
+        assert f"{service.snapshots.service_id}-{number}" not in left
+
+
+async def arrive_as(service: Service, name: str) -> EngineArriving:
+    return await service.engine.house.begin_import(replace(BOOK, id=name))
+
+
+async def test_nothing_is_put_whose_number_cannot_be_noted() -> None:
+    storage = Storage()
+    async with serving(storage, policy=DEMAND) as service:
+        arriving = await arrive(service)
+        attempt = arriving.new_attempt(arriving.new_segment())
+        storage.lasting.catalog.failures.append(AWAY)
+        with pytest.raises(StorageUnavailable):
+            await arriving.put(attempt.piece(0), b"keys")
+        assert not storage.num_objects
+        await arriving.put(attempt.piece(0), b"keys")
+        assert storage.num_objects == 1
+
+
 async def arrive(service: Service) -> EngineArriving:
     """A context of one segment without keys is about to come."""
     return await service.engine.house.begin_import(BOOK)
