@@ -207,7 +207,7 @@ async def test_uploads_into_a_context_go_with_it(tmp_path: Path) -> None:
 
 
 async def test_ids_that_are_given_out_are_never_given_out_again(tmp_path: Path) -> None:
-    catalog = await Catalog.open(tmp_path)
+    catalog = await Catalog.open(tmp_path / DATABASE)
     for number in (70, 5):
         await catalog.commit(Change(next_segment=number))
     await catalog.close()
