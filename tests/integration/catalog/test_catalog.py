@@ -211,7 +211,7 @@ async def test_ids_that_are_given_out_are_never_given_out_again(tmp_path: Path) 
     for number in (70, 5):
         await catalog.commit(Change(next_segment=number))
     await catalog.close()
-    catalog = await Catalog.open(tmp_path)
+    catalog = await Catalog.open(tmp_path / DATABASE)
     assert (await catalog.load()).next_segment == 70
     await catalog.close()
 
