@@ -329,7 +329,10 @@ class Engine(ContextCalls):
             self._readers.tell_positions(scheduler.positions)
         self._recoveries.see(scheduler.recovering, scheduler.take_given_up())
         if self._storing is not None:
-            self._storing.turn()
+            try:
+                self._storing.turn()
+            except Exception as error:  # what is lost is recomputed, or waits for the next turn
+                log.error("storage was not looked at: an unexpected error", exc_info=error)
 
     async def _wait(self, scheduler: Scheduler) -> None:
         """Waits for something to do, at most until a request's deadline or a context's expiry."""
