@@ -101,7 +101,16 @@ class Keeping:
             segment = found[record.id] = segment_of(record, before, tenants[record.id])
             segments.adopt(segment)
         for record, _ in contexts:
-            self._contexts.adopt(context_of(record, found[record.segment].path.cut(record.num_tokens)))
+            path = found[record.segment].path.cut(record.num_tokens)
+            try:
+                self._contexts.adopt(context_of(record, path))
+            except Exception as error:  # it stays in the catalog; no context stops a start
+                log.error("context %s is left out: an unexpected error", record.id, exc_info=error)
+        for number in sorted(needed, reverse=True):  # what only those need that are left out goes with them
+            holding = segments.holdings.find(number)
+            if holding is not None and not holding.num_references:
+                segments.retain(holding.segment.path)
+                segments.release(holding.segment.path)
 
     async def note_epoch(self, epoch: int) -> None:
         """Another epoch is about to begin: those of services to come have larger numbers, if that can be kept."""

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from coordinator.catalog.records import ContextRecord, SegmentRecord, SnapshotRecord
 from coordinator.engine.engine import Engine
 from coordinator.engine.house import EngineArriving, EngineLeaving
+from coordinator.placement.contexts import Contexts, NamedPath
 from coordinator.ranks.fakes import FakeRanks
 from coordinator.snapshots.policy import Policy
 from coordinator.snapshots.ports import Form
@@ -193,6 +194,30 @@ async def test_nothing_is_put_whose_number_cannot_be_noted() -> None:
         assert not storage.num_objects
         await arriving.put(attempt.piece(0), b"keys")
         assert storage.num_objects == 1
+
+
+async def test_a_kept_context_that_cannot_be_taken_up_stops_no_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    storage, adopt_context = Storage(), Contexts.adopt
+    async with serving(storage, policy=DEMAND) as service:
+        await ingest_two(service.engine)
+        await ingest(service.engine, range(40), "other")
+
+    def fail(self: Contexts, found: NamedPath) -> None:
+        if found.id == "book":
+            raise KeyError("what an archive made of it")
+        adopt_context(self, found)
+
+    monkeypatch.setattr(Contexts, "adopt", fail)
+    async with serving(storage, policy=DEMAND) as service:
+        service.engine.warm()
+        assert [each.id for each in service.engine.list_contexts()] == ["other"]
+        service.engine.audit()
+    assert "context book is left out" in caplog.text
+    monkeypatch.undo()
+    async with serving(storage, policy=DEMAND) as service:
+        assert len(await ask(service.engine)) == 4, "it is still kept"
 
 
 async def arrive(service: Service) -> EngineArriving:
