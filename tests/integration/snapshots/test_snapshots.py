@@ -262,7 +262,7 @@ async def test_what_is_forgotten_is_saved_anew(tmp_path: Path) -> None:
         await bench.ingest(3)
         await until(lambda: bench.snapshots.is_usable(3))
         before = (await bench.snapshots.manifest(segment(3))).pieces[0].name
-        await bench.snapshots.forget(3, "a byte is flipped")
+        await bench.snapshots.forget({3: "a byte is flipped"})
         bench.snapshots.wake()
         await until(lambda: bench.snapshots.is_usable(3))
         assert (await bench.snapshots.manifest(segment(3))).pieces[0].name != before
