@@ -144,12 +144,13 @@ async def test_what_a_question_computes_anew_is_announced_and_counted(
     async with serving(tmp_path) as service:
         await service.client.ingest("short", (1,) * 50)
         await service.client.ingest("long", (2,) * 50, capacity=100)
+        counted.clear()
         options = {"max_tokens": 10, "num_samples": num_samples, "ignore_end_token": True}
         events = [event async for event in service.client.ask(context, (3,) * num_asked, **options)]
     ends = [event for event in events if isinstance(event, Finished)]
     assert [end.usage.cached_tokens for end in ends] == [cached] * num_samples
     assert all(end.is_exact for end in ends)
-    assert counted == taken
+    assert counted == [num_asked, *taken]
 
 
 async def test_prompts_share_only_what_has_their_rope(tmp_path: Path) -> None:
