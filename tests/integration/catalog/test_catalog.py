@@ -24,6 +24,7 @@ from tests.support.catalog import (
     FIRST,
     FIRST_EPOCH,
     FIRST_UPLOAD,
+    content_of,
     context,
     document,
     ids,
@@ -170,7 +171,7 @@ async def test_texts_of_clients_leave_nothing_when_trees_are_balanced(tmp_path: 
     await catalog.commit(Change(dropped_contexts=("c1",)))
     kept = await catalog.load()
     known = [*(each.display_name.encode() for each in kept.contexts), *(each.header for each in kept.uploads)]
-    content = b"".join(path.read_bytes() for path in tmp_path.iterdir())
+    content = content_of(tmp_path)
     assert set(SECRET.findall(content)) == set(SECRET.findall(b"".join(known)))
     await catalog.close()
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import sys
 from asyncio import create_subprocess_exec, subprocess
 from collections.abc import AsyncIterator, Iterator
@@ -200,3 +201,17 @@ async def test_trailers_are_no_headers(service: Served, address: tuple[str, int]
     async with asyncio.timeout(10):
         assert (await reader.readline()).split()[1] == b"200"
     writer.close()
+
+
+async def test_strangers_write_no_log(address: tuple[str, int], caplog: pytest.LogCaptureFixture) -> None:
+    """Neither with what is no HTTP nor with an upgrade."""
+    upgrade = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: upgrade, close\r\nUpgrade: websocket\r\n\r\n"
+    for sent, status in ((b"nonsense\r\n\r\n", b"400"), (upgrade, b"200")):
+        for _ in range(3):
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(sent)
+            assert (await asyncio.wait_for(reader.read(), 10)).split()[1] == status
+            writer.close()
+    assert [
+        each.getMessage() for each in caplog.records if each.levelno >= logging.INFO and each.name != "door.access"
+    ] == []
