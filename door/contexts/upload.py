@@ -4,7 +4,7 @@ import asyncio
 import math
 from codecs import getincrementaldecoder
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, cast
 
 from starlette.requests import Request
@@ -172,7 +172,7 @@ class Telling:
 
 
 async def uploaded(request: Request) -> Response:
-    """How much of an upload is there."""
+    """How much of an upload is there. One of which nothing is there is not begun."""
     client, header = client_of(request), _header(request, 0)
     if not header.upload_id:
         raise Problem(400, "upload_id: name the upload", param="upload_id")
@@ -183,6 +183,9 @@ async def uploaded(request: Request) -> Response:
     except LongleafError as error:
         raise context_problem(error) from None
     is_complete = first.phase not in ("receiving", "unspecified")
+    if not (is_complete or first.received_bytes):  # asking has begun it
+        with suppress(LongleafError):
+            await in_time(client.cancel_ingest(header.context, header.upload_id))
     headers = {"upload-offset": str(first.received_bytes), "upload-complete": f"?{int(is_complete)}"}
     return Response(headers=headers)
 

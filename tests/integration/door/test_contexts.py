@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from longleaf.errors import NotFound
 from longleaf.messages import Drafting
 from tests.support.doors import opened, standing
 from tests.support.service import TEXT, Served, ids
@@ -107,6 +108,14 @@ async def test_an_upload_is_ended_and_the_context_that_it_goes_into_stays(servic
             assert (await client.delete(wrong)).status_code == status
         assert (await client.head(f"{path}&append=true")).headers["upload-offset"] == "0"
         assert (await client.get("/v1/contexts/book")).json()["tokens"] == 1
+
+
+async def test_asking_for_an_upload_begins_none(service: Served, url: str) -> None:
+    async with httpx2.AsyncClient(base_url=url) as client:
+        answer = await client.head("/v1/contexts/new?upload_id=u1")
+        assert (answer.status_code, answer.headers["upload-offset"], answer.headers["upload-complete"]) == (200, "0", "?0")
+    with pytest.raises(NotFound):
+        await service.client.cancel_ingest("new", "u1")
 
 
 async def test_two_uploads_of_one_name_get_one_context(service: Served, url: str) -> None:

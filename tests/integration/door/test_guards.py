@@ -56,6 +56,8 @@ async def test_what_browsers_send_from_other_sites_gets_the_page_alone(url: str)
     async with httpx2.AsyncClient(base_url=url) as client:
         for path, site, status in (
             ("/v1/models", "cross-site", 403),
+            ("/v1/models", "same-site", 403),  # another port of this machine, too
+            ("/v1/contexts/x?upload_id=u", "same-site", 403),
             ("/v1/models", "same-origin", 200),
             ("/v1/models", "none", 200),
             ("/", "cross-site", 200),
