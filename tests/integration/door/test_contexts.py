@@ -113,7 +113,11 @@ async def test_an_upload_is_ended_and_the_context_that_it_goes_into_stays(servic
 async def test_asking_for_an_upload_begins_none(service: Served, url: str) -> None:
     async with httpx2.AsyncClient(base_url=url) as client:
         answer = await client.head("/v1/contexts/new?upload_id=u1")
-        assert (answer.status_code, answer.headers["upload-offset"], answer.headers["upload-complete"]) == (200, "0", "?0")
+        assert (answer.status_code, answer.headers["upload-offset"], answer.headers["upload-complete"]) == (
+            200,
+            "0",
+            "?0",
+        )
     with pytest.raises(NotFound):
         await service.client.cancel_ingest("new", "u1")
 
