@@ -12,7 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from coordinator.access.authenticator import Anybody, Authenticator
-from coordinator.access.credentials import Credentials
+from coordinator.access.credentials import Credentials, unreachable
 from coordinator.calls.kept_uploads import KeptUploads
 from coordinator.calls.shares import TENANT_SHARE
 from coordinator.calls.use_cases import UseCases
@@ -138,6 +138,8 @@ class Service:
         readies = await self._engine.start()
         self._keeper = Keeper(self._control.roster, self._fleet, config, readies)
         kept = self._durability.notes if self._durability else (NOTHING_KEPT,)
+        if self._durability is not None and isinstance(authenticator, Credentials):
+            kept += unreachable((each.id for each in self._durability.kept.contexts), authenticator.tenants)
         self.notes = (*dict.fromkeys(note for ready in readies for note in ready.notes), *kept, *told)
         self._loop = asyncio.create_task(self._engine.run())
         model = self._describe(self._engine, tokenizer, readies[0])
