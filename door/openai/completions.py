@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from door.bodies import Share, body_of, share_of
 from door.callers import client_of, peer_of
+from door.models import model_name
 from door.openai.answers import Asking, answer, exactness_of, finite, new_id, now, reason_of, spelled
 from door.openai.lengths import with_length
 from door.openai.models import target_of
@@ -33,6 +34,7 @@ async def completions(request: Request) -> Response:
 async def _ask(request: Request, share: Share) -> Asking:
     """The prompt is held by what it returns alone."""
     client = client_of(request)
+    await model_name(request, client)  # no body is awaited from a caller that the service does not let in
     asked, prompt = await body_of(request, share, decode_text)
     target = await target_of(request, client, asked.model, asked.context)
     options = with_length(asked.options(peer_of(request)), asked.max_tokens)
