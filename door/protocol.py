@@ -87,26 +87,29 @@ class DoorProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """As uvicorn's, but nothing is logged: it would be a line for each request of a stranger. The time after an
         answer ends with the next request, and not with any byte."""
-        view, start = memoryview(data), 0
-        while start < len(data) and self.parser is not None and not self._is_deaf:
-            piece = view[start : start + PIECE_BYTES]
-            start += len(piece)
-            self._num_bytes += len(piece)
-            try:
-                self.parser.feed_data(piece)
-                if self._num_bytes > MAX_HEAD_BYTES:
-                    where = "head" if self._is_in_head else "trailers"
-                    raise Refused(Problem(431, f"the request's {where} have more than {MAX_HEAD_BYTES:,} bytes"))
-            except httptools.HttpParserUpgrade as upgrade:  # no other protocol is spoken here
-                start += upgrade.args[0] - len(piece)
-                if self.scope["method"] == "CONNECT":
-                    self._stop_listening()
-            except httptools.HttpParserError as error:
-                cause = error.__context__
-                is_known = isinstance(cause, Refused)
-                self._refuse(cause.problem if is_known else Problem(400, "this is no HTTP/1.1 request"))
-            except Refused as refused:
-                self._refuse(refused.problem)
+        if len(data) <= PIECE_BYTES:
+            self._feed(data)
+            return
+        view = memoryview(data)
+        for start in range(0, len(data), PIECE_BYTES):
+            self._feed(view[start : start + PIECE_BYTES])
+
+    def _feed(self, piece: bytes | memoryview) -> None:
+        if self._is_deaf or self.parser is None:
+            return
+        self._num_bytes += len(piece)
+        try:
+            self.parser.feed_data(piece)
+        except httptools.HttpParserUpgrade:  # what follows need be no HTTP
+            self._stop_listening()
+        except httptools.HttpParserError as error:
+            cause = error.__context__
+            is_known = isinstance(cause, Refused)
+            self._refuse(cause.problem if is_known else Problem(400, "this is no HTTP/1.1 request"))
+        else:
+            if self._num_bytes > MAX_HEAD_BYTES:
+                where = "head" if self._is_in_head else "trailers"
+                self._refuse(Problem(431, f"the request's {where} have more than {MAX_HEAD_BYTES:,} bytes"))
 
     def _refuse(self, problem: Problem) -> None:
         """Reads no more, and says why where an answer has its place."""
@@ -149,8 +152,12 @@ class DoorProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._end_head()
-        self._is_in_head, self._num_bytes = False, 0
+        self._num_bytes = 0
         self._unset_keepalive_if_required()
+        self._begin_request()
+        self._is_in_head = False  # not before: what is refused as a head is none of the latest request's
+
+    def _begin_request(self) -> None:
         if self._is_refused:  # another request follows, before the end
             return
         self._is_surplus = self._is_surplus and self._is_too_full()  # others may have left
@@ -159,10 +166,18 @@ class DoorProtocol(HttpToolsProtocol):
             self._write(full(self._max_connections))
             self._timer = self.loop.call_later(LINGER_SECONDS, self._give_up)
             return
+        if self.parser is not None and self.parser.should_upgrade() and self._has_body():
+            raise Refused(Problem(400, "a request with a body cannot ask for an upgrade: leave Upgrade out"))
         if self._is_busy() and len(self.pipeline) >= MAX_PIPELINED:
-            self._is_in_head = True  # it is not taken
             raise Refused(Problem(503, "too many requests wait on this connection"))
         super().on_headers_complete()
+
+    def _has_body(self) -> bool:
+        """The parser takes a body behind an upgrade for another protocol, or for another request."""
+        return any(
+            name == b"transfer-encoding" or (name == b"content-length" and value.strip(b" 0"))
+            for name, value in self.headers
+        )
 
     def on_body(self, body: bytes) -> None:
         self._num_bytes = 0

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import re
 import sys
 from asyncio import create_subprocess_exec, subprocess
 from collections.abc import AsyncIterator, Iterator
@@ -215,3 +216,25 @@ async def test_strangers_write_no_log(address: tuple[str, int], caplog: pytest.L
     assert [
         each.getMessage() for each in caplog.records if each.levelno >= logging.INFO and each.name != "door.access"
     ] == []
+
+
+async def test_what_follows_an_upgrade_is_no_request(address: tuple[str, int]) -> None:
+    """The parser would read a body behind one as the next request. Requests before it are answered."""
+    upgrade = b" HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n"
+    for request, reason in (
+        (b"GET /healthz" + upgrade + b"\r\n", None),
+        (b"GET /healthz" + upgrade + b"Content-Length: 0\r\n\r\n", None),
+        (b"POST /healthz" + upgrade + b"Content-Length: %d\r\n\r\n" % len(HEALTH), b"leave Upgrade out"),
+        (b"POST /healthz" + upgrade + b"Transfer-Encoding: chunked\r\n\r\n", b"leave Upgrade out"),
+        (b"CONNECT localhost:1 HTTP/1.1\r\nHost: localhost\r\n\r\n", b"this is no HTTP/1.1 request"),
+    ):
+        for before in (b"", HEALTH):
+            reader, writer = await asyncio.open_connection(*address)
+            async with asyncio.timeout(10):
+                writer.write(before + request + HEALTH)
+                answers = await reader.read(-1)
+            writer.close()
+            expected = [b"200"] * bool(before) + ([b"200"] if reason is None else [] if before else [b"400"])
+            assert re.findall(rb"HTTP/1\.1 ([0-9]+)", answers.replace(b"no HTTP/1.1", b"")) == expected, request
+            assert reason is None or before or reason in answers
+            assert b"connection: close" in answers
