@@ -16,6 +16,8 @@ import argparse
 import asyncio
 import itertools
 import json
+import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,7 +35,11 @@ from zoo.checkpoints import make_checkpoint
 from zoo.families import FAMILIES, REFUSED, SEEING, Family, Refused
 
 RESULTS = Path(__file__).parent / "results" / "models.json"
+CLASSES = Path(__file__).parent / "results" / "classes.json"
+"""Written by `bench.classes`."""
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
+MAX_REASON = 160
+"""Characters of a reason in the table of all classes."""
 WORLD_SIZES = (1, 2, 3, 4)
 HALVES = ("bfloat16", "float16")
 DTYPES = ("float32", *HALVES)
@@ -146,14 +152,24 @@ def write(rows: list[Row]) -> None:
     kept |= {row["family"]: kept.get(row["family"], {}) | row for row in rows}
     ordered = [kept[family] for family in (*FAMILIES, *REFUSED) if family in kept]
     RESULTS.write_text(json.dumps(ordered, indent=2) + "\n")
-    PAGE.write_text(page(ordered))
+    PAGE.write_text(page(ordered, json.loads(CLASSES.read_text())))
 
 
-def page(rows: list[Row]) -> str:
+def page(rows: list[Row], walk: Row) -> str:
+    """The text of docs/models.md, from the rows of families and from what `bench.classes` found."""
     refused = [row for row in rows if row.get("refused") is not None]
     served = [row for row in rows if row.get("refused") is None]
     told = {"states": STATES, "seeing": SEEING, "allowed": ALLOWED, "half": half}
-    return render("models", served=served, refused=refused, **told)
+    counts = Counter(found["result"] for found in walk["findings"])
+    classes = {"walk": walk, "counts": counts, "describe_result": describe_result}
+    return render("models", served=served, refused=refused, **told, **classes)
+
+
+def describe_result(found: Row) -> str:
+    """The result for a class, with one short sentence of the reason."""
+    reason = textwrap.shorten(found["reason"].split(". ")[0], MAX_REASON, placeholder=" …").replace("|", "\\|")
+    result = "not possible in transformers" if found["result"] == "cannot" else found["result"]
+    return f"{result}: {reason}" if reason else result
 
 
 def half(found: Row | None) -> str:

@@ -59,12 +59,14 @@ class Durability:
         model = await asyncio.to_thread(read_identity, Path(config.model), config.dtype)
         folder = await asyncio.to_thread(DataFolder.open, Path(data.data_dir), model.digest, config.model, model.facts)
         try:
-            catalog = await Catalog.open(folder.database)
+            catalog = await Catalog.open(folder.database, reserve=folder.reserve)
             kept = await catalog.load()
             journal = await asyncio.to_thread(Journal, folder.path / JOURNAL, model.digest)
             earlier = partial(read_earlier, folder, config.model, model.facts)
             changed = {name: each.changes for name, each in (await asyncio.to_thread(earlier)).items()}
             url = config.snapshot_url or str(folder.path / SNAPSHOTS)
+            # a storage of its own may be filled: deletions need room in the data folder
+            rooms = () if config.snapshot_url else (folder.reserve.check,)
             store = await asyncio.to_thread(Store.open, url, is_tried=False)
         except StorageUnavailable as error:
             folder.close()
@@ -72,7 +74,7 @@ class Durability:
         except BaseException:
             folder.close()
             raise
-        snapshots = Snapshots(store, catalog, kept, model.digest, Policy.of(data), time.time)
+        snapshots = Snapshots(store, catalog, kept, model.digest, Policy.of(data), time.time, *rooms)
         return cls(folder, catalog, kept, journal, changed, snapshots, url, earlier)
 
     async def tell_address(self, address: str) -> None:

@@ -130,6 +130,11 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """So many of a probe's last tokens are scored."""
 
     @property
+    def is_whole(self) -> bool:
+        """Reads all of the context and reports nothing of its parts: it may as well read the tokens themselves."""
+        return not (self.hidden or self.cuts or self.beginning or self.is_probe)
+
+    @property
     def max_tokens(self) -> int:
         """Most tokens of an answer."""
         return 0 if self.is_probe else self.sampling.max_tokens

@@ -16,6 +16,10 @@ OFFSET_BYTES = 8
 MAX_FILES = 65_536
 MAX_FILE_NAME = 1024
 """UTF-8 bytes."""
+MAX_FILE_NAMES = 8 << 20
+"""UTF-8 bytes of the names of all files of a document."""
+FILE_BYTES = 160
+"""Memory that a file takes, beside its name."""
 MAX_TEXT = 1 << 48
 """Bytes of a text."""
 
@@ -47,6 +51,11 @@ class DocumentText(msgspec.Struct, frozen=True, kw_only=True):
         """The byte where token `number` x STRIDE begins."""
         place = number * OFFSET_BYTES
         return int.from_bytes(self.starts[place : place + OFFSET_BYTES], "little")
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory that it takes."""
+        return len(self.starts) + file_bytes(self.files)
 
     @property
     def num_starts(self) -> int:
@@ -100,14 +109,22 @@ def check_files(files: Sequence[TextFile], field: str) -> None:
     """Raises InvalidArgument naming `field` for too many, too long a name, and those that do not follow one another."""
     if len(files) > MAX_FILES:
         raise InvalidArgument(field, f"are {len(files):,}, at most {MAX_FILES:,} are taken")
-    before = -1
+    before, num_name_bytes = -1, 0
     for i, file in enumerate(files):
         if (size := len(file.name.encode())) > MAX_FILE_NAME:
             raise InvalidArgument(f"{field}[{i}].name", f"has {size:,} bytes, at most {MAX_FILE_NAME:,} are taken")
+        num_name_bytes += size
+        if num_name_bytes > MAX_FILE_NAMES:
+            raise InvalidArgument(field, f"have names of over {MAX_FILE_NAMES:,} bytes together")
         if file.start <= before:
             told = f"{file.start} is negative" if file.start < 0 else f"{file.start} does not come after {before}"
             raise InvalidArgument(f"{field}[{i}].byte_start", told)
         before = file.start
+
+
+def file_bytes(files: Sequence[TextFile]) -> int:
+    """Memory that files take."""
+    return sum(FILE_BYTES + len(file.name.encode()) for file in files)
 
 
 def file_at(files: Sequence[TextFile], byte: int) -> TextFile | None:

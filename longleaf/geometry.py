@@ -38,6 +38,9 @@ class Rotary(msgspec.Struct, frozen=True, kw_only=True):
     """More positions than these have another scaling; 0: the scaling does not depend on their number."""
     is_graded: bool = False
     """Each number of positions past `scaled_from` has a scaling of its own; otherwise all have the same."""
+    has_mixed_keys: bool = False
+    """transformers' `generate` goes on with keys of both scalings in its cache when a text becomes longer than
+    `scaled_from`; for some classes it computes all keys anew instead."""
     float32_error: float = 0.0
     """Error of the model's own phases against float64."""
     float64_error: float = 0.0

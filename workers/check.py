@@ -145,7 +145,7 @@ def build(config: PreTrainedConfig, wanted: DtypeName) -> PreTrainedModel:
     named = config.dtype if wanted == "auto" else wanted
     dtype: torch.dtype = getattr(torch, str(named or torch.float32).removeprefix("torch."))
     with torch.device("meta"), no_init_weights():
-        module = models.auto_class(config).from_config(
+        module = models.auto_classes(config)[0].from_config(
             config, dtype=dtype, attn_implementation=hook.NAME, trust_remote_code=False
         )
     for part in module.modules():

@@ -27,9 +27,14 @@ class Ledger:
         usage: Callable[[str], Usage],
         clock: Callable[[], float] = time.monotonic,
         num_uploads: Callable[[str], int] = lambda _: 0,
+        storage_bytes: Callable[[str], int] = lambda _: 0,
+        num_upload_tokens: Callable[[str], int] = lambda _: 0,
     ) -> None:
-        """`num_uploads` tells how many ingests and imports of a tenant are open, or kept to be resumed."""
+        """`num_uploads` gives how many ingests and imports of a tenant are open, or kept to be resumed, and
+        `num_upload_tokens` how many tokens they have; `storage_bytes` what is kept of its contexts."""
         self._usage = usage
+        self._storage_bytes = storage_bytes
+        self._num_upload_tokens = num_upload_tokens
         self._num_uploads = num_uploads
         self._coming = defaultdict[str, Counter[str]](Counter)
         """Contexts and tokens that are being made, and of which `usage` does not tell yet, by tenant."""
@@ -40,10 +45,8 @@ class Ledger:
     def _caller(self) -> Caller:
         return CALLER.get(OWNER)
 
-    @contextmanager
-    def begin_generation(self, num_tokens: int) -> Generator[None, None, None]:
-        """Around the beginning of one, of a prompt of so many tokens, which awaits nothing: what is refused costs
-        nothing. Raises ResourceExhausted."""
+    def check_generation(self) -> None:
+        """Whether another one may begin. Raises ResourceExhausted."""
         caller, quotas = self._caller, self._caller.quotas
         if quotas.generations == 0:
             _refuse(caller, "generations", "none may run")
@@ -55,12 +58,17 @@ class Ledger:
                 _refuse(caller, "waiting" if quotas.waiting else "generations", told, RETRY_SECONDS)
         self._check_rate(caller, "tokens_out_per_minute", self._outs)
         self.check_rate_in()
+
+    @contextmanager
+    def begin_generation(self, num_tokens: int) -> Generator[None, None, None]:
+        """Around the beginning of one, of a prompt of so many tokens, which awaits nothing: what is refused costs
+        nothing. Raises ResourceExhausted."""
+        self.check_generation()
         yield
-        self._ins[caller.tenant].take(num_tokens, quotas.tokens_in_per_minute)
+        self.take_in(num_tokens)
 
     def take_in(self, num_tokens: int) -> None:
-        """So many tokens are read for a generation that has begun, beside its prompt: they count, and are not
-        refused."""
+        """So many tokens are read for what has begun: they count, and are not refused."""
         caller = self._caller
         self._ins[caller.tenant].take(num_tokens, caller.quotas.tokens_in_per_minute)
 
@@ -70,17 +78,18 @@ class Ledger:
         if quotas.contexts is None and quotas.tokens is None and quotas.storage_bytes is None:
             return
         usage, coming = self._usage(caller.tenant), self._coming[caller.tenant]
-        held, num_held = usage.tokens + coming["tokens"], usage.contexts + coming["contexts"]
+        held = usage.tokens + coming["tokens"] + self._num_upload_tokens(caller.tenant)
+        num_held = usage.contexts + coming["contexts"]
         if quotas.contexts is not None and num_contexts and num_held + num_contexts > quotas.contexts:
             _refuse(caller, "contexts", f"there are {num_held:,}, at most {quotas.contexts:,} may be")
         if quotas.tokens is not None and held + num_tokens > quotas.tokens:
-            told = f"its contexts have {held:,} tokens, {num_tokens:,} more are over {quotas.tokens:,}"
+            told = f"its contexts and uploads have {held:,} tokens, {num_tokens:,} more are over {quotas.tokens:,}"
             _refuse(caller, "tokens", told)
-        if quotas.storage_bytes is not None and usage.storage_bytes >= quotas.storage_bytes:
-            told = (
-                f"its contexts take {usage.storage_bytes:,} bytes on storage, at most {quotas.storage_bytes:,} may be"
-            )
-            _refuse(caller, "storage_bytes", told)
+        if quotas.storage_bytes is not None:
+            kept = self._storage_bytes(caller.tenant)
+            if kept >= quotas.storage_bytes:
+                told = f"its contexts take {kept:,} bytes on storage, at most {quotas.storage_bytes:,} may be"
+                _refuse(caller, "storage_bytes", told)
 
     @contextmanager
     def making(self, num_contexts: int, num_tokens: int) -> Generator[None, None, None]:
@@ -98,17 +107,17 @@ class Ledger:
     def begin_document(self, num_contexts: int, num_tokens: int) -> Generator[None, None, None]:
         """Around the beginning of one of so many tokens, into a new context or, for 0, one that is there: what is
         refused costs nothing. Raises ResourceExhausted."""
-        caller = self._caller
         with self.making(num_contexts, num_tokens):
             yield
-        self._ins[caller.tenant].take(num_tokens, caller.quotas.tokens_in_per_minute)
+        self.take_in(num_tokens)
 
-    def check_upload(self) -> None:
-        """Another ingest or import. Raises ResourceExhausted."""
+    def check_upload(self, num_kept: int = 0) -> None:
+        """Another ingest or import; one that was kept goes on beside `num_kept` that nobody sends. Raises
+        ResourceExhausted."""
         caller = self._caller
         if caller.quotas.uploads is None:
             return
-        if (num_open := self._num_uploads(caller.tenant)) >= caller.quotas.uploads:
+        if (num_open := self._num_uploads(caller.tenant) - num_kept) >= caller.quotas.uploads:
             told = f"{num_open} are open or kept to be resumed, at most {caller.quotas.uploads} may be"
             _refuse(caller, "uploads", told, RETRY_SECONDS)
 

@@ -15,12 +15,11 @@ def any_room(_: int) -> AbstractContextManager[None]:
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """What a tenant takes now; documents that are being read count as contexts and tokens already."""
+    """What a tenant takes now, but for storage; documents that are being read count as contexts and tokens already."""
 
     contexts: int = 0
     tokens: int = 0
     """Of its contexts. Those that share a beginning count it each."""
-    storage_bytes: int = 0
     running: int = 0
     """Generations that run."""
     waiting: int = 0

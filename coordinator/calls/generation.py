@@ -113,6 +113,7 @@ class Generation:
 
     async def _events(self, request_id: str, request: Generate, deadline: float | None) -> AsyncGenerator[Event, None]:
         tracing = _tracing(request)
+        self._ledger.check_generation()  # before the work that a long prompt makes
         token_ids = await self._prompts.ids_of(request)
         if request.until_full:
             request = self._filled(request, len(token_ids))
@@ -125,6 +126,8 @@ class Generation:
                 begun = self._engine.submit(prompt)
             async with aclosing(begun) as stream:
                 with self._begin_record(request_id, request, token_ids, deadline) as record:
+                    if request.context is not None:
+                        saw = _counting_copies(saw, len(token_ids), self._ledger.take_in)
                     del request, token_ids, prompt  # the text may be large, and the answer long
                     async with aclosing(self._told(stream, record, answer, tracing, saw)) as told:
                         async for message in told:
@@ -197,7 +200,8 @@ class Generation:
 
     def _filled(self, request: Generate, num_tokens: int) -> Generate:
         """The request with as long an answer as there is room for; where there is none, admission tells why."""
-        room = self._engine.answer_room(request.context, num_tokens, request.num_samples)
+        is_whole = _is_whole(request)
+        room = self._engine.answer_room(request.context, num_tokens, request.num_samples, is_whole=is_whole)
         sampling = msgspec.structs.replace(request.sampling, max_tokens=max(1, min(MAX_TOKENS, room)))
         return msgspec.structs.replace(request, sampling=sampling)
 
@@ -234,7 +238,8 @@ class Generation:
         alphabet, ends = self._tokenizer.alphabet, self._tokenizer.end_tokens
         scaling = ""
         with suppress(LongleafError):  # a context that is gone has no answer
-            scaling = self._engine.scaling_note(request.context, len(token_ids), request.sampling.max_tokens)
+            is_whole, max_tokens = _is_whole(request), request.sampling.max_tokens
+            scaling = self._engine.scaling_note(request.context, len(token_ids), max_tokens, is_whole=is_whole)
         reasons = (self._engine.exactness_note, HIDDEN if request.hidden else "", scaling)
         note = "; ".join(filter(None, reasons))
         return Answer(request_id, request, alphabet, ends, self._clock, note, tracing, before)
@@ -243,6 +248,28 @@ class Generation:
 def _tracing(request: Generate) -> Tracing | None:
     """Raises InvalidArgument."""
     return Tracing(request, request.provenance) if request.provenance is not None else None
+
+
+def _is_whole(request: Generate) -> bool:
+    """As its Prompt is."""
+    return request.provenance is None and not request.hidden
+
+
+def _counting_copies(saw: Saw, num_asked: int, take_in: Callable[[int], None]) -> Saw:
+    """Also takes in the tokens of the context that are computed anew for a question of `num_asked` tokens, because the
+    context's keys are rotated for another length."""
+    num_taken = 0
+
+    def saw_all(event: events.Event) -> None:
+        nonlocal num_taken
+        saw(event)
+        if isinstance(event, events.Admitted) and event.queue_position == 0:
+            num_copied = event.prompt_tokens - num_asked - event.cached_tokens
+            if num_copied > num_taken:
+                take_in(num_copied - num_taken)
+                num_taken = num_copied
+
+    return saw_all
 
 
 def _note(request_id: str) -> None:

@@ -161,21 +161,32 @@ class Ingest:
         if header.settings.capacity is not UNSET:
             self._engine.check_capacity(header.settings.capacity)
         limit = self._limit(header)
-        self._ledger.check_context(0 if header.append else 1, 1)
-        self._ledger.check_upload()
+        kept = self._uploads.kept
+        is_kept = kept is not None and kept.has(header)
+        self._ledger.check_rate_in()
+        self._check_tokens(header, 1)
+        self._check_upload(header, is_kept)
         opening = await self._prompts.opening(header.system, limit) if header.system else None
         if header.upload_id and (known := self._known(header)) is not None:
             return known  # another stream of it has come meanwhile
         encoder = self._tokenizer.document_encoder(is_first=not header.append, opening=opening)
         document = Intake(encoder, limit, self._tokenizer.vocabulary_size, header.files)
-        if self._uploads.kept is not None:
-            await self._uploads.kept.take_up(header, document)
+        if kept is not None:
+            await kept.take_up(header, document)
         document.expect(header.total_bytes)
         # What can be resumed goes on when its client has waited long enough for now.
         upload = Upload(header, document, self._threads, None if header.upload_id else deadline)
-        self._ledger.check_upload()  # others may have begun meanwhile
+        self._check_upload(header, is_kept)  # others may have begun meanwhile
         self._uploads.add(upload)
         return upload
+
+    def _check_upload(self, header: IngestHeader, is_kept: bool) -> None:
+        """Whether it may begin, or go on. Raises ResourceExhausted."""
+        self._ledger.check_upload(self._uploads.num_kept_of(header.tenant) if is_kept else 0)
+
+    def _check_tokens(self, header: IngestHeader, num_tokens: int = 0) -> None:
+        """Whether an upload may have so many tokens more than it has. Raises ResourceExhausted."""
+        self._ledger.check_context(0 if header.append else 1, num_tokens)
 
     def _limit(self, header: IngestHeader) -> TextLimit:
         """What the document may be at most."""
@@ -211,6 +222,7 @@ class Ingest:
         """Raises DeadlineExceeded when the stream sends nothing for too long, and InvalidArgument when the context's
         time passes meanwhile."""
         upload, reported = owner.upload, _report("receiving", document)
+        num_counted = document.num_tokens
         yield reported
         while (piece := await self._next(pieces, upload.header.settings.ingest_expiry)) is not None:
             owner.check()  # one that has lost it counts nothing
@@ -219,6 +231,9 @@ class Ingest:
             del piece  # it may be large, and the next one long in coming
             async for _ in steps:
                 self._uploads.count(upload)
+                self._ledger.take_in(document.num_tokens - num_counted)
+                num_counted = document.num_tokens
+                self._check_tokens(upload.header)
                 if self._uploads.kept is not None:
                     self._uploads.kept.keep(upload.header, document)
                 report = _report("receiving", document)
@@ -231,6 +246,7 @@ class Ingest:
         owner.check()
         document.check_size()
         await owner.work(document.finish)
+        self._ledger.take_in(document.num_tokens - num_counted)
 
     async def _next(self, pieces: AsyncIterator[IngestPiece], expires: float | None = None) -> IngestPiece | None:
         """None at the end. Raises DeadlineExceeded, and InvalidArgument from `expires` on."""
@@ -265,9 +281,8 @@ class Ingest:
             text=document.text,
             claim=claim,
         )
-        self._ledger.check_rate_in()
-        with self._ledger.begin_document(0 if header.append else 1, document.num_tokens):
-            stream = self._engine.ingest(asked)
+        self._check_tokens(header)
+        stream = self._engine.ingest(asked)
         begun = _report("prefilling", document, total=document.num_tokens)
         return PrefillTask(stream, self._reports(header, stream, begun))
 

@@ -8,14 +8,13 @@ from coordinator.calls.text_limit import TextLimit
 from coordinator.text.encoder import Encoder, Settled
 from coordinator.text.threads import STEP_CHARACTERS
 from coordinator.text.vocabulary import check_known
-from longleaf.document_text import DocumentText, TextFile, check_files, packed
+from longleaf.document_text import DocumentText, TextFile, check_files, file_bytes, packed
 from longleaf.errors import InvalidArgument
 
 STEP_BYTES = 1 << 16
 """Text taken at once."""
 SIZE = "config.total_size_bytes"
 FILES = "config.files"
-FILE_BYTES = 160
 """Memory of what is said of a file, beside its name."""
 
 
@@ -36,7 +35,7 @@ class Intake:
         """`files` are those that the text is put together of. Raises InvalidArgument where they cannot be."""
         check_files(files, FILES)
         self._files = tuple(files)
-        self._file_bytes = sum(FILE_BYTES + len(file.name) for file in self._files)
+        self._file_bytes = file_bytes(self._files)
         self._encoder = encoder
         self._limit = limit
         self._vocabulary_size = vocabulary_size

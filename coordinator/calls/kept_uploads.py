@@ -4,7 +4,8 @@ import asyncio
 import logging
 import time
 from array import array
-from collections.abc import Callable, Coroutine, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Container, Coroutine, Iterable
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from coordinator.text.encoder import Settled
 from longleaf.document_text import count_starts
 from longleaf.errors import DataLoss, InvalidArgument, NotFound, StorageUnavailable
 from longleaf.messages import IngestHeader
+from longleaf.tenants import tenant_of
 
 KEEP_SECONDS = 7 * 86_400.0
 """How long a document is kept that nobody goes on with."""
@@ -35,6 +37,12 @@ class Beginning(msgspec.Struct, frozen=True):
     """Ids that are kept with it; early versions did not say."""
 
 
+class _Size(msgspec.Struct, frozen=True):
+    """Of a Beginning, its size alone."""
+
+    num_tokens: int | None = None
+
+
 class KeptUploads:
     """The documents with an upload id: what is settled of them is kept a little later. `wall_clock` dates them."""
 
@@ -47,8 +55,12 @@ class KeptUploads:
         """`records` are those of earlier services."""
         self._catalog = catalog
         self._wall_clock = wall_clock
-        self._records: dict[UploadKey, UploadRecord] = {record.key: record for record in records}
+        self._records: dict[UploadKey, UploadRecord] = {}
         """As they are kept."""
+        self._tokens = defaultdict[str, dict[UploadKey, int]](dict)
+        """Of each of them, by tenant."""
+        for record in records:
+            self._put(record, msgspec.msgpack.decode(record.header, type=_Size).num_tokens or 0)
         self._num_kept: dict[UploadKey, int] = {}
         """Ids that are kept, or about to be."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -82,6 +94,29 @@ class KeptUploads:
             return
         document.go_on(ids, Settled(record.settled_bytes, beginning.num_lead), starts)
         self._num_kept[key] = len(ids)
+
+    def has(self, header: IngestHeader) -> bool:
+        """Whether something of an upload is kept."""
+        return _key(header) in self._records
+
+    def tokens_of(self, tenant: str, besides: Container[UploadKey]) -> list[int]:
+        """Tokens of each upload of a tenant, but for some."""
+        kept = self._tokens.get(tenant, {})
+        return [num_tokens for key, num_tokens in kept.items() if key not in besides]
+
+    def _put(self, record: UploadRecord, num_tokens: int) -> None:
+        self._records[record.key] = record
+        self._tokens[tenant_of(record.context)][record.key] = num_tokens
+
+    def _pop(self, key: UploadKey) -> bool:
+        """Says whether there was one."""
+        if self._records.pop(key, None) is None:
+            return False
+        tenant = tenant_of(key[0])
+        del self._tokens[tenant][key]
+        if not self._tokens[tenant]:
+            del self._tokens[tenant]
+        return True
 
     def keep(self, header: IngestHeader, document: Intake) -> None:
         """Takes note of how far a document has come."""
@@ -117,12 +152,12 @@ class KeptUploads:
                 self._num_kept[record.key] = NEVER
         else:
             if record.key in self._num_kept:  # else it has ended meanwhile
-                self._records[record.key] = record
+                self._put(record, start + len(ids))
 
     def forget(self, header: IngestHeader) -> bool:
         """A document is part of its context, or nobody will go on with it. Says whether something of it was kept."""
         key = _key(header)
-        is_kept = self._records.pop(key, None) is not None
+        is_kept = self._pop(key)
         is_kept = self._num_kept.pop(key, 0) > 0 or is_kept
         if is_kept:
             self._start(self._drop(key))
@@ -139,7 +174,7 @@ class KeptUploads:
         now = self._wall_clock()
         for record in list(self._records.values()):
             if now - record.updated > KEEP_SECONDS:
-                del self._records[record.key]
+                self._pop(record.key)
                 self._start(self._drop(record.key))
 
     async def _drop_old_for_ever(self) -> None:

@@ -34,13 +34,14 @@ class Submitter(Capacity, Protocol):
         """Most tokens that are drafted for an answer in a step."""
         ...
 
-    def answer_room(self, context: str | None, num_tokens: int, num_samples: int) -> int:
-        """Tokens that each answer may have after so many of a prompt, if all may be that long. Raises NotFound."""
+    def answer_room(self, context: str | None, num_tokens: int, num_samples: int, *, is_whole: bool = True) -> int:
+        """Tokens that each answer may have after so many of a prompt, if all may be that long. `is_whole`: see Prompt.
+        Raises NotFound."""
         ...
 
-    def scaling_note(self, context: str | None, num_tokens: int, max_tokens: int) -> str:
+    def scaling_note(self, context: str | None, num_tokens: int, max_tokens: int, *, is_whole: bool = True) -> str:
         """Why an answer of up to `max_tokens` after a prompt of `num_tokens` is not that of transformers because of how
-        its positions are scaled; empty where it is. Raises NotFound."""
+        its positions are scaled; empty where it is. `is_whole`: see Prompt. Raises NotFound."""
         ...
 
     def grounds(self, context_id: str) -> events.Grounds:

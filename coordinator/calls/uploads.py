@@ -192,9 +192,23 @@ class Uploads:
         return self._num_bytes.total()
 
     def num_of(self, tenant: str) -> int:
-        """Uploads of a tenant that are open, or kept to be resumed."""
+        """Uploads of a tenant that are open, or kept to be resumed, also those of an earlier service."""
         self._trim()
-        return sum(upload.header.tenant == tenant for upload in self._all)
+        return sum(upload.header.tenant == tenant for upload in self._all) + self.num_kept_of(tenant)
+
+    def num_kept_of(self, tenant: str) -> int:
+        """Those of an earlier service, or that gave way since."""
+        return len(self._kept_tokens(tenant))
+
+    def num_tokens_of(self, tenant: str) -> int:
+        """Tokens of those whose documents are not with the engine."""
+        own = (upload.document for upload in self._all if upload.header.tenant == tenant)
+        arrived = (document.num_tokens for document in own if document is not None)
+        return sum(arrived) + sum(self._kept_tokens(tenant))
+
+    def _kept_tokens(self, tenant: str) -> list[int]:
+        """Tokens of each upload of a tenant that is kept, and not in memory."""
+        return self.kept.tokens_of(tenant, self._by_key) if self.kept is not None else []
 
     def find(self, header: IngestHeader) -> Upload | None:
         """The ingest that `header` goes on with. Raises InvalidArgument when it began in another way."""

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from coordinator.access.caller import CALLER, OWNER
 from coordinator.access.ledger import Ledger
 from coordinator.access.usage import Room, Usage
 from coordinator.calls.context_text import ContextTexts, TextSource
@@ -64,7 +65,11 @@ class ServedEngine(Submitter, Ingester, ContextStore, Rereader, TextSource, Prot
     """All that the use cases ask of the engine."""
 
     def usage(self, tenant: str) -> Usage:
-        """What a tenant takes."""
+        """What a tenant takes, but for storage."""
+        ...
+
+    def storage_bytes(self, tenant: str) -> int:
+        """Bytes that are kept of a tenant's contexts."""
         ...
 
     @property
@@ -95,9 +100,15 @@ class UseCases:
     ) -> None:
         self.sampling_defaults = sampling_defaults
         """For sampling parameters that requests leave out."""
-        self._ledger = ledger = Ledger(engine.usage, num_uploads=self._num_uploads)
+        self._uploads = Uploads(kept=kept_uploads, tenant_share=tenant_share)
+        self._ledger = ledger = Ledger(
+            engine.usage,
+            num_uploads=self._num_uploads,
+            storage_bytes=engine.storage_bytes,
+            num_upload_tokens=self._uploads.num_tokens_of,
+        )
         observers = Observers((observers, ledger))
-        self.threads = TextThreads()
+        self.threads = TextThreads(tenant=lambda: CALLER.get(OWNER).tenant)
         """Where all that takes long is done, so that it takes turns."""
         self.texts = ContextTexts(engine, tokenizer, self.threads)
         self.generation = Generation(
@@ -110,7 +121,6 @@ class UseCases:
             tenant_share=tenant_share,
             text_maps=self.texts.map_of,
         )
-        self._uploads = Uploads(kept=kept_uploads, tenant_share=tenant_share)
         self.ingest = Ingest(engine, tokenizer, self.threads, self._uploads, ledger=ledger)
         self._kept_uploads = kept_uploads
         self.contexts: ContextStore = engine

@@ -12,11 +12,12 @@ from sqlalchemy import Connection
 
 from coordinator.catalog import writing
 from coordinator.catalog.database import BUSY_SECONDS, Database
-from coordinator.catalog.faults import at_start
+from coordinator.catalog.faults import at_start, is_full
 from coordinator.catalog.loading import load
 from coordinator.catalog.ports import NO_STARTS
 from coordinator.catalog.records import Change, Committed, Kept, Outgoing, UploadKey, UploadRecord
-from longleaf.errors import Unavailable
+from coordinator.catalog.reserve import Reserve
+from longleaf.errors import StorageUnavailable, Unavailable
 
 DATABASE = "catalog.db"
 """Its name in its folder."""
@@ -28,18 +29,19 @@ Result = TypeVar("Result")
 class Catalog:
     """Implements the protocols of coordinator.catalog.ports. Whoever opens it has the lock of its folder."""
 
-    def __init__(self, database: Database, thread: ThreadPoolExecutor) -> None:
-        """`database` belongs to the thread."""
+    def __init__(self, database: Database, thread: ThreadPoolExecutor, reserve: Reserve | None = None) -> None:
+        """`database` and `reserve`, the room that deletions may use, belong to the thread."""
         self._database = database
         self._thread = thread
+        self._reserve = reserve
         self._closing: asyncio.Future[None] | None = None
 
     @classmethod
-    async def open(cls, path: Path, busy_seconds: float = BUSY_SECONDS) -> "Catalog":
+    async def open(cls, path: Path, busy_seconds: float = BUSY_SECONDS, reserve: Reserve | None = None) -> "Catalog":
         """The database at `path`, made when it is not there. Raises CatalogError, which says what to do."""
         database = Database(path, busy_seconds)
         thread = ThreadPoolExecutor(1, thread_name_prefix="catalog")
-        catalog = cls(database, thread)
+        catalog = cls(database, thread, reserve)
         try:
             await catalog._call(database.open)
         except BaseException:
@@ -58,15 +60,18 @@ class Catalog:
         return await self._call(self._commit, change)
 
     def _commit(self, change: Change) -> Committed:
-        committed = self._write(writing.write_change, change)
+        write = self._write_at_any_rate if change.only_drops else self._write
+        committed = write(writing.write_change, change)
         is_deletion = any(each.content is None for each in change.outgoing)
         if committed.segments or change.dropped_contexts or change.dropped_uploads or is_deletion:
             self._database.note_remains()
         self._database.scrub()
+        if self._reserve is not None:
+            self._reserve.make()
         return committed
 
     async def note_epoch(self, epoch: int) -> None:
-        await self._call(self._write, writing.write_epoch, epoch)
+        await self._call(self._write_at_any_rate, writing.write_epoch, epoch)
 
     async def append_upload(
         self, record: UploadRecord, start: int, new_ids: "array[int]", new_starts: "array[int]" = NO_STARTS
@@ -86,7 +91,7 @@ class Catalog:
         return await self._call(self._write, writing.read_outgoing, limit, only_deletions)
 
     async def done(self, keys: Sequence[int]) -> None:
-        await self._call(self._write, writing.drop_outgoing, keys)
+        await self._call(self._write_at_any_rate, writing.drop_outgoing, keys)
 
     async def close(self) -> None:
         if self._closing is None:
@@ -103,6 +108,20 @@ class Catalog:
         """Calls it in a transaction."""
         with self._database.transaction() as connection:
             return function(connection, *args, **kwargs)
+
+    def _write_at_any_rate(
+        self,
+        function: Callable[Concatenate[Connection, Arguments], Result],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> Result:
+        """As `_write`, also where the disk is full and there is a reserve."""
+        try:
+            return self._write(function, *args, **kwargs)
+        except StorageUnavailable as error:
+            if not is_full(error) or self._reserve is None or not self._reserve.release():
+                raise
+        return self._write(function, *args, **kwargs)
 
     async def _call(
         self, function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs

@@ -138,7 +138,7 @@ def changed(kept: Kept, change: Change) -> tuple[Kept, Committed]:
             for each in kept.uploads
             if each.key not in change.dropped_uploads and each.context not in change.dropped_contexts
         ),
-        next_segment=max([kept.next_segment, *(each.id + 1 for each in change.segments)]),
+        next_segment=max([kept.next_segment, change.next_segment, *(each.id + 1 for each in change.segments)]),
     )
     lost = manifests - {each.manifest for each in after.values()}
     return after_kept, Committed(tuple(sorted(gone)), tuple(sorted(lost)))

@@ -68,6 +68,12 @@ def fault_of(error: Exception) -> Fault:
     return known._replace(reason=f"{known.reason} ({cause})")
 
 
+def is_full(error: Exception) -> bool:
+    """Whether an error of this module comes from a full disk."""
+    cause = error.__cause__
+    return isinstance(cause, Exception) and code_of(cause) == sqlite3.SQLITE_FULL
+
+
 def while_running(path: Path, error: Exception) -> LongleafError:
     """DataLoss where the file is damaged, otherwise StorageUnavailable."""
     fault = fault_of(error)

@@ -12,6 +12,7 @@ from filelock import FileLock, Timeout
 
 from coordinator.catalog.catalog import DATABASE
 from coordinator.catalog.database import sync_folder
+from coordinator.catalog.reserve import Reserve
 from longleaf.errors import CatalogError
 
 T = TypeVar("T")
@@ -52,6 +53,8 @@ class DataFolder:
     def __init__(self, path: Path, lock: FileLock) -> None:
         self.path = path
         self._lock = lock
+        self.reserve = Reserve(path)
+        """Room that only deletions and starts may use."""
 
     @classmethod
     def open(cls, data_dir: Path, fingerprint: str, model: str, facts: dict[str, str]) -> "DataFolder":
@@ -69,8 +72,11 @@ class DataFolder:
             folder = cls(path, _locked(path))
         except OSError as error:
             raise _unusable(data_dir, error) from error
+        folder.reserve.prepare_start()
         try:
-            write_whole(path / MODEL, msgspec.json.encode(ModelFile(model, fingerprint, facts)))
+            told = ModelFile(model, fingerprint, facts)
+            if _read(path / MODEL, ModelFile) != told:
+                write_whole(path / MODEL, msgspec.json.encode(told))
             folder.tell_address("")
         except OSError as error:
             folder.close()

@@ -13,7 +13,7 @@ from longleaf.storage.archive import Notes
 from longleaf.storage.files import Entry
 from longleaf.storage.manifest import Piece, SegmentManifest
 from longleaf.storage.names import attempt_of_manifest, place_of_note, segments_folder
-from longleaf.storage.note import ContextNote
+from longleaf.storage.note import ContextNote, sound_ends
 
 SERVICE = "--service"
 
@@ -198,10 +198,8 @@ def _note_numbers(stored: Stored, service: str) -> Iterator[int]:
 
 def _context(note: ContextNote, segment: int) -> ContextRecord:
     """Raises DataLoss where the note contradicts itself."""
-    ends = note.ends or (note.num_tokens,)
-    bounds = [0, *ends]
-    is_rising = all(a < b for a, b in zip(bounds, ends, strict=False))
-    if not is_rising or ends[-1] != note.num_tokens or note.capacity < note.num_tokens:
+    ends = sound_ends(note.ends, note.num_tokens)
+    if ends is None or note.capacity < note.num_tokens:
         raise _lost(note, "its note contradicts itself")
     return ContextRecord(
         id=note.context,

@@ -108,8 +108,15 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     """By segment."""
     dropped_uploads: tuple[UploadKey, ...] = ()
     """Those that became contexts, or that nobody will go on with."""
+    next_segment: int = 0
+    """Ids below are given out, whether or not segments with them are kept."""
     outgoing: tuple[Outgoing, ...] = ()
     """Each one instead of an earlier one of the same name that still waits."""
+
+    @property
+    def only_drops(self) -> bool:
+        """Whether it makes nothing that was not there, but for what is to be written of that."""
+        return not (self.segments or self.contexts or self.snapshots)
 
 
 class Committed(msgspec.Struct, frozen=True):
@@ -132,7 +139,7 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     snapshots: tuple[SnapshotRecord, ...] = ()
     uploads: tuple[UploadRecord, ...] = ()
     next_segment: int = 0
-    """Greater than the id of any segment that was ever kept."""
+    """Greater than the id of any segment that was ever kept, or given out to one that came with an archive."""
     next_outgoing: int = 0
     """How much was ever outgoing."""
     epoch: int = 0

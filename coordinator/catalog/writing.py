@@ -48,6 +48,8 @@ def write_change(connection: Connection, change: Change) -> Committed:
         drop_upload(connection, key)
     for segment in change.segments:
         _add_segment(connection, segment)
+    if change.next_segment:
+        _raise_next_segment(connection, change.next_segment)
     _put(connection, contexts, [rows.context_row(record) for record in change.contexts])
     manifests |= _put_snapshots(connection, change.snapshots)
     gone, swept = _sweep(connection) if _may_leave_segments(change) else ((), set[str]())
@@ -95,9 +97,13 @@ def _add_segment(connection: Connection, record: SegmentRecord) -> None:
     _add_pieces(connection, segment_ids, rows.piece_rows(segment_ids, {"segment": record.id}, record.token_ids))
     if record.text is not None:
         connection.execute(insert(segment_texts), rows.text_row(record.id, record.text))
+    _raise_next_segment(connection, record.id + 1)
+
+
+def _raise_next_segment(connection: Connection, number: int) -> None:
     state = _state(connection)
-    if record.id >= state["next_segment"]:
-        _set_state(connection, {**state, "next_segment": record.id + 1})
+    if number > state["next_segment"]:
+        _set_state(connection, {**state, "next_segment": number})
 
 
 def _add_pieces(connection: Connection, table: Table, pieces: Iterable[rows.Row]) -> None:

@@ -3,15 +3,13 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-from msgspec.structs import replace
-
 from coordinator.access.usage import Room, Usage, any_room
 from coordinator.engine.earlier import EarlierContexts
 from coordinator.engine.keeping import Keeping
 from coordinator.engine.recoveries import Recoveries
 from coordinator.events import LAST_IDS, DocumentPart, Grounds
 from coordinator.placement.contexts import NamedPath
-from coordinator.placement.positions import Positions
+from coordinator.placement.positions import Positions, Ropes
 from coordinator.scheduling.limits import num_fed
 from coordinator.scheduling.scheduler import Scheduler
 from longleaf import messages
@@ -59,20 +57,30 @@ class ContextCalls(ABC):
         """Tokens of a context. Raises NotFound."""
         return self.named(context_id).num_tokens
 
-    def answer_room(self, context: str | None, num_tokens: int, num_samples: int) -> int:
-        """Tokens that each answer may have after so many of a prompt. Raises NotFound."""
+    def answer_room(self, context: str | None, num_tokens: int, num_samples: int, *, is_whole: bool = True) -> int:
+        """Tokens that each answer may have after so many of a prompt. `is_whole`: see Prompt. Raises NotFound."""
         named = self.named(context) if context is not None else None
-        capacity = named.capacity if named else self.positions.capacity(num_tokens, None)
-        held = named.num_tokens if named else 0
-        return min(capacity - held - num_tokens, self.total_tokens // (ANSWER_PART * num_samples))
+        num_prompt = (named.num_tokens if named else 0) + num_tokens
+        if named is None:
+            capacity = self.positions.capacity(num_prompt, None)
+        elif is_whole:
+            capacity = self.positions.question_capacity(named.rope, named.capacity, num_prompt)
+        else:
+            capacity = named.capacity
+        return min(capacity - num_prompt, self.total_tokens // (ANSWER_PART * num_samples))
 
-    def scaling_note(self, context: str | None, num_tokens: int, max_tokens: int) -> str:
+    def scaling_note(self, context: str | None, num_tokens: int, max_tokens: int, *, is_whole: bool = True) -> str:
         """Why an answer of up to `max_tokens` after a prompt of `num_tokens` is not that of transformers because of how
-        its positions are scaled; empty where it is. Raises NotFound."""
+        its positions are scaled; empty where it is. `is_whole`: see Prompt. Raises NotFound."""
         if context is None:
-            return self.positions.scaling_note(self.positions.rope(num_tokens + num_fed(max_tokens)), num_tokens)
+            return self.positions.scaling_note(self.positions.ropes(num_tokens + num_fed(max_tokens)), num_tokens)
         named = self.named(context)
-        return self.positions.scaling_note(named.rope, named.num_tokens + num_tokens)
+        num_prompt = named.num_tokens + num_tokens
+        ropes = Ropes(named.rope, named.rope)
+        if is_whole:
+            num_positions = num_prompt + num_fed(max_tokens)
+            ropes = self.positions.question_ropes(named.rope, named.capacity, num_positions)
+        return self.positions.scaling_note(ropes, num_prompt)
 
     def grounds(self, context_id: str) -> Grounds:
         """What can be told of where answers about a context come from. Raises NotFound."""
@@ -119,10 +127,12 @@ class ContextCalls(ABC):
         return [self._view(context) for context in self._open().contexts.of_tenant(tenant, after, limit)]
 
     def usage(self, tenant: str) -> Usage:
-        """What a tenant takes."""
-        scheduler = self._open()
-        views = map(self._view, scheduler.contexts.of_tenant(tenant))
-        return replace(scheduler.usage(tenant), storage_bytes=sum(view.storage_bytes for view in views))
+        """What a tenant takes, but for storage."""
+        return self._open().usage(tenant)
+
+    def storage_bytes(self, tenant: str) -> int:
+        """Bytes that are kept of a tenant's contexts, on storage and in the catalog."""
+        return self._keeping.total_bytes(self._open().contexts.totals(tenant))
 
     async def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> messages.Context:
         """A new context of the first `num_tokens` tokens of another, by default all. Copies nothing.

@@ -1,7 +1,7 @@
 """Contexts that an earlier checkpoint has read, made anew for the one that is served."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 
 from msgspec.structs import replace
 
@@ -24,41 +24,54 @@ class EarlierContexts:
         self._lasting = lasting
         self._keeping = keeping
         self._wall_clock = wall_clock
+        self._names = frozenset(lasting.changed) if lasting is not None else frozenset[str]()
+        """Of all that was there when the service began."""
+        self._reading = asyncio.Lock()
+        """All folders are read whole, also for a tenant that has little there: by one call at a time."""
 
     async def adopt(self, context_id: str, positions: Positions, vocabulary_size: int, room: Room) -> NamedPath:
         """The context with its tokens and settings, of which nothing is held. Raises AlreadyExists, NotFound,
         CheckpointChanged where it cannot be read by this checkpoint, DataLoss, StorageUnavailable, and what `room`
         raises."""
         self._keeping.check_free(context_id)
-        found = (await self._read()).get(context_id)
-        if found is None:
-            raise NotFound(f"contexts/{context_id}")
-        return await self._adopt(found, positions, vocabulary_size, room)
+        async with self._reading:
+            found = (await self._read({context_id})).get(context_id)
+            if found is None:
+                raise NotFound(f"contexts/{context_id}")
+            return await self._adopt(found, positions, vocabulary_size, room)
 
     async def adopt_all(
         self, positions: Positions, vocabulary_size: int, tenant: str, room: Room
     ) -> tuple[list[NamedPath], dict[str, LongleafError]]:
         """All of a tenant, by name, and what kept those away that are missing."""
         adopted, refused = list[NamedPath](), dict[str, LongleafError]()
-        own = {name: found for name, found in (await self._read()).items() if tenant_of(name) == tenant}
-        for name, found in sorted(own.items()):
+        names = set[str]()
+        for name in sorted(name for name in self._names if tenant_of(name) == tenant):
             try:
-                adopted.append(await self._adopt(found, positions, vocabulary_size, room))
+                self._keeping.check_free(name)
             except LongleafError as error:
                 refused[name] = error
-        return adopted, refused
+            else:
+                names.add(name)
+        async with self._reading:
+            for name, found in sorted((await self._read(names)).items()):
+                try:
+                    adopted.append(await self._adopt(found, positions, vocabulary_size, room))
+                except LongleafError as error:
+                    refused[name] = error
+        return adopted, dict(sorted(refused.items()))
 
     async def _adopt(self, found: EarlierContext, positions: Positions, vocabulary_size: int, room: Room) -> NamedPath:
         record, path = anew(found, positions, vocabulary_size)
         with room(record.num_tokens):
             return await self._keeping.adopt(record, path)
 
-    async def _read(self) -> Mapping[str, EarlierContext]:
-        """But for those that have expired."""
-        if self._lasting is None:
+    async def _read(self, names: Set[str]) -> Mapping[str, EarlierContext]:
+        """Those of these names, but for those that have expired."""
+        if self._lasting is None or not names & self._names:
             return {}
         now, found = self._wall_clock(), await asyncio.to_thread(self._lasting.read_earlier)
-        return {name: each for name, each in found.items() if not _is_past(each.record, now)}
+        return {name: each for name, each in found.items() if name in names and not _is_past(each.record, now)}
 
 
 def _is_past(record: ContextRecord, now: float) -> bool:

@@ -1,6 +1,7 @@
 """The engine: the loop that turns submitted requests into steps and the results of steps into streams."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -39,6 +40,7 @@ Observer = Callable[[StepPlan, StepResult], None]
 """Sees each step once it is answered, in their order, while the ranks work on the next one. It must be quick, and not
 raise."""
 ANY_MODEL = ModelInfo(name="")
+log = logging.getLogger(__name__)
 STOPPING = "the service is stopping"
 
 
@@ -315,6 +317,8 @@ class Engine(ContextCalls):
 
     def _tell(self, scheduler: Scheduler, outcomes: Sequence[Outcome] = ()) -> None:
         """Tells the readers what happened."""
+        for fault in scheduler.take_faults():
+            log.error("an unexpected error ended what it came from, and nothing else", exc_info=fault)
         told = [*outcomes, *scheduler.drain()]
         for request_id, outcome in told:
             if isinstance(outcome, Sealed):
@@ -325,7 +329,10 @@ class Engine(ContextCalls):
             self._readers.tell_positions(scheduler.positions)
         self._recoveries.see(scheduler.recovering, scheduler.take_given_up())
         if self._storing is not None:
-            self._storing.turn()
+            try:
+                self._storing.turn()
+            except Exception as error:  # what is lost is recomputed, or waits for the next turn
+                log.error("storage was not looked at: an unexpected error", exc_info=error)
 
     async def _wait(self, scheduler: Scheduler) -> None:
         """Waits for something to do, at most until a request's deadline or a context's expiry."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
 from coordinator.placement.paths import Segment
@@ -33,8 +33,12 @@ class Manifests(Protocol):
         """Of this very segment. Raises NotFound, DataLoss or StorageUnavailable."""
         ...
 
-    async def forget(self, segment_id: int, reason: str) -> None:
-        """Never believes it again."""
+    def imported_with(self, segment_id: int) -> Sequence[int]:
+        """The segments that came with the same archive, itself among them; empty for one that was written here."""
+        ...
+
+    async def forget(self, damaged: Mapping[int, str]) -> None:
+        """Never believes it again, of segments and for reasons."""
         ...
 
 
@@ -71,6 +75,9 @@ class Fetching:
         """Takes the orders that there are."""
         assert self._restoring is not None
         restoring = self._restoring
+        for segment_id in restoring.take_broken():
+            if self._manifests.imported_with(segment_id):  # else it may be the ranks' own fault
+                self._distrust(restoring, segment_id, "an epoch broke while it was restored")
         for ticket in (discarded := restoring.take_discarded()):
             for member in self._sent.pop(ticket, ()):
                 self._start(self._discard(member, ticket))
@@ -81,9 +88,19 @@ class Fetching:
                 self._order(restoring, part)
         for segment_id in [one for one in self._pieces if not restoring.needs(one)]:
             del self._pieces[segment_id]
-        for segment_id in [one for one in self._damaged if not (restoring.needs(one) or one in self._forgetting)]:
-            self._forgetting.add(segment_id)
-            self._start(self._forget(segment_id))
+        damaged = self._damaged.items()
+        free = {one: why for one, why in damaged if not (restoring.needs(one) or one in self._forgetting)}
+        if free:
+            self._forgetting |= free.keys()
+            self._start(self._forget(free))
+
+    def _distrust(self, restoring: Restoring, segment_id: int, reason: str) -> None:
+        """What storage has of a segment is damaged: nothing more is taken of it, nor of the archive it came with."""
+        self._damaged.setdefault(segment_id, reason)
+        for other in self._manifests.imported_with(segment_id):
+            if other != segment_id:
+                self._damaged.setdefault(other, f"it came with an archive in which segment {segment_id} is damaged")
+                restoring.refuse(other)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -96,29 +113,33 @@ class Fetching:
         try:
             async with asyncio.timeout(FETCH_SECONDS):
                 manifest = await self._manifests.manifest(segment)
+            self._pieces[segment.id] = manifest
+            windows = manifest.windows.runs if manifest.windows else ()
+            restoring.offer(segment.id, [piece.runs for piece in manifest.pieces], windows)
         except (NotFound, DataLoss) as error:
-            self._damaged[segment.id] = str(error)
+            self._distrust(restoring, segment.id, str(error))
             restoring.refuse(segment.id)
         except (LongleafError, TimeoutError) as error:
             reason = _reason(error)
             log.warning("segment %d is read again, for what storage has of it is not known: %s", segment.id, reason)
             restoring.refuse(segment.id)
-        else:
-            self._pieces[segment.id] = manifest
-            windows = manifest.windows.runs if manifest.windows else ()
-            restoring.offer(segment.id, [piece.runs for piece in manifest.pieces], windows)
+        except Exception as error:  # nobody else would say that the segment is read again
+            log.error("segment %d is read again: an unexpected error", segment.id, exc_info=error)
+            restoring.refuse(segment.id)
         self._on_change()
 
-    async def _forget(self, segment_id: int) -> None:
+    async def _forget(self, damaged: Mapping[int, str]) -> None:
         while True:
             try:
-                await self._manifests.forget(segment_id, self._damaged[segment_id])
+                await self._manifests.forget(damaged)
                 break
             except LongleafError as error:  # until then it is not believed
+                segment_id = next(iter(damaged))
                 log.warning("what storage has of segment %d is damaged, and still kept: %s", segment_id, error)
             await asyncio.sleep(FORGET_SECONDS)
-        self._forgetting.discard(segment_id)
-        del self._damaged[segment_id]
+        for segment_id in damaged:
+            self._forgetting.discard(segment_id)
+            del self._damaged[segment_id]
 
     # --- pieces ---
 
@@ -134,12 +155,15 @@ class Fetching:
         self._start(self._fetch(restoring, part, piece, told))
 
     async def _fetch(self, restoring: Restoring, part: Part, piece: Piece, members: Sequence[int]) -> None:
-        order = Fetch(part.ticket, piece.name, piece.num_bytes, piece.digest)
+        of_windows = part.piece == OF_WINDOWS
+        order = Fetch(part.ticket, piece.name, piece.num_bytes, piece.digest, piece.runs, of_windows)
         try:
             async with asyncio.timeout(FETCH_SECONDS):
                 await asyncio.gather(*(self._ranks.fetch(member, order) for member in members))
         except DataLoss as error:
-            self._damaged[part.segment] = str(error)
+            self._distrust(restoring, part.segment, str(error))
+            if self._manifests.imported_with(part.segment):
+                restoring.refuse(part.segment)
             restoring.tell(part.ticket, is_there=False)
         except (StorageUnavailable, TimeoutError) as error:
             reason = _reason(error)
@@ -148,6 +172,9 @@ class Fetching:
             restoring.refuse(part.segment)
         except Unavailable:
             return  # the epoch ends, or nobody needs it any more
+        except Exception as error:
+            log.error("segment %d is read again: an unexpected error", part.segment, exc_info=error)
+            restoring.refuse(part.segment)
         else:
             restoring.tell(part.ticket, is_there=True)
         self._on_change()

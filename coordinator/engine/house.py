@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -153,7 +154,10 @@ class EngineArriving:
         self._engine = engine
         self._keeping = keeping
         self._snapshots = snapshots
+        self._archive = secrets.token_hex(8)
+        """A name that no other archive has had here."""
         self._attempts: list[Attempt] = []
+        self._last_segment = -1
         self._is_over = False
 
     @property
@@ -161,17 +165,26 @@ class EngineArriving:
         return self._snapshots.form if self._snapshots.may_write else None
 
     @property
+    def block_size(self) -> int:
+        return self._snapshots.block_size
+
+    @property
     def fingerprint(self) -> str:
         return self._snapshots.fingerprint
 
+    def check(self, manifest: SegmentManifest) -> None:
+        self._snapshots.check(manifest)
+
     def new_segment(self) -> int:
-        return self._keeping.take_ids(1)
+        self._last_segment = self._keeping.take_ids(1)
+        return self._last_segment
 
     def new_attempt(self, segment: int) -> Attempt:
-        self._attempts.append(attempt := self._snapshots.new_attempt(segment))
+        self._attempts.append(attempt := self._snapshots.new_attempt(segment, self._archive))
         return attempt
 
     async def put(self, name: str, content: bytes | bytearray) -> None:
+        await self._keeping.note_ids(self._last_segment)
         await self._snapshots.write(name, content)
 
     async def adopt(

@@ -12,16 +12,18 @@ from coordinator.engine.kept import context_of, context_record, renumbered, segm
 from coordinator.engine.lasting import Lasting
 from coordinator.placement.contexts import Contexts, NamedPath
 from coordinator.placement.paths import NOWHERE, Path, Segment
+from coordinator.placement.totals import Totals
 from coordinator.scheduling.jobs import IngestJob
 from coordinator.scheduling.scheduler import Scheduler
-from longleaf.errors import AlreadyExists, DataLoss, LongleafError
+from longleaf.errors import AlreadyExists, DataLoss, LongleafError, Unavailable
 from longleaf.messages import ContextSettings
 from longleaf.tenants import tenant_of
 
-ID_BYTES = 4
 NOBODYS = ""
 FLUSH_SECONDS = 30.0
 """How often is kept when contexts were used last."""
+IDS_AT_ONCE = 256
+"""Ids of segments that are noted at a time."""
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -55,6 +57,8 @@ class Keeping:
         self._gone: set[str] = set()
         """Contexts that are deleted, and whose journal is not."""
         self._flush: asyncio.Task[None] | None = None
+        self._num_noted = 0
+        """Ids below are noted in the catalog."""
 
     @property
     def is_durable(self) -> bool:
@@ -97,7 +101,16 @@ class Keeping:
             segment = found[record.id] = segment_of(record, before, tenants[record.id])
             segments.adopt(segment)
         for record, _ in contexts:
-            self._contexts.adopt(context_of(record, found[record.segment].path.cut(record.num_tokens)))
+            path = found[record.segment].path.cut(record.num_tokens)
+            try:
+                self._contexts.adopt(context_of(record, path))
+            except Exception as error:  # it stays in the catalog; no context stops a start
+                log.error("context %s is left out: an unexpected error", record.id, exc_info=error)
+        for number in sorted(needed, reverse=True):  # what only those need that are left out goes with them
+            holding = segments.holdings.find(number)
+            if holding is not None and not holding.num_references:
+                segments.retain(holding.segment.path)
+                segments.release(holding.segment.path)
 
     async def note_epoch(self, epoch: int) -> None:
         """Another epoch is about to begin: those of services to come have larger numbers, if that can be kept."""
@@ -136,12 +149,17 @@ class Keeping:
             await (self._lasting.snapshots or self._lasting.catalog).commit(change)
 
     def num_bytes(self, context: NamedPath) -> int:
-        """Bytes kept of a context: of its token ids, and on storage."""
+        """Bytes kept of a context: of its segments, and on storage."""
+        totals = Totals()
+        totals.add(context.id, context.num_tokens, context.path.segments)
+        return self.total_bytes(totals)
+
+    def total_bytes(self, totals: Totals) -> int:
+        """The same of all contexts of a tenant."""
         if self._lasting is None:
             return 0
-        num_ids = sum(len(segment.token_ids) for segment in context.path.segments)
         snapshots = self._lasting.snapshots
-        return ID_BYTES * num_ids + (snapshots.num_bytes(context.path.ids) if snapshots else 0)
+        return totals.kept_bytes + (snapshots.num_bytes(totals.segments) if snapshots else 0)
 
     # --- changes ---
 
@@ -173,6 +191,11 @@ class Keeping:
             await self._commit(change)
         except LongleafError as error:
             self._scheduler.fail(request_id, error)
+        except Exception as error:
+            log.error("context %s is not kept: an unexpected error", after.id, exc_info=error)
+            self._scheduler.fail(
+                request_id, Unavailable(f"contexts/{after.id} was not kept; the service's log has why")
+            )
         else:
             if not self._scheduler.acknowledge(request_id, now):
                 await self._take_back(after.id)
@@ -223,6 +246,14 @@ class Keeping:
     def take_ids(self, count: int) -> int:
         """The first of so many ids of segments, which nobody else gets."""
         return self._scheduler.segments.take_ids(count)
+
+    async def note_ids(self, segment_id: int) -> None:
+        """Has an id that was taken never be given out again, also where nothing else is kept of its segment: objects on
+        storage may be named after it. Raises StorageUnavailable."""
+        if segment_id >= self._num_noted:
+            number = segment_id + IDS_AT_ONCE
+            await self._commit(Change(next_segment=number))
+            self._num_noted = max(number, self._num_noted)
 
     async def adopt_as(self, change: Change) -> NamedPath:
         """As `adopt`, of one context and its path, whose segments have ids that were taken for them."""

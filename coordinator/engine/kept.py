@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from coordinator.catalog.records import Change, ContextRecord, SegmentRecord, SnapshotRecord
-from coordinator.placement.contexts import NamedPath
+from coordinator.placement.contexts import LAST_ENDS, NamedPath
 from coordinator.placement.paths import Path, Segment
+from longleaf.storage.note import sound_ends
 
 
 def segment_record(segment: Segment) -> SegmentRecord:
@@ -53,7 +54,8 @@ def context_record(context: NamedPath) -> ContextRecord:
 def context_of(record: ContextRecord, path: Path) -> NamedPath:
     """The context that was kept, on its path."""
     context = NamedPath(record.id, record.created, path, record.capacity)
-    context.ends, context.updated = record.ends, record.updated
+    ends = sound_ends(record.ends, record.num_tokens) or (record.num_tokens,)  # early versions imported any
+    context.ends, context.updated = ends[-LAST_ENDS:], record.updated
     context.display_name, context.is_pinned, context.expires = record.display_name, record.is_pinned, record.expires
     context.used, context.num_hits, context.upload_id = record.last_used, record.num_hits, record.upload_id
     return context

@@ -129,8 +129,8 @@ class Placer:
         if last is not None and (spare := len(last.blocks) * self.block_size - len(last)):
             start = min(last.end + spare, end)
             runs.append(Run(last.rank, last.start, start, last.blocks))
+        self._spend(reservation, Blocks(ceil_div(end - start, self.block_size)))
         while start < end:
-            self._spend(reservation, Blocks(1))
             rank = max(range(len(self.pools)), key=lambda r: self.pools[r].num_free)
             stop = min(start + self.block_size, end)
             runs.append(Run(rank, start, stop, self.pools[rank].allocate(1)))
@@ -164,9 +164,10 @@ class Placer:
     def _roll(
         self, runs: tuple[Run, ...], place: int, fresh: tuple[int, int], reservation: Reservation
     ) -> tuple[Run, ...]:
-        rolled = self.window_pool.grow(self.window_pool.trim(runs, place), *fresh)
-        self._spend(reservation, Blocks(windows=count_blocks(rolled) - count_blocks(runs)))
-        return rolled
+        kept, freed = self.window_pool.split(runs, place)
+        self._spend(reservation, Blocks(windows=self.window_pool.num_more(kept, *fresh) - len(freed)))
+        self.window_pool.free(freed)
+        return self.window_pool.grow(kept, *fresh)
 
     def take_back(self, runs: Sequence[Run], reservation: Reservation) -> None:
         """Frees runs that nothing was written to for good: their blocks are promised again."""
@@ -191,17 +192,17 @@ class Placer:
         Raises ResourceExhausted when the reservation has too few blocks left.
         """
         room = {rank: pool.num_free for rank, pool in enumerate(self.pools) if pool.num_free}
-        left, runs = max(1, size // self.block_size), list[Run]()
+        left, parts = max(1, size // self.block_size), list[tuple[int, int, int, int]]()
         most = ceil_div(left, len(self.pools))
         for start, end in ranges:
             while start < end and room and left:
                 rank = max(room, key=room.__getitem__)
                 count = min(ceil_div(end - start, self.block_size), room.pop(rank), most, left)
-                self._spend(reservation, Blocks(count))
                 stop = min(start + count * self.block_size, end)
-                runs.append(Run(rank, start, stop, self.pools[rank].allocate(count)))
+                parts.append((rank, start, stop, count))
                 start, left = stop, left - count
-        return tuple(runs)
+        self._spend(reservation, Blocks(sum(count for *_, count in parts)))
+        return tuple(Run(rank, start, stop, self.pools[rank].allocate(count)) for rank, start, stop, count in parts)
 
     def place_part(
         self, rank: int, ranges: Sequence[tuple[int, int]], max_blocks: int, reservation: Reservation
@@ -227,12 +228,9 @@ class Placer:
 
     def place_windows(self, ranges: Iterable[tuple[int, int]], reservation: Reservation) -> tuple[Run, ...]:
         """Runs of windows for all of some ranges. Raises as `place_part`."""
-        runs = list[Run]()
-        for start, end in ranges:
-            count = ceil_div(end - start, self.block_size)
-            self._spend(reservation, Blocks(windows=count))
-            runs.append(Run(EVERY_RANK, start, end, self.window_pool.allocate(count)))
-        return tuple(runs)
+        parts = [(start, end, ceil_div(end - start, self.block_size)) for start, end in ranges]
+        self._spend(reservation, Blocks(windows=sum(count for *_, count in parts)))
+        return tuple(Run(EVERY_RANK, start, end, self.window_pool.allocate(count)) for start, end, count in parts)
 
     def place_on(self, rank: int, start: int, end: int) -> Run:
         """A run for positions that come to a rank from another one: in blocks that are promised to nobody."""

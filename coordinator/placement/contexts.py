@@ -1,6 +1,6 @@
 """The contexts: names for paths of sealed segments."""
 
-from bisect import bisect_left, bisect_right, insort
+from collections import defaultdict
 from collections.abc import Container, Sequence
 from itertools import islice
 
@@ -11,6 +11,7 @@ from coordinator.placement.holdings import Holding, Holdings
 from coordinator.placement.paths import Path, Segment
 from coordinator.placement.positions import UNLIMITED
 from coordinator.placement.segments import Segments
+from coordinator.placement.totals import Totals
 from longleaf.errors import AlreadyExists, InvalidArgument, NotFound, Unavailable
 from longleaf.geometry import Rope
 from longleaf.messages import UNCHANGED, ContextSettings
@@ -102,8 +103,7 @@ class Contexts:
     def __init__(self, segments: Segments) -> None:
         self._segments = segments
         self._by_id: dict[str, NamedPath] = {}
-        self._ids: list[str] = []
-        """Sorted."""
+        self._tenants = defaultdict[str, Totals](Totals)
         self._num_uses = 0
         self._expiries = Deadlines[str]()
         """When contexts that are not pinned expire, in seconds since the epoch."""
@@ -133,17 +133,26 @@ class Contexts:
 
     def list(self) -> list[NamedPath]:
         """All, sorted by id."""
-        return [self._by_id[context_id] for context_id in self._ids]
+        return [self._by_id[context_id] for context_id in sorted(self._by_id)]
 
     def of_tenant(self, tenant: str, after: str = "", limit: int | None = None) -> Sequence[NamedPath]:
         """Those of a tenant, sorted by id: those that come after `after`, at most `limit`."""
-        rest = islice(self._ids, bisect_right(self._ids, after), None)
-        ids = islice((each for each in rest if tenant_of(each) == tenant), limit)
-        return [self._by_id[context_id] for context_id in ids]
+        return [self._by_id[context_id] for context_id in islice(self.totals(tenant).ids(after), limit)]
+
+    def totals(self, tenant: str) -> Totals:
+        """What a tenant's contexts add up to."""
+        return self._tenants[tenant] if tenant in self._tenants else Totals()
 
     def _add(self, context: NamedPath) -> None:
         self._by_id[context.id] = context
-        insort(self._ids, context.id)
+        self._tenants[tenant_of(context.id)].add(context.id, context.num_tokens, context.path.segments)
+
+    def _remove(self, context: NamedPath) -> None:
+        del self._by_id[context.id]
+        totals = self._tenants[tenant_of(context.id)]
+        totals.remove(context.id, context.num_tokens, context.path.segments)
+        if not totals.count:
+            del self._tenants[tenant_of(context.id)]
 
     def append(
         self,
@@ -162,6 +171,7 @@ class Contexts:
         context = self._by_id[context_id]
         assert segment.before == context.path
         self._segments.retain(segment.path, context.path)
+        self._tenants[tenant_of(context_id)].grow(segment.end - context.num_tokens, (segment,))
         for end in context.grow(segment, now, upload_id):
             self._segments.let_go(context.path, end)
         self.use(context)
@@ -274,15 +284,19 @@ class Contexts:
         context = self.get(context_id)
         if context.is_resting:
             self._segments.wake(context.path)
-        del self._by_id[context_id]
-        del self._ids[bisect_left(self._ids, context_id)]
+        self._remove(context)
         for end in context.ends[:-1]:
             self._segments.let_go(context.path, end)
         self._segments.release(context.path)
         self._expiries.discard(context_id)
 
     def audit(self) -> None:
-        assert self._ids == sorted(self._by_id)
+        tenants = defaultdict[str, Totals](Totals)
+        for context in self._by_id.values():
+            tenants[tenant_of(context.id)].add(context.id, context.num_tokens, context.path.segments)
+        assert {tenant: each.state() for tenant, each in tenants.items()} == {
+            tenant: each.state() for tenant, each in self._tenants.items()
+        }
         self._expiries.audit()
         contexts = self._by_id.values()
         assert set(self._expiries) == {c.id for c in contexts if c.expires is not None and not c.is_pinned}

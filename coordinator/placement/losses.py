@@ -31,6 +31,8 @@ class Loss:
         """With replicated windows, the place on the segment's path before which they are kept to go on from."""
         self.may_return = before.may_return if before else True
         """It has not been tried in vain to bring it back from storage."""
+        self.has_failed = False
+        """It could not be planned, and is not tried again."""
         self.suspicion = before.suspicion if before else 0
         """How much its tokens are suspected of ending epochs, for they were not read past that place again."""
         self.suspect_end = before.suspect_end if before else 0

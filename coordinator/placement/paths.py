@@ -3,10 +3,14 @@
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from longleaf.document_text import DocumentText
 from longleaf.geometry import OWN_ROPE, Rope, Windows
 from longleaf.tenants import DEFAULT_TENANT
+
+ID_BYTES = 4
+"""What is kept of a token id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +122,12 @@ class Segment:
     def path(self) -> Path:
         """The path to the segment's end."""
         return Path((*self.before.segments, self), self.end)
+
+    @cached_property
+    def kept_bytes(self) -> int:
+        """Bytes that a sealed segment takes but for its keys and values: token ids, and which text they are."""
+        assert self.is_sealed
+        return ID_BYTES * len(self.token_ids) + (self.text.kept_bytes if self.text is not None else 0)
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Adds tokens."""

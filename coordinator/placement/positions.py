@@ -1,5 +1,7 @@
 """How far positions may go, and how they are rotated: fixed for each context when it is created. Pure."""
 
+from typing import NamedTuple
+
 from msgspec.structs import replace
 
 from longleaf.errors import InvalidArgument
@@ -12,6 +14,19 @@ FLOAT64_SHOWN = 1 << 24
 CAPACITY_FIELD = "config.capacity_token_count"
 HEADROOM = 8
 """A context whose capacity was not told leaves at least this part of it for what is asked and appended."""
+
+
+class Ropes(NamedTuple):
+    """How a generation is rotated: by `near` while it has up to `border` positions, then all of it by `far`, so that
+    its keys are computed anew."""
+
+    near: Rope
+    far: Rope
+    border: int = UNLIMITED
+
+    def at(self, num_positions: int) -> Rope:
+        """The rope of so many positions."""
+        return self.near if num_positions <= self.border else self.far
 
 
 class Positions:
@@ -40,21 +55,51 @@ class Positions:
         return "those that it was trained for, and only a service started with --allow-long goes on"
 
     def rope(self, capacity: int) -> Rope:
-        """How contexts and prompts of up to `capacity` positions are rotated."""
+        """How contexts of up to `capacity` positions are rotated."""
         rotary = self._rotary
         is_scaled = 0 < rotary.scaled_from < capacity
         scaled_for = capacity if rotary.is_graded else rotary.scaled_from + 1
         is_double = bool(rotary.kind) and capacity > FLOAT32_POSITIONS
         return Rope(scaled_for=scaled_for if is_scaled else 0, is_double=is_double)
 
-    def scaling_note(self, rope: Rope, num_prompt: int) -> str:
+    def ropes(self, capacity: int) -> Ropes:
+        """How a generation of up to `capacity` positions, prompt and answer, is rotated: as in transformers by the
+        length so far, where that chooses one of two scalings; a scaling of its own for each length (dynamic) is that of
+        `capacity` from the first token on."""
+        far, rotary = self.rope(capacity), self._rotary
+        if not far.scaled_for or rotary.is_graded:
+            return Ropes(far, far)
+        return Ropes(replace(far, scaled_for=0), far, rotary.scaled_from)
+
+    def question_ropes(self, rope: Rope, capacity: int, num_positions: int) -> Ropes:
+        """How a question about a context of `rope` and `capacity` is rotated, and its answer, if all has up to
+        `num_positions`: where there are two scalings, as any generation. A context that was created for less than the
+        shorter scaling has room for keeps to its capacity."""
+        border = self._rotary.scaled_from
+        if not border or self._rotary.is_graded or capacity < border:
+            return Ropes(rope, rope)
+        far = rope if rope.scaled_for else self.rope(max(num_positions, border + 1))
+        return Ropes(replace(rope, scaled_for=0), far, border)
+
+    def question_capacity(self, rope: Rope, capacity: int, num_tokens: int) -> int:
+        """Positions up to which an answer may go that is as long as there is room for, after `num_tokens` of a context
+        of `rope` and `capacity` and a question."""
+        outgrows = self.question_ropes(rope, capacity, num_tokens).far != rope
+        return max(capacity, self.capacity(num_tokens, None)) if outgrows else capacity
+
+    def scaling_note(self, ropes: Ropes, num_prompt: int) -> str:
         """Why an answer to `num_prompt` tokens, rotated so, is not that of transformers, which scales positions for the
         length so far and not for the one that may come; empty where it is."""
-        border = self._rotary.scaled_from
+        border, rope = self._rotary.scaled_from, ropes.at(num_prompt)
         if rope.scaled_for and self._rotary.is_graded:
             return f"positions are scaled for {rope.scaled_for:,} from the first token on, not for the length so far"
         if rope.scaled_for and num_prompt <= border:
             return f"positions are scaled for more than {border:,} from the first token on, before there are as many"
+        if rope != ropes.far and self._rotary.has_mixed_keys:
+            return (
+                f"past {border:,} positions the answer is that of transformers without a cache (use_cache=False): with "
+                "one, `generate` keeps the keys of the other scaling for this class of models"
+            )
         return ""
 
     def capacity(self, num_tokens: int, declared: int | None) -> int:

@@ -35,15 +35,21 @@ class WindowPool(BlockPool):
 
     def trim(self, runs: tuple[Run, ...], position: int) -> tuple[Run, ...]:
         """`runs` without the leading blocks of which a token at `position` sees nothing; these are freed."""
+        kept, freed = self.split(runs, position)
+        self.free(freed)
+        return kept
+
+    def split(self, runs: tuple[Run, ...], position: int) -> tuple[tuple[Run, ...], list[int]]:
+        """`runs` without the leading blocks of which a token at `position` sees nothing, and these blocks."""
         if not self._windows:
-            return ()
-        first, kept = self._windows.first(position), list[Run]()
+            return (), []
+        first, kept, unseen = self._windows.first(position), list[Run](), list[int]()
         for run in runs:
             count = len(run.blocks) if run.end <= first else max(0, first - run.start) // self._block_size
-            self.free(run.blocks[:count])
+            unseen += run.blocks[:count]
             if count < len(run.blocks):
                 kept.append(Run(run.rank, run.start + count * self._block_size, run.end, run.blocks[count:]))
-        return tuple(kept)
+        return tuple(kept), unseen
 
     def cut(self, runs: tuple[Run, ...], end: int) -> tuple[Run, ...]:
         """`runs` up to position `end`; blocks that hold nothing before it are freed."""
@@ -59,8 +65,20 @@ class WindowPool(BlockPool):
         """`runs` and positions [start, end), in the last run if it ends there. Raises ResourceExhausted."""
         if start == end:
             return runs
-        others, last = runs, Run(EVERY_RANK, start, start, ())
-        if runs and runs[-1].end == start:
-            others, last = runs[:-1], runs[-1]
-        count = ceil_div(end - last.start, self._block_size) - len(last.blocks)
+        others, last = _last(runs, start)
+        count = self.num_more(runs, start, end)
         return (*others, Run(EVERY_RANK, last.start, end, (*last.blocks, *self.allocate(count))))
+
+    def num_more(self, runs: tuple[Run, ...], start: int, end: int) -> int:
+        """Blocks that `grow` allocates."""
+        if start == end:
+            return 0
+        _, last = _last(runs, start)
+        return ceil_div(end - last.start, self._block_size) - len(last.blocks)
+
+
+def _last(runs: tuple[Run, ...], start: int) -> tuple[tuple[Run, ...], Run]:
+    """The runs before the one that grows at position `start`, and that one: the last, or a new one."""
+    if runs and runs[-1].end == start:
+        return runs[:-1], runs[-1]
+    return runs, Run(EVERY_RANK, start, start, ())

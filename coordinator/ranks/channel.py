@@ -57,6 +57,8 @@ class Channel:
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         """Where the members connect."""
         self._invitations: dict[int, Invitation] = {}
+        self._fences: dict[int, Fence] = {}
+        """The last one that each member was sent."""
         self._ignored = Tally("ignored messages of members")
         self._loop = asyncio.get_running_loop()
         self._is_closed = False
@@ -82,6 +84,7 @@ class Channel:
         """Makes it a stranger: neither is it heard any more, nor told anything."""
         self._members.forget(member)
         self._invitations.pop(member, None)
+        self._fences.pop(member, None)
 
     def send(self, members: Iterable[int], message: ToRank) -> None:
         """Tells it to those of them that are not forgotten; a fence on the connection of their pulses. Nobody is told
@@ -89,9 +92,12 @@ class Channel:
         if self._is_closed:
             return
         data = encode(message)
-        invitations = [self._invitations[member] for member in members if member in self._invitations]
-        for invitation in invitations:
-            name = invitation.pulse_id if isinstance(message, Fence) else invitation.commands_id
+        for member in members:
+            if (invitation := self._invitations.get(member)) is None:
+                continue
+            name = invitation.commands_id
+            if isinstance(message, Fence):
+                name, self._fences[member] = invitation.pulse_id, message
             self._socket.send_multipart([name, data])
         self._loop.call_soon(self._receive)  # to send has looked, too
 
@@ -106,10 +112,19 @@ class Channel:
             member = self._members.number_of(frames[-1].get("User-Id").encode())
             if member is not None:
                 try:
-                    self._take(member, self._read(member, frames))
+                    message = self._read(member, frames)
+                    self._take(member, message)
+                    self._fence_again(member, message)
                 except ValueError as error:
                     self._ignored.add(str(error))
         self._loop.call_soon(self._receive)
+
+    def _fence_again(self, member: int, message: FromRank) -> None:
+        """What is sent before a pulse has connected, or while it connects again, is dropped: a member whose pulse tells
+        that it still is in an epoch that has ended is told once more."""
+        fence = self._fences.get(member)
+        if fence is not None and isinstance(message, Heartbeat) and 0 < message.progress.epoch <= fence.epoch:
+            self.send([member], fence)
 
     def _read(self, member: int, frames: list[Any]) -> FromRank:
         """What a member says. Raises ValueError unless it says it for itself, on the connection for it."""

@@ -10,7 +10,7 @@ from coordinator.placement.ranking import Ranking
 from coordinator.placement.segments import Segments
 from coordinator.recovery.moving import Moving
 from coordinator.recovery.regrouping import call, regroup
-from coordinator.recovery.rereading import Rereading
+from coordinator.recovery.rereading import RecoveryFailed, Rereading
 from coordinator.recovery.restoring import Restoring
 from coordinator.recovery.suspicion import BREAK
 from longleaf.channel.step import Move, Prefill, Restore, Work
@@ -136,7 +136,8 @@ class Recovery:
     # --- plans ---
 
     def plan(self, paths: Iterable[Path], size: int) -> Prefill | Move | Restore | None:
-        """What comes next, with chunks of up to `size` tokens; None when nothing can be done now."""
+        """What comes next, with chunks of up to `size` tokens; None when nothing can be done now. Raises
+        RecoveryFailed."""
         assert self._work is None
         if self.is_bare:
             self._work = self._moving.hand_out()
@@ -149,15 +150,18 @@ class Recovery:
         return self._work is work
 
     def commit(self) -> Holding | None:
-        """What was under way is done. Gives the segment of which tokens are held again, if anybody still needs it."""
-        self._work, holding = None, None
-        if self.restoring.is_under_way:
-            holding = self.restoring.commit()
-        elif self._rereading.is_under_way:
-            holding = self._rereading.commit()
-        else:
+        """What was under way is done. Gives the segment of which tokens are held again, if anybody still needs it.
+        Raises RecoveryFailed."""
+        self._work, segment = None, self.restoring.under_way or self._rereading.under_way
+        if segment is None:
             self._moving.commit()
-        return holding
+            return None
+        try:
+            return self.restoring.commit() if self.restoring.is_under_way else self._rereading.commit()
+        except Exception as error:
+            if self._rereading.is_under_way:
+                self._rereading.undo(0, is_certain=True)
+            raise RecoveryFailed(segment) from error
 
     def settle(self) -> None:
         """Looks whether it is over, and then gives back what only it needs."""

@@ -6,10 +6,18 @@ from collections.abc import Callable, Iterable
 from coordinator.placement.blocks import Blocks, Placer, Reservation
 from coordinator.placement.holdings import Holding
 from coordinator.placement.losses import Loss
-from coordinator.placement.paths import Path
+from coordinator.placement.paths import Path, Segment
 from coordinator.placement.segments import Segments
 from coordinator.recovery.suspicion import add
 from longleaf.channel.step import Prefill
+
+
+class RecoveryFailed(Exception):
+    """A segment cannot be recomputed or restored: what leads through it must be given up. Its cause is unexpected."""
+
+    def __init__(self, segment: Segment) -> None:
+        super().__init__(f"segment {segment.id}")
+        self.segment = segment
 
 
 class Rereading:
@@ -33,6 +41,11 @@ class Rereading:
     @property
     def is_under_way(self) -> bool:
         return self._under_way is not None
+
+    @property
+    def under_way(self) -> Segment | None:
+        """The segment that the plan under way reads again."""
+        return self._under_way.segment if self._under_way else None
 
     # --- room ---
 
@@ -99,11 +112,19 @@ class Rereading:
     # --- plans ---
 
     def plan(self, paths: Iterable[Path], size: int) -> Prefill | None:
-        """Reads up to `size` tokens again, first what these paths need; None when there is nothing to do."""
+        """Reads up to `size` tokens again, first what these paths need; None when there is nothing to do. Raises
+        RecoveryFailed."""
         found = self._choose(paths)
         if found is None:
             return None
-        holding, end = found
+        try:
+            return self._plan(*found, size)
+        except Exception as error:
+            if (loss := found[0].loss) is not None:
+                loss.has_failed = True
+            raise RecoveryFailed(found[0].segment) from error
+
+    def _plan(self, holding: Holding, end: int, size: int) -> Prefill:
         loss, segment = holding.loss, holding.segment
         assert loss is not None
         assert loss.promise is not None
@@ -112,10 +133,11 @@ class Rereading:
         assert pieces
         start, stop = pieces[0].start, pieces[-1].end
         place = min(holding.seams, default=start)
+        holding.arriving = pieces  # and freed with the segment, whatever follows
         holding.window_runs = self._placer.roll_again(
             holding.window_runs, (start, stop), loss.windows_from, place, loss.promise
         )
-        holding.arriving, holding.is_told = pieces, True
+        holding.is_told = True
         self._under_way = holding
         token_ids = array("I")
         for piece in pieces:
@@ -136,7 +158,8 @@ class Rereading:
         return None
 
     def _may_begin(self, holding: Holding) -> bool:
-        return holding.loss is not None and holding.loss.promise is not None and not self._comes_back(holding)
+        loss = holding.loss
+        return loss is not None and loss.promise is not None and not loss.has_failed and not self._comes_back(holding)
 
     def _choose_rolled(self, paths: Iterable[Path]) -> tuple[Holding, int] | None:
         """With replicated windows one segment is read to its end before another begins."""

@@ -81,10 +81,22 @@ class Restoring:
         self._wanted: list[Segment] = []
         self._ordered: list[Part] = []
         self._discarded: list[int] = []
+        self._faults: list[Exception] = []
+        self._broken: list[int] = []
 
     @property
     def is_under_way(self) -> bool:
         return self._under_way is not None
+
+    @property
+    def under_way(self) -> Segment | None:
+        """The segment that the plan under way restores."""
+        return self._under_way[0].holding.segment if self._under_way else None
+
+    def take_faults(self) -> list[Exception]:
+        """Unexpected errors, for the log; each is given once. The segments are read again."""
+        faults, self._faults = self._faults, []
+        return faults
 
     def has(self, holding: Holding) -> bool:
         """Whether a segment comes back: until that has ended nothing of it may be read again."""
@@ -111,6 +123,11 @@ class Restoring:
         """Tickets that nobody needs any more. Each is given once."""
         discarded, self._discarded = self._discarded, []
         return discarded
+
+    def take_broken(self) -> list[int]:
+        """Segments in whose restores epochs broke. Each is given once."""
+        broken, self._broken = self._broken, []
+        return broken
 
     def offer(self, segment: int, pieces: Sequence[Sequence[Range]], windows: Sequence[Range]) -> None:
         """Takes the positions of each piece of a segment and of its window piece. Pieces that begin or end within a
@@ -168,7 +185,10 @@ class Restoring:
             if (one := self._returns.get(holding.segment.id)) is None:
                 one = self._begin(holding)
             if one is not None and one.left:
-                self._order(one)
+                try:
+                    self._order(one)
+                except Exception as error:
+                    self._give_up(one, error)
 
     def _begin(self, holding: Holding) -> _Return | None:
         segment, loss = holding.segment, holding.loss
@@ -220,10 +240,18 @@ class Restoring:
     def plan(self) -> Restore | None:
         """Puts what was fetched into blocks, of one segment, at most a piece on each rank or else all of it; None when
         nothing can be done now."""
-        for one in self._returns.values():
+        for one in list(self._returns.values()):
             if not one.is_stale and (parts := self._ready(one)):
-                return self._plan(one, parts)
+                try:
+                    return self._plan(one, parts)
+                except Exception as error:
+                    self._give_up(one, error)
         return None
+
+    def _give_up(self, one: _Return, error: Exception) -> None:
+        """What storage has of a segment cannot be used, whatever it is."""
+        self._faults.append(error)
+        self.refuse(one.holding.segment.id)
 
     def _ready(self, one: _Return) -> list[Part]:
         there = [part for part in one.parts.values() if part.is_there]
@@ -233,13 +261,14 @@ class Restoring:
 
     def _plan(self, one: _Return, parts: list[Part]) -> Restore:
         holding = one.holding
-        holding.is_told, self._under_way = True, (one, parts)
         portions = tuple(Portion(part.ticket, part.runs) for part in parts if part.runs)
         windows = next((part for part in parts if part.piece == OF_WINDOWS), None)
+        if windows is not None:
+            assert one.loss.promise is not None
+            holding.window_runs = self._placer.place_windows(self._window_ranges(one), one.loss.promise)
+        holding.is_told, self._under_way = True, (one, parts)
         if windows is None:
             return Restore(holding.segment.id, holding.segment.start, portions)
-        assert one.loss.promise is not None
-        holding.window_runs = self._placer.place_windows(self._window_ranges(one), one.loss.promise)
         return Restore(holding.segment.id, holding.segment.start, portions, holding.window_runs, windows.ticket)
 
     def _window_ranges(self, one: _Return) -> list[Range]:
@@ -294,6 +323,7 @@ class Restoring:
         if under_way is not None:
             one, _ = under_way
             one.loss.may_return &= not has_broken
+            self._broken += [one.holding.segment.id] if has_broken else []
             if not one.is_stale:
                 assert one.loss.promise is not None
                 one.holding.window_runs = self._placer.roll_back(

@@ -5,12 +5,13 @@ from collections.abc import Callable
 from collections.abc import Sequence as TokenIds
 
 from msgspec import UNSET
+from msgspec.structs import replace
 
 from coordinator.events import Claim, Document, Prompt
 from coordinator.placement.blocks import Blocks
 from coordinator.placement.contexts import Contexts, NamedPath
 from coordinator.placement.paths import Path, Segment
-from coordinator.placement.positions import UNLIMITED
+from coordinator.placement.positions import UNLIMITED, Ropes
 from coordinator.placement.segments import Segments
 from coordinator.scheduling.jobs import IngestJob, Job, Request
 from coordinator.scheduling.limits import MAX_TOKENS, Limits, num_fed
@@ -92,23 +93,38 @@ class Admission:
         context = self._contexts.get(prompt.context) if prompt.context is not None else None
         if not prompt.token_ids:
             raise InvalidArgument("input", "has no tokens")
-        num_tokens, max_tokens = len(prompt.token_ids), prompt.max_tokens
-        num_own, path = num_tokens + num_fed(max_tokens), self._origin(prompt, context)
-        positions = self._limits.positions
+        max_tokens, path = prompt.max_tokens, self._origin(prompt, context)
+        num_positions = path.end + len(prompt.token_ids) + num_fed(max_tokens)
+        ropes, capacity = self._limits.positions.ropes(num_positions), UNLIMITED
+        if context is not None:
+            ropes, capacity = Ropes(context.rope, context.rope), context.capacity
+            if (others := self._other_ropes(prompt, context, num_positions)) is not None:
+                ropes, capacity, path = others, UNLIMITED, Path()
+                token_ids = context.path.token_ids() + array("I", prompt.token_ids)
+                prompt = replace(prompt, context=None, token_ids=token_ids)
         request = Request(
             id=request_id,
             claim=prompt.claim,
             origin=path,
-            rope=context.rope if context else positions.rope(num_own),
-            capacity=context.capacity if context else UNLIMITED,
-            is_beyond_trained=path.end + num_own > positions.trained,
+            ropes=ropes,
+            capacity=capacity,
+            is_beyond_trained=num_positions > self._limits.positions.trained,
         )
+        num_tokens = len(prompt.token_ids)
         num_prefill = self._limits.num_prefill(num_tokens, prompt.num_samples, prompt.num_rows)
         reading = Reading(path, _array(prompt.token_ids), num_prefill)
         self._limits.check(reading, request.capacity, "input", 0)
         self._limits.check(reading, request.capacity, MAX_TOKENS, max_tokens)
         blocks = self._limits.check(reading, request.capacity, "sample_count", max_tokens, prompt.num_samples)
         return Sequence(request, prompt, reading, blocks, range(prompt.num_samples))
+
+    def _other_ropes(self, prompt: Prompt, context: NamedPath, num_positions: int) -> Ropes | None:
+        """How a question is rotated that needs keys of another scaling than those of its context, at once or when the
+        answer has become longer: it is a prompt of all tokens, which finds what is held of them with the right scaling.
+        None where the question goes on from the context's keys."""
+        ropes = self._limits.positions.question_ropes(context.rope, context.capacity, num_positions)
+        needed = {ropes.at(context.num_tokens + len(prompt.token_ids)), ropes.at(num_positions)}
+        return ropes if prompt.is_whole and needed != {context.rope} else None
 
     def _origin(self, prompt: Prompt, context: NamedPath | None) -> Path:
         """Where a prompt goes on. Raises NotFound where the context is another one by now, and InvalidArgument where it
@@ -144,7 +160,8 @@ class Admission:
         rope = known.rope if known else positions.rope(capacity)
         reading = Reading(path, _array(token_ids), len(token_ids))
         blocks = self._limits.check(reading, capacity, "text", 0, num_tails=0)
-        return IngestJob(Request(request_id, document.claim, path, rope, capacity), document, reading, blocks)
+        request = Request(request_id, document.claim, path, Ropes(rope, rope), capacity)
+        return IngestJob(request, document, reading, blocks)
 
     def _check_room(self, job: Job, jobs: list[Job]) -> None:
         """Raises ResourceExhausted unless the job, and every other of `jobs`, can begin once nothing else runs.
@@ -198,8 +215,7 @@ class Admission:
         """Tokens that need not be read, because an earlier prompt began with them."""
         if not (isinstance(job, Sequence) and job.is_sharing):
             return 0
-        request = job.request
-        return self._segments.match(job.reading.token_ids[:-1], request.rope, request.claim.tenant).end
+        return self._segments.match(job.reading.token_ids[:-1], job.rope, job.request.claim.tenant).end
 
 
 def _array(token_ids: TokenIds[int]) -> "array[int]":

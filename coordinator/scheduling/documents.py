@@ -14,6 +14,7 @@ class Documents:
     """The part of a scheduler that keeps contexts. Times called `now` are in seconds since the epoch."""
 
     contexts: Contexts
+    _faults: list[Exception]
     _healing: Healing
     _lives: Lives
     _outcomes: list[Outcome]
@@ -40,7 +41,7 @@ class Documents:
 
     def warm(self) -> None:
         """Has the contexts come back that were used last, as many as there is room for."""
-        self._resting.warm(self._healing.call, lambda: self._healing.has_room)
+        self._faults += self._resting.warm(self._healing.call, lambda: self._healing.has_room)
 
     def _acknowledge(self, job: IngestJob, now: float) -> None:
         document = job.document

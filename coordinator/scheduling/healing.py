@@ -175,7 +175,7 @@ class Healing:
         return (path for _, path in self._waiting())
 
     def commit(self, result: StepResult) -> None:
-        """Takes in what the ranks did for recovery."""
+        """Takes in what the ranks did for recovery. Raises RecoveryFailed."""
         if result.has_finite_keys:
             self._recovery.commit()
         elif (holding := self._recovery.fail()) is not None:
@@ -209,6 +209,11 @@ class Healing:
         self._fail_asking(context, ContextLost(f"contexts/{context.id}", f"it was given up: {reason}"))
         self._contexts.delete(context.id)
         self._lives.may_begin = True
+
+    def give_up(self, segment: Segment) -> None:
+        """Gives up all that leads through a segment that could not be recovered."""
+        self._give_up_all(segment, "its tokens could not be recomputed")
+        self.go_on()
 
     def _fail_asking(self, context: NamedPath, error: LongleafError) -> None:
         for job in list(self._lives.requests.jobs()):

@@ -9,6 +9,7 @@ from typing import TypeVar
 from coordinator.events import Claim, Document, Failed
 from coordinator.placement.blocks import Blocks, Placer
 from coordinator.placement.paths import Path
+from coordinator.placement.positions import Ropes
 from coordinator.scheduling.reading import Reading, Tail
 from longleaf.channel.step import Prefill, Work
 from longleaf.errors import LongleafError, NotFinite, Unavailable
@@ -27,14 +28,14 @@ class Request:
     claim: Claim
     origin: Path
     """Where its tokens begin: the context's path."""
-    rope: Rope
+    ropes: Ropes
     """How they are rotated: as those of the path."""
     capacity: int
     """Positions that the rope of a context was chosen for."""
     is_beyond_trained: bool = False
     """Prompt and answer may go beyond the positions that the model was trained for."""
     num_cached: int = field(init=False)
-    """Tokens of the path and the prompt that were held before."""
+    """Tokens of the path and the prompt that were held before; the fewest, if they were needed with both ropes."""
     is_paused: bool = field(init=False, default=False)
     """The reader is behind: no rows until it has caught up."""
     jobs: list["Job"] = field(init=False, default_factory=list["Job"])
@@ -98,6 +99,11 @@ class Job:
         """The segment that the job grows while it runs."""
         assert self._tail is not None
         return self._tail
+
+    @property
+    def rope(self) -> Rope:
+        """How all that the job reads and answers is rotated, from when it begins to when it stops."""
+        return self.request.ropes.at(self.request.start + len(self.reading.token_ids))
 
     @property
     def num_tails(self) -> int:
@@ -170,8 +176,8 @@ class Job:
         token_ids = self.reading.next_chunk(size)
         pieces = tail.add_chunk(token_ids, placer)
         self.last_turn = step
-        rope, window_runs = self.request.rope, tail.holding.window_runs
-        return Prefill(tail.path_ids, start, token_ids, pieces, rope, window_runs, self.hidden)
+        window_runs = tail.holding.window_runs
+        return Prefill(tail.path_ids, start, token_ids, pieces, self.rope, window_runs, self.hidden)
 
     def roll_back(self, placer: Placer) -> None:
         """Goes back to the last chunk that was read: plans that came later never were."""

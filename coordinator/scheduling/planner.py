@@ -19,13 +19,23 @@ from coordinator.scheduling.queue import Turns
 from coordinator.scheduling.sequences import Sequence
 from coordinator.scheduling.speeds import Speeds
 from coordinator.scheduling.suspects import Suspects
-from longleaf.channel.step import Decode, StepPlan, Work
+from longleaf.channel.step import Decode, Row, StepPlan, Work
 from longleaf.config import EngineConfig
 
 LEAST_SHARE = 0.25
 """A chunk may take this part of a decode step's time even when nothing is left of the target: reading must go on."""
 MAX_UNDER_WAY = 2
 """Plans that the ranks may hold: the one they execute, and the one after it."""
+
+
+class JobFailed(Exception):
+    """A job cannot be planned; its cause is unexpected."""
+
+    def __init__(self, job: Job, others: Several[Sequence] = ()) -> None:
+        """`others` had rows in the same plan, which never is."""
+        super().__init__(f"job {job.id}")
+        self.job = job
+        self.others = others
 
 
 class Budget:
@@ -124,7 +134,7 @@ class Planner:
 
     def plan(self, running: Collection[Job], paths: Callable[[], Iterable[Path]]) -> StepPlan | None:
         """The next step, or None when nothing is ready. `paths` gives those that jobs wait for while something of them
-        is lost, the most urgent first."""
+        is lost, the most urgent first. Raises JobFailed and RecoveryFailed."""
         prefilling = self._prefilling(running)
         decoding = [job for job in running if isinstance(job, Sequence) and job.has_rows]
         if not self._recovery.is_over:
@@ -169,7 +179,10 @@ class Planner:
         if is_apart and self._flights:
             return None
         size = self._budget.chunk_size(job, is_alone=is_alone)
-        work = job.next_chunk(self._placer, size, self.step + 1)
+        try:
+            work = job.next_chunk(self._placer, size, self.step + 1)
+        except Exception as error:
+            raise JobFailed(job) from error
         self.turns.take(job.request.claim.account, len(work.token_ids))
         return self._plan(work, [job], is_apart=is_apart)
 
@@ -185,7 +198,12 @@ class Planner:
             return None
         is_alone = all(job.prompt.is_probe for job in jobs)
         jobs = self._portions.next(jobs, self._budget.reread_size(is_alone=is_alone))
-        rows = [job.next_row(self._placer) for job in jobs]
+        rows = list[Row]()
+        for job in jobs:
+            try:
+                rows.append(job.next_row(self._placer))
+            except Exception as error:
+                raise JobFailed(job, jobs[: len(rows)]) from error
         work = Decode(tuple(rows) if under_way else self._drafter.draft(jobs, rows))
         return self._plan(work, jobs, is_apart=is_apart)
 

@@ -141,6 +141,11 @@ class Queue:
         else:
             self.turns.take(account, num_tokens)
 
+    def go_on(self, job: Job) -> None:
+        """Takes out a job that was running until now and begins anew in the same turn, passing nobody."""
+        del self._jobs[job.id]
+        self.turns.charge(job.request.claim.account, job.take_turn(job.passed, is_spared=job.is_spared))
+
     def settle(self, job: Job) -> None:
         """Gives back what a job that was running did not use."""
         self.turns.charge(job.request.claim.account, -job.refund())

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from coordinator.placement.contexts import Contexts, NamedPath
 from coordinator.placement.holdings import Holding
 from coordinator.scheduling.requests import Requests
-from longleaf.errors import LongleafError
 
 Call = Callable[[Sequence[Holding]], None]
 """Has what is parked be read again; each comes after what it continues."""
@@ -39,17 +38,24 @@ class Resting:
             if context is not None and was_resting:
                 call(self._contexts.wake(context))
             yield
-        except LongleafError:
-            if context is not None and was_resting:
+        except Exception:
+            if context is not None and was_resting and not context.is_resting:
                 self._contexts.rest(context)
             raise
         finally:
             self._admitting = None
 
-    def warm(self, call: Call, has_room: Callable[[], bool]) -> None:
-        """Has the contexts come back that were used last, as many as there is room for."""
-        contexts = [context for context in self._contexts.list() if context.is_resting]
+    def warm(self, call: Call, has_room: Callable[[], bool]) -> list[Exception]:
+        """Has the contexts come back that were used last, as many as there is room for. Gives the errors of those that
+        cannot be activated: they rest on."""
+        contexts, faults = [context for context in self._contexts.list() if context.is_resting], list[Exception]()
         for context in sorted(contexts, key=lambda context: -context.last_use):
-            call(self._contexts.wake(context))
-            if not has_room():
+            try:
+                call(self._contexts.wake(context))
+                has_room_left = has_room()
+            except Exception as error:
+                faults.append(error)
+                has_room_left = False
+            if not has_room_left and not context.is_resting:
                 self._contexts.rest(context)
+        return faults

@@ -9,12 +9,13 @@ from functools import partial
 
 from coordinator.access.usage import Usage
 from coordinator.events import Admitted, Document, Outcome, Prompt, Sealed, Tokens
-from coordinator.placement.blocks import Placer
+from coordinator.placement.blocks import Placer, Reservation
 from coordinator.placement.contexts import Contexts
 from coordinator.placement.parking import Parking
 from coordinator.placement.positions import Positions
 from coordinator.placement.segments import Segments
 from coordinator.recovery.recovery import MOVED_BLOCKS, Recovery
+from coordinator.recovery.rereading import RecoveryFailed
 from coordinator.scheduling.across_epochs import AcrossEpochs
 from coordinator.scheduling.admission import Admission
 from coordinator.scheduling.documents import Documents
@@ -25,7 +26,7 @@ from coordinator.scheduling.jobs import IngestJob, Job
 from coordinator.scheduling.laws import audit_holdings, audit_jobs
 from coordinator.scheduling.limits import Limits
 from coordinator.scheduling.lives import Lives
-from coordinator.scheduling.planner import Planner
+from coordinator.scheduling.planner import JobFailed, Planner
 from coordinator.scheduling.preemption import Crowd, Preemption
 from coordinator.scheduling.queue import Queue
 from coordinator.scheduling.reading import Tail
@@ -34,11 +35,16 @@ from coordinator.scheduling.resting import Resting
 from coordinator.scheduling.sequences import Sequence
 from coordinator.scheduling.sharing import Sharing
 from coordinator.scheduling.speeds import Speeds
-from longleaf.channel.step import Prefill, StepPlan, StepResult
+from longleaf.channel.step import Prefill, StepPlan, StepResult, Work
 from longleaf.config import EngineConfig
-from longleaf.errors import DeadlineExceeded, LongleafError, ResourceExhausted
+from longleaf.errors import DeadlineExceeded, LongleafError, ResourceExhausted, Unavailable
 from longleaf.messages import Progress
 from longleaf.sampling import Token
+
+MAX_FAULTS = 8
+"""Unexpected errors of one turn after which others wait for the next one."""
+FAILED = "an unexpected error ended this request alone; the service's log has it"
+NEVER_BEGINS = "it can never have the room that it needs"
 
 
 class Scheduler(AcrossEpochs, Documents):
@@ -89,6 +95,7 @@ class Scheduler(AcrossEpochs, Documents):
         self._planner = Planner(config, placer, self.segments, self.speeds, self._recovery, self._drafter, epoch)
         self._queue = Queue()
         self._lives = Lives(self.segments, self._requests, self._queue, self._planner, self._sharing, self.speeds)
+        self._faults: list[Exception] = []
         self._running = self._lives.running
         self._outcomes = self._lives.outcomes
         self._healing = Healing(placer, self.segments, self.contexts, limits, self._recovery, self._lives, parking)
@@ -107,13 +114,13 @@ class Scheduler(AcrossEpochs, Documents):
         """What a tenant takes, but for storage."""
         own = [request for request in self._requests if request.claim.tenant == tenant]
         documents = [job.document for request in own for job in request.jobs if isinstance(job, IngestJob)]
-        contexts = self.contexts.of_tenant(tenant)
-        names = {context.id for context in contexts} | {document.context for document in documents}
+        totals = self.contexts.totals(tenant)
+        new = {document.context for document in documents if document.context not in self.contexts}
         answers = [request for request in own if not any(isinstance(job, IngestJob) for job in request.jobs)]
         num_running = sum(request.is_running for request in answers)
         return Usage(
-            contexts=len(names),
-            tokens=sum(each.num_tokens for each in contexts) + sum(len(each.token_ids) for each in documents),
+            contexts=totals.count + len(new),
+            tokens=totals.num_tokens + sum(len(each.token_ids) for each in documents),
             running=num_running,
             waiting=len(answers) - num_running,
             uploads=len(documents),
@@ -166,8 +173,33 @@ class Scheduler(AcrossEpochs, Documents):
             self.cancel(request_id)
         if self._planner.is_full or self._healing.is_between_epochs:
             return None
-        self._begin_waiting()
-        return self._planner.plan(self._running.values(), self._healing.paths)
+        for _ in range(MAX_FAULTS):
+            self._begin_waiting()
+            try:
+                return self._planner.plan(self._running.values(), self._healing.paths)
+            except JobFailed as failed:
+                for other in failed.others:
+                    self._lives.preempt(other)
+                self._end_failed(failed.job, failed)
+            except RecoveryFailed as failed:
+                self._give_up(failed)
+        return None
+
+    def _end_failed(self, job: Job, fault: Exception) -> None:
+        """Ends a job after an unexpected error; all others go on."""
+        self._faults.append(fault)
+        if (request := self._requests.get(job.request.id)) is not None and job in request.jobs:
+            self._lives.fail(job, job.failed(Unavailable(FAILED)))
+
+    def _give_up(self, failed: RecoveryFailed) -> None:
+        self._faults.append(failed)
+        self._healing.give_up(failed.segment)
+
+    def take_faults(self) -> list[Exception]:
+        """Unexpected errors, each of which ended what it came from and nothing else: for the log. Each is given
+        once."""
+        faults, self._faults = [*self._faults, *self._recovery.restoring.take_faults()], []
+        return faults
 
     def _begin_waiting(self) -> None:
         if self._healing.is_between_epochs:
@@ -184,14 +216,13 @@ class Scheduler(AcrossEpochs, Documents):
                 if not may_wait and (unread := self._requests.longest_paused) is not None:
                     self._end_unread(unread, "others need the room that its context takes, and it is not read")
                     continue
-                assert may_wait, "a queued job can never begin"
+                if not may_wait:  # it was admitted, so this is a mistake: of that job alone
+                    self._lives.fail(next(iter(self._queue.order())), ResourceExhausted("pool", NEVER_BEGINS))
+                    continue
                 self._lives.may_begin = False
                 return
-            self._running[job.id] = job
             if isinstance(job, Sequence):
-                if job.speaks_for_all:
-                    self._outcomes.append((job.request.id, job.admitted()))
-                self._answer(job)
+                self._start(job)
 
     def _is_ready(self, crowd: Crowd, job: Job) -> bool:
         """Whether a job may begin, if there is room for it."""
@@ -207,11 +238,21 @@ class Scheduler(AcrossEpochs, Documents):
             for victim in victims:
                 self._lives.preempt(victim)
             self.num_preempted += len(victims)
-            reservation = self._sharing.reserve(job)
-            assert reservation is not None
-        holding = self.segments.create(job.reading.path, job.request.rope, job.request.claim.tenant)
-        job.begin(Tail(holding, reservation), self._planner.step)
+            if (reservation := self._sharing.reserve(job)) is None:
+                return False
+        self._begin(job, reservation)
         return True
+
+    def _begin(self, job: Job, reservation: Reservation) -> None:
+        holding = self.segments.create(job.reading.path, job.rope, job.request.claim.tenant)
+        job.begin(Tail(holding, reservation), self._planner.step)
+        self._running[job.id] = job
+
+    def _start(self, job: Sequence) -> None:
+        """A job has begun: its client is told so, and it answers at once if there is nothing to read in chunks."""
+        if job.speaks_for_all or job.is_recomputed:
+            self._outcomes.append((job.request.id, job.admitted()))
+        self._answer(job)
 
     def _answer(self, job: Sequence) -> None:
         """Lets the samples of a job answer, once its chunks are read."""
@@ -233,19 +274,28 @@ class Scheduler(AcrossEpochs, Documents):
         self._drafter.measure(plan, seconds)
         jobs = self._planner.land(plan)
         if self._recovery.owns(plan.work):
-            self._healing.commit(result)
+            try:
+                self._healing.commit(result)
+            except RecoveryFailed as failed:
+                self._give_up(failed)
             if isinstance(plan.work, Prefill) and result.has_finite_keys:
                 self.reread_tokens += plan.num_tokens
         for job in jobs:
-            if job.id in result.not_finite or not result.has_finite_keys:
-                self._outcomes.append((job.request.id, job.failure(plan.work)))
-                self._lives.finish(job)
-            elif isinstance(plan.work, Prefill):
-                job.read(len(plan.work.token_ids), result.seconds)
-                self._commit_chunk(job, now)
-            elif isinstance(job, Sequence):
-                self._commit_tokens(job, result)
+            try:
+                self._commit_job(job, plan.work, result, now)
+            except Exception as error:
+                self._end_failed(job, error)
         return self.drain()
+
+    def _commit_job(self, job: Job, work: Work, result: StepResult, now: float) -> None:
+        if job.id in result.not_finite or not result.has_finite_keys:
+            self._outcomes.append((job.request.id, job.failure(work)))
+            self._lives.finish(job)
+        elif isinstance(work, Prefill):
+            job.read(len(work.token_ids), result.seconds)
+            self._commit_chunk(job, now)
+        elif isinstance(job, Sequence):
+            self._commit_tokens(job, result)
 
     def drain(self) -> list[Outcome]:
         """What streams must be told, in order; each outcome is given once."""
@@ -291,6 +341,18 @@ class Scheduler(AcrossEpochs, Documents):
         if reason is not None:
             self._outcomes.append((request_id, job.ended(reason, result)))
             self._lives.finish(job)
+        elif job.has_outgrown_rope:
+            self._recompute(job)
+
+    def _recompute(self, job: Sequence) -> None:
+        """Has an answer read the prompt and itself anew, with the rope of what is longer: at once if there is room, for
+        it has its turn already, else when that is next in the queue."""
+        self._lives.preempt(job)
+        may_begin = self._healing.is_over and not job.request.is_paused
+        if may_begin and (reservation := self._sharing.reserve(job)) is not None:
+            self._queue.go_on(job)
+            self._begin(job, reservation)
+            self._start(job)
 
     def measure_gap(self, seconds: float, is_ahead: bool) -> None:
         """Takes in the time between two decode steps, the second sent before the first was answered (`is_ahead`), or

@@ -86,7 +86,24 @@ class Sequence(Job):
     def has_rows(self) -> bool:
         """There are tokens of the answer that no plan has asked for yet, or what a probe is to find."""
         is_answering = self.phase is Phase.ANSWERING and not self.request.is_paused
-        return is_answering and self.num_asked < max(1, self.prompt.max_tokens)
+        return is_answering and self.num_asked < max(1, self.max_asked)
+
+    @property
+    def max_asked(self) -> int:
+        """Tokens of the answer that can be asked for with the rope by which it is rotated now."""
+        most, border = self.prompt.max_tokens, self.request.ropes.border
+        is_near = self.request.start + len(self.reading.token_ids) <= border
+        return min(most, border + 1 - self.num_prompt) if is_near else most
+
+    @property
+    def has_outgrown_rope(self) -> bool:
+        """The answer goes on, and its next token needs another rope: all before it is computed anew."""
+        return self.max_asked <= self.num_generated < self.prompt.max_tokens
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Its rope is another one than that with which the answer began."""
+        return self.rope != self.request.ropes.at(self.num_prompt)
 
     def admitted(self, queue_position: int = 0) -> Admitted:
         """What its client is told."""
@@ -127,6 +144,8 @@ class Sequence(Job):
         self.reading = Reading(path, self.reading.token_ids, num_prefill, path.end, path.end)
         if not self.num_begins:
             self.request.num_cached = path.end
+        elif self.is_recomputed:
+            self.request.num_cached = min(self.request.num_cached, path.end)
 
     def answer(self) -> list["Sequence"]:
         """The prompt is read: it answers for one sample from now on. Gives the others, which share what was read, and
@@ -178,7 +197,7 @@ class Sequence(Job):
         window_runs, num_reference = tail.holding.window_runs, self._num_reference(self.num_asked)
         if terms is not None:
             index = -1 if self.prompt.is_probe else index
-            rope, more = self.request.rope, (self._spans(), self.hidden, self.prompt.num_scored)
+            rope, more = self.rope, (self._spans(), self.hidden, self.prompt.num_scored)
             return Row(self.id, tail.path_ids, start, sent, runs, index, terms, num_reference, rope, window_runs, *more)
         window_runs = window_runs and growth(known, window_runs, placer.block_size)
         return Row(self.id, (), start, (), runs, index, None, num_reference, OWN_ROPE, window_runs)
@@ -208,7 +227,7 @@ class Sequence(Job):
     def most_drafts(self, block_size: int) -> int:
         """Drafts that a row may have which was placed just now: they open no block, and one more token than are
         accepted will come."""
-        left = self.sampling.max_tokens - self.num_asked
+        left = self.max_asked - self.num_asked
         return min(self.prompt.max_draft_tokens, left, self.tail.num_spare(block_size))
 
     def with_drafts(self, row: Row, draft_ids: tuple[int, ...]) -> Row:

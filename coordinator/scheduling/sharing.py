@@ -24,7 +24,7 @@ class Sharing:
         whole, though a beginning may be all that the prompt needs.
         """
         if isinstance(job, Sequence) and job.is_sharing:
-            rope, tenant = job.request.rope, job.request.claim.tenant
+            rope, tenant = job.rope, job.request.claim.tenant
             self._reuse(job, self._segments.match(job.reading.token_ids[:-1], rope, tenant))
             if job.reading.path.end and (reservation := self._reserve(job)):
                 return reservation
@@ -79,7 +79,7 @@ class Sharing:
     def share(self, job: Sequence) -> list[Sequence]:
         """Has a job answer whose chunks are read; gives the other samples, which do so too. From here on each has a
         segment of its own."""
-        read, reservation, rope = job.tail.segment, job.tail.reservation, job.request.rope
+        read, reservation, rope = job.tail.segment, job.tail.reservation, job.rope
         if job.tail.holding.runs:
             if job.is_sharing:
                 self._segments.keep(read)

@@ -7,8 +7,10 @@ from typing import Protocol
 
 from coordinator.catalog.ports import ContextCatalog, Outbox
 from coordinator.placement.paths import Segment
-from longleaf.channel.snapshots import Save, Saved
-from longleaf.runs import Run
+from longleaf.channel.snapshots import Save, Saved, max_header_bytes
+from longleaf.errors import InvalidArgument
+from longleaf.runs import Run, ceil_div
+from longleaf.storage.manifest import Piece, SegmentManifest
 
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "I8": 1, "U8": 1}
 """Of the types in which keys and values are kept."""
@@ -41,8 +43,32 @@ class Form:
     @property
     def block_bytes(self) -> int:
         """Of one block, over all layers, as the text tells them: `blocks of 16; keys.0 F32 8x16x64; ...`."""
-        parts = (part.split() for part in self.text.partition("|")[0].split("; ")[1:])
-        return sum(ITEM_BYTES[dtype] * prod(map(int, sizes.split("x"))) for _, dtype, sizes in parts)
+        return sum(_part_bytes(self.text.partition("|")[0]))
+
+    def check(self, manifest: SegmentManifest) -> None:
+        """Raises InvalidArgument, naming the field, where ranks of this form cannot take in what a manifest names: runs
+        that are no whole blocks, windows where there are none, and pieces larger than their blocks."""
+        manifest.check_blocks(self.block_size)
+        sharded, _, windows = self.text.partition("|")
+        if manifest.windows is not None and not windows:
+            raise InvalidArgument("windows", "these ranks hold none apart")
+        for piece in manifest.pieces:
+            _check_size(piece, _part_bytes(sharded), self.block_size, "pieces")
+        if manifest.windows is not None:
+            _check_size(manifest.windows, _part_bytes(windows), self.block_size, "windows")
+
+
+def _part_bytes(text: str) -> list[int]:
+    """Bytes of each part of a block."""
+    parts = (part.split() for part in text.split("; ")[1:])
+    return [ITEM_BYTES[dtype] * prod(map(int, sizes.split("x"))) for _, dtype, sizes in parts]
+
+
+def _check_size(piece: Piece, parts: Sequence[int], block_size: int, field: str) -> None:
+    num_blocks = sum(ceil_div(end - start, block_size) for start, end in piece.runs)
+    most = num_blocks * sum(parts) + max_header_bytes(len(parts), len(piece.runs))
+    if piece.num_bytes > most:
+        raise InvalidArgument(field, f"{num_blocks:,} blocks have at most {most:,} bytes, and not {piece.num_bytes:,}")
 
 
 @dataclass(frozen=True)

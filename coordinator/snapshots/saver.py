@@ -42,9 +42,9 @@ class Saver:
         self._ranks = ranks
         self._tickets = count()
 
-    def attempt(self, segment_id: int) -> Attempt:
-        """Names that nobody has used."""
-        return Attempt(self._service, segment_name(self._service, segment_id), secrets.token_hex(8))
+    def attempt(self, segment_id: int, name: str | None = None) -> Attempt:
+        """Names that nobody has used; `name` is one that no attempt for this segment has had."""
+        return Attempt(self._service, segment_name(self._service, segment_id), name or secrets.token_hex(8))
 
     async def save(self, attempt: Attempt, held: Held) -> tuple[SegmentManifest, int]:
         """The manifest, which is on storage, and the bytes of all.

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from collections.abc import Set as AnySet
 from typing import Any
 
@@ -24,10 +24,21 @@ from longleaf.errors import DataLoss, InvalidArgument, LongleafError, NotFound, 
 from longleaf.messages import Storage
 from longleaf.storage.archive import read_manifest
 from longleaf.storage.manifest import SegmentManifest
-from longleaf.storage.names import Attempt
+from longleaf.storage.names import IMPORTED, Attempt, attempt_of_manifest
 from longleaf.storage.store import Store
 
 log = logging.getLogger(__name__)
+
+
+MAX_LISTED = 8
+"""Segments in a line of the log."""
+
+
+def _by_reason(damaged: Mapping[int, str]) -> dict[str, list[int]]:
+    found = dict[str, list[int]]()
+    for segment_id, reason in damaged.items():
+        found.setdefault(reason, []).append(segment_id)
+    return found
 
 
 class Snapshots:
@@ -44,7 +55,10 @@ class Snapshots:
         fingerprint: str,
         policy: Policy,
         wall_clock: Callable[[], float],
+        check_room: Callable[[], None] = lambda: None,
     ) -> None:
+        """`check_room` raises StorageUnavailable where nothing more shall be written."""
+        self._check_room = check_room
         self._store = AsyncStore(store)
         self._catalog = catalog
         self._kept = kept
@@ -128,6 +142,11 @@ class Snapshots:
         """Of what these ranks write; empty where they cannot."""
         return self._form.text
 
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block, in that form."""
+        return self._form.block_size
+
     def view(self) -> Storage:
         """The storage, as clients see it."""
         trouble = self._trouble.reason or self._sender.trouble.reason
@@ -143,21 +162,35 @@ class Snapshots:
         """Bytes of all that is there."""
         return self._records.num_bytes
 
-    def num_bytes(self, segment_ids: Iterable[int]) -> int:
-        found = map(self._records.get, segment_ids)
-        return sum(record.num_bytes for record in found if record is not None)
+    def num_bytes(self, segments: Mapping[int, int]) -> int:
+        """Bytes of these segments, each as often as is told by its id."""
+        found = ((self._records.get(segment), count) for segment, count in segments.items())
+        return sum(record.num_bytes * count for record, count in found if record is not None)
 
     async def manifest(self, segment: Segment) -> SegmentManifest:
-        """Of this segment. Raises NotFound, DataLoss where it is of another one, and StorageUnavailable."""
+        """Of this segment. Raises NotFound, DataLoss where it is of another one or cannot be restored, and
+        StorageUnavailable."""
         record = self._records.get(segment.id)
         if record is None:
             raise NotFound(f"the snapshot of segment {segment.id}")
-        found = await self._store.run(read_manifest, self._store.store, record.manifest)
+        return await self._store.run(self._read_manifest, record, segment)
+
+    def _read_manifest(self, record: SnapshotRecord, segment: Segment) -> SegmentManifest:
+        found = read_manifest(self._store.store, record.manifest)
         told = (found.fingerprint, found.form, found.start, found.rope, found.token_ids)
         ids = little_endian(segment.token_ids).tobytes()
         if told != (self._fingerprint, record.form, segment.start, segment.rope, ids):
             raise DataLoss(record.manifest, f"it is not of segment {segment.id} as it is kept")
+        if record.form == self._form.text:  # another one is not restored here
+            try:
+                self.check(found)
+            except InvalidArgument as error:
+                raise DataLoss(record.manifest, str(error)) from error
         return found
+
+    def check(self, manifest: SegmentManifest) -> None:
+        """Raises InvalidArgument where these ranks cannot take in what a manifest of their form names."""
+        self._form.check(manifest)
 
     async def read(self, name: str, digest: str) -> bytes:
         """A piece. Raises NotFound, DataLoss and StorageUnavailable."""
@@ -211,10 +244,27 @@ class Snapshots:
         """Something may be held that was not."""
         self._may_save.set()
 
-    async def forget(self, segment_id: int, reason: str) -> None:
-        """What storage has of a segment is damaged: it goes, and is saved anew. Raises StorageUnavailable."""
-        log.warning("the snapshot of segment %d is damaged, and its tokens are read again: %s", segment_id, reason)
-        await self._lose([segment_id])
+    def imported_with(self, segment_id: int) -> Sequence[int]:
+        """The segments that came with the same archive and are on storage as they came, itself among them; none for one
+        that was written here."""
+        attempt = self._attempt(segment_id)
+        if attempt is None or not attempt.is_imported:
+            return ()
+        found = [record.segment for record in self._records.all]
+        return [one for one in found if (other := self._attempt(one)) and other.attempt == attempt.attempt]
+
+    def _attempt(self, segment_id: int) -> Attempt | None:
+        record = self._records.get(segment_id)
+        return None if record is None else attempt_of_manifest(record.manifest)
+
+    async def forget(self, damaged: Mapping[int, str]) -> None:
+        """What storage has of segments is damaged, for these reasons: it goes, and is saved anew. Raises
+        StorageUnavailable."""
+        for reason, segment_ids in _by_reason(damaged).items():
+            what = ("the snapshot of segment", "is") if len(segment_ids) == 1 else ("snapshots of segments", "are")
+            told = ", ".join(map(str, segment_ids[:MAX_LISTED])) + (", ..." if segment_ids[MAX_LISTED:] else "")
+            log.warning("%s %s %s damaged, and its tokens are read again: %s", what[0], told, what[1], reason)
+        await self._lose(list(damaged))
 
     async def _lose(self, segment_ids: Sequence[int]) -> None:
         """Has snapshots go that cannot be used, and be written anew."""
@@ -307,6 +357,7 @@ class Snapshots:
     async def _save(self, held: Held) -> None:
         assert self._saver is not None
         assert self._cleaner is not None
+        await asyncio.to_thread(self._check_room)
         attempt = self._saver.attempt(held.segment.id)
         folder = attempt.manifest.rpartition("/")[0]
         self._attempts.add(folder)
@@ -339,10 +390,10 @@ class Snapshots:
         """Folders that stay though no record names them."""
         return self._attempts | {name.rpartition("/")[0] for name in self._sender.held}
 
-    def new_attempt(self, segment_id: int) -> Attempt:
-        """Names for a segment that comes from elsewhere; they are not swept until `end_attempt`."""
+    def new_attempt(self, segment_id: int, archive: str) -> Attempt:
+        """Names for a segment of an imported archive, which is called so; they are not swept until `end_attempt`."""
         assert self._saver is not None
-        attempt = self._saver.attempt(segment_id)
+        attempt = self._saver.attempt(segment_id, IMPORTED + archive)
         self._attempts.add(attempt.manifest.rpartition("/")[0])
         return attempt
 

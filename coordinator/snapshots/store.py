@@ -4,13 +4,16 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from threading import Thread
+from threading import Lock, Thread
 from typing import ParamSpec, TypeVar
 
+from longleaf.errors import StorageUnavailable
 from longleaf.storage.files import Entry
 from longleaf.storage.store import Store
 
 NUM_THREADS = 3
+MAX_THREADS = 32
+"""Those whose callers stopped waiting count, too, until the storage answers them."""
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
@@ -21,11 +24,21 @@ class AsyncStore:
     def __init__(self, store: Store) -> None:
         self.store = store
         self._turns = asyncio.Semaphore(NUM_THREADS)
+        self._counting = Lock()
+        self.num_threads = 0
+        """That wait for the storage."""
 
     async def run(self, call: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        """Calls something that blocks."""
+        """Calls something that blocks. Raises StorageUnavailable where too many calls have not come back."""
         async with self._turns:
-            return await asyncio.wrap_future(_begun(partial(call, *args, **kwargs)))
+            if self.num_threads >= MAX_THREADS:
+                raise StorageUnavailable(f"{self.store.url}: {self.num_threads} calls have not come back")
+            self._count(1)
+            return await asyncio.wrap_future(_begun(partial(call, *args, **kwargs), lambda: self._count(-1)))
+
+    def _count(self, more: int) -> None:
+        with self._counting:
+            self.num_threads += more
 
     async def put(self, name: str, content: bytes | bytearray, *, is_new: bool = False) -> None:
         await self.run(self.store.put, name, [content], is_new=is_new)
@@ -43,19 +56,22 @@ class AsyncStore:
         await self.run(self.store.delete, names)
 
 
-def _begun(work: Callable[[], Result]) -> Future[Result]:
+def _begun(work: Callable[[], Result], on_end: Callable[[], None]) -> Future[Result]:
     """Of a thread that ends with the process, whatever it waits for: one of an executor would be waited for."""
     future = Future[Result]()
 
     def live() -> None:
-        if not future.set_running_or_notify_cancel():
-            return
         try:
-            found = work()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(found)
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                found = work()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(found)
+        finally:
+            on_end()
 
     Thread(target=live, name="storage", daemon=True).start()
     return future

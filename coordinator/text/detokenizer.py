@@ -3,11 +3,13 @@
 The pieces' texts, joined, equal the decoding of all ids at once; each piece carries exactly the ids of its text.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import msgspec
 
 from coordinator.text.spelling import Spell
+from coordinator.text.stop_strings import Match, StopStrings
 
 REPLACEMENT = "\ufffd"
 MAX_OPEN_TOKENS = 16
@@ -108,9 +110,11 @@ class TextStream:
 
     def __init__(self, alphabet: Alphabet, stops: Sequence[str] = (), before: Sequence[int] = ()) -> None:
         self._detokenizer = Detokenizer(alphabet, before)
-        self._stops = tuple(stops)
-        self._held: list[tuple[tuple[int, ...], str]] = []
+        self._stops = StopStrings(stops)
+        self._held: deque[tuple[tuple[int, ...], str]] = deque()
         """Settled ids and texts that may belong to a stop string."""
+        self._num_shown, self._num_held = 0, 0
+        """Characters of released pieces, and of `_held`."""
         self._index = 0
         self.matched_stop = ""
         """The stop string that was met: the answer ends, and later ids must not be pushed."""
@@ -120,51 +124,41 @@ class TextStream:
         token_ids, text = self._detokenizer.push(token_id)
         if not token_ids:
             return None
-        self._held.append((token_ids, text))
-        return self._cut() or self._release()
+        if (match := self._hold(token_ids, text)) is not None:
+            return self._cut(match)
+        return self._release(self._num_held - self._stops.num_pending)
 
     def finish(self, *silent: int) -> Piece | None:
         """All that is held back. `silent` ids (the end token) join the last piece without text of their own."""
-        token_ids, text = self._detokenizer.finish()
+        if (match := self._hold(*self._detokenizer.finish())) is not None:
+            return self._cut(match)
+        self._hold(silent, "")
+        return self._release(self._num_held)
+
+    def _hold(self, token_ids: tuple[int, ...], text: str) -> Match | None:
         self._held.append((token_ids, text))
-        if (piece := self._cut()) is not None:
-            return piece
-        self._held.append((silent, ""))
-        return self._piece(len(self._held))
+        self._num_held += len(text)
+        return self._stops.push(text)
 
-    def _cut(self) -> Piece | None:
-        text = "".join(text for _, text in self._held)
-        found = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
-        if not found:
-            return None
+    def _cut(self, match: Match) -> Piece | None:
         # The string that is complete first wins, as if text came one character at a time.
-        _, start, self.matched_stop = min(found)
-        whole = self._piece(len(self._held))
-        return Piece(whole.index, whole.token_ids, text[:start]) if whole else None
+        self.matched_stop = match.stop
+        start = match.start - self._num_shown
+        whole = self._release(self._num_held)
+        return Piece(whole.index, whole.token_ids, whole.text[:start]) if whole else None
 
-    def _release(self) -> Piece | None:
-        text = "".join(text for _, text in self._held)
-        free = len(text) - max((overlap(text, stop) for stop in self._stops), default=0)
-        num_free, end = 0, 0
-        for _, part in self._held:
-            end += len(part)
-            if end > free:
-                break
-            num_free += 1
-        return self._piece(num_free)
-
-    def _piece(self, num_parts: int) -> Piece | None:
-        parts = self._held[:num_parts]
-        del self._held[:num_parts]
-        token_ids = tuple(token_id for ids, _ in parts for token_id in ids)
+    def _release(self, num_characters: int) -> Piece | None:
+        """The parts that end within the first so many characters of what is held."""
+        token_ids, texts = list[int](), list[str]()
+        while self._held and len(self._held[0][1]) <= num_characters:
+            ids, text = self._held.popleft()
+            token_ids += ids
+            texts.append(text)
+            num_characters -= len(text)
+            self._num_held -= len(text)
         if not token_ids:
             return None
-        piece = Piece(self._index, token_ids, "".join(text for _, text in parts))
+        piece = Piece(self._index, tuple(token_ids), "".join(texts))
+        self._num_shown += len(piece.text)
         self._index += len(token_ids)
         return piece
-
-
-def overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a start of `stop`, and not all of it."""
-    longest = min(len(text), len(stop) - 1)
-    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

@@ -1,17 +1,17 @@
 """The threads in which texts become ids, in short steps.
 
-The steps of all texts take turns, in the order in which they were asked for: a short text waits for a step of each long
-one, never for a whole one. What nobody waits for any more takes no further step. What cannot be done in short steps has
-two threads of its own: one for short texts, one for long ones.
+The steps of all texts take turns, by tenant and then in the order in which they were asked for: a short text waits for
+a step of each long one of its tenant, and as many of other tenants, never for a whole one. What nobody waits for any
+more takes no further step. What cannot be done in short steps has two threads of its own: one for short texts, one for
+long ones.
 """
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
 from functools import partial
-from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 from longleaf.errors import Unavailable
@@ -39,12 +39,20 @@ class TextEncoder(Protocol):
 
 
 class TextThreads:
-    """Few threads, which begin with the first step. Those who ask for steps share one event loop."""
+    """Few threads, which begin with the first step. Those who ask for steps share one event loop. `tenant` names the
+    tenant of who asks."""
 
-    def __init__(self, num_threads: int = NUM_THREADS, *, leave_seconds: float = LEAVE_SECONDS) -> None:
+    def __init__(
+        self,
+        num_threads: int = NUM_THREADS,
+        *,
+        leave_seconds: float = LEAVE_SECONDS,
+        tenant: Callable[[], str] = lambda: "",
+    ) -> None:
         self._num_threads = num_threads
         self._leave_seconds = leave_seconds
-        self._steps: SimpleQueue[_Step | None] = SimpleQueue()
+        self._tenant = tenant
+        self._steps = _Steps()
         self._threads: list[threading.Thread] = []
         self._is_closed = False
         self._beside: dict[bool, TextThreads] = {}
@@ -83,7 +91,7 @@ class TextThreads:
             raise Unavailable("the service is stopping")
         is_long = num_characters > STEP_CHARACTERS
         if is_long not in self._beside:
-            self._beside[is_long] = TextThreads(1, leave_seconds=self._leave_seconds)
+            self._beside[is_long] = TextThreads(1, leave_seconds=self._leave_seconds, tenant=self._tenant)
         return await self._beside[is_long].run(function, *args, **kwargs)
 
     async def run(
@@ -102,7 +110,7 @@ class TextThreads:
         if self._is_closed:
             raise Unavailable("the service is stopping")
         future: Future[Result] = Future()
-        self._steps.put(_Step(future, partial(function, *args, **kwargs)))
+        self._steps.put(_Step(future, partial(function, *args, **kwargs)), self._tenant())
         if len(self._threads) < self._num_threads:
             self._begin()
         return future
@@ -118,11 +126,8 @@ class TextThreads:
         self._is_closed = True
         for threads in self._beside.values():
             await threads.close()
-        with suppress(Empty):
-            while (step := self._steps.get_nowait()) is not None:
-                step.drop()
-        for _ in self._threads:
-            self._steps.put(None)
+        for step in self._steps.close():
+            step.drop()
         await asyncio.to_thread(self._join)
 
     def _join(self) -> None:
@@ -181,7 +186,45 @@ class _Step:
             self._future.set_exception(Unavailable("the service is stopping"))
 
 
-def _work(steps: "SimpleQueue[_Step | None]") -> None:
+class _Steps:
+    """Steps that wait. Tenants take turns; those of one are called in their order."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: dict[str, deque[_Step]] = {}
+        """Of each tenant, the one whose turn it is first."""
+        self._is_closed = False
+
+    def put(self, step: _Step, tenant: str) -> None:
+        with self._changed:
+            self._waiting.setdefault(tenant, deque()).append(step)
+            self._changed.notify()
+
+    def get(self) -> _Step | None:
+        """Waits for the next one; None once there will be no more."""
+        with self._changed:
+            while not self._waiting and not self._is_closed:
+                self._changed.wait()
+            if not self._waiting:
+                return None
+            tenant = next(iter(self._waiting))
+            steps = self._waiting.pop(tenant)
+            step = steps.popleft()
+            if steps:
+                self._waiting[tenant] = steps  # behind all others
+            return step
+
+    def close(self) -> list[_Step]:
+        """There will be no more. Gives those that wait."""
+        with self._changed:
+            waiting = [step for steps in self._waiting.values() for step in steps]
+            self._waiting.clear()
+            self._is_closed = True
+            self._changed.notify_all()
+            return waiting
+
+
+def _work(steps: _Steps) -> None:
     """The life of a thread."""
     while (step := steps.get()) is not None:
         step.call()

@@ -12,7 +12,14 @@ from longleaf.runs import Run
 
 MAX_PIECE_BYTES = 64 << 20
 """Keys and values of a piece, unless a block has more of them; windows are one piece, however many they are."""
+Range = tuple[int, int]
+"""Positions [start, end)."""
 Trouble = Literal["unavailable", "damaged", "dropped"]
+
+
+def max_header_bytes(num_tensors: int, num_ranges: int) -> int:
+    """Bytes that the header of a piece has at most: its tensors by name, dtype, shape and place, and its positions."""
+    return 4096 + 512 * num_tensors + 48 * num_ranges
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
@@ -51,12 +58,17 @@ class Saved(msgspec.Struct, frozen=True, tag="saved"):
 
 
 class Fetch(msgspec.Struct, frozen=True, tag="fetch"):
-    """Coordinator to member: read a piece into the host's memory, for steps that restore it."""
+    """Coordinator to member: read a piece into the host's memory, for steps that restore it. It is damaged unless it
+    has exactly the blocks of these positions."""
 
     ticket: int
     name: str
     num_bytes: int
     digest: str
+    ranges: tuple[Range, ...]
+    """Rising; whole blocks, each from the start of its range on."""
+    of_windows: bool = False
+    """Of the layers whose last keys lie on every rank."""
 
 
 class Fetched(msgspec.Struct, frozen=True, tag="fetched"):

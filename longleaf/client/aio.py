@@ -15,7 +15,7 @@ from longleaf.client.channels import Access
 from longleaf.client.contexts import ContextCalls
 from longleaf.client.documents import Document, Source
 from longleaf.client.reception import Reception, may_go_on
-from longleaf.client.retries import DEFAULT_LIMIT, Retries, Retry, log_retry, was_refused
+from longleaf.client.retries import Retries, Retry, log_retry, was_refused
 from longleaf.client.upload import header_of, ingest_of, reach_of, upload
 from longleaf.codec import BytesLike
 from longleaf.config import default_server, with_port
@@ -62,15 +62,16 @@ class AsyncClient(ContextCalls):
         self,
         server: str | None = None,
         *,
-        retries: int | Retries = DEFAULT_LIMIT,
+        retries: int | Retries | None = None,
         on_retry: Callback[Retry] = log_retry,
         **access: Unpack[Access],
     ) -> None:
         """`server` is HOST:PORT, or HOST for the default port; None takes LONGLEAF_SERVER, else localhost:50051.
-        `retries` is how often a call is tried again at most, 0 for never, or how exactly; `on_retry` is told before
-        each wait. `access` says how to come in where a service does not let everybody: with `tls_ca` the connection is
-        encrypted, `tls_cert` and `tls_key` are the client's own, `credential` says who calls. What is not given is
-        taken from LONGLEAF_TLS_CA, LONGLEAF_TLS_CERT, LONGLEAF_TLS_KEY and LONGLEAF_CREDENTIAL. Raises InvalidArgument
+        `retries` is how often a call is tried again at most, 0 for never, or how exactly; by default for a minute where
+        the service has answered before, else a few times. `on_retry` is told before each wait. `access` says how to
+        come in where a service does not let everybody: with `tls_ca` the connection is encrypted, `tls_cert` and
+        `tls_key` are the client's own, `credential` says who calls. What is not given is taken from LONGLEAF_TLS_CA,
+        LONGLEAF_TLS_CERT, LONGLEAF_TLS_KEY and LONGLEAF_CREDENTIAL. Raises InvalidArgument
         for files that cannot be used, and for a credential that would travel in plain text."""
         self.server = with_port(server or default_server())
         chosen = retries if isinstance(retries, Retries) else Retries(limit=retries)

@@ -31,6 +31,8 @@ class Calls:
         self._is_plain = not is_encrypted(access)
         self._retries = retries
         self._on_retry = on_retry
+        self._answered = asyncio.Event()
+        """Set once the service has answered a call."""
         self._is_closed = False
 
     def bearing(self, credential: str) -> "Calls":
@@ -47,7 +49,7 @@ class Calls:
 
     def attempts(self, name: str, timeout: float | None) -> Attempts:
         """The attempts of one call, which may take `timeout` seconds in all."""
-        return Attempts(name, timeout, self._retries, self._on_retry, self._explain)
+        return Attempts(name, timeout, self._retries, self._on_retry, self._explain, self._answered.is_set)
 
     async def _explain(self, error: LongleafError) -> LongleafError:
         """What is certain of a connection that did not come about."""
@@ -81,9 +83,11 @@ class Calls:
         try:
             if response is None:  # what the library makes of bytes that are no message
                 raise ValueError("the bytes are no message of its type")
-            return decode(response)
+            found = decode(response)
         except Exception as error:  # whatever is in it, it is the server that said it
             raise LongleafError(f"{self.called} answered what this client cannot read: {error}") from error
+        self._answered.set()
+        return found
 
     async def unary(
         self,

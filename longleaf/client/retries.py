@@ -14,7 +14,8 @@ from longleaf.units import human_seconds
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_LIMIT = 6
+FIRST_LIMIT = 6
+"""Retries of a call to a service that has never answered: it may not be there at all."""
 LONGEST_TIMEOUT = 1e9
 """Seconds; gRPC takes a far larger one, or infinity, for a time that has passed."""
 
@@ -44,8 +45,9 @@ class Retries(msgspec.Struct, frozen=True, kw_only=True):
     clients refused together do not come back together. A wait that the service names (RetryInfo) comes before it.
     """
 
-    limit: int = DEFAULT_LIMIT
-    """Most retries of one call; 0 never tries again."""
+    limit: int | None = None
+    """Most retries of one call; 0 never tries again. None: as many as `patience` allows where the service has answered
+    this client before, for it may have been started again, and FIRST_LIMIT otherwise."""
     first_delay: float = 0.25
     longest_delay: float = 5.0
     patience: float = 60.0
@@ -61,10 +63,18 @@ class Attempts:
     """The attempts of one call and the time they have together."""
 
     def __init__(
-        self, call: str, timeout: float | None, retries: Retries, on_retry: Callback[Retry], explain: Explain
+        self,
+        call: str,
+        timeout: float | None,
+        retries: Retries,
+        on_retry: Callback[Retry],
+        explain: Explain,
+        has_answered: Callable[[], bool],
     ) -> None:
-        """`explain` may know more of an error than the library does."""
+        """`explain` may know more of an error than the library does; `has_answered` says whether the service has ever
+        answered."""
         self._call = call
+        self._has_answered = has_answered
         self._explain = explain
         self._deadline = None if timeout is None or timeout > LONGEST_TIMEOUT else time.monotonic() + timeout
         self._retries = retries
@@ -87,7 +97,10 @@ class Attempts:
         self._number += 1
         delay = self._retries.delay(self._number, error, random.random())
         may_help = was_refused(error) or (is_repeatable and isinstance(error, Unavailable))
-        if not may_help or self._number > self._retries.limit or self._is_too_late(delay):
+        limit = self._retries.limit
+        if limit is None:
+            limit = self._number if self._has_answered() else FIRST_LIMIT
+        if not may_help or self._number > limit or self._is_too_late(delay):
             raise error
         await tell(self._on_retry, Retry(self._call, self._number, delay, error))
         await asyncio.sleep(delay)

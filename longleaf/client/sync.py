@@ -12,7 +12,7 @@ from longleaf.client.channels import Access
 from longleaf.client.documents import Document, Readable, off_the_loop
 from longleaf.client.loop import LoopThread
 from longleaf.client.parcels import Writable
-from longleaf.client.retries import DEFAULT_LIMIT, OnRetry, Retries, Retry, log_retry
+from longleaf.client.retries import OnRetry, Retries, Retry, log_retry
 from longleaf.codec import BytesLike
 from longleaf.messages import (
     Cluster,
@@ -49,7 +49,7 @@ class Client:
         self,
         server: str | None = None,
         *,
-        retries: int | Retries = DEFAULT_LIMIT,
+        retries: int | Retries | None = None,
         on_retry: OnRetry = log_retry,
         **access: Unpack[Access],
     ) -> None:
@@ -245,7 +245,7 @@ class Client:
 
 
 async def _connect(
-    server: str | None, access: Access, retries: int | Retries, on_retry: Callback[Retry]
+    server: str | None, access: Access, retries: int | Retries | None, on_retry: Callback[Retry]
 ) -> AsyncClient:
     """On the loop's thread: channels belong to the loop that made them."""
     return AsyncClient(server, retries=retries, on_retry=on_retry, **access)

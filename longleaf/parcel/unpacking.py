@@ -13,11 +13,12 @@ from longleaf.parcel.records import (
     ID_BYTES,
     IDS_PER_RECORD,
     MAX_HEAD_BYTES,
-    MAX_SEGMENT_BYTES,
     Head,
     Part,
     SegmentHead,
     decode,
+    decode_segment,
+    max_segment_bytes,
 )
 
 
@@ -56,11 +57,22 @@ class Unpacking:
         """Of the path, past that segment."""
         self._parts: Iterator[Part] = iter(())
         self._part: Part | None = None
+        self._form: str | None = None
+        self._block_size = 1
+
+    def expect(self, form: str | None, block_size: int) -> None:
+        """Keys of this form are taken, whose runs are of blocks of this size; of others the runs are left out."""
+        self._form, self._block_size = form, block_size
 
     @property
     def num_held_bytes(self) -> int:
         """Of the record that comes now."""
         return len(self._content)
+
+    @property
+    def is_description(self) -> bool:
+        """The head, or what is said of a segment, comes now: that may take long to decode."""
+        return self._frame is not None and self._frame.kind in ("head", "segment")
 
     def take(self, data: memoryview) -> tuple[int, Told | None]:
         """Takes bytes up to the end of what comes now: how many, and what it tells, if it does. Raises InvalidArgument
@@ -125,7 +137,7 @@ class Unpacking:
         if self._part is not None:
             return "piece", self._part.num_bytes, self._part.num_bytes
         if self._num_tokens_left:
-            return "segment", 1, MAX_SEGMENT_BYTES
+            return "segment", 1, max_segment_bytes(self._num_tokens_left)
         return "end", DIGEST_BYTES, DIGEST_BYTES
 
     def _record(self, content: bytearray) -> Told | None:
@@ -137,7 +149,8 @@ class Unpacking:
             case "head":
                 return self._take_head(decode(content, Head))
             case "segment":
-                return self._take_segment(decode(content, SegmentHead))
+                told = decode_segment(content, self._num_tokens_left, self._form, self._block_size)
+                return self._take_segment(told)
             case "ids":
                 self._num_ids_left -= len(content) // ID_BYTES
                 return _ids_of(content)

@@ -48,8 +48,7 @@ class SegmentManifest(msgspec.Struct, frozen=True, kw_only=True):
     pieces: tuple[Piece, ...]
     """In any order; together they hold each position once."""
     windows: Piece | None
-    """What is held of windowed layers, where every rank holds it: some positions before the end, which may lie before
-    `start`."""
+    """What is held of windowed layers, where every rank holds it: some positions of the segment before its end."""
     token_ids: bytes
     """4 bytes each, little endian."""
 
@@ -80,6 +79,17 @@ class SegmentManifest(msgspec.Struct, frozen=True, kw_only=True):
         if len(set(self.objects)) < len([*self.objects]):
             raise InvalidArgument("pieces", "an object is named twice")
 
+    def check_blocks(self, block_size: int) -> None:
+        """Raises InvalidArgument unless each run of a piece begins with a block of the segment, and ends with one or at
+        the segment's end: what remains of a block would take one more of the pool. Blocks of windows begin where a run
+        does."""
+        for start, end in (run for piece in self.pieces for run in piece.runs):
+            if (start - self.start) % block_size or ((end - self.start) % block_size and end != self.end):
+                told = (
+                    f"positions {start} to {end} of a segment from {self.start} on are not whole blocks of {block_size}"
+                )
+                raise InvalidArgument("pieces", told)
+
     def _all_pieces(self) -> Sequence[Piece]:
         return self.pieces if self.windows is None else (*self.pieces, self.windows)
 
@@ -93,8 +103,8 @@ class SegmentManifest(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidArgument("pieces", f"they do not hold each position from {self.start} to {self.end} once")
         if self.windows is not None:
             _check_rising(self.windows, "windows")
-            if self.windows.runs[0][0] < 0 or self.windows.runs[-1][1] > self.end:
-                raise InvalidArgument("windows", f"they are not of positions before {self.end}")
+            if self.windows.runs[0][0] < self.start or self.windows.runs[-1][1] > self.end:
+                raise InvalidArgument("windows", f"they are not of positions from {self.start} to {self.end}")
 
 
 def _check_rising(piece: Piece, field: str) -> None:

@@ -4,7 +4,8 @@
     services/<service>/segments/<segment>/<attempt>/manifest
     services/<service>/notes/<context>/<number, 20 digits>
 
-An attempt is one try to keep a segment: what another one left behind is never written again.
+An attempt is one try to keep a segment: what another one left behind is never written again. Segments of one imported
+archive share the attempt's name, which says so.
 """
 
 import re
@@ -20,12 +21,21 @@ _PIECE = re.compile(rf"services/({_ID})/segments/({_ID})/({_ID})/(?:piece|window
 _NOTE = re.compile(rf"services/({_ID})/notes/([^/]+)/([0-9]{{20}})")
 
 
+IMPORTED = "import-"
+"""How the attempts of imports begin."""
+
+
 class Attempt(NamedTuple):
     """One try to keep one segment; all three of a-z 0-9 -."""
 
     service: str
     segment: str
     attempt: str
+
+    @property
+    def is_imported(self) -> bool:
+        """Whether the keys and values came with an archive: one damaged segment discredits all of it."""
+        return self.attempt.startswith(IMPORTED)
 
     @property
     def manifest(self) -> str:

@@ -1,5 +1,7 @@
 """A note: what one change made of a context. The newest one of a context is what it is."""
 
+from itertools import pairwise
+
 import msgspec
 
 from longleaf.errors import DataLoss
@@ -38,6 +40,18 @@ class ContextNote(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def place(self) -> NotePlace:
         return NotePlace(self.service, self.context, self.number)
+
+
+MAX_ENDS = 64
+"""Ends that may be named of a context; services name 4."""
+
+
+def sound_ends(ends: tuple[int, ...], num_tokens: int) -> tuple[int, ...] | None:
+    """The ends of a context of so many tokens: where none are named, its own. None unless they rise up to its own, or
+    where there are too many."""
+    ends = ends[: MAX_ENDS + 1] or (num_tokens,)
+    is_rising = all(a < b for a, b in pairwise((0, *ends)))
+    return ends if is_rising and ends[-1] == num_tokens and len(ends) <= MAX_ENDS else None
 
 
 def encode_note(note: ContextNote) -> bytes:

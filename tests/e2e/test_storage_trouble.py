@@ -201,6 +201,33 @@ def test_a_full_disk_is_told_once_and_deletions_make_room_on_it(tmp_path: Path) 
         assert trouble_told(client) == ""
 
 
+@pytest.mark.extended
+def test_a_full_disk_of_the_data_folder_takes_deletions_and_starts(tmp_path: Path) -> None:
+    """Where snapshots lie beside the catalog: they leave room, and what a stranger takes of it is set apart before."""
+    with small_disk(tmp_path / "disk", 24 << 20) as disk:
+        data = disk.folder / "data"
+        names = [f"context-{number}" for number in range(40)]
+        with serving(data) as (service, client):
+            for name in names:
+                client.ingest(name, f"{name}. {BOOK.text[:1500]}")
+            wait_until(lambda: service.num_said(AWAY) == 1)
+            assert "are kept for deletions" in trouble_told(client)
+            num_saved = len(saved(data))
+            fill(disk.folder / "stranger")
+            client.delete_context(names[0])
+            service.kill()
+        fill(disk.folder / "another")
+        with serving(data) as (service, client):
+            for name in names[1:30]:
+                client.delete_context(name)
+            assert [context.id for context in client.list_contexts()] == sorted(names[30:])
+            assert len(saved(data)) < num_saved
+            (disk.folder / "stranger").unlink()
+            (disk.folder / "another").unlink()
+            client.ingest("new", BOOK.text[:1000])
+            assert ask(client, "new", QUESTION)[0]
+
+
 class Objects:
     """What a server has, asked past any switch."""
 

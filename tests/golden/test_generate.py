@@ -11,6 +11,7 @@ import torch
 
 from coordinator.events import Document, Prompt, Tokens
 from longleaf.attention import Partial
+from longleaf.errors import WorkerLost
 from longleaf.sampling import Sampling
 from tests.support.golden.asking import answer
 from tests.support.golden.plain import LIVELY, LOGIT_TOLERANCE, NEW_TOKENS, load_plain
@@ -150,6 +151,20 @@ async def test_a_dropped_partial_is_noticed(goldens, family):
 
     async with running(config_for(golden.folder, world_size=3, chunk_size=500), spoil) as engine:
         assert await answer(engine, golden.prompt) != golden.tokens
+
+
+async def test_ranks_that_raise_end_the_answer_with_their_error(goldens):
+    """No test that asks ranks in threads waits for an answer in vain."""
+
+    def spoil(number, rank):
+        def fail(*_):
+            raise RuntimeError("this step cannot be done")
+
+        rank.backend.attend = fail
+
+    async with running(config_for(goldens("llama").folder, world_size=2), spoil) as engine, asyncio.timeout(20):
+        with pytest.raises(WorkerLost, match="this step cannot be done"):
+            await answer(engine, (5, 6, 7))
 
 
 WRONG = {

@@ -5,13 +5,18 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from coordinator.events import Document, Ended, Prompt, Tokens
+from longleaf.channel.verdict import judge
 from longleaf.errors import InvalidArgument
 from longleaf.geometry import FLOAT32_POSITIONS, Rope
 from longleaf.messages import ContextSettings
 from longleaf.sampling import Sampling
+from tests.support.golden.asking import MAX_TOKENS, compare
+from tests.support.golden.knowing import KnowingDrafter
+from tests.support.golden.lasting import serving
 from tests.support.golden.states import running
 from tests.support.threads import config_for
 from workers.model.rotary import replace_rotary
@@ -19,6 +24,8 @@ from zoo.checkpoints import make_checkpoint
 
 NEW_TOKENS = 32
 ORIGINAL = 512
+BORDER = 96
+"""ORIGINAL of the Phi-3."""
 KINDS: dict[str, dict[str, Any]] = {
     "llama3": {
         "factor": 8.0,
@@ -60,12 +67,12 @@ def ids_of(count, seed=7):
     return tuple(torch.randint(3, 512, (count,), generator=torch.Generator().manual_seed(seed)).tolist())
 
 
-def generate(folder, prompt, longest=None, num_tokens=NEW_TOKENS):
+def generate(folder, prompt, longest=None, num_tokens=NEW_TOKENS, **options):
     """What transformers says, after it has seen the position `longest`, if given: dynamic keeps that scaling."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     if longest:
         model(torch.tensor([[3]]), position_ids=torch.tensor([[longest - 1]]))
-    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": num_tokens}
+    options |= {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": num_tokens}
     found = tuple(model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist())
     assert len(set(found)) >= num_tokens // 2, "the fixture repeats itself"
     return found
@@ -119,20 +126,134 @@ async def test_scaled_positions_answer_like_generate(scaled, kind, length, world
         assert (await ask(engine, prompt[-50:], "fork"))[0] == expected
 
 
-async def test_an_answer_that_is_scaled_too_early_is_not_called_exact(scaled):
-    """transformers chooses the factors by the length so far: those of the prompt here, with either answer."""
-    prompt = ids_of(20)
-    expected = generate(scaled("longrope"), prompt, num_tokens=8)
+@pytest.fixture(scope="module")
+def phi(tmp_path_factory):
+    """A Phi-3, whose `generate` drops its cache when the text becomes longer than BORDER."""
+    folder = tmp_path_factory.mktemp("phi")
+    make_checkpoint(folder, "phi3_long", seed=2)
+    config = AutoConfig.from_pretrained(folder)
+    config.rope_parameters |= {**KINDS["longrope"], "original_max_position_embeddings": BORDER}
+    config.original_max_position_embeddings = BORDER
+    config.save_pretrained(folder)
+    return folder
+
+
+def generate_with_logprobs(folder, prompt):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": NEW_TOKENS}
+    found = model.generate(torch.tensor([prompt]), output_logits=True, return_dict_in_generate=True, **options)
+    tokens = tuple(found.sequences[0, len(prompt) :].tolist())
+    steps = zip(found.logits, tokens, strict=True)
+    return tokens, [float(logits_1V[0].log_softmax(-1)[token]) for logits_1V, token in steps]
+
+
+async def answer_with_logprobs(engine, prompt, **options):
+    """Tokens and logprobs; those of two samples, one after the other."""
+    sampling = Sampling(max_tokens=NEW_TOKENS, ignore_end_token=True, num_logprobs=0)
+    stream = engine.submit(Prompt(context=None, token_ids=prompt, sampling=sampling, num_samples=2, **options))
+    events = [event async for event in stream if isinstance(event, Tokens)]
+    found = [token for event in sorted(events, key=lambda event: event.sample) for token in event.tokens]
+    return tuple(token.id for token in found), [token.logprobs.logprob for token in found]
+
+
+CROSSING = [BORDER - NEW_TOKENS + 1, BORDER - NEW_TOKENS + 2, BORDER - 12, BORDER, BORDER + 1]
+"""Lengths of prompts whose answers end just before the border and just behind it, cross it, or begin behind it."""
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("is_drafted", [False, True])
+async def test_answers_cross_the_border_like_generate(phi, monkeypatch, world_size, is_drafted):
+    """All in one batch: each is computed anew with the other factors when its own text becomes too long."""
+    prompts = [ids_of(length, seed=length) for length in CROSSING]
+    wanted = [generate_with_logprobs(phi, prompt) for prompt in prompts]
+    drafter = KnowingDrafter(16, [answer for answer, _ in wanted], 0.8)
+    if is_drafted:
+        monkeypatch.setattr("coordinator.scheduling.scheduler.Drafter", lambda *_: drafter)
+    async with running(config_for(phi, world_size=world_size, block_size=16, chunk_size=32)) as engine:
+        found = await asyncio.gather(*(answer_with_logprobs(engine, prompt) for prompt in prompts))
+        assert not any(engine.scaling_note(None, length, NEW_TOKENS) for length in CROSSING)
+    for (answer, logprobs), (tokens, found_logprobs) in zip(wanted, found, strict=True):
+        assert tokens == 2 * answer
+        assert found_logprobs == pytest.approx(2 * logprobs, abs=1e-3)
+    assert drafter.num_right > 100 or not is_drafted
+
+
+@pytest.mark.parametrize("before", [1, MAX_TOKENS + 1])
+async def test_what_is_behind_the_border_passes_verification(phi, before):
+    async with running(config_for(phi, world_size=2, block_size=16)) as engine:
+        found = await compare(engine, ids_of(BORDER - before))
+    assert judge(found).passed
+    assert found.num_equal == found.num_tokens == (MAX_TOKENS if before > MAX_TOKENS else MAX_TOKENS - 2)
+
+
+SHORT, LONG = None, 400
+"""Capacities of contexts whose keys have the short factors, up to BORDER, and the long ones."""
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("capacity", "num_held", "num_asked", "cached"),
+    [
+        (SHORT, 40, BORDER - NEW_TOKENS - 39, 40),
+        (SHORT, 40, 40, 0),
+        (SHORT, 40, BORDER - 39, 0),
+        (LONG, 40, BORDER - NEW_TOKENS - 39, 0),
+        (LONG, 40, 40, 0),
+        (LONG, 40, BORDER - 39, 40),
+    ],
+)
+async def test_questions_have_the_factors_of_their_length(phi, capacity, num_held, num_asked, cached):
+    """What a context holds with the other factors is computed anew: at once, or when the answer becomes too long."""
+    prompt = ids_of(num_held + num_asked)
+    settings = ContextSettings() if capacity is None else ContextSettings(capacity=capacity)
+    async with running(config_for(phi, world_size=2, block_size=8, chunk_size=32)) as engine:
+        await ingest(engine, "book", prompt[:num_held], settings=settings)
+        await engine.fork_context("book", "fork")
+        assert engine.scaling_note("book", num_asked, NEW_TOKENS) == ""
+        assert await ask(engine, prompt[num_held:], "book") == (generate(phi, prompt), cached)
+        view = engine.get_context("fork")
+        assert view.positions.scaled_for == (BORDER + 1 if capacity else 0)
+        assert (await ask(engine, prompt[num_held:], "fork"))[0] == generate(phi, prompt)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("capacity", [SHORT, LONG])
+async def test_questions_have_the_factors_of_their_length_after_a_restore(phi, tmp_path, capacity):
+    """Below the border, across it and behind it, by other ranks, about a context that came back from storage."""
+    prompt, settings = ids_of(120), ContextSettings() if capacity is None else ContextSettings(capacity=capacity)
+    config = config_for(phi, block_size=8, chunk_size=32, kv_bytes=8 << 20)
+    async with serving(tmp_path, replace(config, world_size=2)) as first:
+        await ingest(first.engine, "book", prompt[:40], settings=settings)
+        await first.save()
+    async with serving(tmp_path, replace(config, world_size=3)) as second:
+        assert second.engine.get_context("book").state == "parked"
+        asked = [prompt[40:end] for end in (60, 80, 120)]
+        found = await asyncio.gather(*(ask(second.engine, question, "book") for question in asked))
+        assert [tokens for tokens, _ in found] == [generate(phi, prompt[:40] + question) for question in asked]
+
+
+async def test_a_text_that_is_not_copied_keeps_the_factors_of_the_context(phi):
+    """Of which parts are hidden, for instance: its answer is not called exact."""
+    prompt = ids_of(60)
+    async with running(config_for(phi, world_size=2, block_size=8)) as engine:
+        await ingest(engine, "long", prompt[:40], settings=ContextSettings(capacity=LONG))
+        assert "from the first token on" in engine.scaling_note("long", 20, 8, is_whole=False)
+        sampling = Sampling(max_tokens=8, ignore_end_token=True)
+        asked = Prompt(context="long", token_ids=prompt[40:], sampling=sampling, hidden=((3, 4),))
+        [end] = [event async for event in engine.submit(asked) if isinstance(event, Ended)]
+        assert end.cached_tokens == 40
+
+
+async def test_max_tokens_does_not_change_what_comes_first(scaled):
+    """Also where `generate` would go on with the keys of the other factors (Llama): as without its cache."""
+    prompt = ids_of(ORIGINAL - 12)
     async with running(config_for(scaled("longrope"), world_size=2)) as engine:
-        for most, is_exact in ((8, True), (ORIGINAL - 19, True), (ORIGINAL - 18, False), (1000, False)):
-            sampling = Sampling(max_tokens=most, ignore_end_token=True)
-            stream = engine.submit(Prompt(context=None, token_ids=prompt, sampling=sampling))
-            found = [token async for event in stream if isinstance(event, Tokens) for token in event.token_ids]
-            assert (found[:8] == list(expected)) == is_exact
-            assert (engine.scaling_note(None, len(prompt), most) == "") == is_exact
-        for capacity, is_exact in ((ORIGINAL, True), (ORIGINAL + 1, False)):
-            await ingest(engine, f"book{capacity}", prompt, settings=ContextSettings(capacity=capacity))
-            assert (engine.scaling_note(f"book{capacity}", 5, 9) == "") == is_exact
+        found = {most: (await ask(engine, prompt, num_tokens=most))[0] for most in (8, 13, 14, 24)}
+        assert engine.scaling_note(None, len(prompt), 13) == ""
+        assert "use_cache=False" in engine.scaling_note(None, len(prompt), 14)
+    expected = generate(scaled("longrope"), prompt, num_tokens=24, use_cache=False)
+    assert found == {most: expected[:most] for most in found}
 
 
 @pytest.mark.sampled(1)
@@ -160,10 +281,9 @@ async def test_a_context_keeps_its_rope_and_ends_at_its_capacity(scaled):
         assert (short.rope, short.precision) == ("longrope", "float32")
         with pytest.raises(InvalidArgument, match="make 1,000; the context was created for 512 positions"):
             engine.ingest(Document(context="short", token_ids=prompt[400:1000], append=True))
-        with pytest.raises(InvalidArgument, match="make 513, .*; the context was created for 512 positions"):
-            await ask(engine, prompt[400 : 514 - NEW_TOKENS], "short")
-        asked = [(await ask(engine, prompt[400:450], name))[0] for name in ("short", "long")]
-        assert asked[0] == generate(scaled("longrope"), prompt[:450]) != asked[1], "the scaling changes the text"
+        asked = [await ask(engine, prompt[400:450], name) for name in ("short", "long")]
+        expected = generate(scaled("longrope"), prompt[:450])
+        assert asked == [(expected, 400), (expected, 400)], "the second finds what is kept of the first"
         await ingest(engine, "long", prompt[400:-20], append=True)
         assert (await ask(engine, prompt[-20:], "long"))[0] == generate(scaled("longrope"), prompt)
         assert (await engine.fork_context("long", "twig", 300)).positions.scaled_for == 513

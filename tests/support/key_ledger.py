@@ -164,6 +164,7 @@ class KeyLedger:
             else:
                 key = self._read(work.path, position)
                 assert key.before == (chain[-1].number if chain else 0), "a key was computed from others"
+                assert key.rope == work.rope, "a key is rotated otherwise"
             chain.append(key)
         book.window_runs = work.window_runs
         if self._windows is not None:

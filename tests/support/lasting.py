@@ -30,12 +30,14 @@ class MemoryLasting:
         self.snapshots: Snapshots | None = None
         self.earlier: dict[str, EarlierContext] = {}
         """Contexts that an earlier checkpoint has read."""
+        self.num_readings = 0
 
     @property
     def changed(self) -> dict[str, str]:
         return {name: each.changes for name, each in self.earlier.items()}
 
     def read_earlier(self) -> dict[str, EarlierContext]:
+        self.num_readings += 1
         return self.earlier
 
     @property

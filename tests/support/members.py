@@ -32,11 +32,14 @@ class ScriptedMember:
         node: str = "node",
         deaf_to: Collection[type[ToRank]] = (),
         fingerprint: Fingerprint | None = None,
+        has_late_pulse: bool = False,
     ) -> None:
+        """With `has_late_pulse` the connection of its pulse comes with `beat`."""
         self._context: zmq.asyncio.Context = zmq.asyncio.Context()
         # Untyped, because the package's own annotations are partial.
         self._socket: Any = connect(cast(Any, self._context), invitation, invitation.commands_id)
-        self._pulse: Any = connect(cast(Any, self._context), invitation, invitation.pulse_id)
+        self._invitation = invitation
+        self._pulse: Any = None
         self.number = number
         self.deaf_to = deaf_to
         self.fails_to_load = False
@@ -45,9 +48,17 @@ class ScriptedMember:
         self.progress = Progress()
         self.joins: list[Join] = []
         self.fences: list[Fence] = []
+        self.num_fences = 0
+        """With those that were sent again."""
         self._hello = Hello(number, node, "127.0.0.1", os.getpid(), fingerprint)
         self._inbox: asyncio.Queue[ToRank] = asyncio.Queue()
-        self._tasks = [asyncio.create_task(work) for work in (self._live(), self._listen())]
+        self._tasks = [asyncio.create_task(self._live())]
+        if not has_late_pulse:
+            self._open_pulse()
+
+    def _open_pulse(self) -> None:
+        self._pulse = connect(cast(Any, self._context), self._invitation, self._invitation.pulse_id)
+        self._tasks.append(asyncio.create_task(self._listen()))
 
     async def _live(self) -> None:
         await self.send(self._hello)
@@ -77,14 +88,20 @@ class ScriptedMember:
         while True:
             message = decode_to_rank(await self._pulse.recv())
             assert isinstance(message, Fence)
+            self.num_fences += 1
+            if message in self.fences:
+                continue  # it is sent again until a pulse tells that it was heard
             self.fences.append(message)
             if Fence not in self.deaf_to:
+                self.progress = Progress()
                 await self.send(Broken(self.number, message.epoch, 0, "was fenced"))
 
     def beat(self, progress: Progress | None = None) -> None:
         """Has a pulse from now on."""
         self.progress = progress or self.progress
         self._is_beating = True
+        if self._pulse is None:
+            self._open_pulse()
         self._tasks.append(asyncio.create_task(self._beat()))
 
     def stop_beating(self) -> None:

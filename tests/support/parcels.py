@@ -20,6 +20,7 @@ from longleaf.storage.names import Attempt
 
 FINGERPRINT = Fingerprint("ab" * 32, {"config.json": "01", "model.safetensors": "02"})
 FORM = "float32 2x4"
+BLOCK_SIZE = 1
 SERVICE = "0123"
 
 
@@ -96,7 +97,7 @@ def packable(
         model="fake",
         context=name,
         num_tokens=start,
-        ends=(1, start),
+        ends=(1, start) if start > 1 else (start,),
         capacity=4096,
         created=1.5,
         updated=2.5,
@@ -138,7 +139,7 @@ def _keep(
         num_tokens=len(segment.token_ids),
         rope=segment.rope,
         pieces=tuple(pieces),
-        windows=put(attempt.windows(0), max(0, segment.end - 2), segment.end) if has_windows else None,
+        windows=put(attempt.windows(0), max(segment.start, segment.end - 2), segment.end) if has_windows else None,
         token_ids=segment.token_ids.tobytes(),
     )
 
@@ -146,6 +147,7 @@ def _keep(
 def unpack(parcel: bytes, cuts: Sequence[int] = ()) -> list[Told]:
     """What a parcel tells that comes cut at these offsets. Raises InvalidArgument."""
     unpacking, found = Unpacking(), list[Told]()
+    unpacking.expect(FORM, BLOCK_SIZE)
     bounds = [0, *sorted(cuts), len(parcel)]
     for start, end in zip(bounds[:-1], bounds[1:], strict=True):
         data = memoryview(parcel)[start:end]

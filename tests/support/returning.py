@@ -1,7 +1,7 @@
 """Segments that nobody holds and storage has, and what brings them back: recovery, and ranks that fetch in memory."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from coordinator.engine.fetching import Fetching
@@ -38,6 +38,8 @@ class Archive:
         self.is_answering = asyncio.Event()
         self.is_answering.set()
         self.may_forget = True
+        self.imported: frozenset[int] = frozenset()
+        """Segments that came with one archive."""
 
     def is_usable(self, segment_id: int) -> bool:
         return segment_id in self.manifests
@@ -49,11 +51,15 @@ class Archive:
             raise self.failures[segment.id]
         return self.manifests[segment.id]
 
-    async def forget(self, segment_id: int, reason: str) -> None:
-        self.forgotten.append((segment_id, reason))
+    def imported_with(self, segment_id: int) -> Sequence[int]:
+        return sorted(self.imported) if segment_id in self.imported else ()
+
+    async def forget(self, damaged: Mapping[int, str]) -> None:
+        self.forgotten += damaged.items()
         if not self.may_forget:
             raise AWAY
-        del self.manifests[segment_id]
+        for segment_id in damaged:
+            del self.manifests[segment_id]
 
 
 class Members(FakeRanks):

@@ -98,6 +98,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         windows=st.none() | windows_of(4, 40),
         max_drafts=st.integers(0, 4),
         kind=st.sampled_from(RandomDrafter.KINDS),
+        scaled_from=st.sampled_from([0, 0, 24]),
     )
     def begin(
         self,
@@ -110,7 +111,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         windows: Windows | None,
         max_drafts: int,
         kind: str,
+        scaled_from: int = 0,
     ) -> None:
+        self.rotary = Rotary(kind="longrope", scaled_from=scaled_from)
         config = EngineConfig(
             model="none",
             chunk_size=chunk_size,
@@ -154,9 +157,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.waited: dict[int, int] = {}
 
     def _make_scheduler(self, epoch: int) -> Scheduler:
-        return Scheduler(
-            self.config, self.placer, Positions(Rotary(), 150), epoch, is_durable=self.is_durable, drafter=self.drafter
-        )
+        positions, options = Positions(self.rotary, 150), {"is_durable": self.is_durable}
+        return Scheduler(self.config, self.placer, positions, epoch, drafter=self.drafter, **options)
 
     # --- the ranks ---
 
@@ -173,6 +175,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             if self.window_ledger:
                 self.window_ledger.cut_back(row.path[-1], end)
         return tokens
+
+    def _check_ropes(self, plan: StepPlan) -> None:
+        """What is longer than the first scaling reaches has the other one, and nothing else; probes have that of their
+        context."""
+        if not (border := self.rotary.scaled_from) or not isinstance(plan.work, Decode):
+            return
+        for row in plan.work.rows:
+            is_probe = not self.expected[row.sequence]
+            assert is_probe or (row.rope.scaled_for > 0) == (row.start + row.num_tokens > border)
 
     def _token_ids(self, path: tuple[int, ...]) -> list[int]:
         """The tokens whose keys lie on a path."""
@@ -412,6 +423,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for row, end in drafted_ends(whole, tokens):
             self.sequences.cut_back(row.sequence, end)
         result = StepResult(plan.epoch, plan.step, tokens, seconds=self.seconds)
+        self._check_ropes(whole)
         for row in whole.work.rows if isinstance(whole.work, Decode) else ():
             answer = self.expected[row.sequence]
             read = self.prompts[row.sequence] + answer[: row.token_index]

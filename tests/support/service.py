@@ -208,11 +208,11 @@ class FakeEngine:
         self.contexts.setdefault(context, []).extend(token_ids)
         self.settings.setdefault(context, settings)
 
-    def answer_room(self, context: str | None, num_tokens: int, num_samples: int) -> int:
+    def answer_room(self, context: str | None, num_tokens: int, num_samples: int, *, is_whole: bool = True) -> int:
         held = len(self.contexts[context]) if context is not None else 0
         return min(self.max_positions - held - num_tokens, self.total_tokens // num_samples)
 
-    def scaling_note(self, context: str | None, num_tokens: int, max_tokens: int) -> str:
+    def scaling_note(self, context: str | None, num_tokens: int, max_tokens: int, *, is_whole: bool = True) -> str:
         return self.scaling
 
     def grounds(self, context_id: str) -> events.Grounds:
@@ -261,6 +261,9 @@ class FakeEngine:
         own = [ids for name, ids in self.contexts.items() if tenant_of(name) == tenant]
         running = sum(not stream.closed.is_set() for stream in self.streams)
         return Usage(contexts=len(own), tokens=sum(map(len, own)), running=running)
+
+    def storage_bytes(self, tenant: str) -> int:
+        return 0
 
     def list_contexts(
         self, after: str = "", limit: int | None = None, *, tenant: str = DEFAULT_TENANT

@@ -1,10 +1,11 @@
 """Ranks as threads of the test process: the real workers behind the engine's port, without processes or sockets."""
 
 import asyncio
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 
 from coordinator.ranks.orders import Key, error_of
@@ -54,6 +55,8 @@ class ThreadRanks:
         self._readies: queue.Queue[Ready] = queue.Queue()
         self._threads = [threading.Thread(target=self._run, args=(r,), daemon=True) for r in range(len(self._ranks))]
         self._spoil = spoil
+        self._ended: Future[EpochEnd] = Future()
+        """Set by the first rank that fails."""
         self.losses: tuple[Loss, ...] = ()
 
     async def start(self, epoch: int) -> Formation:
@@ -66,7 +69,8 @@ class ThreadRanks:
         return Formation(epoch, hellos, tuple(sorted(readies, key=lambda ready: ready.member)), self)
 
     async def form(self, epoch: int) -> Formation:
-        raise NotImplementedError
+        """Raises what ended the only epoch."""
+        raise self._ended.result().error
 
     async def lay_out(self, layout: Layout) -> None:
         raise NotImplementedError
@@ -80,8 +84,8 @@ class ThreadRanks:
             return await asyncio.wrap_future(result)
 
     async def wait_ended(self) -> EpochEnd:
-        """Threads do not die on their own."""
-        return await asyncio.get_running_loop().create_future()
+        """Threads do not die, but a rank may raise."""
+        return await asyncio.shield(asyncio.wrap_future(self._ended))
 
     async def wait_joinable(self) -> None:
         """Nor do others come."""
@@ -159,6 +163,8 @@ class ThreadRanks:
         """Gives up what is under way; of the ranks that fail together the first one tells why."""
         lost = WorkerLost(0, repr(error))
         lost.__cause__ = error
+        with contextlib.suppress(InvalidStateError):
+            self._ended.set_result(EpochEnd(lost))
         while True:
             try:
                 self._results.get_nowait().set_exception(lost)

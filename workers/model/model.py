@@ -1,5 +1,6 @@
 """Loads an unmodified transformers causal LM and proves that all its attention goes through the hook."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,8 @@ LAYER_TYPES = {
 }
 """Types of layers, in the words of transformers, that do not attend to each visible token's own key: what they have
 instead. None of them is supported."""
+CROSS_ATTENTION = ("encoder_attn", "cross_attn", "crossattention")
+"""What transformers calls attention to an encoder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,18 +188,10 @@ def load(folder: str, dtype: DtypeName, device: str) -> Model:
     config = read_config(folder)
     try:
         check_weights(Path(folder), config)
-        loader: Any = auto_class(config)  # its annotations do not know output_loading_info
-        with large_blocks_apart(), going_to(device):
-            module, report = loader.from_pretrained(
-                folder,
-                config=config,
-                dtype=dtype,
-                attn_implementation=hook.NAME,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are refused below, by name
-                **UNTRUSTED,
-                **SAFE_WEIGHTS,
-            )
+        attempts = (_read(folder, config, dtype, device, loader) for loader in auto_classes(config))
+        module, report = next(attempts)
+        if report["missing_keys"]:
+            module, report = next(attempts, (module, report))
     except ModelRefused:
         raise
     except Exception as error:  # whatever is wrong with the files, it is the folder that is refused
@@ -206,6 +201,24 @@ def load(folder: str, dtype: DtypeName, device: str) -> Model:
     for name, stored, wanted in sorted(report["mismatched_keys"]):
         raise ModelRefused(f"{folder}: {name} is {[*stored]}, and the config describes {[*wanted]}")
     return prove(module, device)
+
+
+def _read(
+    folder: str, config: PreTrainedConfig, dtype: DtypeName, device: str, loader: Any
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model that an auto class builds, and what it reports of the weights. The annotations of auto classes do not
+    know output_loading_info."""
+    with large_blocks_apart(), going_to(device):
+        return loader.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=hook.NAME,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused by name
+            **UNTRUSTED,
+            **SAFE_WEIGHTS,
+        )
 
 
 def read_config(folder: str) -> PreTrainedConfig:
@@ -218,11 +231,11 @@ def read_config(folder: str) -> PreTrainedConfig:
         check_code(folder)
         config = AutoConfig.from_pretrained(folder, **UNTRUSTED)
         forget_code(config)
+        check_config(config)
     except ModelRefused:
         raise
     except Exception as error:  # whatever is wrong with the file, it is the folder that is refused
         raise refusal(folder, error) from error
-    check_config(config)
     return config
 
 
@@ -271,22 +284,28 @@ def forget_code(part: Any) -> None:
             forget_code(value)
 
 
-def auto_class(config: PreTrainedConfig) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:
-    """The auto class that builds the model of a config. Raises ModelRefused where that is no causal language model.
+def auto_classes(config: PreTrainedConfig) -> list[type[AutoModelForCausalLM | AutoModelForImageTextToText]]:
+    """The auto classes that may build the model of a config, in the order in which they are tried. Raises ModelRefused
+    where none builds a causal language model.
 
-    transformers does not count all models that see images among the causal language models, though they hold one.
+    transformers does not count all models that see images among the causal language models, though they hold one. Of
+    some, such as Emu3, its causal class does not find the weights of the text in a checkpoint of the whole.
     """
+    found = list[type[AutoModelForCausalLM | AutoModelForImageTextToText]]()
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return AutoModelForCausalLM
+        found.append(AutoModelForCausalLM)
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and not config.is_encoder_decoder:
-        return AutoModelForImageTextToText
-    raise ModelRefused(f"transformers has no causal language model of type {config.model_type}")
+        found.append(AutoModelForImageTextToText)
+    if not found:
+        raise ModelRefused(f"transformers has no causal language model of type {config.model_type}")
+    return found
 
 
 def prove(module: PreTrainedModel, device: str, *, has_weights: bool = True) -> Model:
     """Makes a module ready to serve on `device`. Raises ModelRefused when it would not be exact. Without weights,
     whether rows are mixed outside of attention remains unknown."""
     check_causal(decoder_of(module))
+    check_positions(decoder_of(module))
     module.eval().requires_grad_(False)
     module.to(torch.device(device))  # pyright: ignore[reportArgumentType]
     latent.absorb(module)
@@ -308,29 +327,45 @@ def check_config(config: PreTrainedConfig) -> None:
 
 
 def check_causal(module: nn.Module) -> None:
-    """Refuses encoders that transformers also loads as causal language models: their attention sees the future."""
+    """Refuses encoders that transformers also loads as causal language models: their attention sees the future. Refuses
+    decoders that attend to an encoder, which is not there."""
     for name, part in module.named_modules():
+        if any(word in name for word in CROSS_ATTENTION):
+            raise ModelRefused(
+                f"{type(module).__name__}: {name} attends to an encoder (cross-attention), which is not supported"
+            )
         if getattr(part, "is_causal", True) is False:
             raise ModelRefused(f"{type(module).__name__}: {name} is not causal")
+
+
+def check_positions(module: nn.Module) -> None:
+    """Refuses RoBERTa and its descendants, whose first position is the one after the id of the padding token."""
+    for name, part in module.named_modules():
+        if hasattr(part, "create_position_ids_from_input_ids"):
+            raise ModelRefused(
+                f"{type(module).__name__}: {name} counts positions from the padding token, which is not supported yet"
+            )
 
 
 @torch.inference_mode()
 def preflight(module: PreTrainedModel, device: str, *, has_weights: bool = True) -> dict[int, LayerSpec]:
     """Runs several tokens, each at several rows, as steps of which nothing is sampled, and checks that every attention
     layer calls the hook, with equal queries, keys and values for equal tokens: some families ignore the hook silently,
-    and some mix rows, or count them, outside of attention."""
+    and some mix rows, or count them, outside of attention. The decoder must do the same on its own: the chunks of a
+    prompt, and the steps of all ranks but the first, run it without its head."""
     config = module.config.get_text_config()
     expected = config.num_hidden_layers
     tokens = probe_ids(module, max(count for count, _ in PROBES), has_weights=has_weights)
     found: dict[int, LayerSpec] = {}
-    for num_tokens, num_rows in PROBES:
+    for (num_tokens, num_rows), is_whole in itertools.product(PROBES, (True, False)):
         ids = [tokens[i % min(num_tokens, len(tokens))] for i in range(num_rows)]
         probe = Probe(config, ids, has_weights=has_weights)
         ids_T, positions_T = torch.tensor(ids, device=device), torch.ones(num_rows, dtype=torch.long, device=device)
         inputs = hook.arguments(probe, ids_T, positions_T, has_offsets=asks_for_offsets(module))
-        forward_checked(module, {**inputs, "logits_to_keep": ids_T[:0]})
+        part, options = (module, {"logits_to_keep": ids_T[:0]}) if is_whole else (decoder_of(module), {})
+        forward_checked(part, {**inputs, **options})
         if sorted(probe.layers) != list(range(expected)):
-            name = type(module).__name__
+            name = type(part).__name__
             raise ModelRefused(
                 f"{name}: {len(probe.layers)} of {expected} layers call the attention function that is replaced"
             )
@@ -372,9 +407,10 @@ def special_ids(config: PreTrainedConfig) -> set[int]:
 
 
 def decoder_of(module: PreTrainedModel) -> nn.Module:
-    """The layers of text without their head, and without what sees images; Llama 4 does not find its own."""
+    """The layers of text without their head, and without the part that sees images. transformers does not find those of
+    Llama 4, and takes the output layer of ModernBERT, which is called `decoder`, for them."""
     decoder = module.get_decoder()
-    return module.model if decoder is module else decoder
+    return module.model if decoder in (module, module.get_output_embeddings()) else decoder
 
 
 def asks_for_offsets(module: PreTrainedModel) -> bool:

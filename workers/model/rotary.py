@@ -27,6 +27,9 @@ from workers.transfers import to_device
 
 LENGTH_DEPENDENT = {"longrope": False, "dynamic": True}
 """Scalings that depend on the number of positions, and whether each number has one of its own."""
+RECOMPUTING = ("phi3", "phi4_multimodal")
+"""Types of models whose `prepare_inputs_for_generation` drops the cache when a text outgrows the short factors of
+longrope."""
 MAX_TABLES = 64
 PROBE = (0, 1, 2, 3, 7, 13, 31)
 """Positions at which a module is compared with the one that it replaces."""
@@ -127,6 +130,16 @@ class LongRotary(nn.Module):
             pairs = zip(wanted, found, strict=True)
             if not all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs):
                 raise ModelRefused("it does not compute cosines and sines of positions times frequencies")
+        if self.kinds[layer] == "longrope":
+            self._check_long(own, layer, positions)
+
+    def _check_long(self, own: Any, layer: str | None, positions: Tensor) -> None:
+        border = int(_parameters_of(self.config, layer)["original_max_position_embeddings"])
+        x, positions = torch.zeros(1, device=positions.device), positions + border
+        wanted = _parts(own(x, positions, *(() if layer is None else (layer,))))
+        found = self._rotate(x, positions, layer, Rope(scaled_for=border + 1))
+        if not all(torch.allclose(a, b, rtol=0, atol=1e-5) for a, b in zip(wanted, found, strict=True)):
+            raise ModelRefused("it does not use the long factors of its config past the original length")
 
 
 class _InDouble(TorchFunctionMode):
@@ -226,6 +239,7 @@ def _describe(config: Any, made: list[LongRotary]) -> Rotary:
         trained=_trained(config),
         scaled_from=min((_scaled_from(config, parameters) for parameters in scalings), default=0),
         is_graded=any(LENGTH_DEPENDENT[parameters["rope_type"]] for parameters in scalings),
+        has_mixed_keys=bool(scalings) and config.model_type not in RECOMPUTING,
         float32_error=max((_float32_error(*pair) for pair in pairs), default=0.0),
         float64_error=max((float(double.max()) * FLOAT64_ERROR for _, double in pairs), default=0.0),
     )
@@ -235,6 +249,11 @@ def _trained(config: Any) -> int:
     """Positions that a model was trained for: those of its config, or what its yarn stretches."""
     told = int(getattr(config, "max_position_embeddings", 0) or 0)
     return max([told, *(_yarn_length(p) for p in _parameters(config) if p["rope_type"] == "yarn")])
+
+
+def _parameters_of(config: Any, layer: str | None) -> dict[str, Any]:
+    parameters: dict[str, Any] = config.rope_parameters
+    return parameters if layer is None else parameters[layer]
 
 
 def _parameters(config: Any) -> list[dict[str, Any]]:

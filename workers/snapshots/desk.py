@@ -162,7 +162,7 @@ class Desk:
                 data = self._opened().get(order.name, order.digest)
                 if len(data) != order.num_bytes:
                     raise DataLoss(order.name, f"it has {len(data)} bytes instead of {order.num_bytes}")
-                failure = self._keep(order, Piece(order.name, data, pool))
+                failure = self._keep(order, data, pool)
         except Exception as error:
             failure = failure_of(error)
         finally:
@@ -170,7 +170,10 @@ class Desk:
                 self._wanted.discard(order.ticket)
         return Fetched(self._member, order.ticket, failure)
 
-    def _keep(self, order: Fetch, piece: Piece) -> Failure | None:
+    def _keep(self, order: Fetch, data: bytes, pool: Slots) -> Failure | None:
+        if not self._is_wanted(order):  # a storage may take its time, and the rest takes more of it
+            return DISCARDED
+        piece = Piece(order.name, data, pool, order.ranges, of_windows=order.of_windows)
         with self._lock:
             if order.ticket not in self._wanted:
                 return DISCARDED

@@ -9,12 +9,13 @@ Shape letters: N blocks of a piece, K key heads.
 
 import warnings
 from collections.abc import Iterable, Sequence
+from math import prod
 
 import msgspec
 import torch
 from torch import Tensor
 
-from longleaf.channel.snapshots import MAX_PIECE_BYTES
+from longleaf.channel.snapshots import MAX_PIECE_BYTES, Range, max_header_bytes
 from longleaf.errors import DataLoss
 from longleaf.runs import Run, ceil_div
 from workers.keys.slots import Slots
@@ -68,7 +69,7 @@ class Copy:
     def parts(self) -> list[bytes | memoryview]:
         """The bytes of the file, without another copy of them."""
         views = [tensor.flatten().view(torch.uint8).numpy().data for _, tensor in self._tensors]
-        positions = " ".join(f"{run.start}-{run.end}" for run in self._runs)
+        positions = _format_positions((run.start, run.end) for run in self._runs)
         header: dict[str, object] = {"__metadata__": {"version": VERSION, "form": self._form, "positions": positions}}
         end = 0
         for (name, tensor), view in zip(self._tensors, views, strict=True):
@@ -82,36 +83,47 @@ class Copy:
 class Piece:
     """What was read of a piece, on the host, for a pool of the same form."""
 
-    def __init__(self, name: str, data: bytes, pool: Slots) -> None:
-        """Raises DataLoss for what is no piece, or one of a pool of another form."""
-        try:
-            header = _header(data)
-            metadata = msgspec.convert(header.pop("__metadata__"), dict[str, str])
-            told = {name: msgspec.convert(one, _Told) for name, one in header.items()}
-            if max((one.data_offsets[1] for one in told.values()), default=0) != len(data) - _end_of_header(data):
-                raise ValueError("it does not end where its last tensor does")
-            tensors = {name: _view(data, one) for name, one in told.items()}
-            ranges = [
-                (int(low), int(high)) for low, _, high in (p.partition("-") for p in metadata["positions"].split())
-            ]
-        except (msgspec.MsgspecError, ValueError, KeyError, RuntimeError) as error:
-            raise DataLoss(name, f"it is no piece of a snapshot: {error}") from error
-        self.of_windows = self._is_of_windows(name, metadata, pool)
-        num_blocks = sum(ceil_div(high - low, pool.block_size) for low, high in ranges)
-        if any(high <= low for low, high in ranges) or {len(tensor) for tensor in tensors.values()} != {num_blocks}:
-            raise DataLoss(name, "its positions are not those of its blocks")  # who listed them might never end
-        self._places = dict(_places(ranges, pool.block_size))
-        is_pinned = pool.device.startswith("cuda")  # here, and not while a step waits for it
-        self._tensors = {name: tensor.pin_memory() if is_pinned else tensor for name, tensor in tensors.items()}
+    def __init__(self, name: str, data: bytes, pool: Slots, ranges: Sequence[Range], *, of_windows: bool) -> None:
+        """`ranges` are the positions [start, end) that the manifest names, and `of_windows` says which of the blocks of
+        `pool` they go to.
 
-    @staticmethod
-    def _is_of_windows(name: str, metadata: dict[str, str], pool: Slots) -> bool:
+        Raises DataLoss unless `data` has exactly the tensors of so many blocks of the pool: names, dtypes, shapes and
+        sizes are compared before a tensor is made or a block is listed, since an imported archive may state any.
+        """
+        parts = pool.blocks(of_windows=of_windows)
+        if not parts:
+            raise DataLoss(name, "it is of a pool of another form")
+        num_blocks = sum(ceil_div(high - low, pool.block_size) for low, high in ranges)
+        size = num_blocks * sum(tensor[:, 0].numel() * tensor.itemsize for _, tensor, _ in parts)
+        try:
+            header = _header(data, max_header_bytes(len(parts), len(ranges)))
+            metadata = msgspec.convert(header.pop("__metadata__"), dict[str, str])
+            described = {name: msgspec.convert(one, _Described) for name, one in header.items()}
+            positions = metadata["positions"]
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError, KeyError) as error:
+            raise DataLoss(name, f"it is no piece of a snapshot: {error}") from error
         if metadata.get("version") != VERSION:
             raise DataLoss(name, f"its version is {metadata.get('version')}, and this service reads {VERSION}")
-        for of_windows in (False, True):
-            if metadata.get("form") == form_of(pool, of_windows=of_windows):
-                return of_windows
-        raise DataLoss(name, "it is of a pool of another form")
+        if metadata.get("form") != form_of(pool, of_windows=of_windows):
+            raise DataLoss(name, "it is of a pool of another form")
+        if positions != _format_positions(ranges):
+            raise DataLoss(name, "its positions are not those of its manifest")
+        if len(data) - _end_of_header(data) != size:
+            told = f"its tensors have {len(data) - _end_of_header(data):,} bytes"
+            raise DataLoss(name, f"{told}, and {num_blocks:,} blocks have {size:,}")
+        expected, end = dict[str, _Described](), 0
+        for part in parts:
+            shape = [num_blocks, len(part.tensor), *part.tensor.shape[2:]]
+            start, end = end, end + prod(shape) * part.tensor.itemsize
+            expected[part.name] = _Described(DTYPES[part.tensor.dtype], shape, (start, end))
+        if described != expected:
+            wrong = next(name for name in (*described, *expected) if described.get(name) != expected.get(name))
+            raise DataLoss(name, f"its tensor {wrong[:100]!r} is not that of {num_blocks:,} blocks of the pool")
+        self.of_windows = of_windows
+        self._places = dict(_places(ranges, pool.block_size))
+        is_pinned = pool.device.startswith("cuda")  # here, and not while a step waits for it
+        tensors = {name: _view(data, one) for name, one in described.items()}
+        self._tensors = {name: tensor.pin_memory() if is_pinned else tensor for name, tensor in tensors.items()}
 
     def find(self, runs: Iterable[Run], block_size: int) -> list[int] | None:
         """Where the blocks of runs lie in it; None unless it has each of them as a whole."""
@@ -135,34 +147,34 @@ class Piece:
             tensor.index_copy_(1, index_N, to_device(chosen, pool.device).transpose(0, 1))
 
 
-class _Told(msgspec.Struct, frozen=True):
-    """A tensor, as the header of a file tells it."""
+class _Described(msgspec.Struct, frozen=True):
+    """A tensor, as the header of a file describes it."""
 
     dtype: str
     shape: list[int]
     data_offsets: tuple[int, int]
 
 
-def _header(data: bytes) -> dict[str, dict[str, object]]:
-    """Raises msgspec.DecodeError where there is none."""
-    return msgspec.json.decode(data[8 : _end_of_header(data)], type=dict[str, dict[str, object]])
+def _header(data: bytes, max_bytes: int) -> dict[str, dict[str, object]]:
+    """Raises ValueError for a longer one, and msgspec.DecodeError where there is none."""
+    if (size := _end_of_header(data) - 8) > min(max_bytes, len(data)):
+        raise ValueError(f"its header has {size:,} bytes")
+    return msgspec.json.decode(data[8 : 8 + size], type=dict[str, dict[str, object]])
 
 
 def _end_of_header(data: bytes) -> int:
     return 8 + int.from_bytes(data[:8], "little")
 
 
-def _view(data: bytes, told: _Told) -> Tensor:
-    """The tensor where it lies in the file: the library would copy it, and a restore has gigabytes of them. Raises
-    KeyError, ValueError and RuntimeError for what does not lie in it."""
-    dtype, (start, end) = TYPES[told.dtype], told.data_offsets
-    if not 0 <= start <= end or (end - start) % dtype.itemsize:
-        raise ValueError(f"a tensor lies from {start} to {end}")
-    if start == end:
-        return torch.empty(told.shape, dtype=dtype)
-    count, place = (end - start) // dtype.itemsize, _end_of_header(data) + start
+def _format_positions(ranges: Iterable[Range]) -> str:
+    return " ".join(f"{start}-{end}" for start, end in ranges)
+
+
+def _view(data: bytes, described: _Described) -> Tensor:
+    """The tensor where it lies in the file: the library would copy it, and a restore has gigabytes of them."""
+    dtype, place = TYPES[described.dtype], _end_of_header(data) + described.data_offsets[0]
     warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)  # nobody writes to it
-    return torch.frombuffer(data, dtype=dtype, count=count, offset=place).view(told.shape)
+    return torch.frombuffer(data, dtype=dtype, count=prod(described.shape), offset=place).view(described.shape)
 
 
 def _places(ranges: Iterable[tuple[int, int]], block_size: int) -> Iterable[tuple[int, tuple[int, int]]]:

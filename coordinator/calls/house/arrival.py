@@ -18,6 +18,7 @@ from longleaf.parcel.records import ID_BYTES, Head, Keys, Part, SegmentHead
 from longleaf.parcel.unpacking import Ids, Told, Unpacking
 from longleaf.storage.manifest import Piece, SegmentManifest, encode_manifest
 from longleaf.storage.names import Attempt
+from longleaf.storage.note import sound_ends
 from longleaf.tenants import scoped
 from longleaf.units import human_seconds
 
@@ -52,6 +53,8 @@ class Arrival:
         """Tokens of the path up to the last of them."""
         self._coming: _Coming | None = None
         """The segment whose ids or pieces come."""
+        self._num_described = 0
+        """Bytes of memory that what is said of segments takes, about."""
         self._manifests: dict[int, tuple[Attempt, SegmentManifest]] = {}
         self._snapshots: dict[int, SnapshotRecord] = {}
         """Those whose manifests are put."""
@@ -69,7 +72,12 @@ class Arrival:
         untaken = len(self._untaken) if isinstance(self._untaken, bytearray) else 0
         coming = [self._coming.token_ids] if self._coming is not None else []
         num_ids = sum(len(ids) for ids in (*(segment.token_ids for segment in self._segments), *coming))
-        return self._unpacking.num_held_bytes + untaken + ID_BYTES * num_ids
+        return self._unpacking.num_held_bytes + untaken + ID_BYTES * num_ids + self._num_described
+
+    @property
+    def _is_long(self) -> bool:
+        """What comes now may take long: the event loop does not wait for it."""
+        return self._unpacking.is_description
 
     async def settle(self) -> None:
         """Does what an earlier call could not. Raises what `take` raises."""
@@ -83,7 +91,8 @@ class Arrival:
         await self.settle()
         rest = memoryview(data)
         while rest and self.made is None:
-            count, self._untaken = self._unpacking.take(rest)
+            unpack = self._unpacking.take
+            count, self._untaken = await asyncio.to_thread(unpack, rest) if self._is_long else unpack(rest)
             rest = rest[count:]
             await self.settle()
 
@@ -105,7 +114,7 @@ class Arrival:
         self.made = ImportProgress(
             received_bytes=self.num_bytes, context=context, key_tokens=self._num_key_tokens(record.num_tokens)
         )
-        self._segments, self._manifests, self._coming = [], {}, None  # all ids are the engine's now
+        self._segments, self._manifests, self._coming, self._num_described = [], {}, None, 0  # it is the engine's now
 
     async def drop(self) -> None:
         """Gives it up. Idempotent; does nothing to a context that was made."""
@@ -119,7 +128,7 @@ class Arrival:
             case SegmentHead():
                 self._begin(told)
             case Ids():
-                self._extend(told.token_ids)
+                await self._extend(told.token_ids)
             case _:
                 await self._put(told)
 
@@ -133,6 +142,7 @@ class Arrival:
         self._ledger.check_rate_in()
         self._ledger.check_context(1, self._context.num_tokens)
         self._arriving = await self._house.begin_import(self._context)
+        self._unpacking.expect(self._arriving.form, self._arriving.block_size)
 
     def _is_made(self, name: str) -> bool:
         """Whether an earlier call with this upload id made the context."""
@@ -144,17 +154,20 @@ class Arrival:
     def _begin(self, head: SegmentHead) -> None:
         assert self._arriving is not None
         self._coming = _Coming(self._arriving.new_segment(), head)
+        self._num_described += head.num_held_bytes
+        if head.keys is not None:  # the manifest has them, too
+            self._num_described += ID_BYTES * head.num_tokens
 
-    def _extend(self, token_ids: "array[int]") -> None:
+    async def _extend(self, token_ids: "array[int]") -> None:
         coming = self._coming
         assert coming is not None
         if max(token_ids) >= self._vocabulary_size:
             raise InvalidArgument(FIELD, f"it has a token id that is not among {self._vocabulary_size:,}")
         coming.token_ids += token_ids
         if len(coming.token_ids) == coming.head.num_tokens:
-            self._seal(coming)
+            await self._seal(coming)
 
-    def _seal(self, coming: "_Coming") -> None:
+    async def _seal(self, coming: "_Coming") -> None:
         """All token ids of a segment are there."""
         assert self._arriving is not None
         before = self._segments[-1] if self._segments else None
@@ -175,7 +188,7 @@ class Arrival:
         if keys is not None:
             attempt = self._arriving.new_attempt(segment.id)
             parent = before and self._arriving.new_attempt(before.id).segment
-            manifest = self._manifest(attempt, segment, keys, parent)
+            manifest = await asyncio.to_thread(self._manifest, attempt, segment, keys, parent)
             self._manifests[segment.id], coming.names = (attempt, manifest), [*manifest.objects]
         self._segments.append(segment)
         self._num_used += coming.head.num_used
@@ -197,6 +210,7 @@ class Arrival:
         )
         try:
             manifest.check()
+            self._arriving.check(manifest)
         except InvalidArgument as error:
             raise InvalidArgument(FIELD, f"the pieces of a segment make no sense: {error}") from error
         return manifest
@@ -254,7 +268,7 @@ def _record(name: str, head: Head, upload_id: str, now: float) -> ContextRecord:
         id=name,
         segment=0,
         num_tokens=head.num_tokens,
-        ends=head.ends,
+        ends=sound_ends(head.ends, head.num_tokens) or (head.num_tokens,),
         capacity=head.capacity,
         created=head.created,
         updated=head.updated,

@@ -18,6 +18,8 @@ from longleaf.messages import Context
 from longleaf.storage.manifest import Piece, SegmentManifest, decode_manifest
 from longleaf.storage.names import Attempt
 
+BLOCK_SIZE = 4
+
 
 class Housed(NamedTuple):
     """A context of the house."""
@@ -144,8 +146,15 @@ class FakeArriving:
         return self._house.form
 
     @property
+    def block_size(self) -> int:
+        return BLOCK_SIZE
+
+    @property
     def fingerprint(self) -> str:
         return self._house.digest
+
+    def check(self, manifest: SegmentManifest) -> None:
+        manifest.check_blocks(BLOCK_SIZE)
 
     def new_segment(self) -> int:
         return self._house.next_segment()

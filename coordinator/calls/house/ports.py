@@ -56,8 +56,17 @@ class Arriving(Protocol):
         ...
 
     @property
+    def block_size(self) -> int:
+        """Tokens of a block, in that form."""
+        ...
+
+    @property
     def fingerprint(self) -> str:
         """What `SegmentManifest.fingerprint` is of what is read here."""
+        ...
+
+    def check(self, manifest: SegmentManifest) -> None:
+        """Raises InvalidArgument where a manifest of this form names what cannot be taken in. Any thread may call."""
         ...
 
     def new_segment(self) -> int:

@@ -24,7 +24,7 @@ from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.credentials import Quotas
 from longleaf.document_text import TextFile
-from longleaf.errors import InvalidArgument, NotFound, StorageUnavailable
+from longleaf.errors import InvalidArgument, NotFound, ResourceExhausted, StorageUnavailable
 from longleaf.messages import ContextSettings, IngestHeader, IngestPiece, IngestProgress
 from tests.support.service import FakeEngine, write_model
 
@@ -49,6 +49,16 @@ class Desk:
         """That of a service that has no document in memory."""
         self.uploads = Uploads(kept=kept)
         return Ingest(self.engine, self._tokenizer, self.threads, self.uploads, ledger=self.ledger)
+
+    def use_quotas(self) -> None:
+        """Those of the caller."""
+        self.ledger = Ledger(
+            lambda _: Usage(),
+            lambda: 0.0,
+            num_uploads=lambda tenant: self.uploads.num_of(tenant),
+            num_upload_tokens=lambda tenant: self.uploads.num_tokens_of(tenant),
+        )
+        self.ingest = self.ingest_with(self.kept)
 
     async def run(self, *pieces: IngestPiece, ends: bool = True) -> list[IngestProgress]:
         reports: list[IngestProgress] = []
@@ -225,8 +235,7 @@ async def test_who_sends_many_documents_at_once_keeps_to_the_quota(tmp_path: Pat
         for each in headers:
             await one.run(each, array("I", range(5)), ends=False)
     async with desk(tmp_path) as one:  # where each has to be looked for first
-        one.ledger = Ledger(lambda _: Usage(), num_uploads=lambda tenant: one.uploads.num_of(tenant))
-        one.ingest = one.ingest_with(one.kept)
+        one.use_quotas()
         told = await asyncio.gather(*(one.run(each, array("I", [5]), ends=False) for each in headers))
         assert [bool(reports) for reports in told].count(True) == 2
 
@@ -245,6 +254,51 @@ async def test_an_upload_whose_context_is_deleted_is_not_called_damaged(
     assert caplog.text == ""
     assert (await catalog.load()).uploads == ()
     await catalog.close()
+
+
+def acme(number: int) -> IngestHeader:
+    return IngestHeader(f"acme/{number}", tenant="acme", upload_id="mine")
+
+
+async def test_documents_that_are_left_count_after_a_restart(tmp_path: Path) -> None:
+    async with desk(tmp_path) as one:
+        for number in range(2):
+            await one.run(acme(number), array("I", range(5)), ends=False)
+    CALLER.set(Caller(tenant="acme", quotas=Quotas(uploads=2)))
+    async with desk(tmp_path) as one:
+        one.use_quotas()
+        with pytest.raises(ResourceExhausted, match="quotas/uploads"):
+            await one.run(acme(2), array("I", [5]))
+        await one.run(acme(0), array("I", [5]))
+        assert one.engine.contexts["acme/0"] == [*range(5), 5]
+        one.kept.forget(acme(1))
+        await one.run(acme(2), array("I", [5]))
+
+
+async def test_tokens_of_documents_that_are_left_count(tmp_path: Path) -> None:
+    CALLER.set(Caller(tenant="acme", quotas=Quotas(tokens=12)))
+    async with desk(tmp_path) as one:
+        one.use_quotas()
+        await one.run(acme(0), array("I", range(5)), ends=False)
+    async with desk(tmp_path) as one:
+        one.use_quotas()
+        with pytest.raises(ResourceExhausted, match="quotas/tokens"):  # while it is sent, and not at its end
+            await one.run(acme(1), array("I", range(8)), *[array("I", [])] * 3)
+        assert one.uploads.num_tokens_of("acme") == 13
+        with pytest.raises(ResourceExhausted, match="have 13 tokens"):
+            await one.run(acme(2), array("I", [5]))
+        await one.ingest.cancel("acme/1", "mine")
+        await one.run(acme(0), array("I", range(5, 12)))
+        assert one.engine.contexts["acme/0"] == [*range(12)]
+
+
+async def test_tokens_count_as_they_arrive(tmp_path: Path) -> None:
+    CALLER.set(Caller(tenant="acme", quotas=Quotas(tokens_in_per_minute=4)))
+    async with desk(tmp_path) as one:
+        one.use_quotas()
+        await one.run(acme(0), array("I", range(5)), ends=False)
+        with pytest.raises(ResourceExhausted, match="quotas/tokens_in_per_minute"):
+            await one.run(acme(1), array("I", [5]))
 
 
 async def test_which_text_it_is_is_kept_of_a_document_on_its_way(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from coordinator.access.ledger import Ledger
 from coordinator.calls.use_cases import UseCases
 from coordinator.engine.engine import Engine
 from coordinator.ranks.fakes import FakeRanks
@@ -18,7 +19,7 @@ from longleaf.client import AsyncClient
 from longleaf.config import EngineConfig
 from longleaf.errors import InvalidArgument
 from longleaf.geometry import Rope, Rotary
-from longleaf.messages import ModelInfo, Started
+from longleaf.messages import Finished, ModelInfo, Started
 from longleaf.v1 import generation_service_pb2 as service_pb
 from longleaf.v1.generation_service_pb2_grpc import GenerationServiceStub
 from tests.support.running import running
@@ -108,12 +109,47 @@ async def test_a_context_tells_its_rope_and_hands_it_on(tmp_path: Path) -> None:
         assert long.positions.phase_error == pytest.approx(50 * 6e-8)
         await client.fork_context("long", "fork", num_tokens=20)
         await client.ingest("fork", (2,) * 10, append=True)
-        _ = [event async for event in client.ask("fork", (3,), max_tokens=2)]
+        _ = [event async for event in client.ask("fork", (3,) * 40, max_tokens=2)]
         assert service.ropes() == {Rope(scaled_for=65)}
         assert (await client.get_context("fork")).positions.capacity == 100
         with pytest.raises(InvalidArgument, match="make 101; the context was created for 100 positions"):
             await client.ingest("long", (1,) * 51, append=True)
         assert (await client.get_context("long")).tokens == 50
+
+
+@pytest.mark.parametrize(
+    ("context", "num_asked", "num_samples", "cached", "taken"),
+    [
+        ("short", 5, 1, 50, []),
+        ("short", 15, 1, 0, [50]),
+        ("short", 10, 1, 0, [50]),
+        ("short", 10, 2, 0, [50]),
+        ("long", 5, 1, 0, [50]),
+        ("long", 10, 1, 0, [50]),
+        ("long", 15, 1, 50, []),
+    ],
+)
+async def test_what_a_question_computes_anew_is_announced_and_counted(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    context: str,
+    num_asked: int,
+    num_samples: int,
+    cached: int,
+    taken: list[int],
+) -> None:
+    """Up to 64 tokens have one scaling, and more another. Finished says what was held of 50 whenever it was needed."""
+    counted: list[int] = []
+    monkeypatch.setattr(Ledger, "take_in", lambda _, num_tokens: counted.append(num_tokens))
+    async with serving(tmp_path) as service:
+        await service.client.ingest("short", (1,) * 50)
+        await service.client.ingest("long", (2,) * 50, capacity=100)
+        options = {"max_tokens": 10, "num_samples": num_samples, "ignore_end_token": True}
+        events = [event async for event in service.client.ask(context, (3,) * num_asked, **options)]
+    ends = [event for event in events if isinstance(event, Finished)]
+    assert [end.usage.cached_tokens for end in ends] == [cached] * num_samples
+    assert all(end.is_exact for end in ends)
+    assert counted == taken
 
 
 async def test_prompts_share_only_what_has_their_rope(tmp_path: Path) -> None:

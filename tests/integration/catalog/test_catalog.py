@@ -238,6 +238,16 @@ async def test_uploads_into_a_context_go_with_it(tmp_path: Path) -> None:
     await catalog.close()
 
 
+async def test_ids_that_are_given_out_are_never_given_out_again(tmp_path: Path) -> None:
+    catalog = await Catalog.open(tmp_path / DATABASE)
+    for number in (70, 5):
+        await catalog.commit(Change(next_segment=number))
+    await catalog.close()
+    catalog = await Catalog.open(tmp_path / DATABASE)
+    assert (await catalog.load()).next_segment == 70
+    await catalog.close()
+
+
 CHILD = """
 import asyncio, sys
 from pathlib import Path

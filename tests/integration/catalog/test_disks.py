@@ -6,6 +6,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,12 @@ from tests.support.catalog import context, document
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB."""
+def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A file system of 1 MiB, or as many as the test says."""
     place = tmp_path / "disk"
     place.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", place], capture_output=True)
+    size = f"size={getattr(request, 'param', 1)}m"
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", place], capture_output=True)
     if made.returncode:
         pytest.skip("only root may mount")
     yield place
@@ -60,6 +62,47 @@ async def test_a_full_disk_keeps_a_service_from_making_its_files(disk: Path) -> 
     (disk / "other").unlink()
     catalog = await Catalog.open(disk / DATABASE)
     await catalog.close()
+
+
+def fill(disk: Path) -> None:
+    with (disk / "other").open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+
+
+@pytest.mark.parametrize("disk", [16], indirect=True)
+async def test_on_a_full_disk_contexts_can_be_deleted_and_services_start(disk: Path) -> None:
+    """With what is set apart for that; it is set apart again once there is room."""
+    folder = DataFolder.open(disk / "data", "f" * 64, "model", {})
+    catalog = await Catalog.open(folder.database, reserve=folder.reserve)
+    for number in range(4):
+        await catalog.commit(document(f"book{number}", number, 30_000))
+    size = (folder.path / "reserve").stat().st_size
+    assert size == (16 << 20) // 32
+    folder.reserve.check()
+    fill(disk)
+    with pytest.raises(StorageUnavailable, match="are kept for deletions"):
+        folder.reserve.check()
+    with pytest.raises(StorageUnavailable, match="the disk is full"):
+        await catalog.commit(document("late", 9, 30_000))
+    assert (folder.path / "reserve").exists(), "it is not for what is new"
+    assert (await catalog.commit(Change(dropped_contexts=("book0",)))).segments == (0,)
+    assert not (folder.path / "reserve").exists()
+    (disk / "other").unlink()
+    await catalog.commit(Change(dropped_contexts=("book1",)))
+    assert (folder.path / "reserve").stat().st_size == size
+    await catalog.close()
+    folder.close()
+    fill(disk)
+    folder = DataFolder.open(disk / "data", "f" * 64, "model", {})
+    catalog = await Catalog.open(folder.database, reserve=folder.reserve)
+    await catalog.note_epoch(7)
+    for name in ("book2", "book3"):
+        await catalog.commit(Change(dropped_contexts=(name,)))
+    kept = await catalog.load()
+    assert (kept.contexts, kept.epoch) == ((), 7)
+    await catalog.close()
+    folder.close()
 
 
 async def test_a_read_only_disk_is_refused_at_the_start_and_can_be_read(disk: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from coordinator.calls.intake import Intake
 from coordinator.calls.uploads import Uploads
 from longleaf.client import AsyncClient, Client, Retries, Retry
+from longleaf.client.retries import FIRST_LIMIT
 from longleaf.errors import (
     AlreadyExists,
     ContextLost,
@@ -49,6 +50,22 @@ class Flaky:
         self.retries.append(retry)
         if len(self.retries) == self._times:
             self._engine.error = None
+
+
+@pytest.mark.parametrize("has_answered", [True, False])
+async def test_a_service_that_has_answered_is_waited_for(service: Served, has_answered: bool) -> None:
+    """It takes a while to start again; one that never answered may not be there at all."""
+    flaky = Flaky(service, Unavailable("it starts"), 2 * FIRST_LIMIT)
+    quick = Retries(first_delay=0.001, longest_delay=0.002)
+    async with AsyncClient(service.address, retries=quick, on_retry=flaky) as client:
+        if has_answered:
+            await client.list_contexts()
+            await generate(client)
+            assert len(flaky.retries) == 2 * FIRST_LIMIT
+        else:
+            with pytest.raises(Unavailable, match="it starts"):
+                await generate(client)
+            assert len(flaky.retries) == FIRST_LIMIT
 
 
 async def generate(client: AsyncClient) -> object:

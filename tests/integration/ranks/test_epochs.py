@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(60)
 class World:
     """Control with scripted members; whom it kills is gone."""
 
-    def __init__(self, world_size: int, nodes: str = "", **settings: object) -> None:
+    def __init__(self, world_size: int, nodes: str = "", *, has_late_pulses: bool = False, **settings: object) -> None:
         self.config = EngineConfig(model="none", world_size=world_size, **settings)  # type: ignore[arg-type]
         self.control = Control(self.config, kill=self.kill)
         self.members: dict[int, ScriptedMember] = {}
@@ -32,7 +32,8 @@ class World:
         self.events: list[MemberEvent] = []
         self.control.roster.watch(self.events.append)
         for number, invitation in enumerate(self.control.invitations):
-            self.members[number] = ScriptedMember(invitation, number, (nodes or "a" * world_size)[number])
+            node = (nodes or "a" * world_size)[number]
+            self.members[number] = ScriptedMember(invitation, number, node, has_late_pulse=has_late_pulses)
 
     async def kill(self, member: int) -> None:
         self.killed.append(member)
@@ -123,6 +124,31 @@ async def test_who_is_left_forms_the_next_epoch(make_world: MakeWorld, lost, lef
     assert [(loss.member, loss.rank, loss.epoch, loss.slot) for loss in world.control.losses] == [
         (member, member, 1, "given_up") for member in lost
     ]
+
+
+async def test_a_fence_that_was_sent_before_the_pulse_connects_is_sent_again(make_world: MakeWorld) -> None:
+    """ZMQ drops what it sends on a connection that is not there yet."""
+    world = await make_world(2, has_late_pulses=True)
+    world.control.lost(1, "vanished")
+    await world.control.group.wait_ended()
+    member = world.members[0]
+    member.beat(Progress(1))
+    await until(lambda: member.fences == [Fence(1)])
+    assert (await world.control.form(2)).members == (0,)
+
+
+async def test_a_member_that_does_not_hear_a_fence_is_told_again(make_world: MakeWorld) -> None:
+    world = await make_world(2)
+    world.members[0].deaf_to = (Fence,)
+    world.members[0].beat(Progress(1))
+    world.control.lost(1, "vanished")
+    await until(lambda: world.members[0].num_fences > 2)
+    world.members[0].progress = Progress(2)
+    heard = next(member.num_pulses for member in world.control.roster)
+    await world.control.roster.wait(lambda: all(member.num_pulses > heard + 1 for member in world.control.roster))
+    num_fences = world.members[0].num_fences
+    await world.control.roster.wait(lambda: all(member.num_pulses > heard + 3 for member in world.control.roster))
+    assert world.members[0].num_fences == num_fences
 
 
 async def test_a_verdict_is_that_of_its_epoch(make_world: MakeWorld) -> None:

@@ -22,7 +22,7 @@ from workers.fakes import EchoMain
 
 pytestmark = pytest.mark.timeout(60)
 RUNS = (Run(0, 0, 6, (3, 1)),)
-SAVE, FETCH = Save(4, "contexts/1/a", 0, RUNS), Fetch(4, "contexts/1/a", 10, "abc")
+SAVE, FETCH = Save(4, "contexts/1/a", 0, RUNS), Fetch(4, "contexts/1/a", 10, "abc", ((0, 8),))
 
 
 class World:
@@ -153,9 +153,10 @@ async def test_members_without_a_model_save_and_restore(tmp_path: Path) -> None:
         pieces = Run(0, 0, 8, (5, 6)), Run(1, 8, 14, (5, 2))
         await group.step(StepPlan(1, 1, Prefill((3,), 0, tuple(range(14)), pieces)))
         saved = [await control.save(member, Save(7, f"p{member}", 3, (pieces[member],))) for member in (0, 1)]
-        for ticket, name in enumerate(["p0", "p1"]):
-            await control.fetch(1, Fetch(ticket, name, saved[ticket].num_bytes, saved[ticket].digest))
-        await fails(control.fetch(1, Fetch(2, "p2", 1, "")), DataLoss, "p2")
+        for ticket, run in enumerate(pieces):
+            found = saved[ticket].num_bytes, saved[ticket].digest
+            await control.fetch(1, Fetch(ticket, f"p{ticket}", *found, ((run.start, run.end),)))
+        await fails(control.fetch(1, Fetch(2, "p2", 1, "", ())), DataLoss, "p2")
         group = (await control.form(2)).group
         await group.lay_out(Layout(2, ()))
         portions = Portion(0, (Run(1, 0, 8, (1, 2)),)), Portion(1, (Run(1, 8, 14, (3, 4)),))

@@ -35,7 +35,8 @@ def first() -> Store:
 
 
 def restore(pool: Slots, told: Told, runs: tuple) -> None:
-    piece = Piece(told.name, first().get(told.name, told.digest), pool)
+    of_windows = runs == WINDOWS
+    piece = Piece(told.name, first().get(told.name, told.digest), pool, told.runs, of_windows=of_windows)
     assert told.runs == tuple((run.start, run.end) for run in runs)
     numbers = piece.find(runs, BLOCK)
     assert numbers is not None

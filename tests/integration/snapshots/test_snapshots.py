@@ -262,7 +262,7 @@ async def test_what_is_forgotten_is_saved_anew(tmp_path: Path) -> None:
         await bench.ingest(3)
         await until(lambda: bench.snapshots.is_usable(3))
         before = (await bench.snapshots.manifest(segment(3))).pieces[0].name
-        await bench.snapshots.forget(3, "a byte is flipped")
+        await bench.snapshots.forget({3: "a byte is flipped"})
         bench.snapshots.wake()
         await until(lambda: bench.snapshots.is_usable(3))
         assert (await bench.snapshots.manifest(segment(3))).pieces[0].name != before
@@ -276,7 +276,7 @@ async def test_another_service_believes_what_is_there_and_nothing_else(tmp_path:
         await until(lambda: bench.snapshots.is_usable(3))
     async with opened(tmp_path / "a", catalog=catalog) as bench:
         assert bench.snapshots.is_usable(3)
-        assert bench.snapshots.num_bytes([3]) > 0
+        assert bench.snapshots.num_bytes({3: 1}) > 0
     async with opened(tmp_path / "b", catalog=catalog) as bench:
         await until(lambda: not bench.snapshots.is_usable(3))
         await until(lambda: (SERVICE, "book") in read_notes(bench.store).newest)

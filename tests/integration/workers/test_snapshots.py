@@ -93,7 +93,8 @@ def saved(members: Members) -> list[Saved]:
 
 
 def fetch(members: Members, member: int, ticket: int, part: int, found: Saved) -> None:
-    members.say(member, Fetch(ticket, f"part-{part}", found.num_bytes, found.digest))
+    ranges = tuple((run.start, run.end) for run in PARTS[part])
+    members.say(member, Fetch(ticket, f"part-{part}", found.num_bytes, found.digest, ranges))
     assert members.hear(Fetched, member) == Fetched(member, ticket)
 
 
@@ -156,7 +157,8 @@ def test_members_answer_while_a_step_keeps_them(members: Members, storage: Path)
     """One waits in a step for the other, which has not begun it."""
     parts = saved(members)
     os.mkfifo(gate := storage / "gate")
-    members.say(0, Fetch(8, "part-1", parts[1].num_bytes, parts[1].digest))
+    ranges = tuple((run.start, run.end) for run in PARTS[1])
+    members.say(0, Fetch(8, "part-1", parts[1].num_bytes, parts[1].digest, ranges))
     members.say(0, Save(9, "again", 0, PARTS[0]))
     plan = questions(1, 2)[0]
     members.say(0, plan)

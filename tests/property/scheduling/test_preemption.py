@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from coordinator.events import Claim, Document, Prompt
 from coordinator.placement.blocks import Blocks
 from coordinator.placement.paths import Path
-from coordinator.placement.positions import UNLIMITED
+from coordinator.placement.positions import UNLIMITED, Ropes
 from coordinator.scheduling.jobs import IngestJob, Job, Request, as_victims
 from coordinator.scheduling.preemption import Crowd
 from coordinator.scheduling.reading import Reading
@@ -21,7 +21,7 @@ from longleaf.sampling import Sampling
 def jobs(draw: st.DrawFn, job_id: int) -> Job:
     """A job that runs, or waits."""
     claim = Claim(priority=draw(st.integers(-1, 2)), tenant=draw(st.sampled_from(["acme", "bolt"])))
-    request = Request(job_id, claim, Path(), OWN_ROPE, UNLIMITED)
+    request = Request(job_id, claim, Path(), Ropes(OWN_ROPE, OWN_ROPE), UNLIMITED)
     request.is_paused = draw(st.booleans()) and draw(st.booleans())
     reading = Reading(Path(), array("I", [1]), 0)
     if draw(st.booleans()):

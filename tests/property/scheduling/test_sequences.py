@@ -50,7 +50,7 @@ class Watched(Bench):
     def _whole(self, row: Row) -> Row:
         job = self.scheduler._running[row.sequence]
         assert isinstance(job, Sequence)
-        return replace(row, path=job.tail.path_ids, rope=job.request.rope, window_runs=job.tail.holding.window_runs)
+        return replace(row, path=job.tail.path_ids, rope=job.rope, window_runs=job.tail.holding.window_runs)
 
     def land(self) -> None:
         plan, whole = self.under_way.popleft()
@@ -120,12 +120,12 @@ def test_ranks_know_what_whole_rows_would_have_said(
 @pytest.mark.parametrize("windows", [None, Windows(reaches=(Reach(8),), num_blocks=60)], ids=["sharded", "replicated"])
 def test_an_answer_that_is_preempted_tells_everything_again(windows: Windows | None) -> None:
     bench = Watched(windows, max_sequences=2)
-    job = bench.ask(SCALED_FROM, max_tokens=20, num_samples=2)
+    job = bench.ask(SCALED_FROM + 1, max_tokens=20, num_samples=2)
     bench.steps(9, 2)
     bench.ask(4, max_tokens=2, priority=1)
     while bench.plan() or bench.under_way:
         bench.steps(1, 2)
-    assert sorted(bench.tokens(job)) == sorted(2 * bench.alone(SCALED_FROM, 20))
+    assert sorted(bench.tokens(job)) == sorted(2 * bench.alone(SCALED_FROM + 1, 20))
     assert sorted(bench.num_first.values()) == [1, 1, 2]
 
 

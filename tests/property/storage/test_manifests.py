@@ -29,7 +29,9 @@ def manifests(draw) -> SegmentManifest:
     for run in zip(bounds[:-1], bounds[1:], strict=True):
         runs.setdefault(draw(st.integers(0, 3)), []).append(run)
     attempt = Attempt(draw(IDS), draw(IDS), draw(IDS))
-    windows = Piece(attempt.windows(0), ((max(0, start - 1), start + num_tokens),), 1, "ff")
+    windows = Piece(
+        attempt.windows(0), ((draw(st.integers(start, start + num_tokens - 1)), start + num_tokens),), 1, "ff"
+    )
     return SegmentManifest(
         service=attempt.service,
         fingerprint=draw(st.text()),
@@ -94,6 +96,28 @@ def test_what_contradicts_itself_is_refused(manifest):
         content = encode_unchecked(replace(manifest, **change))
         with pytest.raises(DataLoss, match="makes no sense"):
             decode_manifest(content, "name")
+
+
+@given(manifests(), st.integers(1, 2))
+def test_windows_of_other_segments_are_refused(manifest, past):
+    name = Attempt(manifest.service, manifest.segment, "1").windows(0)
+    start, end = manifest.start, manifest.start + manifest.num_tokens
+    for run in ((start - past, end), (start - past, start), (start, end + past)):
+        with pytest.raises(InvalidArgument, match="windows: ") as caught:
+            replace(manifest, windows=Piece(name, (run,), 1, "")).check()
+        assert caught.value.field == "windows"
+
+
+@given(manifests(), st.integers(1, 9))
+def test_runs_are_whole_blocks_from_the_start_of_the_segment_on(manifest, block_size):
+    runs = [run for piece in manifest.pieces for run in piece.runs]
+    is_whole = all((low - manifest.start) % block_size == 0 for low, _ in runs)
+    if is_whole:
+        manifest.check_blocks(block_size)
+    else:
+        with pytest.raises(InvalidArgument, match=f"pieces: .* blocks of {block_size}") as caught:
+            manifest.check_blocks(block_size)
+        assert caught.value.field == "pieces"
 
 
 def encode_unchecked(manifest):

@@ -1,13 +1,15 @@
 """Text that streams equals text that is decoded at once, and no piece shows half a character or a stop string."""
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 
-from coordinator.text.detokenizer import MAX_OPEN_TOKENS, MAX_SILENT_TOKENS, Alphabet, Piece, TextStream, overlap
+from coordinator.text.detokenizer import MAX_OPEN_TOKENS, MAX_SILENT_TOKENS, Alphabet, Piece, TextStream
+from coordinator.text.stop_strings import Match, StopStrings
 from tests.support.service import byte_tokenizer
 from tests.support.tokenizers import MERGES, metaspace_tokenizer
 
@@ -104,12 +106,42 @@ def test_the_stop_string_that_is_complete_first_ends_the_text(case: tuple[str, l
     assert joined == token_ids[: len(joined)]
 
 
-@given(st.text("ab", max_size=8), st.text("ab", min_size=1, max_size=5))
-def test_overlap_is_the_longest_unfinished_start(text: str, stop: str) -> None:
-    size = overlap(text, stop)
-    assert size < len(stop)
-    assert text.endswith(stop[:size])
-    assert not any(text.endswith(stop[:longer]) for longer in range(size + 1, min(len(stop), len(text) + 1)))
+@given(st.lists(st.text("ab", max_size=3), max_size=8), st.lists(st.text("ab", min_size=1, max_size=5), max_size=3))
+@settings(max_examples=300, deadline=None)
+def test_stop_strings_are_found_in_pieces_as_in_the_whole(pieces: list[str], stops: list[str]) -> None:
+    search, text = StopStrings(stops), ""
+    for piece in pieces:
+        match = search.push(piece)
+        text += piece
+        found = [Match(text.find(stop) + len(stop), text.find(stop), stop) for stop in stops if stop in text]
+        assert match == min(found, default=None)
+        if match:
+            return
+        pending = [size for stop in stops for size in range(1, len(stop)) if text.endswith(stop[:size])]
+        assert search.num_pending == max(pending, default=0)
+
+
+class CountedText(str):
+    """A stop string that counts how often its characters are looked at."""
+
+    num_looks = 0
+
+    def __getitem__(self, index: Any) -> str:
+        CountedText.num_looks += 1
+        return super().__getitem__(index)
+
+
+def test_a_character_costs_the_same_however_long_the_stop_string_is() -> None:
+    looks = list[int]()
+    for size in (10, 1000):
+        search = StopStrings([CountedText("a" * size + "b")])
+        search.push("a")
+        CountedText.num_looks = 0
+        for _ in range(5000):
+            assert search.push("a") is None
+        looks.append(CountedText.num_looks)
+        assert search.num_pending == size
+    assert max(looks) < 5 * 5000
 
 
 @pytest.mark.parametrize("byte", [0x80, 0xC3, 0xF0])

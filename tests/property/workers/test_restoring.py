@@ -70,8 +70,9 @@ def saved(rank, runs, of_windows=False):
     return b"".join(Copy(rank.pool, runs, of_windows=of_windows).parts())
 
 
-def fetch(rank, ticket, data):
-    rank.pieces[ticket] = Piece("piece", data, rank.pool)
+def fetch(rank, ticket, data, runs, of_windows=False):
+    ranges = [(run.start, run.end) for run in runs]
+    rank.pieces[ticket] = Piece("piece", data, rank.pool, ranges, of_windows=of_windows)
 
 
 def pieces_of(dice, name, length, num_ranks):
@@ -131,7 +132,8 @@ def test_what_some_ranks_save_others_restore(name, seed, length, sizes):
     ranks = [Rank(name, 10 + number, number) for number in range(sizes[1])]
     untouched = [Content(rank.pool).export(range(NUM_BLOCKS)) for rank in ranks]
     for portion in portions:
-        fetch(ranks[portion.runs[0].rank], portion.ticket, pieces[portion.ticket][1])
+        runs, data = pieces[portion.ticket]
+        fetch(ranks[portion.runs[0].rank], portion.ticket, data, runs)
     assert carry_out(Restore(SEGMENT, START, portions), ranks) == [1] * sizes[1]
     assert dict(slot for rank in ranks for slot in contents(rank, end)) == bits
     assert len({str([rank.slots(end, other) for other in range(sizes[1])]) for rank in ranks}) == 1
@@ -159,7 +161,7 @@ def test_windows_come_back_on_every_rank(name, seed, length, size):
     ranks = [Rank(name, 10 + number, number) for number in range(size)]
     for rank in ranks:
         rank.ledger.put(SEGMENT, [Run(0, START, START + BLOCK, (0,))], (Run(EVERY_RANK, START, START + 1, (5,)),))
-        fetch(rank, 8, data)
+        fetch(rank, 8, data, old, of_windows=True)
     carry_out(Restore(SEGMENT, START, (), new, 8), ranks)
     for rank in ranks:
         here, there = Content(rank.pool, of_windows=True), Content(first.pool, of_windows=True)
@@ -173,10 +175,11 @@ RUN, OTHER = Run(0, START, START + 6, (1, 2)), Run(1, START + 6, START + 8, (1,)
 
 def group(size=2):
     source = Rank("plain", 1, 0)
-    data = saved(source, [Run(0, START, START + 8, (4, 5, 6))])
+    runs = [Run(0, START, START + 8, (4, 5, 6))]
+    data = saved(source, runs)
     ranks = [Rank("plain", 10 + number, number) for number in range(size)]
     for rank in ranks:
-        fetch(rank, 0, data)
+        fetch(rank, 0, data, runs)
         rank.ledger.put(BEFORE, [Run(0, 0, START, (9, 10, 11))])
     return ranks
 

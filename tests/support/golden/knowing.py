@@ -31,7 +31,7 @@ class KnowingDrafter(Drafter):
         return job.guesses
 
     def _look(self, job: Sequence) -> Draft:
-        said, left = tuple(job.generated), job.sampling.max_tokens - job.num_asked
+        said, left = tuple(job.generated), job.max_asked - job.num_asked
         most = min(MOST, left, job.tail.num_spare(self._block_size))
         known = next((answer for answer in self._answers if tuple(answer[: len(said)]) == said), ())
         found = [

@@ -49,7 +49,7 @@ class Lasting:
     async def save_anew(self) -> None:
         """What ranks hold, in place of all that was on storage."""
         for segment in self.segments:
-            await self.durability.snapshots.forget(segment, "to be written anew")
+            await self.durability.snapshots.forget({segment: "to be written anew"})
         remove(next(self.folder.rglob("segments")))
         await self.save()
 

@@ -17,12 +17,12 @@ from longleaf.errors import ResourceExhausted
 from longleaf.sampling import Token
 from tests.unit.access.test_credentials import Clock
 
-USAGE = Usage(contexts=3, tokens=100, storage_bytes=1000, running=2, waiting=1, uploads=1)
+USAGE = Usage(contexts=3, tokens=100, running=2, waiting=1, uploads=1)
 
 
 def ledger(clock: Clock | None = None, usage: Usage = USAGE, **quotas: int) -> Ledger:
     CALLER.set(Caller(tenant="acme", quotas=Quotas(**quotas)))
-    return Ledger(lambda tenant: usage if tenant == "acme" else Usage(), clock or Clock(), lambda _: 2)
+    return Ledger(lambda tenant: usage if tenant == "acme" else Usage(), clock or Clock(), lambda _: 2, lambda _: 1000)
 
 
 def generation(num_tokens: int) -> Callable[[Ledger], None]:

@@ -1,6 +1,7 @@
 """Contexts leave one house and arrive in another as they were; what is wrong with them is told, and leaves nothing."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, suppress
 from typing import Any
@@ -32,7 +33,9 @@ from longleaf.errors import (
 )
 from longleaf.fingerprint import Fingerprint
 from longleaf.messages import ExportContext, ImportHeader, ImportProgress, Parcel
-from longleaf.storage.manifest import decode_manifest
+from longleaf.parcel import unpacking
+from longleaf.parcel.records import PIECE_BYTES, RUN_BYTES, SEGMENT_BYTES
+from longleaf.storage.manifest import SegmentManifest, decode_manifest
 from tests.support.houses import empty_house, house_of, sending
 from tests.support.parcels import FORM, Packable, packable, packed_early
 from tests.support.service import FakeEngine
@@ -301,6 +304,52 @@ async def test_pieces_that_do_not_hold_their_segment_are_told(into: Into) -> Non
     await refused(into(house), house, given.packed(), InvalidArgument, "the pieces of a segment make no sense")
 
 
+@pytest.mark.parametrize("cut", [1, 3, 5])
+async def test_pieces_that_end_within_a_block_are_refused(into: Into, cut: int) -> None:
+    house, given = empty_house(), packable()
+    number, manifest = next(iter(given.manifests.items()))
+    (first, second), end = manifest.pieces, manifest.end
+    pieces = (replace(first, runs=((0, cut),)), replace(second, runs=((cut, end),)))
+    given.manifests[number] = replace(manifest, pieces=pieces)
+    told = "the pieces of a segment make no sense: pieces: .* blocks of 4"
+    await refused(into(house), house, given.packed(), InvalidArgument, told)
+
+
+async def test_windows_before_their_segment_are_refused(into: Into) -> None:
+    house, given = empty_house(), packable()
+    number, manifest = list(given.manifests.items())[1]
+    assert manifest.windows is not None
+    windows = replace(manifest.windows, runs=((manifest.start - 1, manifest.end),))
+    given.manifests[number] = replace(manifest, windows=windows)
+    told = "the pieces of a segment make no sense: windows: "
+    await refused(into(house), house, given.packed(), InvalidArgument, told)
+
+
+async def test_what_an_archive_says_is_decoded_and_checked_off_the_event_loop_and_counted(
+    into: Into, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house, header = empty_house(), ImportHeader(upload_id="one")
+    imports, threads, kinds = into(house), list[int](), list[str]()
+
+    def note(kind: str, call: Any) -> Any:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            threads.append(threading.get_ident())
+            kinds.append(kind)
+            return call(*args, **kwargs)
+
+        return noted
+
+    monkeypatch.setattr(unpacking, "decode", note("head", unpacking.decode))
+    monkeypatch.setattr(unpacking, "decode_segment", note("segment", unpacking.decode_segment))
+    monkeypatch.setattr(SegmentManifest, "check", note("manifest", SegmentManifest.check))
+    await breaking(imports, WHOLE, header, len(WHOLE) - 50)
+    assert kinds == ["head", *["segment", "manifest"] * 2]
+    assert threading.get_ident() not in threads
+    (kept,) = imports._all
+    num_described = SEGMENT_BYTES * 2 + PIECE_BYTES * 6 + RUN_BYTES * 6
+    assert kept.arrival.num_held_bytes >= num_described + 2 * 4 * 11
+
+
 async def test_a_house_that_keeps_nothing_says_so(into: Into) -> None:
     house = empty_house()
     house.is_durable = False
@@ -557,11 +606,12 @@ async def test_a_tenant_leaves_room_for_exports_of_others(threads: TextThreads) 
 async def test_no_more_memory_is_held_than_there_may_be(into: Into) -> None:
     given = packable(piece_bytes=3000)
     whole, house = given.packed(), empty_house()
-    imports = into(house, max_bytes=4000)
+    described = 2 * SEGMENT_BYTES + 6 * (PIECE_BYTES + RUN_BYTES) + 8 * 11 + 300
+    imports = into(house, max_bytes=described + 4000)
     await breaking(imports, whole, ImportHeader(context="a", upload_id="one"), 3500)  # holds most of a piece
     assert len(await arrive(imports, whole, ImportHeader(context="b"))) > 1  # it gives way
-    imports = into(house, max_bytes=2000)
-    with pytest.raises(ResourceExhausted, match="imports: all together hold too much, at most 2,000"):
+    imports = into(house, max_bytes=(most := 4000))
+    with pytest.raises(ResourceExhausted, match=f"imports: all together hold too much, at most {most:,}"):
         await arrive(imports, whole, ImportHeader(context="c"))
     assert await breaking(into(house), whole, ImportHeader(context="a", upload_id="one"), 0) == 0
 

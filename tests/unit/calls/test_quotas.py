@@ -11,6 +11,7 @@ from coordinator.access.caller import CALLER, Caller
 from coordinator.access.ledger import Ledger
 from coordinator.access.usage import Usage
 from coordinator.calls.house.imports import Imports
+from coordinator.calls.prompts import Prompts
 from coordinator.calls.use_cases import UseCases
 from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
@@ -143,3 +144,18 @@ async def test_what_is_read_anew_counts_as_a_context(use_cases: tuple[FakeEngine
     engine.contexts.clear()
     told = await asyncio.gather(*map(calls.reread_context, engine.earlier), return_exceptions=True)
     assert sum(isinstance(each, ResourceExhausted) for each in told) == 1
+
+
+@pytest.mark.parametrize("quotas", [{"generations": 0}, {"tokens_out_per_minute": 0}, {"tokens_in_per_minute": 0}])
+async def test_a_prompt_that_quotas_refuse_is_not_made(
+    quotas: dict[str, int], use_cases: tuple[FakeEngine, UseCases], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def ids_of(*_: object) -> None:
+        raise AssertionError("a conversation of megabytes would be rendered and encoded")
+
+    monkeypatch.setattr(Prompts, "ids_of", ids_of)
+    _, calls = use_cases
+    CALLER.set(Caller(tenant="acme", quotas=Quotas(**quotas)))
+    generation = calls.generation.run(Generate(context=None, input="x", sampling=Sampling(max_tokens=2), tenant="acme"))
+    with pytest.raises(ResourceExhausted, match=f"quotas/{next(iter(quotas))}"):
+        await anext(generation)

@@ -1,5 +1,6 @@
 """Contexts that an earlier checkpoint has read, made anew for the one that is served."""
 
+import asyncio
 from array import array
 from contextlib import AbstractContextManager, nullcontext
 
@@ -92,6 +93,23 @@ async def test_none_is_made_anew_for_which_its_tenant_has_no_room() -> None:
         assert [each.id for each in engine.list_contexts()] == ["twig"]
         engine.audit()
     assert asked == [40, 40, 12]
+
+
+async def test_who_has_nothing_there_has_nothing_read() -> None:
+    """All tenants' contexts are read whole, however many ask at once."""
+    lasting = of(earlier())
+    async with running(lasting) as engine:
+        for _ in range(3):
+            assert not (await engine.reread_contexts(VOCABULARY, "acme")).contexts
+            with pytest.raises(NotFound):
+                await engine.reread_context("acme/book", VOCABULARY)
+        assert lasting.num_readings == 0
+        found = await asyncio.gather(*(engine.reread_contexts(VOCABULARY) for _ in range(2)))
+        assert [len(each.contexts) for each in found] == [1, 0]
+        assert [each.name for each in found[1].left_out] == ["book"]
+        num_readings = lasting.num_readings
+        assert [each.name for each in (await engine.reread_contexts(VOCABULARY)).left_out] == ["book"]
+        assert lasting.num_readings == num_readings
 
 
 async def test_what_is_not_there_or_has_expired_is_not_found() -> None:

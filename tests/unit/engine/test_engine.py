@@ -12,9 +12,11 @@ import pytest
 from coordinator.engine.engine import Engine
 from coordinator.engine.stream import MAX_UNREAD, Stream
 from coordinator.events import Admitted, Claim, Document, Ended, Prompt, Tokens
+from coordinator.placement.blocks import Placer
 from coordinator.ranks.fakes import FakeRanks
+from coordinator.scheduling.sequences import Sequence
 from longleaf.channel.fakes import echo_token
-from longleaf.channel.step import StepPlan, StepResult
+from longleaf.channel.step import Row, StepPlan, StepResult
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, NotFound, Unavailable, WorkerLost
 from longleaf.geometry import Reach, Windows
@@ -386,3 +388,25 @@ async def test_an_append_leaves_the_settings_and_a_time_that_passed_is_refused()
                 await engine.update_context("doc", settings)
         with pytest.raises(NotFound):
             await engine.update_context("none", ContextSettings(is_pinned=True))
+
+
+async def test_an_unexpected_error_of_one_job_ends_its_stream_and_not_the_service(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    next_row = Sequence.next_row
+
+    def fail(self: Sequence, placer: Placer) -> Row:
+        if self.prompt.max_tokens == 7:
+            raise IndexError("a secret of the inside")
+        return next_row(self, placer)
+
+    monkeypatch.setattr(Sequence, "next_row", fail)
+    async with running(FakeRanks(2, 100)) as (engine, loop):
+        bad, good = engine.submit(prompt(3, 7)), engine.submit(prompt(3, 9))
+        with pytest.raises(Unavailable, match="ended this request alone") as caught:
+            [_ async for _ in bad]
+        assert "secret" not in str(caught.value)
+        assert isinstance([event async for event in good][-1], Ended)
+        assert not loop.done()
+        engine.audit()
+    assert "a secret of the inside" in caplog.text

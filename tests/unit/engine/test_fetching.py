@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -9,7 +10,10 @@ from msgspec.structs import replace
 from coordinator.engine import fetching
 from coordinator.placement.blocks import Blocks
 from coordinator.placement.holdings import Holding
-from longleaf.errors import DataLoss, LongleafError, NotFound
+from coordinator.placement.ranking import Ranking
+from coordinator.recovery.suspicion import BREAK
+from longleaf.channel.step import Prefill, Restore
+from longleaf.errors import DataLoss, LongleafError, NotFound, ResourceExhausted
 from longleaf.geometry import Reach, Windows
 from tests.support.coming import comes
 from tests.support.returning import AWAY, BLOCK, TOKENS, Members, opened
@@ -151,6 +155,51 @@ async def test_pieces_that_end_within_a_block_are_read_again_in_the_blocks_that_
             bench.turn()
         assert sum(len(run.blocks) for run in holding.runs) == TOKENS // BLOCK
         assert bench.placer.num_reserved == Blocks()
+
+
+@pytest.mark.parametrize("trouble", ["manifest", "piece", "epoch"])
+async def test_after_one_damaged_restore_nothing_more_of_that_archive_comes_from_storage(trouble: str) -> None:
+    async with opened() as bench:
+        bench.archive.imported = frozenset(range(3, 12))
+        segments = {number: bench.keep(number) for number in range(3, 13)}
+        first = bench.call(segments[3])
+        if trouble == "manifest":
+            bench.archive.failures[3] = DataLoss("the manifest", "it is forged")
+        elif trouble == "piece":
+            bench.ranks.pieces[bench.piece(3)] = frozenset()
+        others = [bench.call(segments[number]) for number in (4, 5)]
+        if trouble == "epoch":
+            await bench.until(lambda: bench.can_restore)
+            work = bench.recovery.plan([], TOKENS)
+            assert isinstance(work, Restore)
+            first = bench.segments.holdings.find(work.segment)
+            assert first is not None
+            bench.recovery.undo([work], BREAK)
+            bench.recovery.change_ranks(Ranking(2, (0, 1), (32, 32)))
+        await bench.until(lambda: not (promised(first) or any(map(promised, others))))
+        last = [bench.call(segments[number]) for number in (6, 12)]
+        await bench.until(lambda: len(bench.archive.forgotten) == 9)
+        assert sorted(bench.archive.manifests) == [12], "what was not asked goes, too"
+        num_orders = len(bench.ranks.orders)
+        while last[1].loss is not None:
+            await bench.until(lambda: bench.can_restore)
+            bench.restore()
+        assert {order.name for _, order in bench.ranks.orders[num_orders:]} <= {bench.piece(12, 0), bench.piece(12, 1)}
+        assert last[0].loss is not None
+        assert not bench.recovery.restoring.has(last[0])
+
+
+async def test_an_epoch_that_breaks_in_a_restore_of_own_snapshots_costs_only_what_broke_it() -> None:
+    async with opened() as bench:
+        holdings = [bench.lost(3), bench.lost(4)]
+        await bench.until(lambda: bench.can_restore)
+        work = bench.recovery.plan([], TOKENS)
+        assert isinstance(work, Restore)
+        bench.recovery.undo([work], BREAK)
+        bench.recovery.change_ranks(Ranking(2, (0, 1), (32, 32)))
+        await bench.turn_often()
+        assert [promised(one) for one in holdings] == [one.segment.id != work.segment for one in holdings]
+        assert not bench.archive.forgotten
 
 
 async def test_with_windows_a_segment_of_which_a_piece_is_damaged_is_read_again_as_a_whole() -> None:
@@ -312,6 +361,59 @@ async def test_what_was_given_up_before_anybody_was_told_is_left_with_no_member(
         await bench.restore_all()
         assert other.loss is None
         await bench.until(lambda: not bench.ranks.fetched)
+
+
+@pytest.mark.parametrize("place", ["manifest", "offer", "fetch"])
+async def test_an_unexpected_error_has_its_segment_read_again_and_no_other(
+    place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened() as bench:
+        holding, other = bench.lost(3), bench.lost(4)
+        owner = {"manifest": bench.archive, "offer": bench.recovery.restoring, "fetch": bench.ranks}[place]
+        call = getattr(owner, place)
+
+        def fail(first: Any, *args: Any) -> Any:
+            number = args[0].name.split("/")[3] if place == "fetch" else getattr(first, "id", first)
+            if number in (3, "service-3"):
+                raise IndexError(7)
+            return call(first, *args)
+
+        monkeypatch.setattr(owner, place, fail)
+        await bench.until(lambda: not promised(holding))
+        assert promised(other)
+        while other.loss is not None:
+            await bench.until(lambda: bench.can_restore)
+            bench.restore()
+        assert not bench.archive.forgotten
+        assert "segment 3 is read again: an unexpected error" in caplog.text
+
+
+@pytest.mark.parametrize("method", ["place_part", "place_windows"])
+async def test_what_cannot_be_placed_is_read_again_and_what_was_promised_is_free_again(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(WINDOWS) as bench:
+        holding = bench.lost(3)
+        free = bench.placer.num_free
+
+        def fail(*_: Any) -> Any:
+            raise ResourceExhausted("blocks", "too few are reserved")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(bench.placer, method, fail)
+            if method == "place_windows":
+                await bench.until(lambda: bench.can_restore)
+                plan = bench.recovery.plan([], TOKENS)
+                assert plan is None or isinstance(plan, Prefill)
+            else:
+                await bench.until(lambda: not promised(holding))
+        assert not promised(holding)
+        assert len(bench.recovery.restoring.take_faults()) == 1
+        bench.recovery.undo([], 0)
+        await bench.until(lambda: not bench.ranks.fetched)
+        bench.segments.release(holding.segment.path)
+        bench.placer.audit([])
+        assert bench.placer.num_free.sharded >= free.sharded
 
 
 async def test_closing_ends_what_is_fetched() -> None:

@@ -8,14 +8,19 @@ from msgspec.structs import replace
 from coordinator.catalog.records import ContextRecord, SegmentRecord, SnapshotRecord
 from coordinator.engine.engine import Engine
 from coordinator.engine.house import EngineArriving, EngineLeaving
+from coordinator.placement.contexts import Contexts, NamedPath
 from coordinator.ranks.fakes import FakeRanks
 from coordinator.snapshots.policy import Policy
+from coordinator.snapshots.ports import Form
+from longleaf.channel.snapshots import max_header_bytes
 from longleaf.channel.step import Prefill, Restore
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, StorageUnavailable
 from longleaf.geometry import Rope
 from longleaf.storage.manifest import Piece, SegmentManifest, encode_manifest
+from longleaf.storage.names import Attempt
 from tests.support.catalog import context, segment
+from tests.support.coming import comes
 from tests.support.running import running
 from tests.support.storing import FORM, NOW, Service, Storage, ask, ingest, ingest_two, serving
 
@@ -72,6 +77,37 @@ async def test_what_has_come_rests_and_is_restored_when_it_is_asked() -> None:
         assert not any(isinstance(work, Prefill) and work.path[-1] in ids for work in works)
 
 
+def test_pieces_that_no_rank_could_take_in_are_told_apart() -> None:
+    form, place = Form("blocks of 4; 0.keys F32 2x4x8|blocks of 4; 1.keys F16 1x4x8", 4), Attempt("s", "s-1", "a")
+    most = 3 * 4 * 64 + max_header_bytes(1, 1)
+    manifest = SegmentManifest(
+        service="s",
+        fingerprint="",
+        form=form.text,
+        segment="s-1",
+        parent="s-0",
+        start=6,
+        num_tokens=9,
+        rope=Rope(),
+        pieces=(Piece(place.piece(0), ((6, 15),), most, ""),),
+        windows=Piece(place.windows(0), ((9, 15),), 2 * 64 + max_header_bytes(1, 1), ""),
+        token_ids=bytes(36),
+    )
+    assert manifest.windows is not None
+    manifest.check()
+    form.check(manifest)
+    larger = replace(manifest, pieces=(replace(manifest.pieces[0], num_bytes=most + 1),))
+    with pytest.raises(InvalidArgument, match=f"pieces: 3 blocks have at most {most:,} bytes"):
+        form.check(larger)
+    larger = replace(manifest, windows=replace(manifest.windows, num_bytes=1 << 30))
+    with pytest.raises(InvalidArgument, match="windows: 2 blocks have at most"):
+        form.check(larger)
+    with pytest.raises(InvalidArgument, match="windows: these ranks hold none"):
+        Form("blocks of 4; 0.keys F32 2x4x8|", 4).check(manifest)
+    with pytest.raises(InvalidArgument, match="pieces: .* whole blocks of 2"):
+        Form(form.text, 2).check(replace(manifest, pieces=(replace(manifest.pieces[0], runs=((6, 9), (9, 15))),)))
+
+
 async def test_a_context_whose_pieces_end_within_a_block_is_read_again_and_asked_like_any_other() -> None:
     storage = Storage()
     async with serving(storage, policy=DEMAND) as service:
@@ -95,8 +131,93 @@ async def test_a_context_whose_pieces_end_within_a_block_is_read_again_and_asked
         )
         await arriving.put(attempt.manifest, encode_manifest(manifest))
         await arriving.adopt(replace(BOOK, segment=number), [told], snapshots_of([told], storage))
+        with pytest.raises(InvalidArgument, match="pieces: positions 0 to 5"):
+            arriving.check(manifest)
         assert len(await ask(service.engine)) == 4
+        await comes(lambda: not service.snapshots.is_usable(number))
+        assert not service.ranks.num_fetches, "it is damaged before anything is fetched"
         assert len(await ask(service.engine)) == 4
+
+
+async def test_one_damaged_piece_has_all_that_came_with_it_read_again() -> None:
+    old, new = Storage(), Storage()
+    async with serving(old, policy=DEMAND) as before, serving(new, policy=DEMAND) as after:
+        await ingest_two(before.engine)
+        leaving = await before.engine.house.open_export("book", with_keys=True)
+        arriving = await after.engine.house.begin_import(leaving.context)
+        segments = await move(leaving, arriving, new)
+        record = replace(leaving.context, segment=segments[-1].id)
+        await arriving.adopt(record, segments, snapshots_of(segments, new))
+        ids = [each.id for each in segments]
+        assert list(after.snapshots.imported_with(ids[0])) == ids
+        for name in [name for name in new.pieces if f"-{ids[0]}/" in name]:
+            new.pieces[name] = frozenset()  # of the first segment alone
+        assert await ask(after.engine) == await ask(before.engine)
+        assert not any(map(after.snapshots.is_usable, ids))
+        assert not any(isinstance(plan.work, Restore) for plan in after.ranks.plans)
+        await after.snapshots.save(ids)
+        assert all(map(after.snapshots.is_usable, ids))
+        assert not after.snapshots.imported_with(ids[0]), "what is written here is believed"
+
+
+async def test_what_an_import_left_on_storage_is_never_taken_for_another_segment() -> None:
+    """Its service was killed; a rebuild of the catalog believes the manifests that it finds."""
+    storage = Storage()
+    async with serving(storage, policy=DEMAND) as service:
+        arriving = await arrive(service)
+        attempts = [arriving.new_attempt(arriving.new_segment()) for _ in range(3)]
+        for attempt in attempts:
+            await arriving.put(attempt.manifest, b"a manifest")
+        assert len(storage.lasting.catalog.changes) == 1, "ids are noted many at a time"
+    async with serving(storage, policy=DEMAND) as service:
+        await ingest_two(service.engine)
+        left = {attempt.segment for attempt in attempts}
+        assert left.isdisjoint(
+            f"{service.snapshots.service_id}-{number}" for number in service.engine.named("book").path.ids
+        )
+        number = (await arrive_as(service, "other")).new_segment()
+        assert f"{service.snapshots.service_id}-{number}" not in left
+
+
+async def arrive_as(service: Service, name: str) -> EngineArriving:
+    return await service.engine.house.begin_import(replace(BOOK, id=name))
+
+
+async def test_nothing_is_put_whose_number_cannot_be_noted() -> None:
+    storage = Storage()
+    async with serving(storage, policy=DEMAND) as service:
+        arriving = await arrive(service)
+        attempt = arriving.new_attempt(arriving.new_segment())
+        storage.lasting.catalog.failures.append(AWAY)
+        with pytest.raises(StorageUnavailable):
+            await arriving.put(attempt.piece(0), b"keys")
+        assert not storage.num_objects
+        await arriving.put(attempt.piece(0), b"keys")
+        assert storage.num_objects == 1
+
+
+async def test_a_kept_context_that_cannot_be_taken_up_stops_no_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    storage, adopt_context = Storage(), Contexts.adopt
+    async with serving(storage, policy=DEMAND) as service:
+        await ingest_two(service.engine)
+        await ingest(service.engine, range(40), "other")
+
+    def fail(self: Contexts, found: NamedPath) -> None:
+        if found.id == "book":
+            raise KeyError("what an archive made of it")
+        adopt_context(self, found)
+
+    monkeypatch.setattr(Contexts, "adopt", fail)
+    async with serving(storage, policy=DEMAND) as service:
+        service.engine.warm()
+        assert [each.id for each in service.engine.list_contexts()] == ["other"]
+        service.engine.audit()
+    assert "context book is left out" in caplog.text
+    monkeypatch.undo()
+    async with serving(storage, policy=DEMAND) as service:
+        assert len(await ask(service.engine)) == 4, "it is still kept"
 
 
 async def arrive(service: Service) -> EngineArriving:

@@ -1,16 +1,29 @@
 """Parcels: what is damaged, cut, out of order or too large is told, wherever that is."""
 
+import tracemalloc
 from array import array
+from typing import Any
 
+import msgspec
 import pytest
 from blake3 import blake3
 from msgspec.structs import replace
 
 from longleaf.errors import InvalidArgument
 from longleaf.parcel.frames import FRAME_BYTES, MAGIC, PREAMBLE, Frame
-from longleaf.parcel.records import MAX_HEAD_BYTES, MAX_SEGMENT_BYTES, Head, SegmentHead, encode
+from longleaf.parcel.records import (
+    MAX_HEAD_BYTES,
+    Head,
+    Keys,
+    Part,
+    SegmentHead,
+    decode_segment,
+    encode,
+    max_segment_bytes,
+)
 from longleaf.parcel.unpacking import Ids, Unpacking
-from tests.support.parcels import bytes_from, packable, unpack
+from longleaf.storage.note import sound_ends
+from tests.support.parcels import FORM, bytes_from, packable, unpack
 
 HEAD = packable().head
 ROPE = packable().path[0].rope
@@ -121,8 +134,6 @@ def test_lengths_are_not_believed(kind: str, num_bytes: int, told: str) -> None:
 
 def test_ids_and_pieces_have_the_sizes_that_were_told() -> None:
     begin = PREAMBLE + record("head", encode(HEAD))
-    with pytest.raises(InvalidArgument, match=f"not 1 to {MAX_SEGMENT_BYTES:,}"):
-        unpack(begin + Frame("segment", MAX_SEGMENT_BYTES + 1, "00" * 32).encode())
     segment = SegmentHead(num_used=11, num_tokens=11, rope=ROPE, keys=None)
     begin += record("segment", encode(segment))
     with pytest.raises(InvalidArgument, match="'ids' has 48 bytes, not 44 to 44"):
@@ -137,14 +148,87 @@ def test_ids_and_pieces_have_the_sizes_that_were_told() -> None:
         (replace(HEAD, num_tokens=0), "0 tokens"),
         (replace(HEAD, capacity=10), "a capacity of 10"),
         (replace(HEAD, capacity=1 << 60), "a capacity of"),
-        (replace(HEAD, ends=(12,)), "it ends where it has no tokens"),
-        (replace(HEAD, ends=(0,)), "it ends where it has no tokens"),
+        (replace(HEAD, ends=(12,)), "its ends"),
+        (replace(HEAD, ends=(0, 11)), "its ends"),
+        (replace(HEAD, ends=(5,)), "its ends"),
+        (replace(HEAD, ends=(5, 3, 11)), "its ends"),
+        (replace(HEAD, ends=(5, 5, 11)), "its ends"),
+        (replace(HEAD, ends=(5, 11, 11)), "its ends"),
+        (replace(HEAD, num_tokens=4000, ends=tuple(range(1, 4001))), "its ends"),
+        (
+            replace(HEAD, fingerprint=replace(HEAD.fingerprint, files=dict.fromkeys(map(str, range(10_001)), ""))),
+            "files",
+        ),
         (replace(HEAD, display_name="x" * 257), "more than 256 characters"),
     ],
 )
 def test_heads_that_make_no_sense_are_told(head: Head, told: str) -> None:
     with pytest.raises(InvalidArgument, match=told):
         unpack(PREAMBLE + record("head", encode(head)))
+
+
+def test_a_head_without_ends_has_its_own() -> None:
+    replace(HEAD, ends=()).check()
+    assert sound_ends((), 11) == sound_ends((11,), 11) == (11,)
+
+
+RUN = ((0, 1),)
+
+
+def with_keys(*runs: tuple[tuple[int, int], ...], windows: Any = None, form: str = FORM) -> SegmentHead:
+    parts = tuple(Part(some, 1, "0" * 64) for some in runs)
+    windows = windows and Part(windows, 1, "0" * 64)
+    return SegmentHead(num_used=11, num_tokens=11, rope=ROPE, keys=Keys(form, parts, windows))
+
+
+@pytest.mark.parametrize(
+    ("segment", "told"),
+    [
+        (with_keys(*[RUN] * 12), "has 12 pieces for 11 blocks"),
+        (with_keys(RUN * 12), "a segment of 11 blocks has 12 runs, and 0 of windows"),
+        (with_keys(RUN * 6, RUN * 6), "has 12 runs"),
+        (with_keys(RUN, windows=RUN * 20), "20 of windows"),
+        (with_keys(RUN * 70_000), "has 70,000 runs"),
+    ],
+)
+def test_pieces_and_runs_are_bounded_by_blocks(segment: SegmentHead, told: str) -> None:
+    with pytest.raises(InvalidArgument, match=told):
+        unpack(PREAMBLE + record("head", encode(HEAD)) + record("segment", encode(segment)))
+
+
+def test_runs_of_keys_that_are_not_taken_are_not_decoded() -> None:
+    others = with_keys(RUN * 70_000, windows=RUN * 20, form="another")
+    told = decode_segment(encode(others), 11, FORM, 1)
+    assert told.keys is not None
+    assert [part.runs for part in told.keys.parts] == [(), ()]
+
+
+def test_what_is_no_array_of_runs_is_told() -> None:
+    wrong = encode(with_keys(RUN)).replace(msgspec.msgpack.encode(RUN), msgspec.msgpack.encode("ab"))
+    with pytest.raises(InvalidArgument, match="it makes no sense"):
+        decode_segment(wrong, 11, FORM, 1)
+
+
+def test_records_of_a_segment_are_bounded_by_the_tokens_that_are_left() -> None:
+    begin = PREAMBLE + record("head", encode(HEAD))
+    most = max_segment_bytes(HEAD.num_tokens)
+    assert max_segment_bytes(1 << 20) < 9 << 20
+    with pytest.raises(InvalidArgument, match=f"'segment' has {most + 1:,} bytes, not 1 to {most:,}"):
+        unpack(begin + Frame("segment", most + 1, "00" * 32).encode())
+
+
+def test_runs_without_end_are_refused_before_they_are_decoded() -> None:
+    """Three bytes each, and a hundred in memory."""
+    segment = with_keys(RUN * 1_000_000)
+    begin, told = PREAMBLE + record("head", encode(HEAD)), record("segment", encode(segment))
+    assert len(told) < max_segment_bytes(HEAD.num_tokens)
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidArgument, match="bytes tell of its keys"):
+            unpack(begin + told)
+        assert tracemalloc.get_traced_memory()[1] < 4 * len(told)
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(("num_used", "num_tokens"), [(0, 5), (12, 12), (5, 4), (5, 6), (11, 1 << 40), (-1, 5)])

@@ -27,6 +27,14 @@ def test_scaling_changes_where_the_model_s_does() -> None:
     assert Positions(DYNAMIC, 0, allow_long=True).rope(200_000) == Rope(scaled_for=200_000, is_double=True)
 
 
+def test_a_generation_is_rotated_for_its_length_so_far() -> None:
+    assert Positions(LONGROPE, 0).ropes(4096) == (OWN_ROPE, OWN_ROPE, UNLIMITED)
+    ropes = Positions(LONGROPE, 0, allow_long=True).ropes(200_000)
+    assert (ropes.at(4096), ropes.at(4097)) == (Rope(is_double=True), Rope(scaled_for=4097, is_double=True))
+    ropes = Positions(DYNAMIC, 0, allow_long=True).ropes(5000)
+    assert ropes.at(1) == ropes.at(5000) == Rope(scaled_for=5000)
+
+
 @pytest.mark.parametrize(
     ("rotary", "num_tokens", "capacity"),
     [

@@ -14,7 +14,7 @@ WINDOW = Run(EVERY_RANK, 4, 8, (3,))
 
 
 async def fetched(ranks: FakeRanks, member: int, ticket: int, name: str = "p", num_bytes: int = 8) -> None:
-    await ranks.fetch(member, Fetch(ticket, name, num_bytes, name))
+    await ranks.fetch(member, Fetch(ticket, name, num_bytes, name, ((0, num_bytes),)))
 
 
 def restore(*runs: Run, ticket: int = 5) -> StepPlan:

@@ -7,7 +7,7 @@ import pytest
 from coordinator.events import Admitted, Claim, Document, Ended, Prompt, Tokens
 from coordinator.placement.blocks import Blocks, Placer
 from coordinator.placement.paths import Path
-from coordinator.placement.positions import UNLIMITED, Positions
+from coordinator.placement.positions import UNLIMITED, Positions, Ropes
 from coordinator.scheduling.jobs import Job, Request
 from coordinator.scheduling.planner import Budget
 from coordinator.scheduling.queue import AGEING
@@ -391,7 +391,7 @@ def test_chunks_beside_streams_are_as_long_as_the_target_allows(
 ) -> None:
     speeds = Speeds()
     budget = Budget(EngineConfig(model="none", target_itl_ms=100.0), 2, speeds)
-    request = Request(0, Claim(), Path(), OWN_ROPE, UNLIMITED)
+    request = Request(0, Claim(), Path(), Ropes(OWN_ROPE, OWN_ROPE), UNLIMITED)
     job = Job(request, 0, Reading(Path(), array("I", range(9999)), 9999), Blocks())
     if per_token:
         speeds.prefill_token.add(per_token * 500, 500)

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from contextvars import ContextVar
 
 import pytest
 
@@ -85,6 +86,29 @@ async def test_a_short_text_waits_for_one_step_of_each_long_one(threads: TextThr
     recorder.allow(10)
     await asyncio.gather(*long)
     assert recorder.turns[3:] == ["a", "b"] * 4
+
+
+async def test_tenants_take_turns() -> None:
+    """However many texts one of them sends."""
+    names = ContextVar("names", default="")
+    recorder, threads = Recorder(), TextThreads(1, tenant=names.get)
+
+    def run(name: str, tenant: str) -> asyncio.Task[None]:
+        token = names.set(tenant)
+        task = asyncio.create_task(threads.encode(Encoder(name, recorder), "x"))
+        names.reset(token)
+        return task
+
+    tasks = [run("a0", "acme")]
+    await until_begun(recorder)
+    tasks += [run(f"a{number}", "acme") for number in range(1, 5)]
+    await asyncio.sleep(0)
+    tasks += [run("b0", "bolt"), run("b1", "bolt"), run("c0", "cove")]
+    await asyncio.sleep(0)
+    recorder.allow(8)
+    await asyncio.gather(*tasks)
+    assert recorder.turns == ["a0", "a1", "b0", "c0", "a2", "b1", "a3", "a4"]
+    await threads.close()
 
 
 async def test_what_is_cancelled_takes_no_further_step(threads: TextThreads) -> None:

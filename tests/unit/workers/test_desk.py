@@ -17,6 +17,7 @@ from workers.snapshots.fakes import FolderStore, nowhere
 from workers.snapshots.piece import Copy, Piece
 
 RUNS = (Run(0, 0, 6, (3, 1)),)
+RANGES = ((0, 6),)
 SECONDS = 30
 
 
@@ -31,7 +32,7 @@ class World:
         self.desk.save(Save(ticket, f"pieces/{ticket}", 0, RUNS), self.pool, self.answers.put)
 
     def fetch(self, ticket, saved, name=None):
-        order = Fetch(ticket, name or f"pieces/{saved.ticket}", saved.num_bytes, saved.digest)
+        order = Fetch(ticket, name or f"pieces/{saved.ticket}", saved.num_bytes, saved.digest, RANGES)
         self.desk.fetch(order, self.pool, self.answers.put)
 
     def wait_for_calls(self, count):
@@ -128,6 +129,36 @@ def test_what_is_discarded_is_not_begun_and_not_kept(world):
     assert [world.desk.piece(ticket) is None for ticket in (1, 2, 8)] == [True, False, True]
     world.wait_for_calls(1)
     assert not world.store.num_calls.acquire(blocking=False)
+
+
+def test_what_is_discarded_while_it_is_read_is_not_parsed(world, monkeypatch):
+    world.save(0)
+    saved = world.answer()
+    world.wait_for_calls(1)
+    parsed = []
+    monkeypatch.setattr(desks, "Piece", lambda *_, **__: parsed.append(1))
+    world.store.gate.clear()
+    world.fetch(1, saved)
+    world.wait_for_calls(1)
+    world.desk.discard([1])
+    world.store.gate.set()
+    assert world.answer() == Fetched(5, 1, DISCARDED)
+    assert not parsed
+
+
+def test_a_piece_that_its_manifest_does_not_describe_is_damaged_when_it_is_fetched(world):
+    world.save(0)
+    saved = world.answer()
+    for ticket, order in enumerate(
+        [
+            Fetch(1, "pieces/0", saved.num_bytes, saved.digest, ((0, 5),)),
+            Fetch(2, "pieces/0", saved.num_bytes, saved.digest, RANGES, True),
+        ],
+        1,
+    ):
+        world.desk.fetch(order, world.pool, world.answers.put)
+        assert world.answer().failure.trouble == "damaged"
+        assert world.desk.piece(ticket) is None
 
 
 def test_each_trouble_is_told_as_what_it_is(world, tmp_path):

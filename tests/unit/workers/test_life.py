@@ -270,7 +270,7 @@ def test_a_pulse_tells_how_far_a_member_has_come():
     assert seen == [Progress(2, 0, 7), Progress(2, 5, 7), Progress()]
 
 
-SAVE, FETCH = Save(1, "a", 0, ()), Fetch(2, "b", 0, "")
+SAVE, FETCH = Save(1, "a", 0, ()), Fetch(2, "b", 0, "", ())
 
 
 def test_orders_are_passed_on_between_steps_and_answered_by_others():

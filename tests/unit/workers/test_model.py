@@ -10,6 +10,7 @@ from transformers import (
     CLIPConfig,
     DeepseekV4Config,
     DeepseekV32Config,
+    EncodecConfig,
     FalconH1Config,
     Glm5NextConfig,
     KimiLinearConfig,
@@ -17,9 +18,15 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
+    ModernBertDecoderConfig,
+    ModernBertDecoderForCausalLM,
+    MusicgenConfig,
+    MusicgenDecoderConfig,
     NemotronHConfig,
     PaliGemmaConfig,
     PreTrainedConfig,
+    RobertaConfig,
+    RobertaForCausalLM,
     T5Config,
     UdopConfig,
     ZayaConfig,
@@ -35,6 +42,7 @@ from tests.support.threads import ThreadRanks, config_for
 from workers.model import hook, model
 from workers.model.model import Probe, probe_ids, reach_of
 from zoo.checkpoints import PAD_IDS, make_checkpoint
+from zoo.classes import KINDS, write_small
 from zoo.families import SECTION, WINDOW
 
 IDS = (5, 6, 5)
@@ -183,9 +191,57 @@ def test_of_a_model_that_sees_images_the_text_is_served(tmp_path, family, name):
     assert (type(loaded.decoder).__name__, len(loaded.layers)) == (name, 4)
 
 
+def test_the_text_of_a_checkpoint_that_the_causal_class_does_not_fit_is_served(tmp_path):
+    """Emu3ForCausalLM finds none of the weights of the text in a checkpoint that also sees images."""
+    write_small(KINDS["emu3"], tmp_path)
+    loaded = model.load(str(tmp_path), "float32", "cpu")
+    assert (type(loaded.decoder).__name__, len(loaded.layers)) == ("Emu3TextModel", 4)
+
+
+def test_the_output_layer_is_not_taken_for_the_decoder(tmp_path):
+    """transformers gives the module that is called `decoder`: of ModernBERT the projection to the vocabulary."""
+    config = ModernBertDecoderConfig(**SMALL, pad_token_id=2, cls_token_id=0, sep_token_id=1)
+    ModernBertDecoderForCausalLM(config).save_pretrained(tmp_path)
+    loaded = model.load(str(tmp_path), "float32", "cpu")
+    assert type(loaded.decoder).__name__ == "ModernBertDecoderModel"
+
+
+def test_a_model_whose_decoder_does_not_run_alone_is_refused(tmp_path, monkeypatch):
+    """All ranks but the first run it without its head."""
+    LlamaForCausalLM(LlamaConfig(**SMALL)).save_pretrained(tmp_path)
+    monkeypatch.setattr(LlamaForCausalLM, "get_decoder", lambda plain: plain.model.embed_tokens)
+    with pytest.raises(ModelRefused, match="Embedding cannot run on such steps"):
+        model.load(str(tmp_path), "float32", "cpu")
+
+
 def test_a_model_that_sees_all_of_a_prompt_at_once_is_refused(tmp_path):
     PaliGemmaConfig().save_pretrained(tmp_path)
     with pytest.raises(ModelRefused, match="not causal"):
+        model.load(str(tmp_path), "float32", "cpu")
+
+
+def test_a_model_that_counts_positions_from_its_padding_token_is_refused(tmp_path):
+    """RoBERTa as a decoder: the first position is the one after the id of the padding token."""
+    config = RobertaConfig(**SMALL, is_decoder=True, pad_token_id=2, bos_token_id=0, eos_token_id=1)
+    RobertaForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelRefused, match="RobertaModel: embeddings counts positions from the padding token"):
+        model.load(str(tmp_path), "float32", "cpu")
+
+
+def test_a_config_whose_text_is_not_clear_is_refused(tmp_path):
+    MusicgenConfig(
+        text_encoder=T5Config().to_dict(),
+        audio_encoder=EncodecConfig().to_dict(),
+        decoder=MusicgenDecoderConfig().to_dict(),
+    ).save_pretrained(tmp_path)
+    with pytest.raises(ModelRefused, match="Multiple valid text configs were found"):
+        model.load(str(tmp_path), "float32", "cpu")
+
+
+@pytest.mark.parametrize("model_type", ["bart", "blt", "mllama"])
+def test_a_decoder_that_attends_to_an_encoder_is_refused_by_that_name(tmp_path, model_type):
+    write_small(KINDS[model_type], tmp_path)
+    with pytest.raises(ModelRefused, match=r"attends to an encoder \(cross-attention\), which is not supported"):
         model.load(str(tmp_path), "float32", "cpu")
 
 

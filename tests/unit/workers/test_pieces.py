@@ -1,6 +1,8 @@
 """Blocks as a file and back: the same bits in every kind of pool, zeros past the end, and nothing that is damaged."""
 
+import json
 import math
+import tracemalloc
 
 import pytest
 import safetensors.torch
@@ -21,8 +23,15 @@ RUNS = (Run(0, 4, 13, (5, 2, 6)), Run(0, 16, 20, (0, 3)))
 """The second one ends in the middle of its last block."""
 
 
+RANGES = tuple((run.start, run.end) for run in RUNS)
+
+
 def written(pool, runs=RUNS, of_windows=False):
     return b"".join(Copy(pool, runs, of_windows=of_windows).parts())
+
+
+def read(data, pool, ranges=RANGES, of_windows=False):
+    return Piece("p", data, pool, ranges, of_windows=of_windows)
 
 
 @pytest.mark.parametrize(("name", "of_windows"), KINDS)
@@ -30,7 +39,7 @@ def test_what_was_written_comes_back_to_the_bit(name, of_windows):
     source, target = filled(POOLS[name], 1), filled(POOLS[name], 2)
     rank = EVERY_RANK if of_windows else 0
     runs = [Run(rank, run.start, run.end, run.blocks) for run in RUNS]
-    piece = Piece("p", written(source, runs, of_windows), target)
+    piece = read(written(source, runs, of_windows), target, of_windows=of_windows)
     assert piece.of_windows == of_windows
     before = {there: Content(target, of_windows=there).export(range(7)) for there in (False, True)}
     bits = Content(source, of_windows=of_windows).export(range(7))
@@ -89,11 +98,20 @@ def test_forms_tell_pools_apart():
 @pytest.mark.parametrize("other", ["half", "latents", "int8", "windows apart"])
 def test_a_piece_of_another_form_is_refused(other):
     with pytest.raises(DataLoss, match="a pool of another form"):
-        Piece("p", written(filled(POOLS["plain"], 1)), POOLS[other]())
+        read(written(filled(POOLS["plain"], 1)), POOLS[other]())
+
+
+def test_a_piece_of_windows_is_none_of_the_other_blocks_and_the_other_way_round():
+    pool = filled(POOLS["windows apart"], 1)
+    for of_windows in (False, True):
+        with pytest.raises(DataLoss, match="a pool of another form"):
+            read(written(pool, of_windows=of_windows), pool, of_windows=not of_windows)
+    with pytest.raises(DataLoss, match="a pool of another form"):
+        read(written(filled(POOLS["plain"], 1)), POOLS["plain"](), of_windows=True)
 
 
 def test_positions_that_a_piece_does_not_have_as_whole_blocks_are_not_found():
-    piece = Piece("p", written(filled(POOLS["plain"], 1)), POOLS["plain"]())
+    piece = read(written(filled(POOLS["plain"], 1)), POOLS["plain"]())
     for start, end in [(1, 4), (4, 6), (5, 8), (4, 16), (16, 21), (16, 22), (13, 16), (19, 22)]:
         assert piece.find([Run(0, start, end, ())], BLOCK) is None
     assert piece.find([Run(0, 4, 7, ()), Run(0, 19, 20, ())], BLOCK) == [0, 4]
@@ -105,9 +123,9 @@ def test_whatever_is_cut_off_is_no_piece():
     header = int.from_bytes(data[:8], "little")
     for end in [*range(0, 8 + header + 9, 7), len(data) // 2, len(data) - 1]:
         with pytest.raises(DataLoss):
-            Piece("p", data[:end], pool)
+            read(data[:end], pool)
     with pytest.raises(DataLoss):
-        Piece("p", data + b"x", pool)
+        read(data + b"x", pool)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +133,7 @@ def test_whatever_is_cut_off_is_no_piece():
     [
         (b'"version":"1"', b'"version":"2"', "version is 2"),
         (b'"positions":"4-13', b'"positions":"4-17', "its positions"),
-        (b'"positions":"4-13', b'"positions":"4+13', "no piece"),
+        (b'"positions":"4-13', b'"positions":"4+13', "its positions"),
         (b"__metadata__", b"__metadate__", "no piece"),
     ],
 )
@@ -124,7 +142,84 @@ def test_a_header_that_says_something_else_is_refused(old, new, told):
     data = written(pool)
     assert old in data
     with pytest.raises(DataLoss, match=told):
-        Piece("p", data.replace(old, new), pool)
+        read(data.replace(old, new), pool)
+
+
+@pytest.mark.parametrize("ranges", [((4, 13),), ((4, 13), (16, 21)), ((4, 13), (17, 20)), ((16, 20), (4, 13)), ()])
+def test_a_piece_of_other_positions_than_its_manifest_names_is_refused(ranges):
+    pool = filled(POOLS["plain"], 1)
+    with pytest.raises(DataLoss, match="its positions are not those of its manifest"):
+        read(written(pool), pool, ranges)
+
+
+def forged(pool, changes, positions="4-13 16-20", size=None):
+    """A piece with as many bytes as its blocks have, whose header states something else."""
+    parts, end = dict[str, dict[str, object]](), 0
+    for name, tensor, _ in pool.blocks(of_windows=False):
+        shape = [5, len(tensor), *tensor.shape[2:]]
+        start, end = end, end + math.prod(shape) * tensor.itemsize
+        parts[name] = {"dtype": pieces.DTYPES[tensor.dtype], "shape": shape, "data_offsets": [start, end]}
+    changes(parts)
+    metadata = {"version": "1", "form": form_of(pool, of_windows=False), "positions": positions}
+    text = json.dumps({"__metadata__": metadata, **parts}).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(end if size is None else size)
+
+
+def test_what_is_not_forged_is_taken():
+    pool = filled(POOLS["plain"], 1)
+    assert read(forged(pool, lambda parts: None), pool).find(RUNS, BLOCK) == [0, 1, 2, 3, 4]
+
+
+FORGERIES = {
+    "no tensor": lambda parts: parts.clear(),
+    "one is missing": lambda parts: parts.pop("0.keys"),
+    "one more": lambda parts: parts.update(more={"dtype": "F32", "shape": [5, 0], "data_offsets": [0, 0]}),
+    "another name": lambda parts: parts.update(other=parts.pop("1.values")),
+    "empty tensors": lambda parts: [part.update(shape=[5, 0], data_offsets=[0, 0]) for part in parts.values()],
+    "another dtype": lambda parts: parts["0.keys"].update(dtype="I8"),
+    "no dtype": lambda parts: parts["0.keys"].update(dtype="X"),
+    "another shape of as many numbers": lambda parts: parts["0.keys"].update(shape=[5, 3, 2, 8]),
+    "more dimensions": lambda parts: parts["0.keys"].update(shape=[5, 2, 3, 8, 1]),
+    "negative numbers": lambda parts: parts["0.keys"].update(shape=[-5, -2, 3, 8]),
+    "huge numbers": lambda parts: parts["0.keys"].update(shape=[2**62, 2**62, 4]),
+    "twice the same bytes": lambda parts: parts["0.values"].update(data_offsets=parts["0.keys"]["data_offsets"]),
+    "bytes that are not there": lambda parts: parts["0.keys"].update(data_offsets=[1 << 40, (1 << 40) + 960]),
+    "the other way round": lambda parts: parts["0.keys"].update(data_offsets=[960, 0]),
+}
+
+
+@pytest.mark.parametrize("forge", FORGERIES.values(), ids=FORGERIES)
+def test_other_tensors_than_those_of_the_pools_blocks_are_refused_when_they_are_read(forge):
+    pool = filled(POOLS["plain"], 1)
+    with pytest.raises(DataLoss, match="its tensor"):
+        read(forged(pool, forge), pool)
+
+
+@pytest.mark.parametrize("num_blocks", [4_000_000, 1 << 40])
+def test_blocks_without_bytes_are_refused_before_they_are_listed(num_blocks):
+    """Two kilobytes that state so many blocks of empty tensors."""
+    pool = filled(POOLS["plain"], 1)
+
+    def empty(parts):
+        for part in parts.values():
+            part.update(shape=[num_blocks, 0], data_offsets=[0, 0])
+
+    ranges = ((0, num_blocks * BLOCK),)
+    data = forged(pool, empty, f"0-{num_blocks * BLOCK}", size=0)
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataLoss, match="its tensors have 0 bytes"):
+            read(data, pool, ranges)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_header_longer_than_any_that_is_written_is_not_parsed():
+    pool = filled(POOLS["plain"], 1)
+    data = forged(pool, lambda parts: parts.update({f"{i}": parts["0.keys"] for i in range(500)}))
+    with pytest.raises(DataLoss, match="its header has"):
+        read(data, pool)
 
 
 def test_any_flipped_byte_is_found(tmp_path):

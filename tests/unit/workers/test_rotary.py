@@ -231,6 +231,15 @@ def test_a_module_that_cannot_be_replaced_and_scales_by_the_batch_is_refused() -
         replace(model)
 
 
+def test_long_factors_that_are_not_used_are_refused() -> None:
+    """Phi-3.5-MoE computes with the short ones at every length."""
+    scales = {"factor": 4.0, "short_mscale": math.sqrt(1 + math.log(4) / math.log(512))}
+    rope = {**LONGROPE, **scales, "long_mscale": 1.0, "original_max_position_embeddings": 512}
+    config = transformers.PhimoeConfig(**{**COMMON, **EXPERTS, "rope_parameters": rope})
+    with pytest.raises(ModelRefused, match="does not use the long factors of its config past the original length"):
+        replace(AutoModelForCausalLM.from_config(config))
+
+
 def test_learned_positions_end_where_the_model_s_do() -> None:
     config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=64, n_positions=128)
     _, facts = replace(AutoModelForCausalLM.from_config(config))

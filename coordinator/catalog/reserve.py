@@ -1,0 +1,72 @@
+"""Room on the disk of a data folder that only deletions and starts may use.
+
+SQLite writes what it deletes to its log first, so nothing can be deleted on a disk without any room. A file takes up
+some room while there is enough, and makes way when that is needed.
+"""
+
+import logging
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from longleaf.errors import StorageUnavailable
+from longleaf.units import human_bytes
+
+FILE = "reserve"
+"""Its name in its folder."""
+MAX_BYTES = 16 << 20
+"""Size of the file: what the log takes for the ids of four million tokens."""
+PART = 32
+"""Of a small disk it is this part."""
+LEAST_FREE = 4
+"""Times its size that must be free for anything but catalog and journal to be written, and for the file to be made."""
+log = logging.getLogger(__name__)
+
+
+class Reserve:
+    """The file in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / FILE
+        self._size = min(MAX_BYTES, shutil.disk_usage(folder).total // PART)
+
+    def make(self) -> None:
+        """Makes the file where it is missing, if there is room for it."""
+        if self._path.exists() or self._free() < LEAST_FREE * self._size:
+            return
+        try:
+            descriptor = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(descriptor, 0, self._size)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            log.debug("no room is kept for deletions: %s", error)
+            self.release()
+
+    def release(self) -> bool:
+        """Makes way. Says whether there is more room now."""
+        try:
+            self._path.unlink()
+        except OSError:
+            return False
+        log.warning("the disk of %s is full: the room that is kept for deletions is used", self._path.parent)
+        return True
+
+    def prepare_start(self) -> None:
+        """Makes way where a start would not have the room that it needs."""
+        if self._free() < self._size:
+            self.release()
+
+    def check(self) -> None:
+        """Raises StorageUnavailable where there is so little room that only deletions may be written."""
+        free, least = self._free(), LEAST_FREE * self._size
+        if free < least:
+            told = f"its disk has {human_bytes(free)} free, and {human_bytes(least)} are kept for deletions"
+            raise StorageUnavailable(f"{self._path.parent}: {told}; make room there")
+
+    def _free(self) -> int:
+        with suppress(OSError):
+            return shutil.disk_usage(self._path.parent).free
+        return 0

@@ -1,0 +1,23 @@
+"""The security policy: the tests that it names as proofs are there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.unit.docs.test_operations import ROOT, names_in
+
+PAGE = (Path(ROOT) / "SECURITY.md").read_text()
+
+
+@pytest.mark.parametrize("told", sorted(set(re.findall(r"`([^`]+\.py::[^`]+)`", PAGE))))
+def test_what_is_named_as_a_proof_is_a_test(told: str) -> None:
+    file, _, name = told.partition("::")
+    assert name in names_in(ROOT / "tests" / file)
+
+
+def test_bounds_name_their_proofs() -> None:
+    table = PAGE.partition("| bound | proven by |\n")[2].partition("\n\n")[0].splitlines()[1:]
+    assert len(table) > 5
+    for row in table:
+        assert re.fullmatch(r"\| [^|]+ \| (`[^`]+\.py::[^`]+` ?)+\|", row), row

@@ -1,0 +1,40 @@
+"""What is kept of contexts is taken up again, also where earlier versions kept what contradicts itself."""
+
+from array import array
+
+import pytest
+from msgspec.structs import replace
+
+from coordinator.catalog.records import SegmentRecord
+from coordinator.engine.kept import context_of, segment_of
+from coordinator.placement.blocks import Placer
+from coordinator.placement.contexts import LAST_ENDS, Contexts
+from coordinator.placement.paths import NOWHERE
+from coordinator.placement.segments import Segments
+from tests.support.catalog import context
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        ((), (30,)),
+        ((40,), (30,)),
+        ((5, 3, 30), (30,)),
+        ((30,) * 50, (30,)),
+        (tuple(range(1, 31)), (27, 28, 29, 30)),
+        ((3, 30), (3, 30)),
+    ],
+)
+def test_a_context_has_ends_to_go_on_from(ends: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    segments = Segments(Placer([64], 4))
+    contexts = Contexts(segments)
+    record = replace(context("book", 7, 30, capacity=2_000), ends=ends)
+    segment = segment_of(SegmentRecord(id=7, token_ids=array("I", range(30))), NOWHERE, "default")
+    segments.adopt(segment)
+    contexts.adopt(context_of(record, segment.path))
+    assert contexts.get("book").ends == expected
+    assert len(expected) <= LAST_ENDS
+    contexts.fork("book", "fork", 20, 1.0)
+    contexts.audit()
+    contexts.delete("book")
+    contexts.audit()

@@ -1,0 +1,172 @@
+"""A job, a restore or a recomputation that cannot be planned or committed ends alone: all others go on."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from coordinator.events import Failed
+from coordinator.placement.blocks import Placer
+from coordinator.recovery.rereading import Rereading
+from coordinator.scheduling.jobs import IngestJob
+from coordinator.scheduling.sequences import Sequence
+from longleaf.errors import LongleafError, ResourceExhausted, Unavailable
+from longleaf.geometry import Reach, Windows
+from tests.support.scheduling import Bench
+
+NO_BLOCKS = ResourceExhausted(
+    "blocks", "Blocks(sharded=1, windows=0) are needed, Blocks(sharded=0, windows=0) are left"
+)
+ERRORS = [NO_BLOCKS, AssertionError("a promise"), KeyError(7)]
+WINDOWS = Windows(reaches=(Reach(window=4),), num_blocks=64)
+
+
+def failing(
+    monkeypatch: pytest.MonkeyPatch, kind: type, method: str, error: Exception, is_it: Callable[..., bool]
+) -> None:
+    """Has a method raise for those for which `is_it`."""
+    original = getattr(kind, method)
+
+    def fail(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_it(self):
+            raise error
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(kind, method, fail)
+
+
+def check_ended(bench: Bench, job: int) -> None:
+    ended = bench.seen[job][-1]
+    error = ended.error if isinstance(ended, Failed) else ended
+    assert isinstance(error, Unavailable)
+    assert "Blocks(" not in str(error), "what is inside is for the log"
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_row_that_cannot_be_placed_ends_its_request_alone(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, place: int
+) -> None:
+    bench = Bench()
+    jobs = [bench.ask(5, max_tokens=9) for _ in range(3)]
+    for _ in range(3):
+        bench.step()
+    failing(monkeypatch, Sequence, "next_row", error, lambda job: job.id == jobs[place])
+    bench.run()
+    check_ended(bench, jobs.pop(place))
+    assert [bench.tokens(job) for job in jobs] == [bench.alone(5, 9)] * 2
+    assert bench.scheduler.num_running == bench.scheduler.num_waiting == 0
+    assert len(bench.scheduler.take_faults()) == 1
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_a_chunk_that_cannot_be_placed_ends_its_document_alone(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    bench = Bench()
+    asked = bench.ask(5, max_tokens=30)
+    bench.step()
+    document, other = bench.ingest("doc", 100), bench.ingest("other", 100)
+    failing(monkeypatch, IngestJob, "next_chunk", error, lambda job: job.id == document)
+    bench.run()
+    check_ended(bench, document)
+    assert bench.tokens(asked) == bench.alone(5, 30)
+    assert "other" in bench.scheduler.contexts
+    assert "doc" not in bench.scheduler.contexts
+    assert not isinstance(bench.seen[other][-1], LongleafError)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_an_answer_that_cannot_be_taken_in_ends_its_request_alone(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    bench = Bench()
+    jobs = [bench.ask(5, max_tokens=9) for _ in range(3)]
+    for _ in range(2):
+        bench.step()
+    failing(monkeypatch, Sequence, "take", error, lambda job: job.id == jobs[1])
+    bench.run()
+    check_ended(bench, jobs.pop(1))
+    assert [bench.tokens(job) for job in jobs] == [bench.alone(5, 9)] * 2
+
+
+def parked(windows: Windows | None = None) -> Bench:
+    """Two contexts that rest, and an answer that runs."""
+    bench = Bench(is_durable=True, windows=windows, blocks=(256, 256))
+    for name in ("bad", "good"):
+        job = bench.ingest(name, 40)
+        bench.run()
+        assert bench.scheduler.acknowledge(job, 1.0)
+        bench.scheduler.contexts.rest(bench.scheduler.contexts.get(name))
+    return bench
+
+
+@pytest.mark.parametrize("windows", [None, WINDOWS], ids=["sharded", "replicated"])
+@pytest.mark.parametrize(
+    ("kind", "method"), [(Placer, "place_again"), (Placer, "roll_again"), (Rereading, "commit")], ids=lambda x: str(x)
+)
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_what_cannot_be_recomputed_ends_those_who_ask_it_alone(
+    monkeypatch: pytest.MonkeyPatch, windows: Windows | None, kind: type, method: str, error: Exception
+) -> None:
+    bench = parked(windows)
+    running = bench.ask(5, max_tokens=60)
+    bench.step()
+    asked = bench.ask(3, context="bad")
+    with monkeypatch.context() as patched:
+        failing(patched, kind, method, error, lambda _: True)
+        for _ in range(20):
+            bench.step()
+    assert isinstance(bench.seen[asked][-1], LongleafError)
+    others = [bench.ask(3, context="good"), bench.ask(3, context="bad")]
+    bench.run()
+    assert bench.tokens(running) == bench.alone(5, 60)
+    assert [bench.tokens(job) for job in others] == [bench.alone(3, 4)] * 2
+    assert bench.scheduler.take_faults()
+
+
+def test_a_queued_job_that_can_never_begin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    failing(monkeypatch, type(bench.scheduler), "_reserve", NO_BLOCKS, lambda _: False)
+    monkeypatch.setattr(type(bench.scheduler._sharing), "reserve", lambda *_: None)
+    jobs = [bench.ask(5), bench.ask(5)]
+    assert bench.run() == []
+    assert [isinstance(bench.seen[job][-1], ResourceExhausted) for job in jobs] == [True, True]
+    monkeypatch.undo()
+    again = bench.ask(5)
+    bench.run()
+    assert bench.tokens(again) == bench.alone(5, 4)
+
+
+def test_a_context_that_cannot_be_activated_keeps_no_other_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = parked()
+    contexts = bench.scheduler.contexts
+    failing(monkeypatch, type(contexts), "wake", NO_BLOCKS, lambda _: False)
+    wake = type(contexts).wake
+
+    def fail(self: Any, context: Any) -> Any:
+        if context.id == "good":  # the first one of them: it was used last
+            raise NO_BLOCKS
+        return wake(self, context)
+
+    monkeypatch.setattr(type(contexts), "wake", fail)
+    bench.scheduler.warm()
+    assert (contexts.get("good").is_resting, contexts.get("bad").is_resting) == (True, False)
+    assert len(bench.scheduler.take_faults()) == 1
+
+
+def test_blocks_are_spent_at_once_or_not_at_all() -> None:
+    placer = Placer([8, 8], 4, WINDOWS)
+    promise = placer.reserve(few := placer.num_free.__class__(1, 1))
+    assert promise is not None
+    calls: list[Callable[[], object]] = [
+        lambda: placer.place_again([(0, 8), (20, 28)], 64, promise),
+        lambda: placer.place_windows([(0, 4), (8, 12)], promise),
+        lambda: placer.grow(None, 0, 8, promise),
+        lambda: placer.roll((), 0, 12, promise, is_chunk=False),
+    ]
+    for call in calls:
+        with pytest.raises(ResourceExhausted):
+            call()
+        placer.audit([])
+        assert promise.left == few

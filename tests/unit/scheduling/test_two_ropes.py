@@ -1,0 +1,196 @@
+"""Answers that become longer than one set of rotary factors reaches: they are computed anew with the other one."""
+
+import pytest
+
+from coordinator.events import Admitted, Document, Ended, Prompt, Tokens
+from longleaf.channel.step import Decode, Prefill, StepPlan
+from longleaf.errors import InvalidArgument, ResourceExhausted
+from longleaf.geometry import OWN_ROPE, Rope, Rotary
+from longleaf.messages import ContextSettings
+from longleaf.sampling import Sampling
+from tests.support.random_drafter import RandomDrafter
+from tests.support.scheduling import Bench, kinds
+
+BORDER = 24
+FAR = Rope(scaled_for=BORDER + 1)
+
+
+class Watched(Bench):
+    """Notes by which rope, and up to which position, each step of a sequence computes."""
+
+    def __init__(self, **changes: object) -> None:
+        super().__init__(rotary=Rotary(kind="longrope", scaled_from=BORDER), **changes)  # type: ignore[arg-type]
+        self.steps: list[tuple[int, Rope, int, int]] = []
+        """Sequence, rope, and the positions [start, end)."""
+
+    def schedule(self) -> StepPlan | None:
+        plan = super().schedule()
+        if plan is not None and isinstance(plan.work, Decode):
+            for row in plan.work.rows:
+                rope = self.scheduler._running[row.sequence].rope
+                self.steps.append((row.sequence, rope, row.start, row.start + row.num_tokens))
+        elif plan is not None and isinstance(plan.work, Prefill):
+            [(job, _)] = self.scheduler._planner._flights[-1].jobs
+            work = plan.work
+            self.steps.append((job.id, work.rope, work.start, work.start + len(work.token_ids)))
+        return plan
+
+    def of(self, job: int, rope: Rope) -> list[tuple[int, int]]:
+        return [(start, end) for sequence, found, start, end in self.steps if (sequence, found) == (job, rope)]
+
+
+@pytest.mark.parametrize("drafts", ["", *RandomDrafter.KINDS])
+@pytest.mark.parametrize("count", [1, 3, 20, BORDER - 1, BORDER])
+def test_all_is_computed_anew_at_the_first_position_behind_the_border(count: int, drafts: str) -> None:
+    bench = Watched(drafts=drafts, max_draft_tokens=4)
+    job = bench.ask(count, max_tokens=40, max_draft_tokens=4)
+    bench.run()
+    assert bench.tokens(job) == bench.alone(count, 40)
+    near, far = bench.of(job, OWN_ROPE), bench.of(job, FAR)
+    assert (near[0][0], max(end for _, end in near)) == (0, BORDER)
+    assert far[0][0] == 0
+    assert [start for start, _ in far[1:]] == [end for _, end in far[:-1]] or drafts, "every position once"
+    [end] = [event for event in bench.seen[job] if isinstance(event, Ended)]
+    assert (end.prompt_tokens, end.cached_tokens, end.completion_tokens) == (count, 0, 40)
+
+
+@pytest.mark.parametrize(("count", "max_tokens"), [(20, 5), (BORDER, 1), (1, BORDER)])
+def test_an_answer_that_just_fits_is_computed_once(count: int, max_tokens: int) -> None:
+    bench = Watched()
+    job = bench.ask(count, max_tokens)
+    bench.run()
+    assert not bench.of(job, FAR)
+    assert bench.of(job, OWN_ROPE)[-1][1] == count + max_tokens - 1
+
+
+def test_a_prompt_behind_the_border_begins_with_the_other_rope() -> None:
+    bench = Watched()
+    job = bench.ask(BORDER + 1, 9)
+    bench.run()
+    assert not bench.of(job, OWN_ROPE)
+
+
+@pytest.mark.parametrize("told", [4, 5])
+def test_an_answer_goes_on_with_the_rope_of_what_was_told(told: int) -> None:
+    bench = Watched()
+    answer = bench.alone(20, 30)
+    prompt = Prompt(
+        context=None,
+        token_ids=tuple(range(20)),
+        sampling=Sampling(max_tokens=30),
+        generated={0: answer[:told]},
+    )
+    bench.scheduler.admit(0, prompt)
+    bench.run()
+    assert bench.tokens(0) == answer[told:]
+    assert bool(bench.of(0, OWN_ROPE)) == (20 + told <= BORDER)
+
+
+def test_others_wait_for_one_chunk_at_a_time() -> None:
+    bench = Watched(chunk_size=4)
+    other = bench.ask(2, 20)
+    bench.ask(20, 12)
+    plans = bench.run()
+    assert "PP" not in kinds(plans)
+    assert bench.tokens(other) == bench.alone(2, 20)
+
+
+def test_an_answer_keeps_its_turn_where_it_has_room() -> None:
+    bench = Watched(max_sequences=1)
+    first, second = bench.ask(20, 12), bench.ask(3, 2)
+    bench.run()
+    sequences = [sequence for sequence, *_ in bench.steps]
+    assert sequences == sorted(sequences), "the second one begins when the first one has ended"
+    assert bench.tokens(second) == bench.alone(3, 2)
+    assert first == 0
+
+
+@pytest.mark.parametrize("num_blocks", [11, 13, 16])
+def test_samples_that_shared_a_prompt_wait_for_room_to_read_it_again(num_blocks: int) -> None:
+    """Two need 8 blocks each behind the border, and 5 that they share with 3 of their own before."""
+    bench = Watched(blocks=(num_blocks,))
+    job = bench.ask(20, 12, num_samples=2)
+    bench.ask(6, 3)
+    bench.run()
+    for sample in range(2):
+        events = [e for e in bench.seen[job] if isinstance(e, Tokens) and e.sample == sample]
+        assert [token for event in events for token in event.token_ids] == bench.alone(20, 12)
+    assert bench.scheduler.num_preempted == 0
+
+
+def test_one_that_is_not_read_waits_at_the_border() -> None:
+    bench = Watched()
+    job = bench.ask(20, 12)
+    while len(bench.steps) < 3:
+        bench.step()
+    bench.scheduler.pause(job, True)
+    bench.run()
+    bench.scheduler.pause(job, False)
+    while len(bench.tokens(job)) < 5 and bench.step():
+        bench.scheduler.pause(job, len(bench.tokens(job)) == 4)
+    bench.run()
+    assert not bench.of(job, FAR)
+    bench.scheduler.pause(job, False)
+    bench.run()
+    assert bench.tokens(job) == bench.alone(20, 12)
+
+
+def test_a_question_goes_on_from_its_context_up_to_the_border() -> None:
+    bench = Watched()
+    bench.ingest("book", 20)
+    bench.run()
+    job = bench.ask(2, 12, context="book")
+    bench.step()
+    bench.scheduler.delete_context("book")
+    bench.run()
+    assert bench.tokens(job) == bench.alone(2, 12)
+    assert bench.of(job, OWN_ROPE)[0][0] == 20
+    assert bench.of(job, FAR)[0][0] == 0
+    assert [event.cached_tokens for event in bench.seen[job] if isinstance(event, Admitted)] == [20, 0]
+
+
+def test_a_question_that_fits_does_not_look_for_other_keys() -> None:
+    bench = Watched()
+    bench.ingest("book", 20)
+    bench.run()
+    job = bench.ask(2, 3, context="book")
+    assert next(iter(bench.scheduler._queue)).context == "book"
+    bench.run()
+    assert not bench.of(job, FAR)
+
+
+@pytest.mark.parametrize("num_blocks", [16, 17])
+def test_what_is_computed_anew_needs_room_beside_the_context(num_blocks: int) -> None:
+    """5 blocks for the context, 6 for the prompt of 24 tokens and 6 for the answer."""
+    bench = Watched(blocks=(num_blocks,))
+    bench.ingest("book", 20)
+    bench.run()
+    if num_blocks < 17:
+        with pytest.raises(ResourceExhausted, match="48 tokens are needed, and of 64 contexts keep too many"):
+            bench.ask(4, 21, context="book")
+        return
+    job = bench.ask(4, 21, context="book")
+    bench.run()
+    assert bench.tokens(job) == bench.alone(4, 21)
+
+
+def test_a_context_that_was_created_for_less_keeps_to_its_capacity() -> None:
+    bench = Watched()
+    document = Document(context="book", token_ids=[1] * 10, settings=ContextSettings(capacity=BORDER - 1))
+    bench.scheduler.admit(0, document)
+    bench.num_jobs = 1
+    bench.run()
+    with pytest.raises(InvalidArgument, match="the context was created for 23 positions"):
+        bench.ask(2, 30, context="book")
+
+
+def test_a_question_that_went_on_elsewhere_goes_on_with_the_rope_of_its_length() -> None:
+    bench = Watched()
+    bench.ingest("book", 20)
+    bench.run()
+    answer = bench.alone(2, 12)
+    prompt = Prompt(context="book", token_ids=(0, 1), sampling=Sampling(max_tokens=12), generated={0: answer[:6]})
+    bench.scheduler.admit(1, prompt)
+    bench.run()
+    assert bench.tokens(1) == answer[6:]
+    assert not bench.of(1, OWN_ROPE)
