@@ -3,7 +3,7 @@ order."""
 
 import asyncio
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from coordinator.access.authenticator import Anybody, Authenticator
-from coordinator.access.credentials import Credentials
+from coordinator.access.credentials import Credentials, unreachable
 from coordinator.calls.kept_uploads import KeptUploads
 from coordinator.calls.shares import TENANT_SHARE
 from coordinator.calls.use_cases import UseCases
@@ -40,7 +40,7 @@ from longleaf.config import (
     join_address,
 )
 from longleaf.errors import StartError, Unavailable
-from longleaf.machine import allow_files
+from longleaf.machine import allow_files, num_processors
 from longleaf.messages import Cluster, Draining, ModelInfo
 from longleaf.sampling import GREEDY
 from longleaf.units import human_seconds
@@ -138,6 +138,11 @@ class Service:
         readies = await self._engine.start()
         self._keeper = Keeper(self._control.roster, self._fleet, config, readies)
         kept = self._durability.notes if self._durability else (NOTHING_KEPT,)
+        if self._durability is not None and isinstance(authenticator, Credentials):
+            kept += unreachable((each.id for each in self._durability.kept.contexts), authenticator.tenants)
+        if self._config.launcher == "local":
+            devices = [ready.device for ready in readies]
+            told += idle_processors(config.world_size, config.threads_per_rank, devices, num_processors())
         self.notes = (*dict.fromkeys(note for ready in readies for note in ready.notes), *kept, *told)
         self._loop = asyncio.create_task(self._engine.run())
         model = self._describe(self._engine, tokenizer, readies[0])
@@ -366,3 +371,12 @@ def _num_failed(files: Certificates | Credentials) -> int:
 def _is_unusable(files: Certificates | Credentials) -> bool:
     """Whether what they say now cannot be used."""
     return files.is_unusable
+
+
+def idle_processors(world_size: int, num_threads: int, devices: Sequence[str], num_here: int) -> tuple[str, ...]:
+    """What a start says of a machine whose CPU ranks leave more than half of its `num_here` processors without work."""
+    num_used = world_size * num_threads
+    if 2 * num_used >= num_here or any(device != "cpu" for device in devices):
+        return ()
+    used = "1 thread computes" if num_used == 1 else f"{num_used:,} threads compute"
+    return (f"{used} on {num_here:,} processors: --threads N, for each rank, uses more",)

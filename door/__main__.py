@@ -37,7 +37,8 @@ def main(arguments: list[str]) -> int:
     config = parse(arguments)
     telemetry = TelemetryConfig(log_format=config.log_format, log_level=config.log_level)
     logs = Logs(telemetry, ("door", "longleaf"))
-    logging.getLogger("door").addFilter(Repeats())
+    for logger in ("door", "uvicorn.error", "asyncio"):
+        logging.getLogger(logger).addFilter(Repeats())
     try:
         config.check()
         uvloop.run(serve(config, lambda url, metrics: announce(config, url, metrics)))

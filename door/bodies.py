@@ -3,7 +3,8 @@
 import asyncio
 import json
 import re
-from collections.abc import AsyncGenerator
+import sys
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, Self, TypeVar, cast
 
 import msgspec
@@ -20,7 +21,9 @@ MAX_VALUES = 50_000
 MAX_COMMAS = 1 << 19
 """Between all values: a prompt may be a long list of numbers."""
 MAX_HELD_BYTES = 64 << 20
-"""Of all bodies that come or are decoded; what has more to say comes again."""
+"""Of all bodies that come or are decoded, and of prompts until the service answers; further ones get 503."""
+COPIES = 2
+"""How often a prompt is held while it goes to the service: as a message, and encoded."""
 PART_SECONDS = 30.0
 """How long the next part of a body may take."""
 BODY_SECONDS = 60.0
@@ -29,6 +32,7 @@ LARGE_BYTES = 1 << 18
 """What is larger is decoded beside the event loop, one after the other: together they would keep everybody waiting."""
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 Body = TypeVar("Body", bound=msgspec.Struct)
+T = TypeVar("T")
 PATH = re.compile(r"^(?P<told>.*?)(?: - at `(?:key in )?\$\.?(?P<path>.*)`)?$", re.DOTALL)
 
 
@@ -46,18 +50,28 @@ class Bodies:
         """While nobody sends anything, nothing is held."""
         assert self._held.num_bytes == 0, f"{self._held.num_bytes} bytes are still counted"
 
+    def share(self) -> "Share":
+        """A share of the memory that all bodies have, of no bytes yet."""
+        return Share(self._held)
+
     async def read_json(self, request: Request) -> dict[str, Any]:
         """The object that the body is. Raises Problem."""
-        with Share(self._held) as share:
-            content = await self._read(request, share)
-            if len(content) > LARGE_BYTES:
-                async with self._decoding:
-                    decoded = await asyncio.to_thread(decode, content)
-            else:
-                decoded = decode(content)
-        if not isinstance(decoded, dict):
-            raise Problem(400, "the body is no JSON object")
-        return cast(dict[str, Any], decoded)
+        with self.share() as share:
+            return (await self._decoded(request, share, _itself))[0]
+
+    async def read(self, request: Request, share: "Share", convert: Callable[[dict[str, Any]], T]) -> T:
+        """What `convert` makes of the object that the body is; `share` has the memory of that from here on. Raises
+        Problem."""
+        converted, num_bytes = await self._decoded(request, share, convert)
+        share.keep(num_bytes)
+        return converted
+
+    async def _decoded(self, request: Request, share: "Share", convert: Callable[[dict[str, Any]], T]) -> tuple[T, int]:
+        content = await self._read(request, share)
+        if len(content) <= LARGE_BYTES:
+            return _decode_as(convert, content)
+        async with self._decoding:  # what Python makes of it takes ten times as much: one at a time
+            return await asyncio.to_thread(_decode_as, convert, content)
 
     async def _read(self, request: Request, share: "Share") -> bytearray:
         content, stream = bytearray(), request.stream()
@@ -97,12 +111,21 @@ class Share:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self.give_back()
+
+    def give_back(self) -> None:
+        """The memory is free. Idempotent."""
         self._held.num_bytes -= self._num_bytes
+        self._num_bytes = 0
 
     def grow(self, num_bytes: int) -> None:
         """Has it be so many at least. Raises Problem for more than one body may have, or than there is room for."""
         if num_bytes > MAX_JSON_BYTES:
             raise too_large()
+        self.keep(num_bytes)
+
+    def keep(self, num_bytes: int) -> None:
+        """The same for a body that has been decoded."""
         more = max(0, num_bytes - self._num_bytes)
         if self._held.num_bytes + more > self._held.max_bytes:
             told = "the door takes in as much as it can, come again"
@@ -115,6 +138,46 @@ async def json_of(request: Request) -> dict[str, Any]:
     """The object that the body of a request is. Raises Problem."""
     bodies: Bodies = request.app.state.bodies
     return await bodies.read_json(request)
+
+
+def share_of(request: Request) -> Share:
+    """A share of what the door of a request holds, to be entered."""
+    bodies: Bodies = request.app.state.bodies
+    return bodies.share()
+
+
+async def body_of(request: Request, share: Share, convert: Callable[[dict[str, Any]], T]) -> T:
+    """What `convert` makes of the object that the body of a request is. Raises Problem."""
+    bodies: Bodies = request.app.state.bodies
+    return await bodies.read(request, share, convert)
+
+
+def _itself(found: dict[str, Any]) -> dict[str, Any]:
+    return found
+
+
+def _decode_as(convert: Callable[[dict[str, Any]], T], content: bytearray) -> tuple[T, int]:
+    """What `convert` makes of a JSON object, and the bytes that it and its copies take. Raises Problem."""
+    decoded = decode(content)
+    if not isinstance(decoded, dict):
+        raise Problem(400, "the body is no JSON object")
+    found = cast(dict[str, Any], decoded)
+    num_bytes = max(COPIES * len(content), _text_bytes(found))
+    return convert(found), num_bytes
+
+
+def _text_bytes(found: object) -> int:
+    """The bytes of all texts: one character beyond the 16-bit ones has each of its text take four."""
+    match found:
+        case str():
+            return sys.getsizeof(found)
+        case dict():
+            return sum(map(_text_bytes, cast(dict[str, object], found).values()))
+        case list():
+            values = cast(list[object], found)
+            return 0 if values and type(values[0]) is int else sum(map(_text_bytes, values))
+        case _:
+            return 0
 
 
 def answered(body: object, status: int = 200) -> Response:

@@ -16,6 +16,9 @@ HEADERS = (
     (b"referrer-policy", b"no-referrer"),
     (b"cross-origin-resource-policy", b"same-origin"),
 )
+OWN_SITES = frozenset({b"same-origin", b"none"})
+"""What browsers call requests of the gateway's own page, and of a typed address. Another port of the same host is
+`same-site`."""
 log = logging.getLogger("door.access")
 failures = logging.getLogger("door")
 
@@ -71,7 +74,8 @@ class Guards:
         own = (f"{scope['scheme']}://{host}", self._origin)
         if any(origin not in own for origin in origins):
             return Problem(403, "pages of other origins may not use this door", kind="permission_error", code="origin")
-        if scope["path"].startswith("/v1/") and (b"sec-fetch-site", b"cross-site") in scope["headers"]:
+        sites = {value for name, value in scope["headers"] if name == b"sec-fetch-site"}
+        if scope["path"].startswith("/v1/") and not sites <= OWN_SITES:
             return Problem(403, "other sites may not call this door", kind="permission_error", code="origin")
         return None
 

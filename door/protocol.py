@@ -1,28 +1,52 @@
-"""HTTP/1.1 as uvicorn speaks it, with limits of what comes before a body: bytes, and time."""
+"""HTTP/1.1 as uvicorn speaks it, with limits of bytes, number and time for all that is no body."""
 
 import asyncio
 from functools import partial
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from door.errors import Problem, unavailable
 
 MAX_HEAD_BYTES = 32 << 10
-"""The request's line and its headers."""
+"""Of the request line and the headers, and of what stands between two parts of a body or follows it: sizes and
+extensions of chunks, trailers, empty lines."""
+MAX_HEADERS = 128
+"""In Python's objects a short header takes thirty times its bytes."""
+MAX_PIPELINED = 4
+"""Requests that wait until an earlier one of their connection is answered."""
 HEAD_SECONDS = 20.0
-"""How long these may take, from the first byte on, or from the connection."""
+"""How long a head may take, from its first byte on, or from the connection."""
+IDLE_SECONDS = 75
+"""How long a connection stays after an answer without another request, whatever else it sends."""
+UNREAD_SECONDS = 120.0
+"""How long a client may read nothing of an answer."""
+PIECE_BYTES = 8 << 10
+"""Bytes are counted in pieces of this size: where a body ends and a head begins in the same one is not known."""
 LINGER_SECONDS = 2.0
 """How long what a refused caller still sends is thrown away: a connection closed meanwhile would lose the answer."""
 
 
-class DoorProtocol(HttpToolsProtocol):
-    """Ends connections that send a head for ever; says in JSON what is wrong with one, and to those that come while
-    `max_connections` are open that there is no room."""
+class Refused(Exception):
+    """Ends the parser's work on what a client has sent."""
 
-    _num_head_bytes = 0
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.message)
+        self.problem = problem
+
+
+class DoorProtocol(HttpToolsProtocol):
+    """Ends connections that send anything but bodies without end, or read nothing of their answers. Answers in JSON
+    what is wrong with a head, and 503 to connections beyond `max_connections`."""
+
+    _num_bytes = 0
+    """Since the last part of a body, or the begin of a head."""
+    _num_headers = 0
+    _is_in_head = _is_in_message = False
     _timer: asyncio.TimerHandle | None = None
-    _is_surplus = _is_refused = False
+    _unread_timer: asyncio.TimerHandle | None = None
+    _is_surplus = _is_refused = _is_deaf = False
 
     def __init__(self, *arguments: Any, max_connections: int, **more: Any) -> None:
         super().__init__(*arguments, **more)
@@ -38,10 +62,10 @@ class DoorProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_head()
+        self._end_unread()
         super().connection_lost(exc)
 
     def _expect_head(self) -> None:
-        self._num_head_bytes = 0
         if self._timer is None:
             self._timer = self.loop.call_later(HEAD_SECONDS, self._give_up)
 
@@ -52,29 +76,88 @@ class DoorProtocol(HttpToolsProtocol):
 
     def _give_up(self) -> None:
         self._timer = None
-        if not self.transport.is_closing():
-            self.transport.close()
+        if self._is_busy() and self._is_in_head:  # what was asked before is answered
+            self._stop_listening()
+        else:
+            self._close()
+
+    def _is_busy(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete  # pyright: ignore[reportUnnecessaryComparison]
+
+    def data_received(self, data: bytes) -> None:
+        """As uvicorn's, but nothing is logged: it would be a line for each request of a stranger. The time after an
+        answer ends with the next request, and not with any byte."""
+        if len(data) <= PIECE_BYTES:
+            self._feed(data)
+            return
+        view = memoryview(data)
+        for start in range(0, len(data), PIECE_BYTES):
+            self._feed(view[start : start + PIECE_BYTES])
+
+    def _feed(self, piece: bytes | memoryview) -> None:
+        if self._is_deaf or self.parser is None:
+            return
+        self._num_bytes += len(piece)
+        try:
+            self.parser.feed_data(piece)
+        except httptools.HttpParserUpgrade:  # what follows need be no HTTP
+            self._stop_listening()
+        except httptools.HttpParserError as error:
+            cause = error.__context__
+            is_known = isinstance(cause, Refused)
+            self._refuse(cause.problem if is_known else Problem(400, "this is no HTTP/1.1 request"))
+        else:
+            if self._num_bytes > MAX_HEAD_BYTES:
+                where = "head" if self._is_in_head else "trailers"
+                self._refuse(Problem(431, f"the request's {where} have more than {MAX_HEAD_BYTES:,} bytes"))
+
+    def _refuse(self, problem: Problem) -> None:
+        """Reads no more, and says why where an answer has its place."""
+        self._end_head()
+        is_of_latest = self._is_in_message and not self._is_in_head
+        if is_of_latest and (not self._is_busy() or self.cycle.response_started or self.pipeline):
+            self._close()
+        elif self._is_busy() and not is_of_latest:
+            self._stop_listening()
+        else:
+            self._is_deaf = True
+            self._write(problem)
+            self._close()
+
+    def _stop_listening(self) -> None:
+        """The connection ends with the answers to the requests that have come."""
+        self._is_deaf = True
+        self.cycle.keep_alive = False
+
+    def _close(self) -> None:
+        """Ends the connection once what is written has been read, or is read no more."""
+        self._is_deaf = True
+        self.transport.close()
+        self._expect_reading()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._num_bytes = self._num_headers = 0
+        self._is_in_head = self._is_in_message = True
+        self._unset_keepalive_if_required()
         self._expect_head()
 
-    def data_received(self, data: bytes) -> None:
-        if self._is_refused:
-            super().data_received(data)
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._is_in_head:  # a trailer: nothing here has a use for one
             return
-        if self._timer is not None and self._num_head_bytes + len(data) > MAX_HEAD_BYTES:
-            head = data.find(b"\r\n\r\n")
-            if head < 0 or self._num_head_bytes + head > MAX_HEAD_BYTES:
-                self._end_head()
-                self._answer(Problem(431, f"the request's head has more than {MAX_HEAD_BYTES:,} bytes"))
-                return
-        if self._timer is not None:
-            self._num_head_bytes += len(data)
-        super().data_received(data)
+        self._num_headers += 1
+        if self._num_headers > MAX_HEADERS:
+            raise Refused(Problem(431, f"the request has more than {MAX_HEADERS} headers"))
+        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._end_head()
+        self._num_bytes = 0
+        self._unset_keepalive_if_required()
+        self._begin_request()
+        self._is_in_head = False  # not before: what is refused as a head is none of the latest request's
+
+    def _begin_request(self) -> None:
         if self._is_refused:  # another request follows, before the end
             return
         self._is_surplus = self._is_surplus and self._is_too_full()  # others may have left
@@ -83,24 +166,65 @@ class DoorProtocol(HttpToolsProtocol):
             self._write(full(self._max_connections))
             self._timer = self.loop.call_later(LINGER_SECONDS, self._give_up)
             return
+        if self.parser is not None and self.parser.should_upgrade() and self._has_body():
+            raise Refused(Problem(400, "a request with a body cannot ask for an upgrade: leave Upgrade out"))
+        if self._is_busy() and len(self.pipeline) >= MAX_PIPELINED:
+            raise Refused(Problem(503, "too many requests wait on this connection"))
         super().on_headers_complete()
 
+    def _has_body(self) -> bool:
+        """The parser takes a body behind an upgrade for another protocol, or for another request."""
+        return any(
+            name == b"transfer-encoding" or (name == b"content-length" and value.strip(b" 0"))
+            for name, value in self.headers
+        )
+
     def on_body(self, body: bytes) -> None:
+        self._num_bytes = 0
         if not self._is_refused:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        self._is_in_message = False
         if self._is_refused:
-            self.transport.close()
+            self._close()
         else:
             super().on_message_complete()
 
-    def send_400_response(self, msg: str) -> None:
-        self._answer(Problem(400, "this is no HTTP/1.1 request"))
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._expect_reading()
 
-    def _answer(self, problem: Problem) -> None:
-        self._write(problem)
-        self.transport.close()
+    def timeout_keep_alive_handler(self) -> None:
+        self._close()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_reading()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self.transport.is_closing():
+            self._end_unread()
+
+    def _expect_reading(self) -> None:
+        """From now on a client that reads nothing for UNREAD_SECONDS is let go."""
+        if self._unread_timer is None:
+            num_unsent = self.transport.get_write_buffer_size()
+            self._unread_timer = self.loop.call_later(UNREAD_SECONDS, self._look_unread, num_unsent)
+
+    def _look_unread(self, num_before: int) -> None:
+        self._unread_timer = None
+        if self.transport.get_write_buffer_size() < num_before:
+            self._expect_reading()
+        else:
+            self.transport.abort()
+
+    def _end_unread(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
 
     def _write(self, problem: Problem) -> None:
         content = problem.encoded()
@@ -122,4 +246,4 @@ def full(num_open: int) -> Problem:
 def protocol_options(max_connections: int) -> dict[str, Any]:
     """Of uvicorn's settings, those that belong to it."""
     made = partial(DoorProtocol, max_connections=max_connections)
-    return {"http": made, "ws": "none", "timeout_keep_alive": 75, "server_header": False}
+    return {"http": made, "ws": "none", "timeout_keep_alive": IDLE_SECONDS, "server_header": False}

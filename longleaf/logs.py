@@ -81,7 +81,20 @@ class TextFormatter(LineFormatter):
         shown = _known(vars(record)) if self._is_plain else self.facts_of(record)
         facts = ", ".join(f"{name} {fact}" for name, fact in shown.items())
         error = self.error_of(record)
-        return record.getMessage() + (f" [{facts}]" if facts else "") + (f"\n{error}" if error else "")
+        return _escaped(record.getMessage() + (f" [{facts}]" if facts else "")) + (f"\n{error}" if error else "")
+
+
+def _escaped(text: str) -> str:
+    """The text without control characters, its further lines indented: what a client has chosen of it can neither look
+    like a line of the log nor write over one."""
+    if text.isprintable():
+        return text
+    lines = ("".join(map(_escaped_character, line)) for line in text.split("\n"))
+    return "\n  ".join(lines)
+
+
+def _escaped_character(character: str) -> str:
+    return character if character.isprintable() else character.encode("unicode_escape").decode()
 
 
 def _without_messages(error: BaseException) -> str:

@@ -1,13 +1,18 @@
 """The Authenticator of a file of credentials."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from collections.abc import Set as AnySet
 from hmac import compare_digest
 
 from coordinator.access.caller import Caller
 from longleaf.credentials import Entry, digest_of, parse_credentials
 from longleaf.errors import Unauthenticated
+from longleaf.tenants import tenant_of
 from longleaf.watched import WatchedFiles
 
+MAX_NAMED = 5
+"""Tenants that a start names of those that nobody can come in as."""
 HEADER = "authorization"
 SCHEME = "bearer"
 
@@ -35,6 +40,11 @@ class Credentials:
     def is_unusable(self) -> bool:
         """What the file says now cannot be used."""
         return self._file.is_unusable
+
+    @property
+    def tenants(self) -> frozenset[str]:
+        """All that may come in."""
+        return frozenset(entry.tenant for entry in self._file.value)
 
     def authenticate(self, metadata: Mapping[str, str | bytes], names: Iterable[str]) -> Caller:
         """Who calls; a credential goes before a certificate. Raises Unauthenticated."""
@@ -65,3 +75,21 @@ class Credentials:
 
     def _named(self, names: frozenset[str]) -> Entry | None:
         return next((entry for entry in self._file.value if names.intersection(entry.names)), None)
+
+
+def unreachable(contexts: Iterable[str], tenants: AnySet[str]) -> tuple[str, ...]:
+    """What a start says of contexts whose tenant has no credential, as after the first credentials of a service."""
+    lost = Counter(tenant for each in contexts if (tenant := tenant_of(each)) not in tenants)
+    names = sorted(lost)
+    told = [
+        f"{_contexts(lost[name])} of the tenant {name} cannot be reached: no credential is its own "
+        f"(longleaf credentials new {name})"
+        for name in names[:MAX_NAMED]
+    ]
+    if rest := names[MAX_NAMED:]:
+        told.append(f"and {_contexts(sum(lost[name] for name in rest))} of {len(rest):,} other tenants")
+    return tuple(told)
+
+
+def _contexts(count: int) -> str:
+    return "1 context" if count == 1 else f"{count:,} contexts"

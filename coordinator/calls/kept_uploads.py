@@ -15,7 +15,7 @@ from coordinator.catalog.ports import UploadCatalog
 from coordinator.catalog.records import UploadKey, UploadRecord
 from coordinator.text.encoder import Settled
 from longleaf.document_text import count_starts
-from longleaf.errors import DataLoss, InvalidArgument, StorageUnavailable
+from longleaf.errors import DataLoss, InvalidArgument, NotFound, StorageUnavailable
 from longleaf.messages import IngestHeader
 from longleaf.tenants import tenant_of
 
@@ -144,6 +144,8 @@ class KeptUploads:
         """What comes behind one that could not be kept is refused, as its ids do not follow those that are."""
         try:
             await self._catalog.append_upload(record, start, ids, starts)
+        except NotFound:  # its context was deleted meanwhile
+            self._num_kept[record.key] = NEVER
         except (StorageUnavailable, DataLoss) as error:
             if self._num_kept.get(record.key, NEVER) != NEVER:  # it is still on its way, and this is its first failure
                 log.warning("upload %s of %s is not kept from here on: %s", record.upload_id, record.context, error)

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from coordinator.catalog.ports import NO_STARTS
 from coordinator.catalog.records import Change, Committed, Kept, Outgoing, SegmentRecord, UploadKey, UploadRecord
-from longleaf.errors import DataLoss, LongleafError, Unavailable
+from longleaf.errors import DataLoss, LongleafError, NotFound, Unavailable
 
 T = TypeVar("T")
 
@@ -103,6 +103,8 @@ class FakeCatalog:
 
     def _append_upload(self, record: UploadRecord, start: int, new_ids: "array[int]", new_starts: "array[int]") -> None:
         known = self._upload_ids.get(record.key, array("I"))
+        if start and record.key not in self._upload_ids:
+            raise NotFound("an upload")
         if len(known) != start:
             raise DataLoss("an upload", f"{len(known)} ids of it are kept, and those behind {start} do not follow them")
         self._upload_ids[record.key] = known + new_ids

@@ -44,8 +44,8 @@ class UploadCatalog(Protocol):
         self, record: UploadRecord, start: int, new_ids: "array[int]", new_starts: "array[int]" = NO_STARTS
     ) -> None:
         """Keeps a record, new or instead of that with the same key, and more token ids behind the first `start`, which
-        it has, with where they begin in the text (of each STRIDE-th, or none). Raises DataLoss when it has others, as
-        after a call that failed: nothing is changed then."""
+        it has, with where they begin in the text (of each STRIDE-th, or none). Raises NotFound when it was dropped, and
+        DataLoss when it has others, as after a call that failed: nothing is changed then."""
         ...
 
     async def upload_ids(self, key: UploadKey) -> "array[int]":

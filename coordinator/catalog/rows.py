@@ -66,13 +66,18 @@ def context_row(record: ContextRecord) -> Row:
     # SQLite gives back real numbers: the checksum must be that of one
     row |= {name: float(row[name]) for name in ("created", "updated", "last_used")}
     row["expires"] = None if record.expires is None else float(record.expires)
+    row |= _private(record.display_name.encode()) | {"display_name": ""}
     return signed(tables.contexts, row)
 
 
 def context_of(row: Found) -> ContextRecord:
     fields: Row = {name: row[name] for name in ContextRecord.__struct_fields__}
     fields |= {"ends": tuple(map(int, row["ends"].split())), "is_pinned": bool(row["is_pinned"])}
-    return ContextRecord(**fields)
+    return ContextRecord(**fields | {"display_name": row["content"].decode()})
+
+
+def _private(content: bytes) -> Row:
+    return {"padding": PADDING if content else b"", "content": content}
 
 
 def snapshot_row(record: SnapshotRecord) -> Row:
@@ -85,11 +90,12 @@ def snapshot_of(row: Found) -> SnapshotRecord:
 
 def upload_row(record: UploadRecord, num_tokens: int) -> Row:
     row = {**msgspec.structs.asdict(record), "updated": float(record.updated), "num_tokens": num_tokens}
-    return signed(tables.uploads, row)
+    return signed(tables.uploads, row | _private(record.header) | {"header": b""})
 
 
 def upload_of(row: Found) -> UploadRecord:
-    return UploadRecord(**{name: row[name] for name in UploadRecord.__struct_fields__})
+    fields = {name: row[name] for name in UploadRecord.__struct_fields__}
+    return UploadRecord(**fields | {"header": row["content"]})
 
 
 def outgoing_row(key: int, outgoing: Outgoing) -> Row:

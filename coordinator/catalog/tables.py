@@ -15,9 +15,10 @@ from sqlalchemy import (
     MetaData,
     Table,
     Text,
+    text,
 )
 
-HEAD = "0002"
+HEAD = "0003"
 """The revision of the last migration."""
 
 metadata = MetaData()
@@ -37,6 +38,14 @@ def _padding() -> Column[bytes]:
     What lies behind a whole page of a row is on pages of its own, which are never copied, and overwritten when freed.
     """
     return Column("padding", LargeBinary, nullable=False)
+
+
+def _private() -> tuple[Column[bytes], Column[bytes]]:
+    """A content of a row that holds more, and its padding, in this order behind all others."""
+    padding, content = (
+        Column(name, LargeBinary, nullable=False, server_default=text("x''")) for name in ("padding", "content")
+    )
+    return padding, content
 
 
 service = Table(
@@ -102,9 +111,12 @@ contexts = Table(
     Column("num_hits", Integer, nullable=False),
     Column("upload_id", Text, nullable=False),
     _checksum(),
+    *_private(),
     Index("contexts_segment", "segment"),
     sqlite_with_rowid=False,
 )
+"""The display name is the content; early versions had it in its column, which is empty now. A context without a
+display name has no padding."""
 
 snapshots = Table(
     "snapshots",
@@ -126,8 +138,10 @@ uploads = Table(
     Column("updated", Float, nullable=False),
     Column("num_tokens", Integer, nullable=False),
     _checksum(),
+    *_private(),
     sqlite_with_rowid=False,
 )
+"""The header is the content; early versions had it in its column, which is empty now."""
 
 upload_ids = Table(
     "upload_ids",

@@ -30,7 +30,7 @@ from coordinator.catalog.tables import (
     uploads,
 )
 from longleaf.document_text import count_starts
-from longleaf.errors import DataLoss
+from longleaf.errors import DataLoss, NotFound
 
 AT_ONCE = 500
 """Keys of one statement, at most."""
@@ -155,9 +155,11 @@ def write_epoch(connection: Connection, epoch: int) -> None:
 def append_upload(
     connection: Connection, record: UploadRecord, start: int, new_ids: "array[int]", new_starts: "array[int]"
 ) -> None:
-    """Its row, the ids behind the first `start`, which it has, and where these begin. Raises DataLoss when it has
-    others, or the row is damaged."""
+    """Its row, the ids behind the first `start`, which it has, and where these begin. Raises NotFound when it was
+    dropped, and DataLoss when it has others, or the row is damaged."""
     row = _upload(connection, record.key)
+    if row is None and start:
+        raise NotFound(f"upload {record.upload_id} of contexts/{record.context}")
     if (num_tokens := row["num_tokens"] if row else 0) != start:
         raise _lost_upload(record.key, f"{num_tokens} ids of it are kept, and those behind {start} do not follow them")
     new = rows.upload_row(record, start + len(new_ids))

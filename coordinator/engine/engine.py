@@ -170,7 +170,7 @@ class Engine(ContextCalls):
             self._open().admit(self._next_id, asked, self._clock())
         if isinstance(asked, Document):
             self._recoveries.forget(asked.context)
-        else:
+        elif not asked.is_probe:  # which reads for an answer that has counted
             self._keeping.use(asked.context)
         request_id, self._next_id = self._next_id, self._next_id + num_samples
         stream = Stream(

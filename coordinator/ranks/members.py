@@ -49,6 +49,10 @@ class Connections:
         self._num_unproven = 0
         self._candidates = set[int]()
         """Descriptors of those that may not have proven it."""
+        self.num_former = 0
+        """Of former members, whose keys were struck out: their process connects again until it is dead."""
+        self._num_leaving = 0
+        """Of those that are refused and have not ended yet."""
 
     def accepted(self, descriptor: int) -> None:
         self._candidates.add(descriptor)
@@ -63,8 +67,16 @@ class Connections:
     def ended(self, descriptor: int) -> None:
         if descriptor in self._candidates:  # with others that came while it was open, it is taken for a stranger's
             self._candidates.remove(descriptor)
-            self.num_refused += 1
+            if self._num_leaving:
+                self._num_leaving -= 1
+                self.num_former += 1
+            else:
+                self.num_refused += 1
             self.settle()
+
+    def refuse_former(self) -> None:
+        """A connection has proven to be of a former member, and will end."""
+        self._num_leaving += 1
 
 
 class Members:
@@ -74,9 +86,12 @@ class Members:
         self._context = context
         self._public_key, self._secret_key = zmq.curve_keypair()
         self._numbers: dict[bytes, int] = {}
+        self._former = set[bytes]()
+        """Keys that were struck out."""
         self._refused = Tally("refused connections of strangers to the control channel")
         # no warning: what a member said last may come when it is lost already
         self._dropped = Tally("dropped messages of former members", logging.INFO)
+        self._returned = Tally("refused connections of former members", logging.INFO)
         self._connections = Connections()
         # Untyped, because the package's own annotations are partial.
         self._gate: Any = AsyncioAuthenticator(context)
@@ -85,8 +100,9 @@ class Members:
 
     @property
     def num_refused(self) -> int:
-        """Connections that ended without having proven to be a member's, and messages on those of former members."""
-        return self._refused.count + self._dropped.count
+        """Connections that ended without having proven to be a member's, and connections and messages of former
+        members."""
+        return self._refused.count + self._dropped.count + self._returned.count
 
     def invite(self, member: int, address: str) -> Invitation:
         """What a new member of this number needs to connect."""
@@ -96,6 +112,7 @@ class Members:
 
     def forget(self, member: int) -> None:
         """Makes it a stranger from now on, also on the connections that it has."""
+        self._former |= {key for key, number in self._numbers.items() if number == member}
         self._numbers = {key: number for key, number in self._numbers.items() if number != member}
 
     def number_of(self, public_key: bytes) -> int | None:
@@ -124,6 +141,8 @@ class Members:
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Whether a connection with this public key may go on; the gate asks."""
+        if key in self._former:
+            self._connections.refuse_former()
         return key in self._numbers
 
     async def _count(self) -> None:
@@ -138,6 +157,7 @@ class Members:
                 case _:
                     self._connections.ended(told["value"])
             self._refused.set(self._connections.num_refused, "no key of a member")
+            self._returned.set(self._connections.num_former, "its key was struck out")
 
     async def close(self, socket: Any) -> None:
         """Ends the guard of `socket`."""

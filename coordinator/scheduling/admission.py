@@ -130,9 +130,11 @@ class Admission:
         """Where a prompt goes on. Raises NotFound where the context is another one by now, and InvalidArgument where it
         has not what is to be hidden."""
         path, beginning = context.path if context else Path(), prompt.beginning
-        if beginning is not None:
+        if context is not None and beginning is not None:
             is_there = path.end >= beginning.end and path.cut(beginning.end).ids == beginning.segments
-            if not is_there or self._segments.holdings.seams(path, beginning.end)[0] != beginning.end:
+            # where a document ends all that the next token sees comes back, also if nothing of it is held now
+            is_seam = beginning.end in context.ends
+            if not is_there or not (is_seam or self._segments.holdings.seams(path, beginning.end)[0] == beginning.end):
                 raise NotFound(f"contexts/{prompt.context}")
             path = path.cut(beginning.end)
         for i, (start, end) in enumerate(prompt.hidden):

@@ -16,6 +16,7 @@ from coordinator.serving.anteroom import Anteroom
 from coordinator.serving.gate import Gate, Handler, Incoming, StreamCall
 from coordinator.serving.lobby import SERVED, Lobby
 from coordinator.serving.peers import certified_names, plain_headers
+from coordinator.serving.tenancy import shown_error
 from coordinator.telemetry.observers import CURRENT, CallRecord, Observers
 from longleaf.codec.status import DETAILS_KEY, encode_error, grpc_code
 from longleaf.errors import InvalidArgument, LongleafError, ResourceExhausted, Unauthenticated, Unavailable
@@ -146,12 +147,14 @@ async def _answer(record: CallRecord, work: Awaitable[None], call: StreamCall) -
         record.code = grpc.StatusCode.CANCELLED.name
         raise
     except LongleafError as error:
-        if isinstance(error, Unavailable) and error.retry_seconds is None:  # others may quote what the client sent
+        shown = shown_error(error)
+        is_hidden = str(shown) != str(error)  # what a caller is not told is logged for the operator
+        if is_hidden or (isinstance(error, Unavailable) and error.retry_seconds is None):  # others may quote the client
             logger.warning("%s: %s", record.method, error)
         record.error = type(error).__name__
         record.field = error.field if isinstance(error, InvalidArgument) else ""
-        _readdress(error, record.tenant)
-        refusal = _refusal(error)
+        _readdress(shown, record.tenant)
+        refusal = _refusal(shown)
         _forget(error)
     except grpc.aio.AbortError as error:  # the library's own services say no by themselves
         _forget(error)

@@ -1,12 +1,14 @@
 """Between what a tenant calls its things and their ids in the service: every request is translated on its way in, and
 all that names something on its way out."""
 
+import re
 from typing import TypeVar
 
 from msgspec.structs import replace
 
 from coordinator.access.caller import CALLER
 from coordinator.telemetry.observers import CURRENT
+from longleaf.errors import CheckpointChanged, DataLoss, LongleafError, StorageUnavailable
 from longleaf.messages import (
     Cluster,
     Context,
@@ -28,6 +30,9 @@ from longleaf.messages import (
 )
 from longleaf.tenants import name_of, scoped, tenant_of, unscoped
 
+OF_TENANTS = ("contexts/", "upload ", "generations/", "an upload")
+"""What damaged things are called that a tenant knows."""
+_PATH = re.compile(r"(?<![\w/.])(?:\w+:/)?/[^\s,;:]*[^\s,;:/]")
 Reporting = TypeVar("Reporting", IngestProgress, ImportProgress)
 
 
@@ -132,8 +137,34 @@ def _shown_recovering(recovering: Recovering) -> Recovering:
     return recovering if CALLER.get().is_admin else replace(recovering, recovered_tokens=0, total_tokens=0)
 
 
+def shown_error(error: LongleafError) -> LongleafError:
+    """To an admin as it is. To others without files and addresses of what the service keeps: the log has these."""
+    caller = CALLER.get(None)
+    if caller is not None and caller.is_admin:
+        return error
+    match error:
+        case StorageUnavailable():
+            told = "the service cannot write or read what it keeps now; its log says why"
+            return StorageUnavailable(told, error.retry_seconds)
+        case DataLoss() if error.name.startswith(OF_TENANTS):
+            return DataLoss(error.name, _without_folders(error.reason))
+        case DataLoss():
+            return DataLoss("what the service keeps", "its log says what, and what to do")
+        case CheckpointChanged():
+            return CheckpointChanged(error.name, _without_folders(error.changes))
+        case _:
+            return error
+
+
+def _without_folders(text: str) -> str:
+    return _PATH.sub(lambda path: path[0].rpartition("/")[2], text)
+
+
 def shown_reread(reread: Reread) -> Reread:
-    left_out = tuple(LeftOut(name_of(each.name), unscoped(each.reason, tenant())) for each in reread.left_out)
+    is_admin = CALLER.get().is_admin
+    reasons = [each.reason if is_admin else _without_folders(each.reason) for each in reread.left_out]
+    pairs = zip(reread.left_out, reasons, strict=True)
+    left_out = tuple(LeftOut(name_of(each.name), unscoped(reason, tenant())) for each, reason in pairs)
     return replace(reread, contexts=tuple(map(shown, reread.contexts)), left_out=left_out)
 
 

@@ -3,13 +3,15 @@
 import asyncio
 import logging
 from collections import Counter
+from contextlib import suppress
 
 from coordinator.catalog.ports import Outbox
 from coordinator.catalog.records import Outgoing
 from coordinator.snapshots.store import AsyncStore
 from coordinator.snapshots.trouble import Trouble
-from longleaf.errors import LongleafError, StorageUnavailable
-from longleaf.storage.names import attempt_of_manifest
+from longleaf.errors import DataLoss, LongleafError, StorageUnavailable
+from longleaf.storage.names import NotePlace, attempt_of_manifest, place_of_note
+from longleaf.storage.note import decode_note
 
 AT_ONCE = 256
 log = logging.getLogger(__name__)
@@ -94,10 +96,27 @@ class Sender:
     async def _send(self, outgoing: Outgoing) -> None:
         if outgoing.content is not None:
             await self._store.put(outgoing.name, outgoing.content)
+            if (deletion := _deletion(outgoing.name, outgoing.content)) is not None:
+                await self._delete_notes_before(deletion)
         elif attempt_of_manifest(outgoing.name) is not None:
             await delete_attempt(self._store, outgoing.name)
         else:
             await self._store.delete([outgoing.name])
+
+    async def _delete_notes_before(self, deletion: NotePlace) -> None:
+        """Display names of the context are in them, which the deletion must not leave behind."""
+        folder = deletion.name.rpartition("/")[0]
+        places = [place_of_note(entry.name) for entry in await self._store.list(folder)]
+        await self._store.delete([place.name for place in places if place and place.number < deletion.number])
+
+
+def _deletion(name: str, content: bytes) -> NotePlace | None:
+    """The place of a note that its context was deleted; None for all else."""
+    place = place_of_note(name)
+    with suppress(DataLoss):
+        if place is not None and decode_note(content, place).is_deleted:
+            return place
+    return None
 
 
 async def delete_attempt(store: AsyncStore, manifest: str) -> None:

@@ -92,6 +92,7 @@ async def get_context(request: Request) -> Response:
 
 async def update_context(request: Request) -> Response:
     client, name = client_of(request), named(request)
+    await model_name(request, client)  # no body is awaited from a caller that the service does not let in
     changes = converted(await json_of(request), Changes)
     given: dict[str, Any] = {
         name: value for name, value in msgspec.structs.asdict(changes).items() if value is not UNSET
@@ -117,6 +118,7 @@ async def delete_context(request: Request) -> Response:
 
 async def fork_context(request: Request) -> Response:
     client, name = client_of(request), named(request)
+    await model_name(request, client)
     fork = converted(await json_of(request), Fork)
     check_new(fork.id)
     made = await _tried(client.fork_context(name, fork.id, num_tokens=fork.tokens))

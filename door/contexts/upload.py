@@ -4,7 +4,8 @@ import asyncio
 import math
 from codecs import getincrementaldecoder
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
+from email.message import Message
 from typing import Any, cast
 
 from starlette.requests import Request
@@ -23,6 +24,7 @@ IDLE_SECONDS = 110.0
 """How long the next part of a body may take: less than the service would wait."""
 HELD_BYTES = 1 << 16
 PARAMETERS = frozenset("append upload_id display_name pinned ttl capacity system priority".split())
+CHARSETS = frozenset({"", "utf-8", "utf8", "us-ascii", "ascii"})
 NAMES = {"system": "system", "config.total_size_bytes": "Upload-Length", "text": "body"}
 
 
@@ -172,7 +174,7 @@ class Telling:
 
 
 async def uploaded(request: Request) -> Response:
-    """How much of an upload is there."""
+    """How much of an upload is there. One of which nothing is there is not begun."""
     client, header = client_of(request), _header(request, 0)
     if not header.upload_id:
         raise Problem(400, "upload_id: name the upload", param="upload_id")
@@ -183,8 +185,18 @@ async def uploaded(request: Request) -> Response:
     except LongleafError as error:
         raise context_problem(error) from None
     is_complete = first.phase not in ("receiving", "unspecified")
+    if not (is_complete or first.received_bytes):  # asking has begun it
+        with suppress(LongleafError):
+            await in_time(client.cancel_ingest(header.context, header.upload_id))
     headers = {"upload-offset": str(first.received_bytes), "upload-complete": f"?{int(is_complete)}"}
     return Response(headers=headers)
+
+
+def _charset(request: Request) -> str:
+    """As the request declares it, in lower case; empty where it declares none."""
+    kind = Message()
+    kind["content-type"] = request.headers.get("content-type", "")
+    return str(kind.get_param("charset", "")).lower()
 
 
 def _header(request: Request, offset: int) -> IngestHeader:
@@ -192,6 +204,9 @@ def _header(request: Request, offset: int) -> IngestHeader:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if request.method == "POST" and (kind.endswith("json") or kind.startswith("multipart/")):
         raise Problem(415, "the body is to be the document itself, such as text/plain")
+    charset = _charset(request)
+    if request.method == "POST" and charset not in CHARSETS:
+        raise Problem(415, f"charset {charset[:100]}: a document is read as UTF-8 alone")
     given = dict(request.query_params)
     if unknown := given.keys() - PARAMETERS:
         raise Problem(400, f"{min(unknown)}: is no parameter of this", param=min(unknown))

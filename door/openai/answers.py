@@ -4,12 +4,12 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import aclosing
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from door.bodies import answered
+from door.bodies import Share, answered
 from door.errors import Problem, problem_of
 from door.events import DONE, EventResponse, event, until_left
 from door.openai.models import MISSING
@@ -81,17 +81,28 @@ class Waiting:
         return self._text
 
 
-async def answer(
-    request: Request, events: AsyncGenerator[Event, None], teller: Teller, is_streamed: bool, names: Names
-) -> Response:
-    """The answer, streamed or whole. What goes wrong before its first byte is a status. Raises Problem."""
+class Asking(NamedTuple):
+    """A generation that has not begun yet."""
+
+    events: AsyncGenerator[Event, None]
+    teller: Teller
+    is_streamed: bool
+    names: Names
+    """What fields of the service are called here, and `context`."""
+
+
+async def answer(request: Request, asking: Asking, share: Share) -> Response:
+    """The answer, streamed or whole. What goes wrong before its first byte is a status. `share` is given back with the
+    first event: nothing of the prompt is held from then on. Raises Problem."""
+    events, teller, is_streamed, names = asking
     try:
-        if not is_streamed:
-            return answered(await until_left(request, _whole(events, teller)))
         try:
             first = await until_left(request, anext(events))
         except StopAsyncIteration:
             raise Unavailable("the service ended the answer before it began") from None
+        share.give_back()
+        if not is_streamed:
+            return answered(await until_left(request, _whole(events, teller)))
     except LongleafError as error:
         await events.aclose()
         raise _problem(error, names) from None

@@ -5,9 +5,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from door.bodies import json_of
+from door.bodies import Share, body_of, share_of
 from door.callers import client_of, peer_of
-from door.openai.answers import answer, exactness_of, finite, new_id, now, reason_of, spelled
+from door.models import model_name
+from door.openai.answers import Asking, answer, exactness_of, finite, new_id, now, reason_of, spelled
 from door.openai.lengths import with_length
 from door.openai.models import target_of
 from door.openai.requests import ChatAsked, decode_chat
@@ -18,8 +19,15 @@ NAMES = {"return_token_bytes": "logprobs", "text": "messages"}
 
 
 async def chat(request: Request) -> Response:
+    with share_of(request) as share:
+        return await answer(request, await _ask(request, share), share)
+
+
+async def _ask(request: Request, share: Share) -> Asking:
+    """The conversation is held by what it returns alone."""
     client = client_of(request)
-    asked, conversation = decode_chat(await json_of(request))
+    await model_name(request, client)  # no body is awaited from a caller that the service does not let in
+    asked, conversation = await body_of(request, share, decode_chat)
     target = await target_of(request, client, asked.model, asked.context)
     given = asked.max_completion_tokens if asked.max_tokens is None else asked.max_tokens
     options = with_length(asked.options(peer_of(request)), given)
@@ -31,7 +39,7 @@ async def chat(request: Request) -> Response:
     names = NAMES | {"context": "model" if asked.context is None else "context"}
     if asked.max_tokens is None and asked.max_completion_tokens is not None:
         names["sampling.max_token_count"] = "max_completion_tokens"
-    return await answer(request, events, ChatTeller(target.model, asked), asked.stream, names)
+    return Asking(events, ChatTeller(target.model, asked), asked.stream, names)
 
 
 class ChatTeller:

@@ -7,10 +7,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from door.bodies import json_of
+from door.bodies import Share, body_of, share_of
 from door.callers import client_of, peer_of
-from door.errors import Problem
-from door.openai.answers import answer, exactness_of, finite, new_id, now, reason_of, spelled
+from door.models import model_name
+from door.openai.answers import Asking, answer, exactness_of, finite, new_id, now, reason_of, spelled
 from door.openai.lengths import with_length
 from door.openai.models import target_of
 from door.openai.requests import TextAsked, decode_text
@@ -27,30 +27,24 @@ NAMES = {
 
 
 async def completions(request: Request) -> Response:
+    with share_of(request) as share:
+        return await answer(request, await _ask(request, share), share)
+
+
+async def _ask(request: Request, share: Share) -> Asking:
+    """The prompt is held by what it returns alone."""
     client = client_of(request)
-    asked = decode_text(await json_of(request))
+    await model_name(request, client)  # no body is awaited from a caller that the service does not let in
+    asked, prompt = await body_of(request, share, decode_text)
     target = await target_of(request, client, asked.model, asked.context)
     options = with_length(asked.options(peer_of(request)), asked.max_tokens)
     if asked.logprobs is not None:
         options |= {"num_logprobs": asked.logprobs, "with_token_bytes": True}
     if target.context is None:
         options |= {"use_chat_template": False}
-    events = client.generate(_prompt(asked), context=target.context, **options)
+    events = client.generate(prompt, context=target.context, **options)
     names = NAMES | {"context": "model" if asked.context is None else "context"}
-    return await answer(request, events, TextTeller(target.model, asked), asked.stream, names)
-
-
-def _prompt(asked: TextAsked) -> str | list[int]:
-    """Raises Problem for several, or none."""
-    prompt = asked.prompt
-    if isinstance(prompt, str):
-        return prompt
-    if len(prompt) == 1 and isinstance(prompt[0], str):
-        return prompt[0]
-    ids = [each for each in prompt if isinstance(each, int) and 0 <= each < 1 << 31]
-    if not ids or len(ids) < len(prompt):
-        raise Problem(400, "prompt: give one text, or the token ids of one", param="prompt", code="invalid_value")
-    return ids
+    return Asking(events, TextTeller(target.model, asked), asked.stream, names)
 
 
 class TextTeller:

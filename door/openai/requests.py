@@ -1,5 +1,6 @@
 """What is asked in OpenAI's words, as what the client takes."""
 
+from array import array
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple, cast
 
@@ -97,10 +98,15 @@ class ChatAsked(Asked, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class TextAsked(Asked, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of POST /v1/completions."""
+    """The body of POST /v1/completions, but for its prompt."""
+
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """What POST /v1/completions asks."""
 
     prompt: str | list[str | int]
-    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 
 
 class Turn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -116,6 +122,14 @@ class Chat(NamedTuple):
 
     asked: ChatAsked
     conversation: Conversation
+
+
+class Text(NamedTuple):
+    """A decoded body."""
+
+    asked: TextAsked
+    prompt: "str | array[int]"
+    """Token ids as 32-bit numbers: Python's own integers take nine times as much."""
 
 
 def decode_chat(raw: dict[str, Any]) -> Chat:
@@ -138,11 +152,28 @@ def decode_chat(raw: dict[str, Any]) -> Chat:
     return Chat(asked, Conversation(tuple(_message(turn, f"messages[{i}]") for i, turn in enumerate(turns))))
 
 
-def decode_text(raw: dict[str, Any]) -> TextAsked:
+def decode_text(raw: dict[str, Any]) -> Text:
     """Raises Problem that names the field."""
-    asked = converted(cleaned(raw, TextAsked.__struct_fields__), TextAsked)
+    given = cleaned(raw, TextAsked.__struct_fields__, {"prompt"})
+    prompt = _prompt(converted({name: given.pop(name) for name in given.keys() & {"prompt"}}, Prompt).prompt)
+    asked = converted(given, TextAsked)
     check_stream(asked)
-    return asked
+    return Text(asked, prompt)
+
+
+def _prompt(prompt: str | list[str | int]) -> "str | array[int]":
+    """Raises Problem for several, or none."""
+    if isinstance(prompt, str):
+        return prompt
+    if len(prompt) == 1 and isinstance(prompt[0], str):
+        return prompt[0]
+    try:
+        ids = array("I", cast(list[int], prompt))
+    except (TypeError, OverflowError):
+        ids = array("I")
+    if not ids or max(ids) >= 1 << 31:
+        raise Problem(400, "prompt: give one text, or the token ids of one", param="prompt", code="invalid_value")
+    return ids
 
 
 def check_stream(asked: Asked) -> None:

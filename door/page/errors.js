@@ -56,6 +56,9 @@ export function refusalOf(error) {
 /** Whether waiting and trying again is all that can be done, and may help. */
 export const passes = (error) => error instanceof Unreachable || (error instanceof Refusal && error.passes);
 
+/** Whether the same call can never succeed: what it sends must change first. */
+export const isFinal = (error) => error instanceof Refusal && [400, 413, 415].includes(error.status);
+
 /** Whether the reader ended it. */
 export const isAbort = (error) => error?.name === "AbortError";
 
@@ -98,8 +101,9 @@ function unavailable(error) {
 /** What there is no room for, without the service's own advice, which is for those who speak to it directly. */
 const bare = (error) => told({ ...error, message: error.message.replace(/^(window )?pool: /, "").replace(/; delete a context.*$/, "") });
 
-/** The service's own words, as a sentence. */
+/** The service's own words, as a sentence: without the field, and without options that its operator alone can set. */
 function told(error) {
-  const words = (error.message || `status ${error.status}`).trim();
+  const own = (error.message || `status ${error.status}`).trim();
+  const words = own.replace(/^body: /, "").replace(/, and only a service started with --allow-long goes on/, "");
   return /[.!?]$/.test(words) ? words : `${words}.`;
 }

@@ -8,6 +8,9 @@ export const count = (value) => number.format(value);
 
 export const tokens = (value) => `${count(value)} ${value === 1 ? "token" : "tokens"}`;
 
+/** How many English words so many tokens are, roughly. */
+export const words = (value) => `${count(Number((0.75 * value).toPrecision(1)))} words`;
+
 export function bytes(value) {
   const units = ["bytes", "kB", "MB", "GB", "TB"];
   let at = 0;

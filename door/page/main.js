@@ -5,7 +5,7 @@ import { contexts } from "./contexts.js";
 import { CredentialButton, CredentialForm } from "./credential.js";
 import { Document } from "./document.js";
 import { sentence } from "./errors.js";
-import { duration } from "./format.js";
+import { duration, tokens, words } from "./format.js";
 import { html, render } from "./html.js";
 import { Live } from "./live.js";
 import { Map } from "./map.js";
@@ -72,15 +72,19 @@ const Missing = ({ id }) => html`<div class="empty"><a class="back" href="#/">Ba
   <h1>${id} is not on the shelf</h1>
   <p>It was deleted, has expired, or is still on its way. Choose another document, or add its file again.</p></div>`;
 
-const Empty = () => html`<div class="empty">
+function Empty() {
+  const trained = useStore(service.store).cluster?.model.max_context_tokens;
+  const limit = trained ? ` The model was trained for ${tokens(trained)}, which are about ${words(trained)}.` : "";
+  return html`<div class="empty">
   <h1>Put a book on the shelf</h1>
   <ol>
-    <li><b>Add a plain text file</b>, by the button or by dropping it anywhere on this page. It may be as long as you like.</li>
+    <li><b>Add a plain text file</b>, by the button or by dropping it anywhere on this page.${limit}</li>
     <li><b>Let it be read.</b> That takes its time, and happens once.</li>
     <li><b>Ask it.</b> Every answer sees the whole document, from the first word to the last.</li>
   </ol>
   <${AddButton} isMain />
 </div>`;
+}
 
 render(html`<${Page} />`, document.getElementById("page"));
 uploads.resume();

@@ -1,7 +1,7 @@
 // Uploads as the reader sees them: how far, how fast, how long still, and what to do where one stands still.
 import { useNow } from "./clock.js";
 import { contexts } from "./contexts.js";
-import { Refusal, sentence } from "./errors.js";
+import { isFinal, Refusal, sentence } from "./errors.js";
 import { freeName } from "./files.js";
 import { bytes, count, duration, percent, tokens } from "./format.js";
 import { html, useRef, useState } from "./html.js";
@@ -103,6 +103,6 @@ function Failed({ upload, state: { error } }) {
       ${isTaken
         ? html`<button onClick=${() => uploads.again(upload, { id: other })}>Call it ${other}</button>
             <button onClick=${() => uploads.again(upload, { append: true })}>Add to its end</button>`
-        : html`<button onClick=${() => uploads.again(upload)}>Try again</button>`}
+        : !isFinal(error) && html`<button onClick=${() => uploads.again(upload)}>Try again</button>`}
     </div>`;
 }

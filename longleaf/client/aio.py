@@ -116,6 +116,7 @@ class AsyncClient(ContextCalls):
         and was given a `request_id` ends there when nobody has read it for a minute.
         """
         reception = Reception(input, context, options)
+        del input  # the request has a copy, which goes when the service answers
         self._receptions.add(reception)
         try:
             async with aclosing(self._events(reception)) as events:
@@ -131,8 +132,8 @@ class AsyncClient(ContextCalls):
         attempts = self._calls.attempts("Generate", reception.timeout)
         while True:
             try:
-                request = reception.request()
-                events = self._calls.stream(self._generations.Generate, request, attempts, codec.decode_event)
+                method = self._generations.Generate
+                events = self._calls.stream(method, reception.request(), attempts, codec.decode_event)
                 async with aclosing(events):
                     async for event in events:
                         if event is not None and reception.take(event):

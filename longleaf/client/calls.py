@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextlib import contextmanager
 from copy import copy
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import grpc
 
@@ -131,7 +131,9 @@ class Calls:
             try:
                 with self.typed():
                     async for response in call:
-                        has_begun = True
+                        if not has_begun:  # it may be large, and the library keeps it until the call ends
+                            has_begun, request = True, None
+                            cast(dict[str, object], vars(call)).pop("_request", None)
                         yield self.decoded(decode, response)
                 return
             except LongleafError as error:

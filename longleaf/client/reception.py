@@ -30,7 +30,7 @@ class Reception:
         self._is_private = self.is_resumable and not given
         self._num_samples = options.get("num_samples", 1)
         names = SamplingOptions.__annotations__
-        self._first = codec.encode_generate(
+        self._first: service_pb.GenerateRequest | None = codec.encode_generate(
             input,
             context=context,
             use_chat_template=options.get("use_chat_template"),
@@ -56,7 +56,7 @@ class Reception:
 
     def request(self) -> service_pb.GenerateRequest:
         """For all of the answer, or for what has not come yet."""
-        if not self._has_started:
+        if self._first is not None:
             return self._first
         return codec.encode_resume(Resume(self._id, sum(self._next_index.values())))
 
@@ -80,11 +80,15 @@ class Reception:
                 return is_new
             case Started(queue_position=0):
                 is_new = not self._next_index
-                self._has_started = True
+                self._begin()
                 return is_new
             case _:
-                self._has_started = True
+                self._begin()
         return True
+
+    def _begin(self) -> None:
+        """The service has the request, which is not made again: a prompt may be large."""
+        self._has_started, self._first = True, None
 
 
 def may_go_on(error: LongleafError) -> bool:

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 
 from longleaf.client.callbacks import OnProgress
 from longleaf.client.documents import size_of
+from longleaf.commands.document_files import empty_files, objection
 from longleaf.commands.flags import takes_server
 from longleaf.commands.options import AsJson, Server, connect, print_json
 from longleaf.commands.token_files import TokenFormat, read_ids
@@ -82,6 +83,9 @@ def ingest(
     texts = [sys.stdin.buffer if file == "-" else Path(file) for file in files]
     total = size_of(texts)  # whatever they hold: a file that is not there is told before anything is sent
     document = read_ids(files, token_ids) if token_ids else texts
+    if len(files) > 1:
+        for file in empty_files(files):
+            print(f"{file} is empty", file=sys.stderr)
     with (
         _files_named(files),
         connect(server, retries=PATIENT) as service,
@@ -100,6 +104,8 @@ def _files_named(files: list[str]) -> Generator[None, None, None]:
     try:
         yield
     except InvalidArgument as error:
+        if error.field == "text" and (found := objection(files)) is not None:
+            raise found from None
         if error.field.partition(".")[0] in ("text", "token_ids"):
             names = ", ".join("standard input" if file == "-" else file for file in files)
             raise InvalidArgument(names, error.description) from None

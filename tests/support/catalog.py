@@ -50,9 +50,14 @@ def document(name: str, number: int, count: int = 20) -> Change:
     return Change(segments=(segment(number, count),), contexts=(context(name, number, count),))
 
 
+def content_of(folder: Path) -> bytes:
+    """All files of a folder, one after the other."""
+    return b"".join(path.read_bytes() for path in folder.iterdir() if path.is_file())
+
+
 def remains(folder: Path, token_ids: "array[int]") -> bool:
     """Whether any of some 20 pairs of neighbours among these ids lies in any file of a folder."""
-    content = b"".join(path.read_bytes() for path in folder.iterdir() if path.is_file())
+    content = content_of(folder)
     starts = range(0, len(token_ids) - 1, max(1, len(token_ids) // 20))
     return any(token_ids[i : i + 2].tobytes() in content for i in starts)
 

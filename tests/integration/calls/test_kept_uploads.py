@@ -18,7 +18,7 @@ from coordinator.calls.kept_uploads import KEEP_SECONDS, KeptUploads
 from coordinator.calls.uploads import Uploads
 from coordinator.catalog.catalog import Catalog
 from coordinator.catalog.ports import NO_STARTS
-from coordinator.catalog.records import UploadKey, UploadRecord
+from coordinator.catalog.records import Change, UploadKey, UploadRecord
 from coordinator.text.template import DirectRenderer
 from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
@@ -238,6 +238,22 @@ async def test_who_sends_many_documents_at_once_keeps_to_the_quota(tmp_path: Pat
         one.use_quotas()
         told = await asyncio.gather(*(one.run(each, array("I", [5]), ends=False) for each in headers))
         assert [bool(reports) for reports in told].count(True) == 2
+
+
+async def test_an_upload_whose_context_is_deleted_is_not_called_damaged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What still comes of it is dropped, and nothing of it is kept again."""
+    catalog = await Catalog.open(tmp_path / "catalog.db")
+    kept = KeptUploads(catalog, ())
+    record = UploadRecord(context="moby", upload_id="mine", header=b"x", settled_bytes=5, updated=1.0)
+    for start in (0, 5, 10):
+        kept._num_kept.setdefault(record.key, start + 5)
+        await kept._append(record, start, array("I", range(5)), NO_STARTS)
+        await catalog.commit(Change(dropped_contexts=("moby",)))
+    assert caplog.text == ""
+    assert (await catalog.load()).uploads == ()
+    await catalog.close()
 
 
 def acme(number: int) -> IngestHeader:

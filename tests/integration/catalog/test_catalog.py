@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import shutil
 import signal
 import sqlite3
@@ -23,6 +24,7 @@ from tests.support.catalog import (
     FIRST,
     FIRST_EPOCH,
     FIRST_UPLOAD,
+    content_of,
     context,
     document,
     ids,
@@ -141,6 +143,36 @@ async def test_small_documents_leave_nothing_when_trees_are_balanced(tmp_path: P
             gone[deleted] = alive.pop(deleted)
             await catalog.commit(Change(dropped_contexts=(f"c{deleted}",)))
     assert [number for number, count in gone.items() if remains(tmp_path, ids(number, count))] == []
+    await catalog.close()
+
+
+SECRET = re.compile(rb"secret [0-9]+ ")
+
+
+async def test_texts_of_clients_leave_nothing_when_trees_are_balanced(tmp_path: Path) -> None:
+    """System messages of uploads, and display names of contexts: whole pages of a tree move at once."""
+    catalog, random = await Catalog.open(tmp_path / DATABASE), Random(0)
+
+    def text(number: int) -> str:
+        return f"secret {number} " * random.randrange(1, 40)
+
+    await catalog.commit(Change(segments=(segment(0),), contexts=(context("first", 0),)))
+    alive = list[int]()
+    for number in range(150):
+        changed = context(f"c{number % 40}", 0, display_name=text(number))
+        await catalog.commit(Change(contexts=(changed,)))
+        await catalog.append_upload(upload(f"d{number}", header=text(1000 + number).encode()), 0, ids(number, 3))
+        alive.append(number)
+        if number % 4:
+            gone = alive.pop(random.randrange(len(alive)))
+            await catalog.drop_upload((f"d{gone}", "u1"))
+        if number % 7 == 0:
+            await catalog.commit(Change(dropped_contexts=(f"c{random.randrange(40)}",)))
+    await catalog.commit(Change(dropped_contexts=("c1",)))
+    kept = await catalog.load()
+    known = [*(each.display_name.encode() for each in kept.contexts), *(each.header for each in kept.uploads)]
+    content = content_of(tmp_path)
+    assert set(SECRET.findall(content)) == set(SECRET.findall(b"".join(known)))
     await catalog.close()
 
 

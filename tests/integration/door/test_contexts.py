@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from longleaf.errors import NotFound
 from longleaf.messages import Drafting
 from tests.support.doors import opened, standing
 from tests.support.service import TEXT, Served, ids
@@ -109,6 +110,18 @@ async def test_an_upload_is_ended_and_the_context_that_it_goes_into_stays(servic
         assert (await client.get("/v1/contexts/book")).json()["tokens"] == 1
 
 
+async def test_asking_for_an_upload_begins_none(service: Served, url: str) -> None:
+    async with httpx2.AsyncClient(base_url=url) as client:
+        answer = await client.head("/v1/contexts/new?upload_id=u1")
+        assert (answer.status_code, answer.headers["upload-offset"], answer.headers["upload-complete"]) == (
+            200,
+            "0",
+            "?0",
+        )
+    with pytest.raises(NotFound):
+        await service.client.cancel_ingest("new", "u1")
+
+
 async def test_two_uploads_of_one_name_get_one_context(service: Served, url: str) -> None:
     async with httpx2.AsyncClient(base_url=url) as client:
         both = [client.post(f"/v1/contexts/book?upload_id={u}", content=b"text", headers=PLAIN) for u in "ab"]
@@ -123,6 +136,17 @@ async def test_documents_that_are_none_are_refused(url: str) -> None:
     async with httpx2.AsyncClient(base_url=url) as client:
         for headers, status in (({"content-type": "application/json"}, 415), ({"content-type": "multipart/form"}, 415)):
             assert (await client.post("/v1/contexts/x", content=b"{}", headers=headers)).status_code == status
+        for charset, status in (
+            ("iso-8859-1", 415),
+            ('"UTF-16"', 415),
+            ("UTF-8", 400),
+            ('"utf8"; x=y', 400),
+            ("us-ascii", 400),
+        ):
+            headers = {"content-type": f"text/plain; charset={charset}"}
+            answer = await client.post("/v1/contexts/x", content=b"ab\xfc", headers=headers)
+            assert answer.status_code == status, charset
+            assert status == 400 or "is read as UTF-8 alone" in answer.json()["error"]["message"]
         for name, value in (("what", "1"), ("ttl", "nan"), ("ttl", "1e308"), ("capacity", "x"), ("pinned", "maybe")):
             answer = await client.post("/v1/contexts/x", params={name: value}, headers=PLAIN)
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)

@@ -56,6 +56,8 @@ async def test_what_browsers_send_from_other_sites_gets_the_page_alone(url: str)
     async with httpx2.AsyncClient(base_url=url) as client:
         for path, site, status in (
             ("/v1/models", "cross-site", 403),
+            ("/v1/models", "same-site", 403),  # another port of this machine, too
+            ("/v1/contexts/x?upload_id=u", "same-site", 403),
             ("/v1/models", "same-origin", 200),
             ("/v1/models", "none", 200),
             ("/", "cross-site", 200),
@@ -198,6 +200,29 @@ async def test_each_caller_is_who_his_credential_says(tmp_path: Path) -> None:
         assert (await client.get("/v1/contexts/book", headers=other)).status_code == 404
         assert (await client.get("/v1/contexts")).status_code == 401
         assert (await client.get("/healthz")).status_code == (await client.get("/readyz")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "request_line",
+    [
+        "POST /v1/chat/completions",
+        "POST /v1/completions",
+        "POST /v1/contexts/book/fork",
+        "PATCH /v1/contexts/book",
+        "POST /v1/contexts/book",
+    ],
+)
+async def test_no_body_is_awaited_from_a_caller_without_a_credential(tmp_path: Path, request_line: str) -> None:
+    """It would take its share of the memory that all bodies have."""
+    credential, file = new_credential(), tmp_path / "credentials"
+    file.write_text(f"{line_of(Entry(tenant='acme', role='user', digests=(digest_of(credential),)))}\n")
+    served = serving(FakeEngine(), tmp_path / "model", authenticator=Credentials.of(str(file)))
+    async with served as (_, address), opened(address) as url:
+        host, _, port = url.removeprefix("http://").rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(f"{request_line} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n{{".encode())
+        assert (await asyncio.wait_for(reader.readline(), 10)).split()[1] == b"401"
+        writer.close()
 
 
 async def test_nobody_without_a_credential_can_tell_the_name_of_the_model(tmp_path: Path) -> None:

@@ -1,18 +1,20 @@
-"""A long document goes through a door, and not into it."""
+"""Long documents and prompts go through a door, and do not stay in it."""
 
 import asyncio
 import sys
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
 import httpx2
 import psutil
+import pytest
 
 from longleaf import codec
-from longleaf.messages import Cluster, IngestProgress, ModelInfo
+from longleaf.messages import Cluster, IngestProgress, ModelInfo, Started
 from longleaf.v1 import cluster_service_pb2 as cluster_pb
-from longleaf.v1 import cluster_service_pb2_grpc, context_service_pb2_grpc
+from longleaf.v1 import cluster_service_pb2_grpc, context_service_pb2_grpc, generation_service_pb2_grpc
 
 NUM_BYTES = 100 << 20
 MOST_GROWTH = 64 << 20
@@ -40,19 +42,28 @@ class Clusters(cluster_service_pb2_grpc.ClusterServiceServicer):
         return codec.encode_cluster(told)
 
 
+@asynccontextmanager
+async def door(server: str) -> AsyncIterator[tuple[str, psutil.Process]]:
+    """In a process of its own."""
+    command = [sys.executable, "-m", "door", f"--server={server}", "--port=0"]
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        url = (await process.stdout.readline()).decode().removeprefix("listening on ").strip()
+        yield url, psutil.Process(process.pid)
+    finally:
+        process.terminate()
+        await process.wait()
+
+
 async def test_a_document_of_100_mb_takes_little_memory() -> None:
     contexts, server = Contexts(), grpc.aio.server()
     context_service_pb2_grpc.add_ContextServiceServicer_to_server(contexts, server)
     cluster_service_pb2_grpc.add_ClusterServiceServicer_to_server(Clusters(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    command = [sys.executable, "-m", "door", f"--server=127.0.0.1:{port}", "--port=0"]
-    door = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-    try:
-        assert door.stdout is not None
-        url = (await door.stdout.readline()).decode().removeprefix("listening on ").strip()
-        process, most = psutil.Process(door.pid), 0
-        before = process.memory_info().rss
+    async with door(f"127.0.0.1:{port}") as (url, process):
+        before = most = process.memory_info().rss
 
         async def document() -> AsyncIterator[bytes]:
             nonlocal most
@@ -65,7 +76,55 @@ async def test_a_document_of_100_mb_takes_little_memory() -> None:
             answer = await client.post("/v1/contexts/long", content=document(), headers=headers)
         assert '"ready"' in answer.text and contexts.num_bytes == NUM_BYTES
         assert most - before < MOST_GROWTH, f"{(most - before) >> 20} MiB"
-    finally:
-        door.terminate()
-        await door.wait()
-        await server.stop(None)
+    await server.stop(None)
+
+
+class Generations(generation_service_pb2_grpc.GenerationServiceServicer):
+    """Has all requests wait: those that are `is_queued` hear so."""
+
+    def __init__(self, is_queued: bool) -> None:
+        self._is_queued = is_queued
+        self.come = asyncio.Semaphore(0)
+        self.num_ids = set[int]()
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        self.num_ids.add(len(request.token_ids.ids))
+        if self._is_queued:
+            yield codec.encode_event(Started(1, 0, 3))
+        self.come.release()
+        await asyncio.Event().wait()
+
+
+NUM_PROMPTS = 12
+NUM_IDS = 500_000
+
+
+@pytest.mark.parametrize("is_queued", [True, False])
+async def test_prompts_of_ids_that_wait_take_little_memory(is_queued: bool) -> None:
+    """Once the service has said where they stand, or as many as there is room for."""
+    generations, server = Generations(is_queued), grpc.aio.server()
+    generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(generations, server)
+    cluster_service_pb2_grpc.add_ClusterServiceServicer_to_server(Clusters(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    body = b'{"model":"m","stream":true,"prompt":[%b1]}' % (b"70001," * (NUM_IDS - 1))
+    async with door(f"127.0.0.1:{port}") as (url, process), httpx2.AsyncClient(base_url=url, timeout=60) as client:
+        assert (await client.get("/healthz")).status_code == 200
+        before, asking, num_refused = process.memory_info().rss, list[asyncio.Task[Any]](), 0
+        for i in range(NUM_PROMPTS):
+            content = body if i % 2 else body.replace(b"true", b"false")
+            asking.append(asyncio.create_task(client.post("/v1/completions", content=content)))
+            come = asyncio.create_task(generations.come.acquire())
+            await asyncio.wait([asking[-1], come], return_when=asyncio.FIRST_COMPLETED)
+            if asking[-1].done():
+                assert (await asking.pop()).status_code == 503
+                num_refused += 1
+            come.cancel()
+        growth = process.memory_info().rss - before
+        for task in asking:
+            task.cancel()
+        await asyncio.wait(asking)
+    await server.stop(None)
+    assert generations.num_ids == {NUM_IDS}
+    assert (num_refused == 0) == is_queued
+    assert growth < (MOST_GROWTH if is_queued else 2 * MOST_GROWTH), f"{growth >> 20} MiB"

@@ -55,22 +55,31 @@ class Door(NamedTuple):
 
 
 @asynccontextmanager
-async def door() -> AsyncIterator[Door]:
+async def service() -> AsyncIterator[tuple[str, Generations]]:
+    """Gives its address."""
     generations, server = Generations(), grpc.aio.server()
     generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(generations, server)
     cluster_service_pb2_grpc.add_ClusterServiceServicer_to_server(Clusters(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    command = [sys.executable, "-m", "door", f"--server=127.0.0.1:{port}", "--port=0"]
-    process = await create_subprocess_exec(*command, stdout=subprocess.PIPE)
     try:
-        assert process.stdout is not None
-        url = (await process.stdout.readline()).decode().removeprefix("listening on ").strip()
-        yield Door(url, psutil.Process(process.pid), generations)
+        yield f"127.0.0.1:{port}", generations
     finally:
-        process.terminate()
-        await process.wait()
         await server.stop(None)
+
+
+@asynccontextmanager
+async def door() -> AsyncIterator[Door]:
+    async with service() as (address, generations):
+        command = [sys.executable, "-m", "door", f"--server={address}", "--port=0"]
+        process = await create_subprocess_exec(*command, stdout=subprocess.PIPE)
+        try:
+            assert process.stdout is not None
+            url = (await process.stdout.readline()).decode().removeprefix("listening on ").strip()
+            yield Door(url, psutil.Process(process.pid), generations)
+        finally:
+            process.terminate()
+            await process.wait()
 
 
 class Texts:

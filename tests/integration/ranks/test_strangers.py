@@ -238,7 +238,7 @@ async def test_a_second_connection_of_the_same_name_takes_nothing_over(context, 
     assert replayed.poll(0) == 0
 
 
-async def test_a_member_that_was_lost_is_a_stranger(context, control: Control) -> None:
+async def test_a_member_that_was_lost_is_a_stranger_and_no_warning(context, control: Control, caplog) -> None:
     ranks = [introduce(context, control, rank) for rank in range(2)]
     await check_service(control, ranks)
     control.lost(1, "vanished")
@@ -250,6 +250,9 @@ async def test_a_member_that_was_lost_is_a_stranger(context, control: Control) -
     await until(lambda: control.num_refused >= 2)
     assert [hello.member for hello in control.hellos] == [0]
     assert control.num_ignored == 0
+    assert "strangers" not in caplog.text
+    stranger_with_a_key(context, control).send(b"")
+    await until(lambda: "strangers to the control channel: 1 so far" in caplog.text)
 
 
 async def test_a_member_that_is_given_up_is_a_stranger_before_the_next_epoch(context) -> None:

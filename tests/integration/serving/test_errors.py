@@ -8,6 +8,7 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
+from coordinator.access.credentials import Credentials
 from coordinator.calls.use_cases import UseCases
 from coordinator.serving.server import Server
 from coordinator.text.template import DirectRenderer
@@ -15,6 +16,7 @@ from coordinator.text.tokenizer import Tokenizer
 from longleaf.client import AsyncClient
 from longleaf.codec.status import DETAILS_KEY
 from longleaf.config import MAX_REQUEST_BYTES
+from longleaf.credentials import Entry, Role, digest_of, line_of, new_credential
 from longleaf.errors import (
     AlreadyExists,
     Cancelled,
@@ -33,7 +35,7 @@ from longleaf.errors import (
 )
 from longleaf.v1 import generation_service_pb2 as service_pb
 from longleaf.v1.generation_service_pb2_grpc import GenerationServiceStub
-from tests.support.service import FakeEngine, Served, collect, write_model
+from tests.support.service import FakeEngine, Served, collect, serving, write_model
 
 ERRORS = [
     (InvalidArgument("text", "too long"), grpc.StatusCode.INVALID_ARGUMENT, [error_details_pb2.BadRequest]),
@@ -147,3 +149,37 @@ async def test_a_request_that_is_too_large_must_change(
         ):
             await client.count_tokens("x" * MAX_REQUEST_BYTES)
     assert await service.client.count_tokens("x") == 1
+
+
+PLACES = [
+    StorageUnavailable("catalog /srv/data/catalog.db: the disk is full; make room there"),
+    StorageUnavailable("s3://bucket/folder cannot be read: timeout", 1.0),
+    StorageUnavailable("/srv/data/journal/ab12: No space left on device"),
+    DataLoss("catalog /srv/data/catalog.db", "it is damaged; restore its folder from a copy"),
+    DataLoss("contexts/service/1/2.json", "its 5 bytes are not those that were written to s3://bucket/folder"),
+    CheckpointChanged("contexts/x", "config.json in /srv/models/tiny changed since: ingest the text anew"),
+]
+
+
+@pytest.mark.parametrize("error", PLACES, ids=str)
+async def test_only_admins_are_told_where_the_service_keeps_things(
+    error: LongleafError, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    credentials: dict[Role, str] = {"user": new_credential(), "admin": new_credential()}
+    file = tmp_path / "credentials"
+    entries = [Entry(tenant=f"the-{role}", role=role, digests=(digest_of(each),)) for role, each in credentials.items()]
+    file.write_text("".join(f"{line_of(entry)}\n" for entry in entries))
+    engine = FakeEngine()
+    async with serving(engine, tmp_path / "model", authenticator=Credentials.of(str(file))) as (_, address):
+        for role, credential in credentials.items():
+            engine.error = error
+            caplog.clear()
+            async with AsyncClient(address, credential=credential, retries=0) as client:
+                with pytest.raises(type(error)) as caught:
+                    await collect(client.generate("x"))
+            told = str(caught.value)
+            assert (str(error) == told) == (role == "admin")
+            if role == "user":
+                assert not any(place in told for place in ("/srv", "s3:", "bucket"))
+                assert str(error) in caplog.text
+                assert getattr(caught.value, "retry_seconds", None) == getattr(error, "retry_seconds", None)

@@ -25,7 +25,7 @@ from coordinator.catalog.records import (
     UploadRecord,
 )
 from longleaf.document_text import DocumentText, TextFile, count_starts, packed
-from longleaf.errors import DataLoss
+from longleaf.errors import DataLoss, NotFound
 from longleaf.geometry import Rope
 from tests.support.catalog import context, ids, remains
 
@@ -125,8 +125,10 @@ class CatalogMachine(RuleBasedStateMachine):
         new_ids = ids(self.next_segment, count)
         self.seen_uploads[record.key] = new_ids
         num_kept = len(self.run(self.catalog.upload_ids(record.key)))
+        is_there = any(each.key == record.key for each in self.fake.kept.uploads)
+        refused = (DataLoss, f"{num_kept} ids of it are kept") if is_there else (NotFound, "does not exist")
         for catalog in (self.fake, self.catalog):
-            with pytest.raises(DataLoss, match=f"{num_kept} ids of it are kept"):
+            with pytest.raises(refused[0], match=refused[1]):
                 self.run(catalog.append_upload(record, num_kept + 1, new_ids))
             starts = array("Q", range(count_starts(num_kept), count_starts(num_kept + count)))
             self.run(catalog.append_upload(record, num_kept, new_ids, starts))

@@ -253,6 +253,12 @@ async def test_text_that_is_not_utf8_is_refused_with_its_place(terminal: Termina
     code, _, err = await terminal.run("ingest", str(tmp_path / "bad"), "--name", "x")
     assert code == 2
     assert err.strip() == f"error: {tmp_path / 'bad'}: is not UTF-8 at byte 2: invalid start byte"
+    for name, content in (("one", b"text"), ("empty", b"")):
+        (tmp_path / name).write_bytes(content)
+    files = [str(tmp_path / name) for name in ("one", "empty", "bad")]
+    code, _, err = await terminal.run("ingest", *files, "--name", "x")
+    told = f"{files[1]} is empty\nerror: {files[2]}: is not UTF-8 at byte 2: invalid start byte"
+    assert (code, err.strip()) == (2, told)
 
 
 @pytest.mark.parametrize(

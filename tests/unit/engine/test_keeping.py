@@ -329,6 +329,9 @@ async def test_when_contexts_were_used_is_kept() -> None:
         for _ in range(3):
             await ask(engine, "book")
         assert engine.get_context("book").hits == 3
+        probe = Prompt(context="book", token_ids=(1, 2), sampling=Sampling(max_tokens=1), is_probe=True, num_scored=1)
+        assert [event async for event in engine.submit(probe)]  # it confirms a source, and asks nothing
+        assert engine.get_context("book").hits == 3
     async with running(lasting) as engine:
         view = engine.get_context("book")
         assert (view.hits, view.used) == (3, 12.0)

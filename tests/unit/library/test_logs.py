@@ -2,7 +2,9 @@
 
 import logging
 
-from longleaf.logs import REPEAT_SECONDS, Repeats
+import pytest
+
+from longleaf.logs import REPEAT_SECONDS, JsonFormatter, LineFormatter, Repeats, TextFormatter
 
 
 def record(message: str, *arguments: object, error: bool = False) -> logging.LogRecord:
@@ -25,3 +27,15 @@ def test_a_line_that_is_said_again_and_again_passes_once_in_a_while():
 def test_failures_are_each_told():
     repeats = Repeats(lambda: 0.0)
     assert all(repeats.filter(record("failed", error=True)) for _ in range(3))
+
+
+@pytest.mark.parametrize("formatter", [TextFormatter(), TextFormatter(is_plain=True), JsonFormatter()])
+def test_no_text_of_a_client_begins_a_line(formatter: LineFormatter) -> None:
+    """Nor does it write over one, or colour it."""
+    forged = "u\nerror: forged\r\x1b[2J\x85\u2028error"
+    line = record("upload %s is kept", forged)
+    line.context = forged
+    told = formatter.format(line)
+    assert all(not each.startswith("error") for each in told.splitlines())
+    assert all(each.isprintable() for each in told.split("\n"))
+    assert "forged" in told

@@ -4,9 +4,12 @@ import pytest
 from msgspec.structs import replace
 
 from coordinator.events import Beginning, Claim, Cuts, Ended, Found, Prompt
+from coordinator.placement.contexts import NamedPath
+from coordinator.placement.paths import Path, Segment
 from coordinator.scheduling.scheduler import Scheduler
 from longleaf.channel.step import MAX_TOLD_SPANS, Attention, Decode, Prefill, Row, StepPlan, StepResult
 from longleaf.errors import DeadlineExceeded, InvalidArgument, NotFound
+from longleaf.geometry import Reach, Windows
 from longleaf.sampling import Sampling
 from tests.support.scheduling import Bench, kinds
 
@@ -169,6 +172,28 @@ def test_a_probe_goes_on_in_a_context_as_it_was(bench: ProbeBench) -> None:
     bench.run()
     with pytest.raises(NotFound):
         bench.submit(probe(3, 2, beginning=beginning))
+
+
+@pytest.mark.parametrize("windows", [None, Windows(reaches=(Reach(8),), num_blocks=60)], ids=["sharded", "replicated"])
+def test_a_prompt_goes_on_where_a_parked_context_ends(windows: Windows | None) -> None:
+    """As after a restart or an import: nothing of it is held yet, the windows' keys neither."""
+    bench = ProbeBench(windows=windows, blocks=(100, 100))
+    path, ends = Path(), (24, 40)
+    for number, end in enumerate(ends):
+        segment = Segment(number, path)
+        segment.extend(range(path.end, end))
+        bench.scheduler.segments.adopt(segment)
+        path = segment.path
+    context = NamedPath("doc", 1.0, path, 100)
+    context.ends = ends
+    bench.scheduler.contexts.adopt(context)
+    assert bench.scheduler.segments.holdings.parked(context.path)
+    for end in ends:
+        job = bench.submit(probe(3, beginning=path_of(bench.scheduler, end), is_probe=False, cuts=None))
+        bench.run()
+        assert bench.tokens(job)
+    with pytest.raises(NotFound):
+        bench.submit(probe(3, beginning=Beginning((1,), 40)))
 
 
 @pytest.mark.parametrize(("hidden", "field"), [(((0, 41),), "hidden[0]"), (((0, 1), (39, 41)), "hidden[1]")])

@@ -14,10 +14,12 @@ from coordinator.snapshots.sender import AT_ONCE, Sender
 from coordinator.snapshots.store import AsyncStore
 from longleaf.errors import DataLoss, StorageUnavailable
 from longleaf.storage.fakes import FlakyFiles, MemoryFiles
-from longleaf.storage.names import Attempt
+from longleaf.storage.names import Attempt, NotePlace
+from longleaf.storage.note import ContextNote, encode_note
 from longleaf.storage.store import Store
 from tests.support.coming import comes
 
+SERVICE = "0123456789abcdef0123456789abcdef"
 pytestmark = pytest.mark.timeout(30)
 
 
@@ -34,6 +36,8 @@ class NotingFiles(MemoryFiles):
         super().__init__()
         self.done: list[str] = []
         self.is_full = False
+        self.num_refused = 0
+        """Deletions that fail from here on."""
 
     def write(self, name: str, parts: Sequence[memoryview], is_new: bool) -> None:
         if self.is_full:
@@ -42,6 +46,9 @@ class NotingFiles(MemoryFiles):
         self.done.append(f"+{name}")
 
     def remove(self, name: str) -> None:
+        if self.num_refused:
+            self.num_refused -= 1
+            raise OSError(errno.EIO, "input/output error")
         super().remove(name)
         self.done.append(f"-{name}")
 
@@ -197,3 +204,32 @@ async def test_ever_so_many_that_are_held_keep_nothing_waiting() -> None:
             found.sender.hold(each.manifest)
         await found.put(*(Outgoing(each.manifest, None) for each in many), note(1))
         await comes(lambda: note(1).name in found.names)
+
+
+async def test_with_the_note_of_a_deletion_those_before_it_go() -> None:
+    """They tell the display name; a later context of the same name keeps its own."""
+
+    def note(context: str, number: int, *, is_deleted: bool = False) -> Outgoing:
+        told = ContextNote(
+            service=SERVICE, context=context, number=number, is_deleted=is_deleted, display_name="secret"
+        )
+        return Outgoing(told.place.name, encode_note(told))
+
+    async with sending() as found:
+        for context, number in (("moby", 1), ("moby", 3), ("moby 2", 2)):
+            found.keep(note(context, number).name)
+        await found.put(note("moby", 7))
+        await found.put(note("moby", 8, is_deleted=True))
+        await found.put(note("moby", 9))
+        await found.all_sent()
+        assert found.names == {each.name for each in (note("moby 2", 2), note("moby", 8), note("moby", 9))}
+
+
+async def test_notes_that_cannot_be_deleted_now_are_deleted_later() -> None:
+    deletion = ContextNote(service=SERVICE, context="moby", number=4, is_deleted=True)
+    async with sending() as found:
+        found.keep(NotePlace(SERVICE, "moby", 1).name)
+        found.memory.num_refused = 2
+        await found.put(Outgoing(deletion.place.name, encode_note(deletion)))
+        await found.all_sent()
+        assert found.names == {deletion.place.name}

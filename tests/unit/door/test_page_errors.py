@@ -1,0 +1,32 @@
+"""What the page says of errors: its module of sentences, in node."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parents[3] / "door" / "page"
+LONG = (
+    "body: 9,031 tokens or more cannot fit in the 8,192 tokens of the model's context, those that it was trained for, "
+    "and only a service started with --allow-long goes on"
+)
+SCRIPT = """
+import { isFinal, Refusal, sentence, Unreachable } from "%s/errors.js";
+const errors = [...%s.map(([status, message]) => new Refusal(status, { message })), new Unreachable("gone")];
+console.log(JSON.stringify(errors.map((error) => [isFinal(error), sentence(error)])));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+def test_what_can_never_work_is_not_to_be_tried_again() -> None:
+    """Nor is a reader told options of the service, or fields of a request."""
+    given = [[400, LONG], [413, "too large"], [415, "kind"], [409, "busy"], [429, "full"], [503, "away"], [500, "?"]]
+    script = SCRIPT % (PAGE.as_uri(), json.dumps(given))
+    done = subprocess.run(["node", "--input-type=module", "-e", script], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [is_final for is_final, _ in found] == [True, True, True, False, False, False, False, False]
+    told = "9,031 tokens or more cannot fit in the 8,192 tokens of the model's context, those that it was trained for."
+    assert found[0][1] == f"The service does not take this: {told}"

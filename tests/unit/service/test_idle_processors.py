@@ -1,0 +1,21 @@
+"""What a start says of processors that no rank uses."""
+
+import pytest
+
+from coordinator.service import idle_processors
+
+
+@pytest.mark.parametrize(
+    ("ranks", "threads", "devices", "processors", "told"),
+    [
+        (1, 1, ["cpu"], 16, "1 thread computes on 16 processors: --threads N, for each rank, uses more"),
+        (2, 2, ["cpu", "cpu"], 16, "4 threads compute on 16 processors: --threads N, for each rank, uses more"),
+        (2, 4, ["cpu", "cpu"], 16, ""),
+        (1, 1, ["cpu"], 2, ""),
+        (1, 1, ["cuda:0"], 16, ""),
+    ],
+)
+def test_a_start_that_leaves_most_processors_idle_says_so(
+    ranks: int, threads: int, devices: list[str], processors: int, told: str
+) -> None:
+    assert idle_processors(ranks, threads, devices, processors) == ((told,) if told else ())
