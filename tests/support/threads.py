@@ -167,9 +167,11 @@ class ThreadRanks:
             self._ended.set_result(EpochEnd(lost))
         while True:
             try:
-                self._results.get_nowait().set_exception(lost)
+                waiting = self._results.get_nowait()
             except queue.Empty:
                 return
+            if waiting.set_running_or_notify_cancel():
+                waiting.set_exception(lost)
 
 
 def config_for(model: Path, **settings: object) -> EngineConfig:
