@@ -222,7 +222,7 @@ class Ingest:
         """Raises DeadlineExceeded when the stream sends nothing for too long, and InvalidArgument when the context's
         time passes meanwhile."""
         upload, reported = owner.upload, _report("receiving", document)
-        num_counted = document.num_tokens
+        self._ledger.take_in(upload.take_new())
         yield reported
         while (piece := await self._next(pieces, upload.header.settings.ingest_expiry)) is not None:
             owner.check()  # one that has lost it counts nothing
@@ -230,9 +230,8 @@ class Ingest:
             steps = _take(owner, document, piece)
             del piece  # it may be large, and the next one long in coming
             async for _ in steps:
+                self._ledger.take_in(upload.take_new())
                 self._uploads.count(upload)
-                self._ledger.take_in(document.num_tokens - num_counted)
-                num_counted = document.num_tokens
                 self._check_tokens(upload.header)
                 if self._uploads.kept is not None:
                     self._uploads.kept.keep(upload.header, document)
@@ -246,7 +245,7 @@ class Ingest:
         owner.check()
         document.check_size()
         await owner.work(document.finish)
-        self._ledger.take_in(document.num_tokens - num_counted)
+        self._ledger.take_in(upload.take_new())
 
     async def _next(self, pieces: AsyncIterator[IngestPiece], expires: float | None = None) -> IngestPiece | None:
         """None at the end. Raises DeadlineExceeded, and InvalidArgument from `expires` on."""

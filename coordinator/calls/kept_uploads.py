@@ -63,7 +63,8 @@ class KeptUploads:
             self._put(record, msgspec.msgpack.decode(record.header, type=_Size).num_tokens or 0)
         self._num_kept: dict[UploadKey, int] = {}
         """Ids that are kept, or about to be."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = defaultdict[UploadKey, set[asyncio.Task[None]]](set)
+        """What is being written of each."""
         self._sweeping: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
@@ -76,10 +77,10 @@ class KeptUploads:
         key = _key(header)
         if not header.upload_id:
             return
-        await asyncio.gather(
-            *self._tasks, return_exceptions=True
-        )  # what an earlier call has brought may not be kept yet
+        if tasks := self._tasks.get(key):  # what an earlier call has brought may not be kept yet
+            await asyncio.wait(list(tasks))  # which goes on if this is cancelled
         if (record := self._records.get(key)) is None:
+            self._num_kept.pop(key, None)
             return
         beginning = msgspec.msgpack.decode(record.header, type=Beginning)
         check_same(beginning.header, header)
@@ -133,19 +134,26 @@ class KeptUploads:
             settled_bytes=settled.num_bytes,
             updated=self._wall_clock(),
         )
-        self._start(self._append(record, num_kept, ids, starts))
+        self._start(key, self._append(record, num_kept, ids, starts))
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, key: UploadKey, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
-        self._tasks.add(task)  # the loop itself keeps only weak references
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[key].add(task)  # the loop itself keeps only weak references
+
+        def end(task: asyncio.Task[None]) -> None:
+            self._tasks[key].discard(task)
+            if not self._tasks[key]:
+                del self._tasks[key]
+
+        task.add_done_callback(end)
 
     async def _append(self, record: UploadRecord, start: int, ids: "array[int]", starts: "array[int]") -> None:
         """What comes behind one that could not be kept is refused, as its ids do not follow those that are."""
         try:
             await self._catalog.append_upload(record, start, ids, starts)
         except NotFound:  # its context was deleted meanwhile
-            self._num_kept[record.key] = NEVER
+            if record.key in self._num_kept:
+                self._num_kept[record.key] = NEVER
         except (StorageUnavailable, DataLoss) as error:
             if self._num_kept.get(record.key, NEVER) != NEVER:  # it is still on its way, and this is its first failure
                 log.warning("upload %s of %s is not kept from here on: %s", record.upload_id, record.context, error)
@@ -160,7 +168,7 @@ class KeptUploads:
         is_kept = self._pop(key)
         is_kept = self._num_kept.pop(key, 0) > 0 or is_kept
         if is_kept:
-            self._start(self._drop(key))
+            self._start(key, self._drop(key))
         return is_kept
 
     async def _drop(self, key: UploadKey) -> None:
@@ -175,7 +183,8 @@ class KeptUploads:
         for record in list(self._records.values()):
             if now - record.updated > KEEP_SECONDS:
                 self._pop(record.key)
-                self._start(self._drop(record.key))
+                self._num_kept.pop(record.key, None)
+                self._start(record.key, self._drop(record.key))
 
     async def _drop_old_for_ever(self) -> None:
         while True:
@@ -186,7 +195,7 @@ class KeptUploads:
         """Returns when all is kept."""
         if self._sweeping is not None:
             self._sweeping.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(task for tasks in self._tasks.values() for task in tasks), return_exceptions=True)
 
 
 def check_same(began: IngestHeader, header: IngestHeader) -> None:

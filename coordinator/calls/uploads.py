@@ -97,6 +97,13 @@ class Upload:
         self.is_cancelled = False
         """A call of its own has ended it."""
         self._work: Future[None] | None = None
+        self._num_taken = document.num_tokens
+
+    def take_new(self) -> int:
+        """Tokens that have arrived since the last call, also in work that an earlier owner left behind."""
+        num_tokens = self.document.num_tokens if self.document is not None else self._num_taken
+        num_new, self._num_taken = num_tokens - self._num_taken, num_tokens
+        return num_new
 
     @property
     def num_held_bytes(self) -> int:

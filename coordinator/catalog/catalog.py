@@ -60,7 +60,7 @@ class Catalog:
         return await self._call(self._commit, change)
 
     def _commit(self, change: Change) -> Committed:
-        write = self._write_at_any_rate if change.only_drops else self._write
+        write = self._write_at_any_rate if change.only_drops else self._write_if_room
         committed = write(writing.write_change, change)
         is_deletion = any(each.content is None for each in change.outgoing)
         if committed.segments or change.dropped_contexts or change.dropped_uploads or is_deletion:
@@ -76,7 +76,7 @@ class Catalog:
     async def append_upload(
         self, record: UploadRecord, start: int, new_ids: "array[int]", new_starts: "array[int]" = NO_STARTS
     ) -> None:
-        await self._call(self._write, writing.append_upload, record, start, new_ids, new_starts)
+        await self._call(self._write_if_room, writing.append_upload, record, start, new_ids, new_starts)
 
     async def upload_ids(self, key: UploadKey) -> "array[int]":
         return await self._call(self._write, writing.read_upload, key)
@@ -108,6 +108,17 @@ class Catalog:
         """Calls it in a transaction."""
         with self._database.transaction() as connection:
             return function(connection, *args, **kwargs)
+
+    def _write_if_room(
+        self,
+        function: Callable[Concatenate[Connection, Arguments], Result],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> Result:
+        """As `_write`, but not in the room of a reserve that has made way for deletions."""
+        if self._reserve is not None:
+            self._reserve.check_catalog()
+        return self._write(function, *args, **kwargs)
 
     def _write_at_any_rate(
         self,

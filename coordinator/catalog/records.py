@@ -115,8 +115,9 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def only_drops(self) -> bool:
-        """Whether it makes nothing that was not there, but for what is to be written of that."""
-        return not (self.segments or self.contexts or self.snapshots)
+        """Whether it drops something and makes nothing, but for what is to be written of that."""
+        drops = self.dropped_contexts or self.dropped_snapshots or self.dropped_uploads
+        return bool(drops) and not (self.segments or self.contexts or self.snapshots or self.next_segment)
 
 
 class Committed(msgspec.Struct, frozen=True):

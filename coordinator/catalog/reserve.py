@@ -19,6 +19,8 @@ MAX_BYTES = 16 << 20
 """Size of the file: what the log takes for the ids of four million tokens."""
 PART = 32
 """Of a small disk it is this part."""
+BLOCK_BYTES = 512
+"""Of st_blocks."""
 LEAST_FREE = 4
 """Times its size that must be free for anything but catalog and journal to be written, and for the file to be made."""
 log = logging.getLogger(__name__)
@@ -32,18 +34,26 @@ class Reserve:
         self._size = min(MAX_BYTES, shutil.disk_usage(folder).total // PART)
 
     def make(self) -> None:
-        """Makes the file where it is missing, if there is room for it."""
-        if self._path.exists() or self._free() < LEAST_FREE * self._size:
+        """Makes the file where it is missing or does not take up its room, if there is room for it."""
+        if self.is_there or self._free() < LEAST_FREE * self._size:
             return
         try:
-            descriptor = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+            descriptor = os.open(self._path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
             try:
                 os.posix_fallocate(descriptor, 0, self._size)
             finally:
                 os.close(descriptor)
         except OSError as error:
             log.debug("no room is kept for deletions: %s", error)
-            self.release()
+            self._path.unlink(missing_ok=True)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the file takes up its room."""
+        try:
+            return self._path.stat().st_blocks * BLOCK_BYTES >= self._size
+        except OSError:
+            return False
 
     def release(self) -> bool:
         """Makes way. Says whether there is more room now."""
@@ -58,6 +68,13 @@ class Reserve:
         """Makes way where a start would not have the room that it needs."""
         if self._free() < self._size:
             self.release()
+
+    def check_catalog(self) -> None:
+        """Raises StorageUnavailable where the file has made way, and what makes something would take its room."""
+        if not self.is_there:
+            self.make()
+            if not self.is_there:
+                self.check()
 
     def check(self) -> None:
         """Raises StorageUnavailable where there is so little room that only deletions may be written."""

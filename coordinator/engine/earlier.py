@@ -26,19 +26,19 @@ class EarlierContexts:
         self._wall_clock = wall_clock
         self._names = frozenset(lasting.changed) if lasting is not None else frozenset[str]()
         """Of all that was there when the service began."""
-        self._reading = asyncio.Lock()
-        """All folders are read whole, also for a tenant that has little there: by one call at a time."""
+        self._reading: asyncio.Task[Mapping[str, EarlierContext]] | None = None
+        """All folders are read whole, also for a tenant that has little there: once for all who wait, and to its end
+        when none does any more."""
 
     async def adopt(self, context_id: str, positions: Positions, vocabulary_size: int, room: Room) -> NamedPath:
         """The context with its tokens and settings, of which nothing is held. Raises AlreadyExists, NotFound,
         CheckpointChanged where it cannot be read by this checkpoint, DataLoss, StorageUnavailable, and what `room`
         raises."""
         self._keeping.check_free(context_id)
-        async with self._reading:
-            found = (await self._read({context_id})).get(context_id)
-            if found is None:
-                raise NotFound(f"contexts/{context_id}")
-            return await self._adopt(found, positions, vocabulary_size, room)
+        found = (await self._read({context_id})).get(context_id)
+        if found is None:
+            raise NotFound(f"contexts/{context_id}")
+        return await self._adopt(found, positions, vocabulary_size, room)
 
     async def adopt_all(
         self, positions: Positions, vocabulary_size: int, tenant: str, room: Room
@@ -53,12 +53,11 @@ class EarlierContexts:
                 refused[name] = error
             else:
                 names.add(name)
-        async with self._reading:
-            for name, found in sorted((await self._read(names)).items()):
-                try:
-                    adopted.append(await self._adopt(found, positions, vocabulary_size, room))
-                except LongleafError as error:
-                    refused[name] = error
+        for name, found in sorted((await self._read(names)).items()):
+            try:
+                adopted.append(await self._adopt(found, positions, vocabulary_size, room))
+            except LongleafError as error:
+                refused[name] = error
         return adopted, dict(sorted(refused.items()))
 
     async def _adopt(self, found: EarlierContext, positions: Positions, vocabulary_size: int, room: Room) -> NamedPath:
@@ -70,8 +69,14 @@ class EarlierContexts:
         """Those of these names, but for those that have expired."""
         if self._lasting is None or not names & self._names:
             return {}
-        now, found = self._wall_clock(), await asyncio.to_thread(self._lasting.read_earlier)
+        if self._reading is None:
+            self._reading = asyncio.create_task(asyncio.to_thread(self._lasting.read_earlier))
+            self._reading.add_done_callback(self._end_reading)
+        now, found = self._wall_clock(), await asyncio.shield(self._reading)
         return {name: each for name, each in found.items() if name in names and not _is_past(each.record, now)}
+
+    def _end_reading(self, _: object) -> None:
+        self._reading = None
 
 
 def _is_past(record: ContextRecord, now: float) -> bool:

@@ -208,6 +208,7 @@ class Snapshots:
 
     async def write(self, name: str, content: bytes | bytearray) -> None:
         """An object of an attempt. Raises StorageUnavailable."""
+        await self._store.run(self._check_room)
         await self._store.put(name, content)
 
     # --- changes ---
@@ -357,7 +358,7 @@ class Snapshots:
     async def _save(self, held: Held) -> None:
         assert self._saver is not None
         assert self._cleaner is not None
-        await asyncio.to_thread(self._check_room)
+        await self._store.run(self._check_room)
         attempt = self._saver.attempt(held.segment.id)
         folder = attempt.manifest.rpartition("/")[0]
         self._attempts.add(folder)

@@ -34,7 +34,12 @@ class AsyncStore:
             if self.num_threads >= MAX_THREADS:
                 raise StorageUnavailable(f"{self.store.url}: {self.num_threads} calls have not come back")
             self._count(1)
-            return await asyncio.wrap_future(_begun(partial(call, *args, **kwargs), lambda: self._count(-1)))
+            try:
+                begun = _begun(partial(call, *args, **kwargs), lambda: self._count(-1))
+            except RuntimeError as error:  # there may be no more threads
+                self._count(-1)
+                raise StorageUnavailable(f"{self.store.url}: not asked: {error}") from error
+            return await asyncio.wrap_future(begun)
 
     def _count(self, more: int) -> None:
         with self._counting:

@@ -31,6 +31,8 @@ class Marks(NamedTuple):
     end: str
     document: str
     """Stands for a document."""
+    edge: str
+    """Stands where a text meets what surrounds it, and separates them."""
 
     @classmethod
     def beside(cls, texts: Iterable[str]) -> "Marks":
@@ -68,12 +70,13 @@ class ControlTokens:
         """`text` with a mark where it could make a control token together with what comes before or after it."""
         before = any(text[:size] in self._ends for size in range(1, self._longest))
         after = any(text[-size:] in self._beginnings for size in range(1, self._longest))
-        return f"{marks.end if before else ''}{text}{marks.start if after else ''}"
+        return f"{marks.edge if before else ''}{text}{marks.edge if after else ''}"
 
     def split(self, rendered: str, marks: Marks) -> list[Piece]:
         """The pieces of a rendered text with marks. A mark that does not stand beside a whole control token, as when a
         template splits a text at one, is left out, and still separates."""
-        pieces = re.split(f"{marks.start}({self._pattern.pattern}){marks.end}|[{marks.start}{marks.end}]", rendered)
+        alone = f"[{marks.start}{marks.end}{marks.edge}]"
+        pieces = re.split(f"{marks.start}({self._pattern.pattern}){marks.end}|{alone}", rendered)
         return [Piece(text, i % 2 == 1) for i, text in enumerate(pieces) if text]
 
 

@@ -74,8 +74,8 @@ class Renderer:
         answer, expired = "", threading.Event()
         impatient = threading.Timer(self._patience, self._expire, (process, expired))
         impatient.daemon = True
-        impatient.start()
         try:
+            impatient.start()
             process.stdin.write(line)
             process.stdin.flush()
             answer = process.stdout.readline()

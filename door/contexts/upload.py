@@ -185,7 +185,7 @@ async def uploaded(request: Request) -> Response:
     except LongleafError as error:
         raise context_problem(error) from None
     is_complete = first.phase not in ("receiving", "unspecified")
-    if not (is_complete or first.received_bytes):  # asking has begun it
+    if not (is_complete or first.received_bytes or first.received_tokens):  # asking has begun it
         with suppress(LongleafError):
             await in_time(client.cancel_ingest(header.context, header.upload_id))
     headers = {"upload-offset": str(first.received_bytes), "upload-complete": f"?{int(is_complete)}"}

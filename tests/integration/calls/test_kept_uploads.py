@@ -2,7 +2,7 @@
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,14 @@ from coordinator.access.caller import CALLER, Caller
 from coordinator.access.ledger import UNLIMITED, Ledger
 from coordinator.access.usage import Usage
 from coordinator.calls.ingest import Ingest
+from coordinator.calls.intake import Intake
 from coordinator.calls.kept_uploads import KEEP_SECONDS, KeptUploads
 from coordinator.calls.uploads import Uploads
 from coordinator.catalog.catalog import Catalog
+from coordinator.catalog.fakes import FakeCatalog
 from coordinator.catalog.ports import NO_STARTS
 from coordinator.catalog.records import Change, UploadKey, UploadRecord
+from coordinator.text.encoder import Settled
 from coordinator.text.template import DirectRenderer
 from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
@@ -26,6 +29,7 @@ from longleaf.credentials import Quotas
 from longleaf.document_text import TextFile
 from longleaf.errors import InvalidArgument, NotFound, ResourceExhausted, StorageUnavailable
 from longleaf.messages import ContextSettings, IngestHeader, IngestPiece, IngestProgress
+from tests.support.coming import comes
 from tests.support.service import FakeEngine, write_model
 
 HEADER = IngestHeader("moby", upload_id="mine", settings=ContextSettings(display_name="Moby-Dick"))
@@ -330,3 +334,85 @@ async def test_files_stay_those_that_an_upload_began_with(tmp_path: Path) -> Non
     async with desk(tmp_path) as one:
         (first, *_) = await one.run(replace(HEADER, files=files), ends=False)
         assert first.received_bytes > 0
+
+
+class Arrived:
+    """A document of so many tokens."""
+
+    settled = Settled(0, 0)
+    starts = array("Q")
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+
+    @property
+    def token_ids(self) -> "array[int]":
+        return array("I", range(self.num_tokens))
+
+
+@pytest.mark.timeout(60)
+async def test_a_call_that_is_cancelled_ends_nothing_of_others() -> None:
+    catalog = FakeCatalog()
+    kept = KeptUploads(catalog, (), lambda: 5.0)
+    catalog.hold()
+    kept.keep(acme(1), Arrived(100))  # type: ignore[arg-type]
+    asking = asyncio.create_task(kept.take_up(acme(1), Arrived(0)))  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    asking.cancel()
+    await asyncio.wait([asking])
+    other = asyncio.create_task(kept.take_up(acme(2), Arrived(0)))  # type: ignore[arg-type]
+    await other  # what is written of others does not hold it up
+    catalog.release()
+    await comes(lambda: kept.has(acme(1)))
+    assert kept.tokens_of("acme", ()) == [100]
+    await kept.close()
+
+
+@pytest.mark.timeout(60)
+async def test_an_upload_that_was_dropped_as_old_can_begin_anew() -> None:
+    now = [0.0]
+    kept = KeptUploads(FakeCatalog(), (), lambda: now[0])
+    kept.keep(acme(1), Arrived(100))  # type: ignore[arg-type]
+    await comes(lambda: kept.has(acme(1)))
+    now[0] = KEEP_SECONDS + 1
+    kept.drop_old()
+    await kept.take_up(acme(1), Arrived(0))  # type: ignore[arg-type]
+    kept.keep(acme(1), Arrived(50))  # type: ignore[arg-type]
+    await comes(lambda: kept.has(acme(1)))
+    assert kept.tokens_of("acme", ()) == [50]
+    await kept.close()
+
+
+async def test_tokens_of_work_that_a_stream_left_behind_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(Ledger, "take_in", lambda _, num_tokens: taken.append(num_tokens))
+    async with desk(tmp_path) as one:
+        one.use_quotas()
+        digest = Intake.digest
+        with monkeypatch.context() as patch:
+            leaving: list[Callable[[], object]] = []
+            loop = asyncio.get_running_loop()
+
+            def leave(intake: Intake) -> None:
+                loop.call_soon_threadsafe(leaving[0])
+                digest(intake)
+
+            patch.setattr(Intake, "digest", leave)
+
+            async def read() -> None:
+                async for _ in one.ingest.run(sending(HEADER, TEXT[: 1 << 17])):
+                    pass
+
+            reading = asyncio.create_task(read())
+            leaving.append(reading.cancel)
+            await asyncio.wait([reading])
+        await one.run(HEADER, ends=False)
+        (upload,) = one.uploads._all
+        assert upload.document is not None
+        assert sum(taken) == upload.document.num_tokens > 0
+
+
+async def sending(*pieces: IngestPiece) -> AsyncIterator[IngestPiece]:
+    for piece in pieces:
+        yield piece
+    await asyncio.get_running_loop().create_future()

@@ -1,10 +1,12 @@
 """Disks that are full, read-only, fail or vanish: commits say so, leave nothing, and work again afterwards."""
 
+import errno
 import os
 import shutil
 import sqlite3
 import subprocess
 import sys
+from array import array
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +15,8 @@ import pytest
 
 from coordinator.catalog.catalog import DATABASE, Catalog, read_only_catalog
 from coordinator.catalog.folder import DataFolder
-from coordinator.catalog.records import Change
+from coordinator.catalog.records import Change, UploadRecord
+from coordinator.catalog.reserve import Reserve
 from longleaf.errors import CatalogError, StorageUnavailable
 from tests.support.catalog import context, document
 
@@ -103,6 +106,50 @@ async def test_on_a_full_disk_contexts_can_be_deleted_and_services_start(disk: P
     assert (kept.contexts, kept.epoch) == ((), 7)
     await catalog.close()
     folder.close()
+
+
+@pytest.mark.parametrize("disk", [520], indirect=True)
+async def test_what_made_way_for_deletions_is_theirs(disk: Path) -> None:
+    """Neither uploads nor imports nor new contexts take it."""
+    folder = DataFolder.open(disk / "data", "f" * 64, "model", {})
+    catalog = await Catalog.open(folder.database, reserve=folder.reserve)
+    for number in range(3):
+        await catalog.commit(document(f"book{number}", number, 300_000))
+    fill(disk)
+    with pytest.raises(StorageUnavailable):
+        await catalog.commit(Change(next_segment=1000))
+    assert folder.reserve.is_there
+    await catalog.commit(Change(dropped_contexts=("book2",)))
+    assert not folder.reserve.is_there
+    upload = UploadRecord(context="up", upload_id="u", header=b"x", settled_bytes=1, updated=1.0)
+    with pytest.raises(StorageUnavailable, match="are kept for deletions"):
+        await catalog.append_upload(upload, 0, array("I", [7] * 60_000))
+    with pytest.raises(StorageUnavailable, match="are kept for deletions"):
+        await catalog.commit(document("late", 9, 10))
+    for name in ("book0", "book1"):
+        await catalog.commit(Change(dropped_contexts=(name,)))
+    await catalog.close()
+    folder.close()
+
+
+def test_a_reserve_that_takes_up_no_room_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "reserve").touch()  # as one that was killed meanwhile leaves it
+    reserve = Reserve(tmp_path)
+    assert not reserve.is_there
+
+    def refuse(*_: int) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", refuse)
+        reserve.make()
+    assert not (tmp_path / "reserve").exists()
+    assert not caplog.records
+    reserve.make()
+    assert reserve.is_there
+    (tmp_path / "reserve").unlink()
 
 
 async def test_a_read_only_disk_is_refused_at_the_start_and_can_be_read(disk: Path) -> None:

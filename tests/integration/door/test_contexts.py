@@ -3,7 +3,8 @@
 import asyncio
 import itertools
 import json
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from longleaf.client.relay import Relay
 from longleaf.errors import NotFound
-from longleaf.messages import Drafting
+from longleaf.messages import Drafting, IngestHeader
 from tests.support.doors import opened, standing
 from tests.support.service import TEXT, Served, ids
 
@@ -258,3 +260,39 @@ async def test_who_only_watches_does_not_keep_a_door_from_its_end(service: Serve
             assert (await anext(lines)).startswith("data: ")
             await door.aclose()
             assert [line async for line in lines] == [""], "it ends as it should, and is not broken off"
+
+
+class Ids:
+    """A document of ids that breaks off."""
+
+    error = None
+
+    def __init__(self, *parts: tuple[int, ...]) -> None:
+        self._parts = parts
+
+    def acknowledge(self, offset: int) -> None:
+        """It is not sent again."""
+
+    async def pieces_from(self, _: int) -> AsyncIterator[tuple[int, ...]]:
+        for part in self._parts:
+            yield part
+        await asyncio.get_running_loop().create_future()
+
+
+async def test_asking_for_an_upload_of_ids_leaves_it(service: Served, url: str) -> None:
+    """It was begun over gRPC; an offset in bytes says nothing of it."""
+    service.engine.max_positions = service.engine.total_tokens = 1 << 23
+    header = IngestHeader("book", upload_id="u")
+
+    async def received(*parts: tuple[int, ...]) -> int:
+        async with Relay(service.address) as relay, aclosing(relay.ingest_once(header, Ids(*parts))) as steps:
+            async for step in steps:
+                if step.received_tokens or not parts:
+                    return step.received_tokens
+        raise AssertionError("the stream ended")
+
+    before = await received(tuple(number % 100 for number in range(70_000)), (1, 2))
+    assert before >= 65_536
+    async with httpx2.AsyncClient(base_url=url) as client:
+        assert (await client.head("/v1/contexts/book?upload_id=u")).headers["upload-offset"] == "0"
+    assert await received() >= before

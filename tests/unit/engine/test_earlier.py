@@ -1,6 +1,7 @@
 """Contexts that an earlier checkpoint has read, made anew for the one that is served."""
 
 import asyncio
+import threading
 from array import array
 from contextlib import AbstractContextManager, nullcontext
 
@@ -148,3 +149,27 @@ def test_what_this_checkpoint_cannot_read_is_refused() -> None:
             anew(earlier(BOOK, "config.json", name), POSITIONS, VOCABULARY)
     with pytest.raises(DataLoss):
         anew(earlier(context("lost", 8, 5)), POSITIONS, VOCABULARY)
+
+
+async def test_readings_that_nobody_waits_for_any_more_are_not_begun_anew() -> None:
+    """All who ask while one goes on get its result."""
+    lasting, gate = of(earlier()), threading.Event()
+    read = lasting.read_earlier
+
+    def slowly() -> dict[str, EarlierContext]:
+        found = read()
+        assert gate.wait(30)
+        return found
+
+    lasting.read_earlier = slowly  # type: ignore[method-assign]
+    async with running(lasting) as engine:
+        for _ in range(5):
+            asking = asyncio.create_task(engine.reread_contexts(VOCABULARY))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            asking.cancel()
+            await asyncio.wait([asking])
+        asking = asyncio.create_task(engine.reread_contexts(VOCABULARY))
+        gate.set()
+        assert len((await asking).contexts) == 1
+        assert lasting.num_readings == 1

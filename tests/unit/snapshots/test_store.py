@@ -36,3 +36,17 @@ async def test_a_call_that_fails_counts_no_longer() -> None:
         with pytest.raises(ZeroDivisionError):
             await store.run(lambda: 1 // 0)
     await comes(lambda: store.num_threads == 0)
+
+
+async def test_calls_for_which_there_was_no_thread_count_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = AsyncStore(Store(MemoryFiles(), "memory"))
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        for _ in range(MAX_THREADS):
+            with pytest.raises(StorageUnavailable, match="can't start new thread"):
+                await store.put("a", b"x")
+    await store.put("a", b"content")

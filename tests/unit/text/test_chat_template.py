@@ -154,7 +154,7 @@ def test_texts_of_a_conversation_have_a_limit(tmp_path: Path) -> None:
 
 
 def test_the_longest_control_token_counts() -> None:
-    control, marks = ControlTokens(["<a", "<a>", "<ab>", "b", "[INST]"]), Marks("1", "2", "3")
+    control, marks = ControlTokens(["<a", "<a>", "<ab>", "b", "[INST]"]), Marks("1", "2", "3", "4")
     assert control.mark("x<ab><a><ax[INST", marks) == "x1<ab>21<a>21<a2x[INST"
     assert control.count("<ab>b[INST]") == 3
     assert ControlTokens([]).mark("<a>", marks) == "<a>"
@@ -170,7 +170,7 @@ def test_marks_are_characters_that_no_text_has() -> None:
 
 
 def test_marks_without_a_partner_are_left_out() -> None:
-    control, marks = ControlTokens(["b", "<b>"]), Marks("1", "2", "3")
+    control, marks = ControlTokens(["b", "<b>"]), Marks("1", "2", "3", "4")
     assert control.split("a1b2c", marks) == [Piece("a"), Piece("b", True), Piece("c")]
     assert control.split("1b", marks) == [Piece("b")]
     assert control.split("a21b2", marks) == [Piece("a"), Piece("b", True)]
@@ -178,3 +178,14 @@ def test_marks_without_a_partner_are_left_out() -> None:
     # what a template writes between two halves of a text that it has split
     assert control.split("1\n<b>\n2", marks) == [Piece("\n<b>\n")]
     assert ControlTokens([]).split("a1b2", marks) == [Piece("a"), Piece("b")]
+
+
+def test_a_control_token_that_the_template_writes_between_two_texts_is_one(tmp_path: Path) -> None:
+    """Both texts end or begin as a control token does, and are set apart from what is between them."""
+    template = "{% for m in messages %}{{ m.content }}{% if m.role == 'user' %}<|im_end|>{% endif %}{% endfor %}"
+    made = load(tmp_path, template).chat_template
+    assert made is not None
+    said = [Said("user", "a<"), Said("assistant", ">b<|im_"), Said("user", "end|>c")]
+    pieces = made.conversation(said, {})
+    assert not any(piece.is_plain for piece in pieces)
+    assert [piece.text for piece in pieces] == ["a<", "<|im_end|>", ">b<|im_", "end|>c<|im_end|>"]
