@@ -118,14 +118,19 @@ class Healing:
     def go_on(self) -> None:
         """Takes what room there is, for what is lost and for documents under way: these go on when nothing of their
         paths is lost any more."""
-        self._recovery.settle()
-        self._recovery.promise(list(self.paths()))
+        self._promise()
         if self._parking is not None and self.is_settled and not self._recovery.is_promised:
             self._parking.rest_unpromised()
+            self._promise()  # recomputing the remaining segments may need fewer blocks
         self._lives.may_begin = True
         while (waiting := self._take_up()) and self._is_full(waiting):
             self._lives.fail(waiting[-1], ResourceExhausted("pool", NO_ROOM))
         self.is_over = self._recovery.is_over and not waiting
+
+    def _promise(self) -> None:
+        """Reserves blocks to recompute the lost tokens, if any are still lost."""
+        self._recovery.settle()
+        self._recovery.promise(list(self.paths()))
 
     def _take_up(self) -> list[IngestJob]:
         """The documents under way that cannot go on yet; those that can do."""
