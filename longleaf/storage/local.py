@@ -39,7 +39,10 @@ class LocalFiles:
             with suppress(OSError):
                 os.unlink(part)
             raise
-        _sync_folder(path.parent)
+        try:
+            _sync_folder(path.parent)
+        except FileNotFoundError:  # somebody has deleted the object meanwhile, and its folder with it
+            self._check_root()
 
     def read(self, name: str) -> bytes:
         try:

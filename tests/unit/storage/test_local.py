@@ -142,3 +142,15 @@ def test_only_one_of_many_is_the_first(store):
         thread.join()
     assert store.get("a/b") == bytes(winners)
     assert [entry.name for entry in store.list()] == ["a/b"]
+
+
+def test_an_object_that_is_deleted_as_soon_as_it_is_there_was_written(store, tmp_path, monkeypatch):
+    replace = os.replace
+
+    def replace_and_delete(part, path):
+        replace(part, path)
+        Store.open(str(tmp_path / "kept"), is_tried=False).delete(["a/b"])
+
+    monkeypatch.setattr(os, "replace", replace_and_delete)
+    assert store.put("a/b", [b"1"]).num_bytes == 1
+    assert not (tmp_path / "kept" / "a").exists()
