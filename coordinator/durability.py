@@ -19,6 +19,7 @@ from coordinator.snapshots.snapshots import Snapshots
 from longleaf.config import DataConfig, EngineConfig
 from longleaf.errors import CatalogError, DataLoss, StorageUnavailable
 from longleaf.storage.store import Store
+from longleaf.units import human_count
 
 SNAPSHOTS = "snapshots"
 log = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ class Durability:
         """What is there, and what is damaged, for people."""
         kept = self.kept
         num_tokens = sum(len(segment.token_ids) for segment in kept.segments)
-        contexts = "1 context" if len(kept.contexts) == 1 else f"{len(kept.contexts):,} contexts"
+        contexts = human_count(len(kept.contexts), "context")
         return (f"{self._folder.path} keeps {contexts}, {num_tokens:,} tokens", *damages(kept))
 
     async def close(self) -> None:

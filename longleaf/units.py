@@ -49,3 +49,8 @@ def human_rounded(value: float, digits: int = 3) -> str:
 def human_number(value: float) -> str:
     """The number itself, to six decimals: 1,870 or 0.05."""
     return f"{value:,}" if isinstance(value, int) else f"{value:,.6f}".rstrip("0").rstrip(".")
+
+
+def human_count(count: int, noun: str) -> str:
+    """As in 1 context or 1,200 contexts."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

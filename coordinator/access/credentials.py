@@ -9,6 +9,7 @@ from coordinator.access.caller import Caller
 from longleaf.credentials import Entry, digest_of, parse_credentials
 from longleaf.errors import Unauthenticated
 from longleaf.tenants import tenant_of
+from longleaf.units import human_count
 from longleaf.watched import WatchedFiles
 
 MAX_NAMED = 5
@@ -82,14 +83,10 @@ def unreachable(contexts: Iterable[str], tenants: AnySet[str]) -> tuple[str, ...
     lost = Counter(tenant for each in contexts if (tenant := tenant_of(each)) not in tenants)
     names = sorted(lost)
     told = [
-        f"{_contexts(lost[name])} of the tenant {name} cannot be reached: no credential is its own "
+        f"{human_count(lost[name], 'context')} of the tenant {name} cannot be reached: no credential is its own "
         f"(longleaf credentials new {name})"
         for name in names[:MAX_NAMED]
     ]
     if rest := names[MAX_NAMED:]:
-        told.append(f"and {_contexts(sum(lost[name] for name in rest))} of {len(rest):,} other tenants")
+        told.append(f"and {human_count(sum(lost[name] for name in rest), 'context')} of {len(rest):,} other tenants")
     return tuple(told)
-
-
-def _contexts(count: int) -> str:
-    return "1 context" if count == 1 else f"{count:,} contexts"

@@ -27,6 +27,7 @@ from longleaf.storage.manifest import SegmentManifest
 from longleaf.storage.names import SERVICES
 from longleaf.storage.store import Store
 from longleaf.storage.urls import FIELD
+from longleaf.units import human_count
 
 SIDES = ("", "-wal", "-shm")
 """How the names of a database's files end."""
@@ -103,7 +104,7 @@ def _existing(folder: DataFolder, may_replace: bool) -> Kept | None:
             raise
         return None
     if kept.contexts and not may_replace:
-        contexts = "1 context" if len(kept.contexts) == 1 else f"{len(kept.contexts):,} contexts"
+        contexts = human_count(len(kept.contexts), "context")
         raise CatalogError(f"catalog {folder.database} keeps {contexts}: --replace moves it aside all the same")
     return kept
 

@@ -14,6 +14,7 @@ from longleaf.storage.files import Entry
 from longleaf.storage.manifest import Piece, SegmentManifest
 from longleaf.storage.names import attempt_of_manifest, place_of_note, segments_folder
 from longleaf.storage.note import ContextNote, sound_ends
+from longleaf.units import human_count
 
 SERVICE = "--service"
 
@@ -65,7 +66,7 @@ def _count(stored: Stored, service: str) -> str:
     segments = {manifest.segment for manifest in stored.manifests.values()}
     notes = [note for (owner, _), note in stored.notes.newest.items() if owner == service]
     count = sum(not note.is_deleted and note.segment in segments for note in notes)
-    return "1 context" if count == 1 else f"{count:,} contexts"
+    return human_count(count, "context")
 
 
 def rebuild(stored: Stored, service: str) -> Rebuilt:

@@ -98,9 +98,10 @@ class Attempts:
         delay = self._retries.delay(self._number, error, random.random())
         may_help = was_refused(error) or (is_repeatable and isinstance(error, Unavailable))
         limit = self._retries.limit
-        if limit is None:
-            limit = self._number if self._has_answered() else FIRST_LIMIT
-        if not may_help or self._number > limit or self._is_too_late(delay):
+        if limit is None and not self._has_answered():
+            limit = FIRST_LIMIT
+        is_last = limit is not None and self._number > limit
+        if not may_help or is_last or self._is_too_late(delay):
             raise error
         await tell(self._on_retry, Retry(self._call, self._number, delay, error))
         await asyncio.sleep(delay)

@@ -15,6 +15,7 @@ from rich.table import Table
 from longleaf.commands.options import AsJson, print_json
 from longleaf.config import DtypeName, embedded_model
 from longleaf.messages import Rebuild, RebuildReport
+from longleaf.units import human_count
 
 
 def rebuild(
@@ -98,5 +99,5 @@ def _show(report: RebuildReport) -> None:
         print(f"left out: {left.name}: {left.reason}")
     if report.other_manifests:
         print(f"passed over: {report.other_manifests:,} manifests of another checkpoint")
-    contexts = "1 context" if len(report.contexts) == 1 else f"{len(report.contexts):,} contexts"
+    contexts = human_count(len(report.contexts), "context")
     print(f"{report.folder} keeps {contexts} of service {report.service}")

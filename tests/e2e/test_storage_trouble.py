@@ -5,7 +5,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import boto3
@@ -23,7 +23,7 @@ from tests.e2e.test_restart import Service, ask, wait_until
 from tests.support import forked
 from tests.support.network.switch import Switch, switch
 from tests.support.object_store import ObjectStore, object_store
-from tests.support.small_disk import small_disk
+from tests.support.small_disk import fill, small_disk
 
 pytestmark = pytest.mark.timeout(300)
 BOOK = make_haystack(7, 1_500, 1, 0)
@@ -166,13 +166,6 @@ def trouble_told(client: Client) -> str:
     storage = client.cluster().storage
     assert storage is not None
     return storage.trouble
-
-
-def fill(path: Path) -> None:
-    """Makes a file of all the room that there is."""
-    with path.open("wb", buffering=0) as file, suppress(OSError):
-        while file.write(b"x" * 4096):
-            pass
 
 
 def test_a_full_disk_is_told_once_and_deletions_make_room_on_it(tmp_path: Path) -> None:

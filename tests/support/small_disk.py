@@ -3,7 +3,7 @@
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.support.tools import lacks
@@ -17,6 +17,13 @@ class SmallDisk:
 
     def make_read_only(self) -> None:
         subprocess.run(["mount", "-o", "remount,ro", self.folder], check=True)
+
+
+def fill(path: Path) -> None:
+    """Makes a file of all the room that there is."""
+    with path.open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(b"x" * 4096):
+            pass
 
 
 @contextmanager

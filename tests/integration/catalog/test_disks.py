@@ -8,7 +8,6 @@ import subprocess
 import sys
 from array import array
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from coordinator.catalog.records import Change, UploadRecord
 from coordinator.catalog.reserve import Reserve
 from longleaf.errors import CatalogError, StorageUnavailable
 from tests.support.catalog import context, document
+from tests.support.small_disk import fill
 
 
 @pytest.fixture
@@ -67,12 +67,6 @@ async def test_a_full_disk_keeps_a_service_from_making_its_files(disk: Path) -> 
     await catalog.close()
 
 
-def fill(disk: Path) -> None:
-    with (disk / "other").open("wb", buffering=0) as file, suppress(OSError):
-        while file.write(bytes(4096)):
-            pass
-
-
 @pytest.mark.parametrize("disk", [16], indirect=True)
 async def test_on_a_full_disk_contexts_can_be_deleted_and_services_start(disk: Path) -> None:
     """With what is set apart for that; it is set apart again once there is room."""
@@ -83,7 +77,7 @@ async def test_on_a_full_disk_contexts_can_be_deleted_and_services_start(disk: P
     size = (folder.path / "reserve").stat().st_size
     assert size == (16 << 20) // 32
     folder.reserve.check()
-    fill(disk)
+    fill(disk / "other")
     with pytest.raises(StorageUnavailable, match="are kept for deletions"):
         folder.reserve.check()
     with pytest.raises(StorageUnavailable, match="the disk is full"):
@@ -96,7 +90,7 @@ async def test_on_a_full_disk_contexts_can_be_deleted_and_services_start(disk: P
     assert (folder.path / "reserve").stat().st_size == size
     await catalog.close()
     folder.close()
-    fill(disk)
+    fill(disk / "other")
     folder = DataFolder.open(disk / "data", "f" * 64, "model", {})
     catalog = await Catalog.open(folder.database, reserve=folder.reserve)
     await catalog.note_epoch(7)
@@ -115,7 +109,7 @@ async def test_what_made_way_for_deletions_is_theirs(disk: Path) -> None:
     catalog = await Catalog.open(folder.database, reserve=folder.reserve)
     for number in range(3):
         await catalog.commit(document(f"book{number}", number, 300_000))
-    fill(disk)
+    fill(disk / "other")
     with pytest.raises(StorageUnavailable):
         await catalog.commit(Change(next_segment=1000))
     assert folder.reserve.is_there

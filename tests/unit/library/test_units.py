@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import longleaf
-from longleaf.units import human_angle, human_bytes, human_number, human_rounded, human_seconds
+from longleaf.units import human_angle, human_bytes, human_count, human_number, human_rounded, human_seconds
 
 
 @pytest.mark.parametrize(
@@ -93,3 +93,7 @@ def test_no_message_tells_a_time_or_a_large_number_by_itself(package: str) -> No
     files = [path for path in (ROOT / package).rglob("*.py") if path.name != "units.py" and "_pb2" not in path.name]
     found = {path.name for path in files if bare.search(path.read_text(encoding="utf-8"))}
     assert found == set()
+
+
+def test_one_has_no_plural():
+    assert [human_count(count, "context") for count in (0, 1, 1200)] == ["0 contexts", "1 context", "1,200 contexts"]
