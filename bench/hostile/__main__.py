@@ -10,9 +10,13 @@ Meanwhile an honest client reads one long stream and makes small requests, one a
 stream     the longest time between two tokens of the honest stream
 heartbeat  the longest time between two beats of a task that wakes every 5 ms on the coordinator's event loop: how long
            nobody at all was served (wanted: at most 100 ms more than without the attack)
+callback   how long a callback of the coordinator's event loop computes: 99.9 % of them at most for so long; 0 for less
+           than a millisecond. num_long_callbacks computed for more than 5 ms (wanted: at most one of a thousand, over
+           all attacks together; gRPC itself takes 6 to 9 ms to receive a message of 4 MiB)
 answer     the longest wait for a small honest request, from its first attempt; one begins after the attack, too
-peak       how far the coordinator's memory rose above where the turn began
-remaining  the coordinator's memory a second after the attack, above where it stood before the first attack; nothing is
+peak       how far the memory of the coordinator (and of the door where HTTP is attacked) rose above where the turn
+           began
+remaining  this memory a second after the attack, above where it stood before the first attack; nothing is
            collected or trimmed for the measurement (wanted: at most 64 MiB)
 statuses   how the attacker's calls ended; a CANCELLED that the attacker did not ask for is a fault, and so is INTERNAL
 
@@ -37,20 +41,27 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import psutil
+
 from bench.harness.arguments import tell, unwind_on_terminate
 from bench.harness.machine import describe
 from bench.harness.memory import Memory
 from bench.harness.service import START_SECONDS
-from bench.hostile.attacks import ATTACKS, BARE, Outcome, attack
-from bench.hostile.heartbeat import Beats, command
-from bench.hostile.honest import CONTEXT, Honest
+from bench.hostile.attacks import ATTACKS, BARE, CREDENTIALS, Attack, Outcome, Target, attack
+from bench.hostile.heartbeat import Beats, command, quantile
+from bench.hostile.honest import CONTEXT, NAME, Honest
 from bench.serve.load import Documents
 from coordinator.settings import ServiceConfig
 from longleaf.client import AsyncClient
-from longleaf.config import EngineConfig, embedded_model
+from longleaf.config import DataConfig, EngineConfig, embedded_model
+from longleaf.credentials import Entry, Quotas, digest_of, line_of
 from longleaf.launch import ServiceProcess
+from longleaf.operations import HttpConfig, SecurityConfig
 
 TARGETS = {"heartbeat_more_ms": 100.0, "remaining_mib": 64.0}
+LONG_CALLBACK_SECONDS = 0.005
+MOST_CALLBACKS = 0.999
+"""This part of them computes at most for so long."""
 FAULTS = ("CANCELLED" + BARE, "INTERNAL", "INTERNAL" + BARE, "UNKNOWN" + BARE)
 NICE = 10
 CONTEXT_TOKENS = 2000
@@ -86,29 +97,34 @@ class Turns:
 class Watch:
     """Measures a service that runs."""
 
-    def __init__(self, address: str, beats: Beats, honest: Honest) -> None:
-        self._address = address
+    def __init__(self, target: Target, beats: Beats, honest: Honest) -> None:
+        self._target = target
         self._beats = beats
         self._honest = honest
-        self._memory = Memory(beats.pid)
+        door = door_of(beats.pid) if target.http else []
+        self._memories = [Memory(pid) for pid in (beats.pid, *door)]
         self._stood = 0
 
     async def warm_up(self) -> None:
         """What is resident now is what an attack is held against."""
         async with self._honest.streaming():
             await self._turn(asyncio.sleep(WARM_UP_SECONDS))
-        self._stood = self._memory.resident
+        self._stood = self._resident
+
+    @property
+    def _resident(self) -> int:
+        return sum(memory.resident for memory in self._memories)
 
     async def pair(self, name: str, seconds: float, attackers: Executor, turns: Turns) -> bool:
         """A turn without the attack, and one with it; says whether the service is fit for more. Raises OSError when it
         dies."""
         async with self._honest.streaming():
             _, alone = await self._turn(asyncio.sleep(seconds))
-            calls = asyncio.get_running_loop().run_in_executor(attackers, attack, name, self._address, seconds)
+            calls = asyncio.get_running_loop().run_in_executor(attackers, attack, name, self._target, seconds)
             outcome, attacked = await self._turn(calls)
             await asyncio.sleep(SETTLE_SECONDS)
             assert isinstance(outcome, Outcome)
-            attacked["remaining_mib"] = (self._memory.resident - self._stood) / MIB
+            attacked["remaining_mib"] = (self._resident - self._stood) / MIB
             attacked["attacker_cpu_s"] = outcome.cpu_seconds
         turns.alone.append(alone)
         turns.attacked.append(attacked)
@@ -118,31 +134,43 @@ class Watch:
     async def _turn(self, work: Awaitable[object]) -> tuple[object, dict[str, float]]:
         """Lets `work` go on beside the honest client; its result, and what was measured."""
         stop = asyncio.Event()
-        self._memory.reset_peak()
-        stood, began = self._memory.resident, time.monotonic()
+        for memory in self._memories:
+            memory.reset_peak()
+        stood, began = self._resident, time.monotonic()
         asking = asyncio.create_task(self._honest.ask_until(stop))
         try:
             done = await work
         finally:
             stop.set()
             answer = await asking
-        ended, peak = time.monotonic(), self._memory.peak
+        ended, peak = time.monotonic(), sum(memory.peak for memory in self._memories)
+        heartbeat = await self._beats.longest_gap(began, ended, ANSWER_SECONDS)
+        num_callbacks, long = self._beats.callbacks(began, ended)
         return done, {
             "stream_ms": self._honest.longest_gap(began, ended) * 1e3,
-            "heartbeat_ms": await self._beats.longest_gap(began, ended, ANSWER_SECONDS) * 1e3,
+            "heartbeat_ms": heartbeat * 1e3,
+            "callback_ms": quantile(num_callbacks, long, MOST_CALLBACKS) * 1e3,
+            "num_callbacks": num_callbacks,
+            "num_long_callbacks": sum(seconds > LONG_CALLBACK_SECONDS for seconds in long),
             "answer_ms": answer * 1e3,
             "peak_mib": (peak - stood) / MIB,
         }
+
+
+def door_of(pid: int) -> list[int]:
+    """The process that serves HTTP for another one."""
+    return [child.pid for child in psutil.Process(pid).children() if "door" in child.cmdline()]
 
 
 async def take_turns(
     address: str, beats: Beats, name: str, options: argparse.Namespace, attackers: Executor, turns: Turns
 ) -> None:
     """Goes on until there are enough turns, or the service is not fit for another."""
-    async with AsyncClient(address, retries=0) as client:
+    credential = None if ATTACKS[name].quotas is None else CREDENTIALS[NAME]
+    async with AsyncClient(address, retries=0, credential=credential) as client:
         await client.ingest(CONTEXT, Documents("honest", BYTES).make(CONTEXT_TOKENS))
         honest = Honest(client, ANSWER_SECONDS)
-        watch = Watch(address, beats, honest)
+        watch = Watch(Target(address, beats.http), beats, honest)
         await watch.warm_up()
         is_fit = True
         try:
@@ -157,15 +185,42 @@ async def take_turns(
 def measure(name: str, options: argparse.Namespace, attackers: Executor) -> dict[str, object]:
     """The row of one attack."""
     turns = Turns()
-    kv_bytes = ATTACKS[name].kv_bytes // options.world_size
-    engine = EngineConfig(model=str(embedded_model()), world_size=options.world_size, kv_bytes=kv_bytes)
     while turns.count < options.repeats:
         with TemporaryDirectory(prefix="longleaf-bench-") as folder:
-            config = ServiceConfig(engine=engine, launcher="local")
-            with ServiceProcess(command(Path(folder), config)) as process:
+            config, beats = config_of(ATTACKS[name], options.world_size, Path(folder)), Path(folder) / "beats"
+            beats.mkdir()
+            with ServiceProcess(command(beats, config)) as process:
                 address = process.wait_ready(START_SECONDS)
-                asyncio.run(take_turns(address, Beats(Path(folder)), name, options, attackers, turns))
+                asyncio.run(take_turns(address, Beats(beats), name, options, attackers, turns))
     return row(name, options, turns)
+
+
+def config_of(chosen: Attack, world_size: int, folder: Path) -> ServiceConfig:
+    """The service that an attack is made on; its files are in `folder`."""
+    model, data, security, door = str(embedded_model()), DataConfig(), SecurityConfig(), HttpConfig()
+    if chosen.prepare is not None:
+        data = DataConfig(data_dir=str(folder / "data"))
+        chosen.prepare(folder / "data", model)
+    if chosen.quotas is not None:
+        (folder / "credentials").write_text("\n".join(map(line_of, entries(chosen.quotas))))
+        security = SecurityConfig(credentials=str(folder / "credentials"))
+    if chosen.has_door:
+        door = HttpConfig(http=0)
+    engine = EngineConfig(model=model, world_size=world_size, kv_bytes=chosen.kv_bytes // world_size)
+    return ServiceConfig(engine=engine, launcher="local", data=data, security=security, door=door)
+
+
+def entries(quotas: Quotas) -> list[Entry]:
+    """Those who may come in: the attacker with quotas."""
+    return [
+        Entry(
+            tenant=tenant,
+            role="user",
+            digests=(digest_of(credential),),
+            quotas=Quotas() if tenant == NAME else quotas,
+        )
+        for tenant, credential in CREDENTIALS.items()
+    ]
 
 
 def row(name: str, options: argparse.Namespace, turns: Turns) -> dict[str, Any]:
@@ -210,7 +265,7 @@ def line(found: Mapping[str, object]) -> str:
     """A row for people."""
     alone, attacked, met = found["alone"], found["attacked"], found["met"]
     assert isinstance(alone, dict) and isinstance(attacked, dict) and isinstance(met, dict)
-    keys = ("stream_ms", "heartbeat_ms", "answer_ms", "peak_mib")
+    keys = ("stream_ms", "heartbeat_ms", "callback_ms", "answer_ms", "peak_mib")
     gaps = "".join(f"  {key} {alone.get(key, 0):5,.0f} ->{attacked.get(key, 0):7,.0f}" for key in keys)
     missed = ", ".join(name for name, is_met in met.items() if not is_met)
     remaining = f"  remaining_mib {attacked.get('remaining_mib', 0):6,.0f}"

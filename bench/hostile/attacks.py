@@ -2,18 +2,27 @@
 
 import asyncio
 import time
+from array import array
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
 
 from bench.hostile import payloads
+from coordinator.catalog.catalog import Catalog
+from coordinator.catalog.folder import DataFolder
+from coordinator.catalog.records import Change, ContextRecord, SegmentRecord
 from longleaf.codec.status import DETAILS_KEY
+from longleaf.credentials import Quotas
+from longleaf.geometry import OWN_ROPE
 from longleaf.v1 import cluster_service_pb2, context_service_pb2, generation_pb2
 
 MIB = 1 << 20
@@ -22,18 +31,25 @@ MOST_SECONDS = 60.0
 OPEN = "open until the attack ended"
 BROKEN_OFF = "ended while it was sent to"
 BARE = " without details"
-CONTEXT = "hostile"
-NUM_FORKS = 5000
+CONTEXT = payloads.CONTEXT
+NUM_FORKS, NUM_COUNTED = 5000, 3000
+NUM_EARLIER, EARLIER_TOKENS = 40, 500_000
+"""Contexts of an earlier checkpoint, and tokens of each: together 80 MB."""
+TOKEN_ID = payloads.TOKEN[0]
 SMALL_POOL = 512 * MIB
 """Holds 131,072 tokens of the embedded model, of which the honest stream and the long answer take 110,000."""
 LONG_ANSWER, LATE_DOCUMENT = 60_000, 30_000
+
+CREDENTIALS = {"honest": "secret-of-honest", CONTEXT: "secret-of-hostile"}
+"""By tenant, where a service knows two."""
+BEARER = (("authorization", f"Bearer {CREDENTIALS[CONTEXT]}"),)
 
 GENERATE, DETOKENIZE = "GenerationService/Generate", "TokenizerService/Detokenize"
 INGEST, FORK, GET, LIST, UPDATE = (
     f"ContextService/{name}Context{end}"
     for name, end in (("Ingest", ""), ("Fork", ""), ("Get", ""), ("List", "s"), ("Update", ""))
 )
-WATCH = "ClusterService/WatchCluster"
+WATCH, IMPORT, REREAD = "ClusterService/WatchCluster", "ContextService/ImportContext", "ContextService/RereadContexts"
 STREAMING = (GENERATE, WATCH)
 OPTIONS = (("grpc.max_send_message_length", -1), ("grpc.enable_http_proxy", 0))
 UNREAD_OPTIONS = (*OPTIONS, ("grpc.http2.lookahead_bytes", 64), ("grpc.http2.bdp_probe", 0))
@@ -53,11 +69,23 @@ class Outcome:
     """What the attacker itself computed."""
 
 
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is attacked."""
+
+    address: str
+    """HOST:PORT."""
+    http: str
+    """URL of its door; empty where there is none."""
+
+
 class Attacker:
     """Makes calls of raw bytes, and counts how they end."""
 
-    def __init__(self, channel: grpc.aio.Channel, seconds: float) -> None:
+    def __init__(self, channel: grpc.aio.Channel, http: str, seconds: float) -> None:
         self._channel = channel
+        self.http = http
+        """URL of the door."""
         self.seconds = seconds
         """How long an attack that could go on for ever lasts."""
         self.statuses: Counter[str] = Counter()
@@ -65,10 +93,10 @@ class Attacker:
     def call(self, method: str, request: bytes) -> Any:
         """A call with one request; both ends are bytes."""
         kind = self._channel.unary_stream if method in STREAMING else self._channel.unary_unary
-        return kind(f"/longleaf.v1.{method}")(request)
+        return kind(f"/longleaf.v1.{method}")(request, metadata=BEARER)
 
-    def upload(self) -> Any:
-        return self._channel.stream_stream(f"/longleaf.v1.{INGEST}")()
+    def upload(self, method: str = INGEST) -> Any:
+        return self._channel.stream_stream(f"/longleaf.v1.{method}")(metadata=BEARER)
 
     async def ask(self, method: str, request: bytes) -> bytes | None:
         """Makes a call and reads all of it. Its last response; None for an error, which is counted."""
@@ -224,12 +252,23 @@ async def stall_uploads(attacker: Attacker) -> None:
 
 async def list_forks(attacker: Attacker) -> None:
     """Thousands of contexts, made by the first attack, and pages of them one after another."""
-    last = NUM_FORKS - 1
-    if await attacker.ask(GET, context_service_pb2.GetContextRequest(name=_fork(last)).SerializeToString()) is None:
-        await upload(attacker, CONTEXT, payloads.ingest_ids(200))
-        for start in range(0, NUM_FORKS, 50):
-            await asyncio.gather(*(_make_fork(attacker, number) for number in range(start, start + 50)))
+    await _make_forks(attacker, NUM_FORKS)
     await attacker.during(_pages(attacker) for _ in range(4))
+
+
+async def ask_beside_forks(attacker: Attacker) -> None:
+    """Generations of a tenant with quotas, and with thousands of contexts, made by the first attack."""
+    await _make_forks(attacker, NUM_COUNTED)
+    await attacker.during(_again_and_again(attacker, _generation(4)) for _ in range(8))
+
+
+async def _make_forks(attacker: Attacker, count: int) -> None:
+    """Nothing to do if they are there."""
+    name = _fork(count - 1)
+    if await attacker.ask(GET, context_service_pb2.GetContextRequest(name=name).SerializeToString()) is None:
+        await upload(attacker, CONTEXT, payloads.ingest_ids(200))
+        for start in range(0, count, 50):
+            await asyncio.gather(*(_make_fork(attacker, number) for number in range(start, start + 50)))
 
 
 def _fork(number: int) -> str:
@@ -270,6 +309,119 @@ async def set_everything(attacker: Attacker) -> None:
     await attacker.during(_again_and_again(attacker, request) for _ in range(32))
 
 
+async def hold_stops(attacker: Attacker) -> None:
+    """Answers of one character again and again, with which long stop strings begin: all of it is held back."""
+    options = generation_pb2.SamplingParams(
+        max_token_count=20_000,
+        stop=["A" * 1023 + chr(ord("a") + number) for number in range(16)],
+        logit_bias={TOKEN_ID: 100.0},
+        ignore_end_token=True,
+    )
+    request = payloads.generate(sampling=options, num_samples=16)
+    await attacker.during(_again_and_again(attacker, request) for _ in range(2))
+
+
+async def make_shapes(attacker: Attacker) -> None:
+    """Conversations of new roles, each of which is rendered, of a tenant that may generate nothing."""
+    numbers = count(1)
+
+    async def ask() -> None:
+        while True:
+            await attacker.ask(GENERATE, payloads.conversation(next(numbers)))
+            await asyncio.sleep(0)
+
+    await attacker.during(ask() for _ in range(64))
+
+
+async def import_records(attacker: Attacker, make: Callable[[], Sequence[bytes]], num_calls: int) -> None:
+    """Archives with a record that is far larger than what it tells of, at the same time."""
+    requests = make()
+
+    async def send_one() -> None:
+        call = attacker.upload(IMPORT)
+        await send(call, *requests)
+        with suppress(asyncio.InvalidStateError):
+            await call.done_writing()
+        await attacker.read(call)
+
+    await attacker.during(send_one() for _ in range(num_calls))
+
+
+async def reread_nothing(attacker: Attacker) -> None:
+    """A tenant that has nothing in the folders of earlier checkpoints has them searched."""
+
+    async def ask() -> None:
+        while True:
+            await attacker.ask(REREAD, b"")
+            await asyncio.sleep(0)
+
+    await attacker.during(ask() for _ in range(8))
+
+
+def keep_earlier(data_folder: Path, model: str) -> None:
+    """A folder of an earlier checkpoint of a model, with contexts of others in it."""
+    folder = DataFolder.open(data_folder, "e" * 64, model, {"config.json": "0" * 64})
+
+    async def fill() -> None:
+        catalog = await Catalog.open(folder.database)
+        for number in range(NUM_EARLIER):
+            ids = array("I", [number]) * EARLIER_TOKENS
+            segment = SegmentRecord(id=number, parent=None, start=0, rope=OWN_ROPE, token_ids=ids)
+            context = ContextRecord(
+                id=f"honest/{number}",
+                segment=number,
+                num_tokens=len(ids),
+                ends=(len(ids),),
+                capacity=len(ids),
+                created=1.0,
+                updated=1.0,
+                last_used=1.0,
+            )
+            await catalog.commit(Change(segments=(segment,), contexts=(context,)))
+        await catalog.close()
+
+    asyncio.run(fill())
+    folder.close()
+
+
+async def send_trailers(attacker: Attacker) -> None:
+    """Headers without end after requests that need no credentials, from connections of one stranger."""
+    begin = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n"
+    await attacker.during(_send_on(attacker, begin, b"a:b\r\n" * 10_000) for _ in range(8))
+
+
+async def leave_ids_at_the_door(attacker: Attacker) -> None:
+    """Prompts of 500,000 ids that wait, through the door."""
+    body = b'{"model":"x","max_tokens":20000,"prompt":[' + b"65," * 499_999 + b"65]}"
+    authorization = "\r\n".join(f"{name}: {value}" for name, value in BEARER)
+    head = f"Host: localhost\r\n{authorization}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    begin = f"POST /v1/completions HTTP/1.1\r\n{head}\r\n".encode()
+    await attacker.during(_send_on(attacker, begin + body) for _ in range(24))
+
+
+async def _send_on(attacker: Attacker, begin: bytes, again: bytes = b"") -> None:
+    """On a connection of its own, until the door ends it; then on another one."""
+    url = urlsplit(attacker.http)
+    while True:
+        reader, writer = await asyncio.open_connection(url.hostname, url.port)
+        try:
+            writer.write(begin)
+            await writer.drain()
+            while again:
+                writer.write(again)
+                await writer.drain()
+            while await reader.read(1 << 16):
+                pass
+            attacker.statuses["ended"] += 1
+        except OSError:
+            attacker.statuses["ended"] += 1
+        except asyncio.CancelledError:
+            attacker.statuses[OPEN] += 1
+            raise
+        finally:
+            writer.close()
+
+
 async def call_at_once(attacker: Attacker) -> None:
     """Far more short generations than may wait."""
     request = _generation(4)
@@ -298,6 +450,12 @@ class Attack:
     """Of the channel."""
     kv_bytes: int = 6 << 30
     """What the ranks of the service have for keys and values, together."""
+    quotas: Quotas | None = None
+    """What the attacker may have, as one of two tenants; None: the service knows nobody."""
+    prepare: Callable[[Path, str], None] | None = None
+    """Fills the data folder of the service for its model; None: it has none."""
+    has_door: bool = False
+    """The service is reached over HTTP, too."""
 
 
 ATTACKS = {
@@ -327,20 +485,46 @@ ATTACKS = {
     "watchers": Attack(run=watch, told="100 who watch the cluster at 10 ms"),
     "many_sampling_settings": Attack(run=set_everything, told="32 generations with every setting at its limit"),
     "calls_at_once": Attack(run=call_at_once, told="2,500 generations asked for at once"),
+    "held_stop_strings": Attack(run=hold_stops, told="32 samples that always begin 16 stop strings of 1 KiB"),
+    "quotas_of_many": Attack(
+        run=ask_beside_forks,
+        told="generations of a tenant with 3,000 contexts",
+        quotas=Quotas(generations=4, waiting=4),
+    ),
+    "conversation_shapes": Attack(
+        run=make_shapes,
+        told="64 conversations at a time of a tenant that may ask nothing",
+        quotas=Quotas(generations=0),
+    ),
+    "segment_records": Attack(
+        run=partial(import_records, make=payloads.import_runs, num_calls=4),
+        told="4 archives with 60 MiB about one segment",
+        quotas=Quotas(),
+    ),
+    "context_ends": Attack(
+        run=partial(import_records, make=payloads.import_ends, num_calls=16),
+        told="16 archives with 900,000 ends of a context",
+        quotas=Quotas(),
+    ),
+    "earlier_contexts": Attack(
+        run=reread_nothing, told="8 at a time have earlier contexts searched", quotas=Quotas(), prepare=keep_earlier
+    ),
+    "trailers": Attack(run=send_trailers, told="HTTP requests whose trailers do not end", has_door=True),
+    "ids_at_the_door": Attack(run=leave_ids_at_the_door, told="24 prompts of 500,000 ids over HTTP", has_door=True),
 }
 """By name. Each is made from a process of its own."""
 
 
-def attack(name: str, address: str, seconds: float) -> Outcome:
-    """Attacks the service at `address`; what can go on for ever ends after `seconds`."""
+def attack(name: str, target: Target, seconds: float) -> Outcome:
+    """Attacks a service; what can go on for ever ends after `seconds`."""
     began = time.process_time()
-    statuses = asyncio.run(_attack(ATTACKS[name], address, seconds))
+    statuses = asyncio.run(_attack(ATTACKS[name], target, seconds))
     return Outcome(dict(statuses), time.process_time() - began)
 
 
-async def _attack(chosen: Attack, address: str, seconds: float) -> Counter[str]:
-    async with grpc.aio.insecure_channel(address, options=chosen.options) as channel:
-        attacker = Attacker(channel, seconds)
+async def _attack(chosen: Attack, target: Target, seconds: float) -> Counter[str]:
+    async with grpc.aio.insecure_channel(target.address, options=chosen.options) as channel:
+        attacker = Attacker(channel, target.http, seconds)
         try:
             await asyncio.wait_for(chosen.run(attacker), MOST_SECONDS)
         except TimeoutError:

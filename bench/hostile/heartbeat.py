@@ -2,8 +2,10 @@
 
     python -m bench.hostile.heartbeat FOLDER CONFIG      # CONFIG: a ServiceConfig as JSON
 
-Every few milliseconds the task writes the time to FOLDER/PID. While something keeps the loop busy it cannot, so the
-longest time between two beats is how long everybody waited. Apart from it, and from ranks that each import torch by
+Every few milliseconds the task writes to FOLDER/PID the time, and how many callbacks the loop has called. While
+something keeps the loop busy it cannot, so the longest time between two beats is how long everybody waited. For each
+callback that computed for a millisecond or more, FOLDER/PID.callbacks has the time and the seconds: of its thread, so
+that what other processes compute meanwhile does not count. Apart from this, and from ranks that each import torch by
 themselves, this is `longleaf serve --launcher local`.
 """
 
@@ -13,7 +15,7 @@ import signal
 import sys
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from io import RawIOBase
 from itertools import pairwise
@@ -29,6 +31,12 @@ from workers.__main__ import main as worker_main
 
 BEAT_SECONDS = 0.005
 POLL_SECONDS = 0.02
+LONG_SECONDS = 0.001
+"""Callbacks that compute for less are only counted."""
+HTTP = "http"
+"""A file with the address of the door, if there is one."""
+CALLBACKS = ".callbacks"
+"""What the name of the file of long ones ends with."""
 
 
 def command(folder: Path, config: ServiceConfig) -> list[str]:
@@ -40,7 +48,9 @@ class Beats:
     """What a service wrote, on the clock that the processes of a machine share (`time.monotonic`)."""
 
     def __init__(self, folder: Path) -> None:
-        (self._file,) = folder.iterdir()
+        (self._file,) = (file for file in folder.iterdir() if file.name.isdecimal())
+        self.http = (folder / HTTP).read_text()
+        """Address of the door; empty where there is none."""
 
     @property
     def pid(self) -> int:
@@ -49,9 +59,15 @@ class Beats:
 
     def read(self) -> "array[float]":
         """Times of all beats so far, in seconds."""
-        written, times = self._file.read_bytes(), array("d")
-        times.frombytes(written[: len(written) // times.itemsize * times.itemsize])
-        return times
+        return _pairs(self._file)[::2]
+
+    def callbacks(self, began: float, ended: float) -> tuple[int, list[float]]:
+        """How many callbacks were called between two times, and how many seconds those of LONG_SECONDS or more
+        computed, rising."""
+        beats, long = _pairs(self._file), _pairs(self._file.with_name(self._file.name + CALLBACKS))
+        counts = [count for at, count in zip(beats[::2], beats[1::2], strict=True) if began <= at <= ended]
+        found = [seconds for at, seconds in zip(long[::2], long[1::2], strict=True) if began <= at <= ended]
+        return int(counts[-1] - counts[0]) if counts else 0, sorted(found)
 
     async def longest_gap(self, began: float, ended: float, timeout: float) -> float:
         """Seconds between two beats from `began` to `ended`. Waits for the next beat, `timeout` seconds at most."""
@@ -61,6 +77,21 @@ class Beats:
                 return longest_gap(times, began, ended)
             await asyncio.sleep(POLL_SECONDS)  # another process is watched: nothing here could tell
         return longest_gap(self.read(), began, now)
+
+
+def quantile(count: int, highest: Sequence[float], part: float) -> float:
+    """The value that `part` of so many at most have, of which the highest are given, in order; 0 for one that is not
+    among these."""
+    num_above = int(count * (1 - part))
+    return highest[-1 - num_above] if num_above < len(highest) else 0.0
+
+
+def _pairs(file: Path) -> "array[float]":
+    """What is written there: whole pairs."""
+    written, found = file.read_bytes(), array("d")
+    pair = 2 * found.itemsize
+    found.frombytes(written[: len(written) // pair * pair])
+    return found
 
 
 def longest_gap(times: Sequence[float], began: float, ended: float) -> float:
@@ -81,8 +112,13 @@ async def serve(config: ServiceConfig, folder: Path) -> Reply:
     if outcome.error:
         return outcome
     ending, stopping = asyncio.create_task(actor.wait()), asyncio.create_task(stop.wait())
-    with (folder / str(os.getpid())).open("wb", buffering=0) as file:
-        beating = asyncio.create_task(_beat(file))
+    beats = folder / str(os.getpid())
+    (folder / HTTP).write_text(outcome.http)
+    with (
+        beats.with_name(beats.name + CALLBACKS).open("wb", buffering=0) as long,
+        beats.open("wb", buffering=0) as file,
+    ):
+        beating = asyncio.create_task(_beat(file, Callbacks(long)))
         print(f"{LISTENING}{config.host}:{outcome.port}", flush=True)
         await asyncio.wait([ending, stopping], return_when=asyncio.FIRST_COMPLETED)
         beating.cancel()
@@ -91,9 +127,34 @@ async def serve(config: ServiceConfig, folder: Path) -> Reply:
     return await ending
 
 
-async def _beat(file: RawIOBase) -> None:
+class Callbacks:
+    """Counts what the loops of this process call from now on, and writes of each that computed for long."""
+
+    def __init__(self, file: RawIOBase) -> None:
+        self.count = 0
+        self._file = file
+        self._call: Callable[[asyncio.Handle], None] = asyncio.Handle._run
+        # every loop calls this method of every callback
+        asyncio.Handle._run = _timed(self)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def call(self, handle: asyncio.Handle) -> None:
+        began = time.thread_time()
+        self._call(handle)
+        self.count += 1
+        if (seconds := time.thread_time() - began) >= LONG_SECONDS:
+            self._file.write(array("d", [time.monotonic(), seconds]).tobytes())
+
+
+def _timed(callbacks: Callbacks) -> Callable[[asyncio.Handle], None]:
+    def run(self: asyncio.Handle) -> None:
+        callbacks.call(self)
+
+    return run
+
+
+async def _beat(file: RawIOBase, callbacks: Callbacks) -> None:
     while True:
-        file.write(array("d", [time.monotonic()]).tobytes())
+        file.write(array("d", [time.monotonic(), callbacks.count]).tobytes())
         await asyncio.sleep(BEAT_SECONDS)
 
 

@@ -3,8 +3,15 @@
 What is large is encoded by hand and put after the rest of its message: parsers of protobuf join the two.
 """
 
+from collections.abc import Iterable
+
+import msgspec
 import numpy as np
 
+from longleaf.fingerprint import Fingerprint
+from longleaf.geometry import Rope
+from longleaf.parcel.frames import PREAMBLE, Frame, Kind
+from longleaf.parcel.records import Head, encode
 from longleaf.v1 import context_pb2, context_service_pb2, generation_pb2, generation_service_pb2
 
 LARGEST = (64 << 20) - 4096
@@ -17,6 +24,10 @@ TOKEN = b"A"
 """A token id that every vocabulary has; it takes one byte."""
 SHORT_STRING = b"\x01x"
 """Length and content."""
+CONTEXT = "hostile"
+RECORD_BYTES = 60 << 20
+"""Of a record about one segment."""
+NUM_ENDS = 900_000
 BIAS_BYTES = 12
 FIRST_BIAS = 1 << 21
 """From here to 2^28 ids take four bytes."""
@@ -25,10 +36,70 @@ _PROMPT, _TEXT, _SAMPLING, _STOP, _BIAS = 3, 2, 5, 6, 12
 _DATA_IDS, _PATHS, _MASK = 3, 1, 2
 
 
-def generate(sampling: generation_pb2.SamplingParams | None = None) -> bytes:
+def generate(sampling: generation_pb2.SamplingParams | None = None, num_samples: int = 1) -> bytes:
     """A generation after a short prompt."""
     prompt = generation_pb2.TokenIds(ids=TOKEN * 8)
-    return generation_service_pb2.GenerateRequest(token_ids=prompt, sampling=sampling).SerializeToString()
+    request = generation_service_pb2.GenerateRequest(token_ids=prompt, sampling=sampling, sample_count=num_samples)
+    return request.SerializeToString()
+
+
+def conversation(number: int) -> bytes:
+    """A generation after a conversation whose turns are no other number's."""
+    roles = [generation_pb2.ROLE_USER, generation_pb2.ROLE_ASSISTANT, generation_pb2.ROLE_SYSTEM]
+    turns = [roles[number // 3**place % 3] for place in range(16)] + [generation_pb2.ROLE_USER]
+    messages = [generation_pb2.Message(role=role, parts=[generation_pb2.Part(text="x")]) for role in turns]
+    asked = generation_pb2.Conversation(messages=messages)
+    return generation_service_pb2.GenerateRequest(conversation=asked).SerializeToString()
+
+
+def import_runs() -> list[bytes]:
+    """An import whose one segment has a piece of millions of runs."""
+    runs = msgspec.msgpack.encode([0, 1]) * (RECORD_BYTES // 3)
+    told = msgspec.msgpack.encode({"num_used": 20, "num_tokens": 20, "rope": Rope()})
+    piece = (
+        b"\x83"
+        + b"".join(map(msgspec.msgpack.encode, ["num_bytes", 9, "digest", "0" * 64, "runs"]))
+        + b"\xdd"
+        + (RECORD_BYTES // 3).to_bytes(4, "big")
+        + runs
+    )
+    keys = b"\x83" + b"".join(map(msgspec.msgpack.encode, ["form", "", "windows", None, "pieces"])) + b"\x91" + piece
+    record = b"\x84" + told[1:] + msgspec.msgpack.encode("keys") + keys
+    return _import(_record("head", _head(20, (20,))) + _record("segment", record))
+
+
+def import_ends() -> list[bytes]:
+    """An import of a context that was made in very many pieces."""
+    return _import(_record("head", _head(NUM_ENDS, range(1, NUM_ENDS + 1))))
+
+
+def _head(num_tokens: int, ends: Iterable[int]) -> bytes:
+    head = Head(
+        context=CONTEXT,
+        model="",
+        fingerprint=Fingerprint("0" * 64, {}),
+        num_tokens=num_tokens,
+        ends=tuple(ends),
+        capacity=num_tokens,
+        created=1.0,
+        updated=1.0,
+    )
+    return encode(head)
+
+
+def _record(kind: Kind, content: bytes) -> bytes:
+    return Frame.of(kind, content).encode() + content
+
+
+def _import(records: bytes) -> list[bytes]:
+    """The requests of an import."""
+    content = PREAMBLE + records
+    config = context_service_pb2.ImportConfig(name=f"contexts/{CONTEXT}")
+    requests = [context_service_pb2.ImportContextRequest(config=config)]
+    for offset in range(0, len(content), PIECE):
+        piece = context_service_pb2.ParcelPiece(offset=offset, data=content[offset : offset + PIECE])
+        requests.append(context_service_pb2.ImportContextRequest(piece=piece))
+    return [request.SerializeToString() for request in requests]
 
 
 def ids(num_bytes: int) -> bytes:

@@ -39,7 +39,7 @@ class Catalog:
     @classmethod
     async def open(cls, path: Path, busy_seconds: float = BUSY_SECONDS, reserve: Reserve | None = None) -> "Catalog":
         """The database at `path`, made when it is not there. Raises CatalogError, which says what to do."""
-        database = Database(path, busy_seconds)
+        database = Database(path, busy_seconds, max_log_bytes=None if reserve is None else reserve.max_log_bytes)
         thread = ThreadPoolExecutor(1, thread_name_prefix="catalog")
         catalog = cls(database, thread, reserve)
         try:
@@ -71,7 +71,12 @@ class Catalog:
         return committed
 
     async def note_epoch(self, epoch: int) -> None:
-        await self._call(self._write_at_any_rate, writing.write_epoch, epoch)
+        await self._call(self._note_epoch, epoch)
+
+    def _note_epoch(self, epoch: int) -> None:
+        self._write_at_any_rate(writing.write_epoch, epoch)
+        if self._reserve is not None:  # a start may have used it
+            self._reserve.make()
 
     async def append_upload(
         self, record: UploadRecord, start: int, new_ids: "array[int]", new_starts: "array[int]" = NO_STARTS

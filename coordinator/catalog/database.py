@@ -33,8 +33,17 @@ PRAGMAS = (
 class Database:
     """The catalog's file at `path`, made with mode 0600 by `open` when it is not there. To be used by one thread."""
 
-    def __init__(self, path: Path, busy_seconds: float = BUSY_SECONDS, *, is_read_only: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        busy_seconds: float = BUSY_SECONDS,
+        *,
+        is_read_only: bool = False,
+        max_log_bytes: int | None = None,
+    ) -> None:
+        """Commits stay in the log until it has `max_log_bytes`, or what SQLite allows by itself."""
         self.path = path
+        self._max_log_bytes = max_log_bytes
         self._busy_seconds = busy_seconds
         self._is_read_only = is_read_only
         self._connection: Connection | None = None
@@ -167,6 +176,8 @@ class Database:
             else:
                 for pragma in PRAGMAS:
                     raw.execute(f"PRAGMA {pragma}")
+                if self._max_log_bytes is not None:
+                    raw.execute(f"PRAGMA wal_autocheckpoint={max(1, self._max_log_bytes // PAGE_BYTES)}")
         except BaseException:
             raw.close()
             raise

@@ -22,7 +22,12 @@ PART = 32
 BLOCK_BYTES = 512
 """Of st_blocks."""
 LEAST_FREE = 4
-"""Times its size that must be free for anything but catalog and journal to be written, and for the file to be made."""
+"""Times its size that must be free for anything but catalog and journal to be written, and for all of the file to be
+made."""
+LEFT_PART = 8
+"""This part of little room is left to whoever needs it first."""
+LOG_PART = 4
+"""Of its size this part may wait in SQLite's log."""
 log = logging.getLogger(__name__)
 
 
@@ -33,14 +38,23 @@ class Reserve:
         self._path = folder / FILE
         self._size = min(MAX_BYTES, shutil.disk_usage(folder).total // PART)
 
+    @property
+    def max_log_bytes(self) -> int:
+        """What may wait in SQLite's log: the database may have to grow by as much before a deletion is done."""
+        return self._size // LOG_PART
+
     def make(self) -> None:
-        """Makes the file where it is missing or does not take up its room, if there is room for it."""
-        if self.is_there or self._free() < LEAST_FREE * self._size:
+        """Has the file take up its room. Where there is little and the file has made way, it takes most of that: so
+        whoever fills the disk between two deletions leaves some for the next one."""
+        room, free = self._room(), self._free()
+        has_enough = free >= LEAST_FREE * self._size
+        size = self._size if has_enough else room or min(self._size, free - free // LEFT_PART)
+        if size <= room:
             return
         try:
             descriptor = os.open(self._path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
             try:
-                os.posix_fallocate(descriptor, 0, self._size)
+                os.posix_fallocate(descriptor, 0, size)
             finally:
                 os.close(descriptor)
         except OSError as error:
@@ -50,10 +64,14 @@ class Reserve:
     @property
     def is_there(self) -> bool:
         """Whether the file takes up its room."""
+        return self._room() >= self._size
+
+    def _room(self) -> int:
+        """Bytes that the file takes up."""
         try:
-            return self._path.stat().st_blocks * BLOCK_BYTES >= self._size
+            return self._path.stat().st_blocks * BLOCK_BYTES
         except OSError:
-            return False
+            return 0
 
     def release(self) -> bool:
         """Makes way. Says whether there is more room now."""
@@ -76,11 +94,12 @@ class Reserve:
             if not self.is_there:
                 self.check()
 
-    def check(self) -> None:
-        """Raises StorageUnavailable where there is so little room that only deletions may be written."""
+    def check(self, num_bytes: int = 0) -> None:
+        """Raises StorageUnavailable where `num_bytes` would leave so little room that only deletions may be written."""
         free, least = self._free(), LEAST_FREE * self._size
-        if free < least:
-            told = f"its disk has {human_bytes(free)} free, and {human_bytes(least)} are kept for deletions"
+        if free - num_bytes < least:
+            needed = f", {human_bytes(num_bytes)} are needed" if num_bytes else ""
+            told = f"its disk has {human_bytes(free)} free{needed}, and {human_bytes(least)} are kept for deletions"
             raise StorageUnavailable(f"{self._path.parent}: {told}; make room there")
 
     def _free(self) -> int:

@@ -64,6 +64,11 @@ class Budget:
         """Tokens that may be read again at once."""
         return self._size(self._speeds.prefill_token.value, is_alone=is_alone)
 
+    def probe_size(self, *, is_alone: bool) -> int:
+        """Tokens that probes may have in a step: reading one of theirs takes longer than one of a chunk, for it is
+        scored, or its attention is told."""
+        return self._size(self._speeds.probe_token.value, is_alone=is_alone)
+
     def _size(self, per_token: float | None, *, is_alone: bool) -> int:
         if is_alone:
             return self._largest
@@ -197,7 +202,7 @@ class Planner:
         if under_way and self._drafter.waits(jobs):
             return None
         is_alone = all(job.prompt.is_probe for job in jobs)
-        jobs = self._portions.next(jobs, self._budget.reread_size(is_alone=is_alone))
+        jobs = self._portions.next(jobs, self._budget.probe_size(is_alone=is_alone))
         rows = list[Row]()
         for job in jobs:
             try:

@@ -31,10 +31,12 @@ class Rate:
 
 
 class Speeds:
-    """Seconds per prompt token, per decode step, and from the end of one job to the end of the next."""
+    """Seconds per prompt token, per decode step without probes, per token that a probe adds to one, and from the end of
+    one job to the end of the next."""
 
     def __init__(self) -> None:
         self.prefill_token = Rate()
+        self.probe_token = Rate()
         self.decode_step = Rate()
         self.job = Rate()
         self._last_end: float | None = None
@@ -46,7 +48,13 @@ class Speeds:
         if isinstance(plan.work, Prefill):
             self.prefill_token.add(seconds, len(plan.work.token_ids))
         elif isinstance(plan.work, Decode):
-            self.decode_step.add(seconds, 1)
+            probed = [len(row.token_ids) for row in plan.work.rows if row.token_index < 0]
+            if not probed:
+                self.decode_step.add(seconds, 1)
+                return
+            is_shared = len(probed) < len(plan.work.rows)
+            others = (self.decode_step.value or 0.0) if is_shared else 0.0
+            self.probe_token.add(max(0.0, seconds - others), sum(probed))
 
     def read_seconds(self, num_tokens: int) -> float:
         """How long chunks of so many tokens take; 0 while that was never measured."""

@@ -106,19 +106,12 @@ class Gate:
         self._num_held -= num_bytes
 
     async def parse(self, data: bytes, descriptor: MethodDescriptor, handler: Handler) -> object:
-        """Raises InvalidArgument. Large requests take turns, with other work between two of them."""
+        """Raises InvalidArgument. Large requests take turns and are parsed in a thread: four million token ids take 14
+        to 40 ms, and counting fields up to the limit takes 12."""
         if len(data) <= MAX_SMALL_BYTES:
             return _parse(data, handler)
         async with self._turn:
-            has_more = has_more_fields(data, descriptor.input_type, MAX_FIELDS)
-            if has_more and (apart := FIELDS_APART.get(descriptor.name)):  # it takes long to count so many
-                has_more = await asyncio.to_thread(has_more_fields, data, descriptor.input_type, MAX_FIELDS, apart)
-            if has_more:
-                told = f"has {len(data):,} bytes and more than {MAX_FIELDS:,} fields; numbers must be packed"
-                raise InvalidArgument("request", told)
-            request = _parse(data, handler)
-            await asyncio.sleep(0)
-            return request
+            return await asyncio.to_thread(_parse_large, data, descriptor, handler)
 
 
 class Incoming:
@@ -187,6 +180,13 @@ def _loses_status(call: StreamCall) -> bool:
     """The clients of this project use that library, too, but look what it was told."""
     agent = next((str(value) for key, value in call.invocation_metadata() if key == "user-agent"), "")
     return LOSSY_LIBRARY in agent and not agent.startswith(CLIENT_NAME)
+
+
+def _parse_large(data: bytes, descriptor: MethodDescriptor, handler: Handler) -> object:
+    if has_more_fields(data, descriptor.input_type, MAX_FIELDS, FIELDS_APART.get(descriptor.name, {})):
+        told = f"has {len(data):,} bytes and more than {MAX_FIELDS:,} fields; numbers must be packed"
+        raise InvalidArgument("request", told)
+    return _parse(data, handler)
 
 
 def _parse(data: bytes, handler: Handler) -> object:

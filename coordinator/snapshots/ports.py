@@ -45,6 +45,14 @@ class Form:
         """Of one block, over all layers, as the text tells them: `blocks of 16; keys.0 F32 8x16x64; ...`."""
         return sum(_part_bytes(self.text.partition("|")[0]))
 
+    def num_bytes(self, held: Held) -> int:
+        """What the pieces of a segment take together, apart from what begins each one."""
+        sharded, _, windows = self.text.partition("|")
+        found = 0
+        for runs, text in ((held.runs, sharded), (held.window_runs, windows)):
+            found += _num_blocks([(run.start, run.end) for run in runs], self.block_size) * sum(_part_bytes(text))
+        return found
+
     def check(self, manifest: SegmentManifest) -> None:
         """Raises InvalidArgument, naming the field, where ranks of this form cannot take in what a manifest names: runs
         that are no whole blocks, windows where there are none, and pieces larger than their blocks."""
@@ -64,8 +72,12 @@ def _part_bytes(text: str) -> list[int]:
     return [ITEM_BYTES[dtype] * prod(map(int, sizes.split("x"))) for _, dtype, sizes in parts]
 
 
+def _num_blocks(ranges: Sequence[tuple[int, int]], block_size: int) -> int:
+    return sum(ceil_div(end - start, block_size) for start, end in ranges)
+
+
 def _check_size(piece: Piece, parts: Sequence[int], block_size: int, field: str) -> None:
-    num_blocks = sum(ceil_div(end - start, block_size) for start, end in piece.runs)
+    num_blocks = _num_blocks(piece.runs, block_size)
     most = num_blocks * sum(parts) + max_header_bytes(len(parts), len(piece.runs))
     if piece.num_bytes > most:
         raise InvalidArgument(field, f"{num_blocks:,} blocks have at most {most:,} bytes, and not {piece.num_bytes:,}")

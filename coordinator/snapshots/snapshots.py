@@ -34,6 +34,11 @@ MAX_LISTED = 8
 """Segments in a line of the log."""
 
 
+def any_room(num_bytes: int) -> None:
+    """The storage may be filled."""
+    del num_bytes
+
+
 def _by_reason(damaged: Mapping[int, str]) -> dict[str, list[int]]:
     found = dict[str, list[int]]()
     for segment_id, reason in damaged.items():
@@ -55,9 +60,9 @@ class Snapshots:
         fingerprint: str,
         policy: Policy,
         wall_clock: Callable[[], float],
-        check_room: Callable[[], None] = lambda: None,
+        check_room: Callable[[int], None] = any_room,
     ) -> None:
-        """`check_room` raises StorageUnavailable where nothing more shall be written."""
+        """`check_room` raises StorageUnavailable where so many bytes shall not be written."""
         self._check_room = check_room
         self._store = AsyncStore(store)
         self._catalog = catalog
@@ -208,7 +213,7 @@ class Snapshots:
 
     async def write(self, name: str, content: bytes | bytearray) -> None:
         """An object of an attempt. Raises StorageUnavailable."""
-        await self._store.run(self._check_room)
+        await self._store.run(self._check_room, len(content))
         await self._store.put(name, content)
 
     # --- changes ---
@@ -358,7 +363,7 @@ class Snapshots:
     async def _save(self, held: Held) -> None:
         assert self._saver is not None
         assert self._cleaner is not None
-        await self._store.run(self._check_room)
+        await self._store.run(self._check_room, self._saver.num_bytes(held))
         attempt = self._saver.attempt(held.segment.id)
         folder = attempt.manifest.rpartition("/")[0]
         self._attempts.add(folder)

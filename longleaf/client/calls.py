@@ -1,6 +1,7 @@
 """Calls to one service: their errors typed, their time limited, and made again where that is right."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextlib import contextmanager
 from copy import copy
@@ -12,10 +13,13 @@ from longleaf.client.addresses import speaks_tls
 from longleaf.client.callbacks import Callback
 from longleaf.client.channels import Access, BearerChannel, check_credential, is_encrypted, open_channel
 from longleaf.client.retries import Attempts, Retries, Retry
-from longleaf.codec.status import decode_error, is_cut_off
+from longleaf.codec.status import BROKEN_SEND, decode_error, is_cut_off
 from longleaf.errors import Cancelled, InvalidArgument, LongleafError, Unavailable
 
 T = TypeVar("T")
+STATUS_SECONDS = 2.0
+"""How long the status of a call is waited for once it cannot be sent to any more."""
+LOOK_SECONDS = 0.01
 OWN = "--tls-cert and --tls-key, or LONGLEAF_TLS_CERT and LONGLEAF_TLS_KEY"
 
 
@@ -63,13 +67,12 @@ class Calls:
         return error
 
     @contextmanager
-    def typed(self, ending: "Ending | None" = None) -> Generator[None, None, None]:
-        """Turns the library's errors into those of `longleaf.errors`. `ending` is that of a call that is sent to."""
+    def typed(self) -> Generator[None, None, None]:
+        """Turns the library's errors into those of `longleaf.errors`."""
         try:
             yield
         except grpc.RpcError as error:
-            told = ending.error if ending is not None else None
-            raise decode_error(told or error, self.called) from None
+            raise decode_error(error, self.called) from None
         except (grpc.aio.BaseError, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and is_cancelled():
                 raise
@@ -145,19 +148,29 @@ class Calls:
 
 
 class Ending:
-    """How a call ended that is sent to. The library puts INTERNAL in the place of a status that came while it sent."""
+    """How a call ended that is sent to. The library sets INTERNAL when it cannot send any more (issue 36066 of gRPC):
+    before the status of the server comes, or in its place."""
 
     def __init__(self, call: Any) -> None:
-        self.error: grpc.RpcError | None = None
-        """What its server said, if that was an error."""
-        call.add_done_callback(self._note)
+        self._call = call
+        self._error: grpc.RpcError | None = None
+        call.add_done_callback(self._look)
 
-    def _note(self, call: Any) -> None:
-        """Called as the status is set, before anything can take its place."""
-        code, details = _at_once(call.code()), _at_once(call.details())
-        if self.error is None and code != grpc.StatusCode.OK:
-            trailers, none = _at_once(call.trailing_metadata()), grpc.aio.Metadata()
-            self.error = grpc.aio.AioRpcError(code, none, trailers, details)
+    def _look(self, _: object = None) -> None:
+        """Called as the first status is set, before another one takes its place."""
+        code, details = _at_once(self._call.code()), _at_once(self._call.details())
+        if self._error is None and code != grpc.StatusCode.OK and details != BROKEN_SEND:
+            trailers, none = _at_once(self._call.trailing_metadata()), grpc.aio.Metadata()
+            self._error = grpc.aio.AioRpcError(code, none, trailers, details)
+
+    async def error(self, raised: grpc.RpcError) -> grpc.RpcError:
+        """The error that the server sent; `raised`, which the library raised, if none comes within STATUS_SECONDS."""
+        deadline = time.monotonic() + (STATUS_SECONDS if raised.details() == BROKEN_SEND else 0.0)
+        self._look()
+        while self._error is None and time.monotonic() < deadline:
+            await asyncio.sleep(LOOK_SECONDS)  # the library calls nobody back when it sets a second status
+            self._look()
+        return self._error or raised
 
 
 def _at_once(coroutine: Coroutine[Any, Any, Any]) -> Any:

@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar, cast
 
+import grpc
+
 from longleaf import codec
 from longleaf.client.calls import Calls, Ending
 from longleaf.client.documents import Document, Source, size_of
@@ -141,11 +143,15 @@ async def upload(
     with calls.typed():
         call = method(sending.requests(), timeout=timeout)
     try:
-        with calls.typed(Ending(call)):
-            async for response in call:
-                told = calls.decoded(decode, response)
-                sending.take(told)
-                yield told
+        with calls.typed():
+            ending = Ending(call)
+            try:
+                async for response in call:
+                    told = calls.decoded(decode, response)
+                    sending.take(told)
+                    yield told
+            except grpc.RpcError as error:
+                raise await ending.error(error) from None
     except LongleafError:
         if sending.error is not None:  # the call only knows that its upward half broke
             raise sending.error from None

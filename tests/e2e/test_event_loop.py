@@ -1,0 +1,30 @@
+"""No callback of the coordinator's event loop computes for long, whatever clients send."""
+
+import pytest
+
+from tests.integration.bench.test_runs import run_benchmark
+
+ATTACKS = (
+    "token_ids_4mib",
+    "logit_bias_4mib",
+    "many_sampling_settings",
+    "calls_at_once",
+    "held_stop_strings",
+    "quotas_of_many",
+    "conversation_shapes",
+    "segment_records",
+    "context_ends",
+    "earlier_contexts",
+)
+"""Those that are as large as a service takes them: of others it sees the beginning alone."""
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(300)
+def test_of_a_thousand_callbacks_one_at_most_computes_for_five_milliseconds() -> None:
+    """Seconds of the loop's thread: other processes, and threads, may compute meanwhile."""
+    rows = run_benchmark("bench.hostile", "--repeats", "1", "--seconds", "0.5", "--attacks", *ATTACKS)
+    assert [row["attack"] for row in rows] == list(ATTACKS)
+    long = {row["attack"]: row["attacked"]["num_long_callbacks"] for row in rows}
+    assert sum(long.values()) <= sum(row["attacked"]["num_callbacks"] for row in rows) / 1000, long
+    assert not any(row["died"] or row["unanswered"] for row in rows)
