@@ -61,22 +61,31 @@ class Catalog:
 
     def _commit(self, change: Change) -> Committed:
         write = self._write_at_any_rate if change.only_drops else self._write_if_room
-        committed = write(writing.write_change, change)
-        is_deletion = any(each.content is None for each in change.outgoing)
-        if committed.segments or change.dropped_contexts or change.dropped_uploads or is_deletion:
-            self._database.note_remains()
-        self._database.scrub()
+        try:
+            committed = write(writing.write_change, change)
+            is_deletion = any(each.content is None for each in change.outgoing)
+            if committed.segments or change.dropped_contexts or change.dropped_uploads or is_deletion:
+                self._database.note_remains()
+            if self._reserve is None:
+                self._database.scrub()
+            else:
+                self._database.scrub(self._reserve.release)
+            return committed
+        finally:
+            self._reserve_room()
+
+    def _reserve_room(self) -> None:
         if self._reserve is not None:
             self._reserve.make()
-        return committed
 
     async def note_epoch(self, epoch: int) -> None:
         await self._call(self._note_epoch, epoch)
 
     def _note_epoch(self, epoch: int) -> None:
-        self._write_at_any_rate(writing.write_epoch, epoch)
-        if self._reserve is not None:  # a start may have used it
-            self._reserve.make()
+        try:
+            self._write_at_any_rate(writing.write_epoch, epoch)
+        finally:
+            self._reserve_room()  # a start may have used it
 
     async def append_upload(
         self, record: UploadRecord, start: int, new_ids: "array[int]", new_starts: "array[int]" = NO_STARTS

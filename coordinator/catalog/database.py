@@ -3,7 +3,7 @@
 import logging
 import os
 import sqlite3
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -187,15 +187,19 @@ class Database:
         """Something was deleted that must be nowhere on the disk."""
         self._has_remains = True
 
-    def scrub(self) -> None:
-        """Empties the file of the last commits, if something was deleted in them. Where that cannot be now (another
-        process reads, the disk is full), the next call tries again."""
+    def scrub(self, release_room: Callable[[], bool] = lambda: False) -> None:
+        """Empties the file of the last commits, if something was deleted in them. On a full disk it tries once more if
+        `release_room` returns True. Where it fails (another process reads, the disk is full), the next call tries
+        again."""
         if not self._has_remains or self._raw is None:
             return
         try:
             is_busy, *_ = self._raw.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
             self._has_remains, reason = bool(is_busy), "another process reads it"
         except sqlite3.Error as error:
+            if error.sqlite_errorcode == sqlite3.SQLITE_FULL and release_room():
+                self.scrub()
+                return
             reason = str(error)
         if self._has_remains:
             log.warning("what was deleted is still in %s-wal until the next commit: %s", self.path, reason)

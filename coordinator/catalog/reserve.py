@@ -25,7 +25,7 @@ LEAST_FREE = 4
 """Times its size that must be free for anything but catalog and journal to be written, and for all of the file to be
 made."""
 LEFT_PART = 8
-"""This part of little room is left to whoever needs it first."""
+"""This part of little room is left to others, and the file grows by no less than this part of its size."""
 LOG_PART = 4
 """Of its size this part may wait in SQLite's log."""
 log = logging.getLogger(__name__)
@@ -44,22 +44,23 @@ class Reserve:
         return self._size // LOG_PART
 
     def make(self) -> None:
-        """Has the file take up its room. Where there is little and the file has made way, it takes most of that: so
-        whoever fills the disk between two deletions leaves some for the next one."""
+        """Reserves the room, or most of the free room where that is less: another program that fills the disk between
+        two deletions leaves some for the next one."""
         room, free = self._room(), self._free()
         has_enough = free >= LEAST_FREE * self._size
-        size = self._size if has_enough else room or min(self._size, free - free // LEFT_PART)
-        if size <= room:
+        size = self._size if has_enough else min(self._size, room + free - free // LEFT_PART)
+        if size <= room or (room and size - room < self._size // LEFT_PART and not has_enough):
             return
         try:
-            descriptor = os.open(self._path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+            descriptor = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             try:
                 os.posix_fallocate(descriptor, 0, size)
             finally:
                 os.close(descriptor)
         except OSError as error:
             log.debug("no room is kept for deletions: %s", error)
-            self._path.unlink(missing_ok=True)
+            with suppress(OSError):
+                self._path.unlink()
 
     @property
     def is_there(self) -> bool:

@@ -75,8 +75,10 @@ class EarlierContexts:
         now, found = self._wall_clock(), await asyncio.shield(self._reading)
         return {name: each for name, each in found.items() if name in names and not _is_past(each.record, now)}
 
-    def _end_reading(self, _: object) -> None:
+    def _end_reading(self, task: asyncio.Task[Mapping[str, EarlierContext]]) -> None:
         self._reading = None
+        if not task.cancelled():
+            task.exception()  # its callers may have left; asyncio would log the error
 
 
 def _is_past(record: ContextRecord, now: float) -> bool:

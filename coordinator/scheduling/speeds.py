@@ -54,7 +54,10 @@ class Speeds:
                 return
             is_shared = len(probed) < len(plan.work.rows)
             others = (self.decode_step.value or 0.0) if is_shared else 0.0
-            self.probe_token.add(max(0.0, seconds - others), sum(probed))
+            if seconds <= others:  # outdated: when it was measured, there were more rows, or longer ones
+                others = seconds / 2
+                self.decode_step.add(others, 1)
+            self.probe_token.add(seconds - others, sum(probed))
 
     def read_seconds(self, num_tokens: int) -> float:
         """How long chunks of so many tokens take; 0 while that was never measured."""

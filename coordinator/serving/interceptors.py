@@ -48,6 +48,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # pyright: ignore[reportMiss
         self._observers = observers
         self._refusals = Refusals()
 
+    async def close(self) -> None:
+        """Parses no more large requests."""
+        await self._gate.close()
+
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],

@@ -102,7 +102,7 @@ class Server:
         self._lobby = lobby = Lobby(loading)
         if use_cases is not None:
             lobby.open(use_cases)
-        interceptor = CallInterceptor(lobby, Gate(), unread_timeout, authenticator, observers)
+        self._interceptor = interceptor = CallInterceptor(lobby, Gate(), unread_timeout, authenticator, observers)
         self._health = health_servicer = HealthServicer()
 
         def make() -> grpc.aio.Server:
@@ -190,6 +190,7 @@ class Server:
             await self._inner.stop(grace)
         if self._health_listener is not None:
             await self._health_listener.stop(grace)
+        await self._interceptor.close()
 
 
 def _make(interceptor: CallInterceptor) -> grpc.aio.Server:

@@ -30,6 +30,8 @@ from longleaf.storage.store import Store
 log = logging.getLogger(__name__)
 
 
+RETRY_SECONDS = 60.0
+"""After which segments that did not fit on the disk are tried again, if no change came before."""
 MAX_LISTED = 8
 """Segments in a line of the log."""
 
@@ -82,6 +84,8 @@ class Snapshots:
         self._form = Form("", 1)
         self._wanted = dict.fromkeys(segment.id for segment in kept.segments) if policy.mode == "seal" else {}
         """Segments that are to be saved, the first one first."""
+        self._too_large = set[int]()
+        """Segments for which the disk lacks room."""
         self._asked: dict[int, list[asyncio.Future[None]]] = {}
         """Those of them that somebody waits for."""
         self._attempts = set[str]()
@@ -319,9 +323,12 @@ class Snapshots:
             assert self._holdings is not None
             uses, segment_id = self._holdings.uses(), -1
             try:
+                self._too_large &= self._wanted.keys()
                 for segment_id in list(self._wanted):
                     await self._save_one(segment_id, uses)
-                if not self._wanted:
+                if self._too_large:
+                    asyncio.get_running_loop().call_later(RETRY_SECONDS, self.wake)
+                elif not self._wanted:
                     self._trouble.end()
             except StorageUnavailable as error:
                 if segment_id in self._wanted:  # else it has been deleted meanwhile
@@ -345,6 +352,11 @@ class Snapshots:
         try:
             if held is None:
                 raise Unavailable(f"segment {segment_id} is not held now: ask its context, and try again")
+            if (error := await self._check_segment(held)) is not None:
+                self._too_large.add(segment_id)
+                self._trouble.begin(str(error))
+                self._answer(segment_id, error)
+                return
             await self._save(held)
         except StorageUnavailable:
             raise
@@ -360,10 +372,20 @@ class Snapshots:
             self._wanted.pop(segment_id, None)
             self._answer(segment_id)
 
+    async def _check_segment(self, held: Held) -> StorageUnavailable | None:
+        """The error for a segment that does not fit on the disk, where others may. Raises StorageUnavailable where none
+        fits."""
+        assert self._saver is not None
+        try:
+            await self._store.run(self._check_room, self._saver.num_bytes(held))
+        except StorageUnavailable as error:
+            await self._store.run(self._check_room, 0)
+            return error
+        return None
+
     async def _save(self, held: Held) -> None:
         assert self._saver is not None
         assert self._cleaner is not None
-        await self._store.run(self._check_room, self._saver.num_bytes(held))
         attempt = self._saver.attempt(held.segment.id)
         folder = attempt.manifest.rpartition("/")[0]
         self._attempts.add(folder)
@@ -381,7 +403,9 @@ class Snapshots:
             self._attempts.discard(folder)
         if record.manifest not in committed.manifests:  # else the segment has been deleted meanwhile
             self._records.put(record)
-        self._trouble.end()
+        self._too_large.discard(held.segment.id)
+        if not self._too_large:
+            self._trouble.end()
         self._sender.wake()
         await self._cleaner.trim()
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 
 from msgspec.structs import replace
@@ -12,7 +12,7 @@ from coordinator.events import Document, Prompt, Tokens
 from coordinator.ranks.fakes import FakeRanks
 from coordinator.ranks.ports import Formation
 from coordinator.snapshots.policy import Policy
-from coordinator.snapshots.snapshots import Snapshots
+from coordinator.snapshots.snapshots import Snapshots, any_room
 from longleaf.channel.snapshots import Fetch, Save, Saved
 from longleaf.channel.step import StepPlan, StepResult
 from longleaf.config import EngineConfig
@@ -111,12 +111,16 @@ class Service:
 
 @asynccontextmanager
 async def serving(
-    storage: Storage, ranks: StoringRanks | None = None, policy: Policy | None = None, model: str = "none"
+    storage: Storage,
+    ranks: StoringRanks | None = None,
+    policy: Policy | None = None,
+    model: str = "none",
+    check_room: Callable[[int], None] = any_room,
 ) -> AsyncGenerator[Service, None]:
     ranks, lasting = ranks or storage.ranks(), storage.lasting
     config = EngineConfig(model=model, world_size=ranks.world_size, chunk_size=32, block_size=4, replicate_below=8)
     snapshots = Snapshots(
-        storage.store, lasting.catalog, lasting.kept, "checkpoint", policy or Policy(grace=NOW), lambda: NOW
+        storage.store, lasting.catalog, lasting.kept, "checkpoint", policy or Policy(grace=NOW), lambda: NOW, check_room
     )
     lasting.snapshots = snapshots
     async with running(Engine(ranks, config, 3000, durability=lasting, wall_clock=lambda: 12.0)) as found:

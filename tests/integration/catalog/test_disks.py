@@ -167,6 +167,21 @@ def test_a_reserve_that_takes_up_no_room_is_made_anew(
     (tmp_path / "reserve").unlink()
 
 
+@pytest.mark.parametrize("disk", [64], indirect=True)
+def test_a_reserve_that_is_smaller_than_it_should_be_grows_with_the_free_room(disk: Path) -> None:
+    reserve = Reserve(disk)
+    reserve.make()
+    size = (disk / "reserve").stat().st_size
+    assert reserve.is_there and reserve.release()
+    fill(disk / "other")
+    os.truncate(disk / "other", (disk / "other").stat().st_size - size // 2)
+    reserve.make()
+    assert 0 < (disk / "reserve").stat().st_size < size
+    os.truncate(disk / "other", (disk / "other").stat().st_size - size)
+    reserve.make()
+    assert reserve.is_there, "although there is less than four times its size"
+
+
 async def test_a_read_only_disk_is_refused_at_the_start_and_can_be_read(disk: Path) -> None:
     folder = DataFolder.open(disk / "data", "f" * 64, "model", {})
     catalog = await Catalog.open(folder.database)

@@ -10,7 +10,7 @@ from coordinator.events import Document, Prompt, Tokens
 from coordinator.snapshots.policy import Policy
 from coordinator.snapshots.ports import ContextUse, Held
 from longleaf.channel.step import Prefill, Restore
-from longleaf.errors import Unavailable
+from longleaf.errors import StorageUnavailable, Unavailable
 from longleaf.geometry import EVERY_RANK, Reach, Windows
 from longleaf.messages import ContextSettings
 from longleaf.sampling import Sampling
@@ -270,3 +270,21 @@ async def test_closing_waits_for_nothing_that_is_fetched() -> None:
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert not service.ranks.fetched
+
+
+async def test_a_segment_that_does_not_fit_on_the_disk_delays_no_other() -> None:
+    def check_room(num_bytes: int) -> None:
+        if num_bytes > 1 << 20:
+            raise StorageUnavailable("the disk lacks room")
+
+    storage = Storage()
+    ranks = storage.ranks(form="blocks of 4; keys.0 F32 2x4x8192")  # 256 KiB each
+    async with serving(storage, ranks, policy=DEMAND, check_room=check_room) as service:
+        large = await ingest(service.engine, "large", list(range(40)))
+        small = await ingest(service.engine, "small", list(range(100, 108)))
+        saving = asyncio.create_task(service.snapshots.save([large]))
+        await service.snapshots.save([small])
+        with pytest.raises(StorageUnavailable, match="lacks room"):
+            await saving
+        assert service.snapshots.is_usable(small)
+        assert not service.snapshots.is_usable(large)

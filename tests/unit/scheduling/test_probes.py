@@ -6,8 +6,11 @@ from msgspec.structs import replace
 from coordinator.events import Beginning, Claim, Cuts, Ended, Found, Prompt
 from coordinator.placement.contexts import NamedPath
 from coordinator.placement.paths import Path, Segment
+from coordinator.scheduling.planner import Budget
 from coordinator.scheduling.scheduler import Scheduler
+from coordinator.scheduling.speeds import Speeds
 from longleaf.channel.step import MAX_TOLD_SPANS, Attention, Decode, Prefill, Row, StepPlan, StepResult
+from longleaf.config import EngineConfig
 from longleaf.errors import DeadlineExceeded, InvalidArgument, NotFound
 from longleaf.geometry import Reach, Windows
 from longleaf.sampling import Sampling
@@ -126,6 +129,19 @@ def test_probes_of_many_answers_take_turns_beside_other_answers(
     assert all(len(bench.found(job).scores) == 200 for job in jobs)
     decodes = [plan for plan in plans if isinstance(plan.work, Decode)]
     assert all(any(row.sequence == answer for row in rows([plan])) for plan in decodes[:19]), "it missed no step"
+
+
+def test_probes_are_not_taken_for_free_where_other_rows_have_become_faster() -> None:
+    """Steps without probes took long when there were many rows, and there are none now."""
+    speeds, row = Speeds(), Row(1, (), 0, (7,), (), 0)
+    budget = Budget(EngineConfig(model="none", target_itl_ms=100.0, block_size=16), 1, speeds)
+    speeds.measure(StepPlan(1, 1, Decode((row,))), 0.2)
+    taken = list[float]()
+    for step in range(2, 60):
+        read = replace(row, sequence=2, token_ids=tuple(range(budget.probe_size(is_alone=False))), token_index=-1)
+        taken.append(0.01 + 0.001 * len(read.token_ids))
+        speeds.measure(StepPlan(1, step, Decode((row, read))), taken[-1])
+    assert max(taken) <= 0.2
 
 
 def test_sequences_take_turns_where_more_spans_are_told_than_fit_into_an_answer(bench: ProbeBench) -> None:

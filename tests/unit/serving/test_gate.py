@@ -1,6 +1,7 @@
 """What is refused of requests before they are parsed, and how large ones take turns."""
 
 import asyncio
+import threading
 import weakref
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ import pytest
 from google.protobuf.message import DecodeError
 
 from coordinator.serving.gate import EOF, MAX_FIELDS, MAX_PIECE_BYTES, MAX_SMALL_BYTES, Gate
+from coordinator.telemetry.observers import CURRENT, CallRecord
 from longleaf.codec import has_more_fields
 from longleaf.config import MAX_REQUEST_BYTES
 from longleaf.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
@@ -107,20 +109,42 @@ async def test_what_is_missing_or_no_message_is_told() -> None:
             await incoming.one(call(b"\xff"))
 
 
-async def test_between_two_large_requests_others_have_their_turn() -> None:
-    parser, requests = Parser(), Gate()
+class SlowParser(Parser):
+    """One that waits, in its thread, until it may go on."""
 
-    async def read(data: bytes) -> None:
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_parse, self.has_begun = threading.Event(), threading.Event()
+
+    def request_deserializer(self, data: bytes) -> bytes:
+        if len(data) > MAX_SMALL_BYTES:
+            self.has_begun.set()
+            assert self.may_parse.wait(30)
+        return super().request_deserializer(data)
+
+
+async def test_while_a_large_request_is_parsed_the_event_loop_serves_others() -> None:
+    parser, requests = SlowParser(), Gate()
+
+    async def read(data: bytes, host: str = HOST) -> None:
+        CURRENT.set(CallRecord(GENERATE, host, {}))
         with requests.of(GENERATE, parser, HOST) as incoming:
             await incoming.one(call(data))
 
-    reading = [asyncio.create_task(read(data)) for data in (LARGE, LARGE + b"\0", LARGE + b"\0\0")]
-    parsed = [0]
-    while parsed[-1] < 3:
-        await asyncio.sleep(0)
-        parsed.append(len(parser.parsed))
-    assert max(b - a for a, b in zip(parsed, parsed[1:], strict=False)) == 1
-    await asyncio.gather(*reading)
+    large = [asyncio.create_task(read(LARGE + bytes(number))) for number in range(4)]
+    await asyncio.to_thread(parser.has_begun.wait, 30)
+    await read(b"small")
+    assert parser.parsed == [b"small"]
+    other = asyncio.create_task(read(LARGE + b"other", "ipv4:127.0.0.2:1"))
+    await asyncio.sleep(0)
+    large[1].cancel()
+    await asyncio.wait([large[1]])
+    parser.may_parse.set()
+    await asyncio.gather(other, *large, return_exceptions=True)
+    parsed = [data[len(LARGE) :] for data in parser.parsed[1:]]
+    assert sorted(parsed) == [b"", b"\0\0", b"\0\0\0", b"other"], "a call that was cancelled is not parsed"
+    assert parsed.index(b"other") < 3, "hosts take turns"
+    await requests.close()
 
 
 async def test_large_requests_that_wait_for_an_answer_have_a_limit() -> None:
