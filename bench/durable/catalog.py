@@ -49,7 +49,7 @@ async def commits(path: Path, num_ids: int, number: int) -> list[float]:
     """Seconds of each commit of a new context, after a few more for warming up."""
     catalog, seconds = await Catalog.open(path), list[float]()
     try:
-        for change in _changes(_ids(num_ids), WARM_UP + number):
+        for change in new_contexts(_ids(num_ids), WARM_UP + number):
             began = time.perf_counter()
             await catalog.commit(change)
             seconds.append(time.perf_counter() - began)
@@ -75,12 +75,12 @@ def _ids(number: int) -> "array[int]":
     return array("I", Random(number).choices(range(256), k=number))
 
 
-def _changes(ids: "array[int]", number: int) -> Iterator[Change]:
-    """Contexts of these ids, as the engine keeps what it has read."""
+def new_contexts(ids: "array[int]", number: int, tenant: str = "") -> Iterator[Change]:
+    """Changes that each create a context of these token ids; `tenant` is the prefix of their ids."""
     for i in range(number):
         segment = SegmentRecord(id=i, token_ids=ids)
         context = ContextRecord(
-            id=f"context-{i}",
+            id=f"{tenant}context-{i}",
             segment=i,
             num_tokens=len(ids),
             ends=(len(ids),),

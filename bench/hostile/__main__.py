@@ -101,8 +101,7 @@ class Watch:
         self._target = target
         self._beats = beats
         self._honest = honest
-        door = door_of(beats.pid) if target.http else []
-        self._memories = [Memory(pid) for pid in (beats.pid, *door)]
+        self._memories = [Memory(pid) for pid in (beats.pid, *gateways_of(beats.pid))]
         self._stood = 0
 
     async def warm_up(self) -> None:
@@ -157,8 +156,8 @@ class Watch:
         }
 
 
-def door_of(pid: int) -> list[int]:
-    """The process that serves HTTP for another one."""
+def gateways_of(pid: int) -> list[int]:
+    """The HTTP gateway that a service has started, if any."""
     return [child.pid for child in psutil.Process(pid).children() if "door" in child.cmdline()]
 
 
@@ -211,7 +210,7 @@ def config_of(chosen: Attack, world_size: int, folder: Path) -> ServiceConfig:
 
 
 def entries(quotas: Quotas) -> list[Entry]:
-    """Those who may come in: the attacker with quotas."""
+    """Credentials of both tenants; the quotas are the attacker's."""
     return [
         Entry(
             tenant=tenant,

@@ -16,13 +16,12 @@ from urllib.parse import urlsplit
 import grpc
 from google.protobuf.duration_pb2 import Duration
 
+from bench.durable.catalog import new_contexts
 from bench.hostile import payloads
 from coordinator.catalog.catalog import Catalog
 from coordinator.catalog.folder import DataFolder
-from coordinator.catalog.records import Change, ContextRecord, SegmentRecord
 from longleaf.codec.status import DETAILS_KEY
 from longleaf.credentials import Quotas
-from longleaf.geometry import OWN_ROPE
 from longleaf.v1 import cluster_service_pb2, context_service_pb2, generation_pb2
 
 MIB = 1 << 20
@@ -334,7 +333,7 @@ async def make_shapes(attacker: Attacker) -> None:
 
 
 async def import_records(attacker: Attacker, make: Callable[[], Sequence[bytes]], num_calls: int) -> None:
-    """Archives with a record that is far larger than what it tells of, at the same time."""
+    """Concurrent imports whose record is far larger than the context that it describes."""
     requests = make()
 
     async def send_one() -> None:
@@ -364,20 +363,8 @@ def keep_earlier(data_folder: Path, model: str) -> None:
 
     async def fill() -> None:
         catalog = await Catalog.open(folder.database)
-        for number in range(NUM_EARLIER):
-            ids = array("I", [number]) * EARLIER_TOKENS
-            segment = SegmentRecord(id=number, parent=None, start=0, rope=OWN_ROPE, token_ids=ids)
-            context = ContextRecord(
-                id=f"honest/{number}",
-                segment=number,
-                num_tokens=len(ids),
-                ends=(len(ids),),
-                capacity=len(ids),
-                created=1.0,
-                updated=1.0,
-                last_used=1.0,
-            )
-            await catalog.commit(Change(segments=(segment,), contexts=(context,)))
+        for change in new_contexts(array("I", [TOKEN_ID]) * EARLIER_TOKENS, NUM_EARLIER, tenant="honest/"):
+            await catalog.commit(change)
         await catalog.close()
 
     asyncio.run(fill())
@@ -385,7 +372,7 @@ def keep_earlier(data_folder: Path, model: str) -> None:
 
 
 async def send_trailers(attacker: Attacker) -> None:
-    """Headers without end after requests that need no credentials, from connections of one stranger."""
+    """Trailers without end after requests that need no credentials, on several connections."""
     begin = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n"
     await attacker.during(_send_on(attacker, begin, b"a:b\r\n" * 10_000) for _ in range(8))
 
@@ -451,7 +438,7 @@ class Attack:
     kv_bytes: int = 6 << 30
     """What the ranks of the service have for keys and values, together."""
     quotas: Quotas | None = None
-    """What the attacker may have, as one of two tenants; None: the service knows nobody."""
+    """Quotas of the attacker, who is one of two tenants; None: the service has no credentials."""
     prepare: Callable[[Path, str], None] | None = None
     """Fills the data folder of the service for its model; None: it has none."""
     has_door: bool = False

@@ -66,10 +66,7 @@ class Catalog:
             is_deletion = any(each.content is None for each in change.outgoing)
             if committed.segments or change.dropped_contexts or change.dropped_uploads or is_deletion:
                 self._database.note_remains()
-            if self._reserve is None:
-                self._database.scrub()
-            else:
-                self._database.scrub(self._reserve.release)
+            self._database.scrub(self._release_room)
             return committed
         finally:
             self._reserve_room()
@@ -77,6 +74,10 @@ class Catalog:
     def _reserve_room(self) -> None:
         if self._reserve is not None:
             self._reserve.make()
+
+    def _release_room(self) -> bool:
+        """Whether there is more room now."""
+        return self._reserve is not None and self._reserve.release()
 
     async def note_epoch(self, epoch: int) -> None:
         await self._call(self._note_epoch, epoch)
@@ -144,7 +145,7 @@ class Catalog:
         try:
             return self._write(function, *args, **kwargs)
         except StorageUnavailable as error:
-            if not is_full(error) or self._reserve is None or not self._reserve.release():
+            if not is_full(error) or not self._release_room():
                 raise
         return self._write(function, *args, **kwargs)
 

@@ -65,8 +65,8 @@ class Budget:
         return self._size(self._speeds.prefill_token.value, is_alone=is_alone)
 
     def probe_size(self, *, is_alone: bool) -> int:
-        """Tokens that probes may have in a step: reading one of theirs takes longer than one of a chunk, for it is
-        scored, or its attention is told."""
+        """Maximum number of probe tokens in a step. A probe token takes longer than a token of a chunk, because it is
+        scored or its attention is attributed."""
         return self._size(self._speeds.probe_token.value, is_alone=is_alone)
 
     def _size(self, per_token: float | None, *, is_alone: bool) -> int:

@@ -1,10 +1,11 @@
 """How fast the ranks were lately, and what that lets expect. Pure: measured times are passed in. Times in seconds."""
 
 from collections.abc import Collection
+from collections.abc import Sequence as Several
 
 from coordinator.scheduling.jobs import Job
 from coordinator.scheduling.sequences import Sequence
-from longleaf.channel.step import Decode, Prefill, StepPlan
+from longleaf.channel.step import Decode, Prefill, Row, StepPlan
 from longleaf.runs import ceil_div
 
 DECAY = 0.75
@@ -48,16 +49,19 @@ class Speeds:
         if isinstance(plan.work, Prefill):
             self.prefill_token.add(seconds, len(plan.work.token_ids))
         elif isinstance(plan.work, Decode):
-            probed = [len(row.token_ids) for row in plan.work.rows if row.token_index < 0]
-            if not probed:
+            probes = [row for row in plan.work.rows if row.token_index < 0]
+            if probes:
+                self._measure_probes(probes, seconds, is_shared=len(probes) < len(plan.work.rows))
+            else:
                 self.decode_step.add(seconds, 1)
-                return
-            is_shared = len(probed) < len(plan.work.rows)
-            others = (self.decode_step.value or 0.0) if is_shared else 0.0
-            if seconds <= others:  # outdated: when it was measured, there were more rows, or longer ones
-                others = seconds / 2
-                self.decode_step.add(others, 1)
-            self.probe_token.add(seconds - others, sum(probed))
+
+    def _measure_probes(self, probes: Several[Row], seconds: float, *, is_shared: bool) -> None:
+        """`is_shared`: the step had other rows, which take as long as a step without probes."""
+        others = (self.decode_step.value or 0.0) if is_shared else 0.0
+        if seconds <= others:  # that time is outdated: it was measured with more rows, or with longer contexts
+            others = seconds / 2
+            self.decode_step.add(others, 1)
+        self.probe_token.add(seconds - others, sum(len(row.token_ids) for row in probes))
 
     def read_seconds(self, num_tokens: int) -> float:
         """How long chunks of so many tokens take; 0 while that was never measured."""

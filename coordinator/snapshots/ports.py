@@ -46,7 +46,7 @@ class Form:
         return sum(_part_bytes(self.text.partition("|")[0]))
 
     def num_bytes(self, held: Held) -> int:
-        """What the pieces of a segment take together, apart from what begins each one."""
+        """Bytes of all pieces of a segment, without their headers."""
         sharded, _, windows = self.text.partition("|")
         found = 0
         for runs, text in ((held.runs, sharded), (held.window_runs, windows)):

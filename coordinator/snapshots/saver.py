@@ -46,10 +46,6 @@ class Saver:
         """Names that nobody has used; `name` is one that no attempt for this segment has had."""
         return Attempt(self._service, segment_name(self._service, segment_id), name or secrets.token_hex(8))
 
-    def num_bytes(self, held: Held) -> int:
-        """What the pieces of a segment take."""
-        return self._form.num_bytes(held)
-
     async def save(self, attempt: Attempt, held: Held) -> tuple[SegmentManifest, int]:
         """The manifest, which is on storage, and the bytes of all.
 

@@ -86,6 +86,8 @@ class Snapshots:
         """Segments that are to be saved, the first one first."""
         self._too_large = set[int]()
         """Segments for which the disk lacks room."""
+        self._retry: asyncio.TimerHandle | None = None
+        """Tries these again."""
         self._asked: dict[int, list[asyncio.Future[None]]] = {}
         """Those of them that somebody waits for."""
         self._attempts = set[str]()
@@ -123,6 +125,7 @@ class Snapshots:
 
     async def close(self) -> None:
         """Waits for nothing that a storage may delay."""
+        self._cancel_retry()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -326,8 +329,9 @@ class Snapshots:
                 self._too_large &= self._wanted.keys()
                 for segment_id in list(self._wanted):
                     await self._save_one(segment_id, uses)
+                self._cancel_retry()
                 if self._too_large:
-                    asyncio.get_running_loop().call_later(RETRY_SECONDS, self.wake)
+                    self._retry = asyncio.get_running_loop().call_later(RETRY_SECONDS, self.wake)
                 elif not self._wanted:
                     self._trouble.end()
             except StorageUnavailable as error:
@@ -338,6 +342,10 @@ class Snapshots:
                     self._answer(segment_id, error)
                 await self._trouble.wait()
                 self._may_save.set()
+
+    def _cancel_retry(self) -> None:
+        if self._retry is not None:
+            self._retry.cancel()
 
     async def _save_one(self, segment_id: int, uses: Sequence[ContextUse]) -> None:
         """Raises StorageUnavailable; what cannot be saved for other reasons is tried again when something is held."""
@@ -375,9 +383,8 @@ class Snapshots:
     async def _check_segment(self, held: Held) -> StorageUnavailable | None:
         """The error for a segment that does not fit on the disk, where others may. Raises StorageUnavailable where none
         fits."""
-        assert self._saver is not None
         try:
-            await self._store.run(self._check_room, self._saver.num_bytes(held))
+            await self._store.run(self._check_room, self._form.num_bytes(held))
         except StorageUnavailable as error:
             await self._store.run(self._check_room, 0)
             return error

@@ -168,7 +168,7 @@ class Ending:
         deadline = time.monotonic() + (STATUS_SECONDS if raised.details() == BROKEN_SEND else 0.0)
         self._look()
         while self._error is None and time.monotonic() < deadline:
-            await asyncio.sleep(LOOK_SECONDS)  # the library calls nobody back when it sets a second status
+            await asyncio.sleep(LOOK_SECONDS)  # the library runs no callback for a second status
             self._look()
         return self._error or raised
 

@@ -41,7 +41,7 @@ class LocalFiles:
             raise
         try:
             _sync_folder(path.parent)
-        except FileNotFoundError:  # somebody has deleted the object meanwhile, and its folder with it
+        except FileNotFoundError:  # another caller has deleted the object and its folder
             self._check_root()
 
     def read(self, name: str) -> bytes:

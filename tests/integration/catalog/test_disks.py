@@ -7,7 +7,8 @@ import sqlite3
 import subprocess
 import sys
 from array import array
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -18,24 +19,26 @@ from coordinator.catalog.records import Change, UploadRecord
 from coordinator.catalog.reserve import Reserve
 from longleaf.errors import CatalogError, StorageUnavailable
 from tests.support.catalog import context, document
-from tests.support.small_disk import fill
+from tests.support.small_disk import fill, small_disk
 
 
 @pytest.fixture
 def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
     """A file system of 1 MiB, or as many as the test says."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    size = f"size={getattr(request, 'param', 1)}m"
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", place], capture_output=True)
-    if made.returncode:
-        pytest.skip("only root may mount")
-    yield place
-    subprocess.run(["umount", "-l", place], check=True)
+    with small_disk(tmp_path / "disk", getattr(request, "param", 1) << 20) as made:
+        yield made.folder
 
 
-def make_read_only(disk: Path) -> None:
-    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+@asynccontextmanager
+async def opened(disk: Path) -> AsyncIterator[tuple[DataFolder, Catalog]]:
+    """The data folder on a disk, and its catalog with a reserve."""
+    folder = DataFolder.open(disk / "data", "f" * 64, "model", {})
+    catalog = await Catalog.open(folder.database, reserve=folder.reserve)
+    try:
+        yield folder, catalog
+    finally:
+        await catalog.close()
+        folder.close()
 
 
 async def test_a_full_disk_refuses_a_commit_and_takes_the_next_one(disk: Path) -> None:
@@ -70,81 +73,67 @@ async def test_a_full_disk_keeps_a_service_from_making_its_files(disk: Path) -> 
 @pytest.mark.parametrize("disk", [16], indirect=True)
 async def test_on_a_full_disk_contexts_can_be_deleted_and_services_start(disk: Path) -> None:
     """With what is set apart for that; it is set apart again once there is room."""
-    folder = DataFolder.open(disk / "data", "f" * 64, "model", {})
-    catalog = await Catalog.open(folder.database, reserve=folder.reserve)
-    for number in range(4):
-        await catalog.commit(document(f"book{number}", number, 30_000))
-    size = (folder.path / "reserve").stat().st_size
-    assert size == (16 << 20) // 32
-    folder.reserve.check()
-    fill(disk / "other")
-    with pytest.raises(StorageUnavailable, match="are kept for deletions"):
+    async with opened(disk) as (folder, catalog):
+        for number in range(4):
+            await catalog.commit(document(f"book{number}", number, 30_000))
+        size = (folder.path / "reserve").stat().st_size
+        assert size == (16 << 20) // 32
         folder.reserve.check()
-    with pytest.raises(StorageUnavailable, match="the disk is full"):
-        await catalog.commit(document("late", 9, 100_000))
-    assert (folder.path / "reserve").exists(), "it is not for what is new"
-    assert (await catalog.commit(Change(dropped_contexts=("book0",)))).segments == (0,)
-    (disk / "other").unlink()
-    await catalog.commit(Change(dropped_contexts=("book1",)))
-    assert (folder.path / "reserve").stat().st_size == size
-    await catalog.close()
-    folder.close()
+        fill(disk / "other")
+        with pytest.raises(StorageUnavailable, match="are kept for deletions"):
+            folder.reserve.check()
+        with pytest.raises(StorageUnavailable, match="the disk is full"):
+            await catalog.commit(document("late", 9, 100_000))
+        assert (folder.path / "reserve").exists(), "it is not for what is new"
+        assert (await catalog.commit(Change(dropped_contexts=("book0",)))).segments == (0,)
+        (disk / "other").unlink()
+        await catalog.commit(Change(dropped_contexts=("book1",)))
+        assert (folder.path / "reserve").stat().st_size == size
     fill(disk / "other")
-    folder = DataFolder.open(disk / "data", "f" * 64, "model", {})
-    catalog = await Catalog.open(folder.database, reserve=folder.reserve)
-    await catalog.note_epoch(7)
-    for name in ("book2", "book3"):
-        await catalog.commit(Change(dropped_contexts=(name,)))
-    kept = await catalog.load()
-    assert (kept.contexts, kept.epoch) == ((), 7)
-    await catalog.close()
-    folder.close()
+    async with opened(disk) as (folder, catalog):
+        await catalog.note_epoch(7)
+        for name in ("book2", "book3"):
+            await catalog.commit(Change(dropped_contexts=(name,)))
+        kept = await catalog.load()
+        assert (kept.contexts, kept.epoch) == ((), 7)
 
 
 @pytest.mark.parametrize("disk", [16], indirect=True)
 async def test_who_fills_the_disk_between_deletions_leaves_room_for_the_next_one(disk: Path) -> None:
-    """And for the start of a service that was killed meanwhile."""
-    folder = DataFolder.open(disk / "data", "f" * 64, "model", {})
-    catalog = await Catalog.open(folder.database, reserve=folder.reserve)
-    for number in range(8):
-        await catalog.commit(document(f"book{number}", number, 20_000))
-    for number in range(8):
-        fill(disk / f"other{number}")
-        await catalog.commit(Change(dropped_contexts=(f"book{number}",)))
-        if number == 3:
-            await catalog.close()
-            folder.close()
-            fill(disk / "more")
-            folder = DataFolder.open(disk / "data", "f" * 64, "model", {})
-            catalog = await Catalog.open(folder.database, reserve=folder.reserve)
+    """And for the start of a service that was ended meanwhile."""
+    async with opened(disk) as (_, catalog):
+        for number in range(8):
+            await catalog.commit(document(f"book{number}", number, 20_000))
+    for half in (range(4), range(4, 8)):
+        async with opened(disk) as (_, catalog):
             await catalog.note_epoch(7)
-    assert not (await catalog.load()).contexts
-    await catalog.close()
-    folder.close()
+            for number in half:
+                fill(disk / f"other{number}")
+                await catalog.commit(Change(dropped_contexts=(f"book{number}",)))
+        fill(disk / f"more{half.start}")
+    async with opened(disk) as (_, catalog):
+        assert not (await catalog.load()).contexts
 
 
 @pytest.mark.parametrize("disk", [520], indirect=True)
 async def test_what_made_way_for_deletions_is_theirs(disk: Path) -> None:
     """Neither uploads nor imports nor new contexts take it."""
-    folder = DataFolder.open(disk / "data", "f" * 64, "model", {})
-    catalog = await Catalog.open(folder.database, reserve=folder.reserve)
-    for number in range(3):
-        await catalog.commit(document(f"book{number}", number, 300_000))
-    fill(disk / "other")
-    with pytest.raises(StorageUnavailable):
-        await catalog.commit(Change(next_segment=1000))
-    assert folder.reserve.is_there
-    await catalog.commit(Change(dropped_contexts=("book2",)))
-    assert not folder.reserve.is_there
-    upload = UploadRecord(context="up", upload_id="u", header=b"x", settled_bytes=1, updated=1.0)
-    with pytest.raises(StorageUnavailable, match="are kept for deletions"):
-        await catalog.append_upload(upload, 0, array("I", [7] * 60_000))
-    with pytest.raises(StorageUnavailable, match="are kept for deletions"):
-        await catalog.commit(document("late", 9, 10))
-    for name in ("book0", "book1"):
-        await catalog.commit(Change(dropped_contexts=(name,)))
-    await catalog.close()
-    folder.close()
+    async with opened(disk) as (folder, catalog):
+        for number in range(3):
+            await catalog.commit(document(f"book{number}", number, 300_000))
+        fill(disk / "other")
+        with pytest.raises(StorageUnavailable):
+            await catalog.commit(Change(next_segment=1000))
+        assert folder.reserve.is_there
+        await catalog.commit(Change(dropped_contexts=("book2",)))
+        assert not folder.reserve.is_there
+        upload = UploadRecord(context="up", upload_id="u", header=b"x", settled_bytes=1, updated=1.0)
+        with pytest.raises(StorageUnavailable, match="are kept for deletions"):
+            await catalog.append_upload(upload, 0, array("I", [7] * 60_000))
+        with pytest.raises(StorageUnavailable, match="are kept for deletions"):
+            await catalog.commit(document("late", 9, 10))
+        for name in ("book0", "book1"):
+            await catalog.commit(Change(dropped_contexts=(name,)))
 
 
 def test_a_reserve_that_takes_up_no_room_is_made_anew(
@@ -182,19 +171,21 @@ def test_a_reserve_that_is_smaller_than_it_should_be_grows_with_the_free_room(di
     assert reserve.is_there, "although there is less than four times its size"
 
 
-async def test_a_read_only_disk_is_refused_at_the_start_and_can_be_read(disk: Path) -> None:
-    folder = DataFolder.open(disk / "data", "f" * 64, "model", {})
-    catalog = await Catalog.open(folder.database)
-    await catalog.commit(document("a", 0))
-    kept = await catalog.load()
-    await catalog.close()
-    folder.close()
-    make_read_only(disk)
-    with pytest.raises(CatalogError, match=f"{disk}/data/.*cannot be used: Read-only file system.*permission"):
-        DataFolder.open(disk / "data", "f" * 64, "model", {})
-    with pytest.raises(CatalogError, match="it is read-only|it cannot be opened"):
-        await Catalog.open(folder.database)
-    assert read_only_catalog(folder.path) == kept
+async def test_a_read_only_disk_is_refused_at_the_start_and_can_be_read(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 1 << 20) as made:
+        disk = made.folder
+        folder = DataFolder.open(disk / "data", "f" * 64, "model", {})
+        catalog = await Catalog.open(folder.database)
+        await catalog.commit(document("a", 0))
+        kept = await catalog.load()
+        await catalog.close()
+        folder.close()
+        made.make_read_only()
+        with pytest.raises(CatalogError, match=f"{disk}/data/.*cannot be used: Read-only file system.*permission"):
+            DataFolder.open(disk / "data", "f" * 64, "model", {})
+        with pytest.raises(CatalogError, match="it is read-only|it cannot be opened"):
+            await Catalog.open(folder.database)
+        assert read_only_catalog(folder.path) == kept
 
 
 async def test_a_file_that_was_moved_is_missed_and_found_again(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Storage as an engine sees it: what may be saved of what ranks hold, and when it is looked at again."""
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
@@ -15,7 +16,7 @@ from longleaf.geometry import EVERY_RANK, Reach, Windows
 from longleaf.messages import ContextSettings
 from longleaf.sampling import Sampling
 from tests.support.coming import comes
-from tests.support.storing import FORM, Service, Storage, serving
+from tests.support.storing import FORM, NOW, Service, Storage, serving
 
 pytestmark = pytest.mark.timeout(60)
 IDS = list(range(96))
@@ -288,3 +289,27 @@ async def test_a_segment_that_does_not_fit_on_the_disk_delays_no_other() -> None
             await saving
         assert service.snapshots.is_usable(small)
         assert not service.snapshots.is_usable(large)
+
+
+async def test_one_timer_retries_segments_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often snapshots are looked through meanwhile."""
+    loop, timers = asyncio.get_running_loop(), list[asyncio.TimerHandle]()
+    call_later = loop.call_later
+
+    def record(seconds: float, callback: Callable[..., object], *args: object) -> asyncio.TimerHandle:
+        timers.append(call_later(seconds, callback, *args))
+        return timers[-1]
+
+    def check_room(num_bytes: int) -> None:
+        if num_bytes:
+            raise StorageUnavailable("the disk lacks room")
+
+    async with serving(Storage(), policy=Policy(grace=NOW), check_room=check_room) as service:
+        monkeypatch.setattr(loop, "call_later", record)
+        for number in range(4):
+            await ingest(service.engine, f"book{number}")
+            with pytest.raises(StorageUnavailable, match="lacks room"):
+                await service.snapshots.save([service.engine.named(f"book{number}").path.ids[-1]])
+        retries = [timer for timer in timers if getattr(timer, "_callback", None) == service.snapshots.wake]
+        await comes(lambda: sum(not timer.cancelled() for timer in retries) == 1)
+    assert all(timer.cancelled() for timer in retries)

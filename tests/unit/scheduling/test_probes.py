@@ -115,7 +115,7 @@ def test_probes_that_come_together_run_together(bench: ProbeBench) -> None:
 def test_probes_of_many_answers_take_turns_beside_other_answers(
     chunk_size: int, seconds: float, expected: list[int]
 ) -> None:
-    """The first one goes alone, for nobody knows how long it takes."""
+    """The first one runs alone: the speed of probes is not known before."""
     bench = ProbeBench(blocks=(3000, 3000), chunk_size=chunk_size)
     bench.seconds_per_probed_token = seconds
     bench.ingest("doc", 40)
