@@ -20,10 +20,11 @@ ATTACKS = (
 
 
 @pytest.mark.extended
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 def test_of_a_thousand_callbacks_one_at_most_computes_for_five_milliseconds() -> None:
     """Seconds of the loop's thread: other processes, and threads, may compute meanwhile."""
-    rows = run_benchmark("bench.hostile", "--repeats", "1", "--seconds", "0.5", "--attacks", *ATTACKS)
+    arguments = ("--repeats", "1", "--seconds", "0.5", "--attacks", *ATTACKS)
+    rows = run_benchmark("bench.hostile", *arguments, timeout_s=1100)  # two minutes on an idle machine
     assert [row["attack"] for row in rows] == list(ATTACKS)
     long = {row["attack"]: row["attacked"]["num_long_callbacks"] for row in rows}
     assert sum(long.values()) <= sum(row["attacked"]["num_callbacks"] for row in rows) / 1000, long

@@ -13,10 +13,10 @@ from bench.harness.hosts import obstacle
 from longleaf.tree import MERGES
 
 
-def run_benchmark(name: str, *arguments: str) -> Any:
+def run_benchmark(name: str, *arguments: str, timeout_s: float = 280) -> Any:
     """JSON output of a benchmark."""
     command = [sys.executable, "-m", name, "--json", *arguments]
-    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=280).stdout)
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=timeout_s).stdout)
 
 
 @pytest.mark.bench
