@@ -12,7 +12,7 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.descriptor_pool import Default
 from google.protobuf.message import DecodeError
 
-from coordinator.access.caller import CALLER, OWNER
+from coordinator.access.caller import CALLER, OWNER, Caller
 from coordinator.telemetry.observers import CURRENT
 from coordinator.text.threads import TextThreads
 from longleaf.codec import has_more_fields
@@ -31,7 +31,7 @@ MAX_FIELDS = 4096
 MAX_CALLS = 8192
 """Calls that are open at once."""
 SHARE = 0.75
-"""Of these, what one host may have open."""
+"""The part of the open calls that one host may have, and of `MAX_HELD_BYTES` that one of several tenants may."""
 MAX_HELD_BYTES = 64 << 20
 """Bytes of all large requests that are not answered yet."""
 ARRIVAL_SECONDS = 120.0
@@ -68,7 +68,7 @@ class Gate:
         arrival_seconds: float = ARRIVAL_SECONDS,
         share: float = SHARE,
     ) -> None:
-        """One host may have open a `share` of the calls."""
+        """One host may have open a `share` of the calls, and one of several tenants hold a `share` of the bytes."""
         self.arrival_seconds = arrival_seconds
         self._max_calls = max_calls
         self._most_of_host = math.ceil(max_calls * share)
@@ -76,7 +76,9 @@ class Gate:
         self._num_calls = 0
         self._calls = Counter[str]()
         """Open ones by host."""
-        self._num_held = 0
+        self._share = share
+        self._held = Counter[str]()
+        """Bytes by tenant."""
         self._thread = TextThreads(1, tenant=_client_key)
 
     @contextmanager
@@ -98,15 +100,20 @@ class Gate:
             if not self._calls[host]:
                 del self._calls[host]
 
-    def hold(self, num_bytes: int) -> None:
+    def hold(self, num_bytes: int, caller: Caller) -> None:
         """Raises ResourceExhausted when requests that are held leave no room for one of so many bytes."""
-        if self._num_held + num_bytes > self._max_held:
-            told = f"with {num_bytes:,} bytes more those that wait for an answer have more than {self._max_held:,}"
-            raise ResourceExhausted("requests", told, RETRY_SECONDS)
-        self._num_held += num_bytes
+        held, limit, place = self._held.total(), self._max_held, ""
+        if not caller.is_alone and held + num_bytes <= limit:
+            held, limit, place = self._held[caller.tenant], int(limit * self._share), " from your tenant"
+        if held + num_bytes > limit:
+            text = f"{held:,} bytes{place} wait for an answer: {num_bytes:,} more would exceed the limit of {limit:,}"
+            raise ResourceExhausted("requests", text, RETRY_SECONDS)
+        self._held[caller.tenant] += num_bytes
 
-    def release(self, num_bytes: int) -> None:
-        self._num_held -= num_bytes
+    def release(self, num_bytes: int, caller: Caller) -> None:
+        self._held[caller.tenant] -= num_bytes
+        if not self._held[caller.tenant]:
+            del self._held[caller.tenant]
 
     async def parse(self, data: bytes, descriptor: MethodDescriptor, handler: Handler) -> object:
         """Raises InvalidArgument. Large requests are parsed one at a time in a thread, in turns by tenant and host:
@@ -132,6 +139,8 @@ class Incoming:
         self._handler = handler
         self._descriptor = Default().FindMethodByName(method.lstrip("/").replace("/", "."))
         self._num_held = 0
+        self._caller = OWNER
+        """Who holds it."""
 
     async def one(self, call: StreamCall) -> object:
         """The only one. It is held until it is released. Raises InvalidArgument, ResourceExhausted, and
@@ -146,7 +155,8 @@ class Incoming:
             raise InvalidArgument("request", "is missing")
         self._check_size(data)
         if len(data) > MAX_SMALL_BYTES:
-            self._gate.hold(len(data))
+            self._caller = CALLER.get(OWNER)
+            self._gate.hold(len(data), self._caller)
             self._num_held = len(data)
         return await self._gate.parse(data, self._descriptor, self._handler)
 
@@ -176,7 +186,8 @@ class Incoming:
 
     def release(self) -> None:
         """What was held need not be counted any more."""
-        self._gate.release(self._num_held)
+        if self._num_held:
+            self._gate.release(self._num_held, self._caller)
         self._num_held = 0
 
     def _check_size(self, data: bytes) -> None:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from google.protobuf.message import DecodeError
 
+from coordinator.access.caller import CALLER, Caller
 from coordinator.serving.gate import EOF, MAX_FIELDS, MAX_PIECE_BYTES, MAX_SMALL_BYTES, Gate
 from coordinator.telemetry.observers import CURRENT, CallRecord
 from longleaf.codec import has_more_fields
@@ -152,7 +153,7 @@ async def test_large_requests_that_wait_for_an_answer_have_a_limit() -> None:
     with requests.of(GENERATE, Parser(), HOST) as first, requests.of(GENERATE, Parser(), HOST) as second:
         await first.one(call(LARGE))
         with pytest.raises(
-            ResourceExhausted, match=f"with {len(LARGE):,} bytes more .* more than {len(LARGE):,}"
+            ResourceExhausted, match=f"{len(LARGE):,} more would exceed the limit of {len(LARGE):,}"
         ) as caught:
             await second.one(call(LARGE))
         assert caught.value.retry_seconds
@@ -161,6 +162,23 @@ async def test_large_requests_that_wait_for_an_answer_have_a_limit() -> None:
         assert await second.one(call(LARGE)) == LARGE
     with requests.of(GENERATE, Parser(), HOST) as third:
         assert await third.one(call(LARGE)) == LARGE, "the end of a call gives back what it held"
+
+
+async def test_one_tenant_leaves_room_for_large_requests_of_others() -> None:
+    requests = Gate(max_held_bytes=4 * len(LARGE))
+    with ExitStack() as stack:
+        first, *others = (stack.enter_context(requests.of(GENERATE, Parser(), HOST)) for _ in range(5))
+        CALLER.set(Caller(tenant="acme", is_alone=False))
+        for incoming in (first, *others[:2]):
+            await incoming.one(call(LARGE))
+        with pytest.raises(ResourceExhausted, match=f"from your tenant .* limit of {3 * len(LARGE):,}") as caught:
+            await others[2].one(call(LARGE))
+        assert caught.value.retry_seconds
+        CALLER.set(Caller(tenant="globex", is_alone=False))
+        first.release()
+        assert await others[3].one(call(LARGE)) == LARGE
+        CALLER.set(Caller(tenant="acme", is_alone=False))
+        assert await others[2].one(call(LARGE)) == LARGE, "a request is given back to the tenant whose it was"
 
 
 async def test_open_calls_have_a_limit() -> None:
