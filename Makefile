@@ -70,12 +70,13 @@ coverage: $(READY) ## Run the tests, and list the lines and branches that they d
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 
-check: $(READY) ## Lint, type check, check the layers, what is generated, and that the wire keeps what was released
+check: $(READY) ## Lint, type check, check the layers, the language, generated files and the compatibility of the wire
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/generate_stubs.py --check
 	$(BIN)/python scripts/generate_reference.py --check
+	$(BIN)/python scripts/check_language.py
 	$(BIN)/buf breaking protos --against $(WIRE)
 	$(BIN)/pyright
 

@@ -67,8 +67,3 @@ def test_nothing_points_elsewhere():
     """But for the name of a drawing's language, which is no request."""
     for file in set(SERVED) - set(VENDOR.glob("*.js")):
         assert set(URL.findall(file.read_text())) <= {"http://www.w3.org"}, file
-
-
-@pytest.mark.parametrize("file", OURS, ids=lambda file: file.name)
-def test_files_are_short(file: Path):
-    assert len(file.read_text().splitlines()) < 350
