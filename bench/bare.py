@@ -22,7 +22,7 @@ from bench.needle.documents import Question
 from longleaf.client import Client
 from longleaf.config import EngineConfig, embedded_model
 from longleaf.demo.haystack import distinct_facts
-from longleaf.messages import Delta, Finished
+from longleaf.types import Delta, Finished
 
 FACTS, NUMBERED = (1, 2, 5, 20, 100), (10, 100, 300, 1000, 3000)
 DOCUMENTS, QUESTIONS = 20, 2

@@ -26,7 +26,7 @@ from bench.harness.ranks import Placement, Rank, run
 from bench.harness.timing import slowest
 from longleaf.attention import Partial
 from longleaf.kernels import table
-from longleaf.tree import MERGES, Wire, choose_merge, make_merge
+from longleaf.merge import MERGES, Wire, choose_merge, make_merge
 
 HEADS, DIM = 16, 128
 

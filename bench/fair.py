@@ -19,7 +19,7 @@ from bench.harness.subjects import EMBEDDED, Subject, subject
 from longleaf.client import AsyncClient
 from longleaf.config import EngineConfig
 from longleaf.launch import ServiceProcess, coordinator_command
-from longleaf.messages import Delta
+from longleaf.types import Delta
 
 STREAM, DOCUMENT = "fair-stream", "fair-document"
 MIN_DELTAS = 20

@@ -26,7 +26,7 @@ from longleaf.attention import Partial
 from longleaf.attention.masks import Read, Reads
 from longleaf.kernels import int8, table
 from longleaf.kernels.backend import Backend, Int8Layer
-from longleaf.tree import Wire
+from longleaf.merge import Wire
 
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TARGETS = {"bfloat16": 1.5, "float16": 1.5}

@@ -37,7 +37,7 @@ from longleaf.comm import Groups
 from longleaf.comm.counting import counting
 from longleaf.config import MergeName
 from longleaf.kernels import table
-from longleaf.tree import MERGES, Merge, Wire, make_merge
+from longleaf.merge import MERGES, Merge, Wire, make_merge
 
 BASELINE = ("gloo", "paper")
 TOLERANCE = 1e-5

@@ -19,9 +19,9 @@ from typing import Any
 from bench.harness.arguments import unwind_on_terminate
 from bench.harness.machine import describe
 from bench.harness.timing import percentiles
+from coordinator.cluster.fakes import FakeRanks
 from coordinator.engine.engine import Engine
 from coordinator.events import Admitted, Document, Ended, Tokens
-from coordinator.ranks.fakes import FakeRanks
 from coordinator.telemetry.counts import Counts
 from coordinator.telemetry.metrics import Metrics
 from coordinator.telemetry.observers import CallRecord, Observers

@@ -27,19 +27,19 @@ import torch.multiprocessing as mp
 from bench.harness.arguments import tell, unwind_on_terminate
 from bench.harness.machine import describe
 from bench.harness.subjects import RANDOM_LLAMA, subject
-from coordinator.placement.blocks import Placer
-from longleaf.channel.step import Prefill
+from coordinator.kv_cache.blocks import Placer
 from longleaf.comm import Groups
 from longleaf.comm.counting import CountingComm
 from longleaf.comm.process_group import Carrier, ProcessGroups, connect_store, open_store
 from longleaf.config import PrefillName, apply_environment, network_environment, rank_environment
 from longleaf.interfaces import interface_of
 from longleaf.kernels import table
+from longleaf.merge import Wire, make_merge
+from longleaf.rank_protocol.step import Prefill
 from longleaf.runs import Run, ceil_div
 from longleaf.topology import Topology
-from longleaf.tree import Wire, make_merge
-from workers.keys.ledger import Ledger
-from workers.keys.slots import Pool
+from workers.kv_cache.ledger import Ledger
+from workers.kv_cache.slots import Pool
 from workers.model import model as models
 from workers.step.forward import Peers, PrefillDone, PrefillStep
 from workers.step.inputs import InputBuilder

@@ -42,7 +42,7 @@ from longleaf.client import AsyncClient
 from longleaf.config import EngineConfig, Launcher
 from longleaf.errors import NotFound
 from longleaf.launch import ServiceProcess, coordinator_command
-from longleaf.messages import Cluster, Delta
+from longleaf.types import Cluster, Delta
 
 WORLD_SIZE = 4
 TARGET = 0.45

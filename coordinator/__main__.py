@@ -39,11 +39,11 @@ import msgspec
 from msgspec.structs import fields
 
 from coordinator.actor import NAME, NAMESPACE, CoordinatorActor, Reply, describe
-from coordinator.ranks import fork_server
-from coordinator.ranks.fork_server import StartMethod
-from coordinator.ranks.local_fleet import LocalFleet
-from coordinator.ranks.ray_connection import connect, ray_package
-from coordinator.ranks.ray_fleet import RayFleet
+from coordinator.cluster import fork_server
+from coordinator.cluster.fork_server import StartMethod
+from coordinator.cluster.local_fleet import LocalFleet
+from coordinator.cluster.ray_connection import connect, ray_package
+from coordinator.cluster.ray_fleet import RayFleet
 from coordinator.settings import ServiceConfig
 from coordinator.telemetry import logs
 from longleaf.config import DataConfig, EngineConfig, join_address

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import msgspec
 
-from coordinator.ranks.ports import Fleet
+from coordinator.cluster.ports import Fleet
 from coordinator.service import Loading, Service
 from coordinator.settings import ServiceConfig
 from coordinator.telemetry import logs

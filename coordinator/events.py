@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out, in token ids; text is the business of `coordinator.calls`."""
+"""What goes into the engine and what comes out, in token ids; text is the business of `coordinator.handlers`."""
 
 from array import array
 from collections.abc import Mapping, Sequence
@@ -6,11 +6,11 @@ from typing import Literal
 
 import msgspec
 
-from longleaf.channel.step import Attention, Comparison
 from longleaf.document_text import DocumentText
 from longleaf.errors import LongleafError
-from longleaf.messages import UNCHANGED, Claimed, ContextSettings, Progress, Recovering, TokenRange
+from longleaf.rank_protocol.step import Attention, Comparison
 from longleaf.sampling import Sampling, Token
+from longleaf.types import UNCHANGED, Claimed, ContextSettings, Progress, Recovering, TokenRange
 
 EndReason = Literal["end_token", "length", "stop_token"]
 

@@ -11,21 +11,21 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from coordinator.access.authenticator import Anybody, Authenticator
-from coordinator.access.credentials import Credentials, unreachable
-from coordinator.calls.kept_uploads import KeptUploads
-from coordinator.calls.shares import TENANT_SHARE
-from coordinator.calls.use_cases import UseCases
-from coordinator.durability import Durability
+from coordinator.auth.authenticator import Anybody, Authenticator
+from coordinator.auth.credentials import Credentials, unreachable
+from coordinator.cluster.control import Control
+from coordinator.cluster.keeper import Keeper
+from coordinator.cluster.ports import Fleet
 from coordinator.engine.engine import STOPPING, Engine
+from coordinator.grpc_server.certificates import Certificates
+from coordinator.grpc_server.door import DoorProcess
+from coordinator.grpc_server.server import LOADING_SECONDS, Server
+from coordinator.handlers.kept_uploads import KeptUploads
+from coordinator.handlers.shares import TENANT_SHARE
+from coordinator.handlers.use_cases import UseCases
+from coordinator.kv_cache.positions import UNLIMITED
 from coordinator.memory import return_large
-from coordinator.placement.positions import UNLIMITED
-from coordinator.ranks.control import Control
-from coordinator.ranks.keeper import Keeper
-from coordinator.ranks.ports import Fleet
-from coordinator.serving.certificates import Certificates
-from coordinator.serving.door import DoorProcess
-from coordinator.serving.server import LOADING_SECONDS, Server
+from coordinator.persistence.open import Durability
 from coordinator.settings import ServiceConfig
 from coordinator.telemetry.counts import Counts
 from coordinator.telemetry.observers import Observers
@@ -34,15 +34,15 @@ from coordinator.telemetry.watching import Watching
 from coordinator.text.checkpoint import read_sampling
 from coordinator.text.renderer import Renderer
 from coordinator.text.tokenizer import Tokenizer
-from longleaf.channel.epochs import Ready
 from longleaf.config import (
     EngineConfig,
     join_address,
 )
 from longleaf.errors import StartError, Unavailable
 from longleaf.machine import allow_files, num_processors
-from longleaf.messages import Cluster, Draining, ModelInfo
+from longleaf.rank_protocol.epochs import Ready
 from longleaf.sampling import GREEDY
+from longleaf.types import Cluster, Draining, ModelInfo
 from longleaf.units import human_seconds
 
 SWITCH_SECONDS = 0.0005

@@ -13,7 +13,7 @@ from door.errors import problem_of, unavailable
 from door.events import HEADERS, EventResponse, event
 from longleaf.client.relay import Relay
 from longleaf.errors import LongleafError
-from longleaf.messages import Cluster
+from longleaf.types import Cluster
 
 READY_SECONDS = 2.0
 INTERVAL_SECONDS = 1.0

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from longleaf.client import Client
 from longleaf.errors import LongleafError
-from longleaf.messages import Delta, Finished
+from longleaf.types import Delta, Finished
 
 
 def main(file: str, *questions: str) -> None:

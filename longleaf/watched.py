@@ -15,7 +15,7 @@ Parsed = TypeVar("Parsed")
 LOOK_SECONDS = 1.0
 """How often files are looked at, at most: what changes is known within this."""
 log = logging.getLogger("longleaf.reloads")
-"""No part of `coordinator.access`, which is for lines about calls."""
+"""No part of `coordinator.auth`, which is for lines about calls."""
 
 
 class WatchedFiles(Generic[Parsed]):

@@ -70,7 +70,7 @@ def interruptible() -> None:
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[int]:
     """One Ray for the whole run, started as the service starts it; gives the number of its slots."""
-    from coordinator.ranks.ray_connection import connect
+    from coordinator.cluster.ray_connection import connect
 
     connection = connect(None, RAY_SLOTS)
     yield RAY_SLOTS

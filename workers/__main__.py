@@ -1,4 +1,4 @@
-"""A rank as a plain process, started by coordinator.ranks.local_fleet."""
+"""A rank as a plain process, started by coordinator.cluster.local_fleet."""
 
 import logging
 import multiprocessing
@@ -8,12 +8,12 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from longleaf.channel.epochs import Join, Ready
-from longleaf.channel.rank_spec import RankSpec
 from longleaf.config import apply_environment, network_environment
 from longleaf.interfaces import interface_of
 from longleaf.logs import Facts, Logs
 from longleaf.operations import TelemetryConfig
+from longleaf.rank_protocol.epochs import Join, Ready
+from longleaf.rank_protocol.rank_spec import RankSpec
 from workers.control import serve
 from workers.imports import for_good
 from workers.ports import Computation

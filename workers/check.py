@@ -24,7 +24,7 @@ from longleaf.geometry import UNLIMITED_TOKENS, Windows
 from longleaf.kernels import table
 from longleaf.model_report import AttentionKind, AttentionReport, Plan, RankPlan, ReplicatedReport
 from workers.exactness import check_exact
-from workers.keys.pools import (
+from workers.kv_cache.pools import (
     kv_bytes_per_token,
     kv_bytes_within,
     kv_dtype,

@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 import zmq
 
-from longleaf.channel.encoding import FromRank, ToRank, decode_to_rank, encode
-from longleaf.channel.epochs import Fence
-from longleaf.channel.lives import PULSE_SECONDS, Died, Heartbeat
-from longleaf.channel.rank_spec import Invitation, RankSpec
-from longleaf.channel.snapshots import Outcome
 from longleaf.errors import StartError, WorkerLost
 from longleaf.machine import num_processors
+from longleaf.rank_protocol.encoding import FromRank, ToRank, decode_to_rank, encode
+from longleaf.rank_protocol.epochs import Fence
+from longleaf.rank_protocol.lives import PULSE_SECONDS, Died, Heartbeat
+from longleaf.rank_protocol.rank_spec import Invitation, RankSpec
+from longleaf.rank_protocol.snapshots import Outcome
 from workers.life import Life, Standing, ending_in_time, reason_of
 from workers.ports import Computation
 from workers.records import Records

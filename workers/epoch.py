@@ -11,32 +11,32 @@ import torch
 from torch import Tensor
 
 from longleaf.attention import Partial
-from longleaf.channel.epochs import Layout, MergeTiming
-from longleaf.channel.sequences import Sequences
-from longleaf.channel.snapshots import Save
-from longleaf.channel.step import Decode, Move, Prefill, Restore, Row, StepPlan, StepResult
 from longleaf.comm import Groups
 from longleaf.config import EngineConfig
 from longleaf.geometry import EVERY_RANK, FLOAT32_POSITIONS
 from longleaf.kernels.backend import Backend, FixedBackend, TellingBackend
-from longleaf.tree import CountedMerge, Merge, Wire, choose_merge, make_merge
+from longleaf.merge import CountedMerge, Merge, Wire, choose_merge, make_merge
+from longleaf.rank_protocol.epochs import Layout, MergeTiming
+from longleaf.rank_protocol.sequences import Sequences
+from longleaf.rank_protocol.snapshots import Save
+from longleaf.rank_protocol.step import Decode, Move, Prefill, Restore, Row, StepPlan, StepResult
 from workers.buckets import bucket_sizes
-from workers.decode.bucket import Bucket
-from workers.decode.choosing import Choosing, Telling
-from workers.decode.graphs import Graphs
-from workers.decode.steps import FixedSteps, Launched, try_out
-from workers.decode.tokens import FixedTokens
-from workers.keys.ledger import Ledger
-from workers.keys.pools import sharded_layers, windowed_layers
-from workers.keys.quantized import QuantizedPool
-from workers.keys.slots import Pool
+from workers.cuda_graphs.bucket import Bucket
+from workers.cuda_graphs.choosing import Choosing, Telling
+from workers.cuda_graphs.graphs import Graphs
+from workers.cuda_graphs.steps import FixedSteps, Launched, try_out
+from workers.cuda_graphs.tokens import FixedTokens
+from workers.kv_cache.ledger import Ledger
+from workers.kv_cache.pools import sharded_layers, windowed_layers
+from workers.kv_cache.quantized import QuantizedPool
+from workers.kv_cache.slots import Pool
+from workers.kv_io.desk import Desk
 from workers.model.model import Model
 from workers.pending import Pending, done
 from workers.sampling.acceptance import reached_ids
 from workers.sampling.device_sampler import DeviceChoice, DeviceSampler
 from workers.sampling.logprobs import logprobs_of
 from workers.sampling.sampler import Choice, Sampler
-from workers.snapshots.desk import Desk
 from workers.step.drafts import DraftedBlocks, Keeper, drafted_among
 from workers.step.forward import DecodeStep, Peers, PrefillDone, PrefillStep
 from workers.step.inputs import InputBuilder, Inputs, RowNumbers

@@ -20,25 +20,25 @@ import msgspec
 import torch
 from blake3 import blake3
 
-from longleaf.channel.step import Comparison, Decode, Prefill, Row, StepPlan, Terms, Work
-from longleaf.channel.verdict import judge
 from longleaf.config import NOT_VERIFIED, EngineConfig
 from longleaf.errors import ModelRefused
 from longleaf.fingerprint import Fingerprint
 from longleaf.kernels import table
 from longleaf.kernels.backend import Backend
+from longleaf.rank_protocol.step import Comparison, Decode, Prefill, Row, StepPlan, Terms, Work
+from longleaf.rank_protocol.verdict import judge
 from longleaf.runs import Run, ceil_div
 from longleaf.sampling import Sampling
 from longleaf.storage.store import Store as Storage
 from longleaf.units import human_rounded
-from workers.decode.graphs import Graphs
+from workers.cuda_graphs.graphs import Graphs
 from workers.epoch import Epoch
-from workers.keys.quantized import QuantizedPool
-from workers.keys.slots import Pool
+from workers.kv_cache.quantized import QuantizedPool
+from workers.kv_cache.slots import Pool
+from workers.kv_io.desk import Desk
 from workers.model.model import Model, describe_error, special_ids
 from workers.sampling.device_sampler import DeviceSampler, make_sampler
 from workers.sampling.sampler import Sampler
-from workers.snapshots.desk import Desk
 from workers.step.last_ids import DeviceIds, HostIds, LastIds
 from workers.verification import computing_in
 

@@ -10,21 +10,21 @@ from typing import Literal
 
 import msgspec
 
-from longleaf.channel.epochs import Join, Layout, Ready, SegmentLayout
-from longleaf.channel.fakes import drafted_ends, echo_tokens
-from longleaf.channel.lives import Hello
-from longleaf.channel.rank_spec import RankSpec
-from longleaf.channel.sequences import Sequences
-from longleaf.channel.snapshots import Discard, Failure, Fetch, Fetched, Order, Outcome, Save, Saved
-from longleaf.channel.step import Decode, Move, Prefill, Restore, Row, StepPlan, StepResult
 from longleaf.errors import DataLoss, LongleafError, ModelRefused, NotFound, StorageUnavailable
+from longleaf.rank_protocol.epochs import Join, Layout, Ready, SegmentLayout
+from longleaf.rank_protocol.fakes import drafted_ends, echo_tokens
+from longleaf.rank_protocol.lives import Hello
+from longleaf.rank_protocol.rank_spec import RankSpec
+from longleaf.rank_protocol.sequences import Sequences
+from longleaf.rank_protocol.snapshots import Discard, Failure, Fetch, Fetched, Order, Outcome, Save, Saved
+from longleaf.rank_protocol.step import Decode, Move, Prefill, Restore, Row, StepPlan, StepResult
 from longleaf.runs import Run, until
 from longleaf.sampling import Token
 from workers.__main__ import live
 from workers.actor import WorkerActor
 from workers.control import serve
+from workers.kv_io.fakes import FolderStore
 from workers.pending import Pending, done
-from workers.snapshots.fakes import FolderStore
 
 FaultKind = Literal["raise", "kill", "hang", "grip", "freeze", "refuse"]
 

@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from longleaf.channel.encoding import ToRank
-from longleaf.channel.epochs import Broken, Join, Layout, OpenStore, StoreOpened
-from longleaf.channel.lives import Load, Loaded, Progress, Stop
-from longleaf.channel.rank_spec import RankSpec
-from longleaf.channel.snapshots import Discard, Fetch, Outcome, Save
-from longleaf.channel.step import StepPlan
 from longleaf.errors import Fenced, StartError, WorkerLost
+from longleaf.rank_protocol.encoding import ToRank
+from longleaf.rank_protocol.epochs import Broken, Join, Layout, OpenStore, StoreOpened
+from longleaf.rank_protocol.lives import Load, Loaded, Progress, Stop
+from longleaf.rank_protocol.rank_spec import RankSpec
+from longleaf.rank_protocol.snapshots import Discard, Fetch, Outcome, Save
+from longleaf.rank_protocol.step import StepPlan
 from workers.pending import Pending
 from workers.ports import Computation, Mailbox
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from longleaf.channel.step import StepResult
+from longleaf.rank_protocol.step import StepResult
 
 
 class Pending:

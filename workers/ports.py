@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from typing import Protocol
 
-from longleaf.channel.encoding import FromRank, ToRank
-from longleaf.channel.epochs import Join, Layout, Ready
-from longleaf.channel.lives import Hello
-from longleaf.channel.snapshots import Order, Outcome
-from longleaf.channel.step import StepPlan
+from longleaf.rank_protocol.encoding import FromRank, ToRank
+from longleaf.rank_protocol.epochs import Join, Layout, Ready
+from longleaf.rank_protocol.lives import Hello
+from longleaf.rank_protocol.snapshots import Order, Outcome
+from longleaf.rank_protocol.step import StepPlan
 from workers.pending import Pending
 
 

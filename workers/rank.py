@@ -8,11 +8,6 @@ from pathlib import Path
 import msgspec
 import torch
 
-from longleaf.channel.epochs import Join, Layout, MergeTiming, Ready
-from longleaf.channel.lives import Hello
-from longleaf.channel.rank_spec import RankSpec
-from longleaf.channel.snapshots import Discard, Failure, Fetch, Order, Outcome, Save, Saved
-from longleaf.channel.step import StepPlan, StepResult
 from longleaf.comm import Groups
 from longleaf.comm.fence import Fence, Sockets
 from longleaf.comm.process_group import (
@@ -28,24 +23,29 @@ from longleaf.errors import ModelRefused, StartError
 from longleaf.fingerprint import Fingerprint, read_fingerprint
 from longleaf.kernels import table
 from longleaf.kernels.backend import Backend
+from longleaf.merge import tiers
+from longleaf.rank_protocol.epochs import Join, Layout, MergeTiming, Ready
+from longleaf.rank_protocol.lives import Hello
+from longleaf.rank_protocol.rank_spec import RankSpec
+from longleaf.rank_protocol.snapshots import Discard, Failure, Fetch, Order, Outcome, Save, Saved
+from longleaf.rank_protocol.step import StepPlan, StepResult
 from longleaf.runs import ceil_div
 from longleaf.storage.store import Store as Storage
 from longleaf.topology import Topology, too_few_gpus
-from longleaf.tree import tiers
-from workers.decode.graphs import CudaGraphs, Graphs
+from workers.cuda_graphs.graphs import CudaGraphs, Graphs
 from workers.epoch import Epoch
 from workers.exactness import EXACT, Records, verify_model
-from workers.keys.pools import check_kv_bytes, kv_bytes_per_token, kv_dtype, make_pool, name_of, sharded_layers
-from workers.keys.quantized import QuantizedPool
-from workers.keys.slots import Pool
-from workers.keys.workspace import room_for_graphs
+from workers.kv_cache.pools import check_kv_bytes, kv_bytes_per_token, kv_dtype, make_pool, name_of, sharded_layers
+from workers.kv_cache.quantized import QuantizedPool
+from workers.kv_cache.slots import Pool
+from workers.kv_cache.workspace import room_for_graphs
+from workers.kv_io.desk import ENDED, NOT_HELD, Desk
+from workers.kv_io.piece import form_of
+from workers.kv_io.store import OpenStore
 from workers.model import model as models
 from workers.pending import Pending
 from workers.sampling.device_sampler import DeviceSampler, make_sampler
 from workers.sampling.sampler import Sampler
-from workers.snapshots.desk import ENDED, NOT_HELD, Desk
-from workers.snapshots.piece import form_of
-from workers.snapshots.store import OpenStore
 from workers.step.last_ids import DeviceIds, HostIds, LastIds
 
 OPEN_UNTRIED: OpenStore = partial(Storage.open, is_tried=False)

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from longleaf.channel.records import (
+from longleaf.rank_protocol.records import (
     MAX_RECORDS,
     MAX_TEXT_BYTES,
     MAX_TRACEBACK_BYTES,

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from longleaf.channel.step import Comparison, Row
 from longleaf.config import EngineConfig
 from longleaf.geometry import Rope
+from longleaf.rank_protocol.step import Comparison, Row
 from longleaf.sampling import Token
-from workers.keys.ledger import Ledger
+from workers.kv_cache.ledger import Ledger
 from workers.model import hook
 from workers.model.model import Model
 from workers.sampling.sampler import first_positions

@@ -17,7 +17,7 @@ from bench.harness.ranks import Rank
 from longleaf.attention import Partial
 from longleaf.kernels import table
 from longleaf.kernels.backend import Backend
-from longleaf.tree import Chosen, Merge, Wire, choose_merge, make_merge
+from longleaf.merge import Chosen, Merge, Wire, choose_merge, make_merge
 
 ONE_DEVICE, TREE, PAPER, RING, QUERY_RING = "one_device", "tree", "paper", "ring", "ring_pass_q"
 MIN_TURNS = 3

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from longleaf.client import AsyncClient
-from longleaf.messages import Delta
+from longleaf.types import Delta
 
 STREAM_TOKENS = 2048
 """After so many a stream begins anew: a token shall take as long at the end of a turn as at its beginning."""

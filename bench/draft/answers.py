@@ -12,7 +12,7 @@ from bench.needle.documents import prose, size_of
 from longleaf.client import Client
 from longleaf.demo.facts import HELD_OUT_WORDS, make_fact, make_key
 from longleaf.demo.haystack import library_texts
-from longleaf.messages import Finished
+from longleaf.types import Finished
 
 KINDS = ("demo", "long", "random")
 """`demo`: facts like the demo's, with its short values. `long`: values of many words. `random`: random ids for a random

@@ -1,6 +1,6 @@
 """Plans of one sequence over keys of which nobody has computed any, with as many rows a step as are asked for."""
 
-from longleaf.channel.step import Decode, Row, StepPlan, Terms
+from longleaf.rank_protocol.step import Decode, Row, StepPlan, Terms
 from longleaf.runs import Run, ceil_div, cut_chunk
 from longleaf.sampling import Sampling
 

@@ -4,7 +4,7 @@ import time
 from typing import NamedTuple
 
 from longleaf.client import AsyncClient
-from longleaf.messages import Delta, Recovering
+from longleaf.types import Delta, Recovering
 
 QUESTION = (65, 66, 67)
 ANSWERED = 8

@@ -11,8 +11,8 @@ from tempfile import TemporaryDirectory
 
 from bench.durable.options import Options, Row, latency, result
 from bench.harness.arguments import tell
-from coordinator.catalog.catalog import Catalog
-from coordinator.catalog.records import Change, ContextRecord, SegmentRecord
+from coordinator.persistence.catalog.catalog import Catalog
+from coordinator.persistence.catalog.records import Change, ContextRecord, SegmentRecord
 
 SMALL = 1000
 """Token ids of a small context."""

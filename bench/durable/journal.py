@@ -15,11 +15,11 @@ from bench.harness.arguments import tell
 from bench.harness.service import START_SECONDS
 from bench.harness.subjects import EMBEDDED, Subject, subject
 from coordinator.events import Admitted, Tokens
-from coordinator.journal.entries import Held
-from coordinator.journal.journal import Journal, Record
+from coordinator.persistence.journal.entries import Held
+from coordinator.persistence.journal.journal import Journal, Record
 from longleaf.client import AsyncClient
-from longleaf.messages import Finished, Generate, Started
 from longleaf.sampling import Sampling, Token
+from longleaf.types import Finished, Generate, Started
 
 GENERATIONS = 64
 MOST_SHARE = 0.01

@@ -19,7 +19,7 @@ from bench.harness.arguments import tell
 from bench.harness.service import START_SECONDS
 from bench.harness.subjects import EMBEDDED, Subject, subject
 from longleaf.client import AsyncClient
-from longleaf.messages import Delta
+from longleaf.types import Delta
 
 MOST_LATER = 1.05
 """Seconds to the acknowledgement with snapshots, over those without."""

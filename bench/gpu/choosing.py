@@ -11,7 +11,7 @@ import torch
 from bench.gpu import timing
 from bench.gpu.cases import Choose
 from bench.gpu.counting import counted
-from longleaf.channel.step import Row, Seen, Terms
+from longleaf.rank_protocol.step import Row, Seen, Terms
 from longleaf.sampling import Sampling
 from workers.sampling.device_sampler import DeviceSampler, parameters_of
 from workers.sampling.fixed_shape import kind_of

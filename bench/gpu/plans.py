@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from longleaf.channel.step import Decode, Prefill, Row, StepPlan, Terms
+from longleaf.rank_protocol.step import Decode, Prefill, Row, StepPlan, Terms
 from longleaf.runs import Run, ceil_div, cut_chunk
 from longleaf.sampling import Sampling
 

@@ -6,9 +6,9 @@ from typing import NamedTuple, TypeVar
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from longleaf.channel.rank_spec import Invitation, RankSpec
 from longleaf.config import EngineConfig
-from workers.decode.graphs import CaptureRefused, Graphs, Work
+from longleaf.rank_protocol.rank_spec import Invitation, RankSpec
+from workers.cuda_graphs.graphs import CaptureRefused, Graphs, Work
 from workers.model import hook, model
 from workers.rank import Rank
 

@@ -17,7 +17,7 @@ from bench.gpu.cases import Share
 
 if TYPE_CHECKING:
     from bench.gpu.ranks import Shape
-    from longleaf.channel.step import StepPlan, StepResult
+    from longleaf.rank_protocol.step import StepPlan, StepResult
 
 BLOCK_SIZE = 32
 DEADLINE = 240.0
@@ -125,8 +125,8 @@ def serve(end: Connection, number: int, num_ranks: int, device: str, shape: tupl
 
     from bench.gpu.plans import EPOCH
     from bench.gpu.ranks import Shape, make_module, make_rank, served
-    from longleaf.channel.epochs import Join
     from longleaf.config import EngineConfig
+    from longleaf.rank_protocol.epochs import Join
 
     if device.startswith("cuda"):
         torch.cuda.set_device(device)

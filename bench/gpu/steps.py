@@ -15,10 +15,10 @@ from bench.gpu.counting import Counts, counted
 from bench.gpu.ground import LeftOut
 from bench.gpu.plain import Plain
 from bench.gpu.ranks import LLAMA_8B, NotedGraphs, Shape, make_module, make_rank, noted, served
-from longleaf.channel.epochs import Join
-from longleaf.channel.step import StepPlan, StepResult
 from longleaf.config import EngineConfig, GraphsChoice
-from workers.keys.slots import Pool
+from longleaf.rank_protocol.epochs import Join
+from longleaf.rank_protocol.step import StepPlan, StepResult
+from workers.kv_cache.slots import Pool
 from workers.model.model import Model
 from workers.rank import Rank
 

@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from coordinator.cluster.control import Control
+from coordinator.cluster.local_fleet import LocalFleet
 from coordinator.engine.engine import Engine
 from coordinator.events import Document, Prompt, Tokens
-from coordinator.ranks.control import Control
-from coordinator.ranks.local_fleet import LocalFleet
-from longleaf.channel.step import Decode, StepPlan, StepResult
 from longleaf.config import EngineConfig
+from longleaf.rank_protocol.step import Decode, StepPlan, StepResult
 from longleaf.sampling import Sampling
 from workers.__main__ import main as worker_main
 

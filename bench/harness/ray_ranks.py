@@ -15,8 +15,8 @@ import bench
 from bench.harness.arguments import tell
 from bench.harness.hosts import Network
 from bench.harness.ranks import Placement, Rank
-from coordinator.ranks.ray_connection import connect, ray_package
-from coordinator.ranks.ray_fleet import PLACE_SECONDS, bundle_for, bundles_of, in_bundle
+from coordinator.cluster.ray_connection import connect, ray_package
+from coordinator.cluster.ray_fleet import PLACE_SECONDS, bundle_for, bundles_of, in_bundle
 from longleaf.comm.process_group import connect_store, open_store
 from longleaf.config import DeviceName, EngineConfig, apply_environment, network_environment, rank_environment
 from longleaf.errors import StartError

@@ -10,7 +10,7 @@ from bench.harness.timing import Decoded
 from longleaf.client import Client
 from longleaf.config import EngineConfig, Launcher
 from longleaf.launch import ServiceProcess, coordinator_command
-from longleaf.messages import Delta, Finished
+from longleaf.types import Delta, Finished
 
 START_SECONDS = 600.0
 

@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 
 from coordinator.actor import CoordinatorActor, Reply
-from coordinator.ranks.local_fleet import LocalFleet
+from coordinator.cluster.local_fleet import LocalFleet
 from coordinator.settings import ServiceConfig
 from longleaf.launch import ERROR, LISTENING
 from workers.__main__ import main as worker_main

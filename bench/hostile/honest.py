@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from bench.hostile.heartbeat import longest_gap
 from longleaf.client import AsyncClient
 from longleaf.errors import LongleafError
-from longleaf.messages import Delta
+from longleaf.types import Delta
 
 CONTEXT, NAME = "honest", "honest"
 STREAM_TOKENS = 50_000

@@ -27,7 +27,7 @@ from bench.needle.chart import draw
 from bench.needle.documents import MAKERS, TASKS, Document, Question, size_of
 from longleaf.client import Client
 from longleaf.config import EngineConfig, embedded_model
-from longleaf.messages import Delta, Finished
+from longleaf.types import Delta, Finished
 
 LENGTHS = (4_000, 64_000, 256_000, 1_000_000)
 MANY_DOCUMENTS, FEW_DOCUMENTS, LONG = 20, 5, 200_000

@@ -24,16 +24,16 @@ from bench.harness.machine import describe
 from bench.harness.subjects import EMBEDDED, Subject, subject
 from bench.overhead.clients import ask, ingest
 from bench.overhead.step_times import Gap, TimedMain, gaps, read
-from coordinator.calls.use_cases import UseCases
+from coordinator.cluster.control import Control
+from coordinator.cluster.local_fleet import LocalFleet
 from coordinator.engine.engine import Engine
-from coordinator.ranks.control import Control
-from coordinator.ranks.local_fleet import LocalFleet
-from coordinator.serving.server import Server
+from coordinator.grpc_server.server import Server
+from coordinator.handlers.use_cases import UseCases
 from coordinator.text.renderer import Renderer
 from coordinator.text.tokenizer import Tokenizer
-from longleaf.channel.step import Decode, StepPlan, StepResult
 from longleaf.config import EngineConfig
-from longleaf.messages import ModelInfo
+from longleaf.rank_protocol.step import Decode, StepPlan, StepResult
+from longleaf.types import ModelInfo
 
 WARM_UP_STEPS = 8
 TARGET_SHARE = 0.1

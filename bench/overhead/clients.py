@@ -3,7 +3,7 @@
 import asyncio
 
 from longleaf.client import AsyncClient
-from longleaf.messages import Delta
+from longleaf.types import Delta
 
 CONTEXT = "overhead"
 

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from longleaf.channel.epochs import Join, Layout, Ready
-from longleaf.channel.lives import Hello
-from longleaf.channel.rank_spec import RankSpec
-from longleaf.channel.snapshots import Order, Outcome
-from longleaf.channel.step import StepPlan
+from longleaf.rank_protocol.epochs import Join, Layout, Ready
+from longleaf.rank_protocol.lives import Hello
+from longleaf.rank_protocol.rank_spec import RankSpec
+from longleaf.rank_protocol.snapshots import Order, Outcome
+from longleaf.rank_protocol.step import StepPlan
 from workers.__main__ import live
 from workers.pending import Pending
 from workers.ports import Computation

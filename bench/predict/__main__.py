@@ -18,7 +18,7 @@ from bench.harness.arguments import RESULTS, tell
 from bench.predict import cluster, constants
 from bench.predict.chart import draw
 from bench.predict.measured import KINDS, Missing, Row, fits, load
-from longleaf.tree import MERGES
+from longleaf.merge import MERGES
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 from bench.predict.constants import CLUSTERS, SPEED_UP
-from longleaf.tree import MERGES
+from longleaf.merge import MERGES
 
 Row = dict[str, Any]
 

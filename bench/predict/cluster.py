@@ -6,7 +6,7 @@ from bench.predict import constants as c
 from bench.predict.constants import Calibration
 from bench.predict.formulas import Cluster, Shape, Work, query_ring_work, ring_work, tree_work
 from bench.predict.libraries import nccl
-from longleaf.tree import MERGES
+from longleaf.merge import MERGES
 
 CALIBRATIONS: tuple[Calibration, ...] = ("solved", "tuner")
 RINGS = {"ring": ring_work, "pass-q": query_ring_work}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Literal, NamedTuple
 
-from longleaf.tree.butterfly import rounds
+from longleaf.merge.butterfly import rounds
 
 Kind = Literal["all_gather", "all_to_all", "all_reduce", "shift", "swap"]
 """A shift is a permutation where each rank sends to the next; in a swap all ranks of a node send to another node."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from bench.production.services import Running
 from longleaf.client import AsyncClient
 from longleaf.errors import LongleafError
-from longleaf.messages import Delta
+from longleaf.types import Delta
 
 STREAMS = 16
 STREAM_TOKENS = 4096

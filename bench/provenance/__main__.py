@@ -33,8 +33,8 @@ from bench.provenance.cost import cost
 from bench.provenance.rows import Row, rows
 from longleaf.client import Client
 from longleaf.config import EngineConfig
-from longleaf.messages import Ranking
 from longleaf.runs import ceil_div
+from longleaf.types import Ranking
 
 METHODS: tuple[Ranking, ...] = ("raw", "contrast")
 TASKS = ("single_prose", "near_duplicate", "absent")

@@ -6,7 +6,7 @@ import msgspec
 
 from bench.needle.documents import Question
 from longleaf.client import Client
-from longleaf.messages import Delta, Finished, Provenance, Ranking, Source
+from longleaf.types import Delta, Finished, Provenance, Ranking, Source
 
 MAX_TOKENS = 96
 

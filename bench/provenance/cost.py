@@ -6,7 +6,7 @@ from statistics import median
 
 from bench.provenance.rows import Row
 from longleaf.client import Client
-from longleaf.messages import Finished, Provenance
+from longleaf.types import Finished, Provenance
 
 ANSWER_TOKENS = 64
 CONTEXT = "cost"

@@ -19,7 +19,7 @@ import torch
 from bench.harness.arguments import tell
 from bench.harness.machine import describe
 from bench.sampling import one_by_one
-from longleaf.channel.step import Row, Seen, Terms
+from longleaf.rank_protocol.step import Row, Seen, Terms
 from longleaf.sampling import Sampling
 from workers.sampling.sampler import Sampler
 

@@ -17,7 +17,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from longleaf.channel.step import Row, Seen
+from longleaf.rank_protocol.step import Row, Seen
 from longleaf.sampling import Logprobs, Sampling, Token, TokenLogprob
 
 

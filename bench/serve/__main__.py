@@ -26,7 +26,7 @@ from bench.harness.timing import percentiles
 from bench.serve.load import Answer, Documents, Request, poisson, run
 from longleaf.client import AsyncClient
 from longleaf.config import EngineConfig, embedded_model
-from longleaf.messages import Cluster
+from longleaf.types import Cluster
 
 KINDS = ("shared", "distinct", "prompt")
 WARM_UP = 8

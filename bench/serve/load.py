@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from longleaf.client import AsyncClient
 from longleaf.errors import LongleafError, ResourceExhausted
-from longleaf.messages import Delta, Finished
+from longleaf.types import Delta, Finished
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,20 +3,20 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-from coordinator.access.usage import Room, Usage, any_room
+from coordinator.auth.usage import Room, Usage, any_room
 from coordinator.engine.earlier import EarlierContexts
 from coordinator.engine.keeping import Keeping
 from coordinator.engine.recoveries import Recoveries
 from coordinator.events import LAST_IDS, DocumentPart, Grounds
-from coordinator.placement.contexts import NamedPath
-from coordinator.placement.positions import Positions, Ropes
+from coordinator.kv_cache.contexts import NamedPath
+from coordinator.kv_cache.positions import Positions, Ropes
 from coordinator.scheduling.limits import num_fed
 from coordinator.scheduling.scheduler import Scheduler
-from longleaf import messages
-from longleaf.channel.epochs import Ready
+from longleaf import types
 from longleaf.config import EngineConfig
-from longleaf.messages import ContextSettings, LeftOut
+from longleaf.rank_protocol.epochs import Ready
 from longleaf.tenants import DEFAULT_TENANT
+from longleaf.types import ContextSettings, LeftOut
 
 ANSWER_PART = 8
 """Answers as long as there is room for have together this part of the pools of all ranks: all others would wait."""
@@ -51,7 +51,7 @@ class ContextCalls(ABC):
         ...
 
     @abstractmethod
-    def _view(self, context: NamedPath) -> messages.Context: ...
+    def _view(self, context: NamedPath) -> types.Context: ...
 
     def num_tokens(self, context_id: str) -> int:
         """Tokens of a context. Raises NotFound."""
@@ -111,18 +111,18 @@ class ContextCalls(ABC):
             for segment, start, end in path.parts()
         ]
 
-    def get_context(self, context_id: str) -> messages.Context:
+    def get_context(self, context_id: str) -> types.Context:
         """Raises NotFound. Looks at all that ranks hold of it; `num_tokens` does not."""
         return self._view(self.named(context_id))
 
-    def welcome(self, context: NamedPath) -> messages.Context:
+    def welcome(self, context: NamedPath) -> types.Context:
         """There is another context now."""
         self._recoveries.forget(context.id)
         return self._view(context)
 
     def list_contexts(
         self, after: str = "", limit: int | None = None, *, tenant: str = DEFAULT_TENANT
-    ) -> list[messages.Context]:
+    ) -> list[types.Context]:
         """Those of a tenant, sorted by id: those that come after `after`, at most `limit`."""
         return [self._view(context) for context in self._open().contexts.of_tenant(tenant, after, limit)]
 
@@ -134,7 +134,7 @@ class ContextCalls(ABC):
         """Bytes that are kept of a tenant's contexts, on storage and in the catalog."""
         return self._keeping.total_bytes(self._open().contexts.totals(tenant))
 
-    async def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> messages.Context:
+    async def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> types.Context:
         """A new context of the first `num_tokens` tokens of another, by default all. Copies nothing.
 
         Raises NotFound, AlreadyExists, InvalidArgument naming token_count, Unavailable or StorageUnavailable.
@@ -144,7 +144,7 @@ class ContextCalls(ABC):
             forked = await self._keeping.fork(source, context_id, num_tokens)
         return self.welcome(forked)
 
-    async def reread_context(self, context_id: str, vocabulary_size: int, room: Room = any_room) -> messages.Context:
+    async def reread_context(self, context_id: str, vocabulary_size: int, room: Room = any_room) -> types.Context:
         """The context of that name that an earlier checkpoint has read, parked, to be read again by this one, which
         knows so many tokens. Raises NotFound, AlreadyExists, CheckpointChanged, DataLoss, StorageUnavailable, and what
         `room` raises."""
@@ -155,14 +155,14 @@ class ContextCalls(ABC):
 
     async def reread_contexts(
         self, vocabulary_size: int, tenant: str = DEFAULT_TENANT, room: Room = any_room
-    ) -> messages.Reread:
+    ) -> types.Reread:
         """All contexts of a tenant that earlier checkpoints have read."""
         self._open()
         adopted, refused = await self._earlier.adopt_all(self.positions, vocabulary_size, tenant, room)
         told = tuple(LeftOut(name, str(error)) for name, error in refused.items())
-        return messages.Reread(contexts=tuple(map(self.welcome, adopted)), left_out=told)
+        return types.Reread(contexts=tuple(map(self.welcome, adopted)), left_out=told)
 
-    async def update_context(self, context_id: str, settings: ContextSettings) -> messages.Context:
+    async def update_context(self, context_id: str, settings: ContextSettings) -> types.Context:
         """Raises NotFound, InvalidArgument for a time that has passed, and StorageUnavailable."""
         self._open()
         settings.check(self._wall_clock(), "context")

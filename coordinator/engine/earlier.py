@@ -5,13 +5,13 @@ from collections.abc import Callable, Mapping, Sequence, Set
 
 from msgspec.structs import replace
 
-from coordinator.access.usage import Room
-from coordinator.catalog.earlier import EarlierContext
-from coordinator.catalog.records import ContextRecord, SegmentRecord
+from coordinator.auth.usage import Room
 from coordinator.engine.keeping import Keeping
 from coordinator.engine.lasting import Lasting
-from coordinator.placement.contexts import NamedPath
-from coordinator.placement.positions import Positions
+from coordinator.kv_cache.contexts import NamedPath
+from coordinator.kv_cache.positions import Positions
+from coordinator.persistence.catalog.earlier import EarlierContext
+from coordinator.persistence.catalog.records import ContextRecord, SegmentRecord
 from longleaf.errors import CheckpointChanged, LongleafError, NotFound
 from longleaf.tenants import tenant_of
 

@@ -10,10 +10,11 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from coordinator.changes import Changes
+from coordinator.cluster.ports import Ranks
 from coordinator.engine.context_calls import ContextCalls
+from coordinator.engine.context_transfer import EngineHouse
 from coordinator.engine.earlier import EarlierContexts
 from coordinator.engine.epochs import FIRST_EPOCH, Epochs
-from coordinator.engine.house import EngineHouse
 from coordinator.engine.keeping import Keeping
 from coordinator.engine.lasting import Lasting
 from coordinator.engine.readers import Readers
@@ -23,18 +24,17 @@ from coordinator.engine.storing import Storing
 from coordinator.engine.stream import Stream
 from coordinator.engine.views import count_scheduled, view_cluster, view_context
 from coordinator.events import Document, Outcome, Prompt, Sealed
-from coordinator.placement.contexts import NamedPath
-from coordinator.placement.positions import Positions
-from coordinator.ranks.ports import Ranks
+from coordinator.kv_cache.contexts import NamedPath
+from coordinator.kv_cache.positions import Positions
 from coordinator.scheduling.scheduler import Scheduler
 from coordinator.telemetry.counts import Counts
-from longleaf import messages
-from longleaf.channel.epochs import Ready
-from longleaf.channel.step import StepPlan, StepResult
+from longleaf import types
 from longleaf.config import MAX_SECONDS, EngineConfig
 from longleaf.errors import EpochBroken, LongleafError, NotFound, Unavailable, WorkerLost
 from longleaf.geometry import Rotary
-from longleaf.messages import Cluster, ModelInfo, expired
+from longleaf.rank_protocol.epochs import Ready
+from longleaf.rank_protocol.step import StepPlan, StepResult
+from longleaf.types import Cluster, ModelInfo, expired
 
 Observer = Callable[[StepPlan, StepResult], None]
 """Sees each step once it is answered, in their order, while the ranks work on the next one. It must be quick, and not
@@ -238,7 +238,7 @@ class Engine(ContextCalls):
         self._expire(self._scheduler)
         return self._scheduler
 
-    def _view(self, context: NamedPath) -> messages.Context:
+    def _view(self, context: NamedPath) -> types.Context:
         assert self._scheduler is not None
         holdings, readies = self._scheduler.segments.holdings, self._readies()
         stored = self._keeping.num_bytes(context)

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Self
 
-from coordinator.placement.blocks import Placer
-from coordinator.placement.ranking import Ranking
-from coordinator.ranks.ports import Formation
+from coordinator.cluster.ports import Formation
+from coordinator.kv_cache.blocks import Placer
+from coordinator.kv_cache.ranking import Ranking
 
 MOVED_BYTES = 64 << 20
 """Of keys that one step moves from rank to rank at most: streams wait for it."""

@@ -4,14 +4,14 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
+from coordinator.cluster.history import is_filling
+from coordinator.cluster.ports import EpochEnd, Formation, Ranks
 from coordinator.engine.epoch import Epoch
 from coordinator.engine.recoveries import Recoveries
-from coordinator.ranks.history import is_filling
-from coordinator.ranks.ports import EpochEnd, Formation, Ranks
 from coordinator.recovery.suspicion import BREAK, LOSS
 from coordinator.scheduling.scheduler import Scheduler
-from longleaf.channel.epochs import Layout
 from longleaf.errors import EpochBroken, Unavailable, WorkerLost
+from longleaf.rank_protocol.epochs import Layout
 
 FIRST_EPOCH = 1
 MAX_IDLE = 8

@@ -5,12 +5,12 @@ import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
-from coordinator.placement.paths import Segment
-from coordinator.ranks.ports import Ranks
+from coordinator.cluster.ports import Ranks
+from coordinator.kv_cache.paths import Segment
 from coordinator.recovery.restoring import OF_WINDOWS, Part, Restoring
-from longleaf.channel.snapshots import Fetch
 from longleaf.errors import DataLoss, LongleafError, NotFound, StorageUnavailable, Unavailable
 from longleaf.geometry import EVERY_RANK
+from longleaf.rank_protocol.snapshots import Fetch
 from longleaf.storage.manifest import Piece, SegmentManifest
 from longleaf.units import human_seconds
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class Manifests(Protocol):
-    """What storage has of segments. Implemented by coordinator.snapshots."""
+    """What storage has of segments. Implemented by coordinator.persistence.snapshots."""
 
     def is_usable(self, segment_id: int) -> bool:
         """Whether it has one in a form that the ranks can take in."""

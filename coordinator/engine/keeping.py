@@ -7,17 +7,17 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from coordinator.catalog.records import Change, ContextRecord, Kept, SegmentRecord, SnapshotRecord
 from coordinator.engine.kept import context_of, context_record, renumbered, segment_of, segment_record
 from coordinator.engine.lasting import Lasting
-from coordinator.placement.contexts import Contexts, NamedPath
-from coordinator.placement.paths import NOWHERE, Path, Segment
-from coordinator.placement.totals import Totals
+from coordinator.kv_cache.contexts import Contexts, NamedPath
+from coordinator.kv_cache.paths import NOWHERE, Path, Segment
+from coordinator.kv_cache.totals import Totals
+from coordinator.persistence.catalog.records import Change, ContextRecord, Kept, SegmentRecord, SnapshotRecord
 from coordinator.scheduling.jobs import IngestJob
 from coordinator.scheduling.scheduler import Scheduler
 from longleaf.errors import AlreadyExists, DataLoss, LongleafError, Unavailable
-from longleaf.messages import ContextSettings
 from longleaf.tenants import tenant_of
+from longleaf.types import ContextSettings
 
 NOBODYS = ""
 FLUSH_SECONDS = 30.0

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from coordinator.catalog.records import Change, ContextRecord, SegmentRecord, SnapshotRecord
-from coordinator.placement.contexts import LAST_ENDS, NamedPath
-from coordinator.placement.paths import Path, Segment
+from coordinator.kv_cache.contexts import LAST_ENDS, NamedPath
+from coordinator.kv_cache.paths import Path, Segment
+from coordinator.persistence.catalog.records import Change, ContextRecord, SegmentRecord, SnapshotRecord
 from longleaf.storage.note import sound_ends
 
 

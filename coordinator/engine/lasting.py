@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Protocol
 
-from coordinator.catalog.earlier import EarlierContext
-from coordinator.catalog.ports import ContextCatalog
-from coordinator.catalog.records import Kept
-from coordinator.snapshots.snapshots import Snapshots
+from coordinator.persistence.catalog.earlier import EarlierContext
+from coordinator.persistence.catalog.ports import ContextCatalog
+from coordinator.persistence.catalog.records import Kept
+from coordinator.persistence.snapshots.snapshots import Snapshots
 
 
 class Forgetful(Protocol):

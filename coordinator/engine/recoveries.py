@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from coordinator.events import GivenUp
 from longleaf.errors import CheckpointChanged, ContextLost, NotFound
-from longleaf.messages import Recovering, Recovery
+from longleaf.types import Recovering, Recovery
 from longleaf.units import human_seconds
 
 MAX_REMEMBERED = 100

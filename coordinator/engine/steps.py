@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from coordinator.ranks.ports import Group
-from longleaf.channel.step import Decode, StepPlan, StepResult
+from coordinator.cluster.ports import Group
+from longleaf.rank_protocol.step import Decode, StepPlan, StepResult
 
 MOST_BETWEEN = 0.01
 """Seconds between two steps that followed one another; after a longer time nobody had anything to do."""

@@ -2,17 +2,18 @@
 
 from collections.abc import Callable, Sequence
 
+from coordinator.cluster.ports import Ranks
 from coordinator.engine.epochs import Epochs
 from coordinator.engine.fetching import Fetching
-from coordinator.ranks.ports import Ranks
+from coordinator.persistence.snapshots.ports import ContextUse, Form, Held
+from coordinator.persistence.snapshots.snapshots import Snapshots
 from coordinator.scheduling.scheduler import Scheduler
-from coordinator.snapshots.ports import ContextUse, Form, Held
-from coordinator.snapshots.snapshots import Snapshots
-from longleaf.messages import Storage
+from longleaf.types import Storage
 
 
 class Storing:
-    """Implements coordinator.snapshots.ports.Holdings. `on_change` is called when the engine has something to do."""
+    """Implements coordinator.persistence.snapshots.ports.Holdings. `on_change` is called when the engine has something
+    to do."""
 
     def __init__(self, snapshots: Snapshots, ranks: Ranks, epochs: Epochs, on_change: Callable[[], None]) -> None:
         self._snapshots = snapshots

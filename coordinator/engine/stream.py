@@ -6,9 +6,9 @@ from types import TracebackType
 from typing import Self
 
 from coordinator.events import Admitted, Ended, Event, Tokens
-from longleaf.channel.step import Attention
-from longleaf.messages import Progress, Recovering
+from longleaf.rank_protocol.step import Attention
 from longleaf.sampling import Token
+from longleaf.types import Progress, Recovering
 
 MAX_UNREAD = 256
 """Tokens of a sample that wait for a reader before its request is paused; those under way still come."""

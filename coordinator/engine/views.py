@@ -2,19 +2,19 @@
 
 from collections.abc import Container, Sequence
 
+from coordinator.cluster.ports import Formation
 from coordinator.engine.epoch import Epoch
-from coordinator.placement.contexts import NamedPath
-from coordinator.placement.holdings import Holdings
-from coordinator.placement.positions import Positions
-from coordinator.ranks.ports import Formation
+from coordinator.kv_cache.contexts import NamedPath
+from coordinator.kv_cache.holdings import Holdings
+from coordinator.kv_cache.positions import Positions
 from coordinator.scheduling.draft_counts import DraftCounts
 from coordinator.scheduling.scheduler import Scheduler
 from coordinator.telemetry.counts import Counts
-from longleaf import messages
-from longleaf.channel.epochs import Ready
-from longleaf.channel.lives import Hello
+from longleaf import types
 from longleaf.config import EngineConfig
-from longleaf.messages import Loss
+from longleaf.rank_protocol.epochs import Ready
+from longleaf.rank_protocol.lives import Hello
+from longleaf.types import Loss
 
 
 def view_context(
@@ -24,11 +24,11 @@ def view_context(
     positions: Positions,
     exactness_note: str,
     storage_bytes: int,
-) -> messages.Context:
+) -> types.Context:
     ready, num_windowed = readies[0], holdings.num_window_tokens(context.path)
     held = enumerate(holdings.shares(context.path, len(readies)))
-    shares = tuple(messages.RankShare(rank, tokens, _kv_bytes(ready, tokens, num_windowed)) for rank, tokens in held)
-    return messages.Context(
+    shares = tuple(types.RankShare(rank, tokens, _kv_bytes(ready, tokens, num_windowed)) for rank, tokens in held)
+    return types.Context(
         id=context.id,
         tokens=context.num_tokens,
         kv_bytes=sum(share.kv_bytes for share in shares),
@@ -48,7 +48,7 @@ def view_context(
     )
 
 
-def _state_of(context: NamedPath, holdings: Holdings) -> messages.ContextState:
+def _state_of(context: NamedPath, holdings: Holdings) -> types.ContextState:
     if holdings.holds(context.path):
         return "held"
     return "parked" if context.is_resting else "restoring"
@@ -56,14 +56,14 @@ def _state_of(context: NamedPath, holdings: Holdings) -> messages.ContextState:
 
 def view_cluster(
     scheduler: Scheduler, config: EngineConfig, epoch: Epoch, losses: Sequence[Loss], exactness_note: str
-) -> messages.Cluster:
+) -> types.Cluster:
     """The ranks that live, and the load; without what the engine does not know itself."""
     readies = epoch.formation.readies
     held, windowed = scheduler.segments.tokens_by_rank(), scheduler.segments.num_window_tokens
     size, gone = config.block_size, {loss.member for loss in losses}
     workers = view_workers(epoch.formation, gone, held, windowed, size)
-    return messages.Cluster(
-        model=messages.ModelInfo(name=""),
+    return types.Cluster(
+        model=types.ModelInfo(name=""),
         workers=workers,
         world_size=len(workers),
         epoch=epoch.number,
@@ -87,8 +87,8 @@ def view_cluster(
     )
 
 
-def view_drafting(drafts: DraftCounts) -> messages.Drafting:
-    return messages.Drafting(
+def view_drafting(drafts: DraftCounts) -> types.Drafting:
+    return types.Drafting(
         drafted_tokens=drafts.num_drafted,
         accepted_tokens=drafts.num_accepted,
         tokens_per_step=drafts.tokens_per_step,
@@ -106,7 +106,7 @@ def count_scheduled(scheduler: Scheduler, counts: Counts) -> None:
 
 def view_workers(
     formation: Formation, gone: Container[int], held: Sequence[int], num_windowed: int, block_size: int
-) -> tuple[messages.Worker, ...]:
+) -> tuple[types.Worker, ...]:
     """Those of the ranks that are not gone; `held` tells the tokens of each."""
     members = zip(held, formation.hellos, formation.readies, strict=True)
     return tuple(
@@ -118,10 +118,10 @@ def view_workers(
 
 def view_worker(
     rank: int, hello: Hello, ready: Ready, num_tokens: int, num_windowed: int, block_size: int
-) -> messages.Worker:
+) -> types.Worker:
     """The member with a rank that holds `num_tokens` tokens, and in the windows' pool `num_windowed`."""
     max_tokens, max_windowed = ready.num_blocks * block_size, max_window_tokens(ready, block_size)
-    return messages.Worker(
+    return types.Worker(
         rank=rank,
         node=hello.node,
         pid=hello.pid,

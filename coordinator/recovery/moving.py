@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from coordinator.placement.blocks import Placer
-from coordinator.placement.holdings import Holding
-from coordinator.placement.segments import Segments
-from longleaf.channel.step import Move, Transfer
+from coordinator.kv_cache.blocks import Placer
+from coordinator.kv_cache.holdings import Holding
+from coordinator.kv_cache.segments import Segments
+from longleaf.rank_protocol.step import Move, Transfer
 from longleaf.runs import Run
 
 

@@ -2,20 +2,20 @@
 
 from collections.abc import Iterable, Sequence
 
-from coordinator.placement.blocks import Blocks, Placer
-from coordinator.placement.holdings import Holding
-from coordinator.placement.losses import Loss
-from coordinator.placement.paths import Path
-from coordinator.placement.ranking import Ranking
-from coordinator.placement.segments import Segments
+from coordinator.kv_cache.blocks import Blocks, Placer
+from coordinator.kv_cache.holdings import Holding
+from coordinator.kv_cache.losses import Loss
+from coordinator.kv_cache.paths import Path
+from coordinator.kv_cache.ranking import Ranking
+from coordinator.kv_cache.segments import Segments
 from coordinator.recovery.moving import Moving
 from coordinator.recovery.regrouping import call, regroup
 from coordinator.recovery.rereading import RecoveryFailed, Rereading
 from coordinator.recovery.restoring import Restoring
 from coordinator.recovery.suspicion import BREAK
-from longleaf.channel.step import Move, Prefill, Restore, Work
-from longleaf.messages import Recovering
+from longleaf.rank_protocol.step import Move, Prefill, Restore, Work
 from longleaf.runs import Run
+from longleaf.types import Recovering
 
 MOVED_BLOCKS = 64
 """Blocks that a plan moves at most unless the caller knows how large they are."""

@@ -7,13 +7,13 @@ nowhere: tokens can only be read again from a place on before which all that is 
 from bisect import bisect_right
 from collections.abc import Iterable
 
-from coordinator.placement.blocks import Placer
-from coordinator.placement.holdings import Holding
-from coordinator.placement.losses import Loss, Range
-from coordinator.placement.paths import Path
-from coordinator.placement.ranking import Ranking
-from coordinator.placement.segments import Segments
-from longleaf.channel.epochs import SegmentLayout
+from coordinator.kv_cache.blocks import Placer
+from coordinator.kv_cache.holdings import Holding
+from coordinator.kv_cache.losses import Loss, Range
+from coordinator.kv_cache.paths import Path
+from coordinator.kv_cache.ranking import Ranking
+from coordinator.kv_cache.segments import Segments
+from longleaf.rank_protocol.epochs import SegmentLayout
 from longleaf.runs import ceil_div
 
 

@@ -3,13 +3,13 @@
 from array import array
 from collections.abc import Callable, Iterable
 
-from coordinator.placement.blocks import Blocks, Placer, Reservation
-from coordinator.placement.holdings import Holding
-from coordinator.placement.losses import Loss
-from coordinator.placement.paths import Path, Segment
-from coordinator.placement.segments import Segments
+from coordinator.kv_cache.blocks import Blocks, Placer, Reservation
+from coordinator.kv_cache.holdings import Holding
+from coordinator.kv_cache.losses import Loss
+from coordinator.kv_cache.paths import Path, Segment
+from coordinator.kv_cache.segments import Segments
 from coordinator.recovery.suspicion import add
-from longleaf.channel.step import Prefill
+from longleaf.rank_protocol.step import Prefill
 
 
 class RecoveryFailed(Exception):

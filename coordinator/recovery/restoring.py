@@ -8,13 +8,13 @@ nothing could be read again.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from coordinator.placement.blocks import Placer
-from coordinator.placement.holdings import Holding
-from coordinator.placement.losses import Loss, Range
-from coordinator.placement.paths import Path, Segment
-from coordinator.placement.segments import Segments
-from longleaf.channel.step import Portion, Restore
+from coordinator.kv_cache.blocks import Placer
+from coordinator.kv_cache.holdings import Holding
+from coordinator.kv_cache.losses import Loss, Range
+from coordinator.kv_cache.paths import Path, Segment
+from coordinator.kv_cache.segments import Segments
 from longleaf.geometry import EVERY_RANK
+from longleaf.rank_protocol.step import Portion, Restore
 from longleaf.runs import Run, ceil_div
 
 MAX_FETCHED = 4

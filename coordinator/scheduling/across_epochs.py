@@ -1,14 +1,14 @@
 """What a scheduler does when the ranks change, and until all that was lost is held again. Pure."""
 
 from coordinator.events import GivenUp, Recovering
-from coordinator.placement.ranking import Ranking
-from coordinator.placement.segments import Segments
+from coordinator.kv_cache.ranking import Ranking
+from coordinator.kv_cache.segments import Segments
 from coordinator.recovery.recovery import Recovery
 from coordinator.recovery.regrouping import lay_out
 from coordinator.recovery.restoring import Restoring
 from coordinator.recovery.suspicion import BREAK
 from coordinator.scheduling.healing import Healing
-from longleaf.channel.epochs import SegmentLayout
+from longleaf.rank_protocol.epochs import SegmentLayout
 
 
 class AcrossEpochs:

@@ -8,11 +8,11 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from coordinator.events import Claim, Document, Prompt
-from coordinator.placement.blocks import Blocks
-from coordinator.placement.contexts import Contexts, NamedPath
-from coordinator.placement.paths import Path, Segment
-from coordinator.placement.positions import UNLIMITED, Ropes
-from coordinator.placement.segments import Segments
+from coordinator.kv_cache.blocks import Blocks
+from coordinator.kv_cache.contexts import Contexts, NamedPath
+from coordinator.kv_cache.paths import Path, Segment
+from coordinator.kv_cache.positions import UNLIMITED, Ropes
+from coordinator.kv_cache.segments import Segments
 from coordinator.scheduling.jobs import IngestJob, Job, Request
 from coordinator.scheduling.limits import MAX_TOKENS, Limits, num_fed
 from coordinator.scheduling.reading import Reading

@@ -1,7 +1,7 @@
 """What a scheduler does about contexts, and the documents that they are made of. Pure."""
 
 from coordinator.events import Acknowledged, Outcome
-from coordinator.placement.contexts import Contexts, NamedPath
+from coordinator.kv_cache.contexts import Contexts, NamedPath
 from coordinator.scheduling.healing import Healing
 from coordinator.scheduling.jobs import IngestJob
 from coordinator.scheduling.lives import Lives

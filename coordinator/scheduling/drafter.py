@@ -3,14 +3,14 @@
 from collections.abc import Sequence as Several
 from weakref import WeakKeyDictionary
 
-from coordinator.drafting.acceptance import USUAL_DECAY, Acceptance
-from coordinator.drafting.costs import StepCosts
-from coordinator.drafting.drafts import NO_DRAFT, Draft, Indexes
-from coordinator.drafting.guesses import Guesses
-from coordinator.drafting.policy import Policy
-from coordinator.placement.paths import Segment
+from coordinator.kv_cache.paths import Segment
 from coordinator.scheduling.sequences import Sequence
-from longleaf.channel.step import Decode, Row, StepPlan
+from coordinator.speculation.acceptance import USUAL_DECAY, Acceptance
+from coordinator.speculation.costs import StepCosts
+from coordinator.speculation.drafts import NO_DRAFT, Draft, Indexes
+from coordinator.speculation.guesses import Guesses
+from coordinator.speculation.policy import Policy
+from longleaf.rank_protocol.step import Decode, Row, StepPlan
 from longleaf.sampling import Token
 
 ENTERED_AT_ONCE = 8192

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterator
 
-from coordinator.placement.blocks import Blocks, Placer
-from coordinator.placement.contexts import Contexts, NamedPath
-from coordinator.placement.holdings import Holding
-from coordinator.placement.paths import Segment
-from coordinator.placement.segments import Segments
+from coordinator.kv_cache.blocks import Blocks, Placer
+from coordinator.kv_cache.contexts import Contexts, NamedPath
+from coordinator.kv_cache.holdings import Holding
+from coordinator.kv_cache.paths import Segment
+from coordinator.kv_cache.segments import Segments
 from coordinator.recovery.recovery import Recovery
 from coordinator.scheduling.jobs import IngestJob, Job, as_victims
 from coordinator.scheduling.limits import Limits

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Several
 
 from coordinator.events import GivenUp
-from coordinator.placement.blocks import Blocks, Placer
-from coordinator.placement.contexts import Contexts, NamedPath
-from coordinator.placement.holdings import Holding
-from coordinator.placement.parking import Parking
-from coordinator.placement.paths import Path, Segment
-from coordinator.placement.ranking import Ranking
-from coordinator.placement.segments import Segments
+from coordinator.kv_cache.blocks import Blocks, Placer
+from coordinator.kv_cache.contexts import Contexts, NamedPath
+from coordinator.kv_cache.holdings import Holding
+from coordinator.kv_cache.parking import Parking
+from coordinator.kv_cache.paths import Path, Segment
+from coordinator.kv_cache.ranking import Ranking
+from coordinator.kv_cache.segments import Segments
 from coordinator.recovery.recovery import Recovery
 from coordinator.recovery.suspicion import GUILTY
 from coordinator.scheduling.fitting import Fitting, asks
@@ -18,9 +18,9 @@ from coordinator.scheduling.jobs import IngestJob, Job
 from coordinator.scheduling.limits import Limits
 from coordinator.scheduling.lives import Lives
 from coordinator.scheduling.sequences import Sequence
-from longleaf.channel.step import StepResult
 from longleaf.errors import ContextLost, LongleafError, ResourceExhausted
-from longleaf.messages import Recovering
+from longleaf.rank_protocol.step import StepResult
+from longleaf.types import Recovering
 
 NO_ROOM = "the ranks that are left have no room for it"
 

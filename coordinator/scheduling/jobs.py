@@ -7,14 +7,14 @@ from enum import Enum
 from typing import TypeVar
 
 from coordinator.events import Claim, Document, Failed
-from coordinator.placement.blocks import Blocks, Placer
-from coordinator.placement.paths import Path
-from coordinator.placement.positions import Ropes
+from coordinator.kv_cache.blocks import Blocks, Placer
+from coordinator.kv_cache.paths import Path
+from coordinator.kv_cache.positions import Ropes
 from coordinator.scheduling.reading import Reading, Tail
-from longleaf.channel.step import Prefill, Work
 from longleaf.errors import LongleafError, NotFinite, Unavailable
 from longleaf.geometry import Rope
-from longleaf.messages import TokenRange
+from longleaf.rank_protocol.step import Prefill, Work
+from longleaf.types import TokenRange
 
 SomeJob = TypeVar("SomeJob", bound="Job")
 

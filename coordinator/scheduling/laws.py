@@ -4,11 +4,11 @@ job, and every job that runs something to do."""
 from collections import Counter
 from collections.abc import Iterable
 
-from coordinator.placement.blocks import Placer
-from coordinator.placement.contexts import Contexts
-from coordinator.placement.holdings import Holdings
-from coordinator.placement.paths import Path
-from coordinator.placement.segments import Segments
+from coordinator.kv_cache.blocks import Placer
+from coordinator.kv_cache.contexts import Contexts
+from coordinator.kv_cache.holdings import Holdings
+from coordinator.kv_cache.paths import Path
+from coordinator.kv_cache.segments import Segments
 from coordinator.recovery.recovery import Recovery
 from coordinator.scheduling.jobs import Job
 from coordinator.scheduling.sequences import Sequence

@@ -3,10 +3,10 @@
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from coordinator.placement.blocks import Blocks, Placer
-from coordinator.placement.holdings import Holding, Holdings, count_all
-from coordinator.placement.paths import Path
-from coordinator.placement.positions import Positions
+from coordinator.kv_cache.blocks import Blocks, Placer
+from coordinator.kv_cache.holdings import Holding, Holdings, count_all
+from coordinator.kv_cache.paths import Path
+from coordinator.kv_cache.positions import Positions
 from coordinator.scheduling.reading import Reading
 from longleaf.config import EngineConfig
 from longleaf.errors import InvalidArgument, ResourceExhausted

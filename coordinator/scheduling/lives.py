@@ -1,7 +1,7 @@
 """The jobs that wait and those that run, and how they stop. Pure."""
 
 from coordinator.events import Failed, Outcome
-from coordinator.placement.segments import Segments
+from coordinator.kv_cache.segments import Segments
 from coordinator.scheduling.jobs import Job
 from coordinator.scheduling.planner import Planner
 from coordinator.scheduling.queue import Queue

@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Container, Iterable
 from collections.abc import Sequence as Several
 from typing import NamedTuple
 
-from coordinator.placement.blocks import Placer
-from coordinator.placement.paths import Path
-from coordinator.placement.segments import Segments
+from coordinator.kv_cache.blocks import Placer
+from coordinator.kv_cache.paths import Path
+from coordinator.kv_cache.segments import Segments
 from coordinator.recovery.recovery import Recovery
 from coordinator.scheduling.drafter import Drafter
 from coordinator.scheduling.jobs import Job
@@ -19,8 +19,8 @@ from coordinator.scheduling.queue import Turns
 from coordinator.scheduling.sequences import Sequence
 from coordinator.scheduling.speeds import Speeds
 from coordinator.scheduling.suspects import Suspects
-from longleaf.channel.step import Decode, Row, StepPlan, Work
 from longleaf.config import EngineConfig
+from longleaf.rank_protocol.step import Decode, Row, StepPlan, Work
 
 LEAST_SHARE = 0.25
 """A chunk may take this part of a decode step's time even when nothing is left of the target: reading must go on."""

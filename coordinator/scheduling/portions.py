@@ -4,7 +4,7 @@ from collections.abc import Sequence as Several
 from math import inf
 
 from coordinator.scheduling.sequences import Sequence
-from longleaf.channel.step import MAX_TOLD_SPANS
+from longleaf.rank_protocol.step import MAX_TOLD_SPANS
 
 MAX_PROBED = 1024
 """Rows of probes in a step, if nobody waits for it: each one that is scored takes as many numbers as the vocabulary has

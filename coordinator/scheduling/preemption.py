@@ -3,10 +3,10 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from coordinator.placement.blocks import Blocks, Placer
-from coordinator.placement.holdings import Holdings
-from coordinator.placement.parking import Parking
-from coordinator.placement.segments import Segments
+from coordinator.kv_cache.blocks import Blocks, Placer
+from coordinator.kv_cache.holdings import Holdings
+from coordinator.kv_cache.parking import Parking
+from coordinator.kv_cache.segments import Segments
 from coordinator.scheduling.jobs import Job, as_victims
 from coordinator.scheduling.sequences import Sequence
 

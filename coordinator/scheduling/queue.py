@@ -5,7 +5,7 @@ from typing import Generic, TypeVar
 
 from coordinator.events import Claim
 from coordinator.scheduling.jobs import Job
-from longleaf.messages import Account
+from longleaf.types import Account
 
 Whom = TypeVar("Whom", bound=Hashable)
 

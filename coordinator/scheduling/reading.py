@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from coordinator.placement.blocks import Placer, Reservation
-from coordinator.placement.holdings import Holding
-from coordinator.placement.paths import Path, Segment
+from coordinator.kv_cache.blocks import Placer, Reservation
+from coordinator.kv_cache.holdings import Holding
+from coordinator.kv_cache.paths import Path, Segment
 from longleaf.runs import Run
 
 

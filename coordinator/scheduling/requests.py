@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from coordinator.deadlines import Deadlines
 from coordinator.scheduling.jobs import IngestJob, Job, Request
-from longleaf.messages import Account
+from longleaf.types import Account
 
 
 class Requests:

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 
-from coordinator.placement.contexts import Contexts, NamedPath
-from coordinator.placement.holdings import Holding
+from coordinator.kv_cache.contexts import Contexts, NamedPath
+from coordinator.kv_cache.holdings import Holding
 from coordinator.scheduling.requests import Requests
 
 Call = Callable[[Sequence[Holding]], None]

@@ -7,13 +7,13 @@ room; a higher priority may send it back to the queue.
 from collections import Counter
 from functools import partial
 
-from coordinator.access.usage import Usage
+from coordinator.auth.usage import Usage
 from coordinator.events import Admitted, Document, Outcome, Prompt, Sealed, Tokens
-from coordinator.placement.blocks import Placer, Reservation
-from coordinator.placement.contexts import Contexts
-from coordinator.placement.parking import Parking
-from coordinator.placement.positions import Positions
-from coordinator.placement.segments import Segments
+from coordinator.kv_cache.blocks import Placer, Reservation
+from coordinator.kv_cache.contexts import Contexts
+from coordinator.kv_cache.parking import Parking
+from coordinator.kv_cache.positions import Positions
+from coordinator.kv_cache.segments import Segments
 from coordinator.recovery.recovery import MOVED_BLOCKS, Recovery
 from coordinator.recovery.rereading import RecoveryFailed
 from coordinator.scheduling.across_epochs import AcrossEpochs
@@ -35,11 +35,11 @@ from coordinator.scheduling.resting import Resting
 from coordinator.scheduling.sequences import Sequence
 from coordinator.scheduling.sharing import Sharing
 from coordinator.scheduling.speeds import Speeds
-from longleaf.channel.step import Prefill, StepPlan, StepResult, Work
 from longleaf.config import EngineConfig
 from longleaf.errors import DeadlineExceeded, LongleafError, ResourceExhausted, Unavailable
-from longleaf.messages import Progress
+from longleaf.rank_protocol.step import Prefill, StepPlan, StepResult, Work
 from longleaf.sampling import Token
+from longleaf.types import Progress
 
 MAX_FAULTS = 8
 """Unexpected errors of one turn after which others wait for the next one."""

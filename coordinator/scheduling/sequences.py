@@ -6,17 +6,17 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from coordinator.drafting.guesses import Guesses
 from coordinator.events import Admitted, Ended, EndReason, Failed, Found, Prompt
-from coordinator.placement.blocks import Blocks, Placer
-from coordinator.placement.paths import Path
+from coordinator.kv_cache.blocks import Blocks, Placer
+from coordinator.kv_cache.paths import Path
 from coordinator.scheduling.jobs import Job, Phase, Request
 from coordinator.scheduling.reading import Reading, lengthened
-from longleaf.channel.sequences import growth
-from longleaf.channel.step import Prefill, Row, Seen, Spans, StepResult, Terms, Work
+from coordinator.speculation.guesses import Guesses
 from longleaf.errors import LongleafError
 from longleaf.geometry import OWN_ROPE
-from longleaf.messages import TokenRange
+from longleaf.rank_protocol.sequences import growth
+from longleaf.rank_protocol.step import Prefill, Row, Seen, Spans, StepResult, Terms, Work
+from longleaf.types import TokenRange
 
 
 class Sequence(Job):

@@ -1,8 +1,8 @@
 """What prompts share: what is held of one is not read again, and its samples read it once."""
 
-from coordinator.placement.blocks import Placer, Reservation
-from coordinator.placement.paths import NOWHERE, Path
-from coordinator.placement.segments import Segments
+from coordinator.kv_cache.blocks import Placer, Reservation
+from coordinator.kv_cache.paths import NOWHERE, Path
+from coordinator.kv_cache.segments import Segments
 from coordinator.scheduling.jobs import Job
 from coordinator.scheduling.limits import Limits
 from coordinator.scheduling.reading import Reading, Tail

@@ -5,7 +5,7 @@ from collections.abc import Sequence as Several
 
 from coordinator.scheduling.jobs import Job
 from coordinator.scheduling.sequences import Sequence
-from longleaf.channel.step import Decode, Prefill, Row, StepPlan
+from longleaf.rank_protocol.step import Decode, Prefill, Row, StepPlan
 from longleaf.runs import ceil_div
 
 DECAY = 0.75

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from coordinator.recovery.suspicion import BREAK, GUILTY, add
 from coordinator.scheduling.jobs import Job
 from coordinator.scheduling.sequences import Sequence
-from longleaf.channel.step import Decode, Prefill, Work
+from longleaf.rank_protocol.step import Decode, Prefill, Work
 
 
 @dataclass(slots=True)

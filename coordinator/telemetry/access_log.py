@@ -10,7 +10,7 @@ from coordinator.telemetry.observers import CallRecord, Saw
 from coordinator.telemetry.refused import Later, Refused, call_later
 from longleaf.tenants import name_of
 
-access = logging.getLogger("coordinator.access")
+access = logging.getLogger("coordinator.auth")
 audit = logging.getLogger("coordinator.audit")
 AUDITED = {
     "/longleaf.v1.ContextService/DeleteContext": "deletion of a context",

@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from coordinator.telemetry.counts import STEP_SECONDS, Counts
 from coordinator.telemetry.sources import Count, Sources
 from longleaf.errors import LongleafError
-from longleaf.messages import Cluster, Worker
+from longleaf.types import Cluster, Worker
 
 BOUNDS = [*map(str, STEP_SECONDS), "+Inf"]
 Labels = Mapping[str, str]

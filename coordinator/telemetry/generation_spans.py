@@ -3,8 +3,8 @@
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
 
 from coordinator.events import Admitted, Ended, EndReason, Event, Tokens
-from longleaf.messages import Progress, Recovering
 from longleaf.tenants import name_of
+from longleaf.types import Progress, Recovering
 
 OPERATION = "text_completion"
 REASONS: dict[EndReason, str] = {"end_token": "stop", "stop_token": "stop", "length": "length"}

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from coordinator.telemetry.counts import Counts
-from longleaf.messages import Cluster
+from longleaf.types import Cluster
 
 Count = Callable[[], int]
 """Tells how often something has happened by now."""

@@ -13,7 +13,7 @@ from door.errors import Problem, problem_of
 from door.models import model_name
 from longleaf.client import AsyncClient
 from longleaf.errors import LongleafError, NotFound
-from longleaf.messages import CONTEXT_ID, MAX_TIME, Context
+from longleaf.types import CONTEXT_ID, MAX_TIME, Context
 
 MISSING = "context_not_found"
 Seconds = Annotated[float, Meta(ge=-MAX_TIME, le=MAX_TIME)]

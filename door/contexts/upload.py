@@ -18,7 +18,7 @@ from door.errors import Problem, problem_of
 from door.events import EventResponse, event, gone
 from door.models import model_name
 from longleaf.errors import InvalidArgument, LongleafError, Unavailable
-from longleaf.messages import MAX_TIME, ContextOptions, ContextSettings, IngestHeader, IngestProgress
+from longleaf.types import MAX_TIME, ContextOptions, ContextSettings, IngestHeader, IngestProgress
 
 IDLE_SECONDS = 110.0
 """How long the next part of a body may take: less than the service would wait."""

@@ -14,8 +14,8 @@ from door.errors import Problem, problem_of
 from door.events import DONE, EventResponse, event, until_left
 from door.openai.models import MISSING
 from longleaf.errors import LongleafError, Unavailable
-from longleaf.messages import Delta, Event, Finished, Progress, Recovering, Started, Usage
 from longleaf.sampling import Logprobs
+from longleaf.types import Delta, Event, Finished, Progress, Recovering, Started, Usage
 
 LEAST_LOGPROB = -9999.0
 """Stands for a logprob of -inf, which JSON cannot write and OpenAI's types have no null for. vLLM sends the same."""

@@ -12,8 +12,8 @@ from door.openai.answers import Asking, answer, exactness_of, finite, new_id, no
 from door.openai.lengths import with_length
 from door.openai.models import target_of
 from door.openai.requests import ChatAsked, decode_chat
-from longleaf.messages import Delta, Finished
 from longleaf.sampling import Logprobs
+from longleaf.types import Delta, Finished
 
 NAMES = {"return_token_bytes": "logprobs", "text": "messages"}
 

@@ -14,8 +14,8 @@ from door.openai.answers import Asking, answer, exactness_of, finite, new_id, no
 from door.openai.lengths import with_length
 from door.openai.models import target_of
 from door.openai.requests import TextAsked, decode_text
-from longleaf.messages import Delta, Finished
 from longleaf.sampling import TokenLogprob
+from longleaf.types import Delta, Finished
 
 NAMES = {
     "return_token_bytes": "logprobs",

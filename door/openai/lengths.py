@@ -1,6 +1,6 @@
 """How long an answer may be."""
 
-from longleaf.messages import GenerateOptions
+from longleaf.types import GenerateOptions
 
 
 def with_length(options: GenerateOptions, given: int | None) -> GenerateOptions:

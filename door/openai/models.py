@@ -11,7 +11,7 @@ from door.errors import Problem
 from door.models import model_name
 from longleaf.client import AsyncClient
 from longleaf.errors import NotFound
-from longleaf.messages import CONTEXT_ID, Context
+from longleaf.types import CONTEXT_ID, Context
 
 MISSING = "model_not_found"
 

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from door.bodies import converted
 from door.errors import Problem
-from longleaf.messages import MAX_MESSAGES, Conversation, GenerateOptions, Message
+from longleaf.types import MAX_MESSAGES, Conversation, GenerateOptions, Message
 
 HARMLESS = frozenset("store metadata service_tier parallel_tool_calls safety_identifier prompt_cache_key".split())
 """Fields that are taken and mean nothing here."""

@@ -20,7 +20,7 @@ from longleaf.client.upload import header_of, ingest_of, reach_of, upload
 from longleaf.codec import BytesLike
 from longleaf.config import default_server, with_port
 from longleaf.errors import LongleafError, Unavailable
-from longleaf.messages import (
+from longleaf.types import (
     Cluster,
     Context,
     Conversation,

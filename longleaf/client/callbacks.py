@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from longleaf.messages import IngestProgress
+from longleaf.types import IngestProgress
 
 T = TypeVar("T")
 Callback = Callable[[T], Awaitable[None] | None]

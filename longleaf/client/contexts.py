@@ -10,7 +10,7 @@ from longleaf.client.calls import Calls, nothing
 from longleaf.client.documents import Readable, Source
 from longleaf.client.parcels import FileTarget, Target, Writable, export, header_of, import_parcel
 from longleaf.errors import InvalidArgument, LongleafError, Unavailable
-from longleaf.messages import (
+from longleaf.types import (
     Context,
     ContextOptions,
     ContextSettings,

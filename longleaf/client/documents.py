@@ -12,7 +12,7 @@ from typing import Protocol, SupportsIndex, TypeVar, cast, runtime_checkable
 
 from longleaf.codec import BytesLike, as_bytes, encodable, is_series
 from longleaf.errors import InvalidArgument, Unavailable
-from longleaf.messages import IngestHeader, IngestPiece
+from longleaf.types import IngestHeader, IngestPiece
 
 PIECE_BYTES = 1 << 18
 PIECE_TOKENS = 1 << 16

@@ -17,7 +17,7 @@ from longleaf.client.reception import may_go_on
 from longleaf.client.retries import was_refused
 from longleaf.client.upload import Sending, upload
 from longleaf.errors import InvalidArgument, LongleafError, ResourceExhausted, Unavailable
-from longleaf.messages import (
+from longleaf.types import (
     ExportContext,
     ExportProgress,
     ImportHeader,

@@ -7,7 +7,7 @@ from typing import cast
 from longleaf import codec
 from longleaf.codec import BytesLike
 from longleaf.errors import EpochBroken, LongleafError, Unavailable, WorkerLost
-from longleaf.messages import Conversation, Delta, Event, Finished, GenerateOptions, Resume, SamplingOptions, Started
+from longleaf.types import Conversation, Delta, Event, Finished, GenerateOptions, Resume, SamplingOptions, Started
 from longleaf.v1 import generation_service_pb2 as service_pb
 
 RESUME_SECONDS = 60.0

@@ -7,7 +7,7 @@ from longleaf import codec
 from longleaf.client.aio import AsyncClient
 from longleaf.client.calls import Calls
 from longleaf.client.upload import Pieces, Sending, ingest_piece, place_of, upload
-from longleaf.messages import IngestHeader, IngestProgress
+from longleaf.types import IngestHeader, IngestProgress
 
 
 class Relay(AsyncClient):

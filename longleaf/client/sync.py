@@ -14,7 +14,7 @@ from longleaf.client.loop import LoopThread
 from longleaf.client.parcels import Writable
 from longleaf.client.retries import OnRetry, Retries, Retry, log_retry
 from longleaf.codec import BytesLike
-from longleaf.messages import (
+from longleaf.types import (
     Cluster,
     Context,
     ContextOptions,

@@ -11,7 +11,7 @@ from longleaf.client.calls import Calls, Ending
 from longleaf.client.documents import Document, Source, size_of
 from longleaf.client.files import files_of
 from longleaf.errors import InvalidArgument, LongleafError
-from longleaf.messages import (
+from longleaf.types import (
     ContextOptions,
     ContextSettings,
     IngestHeader,

@@ -2,11 +2,11 @@
 
 from typing import get_args
 
-from longleaf.channel.epochs import MergeTiming, TierMerge
 from longleaf.codec.names import as_text, context_name, enum_value
 from longleaf.codec.times import decode_seconds, encode_measured, encode_time
 from longleaf.errors import InvalidArgument
-from longleaf.messages import (
+from longleaf.rank_protocol.epochs import MergeTiming, TierMerge
+from longleaf.types import (
     Cluster,
     Drafting,
     Draining,

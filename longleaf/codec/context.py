@@ -12,7 +12,7 @@ from longleaf.codec.generation import decode_recovering, encode_recovering
 from longleaf.codec.names import context_id, context_name, decode_ids, encodable, encode_ids, enum_value
 from longleaf.codec.times import decode_seconds, encode_lifetime, encode_time
 from longleaf.errors import InvalidArgument
-from longleaf.messages import (
+from longleaf.types import (
     MAX_TIME,
     Context,
     ContextSettings,

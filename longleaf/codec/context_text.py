@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from longleaf.codec.names import context_id, context_name, encodable
 from longleaf.document_text import MAX_FILES, TextFile, check_files
 from longleaf.errors import InvalidArgument
-from longleaf.messages import ContextText, GetContextText, TextUnit
+from longleaf.types import ContextText, GetContextText, TextUnit
 from longleaf.v1 import context_service_pb2 as ingest_pb
 
 _RANGES: dict[TextUnit, str] = {"tokens": "token_range", "bytes": "byte_range"}

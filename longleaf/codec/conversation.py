@@ -4,7 +4,7 @@ from typing import get_args
 
 from longleaf.codec.names import encodable
 from longleaf.errors import InvalidArgument
-from longleaf.messages import MAX_MESSAGES, Conversation, Message, Role
+from longleaf.types import MAX_MESSAGES, Conversation, Message, Role
 from longleaf.v1 import generation_pb2 as generation_pb
 
 ROLES: tuple[Role, ...] = get_args(Role)

@@ -32,7 +32,8 @@ from longleaf.codec.sampling import decode_sampling, encode_sampling
 from longleaf.codec.times import decode_seconds, encode_duration
 from longleaf.config import MAX_DRAFT_TOKENS
 from longleaf.errors import InvalidArgument
-from longleaf.messages import (
+from longleaf.sampling import GREEDY, Logprobs, Sampling, TokenLogprob
+from longleaf.types import (
     Attribution,
     Conversation,
     Delta,
@@ -50,7 +51,6 @@ from longleaf.messages import (
     TokenRange,
     Usage,
 )
-from longleaf.sampling import GREEDY, Logprobs, Sampling, TokenLogprob
 from longleaf.v1 import generation_pb2 as generation_pb
 from longleaf.v1 import generation_service_pb2 as service_pb
 

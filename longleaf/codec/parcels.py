@@ -3,7 +3,7 @@
 from longleaf.codec.context import MAX_UPLOAD_ID, decode_context, encode_context
 from longleaf.codec.names import context_id, context_name, encodable
 from longleaf.errors import InvalidArgument
-from longleaf.messages import ExportContext, ImportHeader, ImportProgress, Parcel, ParcelPiece
+from longleaf.types import ExportContext, ImportHeader, ImportProgress, Parcel, ParcelPiece
 from longleaf.v1 import context_service_pb2 as context_pb
 
 MAX_DIGEST = 128

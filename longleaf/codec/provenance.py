@@ -5,7 +5,7 @@ from typing import get_args
 
 from longleaf.codec.names import within
 from longleaf.errors import InvalidArgument
-from longleaf.messages import MIN_SPAN_TOKENS, Attribution, Provenance, Ranking, Source, TokenRange
+from longleaf.types import MIN_SPAN_TOKENS, Attribution, Provenance, Ranking, Source, TokenRange
 from longleaf.v1 import generation_pb2 as generation_pb
 from longleaf.v1 import generation_service_pb2 as service_pb
 

@@ -7,8 +7,8 @@ from msgspec.structs import replace
 
 from longleaf.codec.names import BytesLike, encodable
 from longleaf.errors import InvalidArgument
-from longleaf.messages import SamplingOptions
 from longleaf.sampling import GREEDY, MAX_BIASES, MAX_STOP_TOKENS, MAX_STOPS, Sampling
+from longleaf.types import SamplingOptions
 from longleaf.v1 import generation_pb2 as generation_pb
 
 _WIRE_NAMES = {"max_tokens": "max_token_count", "stop_tokens": "stop_token_ids", "num_logprobs": "logprob_count"}

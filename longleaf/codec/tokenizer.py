@@ -1,7 +1,7 @@
 """Texts as tokens."""
 
 from longleaf.codec.names import encode_ids
-from longleaf.messages import Tokenized
+from longleaf.types import Tokenized
 from longleaf.v1 import tokenizer_service_pb2 as tokenizer_pb
 
 

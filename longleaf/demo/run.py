@@ -21,8 +21,8 @@ from longleaf.demo.facts import Fact, is_correct
 from longleaf.demo.haystack import Haystack, cut, distinct_facts, hide, make_haystack
 from longleaf.errors import InvalidArgument, Unavailable
 from longleaf.launch import ServiceProcess, coordinator_command
-from longleaf.messages import Cluster, Context, Delta, Event, Finished, IngestProgress, Provenance, Source
 from longleaf.topology import count_ranks
+from longleaf.types import Cluster, Context, Delta, Event, Finished, IngestProgress, Provenance, Source
 
 CONTEXT = "demo"
 NUM_FACTS, NUM_ABSENT = 5, 1

@@ -15,7 +15,7 @@ import coordinator.scheduling.scheduler
 import coordinator.service
 from coordinator.engine.engine import Engine
 from coordinator.events import Tokens
-from longleaf.channel.epochs import SegmentLayout
+from longleaf.rank_protocol.epochs import SegmentLayout
 from tests.chaos.entry import live_as_rank
 from tests.chaos.points import CALL, COMMIT, KEEP, KEPT, PARK, PUBLISH, Points, Probe
 from tests.chaos.snapshots import SnapshotProbe

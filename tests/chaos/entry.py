@@ -3,10 +3,10 @@
 from functools import partial
 from pathlib import Path
 
-from longleaf.channel.rank_spec import RankSpec
 from longleaf.config import apply_environment, network_environment
 from longleaf.interfaces import interface_of
 from longleaf.operations import TelemetryConfig
+from longleaf.rank_protocol.rank_spec import RankSpec
 from workers.__main__ import live
 from workers.imports import for_good
 

@@ -9,7 +9,7 @@ from random import Random
 
 from longleaf.client import AsyncClient
 from longleaf.errors import LongleafError, ResourceExhausted, Unavailable
-from longleaf.messages import Delta, Recovering
+from longleaf.types import Delta, Recovering
 from tests.chaos.reference import NEW, VISITOR, Known, Reference
 
 CLIENTS = 3

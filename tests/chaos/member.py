@@ -11,10 +11,10 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
-from longleaf.channel.epochs import Join, Layout, Ready
-from longleaf.channel.rank_spec import RankSpec
-from longleaf.channel.step import Decode, Prefill, Restore, StepPlan
 from longleaf.kernels.backend import Backend
+from longleaf.rank_protocol.epochs import Join, Layout, Ready
+from longleaf.rank_protocol.rank_spec import RankSpec
+from longleaf.rank_protocol.step import Decode, Prefill, Restore, StepPlan
 from longleaf.runs import Run
 from longleaf.storage.store import Store as Storage
 from tests.chaos.points import (
@@ -33,11 +33,11 @@ from tests.chaos.points import (
     Probe,
 )
 from tests.chaos.reference import DEADLY, POISON
-from workers.keys.pools import sharded_layers
+from workers.kv_cache.pools import sharded_layers
+from workers.kv_io.store import Store, Written
 from workers.model.model import Model
 from workers.pending import Pending
 from workers.rank import Rank
-from workers.snapshots.store import Store, Written
 from workers.step import moving
 
 

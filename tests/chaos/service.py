@@ -23,7 +23,7 @@ from longleaf.comm.leftovers import FOLDER, Maker
 from longleaf.config import DataConfig, EngineConfig
 from longleaf.errors import NotFound, ResourceExhausted
 from longleaf.launch import LISTENING, coordinator_command
-from longleaf.messages import Cluster
+from longleaf.types import Cluster
 from tests.chaos.__main__ import ANSWERS
 from tests.chaos.load import Wrong, answer, check
 from tests.chaos.points import Fault, ask

@@ -10,8 +10,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from coordinator.catalog.records import Change
-from coordinator.snapshots.snapshots import Snapshots
+from coordinator.persistence.catalog.records import Change
+from coordinator.persistence.snapshots.snapshots import Snapshots
 from longleaf.storage.archive import read_manifest
 from longleaf.storage.names import attempt_of_manifest, segments_folder
 from longleaf.storage.store import Store

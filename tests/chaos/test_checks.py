@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from longleaf.channel.epochs import SegmentLayout
-from longleaf.messages import Delta
+from longleaf.rank_protocol.epochs import SegmentLayout
 from longleaf.runs import Run
 from longleaf.sampling import Logprobs
+from longleaf.types import Delta
 from tests.chaos.load import Wrong, answer, check
 from tests.chaos.points import ACTS, STEP, Fault, Points
 from tests.chaos.reference import Known

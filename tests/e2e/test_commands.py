@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from longleaf.client import Client
-from longleaf.messages import Delta, Message
+from longleaf.types import Delta, Message
 from tests.support import forked
 from tests.support.command_line import CLI, NAME, Served
 from tests.support.thinned import thinned

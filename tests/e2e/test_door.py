@@ -16,7 +16,7 @@ import pytest
 from openai import OpenAI
 
 from longleaf.client import Client
-from longleaf.messages import Delta
+from longleaf.types import Delta
 from tests.support import forked
 from tests.support.behind_door import Behind
 from tests.support.command_line import CLI, Served, url_of

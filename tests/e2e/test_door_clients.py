@@ -8,7 +8,7 @@ import httpx2
 import pytest
 
 from longleaf.client import Client
-from longleaf.messages import Delta
+from longleaf.types import Delta
 from tests.support.command_line import Served, url_of
 from tests.support.tools import lacks
 

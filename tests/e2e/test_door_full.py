@@ -9,7 +9,7 @@ import pytest
 from openai import OpenAI
 
 from longleaf.client import Client
-from longleaf.messages import Finished
+from longleaf.types import Finished
 from tests.support.command_line import Served, url_of
 
 BOOK = "The door of the house is green. " * 8

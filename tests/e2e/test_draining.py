@@ -13,7 +13,7 @@ import pytest
 
 from longleaf.client import AsyncClient
 from longleaf.errors import Unavailable
-from longleaf.messages import Draining
+from longleaf.types import Draining
 from tests.support.command_line import Left, Served
 from tests.support.uploading import Upload
 

@@ -138,7 +138,7 @@ def test_every_line_is_an_object_and_every_call_has_one(used: tuple[dict[str, st
     codes, written = used
     for line in written.lines:
         assert {"ts", "level", "logger", "message"} <= set(line), line
-    calls = [line["code"] for line in written.of("coordinator.access")]
+    calls = [line["code"] for line in written.of("coordinator.auth")]
     assert sorted(calls) == sorted(codes.values())
     audited = [line["message"] for line in written.of("coordinator.audit")]
     assert audited == ["call refused", "deletion of a context"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from longleaf.tree import MERGES
+from longleaf.merge import MERGES
 from tests.support.command_line import CLI
 from tests.support.network.ray_nodes import SLOTS, TOKEN, RayNodes
 

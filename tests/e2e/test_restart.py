@@ -22,7 +22,7 @@ from longleaf.config import DataConfig, DtypeName, EngineConfig, Launcher, embed
 from longleaf.demo.haystack import make_haystack
 from longleaf.errors import AlreadyExists, CheckpointChanged, NotFound, StartError
 from longleaf.launch import ServiceProcess, coordinator_command
-from longleaf.messages import Context, Delta, Finished, IngestProgress, Recovering
+from longleaf.types import Context, Delta, Finished, IngestProgress, Recovering
 from tests.support import forked
 
 pytestmark = pytest.mark.timeout(300)

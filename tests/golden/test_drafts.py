@@ -5,10 +5,10 @@ import itertools
 import pytest
 import torch
 
-from longleaf.channel.verdict import judge
+from longleaf.merge import MERGES
+from longleaf.rank_protocol.verdict import judge
 from longleaf.runs import until
 from longleaf.sampling import Sampling
-from longleaf.tree import MERGES
 from tests.support.golden.drafted import SAMPLINGS, Drafting, guess, never, slots_of
 from tests.support.golden.epochs import Service, wipe
 from tests.support.golden.plain import LOGIT_TOLERANCE

@@ -9,7 +9,7 @@ import torch
 from longleaf.attention.packed import num_columns
 from longleaf.kernels import table
 from longleaf.kernels.cpu.compiled import Compiled
-from longleaf.tree import MERGES
+from longleaf.merge import MERGES
 from tests.support.golden.asking import answer, ingest
 from tests.support.golden.states import Logits, running
 from tests.support.thinned import thinned

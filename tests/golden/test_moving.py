@@ -7,10 +7,10 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from coordinator.calls.house.exports import Exports
-from coordinator.calls.house.imports import Imports
+from coordinator.handlers.transfer.exports import Exports
+from coordinator.handlers.transfer.imports import Imports
 from coordinator.text.threads import TextThreads
-from longleaf.messages import ExportContext, ImportHeader, ImportProgress, Parcel, ParcelPiece
+from longleaf.types import ExportContext, ImportHeader, ImportProgress, Parcel, ParcelPiece
 from tests.support.golden.asking import answer, ingest
 from tests.support.golden.lasting import Lasting, kept, serving
 from tests.support.golden.states import KEPT

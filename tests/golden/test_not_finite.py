@@ -12,7 +12,7 @@ from tests.support.golden.asking import answer, ingest
 from tests.support.golden.plain import NEW_TOKENS
 from tests.support.golden.states import running
 from tests.support.threads import config_for
-from workers.keys.slots import Pool
+from workers.kv_cache.slots import Pool
 
 NAN, INF = float("nan"), float("inf")
 

@@ -9,11 +9,11 @@ from msgspec.structs import replace
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from coordinator.events import Document, Ended, Prompt, Tokens
-from longleaf.channel.verdict import judge
 from longleaf.errors import InvalidArgument
 from longleaf.geometry import FLOAT32_POSITIONS, Rope
-from longleaf.messages import ContextSettings
+from longleaf.rank_protocol.verdict import judge
 from longleaf.sampling import Sampling
+from longleaf.types import ContextSettings
 from tests.support.golden.asking import MAX_TOKENS, compare
 from tests.support.golden.knowing import KnowingDrafter
 from tests.support.golden.lasting import serving

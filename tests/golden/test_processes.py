@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
+from coordinator.cluster.control import Control
+from coordinator.cluster.local_fleet import LocalFleet
 from coordinator.engine.engine import Engine
-from coordinator.ranks.control import Control
-from coordinator.ranks.local_fleet import LocalFleet
-from longleaf.channel.rank_spec import RankSpec
 from longleaf.config import EngineConfig
+from longleaf.rank_protocol.rank_spec import RankSpec
 from tests.support.golden.asking import answer, ingest
 from tests.support.golden.states import KEPT
 from tests.support.running import running_on

@@ -10,7 +10,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from longleaf.channel.step import Decode, Spans
+from longleaf.rank_protocol.step import Decode, Spans
 from longleaf.runs import ceil_div
 from tests.support.golden.attended import Dense, expected, told
 from tests.support.golden.epochs import Service

@@ -12,9 +12,9 @@ import pytest
 from grpc import StatusCode
 from hypothesis import HealthCheck, Phase, given, settings
 
-from coordinator.calls.use_cases import UseCases
 from coordinator.engine.engine import Engine
-from coordinator.serving.server import Server
+from coordinator.grpc_server.server import Server
+from coordinator.handlers.use_cases import UseCases
 from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.credentials import Quotas

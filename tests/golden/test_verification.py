@@ -5,8 +5,8 @@ import torch
 
 from coordinator.events import Claim, Ended, Prompt
 from longleaf.attention import Partial
-from longleaf.channel.verdict import MAX_DIFFERENCE, judge
 from longleaf.geometry import OWN_ROPE
+from longleaf.rank_protocol.verdict import MAX_DIFFERENCE, judge
 from longleaf.sampling import Sampling
 from tests.support.golden.asking import MAX_TOKENS, compare
 from tests.support.golden.plain import LIVELY, load_plain

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from coordinator.events import Claim, Prompt, Tokens
-from longleaf.channel.verdict import judge
 from longleaf.errors import InvalidArgument
+from longleaf.rank_protocol.verdict import judge
 from longleaf.sampling import Sampling
 from tests.support.golden.asking import MAX_TOKENS, answer, ask, compare, ingest
 from tests.support.golden.holding import BOUNDS, holding
@@ -17,7 +17,7 @@ from tests.support.golden.rounding import plain_logits, served_logits
 from tests.support.golden.states import KEPT, STATES, Logits, running
 from tests.support.thinned import thinned
 from tests.support.threads import ThreadRanks, config_for
-from workers.keys import pools
+from workers.kv_cache import pools
 from zoo.families import SECTION, WINDOW
 
 FAMILIES = (

@@ -16,7 +16,7 @@ from tests.gpu.place import Place, assert_same_bits
 
 if TYPE_CHECKING:
     from bench.gpu.ranks import NotedGraphs
-    from longleaf.channel.step import StepPlan, StepResult
+    from longleaf.rank_protocol.step import StepPlan, StepResult
     from workers.rank import Rank
 
 BLOCK_SIZE, MAX_SEQUENCES = 32, 4
@@ -35,7 +35,7 @@ class Watched(NamedTuple):
 def captured_steps_have_the_bits_of_eager_ones(place: Place) -> None:
     """Tokens, logprobs, logits and keys, of rows that come and go, greedy and drawn."""
     ground.need(ground.NEEDED_BY_RANKS)
-    from longleaf.channel.step import Decode
+    from longleaf.rank_protocol.step import Decode
 
     captured, eager = watched(place, is_captured=True), watched(place, is_captured=False)
     num_steps = 0
@@ -126,8 +126,8 @@ def watched(place: Place, *, is_captured: bool) -> Watched:
     are zero."""
     from bench.gpu import plans
     from bench.gpu.ranks import Shape, make_module, make_rank, noted, served
-    from longleaf.channel.epochs import Join
     from longleaf.config import EngineConfig
+    from longleaf.rank_protocol.epochs import Join
 
     shape = Shape(2, hidden=128, num_heads=4, num_kv_heads=2, dim=64, ffn=256, vocabulary=512, spread=0.2)
     config = EngineConfig(
@@ -156,7 +156,7 @@ def watched(place: Place, *, is_captured: bool) -> Watched:
 def as_on_a_gpu(rank: "Rank", place: Place, *, is_captured: bool) -> None:
     """Has a rank on a CPU do what it would do on a GPU: with tensors of fixed address, and graphs that are recorded."""
     from longleaf.kernels.gpu.launch import launch
-    from workers.decode.fakes import RecordedGraphs
+    from workers.cuda_graphs.fakes import RecordedGraphs
     from workers.step.last_ids import DeviceIds
 
     rank.last_ids = DeviceIds(MAX_SEQUENCES, place.device)

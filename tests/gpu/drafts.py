@@ -10,7 +10,7 @@ from tests.gpu.place import Place, assert_same_bits
 
 if TYPE_CHECKING:
     from bench.gpu.plans import Asked
-    from longleaf.channel.step import Row
+    from longleaf.rank_protocol.step import Row
     from longleaf.sampling import Token
 
 NUM_TOKENS, MOST_DRAFTS, SHARE = 24, 4, 0.8
@@ -46,7 +46,7 @@ def drafts_change_no_token(place: Place) -> None:
 def drafted(place: Place, asked: "Sequence[Asked]", known: "Sequence[Sequence[Token]]") -> "list[list[Token]]":
     """The answers of ranks that are given drafts, of which most are right."""
     from bench.gpu import plans
-    from longleaf.channel.step import Decode, StepPlan
+    from longleaf.rank_protocol.step import Decode, StepPlan
 
     captured, eager = watched(place, is_captured=True), watched(place, is_captured=False)
     each = plans.blocks_each(asked, BLOCK_SIZE)

@@ -16,7 +16,7 @@ TOLERANCE = 1e-9
 def tokens_of_the_cpu(place: Place) -> None:
     """Of rows of all kinds together, one of which breaks; and once begun nothing waits until tokens are asked for."""
     ground.need(ground.NEEDED_BY_RANKS)
-    from longleaf.channel.step import Row, Seen, Terms
+    from longleaf.rank_protocol.step import Row, Seen, Terms
     from longleaf.sampling import Sampling
     from workers.sampling.device_sampler import DeviceSampler
     from workers.sampling.sampler import Sampler

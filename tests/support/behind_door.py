@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Self
 
 from longleaf.client import Client
-from longleaf.messages import Cluster, Context
+from longleaf.types import Cluster, Context
 from tests.support.command_line import Served, end
 
 PATIENCE_SECONDS = 60

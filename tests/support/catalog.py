@@ -10,8 +10,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from coordinator.catalog.catalog import Catalog
-from coordinator.catalog.records import (
+from coordinator.persistence.catalog.catalog import Catalog
+from coordinator.persistence.catalog.records import (
     Change,
     ContextRecord,
     Outgoing,

@@ -5,12 +5,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from coordinator.events import NO_CLAIM, Outcome, Sealed
-from coordinator.placement.blocks import Placer
-from coordinator.placement.contexts import NamedPath
-from coordinator.placement.paths import Path, Segment
+from coordinator.kv_cache.blocks import Placer
+from coordinator.kv_cache.contexts import NamedPath
+from coordinator.kv_cache.paths import Path, Segment
 from coordinator.scheduling.scheduler import Scheduler
-from longleaf.channel.sequences import Sequences
 from longleaf.errors import LongleafError, StorageUnavailable
+from longleaf.rank_protocol.sequences import Sequences
 from tests.support.recovering_machine import RecoveringMachine
 from tests.support.scheduler_machine import NAMES
 

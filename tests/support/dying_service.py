@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from longleaf.messages import Delta, Generate
+from longleaf.types import Delta, Generate
 from tests.support.successors import serving, tokenizer_of
 
 

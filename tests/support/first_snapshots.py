@@ -17,8 +17,8 @@ from longleaf.storage.names import Attempt
 from longleaf.storage.note import ContextNote, encode_note
 from longleaf.storage.store import Store
 from tests.support.pools import BLOCK, POOLS
-from workers.keys.slots import Slots
-from workers.snapshots.piece import Copy, form_of
+from workers.kv_cache.slots import Slots
+from workers.kv_io.piece import Copy, form_of
 
 SERVICE = "0123456789abcdef0123456789abcdef"
 CHECKPOINT = "ab" * 32

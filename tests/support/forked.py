@@ -147,13 +147,12 @@ def _flush() -> None:
 
 
 def _run_command(command: list[str]) -> None:
-    from longleaf import cli
-    from longleaf.commands import serve
+    from longleaf.cli import main, serve
 
     if command[:1] == CLI:
         sys.argv = command
         serve.become = _run_command
-        cli.main()
+        main.main()
     else:
         _serve(command[4:])
 

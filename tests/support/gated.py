@@ -9,15 +9,15 @@ from typing import Any
 
 import msgspec
 
-from coordinator.access.authenticator import Authenticator
-from coordinator.calls.use_cases import UseCases
+from coordinator.auth.authenticator import Authenticator
+from coordinator.cluster.fakes import FakeRanks
 from coordinator.engine.engine import Engine
-from coordinator.ranks.fakes import FakeRanks
-from coordinator.serving.server import ANYBODY, Server
+from coordinator.grpc_server.server import ANYBODY, Server
+from coordinator.handlers.use_cases import UseCases
 from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
-from longleaf.channel.step import StepPlan, StepResult
 from longleaf.config import EngineConfig
+from longleaf.rank_protocol.step import StepPlan, StepResult
 from tests.support.running import running
 from tests.support.service import write_model
 

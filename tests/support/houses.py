@@ -2,9 +2,9 @@
 
 from collections.abc import AsyncIterator
 
-from coordinator.calls.house.fakes import FakeHouse, Housed
-from coordinator.catalog.records import ContextRecord
-from longleaf.messages import ImportHeader, ParcelPiece
+from coordinator.handlers.transfer.fakes import FakeHouse, Housed
+from coordinator.persistence.catalog.records import ContextRecord
+from longleaf.types import ImportHeader, ParcelPiece
 from tests.support.parcels import FINGERPRINT, FORM, Packable
 
 

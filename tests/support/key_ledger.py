@@ -7,11 +7,11 @@ a key that was computed anew is the right one only if what it was computed from 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from longleaf.channel.epochs import SegmentLayout
-from longleaf.channel.fakes import echo_tokens
-from longleaf.channel.snapshots import Save
-from longleaf.channel.step import Move, Prefill, Restore, Row, StepPlan
 from longleaf.geometry import EVERY_RANK, Rope, Windows
+from longleaf.rank_protocol.epochs import SegmentLayout
+from longleaf.rank_protocol.fakes import echo_tokens
+from longleaf.rank_protocol.snapshots import Save
+from longleaf.rank_protocol.step import Move, Prefill, Restore, Row, StepPlan
 from longleaf.runs import Run, until
 from longleaf.sampling import Token
 

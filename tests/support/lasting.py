@@ -1,9 +1,9 @@
 """What outlives an engine, in memory: a catalog, and a journal that notes what it must forget."""
 
-from coordinator.catalog.earlier import EarlierContext
-from coordinator.catalog.fakes import FakeCatalog
-from coordinator.catalog.records import Kept
-from coordinator.snapshots.snapshots import Snapshots
+from coordinator.persistence.catalog.earlier import EarlierContext
+from coordinator.persistence.catalog.fakes import FakeCatalog
+from coordinator.persistence.catalog.records import Kept
+from coordinator.persistence.snapshots.snapshots import Snapshots
 from longleaf.errors import LongleafError
 
 

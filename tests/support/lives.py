@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 import psutil
 import zmq
 
-from longleaf.channel.encoding import FromRank, ToRank, decode_from_rank, encode
-from longleaf.channel.epochs import Broken, Fence, Join, Layout, MergeTiming, OpenStore, Ready, StoreOpened
-from longleaf.channel.lives import Heartbeat, Hello, Load, Loaded, Stop
-from longleaf.channel.rank_spec import Invitation, RankSpec
-from longleaf.channel.step import StepPlan
 from longleaf.config import EngineConfig
-from workers.snapshots.fakes import FolderStore
+from longleaf.rank_protocol.encoding import FromRank, ToRank, decode_from_rank, encode
+from longleaf.rank_protocol.epochs import Broken, Fence, Join, Layout, MergeTiming, OpenStore, Ready, StoreOpened
+from longleaf.rank_protocol.lives import Heartbeat, Hello, Load, Loaded, Stop
+from longleaf.rank_protocol.rank_spec import Invitation, RankSpec
+from longleaf.rank_protocol.step import StepPlan
+from workers.kv_io.fakes import FolderStore
 
 HOST = "127.0.0.1"
 SECONDS = 60.0

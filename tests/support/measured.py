@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from coordinator.ranks.local_fleet import LocalFleet
+from coordinator.cluster.local_fleet import LocalFleet
 from coordinator.service import Service
 from coordinator.settings import ServiceConfig
 from longleaf.config import DataConfig, EngineConfig

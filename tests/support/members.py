@@ -9,12 +9,12 @@ from typing import Any, cast
 import zmq
 import zmq.asyncio
 
-from longleaf.channel.encoding import FromRank, ToRank, decode_to_rank, encode
-from longleaf.channel.epochs import Broken, Fence, Join, MergeTiming, OpenStore, Ready, StoreOpened
-from longleaf.channel.lives import Died, Heartbeat, Hello, Load, Loaded, Progress, Stop
-from longleaf.channel.rank_spec import Invitation, RankSpec
-from longleaf.channel.snapshots import Outcome
 from longleaf.fingerprint import Fingerprint
+from longleaf.rank_protocol.encoding import FromRank, ToRank, decode_to_rank, encode
+from longleaf.rank_protocol.epochs import Broken, Fence, Join, MergeTiming, OpenStore, Ready, StoreOpened
+from longleaf.rank_protocol.lives import Died, Heartbeat, Hello, Load, Loaded, Progress, Stop
+from longleaf.rank_protocol.rank_spec import Invitation, RankSpec
+from longleaf.rank_protocol.snapshots import Outcome
 from workers.control import connect
 
 PULSE_SECONDS = 0.05

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 from blake3 import blake3
 
-from coordinator.catalog.records import SegmentRecord
+from coordinator.persistence.catalog.records import SegmentRecord
+from longleaf.context_archive.frames import PREAMBLE, Frame, Kind
+from longleaf.context_archive.packing import Packing, keys_of
+from longleaf.context_archive.records import Head, SegmentHead, encode
+from longleaf.context_archive.unpacking import Told, Unpacking
 from longleaf.document_text import STRIDE, DocumentText, TextFile, packed
 from longleaf.fingerprint import Fingerprint
 from longleaf.geometry import Rope
-from longleaf.parcel.frames import PREAMBLE, Frame, Kind
-from longleaf.parcel.packing import Packing, keys_of
-from longleaf.parcel.records import Head, SegmentHead, encode
-from longleaf.parcel.unpacking import Told, Unpacking
 from longleaf.storage.manifest import Piece, SegmentManifest
 from longleaf.storage.names import Attempt
 

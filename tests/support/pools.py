@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 
 from longleaf.geometry import Reach
-from workers.keys.quantized import QuantizedPool
-from workers.keys.slots import Pool, Slots
+from workers.kv_cache.quantized import QuantizedPool
+from workers.kv_cache.slots import Pool, Slots
 from workers.model.model import LayerSpec
 
 BLOCK, NUM_BLOCKS, NUM_WINDOW_BLOCKS = 3, 12, 7

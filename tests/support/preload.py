@@ -4,7 +4,7 @@ from workers.imports import for_good
 
 with for_good():
     import coordinator.__main__
-    import longleaf.commands.app
+    import longleaf.cli.app
     import workers.rank
     import zoo.checkpoints
     import zoo.families

@@ -3,12 +3,12 @@
 import random
 from collections.abc import Sequence as Several
 
-from coordinator.drafting.drafts import NO_DRAFT, Draft
-from coordinator.drafting.policy import Policy
 from coordinator.scheduling.drafter import Drafter
 from coordinator.scheduling.sequences import Sequence
-from longleaf.channel.fakes import echo_token
+from coordinator.speculation.drafts import NO_DRAFT, Draft
+from coordinator.speculation.policy import Policy
 from longleaf.config import EngineConfig
+from longleaf.rank_protocol.fakes import echo_token
 
 
 class RandomDrafter(Drafter):

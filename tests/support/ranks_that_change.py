@@ -1,10 +1,10 @@
 """A scheduler whose ranks come and go, over a ledger of the keys that they hold."""
 
-from coordinator.placement.ranking import Ranking
+from coordinator.kv_cache.ranking import Ranking
 from coordinator.recovery.suspicion import BREAK
-from longleaf.channel.fakes import drafted_ends
-from longleaf.channel.sequences import Sequences
-from longleaf.channel.step import StepPlan, StepResult
+from longleaf.rank_protocol.fakes import drafted_ends
+from longleaf.rank_protocol.sequences import Sequences
+from longleaf.rank_protocol.step import StepPlan, StepResult
 from tests.support.key_ledger import KeyLedger
 from tests.support.scheduling import Bench
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from longleaf.channel.rank_spec import RankSpec
+from longleaf.rank_protocol.rank_spec import RankSpec
 from workers.control import serve
 from workers.fakes import EchoActor, EchoRank
 

@@ -6,15 +6,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
 from coordinator.events import NO_CLAIM, Outcome
-from coordinator.placement.paths import Path
-from coordinator.placement.ranking import Ranking
+from coordinator.kv_cache.paths import Path
+from coordinator.kv_cache.ranking import Ranking
 from coordinator.recovery.suspicion import BREAK, GUILTY, LOSS
-from longleaf.channel.sequences import Sequences
-from longleaf.channel.step import StepPlan
 from longleaf.errors import ContextLost, LongleafError, ResourceExhausted, Unavailable
 from longleaf.geometry import Windows
-from longleaf.messages import Recovering
+from longleaf.rank_protocol.sequences import Sequences
+from longleaf.rank_protocol.step import StepPlan
 from longleaf.sampling import Token
+from longleaf.types import Recovering
 from tests.support.key_ledger import KeyLedger
 from tests.support.scheduler_machine import NAMES, SchedulerMachine
 

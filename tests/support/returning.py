@@ -4,19 +4,19 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
+from coordinator.cluster.fakes import FakeRanks
 from coordinator.engine.fetching import Fetching
-from coordinator.placement.blocks import Placer
-from coordinator.placement.holdings import Holding
-from coordinator.placement.paths import NOWHERE, Segment
-from coordinator.placement.ranking import Ranking
-from coordinator.placement.segments import Segments
-from coordinator.ranks.fakes import FakeRanks
+from coordinator.kv_cache.blocks import Placer
+from coordinator.kv_cache.holdings import Holding
+from coordinator.kv_cache.paths import NOWHERE, Segment
+from coordinator.kv_cache.ranking import Ranking
+from coordinator.kv_cache.segments import Segments
 from coordinator.recovery.recovery import Recovery
 from coordinator.recovery.suspicion import LOSS
-from longleaf.channel.snapshots import Fetch
-from longleaf.channel.step import Restore
 from longleaf.errors import LongleafError, StorageUnavailable
 from longleaf.geometry import Windows
+from longleaf.rank_protocol.snapshots import Fetch
+from longleaf.rank_protocol.step import Restore
 from longleaf.storage.manifest import Piece, SegmentManifest
 from longleaf.storage.names import Attempt
 from tests.support.coming import comes

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import psutil
 
+from coordinator.cluster.control import Control
+from coordinator.cluster.local_fleet import LocalFleet
+from coordinator.cluster.ports import Fleet, OnDeath
 from coordinator.engine.engine import Engine
-from coordinator.ranks.control import Control
-from coordinator.ranks.local_fleet import LocalFleet
-from coordinator.ranks.ports import Fleet, OnDeath
-from longleaf.channel.epochs import Ready
-from longleaf.channel.rank_spec import Invitation
 from longleaf.config import EngineConfig
 from longleaf.errors import Unavailable
+from longleaf.rank_protocol.epochs import Ready
+from longleaf.rank_protocol.rank_spec import Invitation
 
 
 @dataclass(frozen=True)

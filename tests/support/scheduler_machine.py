@@ -24,15 +24,12 @@ from coordinator.events import (
     Prompt,
     Tokens,
 )
-from coordinator.placement.blocks import Blocks, Placer
-from coordinator.placement.contexts import LAST_ENDS
-from coordinator.placement.paths import Path
-from coordinator.placement.positions import Positions
+from coordinator.kv_cache.blocks import Blocks, Placer
+from coordinator.kv_cache.contexts import LAST_ENDS
+from coordinator.kv_cache.paths import Path
+from coordinator.kv_cache.positions import Positions
 from coordinator.scheduling.draft_counts import DraftCounts
 from coordinator.scheduling.scheduler import Scheduler
-from longleaf.channel.fakes import drafted_ends, echo_token
-from longleaf.channel.sequences import Sequences
-from longleaf.channel.step import Decode, Prefill, StepPlan, StepResult
 from longleaf.config import EngineConfig
 from longleaf.errors import (
     AlreadyExists,
@@ -45,6 +42,9 @@ from longleaf.errors import (
     Unavailable,
 )
 from longleaf.geometry import Rotary, Windows
+from longleaf.rank_protocol.fakes import drafted_ends, echo_token
+from longleaf.rank_protocol.sequences import Sequences
+from longleaf.rank_protocol.step import Decode, Prefill, StepPlan, StepResult
 from longleaf.sampling import Sampling, Token
 from tests.support.random_drafter import RandomDrafter
 from tests.support.window_ledger import WindowLedger, windows_of

@@ -18,16 +18,16 @@ from coordinator.events import (
     Sealed,
     Tokens,
 )
-from coordinator.placement.blocks import Placer
-from coordinator.placement.positions import Positions
+from coordinator.kv_cache.blocks import Placer
+from coordinator.kv_cache.positions import Positions
 from coordinator.recovery.recovery import MOVED_BLOCKS
 from coordinator.scheduling.scheduler import Scheduler
-from longleaf.channel.fakes import drafted_ends, echo_token
-from longleaf.channel.sequences import Sequences
-from longleaf.channel.step import Prefill, StepPlan, StepResult
 from longleaf.config import EngineConfig
 from longleaf.errors import LongleafError
 from longleaf.geometry import Rotary, Windows
+from longleaf.rank_protocol.fakes import drafted_ends, echo_token
+from longleaf.rank_protocol.sequences import Sequences
+from longleaf.rank_protocol.step import Prefill, StepPlan, StepResult
 from longleaf.sampling import Sampling
 from tests.support.random_drafter import RandomDrafter
 from tests.support.window_ledger import WindowLedger

@@ -13,24 +13,26 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders as decoding
 
 from coordinator import events
-from coordinator.access.usage import Room, Usage
-from coordinator.calls.house.ports import House
-from coordinator.calls.use_cases import UseCases
+from coordinator.auth.usage import Room, Usage
 from coordinator.changes import Changes
-from coordinator.placement.positions import Positions
-from coordinator.serving.server import Server
+from coordinator.grpc_server.server import Server
+from coordinator.handlers.transfer.ports import House
+from coordinator.handlers.use_cases import UseCases
+from coordinator.kv_cache.positions import Positions
 from coordinator.telemetry.observers import NOBODY
 from coordinator.text.encoder import Encoder
 from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
-from longleaf.channel.fakes import FULL_LAYER, echo_attention, echo_scores, echo_spans
-from longleaf.channel.step import Comparison
 from longleaf.client import AsyncClient
 from longleaf.config import join_address
 from longleaf.document_text import DocumentText
 from longleaf.errors import AlreadyExists, LongleafError, NotFound
 from longleaf.geometry import Rotary
-from longleaf.messages import (
+from longleaf.rank_protocol.fakes import FULL_LAYER, echo_attention, echo_scores, echo_spans
+from longleaf.rank_protocol.step import Comparison
+from longleaf.sampling import GREEDY, Sampling, Token
+from longleaf.tenants import DEFAULT_TENANT, tenant_of
+from longleaf.types import (
     Cluster,
     Context,
     ContextSettings,
@@ -47,8 +49,6 @@ from longleaf.messages import (
     Reread,
     Worker,
 )
-from longleaf.sampling import GREEDY, Sampling, Token
-from longleaf.tenants import DEFAULT_TENANT, tenant_of
 
 END = "<|end|>"
 TEMPLATE = (

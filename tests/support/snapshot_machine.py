@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from coordinator.placement.holdings import Holding
+from coordinator.kv_cache.holdings import Holding
 from coordinator.recovery.restoring import OF_WINDOWS, Part
 from coordinator.scheduling.scheduler import Scheduler
-from longleaf.channel.snapshots import Save
 from longleaf.geometry import EVERY_RANK, Windows
+from longleaf.rank_protocol.snapshots import Save
 from longleaf.runs import Run
 from tests.support.durable_machine import DurableMachine
 from tests.support.key_ledger import Content

@@ -7,16 +7,16 @@ from contextlib import asynccontextmanager
 
 from msgspec.structs import replace
 
+from coordinator.cluster.fakes import FakeRanks
+from coordinator.cluster.ports import Formation
 from coordinator.engine.engine import Engine
 from coordinator.events import Document, Prompt, Tokens
-from coordinator.ranks.fakes import FakeRanks
-from coordinator.ranks.ports import Formation
-from coordinator.snapshots.policy import Policy
-from coordinator.snapshots.snapshots import Snapshots, any_room
-from longleaf.channel.snapshots import Fetch, Save, Saved
-from longleaf.channel.step import StepPlan, StepResult
+from coordinator.persistence.snapshots.policy import Policy
+from coordinator.persistence.snapshots.snapshots import Snapshots, any_room
 from longleaf.config import EngineConfig
 from longleaf.geometry import Windows
+from longleaf.rank_protocol.snapshots import Fetch, Save, Saved
+from longleaf.rank_protocol.step import StepPlan, StepResult
 from longleaf.sampling import Sampling
 from longleaf.storage.fakes import FlakyFiles, MemoryFiles
 from longleaf.storage.names import segments_folder

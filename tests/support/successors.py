@@ -5,17 +5,17 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
-from coordinator.calls.generation import Generation
-from coordinator.calls.replay import CallLater, call_later
+from coordinator.cluster.fakes import FakeRanks
 from coordinator.engine.engine import Engine
-from coordinator.journal.journal import Journal
-from coordinator.ranks.fakes import FakeRanks
+from coordinator.handlers.generation import Generation
+from coordinator.handlers.replay import CallLater, call_later
+from coordinator.persistence.journal.journal import Journal
 from coordinator.text.template import DirectRenderer
 from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.config import EngineConfig
-from longleaf.messages import Delta, Event, Finished, Generate, Resume
 from longleaf.sampling import Sampling
+from longleaf.types import Delta, Event, Finished, Generate, Resume
 from tests.support.running import running
 from tests.support.service import write_model
 

@@ -9,7 +9,7 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from coordinator.access.credentials import Credentials
+from coordinator.auth.credentials import Credentials
 from longleaf.credentials import Entry, Quotas, Role, digest_of, line_of
 from longleaf.v1 import cluster_service_pb2, context_service_pb2, generation_service_pb2, tokenizer_service_pb2
 

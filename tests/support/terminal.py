@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from longleaf.commands import app
+from longleaf.cli import app
 from tests.support.service import FakeEngine, byte_tokenizer
 
 ANSWER = tuple((i,) for i in byte_tokenizer().encode("Grüße").ids)

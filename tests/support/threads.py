@@ -8,19 +8,19 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 
-from coordinator.ranks.orders import Key, error_of
-from coordinator.ranks.ports import EpochEnd, Formation
-from longleaf.channel.encoding import decode_to_rank, encode
-from longleaf.channel.epochs import Join, Layout, Ready
-from longleaf.channel.lives import Hello
-from longleaf.channel.rank_spec import Invitation, RankSpec
-from longleaf.channel.snapshots import Discard, Fetch, Fetched, Outcome, Save, Saved
-from longleaf.channel.step import StepPlan, StepResult
+from coordinator.cluster.orders import Key, error_of
+from coordinator.cluster.ports import EpochEnd, Formation
 from longleaf.comm.loopback import LoopbackComm, loopback_groups
 from longleaf.config import EngineConfig
 from longleaf.errors import WorkerLost
-from longleaf.messages import Loss
+from longleaf.rank_protocol.encoding import decode_to_rank, encode
+from longleaf.rank_protocol.epochs import Join, Layout, Ready
+from longleaf.rank_protocol.lives import Hello
+from longleaf.rank_protocol.rank_spec import Invitation, RankSpec
+from longleaf.rank_protocol.snapshots import Discard, Fetch, Fetched, Outcome, Save, Saved
+from longleaf.rank_protocol.step import StepPlan, StepResult
 from longleaf.topology import Topology
+from longleaf.types import Loss
 from workers.pending import Pending
 from workers.rank import Rank
 
@@ -34,7 +34,7 @@ def make_spec(rank: int, config: EngineConfig) -> RankSpec:
 
 
 class ThreadRanks:
-    """Implements coordinator.ranks.ports.Ranks, for one epoch, with one thread per rank over a loopback group.
+    """Implements coordinator.cluster.ports.Ranks, for one epoch, with one thread per rank over a loopback group.
 
     `machines` has a letter per rank, the machine that it pretends to run on; by default all are on one.
     """

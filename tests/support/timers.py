@@ -13,7 +13,7 @@ class Handle:
 
 
 class Timers:
-    """Implements coordinator.calls.replay.CallLater."""
+    """Implements coordinator.handlers.replay.CallLater."""
 
     def __init__(self) -> None:
         self.now = 0.0

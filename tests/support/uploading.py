@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from longleaf.client import AsyncClient
-from longleaf.messages import Context
+from longleaf.types import Context
 
 WORDS = b"Call me Ishmael. "
 

@@ -2,8 +2,8 @@
 
 from hypothesis import strategies as st
 
-from longleaf.channel.step import Decode, Prefill, Row, StepPlan
 from longleaf.geometry import EVERY_RANK, Reach, Windows
+from longleaf.rank_protocol.step import Decode, Prefill, Row, StepPlan
 from longleaf.runs import Run, until
 
 SIZES = st.integers(1, 10)

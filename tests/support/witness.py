@@ -18,7 +18,7 @@ import msgspec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from longleaf.client import AsyncClient
-from longleaf.messages import Delta
+from longleaf.types import Delta
 
 CONTEXT = "witness"
 DOCUMENT = "Call me Ishmael. Some years ago, never mind how long precisely, having little or no money. " * 12

@@ -6,7 +6,7 @@ import asyncio
 import pytest
 
 from coordinator.engine.engine import Engine
-from coordinator.placement import positions
+from coordinator.kv_cache import positions
 from tests.support.accelerator.captured import DeviceRank
 from tests.support.accelerator.drive import Drive, fleets, small_checkpoints
 from tests.support.accelerator.reference_kernels import ReferenceLauncher
@@ -17,7 +17,7 @@ from tests.support.golden.plain import ask_plain
 from tests.support.golden.short import SETTINGS, STATES, parted
 from tests.support.running import running
 from tests.support.threads import ThreadRanks, config_for
-from workers.decode.fakes import RecordedGraphs
+from workers.cuda_graphs.fakes import RecordedGraphs
 from zoo.families import FAMILIES
 
 NUM_STEPS, NUM_DRAFTED = 200, 20

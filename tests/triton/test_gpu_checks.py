@@ -18,8 +18,8 @@ from tests.gpu import __main__ as command
 from tests.gpu import decoding
 from tests.gpu.checks import CHECKS
 from tests.gpu.place import LeftOut, Place
-from workers.decode.fakes import RecordedGraphs
-from workers.decode.graphs import CaptureRefused
+from workers.cuda_graphs.fakes import RecordedGraphs
+from workers.cuda_graphs.graphs import CaptureRefused
 from workers.rank import Rank
 from workers.sampling.device_sampler import DeviceSampler
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from longleaf.channel.step import Decode, Spans
 from longleaf.kernels.gpu.backend import TritonKernels
+from longleaf.rank_protocol.step import Decode, Spans
 from tests.support.golden.attended import Dense, expected, told
 from tests.support.golden.epochs import Service
 from tests.support.golden.interpreted import Launches

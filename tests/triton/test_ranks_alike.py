@@ -8,8 +8,8 @@ from tests.support.accelerator import captured as captured_ranks
 from tests.support.accelerator.captured import DeviceFleet, DeviceRank
 from tests.support.accelerator.drive import SIZES, Drive, fleets, small_checkpoints
 from tests.support.accelerator.reference_kernels import ReferenceLauncher
-from workers.decode.fakes import RecordedGraphs, Recording
-from workers.decode.graphs import CaptureRefused
+from workers.cuda_graphs.fakes import RecordedGraphs, Recording
+from workers.cuda_graphs.graphs import CaptureRefused
 from workers.sampling.fixed_shape import Needs
 from workers.step.last_ids import HostIds
 

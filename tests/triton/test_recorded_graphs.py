@@ -6,8 +6,8 @@ import torch
 from longleaf.attention.masks import Read, Reads
 from longleaf.kernels.gpu.backend import TritonKernels
 from longleaf.kernels.gpu.launch import launch
-from workers.decode.fakes import RecordedGraphs
-from workers.decode.graphs import CaptureRefused
+from workers.cuda_graphs.fakes import RecordedGraphs
+from workers.cuda_graphs.graphs import CaptureRefused
 
 READS = [Read(0, 3, 0, 90), Read(1, 2, 90, 100), Read(2, 3, 95, 100, 3, 4)]
 SCALE = 0.2

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longleaf.channel.step import Row
+from longleaf.rank_protocol.step import Row
 
 NOT_FINITE = -1
 """Stands for the id of a token where the logits are not finite."""

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longleaf.channel.step import Row
 from longleaf.config import MAX_DRAFT_TOKENS
 from longleaf.kernels.backend import Numbers
+from longleaf.rank_protocol.step import Row
 from longleaf.sampling import Sampling, Token
 from workers.sampling.acceptance import NOT_REACHED, Drafts, drafts_of
 from workers.sampling.fixed_shape import Needs, Parameters, choose, note

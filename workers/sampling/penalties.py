@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from longleaf.channel.step import Seen, Terms
+from longleaf.rank_protocol.step import Seen, Terms
 from longleaf.sampling import Sampling
 
 

@@ -9,7 +9,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from longleaf.channel.step import Row, Terms
+from longleaf.rank_protocol.step import Row, Terms
 from longleaf.sampling import Logprobs, Token
 from workers.sampling import distribution, draws
 from workers.sampling.acceptance import NOT_FINITE, NOT_REACHED

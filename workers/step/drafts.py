@@ -13,9 +13,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from longleaf.channel.step import Row
 from longleaf.kernels.backend import Backend
-from workers.keys.quantized import QuantizedPool
+from longleaf.rank_protocol.step import Row
+from workers.kv_cache.quantized import QuantizedPool
 from workers.transfers import to_device
 
 

@@ -13,8 +13,8 @@ from longleaf.attention import Partial, add_sink
 from longleaf.attention.masks import Reads
 from longleaf.comm import Comm
 from longleaf.kernels.backend import Backend
-from longleaf.tree import Merge
-from workers.keys.slots import Slots
+from longleaf.merge import Merge
+from workers.kv_cache.slots import Slots
 from workers.model.hook import LayerCall
 from workers.step.drafts import Keeper, Stored
 from workers.step.inputs import Inputs

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from longleaf.attention.masks import QueryRun, Read, Reads, causal_reads, reads_within
-from longleaf.channel.step import Decode, Prefill, Row
 from longleaf.geometry import EVERY_RANK, OWN_ROPE, Reach, Rope
+from longleaf.rank_protocol.step import Decode, Prefill, Row
 from longleaf.runs import Run
-from workers.keys.ledger import Ledger, stretches
-from workers.keys.slots import Slots
+from workers.kv_cache.ledger import Ledger, stretches
+from workers.kv_cache.slots import Slots
 from workers.model.model import LayerSpec
 from workers.model.rotary import Rows, row_ropes
 from workers.step.block_plan import BlockPlan, block_plan

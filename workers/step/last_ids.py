@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from longleaf.channel.step import Row
+from longleaf.rank_protocol.step import Row
 from workers.sampling.acceptance import NOT_REACHED, drafts_of, reached_ids
 from workers.transfers import to_device
 

@@ -17,11 +17,11 @@ from torch.nn import functional as F
 
 from longleaf.attention.block_sums import Columns
 from longleaf.attention.masks import hidden
-from longleaf.channel.step import HEADS_PER_LAYER, Attention
 from longleaf.comm import Comm
 from longleaf.kernels.backend import TellingBackend
+from longleaf.rank_protocol.step import HEADS_PER_LAYER, Attention
 from longleaf.runs import ceil_div
-from workers.keys.slots import Slots
+from workers.kv_cache.slots import Slots
 from workers.model.hook import LayerCall
 from workers.step.block_plan import BlockPlan
 from workers.step.spans import SINK, Asked, Keys

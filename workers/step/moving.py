@@ -12,12 +12,12 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from longleaf.channel.step import Move, Transfer
 from longleaf.comm import Comm
 from longleaf.errors import KeysDamaged
-from workers.keys.content import Content
-from workers.keys.ledger import Ledger
-from workers.keys.slots import Slots
+from longleaf.rank_protocol.step import Move, Transfer
+from workers.kv_cache.content import Content
+from workers.kv_cache.ledger import Ledger
+from workers.kv_cache.slots import Slots
 
 PIECE_BYTES = 16 << 20
 """Bytes that a rank sends at once, at most, unless a block has more of them. They are there some four times over."""

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from longleaf.attention.masks import QueryRun, Read, Reads, reads_within
-from longleaf.channel.step import Prefill
 from longleaf.config import PrefillName
 from longleaf.geometry import Reach
+from longleaf.merge import Wire
+from longleaf.rank_protocol.step import Prefill
 from longleaf.runs import Extent, Run, ceil_div, union, without
-from longleaf.tree import Wire
-from workers.keys.ledger import Ledger
-from workers.keys.slots import Slots
-from workers.keys.workspace import MAX_GATHERED
+from workers.kv_cache.ledger import Ledger
+from workers.kv_cache.slots import Slots
+from workers.kv_cache.workspace import MAX_GATHERED
 from workers.model.model import LayerSpec
 from workers.step.layers import ChunkLayer, Gathered
 

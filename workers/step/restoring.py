@@ -9,14 +9,14 @@ from collections.abc import Callable
 
 import torch
 
-from longleaf.channel.step import Restore
 from longleaf.comm import Comm
 from longleaf.errors import KeysMissing
 from longleaf.geometry import EVERY_RANK
+from longleaf.rank_protocol.step import Restore
 from longleaf.runs import Run, ceil_div
-from workers.keys.ledger import Ledger
-from workers.keys.slots import Slots
-from workers.snapshots.piece import Piece
+from workers.kv_cache.ledger import Ledger
+from workers.kv_cache.slots import Slots
+from workers.kv_io.piece import Piece
 
 NONE = -1
 

@@ -20,10 +20,10 @@ from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from longleaf.attention.masks import QueryRun, Read, Reads, causal_reads, reads_within
-from longleaf.channel.step import Positions
 from longleaf.geometry import Reach
+from longleaf.rank_protocol.step import Positions
 from longleaf.runs import Extent, without
-from workers.keys.ledger import Ledger, Part, stretches
+from workers.kv_cache.ledger import Ledger, Part, stretches
 
 MIN_SHARED = 128
 """Keys that neighbours with a limited reach must have in common to be read together: fewer cost more in reads than they

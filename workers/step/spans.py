@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from longleaf.attention.masks import QueryRun
-from longleaf.channel.step import NUM_OTHER_SHARES, Positions, Row, Spans
+from longleaf.rank_protocol.step import NUM_OTHER_SHARES, Positions, Row, Spans
 from longleaf.runs import ceil_div, joined, without
-from workers.keys.ledger import Ledger, Part
+from workers.kv_cache.ledger import Ledger, Part
 from workers.step.rows import Query
 
 PROMPT, ANSWER, SINK = 0, 1, 2

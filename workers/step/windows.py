@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from longleaf.attention.masks import QueryRun, Read, Reads, reads_within
-from longleaf.channel.step import Prefill, Row
 from longleaf.geometry import EVERY_RANK, Reach
+from longleaf.rank_protocol.step import Prefill, Row
 from longleaf.runs import Extent, Run, union
-from workers.keys.ledger import Ledger, slots_of
+from workers.kv_cache.ledger import Ledger, slots_of
 from workers.model.model import LayerSpec
 from workers.step.layers import Replicating
 from workers.step.past import before_pieces, num_tokens, past_reads

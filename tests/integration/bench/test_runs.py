@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bench.harness.hosts import obstacle
-from longleaf.tree import MERGES
+from longleaf.merge import MERGES
 
 
 def run_benchmark(name: str, *arguments: str, timeout_s: float = 280) -> Any:

@@ -16,7 +16,7 @@ import asyncio, gc, os, signal, sys, threading
 from contextlib import suppress
 from longleaf.client import AsyncClient, Client
 from longleaf.errors import Cancelled, LongleafError
-from longleaf.messages import Delta
+from longleaf.types import Delta
 
 def begin(client, **options):
     stream = client.generate("x", **options)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from coordinator.calls.intake import Intake
-from coordinator.calls.uploads import Uploads
+from coordinator.handlers.intake import Intake
+from coordinator.handlers.uploads import Uploads
 from longleaf.client import AsyncClient, Client, Retries, Retry
 from longleaf.client.retries import FIRST_LIMIT
 from longleaf.errors import (
@@ -25,7 +25,7 @@ from longleaf.errors import (
     Unavailable,
     WorkerLost,
 )
-from longleaf.messages import Started
+from longleaf.types import Started
 from tests.support.network.proxy import breaking
 from tests.support.service import Served, collect, ids
 

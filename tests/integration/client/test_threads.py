@@ -12,7 +12,7 @@ import pytest
 from longleaf.client import AsyncClient, Client, Retries
 from longleaf.client.loop import LoopThread
 from longleaf.errors import Cancelled, ResourceExhausted
-from longleaf.messages import Delta, IngestProgress
+from longleaf.types import Delta, IngestProgress
 from tests.support.service import Served, ids
 
 T = TypeVar("T")

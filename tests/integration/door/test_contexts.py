@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from longleaf.client.relay import Relay
 from longleaf.errors import NotFound
-from longleaf.messages import Drafting, IngestHeader
+from longleaf.types import Drafting, IngestHeader
 from tests.support.doors import opened, standing
 from tests.support.service import TEXT, Served, ids
 

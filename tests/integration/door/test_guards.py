@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from coordinator.access.credentials import Credentials
+from coordinator.auth.credentials import Credentials
 from door import protocol
 from door.server import listen
 from door.settings import DoorConfig

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from longleaf import codec
-from longleaf.messages import Cluster, IngestProgress, ModelInfo, Started
+from longleaf.types import Cluster, IngestProgress, ModelInfo, Started
 from longleaf.v1 import cluster_service_pb2 as cluster_pb
 from longleaf.v1 import cluster_service_pb2_grpc, context_service_pb2_grpc, generation_service_pb2_grpc
 

@@ -12,7 +12,7 @@ import httpx2
 import psutil
 
 from longleaf import codec
-from longleaf.messages import Cluster, Delta, Finished, ModelInfo, Started
+from longleaf.types import Cluster, Delta, Finished, ModelInfo, Started
 from longleaf.v1 import cluster_service_pb2_grpc, generation_service_pb2_grpc
 
 NUM_DELTAS = 800

@@ -10,7 +10,7 @@ from coordinator import events
 from door.contexts import upload
 from door.events import EventResponse
 from door.openai import answers
-from longleaf.messages import Progress
+from longleaf.types import Progress
 from tests.support.service import TEXT, Served, ids
 
 QUESTION = {"model": "fake", "messages": [{"role": "user", "content": "Who?"}], "stream": True}

@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from coordinator.serving.certificates import Certificates
+from coordinator.grpc_server.certificates import Certificates
 from door.server import serve
 from door.settings import DoorConfig
 from longleaf.credentials import new_credential

@@ -21,7 +21,7 @@ from longleaf.comm.process_group import Carrier
 from longleaf.comm.shared_memory import CAPACITY, Entrance, share_memory
 from longleaf.errors import RanksDisagree, WorkerLost
 from longleaf.kernels.cpu.compiled import Compiled
-from longleaf.tree import MERGES, Wire, make_merge
+from longleaf.merge import MERGES, Wire, make_merge
 from tests.support.attention.partials import random_partials
 from tests.support.processes import run_ranks, start_ranks
 

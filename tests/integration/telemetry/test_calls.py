@@ -15,8 +15,8 @@ from grpc import StatusCode
 from coordinator.telemetry.observers import Observers
 from coordinator.telemetry.watching import Watching
 from longleaf.errors import NotFinite, WorkerLost
-from longleaf.messages import Draining
 from longleaf.operations import TelemetryConfig
+from longleaf.types import Draining
 from tests.support.houses import house_of
 from tests.support.open_calls import OpenCalls
 from tests.support.parcels import packable
@@ -124,7 +124,7 @@ async def test_every_call_has_one_line(tmp_path: Path, told: Told, name: str) ->
             told.text = ""
         requests = [request_of(name, **fields) for fields in REQUESTS[name]]
         code, *_ = await Caller(channel, tenant).call(name, requests)
-    (line,) = told.of("coordinator.access")
+    (line,) = told.of("coordinator.auth")
     assert line["method"].endswith(f"/{name}")
     assert line["code"] == ("CANCELLED" if name == "WatchCluster" else code.name)  # its reader left
     assert (line["level"], line["tenant"]) == ("info", tenant)
@@ -142,7 +142,7 @@ async def test_of_a_wrong_request_the_field_is_told_and_not_what_was_in_it(tmp_p
     async with watched(tmp_path, FakeEngine(), log_level="debug") as channel:
         code, *_ = await Caller(channel, ACME).call("GetContext", [request_of("GetContext", name=SECRET)])
         assert code == StatusCode.INVALID_ARGUMENT
-    (line,) = told.of("coordinator.access")
+    (line,) = told.of("coordinator.auth")
     assert (line["code"], line["field"], line["message"]) == (
         "INVALID_ARGUMENT",
         "name",
@@ -161,7 +161,7 @@ async def test_of_an_error_of_ours_the_place_is_logged_and_not_what_it_quotes(
         request = request_of("Generate", text="a", sampling={"max_token_count": 1})
         code, *_ = await Caller(channel, ACME).call("Generate", [request])
         assert code == StatusCode.INTERNAL
-    (line,) = told.of("coordinator.serving.interceptors")
+    (line,) = told.of("coordinator.grpc_server.interceptors")
     assert (line["level"], line["tenant"], line["method"]) == (
         "error",
         ACME,
@@ -180,7 +180,7 @@ async def test_how_a_generation_failed_is_told(tmp_path: Path, told: Told, error
     async with watched(tmp_path, engine) as channel:
         request = request_of("Generate", text="a", sampling={"max_token_count": 1}, request_id="mine")
         await Caller(channel, ACME).call("Generate", [request])
-    (line,) = told.of("coordinator.access")
+    (line,) = told.of("coordinator.auth")
     assert (line["code"], line["request"]) == (code, "mine")
     assert line["message"] == f"call ended with {type(error).__name__}"
 
@@ -195,7 +195,7 @@ async def test_a_generation_whose_reader_leaves_is_told_as_cancelled(tmp_path: P
         )(request_of("Generate", text="a", sampling={"max_token_count": 1}), metadata=bearer(ACME))
         await call.read()
         call.cancel()
-    (line,) = told.of("coordinator.access")
+    (line,) = told.of("coordinator.auth")
     assert line["code"] == "CANCELLED"
 
 
@@ -205,7 +205,7 @@ async def test_refused_calls_are_audited(tmp_path: Path, told: Told) -> None:
         await Caller(channel, ACME).call("Drain", [request_of("Drain")])
     lines = [(each["message"], each["code"], each.get("tenant", "")) for each in told.of("coordinator.audit")]
     assert lines == [("call refused", "UNAUTHENTICATED", ""), ("call refused", "PERMISSION_DENIED", ACME)]
-    assert told.of("coordinator.access") == []
+    assert told.of("coordinator.auth") == []
 
 
 async def test_a_flood_of_refused_calls_writes_few_lines(tmp_path: Path, told: Told) -> None:
@@ -215,7 +215,7 @@ async def test_a_flood_of_refused_calls_writes_few_lines(tmp_path: Path, told: T
         assert {code for code, *_ in codes} == {StatusCode.UNAUTHENTICATED}
     refused = told.of("coordinator.audit")
     assert 2 <= len(refused) <= 20, len(refused)
-    assert len(told.of("coordinator.access")) <= 5
+    assert len(told.of("coordinator.auth")) <= 5
 
 
 @pytest.mark.parametrize(("is_open", "telemetry"), [(True, {}), (False, {}), (True, {"log_level": "info"})])

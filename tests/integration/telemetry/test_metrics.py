@@ -14,8 +14,8 @@ import pytest
 from grpc import StatusCode
 from prometheus_client import CollectorRegistry, generate_latest
 
-from coordinator.calls.use_cases import UseCases
-from coordinator.ranks.fakes import FakeFleet
+from coordinator.cluster.fakes import FakeFleet
+from coordinator.handlers.use_cases import UseCases
 from coordinator.service import Service
 from coordinator.settings import ServiceConfig
 from coordinator.telemetry.observers import Observers
@@ -24,9 +24,9 @@ from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.config import EngineConfig
 from longleaf.errors import StartError
-from longleaf.messages import Generate
 from longleaf.operations import TelemetryConfig
 from longleaf.sampling import Sampling
+from longleaf.types import Generate
 from tests.support.measured import CONTEXT, REQUEST_ID, TEXT, measured
 from tests.support.scraping import Scraped, scrape
 from tests.support.service import FakeEngine, collect, ids, write_model

@@ -87,7 +87,7 @@ def parent_of(span: ReadableSpan) -> int:
 async def test_a_generation_is_part_of_its_call_and_that_of_the_trace_of_its_client(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, traceparent: str | None, goes_on: bool
 ) -> None:
-    caplog.set_level("INFO", "coordinator.access")
+    caplog.set_level("INFO", "coordinator.auth")
     engine = FakeEngine()
     engine.answer = (ids("hi"),)
     async with traced(tmp_path, engine) as (channel, exporter):
@@ -112,7 +112,7 @@ async def test_a_generation_is_part_of_its_call_and_that_of_the_trace_of_its_cli
         "longleaf.tenant": ACME,
         "longleaf.request": "mine",
     }
-    (line,) = [record for record in caplog.records if record.name == "coordinator.access"]
+    (line,) = [record for record in caplog.records if record.name == "coordinator.auth"]
     assert line.trace == trace  # type: ignore[attr-defined]
 
 

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from longleaf.channel.epochs import Fence, Join, Layout, SegmentLayout
-from longleaf.channel.step import Decode, Prefill, Row, StepPlan, StepResult, Terms
 from longleaf.config import EngineConfig
+from longleaf.rank_protocol.epochs import Fence, Join, Layout, SegmentLayout
+from longleaf.rank_protocol.step import Decode, Prefill, Row, StepPlan, StepResult, Terms
 from longleaf.runs import Run
 from longleaf.sampling import Sampling
 from tests.support.lives import FREEZE, KEEP, KILL, RAISE, VICTIM, Members

@@ -3,18 +3,18 @@
 import pytest
 import torch
 
-from longleaf.channel.epochs import SegmentLayout
-from longleaf.channel.step import Move, Transfer
 from longleaf.comm.base import Groups
 from longleaf.comm.shared_memory import CAPACITY
 from longleaf.comm.staged import staged
 from longleaf.geometry import EVERY_RANK, Reach
+from longleaf.rank_protocol.epochs import SegmentLayout
+from longleaf.rank_protocol.step import Move, Transfer
 from longleaf.runs import Run
 from tests.support.nccl import Fleet
 from tests.support.processes import run_ranks
-from workers.keys.content import Content
-from workers.keys.ledger import Ledger
-from workers.keys.slots import Pool
+from workers.kv_cache.content import Content
+from workers.kv_cache.ledger import Ledger
+from workers.kv_cache.slots import Pool
 from workers.model.model import LayerSpec
 from workers.step.moving import move
 

@@ -10,10 +10,10 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from longleaf.channel.step import Decode, Row, Spans, StepPlan
 from longleaf.comm.staged import StagedComm
 from longleaf.config import loading_environment, rank_environment
 from longleaf.errors import ModelRefused, StartError
+from longleaf.rank_protocol.step import Decode, Row, Spans, StepPlan
 from longleaf.sampling import Sampling
 from tests.support.accelerator.device import Accelerator
 from tests.support.accelerator.dispatch import DEVICE

@@ -7,11 +7,11 @@ from unittest.mock import patch
 
 import pytest
 
-from longleaf.channel.epochs import Join
-from longleaf.channel.step import Decode, Prefill
 from longleaf.comm import process_group
 from longleaf.comm.fakes import FakeDistributed
 from longleaf.errors import RanksDisagree
+from longleaf.rank_protocol.epochs import Join
+from longleaf.rank_protocol.step import Decode, Prefill
 from tests.support.scheduling import Bench
 from tests.support.threads import config_for, make_spec
 from workers import rank as module

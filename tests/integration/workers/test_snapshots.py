@@ -9,16 +9,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from longleaf.channel.epochs import Join, Layout
-from longleaf.channel.snapshots import Discard, Fetch, Fetched, Save, Saved
-from longleaf.channel.step import Decode, Portion, Prefill, Restore, Row, StepPlan, StepResult, Terms
 from longleaf.config import EngineConfig
+from longleaf.rank_protocol.epochs import Join, Layout
+from longleaf.rank_protocol.snapshots import Discard, Fetch, Fetched, Save, Saved
+from longleaf.rank_protocol.step import Decode, Portion, Prefill, Restore, Row, StepPlan, StepResult, Terms
 from longleaf.runs import Run
 from longleaf.sampling import Sampling
 from tests.support.lives import Members
 from tests.support.threads import config_for, make_spec
+from workers.kv_io.fakes import FolderStore
 from workers.rank import Rank
-from workers.snapshots.fakes import FolderStore
 from zoo.checkpoints import make_checkpoint
 
 pytestmark = pytest.mark.timeout(300)

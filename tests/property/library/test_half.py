@@ -16,8 +16,8 @@ from longleaf.kernels.cpu import flash
 from longleaf.kernels.cpu.compiled import Compiled
 from longleaf.kernels.cpu.decode import FLAGS, SOURCE, NativeDecode
 from longleaf.kernels.dense import Dense
+from longleaf.merge import MERGES, Wire
 from longleaf.runs import Extent
-from longleaf.tree import MERGES, Wire
 from tests.support.attention.dealt import cases, decode, prefill
 from tests.support.attention.dense import visible
 from tests.support.attention.largest import Largest

@@ -16,7 +16,7 @@ from longleaf.comm.fakes import Call, FakeDistributed
 from longleaf.comm.process_group import Carrier, ProcessGroups, epoch_store
 from longleaf.errors import RanksDisagree, StartError
 from longleaf.kernels.dense import Dense
-from longleaf.tree import MERGES, Wire, choose_merge, make_merge
+from longleaf.merge import MERGES, Wire, choose_merge, make_merge
 from tests.support.attention.dealt import cases, decode, prefill
 from tests.support.attention.partials import random_partials
 from tests.support.nccl import DEVICE, Fleet
@@ -77,7 +77,7 @@ def test_the_fastest_merge_is_measured_alike_on_all_ranks(machines):
         wire.agree(groups.world, DEVICE)
         return [timing.merge for timing in choose_merge(groups, wire, 2, 4, DEVICE).timings]
 
-    with patch.multiple("longleaf.tree.choose", MAX_TURNS=2, CALLS=1, BATCHES=(1, 8)):
+    with patch.multiple("longleaf.merge.choose", MAX_TURNS=2, CALLS=1, BATCHES=(1, 8)):
         assert len(set(map(tuple, Fleet(machines).run(work, num_epochs=1)))) == 1
 
 

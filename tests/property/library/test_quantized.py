@@ -13,10 +13,10 @@ from longleaf.kernels import int8
 from longleaf.kernels.cpu.compiled import Compiled
 from longleaf.kernels.cpu.flash import Flash
 from longleaf.kernels.int8 import LOWEST, tiles
-from longleaf.tree import MERGES
+from longleaf.merge import MERGES
 from tests.support.attention.dealt import BLOCK as POOL_BLOCK
 from tests.support.attention.dealt import cases, decode, prefill
-from workers.keys.quantized import QuantizedPool
+from workers.kv_cache.quantized import QuantizedPool
 
 HEADS, BLOCK, NUM_BLOCKS, DIM = 2, 8, 6, 16
 SCALE = 0.4

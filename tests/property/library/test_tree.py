@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longleaf.attention import Partial, merge_all
-from longleaf.channel.epochs import MergeTiming
 from longleaf.comm.loopback import loopback_groups
 from longleaf.comm.process_group import Carrier
 from longleaf.kernels.cpu.compiled import Compiled
+from longleaf.merge import MERGES, Wire, choose_merge, make_merge
+from longleaf.merge.base import join_heads, split_heads
+from longleaf.merge.butterfly import Then, rounds
+from longleaf.merge.choose import choose, describe
+from longleaf.rank_protocol.epochs import MergeTiming
 from longleaf.topology import Topology
-from longleaf.tree import MERGES, Wire, choose_merge, make_merge
-from longleaf.tree.base import join_heads, split_heads
-from longleaf.tree.butterfly import Then, rounds
-from longleaf.tree.choose import choose, describe
 from tests.support.attention.partials import random_partials
 from tests.support.on_threads import on_groups
 from tests.support.processes import run_ranks
@@ -165,7 +165,7 @@ def test_what_other_groups_measured_is_believed(machines, names, monkeypatch):
     def measure(*_):
         raise AssertionError("something is measured")
 
-    monkeypatch.setattr(importlib.import_module("longleaf.tree.choose"), "_race", measure)
+    monkeypatch.setattr(importlib.import_module("longleaf.merge.choose"), "_race", measure)
     parts = {rows: random_partials(len(machines), rows) for rows in (1, 5, 9)}
 
     def work(rank, groups):
@@ -191,7 +191,7 @@ def test_a_merge_that_hiccups_once_is_not_given_up(monkeypatch):
         counts[names[merge]] += 1
         return next(turns[names[merge]])
 
-    monkeypatch.setattr(importlib.import_module("longleaf.tree.choose"), "_turn", turn)
+    monkeypatch.setattr(importlib.import_module("longleaf.merge.choose"), "_turn", turn)
     timings = choose(merges, groups, num_heads=2, dim=4, device="cpu").timings
     assert timings[0].merge == "gather"
     assert timings[0].microseconds["gather"] == pytest.approx(200), "the hiccup is not shown as its time either"

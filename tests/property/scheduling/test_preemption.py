@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.events import Claim, Document, Prompt
-from coordinator.placement.blocks import Blocks
-from coordinator.placement.paths import Path
-from coordinator.placement.positions import UNLIMITED, Ropes
+from coordinator.kv_cache.blocks import Blocks
+from coordinator.kv_cache.paths import Path
+from coordinator.kv_cache.positions import UNLIMITED, Ropes
 from coordinator.scheduling.jobs import IngestJob, Job, Request, as_victims
 from coordinator.scheduling.preemption import Crowd
 from coordinator.scheduling.reading import Reading

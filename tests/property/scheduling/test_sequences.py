@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from coordinator.placement.windows import WindowPool
+from coordinator.kv_cache.windows import WindowPool
 from coordinator.scheduling.sequences import Sequence
-from longleaf.channel.encoding import decode_to_rank, encode
-from longleaf.channel.sequences import Sequences, growth
-from longleaf.channel.step import Decode, Prefill, Row, StepPlan
 from longleaf.errors import LongleafError
 from longleaf.geometry import OWN_ROPE, Reach, Rope, Rotary, Windows
+from longleaf.rank_protocol.encoding import decode_to_rank, encode
+from longleaf.rank_protocol.sequences import Sequences, growth
+from longleaf.rank_protocol.step import Decode, Prefill, Row, StepPlan
 from longleaf.runs import Run
 from tests.support.scheduling import Bench
 from tests.support.window_ledger import windows_of

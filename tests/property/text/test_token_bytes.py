@@ -11,13 +11,13 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders as decoding
 
 from coordinator import events
-from coordinator.calls.answer import Answer
+from coordinator.handlers.answer import Answer
 from coordinator.text.detokenizer import Alphabet
 from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.config import embedded_model
-from longleaf.messages import Delta, Generate
 from longleaf.sampling import Logprobs, Sampling, Token, TokenLogprob
+from longleaf.types import Delta, Generate
 from tests.support.service import byte_tokenizer, write_model
 from tests.support.tokenizers import MERGES, metaspace_tokenizer
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.placement.blocks import Placer
+from coordinator.kv_cache.blocks import Placer
 from longleaf.runs import Run
-from workers.keys.ledger import Ledger, stretches
+from workers.kv_cache.ledger import Ledger, stretches
 
 BLOCK = 3
 NUM_BLOCKS = 200

@@ -6,8 +6,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from longleaf.geometry import Reach
+from longleaf.merge import MERGES
 from longleaf.runs import Run
-from longleaf.tree import MERGES
 from tests.support.attention.dealt import Case, cases, decode, lose, prefill, read
 from tests.support.attention.dense import reaches, visible
 from workers.model.model import LayerSpec

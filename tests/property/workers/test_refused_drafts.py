@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import pad
 
-from longleaf.channel.step import Row
 from longleaf.geometry import Reach
 from longleaf.kernels.cpu.compiled import Compiled
 from longleaf.kernels.cpu.flash import Flash
-from workers.decode.tokens import FixedTokens
-from workers.keys.quantized import QuantizedPool
+from longleaf.rank_protocol.step import Row
+from workers.cuda_graphs.tokens import FixedTokens
+from workers.kv_cache.quantized import QuantizedPool
 from workers.model.model import LayerSpec
 from workers.step.drafts import DraftedBlocks, Stored, drafted_among
 

@@ -7,17 +7,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longleaf.channel.step import Portion, Restore
 from longleaf.comm.counting import CountingComm
 from longleaf.comm.loopback import loopback
 from longleaf.errors import KeysMissing
 from longleaf.geometry import EVERY_RANK
+from longleaf.rank_protocol.step import Portion, Restore
 from longleaf.runs import Run, ceil_div
 from tests.support.on_threads import on_ends
 from tests.support.pools import BLOCK, NUM_BLOCKS, NUM_WINDOW_BLOCKS, POOLS, filled
-from workers.keys.content import Content
-from workers.keys.ledger import Ledger
-from workers.snapshots.piece import Copy, Piece
+from workers.kv_cache.content import Content
+from workers.kv_cache.ledger import Ledger
+from workers.kv_io.piece import Copy, Piece
 from workers.step.restoring import restore
 
 SEGMENT, START, BEFORE = 4, 7, 3

@@ -9,16 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from coordinator.placement.blocks import Placer
+from coordinator.kv_cache.blocks import Placer
 from longleaf.attention.masks import Reads
-from longleaf.channel.step import Decode, Positions, Row
 from longleaf.geometry import Reach
 from longleaf.kernels.dense import Dense
+from longleaf.merge import Wire
+from longleaf.rank_protocol.step import Decode, Positions, Row
 from longleaf.runs import Run
-from longleaf.tree import Wire
 from tests.support.attention.dense import reaches, visible
-from workers.keys.ledger import Ledger
-from workers.keys.slots import Pool
+from workers.kv_cache.ledger import Ledger
+from workers.kv_cache.slots import Pool
 from workers.model.model import LayerSpec
 from workers.step.inputs import InputBuilder, Inputs
 from workers.step.last_ids import HostIds

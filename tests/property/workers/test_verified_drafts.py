@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longleaf.channel.step import Row, Seen, Terms
+from longleaf.rank_protocol.step import Row, Seen, Terms
 from longleaf.sampling import Sampling
 from workers.sampling.acceptance import NOT_FINITE, NOT_REACHED, reached_ids
 from workers.sampling.device_sampler import DeviceSampler

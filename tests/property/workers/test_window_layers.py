@@ -9,20 +9,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.placement.blocks import Placer
+from coordinator.kv_cache.blocks import Placer
 from longleaf.attention import reference
-from longleaf.channel.step import Decode, Prefill, Row
 from longleaf.comm.counting import CountingComm
 from longleaf.comm.loopback import loopback_groups
 from longleaf.geometry import Reach, Windows
 from longleaf.kernels.backend import lies_in
 from longleaf.kernels.cpu.compiled import Compiled
+from longleaf.merge import Wire, make_merge
+from longleaf.rank_protocol.step import Decode, Prefill, Row
 from longleaf.topology import Topology
-from longleaf.tree import Wire, make_merge
 from tests.support.attention.dense import reaches, visible
-from workers.keys.ledger import Ledger
-from workers.keys.quantized import QuantizedPool
-from workers.keys.slots import Pool
+from workers.kv_cache.ledger import Ledger
+from workers.kv_cache.quantized import QuantizedPool
+from workers.kv_cache.slots import Pool
 from workers.model.hook import LayerCall
 from workers.model.model import LayerSpec
 from workers.step.forward import DecodeStep, Peers, PrefillDone, PrefillStep

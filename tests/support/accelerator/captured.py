@@ -12,19 +12,19 @@ from unittest.mock import patch
 
 import torch
 
-from longleaf.channel.epochs import Join, MergeTiming, Ready
-from longleaf.channel.rank_spec import RankSpec
-from longleaf.channel.step import StepPlan, StepResult
 from longleaf.comm import Groups
 from longleaf.comm.loopback import loopback_groups
 from longleaf.kernels import table
 from longleaf.kernels.gpu.backend import TritonKernels
 from longleaf.kernels.gpu.launch import Launcher
+from longleaf.rank_protocol.epochs import Join, MergeTiming, Ready
+from longleaf.rank_protocol.rank_spec import RankSpec
+from longleaf.rank_protocol.step import StepPlan, StepResult
 from longleaf.topology import Topology
 from tests.support.threads import config_for, make_spec
-from workers.decode.fakes import RecordedGraphs, Recording
-from workers.decode.steps import FixedSteps
-from workers.keys.quantized import QuantizedPool
+from workers.cuda_graphs.fakes import RecordedGraphs, Recording
+from workers.cuda_graphs.steps import FixedSteps
+from workers.kv_cache.quantized import QuantizedPool
 from workers.pending import Pending
 from workers.rank import Rank
 from workers.sampling.device_sampler import DeviceSampler

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from longleaf.channel.fakes import VOCAB
-from longleaf.channel.step import Decode, StepPlan, StepResult
 from longleaf.errors import LongleafError
 from longleaf.geometry import Rope
 from longleaf.kernels.gpu.launch import Launcher
+from longleaf.rank_protocol.fakes import VOCAB
+from longleaf.rank_protocol.step import Decode, StepPlan, StepResult
 from longleaf.sampling import Sampling
 from tests.support.accelerator.captured import DeviceFleet
 from tests.support.golden.short import shorten

@@ -8,13 +8,13 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from longleaf.channel.epochs import Join
-from longleaf.channel.step import Prefill, StepPlan
 from longleaf.comm import Comm, Groups
 from longleaf.comm.base import ReduceOp, Transport
 from longleaf.kernels import table
 from longleaf.kernels.backend import Backend
 from longleaf.kernels.dense import Dense
+from longleaf.rank_protocol.epochs import Join
+from longleaf.rank_protocol.step import Prefill, StepPlan
 from longleaf.topology import Topology
 from tests.support.accelerator.device import Accelerator
 from tests.support.accelerator.dispatch import DEVICE
@@ -23,7 +23,7 @@ from tests.support.accelerator.launcher import CountingLauncher
 from tests.support.scheduling import Bench
 from tests.support.threads import config_for, make_spec
 from workers import rank as ranks
-from workers.decode.graphs import Work
+from workers.cuda_graphs.graphs import Work
 from workers.rank import Rank
 
 
@@ -77,7 +77,7 @@ class PretendedComm:
 
 
 class PretendedGraphs:
-    """Implements workers.decode.graphs.Graphs: a replay is one launch, whatever was captured."""
+    """Implements workers.cuda_graphs.graphs.Graphs: a replay is one launch, whatever was captured."""
 
     def __init__(self, log: Log) -> None:
         self._log = log

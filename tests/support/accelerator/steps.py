@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from bench.gpu.plans import with_drafts
 from coordinator.events import Cuts
 from longleaf.attention import Partial
-from longleaf.channel.step import Decode, Prefill
 from longleaf.kernels.dense import Dense
+from longleaf.rank_protocol.step import Decode, Prefill
 from longleaf.sampling import Sampling
 from tests.support.accelerator.events import Log
 from tests.support.accelerator.launcher import CountingLauncher

@@ -16,13 +16,13 @@ import msgspec
 import torch
 from blake3 import blake3
 
+from longleaf.context_archive.frames import PREAMBLE, Frame, Kind
 from longleaf.fingerprint import Fingerprint
 from longleaf.geometry import EVERY_RANK, Reach
-from longleaf.parcel.frames import PREAMBLE, Frame, Kind
 from longleaf.runs import Run, ceil_div
-from workers.keys.slots import Pool, Slots
+from workers.kv_cache.slots import Pool, Slots
+from workers.kv_io.piece import Copy, form_of
 from workers.model.model import LayerSpec
-from workers.snapshots.piece import Copy, form_of
 
 BLOCK, NUM_BLOCKS, NUM_WINDOW_BLOCKS = 4, 100, 64
 WINDOW = 6

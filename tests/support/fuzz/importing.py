@@ -5,21 +5,21 @@ from contextlib import aclosing, asynccontextmanager
 
 from msgspec.structs import replace
 
-from coordinator.calls.house.imports import Imports
+from coordinator.cluster.ports import Formation
 from coordinator.events import Prompt, Tokens
-from coordinator.ranks.ports import Formation
-from coordinator.snapshots.policy import Policy
-from longleaf.channel.snapshots import Fetch
-from longleaf.channel.step import Restore
+from coordinator.handlers.transfer.imports import Imports
+from coordinator.persistence.snapshots.policy import Policy
 from longleaf.errors import DataLoss, EpochBroken, NotFound
 from longleaf.geometry import Reach, Windows
-from longleaf.messages import Context, ImportHeader, ParcelPiece
+from longleaf.rank_protocol.snapshots import Fetch
+from longleaf.rank_protocol.step import Restore
 from longleaf.sampling import Sampling
 from longleaf.storage.store import Store
+from longleaf.types import Context, ImportHeader, ParcelPiece
 from tests.support.fuzz.archives import BLOCK, NUM_WINDOW_BLOCKS, VOCABULARY, WINDOW, forge, pool
 from tests.support.parcels import FINGERPRINT
 from tests.support.storing import NOW, Service, Storage, StoringRanks, ingest, serving
-from workers.snapshots.piece import Piece, form_of
+from workers.kv_io.piece import Piece, form_of
 from workers.step.restoring import check, take_in
 
 WINDOWS = Windows(reaches=(Reach(window=WINDOW),), num_blocks=NUM_WINDOW_BLOCKS)

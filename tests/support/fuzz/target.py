@@ -15,21 +15,21 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from google.rpc import error_details_pb2, status_pb2
 
-from coordinator.calls.use_cases import UseCases
+from coordinator.cluster.fakes import FakeRanks
+from coordinator.cluster.local_fleet import LocalFleet
 from coordinator.engine.engine import Engine
 from coordinator.events import Document, Prompt, Tokens
-from coordinator.ranks.fakes import FakeRanks
-from coordinator.ranks.local_fleet import LocalFleet
+from coordinator.grpc_server.server import Server
+from coordinator.handlers.use_cases import UseCases
 from coordinator.service import Service
-from coordinator.serving.server import Server
 from coordinator.settings import ServiceConfig
 from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
-from longleaf.channel.fakes import echo_token
 from longleaf.codec.status import DETAILS_KEY
 from longleaf.config import EngineConfig
-from longleaf.messages import Draining, ModelInfo
+from longleaf.rank_protocol.fakes import echo_token
 from longleaf.sampling import Sampling
+from longleaf.types import Draining, ModelInfo
 from tests.support.fuzz.messages import HELD
 from tests.support.houses import house_of
 from tests.support.parcels import packable

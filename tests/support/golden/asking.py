@@ -2,8 +2,8 @@
 
 from coordinator.engine.engine import Engine
 from coordinator.events import Document, Ended, Prompt, Tokens
-from longleaf.messages import ContextSettings
 from longleaf.sampling import Sampling
+from longleaf.types import ContextSettings
 from tests.support.golden.plain import NEW_TOKENS
 
 Ids = tuple[int, ...]

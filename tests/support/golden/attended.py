@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longleaf.channel.step import Attention, Positions, Spans
+from longleaf.rank_protocol.step import Attention, Positions, Spans
 from tests.support.golden.plain import load_plain
 
 Ids = tuple[int, ...]

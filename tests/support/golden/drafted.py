@@ -7,9 +7,9 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from longleaf.channel.sequences import growth
-from longleaf.channel.step import Decode, Row, Seen, StepResult, Terms
 from longleaf.geometry import EVERY_RANK, OWN_ROPE
+from longleaf.rank_protocol.sequences import growth
+from longleaf.rank_protocol.step import Decode, Row, Seen, StepResult, Terms
 from longleaf.runs import Run, join, until
 from longleaf.sampling import Sampling, Token
 from tests.support.golden.epochs import Service

@@ -8,20 +8,31 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from coordinator.placement.pool import BlockPool
-from coordinator.placement.windows import WindowPool
-from longleaf.channel.epochs import Join, Layout, SegmentLayout
-from longleaf.channel.step import Decode, Move, Positions, Prefill, Row, StepPlan, StepResult, Terms, Transfer, Work
+from coordinator.kv_cache.pool import BlockPool
+from coordinator.kv_cache.windows import WindowPool
 from longleaf.comm.loopback import LoopbackComm, loopback_groups
 from longleaf.config import EngineConfig
+from longleaf.rank_protocol.epochs import Join, Layout, SegmentLayout
+from longleaf.rank_protocol.step import (
+    Decode,
+    Move,
+    Positions,
+    Prefill,
+    Row,
+    StepPlan,
+    StepResult,
+    Terms,
+    Transfer,
+    Work,
+)
 from longleaf.runs import Run, ceil_div, cut_chunk, serpentine
 from longleaf.sampling import Sampling
 from longleaf.topology import Topology
 from tests.support.golden.states import Logits
 from tests.support.on_threads import on_ends
 from tests.support.threads import make_spec
-from workers.keys.content import Content
-from workers.keys.slots import Slots
+from workers.kv_cache.content import Content
+from workers.kv_cache.slots import Slots
 from workers.rank import Rank
 
 Ids = tuple[int, ...]

@@ -4,7 +4,7 @@ import contextlib
 
 from coordinator.engine.engine import Engine
 from coordinator.events import Document
-from longleaf.channel.step import Decode
+from longleaf.rank_protocol.step import Decode
 from tests.support.running import running
 from tests.support.threads import ThreadRanks, config_for
 

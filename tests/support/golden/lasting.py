@@ -10,12 +10,12 @@ import torch
 from msgspec.structs import replace
 from safetensors import safe_open
 
-from coordinator.durability import Durability
+from coordinator.cluster.control import Control
+from coordinator.cluster.local_fleet import LocalFleet
 from coordinator.engine.engine import Engine
-from coordinator.ranks.control import Control
-from coordinator.ranks.local_fleet import LocalFleet
-from longleaf.channel.step import Prefill, Restore, StepPlan
+from coordinator.persistence.open import Durability
 from longleaf.config import DataConfig, EngineConfig
+from longleaf.rank_protocol.step import Prefill, Restore, StepPlan
 from tests.support.running import Running, running
 from workers.__main__ import main
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from coordinator.engine.engine import Engine
-from longleaf.channel.step import Row
+from longleaf.rank_protocol.step import Row
 from tests.support.golden.asking import Ids, answer, ingest
 from tests.support.golden.plain import Golden, ask_plain, draw_ids, tokens_with_hidden_keys
 from workers.rank import Rank

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 import torch
 
 from coordinator.engine.engine import Engine
-from longleaf.channel.step import Row
 from longleaf.config import EngineConfig
+from longleaf.rank_protocol.step import Row
 from tests.support.golden.asking import Ids, answer, ingest
 from tests.support.running import running as run
 from tests.support.threads import Spoil, ThreadRanks

@@ -80,7 +80,7 @@ sys.path.insert(0, sys.path.pop())
 import msgspec
 assert "stand_ins" in msgspec.__file__, msgspec.__file__
 import workers.rank
-from longleaf.channel.step import Decode, Row, StepPlan, StepResult
+from longleaf.rank_protocol.step import Decode, Row, StepPlan, StepResult
 from longleaf.runs import Run
 row = Row(0, (0,), 3, (), (Run(0, 0, 4, (1,)),), 0)
 assert row == Row(0, (0,), 3, (), (Run(0, 0, 4, (1,)),), 0) and row.num_tokens == 1 and len(row.runs[0]) == 4

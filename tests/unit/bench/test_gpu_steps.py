@@ -22,11 +22,11 @@ from bench.gpu.ground import LeftOut
 from bench.gpu.plain import Plain
 from bench.gpu.ranks import LLAMA_8B, SMALL, NotedGraphs, make_module, make_rank, served
 from bench.gpu.table import page
-from longleaf.channel.epochs import Join
-from longleaf.channel.step import Decode, Prefill
 from longleaf.config import EngineConfig
 from longleaf.kernels.dense import Dense
-from workers.decode.graphs import CaptureRefused
+from longleaf.rank_protocol.epochs import Join
+from longleaf.rank_protocol.step import Decode, Prefill
+from workers.cuda_graphs.graphs import CaptureRefused
 
 pytestmark = pytest.mark.extended
 

@@ -18,7 +18,7 @@ from coordinator.telemetry.observers import CallRecord
 from coordinator.telemetry.request_metrics import RequestMetrics
 from coordinator.telemetry.sources import Sources
 from door.metrics import Metrics
-from longleaf.channel.epochs import MergeTiming
+from longleaf.rank_protocol.epochs import MergeTiming
 from longleaf.sampling import Token
 from tests.support.service import FakeEngine
 

@@ -10,7 +10,7 @@ from typer.main import get_command
 
 from bench import recover
 from bench.durable import __main__ as durable
-from longleaf.commands.app import app
+from longleaf.cli.app import app
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "operations.md").read_text()

@@ -10,7 +10,7 @@ import pytest
 
 from door.events import EventResponse, event
 from door.openai.answers import Waiting
-from longleaf.messages import Progress, Recovering, Started
+from longleaf.types import Progress, Recovering, Started
 
 OFTEN = 0.005
 

@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 from msgspec.structs import replace
 
-from coordinator.catalog.records import SegmentRecord, SnapshotRecord
+from coordinator.cluster.fakes import FakeRanks
 from coordinator.engine.engine import Engine
 from coordinator.engine.kept import renumbered
 from coordinator.events import Document, Prompt, Tokens
-from coordinator.ranks.fakes import FakeRanks
+from coordinator.persistence.catalog.records import SegmentRecord, SnapshotRecord
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, NotFound, StorageUnavailable
 from longleaf.geometry import Rope

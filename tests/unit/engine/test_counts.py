@@ -5,15 +5,15 @@ from collections import Counter
 import pytest
 from msgspec.structs import replace
 
+from coordinator.cluster.fakes import FakeRanks
 from coordinator.engine.engine import Engine
 from coordinator.events import Claim, Document, Prompt
-from coordinator.ranks.fakes import FakeRanks
 from coordinator.scheduling.draft_counts import DraftCounts
 from coordinator.telemetry.counts import STEP_SECONDS, StepTimes
-from longleaf.channel.step import Prefill
 from longleaf.config import EngineConfig
-from longleaf.messages import Drafting
+from longleaf.rank_protocol.step import Prefill
 from longleaf.sampling import Sampling
+from longleaf.types import Drafting
 from tests.support.gated import GatedRanks, comes_to
 from tests.support.running import running
 

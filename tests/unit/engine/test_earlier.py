@@ -8,10 +8,10 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 from msgspec.structs import replace
 
-from coordinator.catalog.earlier import EarlierContext
-from coordinator.catalog.records import Kept, SegmentRecord
 from coordinator.engine.earlier import anew
-from coordinator.placement.positions import Positions
+from coordinator.kv_cache.positions import Positions
+from coordinator.persistence.catalog.earlier import EarlierContext
+from coordinator.persistence.catalog.records import Kept, SegmentRecord
 from longleaf.errors import AlreadyExists, CheckpointChanged, DataLoss, NotFound, ResourceExhausted
 from longleaf.geometry import Rope, Rotary
 from tests.support.catalog import context

@@ -9,19 +9,19 @@ from typing import Any
 import msgspec
 import pytest
 
+from coordinator.cluster.fakes import FakeRanks
 from coordinator.engine.engine import Engine
 from coordinator.engine.stream import MAX_UNREAD, Stream
 from coordinator.events import Admitted, Claim, Document, Ended, Prompt, Tokens
-from coordinator.placement.blocks import Placer
-from coordinator.ranks.fakes import FakeRanks
+from coordinator.kv_cache.blocks import Placer
 from coordinator.scheduling.sequences import Sequence
-from longleaf.channel.fakes import echo_token
-from longleaf.channel.step import Row, StepPlan, StepResult
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, NotFound, Unavailable, WorkerLost
 from longleaf.geometry import Reach, Windows
-from longleaf.messages import ContextSettings, Progress, RankShare
+from longleaf.rank_protocol.fakes import echo_token
+from longleaf.rank_protocol.step import Row, StepPlan, StepResult
 from longleaf.sampling import Sampling
+from longleaf.types import ContextSettings, Progress, RankShare
 from tests.support.gated import GatedRanks, comes_to
 from tests.support.running import running as run
 

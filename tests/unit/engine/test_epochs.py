@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from coordinator.cluster.fakes import FakeRanks
 from coordinator.engine.engine import Engine
 from coordinator.engine.epoch import Epoch
 from coordinator.engine.stream import Stream
 from coordinator.events import Document, Prompt, Tokens
-from coordinator.ranks.fakes import FakeRanks
-from longleaf.channel.fakes import echo_token
-from longleaf.channel.step import Move, Prefill
 from longleaf.config import EngineConfig
 from longleaf.errors import ContextLost, NotFound, Unavailable
-from longleaf.messages import Loss, Recovering
+from longleaf.rank_protocol.fakes import echo_token
+from longleaf.rank_protocol.step import Move, Prefill
 from longleaf.sampling import Sampling
+from longleaf.types import Loss, Recovering
 from tests.support.gated import comes_to
 from tests.support.running import running
 

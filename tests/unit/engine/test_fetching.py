@@ -8,13 +8,13 @@ import pytest
 from msgspec.structs import replace
 
 from coordinator.engine import fetching
-from coordinator.placement.blocks import Blocks
-from coordinator.placement.holdings import Holding
-from coordinator.placement.ranking import Ranking
+from coordinator.kv_cache.blocks import Blocks
+from coordinator.kv_cache.holdings import Holding
+from coordinator.kv_cache.ranking import Ranking
 from coordinator.recovery.suspicion import BREAK
-from longleaf.channel.step import Prefill, Restore
 from longleaf.errors import DataLoss, LongleafError, NotFound, ResourceExhausted
 from longleaf.geometry import Reach, Windows
+from longleaf.rank_protocol.step import Prefill, Restore
 from tests.support.coming import comes
 from tests.support.returning import AWAY, BLOCK, TOKENS, Members, opened
 

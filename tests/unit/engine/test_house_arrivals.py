@@ -5,18 +5,18 @@ from collections.abc import Sequence
 import pytest
 from msgspec.structs import replace
 
-from coordinator.catalog.records import ContextRecord, SegmentRecord, SnapshotRecord
+from coordinator.cluster.fakes import FakeRanks
+from coordinator.engine.context_transfer import EngineArriving, EngineLeaving
 from coordinator.engine.engine import Engine
-from coordinator.engine.house import EngineArriving, EngineLeaving
-from coordinator.placement.contexts import Contexts, NamedPath
-from coordinator.ranks.fakes import FakeRanks
-from coordinator.snapshots.policy import Policy
-from coordinator.snapshots.ports import Form
-from longleaf.channel.snapshots import max_header_bytes
-from longleaf.channel.step import Prefill, Restore
+from coordinator.kv_cache.contexts import Contexts, NamedPath
+from coordinator.persistence.catalog.records import ContextRecord, SegmentRecord, SnapshotRecord
+from coordinator.persistence.snapshots.policy import Policy
+from coordinator.persistence.snapshots.ports import Form
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, StorageUnavailable
 from longleaf.geometry import Rope
+from longleaf.rank_protocol.snapshots import max_header_bytes
+from longleaf.rank_protocol.step import Prefill, Restore
 from longleaf.storage.manifest import Piece, SegmentManifest, encode_manifest
 from longleaf.storage.names import Attempt
 from tests.support.catalog import context, segment

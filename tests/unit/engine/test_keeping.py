@@ -7,15 +7,15 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from coordinator.cluster.fakes import FakeRanks
+from coordinator.cluster.ports import Formation
 from coordinator.engine.engine import Engine
 from coordinator.engine.epochs import FIRST_EPOCH
 from coordinator.events import Document, Prompt, Tokens
-from coordinator.ranks.fakes import FakeRanks
-from coordinator.ranks.ports import Formation
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, NotFound, ResourceExhausted, StorageUnavailable
-from longleaf.messages import ContextSettings, Recovering
 from longleaf.sampling import Sampling
+from longleaf.types import ContextSettings, Recovering
 from tests.support.gated import comes_to
 from tests.support.lasting import MemoryLasting
 from tests.support.running import running as run

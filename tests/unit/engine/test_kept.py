@@ -5,12 +5,12 @@ from array import array
 import pytest
 from msgspec.structs import replace
 
-from coordinator.catalog.records import SegmentRecord
 from coordinator.engine.kept import context_of, segment_of
-from coordinator.placement.blocks import Placer
-from coordinator.placement.contexts import LAST_ENDS, Contexts
-from coordinator.placement.paths import NOWHERE
-from coordinator.placement.segments import Segments
+from coordinator.kv_cache.blocks import Placer
+from coordinator.kv_cache.contexts import LAST_ENDS, Contexts
+from coordinator.kv_cache.paths import NOWHERE
+from coordinator.kv_cache.segments import Segments
+from coordinator.persistence.catalog.records import SegmentRecord
 from tests.support.catalog import context
 
 

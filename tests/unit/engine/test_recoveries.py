@@ -4,7 +4,7 @@ import pytest
 
 from coordinator.engine.recoveries import Recoveries
 from coordinator.events import GivenUp
-from longleaf.messages import Recovering
+from longleaf.types import Recovering
 
 
 def test_what_is_lost_and_held_again_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

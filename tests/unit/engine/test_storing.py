@@ -8,13 +8,13 @@ import pytest
 from coordinator.engine.engine import Engine
 from coordinator.engine.storing import Storing
 from coordinator.events import Document, Prompt, Tokens
-from coordinator.snapshots.policy import Policy
-from coordinator.snapshots.ports import ContextUse, Held
-from longleaf.channel.step import Prefill, Restore
+from coordinator.persistence.snapshots.policy import Policy
+from coordinator.persistence.snapshots.ports import ContextUse, Held
 from longleaf.errors import StorageUnavailable, Unavailable
 from longleaf.geometry import EVERY_RANK, Reach, Windows
-from longleaf.messages import ContextSettings
+from longleaf.rank_protocol.step import Prefill, Restore
 from longleaf.sampling import Sampling
+from longleaf.types import ContextSettings
 from tests.support.coming import comes
 from tests.support.storing import FORM, NOW, Service, Storage, serving
 

@@ -6,7 +6,7 @@ from coordinator.engine.readers import Readers
 from coordinator.engine.stream import MAX_UNREAD, Stream
 from coordinator.events import Admitted, Ended, Event, Tokens
 from longleaf.errors import Unavailable
-from longleaf.messages import Progress, Recovering
+from longleaf.types import Progress, Recovering
 from tests.support.service import tokens
 
 LOST = [Recovering(8, done, 64) for done in (0, 32, 64)]

@@ -11,7 +11,6 @@ import msgspec
 import pytest
 
 from longleaf import codec
-from longleaf.channel.epochs import MergeTiming
 from longleaf.codec.generation import FINISH_REASONS
 from longleaf.codec.status import encode_error
 from longleaf.config import MAX_DRAFT_TOKENS
@@ -28,7 +27,10 @@ from longleaf.errors import (
     Unavailable,
     WorkerLost,
 )
-from longleaf.messages import (
+from longleaf.rank_protocol.epochs import MergeTiming
+from longleaf.sampling import Logprobs, Sampling, TokenLogprob
+from longleaf.tenants import DEFAULT_TENANT
+from longleaf.types import (
     Attribution,
     Cluster,
     Context,
@@ -62,8 +64,6 @@ from longleaf.messages import (
     Usage,
     Worker,
 )
-from longleaf.sampling import Logprobs, Sampling, TokenLogprob
-from longleaf.tenants import DEFAULT_TENANT
 from longleaf.v1 import cluster_service_pb2 as cluster_pb
 from longleaf.v1 import context_pb2 as context_pb
 from longleaf.v1 import context_service_pb2 as ingest_pb

@@ -3,10 +3,10 @@
 import pytest
 from msgspec.structs import replace
 
-from longleaf.channel.encoding import decode_to_rank, encode
-from longleaf.channel.sequences import Sequences
-from longleaf.channel.step import Decode, Move, Prefill, Row, StepPlan, Transfer
 from longleaf.geometry import EVERY_RANK
+from longleaf.rank_protocol.encoding import decode_to_rank, encode
+from longleaf.rank_protocol.sequences import Sequences
+from longleaf.rank_protocol.step import Decode, Move, Prefill, Row, StepPlan, Transfer
 from longleaf.runs import Run
 
 ROW = Row(1, (1,), 4, (), (), 0)

@@ -4,7 +4,7 @@ import pytest
 
 from longleaf.client.reception import Reception
 from longleaf.errors import LongleafError
-from longleaf.messages import Started
+from longleaf.types import Started
 
 
 @pytest.mark.parametrize("position", [0, 3])

@@ -2,9 +2,9 @@
 
 import pytest
 
-from longleaf.channel.epochs import TierMerge
+from longleaf.merge import MERGES, tiers
+from longleaf.rank_protocol.epochs import TierMerge
 from longleaf.topology import Topology
-from longleaf.tree import MERGES, tiers
 
 CASES = {
     "one node": ("aaa", TierMerge(8, "exchange", ""), TierMerge(8, "packed", "")),

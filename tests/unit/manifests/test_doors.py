@@ -8,8 +8,8 @@ import pytest
 import typer
 import yaml
 
-from longleaf.commands.app import app
-from longleaf.commands.serve import ServeFlags
+from longleaf.cli.app import app
+from longleaf.cli.serve import ServeFlags
 from longleaf.config import embedded_model
 from longleaf.credentials import parse_credentials
 from longleaf.errors import InvalidArgument

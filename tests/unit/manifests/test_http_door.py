@@ -6,8 +6,8 @@ import re
 import pytest
 import typer
 
-from longleaf.commands.app import app
-from longleaf.commands.door import DoorFlags
+from longleaf.cli.app import app
+from longleaf.cli.door import DoorFlags
 from tests.support.manifests.http_door import config_of
 from tests.support.manifests.pods import Pod, door_of, environment, of_kind, options, pods, selects
 from tests.support.manifests.rendering import CLOSING, MANIFESTS, render, with_components, with_these

@@ -3,9 +3,9 @@
 import pytest
 
 from coordinator.events import Acknowledged, Admitted
-from longleaf.channel.step import Decode
 from longleaf.errors import AlreadyExists, NotFound, ResourceExhausted
-from longleaf.messages import Progress
+from longleaf.rank_protocol.step import Decode
+from longleaf.types import Progress
 from tests.support.scheduling import Bench
 
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence as Several
 
-from coordinator.drafting.policy import Policy
 from coordinator.events import Ended, Prompt, Tokens
-from coordinator.placement.positions import Positions
+from coordinator.kv_cache.positions import Positions
 from coordinator.scheduling.draft_counts import DraftCounts
 from coordinator.scheduling.scheduler import Scheduler
+from coordinator.speculation.policy import Policy
 from longleaf.geometry import Rotary
 from longleaf.sampling import Sampling
 from tests.support.random_drafter import RandomDrafter

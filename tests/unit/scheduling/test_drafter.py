@@ -6,13 +6,13 @@ from collections.abc import Iterator
 import pytest
 from msgspec.structs import replace
 
-from coordinator.drafting.drafts import Draft
-from coordinator.drafting.guesses import Guesses
 from coordinator.scheduling.drafter import MAX_COMPARED, TURN_STEPS
-from longleaf.channel.fakes import echo_token
-from longleaf.channel.step import StepPlan, StepResult
+from coordinator.speculation.drafts import Draft
+from coordinator.speculation.guesses import Guesses
 from longleaf.config import MIN_ROWS
 from longleaf.errors import DeadlineExceeded
+from longleaf.rank_protocol.fakes import echo_token
+from longleaf.rank_protocol.step import StepPlan, StepResult
 from tests.support.scheduling import Bench
 
 

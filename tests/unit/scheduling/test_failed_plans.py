@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from coordinator.events import Failed
-from coordinator.placement.blocks import Placer
+from coordinator.kv_cache.blocks import Placer
 from coordinator.recovery.rereading import Rereading
 from coordinator.scheduling.jobs import IngestJob
 from coordinator.scheduling.sequences import Sequence

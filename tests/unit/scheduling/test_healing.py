@@ -3,10 +3,10 @@
 import pytest
 
 from coordinator.events import Claim, Prompt
-from longleaf.channel.step import Decode, Move, Prefill, StepPlan
 from longleaf.errors import InvalidArgument, ResourceExhausted, Unavailable
-from longleaf.messages import ContextSettings, Recovering
+from longleaf.rank_protocol.step import Decode, Move, Prefill, StepPlan
 from longleaf.sampling import Sampling
+from longleaf.types import ContextSettings, Recovering
 from tests.support.ranks_that_change import Group
 from tests.support.scheduling import kinds
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from longleaf.channel.step import Move, Prefill, StepPlan
 from longleaf.errors import Unavailable
 from longleaf.geometry import Reach, Windows
+from longleaf.rank_protocol.step import Move, Prefill, StepPlan
 from tests.support.ranks_that_change import Group
 
 

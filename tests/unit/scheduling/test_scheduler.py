@@ -3,11 +3,11 @@
 import pytest
 
 from coordinator.events import Admitted, Ended, Prompt
-from longleaf.channel.encoding import encode
-from longleaf.channel.fakes import echo_token
-from longleaf.channel.step import Decode, Prefill, Seen
-from longleaf.messages import Progress
+from longleaf.rank_protocol.encoding import encode
+from longleaf.rank_protocol.fakes import echo_token
+from longleaf.rank_protocol.step import Decode, Prefill, Seen
 from longleaf.sampling import Sampling
+from longleaf.types import Progress
 from tests.support.scheduling import Bench, kinds
 
 

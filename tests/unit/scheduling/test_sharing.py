@@ -3,9 +3,9 @@
 import pytest
 
 from coordinator.events import Ended
-from coordinator.placement.blocks import Blocks
-from longleaf.channel.step import Decode
+from coordinator.kv_cache.blocks import Blocks
 from longleaf.errors import InvalidArgument, ResourceExhausted
+from longleaf.rank_protocol.step import Decode
 from tests.support.scheduling import Asker, kinds
 
 

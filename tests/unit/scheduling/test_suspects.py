@@ -4,8 +4,8 @@ from collections import deque
 
 from coordinator.events import Failed
 from coordinator.recovery.suspicion import LOSS
-from longleaf.channel.step import Decode, Prefill, StepPlan
 from longleaf.errors import Unavailable
+from longleaf.rank_protocol.step import Decode, Prefill, StepPlan
 from tests.support.ranks_that_change import Group
 
 

@@ -3,11 +3,11 @@
 import pytest
 
 from coordinator.events import Admitted, Document, Ended, Prompt, Tokens
-from longleaf.channel.step import Decode, Prefill, StepPlan
 from longleaf.errors import InvalidArgument, ResourceExhausted
 from longleaf.geometry import OWN_ROPE, Rope, Rotary
-from longleaf.messages import ContextSettings
+from longleaf.rank_protocol.step import Decode, Prefill, StepPlan
 from longleaf.sampling import Sampling
+from longleaf.types import ContextSettings
 from tests.support.random_drafter import RandomDrafter
 from tests.support.scheduling import Bench, kinds
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from coordinator.actor import CoordinatorActor
-from coordinator.ranks.local_fleet import LocalFleet
+from coordinator.cluster.local_fleet import LocalFleet
 from coordinator.settings import ServiceConfig
+from longleaf.cli import app
 from longleaf.codec import encode_cluster
-from longleaf.commands import app
 from longleaf.config import EngineConfig, check_model_name
-from longleaf.messages import Cluster, ModelInfo
+from longleaf.types import Cluster, ModelInfo
 
 
 @pytest.mark.parametrize("name", ["x" * 256, "acme/Größe 7B", "世界", "null", "-x", "🦙"])

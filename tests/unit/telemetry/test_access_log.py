@@ -61,7 +61,7 @@ async def test_a_call_is_one_line_that_says_all_of_it(caplog: pytest.LogCaptureF
         hand.move(1.25)
     (line,) = caplog.records
     assert (line.name, line.levelname, line.getMessage()) == (
-        "coordinator.access",
+        "coordinator.auth",
         "INFO",
         "call ended with InvalidArgument",
     )
@@ -112,9 +112,9 @@ async def test_a_flood_of_refused_calls_writes_the_first_of_a_host_and_then_coun
         assert len(told) == FIRST_PER_HOST + second + 1
         count = 10_000 - (0 if second else FIRST_PER_HOST)
         assert told[-1] == f"further calls were refused: 1 with PERMISSION_DENIED, {count:,} with UNAUTHENTICATED"
-    assert len(lines(caplog, "coordinator.access")) == FIRST_PER_HOST
+    assert len(lines(caplog, "coordinator.auth")) == FIRST_PER_HOST
     one(log, code="OK")
-    assert len(lines(caplog, "coordinator.access")) == FIRST_PER_HOST + 1, "who comes in is not counted among them"
+    assert len(lines(caplog, "coordinator.auth")) == FIRST_PER_HOST + 1, "who comes in is not counted among them"
 
 
 async def test_an_attacker_with_many_addresses_writes_no_more(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,9 +8,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from coordinator.telemetry.counts import STEP_SECONDS, Counts
 from coordinator.telemetry.gauges import Gauges
 from coordinator.telemetry.sources import Sources
-from longleaf.channel.epochs import MergeTiming
 from longleaf.errors import Unavailable
-from longleaf.messages import Cluster
+from longleaf.rank_protocol.epochs import MergeTiming
+from longleaf.types import Cluster
 from tests.support.scraping import Scraped
 from tests.support.service import FakeEngine
 

@@ -5,9 +5,9 @@ import logging
 
 import pytest
 
-from longleaf.channel.epochs import Join
 from longleaf.logs import Logs
 from longleaf.operations import TelemetryConfig
+from longleaf.rank_protocol.epochs import Join
 from workers.__main__ import LOGGERS, Place
 from workers.life import taking_notes
 

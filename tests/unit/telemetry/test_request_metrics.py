@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from coordinator.events import Admitted, Ended, Event, Tokens
 from coordinator.telemetry.observers import CallRecord
 from coordinator.telemetry.request_metrics import FIRST_TOKEN_SECONDS, OUTCOMES, RequestMetrics
-from longleaf.messages import Progress
 from longleaf.sampling import Token
+from longleaf.types import Progress
 from tests.support.scraping import Scraped
 
 

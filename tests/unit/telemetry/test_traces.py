@@ -25,8 +25,8 @@ from coordinator.telemetry.observers import CallRecord
 from coordinator.telemetry.traces import Traces, provider_of_environment
 from coordinator.telemetry.watching import Watching
 from longleaf.errors import InvalidArgument, NotFinite
-from longleaf.messages import Progress, Recovering
 from longleaf.operations import TelemetryConfig
+from longleaf.types import Progress, Recovering
 from tests.support.service import tokens
 
 OTHER = logging.getLogger("opentelemetry.exporter.otlp")

@@ -2,7 +2,7 @@
 
 from longleaf.attention.block_sums import NO_EDGE
 from longleaf.attention.masks import QueryRun, Read
-from workers.keys.ledger import Part
+from workers.kv_cache.ledger import Part
 from workers.step.block_plan import block_plan
 from workers.step.spans import Asked, Keys, Teller, View
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers.utils import import_utils
 
-from workers.decode.fakes import RecordedGraphs
-from workers.decode.graphs import CaptureRefused
+from workers.cuda_graphs.fakes import RecordedGraphs
+from workers.cuda_graphs.graphs import CaptureRefused
 from workers.model import model as models
 from zoo.checkpoints import make_checkpoint
 from zoo.families import FAMILIES

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from workers.decode.bucket import fields_of
-from workers.decode.choosing import Choosing
+from workers.cuda_graphs.bucket import fields_of
+from workers.cuda_graphs.choosing import Choosing
 from workers.sampling.device_sampler import DeviceSampler
 from workers.sampling.fixed_shape import KINDS
 

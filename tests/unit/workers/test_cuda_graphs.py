@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from workers.decode import graphs
-from workers.decode.graphs import CaptureRefused, CudaGraphs, SharedGraphs
+from workers.cuda_graphs import graphs
+from workers.cuda_graphs.graphs import CaptureRefused, CudaGraphs, SharedGraphs
 
 MIB = 1 << 20
 
@@ -106,7 +106,7 @@ def test_all_are_given_back(cuda):
 
 
 class Refusing:
-    """Implements workers.decode.graphs.Graphs."""
+    """Implements workers.cuda_graphs.graphs.Graphs."""
 
     def __init__(self, room=True, capture=True):
         self._room, self._capture = room, capture

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from longleaf.channel.step import Row, Seen, Terms
+from longleaf.rank_protocol.step import Row, Seen, Terms
 from longleaf.sampling import Sampling
 from workers.sampling import device_sampler, distribution
 from workers.sampling.acceptance import NOT_FINITE

@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from longleaf.channel.step import Row, Spans
+from longleaf.rank_protocol.step import Row, Spans
 from longleaf.runs import Run
 from workers.step.inputs import check_drafts
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.sampling import one_by_one
-from longleaf.channel.step import Row, Seen, Terms
+from longleaf.rank_protocol.step import Row, Seen, Terms
 from longleaf.sampling import Sampling
 from workers.sampling import distribution, draws
 from workers.sampling.sampler import Sampler

@@ -2,9 +2,9 @@
 
 import pytest
 
-from longleaf.channel.fakes import echo_token
-from longleaf.channel.snapshots import Save
-from longleaf.channel.step import Decode, Move, Portion, Prefill, Restore, Row, StepPlan, Terms, Transfer
+from longleaf.rank_protocol.fakes import echo_token
+from longleaf.rank_protocol.snapshots import Save
+from longleaf.rank_protocol.step import Decode, Move, Portion, Prefill, Restore, Row, StepPlan, Terms, Transfer
 from longleaf.runs import Run
 from longleaf.sampling import Sampling
 from workers.fakes import EchoLedger

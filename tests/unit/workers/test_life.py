@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-from longleaf.channel.epochs import Broken, Join, Layout, OpenStore, Ready, StoreOpened
-from longleaf.channel.lives import Hello, Load, Progress, Stop
-from longleaf.channel.snapshots import Discard, Fetch, Fetched, Order, Outcome, Save
-from longleaf.channel.step import Decode, Prefill, StepPlan, StepResult
 from longleaf.config import EngineConfig
 from longleaf.errors import Fenced, ModelRefused, WorkerLost
+from longleaf.rank_protocol.epochs import Broken, Join, Layout, OpenStore, Ready, StoreOpened
+from longleaf.rank_protocol.lives import Hello, Load, Progress, Stop
+from longleaf.rank_protocol.snapshots import Discard, Fetch, Fetched, Order, Outcome, Save
+from longleaf.rank_protocol.step import Decode, Prefill, StepPlan, StepResult
 from tests.support.threads import make_spec
 from workers.life import Life, Standing
 from workers.pending import Pending, done

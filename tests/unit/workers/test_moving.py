@@ -7,19 +7,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longleaf.channel.epochs import SegmentLayout
-from longleaf.channel.step import Move, Transfer
 from longleaf.comm.counting import CountingComm
 from longleaf.comm.loopback import loopback
 from longleaf.errors import KeysDamaged
 from longleaf.geometry import EVERY_RANK
 from longleaf.kernels.cpu.compiled import Compiled
+from longleaf.rank_protocol.epochs import SegmentLayout
+from longleaf.rank_protocol.step import Move, Transfer
 from longleaf.runs import Run, ceil_div
 from tests.support.on_threads import on_ends
 from tests.support.pools import BLOCK, FULL, NUM_BLOCKS, NUM_WINDOW_BLOCKS, POOLS, filled
-from workers.keys.content import Content
-from workers.keys.ledger import Ledger
-from workers.keys.quantized import QuantizedPool
+from workers.kv_cache.content import Content
+from workers.kv_cache.ledger import Ledger
+from workers.kv_cache.quantized import QuantizedPool
 from workers.step import moving
 from workers.step.moving import DIGEST_BYTES, move, rounds
 

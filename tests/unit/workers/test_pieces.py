@@ -12,10 +12,10 @@ from longleaf.errors import DataLoss
 from longleaf.geometry import EVERY_RANK
 from longleaf.runs import Run
 from tests.support.pools import BLOCK, NUM_BLOCKS, POOLS, filled
-from workers.keys.content import Content
-from workers.snapshots import piece as pieces
-from workers.snapshots.fakes import FolderStore
-from workers.snapshots.piece import Copy, Piece, form_of
+from workers.kv_cache.content import Content
+from workers.kv_io import piece as pieces
+from workers.kv_io.fakes import FolderStore
+from workers.kv_io.piece import Copy, Piece, form_of
 
 WINDOWED = {"windows apart", "int8 windows apart", "windows alone"}
 KINDS = [(name, False) for name in POOLS if name != "windows alone"] + [(name, True) for name in sorted(WINDOWED)]

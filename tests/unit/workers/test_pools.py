@@ -10,7 +10,7 @@ from longleaf.geometry import Reach, Windows
 from tests.support.scheduling import Asker
 from tests.support.threads import make_spec
 from workers.check import kv_bytes_beside, outline
-from workers.keys.pools import make_pool
+from workers.kv_cache.pools import make_pool
 from workers.rank import Rank
 from zoo.checkpoints import make_checkpoint
 from zoo.families import SECTION, WINDOW

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longleaf.comm.loopback import loopback
-from workers.decode.fakes import RecordedGraphs
-from workers.decode.graphs import CaptureRefused
+from workers.cuda_graphs.fakes import RecordedGraphs
+from workers.cuda_graphs.graphs import CaptureRefused
 
 ROWS, COLUMNS = 4, 6
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from longleaf.channel.encoding import decode_from_rank, encode
-from longleaf.channel.records import MAX_RECORDS, MAX_TEXT_BYTES, MAX_TRACEBACK_BYTES, Logged, Record
+from longleaf.rank_protocol.encoding import decode_from_rank, encode
+from longleaf.rank_protocol.records import MAX_RECORDS, MAX_TEXT_BYTES, MAX_TRACEBACK_BYTES, Logged, Record
 from workers.life import taking_notes
 from workers.records import MAX_KEPT, Records
 

@@ -17,7 +17,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from longleaf.channel.step import Row, Seen, Terms
+from longleaf.rank_protocol.step import Row, Seen, Terms
 from longleaf.sampling import MAX_LOGPROBS, Sampling
 from workers.sampling.distribution import distribution
 from workers.sampling.logprobs import logprobs, logprobs_of

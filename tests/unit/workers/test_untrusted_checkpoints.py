@@ -185,7 +185,7 @@ def test_a_config_that_names_a_pickle_is_refused(stranger: Stranger) -> None:
 
 
 def test_what_answers_nothing_of_a_report_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from longleaf.commands import models as command
+    from longleaf.cli import models as command
 
     for module in ("this", "antigravity_is_no_module"):
         with pytest.raises(LongleafError, match=module):

@@ -8,11 +8,11 @@ from longleaf import machine
 from longleaf.config import EngineConfig
 from longleaf.units import human_bytes
 from workers.check import kv_bytes_beside, outline
-from workers.keys import pools
-from workers.keys import workspace as workspaces
-from workers.keys.pools import CONTEXT, default_kv_bytes, kv_bytes_within
-from workers.keys.quantized import QuantizedPool
-from workers.keys.workspace import COMMUNICATOR, KERNELS, PEER, num_copies, widest, workspace
+from workers.kv_cache import pools
+from workers.kv_cache import workspace as workspaces
+from workers.kv_cache.pools import CONTEXT, default_kv_bytes, kv_bytes_within
+from workers.kv_cache.quantized import QuantizedPool
+from workers.kv_cache.workspace import COMMUNICATOR, KERNELS, PEER, num_copies, widest, workspace
 from zoo.checkpoints import make_checkpoint
 
 GIB = 1 << 30

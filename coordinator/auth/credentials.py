@@ -1,0 +1,92 @@
+"""The Authenticator of a file of credentials."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AnySet
+from hmac import compare_digest
+
+from coordinator.auth.caller import Caller
+from longleaf.credentials import Entry, digest_of, parse_credentials
+from longleaf.errors import Unauthenticated
+from longleaf.tenants import tenant_of
+from longleaf.units import human_count
+from longleaf.watched import WatchedFiles
+
+MAX_NAMED = 5
+"""Tenants that a start names of those that nobody can come in as."""
+HEADER = "authorization"
+SCHEME = "bearer"
+
+
+class Credentials:
+    """Lets in who bears a credential of the file, or a certificate of one of its names. What leaves the file ends no
+    call that runs."""
+
+    is_open = False
+
+    def __init__(self, file: WatchedFiles[tuple[Entry, ...]]) -> None:
+        self._file = file
+        self.num_refused = 0
+
+    @classmethod
+    def of(cls, path: str) -> "Credentials":
+        """Raises InvalidArgument."""
+        return cls(WatchedFiles({"credentials": path}, parse_credentials))
+
+    @property
+    def num_failed_reloads(self) -> int:
+        return self._file.num_failed_reloads
+
+    @property
+    def is_unusable(self) -> bool:
+        """What the file says now cannot be used."""
+        return self._file.is_unusable
+
+    @property
+    def tenants(self) -> frozenset[str]:
+        """All that may come in."""
+        return frozenset(entry.tenant for entry in self._file.value)
+
+    def authenticate(self, metadata: Mapping[str, str | bytes], names: Iterable[str]) -> Caller:
+        """Who calls; a credential goes before a certificate. Raises Unauthenticated."""
+        given = metadata.get(HEADER)
+        if given is None:
+            found = self._named(frozenset(names))
+            told = "no credentials came: --credential-file, LONGLEAF_CREDENTIAL or the argument `credential` give them"
+        else:
+            found = self._bearer(str(given))
+            told = "nobody has these credentials"
+        if found is None:
+            self.num_refused += 1
+            raise Unauthenticated(told)
+        is_alone = len(self._file.value) == 1
+        return Caller(tenant=found.tenant, role=found.role, quotas=found.quotas, is_alone=is_alone)
+
+    def _bearer(self, header: str) -> Entry | None:
+        """In constant time: every digest is compared with, to its end."""
+        scheme, _, credential = header.partition(" ")
+        if scheme.lower() != SCHEME:
+            return None
+        given, found = digest_of(credential.strip()), None
+        for entry in self._file.value:
+            for digest in entry.digests:
+                if compare_digest(digest, given):
+                    found = entry
+        return found
+
+    def _named(self, names: frozenset[str]) -> Entry | None:
+        return next((entry for entry in self._file.value if names.intersection(entry.names)), None)
+
+
+def unreachable(contexts: Iterable[str], tenants: AnySet[str]) -> tuple[str, ...]:
+    """What a start says of contexts whose tenant has no credential, as after the first credentials of a service."""
+    lost = Counter(tenant for each in contexts if (tenant := tenant_of(each)) not in tenants)
+    names = sorted(lost)
+    told = [
+        f"{human_count(lost[name], 'context')} of the tenant {name} cannot be reached: no credential is its own "
+        f"(longleaf credentials new {name})"
+        for name in names[:MAX_NAMED]
+    ]
+    if rest := names[MAX_NAMED:]:
+        told.append(f"and {human_count(sum(lost[name] for name in rest), 'context')} of {len(rest):,} other tenants")
+    return tuple(told)

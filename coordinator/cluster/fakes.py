@@ -1,0 +1,277 @@
+"""Ranks without processes, for tests of all that lies above the control channel, and a fleet that has no place."""
+
+import asyncio
+from collections.abc import Collection, Iterable, Sequence
+
+from msgspec.structs import replace
+
+from coordinator.cluster.history import is_filling
+from coordinator.cluster.ports import EpochEnd, Formation, OnDeath
+from longleaf.config import EngineConfig
+from longleaf.errors import DataLoss, EpochBroken, StartError, StorageUnavailable, WorkerLost
+from longleaf.geometry import EVERY_RANK, Rotary, Windows
+from longleaf.rank_protocol.epochs import Layout, Ready
+from longleaf.rank_protocol.fakes import FULL_LAYER, VOCAB, echo_attention, echo_scores, echo_spans, echo_tokens
+from longleaf.rank_protocol.lives import Hello
+from longleaf.rank_protocol.rank_spec import Invitation
+from longleaf.rank_protocol.sequences import Sequences
+from longleaf.rank_protocol.snapshots import Fetch, Save, Saved
+from longleaf.rank_protocol.step import Attention, Comparison, Decode, Prefill, Restore, Row, StepPlan, StepResult
+from longleaf.runs import Run
+from longleaf.sampling import Logprobs, Token
+from longleaf.types import Loss
+
+
+def equal(row: Row) -> Comparison:
+    """What ranks that agree say about an answer that they have not computed."""
+    num_tokens = row.token_index + 1
+    return Comparison(max_logit=1.0, num_tokens=num_tokens, num_equal=num_tokens, num_ranks=1, dtype="float32")
+
+
+def positions_of(runs: Iterable[Run]) -> frozenset[int]:
+    return frozenset(position for run in runs for position in range(run.start, run.end))
+
+
+class FakeRanks:
+    """Answers every step at once with `echo_tokens`, and minus the id for its logprob; rank `lost_rank` dies at step
+    number `lose_at`, if given. The model's positions are as `rotary` says, and its windows as `windows`. What is
+    not finite is in `broken`: the logits of a sequence at a token's index, the keys of a step's chunk at index None.
+    Each argument is something in which real ranks differ, and most tests give one."""
+
+    def __init__(
+        self,
+        world_size: int = 1,
+        num_blocks: int = 1024,
+        vocab: int = VOCAB,
+        lose_at: int = 0,
+        lost_rank: int = 0,
+        rotary: Rotary | None = None,
+        windows: Windows | None = None,
+        broken: Collection[tuple[int, int | None]] = (),
+    ) -> None:
+        self.broken = broken
+        self.world_size = world_size
+        self.num_blocks = num_blocks
+        self.vocab = vocab
+        self.lose_at = lose_at
+        self.lost_rank = lost_rank
+        self.rotary = rotary or Rotary()
+        self.windows = windows
+        self.plans: list[StepPlan] = []
+        self.is_closed = False
+        self._last: dict[int, int] = {}
+        self._asking: set[int] = set()
+        """Sequences that ask for logprobs."""
+        self._sequences = Sequences(block_size=1)
+        self._starts: dict[int, int] = {}
+        """Of segments."""
+        self._changed = asyncio.Event()
+        self._end: EpochEnd | None = None
+        self.members = list(range(world_size))
+        """Those that live, in rank order."""
+        self.joinable: list[int] = []
+        """Those that have loaded the model and are in no epoch."""
+        self.losses: tuple[Loss, ...] = ()
+        self.layouts: list[Layout] = []
+        self.pieces: dict[str, frozenset[int]] = {}
+        """The positions of each piece on storage, by name: whoever takes some out damages it."""
+        self.fetched: dict[tuple[int, int], frozenset[int]] = {}
+        """By member and ticket."""
+        self.storage_trouble = ""
+        """Why the storage cannot be used."""
+
+    async def start(self, epoch: int) -> Formation:
+        return await self.form(epoch)
+
+    async def form(self, epoch: int) -> Formation:
+        self.members, self.joinable = [*self.members, *self.joinable], []
+        if not self.members:
+            assert self._end is not None
+            raise self._end.error
+        self._end = None
+        self._last.clear()
+        self._asking.clear()
+        self._sequences = Sequences(block_size=1)
+        ready = Ready(
+            member=0,
+            device="cpu",
+            dtype="float32",
+            num_blocks=self.num_blocks,
+            bytes_per_token=64,
+            rotary=self.rotary,
+            full_layers=(FULL_LAYER,) if self.windows is None else (),
+            windows=self.windows,
+            epoch=epoch,
+            form="fake",
+            form_of_windows="fake windows" if self.windows else "",
+        )
+        hellos = tuple(Hello(member, "fake", "127.0.0.1", 1000 + member) for member in self.members)
+        return Formation(epoch, hellos, tuple(replace(ready, member=member) for member in self.members), self)
+
+    async def lay_out(self, layout: Layout) -> None:
+        self.layouts.append(layout)
+        self._starts = {segment.segment: segment.start for segment in layout.segments}
+
+    async def step(self, plan: StepPlan) -> StepResult:
+        self.plans.append(plan)
+        if plan.step == self.lose_at:
+            self.lose(self.lost_rank, "was told to die", plan.step)
+        if self._end is not None:
+            raise self._end.error
+        if isinstance(plan.work, Restore):
+            self._check(plan.work)
+        rows = plan.work.rows if isinstance(plan.work, Decode) else ()
+        if isinstance(plan.work, Prefill):
+            self._starts.setdefault(plan.work.path[-1], plan.work.start)
+        self._forget(plan.release_sequences)
+        return StepResult(
+            plan.epoch,
+            plan.step,
+            {row.sequence: self._sample(row) for row in rows if row.token_index >= 0},
+            seconds=1e-6,
+            not_finite=tuple(row.sequence for row in rows if (row.sequence, row.token_index) in self.broken),
+            has_finite_keys=(plan.step, None) not in self.broken,
+            comparisons={row.sequence: equal(row) for row in rows if row.is_compared},
+            attention=self._attention(plan),
+            scores={
+                row.sequence: echo_scores(row.token_ids[-row.num_scored :], row.hidden)
+                for row in rows
+                if row.num_scored
+            },
+        )
+
+    def _attention(self, plan: StepPlan) -> dict[int, Attention]:
+        """What those that are asked tell of it: nobody where there are windows, whose runs are not told as a whole."""
+        if self.windows is not None or not isinstance(plan.work, Decode):
+            return {}
+        rows = self._sequences.complete(plan).work
+        assert isinstance(rows, Decode)
+        found = dict[int, Attention]()
+        for row in rows.rows:
+            self._starts.setdefault(row.path[-1], row.start)
+            if (asked := row.spans) is None:
+                continue
+            starts = [self._starts[segment] for segment in row.path[: asked.num_segments + 1]]
+            spans = echo_spans(starts[:-1], starts[-1], asked.size)
+            found[row.sequence] = echo_attention(spans, row.hidden, row.start + row.num_tokens - 1)
+        return found
+
+    def _check(self, work: Restore) -> None:
+        """Raises AssertionError where a member has not fetched what it is to restore."""
+        wanted = [(self.members[run.rank], part.ticket, run) for part in work.portions for run in part.runs]
+        wanted += [(member, work.window_ticket, run) for run in work.window_runs for member in self.members]
+        for member, ticket, run in wanted:
+            there = self.fetched.get((member, ticket))
+            assert there is not None, f"member {member} has fetched nothing under ticket {ticket}"
+            assert there >= positions_of([run]), f"what member {member} has fetched has no {run}"
+
+    async def save(self, member: int, order: Save) -> Saved:
+        ranks = {EVERY_RANK if order.of_windows else self._rank_of(member)}
+        assert {run.rank for run in order.runs} == ranks, "a member is to save what another one holds"
+        self._check_storage()
+        self.pieces[order.name] = positions = positions_of(order.runs)
+        return Saved(member, order.ticket, len(positions), order.name)
+
+    async def fetch(self, member: int, order: Fetch) -> None:
+        self._rank_of(member)
+        self._check_storage()
+        if len(self.pieces.get(order.name, ())) != order.num_bytes:
+            raise DataLoss(order.name, "it is not as it was written")
+        self.fetched[member, order.ticket] = self.pieces[order.name]
+
+    async def discard(self, member: int, tickets: Sequence[int]) -> None:
+        for ticket in tickets:
+            self.fetched.pop((member, ticket), None)
+
+    def _rank_of(self, member: int) -> int:
+        """Raises WorkerLost for one that is gone."""
+        if member not in self.members:
+            raise WorkerLost(member, "it is gone")
+        return self.members.index(member)
+
+    def _check_storage(self) -> None:
+        if self.storage_trouble:
+            raise StorageUnavailable(self.storage_trouble)
+
+    def _forget(self, sequences: tuple[int, ...]) -> None:
+        for sequence in sequences:
+            self._last.pop(sequence, None)
+            self._asking.discard(sequence)
+
+    def _sample(self, row: Row) -> tuple[Token, ...]:
+        if row.terms is not None and row.terms.sampling.num_logprobs is not None:
+            self._asking.add(row.sequence)
+        last = row.token_ids[-1] if row.token_ids else self._last[row.sequence]
+        token_ids = echo_tokens(last, row.token_index, row.draft_ids, self.vocab)
+        self._last[row.sequence], is_asking = token_ids[-1], row.sequence in self._asking
+        return tuple(Token(token_id, Logprobs(-float(token_id), ()) if is_asking else None) for token_id in token_ids)
+
+    def lose(self, rank: int, reason: str, *steps: int) -> None:
+        """Loses a rank in one of these steps, between steps if none is given."""
+        self._end = EpochEnd(WorkerLost(rank, reason), steps)
+        self.members.pop(rank)
+        self._change()
+
+    def break_epoch(self, reason: str, *steps: int) -> None:
+        """Ends the epoch; all ranks live."""
+        self._end = EpochEnd(EpochBroken(reason), steps)
+        self._change()
+
+    def load(self, member: int) -> None:
+        """Another member has loaded the model."""
+        self.joinable.append(member)
+        self._change()
+
+    def _change(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def wait_ended(self) -> EpochEnd:
+        while self._end is None:
+            await self._changed.wait()
+        return self._end
+
+    async def wait_joinable(self) -> None:
+        while not self.joinable:
+            await self._changed.wait()
+
+    async def wait_settled(self) -> None:
+        while is_filling(self.losses):
+            await self._changed.wait()
+
+    def tell(self, losses: tuple[Loss, ...]) -> None:
+        """Says what became of the places of those that were lost."""
+        self.losses = losses
+        self._change()
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+class FakeFleet:
+    """A fleet whose slots never come: `reserve` waits, and tells with `asked` that it does."""
+
+    def __init__(self, num_missing: int) -> None:
+        self.num_missing = num_missing
+        self.patience = 0.0
+        self.asked = asyncio.Event()
+
+    async def reserve(self, config: EngineConfig, patience: float = 0.0) -> str:
+        self.patience = patience
+        self.asked.set()
+        return await asyncio.get_running_loop().create_future()
+
+    async def launch(self, config: EngineConfig, invitations: Sequence[Invitation], on_death: OnDeath) -> None:
+        raise AssertionError("there is no place")
+
+    def where(self, member: int) -> str:
+        return ""
+
+    async def kill(self, member: int) -> None:
+        """There is nobody."""
+
+    async def replace(self, lost: int, member: int, invitation: Invitation, config: EngineConfig) -> None:
+        raise StartError("there is no place")
+
+    async def shutdown(self) -> None:
+        """There is nothing to end."""

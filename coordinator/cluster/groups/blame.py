@@ -1,0 +1,107 @@
+"""Which member is to blame when an epoch ends, and several report trouble at once."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from coordinator.cluster.ports import EpochEnd
+from longleaf.errors import EpochBroken, LongleafError, WorkerLost
+
+GRACE_SECONDS = 0.5
+"""How long further reports are gathered after a first one that does not say for sure who is gone. One rank's death
+makes its peers raise, often sooner than the fleet sees the death; and one that raises leaves the group, whereupon its
+peers may believe that it is gone before it has said that it lives."""
+
+
+class Losses:
+    """Gathers what is told of the members of one epoch, in rank order, into a `verdict`, a future that is set once.
+
+    `kill(member, reason)` must see to it that the member is gone, and that `died` is called then. `under_way` tells
+    the steps in one of which the ranks are.
+    """
+
+    def __init__(
+        self, members: Sequence[int], kill: Callable[[int, str], None], under_way: Callable[[], tuple[int, ...]]
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.members = tuple(members)
+        self._kill = kill
+        self._under_way = under_way
+        self._died: dict[int, str] = {}
+        self._failed: dict[int, str] = {}
+        self._broken: dict[int, tuple[int, str]] = {}
+        """Step and reason."""
+        self._blamed: dict[int, str] = {}
+        self._accusers = set[int]()
+        """Those that saw another one gone."""
+        self._is_gathering = False
+        self.step: int | None = None
+        """The step whose deadline has passed, if that is why somebody is killed."""
+        self.verdict: asyncio.Future[EpochEnd] = self._loop.create_future()
+
+    def died(self, member: int, reason: str) -> None:
+        """Its process has ended. Nobody needs to be heard who may know better, unless it has said itself why."""
+        if member not in self.members:
+            return
+        self._died.setdefault(member, reason)
+        if member not in self._failed:
+            self._conclude_lost(member)
+
+    def failed(self, member: int, reason: str, blamed: int | None = None) -> None:
+        """It said itself that it ends, perhaps because it saw the rank `blamed` gone."""
+        if member in self.members:
+            self._failed.setdefault(member, reason)
+            self._blame(member, reason, blamed)
+
+    def broken(self, member: int, step: int, reason: str, blamed: int | None = None) -> None:
+        """It said that the epoch has ended for it, and it lives."""
+        self._broken.setdefault(member, (step, reason))
+        self._blame(member, reason, blamed)
+
+    def has_answered(self, member: int) -> bool:
+        """Whether it has said that the epoch has ended for it."""
+        return member in self._broken
+
+    @property
+    def is_suspected(self) -> bool:
+        """A report is in; the verdict is there or on its way. Nothing that ranks compute from now on counts."""
+        return self._is_gathering or self.verdict.done()
+
+    def _blame(self, member: int, reason: str, blamed: int | None) -> None:
+        if blamed is not None and self.members[blamed] != member:
+            self._blamed.setdefault(self.members[blamed], reason)
+            self._accusers.add(member)
+        if not self.is_suspected:
+            self._is_gathering = True
+            self._loop.call_later(GRACE_SECONDS, self._decide)
+
+    def _decide(self) -> None:
+        """Those that others saw gone come first, then those that said that they end, in the order of the reports. Whom
+        others saw gone, and who has said nothing, is gone for the others: it is made sure of. Where all live, the one
+        that accuses nobody knows why."""
+        if self.verdict.done():
+            return
+        gone = [member for member in self._blamed if member not in self._broken]
+        if silent := [member for member in gone if member not in self._failed]:
+            for member in silent:
+                self._kill(member, self._blamed[member])
+        elif gone or self._failed:
+            self._conclude_lost((gone or list(self._failed))[0])
+        else:
+            member = next((one for one in self._broken if one not in self._accusers), next(iter(self._broken)))
+            step, reason = self._broken[member]
+            self.conclude(EpochBroken(f"rank {self.members.index(member)}: {reason}"), steps_of(step))
+
+    def _conclude_lost(self, member: int) -> None:
+        reason = self._failed.get(member) or self._died[member]
+        step = self.step or next((step for step, _ in self._broken.values()), 0)
+        self.conclude(WorkerLost(self.members.index(member), reason), steps_of(step) or self._under_way())
+
+    def conclude(self, error: LongleafError, steps: tuple[int, ...] = ()) -> None:
+        """Settles the verdict, unless it is settled."""
+        if not self.verdict.done():
+            self.verdict.set_result(EpochEnd(error, steps))
+
+
+def steps_of(step: int) -> tuple[int, ...]:
+    """Step 0 is none: ranks tell it before their first one."""
+    return (step,) if step else ()

@@ -1,0 +1,79 @@
+"""The ranks that were lost last, and what became of their places, as clients see it."""
+
+from collections.abc import Callable, Iterable
+
+from msgspec.structs import replace
+
+from coordinator.cluster.ports import Delayed, GivenUp, Joined, MemberEvent, MemberLost, Replacing
+from longleaf.types import Loss, SlotState
+
+MAX_REMEMBERED = 32
+
+
+class History:
+    """What became of members. `wall_clock` dates losses (seconds since the epoch of the calendar)."""
+
+    def __init__(self, wall_clock: Callable[[], float]) -> None:
+        self._wall_clock = wall_clock
+        self._losses: dict[int, Loss] = {}
+        """By member; in the order in which they were lost."""
+        self._lost_before: dict[int, int] = {}
+        """By a replacement that never had a rank, the member in whose place it was started."""
+        self.num_lost = 0
+        """Members that were lost so far; of the first ones nothing else may be known any more."""
+
+    @property
+    def losses(self) -> tuple[Loss, ...]:
+        """The latest one last."""
+        return tuple(self._losses.values())
+
+    @property
+    def is_filling(self) -> bool:
+        """Somebody may yet come in the place of one that was lost."""
+        return is_filling(self.losses)
+
+    def take(self, event: MemberEvent) -> None:
+        match event:
+            case MemberLost():
+                self._add(event)
+            case Delayed():
+                self._set(event.lost, "waiting", refill_time=self._wall_clock() + event.seconds)
+            case Replacing():
+                self._lost_before[event.member] = event.lost
+                self._set(event.lost, "filling")
+            case GivenUp():
+                self._set(event.lost, "given_up", slot_reason=event.reason)
+            case Joined():
+                self._set(self._lost_before.pop(event.member, None), "filled")
+
+    def _add(self, event: MemberLost) -> None:
+        self.num_lost += 1
+        self._losses[event.member] = Loss(
+            time=self._wall_clock(),
+            member=event.member,
+            rank=event.rank,
+            epoch=event.epoch,
+            node=event.node,
+            reason=event.reason,
+            slot="waiting",
+        )
+        if event.is_replaced:
+            self._set(event.member, "waiting")
+        else:
+            self._set(event.member, "given_up", slot_reason="nobody replaces ranks")
+        if len(self._losses) > MAX_REMEMBERED:
+            oldest = next(iter(self._losses))
+            del self._losses[oldest]
+            self._lost_before.pop(oldest, None)
+
+    def _set(self, lost: int | None, slot: SlotState, refill_time: float | None = None, slot_reason: str = "") -> None:
+        """Of a place, to all that were lost there since somebody had a rank there."""
+        while lost is not None:
+            if (loss := self._losses.get(lost)) is not None:
+                self._losses[lost] = replace(loss, slot=slot, refill_time=refill_time, slot_reason=slot_reason)
+            lost = self._lost_before.get(lost)
+
+
+def is_filling(losses: Iterable[Loss]) -> bool:
+    """Whether the place of one that was lost is being filled, or will be."""
+    return any(loss.slot in ("waiting", "filling") for loss in losses)

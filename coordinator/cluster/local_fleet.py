@@ -1,0 +1,201 @@
+"""A fleet of plain processes on this machine, without Ray."""
+
+import asyncio
+import logging
+import multiprocessing
+import pickle
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from coordinator.cluster.fork_server import SERVER_DIED, StartMethod, ignoring_terminals
+from coordinator.cluster.ports import OnDeath, unheard
+from longleaf.config import LOOPBACK, EngineConfig, apply_environment, check_slots_here, rank_environment
+from longleaf.errors import StartError
+from longleaf.machine import end_with_parent
+from longleaf.rank_protocol.rank_spec import Invitation, RankSpec
+
+LEAVE_SECONDS = 3.0
+END_SECONDS = 1.0
+LAST_WORD_SECONDS = 0.5
+"""How long what a process said last may take to be heard, once that process has ended of itself."""
+log = logging.getLogger(__name__)
+
+
+def _enter(is_forked: bool, variables: dict[str, str], pickled_main: bytes, spec: RankSpec) -> None:
+    """Entry of a rank's process. `main` arrives pickled, so that a spawned process imports torch after its environment
+    is complete; a forked one has inherited both."""
+    if is_forked:
+        end_with_parent()
+    apply_environment(variables)
+    pickle.loads(pickled_main)(spec)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A member's process, in the slot of this index."""
+
+    slot: int
+    process: BaseProcess
+    has_ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class LocalFleet:
+    """One process per rank, started to run `main(spec)`, for instance workers.__main__.main."""
+
+    def __init__(
+        self,
+        main: Callable[[RankSpec], None],
+        method: StartMethod = "forkserver",
+        kill_server: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`kill_server` ends a fork server that is the fleet's own, if it does not answer at shutdown."""
+        self._main = main
+        self._method: StartMethod = method
+        self._kill_server = kill_server
+        self._num_slots = 0
+        self._places: dict[int, _Place] = {}
+        """By member; of one that has ended, until it is replaced."""
+        self._on_death: OnDeath = unheard
+        self._is_stopping = False
+        self._spawning = threading.Lock()
+
+    @property
+    def num_missing(self) -> int:
+        return 0  # this machine will not grow
+
+    async def reserve(self, config: EngineConfig, patience: float = 0.0) -> str:
+        check_slots_here(config.world_size)
+        return LOOPBACK
+
+    async def launch(self, config: EngineConfig, invitations: Sequence[Invitation], on_death: OnDeath) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._num_slots, self._on_death = len(invitations), on_death
+        for member, invitation in enumerate(invitations):
+            await self._start(self._spec(member, member, invitation, config), member)
+
+    def _spec(self, member: int, slot: int, invitation: Invitation, config: EngineConfig) -> RankSpec:
+        return RankSpec(
+            member=member,
+            config=config,
+            invitation=invitation,
+            host=LOOPBACK,
+            node=socket.gethostname(),
+            num_ranks_here=self._num_slots,
+            is_first_here=member == 0 or member != slot,  # who comes later tells what it has
+            gpu=slot,
+            num_ranks_seeing=self._num_slots,
+        )
+
+    async def _start(self, spec: RankSpec, slot: int) -> None:
+        place = await asyncio.to_thread(self._spawn, spec, slot)
+        if place is not None:
+            self._loop.add_reader(place.process.sentinel, self._note_end, spec.member, place)
+
+    def _spawn(self, spec: RankSpec, slot: int) -> _Place | None:
+        """None when the fleet is shut down."""
+        with self._spawning:
+            try:
+                process = None if self._is_stopping else self._start_process(spec)
+            except (OSError, EOFError) as error:
+                if self._is_stopping:
+                    return None
+                if self._method == "spawn":
+                    raise
+                self._spawn_from_now_on(f"cannot be used: {error}")
+                process = None if self._is_stopping else self._start_process(spec)
+            if process is None:
+                return None
+            place = self._places[spec.member] = _Place(slot, process)
+            return place
+
+    def _start_process(self, spec: RankSpec) -> BaseProcess:
+        context: Any = multiprocessing.get_context(self._method)
+        variables = rank_environment(spec.config.threads_per_rank)
+        arguments = (self._method == "forkserver", variables, pickle.dumps(self._main), spec)
+        process = context.Process(target=_enter, args=arguments, name=f"rank-{spec.member}", daemon=True)
+        with ignoring_terminals():
+            process.start()
+        return process
+
+    def _spawn_from_now_on(self, reason: str) -> None:
+        """Another fork server would not have the environment of the first one."""
+        if self._method == "forkserver":
+            log.warning("the process that ranks are forked from %s; replacements start more slowly", reason)
+            self._method = "spawn"
+
+    def _note_end(self, member: int, place: _Place) -> None:
+        self._loop.remove_reader(place.process.sentinel)
+        place.has_ended.set()
+        reason, code = _describe(place.process), place.process.exitcode
+        if code == SERVER_DIED:
+            self._spawn_from_now_on("has ended")
+        if code is not None and code < 0:
+            self._tell(member, reason)
+        else:  # who leaves says why, which says more than the end
+            self._loop.call_later(LAST_WORD_SECONDS, self._tell, member, reason)
+
+    def _tell(self, member: int, reason: str) -> None:
+        if not self._is_stopping:
+            self._on_death(member, reason)
+
+    def where(self, member: int) -> str:
+        return ""  # as all are
+
+    async def kill(self, member: int) -> None:
+        place = self._places.get(member)
+        if place is not None and not place.has_ended.is_set():
+            place.process.kill()
+            with suppress(TimeoutError):  # what hangs in the kernel ends some time
+                await asyncio.wait_for(place.has_ended.wait(), END_SECONDS)
+
+    async def replace(self, lost: int, member: int, invitation: Invitation, config: EngineConfig) -> None:
+        if lost not in self._places:
+            raise StartError(f"member {lost} has no slot")
+        await self.kill(lost)
+        slot = self._places[lost].slot
+        await self._start(self._spec(member, slot, invitation, config), slot)
+        self._places.pop(lost, None)  # now, for a slot is not lost when no process can be started
+
+    async def shutdown(self) -> None:
+        """Gives ranks that were told to leave a few seconds, then terminates, then kills."""
+        self._is_stopping = True
+        # what is being started now is ended, too; a fork server that hangs, or imports for the first rank, is not
+        # waited for
+        if not await asyncio.to_thread(self._spawning.acquire, timeout=LEAVE_SECONDS if self._places else 0):
+            self._kill_server()
+            await asyncio.to_thread(self._spawning.acquire)
+        self._spawning.release()
+        processes = [place.process for place in self._places.values()]
+        for process in processes:
+            self._loop.remove_reader(process.sentinel)
+        await asyncio.to_thread(_reap, processes)
+        self._places.clear()
+
+
+def _reap(processes: Sequence[BaseProcess]) -> None:
+    _join_all(processes, LEAVE_SECONDS)
+    for end in (BaseProcess.terminate, BaseProcess.kill):
+        for process in processes:
+            end(process)
+        _join_all(processes, END_SECONDS)
+
+
+def _join_all(processes: Sequence[BaseProcess], seconds: float) -> None:
+    """Waits until all have ended, at most `seconds` in all."""
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        process.join(timeout=max(0.0, deadline - time.monotonic()))
+
+
+def _describe(process: BaseProcess) -> str:
+    process.join(timeout=LEAVE_SECONDS)
+    code = process.exitcode
+    if code == SERVER_DIED:
+        return "ended with the process that it was forked from"
+    return f"was killed by signal {-code}" if code is not None and code < 0 else f"left with exit code {code}"

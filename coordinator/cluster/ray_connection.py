@@ -1,0 +1,144 @@
+"""This process's membership in a Ray cluster: one that runs already, or one that is started for it."""
+
+import logging
+import socket
+import time
+from collections.abc import Callable
+from contextlib import chdir
+from ipaddress import ip_address
+from typing import Any
+
+from coordinator.cluster.ray_door import UNKNOWN, check_door
+from coordinator.cluster.ray_folder import RayFolder
+from longleaf.config import LOOPBACK, apply_environment, check_slots_here, join_address, ray_environment
+from longleaf.errors import StartError
+from longleaf.interfaces import interface_of
+
+OBJECT_STORE_BYTES = 80 * 2**20
+ANSWER_SECONDS = 10.0
+AGAIN_SECONDS = 0.5
+NEUTRAL = "/"
+"""Ray puts the folder that it is joined from before all others where its workers look for modules: in any other one,
+whoever can write there could run code as us."""
+
+
+def ray_package() -> Any:
+    """Ray, untyped (its annotations are partial), and imported late: it reads the environment then."""
+    import ray
+
+    return ray
+
+
+class Connection:
+    """Ends with `close`; `folder` is that of a Ray that was started for this process, and ends with it."""
+
+    def __init__(self, folder: RayFolder | None = None) -> None:
+        self._folder = folder
+
+    def close(self) -> None:
+        """Leaves the cluster; ends it, and removes its files, when it was started for this process."""
+        ray_package().shutdown()
+        if self._folder is not None:
+            self._folder.close()
+
+
+def connect(
+    address: str | None, world_size: int, patience: float = 0.0, on_wait: Callable[[], None] = lambda: None
+) -> Connection:
+    """Joins the Ray cluster at `address`, or starts one on this machine with a slot per rank. One that does not answer
+    yet is waited for, at most `patience` seconds; `on_wait` is called again and again meanwhile.
+
+    Ray then has handlers of its own for signals, and while it starts it answers SIGTERM with SystemExit.
+    Raises StartError when the cluster cannot be reached, or its folder cannot be made.
+    """
+    if address is None:
+        return _start(world_size)
+    _wait_for_answer(address, patience, on_wait)
+    return _join(address)
+
+
+def _wait_for_answer(address: str, patience: float, on_wait: Callable[[], None]) -> None:
+    """Raises StartError when nobody listens at the address, at once when nobody ever will."""
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            return _check_answers(address)
+        except StartError:
+            _check_is_open(address)
+            if time.monotonic() >= deadline:
+                raise
+        on_wait()
+        time.sleep(AGAIN_SECONDS)
+
+
+def _join(address: str) -> Connection:
+    apply_environment(ray_environment(None))
+    if _parts(address)[1].isdigit():
+        check_door(address.removeprefix("ray://"))
+    connection = Connection()
+    _init(connection, address)
+    return connection
+
+
+def _start(world_size: int) -> Connection:
+    check_slots_here(world_size)
+    try:
+        folder = RayFolder()
+    except OSError as error:
+        raise StartError(f"cannot make a folder for Ray: {error}") from error
+    apply_environment(ray_environment(folder.token_file))
+    connection = Connection(folder)
+    settings: dict[str, Any] = {"num_cpus": world_size, "include_dashboard": False, "_node_ip_address": LOOPBACK}
+    settings |= {"object_store_memory": OBJECT_STORE_BYTES, "_temp_dir": str(folder.temporary)}
+    _init(connection, "local", **settings)
+    host = str(ray_package().util.get_node_ip_address())
+    if not ip_address(host).is_loopback:  # it was imported before its environment was complete
+        connection.close()
+        raise StartError(f"Ray would listen on {host}, not on the loopback address alone")
+    return connection
+
+
+def _init(connection: Connection, address: str, **settings: Any) -> None:
+    ray = ray_package()
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
+    try:
+        with chdir(NEUTRAL):
+            ray.init(address=address, **quiet, **settings)
+    except (ConnectionError, ray.exceptions.AuthenticationError) as error:
+        connection.close()  # one that answers, and cannot be joined: Ray says no more of a token that it refuses
+        raise StartError(f"ray_address: the Ray cluster at {address} cannot be joined: {UNKNOWN}") from error
+    except Exception as error:  # a machine too busy to start it within Ray's 30 seconds is told by a bare one
+        connection.close()
+        where = "this machine" if address == "local" else address
+        raise StartError(f"Ray at {where} cannot be used: {error}") from error
+
+
+def _check_is_open(address: str) -> None:
+    """Raises StartError when a Ray of this machine listens on the loopback address alone, as it does where it finds no
+    way to the internet, such as a default route."""
+    host, port = _parts(address)
+    if host == LOOPBACK or interface_of(host) is None:
+        return
+    try:
+        socket.create_connection((LOOPBACK, int(port)), timeout=ANSWER_SECONDS).close()
+    except OSError:
+        return
+    told = f"at {address} nobody answers, but at {join_address(LOOPBACK, int(port))}, which other machines cannot reach"
+    raise StartError(f"ray_address: {told}: start Ray's head with --node-ip-address={host}")
+
+
+def _parts(address: str) -> tuple[str, str]:
+    """Host and port."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    return host.strip("[]"), port  # of an IPv6 address
+
+
+def _check_answers(address: str) -> None:
+    """Raises StartError when nobody listens at HOST:PORT: Ray itself tries for minutes."""
+    host, port = _parts(address)
+    if not port.isdigit():
+        return  # found by Ray (`auto`, `local`)
+    try:
+        socket.create_connection((host, int(port)), timeout=ANSWER_SECONDS).close()
+    except OSError as error:
+        raise StartError(f"ray_address: no Ray cluster answers at {address}: {error}") from error

@@ -1,0 +1,322 @@
+"""The fleet on Ray: one placement group, one actor per rank. Ray places and watches; it never carries a step."""
+
+import asyncio
+import shlex
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from coordinator.cluster.ports import OnDeath, unheard
+from coordinator.cluster.ray_connection import ray_package
+from coordinator.cluster.ray_node import answers, has_ended
+from longleaf.config import LOOPBACK, EngineConfig, rank_environment
+from longleaf.errors import StartError
+from longleaf.rank_protocol.rank_spec import Invitation, RankSpec
+from longleaf.topology import too_few_gpus
+
+POLL_SECONDS = 1.0
+PLACE_SECONDS = 60.0
+"""How long slots that are there may take to be free."""
+LEAVE_SECONDS = 3.0
+KILL_SECONDS = 1.0
+ALONE = "; Ray is on the loopback address, where no other machine can join it (ray start --node-ip-address)"
+NODE_DIGITS = 12
+"""Digits of a Ray node id that are shown, of 56: enough to tell machines apart."""
+
+
+class RayFleet:
+    """One actor of `worker_class` per rank. The class offers `run(spec)`, see workers.actor.
+
+    `worker_args` go to its constructor. Needs a connection, see coordinator.cluster.ray_connection.
+    """
+
+    def __init__(self, worker_class: type, *worker_args: object) -> None:
+        self._worker_class = worker_class
+        self._worker_args = worker_args
+        self._group: Any = None
+        self._resources: dict[str, float] = {}
+        self._bundles: list[Bundle] = []
+        self._is_local = False
+        """All are on this machine."""
+        self._places: dict[int, _Place] = {}
+        """By member; of one that has ended, until it is replaced."""
+        self._on_death: OnDeath = unheard
+        self._is_stopping = threading.Event()
+        self._watcher: threading.Thread | None = None
+        self._num_missing = 0
+
+    @property
+    def num_missing(self) -> int:
+        return self._num_missing
+
+    async def reserve(self, config: EngineConfig, patience: float = 0.0) -> str:
+        return await asyncio.to_thread(self._reserve, config, patience)
+
+    def _reserve(self, config: EngineConfig, patience: float) -> str:
+        deadline = time.monotonic() + patience
+        try:
+            self._resources = self._wait_for_slots(config, deadline)
+            group = ray_package().util.placement_group([self._resources] * config.world_size, strategy="PACK")
+            self._group = group
+            self._wait_until_free(config, max(deadline, time.monotonic() + min(PLACE_SECONDS, config.start_timeout)))
+        except StartError as error:
+            waited = ", and --wait-for-ranks is over" if patience else ""
+            closed = ALONE if ray_package().util.get_node_ip_address() == LOOPBACK else ""
+            raise StartError(f"{error}{waited}{closed}") from error
+        finally:
+            self._num_missing = 0
+        own: str = ray_package().util.get_node_ip_address()
+        self._bundles = bundles_of(group)
+        self._is_local = all(bundle.host == own for bundle in self._bundles)
+        self._bundles = self._known_bundles()
+        return LOOPBACK if self._is_local else own
+
+    def _wait_for_slots(self, config: EngineConfig, deadline: float) -> dict[str, float]:
+        """What one rank takes of the cluster, once that has a slot for each. Raises StartError."""
+        while True:
+            total: dict[str, float] = ray_package().cluster_resources()
+            try:
+                return bundle_for(config, total)
+            except StartError:
+                if time.monotonic() >= deadline:
+                    raise
+                self._num_missing = config.world_size - num_slots(kind_of(config, total), total)
+            self._pause()
+
+    def _wait_until_free(self, config: EngineConfig, deadline: float) -> None:
+        """Returns when all slots are reserved. Raises StartError."""
+        while not self._group.wait(timeout_seconds=POLL_SECONDS):
+            if time.monotonic() >= deadline:
+                raise StartError(f"world size {config.world_size} needs as many free slots; some are in use")
+            free = num_slots(self._resources, ray_package().available_resources())
+            self._num_missing = max(1, config.world_size - free)
+            self._pause(0.0)
+
+    def _pause(self, seconds: float = POLL_SECONDS) -> None:
+        """Raises StartError when the fleet is shut down meanwhile."""
+        if self._is_stopping.wait(seconds):
+            raise StartError("the service is stopping")
+
+    async def launch(self, config: EngineConfig, invitations: Sequence[Invitation], on_death: OnDeath) -> None:
+        self._on_death = on_death
+        await asyncio.to_thread(self._launch, config, invitations)
+        self._watcher = threading.Thread(target=self._watch, name="fleet", daemon=True)
+        self._watcher.start()
+
+    def _launch(self, config: EngineConfig, invitations: Sequence[Invitation]) -> None:
+        for rank, (bundle, invitation) in enumerate(zip(self._bundles, invitations, strict=True)):
+            is_first_here = all(other.node != bundle.node for other in self._bundles[:rank])
+            self._start(rank, bundle, invitation, config, is_first_here)
+
+    def _start(
+        self, member: int, bundle: "Bundle", invitation: Invitation, config: EngineConfig, is_first_here: bool
+    ) -> None:
+        has_gpu = "GPU" in self._resources
+        if has_gpu:  # a rank whose torch sees none must say so, not compute on CPUs
+            config = msgspec.structs.replace(config, device="cuda")
+        spec = RankSpec(
+            member=member,
+            config=config,
+            invitation=invitation,
+            host=bundle.host,
+            node=bundle.node,
+            num_ranks_here=sum(other.node == bundle.node for other in self._bundles),
+            is_first_here=is_first_here,
+            gpu=0 if has_gpu else None,  # Ray shows each rank its own GPU alone
+        )
+        variables = rank_environment(config.threads_per_rank)
+        placed = in_bundle(self._worker_class, self._group, bundle.index, self._resources, variables)
+        actor = placed.remote(*self._worker_args)
+        self._places[member] = _Place(bundle, actor, actor.run.remote(spec))
+
+    # --- watch ---
+
+    def _watch(self) -> None:
+        """`run` returns or fails when the rank is gone; where its machine is, too, only seconds later, and not at all
+        if it had not begun: Ray looks for another place. So machines are looked at as well. Polled, because Ray may
+        crash a thread that waits without end while it is shut down; replacements are looked at with the next poll."""
+        while not self._is_stopping.is_set():
+            places = {member: place for member, place in list(self._places.items()) if not place.has_ended.is_set()}
+            ended: list[Any] = []
+            if places:
+                runs = [place.run for place in places.values()]
+                ended, _ = ray_package().wait(runs, num_returns=1, timeout=POLL_SECONDS)
+            else:
+                self._is_stopping.wait(POLL_SECONDS)
+            for member, place in places.items():
+                if place.run in ended:
+                    self._note_end(member, _describe(place.run))
+            gone = self._nodes_gone()
+            for member, place in places.items():
+                if place.bundle.node in gone and not place.has_ended.is_set():
+                    self._note_end(member, "its machine is gone")
+
+    def _nodes_gone(self) -> set[str]:
+        """The machines of ranks that Ray gave up, or whose Ray has ended; none where all ranks are on the
+        coordinator's."""
+        if self._is_local:
+            return set()
+        alive = {node["NodeID"][:NODE_DIGITS] for node in ray_package().nodes() if node["Alive"]}
+        bundles = {place.bundle.node: place.bundle for place in list(self._places.values())}
+        return {node for node, bundle in bundles.items() if node not in alive or has_ended(bundle.host, bundle.port)}
+
+    def _note_end(self, member: int, reason: str) -> None:
+        place = self._places.get(member)
+        if place is not None:
+            place.has_ended.set()
+        if not self._is_stopping.is_set():
+            self._on_death(member, reason)
+
+    def where(self, member: int) -> str:
+        place = self._places.get(member)
+        return "" if self._is_local or place is None else f", on node {place.bundle.node} ({place.bundle.host})"
+
+    # --- replace ---
+
+    async def kill(self, member: int) -> None:
+        place = self._places.get(member)
+        if place is not None and not place.has_ended.is_set():
+            await asyncio.to_thread(self._kill, place)
+
+    def _kill(self, place: "_Place") -> None:
+        """Ray forgets it at once, and ends a process that is stopped some seconds later."""
+        with suppress(Exception):  # it is gone, or its node is
+            ray_package().kill(place.actor, no_restart=True)
+        place.has_ended.wait(KILL_SECONDS)
+
+    async def replace(self, lost: int, member: int, invitation: Invitation, config: EngineConfig) -> None:
+        await self.kill(lost)
+        await asyncio.to_thread(self._replace, lost, member, invitation, config)
+
+    def _replace(self, lost: int, member: int, invitation: Invitation, config: EngineConfig) -> None:
+        """In the same bundle, which may be on another node by now."""
+        place = self._places.get(lost)
+        bundle = next((one for one in self._known_bundles() if place and one.index == place.bundle.index), None)
+        if bundle is None:
+            raise StartError("the slot's node is gone, and no other one has a slot free")
+        if not self._is_local and not answers(bundle.host, bundle.port):  # Ray takes long to see that it is gone
+            raise StartError("the slot's node does not answer")
+        self._bundles = [bundle if other.index == bundle.index else other for other in self._bundles]
+        self._start(member, bundle, invitation, config, True)
+        self._places.pop(lost, None)
+
+    def _known_bundles(self) -> "list[Bundle]":
+        """Those that have a node that lives."""
+        return [
+            msgspec.structs.replace(bundle, host=LOOPBACK) if self._is_local else bundle
+            for bundle in bundles_of(self._group)
+        ]
+
+    # --- end ---
+
+    async def shutdown(self) -> None:
+        """Gives ranks that were told to leave a few seconds, then kills them; frees their slots."""
+        self._is_stopping.set()
+        await asyncio.to_thread(self._reap)
+
+    def _reap(self) -> None:
+        ray = ray_package()
+        if self._watcher is not None:
+            self._watcher.join()
+        places = list(self._places.values())
+        runs = [place.run for place in places]
+        with suppress(Exception):  # the cluster itself may be gone, and its actors with it
+            if runs:
+                ray.wait(runs, num_returns=len(runs), timeout=LEAVE_SECONDS)
+            for place in places:
+                ray.kill(place.actor, no_restart=True)
+            if runs:
+                ray.wait(runs, num_returns=len(runs), timeout=LEAVE_SECONDS)
+            if self._group is not None:
+                ray.util.remove_placement_group(self._group)
+        self._places.clear()
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A member's actor, in its bundle, and the reference that is there once it has ended."""
+
+    bundle: "Bundle"
+    actor: Any
+    run: Any
+    has_ended: threading.Event = field(default_factory=threading.Event)
+
+
+class Bundle(msgspec.Struct, frozen=True):
+    """Where a rank goes: its number, its machine's name and address, and the port of Ray's process there."""
+
+    index: int
+    node: str
+    host: str
+    port: int = 0
+
+
+def bundle_for(config: EngineConfig, total: Mapping[str, float]) -> dict[str, float]:
+    """What one rank takes of a cluster that has `total`: a GPU each where there are any. Raises StartError when there
+    are too few of them, or fewer slots than ranks."""
+    num_gpus = int(total.get("GPU", 0))
+    if config.device == "cuda" and not num_gpus:
+        raise StartError("device: cuda was asked for, and the cluster has no GPU")
+    bundle = kind_of(config, total)
+    if "GPU" in bundle and num_gpus < config.world_size:
+        raise too_few_gpus(config.world_size, "the cluster", num_gpus)
+    slots = num_slots(bundle, total)
+    if slots < config.world_size:
+        raise StartError(f"world size {config.world_size} needs {config.world_size} slots, the cluster has {slots}")
+    return bundle
+
+
+def kind_of(config: EngineConfig, total: Mapping[str, float]) -> dict[str, float]:
+    """What makes a slot, in a cluster that has `total`."""
+    takes_gpus = config.device == "cuda" or (config.device == "auto" and int(total.get("GPU", 0)) > 0)
+    return {"CPU": 1.0, "GPU": 1.0} if takes_gpus else {"CPU": 1.0}
+
+
+def num_slots(bundle: Mapping[str, float], total: Mapping[str, float]) -> int:
+    """Slots of this kind in a cluster that has `total`."""
+    return int(min(total.get(name, 0) for name in bundle))
+
+
+def bundles_of(group: Any) -> list[Bundle]:
+    """The bundles of a placement group node by node, the coordinator's node first, so that ranks are too. Those that
+    have no node that lives are left out."""
+    ray = ray_package()
+    here = ray.get_runtime_context().get_node_id()
+    nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+    table: dict[str, Any] = ray.util.placement_group_table(group)
+    by_bundle: dict[int, str] = table["bundles_to_node_id"]
+    placed = [(bundle, node) for bundle, node in by_bundle.items() if node in nodes]
+    ordered = sorted(placed, key=lambda item: (item[1] != here, item[1], item[0]))
+    return [
+        Bundle(bundle, node[:NODE_DIGITS], str(nodes[node]["NodeManagerAddress"]), int(nodes[node]["NodeManagerPort"]))
+        for bundle, node in ordered
+    ]
+
+
+def in_bundle(actor_class: type, group: Any, index: int, bundle: Mapping[str, float], variables: dict[str, str]) -> Any:
+    """What makes an actor that takes all of a placement group's bundle, with these in its environment, and that is
+    never made again."""
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+    options: dict[str, Any] = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0)}
+    runtime_env: dict[str, Any] = {"env_vars": variables}
+    if shlex.quote(sys.executable) != sys.executable:  # Ray passes the path of Python to a shell as it is
+        runtime_env["py_executable"] = shlex.quote(sys.executable)
+    options |= {"max_restarts": 0, "max_task_retries": 0, "runtime_env": runtime_env}
+    return ray_package().remote(actor_class).options(scheduling_strategy=strategy, **options)
+
+
+def _describe(run: Any) -> str:
+    """Why a finished `run` finished. Every error is a death: Ray calls some that are final merely unavailable."""
+    ray = ray_package()
+    try:
+        return f"left with exit code {ray.get(run, timeout=POLL_SECONDS)}"
+    except Exception as error:
+        return f"its process died ({type(error).__name__})"

@@ -1,0 +1,213 @@
+"""The engine as contexts that move see it: what leaves is held back from deletion, and what comes rests until asked."""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from coordinator.engine.keeping import Keeping
+from coordinator.engine.kept import context_record, segment_record
+from coordinator.kv_cache.contexts import NamedPath
+from coordinator.kv_cache.paths import Segment
+from coordinator.kv_cache.positions import Positions
+from coordinator.persistence.catalog.records import Change, ContextRecord, SegmentRecord, SnapshotRecord
+from coordinator.persistence.snapshots.snapshots import Snapshots
+from longleaf.errors import (
+    DataLoss,
+    FailedPrecondition,
+    InvalidArgument,
+    LongleafError,
+    NotFound,
+    StorageUnavailable,
+    Unavailable,
+)
+from longleaf.fingerprint import Fingerprint, read_fingerprint
+from longleaf.storage.manifest import Piece, SegmentManifest
+from longleaf.storage.names import Attempt
+from longleaf.types import Context
+
+log = logging.getLogger(__name__)
+
+
+class Contexts(Protocol):
+    """What the engine tells of contexts."""
+
+    @property
+    def positions(self) -> Positions: ...
+
+    def named(self, context_id: str) -> NamedPath:
+        """Raises NotFound, ContextLost or CheckpointChanged."""
+        ...
+
+    def get_context(self, context_id: str) -> Context: ...
+
+    def made_by(self, context_id: str) -> str: ...
+
+    def welcome(self, context: NamedPath) -> Context:
+        """There is another context now."""
+        ...
+
+
+class EngineHouse:
+    """Implements coordinator.handlers.transfer.ports.House. Without `snapshots` nothing is kept, and contexts only
+    leave."""
+
+    def __init__(self, engine: Contexts, keeping: Keeping, snapshots: Snapshots | None, model: Path) -> None:
+        self._engine = engine
+        self._keeping = keeping
+        self._snapshots = snapshots
+        self._model = model
+        self._fingerprint: Fingerprint | None = None
+
+    def get_context(self, context_id: str) -> Context:
+        return self._engine.get_context(context_id)
+
+    def made_by(self, context_id: str) -> str:
+        return self._engine.made_by(context_id)
+
+    async def fingerprint(self) -> Fingerprint:
+        if self._fingerprint is None:
+            self._fingerprint = await asyncio.to_thread(read_fingerprint, self._model)
+        return self._fingerprint
+
+    async def open_export(self, context_id: str, *, with_keys: bool) -> "EngineLeaving":
+        context = self._engine.named(context_id)
+        record, path = context_record(context), context.path
+        leaving = EngineLeaving(record, list(map(segment_record, path.segments)), self._snapshots)
+        if with_keys and self._snapshots is not None:
+            try:
+                for segment in path.segments:
+                    await self._save(self._snapshots, segment.id)
+                for segment in path.segments:
+                    await leaving.hold(segment)
+            except BaseException:
+                await leaving.close()
+                raise
+        return leaving
+
+    async def _save(self, snapshots: Snapshots, segment_id: int) -> None:
+        """What is not held, or not to be written, leaves without its keys. Raises StorageUnavailable."""
+        try:
+            await snapshots.save([segment_id])
+        except StorageUnavailable:
+            raise
+        except (Unavailable, InvalidArgument, NotFound) as error:
+            log.info("segment %d leaves without its keys: %s", segment_id, error)
+
+    async def begin_import(self, context: ContextRecord) -> "EngineArriving":
+        if self._snapshots is None:
+            told = "this service keeps nothing that is not held: serve with --data-dir"
+            raise FailedPrecondition(f"contexts/{context.id}", told)
+        self._keeping.check_free(context.id)
+        positions = self._engine.positions
+        positions.check_capacity(context.capacity)
+        if context.num_tokens > positions.limit:
+            told = f"{context.num_tokens:,} is more than {positions.limit:,} positions, {positions.limit_name}"
+            raise InvalidArgument("num_tokens", told)
+        return EngineArriving(self._engine, self._keeping, self._snapshots)
+
+
+class EngineLeaving:
+    """Implements coordinator.handlers.transfer.ports.Leaving."""
+
+    def __init__(self, context: ContextRecord, segments: Sequence[SegmentRecord], snapshots: Snapshots | None) -> None:
+        self.context = context
+        self.segments = segments
+        self._snapshots = snapshots
+        self._found: dict[int, SegmentManifest] = {}
+        self._held: list[str] = []
+
+    @property
+    def manifests(self) -> Mapping[int, SegmentManifest]:
+        return self._found
+
+    async def hold(self, segment: Segment) -> None:
+        """Has what storage has of a segment, if anything, leave too, and stay there. Raises StorageUnavailable."""
+        snapshots = self._snapshots
+        if snapshots is None or not snapshots.is_usable(segment.id):
+            return
+        self._held.append(snapshots.hold(segment.id))
+        try:
+            self._found[segment.id] = await snapshots.manifest(segment)
+        except (DataLoss, NotFound) as error:
+            log.warning("segment %d leaves without its keys: %s", segment.id, error)
+
+    async def read(self, piece: Piece) -> bytes:
+        assert self._snapshots is not None
+        try:
+            return await self._snapshots.read(piece.name, piece.digest)
+        except NotFound as error:
+            raise DataLoss(piece.name, "it is not there") from error
+
+    async def close(self) -> None:
+        for name in self._held:
+            assert self._snapshots is not None
+            self._snapshots.release(name)
+        self._held.clear()
+
+
+class EngineArriving:
+    """Implements coordinator.handlers.transfer.ports.Arriving."""
+
+    def __init__(self, engine: Contexts, keeping: Keeping, snapshots: Snapshots) -> None:
+        self._engine = engine
+        self._keeping = keeping
+        self._snapshots = snapshots
+        self._archive = secrets.token_hex(8)
+        """A name that no other archive has had here."""
+        self._attempts: list[Attempt] = []
+        self._last_segment = -1
+        self._is_over = False
+
+    @property
+    def form(self) -> str | None:
+        return self._snapshots.form if self._snapshots.may_write else None
+
+    @property
+    def block_size(self) -> int:
+        return self._snapshots.block_size
+
+    @property
+    def fingerprint(self) -> str:
+        return self._snapshots.fingerprint
+
+    def check(self, manifest: SegmentManifest) -> None:
+        self._snapshots.check(manifest)
+
+    def new_segment(self) -> int:
+        self._last_segment = self._keeping.take_ids(1)
+        return self._last_segment
+
+    def new_attempt(self, segment: int) -> Attempt:
+        self._attempts.append(attempt := self._snapshots.new_attempt(segment, self._archive))
+        return attempt
+
+    async def put(self, name: str, content: bytes | bytearray) -> None:
+        await self._keeping.note_ids(self._last_segment)
+        await self._snapshots.write(name, content)
+
+    async def adopt(
+        self, context: ContextRecord, segments: Sequence[SegmentRecord], snapshots: Sequence[SnapshotRecord]
+    ) -> Context:
+        rope = self._engine.positions.rope(context.capacity)
+        if any(segment.rope != rope for segment in segments):
+            told = f"this service does not rotate contexts of {context.capacity:,} positions as where it was read"
+            raise InvalidArgument("rope", f"{told}: ingest the text anew, or serve with the same --allow-long")
+        change = Change(segments=tuple(segments), contexts=(context,), snapshots=tuple(snapshots))
+        adopted = await self._keeping.adopt_as(change)
+        self._is_over = True
+        for attempt in self._attempts:
+            await self._snapshots.end_attempt(attempt, is_kept=True)
+        return self._engine.welcome(adopted)
+
+    async def drop(self) -> None:
+        if self._is_over:
+            return
+        self._is_over = True
+        for attempt in self._attempts:
+            try:
+                await self._snapshots.end_attempt(attempt, is_kept=False)
+            except LongleafError as error:
+                log.debug("what was put for %s stays for the sweep: %s", attempt.segment, error)

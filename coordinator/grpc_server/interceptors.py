@@ -1,0 +1,204 @@
+"""What every call goes through: who makes it, who is told of it, and how errors become statuses."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+
+from coordinator.auth.authenticator import Authenticator
+from coordinator.auth.caller import CALLER
+from coordinator.auth.permissions import check_role
+from coordinator.auth.refusals import Refusals
+from coordinator.grpc_server.anteroom import Anteroom
+from coordinator.grpc_server.gate import Gate, Handler, Incoming, StreamCall
+from coordinator.grpc_server.lobby import SERVED, Lobby
+from coordinator.grpc_server.peers import certified_names, plain_headers
+from coordinator.grpc_server.tenancy import shown_error
+from coordinator.telemetry.observers import CURRENT, CallRecord, Observers
+from longleaf.codec.status import DETAILS_KEY, encode_error, grpc_code
+from longleaf.errors import InvalidArgument, LongleafError, ResourceExhausted, Unauthenticated, Unavailable
+from longleaf.tenants import unscoped
+from longleaf.units import human_seconds
+
+logger = logging.getLogger(__name__)
+
+Refusal = tuple[Any, ...]
+"""A status code, its message, and what trails it."""
+
+
+class CallInterceptor(grpc.aio.ServerInterceptor):  # pyright: ignore[reportMissingTypeArgument, reportUntypedBaseClass]
+    """Asks who makes a call before anything else, reads its requests, and answers every LongleafError with its status,
+    all else with INTERNAL. What makes a stream that nobody reads for `unread_timeout` seconds is let go.
+
+    Whatever its kind, a method is served as one that streams both ways, which is the same on the wire: then requests
+    come as bytes, when they are asked for, and the library holds none of them while it is answered.
+    """
+
+    def __init__(
+        self, lobby: Lobby, gate: Gate, unread_timeout: float, authenticator: Authenticator, observers: Observers
+    ) -> None:
+        self._lobby = lobby
+        self._gate = gate
+        self._anteroom = Anteroom()
+        self._unread_timeout = unread_timeout
+        self._authenticator = authenticator
+        self._observers = observers
+        self._refusals = Refusals()
+
+    async def close(self) -> None:
+        """Parses no more large requests."""
+        await self._gate.close()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        name = handler_call_details.method
+        method = name.decode() if isinstance(name, bytes) else name
+
+        async def answer(_: object, call: StreamCall) -> None:
+            if not method.startswith(SERVED):
+                record = CallRecord(method, call.peer(), {})
+                await _answer(record, self._serve(record, handler, call), call)
+                return
+            record = CallRecord(method, call.peer(), plain_headers(call))
+            CURRENT.set(record)
+            with self._observers.call(record):
+                await _answer(record, self._serve(record, handler, call), call)
+
+        untyped: Any = grpc
+        return untyped.stream_stream_rpc_method_handler(answer, None, handler.response_serializer)
+
+    async def _serve(self, record: CallRecord, handler: Handler, call: StreamCall) -> None:
+        is_served = record.method.startswith(SERVED)
+        room = self._gate if is_served else self._anteroom
+        with room.of(record.method, handler, record.host) as incoming:
+            try:
+                if is_served:
+                    await self._admit(record, call)
+                with self._lobby.visit(record.method):
+                    await self._respond(handler, call, incoming)
+            except LongleafError:
+                if handler.request_streaming:
+                    await incoming.drain(call)
+                raise
+
+    async def _admit(self, record: CallRecord, call: StreamCall) -> None:
+        """Asks who calls about the model. Raises Unauthenticated and PermissionDenied, before anything is looked up."""
+        try:
+            caller = self._authenticator.authenticate(dict(call.invocation_metadata()), certified_names(call))
+        except Unauthenticated:
+            if seconds := self._refusals.note():
+                with self._refusals.waiting():
+                    await asyncio.sleep(seconds)
+            raise
+        record.tenant = caller.tenant
+        CALLER.set(caller)
+        check_role(record.method, caller)
+
+    async def _respond(self, handler: Handler, call: StreamCall, incoming: Incoming) -> None:
+        if not handler.response_streaming:
+            await call.write(await handler.unary_unary(await incoming.one(call), call))
+        elif handler.request_streaming:
+            await self._send(handler.stream_stream(incoming.all(call), call), call, incoming)
+        else:
+            await self._send(handler.unary_stream(await incoming.one(call), call), call, incoming)
+
+    async def _send(self, responses: Any, call: StreamCall, incoming: Incoming) -> None:
+        """Writes instead of yielding: so a cancelled call is cancelled here, and `responses` are closed at once.
+
+        They are closed as well when a response finds no room in the connection for so long. The library knows no way
+        to end a call that is not read: it waits until its client reads on, and is told with ResourceExhausted, or
+        leaves.
+        """
+        closing: list[asyncio.Task[None]] = []
+
+        def let_go() -> None:
+            incoming.release()
+            closing.append(asyncio.create_task(responses.aclose()))
+
+        async with aclosing(responses):
+            try:
+                async for response in responses:
+                    timer = asyncio.get_running_loop().call_later(self._unread_timeout, let_go)
+                    try:
+                        await call.write(response)
+                    finally:
+                        timer.cancel()
+                    if closing:
+                        raise ResourceExhausted(
+                            "stream", f"nobody has read it for {human_seconds(self._unread_timeout)}"
+                        )
+                    incoming.release()  # who answers has taken out of the request what it needs
+            finally:
+                await asyncio.gather(*closing)
+
+
+async def _answer(record: CallRecord, work: Awaitable[None], call: StreamCall) -> None:
+    """Does the work; what it raises ends the call. The error is not kept while the call is told of it."""
+    try:
+        await work
+        record.code = grpc.StatusCode.OK.name
+        return
+    except asyncio.CancelledError:
+        record.code = grpc.StatusCode.CANCELLED.name
+        raise
+    except LongleafError as error:
+        shown = shown_error(error)
+        is_hidden = str(shown) != str(error)  # what a caller is not told is logged for the operator
+        if is_hidden or (isinstance(error, Unavailable) and error.retry_seconds is None):  # others may quote the client
+            logger.warning("%s: %s", record.method, error)
+        record.error = type(error).__name__
+        record.field = error.field if isinstance(error, InvalidArgument) else ""
+        _readdress(shown, record.tenant)
+        refusal = _refusal(shown)
+        _forget(error)
+    except grpc.aio.AbortError as error:  # the library's own services say no by themselves
+        _forget(error)
+        return
+    except grpc.aio.InternalError as error:  # nothing can be sent: the client left
+        record.code = grpc.StatusCode.CANCELLED.name
+        raise asyncio.CancelledError from error
+    except Exception as error:
+        logger.exception("%s failed", record.method)
+        record.error = type(error).__name__
+        refusal = (grpc.StatusCode.INTERNAL, f"{type(error).__name__}; the server's log tells more")
+        _forget(error)
+    record.code, record.message = refusal[0].name, refusal[1]
+    try:
+        await call.abort(*refusal)
+    except grpc.aio.AbortError as error:
+        _forget(error)
+    except grpc.aio.InternalError:  # the client left, so nobody is there to be told
+        return
+
+
+def _readdress(error: LongleafError, tenant: str) -> None:
+    """Has an error speak to `tenant`, by the names that it gave."""
+    error.args = tuple(unscoped(each, tenant) if isinstance(each, str) else each for each in error.args)
+    for name, value in vars(error).items():
+        if isinstance(value, str):
+            setattr(error, name, unscoped(value, tenant))
+
+
+def _refusal(error: LongleafError) -> Refusal:
+    status = encode_error(error)
+    return grpc_code(status), status.message, ((DETAILS_KEY, status.SerializeToString()),)
+
+
+def _forget(error: BaseException | None) -> None:
+    """Lets go of the frames that an error and those before it came through. The library keeps an AbortError with its
+    call, and streams keep the error that ended them: with their frames, which know call and stream, they would keep
+    the request until the garbage collector comes."""
+    while error is not None:
+        cause, context = error.__cause__, error.__context__
+        error.__traceback__ = error.__cause__ = error.__context__ = None
+        _forget(cause)
+        error = context

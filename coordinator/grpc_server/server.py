@@ -1,0 +1,212 @@
+"""The gRPC server: the services, health and reflection on one port, and health alone on another."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2_grpc  # pyright: ignore[reportMissingTypeStubs]
+from grpc_reflection.v1alpha import reflection  # pyright: ignore[reportMissingTypeStubs]
+
+from coordinator.auth.authenticator import Anybody, Authenticator
+from coordinator.grpc_server.certificates import Certificates
+from coordinator.grpc_server.gate import MAX_CALLS, Gate
+from coordinator.grpc_server.health import HealthServicer
+from coordinator.grpc_server.interceptors import CallInterceptor
+from coordinator.grpc_server.listener import Listener
+from coordinator.grpc_server.lobby import Lobby
+from coordinator.grpc_server.servicers import (
+    ClusterServicer,
+    ContextServicer,
+    Drain,
+    GenerationServicer,
+    Refill,
+    TokenizerServicer,
+)
+from coordinator.handlers.use_cases import UseCases
+from coordinator.telemetry.observers import NOBODY, Observers
+from longleaf.config import MAX_REQUEST_BYTES, MAX_RESPONSE_BYTES, MAX_SECONDS
+from longleaf.errors import LongleafError, Unavailable
+from longleaf.machine import max_files
+from longleaf.types import Draining
+from longleaf.v1 import (
+    cluster_service_pb2_grpc,
+    context_service_pb2_grpc,
+    generation_service_pb2_grpc,
+    tokenizer_service_pb2_grpc,
+)
+
+MAX_PENDING_CALLS = 2 * MAX_CALLS
+"""Calls that arrived and were not looked at yet. Of more, by default of more than 1000, the library ends some without a
+word; of one connection it takes in as many as may be open."""
+SERVICES = tuple(f"longleaf.v1.{name}Service" for name in ("Generation", "Context", "Tokenizer", "Cluster"))
+LIVENESS = "liveness"
+"""What is asked of health whether the process should live on; it says nothing of the model."""
+LOADING_SECONDS, DRAINING_SECONDS = 2.0, 1.0
+"""When to come again: to this service, and to the one that takes its place."""
+MAX_METADATA_BYTES = 16 << 10
+"""Bytes of a call's headers: of more the library refuses the call."""
+LIBRARY = "grpc._cython.cygrpc"
+"""What the library logs as."""
+OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+    ("grpc.max_send_message_length", MAX_RESPONSE_BYTES),
+    ("grpc.max_concurrent_streams", MAX_CALLS // 2),  # one connection leaves room for others
+    ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+    ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
+    ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.max_connection_age_ms", 3_600_000),  # so that certificates and balance are renewed; what runs goes on
+    ("grpc.max_connection_idle_ms", 300_000),  # connections are few: those that nobody uses make room
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.so_reuseport", 0),  # a taken port must be an error, not shared
+    ("grpc.keepalive_time_ms", 30_000),  # notices clients that vanished, and frees what they held
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),  # those of clients are no flood
+)
+
+
+ANYBODY = Anybody()
+
+
+def _loading() -> LongleafError:
+    return Unavailable("loading", LOADING_SECONDS)
+
+
+async def _undrained(_: bool) -> Draining:
+    raise Unavailable("nothing drains this server")
+
+
+def _unfilled() -> int:
+    raise Unavailable("nothing keeps the ranks of this server")
+
+
+class Server:
+    """The door for gRPC. It may be open before there is something to serve: `loading` tells callers what they wait for,
+    until `open`. A stream that nobody reads for `unread_timeout` seconds is let go. `drain` ends the service, `refill`
+    starts ranks in places that were given up. With `certificates` connections are encrypted."""
+
+    def __init__(
+        self,
+        use_cases: UseCases | None = None,
+        unread_timeout: float = MAX_SECONDS,
+        *,
+        loading: Callable[[], LongleafError] = _loading,
+        drain: Drain = _undrained,
+        refill: Refill = _unfilled,
+        authenticator: Authenticator = ANYBODY,
+        observers: Observers = NOBODY,
+        certificates: Certificates | None = None,
+    ) -> None:
+        self._lobby = lobby = Lobby(loading)
+        if use_cases is not None:
+            lobby.open(use_cases)
+        self._interceptor = interceptor = CallInterceptor(lobby, Gate(), unread_timeout, authenticator, observers)
+        self._health = health_servicer = HealthServicer()
+
+        def make() -> grpc.aio.Server:
+            server = _make(interceptor)
+            _add(server, generation_service_pb2_grpc, "GenerationService", GenerationServicer(lobby))
+            _add(server, context_service_pb2_grpc, "ContextService", ContextServicer(lobby))
+            _add(server, tokenizer_service_pb2_grpc, "TokenizerService", TokenizerServicer(lobby))
+            _add(server, cluster_service_pb2_grpc, "ClusterService", ClusterServicer(lobby, drain, refill))
+            _add(server, health_pb2_grpc, "Health", health_servicer)
+            if authenticator.is_open:  # else strangers need not know what there is to call
+                untyped: Any = health
+                names = (*SERVICES, untyped.SERVICE_NAME, reflection.SERVICE_NAME)
+                reflection.enable_server_reflection(names, server)
+            return server
+
+        self._make = make
+        self._listener = Listener(make, certificates)
+        self._health_listener: Listener | None = None
+        self._inner: grpc.aio.Server | None = None
+        """On the Unix socket."""
+
+    async def start(self, host: str, port: int, unix: str | None = None) -> int:
+        """Listens on `host`:`port`, and in plain text on the socket `unix`, and returns the port, chosen by the system
+        for 0. Alive from now on, and healthy when there is something to serve.
+
+        Raises StartError when the address cannot be had.
+        """
+        self._tell_health(self._lobby.is_open)
+        self._health.set(LIVENESS, True)
+        bound = await self._listener.start(host, port)
+        if unix is not None:  # which no stranger reaches
+            self._inner = self._make()
+            self._inner.add_insecure_port(f"unix:{unix}")
+            await self._inner.start()
+        return bound
+
+    async def start_health(self, host: str, port: int) -> int:
+        """Answers health checks, and nothing else, on a port of their own, in plain text; returns it. Raises StartError
+        when the address cannot be had."""
+        interceptor = CallInterceptor(self._lobby, Gate(), MAX_SECONDS, ANYBODY, NOBODY)
+
+        def make() -> grpc.aio.Server:
+            server = _make(interceptor)
+            _add(server, health_pb2_grpc, "Health", self._health)
+            return server
+
+        self._health_listener = Listener(make)
+        return await self._health_listener.start(host, port)
+
+    def open(self, use_cases: UseCases) -> None:
+        """Lets calls in and is healthy from now on, unless none are taken any more."""
+        self._lobby.open(use_cases)
+        self._tell_health(self._lobby.is_open)
+
+    async def drain(self, seconds: float) -> None:
+        """Takes no new calls, and is not healthy any more. Returns when none runs, after `seconds` at the latest."""
+        self._lobby.close(Unavailable("the service is stopping, and takes no new calls", DRAINING_SECONDS))
+        self._tell_health(False)
+        await self._lobby.wait_empty(seconds)
+
+    def end_calls(self, reason: str) -> None:
+        """Ends the calls that run with Unavailable for that reason."""
+        self._lobby.end(Unavailable(reason))
+
+    @property
+    def num_open(self) -> int:
+        """Calls that run."""
+        return self._lobby.num_open
+
+    def _tell_health(self, is_serving: bool) -> None:
+        """What health checks are told of the model."""
+        for service in ("", *SERVICES):
+            self._health.set(service, is_serving)
+
+    async def wait(self) -> None:
+        """Waits until the server has stopped."""
+        await self._listener.wait()
+
+    async def stop(self, grace: float | None = None) -> None:
+        """Takes no new calls, gives those that run `grace` seconds, then cancels them."""
+        self._tell_health(False)
+        self._health.end()
+        await self._listener.stop(grace)
+        if self._inner is not None:
+            await self._inner.stop(grace)
+        if self._health_listener is not None:
+            await self._health_listener.stop(grace)
+        await self._interceptor.close()
+
+
+def _make(interceptor: CallInterceptor) -> grpc.aio.Server:
+    """A server that nobody is told of yet. Of its connections a process can have as many as files, which others need,
+    too."""
+    logging.getLogger(LIBRARY).addFilter(_is_harmless)
+    connections = max(1, max_files() // 2)
+    options = (*OPTIONS, ("grpc.max_allowed_incoming_connections", connections))
+    return grpc.aio.server(interceptors=[interceptor], options=options)
+
+
+def _is_harmless(record: logging.LogRecord) -> bool:
+    """What the library says of headers that are no UTF-8 has them in it, and credentials may be among them."""
+    return not str(record.msg).startswith("Invalid encoding")
+
+
+def _add(server: grpc.aio.Server, generated: Any, service: str, servicer: object) -> None:
+    """Calls the generated function that registers the service; it carries no types."""
+    getattr(generated, f"add_{service}Servicer_to_server")(servicer, server)

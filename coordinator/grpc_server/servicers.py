@@ -1,0 +1,321 @@
+"""The four services of longleaf.v1: decode the request, ask the engine, encode what it says. Errors are raised.
+
+They are there before the engine is: the lobby lets nobody in so long."""
+
+import base64
+import binascii
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
+from contextlib import aclosing
+from typing import ParamSpec, Protocol, TypeVar
+
+from google.protobuf.empty_pb2 import Empty
+
+from coordinator.auth.caller import CALLER, OWNER
+from coordinator.changes import Watch
+from coordinator.grpc_server import tenancy
+from coordinator.grpc_server.lobby import Lobby
+from coordinator.grpc_server.neighbours import is_here
+from coordinator.handlers.tokens import MAX_TOKENS, Tokenization
+from coordinator.handlers.use_cases import ContextStore
+from coordinator.text.threads import TextThreads
+from longleaf import codec
+from longleaf.errors import InvalidArgument, PermissionDenied
+from longleaf.types import Cluster, Draining, Generate, ImportHeader, IngestHeader, IngestPiece, ParcelPiece
+from longleaf.v1 import cluster_service_pb2 as cluster_pb
+from longleaf.v1 import context_pb2 as context_pb
+from longleaf.v1 import context_service_pb2 as ingest_pb
+from longleaf.v1 import generation_service_pb2 as service_pb
+from longleaf.v1 import tokenizer_service_pb2 as tokenizer_pb
+from longleaf.v1.cluster_service_pb2_grpc import ClusterServiceServicer
+from longleaf.v1.context_service_pb2_grpc import ContextServiceServicer
+from longleaf.v1.generation_service_pb2_grpc import GenerationServiceServicer
+from longleaf.v1.tokenizer_service_pb2_grpc import TokenizerServiceServicer
+
+Given = ParamSpec("Given")
+Decoded = TypeVar("Decoded")
+Drain = Callable[[bool], Awaitable[Draining]]
+Refill = Callable[[], int]
+DEFAULT_PAGE_SIZE = 100
+MAX_PAGE_SIZE = 1000
+MANY_ITEMS = 1 << 14
+"""Token ids or files above which decoding a message would keep other calls waiting."""
+
+
+class Call(Protocol):
+    """What gRPC knows of a call."""
+
+    def peer(self) -> str:
+        """Address of the client, `ipv4:HOST:PORT` or `ipv6:[HOST]:PORT`."""
+        ...
+
+    def time_remaining(self) -> float | None:
+        """Seconds that the client waits yet; None when it set no limit."""
+        ...
+
+
+def caller(call: Call) -> str:
+    """Who makes a call, as long as its requests do not say: the client's host."""
+    peer = call.peer()
+    return peer.rpartition(":")[0] or peer
+
+
+async def _decoded(
+    threads: TextThreads,
+    num_items: int,
+    decode: Callable[Given, Decoded],
+    *arguments: Given.args,
+    **options: Given.kwargs,
+) -> Decoded:
+    """What `decode` makes of a message of so many token ids or files: in a thread, if they are many."""
+    if num_items > MANY_ITEMS:
+        return await threads.run(decode, *arguments, **options)
+    return decode(*arguments, **options)
+
+
+def random_seed() -> int:
+    """A seed for a caller who gave none."""
+    return secrets.randbits(64)
+
+
+class GenerationServicer(GenerationServiceServicer):
+    """Streams generations, and ends those that are held."""
+
+    def __init__(self, lobby: Lobby, seed: Callable[[], int] = random_seed) -> None:
+        self._lobby = lobby
+        self._seed = seed
+
+    async def Generate(
+        self, request: service_pb.GenerateRequest, context: Call
+    ) -> AsyncGenerator[service_pb.GenerateResponse, None]:
+        use_cases = self._lobby.use_cases
+        num_ids = len(request.token_ids.ids)
+        defaults = use_cases.sampling_defaults
+        decoded = await _decoded(use_cases.threads, num_ids, codec.decode_generate, request, self._seed(), defaults)
+        if isinstance(decoded, Generate):
+            decoded = tenancy.scope_generate(decoded, caller(context))
+        else:
+            decoded = tenancy.scope_resume(decoded)
+        async with aclosing(use_cases.generation.run(decoded, context.time_remaining())) as answer:
+            del request, decoded  # they may be large, and the answer long
+            async for event in answer:
+                yield codec.encode_event(tenancy.shown_event(event))
+
+    async def CancelGeneration(self, request: service_pb.CancelGenerationRequest, context: object) -> Empty:
+        await self._lobby.use_cases.generation.cancel(tenancy.scope_cancelled(codec.decode_cancel(request)))
+        return Empty()
+
+
+class ContextServicer(ContextServiceServicer):
+    """Creates, reads, changes, forks and deletes contexts, and has them move."""
+
+    def __init__(self, lobby: Lobby) -> None:
+        self._lobby = lobby
+
+    @property
+    def _contexts(self) -> ContextStore:
+        return self._lobby.use_cases.contexts
+
+    async def IngestContext(
+        self, request_iterator: AsyncIterable[ingest_pb.IngestContextRequest], context: Call
+    ) -> AsyncGenerator[ingest_pb.IngestContextResponse, None]:
+        use_cases = self._lobby.use_cases
+        pieces = _pieces(request_iterator, use_cases.threads, caller(context))
+        async with aclosing(use_cases.ingest.run(pieces, context.time_remaining())) as reports:
+            async for report in reports:
+                yield codec.encode_ingest_progress(tenancy.shown_report(report))
+
+    async def CancelIngest(self, request: ingest_pb.CancelIngestRequest, context: object) -> Empty:
+        name = tenancy.scope_context(codec.context_id(request.name))
+        await self._lobby.use_cases.ingest.cancel(name, request.upload_id)
+        return Empty()
+
+    async def GetContext(self, request: ingest_pb.GetContextRequest, context: object) -> context_pb.Context:
+        view = self._contexts.get_context(tenancy.scope_context(codec.context_id(request.name)))
+        return codec.encode_context(tenancy.shown(view))
+
+    async def GetContextText(
+        self, request: ingest_pb.GetContextTextRequest, context: object
+    ) -> ingest_pb.GetContextTextResponse:
+        wanted = tenancy.scope_text(codec.decode_get_text(request))
+        return codec.encode_context_text(await self._lobby.use_cases.texts.read(wanted))
+
+    async def ListContexts(
+        self, request: ingest_pb.ListContextsRequest, context: object
+    ) -> ingest_pb.ListContextsResponse:
+        if request.page_size < 0:
+            raise InvalidArgument("page_size", f"{request.page_size} is negative")
+        size = min(request.page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
+        after = tenancy.scope(_decode_page_token(request.page_token))
+        found = self._contexts.list_contexts(after, size + 1, tenant=tenancy.tenant())
+        views = [tenancy.shown(view) for view in found]
+        return ingest_pb.ListContextsResponse(
+            contexts=[codec.encode_context(view) for view in views[:size]],
+            next_page_token=_encode_page_token(views[size - 1].id) if len(views) > size else "",
+        )
+
+    async def ForkContext(self, request: ingest_pb.ForkContextRequest, context: object) -> context_pb.Context:
+        fork = tenancy.scope_fork(codec.decode_fork(request))
+        view = await self._lobby.use_cases.fork_context(fork.source, fork.context, fork.tokens)
+        return codec.encode_context(tenancy.shown(view))
+
+    async def UpdateContext(self, request: ingest_pb.UpdateContextRequest, context: object) -> context_pb.Context:
+        name, settings = codec.decode_update(request)
+        view = await self._contexts.update_context(tenancy.scope_context(name), settings)
+        return codec.encode_context(tenancy.shown(view))
+
+    async def RereadContext(self, request: ingest_pb.RereadContextRequest, context: object) -> context_pb.Context:
+        view = await self._lobby.use_cases.reread_context(tenancy.scope_context(codec.context_id(request.name)))
+        return codec.encode_context(tenancy.shown(view))
+
+    async def RereadContexts(
+        self, request: ingest_pb.RereadContextsRequest, context: object
+    ) -> ingest_pb.RereadContextsResponse:
+        reread = await self._lobby.use_cases.reread_contexts(tenancy.tenant())
+        return codec.encode_reread(tenancy.shown_reread(reread))
+
+    async def DeleteContext(self, request: ingest_pb.DeleteContextRequest, context: object) -> Empty:
+        await self._contexts.delete_context(tenancy.scope_context(codec.context_id(request.name)))
+        return Empty()
+
+    async def ExportContext(
+        self, request: ingest_pb.ExportContextRequest, context: object
+    ) -> AsyncGenerator[ingest_pb.ExportContextResponse, None]:
+        wanted = tenancy.scope_export(codec.decode_export(request))
+        async with aclosing(self._lobby.use_cases.exports.run(wanted)) as parcel:
+            async for news in parcel:
+                yield codec.encode_exported(news)
+
+    async def ImportContext(
+        self, request_iterator: AsyncIterable[ingest_pb.ImportContextRequest], context: object
+    ) -> AsyncGenerator[ingest_pb.ImportContextResponse, None]:
+        async with aclosing(self._lobby.use_cases.imports.run(_parcel(request_iterator))) as reports:
+            async for report in reports:
+                yield codec.encode_import_progress(tenancy.shown_report(report))
+
+
+async def _pieces(
+    requests: AsyncIterable[ingest_pb.IngestContextRequest], threads: TextThreads, client: str
+) -> AsyncGenerator[IngestPiece, None]:
+    """The requests decoded; they come from `client`."""
+    async for request in requests:
+        num_items = len(request.token_ids.ids) + len(request.config.files) + len(request.prefaced_config.config.files)
+        piece = await _decoded(threads, num_items, codec.decode_ingest_piece, request)
+        if isinstance(piece, IngestHeader):
+            piece = tenancy.scope_ingest(piece, client)
+        yield piece
+        del request, piece  # they may be large, and the next ones long in coming
+
+
+async def _parcel(
+    requests: AsyncIterable[ingest_pb.ImportContextRequest],
+) -> AsyncGenerator[ImportHeader | ParcelPiece, None]:
+    """The requests decoded."""
+    async for request in requests:
+        piece = codec.decode_import_piece(request)
+        yield tenancy.scope_import(piece) if isinstance(piece, ImportHeader) else piece
+
+
+def _encode_page_token(last: str) -> str:
+    return base64.urlsafe_b64encode(last.encode()).decode()
+
+
+def _decode_page_token(token: str) -> str:
+    """Id after which the page begins. Raises InvalidArgument for a token that was not given out here."""
+    try:
+        return base64.b64decode(token, altchars=b"-_", validate=True).decode()
+    except (binascii.Error, ValueError):
+        raise InvalidArgument("page_token", "is not a next_page_token of this service") from None
+
+
+class TokenizerServicer(TokenizerServiceServicer):
+    """Turns texts into ids and back, and counts."""
+
+    def __init__(self, lobby: Lobby) -> None:
+        self._lobby = lobby
+
+    @property
+    def _tokenization(self) -> Tokenization:
+        return self._lobby.use_cases.tokenization
+
+    async def CountTokens(
+        self, request: tokenizer_pb.CountTokensRequest, context: object
+    ) -> tokenizer_pb.CountTokensResponse:
+        return tokenizer_pb.CountTokensResponse(token_count=await self._tokenization.count(request.text))
+
+    async def Tokenize(self, request: tokenizer_pb.TokenizeRequest, context: object) -> tokenizer_pb.TokenizeResponse:
+        found = await self._tokenization.tokenize(
+            request.text, add_special=request.add_special_tokens, has_spans=request.return_spans
+        )
+        return codec.encode_tokenized(found)
+
+    async def Detokenize(
+        self, request: tokenizer_pb.DetokenizeRequest, context: object
+    ) -> tokenizer_pb.DetokenizeResponse:
+        message, keep_special = request.token_ids, request.keep_special_tokens
+        threads, num_ids = self._lobby.use_cases.threads, len(message.ids)
+        token_ids = await _decoded(threads, num_ids, codec.decode_ids, message, MAX_TOKENS)
+        text = await self._tokenization.detokenize(token_ids, keep_special=keep_special)
+        return tokenizer_pb.DetokenizeResponse(text=text)
+
+
+class ClusterServicer(ClusterServiceServicer):
+    """Describes, verifies and ends the cluster. `drain` begins the end, whatever runs; told to wait, it returns when
+    all that ran has ended or was told. `refill` starts ranks in places that were given up, and tells in how many."""
+
+    def __init__(self, lobby: Lobby, drain: Drain, refill: Refill) -> None:
+        self._lobby = lobby
+        self._drain = drain
+        self._refill = refill
+
+        self._watches: dict[str, Watch[cluster_pb.WatchClusterResponse]] = {}
+        """By tenant; of admins together, without a name."""
+
+    async def GetCluster(self, request: cluster_pb.GetClusterRequest, context: object) -> cluster_pb.Cluster:
+        return codec.encode_cluster(self._cluster())
+
+    def _cluster(self) -> Cluster:
+        """As the caller may see it."""
+        return tenancy.shown_cluster(self._lobby.use_cases.cluster())
+
+    def _watch(self) -> Watch[cluster_pb.WatchClusterResponse]:
+        viewer = "" if CALLER.get().is_admin else tenancy.tenant()
+        if viewer not in self._watches:
+            self._watches[viewer] = Watch(self._look, self._lobby.use_cases.changes)
+        return self._watches[viewer]
+
+    async def WatchCluster(
+        self, request: cluster_pb.WatchClusterRequest, context: object
+    ) -> AsyncGenerator[cluster_pb.WatchClusterResponse, None]:
+        async with aclosing(self._watch().values(codec.decode_watch(request))) as responses:
+            async for response in responses:
+                yield response
+
+    def _look(self) -> cluster_pb.WatchClusterResponse:
+        return cluster_pb.WatchClusterResponse(cluster=codec.encode_cluster(self._cluster()))
+
+    async def VerifyCluster(
+        self, request: cluster_pb.VerifyClusterRequest, context: Call
+    ) -> cluster_pb.VerifyClusterResponse:
+        wanted = tenancy.scope_verify(codec.decode_verify(request), caller(context))
+        return codec.encode_verification(
+            await self._lobby.use_cases.verifications.run(wanted, context.time_remaining())
+        )
+
+    async def Drain(self, request: cluster_pb.DrainRequest, context: Call) -> cluster_pb.DrainResponse:
+        _check_here(context, "drained")
+        return codec.encode_draining(await self._drain(request.wait))
+
+    async def RefillSlots(
+        self, request: cluster_pb.RefillSlotsRequest, context: Call
+    ) -> cluster_pb.RefillSlotsResponse:
+        _check_here(context, "told to refill slots")
+        return cluster_pb.RefillSlotsResponse(slot_count=self._refill())
+
+
+def _check_here(context: Call, done: str) -> None:
+    """Raises PermissionDenied for a call from another machine, where nobody is asked who they are."""
+    if CALLER.get() is OWNER and not is_here(context.peer()):
+        raise PermissionDenied(
+            f"a service is {done} from its own machine or pod only, and this call comes from {context.peer()}"
+        )

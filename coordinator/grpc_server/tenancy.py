@@ -1,0 +1,189 @@
+"""Between what a tenant calls its things and their ids in the service: every request is translated on its way in, and
+all that names something on its way out."""
+
+import re
+from typing import TypeVar
+
+from msgspec.structs import replace
+
+from coordinator.auth.caller import CALLER
+from coordinator.telemetry.observers import CURRENT
+from longleaf.errors import CheckpointChanged, DataLoss, LongleafError, StorageUnavailable
+from longleaf.tenants import name_of, scoped, tenant_of, unscoped
+from longleaf.types import (
+    Cluster,
+    Context,
+    Event,
+    ExportContext,
+    ForkContext,
+    Generate,
+    GetContextText,
+    ImportHeader,
+    ImportProgress,
+    IngestHeader,
+    IngestProgress,
+    LeftOut,
+    Recovering,
+    Reread,
+    Resume,
+    Started,
+    Verify,
+)
+
+OF_TENANTS = ("contexts/", "upload ", "generations/", "an upload")
+"""What damaged things are called that a tenant knows."""
+_PATH = re.compile(r"(?<![\w/.])(?:\w+:/)?/[^\s,;:]*[^\s,;:/]")
+Reporting = TypeVar("Reporting", IngestProgress, ImportProgress)
+
+
+def tenant() -> str:
+    """Whose the call is for which code runs."""
+    return CALLER.get().tenant
+
+
+def scope(name: str) -> str:
+    """The id of what the caller calls `name`."""
+    return scoped(tenant(), name)
+
+
+def scope_context(name: str) -> str:
+    """The id of the caller's context, which the call is about."""
+    context = scope(name)
+    _note_context(context)
+    return context
+
+
+def scope_cancelled(name: str) -> str:
+    """The id of the caller's generation, which the call ends."""
+    request_id = scope(name)
+    if (call := CURRENT.get()) is not None:
+        call.request_id = request_id
+    return request_id
+
+
+def _note_context(context: str) -> None:
+    """Tells those who watch the call which context it is about."""
+    if (call := CURRENT.get()) is not None:
+        call.context = context
+
+
+def scope_generate(request: Generate, client: str) -> Generate:
+    """The caller's; of `client` unless it names another."""
+    return replace(
+        request,
+        tenant=tenant(),
+        client=request.client or client,
+        context=None if request.context is None else scope_context(request.context),
+        request_id=scope(request.request_id) if request.request_id else "",
+    )
+
+
+def scope_resume(request: Resume) -> Resume:
+    return replace(request, request_id=scope(request.request_id))
+
+
+def scope_ingest(header: IngestHeader, client: str) -> IngestHeader:
+    """The caller's; of `client` unless it names another."""
+    return replace(header, tenant=tenant(), client=header.client or client, context=scope_context(header.context))
+
+
+def scope_import(header: ImportHeader) -> ImportHeader:
+    return replace(header, tenant=tenant(), context=None if header.context is None else scope_context(header.context))
+
+
+def scope_fork(fork: ForkContext) -> ForkContext:
+    return replace(fork, source=scope(fork.source), context=scope_context(fork.context))
+
+
+def scope_export(wanted: ExportContext) -> ExportContext:
+    return replace(wanted, context=scope_context(wanted.context))
+
+
+def scope_text(wanted: GetContextText) -> GetContextText:
+    return replace(wanted, context=scope_context(wanted.context))
+
+
+def scope_verify(wanted: Verify, client: str) -> Verify:
+    return replace(wanted, client=wanted.client or client)
+
+
+def shown(context: Context) -> Context:
+    """As its tenant calls it. How it is spread over ranks hangs on what others have there, so admins alone see it."""
+    shares = context.shares if CALLER.get().is_admin else ()
+    return replace(context, id=name_of(context.id), shares=shares)
+
+
+def shown_report(report: Reporting) -> Reporting:
+    if isinstance(report, IngestProgress) and report.recovering is not None:
+        report = replace(report, recovering=_shown_recovering(report.recovering))
+    if report.context is None:
+        return report
+    _note_context(report.context.id)  # what is imported may have come with its name
+    return replace(report, context=shown(report.context))
+
+
+def shown_event(event: Event) -> Event:
+    match event:
+        case Started(request_id=request_id):
+            return replace(event, request_id=name_of(request_id))
+        case Recovering():
+            return _shown_recovering(event)
+        case _:
+            return event
+
+
+def _shown_recovering(recovering: Recovering) -> Recovering:
+    """To an admin also how far all is that is lost; to others what is still missing for them."""
+    return recovering if CALLER.get().is_admin else replace(recovering, recovered_tokens=0, total_tokens=0)
+
+
+def shown_error(error: LongleafError) -> LongleafError:
+    """To an admin as it is. To others without files and addresses of what the service keeps: the log has these."""
+    caller = CALLER.get(None)
+    if caller is not None and caller.is_admin:
+        return error
+    match error:
+        case StorageUnavailable():
+            told = "the service cannot write or read what it keeps now; its log says why"
+            return StorageUnavailable(told, error.retry_seconds)
+        case DataLoss() if error.name.startswith(OF_TENANTS):
+            return DataLoss(error.name, _without_folders(error.reason))
+        case DataLoss():
+            return DataLoss("what the service keeps", "its log says what, and what to do")
+        case CheckpointChanged():
+            return CheckpointChanged(error.name, _without_folders(error.changes))
+        case _:
+            return error
+
+
+def _without_folders(text: str) -> str:
+    return _PATH.sub(lambda path: path[0].rpartition("/")[2], text)
+
+
+def shown_reread(reread: Reread) -> Reread:
+    is_admin = CALLER.get().is_admin
+    reasons = [each.reason if is_admin else _without_folders(each.reason) for each in reread.left_out]
+    pairs = zip(reread.left_out, reasons, strict=True)
+    left_out = tuple(LeftOut(name_of(each.name), unscoped(reason, tenant())) for each, reason in pairs)
+    return replace(reread, contexts=tuple(map(shown, reread.contexts)), left_out=left_out)
+
+
+def shown_cluster(cluster: Cluster) -> Cluster:
+    """To an admin everything, with ids as they are. To others the model and the ranks: nothing by which they could tell
+    what others do, nor where machines and storage are."""
+    if CALLER.get().is_admin:
+        return cluster
+    recovery = cluster.recovery
+    if recovery is not None:
+        given_up = tuple(name_of(each) for each in recovery.given_up if tenant_of(each) == tenant())
+        recovery = replace(recovery, given_up=given_up, lost_tokens=0, recovered_tokens=0)
+    return replace(
+        cluster,
+        workers=tuple(replace(worker, pid=0, address="", tokens=0, kv_bytes=0) for worker in cluster.workers),
+        recovery=recovery,
+        waiting=0,
+        running=0,
+        window_tokens=0,
+        storage=None if cluster.storage is None else replace(cluster.storage, url="", trouble=""),
+        drafting=None,
+    )

@@ -1,0 +1,93 @@
+"""The text of a context, or of some of it: made of its ids, for no text is kept."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from coordinator.events import DocumentPart
+from coordinator.text.text_map import Passage, TextMap
+from coordinator.text.threads import TextThreads
+from coordinator.text.tokenizer import Tokenizer
+from longleaf.errors import FailedPrecondition, InvalidArgument
+from longleaf.tenants import name_of
+from longleaf.types import ContextText, GetContextText, TextUnit
+
+MAX_BYTES = 1 << 20
+MAX_TOKENS = 1 << 18
+"""Of a range."""
+FIELDS: dict[TextUnit, str] = {"tokens": "token_range", "bytes": "byte_range"}
+STEP_TOKENS = 1 << 15
+"""Tokens in which lines are counted at once."""
+
+
+class TextSource(Protocol):
+    """The engine, as the texts of contexts see it."""
+
+    def text_parts(self, context_id: str) -> Sequence[DocumentPart]:
+        """Raises NotFound, ContextLost, CheckpointChanged or Unavailable."""
+        ...
+
+
+class ContextTexts:
+    """Reads in `threads`, in steps between which a cancelled call ends."""
+
+    def __init__(self, engine: TextSource, tokenizer: Tokenizer, threads: TextThreads) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._threads = threads
+
+    def map_of(self, context_id: str) -> TextMap:
+        """Which text the tokens of a context are. Raises what the engine raises."""
+        return TextMap(self._engine.text_parts(context_id), self._tokenizer.alphabet)
+
+    async def read(self, wanted: GetContextText) -> ContextText:
+        """Raises InvalidArgument for a range that is none of the context's or too long, FailedPrecondition for bytes of
+        a context without a text, and what the engine raises."""
+        found = self.map_of(wanted.context)
+        _check(wanted, found)
+        passage = await self._threads.run(_read, found, wanted)
+        size = len(passage.text.encode())
+        if size > MAX_BYTES and wanted.unit == "tokens":
+            raise InvalidArgument(
+                FIELDS[wanted.unit], f"has {size:,} bytes of text, at most {MAX_BYTES:,} are told at once"
+            )
+        start, end = passage.bytes or (None, None)
+        place = found.file_at(start) if start is not None else None
+        return ContextText(
+            text=passage.text,
+            token_start=passage.tokens[0],
+            token_end=passage.tokens[1],
+            byte_start=start,
+            byte_end=end,
+            file=place.name if place else "",
+            line=None if start is None else await self._line(found, start),
+        )
+
+    async def _line(self, found: TextMap, byte: int) -> int | None:
+        """All of the file before the byte is looked through."""
+        if (lines := found.lines_at(byte)) is None:
+            return None
+        while not lines.is_over:
+            await self._threads.run(lines.step, STEP_TOKENS)
+        return lines.line
+
+
+def _read(found: TextMap, wanted: GetContextText) -> Passage:
+    if wanted.unit == "tokens":
+        return found.read(wanted.start, wanted.end)
+    return found.read_bytes(wanted.start, wanted.end)
+
+
+def _check(wanted: GetContextText, found: TextMap) -> None:
+    """Raises InvalidArgument and FailedPrecondition."""
+    is_bytes, field = wanted.unit == "bytes", FIELDS[wanted.unit]
+    name, most, longest = f"contexts/{name_of(wanted.context)}", found.num_tokens, MAX_TOKENS
+    if is_bytes:
+        most, longest = found.num_bytes, MAX_BYTES
+        if not most:
+            raise FailedPrecondition(name, "its tokens were given as ids: bytes of a text are not known")
+    if not 0 <= wanted.start <= wanted.end <= most:
+        told = f"[{wanted.start:,}, {wanted.end:,}) is not in [0, {most:,}), the {wanted.unit} of {name}"
+        raise InvalidArgument(field, told)
+    if wanted.end - wanted.start > longest:
+        told = f"has {wanted.end - wanted.start:,} {wanted.unit}, at most {longest:,} are told at once"
+        raise InvalidArgument(field, told)

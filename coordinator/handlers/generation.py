@@ -1,0 +1,278 @@
+"""A generation from its request to its last event: text to ids on the way in, ids to text on the way out."""
+
+import secrets
+import time
+from array import array
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
+
+import msgspec
+
+from coordinator import events
+from coordinator.auth.caller import CALLER, OWNER
+from coordinator.auth.ledger import UNLIMITED, Ledger
+from coordinator.handlers.answer import Answer
+from coordinator.handlers.prompts import Prompts
+from coordinator.handlers.replay import CallLater, Replays, call_later, question_of
+from coordinator.handlers.retelling import retell
+from coordinator.handlers.submitter import EventStream, Submitter
+from coordinator.handlers.tracing import TextMaps, Tracing, no_text, submit_patiently
+from coordinator.persistence.journal.entries import Held
+from coordinator.persistence.journal.journal import Journal, Record
+from coordinator.telemetry.observers import CURRENT, NOBODY, Observers, Saw
+from coordinator.text.detokenizer import ids_before
+from coordinator.text.threads import TextThreads
+from coordinator.text.tokenizer import Tokenizer
+from longleaf.errors import AlreadyExists, InvalidArgument, LongleafError, StorageUnavailable, Unavailable
+from longleaf.sampling import MAX_TOKENS
+from longleaf.tenants import scoped
+from longleaf.types import Event, Finished, Generate, Resume
+
+HIDDEN = "tokens of the context are hidden"
+"""Why an answer is not exact."""
+
+
+def random_id() -> str:
+    """An id for a generation that its caller did not name."""
+    return secrets.token_hex(16)
+
+
+class Generation:
+    """Runs generations on an engine, and holds those that may be resumed; with a journal, also for the services that
+    come after this one. `clock` is the engine's, in seconds, and `wall_clock` tells those since the epoch."""
+
+    def __init__(
+        self,
+        engine: Submitter,
+        tokenizer: Tokenizer,
+        threads: TextThreads,
+        clock: Callable[[], float] = time.monotonic,
+        later: CallLater = call_later,
+        journal: Journal | None = None,
+        wall_clock: Callable[[], float] = time.time,
+        observers: Observers = NOBODY,
+        ledger: Ledger = UNLIMITED,
+        tenant_share: float = 1.0,
+        text_maps: TextMaps = no_text,
+    ) -> None:
+        self._engine = engine
+        self._text_maps = text_maps
+        self._tokenizer = tokenizer
+        self._threads = threads
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._prompts = Prompts(engine, tokenizer, threads)
+        self._journal = journal
+        self._observers = observers
+        self._ledger = ledger
+        self._replays = Replays(later, self._forget, tenant_share=tenant_share)
+        self._running: set[str] = set()
+        """Ids of those that are not held, so that a repeated request does not run twice."""
+
+    def run(self, request: Generate | Resume, seconds: float | None = None) -> AsyncGenerator[Event, None]:
+        """Events of one generation, the last Finished. Closing the iterator ends the generation, unless it is held.
+
+        The client waits `seconds`, if given. Raises, now or later, InvalidArgument, NotFound, AlreadyExists,
+        ResourceExhausted, Unavailable, WorkerLost or StorageUnavailable.
+        """
+        if isinstance(request, Resume):
+            _note(request.request_id)
+            return self._replays.find(request.request_id).read(request.token_index)
+        request_id = request.request_id or scoped(request.tenant, random_id())
+        _note(request_id)
+        if (held := self._replays.get(request.request_id)) is not None:
+            if not held.answers(request):
+                raise InvalidArgument("request_id", f"{request.request_id} is the name of another request")
+            return held.read()
+        deadline = None if seconds is None else self._clock() + seconds + request.resume_seconds
+        self._check_free(request_id)
+        answer = self._events(request_id, request, deadline)
+        if request.resume_seconds:
+            return self._replays.hold(request_id, request, answer).read()
+        return self._alone(request_id, answer)
+
+    async def cancel(self, request_id: str) -> None:
+        """Ends a generation that is held, and forgets it. Raises NotFound."""
+        await self._replays.cancel(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        if self._journal is not None:
+            with suppress(StorageUnavailable):  # then the next service takes it up, and nobody comes
+                self._journal.remove(request_id)
+
+    async def take_up(self) -> None:
+        """Holds what earlier services held, each from now on for as long as its request says. It goes on after its last
+        token once somebody reads it. Raises StorageUnavailable."""
+        for held, said in self._journal.load() if self._journal is not None else ():
+            request, request_id = held.request, held.request_id
+            tracing = _tracing(request)
+            answer = self._answer(request_id, request, tracing, held.token_ids)
+            told, generated = await self._threads.run(retell, said, self._prompt(request, held.token_ids), answer)
+            going_on = self._go_on(held, answer, tracing, generated)
+            self._replays.take_up(request_id, request, held.question, going_on, told)
+
+    async def _events(self, request_id: str, request: Generate, deadline: float | None) -> AsyncGenerator[Event, None]:
+        tracing = _tracing(request)
+        self._ledger.check_generation()  # before the work that a long prompt makes
+        token_ids = await self._prompts.ids_of(request)
+        if request.until_full:
+            request = self._filled(request, len(token_ids))
+        answer = self._answer(request_id, request, tracing, token_ids)
+        prompt = self._prompt(request, token_ids, deadline)
+        if tracing is not None:
+            prompt = tracing.begin(self._engine, prompt, self._text_maps, self._ledger.take_in)
+        with self._observers.generation(request_id, request.tenant) as saw:
+            with self._ledger.begin_generation(len(token_ids)):
+                begun = self._engine.submit(prompt)
+            async with aclosing(begun) as stream:
+                with self._begin_record(request_id, request, token_ids, deadline) as record:
+                    if request.context is not None:
+                        saw = _counting_copies(saw, len(token_ids), self._ledger.take_in)
+                    del request, token_ids, prompt  # the text may be large, and the answer long
+                    async with aclosing(self._told(stream, record, answer, tracing, saw)) as told:
+                        async for message in told:
+                            yield message
+
+    async def _go_on(
+        self, held: Held, answer: Answer, tracing: Tracing | None, generated: Mapping[int, Sequence[int]]
+    ) -> AsyncGenerator[Event, None]:
+        """The rest of a generation that another service began."""
+        if answer.is_finished:
+            return
+        assert self._journal is not None
+        deadline = None if held.deadline is None else self._clock() + held.deadline - self._wall_clock()
+        prompt = self._prompt(held.request, held.token_ids, deadline)
+        if any(generated.values()) or len(generated) < prompt.num_samples:
+            prompt = msgspec.structs.replace(prompt, generated=generated)
+        if tracing is not None:
+            prompt = tracing.begin(self._engine, prompt, self._text_maps, self._ledger.take_in)
+        with self._observers.generation(held.request_id, held.request.tenant) as saw:
+            async with aclosing(await submit_patiently(self._engine, prompt)) as stream:
+                with self._journal.go_on(held.request_id) as record:
+                    del held, prompt, generated
+                    async with aclosing(self._told(stream, record, answer, tracing, saw)) as told:
+                        async for message in told:
+                            yield message
+
+    async def _told(
+        self, stream: EventStream, record: Record | None, answer: Answer, tracing: Tracing | None, saw: Saw
+    ) -> AsyncGenerator[Event, None]:
+        """What the client is told, after it was written down."""
+        async for event in stream:
+            if record is not None:
+                record.append(event)
+            saw(event)
+            for message in answer.take(event):
+                if isinstance(message, Finished) and message.reason == "stop":
+                    stream.cancel_sample(message.sample)
+                if isinstance(message, Finished) and tracing is not None:
+                    message = await tracing.finished(message)
+                yield message
+            if answer.is_finished:
+                return
+        raise Unavailable("the engine ended the stream before the answer's end")
+
+    def _begin_record(
+        self, request_id: str, request: Generate, token_ids: Sequence[int], deadline: float | None
+    ) -> AbstractContextManager[Record | None]:
+        """The record of a generation that is held. Raises StorageUnavailable."""
+        if self._journal is None or not request.resume_seconds:
+            return nullcontext()
+        held = Held(
+            request_id=request_id,
+            request=msgspec.structs.replace(request, input=""),
+            question=question_of(request),
+            prompt=array("I", token_ids).tobytes(),
+            deadline=None if deadline is None else self._wall_clock() + deadline - self._clock(),
+        )
+        return self._journal.begin(held)
+
+    async def _alone(self, request_id: str, answer: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
+        """The events of a generation that is not held. Raises AlreadyExists when another one of this id runs."""
+        self._check_free(request_id)
+        self._running.add(request_id)
+        try:
+            async with aclosing(answer):
+                async for event in answer:
+                    yield event
+        finally:
+            self._running.remove(request_id)
+
+    def _filled(self, request: Generate, num_tokens: int) -> Generate:
+        """The request with as long an answer as there is room for; where there is none, admission tells why."""
+        is_whole = _is_whole(request)
+        room = self._engine.answer_room(request.context, num_tokens, request.num_samples, is_whole=is_whole)
+        sampling = msgspec.structs.replace(request.sampling, max_tokens=max(1, min(MAX_TOKENS, room)))
+        return msgspec.structs.replace(request, sampling=sampling)
+
+    def _check_free(self, request_id: str) -> None:
+        if request_id in self._running:
+            raise AlreadyExists(f"generations/{request_id}")
+
+    def _prompt(self, request: Generate, token_ids: Sequence[int], deadline: float | None = None) -> events.Prompt:
+        is_held, most = request.resume_seconds > 0, self._engine.max_draft_tokens
+        tenant, client, caller = request.tenant, request.client, CALLER.get(OWNER)
+        claim = events.Claim(
+            priority=request.priority,
+            tenant=tenant,
+            client=client,
+            at_once=caller.quotas.generations,
+            is_alone=caller.is_alone,
+            deadline=deadline,
+            is_held=is_held,
+        )
+        return events.Prompt(
+            context=request.context,
+            token_ids=token_ids,
+            sampling=request.sampling,
+            end_tokens=self._tokenizer.end_tokens,
+            num_samples=request.num_samples,
+            claim=claim,
+            hidden=request.hidden,
+            max_draft_tokens=most if request.max_draft_tokens is None else min(most, request.max_draft_tokens),
+        )
+
+    def _answer(self, request_id: str, request: Generate, tracing: Tracing | None, token_ids: Sequence[int]) -> Answer:
+        is_continued = request.context is None and not self._tokenizer.uses_template(request.use_chat_template)
+        before = ids_before(self._tokenizer.alphabet, token_ids) if is_continued else ()
+        alphabet, ends = self._tokenizer.alphabet, self._tokenizer.end_tokens
+        scaling = ""
+        with suppress(LongleafError):  # a context that is gone has no answer
+            is_whole, max_tokens = _is_whole(request), request.sampling.max_tokens
+            scaling = self._engine.scaling_note(request.context, len(token_ids), max_tokens, is_whole=is_whole)
+        reasons = (self._engine.exactness_note, HIDDEN if request.hidden else "", scaling)
+        note = "; ".join(filter(None, reasons))
+        return Answer(request_id, request, alphabet, ends, self._clock, note, tracing, before)
+
+
+def _tracing(request: Generate) -> Tracing | None:
+    """Raises InvalidArgument."""
+    return Tracing(request, request.provenance) if request.provenance is not None else None
+
+
+def _is_whole(request: Generate) -> bool:
+    """As its Prompt is."""
+    return request.provenance is None and not request.hidden
+
+
+def _counting_copies(saw: Saw, num_asked: int, take_in: Callable[[int], None]) -> Saw:
+    """Also takes in the tokens of the context that are computed anew for a question of `num_asked` tokens, because the
+    context's keys are rotated for another length."""
+    num_taken = 0
+
+    def saw_all(event: events.Event) -> None:
+        nonlocal num_taken
+        saw(event)
+        if isinstance(event, events.Admitted) and event.queue_position == 0:
+            num_copied = event.prompt_tokens - num_asked - event.cached_tokens
+            if num_copied > num_taken:
+                take_in(num_copied - num_taken)
+                num_taken = num_copied
+
+    return saw_all
+
+
+def _note(request_id: str) -> None:
+    """Tells those who watch the call whose generation it runs or reads."""
+    if (call := CURRENT.get()) is not None:
+        call.request_id = request_id

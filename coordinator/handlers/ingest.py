@@ -1,0 +1,362 @@
+"""An ingest from its first piece to its acknowledged context."""
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Protocol
+
+from msgspec import UNSET
+from msgspec.structs import replace
+
+from coordinator import events
+from coordinator.auth.caller import CALLER, OWNER
+from coordinator.auth.ledger import UNLIMITED, Ledger
+from coordinator.handlers.generation import EventStream
+from coordinator.handlers.intake import STEP_BYTES, Intake
+from coordinator.handlers.prompts import SYSTEM, Prompts
+from coordinator.handlers.text_limit import Capacity, TextLimit
+from coordinator.handlers.uploads import Owner, PrefillTask, Upload, Uploads
+from coordinator.text.threads import TextThreads
+from coordinator.text.tokenizer import Tokenizer
+from coordinator.text.vocabulary import STEP_TOKENS
+from longleaf.errors import (
+    AlreadyExists,
+    CheckpointChanged,
+    ContextLost,
+    DeadlineExceeded,
+    InvalidArgument,
+    NotFound,
+)
+from longleaf.types import (
+    Context,
+    IngestHeader,
+    IngestPhase,
+    IngestPiece,
+    IngestProgress,
+    Progress,
+    Recovering,
+    expired,
+)
+from longleaf.units import human_seconds
+
+IDLE_SECONDS = 120.0
+"""How long an open stream may send nothing while a document arrives."""
+REPORT_BYTES = 1 << 18
+"""Bytes of text received between two reports."""
+REPORT_TOKENS = 1 << 16
+"""Token ids received between two reports."""
+
+
+class Ingester(Capacity, Protocol):
+    """The engine, as ingests see it."""
+
+    def check_capacity(self, declared: int) -> None:
+        """Raises InvalidArgument when no context may be made for so many positions."""
+        ...
+
+    def get_context(self, context_id: str) -> Context:
+        """Raises NotFound."""
+        ...
+
+    def made_by(self, context_id: str) -> str:
+        """The upload id of a context's last document; empty if it had none. Raises NotFound."""
+        ...
+
+    def ingest(self, document: events.Document) -> EventStream:
+        """Raises AlreadyExists, NotFound, InvalidArgument, ResourceExhausted, DeadlineExceeded or Unavailable."""
+        ...
+
+
+class Ingest:
+    """Runs ingests on an engine, on the clock of its uploads. `wall_clock` counts seconds since the epoch."""
+
+    def __init__(
+        self,
+        engine: Ingester,
+        tokenizer: Tokenizer,
+        threads: TextThreads,
+        uploads: Uploads,
+        wall_clock: Callable[[], float] = time.time,
+        idle_seconds: float = IDLE_SECONDS,
+        ledger: Ledger = UNLIMITED,
+    ) -> None:
+        self._engine = engine
+        self._ledger = ledger
+        self._tokenizer = tokenizer
+        self._prompts = Prompts(engine, tokenizer, threads)
+        self._threads = threads
+        self._clock = uploads.clock
+        self._wall_clock = wall_clock
+        self._uploads = uploads
+        self._idle_seconds = idle_seconds
+
+    async def run(
+        self, pieces: AsyncIterator[IngestPiece], seconds: float | None = None
+    ) -> AsyncGenerator[IngestProgress, None]:
+        """Progress, the last with the context. Closing the iterator gives the ingest up and leaves nothing behind,
+        unless it has an upload id: then it can be resumed.
+
+        The client waits `seconds`, if given. Raises InvalidArgument, NotFound, AlreadyExists, ResourceExhausted,
+        DeadlineExceeded, Unavailable or WorkerLost.
+        """
+        arrived = self._clock()
+        header = await self._next(pieces)
+        if not isinstance(header, IngestHeader):
+            raise InvalidArgument("config", "must be in the first request, and only there")
+        upload = self._known(header)
+        if upload is None and (made := self._made(header)) is not None:
+            yield made
+            return
+        upload = upload or await self._new(header, None if seconds is None else arrived + seconds)
+        async with self._uploads.owned(upload) as owner, aclosing(self._go_on(owner, pieces)) as reports:
+            async for report in reports:
+                owner.check()
+                yield report
+                owner.check()
+
+    async def cancel(self, context: str, upload_id: str) -> None:
+        """Ends an ingest, and keeps nothing of it. Raises NotFound, also when its context is there by now."""
+        header = IngestHeader(context=context, upload_id=upload_id)
+        was_kept = self._uploads.kept is not None and self._uploads.kept.forget(header)
+        upload = self._uploads.called(header)
+        latest = upload.prefill.latest if upload is not None and upload.prefill is not None else None
+        is_there = (latest is not None and latest.context is not None) or self._made(header) is not None
+        if upload is not None and not is_there:
+            upload.is_cancelled = True
+            async with self._uploads.owned(upload):  # with this one it ends
+                self._uploads.forget(upload)
+        if is_there or (upload is None and not was_kept):
+            raise NotFound(f"upload {upload_id} of contexts/{context}")
+
+    def _known(self, header: IngestHeader) -> Upload | None:
+        """The ingest that is resumed, if it is one and there is something to resume."""
+        upload = self._uploads.find(header) if header.upload_id else None
+        if upload is not None and upload.document is not None:
+            upload.document.expect(header.total_bytes)
+        ready = upload.prefill.latest if upload is not None and upload.prefill is not None else None
+        if upload is None or ready is None or ready.context is None:
+            return upload
+        try:
+            is_there = self._engine.get_context(header.context).created == ready.context.created
+        except (NotFound, ContextLost):
+            is_there = False
+        if not is_there:  # deleted since: the name is free, or another's
+            self._uploads.forget(upload)
+        return upload if is_there else None
+
+    def _made(self, header: IngestHeader) -> IngestProgress | None:
+        """What is told of an ingest that has ended, and made the last document of its context: it is not read twice."""
+        try:
+            is_made = bool(header.upload_id) and self._engine.made_by(header.context) == header.upload_id
+        except (NotFound, ContextLost, CheckpointChanged):
+            return None
+        return IngestProgress(phase="ready", context=self._engine.get_context(header.context)) if is_made else None
+
+    async def _new(self, header: IngestHeader, deadline: float | None) -> Upload:
+        """Raises NotFound, AlreadyExists or InvalidArgument, before a long text is sent in vain, and what is told of a
+        context that is gone where it is to be appended to."""
+        header.settings.check(self._wall_clock(), "config")
+        if header.settings.capacity is not UNSET:
+            self._engine.check_capacity(header.settings.capacity)
+        limit = self._limit(header)
+        kept = self._uploads.kept
+        is_kept = kept is not None and kept.has(header)
+        self._ledger.check_rate_in()
+        self._check_tokens(header, 1)
+        self._check_upload(header, is_kept)
+        opening = await self._prompts.opening(header.system, limit) if header.system else None
+        if header.upload_id and (known := self._known(header)) is not None:
+            return known  # another stream of it has come meanwhile
+        encoder = self._tokenizer.document_encoder(is_first=not header.append, opening=opening)
+        document = Intake(encoder, limit, self._tokenizer.vocabulary_size, header.files)
+        if kept is not None:
+            await kept.take_up(header, document)
+        document.expect(header.total_bytes)
+        # What can be resumed goes on when its client has waited long enough for now.
+        upload = Upload(header, document, self._threads, None if header.upload_id else deadline)
+        self._check_upload(header, is_kept)  # others may have begun meanwhile
+        self._uploads.add(upload)
+        return upload
+
+    def _check_upload(self, header: IngestHeader, is_kept: bool) -> None:
+        """Whether it may begin, or go on. Raises ResourceExhausted."""
+        self._ledger.check_upload(self._uploads.num_kept_of(header.tenant) if is_kept else 0)
+
+    def _check_tokens(self, header: IngestHeader, num_tokens: int = 0) -> None:
+        """Whether an upload may have so many tokens more than it has. Raises ResourceExhausted."""
+        self._ledger.check_context(0 if header.append else 1, num_tokens)
+
+    def _limit(self, header: IngestHeader) -> TextLimit:
+        """What the document may be at most."""
+        try:
+            held = self._engine.num_tokens(header.context)
+        except (NotFound, ContextLost, CheckpointChanged):
+            if header.append:
+                raise
+            held = 0
+        else:
+            if not header.append:
+                raise AlreadyExists(f"contexts/{header.context}")
+        return TextLimit(self._engine, self._tokenizer.max_bytes_per_token, held)
+
+    async def _go_on(self, owner: Owner, pieces: AsyncIterator[IngestPiece]) -> AsyncGenerator[IngestProgress, None]:
+        upload = owner.upload
+        await upload.settle()
+        if upload.document is not None:  # not named here: its ids must go once the prefill has taken them over
+            async with aclosing(self._receive(owner, upload.document, pieces)) as reports:
+                async for report in reports:
+                    yield report
+            yield _report("prefilling", upload.document, total=upload.document.num_tokens)
+            upload.begin(self._prefill(upload, upload.document))
+            self._uploads.count(upload)
+        assert upload.prefill is not None
+        async for report in upload.prefill.follow():
+            yield report
+        owner.check()  # whoever ended the prefill has told nothing
+
+    async def _receive(
+        self, owner: Owner, document: Intake, pieces: AsyncIterator[IngestPiece]
+    ) -> AsyncGenerator[IngestProgress, None]:
+        """Raises DeadlineExceeded when the stream sends nothing for too long, and InvalidArgument when the context's
+        time passes meanwhile."""
+        upload, reported = owner.upload, _report("receiving", document)
+        self._ledger.take_in(upload.take_new())
+        yield reported
+        while (piece := await self._next(pieces, upload.header.settings.ingest_expiry)) is not None:
+            owner.check()  # one that has lost it counts nothing
+            self._uploads.count(upload, _num_bytes(piece))
+            steps = _take(owner, document, piece)
+            del piece  # it may be large, and the next one long in coming
+            async for _ in steps:
+                self._ledger.take_in(upload.take_new())
+                self._uploads.count(upload)
+                self._check_tokens(upload.header)
+                if self._uploads.kept is not None:
+                    self._uploads.kept.keep(upload.header, document)
+                report = _report("receiving", document)
+                if _is_news(report, reported):
+                    reported = report
+                    yield report
+            del steps
+        # Only once this has gone out, the end of the pieces was the client's, and not that of a broken stream.
+        yield _report("tokenizing", document)
+        owner.check()
+        document.check_size()
+        await owner.work(document.finish)
+        self._ledger.take_in(upload.take_new())
+
+    async def _next(self, pieces: AsyncIterator[IngestPiece], expires: float | None = None) -> IngestPiece | None:
+        """None at the end. Raises DeadlineExceeded, and InvalidArgument from `expires` on."""
+        left = math.inf if expires is None else expires - self._wall_clock()
+        if left <= 0:
+            raise expired()
+        try:
+            async with asyncio.timeout(min(left, self._idle_seconds)):
+                return await anext(pieces, None)
+        except TimeoutError:
+            if left < self._idle_seconds:
+                raise expired() from None
+            told = f"the stream of this ingest sent nothing for {human_seconds(self._idle_seconds)}"
+            raise DeadlineExceeded(told) from None
+
+    def _prefill(self, upload: Upload, document: Intake) -> PrefillTask:
+        """Raises AlreadyExists, NotFound, InvalidArgument, ResourceExhausted, DeadlineExceeded or Unavailable."""
+        header = upload.header
+        claim = events.Claim(
+            priority=header.priority,
+            tenant=header.tenant,
+            client=header.client,
+            is_alone=CALLER.get(OWNER).is_alone,
+            deadline=upload.deadline,
+        )
+        asked = events.Document(
+            context=header.context,
+            token_ids=document.token_ids,
+            append=header.append,
+            settings=header.settings,
+            upload_id=header.upload_id,
+            text=document.text,
+            claim=claim,
+        )
+        self._check_tokens(header)
+        stream = self._engine.ingest(asked)
+        begun = _report("prefilling", document, total=document.num_tokens)
+        return PrefillTask(stream, self._reports(header, stream, begun))
+
+    async def _reports(
+        self, header: IngestHeader, stream: EventStream, report: IngestProgress
+    ) -> AsyncGenerator[IngestProgress, None]:
+        began = self._clock()
+        async for event in stream:
+            match event:
+                case Recovering():
+                    report = replace(report, phase="recovering", recovering=event)
+                case Progress(processed):
+                    seconds = self._clock() - began
+                    speed = processed / seconds if seconds > 0 else 0.0
+                    counts = {"processed": processed, "tokens_per_second": speed}
+                    report = replace(report, phase="prefilling", recovering=None, **counts)
+                case _:
+                    continue
+            yield report
+        context = self._acknowledged(header)
+        if self._uploads.kept is not None:
+            self._uploads.kept.forget(header)
+        yield replace(report, phase="ready", processed=report.total, context=context, recovering=None)
+
+    def _acknowledged(self, header: IngestHeader) -> Context:
+        """Raises NotFound when it was deleted just now, and InvalidArgument when it has expired."""
+        try:
+            return self._engine.get_context(header.context)
+        except NotFound:
+            expires = header.settings.ingest_expiry
+            if expires is not None and expires <= self._wall_clock():
+                raise expired() from None
+            raise
+
+
+async def _take(owner: Owner, document: Intake, piece: IngestPiece) -> AsyncIterator[None]:
+    """Adds a piece; stops after each step of work. Raises InvalidArgument, and Unavailable when another stream owns
+    the upload."""
+    owner.check()
+    match piece:
+        case IngestHeader():
+            raise InvalidArgument("config", "must be in the first request, and only there")
+        case bytes():
+            for start in range(0, len(piece), STEP_BYTES):
+                document.receive(piece[start : start + STEP_BYTES])
+                if document.is_due:
+                    await owner.work(document.digest)
+                    yield
+        case _:
+            if owner.upload.header.system:
+                raise InvalidArgument(SYSTEM, "is for a document of text: token_ids are the context as they are")
+            for start in range(0, len(piece), STEP_TOKENS):
+                await owner.work(document.add_ids, piece[start : start + STEP_TOKENS], start)
+                yield
+    yield
+
+
+def _num_bytes(piece: IngestPiece) -> int:
+    """Bytes of memory, about."""
+    match piece:
+        case IngestHeader():
+            return 0
+        case bytes():
+            return len(piece)
+        case _:
+            return 4 * len(piece)
+
+
+def _report(phase: IngestPhase, document: Intake, total: int = 0) -> IngestProgress:
+    return IngestProgress(
+        phase=phase, received_bytes=document.num_bytes, received_tokens=document.num_tokens, total=total
+    )
+
+
+def _is_news(report: IngestProgress, last: IngestProgress) -> bool:
+    if report.received_bytes:
+        return report.received_bytes - last.received_bytes >= REPORT_BYTES
+    return report.received_tokens - last.received_tokens >= REPORT_TOKENS

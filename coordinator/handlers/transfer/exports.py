@@ -1,0 +1,115 @@
+"""Exports: contexts as parcels, sent from any byte on."""
+
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import aclosing, contextmanager
+
+from coordinator.handlers.transfer.ports import House, Leaving
+from coordinator.text.threads import TextThreads
+from longleaf.context_archive.packing import Packing
+from longleaf.context_archive.records import MAX_NAME, Head
+from longleaf.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
+from longleaf.fingerprint import Fingerprint
+from longleaf.storage.manifest import Piece
+from longleaf.tenants import name_of, tenant_of
+from longleaf.types import Cluster, ExportContext, Parcel
+
+MAX_EXPORTS = 8
+"""Those that are under way: each holds a piece of some ten megabytes."""
+CHUNK_BYTES = 1 << 18
+RETRY_SECONDS = 5.0
+
+
+class Exports:
+    """Sends the contexts of a house. `cluster` describes who serves them."""
+
+    def __init__(
+        self,
+        house: House,
+        threads: TextThreads,
+        cluster: Callable[[], Cluster],
+        max_exports: int = MAX_EXPORTS,
+        tenant_share: float = 1.0,
+    ) -> None:
+        self._house = house
+        self._threads = threads
+        self._cluster = cluster
+        self._max_exports = max_exports
+        self._tenant_share = tenant_share
+        self._num_open = Counter[str]()
+        """By tenant."""
+
+    async def run(self, wanted: ExportContext) -> AsyncGenerator[Parcel | bytes, None]:
+        """What comes, and then its bytes from the offset on. Closing the iterator lets go of the context.
+
+        Raises NotFound, ContextLost, CheckpointChanged, FailedPrecondition when the parcel is not that of the digest
+        any more, InvalidArgument, ResourceExhausted, DataLoss, StorageUnavailable or Unavailable.
+        """
+        with self._counted(tenant_of(wanted.context)):
+            leaving = await self._house.open_export(wanted.context, with_keys=wanted.with_keys)
+            try:
+                packing = await self._pack(leaving)
+                _check(wanted, packing)
+                yield Parcel(packing.num_bytes, packing.digest)
+                async with aclosing(_bytes_of(leaving, packing, wanted.offset)) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
+            finally:
+                await leaving.close()
+
+    @contextmanager
+    def _counted(self, tenant: str) -> Generator[None, None, None]:
+        own, count = self._num_open[tenant], self._num_open.total()
+        if count >= self._max_exports or own >= self._max_exports * self._tenant_share:
+            told = f"{own} of the tenant {tenant}" if count < self._max_exports else f"{count}"
+            raise ResourceExhausted("exports", f"{told} are under way, and there may be no more", RETRY_SECONDS)
+        self._num_open[tenant] += 1
+        try:
+            yield
+        finally:
+            self._num_open[tenant] -= 1
+            self._num_open += Counter()  # forgets those that have none
+
+    async def _pack(self, leaving: Leaving) -> Packing:
+        head = _head(leaving, await self._house.fingerprint(), self._cluster().model.name)
+        return await self._threads.run(Packing, head, leaving.segments, leaving.manifests)
+
+
+def _head(leaving: Leaving, fingerprint: Fingerprint, model: str) -> Head:
+    context = leaving.context
+    return Head(
+        fingerprint=fingerprint,
+        model=model[:MAX_NAME],
+        context=name_of(context.id),
+        num_tokens=context.num_tokens,
+        ends=context.ends,
+        capacity=context.capacity,
+        created=context.created,
+        updated=context.updated,
+        display_name=context.display_name,
+        is_pinned=context.is_pinned,
+        expires=context.expires,
+    )
+
+
+def _check(wanted: ExportContext, packing: Packing) -> None:
+    if wanted.digest and wanted.digest != packing.digest:
+        told = "it has changed since that parcel was begun; export it anew"
+        raise FailedPrecondition(f"contexts/{wanted.context}", told)
+    if wanted.offset > packing.num_bytes:
+        raise InvalidArgument("offset", f"{wanted.offset:,} is after the end, at {packing.num_bytes:,}")
+
+
+async def _bytes_of(leaving: Leaving, packing: Packing, offset: int) -> AsyncGenerator[bytes, None]:
+    """In chunks that travel well, with one piece in memory at a time."""
+    chunk = bytearray()
+    for content, passed in packing.stretches(offset):
+        data = memoryview(await leaving.read(content)) if isinstance(content, Piece) else content
+        for start in range(passed, len(data), CHUNK_BYTES):
+            chunk += data[start : start + CHUNK_BYTES]
+            if len(chunk) >= CHUNK_BYTES:
+                yield bytes(chunk)
+                chunk.clear()
+        del data, content  # it may be large, and the next one long in coming
+    if chunk:
+        yield bytes(chunk)

@@ -1,0 +1,193 @@
+"""A house in memory: what was kept in it can leave, and what arrives is kept."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from coordinator.persistence.catalog.records import ContextRecord, SegmentRecord, SnapshotRecord
+from longleaf.errors import (
+    AlreadyExists,
+    DataLoss,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    StorageUnavailable,
+)
+from longleaf.fingerprint import Fingerprint
+from longleaf.storage.manifest import Piece, SegmentManifest, decode_manifest
+from longleaf.storage.names import Attempt
+from longleaf.types import Context
+
+BLOCK_SIZE = 4
+
+
+class Housed(NamedTuple):
+    """A context of the house."""
+
+    context: ContextRecord
+    segments: Sequence[SegmentRecord]
+    manifests: Mapping[int, SegmentManifest]
+
+
+class FakeHouse:
+    """Contexts of the checkpoint `fingerprint`, and the objects of a storage that takes keys of one form."""
+
+    def __init__(self, fingerprint: Fingerprint, form: str | None, service: str = "fake") -> None:
+        self._fingerprint = fingerprint
+        self.form = form
+        self.service = service
+        self.is_durable = True
+        self.max_positions = 1 << 20
+        self.contexts: dict[str, Housed] = {}
+        self.objects: dict[str, bytes] = {}
+        self.num_open = 0
+        """Contexts that leave now."""
+        self.num_arriving = 0
+        """Contexts that were neither adopted nor dropped."""
+        self.failures: list[StorageUnavailable] = []
+        """What the next calls of the storage raise."""
+        self.is_answering = asyncio.Event()
+        """Calls of the storage wait until it is set."""
+        self.is_answering.set()
+        self.is_asked = asyncio.Event()
+        """Whether the storage ever was."""
+        self.num_cancelled = 0
+        """Calls of the storage that were broken off."""
+        self._next_segment = 1000
+
+    def get_context(self, context_id: str) -> Context:
+        record = self._get(context_id).context
+        return Context(
+            id=record.id,
+            tokens=record.num_tokens,
+            kv_bytes=0,
+            created=record.created,
+            updated=record.updated,
+            display_name=record.display_name,
+            expires=record.expires,
+            is_pinned=record.is_pinned,
+            state="parked",
+        )
+
+    def made_by(self, context_id: str) -> str:
+        return self._get(context_id).context.upload_id
+
+    async def fingerprint(self) -> Fingerprint:
+        return self._fingerprint
+
+    @property
+    def digest(self) -> str:
+        return self._fingerprint.digest
+
+    async def open_export(self, context_id: str, *, with_keys: bool) -> "FakeLeaving":
+        housed = self._get(context_id)
+        self.num_open += 1
+        return FakeLeaving(self, housed if with_keys else housed._replace(manifests={}))
+
+    async def begin_import(self, context: ContextRecord) -> "FakeArriving":
+        if not self.is_durable:
+            raise FailedPrecondition(f"contexts/{context.id}", "this service keeps nothing: serve with --data-dir")
+        if context.id in self.contexts:
+            raise AlreadyExists(f"contexts/{context.id}")
+        if context.capacity > self.max_positions:
+            raise InvalidArgument("capacity", f"{context.capacity:,} is more than {self.max_positions:,}")
+        self.num_arriving += 1
+        return FakeArriving(self)
+
+    def _get(self, context_id: str) -> Housed:
+        if context_id not in self.contexts:
+            raise NotFound(f"contexts/{context_id}")
+        return self.contexts[context_id]
+
+    async def answer(self) -> None:
+        """The storage answers. Raises StorageUnavailable when it is told to."""
+        self.is_asked.set()
+        try:
+            await self.is_answering.wait()
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+        if self.failures:
+            raise self.failures.pop(0)
+
+    def next_segment(self) -> int:
+        self._next_segment += 1
+        return self._next_segment
+
+
+class FakeLeaving:
+    """A context of a house that leaves."""
+
+    def __init__(self, house: FakeHouse, housed: Housed) -> None:
+        self._house, self._is_closed = house, False
+        self.context, self.segments, self.manifests = housed
+
+    async def read(self, piece: Piece) -> bytes:
+        assert not self._is_closed
+        await self._house.answer()
+        if piece.name not in self._house.objects:
+            raise DataLoss(piece.name, "it is missing")
+        return self._house.objects[piece.name]
+
+    async def close(self) -> None:
+        self._house.num_open -= not self._is_closed
+        self._is_closed = True
+
+
+class FakeArriving:
+    """A context that comes into a house."""
+
+    def __init__(self, house: FakeHouse) -> None:
+        self._house, self._is_over = house, False
+        self._names: set[str] = set()
+
+    @property
+    def form(self) -> str | None:
+        return self._house.form
+
+    @property
+    def block_size(self) -> int:
+        return BLOCK_SIZE
+
+    @property
+    def fingerprint(self) -> str:
+        return self._house.digest
+
+    def check(self, manifest: SegmentManifest) -> None:
+        manifest.check_blocks(BLOCK_SIZE)
+
+    def new_segment(self) -> int:
+        return self._house.next_segment()
+
+    def new_attempt(self, segment: int) -> Attempt:
+        assert self.form is not None
+        return Attempt(self._house.service, f"{self._house.service}-{segment}", "a")
+
+    async def put(self, name: str, content: bytes | bytearray) -> None:
+        assert not self._is_over and name not in self._names, name
+        await self._house.answer()
+        self._house.objects[name] = bytes(content)
+        self._names.add(name)
+
+    async def adopt(
+        self, context: ContextRecord, segments: Sequence[SegmentRecord], snapshots: Sequence[SnapshotRecord]
+    ) -> Context:
+        house = self._house
+        await house.answer()
+        if context.id in house.contexts:
+            raise AlreadyExists(f"contexts/{context.id}")
+        objects = {snapshot.segment: (snapshot.manifest, house.objects[snapshot.manifest]) for snapshot in snapshots}
+        manifests = {number: decode_manifest(content, name) for number, (name, content) in objects.items()}
+        house.contexts[context.id] = Housed(context, segments, manifests)
+        self._end()
+        return house.get_context(context.id)
+
+    async def drop(self) -> None:
+        if not self._is_over:
+            for name in self._names:
+                del self._house.objects[name]
+            self._end()
+
+    def _end(self) -> None:
+        self._is_over = True
+        self._house.num_arriving -= 1

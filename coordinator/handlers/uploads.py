@@ -1,0 +1,368 @@
+"""Ingests that outlive a broken stream."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from concurrent.futures import Future
+from contextlib import aclosing, asynccontextmanager
+
+from coordinator.changes import Changes
+from coordinator.handlers.generation import EventStream
+from coordinator.handlers.intake import CutShort, Intake
+from coordinator.handlers.kept_uploads import KeptUploads, check_same
+from coordinator.handlers.replay import CallLater, Timer, call_later
+from coordinator.handlers.shares import loser_of, shares_of
+from coordinator.text.threads import TextThreads
+from longleaf.errors import Cancelled, DeadlineExceeded, LongleafError, ResourceExhausted, Unavailable
+from longleaf.types import Account, IngestHeader, IngestProgress
+
+KEEP_SECONDS = 600.0
+"""How long an ingest without a stream is kept."""
+TRIM_SECONDS = 30.0
+"""How often is looked for what was kept long enough."""
+MAX_UPLOADS = 256
+MAX_BYTES = 1 << 30
+"""Memory of all documents on their way to the engine: about 256 million tokens."""
+RETRY_SECONDS = 5.0
+
+
+class PrefillTask:
+    """The second half of an ingest, as a task of its own: it needs no stream that listens."""
+
+    def __init__(self, stream: EventStream, reports: AsyncGenerator[IngestProgress, None]) -> None:
+        """`reports` are made of what `stream` says."""
+        self._stream = stream
+        self._reports = reports
+        self.latest: IngestProgress | None = None
+        self._error: Exception | None = None
+        self._changes = Changes()
+        self._task = asyncio.create_task(self._run())
+
+    @property
+    def is_over(self) -> bool:
+        return self._task.done()
+
+    async def _run(self) -> None:
+        try:
+            async with aclosing(self._reports) as reports:
+                async for self.latest in reports:
+                    self._changes.note()
+        except Exception as error:
+            self._error = error
+        finally:
+            self._changes.note()
+
+    async def follow(self) -> AsyncIterator[IngestProgress]:
+        """The reports from now on; a slow reader gets the latest ones. Raises what ended the prefill."""
+        told = None
+        while True:
+            count, is_over = self._changes.count, self.is_over
+            if self.latest is not None and self.latest is not told:
+                told = self.latest
+                yield told
+            elif self._error is not None:
+                raise self._error
+            elif is_over:
+                return
+            else:
+                await self._changes.after(count)
+
+    async def stop(self) -> None:
+        """Gives it up, wherever it is."""
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        await self._stream.aclose()
+
+
+class Upload:
+    """An ingest: its document while that arrives, then its prefill. The stream that came last owns it."""
+
+    def __init__(
+        self, header: IngestHeader, document: Intake, threads: TextThreads, deadline: float | None = None
+    ) -> None:
+        self.header = header
+        self._threads = threads
+        self.deadline = deadline
+        """When nobody waits for it any more, in seconds on the engine's clock."""
+        self.document: Intake | None = document
+        """None once its ids are with the engine."""
+        self.prefill: PrefillTask | None = None
+        self.owner: Owner | None = None
+        """The stream that goes on with it; None while there is none."""
+        self.num_counted = 0
+        """Bytes that are counted among those of all."""
+        self.idle_since: float | None = None
+        """When the last stream left; None while there is one."""
+        self.is_cancelled = False
+        """A call of its own has ended it."""
+        self._work: Future[None] | None = None
+        self._num_taken = document.num_tokens
+
+    def take_new(self) -> int:
+        """Tokens that have arrived since the last call, also in work that an earlier owner left behind."""
+        num_tokens = self.document.num_tokens if self.document is not None else self._num_taken
+        num_new, self._num_taken = num_tokens - self._num_taken, num_tokens
+        return num_new
+
+    @property
+    def num_held_bytes(self) -> int:
+        return self.document.num_held_bytes if self.document is not None else 0
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self.prefill is not None and not self.prefill.is_over
+
+    def begin(self, prefill: PrefillTask) -> None:
+        """The document is with the engine."""
+        self.document, self.prefill = None, prefill
+
+    def own(self) -> "Owner":
+        """The new owner, a stream that takes over from any other."""
+        self.owner, self.idle_since = Owner(self), None
+        return self.owner
+
+    async def work(self, function: Callable[..., None], *arguments: object) -> None:
+        """Runs a short method of the document in a thread. If the caller is cancelled, it runs to its end, or not at
+        all: the document is whole either way."""
+        self._work = self._threads.submit(function, *arguments)
+        await asyncio.wrap_future(self._work)
+
+    async def settle(self) -> None:
+        """Waits for work that an earlier owner left behind. Raises what it raised."""
+        if self._work is not None:
+            work = asyncio.wrap_future(self._work)
+            await asyncio.wait([work])
+            if not work.cancelled():
+                work.result()
+
+
+class Owner:
+    """A stream that goes on with an upload, until another takes over."""
+
+    def __init__(self, upload: Upload) -> None:
+        self.upload = upload
+
+    @property
+    def is_current(self) -> bool:
+        return self.upload.owner is self
+
+    def check(self) -> None:
+        """Raises Unavailable when another stream took over, and Cancelled when a call ended the upload."""
+        if self.upload.is_cancelled:
+            raise Cancelled(f"the ingest into contexts/{self.upload.header.context} was cancelled")
+        if not self.is_current:
+            raise Unavailable("another stream goes on with this upload")
+
+    async def work(self, function: Callable[..., None], *arguments: object) -> None:
+        """As that of the upload. Raises Unavailable when another stream took over, before or meanwhile."""
+        self.check()
+        await self.upload.work(function, *arguments)
+        self.check()
+
+
+class Uploads:
+    """All ingests: those whose stream is open, and those that can be resumed, by context and upload id. `clock` counts
+    seconds, `later` calls after so many.
+
+    What nobody listens to is kept for `keep_seconds`. All of them together are at most `max_uploads` and hold at most
+    `max_bytes`, and those of one client or tenant no more than its share: what is kept gives way, the oldest first, of
+    the tenant that has most. A prefill under way is never dropped; the engine bounds those.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        later: CallLater = call_later,
+        *,
+        keep_seconds: float = KEEP_SECONDS,
+        max_uploads: int = MAX_UPLOADS,
+        max_bytes: int = MAX_BYTES,
+        tenant_share: float = 1.0,
+        kept: KeptUploads | None = None,
+    ) -> None:
+        """What can be resumed is told to `kept`, if it is given."""
+        self._tenant_share = tenant_share
+        self.kept = kept
+        self.clock = clock
+        self._later = later
+        self._timer: Timer | None = None
+        self._keep_seconds, self._max_uploads, self._max_bytes = keep_seconds, max_uploads, max_bytes
+        self._all: set[Upload] = set()
+        self._by_key: dict[tuple[str, str], Upload] = {}
+        self._num_bytes = Counter[Account]()
+        """What the uploads of each client hold."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory that all hold, about."""
+        return self._num_bytes.total()
+
+    def num_of(self, tenant: str) -> int:
+        """Uploads of a tenant that are open, or kept to be resumed, also those of an earlier service."""
+        self._trim()
+        return sum(upload.header.tenant == tenant for upload in self._all) + self.num_kept_of(tenant)
+
+    def num_kept_of(self, tenant: str) -> int:
+        """Those of an earlier service, or that gave way since."""
+        return len(self._kept_tokens(tenant))
+
+    def num_tokens_of(self, tenant: str) -> int:
+        """Tokens of those whose documents are not with the engine."""
+        own = (upload.document for upload in self._all if upload.header.tenant == tenant)
+        arrived = (document.num_tokens for document in own if document is not None)
+        return sum(arrived) + sum(self._kept_tokens(tenant))
+
+    def _kept_tokens(self, tenant: str) -> list[int]:
+        """Tokens of each upload of a tenant that is kept, and not in memory."""
+        return self.kept.tokens_of(tenant, self._by_key) if self.kept is not None else []
+
+    def find(self, header: IngestHeader) -> Upload | None:
+        """The ingest that `header` goes on with. Raises InvalidArgument when it began in another way."""
+        upload = self.called(header)
+        if upload is not None:
+            check_same(upload.header, header)
+        return upload
+
+    def called(self, header: IngestHeader) -> Upload | None:
+        """The ingest of that context and upload id, however it began."""
+        self._trim()
+        return self._by_key.get(_key(header))
+
+    def add(self, upload: Upload) -> None:
+        """Raises ResourceExhausted when there are too many."""
+        self._trim()
+        for share in shares_of(upload.header.account, self._tenant_share):
+            count = sum(share.is_theirs(other.header.account) for other in self._all)
+            most = self._max_uploads * share.part
+            if count >= most and not self._drop_oldest(share.is_theirs):
+                told = f"{count} of {share.whose} are open or kept to be resumed, at most {int(most)} may be"
+                raise ResourceExhausted("uploads", told, RETRY_SECONDS)
+        held = Counter(other.header.tenant for other in self._all)
+        if len(self._all) >= self._max_uploads and not self._make_room(held, upload.header.tenant):
+            told = f"{len(self._all)} are open, and there may be no more"
+            raise ResourceExhausted("uploads", told, RETRY_SECONDS)
+        self._all.add(upload)
+        if upload.header.upload_id:
+            self._by_key[_key(upload.header)] = upload
+
+    def count(self, upload: Upload, num_arrived: int = 0) -> None:
+        """Takes note of what an open upload holds by now, `num_arrived` bytes of a piece that is yet to be taken among
+        it. Raises ResourceExhausted when that is too much."""
+        self._count(upload, upload.num_held_bytes + num_arrived)
+        for share in shares_of(upload.header.account, self._tenant_share):
+            most = int(self._max_bytes * share.part)
+            if upload.num_counted > most:
+                told = f"one holds {upload.num_counted:,} bytes, at most {most:,} are for {share.whose}"
+                raise ResourceExhausted("uploads", told)
+            while (held := self._num_bytes_of(share.is_theirs)) > most:
+                if not self._drop_oldest(share.is_theirs):
+                    told = f"those of {share.whose} hold {held:,} bytes, at most {most:,} may be held"
+                    raise ResourceExhausted("uploads", told, RETRY_SECONDS)
+        while self.num_bytes > self._max_bytes:
+            if not self._make_room(self._bytes_by_tenant(), upload.header.tenant):
+                told = f"all together hold too much, at most {self._max_bytes:,} bytes may be held"
+                raise ResourceExhausted("uploads", told, RETRY_SECONDS)
+
+    def _count(self, upload: Upload, num_bytes: int) -> None:
+        self._num_bytes[upload.header.account] += num_bytes - upload.num_counted
+        upload.num_counted = num_bytes
+
+    def forget(self, upload: Upload) -> None:
+        """Nothing of it can be resumed any more."""
+        if self._by_key.get(_key(upload.header)) is upload:
+            del self._by_key[_key(upload.header)]
+        if upload.idle_since is not None:
+            self._remove(upload)
+
+    @asynccontextmanager
+    async def owned(self, upload: Upload) -> AsyncGenerator[Owner, None]:
+        """A stream goes on with `upload` in here. With it ends what cannot be resumed, by what went wrong or at all."""
+        owner = upload.own()
+        try:
+            yield owner
+        except LongleafError as error:
+            # A document that waits for room, for its client or for its end need not be sent again.
+            can_go_on = upload.document and isinstance(error, ResourceExhausted | DeadlineExceeded | CutShort)
+            if owner.is_current and not can_go_on:
+                self.forget(upload)
+                if self.kept is not None and not isinstance(error, Unavailable):
+                    self.kept.forget(upload.header)
+            raise
+        finally:
+            if not self.leave(owner) and upload.prefill is not None:
+                await upload.prefill.stop()
+
+    def leave(self, owner: Owner) -> bool:
+        """A stream has ended. Says whether its ingest is kept, or goes on with another stream."""
+        upload = owner.upload
+        if not owner.is_current:
+            return True
+        upload.owner, upload.idle_since = None, self.clock()
+        if self._by_key.get(_key(upload.header)) is not upload:
+            self._remove(upload)
+            return False
+        self._trim()
+        return self._by_key.get(_key(upload.header)) is upload
+
+    def _remove(self, upload: Upload) -> None:
+        self._count(upload, 0)
+        self._all.discard(upload)
+        if not self._num_bytes[upload.header.account]:
+            del self._num_bytes[upload.header.account]
+
+    def _kept(self) -> list[Upload]:
+        """Uploads that wait to be resumed, the oldest first."""
+        kept = [(upload.idle_since, upload) for upload in self._by_key.values() if upload.idle_since is not None]
+        ordered = sorted(kept, key=lambda entry: entry[0])
+        return [upload for _, upload in ordered if not upload.is_prefilling]
+
+    def _drop_oldest(self, is_theirs: Callable[[Account], bool]) -> bool:
+        """Makes room, where they have something kept that can be dropped; says whether it was."""
+        found = next((upload for upload in self._kept() if is_theirs(upload.header.account)), None)
+        if found is not None:
+            self.forget(found)
+        return found is not None
+
+    def _make_room(self, held: Counter[str], tenant: str = "") -> bool:
+        """The same, of the tenant that has most by `held`; of others than `tenant` only where they have more."""
+        loser = loser_of(held, {upload.header.tenant for upload in self._kept()}, tenant)
+        return loser is not None and self._drop_oldest(lambda other: other[0] == loser)
+
+    def _num_bytes_of(self, is_theirs: Callable[[Account], bool]) -> int:
+        return sum(count for account, count in self._num_bytes.items() if is_theirs(account))
+
+    def _bytes_by_tenant(self) -> Counter[str]:
+        held = Counter[str]()
+        for (tenant, _), count in self._num_bytes.items():
+            held[tenant] += count
+        return held
+
+    def _trim(self) -> None:
+        now = self.clock()
+        for upload in self._kept():
+            assert upload.idle_since is not None
+            self._count(upload, upload.num_held_bytes)  # work that its stream left behind may have ended since
+            if now - upload.idle_since > self._keep_seconds:
+                self.forget(upload)
+        while self.num_bytes > self._max_bytes and self._make_room(self._bytes_by_tenant()):
+            pass
+        if self._timer is None and any(upload.idle_since is not None for upload in self._all):
+            self._timer = self._later(TRIM_SECONDS, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._trim()
+
+    def audit(self) -> None:
+        """What is counted is what all hold, by client. Raises AssertionError."""
+        counted = Counter[Account]()
+        for upload in self._all:
+            counted[upload.header.account] += upload.num_counted
+        assert +counted == +self._num_bytes, (counted, self._num_bytes)
+        assert set(self._by_key.values()) <= self._all
+        assert all(u.idle_since is None or self._by_key.get(_key(u.header)) is u for u in self._all)
+
+
+def _key(header: IngestHeader) -> tuple[str, str]:
+    return header.context, header.upload_id

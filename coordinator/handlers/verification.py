@@ -1,0 +1,138 @@
+"""Proves the fleet on the spot: a short prompt over all ranks, held against plain attention on one of them.
+
+The prompt waits, is read and answers like any other, beside all that runs. Only plain attention keeps every stream
+waiting, for as long as one rank takes to read the prompt alone, once or twice; so the prompt is short, and one
+verification runs at a time.
+"""
+
+import random
+import time
+from collections.abc import Callable, Generator
+from contextlib import aclosing, contextmanager
+
+from coordinator import events
+from coordinator.handlers.generation import Submitter
+from coordinator.handlers.prompts import check_ids
+from coordinator.text.threads import TextThreads
+from coordinator.text.tokenizer import Tokenizer
+from longleaf.errors import InvalidArgument, NotFinite, ResourceExhausted, Unavailable
+from longleaf.rank_protocol.step import Comparison
+from longleaf.rank_protocol.verdict import judge
+from longleaf.sampling import Sampling
+from longleaf.types import Cluster, Verification, Verify
+
+MAX_PROMPT = 1024
+MIN_DEFAULT_PROMPT = 256
+MAX_ANSWER = 64
+DEFAULT_ANSWER = 8
+MAX_TEXT_BYTES = 1 << 16
+RETRY_SECONDS = 1.0
+
+
+class Verifications:
+    """Runs verifications on an engine, one at a time. `clock` is the engine's, in seconds."""
+
+    def __init__(
+        self,
+        engine: Submitter,
+        tokenizer: Tokenizer,
+        threads: TextThreads,
+        cluster: Callable[[], Cluster],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._threads = threads
+        self._cluster = cluster
+        self._clock = clock
+        self._is_running = False
+
+    async def run(self, request: Verify, seconds: float | None = None) -> Verification:
+        """What was found. The client waits `seconds`, if given.
+
+        Raises InvalidArgument, ResourceExhausted, DeadlineExceeded, Unavailable or WorkerLost.
+        """
+        deadline = None if seconds is None else self._clock() + seconds
+        max_tokens = _within("max_token_count", request.max_tokens, DEFAULT_ANSWER, MAX_ANSWER)
+        with self._only():
+            prompt = events.Prompt(
+                context=None,
+                token_ids=await self._prompt_ids(request, max_tokens),
+                sampling=Sampling(max_tokens=max_tokens, ignore_end_token=True),
+                claim=events.Claim(client=request.client, deadline=deadline),
+                is_compared=True,
+                max_draft_tokens=self._engine.max_draft_tokens,
+            )
+            comparison = await self._compare(prompt)
+        return self._told(comparison, len(prompt.token_ids))
+
+    @contextmanager
+    def _only(self) -> Generator[None, None, None]:
+        if self._is_running:
+            raise ResourceExhausted(
+                "verification", "another one runs, and each keeps all streams waiting", RETRY_SECONDS
+            )
+        self._is_running = True
+        try:
+            yield
+        finally:
+            self._is_running = False
+
+    async def _prompt_ids(self, request: Verify, max_tokens: int) -> tuple[int, ...]:
+        size = self._tokenizer.vocabulary_size
+        if request.text is None:
+            num_tokens = _within("prompt_token_count", request.num_tokens, self._usual_length(max_tokens), MAX_PROMPT)
+            return tuple(random.Random(request.seed).choices(range(size), k=num_tokens))
+        if request.num_tokens is not None:
+            raise InvalidArgument("prompt_token_count", "is of ids that are drawn, and there is a text")
+        if len(request.text.encode()) > MAX_TEXT_BYTES:
+            raise InvalidArgument("text", f"has more than {MAX_TEXT_BYTES:,} bytes")
+        encoder = self._tokenizer.plain_encoder(True)
+        await self._threads.encode(encoder, request.text)
+        if len(encoder.token_ids) > MAX_PROMPT:
+            raise InvalidArgument("text", f"has {len(encoder.token_ids):,} tokens, at most {MAX_PROMPT:,} are compared")
+        return tuple(check_ids(encoder.token_ids, size, "text"))
+
+    def _usual_length(self, max_tokens: int) -> int:
+        """Tokens enough for a block on every rank, as far as limits allow."""
+        cluster = self._cluster()
+        wanted = max(MIN_DEFAULT_PROMPT, cluster.world_size * cluster.block_size + 1)
+        room = min(self._engine.max_positions, self._engine.total_tokens - cluster.block_size) - max_tokens
+        return max(1, min(wanted, MAX_PROMPT, room))
+
+    async def _compare(self, prompt: events.Prompt) -> Comparison:
+        try:
+            async with aclosing(self._engine.submit(prompt)) as stream:
+                async for event in stream:
+                    if isinstance(event, events.Ended) and event.comparison is not None:
+                        return event.comparison
+        except NotFinite as error:
+            return Comparison(failure=str(error))
+        raise Unavailable("the engine ended the stream before the ranks compared")
+
+    def _told(self, found: Comparison, num_prompt: int) -> Verification:
+        return Verification(
+            **judge(found)._asdict(),
+            max_difference=found.max_difference,
+            max_logit=found.max_logit,
+            dtype=found.dtype,
+            distance=found.distance,
+            plain_distance=found.plain_distance,
+            plain_dtype=found.plain_dtype,
+            worst_index=found.worst_index,
+            prompt_tokens=num_prompt,
+            compared_tokens=found.num_tokens,
+            equal_tokens=found.num_equal,
+            holding_ranks=found.num_ranks,
+            world_size=self._cluster().world_size,
+            plain_seconds=found.seconds,
+            failure=found.failure,
+        )
+
+
+def _within(field: str, given: int | None, default: int, most: int) -> int:
+    """Raises InvalidArgument naming `field` for a number that is not between 1 and `most`."""
+    value = default if given is None else given
+    if not 1 <= value <= most:
+        raise InvalidArgument(field, f"{value:,} is not between 1 and {most:,}")
+    return value

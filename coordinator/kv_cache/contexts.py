@@ -1,0 +1,311 @@
+"""The contexts: names for paths of sealed segments."""
+
+from collections import defaultdict
+from collections.abc import Container, Sequence
+from itertools import islice
+
+from msgspec import UNSET
+
+from coordinator.deadlines import Deadlines
+from coordinator.kv_cache.holdings import Holding, Holdings
+from coordinator.kv_cache.paths import Path, Segment
+from coordinator.kv_cache.positions import UNLIMITED
+from coordinator.kv_cache.segments import Segments
+from coordinator.kv_cache.totals import Totals
+from longleaf.errors import AlreadyExists, InvalidArgument, NotFound, Unavailable
+from longleaf.geometry import Rope
+from longleaf.tenants import tenant_of
+from longleaf.types import UNCHANGED, ContextSettings
+from longleaf.units import human_number
+
+LAST_ENDS = 4
+"""Documents of a context at whose ends the windows are held: any number of appends takes no more."""
+RETRY_SECONDS = 1.0
+"""After which it is worth asking again for what waits for a recovery."""
+
+
+class NamedPath:
+    """A named path of sealed segments. Times in seconds since the epoch.
+
+    Where every rank holds the last keys of windowed layers, the windows before `ends` are held: only from there can it
+    be forked for certain.
+    """
+
+    def __init__(self, context_id: str, now: float, path: Path, capacity: int) -> None:
+        self.id = context_id
+        self.path = path
+        self.ends: tuple[int, ...] = ()
+        """Where its last documents ended, and where it was forked; the last one is its own end."""
+        self.capacity = capacity
+        """Positions that its rope was chosen for: it can never have more."""
+        self.created = now
+        self.updated = now
+        self.last_use = 0
+        """Number of its last use among the uses of all contexts."""
+        self.used = now
+        """When that was."""
+        self.num_hits = 0
+        """How often it was asked."""
+        self.display_name = ""
+        self.is_pinned = False
+        self.expires: float | None = None
+        self.upload_id = ""
+        """What its client called the ingest that made its last document."""
+        self.is_resting = False
+        """Nobody needs its keys for now: what nobody else needs of them is parked."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.path.end
+
+    @property
+    def settings(self) -> ContextSettings:
+        """What its client has decided, but for the capacity."""
+        return ContextSettings(display_name=self.display_name, is_pinned=self.is_pinned, expires=self.expires)
+
+    @property
+    def rope(self) -> Rope:
+        """How its keys are rotated."""
+        return self.path.segments[0].rope
+
+    def grow(self, segment: Segment, now: float, upload_id: str) -> tuple[int, ...]:
+        """Goes on in a segment; gives the ends whose windows are no longer held."""
+        self.upload_id = upload_id
+        self.path, ends = segment.path, (*self.ends, segment.end)
+        self.ends, self.updated = ends[-LAST_ENDS:], now
+        return ends[:-LAST_ENDS]
+
+    def change(self, settings: ContextSettings, now: float) -> None:
+        """Takes what is set, but for the capacity."""
+        if settings.display_name is not UNSET:
+            self.display_name = settings.display_name
+        if settings.is_pinned is not UNSET:
+            self.is_pinned = settings.is_pinned
+        if settings.expires is not UNSET:
+            self.expires = settings.expires
+        if settings.ttl is not UNSET:
+            self.expires = now + settings.ttl
+
+    def audit(self, holdings: Holdings) -> None:
+        """There are tokens, all of them in sealed segments, and it can be continued at its ends."""
+        for end in self.ends:
+            holdings.audit(self.path.cut(end))
+        assert self.ends[-1] == self.num_tokens
+        assert len(self.ends) <= LAST_ENDS
+        assert self.path.segments
+        assert self.num_tokens <= self.capacity
+        assert all(segment.is_sealed for segment in self.path.segments)
+
+
+class Contexts:
+    """The contexts by id. Each holds one reference to each segment of its path."""
+
+    def __init__(self, segments: Segments) -> None:
+        self._segments = segments
+        self._by_id: dict[str, NamedPath] = {}
+        self._tenants = defaultdict[str, Totals](Totals)
+        self._num_uses = 0
+        self._expiries = Deadlines[str]()
+        """When contexts that are not pinned expire, in seconds since the epoch."""
+
+    def __contains__(self, context_id: str) -> bool:
+        return context_id in self._by_id
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self._by_id)
+
+    def get(self, context_id: str) -> NamedPath:
+        """Raises NotFound."""
+        if context_id not in self._by_id:
+            raise NotFound(f"contexts/{context_id}")
+        return self._by_id[context_id]
+
+    def find(self, context_id: str | None) -> NamedPath | None:
+        """The context, if there is one of that id."""
+        return None if context_id is None else self._by_id.get(context_id)
+
+    def use(self, context: NamedPath) -> None:
+        """Notes that a context is asked, appended to or forked."""
+        self._num_uses += 1
+        context.last_use = self._num_uses
+
+    def list(self) -> list[NamedPath]:
+        """All, sorted by id."""
+        return [self._by_id[context_id] for context_id in sorted(self._by_id)]
+
+    def of_tenant(self, tenant: str, after: str = "", limit: int | None = None) -> Sequence[NamedPath]:
+        """Those of a tenant, sorted by id: those that come after `after`, at most `limit`."""
+        return [self._by_id[context_id] for context_id in islice(self.totals(tenant).ids(after), limit)]
+
+    def totals(self, tenant: str) -> Totals:
+        """What a tenant's contexts add up to."""
+        return self._tenants[tenant] if tenant in self._tenants else Totals()
+
+    def _add(self, context: NamedPath) -> None:
+        self._by_id[context.id] = context
+        self._tenants[tenant_of(context.id)].add(context.id, context.num_tokens, context.path.segments)
+
+    def _remove(self, context: NamedPath) -> None:
+        del self._by_id[context.id]
+        totals = self._tenants[tenant_of(context.id)]
+        totals.remove(context.id, context.num_tokens, context.path.segments)
+        if not totals.count:
+            del self._tenants[tenant_of(context.id)]
+
+    def append(
+        self,
+        context_id: str,
+        segment: Segment,
+        now: float,
+        settings: ContextSettings = UNCHANGED,
+        capacity: int = UNLIMITED,
+        upload_id: str = "",
+    ) -> None:
+        """Seals `segment` and makes it the end of `context_id`, which is created with `settings` and `capacity` when it
+        is new. The windows of its oldest end but a few are let go."""
+        self._segments.seal(segment)
+        if context_id not in self:
+            self._add(NamedPath(context_id, now, Path(), capacity))
+        context = self._by_id[context_id]
+        assert segment.before == context.path
+        self._segments.retain(segment.path, context.path)
+        self._tenants[tenant_of(context_id)].grow(segment.end - context.num_tokens, (segment,))
+        for end in context.grow(segment, now, upload_id):
+            self._segments.let_go(context.path, end)
+        self.use(context)
+        self.change(context_id, settings, now)
+
+    def change(self, context_id: str, settings: ContextSettings, now: float) -> NamedPath:
+        """Raises NotFound."""
+        context = self.get(context_id)
+        context.change(settings, now)
+        self._expiries.add(context_id, None if context.is_pinned else context.expires)
+        return context
+
+    def restore(self, context: NamedPath, settings: ContextSettings) -> None:
+        """Takes a change back, unless the context is gone by now."""
+        if self.find(context.id) is context:
+            self.change(context.id, settings, context.updated)
+
+    @property
+    def next_expiry(self) -> float | None:
+        """When the next context expires; None while none does."""
+        return self._expiries.next
+
+    def expired(self, now: float) -> tuple[str, ...]:
+        """Ids of the contexts whose time has passed."""
+        return tuple(self._expiries.passed(now))
+
+    def fork(self, source: str, context_id: str, num_tokens: int | None, now: float) -> NamedPath:
+        """A new context of the first `num_tokens` tokens of another, by default all. Copies nothing.
+
+        Raises NotFound, AlreadyExists, InvalidArgument naming token_count, or Unavailable.
+        """
+        parent = self.get(source)
+        path = parent.path
+        if context_id in self:
+            raise AlreadyExists(f"contexts/{context_id}")
+        num_tokens = path.end if num_tokens is None else num_tokens
+        if not 1 <= num_tokens <= path.end:
+            limit = f"between 1 and {path.end:,}, the tokens of contexts/{source}"
+            raise InvalidArgument("token_count", f"{num_tokens:,} is not {limit}")
+        self._check_seam(parent, num_tokens)
+        context = NamedPath(context_id, now, path.cut(num_tokens), parent.capacity)
+        context.ends = (*(end for end in parent.ends if end < num_tokens), num_tokens)[-LAST_ENDS:]
+        self._enter(context)
+        if self._segments.holdings.parked(context.path):
+            self.rest(context)
+        self.use(parent)
+        self.use(context)
+        return context
+
+    def _enter(self, context: NamedPath) -> None:
+        """Adds a context, which refers to its path."""
+        self._segments.retain(context.path)
+        for end in context.ends[:-1]:
+            self._segments.hold(context.path, end)
+        self._add(context)
+
+    # --- what rests ---
+
+    def adopt(self, context: NamedPath) -> None:
+        """Adds one that was kept: of its path, which the segments have adopted, nothing is held."""
+        self._enter(context)
+        self.rest(context)
+        self.use(context)
+        self.change(context.id, UNCHANGED, context.updated)
+
+    def rest(self, context: NamedPath) -> None:
+        """Nobody needs the keys of a context for now: what nobody else needs of them is parked."""
+        assert not context.is_resting
+        context.is_resting = True
+        self._segments.rest(context.path)
+
+    def bound(self, in_use: Container[str | None]) -> "list[NamedPath]":
+        """Those that may not rest while these are in use: these, pinned ones, and where windows are replicated all that
+        begin like one of them, for what is before a segment must be held, or come back with it."""
+        awake = [context for context in self._by_id.values() if not context.is_resting]
+        found = [context for context in awake if context.is_pinned or context.id in in_use]
+        if self._segments.holdings.windows is None:
+            return found
+        roots = {context.path.segments[0] for context in found}
+        return [context for context in awake if context.path.segments[0] in roots]
+
+    def wake(self, context: NamedPath) -> Sequence[Holding]:
+        """Somebody needs the keys of a context. What is parked of them, in order, must be called."""
+        if context.is_resting:
+            context.is_resting = False
+            self._segments.wake(context.path)
+        return self._segments.holdings.parked(context.path)
+
+    def _check_seam(self, context: NamedPath, position: int) -> None:
+        """Raises InvalidArgument where windowed layers lack the keys to go on, Unavailable where they have them for a
+        moment only."""
+        holdings, path = self._segments.holdings, context.path
+        if (windows := holdings.windows) is None or position in context.ends:
+            return  # even while what is seen from there is read again
+        below, above = holdings.seams(path, position)
+        if below == above:
+            if position > holdings.whole_end(path) and any(path.seen(position, windows)):
+                told = f"contexts/{context.id} is read again after a loss, and cannot be cut at {position:,} meanwhile"
+                raise Unavailable(told, RETRY_SECONDS)
+            return
+        why = "where every rank holds only the last keys of windowed layers, a context can be forked where one of its"
+        where = f"last {LAST_ENDS} documents ended (at {_one_of(context.ends)})"
+        sections = " or a section begins" if windows.stride else ""
+        nearest = _one_of((below, above) if below else (above,))
+        remedy = "with --window-keys sharded it could be forked anywhere"
+        raise InvalidArgument("token_count", f"{position:,}: {why} {where}{sections}, nearest at {nearest}; {remedy}")
+
+    def delete(self, context_id: str) -> None:
+        """Raises NotFound. Sequences that run on the context keep its segments until they end."""
+        context = self.get(context_id)
+        if context.is_resting:
+            self._segments.wake(context.path)
+        self._remove(context)
+        for end in context.ends[:-1]:
+            self._segments.let_go(context.path, end)
+        self._segments.release(context.path)
+        self._expiries.discard(context_id)
+
+    def audit(self) -> None:
+        tenants = defaultdict[str, Totals](Totals)
+        for context in self._by_id.values():
+            tenants[tenant_of(context.id)].add(context.id, context.num_tokens, context.path.segments)
+        assert {tenant: each.state() for tenant, each in tenants.items()} == {
+            tenant: each.state() for tenant, each in self._tenants.items()
+        }
+        self._expiries.audit()
+        contexts = self._by_id.values()
+        assert set(self._expiries) == {c.id for c in contexts if c.expires is not None and not c.is_pinned}
+        for context in contexts:
+            context.audit(self._segments.holdings)
+            assert context.is_resting or not self._segments.holdings[context.path.segments[-1]].is_resting
+
+
+def _one_of(positions: tuple[int, ...]) -> str:
+    """As in: 3, 5 or 8."""
+    *others, last = map(human_number, positions)
+    return f"{', '.join(others)} or {last}" if others else last

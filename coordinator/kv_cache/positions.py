@@ -1,0 +1,161 @@
+"""How far positions may go, and how they are rotated: fixed for each context when it is created. Pure."""
+
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from longleaf.errors import InvalidArgument
+from longleaf.geometry import FLOAT32_POSITIONS, OWN_ROPE, Rope, Rotary
+from longleaf.types import ModelInfo, PositionInfo
+
+UNLIMITED = 1 << 40
+FLOAT64_SHOWN = 1 << 24
+"""Positions for which the error of float64 phases is told: past these float32 has no numbers for positions."""
+CAPACITY_FIELD = "config.capacity_token_count"
+HEADROOM = 8
+"""A context whose capacity was not told leaves at least this part of it for what is asked and appended."""
+
+
+class Ropes(NamedTuple):
+    """How a generation is rotated: by `near` while it has up to `border` positions, then all of it by `far`, so that
+    its keys are computed anew."""
+
+    near: Rope
+    far: Rope
+    border: int = UNLIMITED
+
+    def at(self, num_positions: int) -> Rope:
+        """The rope of so many positions."""
+        return self.near if num_positions <= self.border else self.far
+
+
+class Positions:
+    """What the model's positions allow. `max_positions` counts where the ranks know of no trained length."""
+
+    def __init__(self, rotary: Rotary, max_positions: int, *, allow_long: bool = False) -> None:
+        self._rotary = rotary
+        self.is_long_allowed = allow_long
+        self.trained = rotary.trained or max_positions
+        """Positions that the model was trained for."""
+        self.limit = min(rotary.max_positions or UNLIMITED, UNLIMITED if allow_long else self.trained)
+        """The most positions that anything may have."""
+
+    def told(self, rotary: Rotary) -> "Positions":
+        """The positions as they are once the ranks have told what they know."""
+        return Positions(rotary, self.trained, allow_long=self.is_long_allowed)
+
+    @property
+    def limit_name(self) -> str:
+        """What the limit is and what could be done about it, after a number of positions."""
+        rotary = self._rotary
+        if rotary.max_positions and (self.is_long_allowed or rotary.max_positions < self.trained):
+            return f"because {rotary.reason}"
+        if self.trained >= UNLIMITED:
+            return "whatever the model"
+        return "those that it was trained for, and only a service started with --allow-long goes on"
+
+    def rope(self, capacity: int) -> Rope:
+        """How contexts of up to `capacity` positions are rotated."""
+        rotary = self._rotary
+        is_scaled = 0 < rotary.scaled_from < capacity
+        scaled_for = capacity if rotary.is_graded else rotary.scaled_from + 1
+        is_double = bool(rotary.kind) and capacity > FLOAT32_POSITIONS
+        return Rope(scaled_for=scaled_for if is_scaled else 0, is_double=is_double)
+
+    def ropes(self, capacity: int) -> Ropes:
+        """How a generation of up to `capacity` positions, prompt and answer, is rotated: as in transformers by the
+        length so far, where that chooses one of two scalings; a scaling of its own for each length (dynamic) is that of
+        `capacity` from the first token on."""
+        far, rotary = self.rope(capacity), self._rotary
+        if not far.scaled_for or rotary.is_graded:
+            return Ropes(far, far)
+        return Ropes(replace(far, scaled_for=0), far, rotary.scaled_from)
+
+    def question_ropes(self, rope: Rope, capacity: int, num_positions: int) -> Ropes:
+        """How a question about a context of `rope` and `capacity` is rotated, and its answer, if all has up to
+        `num_positions`: where there are two scalings, as any generation. A context that was created for less than the
+        shorter scaling has room for keeps to its capacity."""
+        border = self._rotary.scaled_from
+        if not border or self._rotary.is_graded or capacity < border:
+            return Ropes(rope, rope)
+        far = rope if rope.scaled_for else self.rope(max(num_positions, border + 1))
+        return Ropes(replace(rope, scaled_for=0), far, border)
+
+    def question_capacity(self, rope: Rope, capacity: int, num_tokens: int) -> int:
+        """Positions up to which an answer may go that is as long as there is room for, after `num_tokens` of a context
+        of `rope` and `capacity` and a question."""
+        outgrows = self.question_ropes(rope, capacity, num_tokens).far != rope
+        return max(capacity, self.capacity(num_tokens, None)) if outgrows else capacity
+
+    def scaling_note(self, ropes: Ropes, num_prompt: int) -> str:
+        """Why an answer to `num_prompt` tokens, rotated so, is not that of transformers, which scales positions for the
+        length so far and not for the one that may come; empty where it is."""
+        border, rope = self._rotary.scaled_from, ropes.at(num_prompt)
+        if rope.scaled_for and self._rotary.is_graded:
+            return f"positions are scaled for {rope.scaled_for:,} from the first token on, not for the length so far"
+        if rope.scaled_for and num_prompt <= border:
+            return f"positions are scaled for more than {border:,} from the first token on, before there are as many"
+        if rope != ropes.far and self._rotary.has_mixed_keys:
+            return (
+                f"past {border:,} positions the answer is that of transformers without a cache (use_cache=False): with "
+                "one, `generate` keeps the keys of the other scaling for this class of models"
+            )
+        return ""
+
+    def capacity(self, num_tokens: int, declared: int | None) -> int:
+        """Positions for which a new context of `num_tokens` is made. Raises InvalidArgument for a declared number that
+        is none.
+
+        Without one it is the least that changes nothing for the document and leaves some room: what has the model's own
+        numbers keeps them.
+        """
+        if declared is None:
+            return min(self.limit, self._default(num_tokens))
+        self.check_capacity(declared)
+        if declared < num_tokens:
+            raise InvalidArgument(
+                CAPACITY_FIELD, f"{declared:,} is less than the {num_tokens:,} tokens of the document"
+            )
+        return declared
+
+    def _default(self, num_tokens: int) -> int:
+        rotary = self._rotary
+        bounds = [rotary.scaled_from] if rotary.is_graded else [rotary.scaled_from, FLOAT32_POSITIONS]
+        for bound in sorted(bounds):
+            if num_tokens <= bound - bound // HEADROOM:
+                return bound
+        needed = num_tokens * HEADROOM // (HEADROOM - 1)
+        return 1 << needed.bit_length() if rotary.is_graded else UNLIMITED
+
+    def check_capacity(self, declared: int) -> None:
+        """Raises InvalidArgument for a capacity past the limit."""
+        if declared > self.limit:
+            told = f"{declared:,} is more than {self.limit:,} positions, {self.limit_name}"
+            raise InvalidArgument(CAPACITY_FIELD, told)
+
+    def error(self, rope: Rope, num_positions: int) -> float:
+        """Radians by which phases are off at most."""
+        return num_positions * (self._rotary.float64_error if rope.is_double else self._rotary.float32_error)
+
+    def describe_model(self, model: ModelInfo) -> ModelInfo:
+        """`model` with what is known of its positions."""
+        own = min(FLOAT32_POSITIONS, self.limit)
+        return replace(
+            model,
+            max_context_tokens=self.trained,
+            rope=self._rotary.kind,
+            is_long_allowed=self.is_long_allowed,
+            float32_phase_error=self.error(OWN_ROPE, own),
+            float64_phase_error=self.error(Rope(is_double=True), FLOAT64_SHOWN),
+        )
+
+    def describe(self, rope: Rope, capacity: int, num_tokens: int) -> PositionInfo:
+        """What clients are told of a context."""
+        return PositionInfo(
+            capacity=capacity,
+            rope=self._rotary.kind,
+            precision="float64" if rope.is_double else "float32",
+            scaled_for=rope.scaled_for,
+            phase_error=self.error(rope, num_tokens),
+            is_beyond_trained=num_tokens > self.trained,
+        )

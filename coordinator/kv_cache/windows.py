@@ -1,0 +1,84 @@
+"""The windows' pool: the last keys of each segment, in the same blocks on every rank. Integers only."""
+
+from coordinator.kv_cache.pool import BlockPool
+from longleaf.geometry import EVERY_RANK, Windows
+from longleaf.runs import Run, ceil_div, until
+
+
+class WindowPool(BlockPool):
+    """Blocks for layers that see the last keys alone: runs of a segment lose blocks in front while they grow behind.
+
+    Of no blocks, and without a use, where `windows` is None.
+    """
+
+    def __init__(self, windows: Windows | None, block_size: int) -> None:
+        super().__init__(windows.num_blocks if windows else 0)
+        self._windows = windows
+        self._block_size = block_size
+
+    @property
+    def seen_blocks(self) -> int:
+        """Blocks of all that a token sees, if it was read at once: pieces of few tokens have a block each."""
+        return self._windows.seen_blocks(self._block_size) if self._windows else 0
+
+    def chunk_blocks(self, num_tokens: int) -> int:
+        """Blocks that a segment takes at most while it grows by `num_tokens` in chunks."""
+        if not self._windows or not num_tokens:
+            return 0
+        return min(ceil_div(num_tokens, self._block_size) + 1, self._windows.chunk_blocks(self._block_size))
+
+    def row_blocks(self, num_tokens: int, num_at_once: int) -> int:
+        """Blocks that a segment takes at most while it grows by `num_tokens` in rows of up to `num_at_once`."""
+        if not self._windows:
+            return 0
+        return min(ceil_div(num_tokens, self._block_size), self._windows.row_blocks(num_at_once, self._block_size))
+
+    def trim(self, runs: tuple[Run, ...], position: int) -> tuple[Run, ...]:
+        """`runs` without the leading blocks of which a token at `position` sees nothing; these are freed."""
+        kept, freed = self.split(runs, position)
+        self.free(freed)
+        return kept
+
+    def split(self, runs: tuple[Run, ...], position: int) -> tuple[tuple[Run, ...], list[int]]:
+        """`runs` without the leading blocks of which a token at `position` sees nothing, and these blocks."""
+        if not self._windows:
+            return (), []
+        first, kept, unseen = self._windows.first(position), list[Run](), list[int]()
+        for run in runs:
+            count = len(run.blocks) if run.end <= first else max(0, first - run.start) // self._block_size
+            unseen += run.blocks[:count]
+            if count < len(run.blocks):
+                kept.append(Run(run.rank, run.start + count * self._block_size, run.end, run.blocks[count:]))
+        return tuple(kept), unseen
+
+    def cut(self, runs: tuple[Run, ...], end: int) -> tuple[Run, ...]:
+        """`runs` up to position `end`; blocks that hold nothing before it are freed."""
+        kept = list[Run]()
+        for run in runs:
+            left = until(run, end, self._block_size)
+            self.free(run.blocks[len(left.blocks) :])
+            if left.blocks:
+                kept.append(left)
+        return tuple(kept)
+
+    def grow(self, runs: tuple[Run, ...], start: int, end: int) -> tuple[Run, ...]:
+        """`runs` and positions [start, end), in the last run if it ends there. Raises ResourceExhausted."""
+        if start == end:
+            return runs
+        others, last = _last(runs, start)
+        count = self.num_more(runs, start, end)
+        return (*others, Run(EVERY_RANK, last.start, end, (*last.blocks, *self.allocate(count))))
+
+    def num_more(self, runs: tuple[Run, ...], start: int, end: int) -> int:
+        """Blocks that `grow` allocates."""
+        if start == end:
+            return 0
+        _, last = _last(runs, start)
+        return ceil_div(end - last.start, self._block_size) - len(last.blocks)
+
+
+def _last(runs: tuple[Run, ...], start: int) -> tuple[tuple[Run, ...], Run]:
+    """The runs before the one that grows at position `start`, and that one: the last, or a new one."""
+    if runs and runs[-1].end == start:
+        return runs[:-1], runs[-1]
+    return runs, Run(EVERY_RANK, start, start, ())

@@ -1,0 +1,1 @@
+"""Durable state: the catalog, the journal and the snapshots of a data folder."""

@@ -1,0 +1,175 @@
+"""The catalog: the database behind a thread of its own, which does one thing after the other."""
+
+import asyncio
+from array import array
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
+
+from sqlalchemy import Connection
+
+from coordinator.persistence.catalog import writing
+from coordinator.persistence.catalog.database import BUSY_SECONDS, Database
+from coordinator.persistence.catalog.faults import at_start, is_full
+from coordinator.persistence.catalog.loading import load
+from coordinator.persistence.catalog.ports import NO_STARTS
+from coordinator.persistence.catalog.records import Change, Committed, Kept, Outgoing, UploadKey, UploadRecord
+from coordinator.persistence.catalog.reserve import Reserve
+from longleaf.errors import StorageUnavailable, Unavailable
+
+DATABASE = "catalog.db"
+"""Its name in its folder."""
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+class Catalog:
+    """Implements the protocols of coordinator.persistence.catalog.ports. Whoever opens it has the lock of its
+    folder."""
+
+    def __init__(self, database: Database, thread: ThreadPoolExecutor, reserve: Reserve | None = None) -> None:
+        """`database` and `reserve`, the room that deletions may use, belong to the thread."""
+        self._database = database
+        self._thread = thread
+        self._reserve = reserve
+        self._closing: asyncio.Future[None] | None = None
+
+    @classmethod
+    async def open(cls, path: Path, busy_seconds: float = BUSY_SECONDS, reserve: Reserve | None = None) -> "Catalog":
+        """The database at `path`, made when it is not there. Raises CatalogError, which says what to do."""
+        database = Database(path, busy_seconds, max_log_bytes=None if reserve is None else reserve.max_log_bytes)
+        thread = ThreadPoolExecutor(1, thread_name_prefix="catalog")
+        catalog = cls(database, thread, reserve)
+        try:
+            await catalog._call(database.open)
+        except BaseException:
+            thread.shutdown(wait=False)
+            raise
+        return catalog
+
+    async def load(self) -> Kept:
+        return await self._call(self._load)
+
+    def _load(self) -> Kept:
+        with self._database.transaction(at_start) as connection:
+            return load(self._database.path, connection)
+
+    async def commit(self, change: Change) -> Committed:
+        return await self._call(self._commit, change)
+
+    def _commit(self, change: Change) -> Committed:
+        write = self._write_at_any_rate if change.only_drops else self._write_if_room
+        try:
+            committed = write(writing.write_change, change)
+            is_deletion = any(each.content is None for each in change.outgoing)
+            if committed.segments or change.dropped_contexts or change.dropped_uploads or is_deletion:
+                self._database.note_remains()
+            self._database.scrub(self._release_room)
+            return committed
+        finally:
+            self._reserve_room()
+
+    def _reserve_room(self) -> None:
+        if self._reserve is not None:
+            self._reserve.make()
+
+    def _release_room(self) -> bool:
+        """Whether there is more room now."""
+        return self._reserve is not None and self._reserve.release()
+
+    async def note_epoch(self, epoch: int) -> None:
+        await self._call(self._note_epoch, epoch)
+
+    def _note_epoch(self, epoch: int) -> None:
+        try:
+            self._write_at_any_rate(writing.write_epoch, epoch)
+        finally:
+            self._reserve_room()  # a start may have used it
+
+    async def append_upload(
+        self, record: UploadRecord, start: int, new_ids: "array[int]", new_starts: "array[int]" = NO_STARTS
+    ) -> None:
+        await self._call(self._write_if_room, writing.append_upload, record, start, new_ids, new_starts)
+
+    async def upload_ids(self, key: UploadKey) -> "array[int]":
+        return await self._call(self._write, writing.read_upload, key)
+
+    async def upload_starts(self, key: UploadKey) -> "array[int]":
+        return await self._call(self._write, writing.read_upload_starts, key)
+
+    async def drop_upload(self, key: UploadKey) -> None:
+        await self.commit(Change(dropped_uploads=(key,)))
+
+    async def outgoing(self, limit: int, *, only_deletions: bool = False) -> list[tuple[int, Outgoing]]:
+        return await self._call(self._write, writing.read_outgoing, limit, only_deletions)
+
+    async def done(self, keys: Sequence[int]) -> None:
+        await self._call(self._write_at_any_rate, writing.drop_outgoing, keys)
+
+    async def close(self) -> None:
+        if self._closing is None:
+            self._closing = asyncio.wrap_future(self._submit(self._database.close))
+            self._thread.shutdown(wait=False)  # what waits is done
+        await asyncio.shield(self._closing)
+
+    def _write(
+        self,
+        function: Callable[Concatenate[Connection, Arguments], Result],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> Result:
+        """Calls it in a transaction."""
+        with self._database.transaction() as connection:
+            return function(connection, *args, **kwargs)
+
+    def _write_if_room(
+        self,
+        function: Callable[Concatenate[Connection, Arguments], Result],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> Result:
+        """As `_write`, but not in the room of a reserve that has made way for deletions."""
+        if self._reserve is not None:
+            self._reserve.check_catalog()
+        return self._write(function, *args, **kwargs)
+
+    def _write_at_any_rate(
+        self,
+        function: Callable[Concatenate[Connection, Arguments], Result],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> Result:
+        """As `_write`, also where the disk is full and there is a reserve."""
+        try:
+            return self._write(function, *args, **kwargs)
+        except StorageUnavailable as error:
+            if not is_full(error) or not self._release_room():
+                raise
+        return self._write(function, *args, **kwargs)
+
+    async def _call(
+        self, function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> Result:
+        """Calls it in the thread, after all that was called before; also when this is cancelled."""
+        called = self._submit(partial(function, *args, **kwargs))
+        return await asyncio.shield(asyncio.wrap_future(called))
+
+    def _submit(self, function: Callable[[], Result]) -> "Future[Result]":
+        if self._closing is not None:
+            raise Unavailable("the service is stopping")
+        return self._thread.submit(function)
+
+
+def read_only_catalog(folder: Path) -> Kept:
+    """What another folder keeps, whose service may run meanwhile; it is not locked, and nothing in it changes. Takes
+    as long as reading it. Raises CatalogError."""
+    database = Database(folder / DATABASE, is_read_only=True)
+    database.open()
+    try:
+        with database.transaction(at_start) as connection:
+            return load(database.path, connection)
+    finally:
+        database.close()

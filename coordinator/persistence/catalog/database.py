@@ -1,0 +1,244 @@
+"""The database file: one connection to it, for one thread, and what it must be before it is used."""
+
+import logging
+import os
+import sqlite3
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from sqlalchemy import Connection, create_engine, event
+from sqlalchemy.pool import NullPool
+
+from coordinator.persistence.catalog.faults import (
+    KEEPS_CONNECTION,
+    Errors,
+    Turn,
+    at_start,
+    code_of,
+    damaged,
+    turned,
+    while_running,
+)
+from coordinator.persistence.catalog.schema import check_revision, upgrade
+from coordinator.persistence.catalog.tables import PAGE_BYTES
+from longleaf.errors import CatalogError
+from longleaf.units import human_bytes
+
+log = logging.getLogger(__name__)
+
+BUSY_SECONDS = 5.0
+"""How long a commit waits for another process, such as a shell, to let go of the file."""
+PRAGMAS = (
+    f"page_size={PAGE_BYTES}",  # of a file that is new
+    "journal_mode=WAL",
+    "synchronous=FULL",
+    "foreign_keys=ON",
+    "secure_delete=ON",  # what is deleted is overwritten
+    "temp_store=MEMORY",  # and never was in any other file
+)
+
+
+class Database:
+    """The catalog's file at `path`, made with mode 0600 by `open` when it is not there. To be used by one thread."""
+
+    def __init__(
+        self,
+        path: Path,
+        busy_seconds: float = BUSY_SECONDS,
+        *,
+        is_read_only: bool = False,
+        max_log_bytes: int | None = None,
+    ) -> None:
+        """Commits stay in the log until it has `max_log_bytes`, or what SQLite allows by itself."""
+        self.path = path
+        self._max_log_bytes = max_log_bytes
+        self._busy_seconds = busy_seconds
+        self._is_read_only = is_read_only
+        self._connection: Connection | None = None
+        self._raw: sqlite3.Connection | None = None
+        self._identity = (0, 0)
+        """Device and inode of the file that is open."""
+        self._has_remains = False
+        """What was deleted may still be in the file of the last commits."""
+
+    def open(self) -> None:
+        """Checks the file, and brings its schema up to date; a file that is read only must have that. Raises
+        CatalogError."""
+        with turned(self.path, at_start):
+            if not self.path.exists() and not self._is_read_only:
+                self._make()
+            size = self.path.stat().st_size
+        if size < PAGE_BYTES:
+            raise damaged(self.path, f"it was cut to {human_bytes(size)}")
+        try:
+            self._check()
+        except BaseException:
+            self.close()
+            raise
+
+    def _make(self) -> None:
+        """The file appears when it is whole: one that is empty was cut."""
+        if _has_log(self.path):
+            reason = f"{self.path} is missing, and {self.path}-wal is there with its last changes"
+            raise CatalogError(f"{reason}: put that back, or move this away to begin anew")
+        new = self.path.with_suffix(".new")
+        for ending in ("", "-wal", "-shm"):
+            Path(f"{new}{ending}").unlink(missing_ok=True)
+        descriptor = os.open(new, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            os.fchmod(descriptor, 0o600)  # SQLite gives its other files the mode of this one
+        finally:
+            os.close(descriptor)
+        database = Database(new, self._busy_seconds)
+        try:
+            with database.transaction(at_start) as connection:
+                upgrade(self.path, connection)
+        finally:
+            database.close()
+        new.rename(self.path)
+        sync_folder(self.path.parent)
+
+    def _check(self) -> None:
+        with self.transaction(at_start) as connection:
+            found = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar()
+            if found != "ok":
+                raise damaged(self.path, f"it is damaged ({found})")
+            if self._is_read_only:
+                check_revision(self.path, connection)
+            else:
+                upgrade(self.path, connection)
+        if not self._is_read_only:
+            self.note_remains()  # of a service that ended before it could, and of tables that are no more
+            self.scrub()
+
+    @contextmanager
+    def transaction(self, turn: Turn = while_running) -> Generator[Connection, None, None]:
+        """All that is done within is committed at its end, or nothing. Raises what `turn` makes of errors; the next
+        transaction may succeed."""
+        try:
+            connection = self._connected()
+            with connection.begin():
+                yield connection
+        except Errors as error:
+            self._recover(error)
+            raise turn(self.path, error) from error
+
+    def _recover(self, error: Exception) -> None:
+        """What failed did not happen, and what comes next may succeed."""
+        raw = self._raw
+        try:
+            if raw is not None and raw.in_transaction:  # as after a commit that failed
+                raw.rollback()
+        except sqlite3.Error:
+            self.close()
+        if code_of(error) not in KEEPS_CONNECTION:
+            self.close()
+
+    def _connected(self) -> Connection:
+        """The connection, to the file that is there: SQLite itself would write on into one that was moved or deleted,
+        and what it keeps there no later start finds."""
+        if self._connection is not None and not self._is_there():
+            self.close()
+        return self._connection or self._connect()
+
+    def _is_there(self) -> bool:
+        try:
+            found = self.path.stat()
+        except FileNotFoundError:
+            return False
+        return (found.st_dev, found.st_ino) == self._identity
+
+    def _connect(self) -> Connection:
+        engine = create_engine("sqlite://", creator=self._open_file, poolclass=NullPool, hide_parameters=True)
+        begin = "BEGIN" if self._is_read_only else "BEGIN IMMEDIATE"
+
+        @event.listens_for(engine, "begin")
+        def _(connection: Connection) -> None:  # pyright: ignore[reportUnusedFunction]
+            connection.exec_driver_sql(begin)
+
+        connection = engine.connect()
+        found = self.path.stat()
+        self._connection, self._identity = connection, (found.st_dev, found.st_ino)
+        return connection
+
+    def _open_file(self) -> sqlite3.Connection:
+        if not self._is_read_only:
+            self._raw = self._open_as("mode=rw")
+            return self._raw
+        try:
+            self._raw = self._open_as("mode=ro")
+        except sqlite3.OperationalError:
+            # beside a file that has nothing in its log, SQLite makes one, which it cannot in a read-only folder
+            if _has_log(self.path):
+                raise
+            self._raw = self._open_as("immutable=1")
+        return self._raw
+
+    def _open_as(self, mode: str) -> sqlite3.Connection:
+        uri = f"{self.path.absolute().as_uri()}?{mode}"
+        raw = sqlite3.connect(uri, uri=True, timeout=self._busy_seconds, isolation_level=None)
+        try:
+            raw.text_factory = _text
+            if self._is_read_only:
+                raw.execute("PRAGMA schema_version")
+            else:
+                for pragma in PRAGMAS:
+                    raw.execute(f"PRAGMA {pragma}")
+                if self._max_log_bytes is not None:
+                    raw.execute(f"PRAGMA wal_autocheckpoint={max(1, self._max_log_bytes // PAGE_BYTES)}")
+        except BaseException:
+            raw.close()
+            raise
+        return raw
+
+    def note_remains(self) -> None:
+        """Something was deleted that must be nowhere on the disk."""
+        self._has_remains = True
+
+    def scrub(self, release_room: Callable[[], bool] = lambda: False) -> None:
+        """Empties the file of the last commits, if something was deleted in them. On a full disk it tries once more if
+        `release_room` returns True. Where it fails (another process reads, the disk is full), the next call tries
+        again."""
+        if not self._has_remains or self._raw is None:
+            return
+        try:
+            is_busy, *_ = self._raw.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+            self._has_remains, reason = bool(is_busy), "another process reads it"
+        except sqlite3.Error as error:
+            if error.sqlite_errorcode == sqlite3.SQLITE_FULL and release_room():
+                self.scrub()
+                return
+            reason = str(error)
+        if self._has_remains:
+            log.warning("what was deleted is still in %s-wal until the next commit: %s", self.path, reason)
+
+    def close(self) -> None:
+        """Lets go of the file. The next transaction opens it again."""
+        connection, self._connection, raw, self._raw = self._connection, None, self._raw, None
+        if connection is not None:
+            with suppress(*Errors):
+                connection.invalidate()
+        if raw is not None:
+            with suppress(sqlite3.Error):
+                raw.close()
+
+
+def _has_log(path: Path) -> bool:
+    """Whether there are commits that are not in the database itself."""
+    log = Path(f"{path}-wal")
+    return log.exists() and log.stat().st_size > 0
+
+
+def _text(content: bytes) -> str:
+    """What is no text any more is seen by its checksum."""
+    return content.decode(errors="replace")
+
+
+def sync_folder(folder: Path) -> None:
+    """Names of files in `folder` outlive the machine from now on."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,163 @@
+"""A catalog in memory, for tests of all that keeps contexts."""
+
+import asyncio
+from array import array
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from msgspec.structs import replace
+
+from coordinator.persistence.catalog.ports import NO_STARTS
+from coordinator.persistence.catalog.records import (
+    Change,
+    Committed,
+    Kept,
+    Outgoing,
+    SegmentRecord,
+    UploadKey,
+    UploadRecord,
+)
+from longleaf.errors import DataLoss, LongleafError, NotFound, Unavailable
+
+T = TypeVar("T")
+
+
+class FakeCatalog:
+    """Implements the protocols of coordinator.persistence.catalog.ports. It may be told to fail, or to wait before it
+    does what is called; `kept` is all that no crash would undo."""
+
+    def __init__(self, kept: Kept | None = None) -> None:
+        self.kept = kept or Kept(service_id="0" * 32)
+        self.changes: list[Change] = []
+        """That were committed."""
+        self.failures: list[LongleafError] = []
+        """Each is raised by one of the next calls that write, in this order."""
+        self.is_closed = False
+        self._upload_ids: dict[UploadKey, array[int]] = {}
+        self._upload_starts: dict[UploadKey, array[int]] = {}
+        self._outbox: dict[int, Outgoing] = {}
+        self._turn = asyncio.Lock()
+        self._released = asyncio.Event()
+        self._released.set()
+
+    def hold(self) -> None:
+        """What is called from now on waits until `release`."""
+        self._released.clear()
+
+    def release(self) -> None:
+        self._released.set()
+
+    async def load(self) -> Kept:
+        return self.kept
+
+    async def commit(self, change: Change) -> Committed:
+        return await self._do(self._commit, change)
+
+    async def note_epoch(self, epoch: int) -> None:
+        await self._do(self._note_epoch, epoch)
+
+    async def append_upload(
+        self, record: UploadRecord, start: int, new_ids: "array[int]", new_starts: "array[int]" = NO_STARTS
+    ) -> None:
+        await self._do(self._append_upload, record, start, new_ids, new_starts)
+
+    async def upload_ids(self, key: UploadKey) -> "array[int]":
+        return self._upload_ids.get(key, array("I"))[:]
+
+    async def upload_starts(self, key: UploadKey) -> "array[int]":
+        return self._upload_starts.get(key, array("Q"))[:]
+
+    async def drop_upload(self, key: UploadKey) -> None:
+        await self.commit(Change(dropped_uploads=(key,)))
+
+    async def outgoing(self, limit: int, *, only_deletions: bool = False) -> list[tuple[int, Outgoing]]:
+        found = sorted(self._outbox.items())
+        return [(key, each) for key, each in found if each.content is None or not only_deletions][:limit]
+
+    async def done(self, keys: Sequence[int]) -> None:
+        await self._do(self._done, keys)
+
+    async def close(self) -> None:
+        async with self._turn:  # after all that was called
+            self.is_closed = True
+
+    async def _do(self, function: Callable[..., T], *arguments: object) -> T:
+        """Calls are done in their order, also those whose callers are cancelled."""
+        return await asyncio.shield(asyncio.ensure_future(self._in_turn(function, *arguments)))
+
+    async def _in_turn(self, function: Callable[..., T], *arguments: object) -> T:
+        async with self._turn:
+            await self._released.wait()
+            if self.is_closed:
+                raise Unavailable("the service is stopping")
+            if self.failures:
+                raise self.failures.pop(0)
+            return function(*arguments)
+
+    def _commit(self, change: Change) -> Committed:
+        self.changes.append(change)
+        self.kept, committed = changed(self.kept, change)
+        left = {each.key for each in self.kept.uploads}
+        self._upload_ids = {key: ids for key, ids in self._upload_ids.items() if key in left}
+        self._upload_starts = {key: starts for key, starts in self._upload_starts.items() if key in left}
+        for outgoing in (*change.outgoing, *(Outgoing(name, None) for name in committed.manifests)):
+            self._outbox = {key: each for key, each in self._outbox.items() if each.name != outgoing.name}
+            self._outbox[self.kept.next_outgoing] = outgoing
+            self.kept = replace(self.kept, next_outgoing=self.kept.next_outgoing + 1)
+        return committed
+
+    def _note_epoch(self, epoch: int) -> None:
+        self.kept = replace(self.kept, epoch=max(self.kept.epoch, epoch))
+
+    def _append_upload(self, record: UploadRecord, start: int, new_ids: "array[int]", new_starts: "array[int]") -> None:
+        known = self._upload_ids.get(record.key, array("I"))
+        if start and record.key not in self._upload_ids:
+            raise NotFound("an upload")
+        if len(known) != start:
+            raise DataLoss("an upload", f"{len(known)} ids of it are kept, and those behind {start} do not follow them")
+        self._upload_ids[record.key] = known + new_ids
+        self._upload_starts[record.key] = self._upload_starts.get(record.key, array("Q")) + new_starts
+        uploads = {**{each.key: each for each in self.kept.uploads}, record.key: record}
+        self.kept = replace(self.kept, uploads=tuple(uploads[key] for key in sorted(uploads)))
+
+    def _done(self, keys: Sequence[int]) -> None:
+        for key in keys:
+            self._outbox.pop(key, None)
+
+
+def changed(kept: Kept, change: Change) -> tuple[Kept, Committed]:
+    """What is kept after a change, and what went with it."""
+    contexts = {each.id: each for each in kept.contexts if each.id not in change.dropped_contexts}
+    contexts |= {each.id: each for each in change.contexts}
+    segments = {each.id: each for each in (*kept.segments, *change.segments)}
+    before = {each.segment: each for each in kept.snapshots}
+    snapshots = {key: each for key, each in before.items() if key not in change.dropped_snapshots}
+    snapshots |= {each.segment: each for each in change.snapshots}
+    gone = segments.keys() - _reached(segments, {each.segment for each in contexts.values()})
+    manifests = {each.manifest for each in (*before.values(), *change.snapshots)}
+    after = {key: each for key, each in snapshots.items() if key in segments.keys() - gone}
+    after_kept = replace(
+        kept,
+        contexts=tuple(contexts[key] for key in sorted(contexts)),
+        segments=tuple(segments[key] for key in sorted(segments.keys() - gone)),
+        snapshots=tuple(after[key] for key in sorted(after)),
+        uploads=tuple(
+            each
+            for each in kept.uploads
+            if each.key not in change.dropped_uploads and each.context not in change.dropped_contexts
+        ),
+        next_segment=max([kept.next_segment, change.next_segment, *(each.id + 1 for each in change.segments)]),
+    )
+    lost = manifests - {each.manifest for each in after.values()}
+    return after_kept, Committed(tuple(sorted(gone)), tuple(sorted(lost)))
+
+
+def _reached(segments: dict[int, SegmentRecord], last: set[int]) -> set[int]:
+    """The segments of all paths that end in `last`."""
+    reached: set[int] = set()
+    for segment in last:
+        step: int | None = segment
+        while step is not None and step not in reached:
+            reached.add(step)
+            step = segments[step].parent
+    return reached

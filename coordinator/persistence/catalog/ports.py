@@ -1,0 +1,74 @@
+"""Protocols of the catalog, each small enough to be faked.
+
+All of them are implemented by coordinator.persistence.catalog.catalog and faked by
+coordinator.persistence.catalog.fakes. What is called is done in the order of the calls, whole or not at all, also when
+the caller is cancelled meanwhile. Every method but `load` and `close` raises StorageUnavailable when nothing can be
+written or read now, and what comes later may succeed; DataLoss when the database is damaged; Unavailable at the end of
+the service."""
+
+from array import array
+from collections.abc import Sequence
+from typing import Protocol
+
+from coordinator.persistence.catalog.records import Change, Committed, Kept, Outgoing, UploadKey, UploadRecord
+
+NO_STARTS = array("Q")
+
+
+class ContextCatalog(Protocol):
+    """Keeps contexts."""
+
+    async def load(self) -> Kept:
+        """All that is kept. Raises CatalogError, which says what to do, when it cannot be read."""
+        ...
+
+    async def commit(self, change: Change) -> Committed:
+        """Keeps a change: once this returns, no crash undoes it, and token ids that went with it are nowhere on the
+        disk (where they still are, because another process reads or the disk is full, that is logged, and the next
+        commit tries again)."""
+        ...
+
+    async def note_epoch(self, epoch: int) -> None:
+        """Keeps the number of an epoch, unless a greater one was noted."""
+        ...
+
+    async def close(self) -> None:
+        """Does what waits, and lets go of the database. Idempotent."""
+        ...
+
+
+class UploadCatalog(Protocol):
+    """Keeps documents on their way."""
+
+    async def append_upload(
+        self, record: UploadRecord, start: int, new_ids: "array[int]", new_starts: "array[int]" = NO_STARTS
+    ) -> None:
+        """Keeps a record, new or instead of that with the same key, and more token ids behind the first `start`, which
+        it has, with where they begin in the text (of each STRIDE-th, or none). Raises NotFound when it was dropped, and
+        DataLoss when it has others, as after a call that failed: nothing is changed then."""
+        ...
+
+    async def upload_ids(self, key: UploadKey) -> "array[int]":
+        """The ids of an upload, none when it is not there. Raises DataLoss when they are damaged."""
+        ...
+
+    async def upload_starts(self, key: UploadKey) -> "array[int]":
+        """Where they begin in its text, as far as it was told with them. Raises DataLoss when that is damaged."""
+        ...
+
+    async def drop_upload(self, key: UploadKey) -> None:
+        """Drops record and ids, if they are there."""
+        ...
+
+
+class Outbox(Protocol):
+    """Keeps what is to be written to storage until it is there. One task at a time may send it: of several of one name
+    the last one counts, and is handed out after those before it are done with."""
+
+    async def outgoing(self, limit: int, *, only_deletions: bool = False) -> list[tuple[int, Outgoing]]:
+        """The oldest ones with their keys, at most `limit`; what is damaged is left out."""
+        ...
+
+    async def done(self, keys: Sequence[int]) -> None:
+        """Drops those that are on storage."""
+        ...

@@ -1,0 +1,52 @@
+"""The schema of a database, and the migrations that bring it up to date."""
+
+import secrets
+from pathlib import Path
+
+from sqlalchemy import Connection, inspect, text
+
+from coordinator.persistence.catalog import rows, tables
+from longleaf.errors import CatalogError
+
+MIGRATIONS = "coordinator.persistence.catalog:migrations"
+
+
+def revision_of(connection: Connection) -> str | None:
+    """What Alembic wrote down; None in a new database."""
+    if not inspect(connection).has_table("alembic_version"):
+        return None
+    return connection.execute(text("SELECT version_num FROM alembic_version")).scalar()
+
+
+def upgrade(path: Path, connection: Connection) -> None:
+    """Runs the migrations that are due, in the transaction of the connection. Raises CatalogError when a later version
+    wrote it."""
+    revision = revision_of(connection)
+    if revision == tables.HEAD:
+        return
+    from alembic import command  # takes half a second, and is needed only here
+    from alembic.config import Config
+    from alembic.script import ScriptDirectory
+
+    config = Config(attributes={"connection": connection})
+    config.set_main_option("script_location", MIGRATIONS)
+    known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
+    if revision is not None and revision not in known:
+        raise CatalogError(
+            f"catalog {path}: a later version of longleaf wrote it (schema {revision}, this one knows {tables.HEAD}); "
+            "serve with that version, or move its folder away to begin anew"
+        )
+    command.upgrade(config, tables.HEAD)
+    if revision is None:
+        row = {"id": 0, "service_id": secrets.token_hex(16), "next_segment": 0, "next_outgoing": 0, "epoch": 0}
+        connection.execute(tables.service.insert(), rows.signed(tables.service, row))
+
+
+def check_revision(path: Path, connection: Connection) -> None:
+    """Raises CatalogError unless the database has the schema of this version."""
+    revision = revision_of(connection)
+    if revision != tables.HEAD:
+        raise CatalogError(
+            f"catalog {path}: another version of longleaf wrote it (schema {revision}, this one reads {tables.HEAD}); "
+            "an earlier one is brought up to date when its model is served"
+        )

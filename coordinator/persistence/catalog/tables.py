@@ -1,0 +1,181 @@
+"""The tables of the catalog, as the last migration leaves them.
+
+Each row has a checksum over its other columns (coordinator.persistence.catalog.rows): SQLite has none, and takes a
+flipped byte for a value. A change of this file needs a migration, which signs the rows of changed tables anew."""
+
+from sqlalchemy import (
+    Column,
+    Float,
+    ForeignKey,
+    ForeignKeyConstraint,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    Table,
+    Text,
+    text,
+)
+
+HEAD = "0003"
+"""The revision of the last migration."""
+
+metadata = MetaData()
+
+
+PAGE_BYTES = 4096
+
+
+def _checksum() -> Column[bytes]:
+    return Column("checksum", LargeBinary, nullable=False)
+
+
+def _padding() -> Column[bytes]:
+    """PAGE_BYTES zeros before a content that must be gone when it is deleted.
+
+    SQLite leaves stale copies of what lies in the nodes of its trees when it balances them, also with secure_delete.
+    What lies behind a whole page of a row is on pages of its own, which are never copied, and overwritten when freed.
+    """
+    return Column("padding", LargeBinary, nullable=False)
+
+
+def _private() -> tuple[Column[bytes], Column[bytes]]:
+    """A content of a row that holds more, and its padding, in this order behind all others."""
+    padding, content = (
+        Column(name, LargeBinary, nullable=False, server_default=text("x''")) for name in ("padding", "content")
+    )
+    return padding, content
+
+
+service = Table(
+    "service",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("service_id", Text, nullable=False),
+    Column("next_segment", Integer, nullable=False),
+    Column("next_outgoing", Integer, nullable=False),
+    Column("epoch", Integer, nullable=False),
+    _checksum(),
+)
+"""One row, whose id is 0."""
+
+segments = Table(
+    "segments",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("parent", Integer, ForeignKey("segments.id", deferrable=True, initially="DEFERRED")),
+    Column("start", Integer, nullable=False),
+    Column("num_tokens", Integer, nullable=False),
+    Column("scaled_for", Integer, nullable=False),
+    Column("is_double", Integer, nullable=False),
+    _checksum(),
+    Index("segments_parent", "parent"),
+)
+
+segment_ids = Table(
+    "segment_ids",
+    metadata,
+    Column("segment", Integer, ForeignKey("segments.id", ondelete="CASCADE"), primary_key=True),
+    Column("start", Integer, primary_key=True),
+    _checksum(),
+    _padding(),
+    Column("content", LargeBinary, nullable=False),
+)
+"""Token ids in pieces, little-endian with 4 bytes each; `start` counts from the segment's first token."""
+
+segment_texts = Table(
+    "segment_texts",
+    metadata,
+    Column("segment", Integer, ForeignKey("segments.id", ondelete="CASCADE"), primary_key=True),
+    _checksum(),
+    _padding(),
+    Column("content", LargeBinary, nullable=False),
+)
+"""Which text the tokens of a segment are (longleaf.document_text), where that is known; in MessagePack."""
+
+contexts = Table(
+    "contexts",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("segment", Integer, ForeignKey("segments.id", deferrable=True, initially="DEFERRED"), nullable=False),
+    Column("num_tokens", Integer, nullable=False),
+    Column("ends", Text, nullable=False),
+    Column("capacity", Integer, nullable=False),
+    Column("created", Float, nullable=False),
+    Column("updated", Float, nullable=False),
+    Column("display_name", Text, nullable=False),
+    Column("is_pinned", Integer, nullable=False),
+    Column("expires", Float),
+    Column("last_used", Float, nullable=False),
+    Column("num_hits", Integer, nullable=False),
+    Column("upload_id", Text, nullable=False),
+    _checksum(),
+    *_private(),
+    Index("contexts_segment", "segment"),
+    sqlite_with_rowid=False,
+)
+"""The display name is the content; early versions had it in its column, which is empty now. A context without a
+display name has no padding."""
+
+snapshots = Table(
+    "snapshots",
+    metadata,
+    Column("segment", Integer, ForeignKey("segments.id", ondelete="CASCADE"), primary_key=True),
+    Column("manifest", Text, nullable=False),
+    Column("form", Text, nullable=False),
+    Column("num_bytes", Integer, nullable=False),
+    _checksum(),
+)
+
+uploads = Table(
+    "uploads",
+    metadata,
+    Column("context", Text, primary_key=True),
+    Column("upload_id", Text, primary_key=True),
+    Column("header", LargeBinary, nullable=False),
+    Column("settled_bytes", Integer, nullable=False),
+    Column("updated", Float, nullable=False),
+    Column("num_tokens", Integer, nullable=False),
+    _checksum(),
+    *_private(),
+    sqlite_with_rowid=False,
+)
+"""The header is the content; early versions had it in its column, which is empty now."""
+
+upload_ids = Table(
+    "upload_ids",
+    metadata,
+    Column("context", Text, primary_key=True),
+    Column("upload_id", Text, primary_key=True),
+    Column("start", Integer, primary_key=True),
+    _checksum(),
+    _padding(),
+    Column("content", LargeBinary, nullable=False),
+    ForeignKeyConstraint(["context", "upload_id"], ["uploads.context", "uploads.upload_id"], ondelete="CASCADE"),
+)
+"""As `segment_ids`, in pieces of any size."""
+
+upload_starts = Table(
+    "upload_starts",
+    metadata,
+    Column("context", Text, primary_key=True),
+    Column("upload_id", Text, primary_key=True),
+    Column("start", Integer, primary_key=True),
+    _checksum(),
+    _padding(),
+    Column("content", LargeBinary, nullable=False),
+    ForeignKeyConstraint(["context", "upload_id"], ["uploads.context", "uploads.upload_id"], ondelete="CASCADE"),
+)
+"""Where tokens begin in the text of an upload, in pieces of any size, little-endian with 8 bytes each; `start` counts
+them."""
+
+outbox = Table(
+    "outbox",
+    metadata,
+    Column("key", Integer, primary_key=True),
+    Column("name", Text, nullable=False, unique=True),
+    _checksum(),
+    _padding(),
+    Column("content", LargeBinary),
+)
+"""What is to be written to storage; without content, to be deleted there."""

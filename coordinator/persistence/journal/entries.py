@@ -1,0 +1,68 @@
+"""Entries of a journal, as bytes: each with its length and its checksum before it."""
+
+from array import array
+from collections.abc import Iterator, Sequence
+from struct import Struct
+from typing import BinaryIO
+from zlib import crc32
+
+import msgspec
+
+from coordinator.events import Admitted, Ended, Tokens
+from longleaf.types import Generate
+
+
+class Held(msgspec.Struct, frozen=True, kw_only=True):
+    """A generation that is held: all that it takes to go on with it, but for what it has said."""
+
+    request_id: str
+    request: Generate
+    """Without its input."""
+    question: bytes
+    """Digest of what was asked, by which a repeated request is known."""
+    prompt: bytes
+    """Ids of what was asked, as unsigned numbers of 32 bits in the machine's order."""
+    deadline: float | None
+    """When nobody waits for it any more, in seconds since the epoch."""
+    checkpoint: str = ""
+    """What answers it."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """Ids of what was asked."""
+        return array("I", self.prompt)
+
+
+Said = Admitted | Tokens | Ended
+"""What is kept of what the engine says."""
+Entry = Held | Said
+_HEAD = Struct("<II")
+"""Bytes that follow, and their CRC-32."""
+_KINDS: tuple[type[Entry], ...] = (Held, Admitted, Tokens, Ended)
+"""The first byte of an entry is the number of its kind: new ones come last."""
+_NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
+_DECODERS = [msgspec.msgpack.Decoder(kind) for kind in _KINDS]
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def encode_entry(entry: Entry) -> bytes:
+    content = bytes((_NUMBERS[type(entry)],)) + _ENCODER.encode(entry)
+    return _HEAD.pack(len(content), crc32(content)) + content
+
+
+def read_entries(file: BinaryIO, num_bytes: int) -> Iterator[tuple[Entry, int]]:
+    """The entries of a file of `num_bytes`, each with where it ends, up to the first that is torn or damaged."""
+    end = 0
+    while end + _HEAD.size < num_bytes:
+        size, checksum = _HEAD.unpack(file.read(_HEAD.size))
+        end += _HEAD.size + size
+        if not 0 < size or end > num_bytes:
+            return
+        content = file.read(size)
+        if crc32(content) != checksum or content[0] >= len(_KINDS):
+            return
+        try:
+            entry = _DECODERS[content[0]].decode(memoryview(content)[1:])
+        except msgspec.MsgspecError:
+            return  # another version wrote it
+        yield entry, end

@@ -1,0 +1,154 @@
+"""The journal of the generations that are held: what they were asked, and what they have said."""
+
+import os
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import msgspec
+from blake3 import blake3
+
+from coordinator.events import Admitted, Ended, Event, Tokens
+from coordinator.persistence.journal.entries import Entry, Held, Said, encode_entry, read_entries
+from longleaf.errors import StorageUnavailable
+
+SUFFIX = ".journal"
+
+
+class Kept(NamedTuple):
+    """A generation that was held, and what it has said, in this order."""
+
+    held: Held
+    said: list[Said]
+
+
+class Journal:
+    """One append-only file for each generation that is held, which only its owner may read.
+
+    An entry is written at once, and nothing waits for the disk: it survives the death of every process from then on,
+    not that of the machine, after which a journal may end earlier. `checkpoint` names the model that answers.
+    """
+
+    def __init__(self, folder: Path, checkpoint: str = "") -> None:
+        """Makes the folder, if there is none. Raises StorageUnavailable."""
+        self._folder = folder
+        self._checkpoint = checkpoint
+        self._contexts: dict[str, str | None] = {}
+        """Whose context is asked, by the id of the request."""
+        with _storing(folder):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.chmod(0o700)
+
+    def begin(self, held: Held) -> "Record":
+        """The record of a new generation, instead of any that there was of this name. Raises StorageUnavailable."""
+        self.remove(held.request_id)
+        record = Record(self._path(held.request_id), os.O_CREAT | os.O_EXCL)
+        self._contexts[held.request_id] = held.request.context
+        try:
+            record.write(msgspec.structs.replace(held, checkpoint=self._checkpoint))
+        except StorageUnavailable:
+            record.close()
+            raise
+        return record
+
+    def go_on(self, request_id: str) -> "Record":
+        """The record of a generation that there is. Raises StorageUnavailable."""
+        return Record(self._path(request_id))
+
+    def load(self) -> Iterator[Kept]:
+        """What earlier services held, one after the other.
+
+        A file is cut before its first entry that is torn or damaged. One of which nothing can be used, or that another
+        checkpoint has answered, is removed. Raises StorageUnavailable.
+        """
+        for path in sorted(self._folder.glob(f"*{SUFFIX}")):
+            with _storing(path):
+                if (kept := self._read(path)) is None:
+                    path.unlink()
+                    continue
+            self._contexts[kept.held.request_id] = kept.held.request.context
+            yield kept
+
+    def _read(self, path: Path) -> Kept | None:
+        size, end, entries = path.stat().st_size, 0, list[Entry]()
+        with path.open("rb") as file:
+            for entry, end in read_entries(file, size):  # noqa: B007
+                entries.append(entry)
+        if not entries or not isinstance(held := entries[0], Held):
+            return None
+        if held.checkpoint != self._checkpoint or path != self._path(held.request_id):
+            return None
+        if end < size:
+            os.truncate(path, end)
+        return Kept(held, [entry for entry in entries if not isinstance(entry, Held)])
+
+    def remove(self, request_id: str) -> None:
+        """Forgets a generation, which may go on unrecorded. Idempotent. Raises StorageUnavailable."""
+        path = self._path(request_id)
+        with _storing(path), suppress(FileNotFoundError):
+            path.unlink()
+        self._contexts.pop(request_id, None)
+
+    def remove_of_context(self, context: str) -> None:
+        """Forgets the generations that ask a context. Raises StorageUnavailable."""
+        for request_id in [request_id for request_id, asked in self._contexts.items() if asked == context]:
+            self.remove(request_id)
+
+    def _path(self, request_id: str) -> Path:
+        return self._folder / f"{blake3(request_id.encode()).hexdigest()}{SUFFIX}"
+
+
+class Record:
+    """The end of one file, to which entries are appended. Once the file is removed, they go nowhere."""
+
+    def __init__(self, path: Path, flags: int = 0) -> None:
+        """Raises StorageUnavailable."""
+        self._path = path
+        with _storing(path):
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | flags, 0o600)
+
+    def append(self, event: Event) -> None:
+        """Writes down what was said, unless it tells of now alone. Raises StorageUnavailable: then it may be told to
+        nobody. Of tokens it is not kept where their rows attended, which may be far more than they."""
+        if isinstance(event, Tokens) and event.attention:
+            event = msgspec.structs.replace(event, attention=())
+        if isinstance(event, Tokens | Admitted | Ended):
+            self.write(event)
+
+    def write(self, entry: Entry) -> None:
+        """Raises StorageUnavailable; half of the entry may be there then."""
+        content = encode_entry(entry)
+        try:
+            while (num_written := os.write(self._descriptor, content)) < len(content):
+                content = content[num_written:]  # as when a disk is almost full: the rest tells why
+        except OSError as error:
+            raise _refused(self._path, error) from error
+
+    def close(self) -> None:
+        """Idempotent."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@contextmanager
+def _storing(path: Path) -> Generator[None, None, None]:
+    """Turns what storage may refuse into StorageUnavailable."""
+    try:
+        yield
+    except OSError as error:
+        raise _refused(path, error) from error
+
+
+def _refused(path: Path, error: OSError) -> StorageUnavailable:
+    return StorageUnavailable(f"{path}: {error.strerror or error}")

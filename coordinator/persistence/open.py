@@ -1,0 +1,110 @@
+"""What of a service outlives it: the catalog and the journal in its data folder."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Self
+
+from coordinator.persistence.catalog.catalog import Catalog
+from coordinator.persistence.catalog.earlier import EarlierContext, read_earlier
+from coordinator.persistence.catalog.folder import JOURNAL, DataFolder
+from coordinator.persistence.catalog.identity import read_identity
+from coordinator.persistence.catalog.records import Kept
+from coordinator.persistence.journal.journal import Journal
+from coordinator.persistence.snapshots.policy import Policy
+from coordinator.persistence.snapshots.snapshots import Snapshots
+from longleaf.config import DataConfig, EngineConfig
+from longleaf.errors import CatalogError, DataLoss, StorageUnavailable
+from longleaf.storage.store import Store
+from longleaf.units import human_count
+
+SNAPSHOTS = "snapshots"
+log = logging.getLogger(__name__)
+
+
+class Durability:
+    """An open data folder, which no other service has at the same time."""
+
+    def __init__(
+        self,
+        folder: DataFolder,
+        catalog: Catalog,
+        kept: Kept,
+        journal: Journal,
+        changed: dict[str, str],
+        snapshots: Snapshots,
+        snapshot_url: str,
+        read_earlier: Callable[[], Mapping[str, EarlierContext]],
+    ) -> None:
+        self._folder = folder
+        self.snapshots = snapshots
+        self.snapshot_url = snapshot_url
+        """Where they lie."""
+        self.catalog = catalog
+        self.kept = kept
+        """What was there at the start."""
+        self.journal = journal
+        self.changed = changed
+        """Contexts that were kept for what lay in the model's folder before, and what differs since."""
+        self.read_earlier = read_earlier
+        """These, as they are kept there now. Takes as long as reading them."""
+
+    @classmethod
+    async def open(cls, data: DataConfig, config: EngineConfig) -> Self:
+        """Takes as long as reading what is kept. Raises CatalogError, ModelRefused, and InvalidArgument for a wrong URL
+        of snapshots."""
+        assert data.data_dir is not None
+        model = await asyncio.to_thread(read_identity, Path(config.model), config.dtype)
+        folder = await asyncio.to_thread(DataFolder.open, Path(data.data_dir), model.digest, config.model, model.facts)
+        try:
+            catalog = await Catalog.open(folder.database, reserve=folder.reserve)
+            kept = await catalog.load()
+            journal = await asyncio.to_thread(Journal, folder.path / JOURNAL, model.digest)
+            earlier = partial(read_earlier, folder, config.model, model.facts)
+            changed = {name: each.changes for name, each in (await asyncio.to_thread(earlier)).items()}
+            url = config.snapshot_url or str(folder.path / SNAPSHOTS)
+            # a storage of its own may be filled: deletions need room in the data folder
+            rooms = () if config.snapshot_url else (folder.reserve.check,)
+            store = await asyncio.to_thread(Store.open, url, is_tried=False)
+        except StorageUnavailable as error:
+            folder.close()
+            raise CatalogError(str(error)) from error
+        except BaseException:
+            folder.close()
+            raise
+        snapshots = Snapshots(store, catalog, kept, model.digest, Policy.of(data), time.time, *rooms)
+        return cls(folder, catalog, kept, journal, changed, snapshots, url, earlier)
+
+    async def tell_address(self, address: str) -> None:
+        """Has others who want the folder be told who has it."""
+        try:
+            await asyncio.to_thread(self._folder.tell_address, address)
+        except OSError as error:
+            log.warning("others are not told who has %s: %s", self._folder.path, error)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is there, and what is damaged, for people."""
+        kept = self.kept
+        num_tokens = sum(len(segment.token_ids) for segment in kept.segments)
+        contexts = human_count(len(kept.contexts), "context")
+        return (f"{self._folder.path} keeps {contexts}, {num_tokens:,} tokens", *damages(kept))
+
+    async def close(self) -> None:
+        """Ends when all is written."""
+        await self.catalog.close()
+        self._folder.close()
+
+
+def damages(kept: Kept) -> list[str]:
+    """What of a catalog cannot be used, in words."""
+    found = [f"contexts/{name} is damaged: {reason}" for name, reason in kept.damaged_contexts.items()]
+    for context in kept.contexts:
+        try:
+            kept.path(context)
+        except DataLoss as error:
+            found.append(str(error))
+    return [*found, *kept.other_damage]

@@ -1,0 +1,51 @@
+"""Ranks that hold segments, and write something for each piece that they are asked for."""
+
+import asyncio
+from collections.abc import Sequence
+
+from coordinator.kv_cache.paths import Segment
+from coordinator.persistence.snapshots.ports import ContextUse, Held
+from longleaf.errors import LongleafError
+from longleaf.rank_protocol.snapshots import Save, Saved
+from longleaf.runs import Run
+from longleaf.storage.store import Store
+
+
+class FakeRanks:
+    """Implements ports.Holdings and ports.Savers. What they write goes to `store`."""
+
+    def __init__(self, store: Store, num_ranks: int = 2) -> None:
+        self.store = store
+        self.members = tuple(range(10, 10 + num_ranks))
+        self.epoch = 1
+        self.segments: dict[int, Held] = {}
+        self.contexts: list[ContextUse] = []
+        self.orders: list[tuple[int, Save]] = []
+        """All that were given, with the member."""
+        self.most_at_once = 0
+        self.failures: list[LongleafError] = []
+        """Each is raised by one of the next saves."""
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self._num_at_once: dict[int, int] = {}
+
+    def hold(self, segment: Segment, runs: Sequence[Run], window_runs: Sequence[Run] = (), version: int = 0) -> None:
+        """Has a segment be held so."""
+        self.segments[segment.id] = Held(segment, tuple(runs), tuple(window_runs), self.members, self.epoch, version)
+
+    def held(self, segment_id: int) -> Held | None:
+        return self.segments.get(segment_id)
+
+    def uses(self) -> Sequence[ContextUse]:
+        return self.contexts
+
+    async def save(self, member: int, order: Save) -> Saved:
+        self.orders.append((member, order))
+        self._num_at_once[member] = self._num_at_once.get(member, 0) + 1
+        self.most_at_once = max(self.most_at_once, self._num_at_once[member])
+        await self.may_answer.wait()
+        self._num_at_once[member] -= 1
+        if self.failures:
+            raise self.failures.pop(0)
+        written = await asyncio.to_thread(self.store.put, order.name, [f"{order.runs}".encode()])
+        return Saved(member, order.ticket, written.num_bytes, written.digest)

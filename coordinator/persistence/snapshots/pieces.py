@@ -1,0 +1,47 @@
+"""Cutting a segment into the pieces in which it lies on storage. Pure."""
+
+from collections.abc import Iterator, Sequence
+
+from longleaf.rank_protocol.snapshots import MAX_PIECE_BYTES
+from longleaf.runs import Run
+
+NUM_PIECES = 64
+"""Of a large segment, at least: so many are dealt evenly over the ranks of any service that brings it back."""
+MIN_PIECE_BYTES = 1 << 20
+"""Smaller ones are not worth an object of their own."""
+
+
+def piece_blocks(num_blocks: int, block_bytes: int) -> int:
+    """Blocks of a piece, at most, of a segment that has so many."""
+    target = min(MAX_PIECE_BYTES, max(MIN_PIECE_BYTES, num_blocks * block_bytes // NUM_PIECES))
+    return max(1, target // block_bytes)
+
+
+def cut_pieces(runs: Sequence[Run], block_size: int, block_bytes: int) -> list[tuple[Run, ...]]:
+    """Pieces, each of some runs on one rank, in order of position: whole blocks of them, but for what is at the end of
+    a run."""
+    most = piece_blocks(sum(len(run.blocks) for run in runs), block_bytes)
+    found = list[tuple[Run, ...]]()
+    for rank in sorted({run.rank for run in runs}):
+        found += _fill(_parts([run for run in runs if run.rank == rank], block_size, most), most)
+    return found
+
+
+def _parts(runs: Sequence[Run], block_size: int, most: int) -> Iterator[Run]:
+    """Runs of at most so many blocks."""
+    for run in runs:
+        for first in range(0, len(run.blocks), most):
+            start, blocks = run.start + first * block_size, run.blocks[first : first + most]
+            yield Run(run.rank, start, min(run.end, start + len(blocks) * block_size), blocks)
+
+
+def _fill(parts: Iterator[Run], most: int) -> Iterator[tuple[Run, ...]]:
+    piece, size = list[Run](), 0
+    for part in parts:
+        if piece and size + len(part.blocks) > most:
+            yield tuple(piece)
+            piece, size = [], 0
+        piece.append(part)
+        size += len(part.blocks)
+    if piece:
+        yield tuple(piece)

@@ -1,0 +1,135 @@
+"""All commands as one, and what their errors look like."""
+
+import sys
+from importlib import metadata
+from typing import Annotated
+
+import typer
+
+from longleaf.cli import contexts, credentials, demo, door, generate, ingest, models, serve, tokens
+from longleaf.cli.cluster import cluster
+from longleaf.cli.drain import drain
+from longleaf.cli.refill import refill
+from longleaf.cli.verify import verify
+from longleaf.config import DataConfig, EngineConfig
+from longleaf.errors import DeadlineExceeded, InvalidArgument, LongleafError, ResourceExhausted, Unavailable
+from longleaf.operations import HttpConfig, SecurityConfig, TelemetryConfig, flag_of, in_flags
+
+app = typer.Typer(
+    name="longleaf",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Exact generation over contexts that no single GPU can hold.\n\n"
+    "Try `longleaf demo`, or `longleaf serve` in one terminal and in another:\n\n"
+    "`longleaf ingest book.txt --name book && longleaf ask book 'Who did it?'`",
+)
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        print(f"longleaf {metadata.version('longleaf')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """Options before the command's name."""
+
+
+app.command()(demo.demo)
+app.command()(serve.serve)
+app.command()(door.door)
+app.command()(ingest.ingest)
+app.command()(generate.ask)
+app.command()(generate.generate)
+app.command()(tokens.tokenize)
+app.command()(tokens.detokenize)
+app.add_typer(contexts.app, name="contexts")
+app.add_typer(models.app, name="models")
+app.add_typer(credentials.app, name="credentials")
+app.command()(cluster)
+app.command()(drain)
+app.command()(refill)
+app.command()(verify)
+
+
+OPTIONS = {
+    "credential": "--credential-file",
+    "tls_ca": "--tls-ca",
+    "sampling.max_token_count": "--max-tokens",
+    "sampling.temperature": "--temperature",
+    "sampling.top_k": "--top-k",
+    "sampling.top_p": "--top-p",
+    "sampling.seed": "--seed",
+    "sampling.stop": "--stop",
+    "sampling.min_p": "--min-p",
+    "sampling.repetition_penalty": "--repetition-penalty",
+    "sampling.presence_penalty": "--presence-penalty",
+    "sampling.frequency_penalty": "--frequency-penalty",
+    "sampling.logit_bias": "--logit-bias",
+    "sampling.stop_token_ids": "--stop-token",
+    "sampling.logprob_count": "--logprobs",
+    "return_token_bytes": "--token-bytes",
+    "sample_count": "--samples",
+    "max_draft_token_count": "--max-draft-tokens",
+    "client_id": "--client",
+    "request_id": "--request-id",
+    "token_count": "--tokens",
+    "prompt_token_count": "--prompt-tokens",
+    "max_token_count": "--max-tokens",
+    "context.display_name": "--display-name",
+    "context.ttl": "--ttl",
+    "config.name": "--name",
+    "config.display_name": "--display-name",
+    "config.ttl": "--ttl",
+    "config.upload_id": "--upload-id",
+    "prefaced_config.system": "--system",
+    "config.capacity_token_count": "--capacity",
+    "resume": "--resume",
+    "min_interval_duration": "--interval",
+    "threads_per_rank": "--threads",
+    "model_name": "--model-name",
+}
+"""What fields of requests and settings are called on the command line, where that is not their own name."""
+
+
+ACCESS = frozenset({"tls_ca", *SecurityConfig.__struct_fields__, *TelemetryConfig.__struct_fields__})
+"""Settings of who comes in and of what is told, which errors about another one name."""
+
+
+def describe(error: LongleafError) -> str:
+    """The error in the words of the command line."""
+    if not isinstance(error, InvalidArgument):
+        return str(error)
+    structs = (EngineConfig, DataConfig, SecurityConfig, TelemetryConfig, HttpConfig)
+    settings = {name: flag_of(name) for struct in structs for name in struct.__struct_fields__}
+    field = (settings | OPTIONS).get(error.field, error.field)
+    return f"{field}: {in_flags(error.description, ACCESS)}"
+
+
+def exit_code(error: LongleafError) -> int:
+    """1 when trying again later may help, 2 when the input must change."""
+    if isinstance(error, ResourceExhausted) and error.subject.startswith("quotas/"):
+        return 2 if error.retry_seconds is None else 1
+    may_help = isinstance(error, Unavailable | ResourceExhausted | DeadlineExceeded) or type(error) is LongleafError
+    return 1 if may_help else 2
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command; errors are one line on stderr and an exit code."""
+    try:
+        app(arguments)
+    except LongleafError as error:
+        print(f"error: {describe(error)}", file=sys.stderr)
+        raise SystemExit(exit_code(error)) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except BrokenPipeError:
+        # The reader of our output left (`| head`): nothing to say, and nothing to flush at exit.
+        sys.stdout = sys.stderr
+        raise SystemExit(1) from None

@@ -1,0 +1,244 @@
+"""`longleaf contexts`."""
+
+import sys
+from datetime import datetime
+from typing import Annotated, cast
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from longleaf.cli import moving
+from longleaf.cli.flags import takes_server
+from longleaf.cli.ingest import summary
+from longleaf.cli.options import AsJson, Server, connect, print_json
+from longleaf.cli.rebuild import rebuild
+from longleaf.cli.reread import reread
+from longleaf.errors import InvalidArgument
+from longleaf.types import Context, ContextOptions, ContextText, PositionInfo
+from longleaf.units import human_angle, human_bytes
+
+app = typer.Typer(no_args_is_help=True, help="List, show, fork, change, move and delete contexts.")
+Name = Annotated[str, typer.Argument(help="Name of the context.")]
+app.command("rebuild")(rebuild)
+app.command("reread")(reread)
+
+
+@app.command("list")
+@takes_server
+def list_contexts(server: Server, as_json: AsJson = False) -> None:
+    """List all contexts.
+
+    Example: longleaf contexts list
+    """
+    with connect(server) as client:
+        contexts = client.list_contexts()
+    if as_json:
+        print_json({"contexts": contexts})
+        return
+    if not contexts:
+        print("no contexts; `longleaf ingest FILE --name NAME` makes one")
+        return
+    table = Table("name", "tokens", "state", "on ranks", "kept", "last use", "hits", "expires")
+    for context in contexts:
+        expires = "never" if context.expires is None else _date(context.expires)
+        sizes = (human_bytes(context.kv_bytes), human_bytes(context.storage_bytes))
+        used = (_date(context.used), f"{context.hits:,}", "pinned" if context.is_pinned else expires)
+        table.add_row(context.id, f"{context.tokens:,}", context.state, *sizes, *used)
+    Console().print(table)
+
+
+@app.command("show")
+@takes_server
+def show_context(name: Name, server: Server, as_json: AsJson = False) -> None:
+    """Show one context, and where its tokens lie.
+
+    Example: longleaf contexts show book
+    """
+    with connect(server) as client:
+        context = client.get_context(name)
+    if as_json:
+        print_json(context)
+        return
+    print(summary(context))
+    print(lifetime(context))
+    print(use(context))
+    print(positions(context.positions))
+    if context.shares:
+        Console().print(shares_table(context))
+
+
+@app.command("text")
+@takes_server
+def show_text(
+    name: Name,
+    server: Server,
+    tokens: Annotated[
+        str | None, typer.Option(help="The text of tokens A to B-1, from 0 on.", metavar="A-B", show_default="")
+    ] = None,
+    of_bytes: Annotated[
+        str | None,
+        typer.Option(
+            "--bytes", help="Bytes A to B-1 of all that was ingested, from 0 on.", metavar="A-B", show_default=""
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show some of a context's text, and where it is. The service makes it of the tokens: it keeps no text.
+
+    Example: longleaf contexts text book --tokens 4096-4160
+    """
+    if (tokens is None) == (of_bytes is None):
+        raise InvalidArgument("text", "give --tokens A-B or --bytes A-B")
+    token_start, token_end = _range("--tokens", tokens)
+    byte_start, byte_end = _range("--bytes", of_bytes)
+    with connect(server) as client:
+        text = client.get_context_text(name, token_start, token_end, byte_start=byte_start, byte_end=byte_end)
+    if as_json:
+        print_json(text)
+    else:
+        print(text.text)
+        print(_place(text), file=sys.stderr)
+
+
+def _range(option: str, value: str | None) -> tuple[int | None, int | None]:
+    if value is None:
+        return None, None
+    start, _, end = value.partition("-")
+    if not (start.isdecimal() and end.isdecimal()):
+        raise InvalidArgument(option, f"{value!r} is not A-B with two whole numbers")
+    return int(start), int(end)
+
+
+def _place(text: ContextText) -> str:
+    """Where a text is."""
+    where = f"tokens {text.token_start:,} to {text.token_end:,}"
+    if text.byte_start is not None and text.byte_end is not None:
+        where += f", bytes {text.byte_start:,} to {text.byte_end:,}"
+    line = f"line {text.line:,}" if text.line is not None else ""
+    return ", ".join(part for part in (text.file, line, where) if part)
+
+
+@app.command("fork")
+@takes_server
+def fork_context(
+    name: Name,
+    new_name: Annotated[str, typer.Argument(help="Name of the new context.")],
+    server: Server,
+    tokens: Annotated[
+        int | None, typer.Option(help="Tokens that the new context begins with.", show_default="all")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a new context of another one, or of its beginning. Nothing is copied: both share what they have in common.
+
+    Example: longleaf contexts fork book draft --tokens 5000
+    """
+    with connect(server) as client:
+        context = client.fork_context(name, new_name, num_tokens=tokens)
+    _show(context, as_json)
+
+
+@app.command("update")
+@takes_server
+def update_context(
+    name: Name,
+    server: Server,
+    display_name: Annotated[str | None, typer.Option(help="A name for people.", show_default="unchanged")] = None,
+    ttl: Annotated[
+        float | None, typer.Option(help="Seconds from now until the service deletes it.", show_default="unchanged")
+    ] = None,
+    forever: Annotated[bool, typer.Option("--forever", help="Never delete it.")] = False,
+    pin: Annotated[
+        bool | None,
+        typer.Option(
+            "--pin/--unpin",
+            help="A pinned context does not expire, and is not parked to make room.",
+            show_default="unchanged",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Change what people call a context, when it expires, and whether it is pinned. What is not named stays as it is.
+
+    Example: longleaf contexts update book --ttl 86400 --display-name "Moby-Dick"
+    """
+    given = {"display_name": display_name, "ttl": ttl, "is_pinned": pin}
+    settings = cast(ContextOptions, {key: value for key, value in given.items() if value is not None})
+    if forever and ttl is not None:
+        raise InvalidArgument("--ttl", "cannot be given together with --forever")
+    if forever:
+        settings["expires"] = None
+    if not settings:
+        raise InvalidArgument("update", "give --display-name, --ttl, --forever, --pin or --unpin")
+    with connect(server) as client:
+        context = client.update_context(name, **settings)
+    _show(context, as_json)
+
+
+def _show(context: Context, as_json: bool) -> None:
+    if as_json:
+        print_json(context)
+    else:
+        print(summary(context))
+        print(lifetime(context))
+
+
+def lifetime(context: Context) -> str:
+    """When a context was made and will go."""
+    end = "never expires" if context.expires is None else f"expires {_date(context.expires)}"
+    pin = ", pinned" if context.is_pinned else ""
+    return f"created {_date(context.created)}, updated {_date(context.updated)}, {end}{pin}"
+
+
+def use(context: Context) -> str:
+    """Where a context is, and how often it was asked."""
+    where = {
+        "held": "held by the ranks",
+        "parked": "parked: it comes back when it is asked",
+        "restoring": "coming back to the ranks",
+        "unspecified": "in a state that this version does not know",
+    }
+    kept = f", {human_bytes(context.storage_bytes)} kept on disk" if context.storage_bytes else ""
+    return f"{where[context.state]}{kept}; last used {_date(context.used)}, asked {context.hits:,} times"
+
+
+def positions(info: PositionInfo) -> str:
+    """How far a context may grow, and how its positions are told to the model."""
+    scaling = f" scaled for {info.scaled_for:,}" if info.scaled_for else ""
+    rope = f"{info.rope} rotary positions{scaling}" if info.rope else "no rotary positions"
+    precision = "another numeric type" if info.precision == "unspecified" else info.precision
+    error = f", phases in {precision}, off by at most {human_angle(info.phase_error)}" if info.rope else ""
+    beyond = "; beyond the length that the model was trained for" if info.is_beyond_trained else ""
+    return f"up to {info.capacity:,} tokens, {rope}{error}{beyond}"
+
+
+@app.command("delete")
+@takes_server
+def delete_context(name: Name, server: Server, as_json: AsJson = False) -> None:
+    """Delete a context; answers that are being generated from it finish first.
+
+    Example: longleaf contexts delete book
+    """
+    with connect(server) as client:
+        client.delete_context(name)
+    if as_json:
+        print_json({"deleted": name})
+    else:
+        print(f"{name} is deleted")
+
+
+app.command("export")(moving.export_context)
+app.command("import")(moving.import_context)
+
+
+def shares_table(context: Context) -> Table:
+    """Where the keys and values of a context lie."""
+    table = Table("rank", "tokens", "keys and values")
+    for share in context.shares:
+        table.add_row(str(share.rank), f"{share.tokens:,}", human_bytes(share.kv_bytes))
+    return table
+
+
+def _date(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).isoformat(sep=" ", timespec="seconds")

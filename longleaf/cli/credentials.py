@@ -1,0 +1,81 @@
+"""`longleaf credentials`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from longleaf.cli.options import AsJson, print_json
+from longleaf.credentials import (
+    Entry,
+    Quotas,
+    Role,
+    check_tenant,
+    digest_of,
+    line_of,
+    new_credential,
+    parse_credentials,
+)
+from longleaf.errors import InvalidArgument
+from longleaf.small_files import read_small
+
+app = typer.Typer(no_args_is_help=True, help="Make credentials for a service, and check their file.")
+
+
+@app.command("new")
+def new(
+    tenant: Annotated[str, typer.Argument(help="Whose it is: 1 to 63 of a-z 0-9 -.")],
+    role: Annotated[
+        Role, typer.Option("--role", help="What it opens; an admin may also drain, verify and refill.")
+    ] = "user",
+    as_json: AsJson = False,
+) -> None:
+    """Make a credential, and the line with which a service knows it.
+
+    The credential is shown once, and kept nowhere: give it to clients in a file (--credential-file) or in
+    LONGLEAF_CREDENTIAL. The line, which is no secret, goes into the file that the service has as --credentials; quotas
+    may be added to it, such as contexts=20 tokens=2000000 generations=8. The service reads the file again in a second.
+
+    Example: longleaf credentials new acme
+    """
+    credential = new_credential()
+    entry = Entry(tenant=check_tenant(tenant), role=role, digests=(digest_of(credential),))
+    if as_json:
+        print_json({"credential": credential, "line": line_of(entry)})
+        return
+    print(f"credential, shown once: {credential}\nline for the file:      {line_of(entry)}")
+
+
+@app.command("check")
+def check(
+    file: Annotated[Path, typer.Argument(help="The file of a service's --credentials.")], as_json: AsJson = False
+) -> None:
+    """Check a file of credentials, and list who may come in.
+
+    Example: longleaf credentials check credentials.txt
+    """
+    data = read_small("FILE", file)
+    try:
+        entries = parse_credentials(data)
+    except InvalidArgument as error:
+        raise InvalidArgument(str(file), error.description) from None
+    if as_json:
+        print_json([_told(entry) for entry in entries])
+        return
+    table = Table("tenant", "role", "credentials", "certificates", "quotas")
+    for entry in entries:
+        quotas = ", ".join(f"{name} {value:,}" for name, value in _quotas(entry).items())
+        table.add_row(entry.tenant, entry.role, f"{len(entry.digests)}", "\n".join(entry.names), quotas or "none")
+    Console().print(table)
+
+
+def _quotas(entry: Entry) -> dict[str, int]:
+    given = {name: getattr(entry.quotas, name) for name in Quotas.__struct_fields__}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _told(entry: Entry) -> dict[str, object]:
+    told: dict[str, object] = {"tenant": entry.tenant, "role": entry.role, "credentials": len(entry.digests)}
+    return told | {"certificates": entry.names, "quotas": _quotas(entry)}

@@ -1,0 +1,163 @@
+"""`longleaf demo`."""
+
+import re
+import signal
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from longleaf.cli.ingest import progress_bar
+from longleaf.cli.options import AsJson, print_json
+from longleaf.cli.sources import CONTROLS, Excerpt, excerpt, joined
+from longleaf.client import Client
+from longleaf.client.callbacks import OnProgress
+from longleaf.config import Launcher
+from longleaf.demo.run import CONTEXT, DEFAULT_TOKENS, DemoSettings, Question, Report, run
+from longleaf.types import IngestProgress, Source
+from longleaf.units import human_bytes
+
+INDENT = "    "
+
+
+def demo(
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Length of the document, in tokens of the embedded model (bytes).",
+            show_default=f"{DEFAULT_TOKENS}, or the whole --file",
+        ),
+    ] = None,
+    world_size: Annotated[int, typer.Option(help="Number of ranks (worker processes).")] = 4,
+    seed: Annotated[int, typer.Option(help="Chooses the document and the facts.")] = 0,
+    file: Annotated[Path | None, typer.Option(help="Plant the facts in this text.", show_default="built-in")] = None,
+    launcher: Annotated[Launcher, typer.Option(help="What starts the ranks.")] = "ray",
+    model: Annotated[Path | None, typer.Option(help="Folder of a checkpoint.", show_default="embedded")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """See it work: start a fleet, ingest a long document with facts planted in it, ask for them, check the answers, and
+    ask again after a restart.
+
+    Exits with 0 only if at least 80 % of the answers are right, and the one after the restart is the same.
+
+    Example: longleaf demo --tokens 32000 --world-size 2
+    """
+    settings = DemoSettings(model=model, world_size=world_size, launcher=launcher, tokens=tokens, seed=seed, file=file)
+    with _terminable():
+        if as_json:
+            report = run(settings, _Silent())
+            print_json(report)
+        else:
+            with _Screen() as screen:
+                report = run(settings, screen)
+            _print_report(report)
+    raise typer.Exit(0 if report.has_passed else 1)
+
+
+@contextmanager
+def _terminable() -> Generator[None, None, None]:
+    """A SIGTERM or a closed terminal unwinds like an interrupt, so that the service is ended on the way out."""
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Silent:
+    """Shows nothing: the report says it all."""
+
+    def say(self, line: str) -> None: ...
+
+    def ingest(self, progress: IngestProgress) -> None: ...
+
+    def ask(self, question: str) -> None: ...
+
+    def answer(self, text: str) -> None: ...
+
+    def check(self, question: Question) -> None: ...
+
+    def trace(self, client: Client, sources: Sequence[Source]) -> None: ...
+
+
+class _Screen:
+    """Draws for people."""
+
+    def __init__(self) -> None:
+        self._console = Console(highlight=False)
+        self._stack = ExitStack()
+        self._bar: OnProgress | None = None
+
+    def __enter__(self) -> "_Screen":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def say(self, line: str) -> None:
+        self._console.print(line, markup=False)
+
+    def ingest(self, progress: IngestProgress) -> None:
+        if self._bar is None:
+            self._bar = self._stack.enter_context(progress_bar(None))
+        self._bar(progress)
+        if progress.phase == "ready":
+            self._stack.close()
+
+    def ask(self, question: str) -> None:
+        self._console.print(f"\n[bold]?[/bold] {question}")
+        self._console.print("  ", end="")
+
+    def answer(self, text: str) -> None:
+        self._console.print(text, end="", markup=False)
+
+    def check(self, question: Question) -> None:
+        verdict = "[green]right[/green]" if question.correct else f"[red]wrong, expected {question.expected}[/red]"
+        self._console.print(f"   {verdict}")
+
+    def trace(self, client: Client, sources: Sequence[Source]) -> None:
+        for source in joined(sources)[:1]:
+            found = excerpt(client, CONTEXT, source, client.get_context(CONTEXT).tokens)
+            if found is None:
+                continue
+            for line in _told(source, found).wrap(self._console, self._console.width - len(INDENT)):
+                line.rstrip()
+                self._console.print(INDENT, line, sep="")
+
+
+def _told(source: Source, found: Excerpt) -> Text:
+    """Where a source is, its share, and its text, all in one line."""
+    place = "" if found.own.line is None else f" on line {found.own.line:,}"
+    told = Text.assemble((f"{source.share:.1%} of the attention{place}: ", "cyan"), ("…", "dim"))
+    for part, style in found.parts:
+        flat = re.sub(r"\s+", " ", part).translate(CONTROLS)
+        told.append(flat.lstrip() if told.plain.endswith(" ") else flat, style)
+    return told.append("…", "dim")
+
+
+def _print_report(report: Report) -> None:
+    console = Console(highlight=False)
+    table = Table("rank", "node", "pid", "tokens", "keys and values", title="Where the keys live")
+    for rank in report.ranks:
+        table.add_row(str(rank.rank), rank.node, str(rank.pid), f"{rank.tokens:,}", human_bytes(rank.kv_bytes))
+    console.print()
+    console.print(table)
+    questions = [*report.questions, *([] if report.restart is None else [report.restart.question])]
+    right = sum(question.correct for question in questions)
+    console.print(f"{right} of {len(questions)} answers right")
+    console.print(f"time to the first token  {report.ttft_s:8.2f} s (median)")
+    console.print(f"answering                {report.decode_tokens_per_s:8,.1f} tokens/s")
+    console.print(f"ingesting                {report.ingest_tokens_per_s:8,.1f} tokens/s")
+    if (restart := report.restart) is not None:
+        console.print(f"starting again           {restart.start_s:8.2f} s")
+        console.print(f"time to the first token  {restart.first_token_s:8.2f} s after that, the document brought back")

@@ -1,0 +1,226 @@
+"""`longleaf models`."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from longleaf.cli.fetch import fetch
+from longleaf.cli.options import KV_DTYPE_TOLD, AsJson, Server, connect, dtypes_told, print_json
+from longleaf.config import DtypeName, EngineConfig, KvDtypeName
+from longleaf.errors import InvalidArgument, LongleafError, ModelRefused
+from longleaf.fingerprint import Fingerprint, read_fingerprint
+from longleaf.model_report import AttentionKind, AttentionReport, ModelReport, Plan, TextReport
+from longleaf.runs import join
+from longleaf.topology import count_ranks
+from longleaf.types import Cluster
+from longleaf.units import human_bytes
+
+REFUSED = 2
+"""Exit code for a checkpoint that is not supported: it must change."""
+Report = TypeVar("Report", TextReport, AttentionReport)
+_DEFAULTS = EngineConfig(model="")
+
+app = typer.Typer(no_args_is_help=True, help="Tell whether a checkpoint can be served, and bring it.")
+
+
+@app.callback()
+def options() -> None:
+    """Tell whether a checkpoint can be served, and what it takes; bring one from storage."""
+
+
+app.command("fetch")(fetch)
+
+
+@app.command("check")
+def check(
+    folder: Annotated[Path, typer.Argument(help="Folder of the checkpoint.", metavar="DIR")],
+    world_size: Annotated[int, typer.Option(help="Ranks of the fleet to plan.")] = 1,
+    kv_bytes: Annotated[
+        int | None,
+        typer.Option(
+            help="Bytes of keys and values per rank.",
+            show_default="40 % of what is free here beside the weights, over the ranks; on GPUs most of it",
+        ),
+    ] = None,
+    window_bytes: Annotated[
+        int | None,
+        typer.Option(
+            help="With --window-keys replicated: the part of --kv-bytes for windowed layers.",
+            show_default="what --max-sequences generations need, at most half",
+        ),
+    ] = None,
+    max_sequences: Annotated[int, typer.Option(help="Generations that run at once.")] = _DEFAULTS.max_sequences,
+    block_size: Annotated[int, typer.Option(help="Tokens per block of the pool.")] = _DEFAULTS.block_size,
+    dtype: Annotated[DtypeName, typer.Option(help="Numeric type; auto takes the checkpoint's.")] = _DEFAULTS.dtype,
+    kv_dtype: Annotated[KvDtypeName, typer.Option(help=KV_DTYPE_TOLD)] = _DEFAULTS.kv_dtype,
+    server: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Plan for the pools of this running fleet.", show_default="none"),
+    ] = None,
+    load: Annotated[bool, typer.Option("--load", help="Load the weights too, as a rank does.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Tell whether a checkpoint can be served, what its attention is like, and how many tokens fit.
+
+    No service is needed, and no weights are read: the model is built from its config and run over a few tokens, as a
+    rank does before it serves. Whether answers are exact is unknown then. --load reads the weights as well, which alone
+    shows that all are there, and compares logits with those of transformers' own attention. The fingerprint
+    is the same wherever the same model lies; machines whose models differ do not serve together. It covers config,
+    tokenizer and template whole, and of every tensor name, shape, type and three pieces of 4 KiB: what was damaged
+    elsewhere in a tensor it does not see. Exit code 2: the checkpoint is refused, for the reason that is told.
+
+    Example: longleaf models check ./Qwen3-0.6B --world-size 4 --kv-bytes 8000000000
+    """
+    config = EngineConfig(
+        model=str(folder),
+        world_size=world_size,
+        kv_bytes=kv_bytes,
+        window_keys="replicated" if window_bytes is not None else "sharded",
+        window_bytes=window_bytes,
+        max_sequences=max_sequences,
+        block_size=block_size,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+    )
+    config.check()
+    if not folder.is_dir():
+        raise InvalidArgument("DIR", f"{folder} is not a folder")
+    fleet = _fleet(server) if server is not None else None
+    if fleet is not None:
+        config = msgspec.structs.replace(config, block_size=fleet.block_size)
+    found = report(config, fleet, has_weights=load)
+    if as_json:
+        print_json(found)
+    else:
+        show(found, is_running=fleet is not None)
+    if not found.is_supported:
+        raise typer.Exit(REFUSED)
+
+
+def _fleet(server: str) -> Cluster:
+    with connect(Server(server=server)) as client:
+        return client.cluster()
+
+
+def report(config: EngineConfig, fleet: Cluster | None, *, has_weights: bool) -> ModelReport:
+    """Asks both roles, each in a process of its own: the command line loads neither tokenizers nor torch."""
+    text = _ask("coordinator.text.check", [config.model], TextReport)
+    attention = AttentionReport()
+    if not text.reason:
+        pools = [str(worker.max_kv_bytes) for worker in fleet.workers] if fleet is not None else []
+        given = [msgspec.json.encode(config).decode(), *(["--load"] if has_weights else []), *pools]
+        attention = _ask("workers.check", given, AttentionReport)
+    is_supported = not text.reason and not attention.reason
+    fingerprint, unread = _fingerprint(Path(config.model))
+    return ModelReport(
+        model=Path(config.model).resolve().name,
+        is_supported=is_supported,
+        text=text,
+        attention=attention,
+        fingerprint=fingerprint,
+        unread=unread,
+    )
+
+
+def _fingerprint(folder: Path) -> tuple[Fingerprint | None, str]:
+    """That of the model there, or why there is none."""
+    try:
+        return read_fingerprint(folder), ""
+    except ModelRefused as error:
+        return None, str(error)
+
+
+def _ask(module: str, arguments: list[str], kind: type[Report]) -> Report:
+    """What `module` says of a checkpoint. Raises LongleafError when it fails to say anything."""
+    # -P: a folder named `tokenizers` where the command was typed must not shadow the library.
+    command = [sys.executable, "-P", "-m", module, *arguments]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:]
+        raise LongleafError(f"{module} ended with exit code {done.returncode}: {''.join(last)}")
+    try:
+        return msgspec.json.decode("".join(done.stdout.strip().splitlines()[-1:]), type=kind)
+    except msgspec.DecodeError as error:
+        raise LongleafError(f"{module} did not answer with a report: {error}") from None
+
+
+def show(found: ModelReport, *, is_running: bool) -> None:
+    """The verdict first, then the figures."""
+    if not found.is_supported:
+        for reason in found.reasons:
+            print(f"{found.model} is not supported: {reason}")
+        return
+    text, attention = found.text, found.attention
+    print(f"{found.model} is supported ({text.architecture}, {dtypes_told(attention)}){exactness_of(attention)}")
+    console = Console(highlight=False)
+    console.print(kinds_table(attention.kinds))
+    sizes = Table(box=None, show_header=False, pad_edge=False)
+    trained = attention.trained or text.max_positions
+    sizes.add_row("trained for", f"{trained:,} tokens" if trained else "the config does not tell")
+    sizes.add_row("keys and values", f"{human_bytes(attention.bytes_per_token)} per token")
+    if attention.replicated is not None:
+        per_token, per_window = map(human_bytes, msgspec.structs.astuple(attention.replicated))
+        told = f"{per_token} per token, and {per_window} on each rank for each end of a context"
+        sizes.add_row("", f"{told}, with --window-keys replicated")
+    read = "" if attention.has_weights else "; not read, --load does"
+    sizes.add_row("weights", f"{human_bytes(attention.weight_bytes)} on each rank{read}")
+    for number, plan in enumerate(found.plans):
+        mode = f", with --window-keys {plan.window_keys}" if len(found.plans) > 1 else ""
+        sizes.add_row("" if number else "fits", _told(plan, is_running) + mode)
+    console.print(sizes)
+    print("fingerprint:", found.fingerprint.digest if found.fingerprint else f"none, for {found.unread}")
+
+
+def exactness_of(attention: AttentionReport) -> str:
+    """What is known of it, behind the verdict."""
+    if attention.is_exact:
+        return " and exact"
+    more = "" if attention.has_weights else "; --load compares it with plain attention"
+    return f" if it is exact, which is unknown: {attention.exactness_note}{more}"
+
+
+def kinds_table(kinds: tuple[AttentionKind, ...]) -> Table:
+    table = Table("layers", "which", "heads", "key heads", "dim", "sees")
+    for kind in kinds:
+        dims = f"{kind.head_dim}" if kind.value_dim is None else f"{kind.head_dim}, values {kind.value_dim}"
+        sizes = (str(kind.num_heads), str(kind.num_kv_heads), dims)
+        table.add_row(str(len(kind.layers)), spans(kind.layers), *sizes, sight(kind))
+    return table
+
+
+def sight(kind: AttentionKind) -> str:
+    """What a query sees."""
+    if kind.section is not None:
+        return f"its section of {kind.section:,} tokens"
+    return "everything before" if kind.window is None else f"{kind.window:,} tokens"
+
+
+def _told(plan: Plan, is_running: bool) -> str:
+    if plan.reason:
+        return f"nothing: {plan.reason}"
+    ranks = count_ranks(len(plan.rooms))
+    where = f"on the running {ranks}" if is_running else f"on {ranks}"
+    ends = f"; {plan.ends:,} ends of contexts, {plan.window_tokens:,} tokens on each rank" if plan.ends else ""
+    if plan.is_unlimited:
+        return f"any number of tokens {where}{ends}"
+    sizes = {(room.kv_bytes, room.tokens) for room in plan.rooms}
+    if len(sizes) > 1:
+        each = ", ".join(f"{room.tokens:,} on rank {room.rank}" for room in plan.rooms)
+        return f"{plan.tokens:,} tokens {where}: {each}{ends}"
+    [(size, tokens)] = sizes
+    if len(plan.rooms) == 1:
+        return f"{tokens:,} tokens {where}, in {human_bytes(size)}{ends}"
+    return f"{plan.tokens:,} tokens {where}: {tokens:,} in {human_bytes(size)} each{ends}"
+
+
+def spans(layers: tuple[int, ...]) -> str:
+    """Layers in short: 0-3, or 0 2 4 … 30 where they are many and apart."""
+    joined = join((layer, layer + 1) for layer in layers)
+    told = [str(low) if low + 1 == end else f"{low}-{end - 1}" for low, end in joined]
+    return " ".join(told if len(told) <= 6 else [*told[:3], "…", told[-1]])

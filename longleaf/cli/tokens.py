@@ -1,0 +1,56 @@
+"""`longleaf tokenize` and `longleaf detokenize`."""
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from longleaf.cli.flags import takes_server
+from longleaf.cli.options import AsJson, Server, connect, print_json, read_input
+
+
+@takes_server
+def tokenize(
+    text: Annotated[str, typer.Argument(help="The text; - reads standard input.")],
+    server: Server,
+    special: Annotated[bool, typer.Option("--special", help="Begin with the special tokens of a prompt.")] = False,
+    spans: Annotated[bool, typer.Option("--spans", help="Show which characters each token stands for.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show the token ids of a text, as the served model counts them. What looks like a special token is plain text.
+
+    Example: longleaf tokenize "Call me Ishmael." --spans
+    """
+    given = read_input(text, "text")
+    with connect(server) as client:
+        found = client.tokenize(given, add_special_tokens=special, with_spans=spans)
+    if as_json:
+        print_json(found)
+    elif found.spans is None:
+        print(*found.token_ids)
+    else:
+        table = Table("token", "from", "to", "text")
+        for token_id, (start, end) in zip(found.token_ids, found.spans, strict=True):
+            table.add_row(str(token_id), str(start), str(end), Text(repr(given[start:end])))
+        Console().print(table)
+
+
+@takes_server
+def detokenize(
+    token_ids: Annotated[list[int], typer.Argument(help="Token ids.", metavar="ID...")],
+    server: Server,
+    special: Annotated[bool, typer.Option("--special", help="Show special tokens, which else have no text.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show the text of token ids.
+
+    Example: longleaf detokenize 72 105
+    """
+    with connect(server) as client:
+        text = client.detokenize(token_ids, keep_special_tokens=special)
+    if as_json:
+        print_json({"text": text})
+    else:
+        print(text)

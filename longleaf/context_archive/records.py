@@ -1,0 +1,237 @@
+"""Records of a parcel: what they say of a context and its segments, beside token ids and pieces.
+
+    head | for each segment, the first one first: segment, its token ids, its pieces | end
+
+They name neither services nor objects: where it arrives all names are new.
+"""
+
+from typing import TypeVar
+
+import msgspec
+
+from longleaf.context_archive.frames import FIELD
+from longleaf.document_text import OFFSET_BYTES, DocumentText, count_starts
+from longleaf.errors import InvalidArgument
+from longleaf.fingerprint import Fingerprint
+from longleaf.geometry import Rope
+from longleaf.storage.note import MAX_ENDS, sound_ends
+
+ID_BYTES = 4
+IDS_PER_RECORD = 1 << 18
+MAX_HEAD_BYTES = 1 << 20
+MIN_KEYS_BYTES = 256 << 10
+KEYS_BYTES = 2
+"""Of what is said of keys, for each token, beside MIN_KEYS_BYTES. A piece takes about a hundred, a run eleven."""
+MAX_FILES_BYTES = 4 << 20
+"""Of the files of a text: as many as a request has when it is ingested."""
+MAX_FINGERPRINT_FILES = 10_000
+SEGMENT_BYTES, PIECE_BYTES, RUN_BYTES, FILE_BYTES = 2048, 640, 160, 160
+"""Memory that what is said of each takes, about, beside names."""
+MAX_PIECE_BYTES = 1 << 30
+"""Services write pieces of 64 MiB, or one block if that is more."""
+MIN_SHARE = 1 / 2
+"""How much of a segment's tokens a context must use for its keys to be taken, which come whole: early versions sent
+segments that were used in part. It bounds all ids, too."""
+MAX_TOKENS = 1 << 40
+MAX_NAME = 256
+"""Characters."""
+MAX_WINDOW_RUNS = 8
+"""Runs of windows, which begin anywhere, beyond one for each block."""
+Told = TypeVar("Told")
+
+
+class Head(msgspec.Struct, frozen=True, kw_only=True):
+    """A context and the checkpoint that read it. Times in seconds since the epoch."""
+
+    fingerprint: Fingerprint
+    model: str
+    """For people."""
+    context: str
+    """The id that it had."""
+    num_tokens: int
+    ends: tuple[int, ...]
+    """Where its last documents ended, and where it was forked."""
+    capacity: int
+    """Positions that its rope was chosen for."""
+    created: float
+    updated: float
+    display_name: str = ""
+    is_pinned: bool = False
+    expires: float | None = None
+
+    def check(self) -> None:
+        """Raises InvalidArgument where it contradicts itself."""
+        if not 0 < self.num_tokens <= self.capacity <= MAX_TOKENS:
+            raise InvalidArgument(FIELD, f"it has {self.num_tokens} tokens, and a capacity of {self.capacity}")
+        if sound_ends(self.ends, self.num_tokens) is None:
+            told = f"its ends do not rise up to {self.num_tokens:,}, or are more than {MAX_ENDS}"
+            raise InvalidArgument(FIELD, told)
+        if len(self.fingerprint.files) > MAX_FINGERPRINT_FILES:
+            raise InvalidArgument(FIELD, f"its checkpoint has more than {MAX_FINGERPRINT_FILES:,} files")
+        if max(map(len, (self.context, self.display_name, self.model))) > MAX_NAME:
+            raise InvalidArgument(FIELD, f"a name has more than {MAX_NAME} characters")
+
+
+class Part(msgspec.Struct, frozen=True):
+    """A piece, whose bytes follow."""
+
+    runs: tuple[tuple[int, int], ...]
+    """Empty where they are of another form than is taken."""
+    num_bytes: int
+    digest: str
+    """Hexadecimal digits of BLAKE3."""
+
+
+class Keys(msgspec.Struct, frozen=True):
+    """Keys and values of a whole segment."""
+
+    form: str
+    pieces: tuple[Part, ...]
+    windows: Part | None
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """All of them, in the order in which they follow."""
+        return self.pieces if self.windows is None else (*self.pieces, self.windows)
+
+
+class SegmentHead(msgspec.Struct, frozen=True, kw_only=True):
+    """A segment of the path: it begins where those before it end."""
+
+    num_used: int
+    """Tokens of it on the path."""
+    num_tokens: int
+    """All of its tokens, which is more than are used only in what early versions wrote, where keys are of all."""
+    rope: Rope
+    keys: Keys | None
+    text: DocumentText | None = None
+    """Which text the tokens are, where that is known; early versions did not say."""
+
+    def check(self, num_left: int, num_room: int) -> None:
+        """Raises InvalidArgument where it contradicts itself, has more than `num_left` tokens on the path, or more
+        than `num_room` in all."""
+        most = self.num_used if self.keys is None else int(self.num_used / MIN_SHARE)
+        if not (0 < self.num_used <= num_left and self.num_used <= self.num_tokens <= min(most, num_room)):
+            raise InvalidArgument(FIELD, f"a segment has {self.num_tokens} tokens, and {self.num_used} are used")
+        if self.text is not None:
+            self.text.check(self.num_tokens, FIELD)
+        for part in () if self.keys is None else self.keys.parts:
+            if not 0 < part.num_bytes <= MAX_PIECE_BYTES:
+                raise InvalidArgument(FIELD, f"a piece of {part.num_bytes} bytes is empty or too large")
+            if len(part.digest) != 64 or set(part.digest) - set("0123456789abcdef"):
+                raise InvalidArgument(FIELD, "a piece has no digest")
+
+    @property
+    def num_held_bytes(self) -> int:
+        """Memory that it takes, about."""
+        parts = () if self.keys is None else self.keys.parts
+        held = SEGMENT_BYTES + PIECE_BYTES * len(parts) + RUN_BYTES * sum(len(part.runs) for part in parts)
+        if self.text is not None:
+            held += len(self.text.starts) + sum(FILE_BYTES + len(file.name) for file in self.text.files)
+        return held
+
+
+class _RawPart(msgspec.Struct, frozen=True):
+    """A Part whose runs are not decoded: they take three bytes each, and fifty times as many in memory."""
+
+    runs: msgspec.Raw
+    num_bytes: int
+    digest: str
+
+
+class _RawKeys(msgspec.Struct, frozen=True):
+    form: str
+    pieces: tuple[_RawPart, ...]
+    windows: _RawPart | None
+
+
+class _RawSegmentHead(msgspec.Struct, frozen=True, kw_only=True):
+    """A SegmentHead of which nothing is decoded that may be long."""
+
+    num_used: int
+    num_tokens: int
+    rope: Rope
+    keys: msgspec.Raw
+    text: msgspec.Raw = msgspec.Raw(msgspec.msgpack.encode(None))
+
+
+def _max_keys_bytes(num_tokens: int) -> int:
+    return MIN_KEYS_BYTES + KEYS_BYTES * num_tokens
+
+
+def _max_text_bytes(num_tokens: int) -> int:
+    return MAX_FILES_BYTES + OFFSET_BYTES * count_starts(num_tokens)
+
+
+def max_segment_bytes(num_left: int) -> int:
+    """Of what is said of a segment, on a path with so many tokens left."""
+    num_tokens = int(num_left / MIN_SHARE)
+    return MIN_KEYS_BYTES + _max_keys_bytes(num_tokens) + _max_text_bytes(num_tokens)
+
+
+def decode_segment(content: bytes | bytearray, num_left: int, form: str | None, block_size: int) -> SegmentHead:
+    """What is said of a segment, on a path with so many tokens left. Runs are decoded of keys of this form alone, at
+    most as many as the segment has blocks; what is longer than its tokens need is not decoded either, since it would
+    take many times its bytes. Raises InvalidArgument."""
+    raw = decode(content, _RawSegmentHead)
+    num_tokens = max(0, min(raw.num_tokens, int(num_left / MIN_SHARE)))
+    limits = {"keys": (raw.keys, _max_keys_bytes(num_tokens)), "text": (raw.text, _max_text_bytes(num_tokens))}
+    for name, (part, most) in limits.items():
+        if (num_bytes := memoryview(part).nbytes) > most:
+            told = f"{num_bytes:,} bytes tell of its {name}, and at most {most:,} do of {num_tokens:,} tokens"
+            raise InvalidArgument(FIELD, told)
+    num_blocks = -(-num_tokens // block_size)
+    return SegmentHead(
+        num_used=raw.num_used,
+        num_tokens=raw.num_tokens,
+        rope=raw.rope,
+        keys=None if _is_nil(raw.keys) else _decode_keys(decode(raw.keys, _RawKeys), form, num_blocks),
+        text=None if _is_nil(raw.text) else decode(raw.text, DocumentText),
+    )
+
+
+def _decode_keys(raw: _RawKeys, form: str | None, num_blocks: int) -> Keys:
+    if len(raw.pieces) > num_blocks and raw.form == form:
+        raise InvalidArgument(FIELD, f"a segment has {len(raw.pieces):,} pieces for {num_blocks:,} blocks")
+    windows = None
+    if raw.form != form:
+        pieces = [Part((), part.num_bytes, part.digest) for part in raw.pieces]
+        windows = raw.windows and Part((), raw.windows.num_bytes, raw.windows.digest)
+        return Keys(raw.form, tuple(pieces), windows)
+    num_runs = sum(_count(part.runs) for part in raw.pieces)
+    num_windows = 0 if raw.windows is None else _count(raw.windows.runs)
+    if num_runs > num_blocks or num_windows > num_blocks + MAX_WINDOW_RUNS:
+        told = f"a segment of {num_blocks:,} blocks has {num_runs:,} runs, and {num_windows:,} of windows"
+        raise InvalidArgument(FIELD, told)
+    windows = None if raw.windows is None else _decode_part(raw.windows)
+    return Keys(raw.form, tuple(map(_decode_part, raw.pieces)), windows)
+
+
+def _decode_part(raw: _RawPart) -> Part:
+    return Part(decode(raw.runs, tuple[tuple[int, int], ...]), raw.num_bytes, raw.digest)
+
+
+def _is_nil(raw: msgspec.Raw) -> bool:
+    return memoryview(raw)[0] == 0xC0
+
+
+def _count(runs: msgspec.Raw) -> int:
+    """Elements of an array in MessagePack, by its first bytes. Raises InvalidArgument for something else."""
+    data = memoryview(runs)
+    if data[0] & 0xF0 == 0x90:
+        return data[0] & 0x0F
+    if data[0] in (0xDC, 0xDD):
+        return int.from_bytes(data[1 : 3 if data[0] == 0xDC else 5], "big")
+    raise InvalidArgument(FIELD, "it makes no sense: runs are no array")
+
+
+def encode(told: Head | SegmentHead) -> bytes:
+    return msgspec.msgpack.encode(told, order="deterministic")
+
+
+def decode(content: bytes | bytearray | msgspec.Raw, kind: type[Told]) -> Told:
+    """Raises InvalidArgument where the content is none."""
+    try:
+        return msgspec.msgpack.decode(content, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidArgument(FIELD, f"it makes no sense: {error}") from error

@@ -1,0 +1,192 @@
+"""A parcel that is unpacked while it comes, in any cuts: what it tells, each record once it is complete and checked."""
+
+import sys
+from array import array
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from blake3 import blake3
+
+from longleaf.context_archive.frames import DIGEST_BYTES, FIELD, FRAME_BYTES, PREAMBLE, Frame, Kind, check_preamble
+from longleaf.context_archive.records import (
+    ID_BYTES,
+    IDS_PER_RECORD,
+    MAX_HEAD_BYTES,
+    Head,
+    Part,
+    SegmentHead,
+    decode,
+    decode_segment,
+    max_segment_bytes,
+)
+from longleaf.errors import InvalidArgument
+
+
+class Ids(NamedTuple):
+    """The next token ids of a segment."""
+
+    token_ids: "array[int]"
+
+
+Told = Head | SegmentHead | Ids | bytearray
+"""A head; a segment; some of its token ids; the bytes of its next piece. After the last of them is the end."""
+
+
+class Unpacking:
+    """Takes the bytes of one parcel. It holds those of one record at a time.
+
+    Nothing is believed that was not checked: a record is told once its digest was right, and lengths are held against
+    what was told before, so that no parcel makes this hold more than it may. Only a parcel whose end came is whole.
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        """All that were taken."""
+        self.is_complete = False
+        self._error: InvalidArgument | None = None
+        self._all = blake3(PREAMBLE)
+        self._content = bytearray()
+        """Of what comes now: PREAMBLE, a frame, or the content of a record."""
+        self._content_digest = blake3()
+        self._frame: Frame | None = None
+        self._has_begun = False
+        self._head: Head | None = None
+        self._num_ids_left = 0
+        """Of the segment that comes now."""
+        self._num_tokens_left = 0
+        """Of the path, past that segment."""
+        self._parts: Iterator[Part] = iter(())
+        self._part: Part | None = None
+        self._form: str | None = None
+        self._block_size = 1
+
+    def expect(self, form: str | None, block_size: int) -> None:
+        """Keys of this form are taken, whose runs are of blocks of this size; of others the runs are left out."""
+        self._form, self._block_size = form, block_size
+
+    @property
+    def num_held_bytes(self) -> int:
+        """Of the record that comes now."""
+        return len(self._content)
+
+    @property
+    def is_description(self) -> bool:
+        """The head, or what is said of a segment, comes now: that may take long to decode."""
+        return self._frame is not None and self._frame.kind in ("head", "segment")
+
+    def take(self, data: memoryview) -> tuple[int, Told | None]:
+        """Takes bytes up to the end of what comes now: how many, and what it tells, if it does. Raises InvalidArgument
+        where they are not those of a parcel, and from then on."""
+        if self._error is not None:
+            raise self._error
+        if self.is_complete:
+            raise self._wrong("there are bytes after its end")
+        count = min(len(data), self._num_wanted - len(self._content))
+        self._content += data[:count]
+        if self._frame is not None:
+            self._content_digest.update(data[:count])
+        self.num_bytes += count
+        told = self._complete() if len(self._content) == self._num_wanted else None
+        return count, told
+
+    def check_complete(self) -> None:
+        """Raises InvalidArgument where no more bytes come, and the end is missing."""
+        if not self.is_complete:
+            raise self._wrong("it was cut: its end is missing")
+
+    @property
+    def _num_wanted(self) -> int:
+        if not self._has_begun:
+            return len(PREAMBLE)
+        return FRAME_BYTES if self._frame is None else self._frame.num_bytes
+
+    def _complete(self) -> Told | None:
+        content, self._content = self._content, bytearray()
+        try:
+            if not self._has_begun:
+                check_preamble(bytes(content))
+                self._has_begun = True
+            elif self._frame is None:
+                self._begin(bytes(content))
+            else:
+                return self._record(content)
+        except InvalidArgument as error:
+            raise self._wrong(error.description) from None
+        return None
+
+    def _begin(self, data: bytes) -> None:
+        """A frame has come: it must be one that can follow."""
+        frame, (kind, shortest, longest) = Frame.decode(data), self._next()
+        if frame.kind != kind:
+            raise InvalidArgument(FIELD, f"{frame.kind!r} comes where {kind!r} should")
+        if not shortest <= frame.num_bytes <= longest:
+            raise InvalidArgument(FIELD, f"{kind!r} has {frame.num_bytes:,} bytes, not {shortest:,} to {longest:,}")
+        if self._part is not None and self._num_ids_left == 0 and frame.digest != self._part.digest:
+            raise InvalidArgument(FIELD, "a piece is another one than was told")
+        if kind != "end":
+            self._all.update(data)
+        self._frame, self._content_digest = frame, blake3()
+
+    def _next(self) -> tuple[Kind, int, int]:
+        """What must follow, and how many bytes it has at least and at most."""
+        if self._head is None:
+            return "head", 1, MAX_HEAD_BYTES
+        if self._num_ids_left:
+            num_bytes = ID_BYTES * min(self._num_ids_left, IDS_PER_RECORD)
+            return "ids", num_bytes, num_bytes
+        if self._part is not None:
+            return "piece", self._part.num_bytes, self._part.num_bytes
+        if self._num_tokens_left:
+            return "segment", 1, max_segment_bytes(self._num_tokens_left)
+        return "end", DIGEST_BYTES, DIGEST_BYTES
+
+    def _record(self, content: bytearray) -> Told | None:
+        assert self._frame is not None
+        frame, self._frame = self._frame, None
+        if self._content_digest.hexdigest() != frame.digest:
+            raise InvalidArgument(FIELD, f"what {frame.kind!r} contains is damaged")
+        match frame.kind:
+            case "head":
+                return self._take_head(decode(content, Head))
+            case "segment":
+                told = decode_segment(content, self._num_tokens_left, self._form, self._block_size)
+                return self._take_segment(told)
+            case "ids":
+                self._num_ids_left -= len(content) // ID_BYTES
+                return _ids_of(content)
+            case "piece":
+                self._part = next(self._parts, None)
+                return content
+            case _:
+                return self._end(content)
+
+    def _take_head(self, head: Head) -> Head:
+        head.check()
+        self._head, self._num_tokens_left = head, head.num_tokens
+        return head
+
+    def _take_segment(self, segment: SegmentHead) -> SegmentHead:
+        assert self._head is not None
+        start = self._head.num_tokens - self._num_tokens_left
+        segment.check(self._num_tokens_left, self._head.capacity - start)
+        self._num_tokens_left -= segment.num_used
+        self._num_ids_left = segment.num_tokens
+        self._parts = iter(segment.keys.parts if segment.keys is not None else ())
+        self._part = next(self._parts, None)
+        return segment
+
+    def _end(self, content: bytearray) -> None:
+        if bytes(content) != self._all.digest():
+            raise InvalidArgument(FIELD, "its end is that of another one")
+        self.is_complete = True
+
+    def _wrong(self, told: str) -> InvalidArgument:
+        self._error = InvalidArgument(FIELD, f"{told} (after {self.num_bytes:,} bytes)")
+        return self._error
+
+
+def _ids_of(content: bytearray) -> Ids:
+    ids = array("I", bytes(content))
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return Ids(ids)

@@ -1,0 +1,58 @@
+"""The merges: how partials of all ranks become one result. Queries travel; keys and values never move."""
+
+from collections.abc import Sequence
+
+from longleaf.comm import Groups
+from longleaf.config import MergeName
+from longleaf.merge.base import Merge, Wire
+from longleaf.merge.butterfly import Butterfly
+from longleaf.merge.choose import Chosen, choose, reuse
+from longleaf.merge.counted import CountedMerge
+from longleaf.merge.exchange import Exchange
+from longleaf.merge.gather import Gather
+from longleaf.merge.hierarchy import Hierarchy
+from longleaf.merge.packed import Packed
+from longleaf.merge.paper import Paper
+from longleaf.rank_protocol.epochs import MergeTiming, TierMerge
+from longleaf.topology import Topology
+
+__all__ = ["MERGES", "Chosen", "CountedMerge", "Merge", "Wire", "choose_merge", "make_merge", "tiers"]
+
+MERGES: dict[MergeName, type[Paper | Packed | Gather | Exchange | Hierarchy | Butterfly]] = {
+    "paper": Paper,
+    "packed": Packed,
+    "gather": Gather,
+    "exchange": Exchange,
+    "hierarchy": Hierarchy,
+    "butterfly": Butterfly,
+}
+
+
+def make_merge(name: MergeName, groups: Groups, wire: Wire) -> Merge:
+    """The merge called `name` over an epoch's groups."""
+    return MERGES[name](groups, wire)
+
+
+def tiers(name: str, topology: Topology, rows: int = 0) -> TierMerge:
+    """What the merge called `name` does inside the machines and between them, for up to so many rows.
+
+    Only `hierarchy` joins partials inside a machine first; the others take all ranks alike, wherever they are.
+    """
+    if len(topology.node_groups) == 1:
+        return TierMerge(rows, inside="exchange" if name == "hierarchy" else name)
+    if name != "hierarchy":
+        return TierMerge(rows, between=name)
+    has_several = any(len(ranks) > 1 for ranks in topology.node_groups)
+    return TierMerge(rows, "exchange" if has_several else "", "gather")
+
+
+def choose_merge(
+    groups: Groups, wire: Wire, num_heads: int, dim: int, device: str, told: Sequence[MergeTiming] = ()
+) -> Chosen:
+    """The fastest merge for partials of this size, by what is told of other groups, or else by measurement. On one
+    machine `hierarchy` is `exchange`."""
+    is_tiered = bool(groups.topology.full_rails)
+    merges = {name: merge(groups, wire) for name, merge in MERGES.items() if is_tiered or name != "hierarchy"}
+    if told:
+        return reuse(told, merges, groups, num_heads, dim, device)
+    return choose(merges, groups, num_heads, dim, device)

@@ -1,0 +1,87 @@
+"""Merge by recursive doubling: in round i each rank swaps with the one whose number differs in bit i."""
+
+from collections.abc import Iterator
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+
+from longleaf.attention import Partial
+from longleaf.comm import Groups
+from longleaf.merge.base import Wire
+from longleaf.merge.gather import send_to_owners
+
+
+class Then(Enum):
+    """What a rank does with what it received."""
+
+    KEEP_OWN = 0
+    JOIN_BEFORE = 1
+    """Received from a lower rank: that partial comes first."""
+    JOIN_AFTER = 2
+    TAKE = 3
+    """Received the result."""
+
+
+class Round(NamedTuple):
+    """One permutation, as one rank sees it."""
+
+    to: int
+    source: int
+    then: Then
+
+
+def rounds(rank: int, world_size: int) -> Iterator[Round]:
+    """The rounds of a rank: as many on every rank.
+
+    Where the world size is not a power of two, the ranks beyond the largest power hand their partial to a lower rank
+    first and get the result in the end.
+    """
+    core = 1 << (world_size.bit_length() - 1)
+    extra, is_extra, idle = world_size - core, rank >= core, Round(rank, rank, Then.KEEP_OWN)
+    has_guest = rank < extra
+    if extra:
+        yield (
+            Round(rank - core, rank, Then.KEEP_OWN)
+            if is_extra
+            else (Round(rank, rank + core, Then.JOIN_AFTER) if has_guest else idle)
+        )
+    for bit in range(core.bit_length() - 1):
+        peer = rank ^ (1 << bit)
+        yield idle if is_extra else Round(peer, peer, Then.JOIN_BEFORE if peer < rank else Then.JOIN_AFTER)
+    if extra:
+        yield (
+            Round(rank, rank - core, Then.TAKE)
+            if is_extra
+            else (Round(rank + core, rank, Then.KEEP_OWN) if has_guest else idle)
+        )
+
+
+class Butterfly:
+    """log2(N) rounds of one message each; the tree that the paper's title speaks of.
+
+    The partial of the lower ranks always comes first, so all ranks get the same bits.
+    """
+
+    def __init__(self, groups: Groups, wire: Wire) -> None:
+        self._comm = groups.world
+        self._wire = wire
+        self._rounds = tuple(rounds(groups.world.rank, groups.world.world_size))
+
+    def to_all(self, partial: Partial) -> Partial:
+        for to, source, then in self._rounds:
+            packed = self._wire.pack(partial)
+            theirs = self._comm.permute(packed, to, source)
+            match then:  # the own one, too, is rounded as the peer gets it: both sides must have the same numbers
+                case Then.KEEP_OWN:
+                    partial = self._wire.unpack(packed)
+                case Then.JOIN_BEFORE:
+                    partial = self._wire.fold(torch.stack((theirs, packed)))
+                case Then.JOIN_AFTER:
+                    partial = self._wire.fold(torch.stack((packed, theirs)))
+                case Then.TAKE:
+                    partial = self._wire.unpack(theirs.clone())
+        return partial
+
+    def to_owner(self, partial: Partial) -> Partial:
+        return send_to_owners(partial, self._comm, self._wire)

@@ -1,0 +1,30 @@
+"""A merge that counts what is given to it."""
+
+from longleaf.attention import Partial
+from longleaf.merge.base import Merge, Wire
+
+
+class CountedMerge:
+    """Passes everything on to another Merge, and counts the bytes of the packed partials that this rank gives to it.
+    How often these travel is the other's choice."""
+
+    def __init__(self, merge: Merge, wire: Wire) -> None:
+        self._merge, self._wire = merge, wire
+        self._num_bytes = 0
+
+    def to_all(self, partial: Partial) -> Partial:
+        self._count(partial)
+        return self._merge.to_all(partial)
+
+    def to_owner(self, partial: Partial) -> Partial:
+        self._count(partial)
+        return self._merge.to_owner(partial)
+
+    def take(self) -> int:
+        """The bytes since it was asked last."""
+        taken, self._num_bytes = self._num_bytes, 0
+        return taken
+
+    def _count(self, partial: Partial) -> None:
+        num_rows, num_heads, dim = partial.out_THD.shape
+        self._num_bytes += num_rows * self._wire.row_bytes(num_heads, dim)

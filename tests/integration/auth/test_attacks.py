@@ -1,0 +1,150 @@
+"""What a tenant might try to reach another's things, or to learn of them."""
+
+import base64
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc import StatusCode
+
+from coordinator.auth.credentials import Credentials
+from coordinator.handlers.transfer.fakes import FakeHouse
+from longleaf.tenants import DEFAULT_TENANT
+from tests.support.houses import house_of
+from tests.support.parcels import packable
+from tests.support.service import FakeEngine, ids, serving
+from tests.support.tenants import ACME, BOLT, Caller, request_of, texts_in, write_credentials
+
+ATTACKERS = (BOLT, DEFAULT_TENANT)
+"""The names of the default tenant stand alone inside: what it says must not be read as another's."""
+NAMES = (
+    "contexts/acme/book",
+    "contexts/acme%2Fbook",
+    "contexts/bolt/../acme/book",
+    "acme/book",
+    "contexts//acme/book",
+    "contexts/acme∕book",  # DIVISION SLASH, in which regular expressions see no slash
+    "contexts/аcme/book",
+    "contexts/acme/book\n",
+    "contexts/book\n",
+    "contexts/book\0",
+    "contexts/*",
+    "contexts/",
+    "",
+)
+REQUEST_IDS = ("acme/held", "bolt/../acme/held", "acme%2Fheld", "held\n", "a" * 129, "hëld")
+NAMED: dict[str, tuple[str, ...]] = {
+    "GetContext": ("name",),
+    "GetContextText": ("name",),
+    "DeleteContext": ("name",),
+    "CancelIngest": ("name",),
+    "ExportContext": ("name",),
+    "RereadContext": ("name",),
+    "ForkContext": ("name", "new_name"),
+}
+
+
+@pytest.fixture
+def house() -> FakeHouse:
+    return house_of(packable(name="acme/book"))
+
+
+@pytest.fixture
+async def channel(house: FakeHouse, tmp_path: Path) -> AsyncIterator[grpc.aio.Channel]:
+    """To a service in which acme has a book and a generation that is held."""
+    engine = FakeEngine()
+    engine.answer = (ids("hi"),)
+    engine.contexts["acme/book"] = list(ids("of acme"))
+    authenticator = Credentials.of(str(write_credentials(tmp_path, DEFAULT_TENANT)))
+    async with (
+        serving(engine, tmp_path / "model", house=house, authenticator=authenticator) as (_, address),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        fields = {"text": "a", "request_id": "held", "sampling": {"max_token_count": 1}}
+        assert await code_of(channel, ACME, "Generate", fields | {"resume_duration": {"seconds": 60}}) == StatusCode.OK
+        yield channel
+
+
+async def code_of(channel: grpc.aio.Channel, tenant: str, name: str, *requests: dict[str, Any]) -> StatusCode:
+    """Of a call, which says nothing of acme's but what its caller has said."""
+    given = [request_of(name, **fields) for fields in requests]
+    code, responses, told = await Caller(channel, tenant).call(name, given)
+    said = f"{texts_in(responses)}{told}"
+    assert "of acme" not in said
+    assert tenant == ACME or "acme" not in said or "acme" in texts_in(given)
+    return code
+
+
+@pytest.mark.parametrize("tenant", ATTACKERS)
+@pytest.mark.parametrize("name", NAMES)
+async def test_no_name_leads_to_anothers_context(channel: grpc.aio.Channel, tenant: str, name: str) -> None:
+    for call, fields in NAMED.items():
+        for field in fields:
+            given = dict.fromkeys(fields, "contexts/own") | {field: name}
+            assert await code_of(channel, tenant, call, given) == StatusCode.INVALID_ARGUMENT, call
+    document = {"config": {"name": name, "append": True}}, {"text": b"more"}
+    assert await code_of(channel, tenant, "IngestContext", *document) == StatusCode.INVALID_ARGUMENT
+    if name:
+        prompt = {"context": name, "text": "?", "sampling": {"max_token_count": 1}}
+        assert await code_of(channel, tenant, "Generate", prompt) == StatusCode.INVALID_ARGUMENT
+    assert await code_of(channel, ACME, "GetContext", {"name": "contexts/book"}) == StatusCode.OK
+
+
+@pytest.mark.parametrize("tenant", ATTACKERS)
+@pytest.mark.parametrize("request_id", REQUEST_IDS)
+async def test_no_id_leads_to_anothers_generation(channel: grpc.aio.Channel, tenant: str, request_id: str) -> None:
+    for call, given in (("CancelGeneration", {}), ("Generate", {"resume_token_index": 0})):
+        fields = given | {"request_id": request_id}
+        assert await code_of(channel, tenant, call, fields) == StatusCode.INVALID_ARGUMENT, call
+
+
+@pytest.mark.parametrize("tenant", ATTACKERS)
+async def test_the_id_of_anothers_generation_is_free(channel: grpc.aio.Channel, tenant: str) -> None:
+    """Neither is it found, nor taken: who asks learns nothing, and may use it."""
+    resume = {"request_id": "held", "resume_token_index": 0}
+    assert await code_of(channel, tenant, "Generate", resume) == StatusCode.NOT_FOUND
+    assert await code_of(channel, tenant, "CancelGeneration", {"request_id": "held"}) == StatusCode.NOT_FOUND
+    prompt = {"text": "b", "request_id": "held", "sampling": {"max_token_count": 1}}
+    prompt |= {"resume_duration": {"seconds": 60}}
+    assert await code_of(channel, tenant, "Generate", prompt) == StatusCode.OK
+    assert await code_of(channel, tenant, "CancelGeneration", {"request_id": "held"}) == StatusCode.OK
+    assert await code_of(channel, ACME, "Generate", resume) == StatusCode.OK
+
+
+@pytest.mark.parametrize("tenant", ATTACKERS)
+@pytest.mark.parametrize("after", ["", "acme/a", "acme/", "a", "../", "\0"])
+async def test_no_page_shows_anothers_contexts(channel: grpc.aio.Channel, tenant: str, after: str) -> None:
+    token = base64.urlsafe_b64encode(after.encode()).decode()
+    request = request_of("ListContexts", page_token=token)
+    code, [page], _ = await Caller(channel, tenant).call("ListContexts", [request])
+    assert (code, list(page.contexts), page.next_page_token) == (StatusCode.OK, [], "")
+
+
+@pytest.mark.parametrize("tenant", ATTACKERS)
+async def test_a_document_goes_not_on_where_anothers_was_cut(channel: grpc.aio.Channel, tenant: str) -> None:
+    """With the same name and upload id."""
+    config = {"name": "contexts/play", "upload_id": "mine", "total_size_bytes": 100}
+    half = {"config": config}, {"text": b"secret" * 5}
+    await Caller(channel, ACME).call("IngestContext", [request_of("IngestContext", **each) for each in half])
+    for who, held in ((tenant, 0), (ACME, 30)):
+        requests = [request_of("IngestContext", config=config)]
+        _, responses, _ = await Caller(channel, who).call("IngestContext", requests)
+        assert responses[0].received_size_bytes == held, who
+
+
+@pytest.mark.parametrize("tenant", ATTACKERS)
+@pytest.mark.parametrize("forged", ["acme/play", "acme/book", "../acme/play", "acme∕play", "", "play\n"])
+async def test_a_parcel_makes_no_context_of_another(
+    channel: grpc.aio.Channel, house: FakeHouse, tenant: str, forged: str
+) -> None:
+    parcel = packable(name=forged, vocabulary=200).packed()
+    pieces = {"piece": {"offset": 0, "data": parcel}}
+    before = set(house.contexts)
+    assert await code_of(channel, tenant, "ImportContext", {"config": {}}, pieces) == StatusCode.INVALID_ARGUMENT
+    assert set(house.contexts) == before
+    named = {"config": {"name": "contexts/mine"}}
+    assert await code_of(channel, tenant, "ImportContext", named, pieces) == StatusCode.OK
+    own = "mine" if tenant == DEFAULT_TENANT else f"{tenant}/mine"
+    assert set(house.contexts) == {*before, own}

@@ -1,0 +1,75 @@
+"""A crowd of strangers at the control channel, who come again and again: the ranks do not notice."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+import pytest
+
+from coordinator.cluster.control import Control
+from coordinator.events import Prompt
+from longleaf.config import EngineConfig
+from longleaf.sampling import Sampling
+from tests.integration.cluster.test_strangers import until
+from tests.support.network import crowd
+from tests.support.running import WatchedFleet, running_on
+from workers.fakes import EchoMain
+
+pytestmark = pytest.mark.timeout(120)
+NUM_ANSWERS = 4
+NUM_PULSES = 3
+"""Of each rank, that come while the crowd is there."""
+NUM_REFUSED = 1000
+SPARE_TASKS = 8
+"""Of the engine, that may be at work when they are counted: one for each stranger would be thousands."""
+
+
+@contextmanager
+def crowded(control: Control) -> Iterator[None]:
+    """All of the crowd have come, and hammer until the end of the block."""
+    server_key = control.invitations[0].server_key.decode()
+    command = [sys.executable, "-m", crowd.__name__, control.address, server_key]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "all have come\n"
+        yield
+    finally:
+        process.kill()
+        process.communicate()
+
+
+async def test_a_hundred_strangers_stop_no_heartbeat_and_no_step(caplog: pytest.LogCaptureFixture) -> None:
+    config = EngineConfig(model="none", world_size=2, chunk_size=64, block_size=16, replicate_below=8)
+    fleet = WatchedFleet(EchoMain())
+    control = Control(config, kill=fleet.kill)
+    async with running_on(fleet, control, config) as found:
+
+        def heard() -> list[int]:
+            return [member.num_pulses for member in control.roster]
+
+        async def answer() -> int:
+            prompt = Prompt(context=None, token_ids=(1, 2, 3), sampling=Sampling(max_tokens=50))
+            return len([event async for event in found.engine.submit(prompt)])
+
+        process = psutil.Process()
+        num_files, num_tasks = process.num_fds(), len(asyncio.all_tasks())
+        with crowded(control):
+            expected = [number + NUM_PULSES for number in heard()]
+            num_refused, num_answers = control.num_refused, 0
+            while control.num_refused < NUM_REFUSED or any(map(int.__lt__, heard(), expected)):
+                assert await answer() > 0
+                num_answers += 1
+            while num_answers < NUM_ANSWERS:  # where heartbeats come sooner than answers
+                assert await answer() > 0
+                num_answers += 1
+            assert control.num_refused > num_refused, "the crowd hammered meanwhile"
+        connections = control._channel._members._connections
+        await until(lambda: process.num_fds() <= num_files and not connections._candidates)
+        assert len(asyncio.all_tasks()) <= num_tasks + SPARE_TASKS
+        assert (found.engine.cluster().epoch, control.num_ignored) == (1, 0)
+    told = [record for record in caplog.records if "refused connections" in record.message]
+    assert len(told) <= control.num_refused.bit_length()

@@ -1,0 +1,415 @@
+"""Epochs one after the other: who is left forms the next one, whatever becomes of the others meanwhile."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+
+import pytest
+from msgspec.structs import replace
+
+from coordinator.cluster import control as control_module
+from coordinator.cluster.control import Control
+from coordinator.cluster.ports import Joined, MemberEvent, MemberLost
+from longleaf.config import EngineConfig
+from longleaf.errors import EpochBroken, Unavailable, WorkerLost
+from longleaf.rank_protocol.encoding import ToRank
+from longleaf.rank_protocol.epochs import Broken, Fence, Join, Layout, MergeTiming, OpenStore, Ready, StoreOpened
+from longleaf.rank_protocol.lives import Died, Progress
+from longleaf.rank_protocol.step import Decode, StepPlan, StepResult
+from longleaf.sampling import Token
+from tests.support.members import ScriptedMember
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class World:
+    """Control with scripted members; whom it kills is gone."""
+
+    def __init__(self, world_size: int, nodes: str = "", *, has_late_pulses: bool = False, **settings: object) -> None:
+        self.config = EngineConfig(model="none", world_size=world_size, **settings)  # type: ignore[arg-type]
+        self.control = Control(self.config, kill=self.kill)
+        self.members: dict[int, ScriptedMember] = {}
+        self.killed: list[int] = []
+        self.events: list[MemberEvent] = []
+        self.control.roster.watch(self.events.append)
+        for number, invitation in enumerate(self.control.invitations):
+            node = (nodes or "a" * world_size)[number]
+            self.members[number] = ScriptedMember(invitation, number, node, has_late_pulse=has_late_pulses)
+
+    async def kill(self, member: int) -> None:
+        self.killed.append(member)
+
+    async def add(self, node: str = "a", deaf_to: Collection[type[ToRank]] = ()) -> int:
+        """A member that loads the model beside the epoch."""
+        number, invitation = self.control.roster.invite()
+        self.members[number] = ScriptedMember(invitation, number, node, deaf_to)
+        await self.control.roster.admit(number)
+        return number
+
+    def beat(self, *numbers: int) -> None:
+        for number in numbers:
+            self.members[number].beat()
+
+    async def connect_pulses(self) -> None:
+        """Has the members be heard on the connections of their pulses: before that no fence can reach them."""
+        self.beat(*self.members)
+        await self.control.roster.wait(lambda: all(member.num_pulses for member in self.control.roster))
+
+    async def hear(self, member: int, kind: type[ToRank]) -> ToRank:
+        """The next message of this kind to a member."""
+        while not isinstance(message := await self.members[member].receive(), kind):
+            pass
+        return message
+
+    async def check(self, epoch: int, *members: int) -> None:
+        """The epoch has these ranks: each is told a layout, and rank 0 answers a step."""
+        layout, plan = Layout(epoch, ()), StepPlan(epoch, 1, Decode(()))
+        await self.control.group.lay_out(layout)
+        step = asyncio.ensure_future(self.control.group.step(plan))
+        for rank, member in enumerate(members):
+            assert await self.hear(member, Layout) == layout
+            assert await self.hear(member, StepPlan) == plan
+            last = self.members[member].joins[-1]
+            assert (last.epoch, last.rank, last.world_size) == (epoch, rank, len(members))
+        await self.members[members[0]].send(StepResult(epoch, 1, {epoch: (Token(7),)}))
+        assert (await step).tokens == {epoch: (Token(7),)}
+
+
+MakeWorld = Callable[..., Awaitable[World]]
+
+
+@pytest.fixture
+async def make_world() -> AsyncIterator[MakeWorld]:
+    """Worlds in their first epoch."""
+    worlds: list[World] = []
+
+    async def make(*arguments: object, **settings: object) -> World:
+        worlds.append(World(*arguments, **settings))  # type: ignore[arg-type]
+        await worlds[-1].control.start(1)
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        for member in world.members.values():
+            await member.close()
+        await world.control.close()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while True:
+        if condition():
+            return
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize(("lost", "left"), [((0,), (1, 2)), ((1,), (0, 2)), ((0, 2), (1,))])
+async def test_who_is_left_forms_the_next_epoch(make_world: MakeWorld, lost, left) -> None:
+    world = await make_world(3)
+    await world.connect_pulses()
+    step = asyncio.ensure_future(world.control.group.step(StepPlan(1, 1, Decode(()))))
+    await world.hear(2, StepPlan)
+    for member in lost:
+        world.control.lost(member, "was killed by signal 9")
+    end = await world.control.group.wait_ended()
+    assert isinstance(end.error, WorkerLost)
+    assert (end.error.rank, end.steps) == (lost[0], (1,))
+    with pytest.raises(WorkerLost):
+        await step
+    formation = await world.control.form(2)
+    assert (formation.epoch, formation.members) == (2, left)
+    assert [hello.member for hello in formation.hellos] == list(left)
+    assert [ready.member for ready in formation.readies] == list(left)
+    await world.check(2, *left)
+    assert [world.members[member].fences for member in left] == [[Fence(1)]] * len(left)
+    assert world.events == [MemberLost(member, member, 1, "a", "was killed by signal 9", False) for member in lost]
+    assert [(loss.member, loss.rank, loss.epoch, loss.slot) for loss in world.control.losses] == [
+        (member, member, 1, "given_up") for member in lost
+    ]
+
+
+async def test_a_fence_that_was_sent_before_the_pulse_connects_is_sent_again(make_world: MakeWorld) -> None:
+    """ZMQ drops what it sends on a connection that is not there yet."""
+    world = await make_world(2, has_late_pulses=True)
+    world.control.lost(1, "vanished")
+    await world.control.group.wait_ended()
+    member = world.members[0]
+    member.beat(Progress(1))
+    await until(lambda: member.fences == [Fence(1)])
+    assert (await world.control.form(2)).members == (0,)
+
+
+async def test_a_member_that_does_not_hear_a_fence_is_told_again(make_world: MakeWorld) -> None:
+    world = await make_world(2)
+    world.members[0].deaf_to = (Fence,)
+    world.members[0].beat(Progress(1))
+    world.control.lost(1, "vanished")
+    await until(lambda: world.members[0].num_fences > 2)
+    world.members[0].progress = Progress(2)
+    heard = next(member.num_pulses for member in world.control.roster)
+    await world.control.roster.wait(lambda: all(member.num_pulses > heard + 1 for member in world.control.roster))
+    num_fences = world.members[0].num_fences
+    await world.control.roster.wait(lambda: all(member.num_pulses > heard + 3 for member in world.control.roster))
+    assert world.members[0].num_fences == num_fences
+
+
+async def test_a_verdict_is_that_of_its_epoch(make_world: MakeWorld) -> None:
+    world = await make_world(3)
+    for epoch, lost in ((1, 0), (2, 1)):
+        waiting = asyncio.create_task(world.control.group.wait_ended())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        world.control.lost(lost, "vanished")
+        assert str((await waiting).error) == "rank 0 was lost: vanished"
+        old = world.control.group
+        await world.control.form(epoch + 1)
+    await world.check(3, 2)
+    with pytest.raises(WorkerLost, match="rank 0 was lost: vanished"):
+        await old.step(StepPlan(2, 9, Decode(())))
+    with pytest.raises(WorkerLost):
+        await old.lay_out(Layout(2, ()))
+    assert [(loss.member, loss.rank, loss.epoch) for loss in world.control.losses] == [(0, 0, 1), (1, 0, 2)]
+
+
+@pytest.mark.parametrize("order", [(1, 0, 2), (0, 1, 2), (2, 0, 1)])
+async def test_an_epoch_that_breaks_is_formed_anew_with_all(make_world: MakeWorld, order: tuple[int, ...]) -> None:
+    world = await make_world(3)
+    for member in order:
+        own = Broken(1, 1, 4, "ValueError: no")
+        # the others saw it leave the group
+        await world.members[member].send(own if member == 1 else Broken(member, 1, 4, "was left", blamed=1))
+    end = await world.control.group.wait_ended()
+    assert isinstance(end.error, EpochBroken)
+    assert (str(end.error), end.steps, world.killed) == ("rank 1: ValueError: no", (4,), [])
+    assert (await world.control.form(2)).members == (0, 1, 2)
+    await world.check(2, 0, 1, 2)
+
+
+async def test_who_is_blamed_and_says_nothing_is_killed(make_world: MakeWorld) -> None:
+    world = await make_world(3)
+    world.members[1].deaf_to = (Fence,)
+    await world.members[2].send(Broken(2, 1, 4, "was left", blamed=1))
+    end = await world.control.group.wait_ended()
+    assert (world.killed, str(end.error), end.steps) == ([1], "rank 1 was lost: was left", (4,))
+    assert (await world.control.form(2)).members == (0, 2)
+
+
+async def test_only_who_has_loaded_joins(make_world: MakeWorld) -> None:
+    world = await make_world(2, "ab")
+    await world.connect_pulses()
+    waiting = asyncio.create_task(world.control.wait_joinable())
+    number, invitation = world.control.roster.invite()
+    world.control.lost(1, "vanished")
+    await world.control.group.wait_ended()
+    assert (await world.control.form(2)).members == (0,)
+    assert not waiting.done()
+    world.members[number] = ScriptedMember(invitation, number, "b")
+    await world.control.roster.admit(number)
+    await waiting
+    assert (await world.control.form(3)).members == (0, 2)
+    assert world.events[-1] == Joined(2, 1, "b", 3)
+    assert world.members[0].fences == [Fence(1)], "an epoch that ends in order needs none"
+    await world.check(3, 0, 2)
+    waiting = asyncio.create_task(world.control.wait_joinable())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    waiting.cancel()
+
+
+async def test_a_newcomer_is_beside_those_of_its_node(make_world: MakeWorld) -> None:
+    world = await make_world(4, "aabb")
+    world.control.lost(0, "vanished")
+    await world.control.group.wait_ended()
+    assert (await world.control.form(2)).members == (1, 2, 3)
+    await world.add("a")
+    assert (await world.control.form(3)).members == (1, 4, 2, 3)
+    assert world.members[3].joins[-1].nodes == ("a", "a", "b", "b")
+
+
+async def test_what_was_measured_is_not_measured_again(make_world: MakeWorld) -> None:
+    world = await make_world(1)
+    timing = (MergeTiming(1, "gather", {"gather": 2.0}),)
+    world.members[0].merges = timing
+    for epoch in (2, 3):
+        await world.control.form(epoch)
+    assert [join.merges for join in world.members[0].joins] == [(), (), timing]
+
+
+# --- who is silent, who hangs ---
+
+
+async def test_who_is_silent_is_killed_first_and_then_lost(make_world: MakeWorld) -> None:
+    world = await make_world(3, lost_after=1.0)
+    world.beat(0, 2)
+    world.members[1].beat()
+    end = asyncio.create_task(world.control.group.wait_ended())
+    await asyncio.sleep(0.1)
+    world.members[1].stop_beating()
+    assert str((await end).error) == "rank 1 was lost: has been silent for 1 s"
+    assert world.killed == [1]
+
+
+@pytest.mark.parametrize("behind", [0, 2])
+async def test_who_holds_up_the_others_is_killed(make_world: MakeWorld, behind: int) -> None:
+    world = await make_world(3, step_timeout=0.1)
+    for number, member in world.members.items():
+        member.beat(Progress(1, 1, 6 if number == behind else 7))
+    with pytest.raises(WorkerLost, match=r"step 1 took longer than its 100 ms") as caught:
+        await world.control.group.step(StepPlan(1, 1, Decode(())))
+    assert (caught.value.rank, world.killed) == (behind, [behind])
+    assert (await world.control.group.wait_ended()).steps == (1,)
+    assert len((await world.control.form(2)).members) == 2
+
+
+@pytest.mark.parametrize("counts", [(7, 7, 7), (6, 6, 7)])
+async def test_nobody_is_killed_where_several_are_behind(make_world: MakeWorld, counts) -> None:
+    world = await make_world(3, step_timeout=0.1)
+    for number, member in world.members.items():
+        member.beat(Progress(1, 1, counts[number]))
+    with pytest.raises(EpochBroken, match="step 1 took longer"):
+        await world.control.group.step(StepPlan(1, 1, Decode(())))
+    assert ((await world.control.group.wait_ended()).steps, world.killed) == ((1,), [])
+    assert (await world.control.form(2)).members == (0, 1, 2)
+    assert world.members[1].fences == [Fence(1)]
+
+
+async def test_an_answer_that_comes_after_all_counts(make_world: MakeWorld) -> None:
+    world = await make_world(2, step_timeout=0.1)
+    step = asyncio.ensure_future(world.control.group.step(StepPlan(1, 1, Decode(()))))
+    await world.hear(0, StepPlan)
+    await asyncio.sleep(0.2)  # past the deadline, when members are asked how far they are
+    await world.members[0].send(StepResult(1, 1, {1: (Token(3),)}))
+    assert (await step).tokens == {1: (Token(3),)}
+    assert world.killed == []
+
+
+# --- while an epoch is formed ---
+
+
+async def test_a_loss_while_an_epoch_is_formed(make_world: MakeWorld) -> None:
+    world = await make_world(3)
+    world.members[2].deaf_to = (Join,)
+    world.control.lost(0, "vanished")
+    await world.control.group.wait_ended()
+    forming = asyncio.create_task(world.control.form(2))
+    await until(lambda: [join.epoch for join in world.members[2].joins] == [1, 2])
+    world.control.lost(2, "vanished, too")
+    formation = await forming
+    assert (formation.epoch, formation.members) == (3, (1,)), "the second attempt has a number of its own"
+    await world.check(3, 1)
+
+
+async def test_who_opens_no_store_because_it_is_lost(make_world: MakeWorld) -> None:
+    world = await make_world(3)
+    world.members[1].deaf_to = (OpenStore,)
+    world.control.lost(0, "vanished")
+    await world.control.group.wait_ended()
+    forming = asyncio.create_task(world.control.form(2))
+    await until(lambda: world.control.group.epoch == 2)
+    world.control.lost(1, "vanished, too")
+    assert (await forming).members == (2,)
+
+
+async def test_who_does_not_join_twice_is_killed(make_world: MakeWorld, monkeypatch) -> None:
+    monkeypatch.setattr(control_module, "ANSWER_SECONDS", 0.3)
+    world = await make_world(3, form_timeout=0.3)
+    world.members[1].deaf_to = (Join, Fence)
+    world.members[0].deaf_to = (Join,)  # it waits for the others until it is fenced
+    await world.members[2].send(Broken(2, 1, 1, "raised"))
+    await world.control.group.wait_ended()
+    forming = asyncio.create_task(world.control.form(2))
+    await until(lambda: world.killed)
+    world.members[0].deaf_to = ()
+    formation = await forming
+    assert world.killed == [1]
+    assert formation.members == (0, 2)
+    assert formation.epoch > 3, "two attempts failed"
+    lost = [event for event in world.events if isinstance(event, MemberLost)]
+    assert [(event.member, event.reason) for event in lost] == [(1, "did not join 2 epochs")]
+
+
+async def test_who_opens_no_store_twice_is_killed(make_world: MakeWorld, monkeypatch) -> None:
+    monkeypatch.setattr(control_module, "ANSWER_SECONDS", 0.1)
+    world = await make_world(3, form_timeout=0.3)
+    world.members[0].deaf_to = (OpenStore, Fence)
+    assert (await world.control.form(2)).members == (1, 2)
+    assert world.killed == [0]
+
+
+async def test_nobody_is_killed_where_nobody_knows(make_world: MakeWorld, monkeypatch) -> None:
+    monkeypatch.setattr(control_module, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(control_module, "MAX_ATTEMPTS", 3)
+    world = await make_world(2, form_timeout=0.1)
+    for member in world.members.values():
+        member.deaf_to = (Join, Fence)
+    with pytest.raises(Unavailable, match="could not be joined in 3 attempts"):
+        await world.control.form(2)
+    assert world.killed == []
+    for member in world.members.values():
+        member.deaf_to = ()
+    assert (await world.control.form(5)).members == (0, 1)
+
+
+async def test_a_group_may_take_longer_if_the_first_one_did() -> None:
+    world = World(2, form_timeout=0.1)
+    member, late = world.members[1], Ready(1, "cpu", "float32", 4, 64)
+    member.deaf_to = (Join,)
+    starting = asyncio.create_task(world.control.start(1))
+    for epoch, forming in ((1, starting), (2, None)):
+        forming = forming or asyncio.create_task(world.control.form(2))
+        await until(lambda epoch=epoch: [join.epoch for join in member.joins][-1:] == [epoch])
+        await asyncio.sleep(1.5 if epoch == 1 else 0.3)
+        await member.send(replace(late, epoch=epoch))
+        assert (await forming).epoch == epoch, "at the first attempt"
+    for member in world.members.values():
+        await member.close()
+    await world.control.close()
+
+
+async def test_a_newcomer_that_cannot_join_does_not_keep_others_from_it(make_world: MakeWorld) -> None:
+    world = await make_world(2, form_timeout=0.3)
+    await world.add(deaf_to=(Join,))  # it reaches nobody, and says so when it is fenced
+    formation = await world.control.form(2)
+    assert (formation.members, world.killed) == ((0, 1), [2])
+    lost = [event for event in world.events if isinstance(event, MemberLost)]
+    assert [(event.member, event.reason) for event in lost] == [(2, "no epoch could be formed with it")]
+    await world.check(formation.epoch, 0, 1)
+
+
+async def test_who_fails_to_join_for_a_reason_of_its_own_is_lost(make_world: MakeWorld) -> None:
+    world = await make_world(2)
+    world.members[1].deaf_to = (Join,)
+    forming = asyncio.create_task(world.control.form(2))
+    await until(lambda: len(world.members[1].joins) == 2)
+    await world.members[1].send(Died(1, "no memory"))
+    assert (await forming).members == (0,)
+
+
+async def test_all_are_lost(make_world: MakeWorld) -> None:
+    world = await make_world(2)
+    for member in (0, 1):
+        world.control.lost(member, "vanished")
+    await world.control.group.wait_ended()
+    with pytest.raises(WorkerLost, match="rank 0 was lost: vanished"):
+        await world.control.form(2)
+    number, invitation = world.control.roster.invite()
+    forming = asyncio.create_task(world.control.form(2))
+    await asyncio.sleep(0)
+    world.members[number] = ScriptedMember(invitation, number)
+    await world.control.roster.admit(number)
+    assert (await forming).members == (2,)
+
+
+async def test_what_belongs_to_another_epoch_is_not_heard(make_world: MakeWorld) -> None:
+    world = await make_world(3)
+    world.control.lost(0, "vanished")
+    await world.control.group.wait_ended()
+    await world.control.form(2)
+    old: list[StoreOpened | Ready] = [Ready(2, "cpu", "float32", 4, 64, epoch=epoch) for epoch in (0, 1, 2, 3)]
+    old += [StoreOpened(1, epoch, 5) for epoch in (1, 2, 3)] + [StoreOpened(2, 2, 5)]
+    for message in (*old, Broken(2, 3, 1, "a lie"), StepResult(2, 1, {})):
+        await world.members[message.member if not isinstance(message, StepResult) else 2].send(message)
+    await until(lambda: world.control.num_ignored == len(old) + 2)
+    await world.members[2].send(Broken(2, 1, 7, "late", blamed=0))  # true, but of an epoch before
+    await world.members[1].send(StepResult(1, 1, {0: (Token(666),)}))
+    await world.check(2, 1, 2)
+    assert world.control.num_ignored == len(old) + 2
+    assert not world.control.group.is_suspected

@@ -1,0 +1,245 @@
+"""Who is lost is replaced: at once, later, or not at all."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import TypeVar
+
+import msgspec
+import pytest
+
+from coordinator.cluster.control import Control
+from coordinator.cluster.fakes import FakeFleet
+from coordinator.cluster.keeper import Backoff, Keeper, pinned
+from coordinator.cluster.ports import Delayed, GivenUp, Joined, MemberEvent, MemberLost, Replacing
+from longleaf.config import EngineConfig, embedded_model
+from longleaf.errors import StartError
+from longleaf.fingerprint import read_fingerprint
+from longleaf.geometry import Windows
+from longleaf.rank_protocol.epochs import Ready
+from longleaf.rank_protocol.rank_spec import Invitation
+from tests.support.members import ScriptedMember
+
+pytestmark = pytest.mark.timeout(60)
+CONFIG = EngineConfig(model=str(embedded_model()), world_size=2, max_losses_per_minute=3, kv_bytes=100)
+OWN = read_fingerprint(embedded_model())
+OTHER = msgspec.structs.replace(OWN, digest="another", files=OWN.files | {"tokenizer.json": "another"})
+Event = TypeVar("Event", bound=MemberEvent)
+
+
+class Places(FakeFleet):
+    """Starts scripted members. Those in `failing` die while they load, those in `strange` have another model."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.members: dict[int, ScriptedMember] = {}
+        self.replaced: list[tuple[int, int]] = []
+        self.failing: set[int] = set()
+        self.strange: set[int] = set()
+        self.killed: list[int] = []
+        self.problem: Exception | None = None
+
+    async def kill(self, member: int) -> None:
+        self.killed.append(member)
+
+    async def replace(self, lost: int, member: int, invitation: Invitation, config: EngineConfig) -> None:
+        assert config == CONFIG
+        if self.problem is not None:
+            raise self.problem
+        self.replaced.append((lost, member))
+        self.start(member, invitation)
+
+    def start(self, member: int, invitation: Invitation) -> None:
+        told = OTHER if member in self.strange else OWN
+        self.members[member] = ScriptedMember(invitation, member, fingerprint=told)
+        self.members[member].fails_to_load = member in self.failing
+
+
+class Kept:
+    """A world of two that is kept whole. Time passes only while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.fleet = Places()
+        self.control = Control(CONFIG, kill=self.fleet.kill)
+        self.events: list[MemberEvent] = []
+        self.now = 0.0
+        self.slept: list[float] = []
+        self._changed = asyncio.Event()
+        self.control.roster.watch(self._note)
+
+    async def start(self) -> None:
+        for member, invitation in enumerate(self.control.invitations):
+            self.fleet.start(member, invitation)
+        formation = await self.control.start(1)
+        self.keeper = Keeper(self.control.roster, self.fleet, CONFIG, formation.readies, lambda: self.now, self._sleep)
+
+    async def _sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+        await asyncio.sleep(0)
+
+    def _note(self, event: MemberEvent) -> None:
+        self.events.append(event)
+        self._changed.set()
+
+    async def wait_for(self, kind: type[Event], count: int = 1) -> list[Event]:
+        """The events of this kind, once there are so many."""
+        while len(found := [event for event in self.events if isinstance(event, kind)]) < count:
+            self._changed.clear()
+            await self._changed.wait()
+        return found
+
+    async def close(self) -> None:
+        await self.keeper.close()
+        for member in self.fleet.members.values():
+            await member.close()
+        await self.control.close()
+
+
+@pytest.fixture
+async def kept() -> AsyncIterator[Kept]:
+    kept = Kept()
+    await kept.start()
+    yield kept
+    await kept.close()
+
+
+async def test_who_is_lost_is_replaced(kept: Kept) -> None:
+    for epoch, (lost, member) in enumerate([(1, 2), (0, 3), (2, 4)], start=2):
+        kept.control.lost(lost, "vanished")
+        await kept.control.wait_joinable()
+        assert kept.fleet.replaced[-1] == (lost, member)
+        await kept.control.form(epoch)
+    assert kept.slept == []
+    assert await kept.wait_for(Replacing) == [Replacing(2, 1), Replacing(3, 0), Replacing(4, 2)]
+    assert [event.member for event in await kept.wait_for(Joined)] == [2, 3, 4]
+
+
+async def test_too_many_losses_are_replaced_later(kept: Kept) -> None:
+    for member in (1, 2, 3):
+        kept.control.lost(member, "vanished")
+        await kept.wait_for(Replacing, member)
+        await kept.control.wait_joinable()
+        await kept.control.form(member + 1)
+        kept.now += 10.0
+    kept.control.lost(4, "vanished")
+    assert await kept.wait_for(Delayed) == [Delayed(4, 30.0, "too many ranks were lost within a minute")]
+    await kept.wait_for(Replacing, 4)
+    assert kept.slept == [30.0]
+
+
+async def test_a_slot_that_is_lost_while_it_loads_is_given_up_until_asked(kept: Kept) -> None:
+    kept.fleet.failing = {2, 3, 4}
+    kept.control.lost(1, "vanished")
+    reason = "3 replacements were lost before they were ranks; the last: no memory"
+    assert await kept.wait_for(GivenUp) == [GivenUp(4, reason)]
+    assert await kept.wait_for(Replacing) == [Replacing(2, 1), Replacing(3, 2), Replacing(4, 3)]
+    assert [event.member for event in await kept.wait_for(MemberLost)] == [1, 2, 3, 4]
+    assert kept.fleet.killed == [], "they died of themselves"
+    assert kept.keeper.refill() == 1
+    assert kept.keeper.refill() == 0, "it is being filled"
+    await kept.control.wait_joinable()
+    assert await kept.wait_for(Replacing, 4) == [Replacing(2, 1), Replacing(3, 2), Replacing(4, 3), Replacing(5, 4)]
+    assert (await kept.control.form(2)).members == (0, 5)
+    assert kept.keeper.refill() == 0
+    assert len(kept.fleet.replaced) == 4, "nobody is missing"
+
+
+async def test_who_was_a_rank_once_has_not_failed_before(kept: Kept) -> None:
+    kept.fleet.failing = {2, 3, 5, 6}
+    for epoch, lost in ((2, 1), (3, 4)):
+        kept.control.lost(lost, "vanished")
+        await kept.wait_for(Replacing, lost + 2 if lost > 1 else 3)
+        await kept.control.wait_joinable()
+        await kept.control.form(epoch)
+    assert not [event for event in kept.events if isinstance(event, GivenUp)]
+    assert [member for _, member in kept.fleet.replaced] == [2, 3, 4, 5, 6, 7]
+
+
+async def test_a_slot_whose_replacements_load_and_never_join_is_given_up(kept: Kept) -> None:
+    for lost in (1, 2, 3, 4):
+        kept.control.lost(lost, "did not join 2 epochs")
+        if lost < 4:
+            await kept.wait_for(Replacing, lost)
+            await kept.control.wait_joinable()
+    reason = "3 replacements were lost before they were ranks; the last: did not join 2 epochs"
+    assert await kept.wait_for(GivenUp) == [GivenUp(4, reason)]
+    assert kept.keeper.refill() == 1
+
+
+async def test_a_slot_that_stays_away_is_no_longer_waited_for_and_filled_when_it_comes(kept: Kept) -> None:
+    kept.fleet.problem = StartError("no slot")
+    kept.control.lost(1, "its node died")
+    [given_up] = await kept.wait_for(GivenUp)
+    told = "it was not there for 5 min, and is filled when it is: no slot"
+    assert (given_up.lost, given_up.reason) == (1, told)
+    assert kept.now >= CONFIG.start_timeout
+    await kept.control.wait_settled()
+    assert kept.keeper.refill() == 0, "it is still looked for"
+    kept.fleet.problem = None
+    await kept.control.wait_joinable()
+    assert len([event for event in kept.events if isinstance(event, GivenUp)]) == 1, "told once"
+    assert [loss.slot for loss in kept.control.losses] == ["filling"]
+
+
+async def test_a_replacement_has_the_model_of_the_others(kept: Kept) -> None:
+    kept.fleet.strange = {2, 3, 4}
+    kept.control.lost(1, "vanished")
+    [given_up] = await kept.wait_for(GivenUp)
+    assert given_up.reason.endswith("has another tokenizer.json than node node (127.0.0.1)")
+    assert kept.fleet.killed == [2, 3, 4]
+    told = list(kept.events)
+    assert told[-2:] == [MemberLost(4, None, 0, "node", given_up.reason.partition("the last: ")[2], True), given_up]
+    assert [loss.slot for loss in kept.control.losses] == ["given_up"] * 4
+    await kept.keeper.close()
+    assert kept.events == told, "it is told once"
+
+
+@pytest.mark.parametrize(
+    ("problem", "told"),
+    [(StartError("no slot"), "no slot"), (BlockingIOError("no process"), "BlockingIOError: no process")],
+)
+async def test_a_slot_that_cannot_be_filled_now_is_waited_for(kept: Kept, problem: Exception, told: str) -> None:
+    kept.fleet.problem = problem
+    kept.control.lost(1, "its node died")
+    assert await kept.wait_for(Delayed) == [Delayed(1, 5.0, told)]
+    for _ in range(1000):  # it looks again and again
+        await asyncio.sleep(0)
+    assert set(kept.slept) == {5.0}
+    assert len(await kept.wait_for(Delayed)) == 1, "told once"
+    assert len(list(kept.control.roster)) <= 2, "nobody is waited for who was not started"
+    kept.fleet.problem = None
+    await kept.control.wait_joinable()
+    [replacing] = await kept.wait_for(Replacing)
+    assert (await kept.control.form(2)).members == (0, replacing.member)
+
+
+async def test_nobody_is_replaced_once_it_is_closed(kept: Kept) -> None:
+    await kept.keeper.close()
+    kept.control.lost(1, "vanished")
+    await kept.wait_for(MemberLost)
+    assert kept.fleet.replaced == []
+
+
+def test_as_many_losses_as_the_limit_delay_nothing() -> None:
+    backoff = Backoff(2)
+    for now, expected in ((0.0, 0.0), (10.0, 0.0), (20.0, 40.0), (70.5, 0.0), (71.0, 9.0)):
+        backoff.note(now)
+        assert backoff.delay(now) == expected
+    assert backoff.delay(80.0) == 0.0
+
+
+def test_without_a_limit_of_losses_none_is_replaced_at_once() -> None:
+    backoff = Backoff(0)
+    backoff.note(5.0)
+    assert backoff.delay(6.0) == 59.0
+
+
+def test_a_pool_has_the_size_of_the_one_before() -> None:
+    config = EngineConfig(model="none", block_size=16)
+    ready = Ready(0, "cpu", "float32", 100, 64)
+    assert pinned(config, ready).kv_bytes == 100 * 16 * 64
+    windows = Windows(reaches=(), num_blocks=7, bytes_per_token=32)
+    both = pinned(config, msgspec.structs.replace(ready, windows=windows))
+    assert (both.kv_bytes, both.window_bytes) == (100 * 16 * 64 + 7 * 16 * 32, 7 * 16 * 32)
+    given = msgspec.structs.replace(config, kv_bytes=5)
+    assert pinned(given, ready) is given

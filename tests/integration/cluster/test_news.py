@@ -1,0 +1,79 @@
+"""What whoever runs a service is told of its ranks."""
+
+import asyncio
+import logging
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from coordinator.actor import CoordinatorActor, Reply
+from coordinator.cluster.local_fleet import LocalFleet
+from coordinator.settings import ServiceConfig
+from longleaf.client import AsyncClient
+from longleaf.config import EngineConfig
+from longleaf.operations import TelemetryConfig
+from tests.support.service import write_model
+from workers.fakes import EchoMain
+
+pytestmark = pytest.mark.timeout(60)
+
+
+async def told(actor: CoordinatorActor, last: str) -> list[str]:
+    """The news up to one that begins so."""
+    notes: list[str] = []
+    while not notes or not notes[-1].startswith(last):
+        reply = await actor.wait(until_news=True)
+        assert reply.notes, "the service goes on"
+        notes += reply.notes
+    return notes
+
+
+async def test_whoever_runs_a_service_is_told_of_a_loss_and_of_what_becomes_of_it(tmp_path: Path) -> None:
+    engine = EngineConfig(model=str(write_model(tmp_path)), world_size=2, block_size=16)
+    actor = CoordinatorActor(ServiceConfig(engine=engine, launcher="local"), lambda: LocalFleet(EchoMain()))
+    try:
+        port = (await actor.start()).port
+        async with AsyncClient(f"localhost:{port}") as client:
+            worker = (await client.cluster()).workers[1]
+            os.kill(worker.pid, signal.SIGKILL)
+        notes = await told(actor, "member 2 on node")
+        node = worker.node
+        started = "member 2 was started in the place of member 1"  # before the others have met, or after
+        assert started in notes
+        assert [note for note in notes if note != started] == [
+            f"member 1 on node {node}, rank 1 of epoch 1, was lost: was killed by signal 9",
+            "epoch 2 begins with 1 of 2 ranks",
+            "epoch 3 begins with 2 of 2 ranks",
+            f"member 2 on node {node} is rank 1 of epoch 3",
+        ]
+        await actor.end()
+        assert await actor.wait(until_news=True) == Reply()
+    finally:
+        await actor.stop()
+    assert not logging.getLogger("coordinator").handlers
+
+
+async def test_what_is_logged_while_a_service_is_taken_down_is_told_at_last(tmp_path: Path) -> None:
+    """Such as the line of an auditor on the drain that waited for it."""
+    engine = EngineConfig(model=str(write_model(tmp_path)), world_size=1, block_size=16)
+    telemetry = TelemetryConfig(log_level="info")
+    config = ServiceConfig(engine=engine, launcher="local", telemetry=telemetry)
+    actor = CoordinatorActor(config, lambda: LocalFleet(EchoMain()))
+    try:
+        port = (await actor.start()).port
+        waiting = asyncio.create_task(actor.wait(until_news=True))
+        async with AsyncClient(f"localhost:{port}") as client:
+            await client.cluster()
+            (line,) = (await waiting).notes
+            assert line.startswith("call ended [tenant default, method /longleaf.v1.ClusterService/GetCluster, code OK")
+            draining = asyncio.create_task(client.drain(wait=True))
+            assert await actor.wait(until_news=True) == Reply()
+            notes = (await actor.stop()).notes
+            await draining
+        audited = [note for note in notes if note.startswith("drain [")]
+        assert len(audited) == 1, notes
+    finally:
+        await actor.stop()
+    assert not logging.getLogger("coordinator").handlers

@@ -1,0 +1,170 @@
+"""What members are asked to do beside the steps: each gets its own orders, and each order its own outcome."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
+from pathlib import Path
+
+import pytest
+
+from coordinator.cluster.control import Control
+from coordinator.cluster.local_fleet import LocalFleet
+from longleaf.config import EngineConfig
+from longleaf.errors import DataLoss, EpochBroken, StorageUnavailable, Unavailable, WorkerLost
+from longleaf.rank_protocol.encoding import ToRank
+from longleaf.rank_protocol.epochs import Layout
+from longleaf.rank_protocol.fakes import echo_token
+from longleaf.rank_protocol.snapshots import Discard, Failure, Fetch, Fetched, Save, Saved
+from longleaf.rank_protocol.step import Decode, Portion, Prefill, Restore, Row, StepPlan, Terms
+from longleaf.runs import Run
+from longleaf.sampling import Sampling, Token
+from tests.support.members import ScriptedMember
+from workers.fakes import EchoMain
+
+pytestmark = pytest.mark.timeout(60)
+RUNS = (Run(0, 0, 6, (3, 1)),)
+SAVE, FETCH = Save(4, "contexts/1/a", 0, RUNS), Fetch(4, "contexts/1/a", 10, "abc", ((0, 8),))
+
+
+class World:
+    def __init__(self) -> None:
+        self.control = Control(EngineConfig(model="none", world_size=2))
+        invitations = enumerate(self.control.invitations)
+        self.members = [ScriptedMember(invitation, number) for number, invitation in invitations]
+
+    async def hear(self, member: int, kind: type[ToRank]) -> ToRank:
+        while not isinstance(message := await self.members[member].receive(), kind):
+            pass
+        return message
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    made = World()
+    await made.control.start(1)
+    yield made
+    for member in made.members:
+        await member.close()
+    await made.control.close()
+
+
+async def fails(work: Awaitable[object], kind: type[Exception], told: str) -> None:
+    with pytest.raises(kind, match=told) as raised:
+        await work
+    assert raised.type is kind
+
+
+async def test_each_outcome_goes_to_who_asked(world: World) -> None:
+    """In any order; under one ticket a member may save and fetch, and another one, too."""
+    saves = [asyncio.create_task(world.control.save(member, SAVE)) for member in (0, 1)]
+    fetching = asyncio.create_task(world.control.fetch(1, FETCH))
+    assert [await world.hear(0, Save), await world.hear(1, Save), await world.hear(1, Fetch)] == [SAVE, SAVE, FETCH]
+    await world.members[1].tell(Fetched(1, 5))
+    await world.members[1].tell(Fetched(1, 4))
+    await fetching
+    assert not any(save.done() for save in saves)
+    for member in (1, 0):
+        await world.members[member].tell(Saved(member, 4, 100 + member, "digest"))
+        assert await saves[member] == Saved(member, 4, 100 + member, "digest")
+    await world.control.discard(1, [4, 5])
+    assert await world.hear(1, Discard) == Discard((4, 5))
+    assert world.control.num_ignored == 0
+
+
+@pytest.mark.parametrize(
+    ("trouble", "kind"), [("unavailable", StorageUnavailable), ("damaged", DataLoss), ("dropped", Unavailable)]
+)
+async def test_failures_are_raised_as_what_they_are(world: World, trouble, kind) -> None:
+    for work, outcome in [(world.control.save(0, SAVE), Saved), (world.control.fetch(0, FETCH), Fetched)]:
+        asked = asyncio.create_task(work)
+        await world.hear(0, Save | Fetch)
+        await world.members[0].tell(outcome(0, 4, failure=Failure(trouble, "why")))
+        await fails(asked, kind, "contexts/1/a.*why")
+
+
+async def test_who_is_lost_answers_nothing_any_more(world: World) -> None:
+    asked = [asyncio.create_task(world.control.save(member, SAVE)) for member in (0, 1)]
+    asked.append(asyncio.create_task(world.control.fetch(1, FETCH)))
+    await world.hear(1, Fetch)
+    world.control.lost(1, "was killed by signal 9")
+    for work in asked[1:]:
+        await fails(work, WorkerLost, "rank 1 was lost: was killed by signal 9")
+    await fails(world.control.fetch(1, FETCH), WorkerLost, "is gone")
+    assert not asked[0].done()
+    await world.members[0].tell(Saved(0, 4))
+    assert await asked[0] == Saved(0, 4)
+
+
+async def test_orders_outlive_an_epoch(world: World) -> None:
+    asked = asyncio.create_task(world.control.fetch(0, FETCH))
+    await world.hear(0, Fetch)
+    world.control.lost(1, "was killed by signal 9")
+    assert (await world.control.form(2)).members == (0,)
+    await world.members[0].tell(Fetched(0, 4))
+    await asked
+
+
+async def test_who_asks_may_lose_interest(world: World) -> None:
+    asked = asyncio.create_task(world.control.save(0, SAVE))
+    await world.hear(0, Save)
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    again = asyncio.create_task(world.control.fetch(0, FETCH))
+    await world.hear(0, Fetch)
+    await world.members[0].tell(Saved(0, 4))
+    await world.members[0].tell(Fetched(0, 4))
+    await again
+
+
+async def test_a_ticket_is_used_once_at_a_time(world: World) -> None:
+    asked = asyncio.create_task(world.control.save(0, SAVE))
+    await world.hear(0, Save)
+    with pytest.raises(ValueError, match="ticket 4 of member 0 is in use"):
+        await world.control.save(0, SAVE)
+    await world.members[0].tell(Saved(0, 4))
+    assert await asked == Saved(0, 4)
+
+
+async def test_orders_of_many_runs_arrive(world: World) -> None:
+    runs = tuple(Run(0, 16 * i, 16 * i + 16, (7 * i,)) for i in range(20_000))
+    asked = asyncio.create_task(world.control.save(0, Save(1, "p", 0, runs)))
+    heard = await world.hear(0, Save)
+    assert isinstance(heard, Save)
+    assert heard.runs == runs
+    await world.members[0].tell(Saved(0, 1))
+    await asked
+
+
+async def test_who_closes_leaves_nobody_waiting(world: World) -> None:
+    asked = asyncio.create_task(world.control.save(0, SAVE))
+    await world.hear(0, Save)
+    await world.control.close()
+    await fails(asked, Unavailable, "the service ends")
+
+
+async def test_members_without_a_model_save_and_restore(tmp_path: Path) -> None:
+    """As processes: what one has written another one takes in, and nobody takes in what it has not fetched."""
+    config = EngineConfig(model="none", world_size=2, block_size=4, snapshot_url=str(tmp_path))
+    fleet = LocalFleet(EchoMain())
+    control = Control(config, kill=fleet.kill)
+    try:
+        await fleet.launch(config, control.invitations, control.lost)
+        group = (await control.start(1)).group
+        pieces = Run(0, 0, 8, (5, 6)), Run(1, 8, 14, (5, 2))
+        await group.step(StepPlan(1, 1, Prefill((3,), 0, tuple(range(14)), pieces)))
+        saved = [await control.save(member, Save(7, f"p{member}", 3, (pieces[member],))) for member in (0, 1)]
+        for ticket, run in enumerate(pieces):
+            found = saved[ticket].num_bytes, saved[ticket].digest
+            await control.fetch(1, Fetch(ticket, f"p{ticket}", *found, ((run.start, run.end),)))
+        await fails(control.fetch(1, Fetch(2, "p2", 1, "", ())), DataLoss, "p2")
+        group = (await control.form(2)).group
+        await group.lay_out(Layout(2, ()))
+        portions = Portion(0, (Run(1, 0, 8, (1, 2)),)), Portion(1, (Run(1, 8, 14, (3, 4)),))
+        assert (await group.step(StepPlan(2, 1, Restore(4, 0, portions)))).step == 1
+        row = Row(1, (4, 9), 14, (5,), (Run(0, 14, 15, (0,)),), 0, Terms(Sampling()))
+        assert (await group.step(StepPlan(2, 2, Decode((row,))))).tokens == {1: (Token(echo_token(5, 0)),)}
+        with pytest.raises(EpochBroken, match="what was not fetched is to be restored"):
+            await group.step(StepPlan(2, 3, Restore(5, 0, (Portion(0, (Run(0, 0, 8, (7, 8)),)),))))
+    finally:
+        await control.close()
+        await fleet.shutdown()

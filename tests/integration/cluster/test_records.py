@@ -1,0 +1,164 @@
+"""What ranks log is in the coordinator's log: over the real channel, of real processes."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from threading import Thread
+
+import pytest
+
+from coordinator.cluster.control import Control
+from coordinator.engine.engine import Engine
+from coordinator.events import Prompt, Tokens
+from longleaf.config import EngineConfig
+from longleaf.rank_protocol.encoding import encode
+from longleaf.rank_protocol.epochs import Join, Ready
+from longleaf.rank_protocol.rank_spec import RankSpec
+from longleaf.rank_protocol.records import Logged, Record
+from longleaf.rank_protocol.step import StepPlan
+from longleaf.sampling import Sampling
+from tests.integration.cluster.test_strangers import until
+from tests.support.members import ScriptedMember
+from tests.support.running import WatchedFleet, running_on
+from workers.__main__ import live
+from workers.control import serve
+from workers.fakes import EchoMain, EchoRank, Fault
+from workers.pending import Pending
+from workers.records import MAX_KEPT
+
+pytestmark = pytest.mark.timeout(60)
+CONFIG = EngineConfig(model="none", chunk_size=64, block_size=16, replicate_below=8)
+library = logging.getLogger("longleaf.comm.shared_memory")
+ours = logging.getLogger("workers.rank")
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    return [record for record in caplog.records if record.name == "coordinator.cluster"]
+
+
+def texts(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in told(caplog)]
+
+
+@asynccontextmanager
+async def engine_of(world_size: int, main: Callable[[RankSpec], None]) -> AsyncIterator[Engine]:
+    config = EngineConfig(model="none", chunk_size=64, block_size=16, replicate_below=8, world_size=world_size)
+    fleet = WatchedFleet(main)
+    async with running_on(fleet, Control(config, kill=fleet.kill), config) as found:
+        yield found.engine
+
+
+async def answer(engine: Engine, max_tokens: int) -> list[int]:
+    stream = engine.submit(Prompt(context=None, token_ids=(1, 2, 3), sampling=Sampling(max_tokens=max_tokens)))
+    return [token async for event in stream if isinstance(event, Tokens) for token in event.token_ids]
+
+
+async def test_what_ends_an_epoch_is_told_with_its_traceback(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async with engine_of(2, EchoMain(Fault(rank=1, kind="raise", step=20))) as engine:
+        assert len(await answer(engine, 200)) == 200
+        await until(lambda: told(caplog))
+        [node] = {worker.node for worker in engine.cluster().workers}
+    [record] = told(caplog)
+    assert (record.levelno, record.rank, record.node) == (logging.WARNING, 1, node)  # type: ignore[attr-defined]
+    first, *traceback = record.getMessage().splitlines()
+    assert first == "rank 1: epoch 1 is broken for member 1: RuntimeError: was told to raise"
+    assert (traceback[0], traceback[-1]) == ("Traceback (most recent call last):", "RuntimeError: was told to raise")
+    assert "told to raise" not in capfd.readouterr().err, "once is enough"
+
+
+async def test_the_last_word_of_a_member_that_fails_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    control, fleet = Control(CONFIG), WatchedFleet(EchoMain(Fault(rank=0, kind="raise", step=0)))
+    await fleet.launch(CONFIG, control.invitations, control.lost)
+    with pytest.raises(Exception, match="was told to raise"):
+        await control.start(1)
+    [record] = told(caplog)
+    assert record.levelno == logging.ERROR
+    assert record.getMessage().startswith("rank 0: member 0 failed\nTraceback")
+    await control.close()
+    await fleet.shutdown()
+
+
+class Noisy(EchoRank):
+    """Logs as it starts."""
+
+    def load(self) -> None:
+        library.warning("shared memory is full (slower)")
+
+    def join(self, join: Join) -> Ready:
+        library.warning("epoch %d is slow", join.epoch)
+        return super().join(join)
+
+
+@asynccontextmanager
+async def alive(control: Control, make_rank: Callable[[RankSpec], EchoRank]) -> AsyncIterator[None]:
+    """The first member lives as this rank, on a thread."""
+    place = {"host": "127.0.0.1", "node": "here", "num_ranks_here": 1, "gpu": None}
+    spec = RankSpec(member=0, config=CONFIG, invitation=control.invitations[0], **place)
+    thread = Thread(target=serve, args=(spec, make_rank))
+    thread.start()
+    try:
+        yield
+    finally:
+        await control.close()
+        await asyncio.to_thread(thread.join)
+
+
+async def test_what_people_are_told_of_the_start_is_not_told_twice(caplog: pytest.LogCaptureFixture) -> None:
+    control = Control(CONFIG)
+    async with alive(control, Noisy):
+        formation = await control.start(1)
+        assert formation.readies[0].notes == ("shared memory is full (slower)", "epoch 1 is slow")
+        [member] = control.roster
+        await control.form(2)
+        await until(lambda: "rank 0: epoch 2 is slow" in texts(caplog))
+        num_pulses = member.num_pulses
+        await until(lambda: member.num_pulses > num_pulses + 1)
+    assert texts(caplog) == ["rank 0: epoch 2 is slow"]
+
+
+class MadMain:
+    """Entry of a process that logs a hundred times in each step."""
+
+    def __call__(self, spec: RankSpec) -> None:
+        live(spec, MadRank)
+
+
+class MadRank(EchoRank):
+    def start(self, plan: StepPlan) -> Pending:
+        for _ in range(100):
+            ours.error("mad")
+        return super().start(plan)
+
+
+async def test_a_rank_that_logs_without_end_goes_on_with_its_steps(caplog: pytest.LogCaptureFixture) -> None:
+    async with engine_of(1, MadMain()) as engine:
+        assert len(await answer(engine, 200)) == 200
+        await until(lambda: len(told(caplog)) >= MAX_KEPT)
+        assert len(await answer(engine, 20)) == 20
+        await until(lambda: set(texts(caplog)) != {"rank 0: mad"})
+        assert engine.cluster().epoch == 1
+    num_mad = texts(caplog).count("rank 0: mad")  # more of them where steps take long, as so many a second are logged
+    others = [text for text in texts(caplog) if text != "rank 0: mad"]
+    counts = [int(text.removeprefix("rank 0: ").removesuffix(" more records were left out")) for text in others]
+    assert 0 < sum(counts) <= 220 * 100 - num_mad
+
+
+async def test_a_member_may_tell_it_on_both_connections_and_for_itself_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    control = Control(EngineConfig(model="none", world_size=2))
+    members = [ScriptedMember(invitation, number) for number, invitation in enumerate(control.invitations)]
+    await control.start(1)
+    await members[1].send(Logged(1, (Record(30, "beside the steps"),)))
+    await members[1]._pulse.send(encode(Logged(1, (Record(30, "with the pulse"),))))
+    await members[1].send(Logged(0, (Record(30, "a lie"),)))
+    await members[1]._pulse.send(encode(Logged(1, (Record(10, "too little"),))))
+    await until(lambda: control.num_ignored == 2 and len(told(caplog)) == 2)
+    assert sorted(texts(caplog)) == ["rank 1: beside the steps", "rank 1: with the pulse"]
+    assert {(record.rank, record.node, record.epoch) for record in told(caplog)} == {(1, "node", 1)}  # type: ignore[attr-defined]
+    for member in members:
+        await member.close()
+    await control.close()

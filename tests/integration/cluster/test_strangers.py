@@ -1,0 +1,345 @@
+"""The control channel and those who have no business there: strangers, and ranks that speak for others."""
+
+import asyncio
+import gc
+import logging
+import re
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+
+from coordinator.cluster import channel, members
+from coordinator.cluster.control import Control
+from longleaf.config import EngineConfig
+from longleaf.errors import WorkerLost
+from longleaf.rank_protocol.encoding import FromRank, decode_to_rank, encode
+from longleaf.rank_protocol.epochs import Broken, Join, OpenStore, Ready, StoreOpened
+from longleaf.rank_protocol.lives import Died, Heartbeat, Hello, Load, Loaded, Stop
+from longleaf.rank_protocol.rank_spec import Invitation
+from longleaf.rank_protocol.snapshots import Fetched, Saved
+from longleaf.rank_protocol.step import Decode, StepPlan, StepResult
+from longleaf.sampling import Token
+from workers.control import connect
+
+pytestmark = pytest.mark.timeout(60)
+Socket = zmq.Socket[bytes]
+
+PLAN = StepPlan(1, 1, Decode(()))
+LIES: tuple[FromRank, ...] = (
+    Hello(7, "node", "127.0.0.1", 1),
+    Hello(-1, "node", "127.0.0.1", 1),
+    Heartbeat(9),
+    Ready(7, "cpu", "float32", 4, 64),
+    Died(7, "a lie"),
+    Hello(0, "node", "6.6.6.6", 1),
+    Ready(0, "cpu", "float32", 666, 64),
+    Died(0, "a lie"),
+    Heartbeat(0),
+    Broken(0, 1, 1, "a lie"),
+    StepResult(1, 1, {1: (Token(666),)}),
+    Saved(0, 1, 666, "a lie"),
+    Fetched(0, 1),
+)
+"""What rank 1 may not say: it speaks for others."""
+
+
+@pytest.fixture
+def context() -> Iterator["zmq.Context[Socket]"]:
+    context: zmq.Context[Socket] = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+CONFIG = EngineConfig(model="none", world_size=2, start_timeout=40.0)
+
+
+@pytest.fixture
+async def control() -> AsyncIterator[Control]:
+    control = Control(CONFIG)
+    yield control
+    await control.close()
+
+
+def introduce(context: "zmq.Context[Socket]", control: Control, rank: int) -> Socket:
+    """The connection of a rank that is ready."""
+    invitation = control.invitations[rank]
+    connection = connect(context, invitation, invitation.commands_id)
+    connection.send(encode(Hello(rank, "node", "127.0.0.1", 1)))
+    return connection
+
+
+def form(ranks: Sequence[Socket]) -> None:
+    """What ranks say when they are told to load the model and to join the first epoch."""
+    for rank, connection in enumerate(ranks):
+        assert decode_to_rank(connection.recv()) == Load()
+        connection.send(encode(Loaded(rank)))
+    assert decode_to_rank(ranks[0].recv()) == OpenStore(1)
+    ranks[0].send(encode(StoreOpened(0, 1, 1)))
+    for rank, connection in enumerate(ranks):
+        assert isinstance(decode_to_rank(connection.recv()), Join)
+        connection.send(encode(Ready(rank, "cpu", "float32", 4, 64, epoch=1)))
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while True:
+        if condition():
+            return
+        await asyncio.sleep(0.001)
+
+
+async def check_service(control: Control, ranks: Sequence[Socket]) -> None:
+    """The ranks are heard, nobody else was, and a step is answered by rank 0."""
+    formation, _ = await asyncio.gather(control.start(1), asyncio.to_thread(form, ranks))
+    assert [ready.num_blocks for ready in formation.readies] == [4, 4]
+    assert [hello.host for hello in control.hellos] == ["127.0.0.1"] * 2
+    step = asyncio.ensure_future(control.group.step(PLAN))
+    assert decode_to_rank(await asyncio.to_thread(ranks[0].recv)) == PLAN
+    ranks[0].send(encode(StepResult(1, 1, {1: (Token(5),)})))
+    assert (await step).tokens == {1: (Token(5),)}
+
+
+async def test_the_channel_is_on_one_address_of_either_kind(context) -> None:
+    control = Control(CONFIG, "::1")
+    assert re.fullmatch(r"tcp://\[::1\]:\d+", control.address)
+    ranks = [introduce(context, control, rank) for rank in range(2)]
+    await check_service(control, ranks)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", int(control.address.rpartition(":")[2])))
+    await control.close()
+
+
+def stranger_without_a_key(context: "zmq.Context[Socket]", control: Control) -> Socket:
+    connection = context.socket(zmq.DEALER)
+    connection.setsockopt(zmq.IDENTITY, b"rank-0")
+    connection.setsockopt(zmq.LINGER, 0)  # what nobody takes would hold up the end of the test
+    connection.connect(control.address)
+    return connection
+
+
+def stranger_with_a_key(context: "zmq.Context[Socket]", control: Control) -> Socket:
+    """It knows everything but a member's secret key."""
+    public, secret = zmq.curve_keypair()
+    invitation = msgspec.structs.replace(control.invitations[0], public_key=public, secret_key=secret)
+    return connect(context, invitation, control.invitations[0].commands_id)
+
+
+def stranger_with_a_stolen_name(context: "zmq.Context[Socket]", control: Control) -> Socket:
+    """It claims to be rank 0 by its public key, whose secret it does not have."""
+    invitation = msgspec.structs.replace(control.invitations[0], secret_key=zmq.curve_keypair()[1])
+    return connect(context, invitation, invitation.commands_id)
+
+
+@pytest.mark.parametrize("enter", [stranger_without_a_key, stranger_with_a_key, stranger_with_a_stolen_name])
+async def test_a_stranger_is_refused_and_counted(context, control: Control, caplog, enter) -> None:
+    stranger = enter(context, control)
+    for message in (*LIES, StepResult(1, 1, {1: (Token(666),)})):
+        stranger.send(encode(message))
+    stranger.send(b"\xff" * 1000)
+    await until(lambda: control.num_refused)
+    ranks = [introduce(context, control, rank) for rank in range(2)]
+    await check_service(control, ranks)
+    assert control.num_ignored == 0, "nothing of it was even read"
+    assert stranger.poll(0) == 0, "it was told nothing"
+    assert "refused connections of strangers to the control channel: 1 so far" in caplog.text
+
+
+async def test_a_rank_that_is_lost_is_no_stranger(context, control: Control) -> None:
+    """Not even as another one connects, before that has proven who it is."""
+    ranks = [introduce(context, control, rank) for rank in range(2)]
+    await check_service(control, ranks)
+    for epoch in range(2, 6):
+        ranks[1].close(linger=0)
+        control.lost(epoch - 1, "vanished")
+        number, invitation = control.roster.invite()
+        ranks[1] = connect(context, invitation, invitation.commands_id)
+        ranks[1].send(encode(Hello(number, "node", "127.0.0.1", 1)))
+        await until(lambda expected=number: control.hellos[-1].member == expected)
+    assert control.num_refused == 0
+    stranger = stranger_with_a_key(context, control)
+    await until(lambda: control.num_refused)
+    stranger.close()
+
+
+def is_ended(connection: socket.socket) -> bool:
+    """Waits until the other end closes the connection."""
+    connection.settimeout(40)
+    with suppress(ConnectionResetError):
+        while connection.recv(1000):
+            pass
+    return True
+
+
+async def test_connections_that_say_nothing_or_rubbish_are_ended(context, monkeypatch) -> None:
+    monkeypatch.setattr(members, "HANDSHAKE_MILLISECONDS", 1000)
+    control = Control(CONFIG)
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
+    endless = b"\x06" + (1 << 40).to_bytes(8, "big") + bytes(1000)
+    rubbish = (b"", b"\0", b"GET / HTTP/1.1\r\n\r\n" * 9, greeting, greeting + endless)
+    host, port = control.address.removeprefix("tcp://").split(":")
+    strangers = [socket.create_connection((host, int(port))) for _ in rubbish]
+    for stranger, said in zip(strangers, rubbish, strict=True):
+        stranger.sendall(said)
+    ranks = [introduce(context, control, rank) for rank in range(2)]
+    await check_service(control, ranks)
+    assert await asyncio.to_thread(lambda: all(map(is_ended, strangers)))
+    await until(lambda: control.num_refused >= len(rubbish))
+    for stranger in strangers:
+        stranger.close()
+    await control.close()
+
+
+async def test_a_rank_is_heard_for_itself_alone(context, control: Control, caplog) -> None:
+    ranks = [introduce(context, control, rank) for rank in range(2)]
+    for lie in LIES:
+        ranks[1].send(encode(lie))
+    rubbish = [b"", b"\xff", b"\x81\xa4type\xa1\xff", encode(Stop()), b"\x91" * 100_000]
+    rubbish += [encode(Hello(1, "node", "6.6.6.6", 1)), encode(Loaded(1)), encode(StoreOpened(1, 1, 1))]
+    rubbish += [encode(Ready(1, "cpu", "float32", 4, 64, epoch=1)), encode(Broken(1, 1, 1, "a lie"))]
+    rubbish += [encode(Saved(1, 1)), encode(Fetched(1, 1))]
+    rubbish += [encode(Heartbeat(1)), encode(Died(1, "a lie", blamed=7)), encode(Died(1, "a lie", blamed=-1))]
+    for message in rubbish:
+        ranks[1].send(message)
+    ranks[1].send_multipart([b"two", encode(Hello(1, "node", "127.0.0.1", 1))])
+    await until(lambda: control.num_ignored == len(LIES) + len(rubbish) + 1)
+    await check_service(control, ranks)
+    told = [record.message for record in caplog.records if "ignored messages of members" in record.message]
+    assert len(told) == 5, "at 1, 2, 4, 8 and 16"
+    assert told[0] == "ignored messages of members: 1 so far; the last: member 1 sends what it may not: Hello for 7"
+
+
+@pytest.mark.parametrize("name", ["commands_id", "pulse_id"])
+async def test_a_rank_cannot_take_the_connection_of_another(context, control: Control, name: str) -> None:
+    """It would have to guess the other's public key; and should it know it, its own key still tells who it is."""
+    thief = connect(context, control.invitations[1], getattr(control.invitations[0], name))
+    for lie in LIES:
+        thief.send(encode(lie))
+    thief.send(encode(Hello(1, "node", "6.6.6.6", 1)))
+    await until(lambda: control.num_ignored == len(LIES) + 1)
+    thief.close(linger=0)
+    await asyncio.sleep(0)
+    assert control.hellos == ()
+
+
+async def test_a_second_connection_of_the_same_name_takes_nothing_over(context, control: Control) -> None:
+    ranks = [introduce(context, control, rank) for rank in range(2)]
+    await check_service(control, ranks)
+    replayed = connect(context, control.invitations[1], control.invitations[0].commands_id)
+    replayed.send(encode(Died(1, "from the second connection")))
+    step = asyncio.ensure_future(control.group.step(StepPlan(1, 2, Decode(()))))
+    assert decode_to_rank(await asyncio.to_thread(ranks[0].recv)) == StepPlan(1, 2, Decode(()))
+    ranks[0].send(encode(StepResult(1, 2, {1: (Token(6),)})))
+    assert (await step).tokens == {1: (Token(6),)}
+    assert replayed.poll(0) == 0
+
+
+async def test_a_member_that_was_lost_is_a_stranger_and_no_warning(context, control: Control, caplog) -> None:
+    ranks = [introduce(context, control, rank) for rank in range(2)]
+    await check_service(control, ranks)
+    control.lost(1, "vanished")
+    assert str((await control.group.wait_ended()).error) == "rank 1 was lost: vanished"
+    ranks[1].send(encode(Died(1, "too late")))
+    await until(lambda: control.num_refused == 1)
+    again = connect(context, control.invitations[1], b"again")
+    again.send(encode(Died(1, "too late")))
+    await until(lambda: control.num_refused >= 2)
+    assert [hello.member for hello in control.hellos] == [0]
+    assert control.num_ignored == 0
+    assert "strangers" not in caplog.text
+    stranger_with_a_key(context, control).send(b"")
+    await until(lambda: "strangers to the control channel: 1 so far" in caplog.text)
+
+
+async def test_a_member_that_is_given_up_is_a_stranger_before_the_next_epoch(context) -> None:
+    """While its process still lives, and with its own keys."""
+    is_gone = asyncio.Event()
+
+    async def kill(member: int) -> None:
+        await is_gone.wait()
+
+    control = Control(CONFIG, kill=kill)
+    ranks = [introduce(context, control, rank) for rank in range(2)]
+    await check_service(control, ranks)
+    assert decode_to_rank(ranks[1].recv()) == PLAN
+    control.roster.end(1, "was given up")
+    ranks[1].send(encode(Died(1, "of its own accord")))
+    await until(lambda: control.num_refused == 1)
+    again = connect(context, control.invitations[1], control.invitations[1].commands_id)
+    again.send(encode(Died(1, "of its own accord")))
+    await until(lambda: control.num_refused == 2)
+    forming = asyncio.create_task(control.form(2))
+    is_gone.set()
+    assert isinstance(decode_to_rank(await asyncio.to_thread(ranks[0].recv)), Join)
+    ranks[0].send(encode(Ready(0, "cpu", "float32", 4, 64, epoch=2)))
+    assert (await forming).members == (0,)
+    assert [loss.reason for loss in control.losses] == ["was given up"]
+    assert (ranks[1].poll(0), again.poll(0)) == (0, 0), "it was told nothing"
+    assert (control.num_refused, control.num_ignored) == (2, 0)
+    await control.close()
+
+
+async def test_one_that_never_ceases_to_speak_leaves_all_else_its_turns(context, control: Control) -> None:
+    connection = introduce(context, control, 1)
+    await until(lambda: control.hellos)
+    control.roster.lose(1, "vanished")
+    num_messages, num_turns = 1500, 0
+    for _ in range(num_messages):
+        connection.send(encode(Heartbeat(1)))
+    while control.num_refused < num_messages:
+        await asyncio.sleep(0)
+        num_turns += 1
+    assert num_turns >= num_messages // channel.MAX_AT_ONCE
+
+
+async def test_a_message_too_large_for_any_rank_is_not_taken(context, control: Control) -> None:
+    ranks = [introduce(context, control, rank) for rank in range(2)]
+    await check_service(control, ranks)
+    ranks[1].send(encode(Died(1, "x" * (8 << 20))))
+    ranks[0].send(encode(Died(0, "the last word")))
+    error = (await control.group.wait_ended()).error
+    assert isinstance(error, WorkerLost)
+    assert (error.rank, error.reason) == (0, "the last word")
+
+
+async def test_keys_are_told_nowhere(context, control: Control, caplog) -> None:
+    caplog.set_level(logging.DEBUG)
+    ranks = [introduce(context, control, rank) for rank in range(2)]
+    await check_service(control, ranks)
+    stranger_with_a_key(context, control)
+    await until(lambda: control.num_refused)
+    for invitation in control.invitations:
+        assert isinstance(invitation, Invitation)
+        for secret in (invitation.secret_key.decode(), control._channel._members._secret_key.decode()):
+            assert secret not in f"{invitation!r} {invitation} {invitation.__rich_repr__()} {caplog.text}"
+
+
+async def test_nothing_of_a_closed_channel_is_left(context) -> None:
+    def threads() -> set[str]:
+        found = set[str]()
+        for task in Path("/proc/self/task").iterdir():
+            with suppress(FileNotFoundError):  # it has just ended
+                found |= {task.name} if "ZMQ" in (task / "comm").read_text() else set()
+        return found
+
+    def left() -> tuple[int, int]:
+        """Threads of ZMQ and open files of this process."""
+        return len(threads()), len(list(Path("/proc/self/fd").iterdir()))
+
+    gc.collect()  # of earlier tests
+    earlier = threads()
+    stranger = context.socket(zmq.DEALER)  # this context's threads are there from now on
+    stranger.setsockopt(zmq.LINGER, 0)
+    await until(lambda: len(threads() - earlier) == 2)  # they name themselves, some time after they began
+    before = left()
+    for _ in range(3):
+        control = Control(CONFIG)
+        stranger.connect(control.address)
+        await until(lambda control=control: control.num_refused)
+        await control.close()
+        stranger.disconnect(control.address)
+    await until(lambda: all(now <= then for now, then in zip(left(), before, strict=True)))

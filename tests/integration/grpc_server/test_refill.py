@@ -1,0 +1,66 @@
+"""A place that was given up is filled when somebody asks for it."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from coordinator.cluster.local_fleet import LocalFleet
+from longleaf.client import AsyncClient
+from longleaf.rank_protocol.rank_spec import RankSpec
+from longleaf.types import Cluster
+from tests.integration.grpc_server.test_begin_and_end import begun, config_of
+from tests.support.command_line import CLI
+from workers.fakes import EchoMain
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class FragileMain(EchoMain):
+    """No replacement lives while `broken` exists."""
+
+    def __init__(self, broken: Path) -> None:
+        super().__init__()
+        self._broken = broken
+
+    def __call__(self, spec: RankSpec) -> None:
+        if spec.member >= spec.config.world_size and self._broken.exists():
+            raise SystemExit(1)
+        super().__call__(spec)
+
+
+async def seen(client: AsyncClient, slot: str) -> Cluster:
+    """The cluster once this has become of the place of the rank that was lost first."""
+    async for cluster in client.watch_cluster(min_interval=0.05):
+        if cluster.losses and cluster.losses[0].slot == slot:
+            return cluster
+    raise AssertionError
+
+
+async def refill(port: int) -> str:
+    """What the command prints."""
+    process = await asyncio.create_subprocess_exec(
+        *CLI, "refill", "--server", f"127.0.0.1:{port}", stdout=asyncio.subprocess.PIPE
+    )
+    told, _ = await process.communicate()
+    assert process.returncode == 0
+    return told.decode()
+
+
+async def test_a_place_that_was_given_up_is_filled_when_asked(tmp_path: Path) -> None:
+    (broken := tmp_path / "broken").touch()
+    config = config_of(tmp_path)
+    async with begun(config, LocalFleet(FragileMain(broken))) as found:
+        await found.starting
+        assert await found.client.refill() == 0
+        os.kill((await found.client.cluster()).workers[1].pid, signal.SIGKILL)
+        cluster = await seen(found.client, "given_up")
+        assert cluster.world_size == 1
+        assert "3 replacements were lost before they were ranks" in cluster.losses[0].slot_reason
+        broken.unlink()
+        assert await refill(config.port) == "a rank is started in 1 place\n"
+        cluster = await seen(found.client, "filled")
+        assert cluster.world_size == 2
+        assert await refill(config.port) == "no place was given up\n"

@@ -1,0 +1,32 @@
+"""Calls that nothing is said in for long."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from longleaf.client import AsyncClient, Retries
+from longleaf.types import Started
+from tests.support.service import FakeEngine, serving
+
+SILENT_SECONDS = 200.0
+"""Clients ask every 30 s whether the other side is there; a service ends all calls of one that seems to flood it."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+async def test_a_call_in_which_nothing_is_said_for_minutes_goes_on(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    engine.is_endless = True
+    async with (
+        serving(engine, tmp_path / "model") as (_, address),
+        AsyncClient(address, retries=Retries(limit=0)) as client,
+    ):
+        events = client.generate("Who?", max_tokens=4)
+        assert isinstance(await anext(events), Started)
+        await anext(events)
+        going = asyncio.ensure_future(anext(events))
+        await asyncio.wait([going], timeout=SILENT_SECONDS)
+        assert not going.done(), going.exception()
+        going.cancel()
+        await asyncio.wait([going])

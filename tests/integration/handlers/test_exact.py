@@ -1,0 +1,69 @@
+"""Every response says whether it is exact, over real sockets, on ranks that answer by arithmetic."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from coordinator.cluster.fakes import FakeRanks
+from coordinator.cluster.ports import Formation
+from longleaf.client import AsyncClient
+from longleaf.types import Delta, Finished, Started
+from tests.support import gated
+
+
+async def responses(settings: dict[str, Any], folder: Path) -> list[Any]:
+    """One of each kind that tells, from a service of these settings."""
+    ranks = FakeRanks(settings["world_size"], 100, vocab=200)
+    async with (
+        gated.serving(ranks, folder, chunk_size=32, replicate_below=8, **settings) as (_, address),
+        AsyncClient(address) as client,
+    ):
+        made = [await client.ingest("moby", tuple(range(40))), await client.fork_context("moby", "ahab", num_tokens=20)]
+        asked = [event async for event in client.ask("moby", "who?", max_tokens=9)]
+        text = "".join(event.text for event in asked if isinstance(event, Delta))
+        stopped = [event async for event in client.ask("moby", "who?", max_tokens=9, stop=[text[0]])]
+        made += [await client.get_context("ahab"), *await client.list_contexts(), await client.cluster()]
+    assert [event.reason for event in stopped if isinstance(event, Finished)] == ["stop"]
+    return made + [event for event in (*asked, *stopped) if isinstance(event, Started | Finished)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "note"),
+    [
+        ({"world_size": 2}, ""),
+        ({"world_size": 2, "dtype": "bfloat16"}, ""),
+        ({"world_size": 2, "partials": "bfloat16"}, "partials are rounded to bfloat16"),
+        ({"world_size": 1, "partials": "bfloat16"}, ""),
+        ({"world_size": 1, "kv_dtype": "int8"}, "keys and values are rounded to int8"),
+        ({"world_size": 1, "verify_model": False}, "not verified"),
+        (
+            {"world_size": 1, "kv_dtype": "int8", "verify_model": False},
+            "keys and values are rounded to int8; not verified",
+        ),
+    ],
+)
+async def test_every_response_says_whether_it_is_exact(tmp_path: Path, settings: dict[str, Any], note: str) -> None:
+    found = await responses(settings, tmp_path / "model")
+    assert len(found) >= 9
+    assert [(response.is_exact, response.exactness_note) for response in found] == [(not note, note)] * len(found)
+
+
+async def test_what_a_rank_could_not_verify_is_not_exact(tmp_path: Path) -> None:
+    """Nor after the first epoch: what others would find then is of the same model."""
+    note = "not verified: plain attention failed"
+
+    class UncertainRanks(FakeRanks):
+        async def start(self, epoch: int) -> Formation:
+            formation = await super().start(epoch)
+            first, *others = formation.readies
+            return replace(formation, readies=(msgspec.structs.replace(first, exactness_note=note), *others))
+
+    ranks = UncertainRanks(2, 100, vocab=200)
+    async with gated.serving(ranks, tmp_path / "model") as (_, address), AsyncClient(address) as client:
+        found = [await client.ingest("moby", tuple(range(40))), await client.cluster()]
+        found += [event async for event in client.ask("moby", "who?", max_tokens=2)]
+    told = [event for event in found if hasattr(event, "is_exact")]
+    assert [(event.is_exact, event.exactness_note) for event in told] == [(False, note)] * len(told)

@@ -1,0 +1,418 @@
+"""Documents that are sent to one service, and go on with the next one."""
+
+import asyncio
+from array import array
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from coordinator.auth.caller import CALLER, Caller
+from coordinator.auth.ledger import UNLIMITED, Ledger
+from coordinator.auth.usage import Usage
+from coordinator.handlers.ingest import Ingest
+from coordinator.handlers.intake import Intake
+from coordinator.handlers.kept_uploads import KEEP_SECONDS, KeptUploads
+from coordinator.handlers.uploads import Uploads
+from coordinator.persistence.catalog.catalog import Catalog
+from coordinator.persistence.catalog.fakes import FakeCatalog
+from coordinator.persistence.catalog.ports import NO_STARTS
+from coordinator.persistence.catalog.records import Change, UploadKey, UploadRecord
+from coordinator.text.encoder import Settled
+from coordinator.text.template import DirectRenderer
+from coordinator.text.threads import TextThreads
+from coordinator.text.tokenizer import Tokenizer
+from longleaf.credentials import Quotas
+from longleaf.document_text import TextFile
+from longleaf.errors import InvalidArgument, NotFound, ResourceExhausted, StorageUnavailable
+from longleaf.types import ContextSettings, IngestHeader, IngestPiece, IngestProgress
+from tests.support.coming import comes
+from tests.support.service import FakeEngine, write_model
+
+HEADER = IngestHeader("moby", upload_id="mine", settings=ContextSettings(display_name="Moby-Dick"))
+TEXT = ("Call me Ishmael. Some years ago, never mind how long precisely. \U0001f433 " * 6_000).encode()
+
+
+class Desk:
+    """The ingests of one service over a catalog."""
+
+    def __init__(self, folder: Path, catalog: Catalog, records: Sequence[Any], date: float) -> None:
+        self.engine = FakeEngine()
+        self.engine.max_positions = self.engine.total_tokens = 1 << 23
+        self.threads = TextThreads()
+        self.catalog = catalog
+        self.kept = KeptUploads(catalog, records, lambda: date)
+        self._tokenizer = Tokenizer.load(write_model(folder / "model"), DirectRenderer())
+        self.ledger = UNLIMITED
+        self.ingest = self.ingest_with(self.kept)
+
+    def ingest_with(self, kept: KeptUploads) -> Ingest:
+        """That of a service that has no document in memory."""
+        self.uploads = Uploads(kept=kept)
+        return Ingest(self.engine, self._tokenizer, self.threads, self.uploads, ledger=self.ledger)
+
+    def use_quotas(self) -> None:
+        """Those of the caller."""
+        self.ledger = Ledger(
+            lambda _: Usage(),
+            lambda: 0.0,
+            num_uploads=lambda tenant: self.uploads.num_of(tenant),
+            num_upload_tokens=lambda tenant: self.uploads.num_tokens_of(tenant),
+        )
+        self.ingest = self.ingest_with(self.kept)
+
+    async def run(self, *pieces: IngestPiece, ends: bool = True) -> list[IngestProgress]:
+        reports: list[IngestProgress] = []
+        sent = asyncio.Event()
+
+        async def stream() -> AsyncIterator[IngestPiece]:
+            for piece in pieces:
+                yield piece
+            sent.set()
+            if not ends:
+                await asyncio.get_running_loop().create_future()
+
+        async def read() -> None:
+            async for report in self.ingest.run(stream()):
+                reports.append(report)  # noqa: PERF401 - what came before it was broken off counts
+
+        task = asyncio.create_task(read())
+        await asyncio.wait([task] if ends else [task, asyncio.create_task(sent.wait())], return_when="FIRST_COMPLETED")
+        if not ends:
+            task.cancel()
+            await asyncio.wait([task])
+        else:
+            task.result()
+        return reports
+
+
+@asynccontextmanager
+async def desk(folder: Path, date: float = 5.0) -> AsyncIterator[Desk]:
+    """As long as the block; then everything is dead but the catalog."""
+    catalog = await Catalog.open(folder / "catalog.db")
+    found = Desk(folder, catalog, (await catalog.load()).uploads, date)
+    yield found
+    await found.kept.close()
+    await found.threads.close()
+    await catalog.close()
+
+
+def cut(data: bytes, size: int = 1 << 16) -> list[bytes]:
+    return [data[start : start + size] for start in range(0, len(data), size)]
+
+
+async def whole(folder: Path, pieces: Sequence[IngestPiece]) -> list[int]:
+    """The context that nobody interrupted."""
+    async with desk(folder) as one:
+        await one.run(IngestHeader("moby"), *pieces)
+        return one.engine.contexts["moby"]
+
+
+async def test_text_goes_on_from_the_settled_byte(tmp_path: Path) -> None:
+    expected = await whole(tmp_path, cut(TEXT))
+    offsets = [0]
+    while offsets[-1] < len(TEXT) * 0.7:
+        async with desk(tmp_path) as one:
+            sent = TEXT[offsets[-1] : offsets[-1] + 150_001]
+            await one.run(HEADER, *cut(sent), ends=False)
+        async with desk(tmp_path) as one:
+            (first, *_) = await one.run(HEADER, ends=False)
+            assert offsets[-1] < first.received_bytes <= offsets[-1] + len(sent)
+            offsets.append(first.received_bytes)
+    async with desk(tmp_path) as one:
+        one.engine.contexts["moby"] = [1]
+        with pytest.raises(InvalidArgument, match=r"config\.append"):
+            await one.run(IngestHeader("moby", upload_id="mine", append=True), b"x")
+        del one.engine.contexts["moby"]
+        reports = await one.run(HEADER, *cut(TEXT[offsets[-1] :]))
+        assert reports[-1].phase == "ready"
+        assert one.engine.contexts["moby"] == expected
+    async with desk(tmp_path) as one:
+        assert (await one.run(HEADER, b"other", ends=False))[0].received_bytes == 0, "nothing is left of it"
+
+
+async def test_ids_go_on_after_the_last_that_came(tmp_path: Path) -> None:
+    ids = [i % 200 for i in range(200_000)]
+    async with desk(tmp_path) as one:
+        await one.run(HEADER, tuple(ids[:150_000]), ends=False)
+    async with desk(tmp_path) as one:
+        (first, *_) = await one.run(HEADER, ends=False)
+        assert 0 < first.received_tokens <= 150_000
+        await one.run(HEADER, tuple(ids[first.received_tokens :]))
+        assert one.engine.contexts["moby"] == ids
+
+
+class Failing:
+    """A catalog that cannot keep the second part of an upload."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self.num_calls = 0
+
+    async def append_upload(
+        self, record: UploadRecord, start: int, new_ids: "array[int]", new_starts: "array[int]" = NO_STARTS
+    ) -> None:
+        self.num_calls += 1
+        if self.num_calls == 2:
+            raise StorageUnavailable("the disk is full")
+        await self._catalog.append_upload(record, start, new_ids, new_starts)
+
+    async def upload_ids(self, key: UploadKey) -> "array[int]":
+        return await self._catalog.upload_ids(key)
+
+    async def upload_starts(self, key: UploadKey) -> "array[int]":
+        return await self._catalog.upload_starts(key)
+
+    async def drop_upload(self, key: UploadKey) -> None:
+        await self._catalog.drop_upload(key)
+
+
+@pytest.mark.parametrize("is_another_service", [False, True])
+async def test_what_could_not_be_kept_is_sent_again(tmp_path: Path, is_another_service: bool) -> None:
+    """Also where what came behind it could be, and when the service that had it in memory has let it go."""
+    expected = await whole(tmp_path, cut(TEXT))
+    async with desk(tmp_path) as one:
+        one.kept = KeptUploads(failing := Failing(one.catalog), ())
+        one.ingest = one.ingest_with(one.kept)
+        await one.run(HEADER, *cut(TEXT[:400_000]), ends=False)
+        assert failing.num_calls > 1
+        await one.kept.close()
+        if not is_another_service:
+            one.ingest = one.ingest_with(one.kept)
+            await goes_on(one, expected)
+    if is_another_service:
+        async with desk(tmp_path) as one:
+            await goes_on(one, expected)
+
+
+async def goes_on(one: Desk, expected: list[int]) -> None:
+    """Sends the document from where the service says."""
+    (first, *_) = await one.run(HEADER, ends=False)
+    assert 0 < first.received_bytes < 300_000
+    reports = await one.run(HEADER, *cut(TEXT[first.received_bytes :]))
+    assert reports[-1].phase == "ready"
+    assert one.engine.contexts["moby"] == expected
+
+
+async def test_what_nobody_goes_on_with_is_dropped_at_last(tmp_path: Path) -> None:
+    async with desk(tmp_path) as one:
+        await one.run(HEADER, *cut(TEXT[:200_000]), ends=False)
+    async with desk(tmp_path, 5.0 + KEEP_SECONDS) as one:
+        one.kept.begin()
+        await asyncio.sleep(0)
+        assert (await one.run(HEADER, ends=False))[0].received_bytes > 0
+    async with desk(tmp_path, 6.0 + KEEP_SECONDS) as one:
+        one.kept.begin()
+        await asyncio.sleep(0)
+        assert (await one.run(HEADER, ends=False))[0].received_bytes == 0
+
+
+async def test_what_an_earlier_service_kept_can_be_cancelled(tmp_path: Path) -> None:
+    async with desk(tmp_path) as one:
+        await one.run(HEADER, *cut(TEXT[:150_001]), ends=False)
+    async with desk(tmp_path) as one:
+        await one.ingest.cancel("moby", "mine")
+        with pytest.raises(NotFound):
+            await one.ingest.cancel("moby", "mine")
+    async with desk(tmp_path) as one:
+        assert (await one.run(HEADER, ends=False))[0].received_bytes == 0
+
+
+async def test_an_ingest_that_has_ended_is_not_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with desk(tmp_path) as one:
+        one.engine.contexts["moby"] = [1, 2, 3]
+        monkeypatch.setattr(one.engine, "made_by", lambda _: "mine")
+        for append in (False, True):
+            (report,) = await one.run(IngestHeader("moby", upload_id="mine", append=append), b"x", ends=False)
+            assert report.phase == "ready"
+            assert report.context == one.engine.get_context("moby")
+        assert one.engine.contexts["moby"] == [1, 2, 3]
+
+
+async def test_who_sends_many_documents_at_once_keeps_to_the_quota(tmp_path: Path) -> None:
+    CALLER.set(Caller(tenant="acme", quotas=Quotas(uploads=2)))
+    headers = [IngestHeader(f"acme/{number}", tenant="acme", upload_id="mine") for number in range(6)]
+    async with desk(tmp_path) as one:
+        for each in headers:
+            await one.run(each, array("I", range(5)), ends=False)
+    async with desk(tmp_path) as one:  # where each has to be looked for first
+        one.use_quotas()
+        told = await asyncio.gather(*(one.run(each, array("I", [5]), ends=False) for each in headers))
+        assert [bool(reports) for reports in told].count(True) == 2
+
+
+async def test_an_upload_whose_context_is_deleted_is_not_called_damaged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What still comes of it is dropped, and nothing of it is kept again."""
+    catalog = await Catalog.open(tmp_path / "catalog.db")
+    kept = KeptUploads(catalog, ())
+    record = UploadRecord(context="moby", upload_id="mine", header=b"x", settled_bytes=5, updated=1.0)
+    for start in (0, 5, 10):
+        kept._num_kept.setdefault(record.key, start + 5)
+        await kept._append(record, start, array("I", range(5)), NO_STARTS)
+        await catalog.commit(Change(dropped_contexts=("moby",)))
+    assert caplog.text == ""
+    assert (await catalog.load()).uploads == ()
+    await catalog.close()
+
+
+def acme(number: int) -> IngestHeader:
+    return IngestHeader(f"acme/{number}", tenant="acme", upload_id="mine")
+
+
+async def test_documents_that_are_left_count_after_a_restart(tmp_path: Path) -> None:
+    async with desk(tmp_path) as one:
+        for number in range(2):
+            await one.run(acme(number), array("I", range(5)), ends=False)
+    CALLER.set(Caller(tenant="acme", quotas=Quotas(uploads=2)))
+    async with desk(tmp_path) as one:
+        one.use_quotas()
+        with pytest.raises(ResourceExhausted, match="quotas/uploads"):
+            await one.run(acme(2), array("I", [5]))
+        await one.run(acme(0), array("I", [5]))
+        assert one.engine.contexts["acme/0"] == [*range(5), 5]
+        one.kept.forget(acme(1))
+        await one.run(acme(2), array("I", [5]))
+
+
+async def test_tokens_of_documents_that_are_left_count(tmp_path: Path) -> None:
+    CALLER.set(Caller(tenant="acme", quotas=Quotas(tokens=12)))
+    async with desk(tmp_path) as one:
+        one.use_quotas()
+        await one.run(acme(0), array("I", range(5)), ends=False)
+    async with desk(tmp_path) as one:
+        one.use_quotas()
+        with pytest.raises(ResourceExhausted, match="quotas/tokens"):  # while it is sent, and not at its end
+            await one.run(acme(1), array("I", range(8)), *[array("I", [])] * 3)
+        assert one.uploads.num_tokens_of("acme") == 13
+        with pytest.raises(ResourceExhausted, match="have 13 tokens"):
+            await one.run(acme(2), array("I", [5]))
+        await one.ingest.cancel("acme/1", "mine")
+        await one.run(acme(0), array("I", range(5, 12)))
+        assert one.engine.contexts["acme/0"] == [*range(12)]
+
+
+async def test_tokens_count_as_they_arrive(tmp_path: Path) -> None:
+    CALLER.set(Caller(tenant="acme", quotas=Quotas(tokens_in_per_minute=4)))
+    async with desk(tmp_path) as one:
+        one.use_quotas()
+        await one.run(acme(0), array("I", range(5)), ends=False)
+        with pytest.raises(ResourceExhausted, match="quotas/tokens_in_per_minute"):
+            await one.run(acme(1), array("I", [5]))
+
+
+async def test_which_text_it_is_is_kept_of_a_document_on_its_way(tmp_path: Path) -> None:
+    async with desk(tmp_path) as one:
+        await one.run(IngestHeader("moby"), *cut(TEXT))
+        expected = one.engine.texts["moby"]
+    assert expected is not None and expected.num_bytes == len(TEXT)
+    sent = 0
+    for _ in range(2):
+        async with desk(tmp_path) as one:
+            (first, *_) = await one.run(HEADER, *cut(TEXT[sent : sent + 150_001]), ends=False)
+            sent = first.received_bytes
+    async with desk(tmp_path) as one:
+        (first, *_) = await one.run(HEADER, ends=False)
+        assert first.received_bytes > sent
+        sent = first.received_bytes
+    async with desk(tmp_path) as one:
+        await one.run(HEADER, *cut(TEXT[sent:]))
+        assert one.engine.texts["moby"] == expected
+
+
+async def test_files_stay_those_that_an_upload_began_with(tmp_path: Path) -> None:
+    files = (TextFile("a.txt", 0), TextFile("b.txt", 1000))
+    async with desk(tmp_path) as one:
+        await one.run(replace(HEADER, files=files), *cut(TEXT[:200_000]), ends=False)
+    async with desk(tmp_path) as one:
+        with pytest.raises(InvalidArgument, match=r"config\.files: are not those that this upload began with"):
+            await one.run(replace(HEADER, files=files[:1]))
+    async with desk(tmp_path) as one:
+        (first, *_) = await one.run(replace(HEADER, files=files), ends=False)
+        assert first.received_bytes > 0
+
+
+class Arrived:
+    """A document of so many tokens."""
+
+    settled = Settled(0, 0)
+    starts = array("Q")
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+
+    @property
+    def token_ids(self) -> "array[int]":
+        return array("I", range(self.num_tokens))
+
+
+@pytest.mark.timeout(60)
+async def test_a_call_that_is_cancelled_ends_nothing_of_others() -> None:
+    catalog = FakeCatalog()
+    kept = KeptUploads(catalog, (), lambda: 5.0)
+    catalog.hold()
+    kept.keep(acme(1), Arrived(100))  # type: ignore[arg-type]
+    asking = asyncio.create_task(kept.take_up(acme(1), Arrived(0)))  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    asking.cancel()
+    await asyncio.wait([asking])
+    other = asyncio.create_task(kept.take_up(acme(2), Arrived(0)))  # type: ignore[arg-type]
+    await other  # what is written of others does not hold it up
+    catalog.release()
+    await comes(lambda: kept.has(acme(1)))
+    assert kept.tokens_of("acme", ()) == [100]
+    await kept.close()
+
+
+@pytest.mark.timeout(60)
+async def test_an_upload_that_was_dropped_as_old_can_begin_anew() -> None:
+    now = [0.0]
+    kept = KeptUploads(FakeCatalog(), (), lambda: now[0])
+    kept.keep(acme(1), Arrived(100))  # type: ignore[arg-type]
+    await comes(lambda: kept.has(acme(1)))
+    now[0] = KEEP_SECONDS + 1
+    kept.drop_old()
+    await kept.take_up(acme(1), Arrived(0))  # type: ignore[arg-type]
+    kept.keep(acme(1), Arrived(50))  # type: ignore[arg-type]
+    await comes(lambda: kept.has(acme(1)))
+    assert kept.tokens_of("acme", ()) == [50]
+    await kept.close()
+
+
+async def test_tokens_of_work_that_a_stream_left_behind_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(Ledger, "take_in", lambda _, num_tokens: taken.append(num_tokens))
+    async with desk(tmp_path) as one:
+        one.use_quotas()
+        digest = Intake.digest
+        with monkeypatch.context() as patch:
+            leaving: list[Callable[[], object]] = []
+            loop = asyncio.get_running_loop()
+
+            def leave(intake: Intake) -> None:
+                loop.call_soon_threadsafe(leaving[0])
+                digest(intake)
+
+            patch.setattr(Intake, "digest", leave)
+
+            async def read() -> None:
+                async for _ in one.ingest.run(sending(HEADER, TEXT[: 1 << 17])):
+                    pass
+
+            reading = asyncio.create_task(read())
+            leaving.append(reading.cancel)
+            await asyncio.wait([reading])
+        await one.run(HEADER, ends=False)
+        (upload,) = one.uploads._all
+        assert upload.document is not None
+        assert sum(taken) == upload.document.num_tokens > 0
+
+
+async def sending(*pieces: IngestPiece) -> AsyncIterator[IngestPiece]:
+    for piece in pieces:
+        yield piece
+    await asyncio.get_running_loop().create_future()

@@ -1,0 +1,353 @@
+"""Contexts move from one service to another over real sockets, whose connections break."""
+
+import asyncio
+import io
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from msgspec.structs import replace
+
+from coordinator.handlers.transfer.fakes import FakeHouse
+from coordinator.handlers.transfer.imports import Imports
+from longleaf import codec
+from longleaf.client import AsyncClient, Client, Retries
+from longleaf.codec.status import decode_error
+from longleaf.errors import (
+    AlreadyExists,
+    CheckpointChanged,
+    FailedPrecondition,
+    InvalidArgument,
+    LongleafError,
+    NotFound,
+    StorageUnavailable,
+    Unavailable,
+)
+from longleaf.fingerprint import Fingerprint
+from longleaf.types import ExportContext, ExportProgress, ImportHeader, ImportProgress, Parcel, ParcelPiece
+from longleaf.v1 import context_service_pb2 as context_pb
+from longleaf.v1.context_service_pb2_grpc import ContextServiceStub
+from tests.support.houses import empty_house, house_of
+from tests.support.network.proxy import breaking
+from tests.support.parcels import packable
+from tests.support.service import FakeEngine, serving
+
+pytestmark = pytest.mark.timeout(60)
+
+MOBY = packable(piece_bytes=700_000, vocabulary=256)
+WHOLE = MOBY.packed()
+QUICK = Retries(first_delay=0.0)
+
+
+@pytest.fixture
+async def old(tmp_path: Path) -> AsyncIterator[tuple[FakeHouse, str]]:
+    """A service with the context, and its address."""
+    house = house_of(MOBY)
+    async with serving(FakeEngine(), tmp_path / "old", house=house) as (_, address):
+        yield house, address
+
+
+@pytest.fixture
+async def new(tmp_path: Path) -> AsyncIterator[tuple[FakeHouse, str]]:
+    """A service without any, and its address."""
+    house = empty_house()
+    async with serving(FakeEngine(), tmp_path / "new", house=house) as (_, address):
+        yield house, address
+
+
+def keys_of(house: FakeHouse, name: str = "moby") -> list[bytes]:
+    """What lies on storage of a context, in order."""
+    housed = house.contexts[name]
+    manifests = [housed.manifests[segment.id] for segment in housed.segments if segment.id in housed.manifests]
+    return [house.objects[name] for manifest in manifests for name in manifest.objects]
+
+
+def files_of(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.is_file())
+
+
+async def test_a_context_moves_from_service_to_service(
+    old: tuple[FakeHouse, str], new: tuple[FakeHouse, str], tmp_path: Path
+) -> None:
+    path, seen, arrived = tmp_path / "moby.context", list[ExportProgress](), list[ImportProgress]()
+    async with AsyncClient(old[1]) as client:
+        parcel = await client.export_context("moby", path, on_progress=seen.append)
+    assert (path.read_bytes(), parcel.num_bytes) == (WHOLE, len(WHOLE))
+    assert files_of(tmp_path) == ["moby.context"]
+    assert (seen[-1], len(seen) > 10) == (ExportProgress(len(WHOLE), parcel), True)
+    async with AsyncClient(new[1]) as client:
+        context = await client.import_context(path, "dick", on_progress=arrived.append)
+    assert (context.id, context.tokens, context.display_name, context.state) == ("dick", 11, "Moby-Dick", "parked")
+    assert (arrived[-1].key_tokens, arrived[-1].received_bytes) == (11, len(WHOLE))
+    assert keys_of(new[0], "dick") == list(MOBY.objects.values()) == keys_of(old[0])
+    assert (old[0].num_open, new[0].num_arriving) == (0, 0)
+
+
+async def test_the_sync_client_moves_contexts_too(
+    old: tuple[FakeHouse, str], new: tuple[FakeHouse, str], tmp_path: Path
+) -> None:
+    def move() -> None:
+        with Client(old[1]) as client:
+            client.export_context("moby", tmp_path / "moby", with_keys=False, on_progress=seen.append)
+        with Client(new[1]) as client:
+            client.import_context(tmp_path / "moby", on_progress=arrived.append)
+
+    seen, arrived = list[ExportProgress](), list[ImportProgress]()
+    await asyncio.to_thread(move)
+    assert (len(seen), arrived[-1].key_tokens, new[0].objects) == (1, 0, {})
+
+
+async def test_an_export_goes_on_over_a_new_connection(old: tuple[FakeHouse, str], tmp_path: Path) -> None:
+    for target in (tmp_path / "moby", io.BytesIO()):
+        async with breaking(old[1]) as (proxy, address), AsyncClient(address, retries=QUICK) as client:
+            drops = [1 << 20, 3 << 20]
+
+            def drop(progress: ExportProgress, drops: list[int] = drops, proxy: Any = proxy) -> None:
+                if drops and progress.received_bytes > drops[0]:
+                    del drops[0]
+                    proxy.drop()
+
+            await client.export_context("moby", target, on_progress=drop)
+            assert not drops
+        assert (target.read_bytes() if isinstance(target, Path) else target.getvalue()) == WHOLE
+
+
+async def test_a_later_call_goes_on_with_what_is_in_the_file(old: tuple[FakeHouse, str], tmp_path: Path) -> None:
+    path, offsets = tmp_path / "moby", list[int]()
+    part = tmp_path / "moby.part"
+
+    def fail(progress: ExportProgress) -> None:
+        raise RuntimeError("the machine goes down")
+
+    async with AsyncClient(old[1]) as client:
+        with pytest.raises(RuntimeError):
+            await client.export_context("moby", path, on_progress=fail)
+        kept = part.stat().st_size
+        assert 0 < kept < len(WHOLE)
+        await client.export_context(
+            "moby", path, resume=True, on_progress=lambda each: offsets.append(each.received_bytes)
+        )
+    assert path.read_bytes() == WHOLE
+    assert offsets[0] > kept
+    assert files_of(tmp_path) == ["moby"]
+
+
+async def test_a_file_is_not_gone_on_with_when_the_context_has_changed(
+    old: tuple[FakeHouse, str], tmp_path: Path
+) -> None:
+    path = tmp_path / "moby"
+
+    def fail(progress: ExportProgress) -> None:
+        raise RuntimeError("the machine goes down")
+
+    async with AsyncClient(old[1]) as client:
+        with pytest.raises(RuntimeError):
+            await client.export_context("moby", path, on_progress=fail)
+        record = old[0].contexts["moby"].context
+        old[0].contexts["moby"] = old[0].contexts["moby"]._replace(context=replace(record, capacity=5000))
+        with pytest.raises(FailedPrecondition, match="contexts/moby: it has changed"):
+            await client.export_context("moby", path, resume=True)
+        assert not path.exists()
+        await client.export_context("moby", path)  # anew
+    assert path.exists()
+    assert not (tmp_path / "moby.part").exists()
+
+
+async def test_files_are_not_written_over(old: tuple[FakeHouse, str], tmp_path: Path) -> None:
+    (tmp_path / "moby").write_text("mine")
+    async with AsyncClient(old[1]) as client:
+        with pytest.raises(InvalidArgument, match="file: .*moby is there already"):
+            await client.export_context("moby", tmp_path / "moby")
+        with pytest.raises(InvalidArgument, match="resume: there is no .*dick.part to go on with"):
+            await client.export_context("moby", tmp_path / "dick", resume=True)
+        with pytest.raises(InvalidArgument, match="file: cannot be written: No such file"):
+            await client.export_context("moby", tmp_path / "none" / "dick")
+    assert (tmp_path / "moby").read_text() == "mine"
+
+
+async def test_an_export_raises_what_the_service_says(old: tuple[FakeHouse, str]) -> None:
+    async with AsyncClient(old[1], retries=0) as client:
+        with pytest.raises(NotFound, match="contexts/dick"):
+            await client.export_context("dick", io.BytesIO())
+        old[0].failures = [StorageUnavailable("away")]
+        with pytest.raises(StorageUnavailable, match="away"):
+            await client.export_context("moby", io.BytesIO())
+    async with AsyncClient(old[1], retries=QUICK) as client:
+        old[0].failures = [StorageUnavailable("away")] * 2
+        target = io.BytesIO()
+        await client.export_context("moby", target)
+        assert target.getvalue() == WHOLE
+
+
+async def test_an_import_goes_on_over_a_new_connection(new: tuple[FakeHouse, str], tmp_path: Path) -> None:
+    path = tmp_path / "moby"
+    path.write_bytes(WHOLE)
+    for name, source in (("file", path), ("pipe", io.BytesIO(WHOLE))):
+        seen = list[int]()
+        async with breaking(new[1], 1_500_000, 1_200_000) as (proxy, address), AsyncClient(address) as client:
+            context = await client.import_context(
+                source, name, on_progress=lambda each, seen=seen: seen.append(each.received_bytes)
+            )
+            assert proxy.num_dropped == 2
+        assert keys_of(new[0], context.id) == list(MOBY.objects.values())
+        assert sorted(seen) == seen, "what has come is not sent again"
+
+
+async def test_what_a_service_keeps_no_more_is_sent_again_where_it_can_be_read_again(
+    new: tuple[FakeHouse, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "moby").write_bytes(WHOLE)
+    monkeypatch.setattr(Imports, "_find", lambda *_: None)
+    calls, answer = iter(range(1000)), new[0].answer
+
+    async def failing() -> None:
+        if next(calls) == 4:
+            raise StorageUnavailable("away")
+        await answer()
+
+    monkeypatch.setattr(new[0], "answer", failing)
+    async with AsyncClient(new[1], retries=QUICK) as client:
+        await client.import_context(tmp_path / "moby", "file")
+        calls = iter(range(1000))
+        with pytest.raises(Unavailable, match="does not hold any more .* cannot be read again"):
+            await client.import_context(io.BytesIO(WHOLE), "pipe")
+    assert keys_of(new[0], "file") == list(MOBY.objects.values())
+
+
+async def test_an_import_outlives_a_storage_that_is_away(new: tuple[FakeHouse, str]) -> None:
+    async with AsyncClient(new[1], retries=QUICK) as client:
+        new[0].failures = [StorageUnavailable("away")] * 3
+        await client.import_context(io.BytesIO(WHOLE))
+    assert keys_of(new[0]) == list(MOBY.objects.values())
+
+
+async def test_an_import_that_was_made_is_told_again(new: tuple[FakeHouse, str]) -> None:
+    async with AsyncClient(new[1]) as client:
+        first = await client.import_context(io.BytesIO(WHOLE), upload_id="mine")
+        assert await client.import_context(io.BytesIO(WHOLE), upload_id="mine") == first
+        with pytest.raises(AlreadyExists, match="contexts/moby"):
+            await client.import_context(io.BytesIO(WHOLE), upload_id="yours")
+
+
+DAMAGED = WHOLE[:2_000_000] + b"?" + WHOLE[2_000_001:]
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "told"),
+    [
+        (b"", InvalidArgument, "parcel: it was cut"),
+        (b"Call me Ishmael. " * 9, InvalidArgument, "parcel: this is no exported context"),
+        (WHOLE[:-1], InvalidArgument, "parcel: it was cut"),
+        (WHOLE + b"\0", InvalidArgument, "parcel: there are bytes after its end"),
+        (DAMAGED, InvalidArgument, "parcel: what 'piece' contains is damaged"),
+    ],
+    ids=["empty", "text", "cut", "longer", "damaged"],
+)
+async def test_what_is_no_parcel_is_told_and_leaves_nothing(
+    new: tuple[FakeHouse, str], data: bytes, error: type[LongleafError], told: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_bytes(data)
+    async with AsyncClient(new[1]) as client:
+        for source in (tmp_path / "file", io.BytesIO(data)):
+            with pytest.raises(error, match=told):
+                await client.import_context(source)
+    assert (new[0].contexts, new[0].objects, new[0].num_arriving) == ({}, {}, 0)
+
+
+async def test_another_model_is_told_before_all_is_sent(new: tuple[FakeHouse, str]) -> None:
+    given, seen = packable(piece_bytes=700_000, vocabulary=256), list[int]()
+    given.head = replace(given.head, fingerprint=Fingerprint("cd" * 32, {"config.json": "02"}))
+    async with AsyncClient(new[1]) as client:
+        with pytest.raises(CheckpointChanged, match=r"contexts/moby .* they differ in config.json, model.safetensors"):
+            await client.import_context(
+                io.BytesIO(given.packed()), on_progress=lambda each: seen.append(each.received_bytes)
+            )
+    assert seen == [0]
+
+
+async def test_a_service_that_moves_nothing_says_so(tmp_path: Path) -> None:
+    async with serving(FakeEngine(), tmp_path / "model") as (_, address), AsyncClient(address) as client:
+        with pytest.raises(FailedPrecondition, match="stay where they are"):
+            await client.export_context("moby", io.BytesIO())
+        with pytest.raises(FailedPrecondition, match="stay where they are"):
+            await client.import_context(io.BytesIO(WHOLE))
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        ({"name": "moby"}, "name"),
+        ({"name": "contexts/moby", "offset": -1}, "offset"),
+        ({"name": "contexts/moby", "offset": 1}, "digest"),
+        ({"name": "contexts/moby", "digest": "x" * 200}, "digest"),
+    ],
+)
+async def test_wrong_requests_for_a_parcel_name_the_field(
+    old: tuple[FakeHouse, str], request_: dict[str, Any], field: str
+) -> None:
+    async with grpc.aio.insecure_channel(old[1]) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            [_ async for _ in ContextServiceStub(channel).ExportContext(context_pb.ExportContextRequest(**request_))]
+    error = decode_error(caught.value, old[1])
+    assert isinstance(error, InvalidArgument)
+    assert error.field == field
+
+
+@pytest.mark.parametrize(
+    ("requests", "field"),
+    [
+        ([], "config"),
+        ([{"piece": {"data": b"x"}}], "config"),
+        ([{}], "payload"),
+        ([{"config": {"name": "moby"}}], "config.name"),
+        ([{"config": {"upload_id": "x" * 129}}], "config.upload_id"),
+        ([{"config": {}}, {"config": {}}], "config"),
+        ([{"config": {}}, {"piece": {"offset": 7, "data": b"x"}}], "piece.offset"),
+        ([{"config": {}}, {"piece": {"offset": -7, "data": b"x"}}], "piece.offset"),
+        ([{"config": {"total_size_bytes": 3}}, {"piece": {"data": b"long"}}], "config.total_size_bytes"),
+        ([{"config": {"total_size_bytes": -1}}], "config.total_size_bytes"),
+        ([{"config": {}}, {"piece": {"data": bytes(2 << 20)}}], "request"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_wrong_imports_name_the_field(
+    new: tuple[FakeHouse, str], requests: list[dict[str, Any]], field: str
+) -> None:
+    async def upward() -> AsyncIterator[context_pb.ImportContextRequest]:
+        for each in requests:
+            yield context_pb.ImportContextRequest(**each)
+
+    async with grpc.aio.insecure_channel(new[1]) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            [_ async for _ in ContextServiceStub(channel).ImportContext(upward())]
+    error = decode_error(caught.value, new[1])
+    assert isinstance(error, InvalidArgument)
+    assert error.field == field
+
+
+async def test_a_service_that_breaks_off_is_not_asked_for_ever(new: tuple[FakeHouse, str]) -> None:
+    quick = Retries(limit=2, first_delay=0.0)
+    async with breaking(new[1], *[100] * 50) as (_, address), AsyncClient(address, retries=quick) as client:
+        with pytest.raises(Unavailable):
+            await client.import_context(io.BytesIO(WHOLE))
+        with pytest.raises(Unavailable):
+            await client.export_context("moby", io.BytesIO())
+
+
+@pytest.mark.parametrize(
+    ("encode", "decode", "message"),
+    [
+        (codec.encode_export, codec.decode_export, ExportContext(context="a", offset=3, digest="d", with_keys=False)),
+        (codec.encode_exported, codec.decode_exported, Parcel(1 << 40, "d")),
+        (codec.encode_exported, codec.decode_exported, b"bytes"),
+        (codec.encode_import_piece, codec.decode_import_piece, ImportHeader(context="a", upload_id="b", total_bytes=0)),
+        (codec.encode_import_piece, codec.decode_import_piece, ImportHeader()),
+        (codec.encode_import_piece, codec.decode_import_piece, ParcelPiece(1 << 40, b"x")),
+        (codec.encode_import_progress, codec.decode_import_progress, ImportProgress(received_bytes=1, key_tokens=0)),
+        (codec.encode_import_progress, codec.decode_import_progress, ImportProgress(received_bytes=0)),
+    ],
+)
+def test_messages_travel(encode: Any, decode: Any, message: object) -> None:
+    assert decode(encode(message)) == message

@@ -1,0 +1,277 @@
+"""Where answers come from, over real sockets, on ranks that tell by arithmetic where they attend."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from coordinator.cluster.fakes import FakeRanks
+from coordinator.engine.engine import Engine
+from longleaf.client import AsyncClient
+from longleaf.credentials import Quotas
+from longleaf.errors import InvalidArgument, NotFound
+from longleaf.geometry import Reach, Windows
+from longleaf.rank_protocol.fakes import echo_attention, echo_scores, echo_spans
+from longleaf.rank_protocol.step import NUM_OTHER_SHARES, Decode, Prefill, Row
+from longleaf.runs import union
+from longleaf.types import Attribution, Delta, Event, Finished, Provenance, Source, Started
+from tests.support import gated
+from tests.support.tenants import ACME, credential_of, credentials
+
+pytestmark = pytest.mark.timeout(60)
+
+STARTS, END, SIZE = (0, 200), 250, 32
+"""Of the documents of the context; none is a whole number of spans."""
+SPANS = echo_spans(STARTS, END, SIZE)
+QUESTION = (7, 8, 9)
+ASKED = Provenance(span_tokens=SIZE, num_spans=64)
+
+
+class Service:
+    """A service with a context of two documents."""
+
+    def __init__(self, engine: Engine, ranks: FakeRanks, client: AsyncClient) -> None:
+        self.engine, self.ranks, self.client = engine, ranks, client
+
+    async def ask(self, provenance: Provenance | None = ASKED, **options: Any) -> list[Event]:
+        return [e async for e in self.client.generate(QUESTION, context="moby", provenance=provenance, **options)]
+
+    @property
+    def rows(self) -> list[Row]:
+        works = [plan.work for plan in self.ranks.plans]
+        return [row for work in works if isinstance(work, Decode) for row in work.rows]
+
+
+@pytest.fixture
+async def service(tmp_path: Path) -> AsyncGenerator[Service, None]:
+    ranks = FakeRanks(2, 400, vocab=128)
+    settings: dict[str, Any] = {"chunk_size": 64, "replicate_below": 16, "world_size": 2, "block_size": 64}
+    async with (
+        gated.serving(ranks, tmp_path / "model", **settings) as (engine, address),
+        AsyncClient(address) as client,
+    ):
+        await client.ingest("moby", [1 + i % 100 for i in range(STARTS[1])])
+        await client.ingest("moby", [1 + i % 90 for i in range(END - STARTS[1])], append=True)
+        yield Service(engine, ranks, client)
+
+
+def finished(events: Sequence[Event], sample: int = 0) -> Finished:
+    [found] = [event for event in events if isinstance(event, Finished) and event.sample == sample]
+    return found
+
+
+def answer(events: Sequence[Event], sample: int = 0) -> list[int]:
+    return [i for event in events if isinstance(event, Delta) and event.sample == sample for i in event.token_ids]
+
+
+def attribution(event: Finished | Delta) -> Attribution:
+    assert event.attribution is not None
+    return event.attribution
+
+
+def mean(first: int, count: int, hidden: Sequence[tuple[int, int]] = ()) -> np.ndarray[Any, Any]:
+    """What the tokens of an answer, from one on, tell of it."""
+    position = END + len(QUESTION) - 1 + first
+    told = [echo_attention(SPANS, hidden, position + i) for i in range(count)]
+    return np.mean([np.frombuffer(each.means, np.float32) for each in told], axis=0)
+
+
+def shares(sources: Sequence[Source]) -> dict[tuple[int, int], float]:
+    return {(source.token_start, source.token_end): source.share for source in sources}
+
+
+def assert_tells(found: Attribution, expected: np.ndarray[Any, Any]) -> None:
+    assert shares(found.sources) == pytest.approx(dict(zip(SPANS, expected[:-NUM_OTHER_SHARES], strict=True)), abs=1e-6)
+    others = (found.prompt_share, found.answer_share, found.sink_share)
+    assert others == pytest.approx(tuple(expected[-NUM_OTHER_SHARES:]), abs=1e-6)
+    assert found.context_share + sum(others) == pytest.approx(1.0, abs=1e-5)
+
+
+async def test_an_answer_tells_where_its_tokens_come_from(service: Service) -> None:
+    events = await service.ask(max_tokens=9)
+    found = attribution(finished(events))
+    assert found.num_tokens == 9
+    assert_tells(found, mean(0, 9))
+    ranked = [source.share for source in found.sources]
+    assert ranked == sorted(ranked, reverse=True)
+    assert all(source.contrast is None and source.drop is None for source in found.sources)
+    assert {source.largest_layer for source in found.sources} == {3}
+    largest = max(np.frombuffer(echo_attention(SPANS, (), END + 2 + i).largest, np.float32)[0] for i in range(9))
+    assert next(s for s in found.sources if not s.token_start).largest_share == pytest.approx(largest)
+    assert {event.attribution for event in events if isinstance(event, Delta)} == {None}
+    asked = [row.spans for row in service.rows if row.spans is not None]
+    assert [(each.size, each.num_segments, each.prompt_end) for each in asked] == [(SIZE, 2, END + len(QUESTION))]
+
+
+async def test_without_being_asked_nothing_is_told_and_nothing_is_done_for_it(service: Service) -> None:
+    events = await service.ask(None, max_tokens=3)
+    assert finished(events).attribution is None
+    assert not any(row.spans or row.hidden or row.num_scored for row in service.rows)
+
+
+async def test_each_delta_tells_of_its_own_tokens(service: Service) -> None:
+    each = Provenance(span_tokens=SIZE, num_spans=64, per_token=True)
+    events = await service.ask(each, max_tokens=5)
+    at = 0
+    for delta in (event for event in events if isinstance(event, Delta)):
+        assert_tells(attribution(delta), mean(at, len(delta.token_ids)))
+        at += len(delta.token_ids)
+    assert at == 5
+
+
+async def test_tokens_beyond_a_stop_string_do_not_count(service: Service) -> None:
+    text = "".join(event.text for event in await service.ask(max_tokens=30) if isinstance(event, Delta))
+    events = await service.ask(max_tokens=30, stop=[text[3:5]])
+    end = finished(events)
+    assert end.reason == "stop"
+    count = len(answer(events))
+    assert count < 30
+    assert attribution(end).num_tokens == count
+    assert_tells(attribution(end), mean(0, count))
+
+
+async def test_each_sample_tells_of_itself(service: Service) -> None:
+    events = await service.ask(max_tokens=6, num_samples=3)
+    for sample in range(3):
+        assert attribution(finished(events, sample)).num_tokens == len(answer(events, sample)) == 6
+        assert_tells(attribution(finished(events, sample)), mean(0, 6))
+
+
+async def test_what_is_hidden_is_told_to_ranks_and_the_answer_is_not_exact(service: Service) -> None:
+    hidden = [(32, 96), (150, 151)]
+    events = await service.ask(max_tokens=4, hidden=hidden)
+    assert [event.is_exact for event in events if isinstance(event, Started | Finished)] == [False] * 2
+    assert_tells(attribution(finished(events)), mean(0, 4, hidden))
+    long = [5] * 40
+    plain = [event async for event in service.client.generate(long, context="moby", hidden=hidden, max_tokens=1)]
+    assert not finished(plain).is_exact
+    assert finished(plain).exactness_note == "tokens of the context are hidden"
+    assert finished(plain).attribution is None
+    chunks = [plan.work for plan in service.ranks.plans if isinstance(plan.work, Prefill)]
+    assert [chunk.hidden for chunk in chunks if chunk.start >= END] == [tuple(hidden)]
+    assert finished(await service.ask(max_tokens=1)).is_exact
+
+
+@pytest.mark.parametrize("hidden", [(), ((64, 96),)])
+async def test_sources_are_confirmed_by_hiding_each(service: Service, hidden: tuple[tuple[int, int], ...]) -> None:
+    asked = Provenance(span_tokens=SIZE, num_spans=3, confirm=True)
+    events = await service.ask(asked, max_tokens=5, hidden=hidden)
+    found, token_ids = attribution(finished(events)), answer(events)
+    assert len(found.sources) == 3
+    for source in found.sources:
+        span = (source.token_start, source.token_end)
+        drop = sum(echo_scores(token_ids, hidden)) - sum(echo_scores(token_ids, union([*hidden, span])))
+        assert source.drop == pytest.approx(drop)
+        assert source.contrast is not None
+    scored = [row for row in service.rows if row.num_scored]
+    assert {row.token_ids for row in scored} == {(*QUESTION, *token_ids)}
+    assert {row.num_scored for row in scored} == {5}
+    assert len(scored) == 4
+    assert {row.hidden for row in scored} >= {hidden}
+    works = [plan.work for plan in service.ranks.plans if isinstance(plan.work, Decode)]
+    assert sum(any(row.num_scored for row in work.rows) for work in works) == 1, "they run in a batch"
+
+
+async def test_contrast_is_less_what_tokens_before_the_question_read(service: Service) -> None:
+    asked = Provenance(span_tokens=SIZE, num_spans=64, ranking="contrast")
+    found = attribution(finished(await service.ask(asked, max_tokens=4)))
+    cut = END - 16
+    [probe] = [row for row in service.rows if row.spans is not None and row.spans.of_all_rows]
+    assert (probe.start, len(probe.token_ids), probe.token_index) == (cut, 16, -1)
+    spans = echo_spans(STARTS, cut, SIZE)
+    baseline = np.frombuffer(echo_attention(spans, (), END - 1).means, np.float32)[:-NUM_OTHER_SHARES]
+    expected = mean(0, 4)[:-NUM_OTHER_SHARES]
+    expected[: len(baseline)] -= baseline
+    assert {(s.token_start, s.token_end): s.contrast for s in found.sources} == pytest.approx(
+        dict(zip(SPANS, expected, strict=True)), abs=1e-6
+    )
+    ranked = [source.contrast or 0.0 for source in found.sources]
+    assert ranked == sorted(ranked, reverse=True)
+
+
+async def test_a_short_context_has_nothing_to_contrast_with(service: Service) -> None:
+    await service.client.ingest("short", [1] * 31)
+    asked = Provenance(ranking="contrast")
+    events = [e async for e in service.client.generate(QUESTION, context="short", provenance=asked, max_tokens=2)]
+    [source] = attribution(finished(events)).sources
+    assert source.contrast == source.share
+    assert (source.token_start, source.token_end) == (0, 31)
+
+
+async def test_an_answer_that_is_resumed_counts_each_token_once(service: Service) -> None:
+    options: dict[str, Any] = {"request_id": "one", "resumable": True, "max_tokens": 8}
+    first = await service.ask(**options)
+    again = await service.ask(**options)
+    assert answer(first) == answer(again)
+    assert attribution(finished(again)).num_tokens == 8
+    assert finished(again).attribution == finished(first).attribution
+
+
+async def test_all_is_free_again_after_probes(service: Service) -> None:
+    held = [worker.tokens for worker in (await service.client.cluster()).workers]
+    await service.ask(Provenance(span_tokens=SIZE, confirm=True, ranking="contrast"), max_tokens=3, num_samples=2)
+    assert [worker.tokens for worker in (await service.client.cluster()).workers] == held
+
+
+@pytest.mark.parametrize(
+    ("provenance", "options", "field"),
+    [
+        (Provenance(span_tokens=128), {}, "provenance.span_token_count"),
+        (Provenance(span_tokens=16), {}, "provenance.span_token_count"),
+        (Provenance(num_spans=0), {}, "provenance.span_count"),
+        (Provenance(layers=(3, 4)), {}, "provenance.layers[1]"),
+        (Provenance(), {"context": None}, "provenance"),
+        (None, {"hidden": [(0, 9), (240, 251)]}, "hidden[1]"),
+        (None, {"hidden": [(0, 9), (8, 10)]}, "hidden[1]"),
+        (None, {"hidden": [(3, 3)]}, "hidden[0]"),
+        (None, {"hidden": [(0, 1)], "context": None}, "hidden[0]"),
+    ],
+)
+async def test_what_is_wrong_is_named(
+    service: Service, provenance: Provenance | None, options: dict[str, Any], field: str
+) -> None:
+    asked = {"context": "moby", "provenance": provenance, "max_tokens": 2} | options
+    with pytest.raises(InvalidArgument) as caught:
+        _ = [event async for event in service.client.generate(QUESTION, **asked)]
+    assert caught.value.field == field
+
+
+async def test_a_context_that_is_not_there_is_not_found(service: Service) -> None:
+    with pytest.raises(NotFound, match="contexts/ahab"):
+        _ = [event async for event in service.client.ask("ahab", "who?", provenance=Provenance())]
+
+
+async def test_of_a_model_without_a_layer_that_sees_all_nothing_can_be_told(tmp_path: Path) -> None:
+    ranks = FakeRanks(vocab=128, windows=Windows(reaches=(Reach(window=32),), num_blocks=100))
+    async with (
+        gated.serving(ranks, tmp_path / "model", block_size=64) as (_, address),
+        AsyncClient(address) as client,
+    ):
+        await client.ingest("moby", [1] * 40)
+        with pytest.raises(InvalidArgument) as caught:
+            _ = [event async for event in client.ask("moby", "who?", provenance=Provenance())]
+    assert caught.value.field == "provenance"
+
+
+async def test_who_may_run_one_answer_at_a_time_has_several_samples_confirmed(tmp_path: Path) -> None:
+    """The engine does not know of stop strings: the second sample goes on until nobody reads it."""
+    ranks = FakeRanks(2, 400, vocab=128)
+    one = credentials(tmp_path / "tenants", acme=Quotas(generations=1))
+    async with (
+        gated.serving(ranks, tmp_path / "model", authenticator=one, block_size=64) as (_, address),
+        AsyncClient(address, credential=credential_of(ACME)) as client,
+    ):
+        await client.ingest("moby", [1 + i % 100 for i in range(END)])
+        plain = [event async for event in client.generate(QUESTION, context="moby", max_tokens=6)]
+        stop = "".join(event.text for event in plain if isinstance(event, Delta))[-2:]
+        options: dict[str, Any] = {"max_tokens": 1000, "stop": [stop], "num_samples": 2}
+        asked = Provenance(span_tokens=SIZE, num_spans=2, confirm=True)
+        async with asyncio.timeout(20):
+            events = [e async for e in client.generate(QUESTION, context="moby", provenance=asked, **options)]
+    for sample in range(2):
+        end = finished(events, sample)
+        assert end.reason == "stop"
+        assert all(source.drop is not None for source in attribution(end).sources)

@@ -1,0 +1,94 @@
+"""Contexts that share segments, over real sockets: the whole coordinator, on ranks that answer by arithmetic."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from coordinator.cluster.fakes import FakeRanks
+from coordinator.engine.engine import Engine
+from coordinator.grpc_server.server import Server
+from coordinator.handlers.use_cases import UseCases
+from coordinator.text.template import DirectRenderer
+from coordinator.text.tokenizer import Tokenizer
+from longleaf.client import AsyncClient
+from longleaf.config import EngineConfig
+from longleaf.types import Usage
+from longleaf.v1 import context_service_pb2 as ingest_pb
+from longleaf.v1.context_service_pb2_grpc import ContextServiceStub
+from tests.support.running import running
+from tests.support.service import FakeEngine, collect, write_model
+
+CONFIG = EngineConfig(model="none", world_size=2, chunk_size=32, block_size=4, replicate_below=8)
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[Engine]:
+    engine = Engine(FakeRanks(2, 100, vocab=200), CONFIG, max_positions=3000, wall_clock=lambda: 12.0)
+    async with running(engine):
+        yield engine
+
+
+@pytest.fixture
+async def address(tmp_path: Path, engine: Engine) -> AsyncIterator[str]:
+    use_cases = UseCases(
+        engine, Tokenizer.load(write_model(tmp_path / "model"), DirectRenderer()), FakeEngine().describe
+    )
+    server = Server(use_cases)
+    port = await server.start("127.0.0.1", 0)
+    yield f"127.0.0.1:{port}"
+    await server.stop(None)
+    await use_cases.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "told"),
+    [
+        ({}, grpc.StatusCode.OK, ""),
+        ({"name": "contexts/none"}, grpc.StatusCode.NOT_FOUND, "contexts/none"),
+        ({"new_name": "contexts/moby"}, grpc.StatusCode.ALREADY_EXISTS, "contexts/moby"),
+        ({"name": "moby"}, grpc.StatusCode.INVALID_ARGUMENT, "name"),
+        ({"new_name": ""}, grpc.StatusCode.INVALID_ARGUMENT, "new_name"),
+        ({"token_count": 0}, grpc.StatusCode.INVALID_ARGUMENT, "token_count: 0 is not between 1 and 70"),
+        ({"token_count": -(2**63)}, grpc.StatusCode.INVALID_ARGUMENT, "token_count"),
+        ({"token_count": 71}, grpc.StatusCode.INVALID_ARGUMENT, "the tokens of contexts/moby"),
+    ],
+)
+async def test_forks_are_made_or_say_why_not(
+    address: str, changes: dict[str, Any], code: grpc.StatusCode, told: str
+) -> None:
+    fields = {"name": "contexts/moby", "new_name": "contexts/ahab", "token_count": 50} | changes
+    async with AsyncClient(address) as client, grpc.aio.insecure_channel(address) as channel:
+        await client.ingest("moby", tuple(range(70)))
+        call = ContextServiceStub(channel).ForkContext(ingest_pb.ForkContextRequest(**fields))
+        assert await call.code() == code
+        assert told in (await call.details() or "")
+        names = {context.id: context.tokens for context in await client.list_contexts()}
+        assert names == {"moby": 70} | ({"ahab": 50} if code == grpc.StatusCode.OK else {})
+
+
+async def test_a_fork_outlives_its_source(address: str, engine: Engine) -> None:
+    async with AsyncClient(address) as client, grpc.aio.insecure_channel(address) as channel:
+        await client.ingest("moby", tuple(range(70)))
+        request = ingest_pb.ForkContextRequest(name="contexts/moby", new_name="contexts/ahab")
+        fork = await ContextServiceStub(channel).ForkContext(request)
+        assert (fork.token_count, fork.create_time.seconds) == (70, 12)
+        await client.delete_context("moby")
+        await client.ingest("ahab", tuple(range(10)), append=True)
+        assert [(context.id, context.tokens) for context in await client.list_contexts()] == [("ahab", 80)]
+        await client.delete_context("ahab")
+        assert sum(worker.tokens for worker in engine.cluster().workers) == 0
+
+
+async def test_a_repeated_prompt_says_what_was_held(address: str) -> None:
+    async with AsyncClient(address) as client:
+        _, cold = await collect(client.generate(tuple(range(70)), max_tokens=3))
+        _, warm = await collect(client.generate(tuple(range(70)), max_tokens=3))
+        _, longer = await collect(client.generate((*range(60), 9, 9), max_tokens=3))
+        assert (cold.usage, warm.usage) == (Usage(70, 0, 3), Usage(70, 69, 3))
+        assert longer.usage == Usage(62, 60, 3)
+        await client.ingest("moby", tuple(range(100, 150)))
+        _, other = await collect(client.generate((*range(100, 140), 7), max_tokens=1))
+        assert other.usage == Usage(41, 40, 1)

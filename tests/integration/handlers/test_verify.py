@@ -1,0 +1,203 @@
+"""Verification over real sockets: what is asked and answered, and that a fleet that is wrong is found out."""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from coordinator.cluster.local_fleet import LocalFleet
+from coordinator.handlers.verification import MAX_PROMPT
+from coordinator.service import Service
+from coordinator.settings import ServiceConfig
+from longleaf.client import AsyncClient
+from longleaf.config import EngineConfig, embedded_model
+from longleaf.errors import InvalidArgument, LongleafError, ResourceExhausted, WorkerLost
+from longleaf.kernels.backend import Backend
+from longleaf.rank_protocol.rank_spec import RankSpec
+from longleaf.rank_protocol.step import Comparison
+from longleaf.types import Delta
+from tests.support.service import Served, ids
+from workers.__main__ import live, main
+from workers.kv_cache.slots import Pool
+from workers.rank import Rank
+
+GOOD = Comparison(
+    max_difference=0.0009, max_logit=10.0, worst_index=3, num_tokens=8, num_equal=7, num_ranks=1, dtype="float32"
+)
+
+
+def struct(**changes: object) -> Comparison:
+    return Comparison(**{field: getattr(GOOD, field) for field in GOOD.__struct_fields__} | changes)
+
+
+async def test_what_the_ranks_found_arrives(service: Served) -> None:
+    service.engine.comparison = struct(seconds=0.25)
+    found = await service.client.verify()
+    assert found.passed
+    assert found.tolerance == pytest.approx(0.001)
+    assert (found.max_difference, found.max_logit, found.worst_index) == (0.0009, 10.0, 3)
+    assert (found.compared_tokens, found.equal_tokens, found.holding_ranks, found.world_size) == (8, 7, 1, 1)
+    assert (found.dtype, found.plain_seconds, found.failure) == ("float32", 0.25, "")
+
+
+ROUNDED = {"max_difference": 9.0, "dtype": "bfloat16", "plain_dtype": "bfloat16", "plain_distance": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_conclusive", "passed"),
+    [
+        ({"max_difference": 0.00101}, True, False),
+        ({"max_difference": math.nan}, True, False),
+        ({**ROUNDED, "distance": 0.19}, True, True),
+        ({**ROUNDED, "distance": 0.21}, True, False),
+        ({**ROUNDED, "distance": math.nan}, True, False),
+        ({**ROUNDED, "distance": 0.05, "dtype": "float16"}, True, True),
+        ({**ROUNDED, "distance": 0.31, "plain_distance": 0.08, "dtype": "int8"}, True, True),
+        ({**ROUNDED, "distance": 0.33, "plain_distance": 0.08, "dtype": "int8"}, True, False),
+        ({**ROUNDED, "distance": 0.1, "plain_distance": 0.17}, False, False),
+        ({**ROUNDED, "distance": 0.35, "plain_distance": 0.17}, True, False),
+        ({"max_difference": 0.0, "failure": "no memory"}, False, False),
+    ],
+)
+async def test_the_verdict_follows_what_rounding_does(
+    service: Served, changes: dict, is_conclusive: bool, passed: bool
+) -> None:
+    service.engine.comparison = struct(**changes)
+    found = await service.client.verify()
+    assert (found.is_conclusive, found.passed) == (is_conclusive, passed)
+    assert (found.plain_distance, found.plain_dtype) == (
+        changes.get("plain_distance", 0),
+        changes.get("plain_dtype", ""),
+    )
+
+
+async def test_the_prompt_is_a_text_or_drawn_with_a_seed(service: Served) -> None:
+    await service.client.verify("Grüße", max_tokens=3)
+    for seed in (1, 1, 2):
+        await service.client.verify(seed=seed, num_tokens=70)
+    await service.client.verify()
+    text, one, same, other, usual = service.engine.prompts
+    assert (text.token_ids, text.sampling.max_tokens) == (ids("Grüße"), 3)
+    assert one.token_ids == same.token_ids != other.token_ids
+    assert len(other.token_ids) == 70
+    assert len(usual.token_ids) == 256
+    assert all(prompt.is_compared and prompt.sampling.ignore_end_token for prompt in service.engine.prompts)
+    assert {prompt.max_draft_tokens for prompt in service.engine.prompts} == {service.engine.max_draft_tokens}
+    assert text.claim.client.startswith("ipv4:")
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"num_tokens": MAX_PROMPT + 1}, "prompt_token_count"),
+        ({"num_tokens": 0}, "prompt_token_count"),
+        ({"max_tokens": 65}, "max_token_count"),
+        ({"max_tokens": -1}, "max_token_count"),
+        ({"seed": 2**64}, "seed"),
+        ({"seed": -1}, "seed"),
+        ({"text": "a" * (MAX_PROMPT + 1)}, "text"),
+        ({"text": "a" * (1 << 17)}, "text"),
+        ({"text": ""}, "text"),
+        ({"text": "a", "num_tokens": 3}, "prompt_token_count"),
+        ({"text": "\ud800"}, "text"),
+    ],
+)
+async def test_bad_requests_name_the_field(service: Served, options: dict, field: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        await service.client.verify(**options)
+    assert refused.value.field == field
+    assert service.engine.prompts == []
+
+
+async def test_one_runs_at_a_time_and_leaving_makes_room(service: Served) -> None:
+    service.engine.is_endless = True
+    first = asyncio.create_task(service.client.verify())
+    await service.engine.opened.wait()
+    async with AsyncClient(service.address, retries=0) as other:
+        with pytest.raises(ResourceExhausted) as refused:
+            await other.verify()
+        assert refused.value.retry_seconds
+        first.cancel()
+        await service.engine.streams[0].closed.wait()
+        service.engine.is_endless = False
+        service.engine.comparison = GOOD
+        assert (await service.client.verify()).passed
+
+
+async def test_a_lost_rank_is_named(service: Served) -> None:
+    service.engine.late_error = WorkerLost(1, "was told to die")
+    async with AsyncClient(service.address, retries=0) as client:
+        with pytest.raises(LongleafError) as lost:
+            await client.verify()
+    assert isinstance(lost.value, WorkerLost)
+
+
+class ForgetfulRank(Rank):
+    """Rank 1 stores what it should, but keeps the values of its first slot wrong: one key of all is perturbed."""
+
+    def load(self) -> None:
+        super().load()
+        if self._spec.member == 1:
+            self.pool.store = Perturbed(self.pool)
+
+
+class Perturbed:
+    """Stores as a pool does, then spoils one token's values in one layer."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._store = pool.store
+
+    def __call__(self, backend: Backend, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTD: Tensor) -> None:
+        self._store(backend, layer, slots_T, k_KTD, v_KTD)
+        self._pool.values[layer][:, 0] = torch.flip(self._pool.values[layer][:, 0], dims=(-1,))
+
+
+def forgetful_main(spec: RankSpec) -> None:
+    live(spec, ForgetfulRank)
+
+
+@asynccontextmanager
+async def serving(rank_main: object) -> AsyncIterator[AsyncClient]:
+    config = EngineConfig(model=str(embedded_model()), world_size=2, kv_bytes=1 << 23, merge="gather")
+    service = Service(ServiceConfig(engine=config, launcher="local"), LocalFleet(rank_main))
+    try:
+        async with AsyncClient(f"127.0.0.1:{await service.start()}") as client:
+            yield client
+    finally:
+        await service.stop()
+
+
+async def answer(client: AsyncClient) -> list[int]:
+    events = client.generate("Once upon a time", max_tokens=30, ignore_end_token=True)
+    return [i async for event in events if isinstance(event, Delta) for i in event.token_ids]
+
+
+async def test_a_fleet_is_verified_beside_other_streams() -> None:
+    async with serving(main) as client:
+        alone = await answer(client)
+        streams = [asyncio.create_task(answer(client)) for _ in range(3)]
+        found = await client.verify(seed=3)
+        text = await client.verify("amber-12 = 4711\n", max_tokens=4)
+        assert [await stream for stream in streams] == [alone] * 3
+        assert (found.passed, found.failure, found.dtype) == (True, "", "float32")
+        assert (found.prompt_tokens, found.compared_tokens, found.equal_tokens) == (257, 8, 8)
+        assert found.holding_ranks == found.world_size == 2
+        assert 0 < found.max_difference < found.tolerance < found.max_logit
+        assert (text.passed, text.compared_tokens) == (True, 4)
+        held = [worker.tokens for worker in (await client.cluster()).workers]
+        again = await client.verify(seed=3)
+        assert again.passed
+        assert [worker.tokens for worker in (await client.cluster()).workers] == held, "nothing of it is kept"
+
+
+async def test_a_fleet_with_one_wrong_value_fails() -> None:
+    async with serving(forgetful_main) as client:
+        found = await client.verify()
+        assert not found.passed
+        assert found.failure == ""
+        assert found.max_difference > found.tolerance

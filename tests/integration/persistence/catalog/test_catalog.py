@@ -1,0 +1,325 @@
+"""A database on a disk: order, deletions, processes that are killed, and files of earlier versions."""
+
+import asyncio
+import os
+import re
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+from array import array
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from coordinator.persistence.catalog.catalog import DATABASE, Catalog, read_only_catalog
+from coordinator.persistence.catalog.records import Change, Outgoing, SnapshotRecord
+from coordinator.persistence.catalog.rows import PIECE_IDS
+from coordinator.persistence.catalog.schema import revision_of
+from coordinator.persistence.catalog.tables import HEAD, metadata
+from longleaf.errors import DataLoss, Unavailable
+from tests.support.catalog import (
+    FIRST,
+    FIRST_EPOCH,
+    FIRST_UPLOAD,
+    content_of,
+    context,
+    document,
+    ids,
+    remains,
+    segment,
+    upload,
+)
+
+FIXTURE = Path(__file__).parents[2] / "fixtures" / "catalog" / "first.db"
+
+
+async def test_commits_of_several_tasks_happen_in_the_order_of_the_calls(tmp_path: Path) -> None:
+    catalog = await Catalog.open(tmp_path / DATABASE)
+    changes = [document("a", 2 * number) for number in range(10)]
+    others = [document("b", 2 * number + 1) for number in range(10)]
+    pairs = zip(changes, others, strict=True)
+    committed = await asyncio.gather(*(catalog.commit(change) for pair in pairs for change in pair))
+    # each one takes the place of the one before, whose segment goes
+    assert [each.segments for each in committed] == [(), (), *((number,) for number in range(18))]
+    kept = await catalog.load()
+    assert [each.segment for each in kept.contexts] == [18, 19]
+    await catalog.close()
+
+
+async def test_the_loop_goes_on_meanwhile_and_who_is_cancelled_has_it_done(tmp_path: Path) -> None:
+    catalog = await Catalog.open(tmp_path / DATABASE)
+    call = asyncio.create_task(catalog.commit(document("a", 0, 200_000)))
+    await asyncio.sleep(0)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert [each.id for each in (await catalog.load()).contexts] == ["a"]
+    await catalog.close()
+
+
+async def test_closing_does_what_waits_and_refuses_what_comes(tmp_path: Path) -> None:
+    catalog = await Catalog.open(tmp_path / DATABASE)
+    calls = [asyncio.create_task(catalog.commit(document(f"c{number}", number))) for number in range(5)]
+    await asyncio.sleep(0)
+    await asyncio.gather(catalog.close(), catalog.close())
+    await asyncio.gather(*calls)
+    with pytest.raises(Unavailable, match="stopping"):
+        await catalog.load()
+    assert len(read_only_catalog(tmp_path).contexts) == 5
+    assert not (tmp_path / f"{DATABASE}-wal").exists() or not (tmp_path / f"{DATABASE}-wal").stat().st_size
+
+
+async def test_a_change_that_builds_on_nothing_leaves_nothing(tmp_path: Path) -> None:
+    catalog = await Catalog.open(tmp_path / DATABASE)
+    await catalog.commit(document("a", 0))
+    before = await catalog.load()
+    wrong = [
+        Change(segments=(segment(1),), contexts=(context("b", 9),)),
+        Change(segments=(segment(1, parent=9, start=5),), contexts=(context("b", 1),)),
+        Change(segments=(segment(0),), contexts=(context("b", 0),)),
+    ]
+    for change in wrong:
+        with pytest.raises(DataLoss, match="does not hold what this builds upon"):
+            await catalog.commit(change)
+        assert await catalog.load() == before
+    await catalog.commit(document("b", 1))
+    await catalog.close()
+
+
+async def test_what_is_kept_no_more_is_to_be_deleted_on_storage(tmp_path: Path) -> None:
+    """Also the snapshot of a segment that was deleted while it was saved."""
+    catalog = await Catalog.open(tmp_path / DATABASE)
+    await catalog.commit(document("a", 0))
+    await catalog.commit(Change(snapshots=(SnapshotRecord(segment=0, manifest="m/0", form="f", num_bytes=1),)))
+    committed = await catalog.commit(Change(dropped_contexts=("a",)))
+    assert (committed.segments, committed.manifests) == ((0,), ("m/0",))
+    committed = await catalog.commit(
+        Change(snapshots=(SnapshotRecord(segment=0, manifest="m/1", form="f", num_bytes=1),))
+    )
+    assert committed.manifests == ("m/1",)
+    assert [each for _, each in await catalog.outgoing(9)] == [Outgoing("m/0", None), Outgoing("m/1", None)]
+    kept = await catalog.load()
+    assert (kept.snapshots, kept.next_outgoing) == ((), 2)
+    await catalog.close()
+
+
+async def test_ids_of_segments_are_never_given_twice(tmp_path: Path) -> None:
+    catalog = await Catalog.open(tmp_path / DATABASE)
+    await catalog.commit(document("a", 41))
+    await catalog.commit(Change(dropped_contexts=("a",)))
+    await catalog.commit(document("b", 7))  # begun before, done later
+    await catalog.close()
+    catalog = await Catalog.open(tmp_path / DATABASE)
+    assert (await catalog.load()).next_segment == 42
+    await catalog.close()
+
+
+async def test_deleted_ids_are_nowhere_on_the_disk(tmp_path: Path) -> None:
+    catalog = await Catalog.open(tmp_path / DATABASE)
+    counts = dict(enumerate([3, 190, 900, 1100, 5000, PIECE_IDS + 9] * 2))
+    for number, count in counts.items():
+        await catalog.commit(document(f"c{number}", number, count))
+    assert all(remains(tmp_path, ids(number, 3)) for number in counts)
+    order = sorted(counts, key=lambda number: number * 17 % len(counts))
+    for deleted, number in enumerate(order, 1):
+        await catalog.commit(Change(dropped_contexts=(f"c{number}",)))
+        assert [gone for gone in order[:deleted] if remains(tmp_path, ids(gone, counts[gone]))] == []
+    await catalog.close()
+
+
+async def test_small_documents_leave_nothing_when_trees_are_balanced(tmp_path: Path) -> None:
+    """Without padding, copies of some outlive them."""
+    catalog, random = await Catalog.open(tmp_path / DATABASE), Random(0)
+    alive: dict[int, int] = {}
+    gone: dict[int, int] = {}
+    for number in range(200):
+        alive[number] = random.randrange(2, random.choice([40, 400, 2500]))
+        await catalog.commit(document(f"c{number}", number, alive[number]))
+        if number % 5:
+            deleted = random.choice(list(alive))
+            gone[deleted] = alive.pop(deleted)
+            await catalog.commit(Change(dropped_contexts=(f"c{deleted}",)))
+    assert [number for number, count in gone.items() if remains(tmp_path, ids(number, count))] == []
+    await catalog.close()
+
+
+SECRET = re.compile(rb"secret [0-9]+ ")
+
+
+async def test_texts_of_clients_leave_nothing_when_trees_are_balanced(tmp_path: Path) -> None:
+    """System messages of uploads, and display names of contexts: whole pages of a tree move at once."""
+    catalog, random = await Catalog.open(tmp_path / DATABASE), Random(0)
+
+    def text(number: int) -> str:
+        return f"secret {number} " * random.randrange(1, 40)
+
+    await catalog.commit(Change(segments=(segment(0),), contexts=(context("first", 0),)))
+    alive = list[int]()
+    for number in range(150):
+        changed = context(f"c{number % 40}", 0, display_name=text(number))
+        await catalog.commit(Change(contexts=(changed,)))
+        await catalog.append_upload(upload(f"d{number}", header=text(1000 + number).encode()), 0, ids(number, 3))
+        alive.append(number)
+        if number % 4:
+            gone = alive.pop(random.randrange(len(alive)))
+            await catalog.drop_upload((f"d{gone}", "u1"))
+        if number % 7 == 0:
+            await catalog.commit(Change(dropped_contexts=(f"c{random.randrange(40)}",)))
+    await catalog.commit(Change(dropped_contexts=("c1",)))
+    kept = await catalog.load()
+    known = [*(each.display_name.encode() for each in kept.contexts), *(each.header for each in kept.uploads)]
+    content = content_of(tmp_path)
+    assert set(SECRET.findall(content)) == set(SECRET.findall(b"".join(known)))
+    await catalog.close()
+
+
+async def test_ids_in_what_is_outgoing_go_with_the_context(tmp_path: Path) -> None:
+    catalog = await Catalog.open(tmp_path / DATABASE)
+    content = ids(0, 500).tobytes()
+    await catalog.commit(Change(outgoing=(Outgoing("m", content),)))
+    assert remains(tmp_path, ids(0, 500))
+    (first,) = await catalog.outgoing(9)
+    await catalog.commit(Change(outgoing=(Outgoing("m", None),)))
+    assert not remains(tmp_path, ids(0, 500))
+    await catalog.done([first[0]])  # it was on its way when it was replaced
+    assert [each for _, each in await catalog.outgoing(9)] == [Outgoing("m", None)]
+    await catalog.close()
+
+
+async def test_what_another_reader_holds_up_is_gone_with_the_next_commit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    catalog = await Catalog.open(tmp_path / DATABASE, busy_seconds=0.05)
+    await catalog.commit(document("a", 0))
+    reader = sqlite3.connect(tmp_path / DATABASE, isolation_level=None)
+    reader.execute("BEGIN")
+    assert reader.execute("SELECT count(*) FROM contexts").fetchone() == (1,)
+    await catalog.commit(Change(dropped_contexts=("a",)))
+    assert remains(tmp_path, ids(0, 20)) and "another process reads it" in caplog.text
+    reader.close()
+    await catalog.commit(Change())
+    assert not remains(tmp_path, ids(0, 20))
+    await catalog.close()
+
+
+async def test_an_upload_becomes_a_context_in_one_change(tmp_path: Path) -> None:
+    catalog = await Catalog.open(tmp_path / DATABASE)
+    await catalog.append_upload(upload(), 0, ids(0, PIECE_IDS + 5))
+    await catalog.append_upload(upload(settled_bytes=200), PIECE_IDS + 5, ids(1, 5))
+    assert await catalog.upload_ids(("doc", "u1")) == ids(0, PIECE_IDS + 5) + ids(1, 5)
+    assert (await catalog.load()).uploads == (upload(settled_bytes=200),)
+    await catalog.commit(Change(dropped_uploads=(("doc", "u1"),)))
+    assert await catalog.upload_ids(("doc", "u1")) == array("I")
+    await catalog.drop_upload(("doc", "u1"))
+    await catalog.close()
+
+
+async def test_what_does_not_follow_the_ids_of_an_upload_is_refused(tmp_path: Path) -> None:
+    catalog = await Catalog.open(tmp_path / DATABASE)
+    await catalog.append_upload(upload(), 0, ids(0, 20))
+    with pytest.raises(DataLoss, match="20 ids of it are kept, and those behind 25 do not follow them"):
+        await catalog.append_upload(upload(settled_bytes=200), 25, ids(1, 5))
+    assert await catalog.upload_ids(("doc", "u1")) == ids(0, 20)
+    assert (await catalog.load()).uploads == (upload(),)
+    await catalog.close()
+
+
+async def test_uploads_into_a_context_go_with_it(tmp_path: Path) -> None:
+    catalog = await Catalog.open(tmp_path / DATABASE)
+    await catalog.commit(document("doc", 0))
+    await catalog.append_upload(upload(), 0, ids(7, 20))
+    await catalog.append_upload(upload("other"), 0, ids(8, 20))
+    await catalog.commit(Change(dropped_contexts=("doc",)))
+    assert (await catalog.load()).uploads == (upload("other"),)
+    assert not remains(tmp_path, ids(7, 20))
+    await catalog.close()
+
+
+async def test_ids_that_are_given_out_are_never_given_out_again(tmp_path: Path) -> None:
+    catalog = await Catalog.open(tmp_path / DATABASE)
+    for number in (70, 5):
+        await catalog.commit(Change(next_segment=number))
+    await catalog.close()
+    catalog = await Catalog.open(tmp_path / DATABASE)
+    assert (await catalog.load()).next_segment == 70
+    await catalog.close()
+
+
+CHILD = """
+import asyncio, sys
+from pathlib import Path
+from coordinator.persistence.catalog.catalog import Catalog
+from coordinator.persistence.catalog.records import Change
+from tests.support.catalog import document
+
+async def main():
+    catalog = await Catalog.open(Path(sys.argv[1]))
+    number = (await catalog.load()).next_segment
+    while True:
+        change = document(f"c{number}", number, 3000)
+        await catalog.commit(change)
+        print(number, flush=True)
+        number += 1
+
+asyncio.run(main())
+"""
+
+
+def test_what_was_acknowledged_outlives_kill_9(tmp_path: Path) -> None:
+    path, told = tmp_path / DATABASE, list[int]()
+    for life in range(3):
+        child = subprocess.Popen([sys.executable, "-c", CHILD, str(path)], stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None
+        told += [int(child.stdout.readline()) for _ in range(5 + 3 * life)]
+        os.kill(child.pid, signal.SIGKILL)
+        told += [int(line) for line in child.stdout.read().split("\n") if line]
+        child.wait()
+        child.stdout.close()
+        kept = read_only_catalog(tmp_path)
+        assert kept.damaged == {} and set(told) <= {each.id for each in kept.segments}
+        assert len(kept.segments) <= len(told) + life + 1
+        for each in kept.contexts:
+            assert kept.path(each)[0].token_ids == ids(each.segment, 3000)
+
+
+async def test_a_file_of_the_first_schema_is_opened(tmp_path: Path) -> None:
+    shutil.copy(FIXTURE, tmp_path / DATABASE)
+    catalog = await Catalog.open(tmp_path / DATABASE)
+    kept = await catalog.load()
+    assert (kept.segments, kept.contexts, kept.snapshots) == (
+        FIRST.segments,
+        tuple(sorted(FIRST.contexts, key=lambda each: each.id)),
+        FIRST.snapshots,
+    )
+    assert (kept.uploads, kept.epoch, kept.next_segment) == ((FIRST_UPLOAD,), FIRST_EPOCH, 8)
+    assert len(kept.service_id) == 32 and not (kept.damaged or kept.damaged_contexts or kept.other_damage)
+    assert await catalog.upload_ids(FIRST_UPLOAD.key) == ids(1, 25) + ids(2, 5)
+    assert [each for _, each in await catalog.outgoing(9)] == list(FIRST.outgoing)
+    await catalog.commit(document("new", kept.next_segment))
+    await catalog.close()
+
+
+async def test_migrations_make_the_tables_as_they_are_declared(tmp_path: Path) -> None:
+    from alembic.autogenerate import compare_metadata
+    from alembic.migration import MigrationContext
+    from sqlalchemy import create_engine
+
+    await (await Catalog.open(tmp_path / DATABASE)).close()
+    with create_engine(f"sqlite:///{tmp_path / DATABASE}").connect() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), metadata) == []
+        assert revision_of(connection) == HEAD
+        declared = dict(connection.exec_driver_sql("SELECT name, sql FROM sqlite_master").all())
+    with sqlite3.connect(":memory:") as fresh:
+        engine = create_engine("sqlite://", creator=lambda: fresh)
+        metadata.create_all(engine)
+        made = dict(fresh.execute("SELECT name, sql FROM sqlite_master"))
+    assert {name: _words(sql) for name, sql in made.items()} == {
+        name: _words(sql) for name, sql in declared.items() if "alembic_version" not in name
+    }
+
+
+def _words(sql: str | None) -> list[str]:
+    return sorted((sql or "").replace(",", " ").split())

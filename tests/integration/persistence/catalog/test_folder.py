@@ -1,0 +1,113 @@
+"""The data folder: who may open it, who holds it, and what its files are."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from coordinator.persistence.catalog.catalog import Catalog
+from coordinator.persistence.catalog.folder import DataFolder
+from longleaf.errors import CatalogError
+from tests.support.catalog import document
+
+DIGEST = "0123456789abcdef" * 4
+
+
+@pytest.fixture(params=[0o000, 0o022, 0o077 if os.geteuid() else 0o777])  # root alone can use files of mode 0
+def umask(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = os.umask(request.param)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("umask")
+async def test_nobody_else_may_read_any_file(tmp_path: Path) -> None:
+    folder = DataFolder.open(tmp_path / "data", DIGEST, "model", {})
+    folder.tell_address("127.0.0.1:1234")
+    catalog = await Catalog.open(folder.database)
+    await catalog.commit(document("a", 0))
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.path.iterdir()}
+    await catalog.close()
+    folder.close()
+    names = {"catalog.db", "catalog.db-wal", "catalog.db-shm", "holder.json", "lock", "model.json"}
+    assert modes == dict.fromkeys(names, 0o600)
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (folder.path, folder.path.parent)] == [0o700, 0o700]
+
+
+def test_a_folder_has_one_service_and_others_are_told_which(tmp_path: Path) -> None:
+    folder = DataFolder.open(tmp_path, DIGEST, "model", {})
+    for address in ("", "10.0.0.1:50051"):
+        folder.tell_address(address)
+        with pytest.raises(CatalogError, match=f"is used by process {os.getpid()} on .*{address}: end that service"):
+            DataFolder.open(tmp_path, DIGEST, "model", {})
+    other = DataFolder.open(tmp_path, "f" * 64, "model", {})
+    folder.close()
+    folder.close()
+    DataFolder.open(tmp_path, DIGEST, "model", {}).close()
+    other.close()
+
+
+def test_a_holder_that_says_nothing_holds_it_all_the_same(tmp_path: Path) -> None:
+    folder = DataFolder.open(tmp_path, DIGEST, "model", {})
+    (folder.path / "holder.json").write_bytes(b"")
+    with pytest.raises(CatalogError, match="is used by another process"):
+        DataFolder.open(tmp_path, DIGEST, "model", {})
+    folder.close()
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from coordinator.persistence.catalog.folder import DataFolder
+folder = DataFolder.open(Path(sys.argv[1]), sys.argv[2], "model", {})
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_lock_goes_with_a_holder_that_is_killed(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path), DIGEST], stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "held\n"
+        with pytest.raises(CatalogError, match=f"is used by process {child.pid} on "):
+            DataFolder.open(tmp_path, DIGEST, "model", {})
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait()
+    DataFolder.open(tmp_path, DIGEST, "model", {}).close()
+
+
+def test_other_models_are_told_with_their_facts(tmp_path: Path) -> None:
+    first = DataFolder.open(tmp_path, DIGEST, "old", {"config.json": "ab", "dtype": "float32"})
+    first.close()
+    (tmp_path / "notes.txt").write_text("hello")
+    (tmp_path / "empty").mkdir()
+    second = DataFolder.open(tmp_path, "f" * 64, "new", {})
+    ((path, told),) = second.siblings()
+    second.close()
+    assert path == first.path == tmp_path / DIGEST[:32]
+    assert (told.model, told.fingerprint, told.facts) == ("old", DIGEST, {"config.json": "ab", "dtype": "float32"})
+
+
+def test_what_is_no_folder_of_this_user_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("hello")
+    with pytest.raises(CatalogError, match="file is a file: give a folder"):
+        DataFolder.open(tmp_path / "file", DIGEST, "model", {})
+    with pytest.raises(CatalogError, match="file cannot be used: .*permission"):
+        DataFolder.open(tmp_path / "file" / "data", DIGEST, "model", {})
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give folders away")
+def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
+    for place in (tmp_path / "data", tmp_path / "data" / DIGEST[:32]):
+        place.mkdir()
+        os.chown(place, 12345, 12345)
+        with pytest.raises(CatalogError, match=f"{place} belongs to user 12345.*chown 0 {place}"):
+            DataFolder.open(tmp_path / "data", DIGEST, "model", {})
+        os.chown(place, 0, 0)

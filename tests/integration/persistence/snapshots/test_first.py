@@ -1,0 +1,88 @@
+"""What the first version of snapshots wrote is opened by this one: segments to the bit, and contexts."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from coordinator.persistence.catalog.rebuild import read_stored
+from coordinator.persistence.catalog.rebuilding import choose_service, rebuild
+from longleaf.storage.archive import read_manifest
+from longleaf.storage.manifest import Piece as Told
+from longleaf.storage.store import Store
+from tests.support.first_snapshots import (
+    CHECKPOINT,
+    KINDS,
+    NUM_TOKENS,
+    PIECES,
+    SERVICE,
+    WINDOWS,
+    attempt,
+    form,
+    known,
+    token_ids,
+    write_first,
+)
+from tests.support.pools import BLOCK, POOLS
+from workers.kv_cache.slots import Slots
+from workers.kv_io.piece import Piece
+
+FIXTURE = Path(__file__).parents[2] / "fixtures" / "snapshots" / "first"
+
+
+def first() -> Store:
+    return Store.open(str(FIXTURE), is_tried=False)
+
+
+def restore(pool: Slots, told: Told, runs: tuple) -> None:
+    of_windows = runs == WINDOWS
+    piece = Piece(told.name, first().get(told.name, told.digest), pool, told.runs, of_windows=of_windows)
+    assert told.runs == tuple((run.start, run.end) for run in runs)
+    numbers = piece.find(runs, BLOCK)
+    assert numbers is not None
+    piece.restore(pool, numbers, [block for run in runs for block in run.blocks])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_segments_come_back_to_the_bit(name: str) -> None:
+    manifest = read_manifest(first(), attempt(name).manifest)
+    assert manifest.form == form(name), "ranks of this version can take it in"
+    assert manifest.token_ids == token_ids(name).tobytes()
+    pool, wanted = POOLS[name](), known(name)
+    for told, runs in zip(manifest.pieces, PIECES, strict=True):
+        restore(pool, told, runs)
+    if manifest.windows is not None:
+        restore(pool, manifest.windows, WINDOWS)
+    for of_windows, pieces in ((False, PIECES), (True, [WINDOWS])):
+        blocks = [block for runs in pieces for run in runs for block in run.blocks]
+        last = pieces[-1][-1].blocks[-1]
+        for found, part in zip(pool.blocks(of_windows=of_windows), wanted.blocks(of_windows=of_windows), strict=True):
+            whole = [block for block in blocks if block != last]
+            assert torch.equal(found.tensor[:, whole], part.tensor[:, whole]), found.name
+            in_use = slice(0, BLOCK - 1) if found.has_slots else slice(None)
+            assert torch.equal(found.tensor[:, last, in_use], part.tensor[:, last, in_use]), found.name
+
+
+def test_a_catalog_is_made_of_it() -> None:
+    stored = read_stored(first(), CHECKPOINT)
+    assert not stored.damaged
+    made = rebuild(stored, choose_service(stored, None))
+    assert made.kept.service_id == SERVICE
+    assert {each.id: (each.num_tokens, each.display_name) for each in made.kept.contexts} == {
+        name: (NUM_TOKENS, f"{name} — 白鯨") for name in KINDS
+    }
+    assert [each.token_ids for each in made.kept.segments] == [token_ids(name) for name in KINDS]
+    assert [each.form for each in made.kept.snapshots] == [form(name) for name in KINDS]
+    assert made.next_outgoing == 100
+    assert not made.left_out
+
+
+def test_this_version_writes_the_same(tmp_path: Path) -> None:
+    """Whoever makes it write something else keeps what is here, and adds another one."""
+    write_first(tmp_path / "again")
+    found = {path.relative_to(tmp_path / "again"): path.read_bytes() for path in files(tmp_path / "again")}
+    assert found == {path.relative_to(FIXTURE): path.read_bytes() for path in files(FIXTURE)}
+
+
+def files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]

@@ -1,0 +1,284 @@
+"""Snapshots over a real storage, for ranks that write something: what is saved when, what goes, and what stays."""
+
+import asyncio
+import time
+from array import array
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.kv_cache.paths import NOWHERE, Segment
+from coordinator.persistence.catalog.fakes import FakeCatalog
+from coordinator.persistence.catalog.records import Change, ContextRecord, SegmentRecord
+from coordinator.persistence.snapshots.fakes import FakeRanks
+from coordinator.persistence.snapshots.policy import Policy
+from coordinator.persistence.snapshots.ports import ContextUse, Form
+from coordinator.persistence.snapshots.snapshots import Snapshots
+from longleaf.errors import DataLoss, InvalidArgument, NotFound, StorageUnavailable, Unavailable, WorkerLost
+from longleaf.runs import Run
+from longleaf.storage.archive import read_notes
+from longleaf.storage.local import LocalFiles
+from longleaf.storage.names import segments_folder
+from longleaf.storage.store import Buffer, Store, Written
+from longleaf.types import Storage
+
+FORM = Form("blocks of 4; keys.0 F32 2x4x1048576", 4)
+SERVICE = "0" * 32
+
+
+def segment(number: int, num_tokens: int = 10) -> Segment:
+    found = Segment(number, NOWHERE)
+    found.extend(array("I", range(number, number + num_tokens)))
+    found.is_sealed = True
+    return found
+
+
+def change(number: int, name: str, num_tokens: int = 10) -> Change:
+    found = segment(number, num_tokens)
+    record = ContextRecord(
+        id=name,
+        segment=number,
+        num_tokens=num_tokens,
+        ends=(num_tokens,),
+        capacity=99,
+        created=1,
+        updated=1,
+        last_used=1,
+    )
+    return Change(segments=(SegmentRecord(id=number, token_ids=found.token_ids),), contexts=(record,))
+
+
+class Bench:
+    """Snapshots, what they are over, and whoever changes contexts."""
+
+    def __init__(self, folder: Path, policy: Policy, catalog: FakeCatalog | None = None) -> None:
+        self.store = Store.open(str(folder))
+        self.folder = folder
+        self.catalog = catalog or FakeCatalog()
+        self.ranks = FakeRanks(self.store)
+        self.views = list[Storage]()
+        """At each change that was told of."""
+        self.snapshots = Snapshots(self.store, self.catalog, self.catalog.kept, "checkpoint", policy, lambda: 1e12)
+
+    def hold(self, number: int, version: int = 0) -> None:
+        runs = [Run(0, 0, 8, (0, 1)), Run(1, 8, 10, (0,))]
+        self.ranks.hold(segment(number), runs, version=version)
+        self.ranks.contexts.append(ContextUse(f"context-{number}", 1.0, False, (number,)))
+
+    async def ingest(self, number: int, name: str = "book") -> None:
+        self.hold(number)
+        await self.snapshots.commit(change(number, name))
+
+    @property
+    def objects(self) -> set[str]:
+        """Of segments, by the last part of their names."""
+        return {entry.name.rpartition("/")[2] for entry in self.store.list(segments_folder(SERVICE))}
+
+    def is_noted_as_deleted(self, name: str) -> bool:
+        note = read_notes(self.store).newest.get((SERVICE, name))
+        return note is not None and note.is_deleted
+
+
+async def until(is_so: Callable[[], Any]) -> None:
+    async with asyncio.timeout(20):
+        while not is_so():  # noqa: ASYNC110, what is waited for is on storage
+            await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def opened(
+    folder: Path, policy: Policy | None = None, catalog: FakeCatalog | None = None
+) -> AsyncIterator[Bench]:
+    bench = Bench(folder, policy or Policy(), catalog)
+    bench.snapshots.begin(bench.ranks, bench.ranks, FORM, lambda: bench.views.append(bench.snapshots.view()))
+    try:
+        yield bench
+    finally:
+        async with asyncio.timeout(3):
+            await bench.snapshots.close()
+
+
+async def test_what_is_sealed_is_saved_and_can_be_read(tmp_path: Path) -> None:
+    async with opened(tmp_path) as bench:
+        await bench.ingest(3)
+        await until(lambda: bench.snapshots.is_usable(3))
+        manifest = await bench.snapshots.manifest(segment(3))
+        assert [piece.runs for piece in manifest.pieces] == [((0, 4),), ((4, 8),), ((8, 10),)]
+        for piece in manifest.pieces:
+            assert await bench.snapshots.read(piece.name, piece.digest)
+        assert bench.objects == {"manifest", *(f"piece-0000{i}.safetensors" for i in range(3))}
+        assert {member for member, _ in bench.ranks.orders} == {10, 11}
+        assert [each.segment for each in bench.catalog.kept.snapshots] == [3]
+        with pytest.raises(DataLoss, match="it is not of segment 3 as it is kept"):
+            await bench.snapshots.manifest(segment(3, 9))
+
+
+async def test_on_demand_all_who_ask_are_answered_once(tmp_path: Path) -> None:
+    async with opened(tmp_path, Policy("demand")) as bench:
+        await bench.ingest(3)
+        assert not bench.snapshots.is_usable(3)
+        await asyncio.gather(*(bench.snapshots.save([3]) for _ in range(20)))
+        assert len(bench.ranks.orders) == 3
+        with pytest.raises(Unavailable, match="is not held now"):
+            await bench.snapshots.save([4])
+
+
+async def test_nothing_is_written_where_that_is_off(tmp_path: Path) -> None:
+    async with opened(tmp_path, Policy("off")) as bench:
+        await bench.ingest(3)
+        with pytest.raises(InvalidArgument, match="--snapshots off"):
+            await bench.snapshots.save([3])
+        assert not bench.ranks.orders
+
+
+async def test_what_moves_while_it_is_saved_is_saved_again(tmp_path: Path) -> None:
+    async with opened(tmp_path) as bench:
+        bench.ranks.may_answer.clear()
+        await bench.ingest(3)
+        await until(lambda: bench.ranks.orders)
+        bench.hold(3, version=1)
+        bench.ranks.may_answer.set()
+        await until(lambda: bench.snapshots.is_usable(3))
+        await until(lambda: len(list(bench.store.list(segments_folder(SERVICE)))) == 4)
+
+
+class SlowStore(Store):
+    """One that takes its time to write."""
+
+    def put(self, name: str, parts: Sequence[Buffer], *, is_new: bool = False) -> Written:
+        time.sleep(0.2)
+        return super().put(name, parts, is_new=is_new)
+
+
+async def test_what_ranks_still_write_when_a_piece_fails_is_deleted_too(tmp_path: Path) -> None:
+    async with opened(tmp_path) as bench:
+        bench.ranks.store = SlowStore(LocalFiles(tmp_path), str(tmp_path))
+        bench.ranks.failures = [StorageUnavailable("it is away")]
+        await bench.ingest(3)
+        await until(lambda: bench.snapshots.is_usable(3))
+        await until(lambda: len(list(bench.store.list(segments_folder(SERVICE)))) == 4)
+        assert len({entry.name.split("/")[-2] for entry in bench.store.list(segments_folder(SERVICE))}) == 1
+
+
+async def test_what_is_deleted_while_it_is_saved_leaves_nothing(tmp_path: Path) -> None:
+    async with opened(tmp_path) as bench:
+        bench.ranks.may_answer.clear()
+        await bench.ingest(3)
+        await until(lambda: bench.ranks.orders)
+        await bench.snapshots.commit(Change(dropped_contexts=("book",)))
+        bench.ranks.may_answer.set()
+        await until(lambda: len(bench.ranks.orders) >= 3)
+        await until(lambda: not bench.objects and not bench.snapshots._attempts)
+        assert bench.catalog.kept.snapshots == ()
+
+
+async def test_what_is_deleted_goes_from_storage_and_stays_deleted(tmp_path: Path) -> None:
+    async with opened(tmp_path) as bench:
+        await bench.ingest(3)
+        await until(lambda: bench.snapshots.is_usable(3))
+        await bench.snapshots.commit(Change(dropped_contexts=("book",)))
+        await until(lambda: not bench.objects)
+        await until(lambda: bench.is_noted_as_deleted("book"))
+
+
+async def test_what_is_deleted_while_storage_is_told_of_everything_stays_deleted(tmp_path: Path) -> None:
+    """A storage that is empty, or another one, is told of all contexts at the start; changes go on meanwhile."""
+    catalog = FakeCatalog()
+    for number, name in enumerate(("book", "other")):
+        await catalog.commit(change(number, name))
+    catalog.hold()
+    async with opened(tmp_path, catalog=catalog) as bench:
+        await until(bench.snapshots._turn.locked)
+        deleting = asyncio.create_task(bench.snapshots.commit(Change(dropped_contexts=("book",))))
+        await asyncio.sleep(0)
+        catalog.release()
+        await deleting
+        await until(lambda: (SERVICE, "other") in read_notes(bench.store).newest)
+        await until(lambda: bench.is_noted_as_deleted("book"))
+        assert not read_notes(bench.store).newest[SERVICE, "other"].is_deleted
+        numbers = [note.number for note in read_notes(bench.store).newest.values()]
+        assert len(set(numbers)) == len(numbers)
+
+
+async def test_what_leaves_is_held_back_from_deletion(tmp_path: Path) -> None:
+    async with opened(tmp_path) as bench:
+        await bench.ingest(3)
+        await until(lambda: bench.snapshots.is_usable(3))
+        name = bench.snapshots.hold(3)
+        await bench.snapshots.commit(Change(dropped_contexts=("book",)))
+        await until(lambda: bench.is_noted_as_deleted("book"))
+        assert "manifest" in bench.objects
+        bench.snapshots.release(name)
+        await until(lambda: not bench.objects)
+
+
+async def test_a_storage_that_is_away_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with opened(tmp_path, Policy(grace=1e12)) as bench:
+        bench.ranks.failures = [StorageUnavailable("it is away")]
+        await bench.ingest(3)
+        await until(lambda: bench.snapshots.view().trouble)
+        assert "it is away" in bench.snapshots.view().trouble
+        await until(lambda: bench.snapshots.is_usable(3))
+        assert not bench.snapshots.view().trouble
+        assert caplog.text.count("not done for now") == caplog.text.count("done again") == 1
+        assert [view.trouble for view in bench.views] == ["it is away", ""]
+        assert bench.views[-1] == Storage(snapshots="seal", url=bench.store.url)
+
+
+async def test_trouble_ends_with_what_met_it(tmp_path: Path) -> None:
+    async with opened(tmp_path) as bench:
+        bench.ranks.failures = [StorageUnavailable("it is away")]
+        await bench.ingest(3)
+        await until(lambda: bench.snapshots.view().trouble)
+        await bench.snapshots.commit(Change(dropped_contexts=("book",)))
+        await until(lambda: not bench.snapshots.view().trouble)
+        assert not bench.snapshots._wanted
+
+
+async def test_a_lost_rank_is_no_trouble_of_storage(tmp_path: Path) -> None:
+    async with opened(tmp_path) as bench:
+        bench.ranks.failures = [WorkerLost(1, "it died")]
+        await bench.ingest(3)
+        await until(lambda: not bench.ranks.failures)
+        assert not bench.snapshots.view().trouble
+        await asyncio.sleep(0.05)
+        bench.snapshots.wake()
+        await until(lambda: bench.snapshots.is_usable(3))
+
+
+async def test_ranks_that_write_elsewhere_are_told(tmp_path: Path) -> None:
+    async with opened(tmp_path / "here") as bench:
+        bench.ranks.store = Store.open(str(tmp_path / "there"))
+        await bench.ingest(3)
+        await until(lambda: bench.snapshots.view().trouble)
+        assert "--snapshot-url must name a storage that all machines share" in bench.snapshots.view().trouble
+
+
+async def test_what_is_forgotten_is_saved_anew(tmp_path: Path) -> None:
+    async with opened(tmp_path) as bench:
+        await bench.ingest(3)
+        await until(lambda: bench.snapshots.is_usable(3))
+        before = (await bench.snapshots.manifest(segment(3))).pieces[0].name
+        await bench.snapshots.forget({3: "a byte is flipped"})
+        bench.snapshots.wake()
+        await until(lambda: bench.snapshots.is_usable(3))
+        assert (await bench.snapshots.manifest(segment(3))).pieces[0].name != before
+        await until(lambda: len(list(bench.store.list(segments_folder(SERVICE)))) == 4)
+
+
+async def test_another_service_believes_what_is_there_and_nothing_else(tmp_path: Path) -> None:
+    catalog = FakeCatalog()
+    async with opened(tmp_path / "a", catalog=catalog) as bench:
+        await bench.ingest(3)
+        await until(lambda: bench.snapshots.is_usable(3))
+    async with opened(tmp_path / "a", catalog=catalog) as bench:
+        assert bench.snapshots.is_usable(3)
+        assert bench.snapshots.num_bytes({3: 1}) > 0
+    async with opened(tmp_path / "b", catalog=catalog) as bench:
+        await until(lambda: not bench.snapshots.is_usable(3))
+        await until(lambda: (SERVICE, "book") in read_notes(bench.store).newest)
+        with pytest.raises(NotFound):
+            await bench.snapshots.manifest(segment(3))

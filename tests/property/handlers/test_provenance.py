@@ -1,0 +1,130 @@
+"""Of any answer exactly the tokens that it tells are counted, however they come and wherever it stops; and sums of any
+shares are ranked as they are."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from coordinator import events
+from coordinator.handlers.answer import Answer
+from coordinator.handlers.provenance import Sums, attribution, candidates, spans_of, top
+from coordinator.handlers.tracing import Tracing
+from coordinator.text.detokenizer import Alphabet
+from longleaf.errors import InvalidArgument
+from longleaf.rank_protocol.fakes import echo_attention, echo_spans
+from longleaf.rank_protocol.step import MAX_TOLD_SPANS, NUM_OTHER_SHARES, Attention
+from longleaf.sampling import Sampling, Token
+from longleaf.types import Delta, Finished, Generate, Provenance
+from tests.support.service import byte_tokenizer
+
+SPANS = echo_spans((0, 40), 90, 32)
+GROUNDS = events.Grounds(segments=(1, 2), ends=(40, 90), last_ids=(), block_size=64, full_layers=(3,), can_cut=True)
+LETTERS = "abc"
+BYTES = byte_tokenizer()
+IDS = BYTES.encode(LETTERS).ids
+
+
+def alphabet() -> Alphabet:
+    return Alphabet(decode=lambda ids: BYTES.decode(list(ids)))
+
+
+def told(sample: int, index: int) -> Attention:
+    return echo_attention(SPANS, (), 100 * sample + index)
+
+
+@st.composite
+def tellings(draw: st.DrawFn) -> tuple[list[list[int]], list[events.Event]]:
+    """Tokens of some samples, and the events in which they come: in any pieces, one among the other's."""
+    samples = draw(st.lists(st.lists(st.sampled_from(IDS), min_size=1, max_size=12), min_size=1, max_size=3))
+    at, found = [0] * len(samples), list[events.Event]()
+    while any(start < len(ids) for start, ids in zip(at, samples, strict=True)):
+        sample = draw(st.sampled_from([i for i, ids in enumerate(samples) if at[i] < len(ids)]))
+        start = at[sample]
+        at[sample] = end = min(len(samples[sample]), start + draw(st.integers(1, 4)))
+        tokens = tuple(Token(token_id) for token_id in samples[sample][start:end])
+        found.append(events.Tokens(start, tokens, sample, tuple(told(sample, i) for i in range(start, end))))
+    found += [events.Ended("length", 0, 0, len(ids), 0.0, 0.0, 0.0, i) for i, ids in enumerate(samples)]
+    return samples, found
+
+
+@given(tellings(), st.lists(st.text(LETTERS, min_size=1, max_size=3), max_size=3), st.integers(0, 6))
+@settings(deadline=None)
+def test_exactly_what_is_told_is_counted(
+    telling: tuple[list[list[int]], list[events.Event]], stops: list[str], num_before: int
+) -> None:
+    """Of the first `num_before` events another service has kept the tokens alone."""
+    samples, said = telling
+    sampling = Sampling(max_tokens=20, stop=tuple(stops))
+    request = Generate(input="", context="doc", sampling=sampling, num_samples=len(samples), provenance=Provenance())
+    tracing = Tracing(request, Provenance())
+    answer = Answer("", request, alphabet(), frozenset(), lambda: 0.0, True, tracing)
+    deltas, ends, kept = list[Delta](), list[Finished](), dict[tuple[int, int], bool]()
+    for number, event in enumerate(said):
+        if isinstance(event, events.Tokens):
+            kept |= {(event.sample, event.index + i): number >= num_before for i in range(len(event.tokens))}
+            event = event if number >= num_before else events.Tokens(event.index, event.tokens, event.sample)
+        for message in answer.take(event):
+            deltas += [message] if isinstance(message, Delta) else []
+            ends += [message] if isinstance(message, Finished) else []
+    assert sorted(end.sample for end in ends) == list(range(len(samples)))
+    for sample in range(len(samples)):
+        ids = [i for delta in deltas if delta.sample == sample for i in delta.token_ids]
+        counted = [told(sample, index) for index in range(len(ids)) if kept[sample, index]]
+        found = tracing.told(sample)
+        assert list(found.token_ids) == ids == samples[sample][: len(ids)]
+        assert found.sums.num_tokens == len(counted)
+        if counted:
+            means = np.mean([np.frombuffer(each.means, np.float32) for each in counted], axis=0)
+            np.testing.assert_allclose(found.sums.shares, means[:-NUM_OTHER_SHARES], rtol=1e-6)
+            np.testing.assert_allclose(found.sums.others, means[-NUM_OTHER_SHARES:], rtol=1e-6)
+
+
+MASSES = st.lists(st.integers(0, 9), min_size=6, max_size=6)
+
+
+@given(st.lists(st.tuples(MASSES, MASSES, st.lists(st.integers(0, 5), min_size=6, max_size=6)), min_size=1, max_size=5))
+def test_the_largest_is_that_of_any_token_with_its_head(tellings: list[tuple[list[int], list[int], list[int]]]) -> None:
+    sums = Sums()
+    for means, largest, heads in tellings:
+        numbers = np.array(means, np.float32) / max(1, sum(means))
+        tops, numbered = np.array(largest[:3], np.float32), np.array(heads[:3], np.int32) + (7 << 16)
+        sums.add(Attention(numbers.tobytes(), tops.tobytes(), numbered.tobytes()))
+    for span in range(3):
+        share, layer, head = sums.largest(span)
+        assert share == max(largest[span] for _, largest, _ in tellings)
+        first = next(heads[span] for _, largest, heads in tellings if largest[span] == share)
+        assert (layer, head) == (7, first)
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=20), st.lists(st.floats(-1, 1), min_size=20, max_size=20))
+def test_candidates_are_the_first_of_both_rankings(shares: list[float], others: list[float]) -> None:
+    raw, contrast = np.array(shares), np.array(others[: len(shares)])
+    for count in range(1, len(shares) + 2):
+        chosen = candidates(raw, contrast, count)
+        assert len(set(chosen)) == len(chosen) == min(count, len(shares))
+        assert chosen[0] == top(raw, 1)[0]
+        half = set(top(raw, (count + 1) // 2)) | set(top(contrast, count // 2))
+        assert set(chosen) >= half or len(half) < count
+        assert candidates(raw, None, count) == top(raw, count)
+
+
+def test_spans_begin_anew_with_each_segment() -> None:
+    spans = spans_of(Provenance(span_tokens=32), GROUNDS)
+    assert list(spans.bounds) == SPANS == [(0, 32), (32, 40), (40, 72), (72, 90)]
+    assert spans_of(Provenance(), GROUNDS).cuts.size == 64
+    assert GROUNDS.cut(40) == events.Beginning((1,), 40)
+    assert GROUNDS.cut(41) == events.Beginning((1, 2), 41)
+    assert attribution(Sums(), spans, []).num_tokens == 0
+
+
+@pytest.mark.parametrize("ends", [(32 * MAX_TOLD_SPANS + 1,), range(1, MAX_TOLD_SPANS + 2)])
+def test_of_more_spans_than_ranks_can_tell_nothing_is_told(ends: Sequence[int]) -> None:
+    """Too many because of their length, or of documents that are shorter."""
+    grounds = replace(GROUNDS, segments=tuple(ends), ends=tuple(ends))
+    with pytest.raises(InvalidArgument, match="524,289 spans of 32 tokens, and 524,288 can be told") as caught:
+        spans_of(Provenance(span_tokens=32), grounds)
+    assert caught.value.field == "provenance.span_token_count"

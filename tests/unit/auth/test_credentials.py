@@ -1,0 +1,235 @@
+"""Who comes in by a file of credentials, and what such a file must be."""
+
+import hashlib
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from coordinator.auth.authenticator import Anybody
+from coordinator.auth.credentials import Credentials
+from longleaf.credentials import (
+    Entry,
+    Quotas,
+    _check_new,
+    digest_of,
+    line_of,
+    new_credential,
+    parse_credentials,
+)
+from longleaf.errors import InvalidArgument, Unauthenticated
+from longleaf.watched import LOOK_SECONDS, WatchedFiles
+
+SECRET = "longleaf-" + "x" * 43  # workers of a test run must agree on it
+A, B = (hashlib.sha256(text).hexdigest() for text in (b"a", b"b"))
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def bearer(credential: str) -> dict[str, str | bytes]:
+    return {"authorization": f"Bearer {credential}"}
+
+
+def test_lines_survive() -> None:
+    entry = Entry(
+        tenant="acme",
+        role="admin",
+        digests=(digest_of("a"), digest_of("b")),
+        names=("uri:spiffe://x/y", "dns:ops.example"),
+        quotas=Quotas(contexts=5, tokens_out_per_minute=7),
+    )
+    assert parse_credentials(f"# them\n\n{line_of(entry)}  # ours\n".encode()) == (entry,)
+
+
+def test_no_credential_is_made_twice() -> None:
+    made = {new_credential() for _ in range(100)}
+    assert len(made) == 100
+    assert min(map(len, made)) > 40
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (b"", "no entries"),
+        (b"# nobody\n", "no entries"),
+        (b"\xef\xbb\xbfacme user sha256:" + A.encode(), "byte-order mark"),
+        (b"acme user \xff", "byte 10 is not UTF-8"),
+        (b"acme", "line 1: is not TENANT ROLE"),
+        (b"acme root sha256:" + A.encode(), "a role is one of user, admin"),
+        (b"Acme user sha256:" + A.encode(), "line 1: tenant: must be"),
+        (b"contexts user sha256:" + A.encode(), "none of contexts"),
+        (b"acme user", "nobody could come in"),
+        (b"acme user sha256:abc", "its word 3 is no sha256:HEX"),
+        (b"acme user sha256:" + A.upper().encode(), "its word 3"),
+        (b"acme user my-secret", "its word 3"),
+        (f"acme user sha256:{A} cats=3".encode(), "its word 4"),
+        (f"acme user sha256:{A} contexts=-3".encode(), "its word 4"),
+        (f"acme user sha256:{A} contexts=1__0".encode(), "its word 4"),
+        (f"acme user sha256:{A} contexts={'9' * 5000}".encode(), "its word 4"),
+        (f"acme user sha256:{A} contexts=3 contexts=4".encode(), "its word 5 gives the quota contexts again"),
+        (
+            f"acme user sha256:{A} context=3".encode(),
+            "its word 4 is none of the quotas contexts, tokens,",
+        ),
+        (f"acme user sha256:{A} tokens=2M".encode(), "its word 4 must be tokens=NUMBER, of 1 to 15 digits alone"),
+        (f"acme user {SECRET}".encode(), "its word 3 looks like a credential itself: put the line of `longleaf cre"),
+        (SECRET.encode(), "its word 1 looks like a credential itself"),
+        (f"acme user sha256:{A}\nacme admin sha256:{B}".encode(), "line 2: the tenant acme has a line already"),
+        (
+            f"acme user sha256:{A}\nbolt admin sha256:{A}".encode(),
+            "line 2: bolt has a credential or a name that is acme's",
+        ),
+        (b"acme user dns:x\nbolt admin dns:x", "line 2"),
+    ],
+)
+def test_what_a_file_may_not_say(text: bytes, told: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        parse_credentials(text)
+    assert told in str(refused.value)
+    assert "my-secret" not in str(refused.value)
+    assert SECRET not in str(refused.value)
+
+
+def test_large_files_are_read_in_no_time_that_is_felt() -> None:
+    num_looks = 0
+
+    class Digest(bytes):
+        def __hash__(self) -> int:
+            nonlocal num_looks
+            num_looks += 1
+            return super().__hash__()
+
+    owners = dict[bytes | str, str]()
+    for number in range(1000):
+        _check_new(Entry(tenant=f"t{number}", role="user", digests=(Digest(b"%d" % number),)), owners, number)
+    assert num_looks == 1000
+
+
+def test_tenants_may_be_called_as_credentials_begin() -> None:
+    assert parse_credentials(f"longleaf-ops user sha256:{A}".encode())[0].tenant == "longleaf-ops"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "credentials"
+    path.write_text(f"acme user sha256:{A} contexts=3\nops admin sha256:{B} uri:spiffe://ops dns:ops.example\n")
+    return path
+
+
+def test_callers_are_known_by_credential_and_by_certificate(file: Path) -> None:
+    credentials = Credentials.of(str(file))
+    acme = credentials.authenticate(bearer("a"), [])
+    assert (acme.tenant, acme.role, acme.quotas) == ("acme", "user", Quotas(contexts=3))
+    for found in (
+        credentials.authenticate(bearer("b"), []),
+        credentials.authenticate({}, ["dns:elsewhere", "dns:ops.example"]),
+        credentials.authenticate({}, ["uri:spiffe://ops"]),
+    ):
+        assert (found.tenant, found.is_admin) == ("ops", True)
+    assert credentials.num_refused == 0
+
+
+def test_a_credential_goes_before_a_certificate(file: Path) -> None:
+    assert Credentials.of(str(file)).authenticate(bearer("a"), ["dns:ops.example"]).tenant == "acme"
+
+
+@pytest.mark.parametrize("headers", [{}, bearer("c"), bearer(""), {"authorization": "a"}, {"authorization": "Basic a"}])
+def test_others_are_refused_and_counted(file: Path, headers: dict[str, str | bytes]) -> None:
+    credentials = Credentials.of(str(file))
+    with pytest.raises(Unauthenticated):
+        credentials.authenticate(headers, ["dns:elsewhere", "ops.example", "uri:ops.example", "dns:spiffe://ops"])
+    assert credentials.num_refused == 1
+
+
+def test_without_a_file_everybody_is_the_one_who_serves() -> None:
+    assert Anybody().authenticate({}, []).is_admin
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="No such file"):
+        Credentials.of(str(tmp_path / "none"))
+
+
+def test_a_file_is_read_again_when_its_content_changes(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    watched = WatchedFiles({"credentials": str(file)}, parse_credentials, clock)
+    credentials = Credentials(watched)
+    file.write_text(f"bolt user sha256:{A}")
+    assert credentials.authenticate(bearer("a"), []).tenant == "acme"  # nobody looked yet
+    clock.now += LOOK_SECONDS
+    assert credentials.authenticate(bearer("a"), []).tenant == "bolt"
+    with pytest.raises(Unauthenticated):
+        credentials.authenticate(bearer("b"), [])
+
+
+def test_a_broken_file_changes_nothing_and_is_told_once(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    credentials = Credentials(WatchedFiles({"credentials": str(file)}, parse_credentials, clock))
+    file.write_text("half a line")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            clock.now += LOOK_SECONDS
+            assert credentials.authenticate(bearer("a"), []).tenant == "acme"
+    assert credentials.num_failed_reloads == len(caplog.records) == 1
+    assert credentials.is_unusable
+    file.unlink()
+    clock.now += LOOK_SECONDS
+    assert credentials.authenticate(bearer("a"), []).tenant == "acme"
+    assert credentials.num_failed_reloads == 2
+    file.write_text(f"bolt user sha256:{A}")
+    clock.now += LOOK_SECONDS
+    assert credentials.authenticate(bearer("a"), []).tenant == "bolt"
+    assert credentials.num_failed_reloads == 2
+    assert not credentials.is_unusable
+
+
+def test_a_pipe_in_place_of_the_file_holds_up_nobody(file: Path) -> None:
+    clock = Clock()
+    credentials = Credentials(WatchedFiles({"credentials": str(file)}, parse_credentials, clock))
+    file.unlink()
+    os.mkfifo(file)
+    clock.now += LOOK_SECONDS
+    assert credentials.authenticate(bearer("a"), []).tenant == "acme"
+    assert credentials.num_failed_reloads == 1
+
+
+def test_whatever_goes_wrong_while_a_file_is_read_again_is_a_failed_reload(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+
+    def parse(data: bytes) -> tuple[Entry, ...]:
+        if b"secret" in data:
+            raise ZeroDivisionError(data)
+        return parse_credentials(data)
+
+    credentials = Credentials(WatchedFiles({"credentials": str(file)}, parse, clock))
+    file.write_text("secret")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            clock.now += LOOK_SECONDS
+            assert credentials.authenticate(bearer("a"), []).tenant == "acme"
+    (record,) = caplog.records
+    assert (credentials.num_failed_reloads, "ZeroDivisionError" in record.getMessage()) == (1, True)
+    assert "secret" not in record.getMessage()
+
+
+def test_what_is_mended_is_told_as_loudly_as_what_was_broken(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    clock, before = Clock(), file.read_text()
+    watched = WatchedFiles({"credentials": str(file)}, parse_credentials, clock)
+    with caplog.at_level(logging.WARNING):
+        for text in ("half a line", before, before, f"bolt user sha256:{A}"):
+            file.write_text(text)
+            clock.now += LOOK_SECONDS
+            assert watched.value
+    broken, mended = caplog.records
+    assert "what was there before goes on" in broken.getMessage()
+    assert f"{file} can be used again" in mended.getMessage()
+    assert {record.name for record in caplog.records} == {"longleaf.reloads"}

@@ -1,0 +1,173 @@
+"""Quotas: what is refused, with which name, and whether waiting helps."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.auth.bucket import Bucket
+from coordinator.auth.caller import CALLER, Caller
+from coordinator.auth.ledger import Ledger
+from coordinator.auth.usage import Usage
+from coordinator.events import Tokens
+from longleaf.credentials import Quotas
+from longleaf.errors import ResourceExhausted
+from longleaf.sampling import Token
+from tests.unit.auth.test_credentials import Clock
+
+USAGE = Usage(contexts=3, tokens=100, running=2, waiting=1, uploads=1)
+
+
+def ledger(clock: Clock | None = None, usage: Usage = USAGE, **quotas: int) -> Ledger:
+    CALLER.set(Caller(tenant="acme", quotas=Quotas(**quotas)))
+    return Ledger(lambda tenant: usage if tenant == "acme" else Usage(), clock or Clock(), lambda _: 2, lambda _: 1000)
+
+
+def generation(num_tokens: int) -> Callable[[Ledger], None]:
+    """Begins one."""
+
+    def begin(it: Ledger) -> None:
+        with it.begin_generation(num_tokens):
+            pass
+
+    return begin
+
+
+def document(num_contexts: int, num_tokens: int) -> Callable[[Ledger], None]:
+    """Begins one."""
+
+    def begin(it: Ledger) -> None:
+        with it.begin_document(num_contexts, num_tokens):
+            pass
+
+    return begin
+
+
+@pytest.mark.parametrize(
+    ("quotas", "begin", "name", "helps"),
+    [
+        ({"contexts": 3}, lambda it: it.check_context(1, 0), "contexts", False),
+        ({"tokens": 109}, lambda it: it.check_context(0, 10), "tokens", False),
+        ({"storage_bytes": 1000}, lambda it: it.check_context(0, 1), "storage_bytes", False),
+        ({"contexts": 3}, document(1, 1), "contexts", False),
+        ({"uploads": 2}, lambda it: it.check_upload(), "uploads", True),
+        ({"generations": 0}, generation(1), "generations", False),
+        ({"generations": 2, "waiting": 1}, generation(1), "waiting", True),
+        ({"generations": 3, "waiting": 0}, generation(1), "generations", True),
+        ({"tokens_in_per_minute": 0}, generation(1), "tokens_in_per_minute", False),
+        ({"tokens_in_per_minute": 0}, lambda it: it.check_rate_in(), "tokens_in_per_minute", False),
+        ({"tokens_out_per_minute": 0}, generation(1), "tokens_out_per_minute", False),
+    ],
+)
+def test_each_quota_is_named(quotas: dict[str, int], begin: Callable[[Ledger], None], name: str, helps: bool) -> None:
+    with pytest.raises(ResourceExhausted) as refused:
+        begin(ledger(**quotas))
+    assert refused.value.subject == f"quotas/{name}"
+    assert (refused.value.retry_seconds is not None) == helps
+    assert "acme" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("quotas", "begin"),
+    [
+        ({"contexts": 4}, lambda it: it.check_context(1, 0)),
+        ({"contexts": 3}, lambda it: it.check_context(0, 1 << 40)),
+        ({"tokens": 110}, lambda it: it.check_context(1, 10)),
+        ({"storage_bytes": 1001}, lambda it: it.check_context(1, 10)),
+        ({"uploads": 3}, lambda it: it.check_upload()),
+        ({"generations": 1}, generation(1)),  # it waits, for as many as all may
+        ({"generations": 2, "waiting": 2}, generation(1)),
+        ({"tokens_in_per_minute": 1}, generation(1 << 40)),
+        ({}, generation(1 << 40)),
+        ({}, document(1 << 40, 1 << 40)),
+        ({}, lambda it: (it.check_rate_in(), it.check_upload())),
+    ],
+)
+def test_what_is_within_them_passes(quotas: dict[str, int], begin: Callable[[Ledger], None]) -> None:
+    begin(ledger(**quotas))
+
+
+def test_what_is_about_to_be_there_counts() -> None:
+    it = ledger(contexts=5, tokens=120)
+    with it.making(1, 10):
+        it.check_context(1, 10)
+        for num_contexts, num_tokens, name in ((2, 0, "contexts"), (1, 11, "tokens")):
+            with pytest.raises(ResourceExhausted, match=f"quotas/{name}"), it.making(1, num_tokens):
+                it.check_context(num_contexts, 0)
+    it.check_context(2, 20)
+
+
+def test_a_long_prompt_is_paid_off_afterwards() -> None:
+    clock = Clock()
+    it = ledger(clock, tokens_in_per_minute=600)
+    generation(1200)(it)
+    with pytest.raises(ResourceExhausted) as refused:
+        generation(1)(it)
+    assert refused.value.retry_seconds == pytest.approx(60.0)
+    clock.now += 60.0
+    it.check_rate_in()
+
+
+def test_what_is_being_made_counts() -> None:
+    it = ledger(contexts=5, tokens=130)
+    with it.making(1, 20):
+        it.check_context(1, 10)
+        for wanted in ((2, 0), (0, 11)):
+            with pytest.raises(ResourceExhausted):
+                it.check_context(*wanted)
+        with it.making(1, 10), pytest.raises(ResourceExhausted, match="quotas/contexts"):
+            it.check_context(1, 0)
+        CALLER.set(Caller(tenant="bolt", quotas=Quotas(contexts=1)))
+        it.check_context(1, 0)
+    ledger(contexts=5, tokens=130)
+    it.check_context(2, 30)
+
+
+@pytest.mark.parametrize("begins", [lambda it: it.begin_generation(1000), lambda it: it.begin_document(1, 1000)])
+def test_what_is_refused_costs_nothing(begins: Callable[[Ledger], AbstractContextManager[None]]) -> None:
+    it = ledger(tokens_in_per_minute=10)
+    for _ in range(3):
+        with pytest.raises(ResourceExhausted, match="queue"), begins(it):
+            raise ResourceExhausted("queue", "others wait already", 1.0)
+    it.check_rate_in()
+    with begins(it):
+        pass
+    with pytest.raises(ResourceExhausted, match="quotas/tokens_in_per_minute"):
+        it.check_rate_in()
+
+
+def test_what_comes_out_counts() -> None:
+    clock = Clock()
+    it = ledger(clock, tokens_out_per_minute=10)
+    generation(5)(it)
+    with it.generation("acme/x", "acme") as saw:
+        for index in range(15):
+            saw(Tokens(index, (Token(65),)))
+    with pytest.raises(ResourceExhausted, match="quotas/tokens_out_per_minute"):
+        generation(5)(it)
+    CALLER.set(Caller(tenant="bolt", quotas=Quotas(tokens_out_per_minute=10)))
+    generation(5)(it)
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**6), st.floats(0, 100)), max_size=30), st.integers(1, 10**6))
+def test_no_more_comes_out_of_a_bucket_than_its_rate_and_one_excess(takes: list[tuple[int, float]], rate: int) -> None:
+    """Whoever takes only when it is free has at most a minute's worth more than the rate, and the last amount."""
+    clock = Clock()
+    bucket, taken, last = Bucket(clock), 0, 0
+    for amount, seconds in takes:
+        clock.now += seconds
+        if bucket.seconds_until_free(rate) == 0.0:
+            assert taken - last <= rate * clock.now / 60.0 + rate + 1e-6 * (1 + taken)
+            bucket.take(amount, rate)
+            taken, last = taken + amount, amount
+
+
+@given(st.integers(1, 10**6), st.integers(0, 10**8))
+def test_after_the_wait_that_was_told_it_is_free(rate: int, amount: int) -> None:
+    clock = Clock()
+    bucket = Bucket(clock)
+    bucket.take(amount, rate)
+    clock.now += bucket.seconds_until_free(rate) * (1 + 1e-9) + 1e-6
+    assert bucket.seconds_until_free(rate) == 0.0

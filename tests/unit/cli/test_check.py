@@ -1,0 +1,276 @@
+"""`longleaf models check`: what the two roles say of a checkpoint, and what people are told."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import to_builtins
+from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
+
+from coordinator.text.check import check as check_text
+from longleaf.cli.models import kinds_table, spans
+from longleaf.cli.options import dtypes_told
+from longleaf.config import EngineConfig
+from longleaf.fingerprint import read_fingerprint
+from longleaf.model_report import AttentionKind, ReplicatedReport
+from tests.support.terminal import Terminal
+from workers.check import check
+from workers.model import model as models
+from zoo.checkpoints import PAD_IDS, make_checkpoint
+
+FAMILIES = ("llama", "qwen3", "mistral", "smollm3", "gemma2", "gpt_oss", "mistral3", "glm4_moe_lite")
+
+
+def config(folder: Path, **settings: Any) -> EngineConfig:
+    return EngineConfig(model=str(folder), **settings)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_outline_says_what_the_weights_would(tmp_path: Path, family: Any) -> None:
+    folder = make_checkpoint(tmp_path, family)
+    for dtype in ("auto", "bfloat16"):
+        wanted = config(folder, kv_bytes=1 << 20, dtype=dtype)
+        outlined = check(wanted, has_weights=False)
+        assert outlined.reason == ""
+        loaded = check(wanted, has_weights=True)
+        assert replace(outlined, has_weights=True, is_exact=True, exactness_note="") == loaded
+    loaded = models.load(str(folder), "float32", "cpu")
+    assert sum(len(kind.layers) for kind in outlined.kinds) == len(loaded.layers)
+    assert 2 * outlined.bytes_per_token == loaded.bytes_per_token
+    assert outlined.weight_bytes == sum(2 * p.numel() for p in loaded.module.parameters())
+
+
+def test_weights_that_are_shared_count_once(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "qwen3", num_layers=1)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"tie_word_embeddings": True}))
+    weights = load_file(folder / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    tied, loaded = (check(config(folder), has_weights=has_weights) for has_weights in (False, True))
+    assert tied.weight_bytes == loaded.weight_bytes
+
+
+def test_the_length_it_was_trained_for_is_that_of_its_stretched_rope(tmp_path: Path) -> None:
+    """Of a Ministral 3 whose config tells no more than 4096 positions, 512 were stretched by 16."""
+    folder = make_checkpoint(tmp_path, "ministral3", max_positions=4096)
+    assert (check(config(folder), has_weights=False).trained, check_text(folder).max_positions) == (8192, 4096)
+
+
+def test_layers_that_attend_alike_are_one_kind(tmp_path: Path) -> None:
+    windowed, full = check(config(make_checkpoint(tmp_path, "gemma2")), has_weights=False).kinds
+    assert windowed == AttentionKind(layers=(0, 2), num_heads=4, num_kv_heads=2, head_dim=16, window=256)
+    assert full == AttentionKind(layers=(1, 3), num_heads=4, num_kv_heads=2, head_dim=16)
+
+
+def test_what_replicated_windows_take_is_told_where_there_are_any(tmp_path: Path) -> None:
+    """2 of 4 layers see 256 tokens; each has 2 key heads of 16 in float32."""
+    per_layer = 2 * 2 * 16 * 4
+    mixed = check(config(make_checkpoint(tmp_path / "a", "gemma2")), has_weights=False).replicated
+    assert mixed == ReplicatedReport(bytes_per_token=2 * per_layer, bytes_per_window=256 * 2 * per_layer)
+    windowed = check(config(make_checkpoint(tmp_path / "b", "mistral")), has_weights=False).replicated
+    assert windowed == ReplicatedReport(bytes_per_token=0, bytes_per_window=256 * 4 * per_layer)
+    assert check(config(make_checkpoint(tmp_path / "c", "llama")), has_weights=False).replicated is None
+
+
+def test_keys_in_8_bits_take_the_bytes_of_their_scales_too(tmp_path: Path) -> None:
+    """4 layers of 2 key heads of 16, with 4 bytes of scale per token and 16 exponents per block."""
+    found = check(config(make_checkpoint(tmp_path, "llama"), kv_dtype="int8", block_size=60), has_weights=False)
+    assert (found.reason, found.dtype, found.kv_dtype) == ("", "float32", "int8")
+    assert found.bytes_per_token == math.ceil(4 * 2 * (2 * 16 + 4 + 16 / 60))
+    assert dtypes_told(found) == "float32, keys in int8"
+
+
+def test_latents_of_a_real_config_are_counted_without_weights(tmp_path: Path) -> None:
+    """GLM-4.7-Flash: 47 layers of a latent of 512 and a rotary key of 64 in bfloat16. Its 20 heads of 256 would take
+    962,560 bytes."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "glm4_moe_lite", "dtype": "bfloat16"}))
+    found = check(config(tmp_path, kv_bytes=1 << 30), has_weights=False)
+    assert (found.reason, found.bytes_per_token) == ("", 47 * (512 + 64) * 2)
+    assert found.weight_bytes == 59_886_781_952
+
+
+def test_keys_and_values_of_different_dims_are_counted_apart(tmp_path: Path) -> None:
+    """MiMo V2 Flash: 39 layers of 8 key heads and 9 of 4, of 192 dims and values of 128, in bfloat16."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mimo_v2_flash", "dtype": "bfloat16"}))
+    found = check(config(tmp_path, kv_bytes=1 << 30), has_weights=False)
+    assert (found.reason, found.bytes_per_token) == ("", (39 * 8 + 9 * 4) * (192 + 128) * 2)
+    assert {(kind.head_dim, kind.value_dim) for kind in found.kinds} == {(192, 128)}
+    assert list(kinds_table(found.kinds).columns[4].cells) == ["192, values 128"] * 2
+    refused = check(config(tmp_path, kv_dtype="int8"), has_weights=False)
+    assert "keys and values of one dim, and these have 192 and 128" in refused.reason
+
+
+def test_latents_in_8_bits_are_refused_beforehand(tmp_path: Path) -> None:
+    found = check(config(make_checkpoint(tmp_path, "deepseek_v3"), kv_dtype="int8"), has_weights=False)
+    assert found.reason.startswith("kv_dtype: int8 ")
+    assert found.kinds == ()
+
+
+def test_the_outline_needs_no_weights_and_little_memory(tmp_path: Path) -> None:
+    """Weights of 8 TiB: nothing of their size may ever be made."""
+    folder = make_checkpoint(tmp_path, "llama", num_layers=2)
+    (folder / "model.safetensors").unlink()
+    settings = json.loads((folder / "config.json").read_text())
+    settings |= {"vocab_size": 1 << 30, "hidden_size": 1 << 10, "head_dim": 64, "num_attention_heads": 16}
+    (folder / "config.json").write_text(json.dumps(settings))
+    found = check(config(folder, kv_bytes=1), has_weights=False)
+    assert (found.reason, found.bytes_per_token) == ("", 2 * 2 * 2 * 64 * 4)
+    assert found.weight_bytes > 4 << 40
+    assert "cannot be loaded" in check(config(folder), has_weights=True).reason
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"use_bidirectional_attention": True}, "not causal"),
+        ({"use_bidirectional_attention": "all"}, "not causal"),
+        ({"model_type": "bert"}, "not causal"),
+        ({"model_type": "no-such-model"}, "cannot be loaded"),
+        ({"model_type": "t5"}, "no causal language model of type t5"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "--load"),
+        ({"hidden_size": "wide"}, "field 'hidden_size': TypeError: Field 'hidden_size' expected int, got str"),
+        (
+            {"num_attention_heads": 5},
+            "ValueError: The hidden size (64) is not a multiple of the number of attention heads",
+        ),
+        ({"rope_parameters": {"rope_type": "mrope", "rope_theta": 1e4}}, "does not know rope_type: mrope"),
+        ({"hidden_act": "squash"}, "does not know hidden_act: squash"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, ": Missing required keys in `rope_parameters`"),
+    ],
+)
+def test_what_is_refused_says_why(tmp_path: Path, change: dict[str, object], words: str) -> None:
+    folder = make_checkpoint(tmp_path, "llama", num_layers=1)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | change))
+    found = check(config(folder), has_weights=False)
+    assert words in found.reason
+    assert found.kinds == ()
+    if not {"model_type", "quantization_config"} & change.keys():  # the weights are those of Llama
+        assert words in check(config(folder), has_weights=True).reason
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        ({"metadata": {}}, "has no weight_map, the files of its weights by name"),
+        ({"metadata": {}, "weight_map": 3}, "has no weight_map, the files of its weights by name"),
+        (
+            {"metadata": {}, "weight_map": {"model.norm.weight": 3}},
+            "has no weight_map, the files of its weights by name",
+        ),
+        ([], "has no weight_map, the files of its weights by name"),
+        ({"weight_map": {"model.norm.weight": "part.safetensors"}}, "has no metadata, which transformers requires"),
+    ],
+)
+def test_an_index_that_lacks_an_entry_is_named(tmp_path: Path, index: object, words: str) -> None:
+    folder = make_checkpoint(tmp_path, "llama", num_layers=1)
+    (folder / "model.safetensors").rename(folder / "part.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert f"model.safetensors.index.json {words}" in check(config(folder), has_weights=True).reason
+
+
+def test_weights_of_other_shapes_are_named(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "llama", num_layers=1)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"vocab_size": 600}))
+    words = "lm_head.weight is [512, 64], and the config describes [600, 64]"
+    assert words in check(config(folder), has_weights=True).reason
+
+
+def test_attention_that_is_bidirectional_for_images_alone_is_served(tmp_path: Path) -> None:
+    """As in the larger models of Gemma 4."""
+    folder = make_checkpoint(tmp_path, "llama", num_layers=1)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"use_bidirectional_attention": "vision"}))
+    assert check(config(folder), has_weights=False).reason == ""
+
+
+def test_missing_weights_are_found_by_loading(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "llama", num_layers=2)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"num_hidden_layers": 3, "layer_types": None}))
+    assert check(config(folder), has_weights=False).reason == ""
+    assert "lacks weights" in check(config(folder), has_weights=True).reason
+
+
+@pytest.mark.parametrize("pad_token_id", PAD_IDS)
+def test_without_weights_a_model_that_carries_a_state_is_not_called_exact(
+    tmp_path: Path, pad_token_id: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Falcon-H1 does, where the types of its layers are not known."""
+    folder = make_checkpoint(tmp_path, "falcon_h1", num_layers=2, pad_token_id=pad_token_id)
+    assert "layers of type hybrid" in check(config(folder), has_weights=False).reason
+    monkeypatch.setattr(models, "LAYER_TYPES", {})
+    found = check(config(folder), has_weights=False)
+    assert found.reason or (found.is_exact, found.exactness_note) == (None, "the weights were not read")
+    assert "depends on more of a token" in check(config(folder), has_weights=True).reason
+
+
+def test_with_weights_the_model_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_checkpoint(tmp_path, "llama", num_layers=1)
+    found = check(config(folder), has_weights=True)
+    assert (found.reason, found.is_exact, found.exactness_note) == ("", True, "")
+    found = check(config(folder), has_weights=False)
+    assert (found.reason, found.is_exact, found.exactness_note) == ("", None, "the weights were not read")
+    monkeypatch.setattr("workers.check.check_exact", lambda *_: "not verified: no memory")
+    found = check(config(folder), has_weights=True)
+    assert (found.reason, found.is_exact, found.exactness_note) == ("", None, "not verified: no memory")
+
+
+def test_the_coordinators_part_is_checked_too(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "qwen3", chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
+    found = check_text(folder)
+    assert (found.reason, found.architecture, found.max_positions) == ("", "Qwen3ForCausalLM", 8192)
+    assert found.has_chat_template
+    (folder / "tokenizer.json").unlink()
+    assert "tokenizer.json" in check_text(folder).reason
+
+
+@pytest.mark.extended
+async def test_a_fleet_to_plan_a_running_one_and_a_refusal(terminal: Terminal, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "small", "gemma2")
+    per_token = 4 * 2 * 2 * 16 * 4
+    options = ("models", "check", str(folder), "--world-size", "3", "--kv-bytes", str(1000 * per_token))
+    code, out, _ = await terminal.plain(*options)
+    assert code == 0
+    told = "small is supported (Gemma2ForCausalLM, float32) if it is exact, which is unknown: the weights were not read"
+    assert told in " ".join(out.split())
+    assert "; not read, --load does" in out
+    assert read_fingerprint(folder).digest in out
+    replicated = "512 B per token, and 128.0 KiB on each rank for each end of a context, with --window-keys replicated"
+    assert replicated in " ".join(out.split())
+    assert "nothing: kv_bytes: a context and a generation take" in " ".join(out.split())
+    assert all(words in out for words in ("256 tokens", "everything before", "2,688 tokens on 3 ranks", "1.0 KiB"))
+    assert "with --window-keys sharded" in " ".join(out.split())
+    code, out, _ = await terminal.run("models", "check", str(folder), "--kv-dtype", "int8", "--json")
+    found = json.loads(out)
+    pool, per_token = terminal.engine.cluster().workers[0].max_kv_bytes, 4 * 2 * (2 * 16 + 4) + 4 * 2 * 16 // 128
+    assert (code, found["is_supported"], found["attention"]["bytes_per_token"]) == (0, True, per_token)
+    assert found["fingerprint"] == to_builtins(read_fingerprint(folder))
+    sharded = found["attention"]["plans"][0]
+    assert sharded["rooms"] == [{"rank": 0, "kv_bytes": pool, "tokens": pool // (128 * per_token) * 128}]
+    pools = ("--kv-bytes", str(4 << 20), "--window-bytes", str(1 << 20), "--world-size", "2")
+    code, out, _ = await terminal.plain("models", "check", str(folder), *pools)
+    told = "12,288 tokens on 2 ranks: 6,144 in 4.0 MiB each; 4 ends of contexts, 2,048 tokens on each rank, with"
+    assert (code, told in " ".join(out.split())) == (0, True)
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.truncate(5000)
+    code, out, _ = await terminal.plain("models", "check", str(folder))
+    assert (code, "fingerprint: none" in out, "it ends before its tensor" in " ".join(out.split())) == (0, True, True)
+    (folder / "tokenizer.json").unlink()
+    code, out, _ = await terminal.plain("models", "check", str(folder))
+    assert (code, "small is not supported: " in out, "tokenizer.json" in out) == (2, True, True)
+    code, _, err = await terminal.plain("models", "check", str(tmp_path / "nowhere"))
+    assert (code, "is not a folder" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("layers", "told"),
+    [((0,), "0"), ((0, 1, 2, 5), "0-2 5"), (tuple(range(0, 30, 2)), "0 2 4 … 28"), (tuple(range(64)), "0-63")],
+)
+def test_layers_are_told_in_short(layers: tuple[int, ...], told: str) -> None:
+    assert spans(layers) == told

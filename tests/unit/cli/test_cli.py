@@ -1,0 +1,519 @@
+"""The command line: what it prints, its exit codes, and that it starts without torch."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from longleaf.cli import app
+from longleaf.cli.cluster import (
+    drafting_lines,
+    headlines,
+    lines_of,
+    merge_lines,
+    shown,
+    storage_lines,
+    workers_table,
+)
+from longleaf.cli.ingest import summary
+from longleaf.cli.options import IMPATIENT
+from longleaf.client import Client
+from longleaf.config import EngineConfig, default_server, with_port
+from longleaf.errors import (
+    AlreadyExists,
+    InvalidArgument,
+    LongleafError,
+    NotFound,
+    ResourceExhausted,
+    StartError,
+    Unavailable,
+    WorkerLost,
+)
+from longleaf.geometry import UNLIMITED_TOKENS
+from longleaf.launch import coordinator_command
+from longleaf.rank_protocol.epochs import MergeTiming, TierMerge
+from longleaf.types import Cluster, Context, Drafting, ModelInfo, RankShare, Recovery, Storage, Worker
+from tests.support.terminal import Terminal
+
+
+async def test_a_book_is_ingested_asked_listed_and_deleted(terminal: Terminal, book: str) -> None:
+    code, out, err = await terminal.run("ingest", book, "--name", "moby")
+    assert (code, out.strip()) == (0, "moby: 172 tokens, 10.8 KiB of keys and values on 1 rank")
+    assert "100%" in err
+    code, out, err = await terminal.run("ask", "moby", "who?")
+    assert (code, out) == (0, "Grüße\n")
+    assert "7 tokens (length)" in err and "; exact]" in err
+    assert "moby" in (await terminal.run("contexts", "list"))[1]
+    assert "172 tokens" in (await terminal.run("contexts", "show", "moby"))[1]
+    assert (await terminal.run("contexts", "delete", "moby"))[0] == 0
+    assert terminal.engine.contexts == {}
+
+
+async def test_json_is_one_object_per_answer(terminal: Terminal, book: str) -> None:
+    [context] = await terminal.json("ingest", book, "--name", "moby")
+    assert (context["id"], context["tokens"]) == ("moby", 172)
+    [context] = await terminal.json("ingest", book, "--name", "moby", "--append")
+    assert context["tokens"] == 342
+    [listed] = await terminal.json("contexts", "list")
+    assert listed["contexts"] == [context]
+    assert await terminal.json("contexts", "show", "moby") == [context]
+    [cluster] = await terminal.json("cluster")
+    assert cluster["workers"][0]["pid"] == 4711
+    assert await terminal.json("contexts", "delete", "moby") == [{"deleted": "moby"}]
+
+
+async def test_the_cluster_is_a_table(terminal: Terminal) -> None:
+    _, out, _ = await terminal.run("cluster")
+    assert all(word in out for word in ("rank", "pid", "4711", "cpu", "1,048,576"))
+    assert "merge" not in out, "one rank has nothing to merge"
+
+
+def test_windows_on_every_rank_are_told() -> None:
+    shape = {"model": ModelInfo(name="m"), "workers": (), "world_size": 1, "epoch": 1, "merge": "auto"}
+    found = Cluster(**shape, launcher="local", window_keys="replicated", window_tokens=96, max_window_tokens=4096)
+    assert "keys of windowed layers on every rank, 96 of 4,096 tokens" in headlines(found)
+
+
+def test_what_drafts_brought_is_told_where_there_were_any() -> None:
+    nothing = Drafting(drafted_tokens=0, accepted_tokens=0, tokens_per_step=1)
+    assert [drafting_lines(each) for each in (None, nothing)] == [[], []]
+    drafting = Drafting(drafted_tokens=5678, accepted_tokens=1234, tokens_per_step=2.345)
+    assert drafting_lines(drafting) == ["1,234 of 5,678 drafted tokens accepted, 2.35 tokens a step"]
+
+
+async def test_what_drafts_brought_is_told_with_the_cluster(terminal: Terminal) -> None:
+    terminal.engine.drafting = Drafting(drafted_tokens=9, accepted_tokens=6, tokens_per_step=1.5)
+    _, out, _ = await terminal.run("cluster")
+    assert "6 of 9 drafted tokens accepted, 1.50 tokens a step" in out.splitlines()
+    [told] = await terminal.json("cluster")
+    assert told["drafting"] == {"drafted_tokens": 9, "accepted_tokens": 6, "tokens_per_step": 1.5}
+
+
+def test_where_contexts_lie_is_told() -> None:
+    assert storage_lines(None) == ["contexts end with the service: it has no --data-dir"]
+    storage = Storage(snapshots="seal", url="s3://bucket")
+    assert storage_lines(storage) == ["snapshots seal, storage s3://bucket"]
+    told = "  nothing can be written there now: s3://bucket cannot be written: it is full"
+    assert storage_lines(replace(storage, trouble="s3://bucket cannot be written: it is full"))[1:] == [told]
+
+
+def test_where_only_windows_take_room_no_number_is_told() -> None:
+    worker = Worker(rank=0, node="n", pid=1, device="cpu", tokens=1536, max_tokens=UNLIMITED_TOKENS, kv_bytes=0)
+    shape = {"model": ModelInfo(name="m"), "world_size": 1, "epoch": 1, "merge": "auto", "launcher": "local"}
+    cells = [list(column.cells) for column in workers_table(Cluster(**shape, workers=(worker,))).columns]
+    assert cells[5:7] == [["1,536"], ["no limit"]]
+
+
+def test_what_is_hidden_from_users_is_told_as_no_number() -> None:
+    worker = Worker(rank=0, node="n", pid=0, device="cpu", tokens=0, max_tokens=4096, kv_bytes=0)
+    shape = {"model": ModelInfo(name="m"), "world_size": 1, "epoch": 1, "merge": "auto", "launcher": "local"}
+    recovery = Recovery(epoch=2, lost_tokens=0, recovered_tokens=0, seconds=9.0, is_over=False)
+    storage = Storage(snapshots="seal", url="")
+    found = Cluster(**shape, workers=(worker,), recovery=recovery, storage=storage)
+    lines = lines_of(found, 0.0)
+    assert "snapshots seal" in lines and "recovering: 9 s" in lines
+    assert not any("running" in line for line in lines)
+    cells = [list(column.cells) for column in workers_table(found).columns]
+    assert cells[2] == cells[5] == cells[7] == ["hidden"]
+    told = json.loads(msgspec.json.encode(shown(found)))
+    assert told["running"] is told["waiting"] is told["storage"]["url"] is told["recovery"]["lost_tokens"] is None
+    [rank] = told["workers"]
+    assert (rank["pid"], rank["tokens"], rank["kv_bytes"], rank["max_tokens"]) == (None, None, None, 4096)
+    assert shown(replace(found, workers=(replace(worker, pid=1),))) != told
+
+
+def test_on_how_many_ranks_a_context_lies_is_told_to_those_who_may_know() -> None:
+    context = Context(id="book", tokens=7, kv_bytes=64, created=0.0, updated=0.0)
+    assert summary(context) == "book: 7 tokens, 64 B of keys and values"
+    shares = (RankShare(rank=0, tokens=7, kv_bytes=64),)
+    assert summary(replace(context, shares=shares)) == "book: 7 tokens, 64 B of keys and values on 1 rank"
+
+
+async def test_the_cluster_is_watched_as_lines_of_json(terminal: Terminal, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [str(Path(sys.executable).with_name("longleaf")), "cluster", "--watch", "--interval", "0.01", "--json"]
+    process = await asyncio.create_subprocess_exec(
+        *command, "--server", terminal.address, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    for running in (3, 7):
+        assert json.loads(await process.stdout.readline())["running"] == running
+        terminal.engine.running = 7
+        terminal.engine.changes.note()
+    terminal.engine.error = Unavailable("the service is stopping")
+    terminal.engine.changes.end()
+    assert (await process.stderr.read()).decode() == "error: the service is stopping\n"
+    assert await process.wait() == 1
+
+
+async def test_the_cluster_is_watched_as_a_live_table(terminal: Terminal) -> None:
+    watching = asyncio.create_task(terminal.run("cluster", "--watch", "--interval", "0.01"))
+    await terminal.engine.looked.wait()
+    terminal.engine.error = Unavailable("the service is stopping")
+    terminal.engine.changes.end()
+    code, out, err = await watching
+    assert (code, err) == (1, "error: the service is stopping\n")
+    assert all(word in out for word in ("3 running, 2 waiting", "rank", "4711"))
+
+
+def test_the_choice_of_the_merge_is_told_with_its_reason() -> None:
+    cluster = Cluster(
+        model=ModelInfo(name="m"),
+        workers=(),
+        world_size=2,
+        epoch=1,
+        launcher="ray",
+        merge="auto",
+        transport="gloo",
+        merge_timings=(MergeTiming(8, "gather", {"paper": 1234.5, "gather": 71.2}),),
+    )
+    assert merge_lines(cluster) == [
+        "merge auto over gloo",
+        "  up to 8 rows: gather (microseconds: gather 71, paper 1,234)",
+    ]
+
+
+def test_what_happens_inside_nodes_and_between_them_is_told() -> None:
+    nothing = {"tokens": 0, "max_tokens": 0, "kv_bytes": 0}
+    workers = tuple(
+        Worker(**nothing, rank=rank, node="ab"[rank // 2], address=f"10.0.0.{rank // 2}", pid=1, device="cpu")
+        for rank in range(3)
+    )
+    cluster = Cluster(
+        model=ModelInfo(name="m"),
+        workers=workers,
+        world_size=3,
+        epoch=1,
+        launcher="ray",
+        merge="auto",
+        transport="shared_memory + gloo",
+        inside_transport="shared_memory",
+        between_transport="gloo",
+        tier_merges=(TierMerge(8, "exchange", "gather"), TierMerge(0, "", "packed")),
+    )
+    assert merge_lines(cluster) == [
+        "merge auto over shared_memory + gloo",
+        "  shared_memory inside nodes, gloo between 2 nodes: 2 + 1 ranks = 3",
+        "  up to 8 rows: exchange inside nodes, then gather between them",
+        "  any number of rows: packed over all ranks at once",
+    ]
+    assert [list(column.cells) for column in workers_table(cluster).columns][2] == ["10.0.0.0", "10.0.0.0", "10.0.0.1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["ask", "none", "who?"], "contexts/none does not exist"),
+        (["ask", "No Name", "who?"], "context: "),
+        (["ask", "moby", ""], "text: the question is empty"),
+        (["generate", "--prompt", "x", "--temperature", "-1"], "--temperature: must be"),
+        (["generate", "--prompt", "x", "--max-tokens", "0"], "--max-tokens: must be"),
+        (["generate", "--prompt", "x", "--min-p", "2"], "--min-p: must be"),
+        (["generate", "--prompt", "x", "--samples", "99"], "--samples: must be"),
+        (["generate", "--prompt", "x", "--logprobs", "-1"], "--logprobs: must be"),
+        (["generate", "--prompt", "x", "--logit-bias", "7"], "--logit-bias: 7 is not ID=BIAS"),
+        (["generate", "--prompt", "x", "--timeout", "0"], "--timeout: must be above 0"),
+        (["generate", "--prompt", "x", "--timeout", "nan"], "--timeout: must be above 0"),
+        (["contexts", "fork", "moby", "Ishmael!"], "new_name: "),
+        (["contexts", "update", "moby", "--ttl", "5", "--forever"], "--ttl: cannot be given together with --forever"),
+        (["ingest", "/dev/null", "--name", "No Name"], "--name: 'contexts/No Name' is not"),
+        (["contexts", "fork", "none", "new"], "contexts/none"),
+        (["contexts", "update", "moby"], "give --display-name, --ttl"),
+        (["contexts", "update", "moby", "--ttl", "-1"], "--ttl: "),
+        (["contexts", "update", "moby", "--display-name", "x" * 300], "--display-name: has 300"),
+        (["detokenize", "99999"], "token_ids.ids[0]"),
+        (["contexts", "fork", "moby", "new", "--tokens", str(2**70)], "--tokens: "),
+        (["cluster", "--watch", "--interval", "0"], "--interval: "),
+        (["ingest", "/nowhere/to/be/found", "--name", "x"], "/nowhere/to/be/found"),
+        (["ingest", "/", "--name", "x"], "file: / cannot be read: Is a directory"),
+        (["ingest", "/dev/null", "--name", "x"], "/dev/null: the document is empty"),
+        (["contexts", "show", "none"], "contexts/none"),
+    ],
+)
+async def test_bad_input_is_one_line_and_exit_code_2(terminal: Terminal, arguments: list[str], told: str) -> None:
+    terminal.engine.contexts["moby"] = [1]
+    code, out, err = await terminal.run(*arguments, "--json")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert told in err
+    assert err.count("\n") == 1
+
+
+async def test_text_that_is_not_utf8_is_refused_with_its_place(terminal: Terminal, tmp_path: Path) -> None:
+    (tmp_path / "bad").write_bytes(b"ab\xff")
+    code, _, err = await terminal.run("ingest", str(tmp_path / "bad"), "--name", "x")
+    assert code == 2
+    assert err.strip() == f"error: {tmp_path / 'bad'}: is not UTF-8 at byte 2: invalid start byte"
+    for name, content in (("one", b"text"), ("empty", b"")):
+        (tmp_path / name).write_bytes(content)
+    files = [str(tmp_path / name) for name in ("one", "empty", "bad")]
+    code, _, err = await terminal.run("ingest", *files, "--name", "x")
+    told = f"{files[1]} is empty\nerror: {files[2]}: is not UTF-8 at byte 2: invalid start byte"
+    assert (code, err.strip()) == (2, told)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--max-tokens", "0"), "--max-tokens: must be between 1 and 1,048,576"),
+        (("--max-tokens", str(10**14)), "--max-tokens: must be between 1 and 1,048,576"),
+        (("--seed", "-1"), "--seed: must be between 0 and 2^64 - 1"),
+        (("--temperature", "-1"), "--temperature: must be between 0 and 100"),
+    ],
+)
+async def test_wrong_options_are_told_by_their_names_and_limits(
+    terminal: Terminal, options: tuple[str, str], told: str
+) -> None:
+    code, _, err = await terminal.run("generate", "--prompt", "x", *options)
+    assert (code, err) == (2, f"error: {told}\n")
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        app.main(["--version"])
+    assert end.value.code == 0
+    assert re.fullmatch(r"longleaf \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+def test_an_empty_server_variable_is_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LONGLEAF_SERVER", "")
+    assert default_server() == "localhost:50051"
+
+
+@pytest.mark.parametrize(
+    ("server", "address"),
+    [
+        ("localhost", "localhost:50051"),
+        ("node-1.my_net", "node-1.my_net:50051"),
+        ("[::1]", "[::1]:50051"),
+        ("localhost:80", "localhost:80"),
+        ("[::1]:80", "[::1]:80"),
+        ("unix:/run/socket", "unix:/run/socket"),
+        ("dns:///host", "dns:///host"),
+    ],
+)
+def test_a_server_without_a_port_has_the_default_one(server: str, address: str) -> None:
+    assert with_port(server) == address
+
+
+def test_the_address_of_a_web_page_is_no_server() -> None:
+    before = set(threading.enumerate())
+    with pytest.raises(InvalidArgument, match=r"server: http://localhost:1 is not HOST:PORT"):
+        Client("http://localhost:1")
+    assert set(threading.enumerate()) <= before
+
+
+async def test_no_time_limit_is_too_long(terminal: Terminal) -> None:
+    for limit in ("inf", "1e300", "1e10"):
+        assert await terminal.json("generate", "--prompt", "x", "--timeout", limit)
+
+
+def test_no_server_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        app.main(["cluster", "--server", "127.0.0.1:1"])
+    assert end.value.code == 1
+    *retries, error = capsys.readouterr().err.splitlines()
+    assert len(retries) == IMPATIENT
+    assert all(line.startswith("trying again in ") for line in retries)
+    assert error.startswith("error: the server at 127.0.0.1:1 does not answer")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (InvalidArgument("a", "b"), 2),
+        (NotFound("a"), 2),
+        (AlreadyExists("a"), 2),
+        (StartError("a"), 2),
+        (Unavailable("a"), 1),
+        (WorkerLost(1, "a"), 1),
+        (ResourceExhausted("a", "b"), 1),
+        (ResourceExhausted("quotas/generations", "2 run", 2.0), 1),
+        (ResourceExhausted("quotas/generations", "none may run"), 2),
+        (LongleafError("a"), 1),
+    ],
+)
+def test_exit_codes(error: LongleafError, code: int) -> None:
+    assert app.exit_code(error) == code
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--world-size", "0"],
+        ["--model", "/nowhere"],
+        ["--port", "70000"],
+        ["--window-bytes", "4096"],
+        ["--max-waiting", "0"],
+        ["--max-draft-tokens", "-1"],
+        ["--max-draft-tokens", "32"],
+    ],
+)
+def test_serve_refuses_what_cannot_work_at_once(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        app.main(["serve", *arguments])
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_serve_becomes_the_coordinator_with_the_same_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda path, arguments: run.append(arguments))
+    (tmp_path / "config.json").touch()
+    with pytest.raises(SystemExit):
+        app.main(
+            [
+                "serve",
+                "--model",
+                str(tmp_path),
+                *"--world-size 3 --threads 2 --merge paper --prefill keys --allow-long".split(),
+                *"--window-keys replicated --window-bytes 4096".split(),
+                *("--model-name", "acme/small 1"),
+                *"--sampling-defaults model".split(),
+                *"--device cpu --kernels torch --start-timeout 20".split(),
+                *"--max-sequences 3 --max-waiting 5 --unread-timeout 7 --max-draft-tokens 5".split(),
+            ]
+        )
+    [command] = run
+    assert command[:4] == [sys.executable, "-P", "-m", "coordinator"]
+    wanted = {f"--model={tmp_path}", "--world-size=3", "--threads-per-rank=2", "--merge=paper", "--port=50051"}
+    wanted |= {
+        "--model-name=acme/small 1",
+        "--sampling-defaults=model",
+        "--prefill=keys",
+        "--allow-long=True",
+        "--window-keys=replicated",
+        "--window-bytes=4096",
+    }
+    wanted |= {"--device=cpu", "--kernels=torch", "--start-timeout=20.0"}
+    wanted |= {"--max-sequences=3", "--max-waiting=5", "--unread-timeout=7.0", "--max-draft-tokens=5"}
+    assert wanted <= set(command)
+    assert not any(option.startswith(("--kv-bytes", "--ray-address")) for option in command)
+
+
+def test_the_coordinator_knows_every_option(tmp_path: Path) -> None:
+    from coordinator.__main__ import parse
+
+    (tmp_path / "config.json").touch()
+    config = EngineConfig(model=str(tmp_path), world_size=2, kv_bytes=1 << 20, dtype="float32", chunk_size=64)
+    command = coordinator_command(
+        config,
+        host="::1",
+        port=5,
+        launcher="ray",
+        ray_address="auto",
+        model_name="null",
+        sampling_defaults="model",
+        as_json=True,
+    )
+    parsed = parse(command[4:])
+    assert parsed.engine == config
+    assert (parsed.host, parsed.port, parsed.launcher, parsed.ray_address) == ("::1", 5, "ray", "auto")
+    assert (parsed.as_json, parsed.model_name, parsed.sampling_defaults) == (True, "null", "model")
+    assert parse([f"--model={tmp_path}"]).sampling_defaults == "greedy"
+
+
+NOWHERE = ("--ray-address", "127.0.0.1:1")
+"""Where no Ray is: what cannot work is refused before one is looked for."""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--model", "m", "--merge", "x"], "--merge: invalid choice: 'x' (choose from 'auto', 'paper', "),
+        (["--model", "m", "--world-size", "x"], "error: --world-size: Expected `int`, got `str`"),
+        (["--world-size", "2"], "required: --model"),
+        (["--model", "m", "--colour", "red"], "unrecognized arguments: --colour red"),
+        (["--model", "m", *NOWHERE, "--wait-for-ranks", "nan"], "error: --wait-for-ranks: nan is not between 0 and"),
+        (["--model", "m", *NOWHERE, "--drain-seconds", "-1"], "error: --drain-seconds: -1 is not between 0 and"),
+        (["--model", "m", *NOWHERE, "--tls-key", "k"], "error: --tls-key: needs --tls-cert: a certificate is nothing"),
+        (
+            ["--model", "m", *NOWHERE, "--metrics-host", "::1"],
+            "error: --metrics-host: needs --metrics-port: with",
+        ),
+        (["--model", "m", *NOWHERE, "--share-prefixes", "true"], "error: --share-prefixes: needs credentials: without"),
+        (["--model", "m", *NOWHERE, "--world-size", "0"], "error: --world-size: 0 is not between 1 and"),
+    ],
+)
+def test_the_coordinator_names_the_option_that_does_not_fit(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from coordinator.__main__ import main
+
+    try:
+        code = main(arguments)
+    except SystemExit as end:
+        code = end.code
+    assert (code, told in capsys.readouterr().err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        [],
+        ["serve"],
+        ["ingest"],
+        ["ask"],
+        ["generate"],
+        ["contexts", "list"],
+        ["contexts", "fork"],
+        ["contexts", "update"],
+        ["tokenize"],
+        ["detokenize"],
+        ["cluster"],
+        ["verify"],
+        ["models", "check"],
+        ["demo"],
+    ],
+)
+def test_help_teaches_with_an_example(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        app.main([*command, "--help"])
+    assert end.value.code == 0
+    assert f"longleaf {command[0] if command else 'demo'}" in capsys.readouterr().out
+
+
+def test_help_names_extras_as_a_shell_takes_them(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        app.main(["serve", "--help"])
+    assert "'longleaf[otel]'" in capsys.readouterr().out
+
+
+def test_the_command_starts_without_torch() -> None:
+    heavy = ("torch", "transformers", "ray", "numpy")
+    code = f"import sys, longleaf.cli.app; print([name for name in {heavy} if name in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "[]\n"
+
+
+def test_an_interrupt_while_the_command_is_imported_is_quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "typer.py").write_text("import time; print('importing', flush=True); time.sleep(600)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = Path(sys.executable).with_name("longleaf")
+    with subprocess.Popen([command, "--version"], **pipes) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (-signal.SIGINT, "")
+
+
+def test_an_interrupt_while_serve_becomes_the_coordinator_is_quiet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt = "import os, signal, sys\nif 'coordinator' in sys.orig_argv: os.kill(os.getpid(), signal.SIGINT)"
+    (tmp_path / "sitecustomize.py").write_text(interrupt)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    command = [str(Path(sys.executable).with_name("longleaf")), "serve", "--port", "0"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (found.returncode, found.stdout, found.stderr) == (0, "", "starting 1 rank (ray) …\n")

@@ -1,0 +1,154 @@
+"""What the command line says of lost ranks, and while their keys are computed again."""
+
+import io
+from typing import Any
+
+import msgspec
+import pytest
+
+from coordinator import events
+from longleaf.cli.cluster import loss_line, loss_lines, recovery_lines
+from longleaf.cli.generate import RecoveryLine
+from longleaf.cli.ingest import progress_bar
+from longleaf.errors import ContextLost
+from longleaf.types import IngestProgress, Loss, Recovering, Recovery
+from tests.support.service import ids, tokens
+from tests.support.terminal import Terminal
+
+LOSS = Loss(time=97.0, member=5, rank=2, epoch=1, node="b", reason="killed by signal 9", slot="filling")
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, "rank 2 of epoch 1 on node b was lost 3 s ago: killed by signal 9; its place is being filled"),
+        (
+            {"slot": "filled", "time": 100.5},
+            "rank 2 of epoch 1 on node b was lost 0 s ago: killed by signal 9; its place is filled",
+        ),
+        ({"slot": "waiting", "refill_time": 112.0}, "killed by signal 9; its place will be filled in 12 s"),
+        ({"slot": "waiting", "refill_time": 99.0}, "killed by signal 9; its place will be filled"),
+        ({"slot": "waiting"}, "killed by signal 9; its place will be filled"),
+        (
+            {"slot": "given_up", "slot_reason": "lost three times while loading"},
+            "stays empty: lost three times while loading",
+        ),
+        ({"slot": "given_up"}, "killed by signal 9; its place stays empty"),
+        ({"slot": "unspecified"}, "killed by signal 9"),
+        (
+            {"rank": None, "time": -3600.0},
+            "member 5 on node b was lost 1 h 1 min ago: killed by signal 9; its place is being filled",
+        ),
+        ({"rank": None, "node": ""}, "member 5 was lost 3 s ago: killed by signal 9; its place is being filled"),
+    ],
+    ids=str,
+)
+def test_a_loss_is_told_with_what_became_of_its_place(changes: dict[str, Any], told: str) -> None:
+    line = loss_line(msgspec.structs.replace(LOSS, **changes), now=100.0)
+    assert line.endswith(told)
+    assert line.startswith(("rank 2 of", "member 5"))
+
+
+def test_why_a_place_stays_empty_is_told_once() -> None:
+    changes: list[dict[str, Any]] = [{}, {"slot": "given_up", "slot_reason": "a"}, {"slot": "given_up"}]
+    losses = [msgspec.structs.replace(LOSS, **changes[number]) for number in (0, 1, 1, 2, 1, 1)]
+    told = [line.partition("its place ")[2] for line in loss_lines(losses, now=100.0)]
+    empty = "stays empty"
+    assert told == ["is being filled", empty, f"{empty}: a", empty, empty, f"{empty}: a"]
+
+
+def test_a_recovery_is_told_while_it_goes_on_and_after() -> None:
+    recovery = Recovery(epoch=2, lost_tokens=65_536, recovered_tokens=12_288, seconds=0.4, is_over=False)
+    assert recovery_lines(recovery) == ["recovering: 12,288 of 65,536 tokens, 400 ms"]
+    over = msgspec.structs.replace(recovery, is_over=True, given_up=("ahab", "moby"))
+    assert recovery_lines(over) == [
+        "recovered 12,288 of 65,536 lost tokens in 400 ms",
+        "  given up for want of room: ahab, moby",
+    ]
+    assert recovery_lines(None) == []
+
+
+async def test_the_cluster_tells_of_its_losses(terminal: Terminal) -> None:
+    recovery = Recovery(epoch=2, lost_tokens=8, recovered_tokens=8, seconds=1.5, is_over=True, given_up=("ahab",))
+    terminal.engine.recovery, terminal.engine.losses = recovery, (LOSS,)
+    [cluster] = await terminal.json("cluster")
+    assert msgspec.convert(cluster["recovery"], Recovery) == recovery
+    assert msgspec.convert(cluster["losses"], tuple[Loss, ...]) == (LOSS,)
+    _, out, _ = await terminal.run("cluster")
+    assert (
+        "recovered 8 of 8 lost tokens in 1.5 s\n  given up for want of room: ahab\nrank 2 of epoch 1 on node b was"
+        in out
+    )
+
+
+HALF = Recovering(8, 12_288, 65_536)
+TOLD = "recovering: 12,288 of 65,536 tokens, 8 to go for this answer"
+
+
+@pytest.mark.parametrize("options", [(), ("--json",), ("--samples", "2")])
+async def test_an_answer_that_waits_says_so_once_where_nobody_sits(
+    terminal: Terminal, options: tuple[str, ...]
+) -> None:
+    ends = (events.Ended("length", 1, 0, 2, 0.0, 0.0, 0.0, sample) for sample in range(2))
+    first, second = (events.Tokens(i, tokens(ids("ab")[i : i + 1])) for i in range(2))
+    terminal.engine.answer = ()
+    terminal.engine.script = (first, HALF, HALF, second, HALF, *ends)
+    code, out, err = await terminal.run("generate", "--prompt", "x", *options)
+    assert (code, err.splitlines().count(TOLD), "\x1b" in err) == (0, 1, False)
+    assert "ab" in out or options == ("--json",)
+
+
+class Screen(io.StringIO):
+    """A terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+async def test_who_is_told_of_its_own_tokens_alone_sees_these(terminal: Terminal) -> None:
+    terminal.engine.answer = ()
+    terminal.engine.script = (Recovering(8, 0, 0), events.Ended("length", 1, 0, 2, 0.0, 0.0, 0.0, 0))
+    _, _, err = await terminal.run("generate", "--prompt", "x")
+    assert "recovering: 8 to go for this answer" in err.splitlines()
+
+
+def test_on_a_terminal_it_stands_below_the_answer_and_goes() -> None:
+    screen = Screen()
+    line = RecoveryLine(screen)
+    line.hide()
+    assert screen.getvalue() == ""
+    line.show(HALF)
+    line.show(Recovering(0, 65_536, 65_536))
+    line.hide()
+    line.hide()
+    room, below = "\x1bD\x1bM", "\x1b7\r\n\x1b[K"
+    shown = [f"{room}{below}{told}\x1b8" for told in (TOLD, "recovering: 65,536 of 65,536 tokens")]
+    assert screen.getvalue() == "".join([*shown, f"{below}\x1b8"])
+
+
+def test_it_is_never_longer_than_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the cursor would come back to another place."""
+    monkeypatch.setenv("COLUMNS", "20")
+    screen = Screen()
+    RecoveryLine(screen).show(HALF)
+    assert f"\x1b[K{TOLD[:19]}\x1b8" in screen.getvalue()
+
+
+def test_the_bar_of_an_ingest_says_that_it_recovers(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_bar(None) as show:
+        show(IngestProgress(phase="prefilling", total=9))
+        show(IngestProgress(phase="recovering", processed=4, total=9, recovering=HALF))
+    err = capsys.readouterr().err
+    assert err.startswith("recovering")
+    assert "12,288 of 65,536 tokens" in err
+    with progress_bar(None) as show:
+        show(IngestProgress(phase="recovering", processed=4, total=9, recovering=HALF))
+        show(IngestProgress(phase="prefilling", processed=5, total=9))
+    assert capsys.readouterr().err.startswith("reading")
+
+
+async def test_a_context_that_was_given_up_is_told_with_the_reason(terminal: Terminal) -> None:
+    terminal.engine.contexts["moby"] = [1]
+    terminal.engine.error = ContextLost("contexts/moby", "3 ranks have no room for it")
+    code, out, err = await terminal.run("ask", "moby", "who?")
+    assert (code, out, err) == (2, "", "error: contexts/moby was lost: 3 ranks have no room for it\n")

@@ -1,0 +1,93 @@
+"""`longleaf ask --sources`."""
+
+import pytest
+
+from longleaf.cli.sources import joined
+from longleaf.types import Source
+from tests.support.service import BYTES
+from tests.support.terminal import Terminal
+
+TEXT = "".join(f"line {i} of the book\n" for i in range(20))
+
+
+@pytest.fixture
+def asking(terminal: Terminal) -> Terminal:
+    terminal.engine.contexts["moby"] = BYTES.encode(TEXT).ids
+    return terminal
+
+
+def source(start: int, end: int, share: float, drop: float | None = None) -> Source:
+    return Source(
+        token_start=start,
+        token_end=end,
+        share=share,
+        largest_share=share,
+        largest_layer=int(start),
+        largest_head=0,
+        contrast=share,
+        drop=drop,
+        bytes=(start, end),
+        file="a",
+    )
+
+
+def test_neighbours_are_one_source() -> None:
+    one, two, three, other = (
+        source(32, 64, 0.25, 1.0),
+        source(0, 32, 0.125, 3.0),
+        source(64, 70, 0.0),
+        source(99, 100, 0.2),
+    )
+    first, second = joined([other, one, two, three])
+    assert first == other
+    assert (second.token_start, second.token_end, second.share, second.drop) == (0, 70, 0.375, 3.0)
+    assert (second.contrast, second.bytes, second.largest_layer) == (0.375, (0, 70), 32)
+    assert joined([]) == []
+
+
+async def test_sources_are_printed_under_the_answer(asking: Terminal) -> None:
+    code, out, _ = await asking.run("ask", "moby", "who?", "--sources", "--source-count", "2")
+    assert code == 0
+    answer, first, *rest = out.splitlines()
+    assert answer == "Grüße"
+    assert first.startswith("tokens ")
+    assert "%" in first and "nats" not in first
+    assert any("of the book" in line for line in rest)
+    assert rest[-1].startswith("[attention: ")
+    [prompt] = asking.engine.prompts
+    assert prompt.cuts is not None
+    assert prompt.cuts.size == 64
+
+
+async def test_what_is_confirmed_has_drops(asking: Terminal) -> None:
+    _, out, _ = await asking.run("ask", "moby", "who?", "--sources", "--confirm", "--source-count", "1")
+    assert "nats" in out
+    *_, last = await asking.json("ask", "moby", "who?", "--sources", "--confirm", "--contrast", "--source-count", "3")
+    found = last["attribution"]["sources"]
+    assert len(found) == 3
+    assert all(each["drop"] > 0 and each["contrast"] is not None for each in found)
+
+
+async def test_without_sources_nothing_is_asked_or_told(asking: Terminal) -> None:
+    *_, last = await asking.json("ask", "moby", "who?", "--hide", "9-12", "--hide", "0-3")
+    assert "attribution" not in last
+    assert not last["is_exact"]
+    [prompt] = asking.engine.prompts
+    assert (prompt.cuts, prompt.hidden) == (None, ((0, 3), (9, 12)))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--confirm",), "--confirm: is of sources"),
+        (("--contrast",), "--contrast: is of sources"),
+        (("--hide", "3"), "--hide: 3 is not A-B"),
+        (("--hide", "a-b"), "--hide: a-b is not A-B"),
+        (("--hide", "3-3"), "hidden[0]"),
+        (("--sources", "--source-count", "65"), "provenance.span_count"),
+    ],
+)
+async def test_what_cannot_be_asked_is_named(asking: Terminal, options: tuple[str, ...], told: str) -> None:
+    code, _, err = await asking.run("ask", "moby", "who?", *options)
+    assert code != 0
+    assert told in err

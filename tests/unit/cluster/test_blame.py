@@ -1,0 +1,97 @@
+"""Who is to blame when several members report trouble at once. The numbers of members differ from those of ranks."""
+
+from collections.abc import Callable
+
+import pytest
+
+from coordinator.cluster.groups.blame import Losses
+from longleaf.errors import EpochBroken, WorkerLost
+
+MEMBERS = (4, 7, 2)
+"""Ranks 0, 1 and 2."""
+Report = Callable[[Losses], None]
+
+
+def died(member: int) -> Report:
+    return lambda losses: losses.died(member, "was killed")
+
+
+def failed(member: int, blamed: int | None = None) -> Report:
+    return lambda losses: losses.failed(member, f"member {member} raised", blamed)
+
+
+def broken(member: int, blamed: int | None = None) -> Report:
+    return lambda losses: losses.broken(member, 5, f"member {member} raised", blamed)
+
+
+class Judged:
+    """Losses whose members are gone as soon as they are killed."""
+
+    def __init__(self, reports: list[Report], under_way: tuple[int, ...] = ()) -> None:
+        self.killed: list[int] = []
+        self.losses = Losses(MEMBERS, self.kill, lambda: under_way)
+        for report in reports:
+            report(self.losses)
+
+    def kill(self, member: int, reason: str) -> None:
+        self.killed.append(member)
+        self.losses.died(member, reason)
+
+
+@pytest.mark.parametrize(
+    ("reports", "rank", "reason"),
+    [
+        ([failed(7), failed(4)], 1, "member 7 raised"),
+        ([failed(4), died(4), failed(7), died(2)], 2, "was killed"),
+        ([failed(4, blamed=2), failed(7, blamed=2), failed(2)], 2, "member 2 raised"),
+        ([failed(4, blamed=2), failed(2), died(2)], 2, "member 2 raised"),
+        ([failed(4, blamed=2), died(2)], 2, "was killed"),
+        ([broken(4), broken(7), died(2)], 2, "was killed"),
+        ([broken(4, blamed=2), broken(7), failed(2)], 2, "member 2 raised"),
+    ],
+    ids=[
+        "first report",
+        "death without a word",
+        "seen by others",
+        "its own word counts more",
+        "death seen by both",
+        "others live",
+        "its own word is waited for",
+    ],
+)
+async def test_the_verdict_names_one_rank(reports: list[Report], rank: int, reason: str) -> None:
+    judged = Judged(reports)
+    loss = await judged.losses.verdict
+    assert isinstance(loss.error, WorkerLost)
+    assert (loss.error.rank, loss.error.reason) == (rank, reason)
+    assert judged.killed == []
+
+
+@pytest.mark.parametrize("before", [[], [broken(4)], [broken(4, blamed=1)]])
+async def test_a_death_that_the_fleet_sees_needs_no_grace(before: list[Report]) -> None:
+    judged = Judged([*before, died(2)])
+    assert judged.losses.verdict.done()
+    assert str(judged.losses.verdict.result().error) == "rank 2 was lost: was killed"
+
+
+async def test_who_others_saw_gone_and_who_says_nothing_is_killed() -> None:
+    judged = Judged([broken(4, blamed=2), broken(7, blamed=2)])
+    loss = await judged.losses.verdict
+    assert judged.killed == [2]
+    assert loss.steps == (5,)
+    assert str(loss.error) == "rank 2 was lost: member 4 raised"
+
+
+@pytest.mark.parametrize(
+    "reports", [[broken(7)], [broken(4, blamed=1), broken(7)], [broken(4, blamed=0)]], ids=["one", "its peer", "itself"]
+)
+async def test_who_raises_lives_though_its_peers_saw_it_leave(reports: list[Report]) -> None:
+    judged = Judged(reports)
+    loss = await judged.losses.verdict
+    assert isinstance(loss.error, EpochBroken)
+    assert (loss.steps, judged.killed) == ((5,), [])
+
+
+async def test_members_of_other_epochs_are_of_no_concern() -> None:
+    judged = Judged([died(1), failed(0)])
+    assert not judged.losses.is_suspected

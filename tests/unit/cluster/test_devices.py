@@ -1,0 +1,82 @@
+"""Where ranks compute: what the cluster and the machine have is given here, so that no GPU is needed."""
+
+import pytest
+
+from coordinator.cluster.ray_fleet import bundle_for
+from longleaf.comm.process_group import fastest_transport
+from longleaf.config import EngineConfig
+from longleaf.errors import StartError
+from workers.rank import choose_device
+
+
+def config(device, world_size=4):
+    return EngineConfig(model="", device=device, world_size=world_size)
+
+
+@pytest.mark.parametrize(
+    ("device", "num_gpus", "takes_gpu"),
+    [("auto", 0, False), ("auto", 4, True), ("auto", 9, True), ("cuda", 4, True), ("cpu", 0, False), ("cpu", 9, False)],
+)
+def test_each_rank_takes_a_gpu_or_none_does(device, num_gpus, takes_gpu):
+    bundle = bundle_for(config(device), {"CPU": 4.0, "GPU": float(num_gpus)})
+    assert bundle == ({"CPU": 1.0, "GPU": 1.0} if takes_gpu else {"CPU": 1.0})
+
+
+@pytest.mark.parametrize("num_gpus", [1, 3])
+def test_a_cluster_with_too_few_gpus_is_not_quietly_left_on_its_cpus(num_gpus):
+    with pytest.raises(
+        StartError, match=rf"^device: 4 ranks, .* {num_gpus} GPUs?: .*--world-size {num_gpus} .*--device cpu"
+    ):
+        bundle_for(config("auto"), {"CPU": 4.0, "GPU": float(num_gpus)})
+
+
+@pytest.mark.parametrize(("total", "told"), [({"CPU": 3.0}, 3), ({"CPU": 3.0, "GPU": 4.0}, 3), ({}, 0)])
+def test_too_few_slots_are_told(total, told):
+    with pytest.raises(StartError, match=f"world size 4 needs 4 slots, the cluster has {told}"):
+        bundle_for(config("auto"), total)
+
+
+def test_gpus_that_are_asked_for_must_be_there():
+    with pytest.raises(StartError, match="^device: cuda .* no GPU"):
+        bundle_for(config("cuda"), {"CPU": 4.0})
+
+
+@pytest.mark.parametrize(
+    ("wanted", "gpu", "num_gpus", "device"),
+    [
+        ("cpu", 1, 2, "cpu"),
+        ("auto", 1, 0, "cpu"),
+        ("auto", None, 2, "cpu"),  # the launcher gave this rank none, whatever torch sees
+        ("auto", 1, 2, "cuda:1"),
+        ("cuda", 0, 1, "cuda:0"),
+        ("cuda", 1, 4, "cuda:1"),
+    ],
+)
+def test_a_rank_computes_on_the_gpu_that_it_was_given(wanted, gpu, num_gpus, device):
+    assert choose_device(wanted, gpu, num_gpus, num_ranks=2) == device
+
+
+@pytest.mark.parametrize(("gpu", "num_gpus"), [(1, 1), (3, 2)])
+def test_ranks_that_would_share_a_gpu_are_refused_unless_gpus_were_asked_for(gpu, num_gpus):
+    ways = rf"--world-size {num_gpus} .*--launcher local --device cuda.*--device cpu"
+    with pytest.raises(StartError, match=rf"^device: 4 ranks, .* this machine has {num_gpus} GPUs?: .*{ways}"):
+        choose_device("auto", gpu, num_gpus, num_ranks=4)
+    assert choose_device("cuda", gpu, num_gpus, num_ranks=4) == f"cuda:{gpu % num_gpus}"
+
+
+def test_a_gpu_that_is_asked_for_must_be_there():
+    with pytest.raises(StartError, match="torch sees no GPU"):
+        choose_device("cuda", 0, 0, num_ranks=1)
+
+
+@pytest.mark.parametrize(
+    ("places", "transport"),
+    [
+        (["cpu", "cpu"], "shared_memory"),
+        (["GPU-a", "GPU-b"], "nccl"),
+        (["GPU-a", "GPU-b", "GPU-a"], "gloo"),
+        (["GPU-a", "cpu"], "gloo"),
+    ],
+)
+def test_gpus_that_are_shared_and_mixed_places_meet_over_gloo(places, transport):
+    assert fastest_transport(places) == transport

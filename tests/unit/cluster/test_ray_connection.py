@@ -1,0 +1,58 @@
+"""What is found out of a Ray cluster before it is joined, and told when it cannot be used."""
+
+import socket
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from coordinator.cluster import ray_connection
+from coordinator.cluster.ray_connection import connect
+from longleaf.errors import StartError
+
+
+class BusyRay:
+    """On a machine that is too busy to start it."""
+
+    def __init__(self) -> None:
+        self.exceptions = SimpleNamespace(AuthenticationError=KeyError)
+        self.is_shut_down = False
+
+    def init(self, **_: Any) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True
+
+
+def test_a_machine_too_busy_for_ray_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = BusyRay()
+    monkeypatch.setattr(ray_connection, "ray_package", lambda: ray)
+    with pytest.raises(StartError, match="Ray at this machine cannot be used: .* timed out during startup"):
+        connect(None, 1)
+    assert ray.is_shut_down
+
+
+def test_a_ray_that_other_machines_cannot_reach_is_told_at_once():
+    """Ray listens there alone where it finds no way to the internet; nothing that is waited for changes that."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        told = f"nobody answers, but at 127.0.0.1:{port}, which .* with --node-ip-address=127.0.0.2$"
+        with pytest.raises(StartError, match=told):
+            connect(f"127.0.0.2:{port}", 1, patience=1e6, on_wait=lambda: pytest.fail("it waits"))
+
+
+def test_one_that_may_still_come_is_waited_for():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+    class Waits(Exception):
+        pass
+
+    def wait() -> None:
+        raise Waits
+
+    with pytest.raises(Waits):
+        connect(f"127.0.0.2:{port}", 1, patience=1e6, on_wait=wait)
+    with pytest.raises(StartError, match=f"no Ray cluster answers at 127.0.0.2:{port}: "):
+        connect(f"127.0.0.2:{port}", 1, on_wait=wait)

@@ -1,0 +1,93 @@
+"""What is made of what the head of a Ray cluster says; a Ray itself says it in tests/e2e/test_ray_tokens.py."""
+
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from coordinator.cluster import ray_door
+from coordinator.cluster.ray_door import CALL, check_door
+from longleaf.errors import StartError
+
+
+class Door(grpc.GenericRpcHandler):
+    """Answers Ray's call in one way."""
+
+    def __init__(self, code: grpc.StatusCode) -> None:
+        self._code = code
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        def answer(request: bytes, context: grpc.ServicerContext) -> bytes:
+            if self._code is not grpc.StatusCode.OK:
+                context.abort(self._code, "no")
+            return b""
+
+        return grpc.unary_unary_rpc_method_handler(answer) if handler_call_details.method == CALL else None
+
+
+@contextmanager
+def door(code: grpc.StatusCode) -> Iterator[str]:
+    """Its address."""
+    with ThreadPoolExecutor(1) as pool:
+        server = grpc.server(pool, [Door(code)])
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        try:
+            yield f"127.0.0.1:{port}"
+        finally:
+            server.stop(None).wait()
+
+
+@pytest.mark.parametrize("mode", ["token", "Token", "", "disabled", "unheard of"])
+@pytest.mark.parametrize(
+    ("code", "with_token", "without"),
+    [
+        (grpc.StatusCode.OK, "it asks for no token", ""),
+        (grpc.StatusCode.UNAUTHENTICATED, "it refuses the token", "it asks for a token"),
+        (grpc.StatusCode.UNAVAILABLE, "", ""),
+        (grpc.StatusCode.UNIMPLEMENTED, "", ""),
+    ],
+)
+def test_both_must_agree_on_a_token(
+    monkeypatch: pytest.MonkeyPatch, mode: str, code: grpc.StatusCode, with_token: str, without: str
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    monkeypatch.setattr(ray_door, "_headers", lambda: {"Authorization": "Bearer another"})
+    expected = with_token if mode.lower() == "token" else without
+    told = ""
+    with door(code) as address:
+        try:
+            check_door(address)
+        except StartError as error:
+            told = str(error).removeprefix(f"ray_address: the Ray cluster at {address} cannot be joined: ")
+    assert (told.startswith(expected), bool(told)) == (True, bool(expected))
+
+
+def test_where_there_is_no_token_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setattr(ray_door, "_headers", dict)
+    with (
+        door(grpc.StatusCode.UNAUTHENTICATED) as address,
+        pytest.raises(
+            StartError, match="RAY_AUTH_MODE=token, and there is no token: put the cluster's in RAY_AUTH_TOKEN"
+        ),
+    ):
+        check_door(address)
+
+
+def test_one_that_says_nothing_is_left_to_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_door, "CALL_SECONDS", 0.2)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        check_door(f"127.0.0.1:{server.getsockname()[1]}")
+
+
+def test_what_is_encrypted_is_left_to_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_USE_TLS", "1")
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    with door(grpc.StatusCode.OK) as address:
+        check_door(address)

@@ -1,0 +1,261 @@
+"""Parcels: what is damaged, cut, out of order or too large is told, wherever that is."""
+
+import tracemalloc
+from array import array
+from typing import Any
+
+import msgspec
+import pytest
+from blake3 import blake3
+from msgspec.structs import replace
+
+from longleaf.context_archive.frames import FRAME_BYTES, MAGIC, PREAMBLE, Frame
+from longleaf.context_archive.records import (
+    MAX_HEAD_BYTES,
+    Head,
+    Keys,
+    Part,
+    SegmentHead,
+    decode_segment,
+    encode,
+    max_segment_bytes,
+)
+from longleaf.context_archive.unpacking import Ids, Unpacking
+from longleaf.errors import InvalidArgument
+from longleaf.storage.note import sound_ends
+from tests.support.parcels import FORM, bytes_from, packable, unpack
+
+HEAD = packable().head
+ROPE = packable().path[0].rope
+
+
+def record(kind: str, content: bytes) -> bytes:
+    return Frame(kind, len(content), blake3(content).hexdigest()).encode() + content
+
+
+def test_what_is_unpacked_is_what_was_packed() -> None:
+    given = packable(((8, 8), (5, 5), (9, 8)), (True, False, True))
+    told = unpack(given.packed())
+    assert told[0] == given.head
+    segments = [one for one in told if isinstance(one, SegmentHead)]
+    assert [one.text is not None for one in segments] == [i % 2 == 1 for i in range(len(segments))]
+    assert [(one.num_used, one.num_tokens, one.keys is not None) for one in segments] == [
+        (8, 8, True),
+        (5, 5, False),
+        (8, 8, False),  # its keys come whole, and would tell what another context says behind
+    ]
+    ids = [one.token_ids for one in told if isinstance(one, Ids)]
+    assert ids == [given.path[0].token_ids, given.path[1].token_ids, given.path[2].token_ids[:8]]
+    assert [bytes(one) for one in told if isinstance(one, bytearray)] == [
+        given.objects[name] for name in given.manifests[given.path[0].id].objects
+    ]
+
+
+def test_nothing_leaves_of_a_shared_segment_that_the_context_does_not_use() -> None:
+    """What lies behind is another context's, of another tenant where tenants share beginnings."""
+    given = packable(((8, 7), (5, 4)), vocabulary=200)
+    for segment, unused in zip(given.path, (7, 4), strict=True):
+        segment.token_ids[unused:] = array("I", [0xABCDEF01] * (len(segment.token_ids) - unused))
+    parcel = given.packed()
+    assert (0xABCDEF01).to_bytes(4, "little") not in parcel
+    assert not [content for content in given.objects.values() if content in parcel]
+
+
+def test_the_same_context_is_the_same_parcel_from_any_byte_on() -> None:
+    given = packable()
+    whole, packing = given.packed(), packable().packing()
+    assert (len(whole), packing.digest) == (packing.num_bytes, given.packing().digest)
+    assert all(bytes_from(packing, given.objects, offset) == whole[offset:] for offset in range(len(whole) + 1))
+    other = packable()
+    other.head = replace(other.head, display_name="The Whale")
+    assert other.packing().digest != packing.digest
+    assert packable(seed=2).packing().digest != packing.digest
+
+
+def test_a_parcel_that_is_cut_anywhere_is_told() -> None:
+    whole = packable().packed()
+    for end in range(len(whole)):
+        with pytest.raises(InvalidArgument, match=rf"parcel: it was cut: its end is missing \(after {end:,} bytes\)"):
+            unpack(whole[:end])
+
+
+def test_a_bit_that_is_flipped_anywhere_is_told() -> None:
+    whole = packable().packed()
+    for place in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << place % 8
+        with pytest.raises(InvalidArgument, match="parcel: "):
+            unpack(bytes(damaged))
+
+
+def test_nothing_may_come_after_the_end() -> None:
+    with pytest.raises(InvalidArgument, match="after its end"):
+        unpack(packable().packed() + b"\0")
+
+
+def test_records_in_another_order_are_told() -> None:
+    whole = packable().packed()
+    records, at = list[bytes](), len(PREAMBLE)
+    while at < len(whole):
+        end = at + FRAME_BYTES + Frame.decode(whole[at : at + FRAME_BYTES]).num_bytes
+        records.append(whole[at:end])
+        at = end
+    assert PREAMBLE + b"".join(records) == whole
+    for place in range(len(records) - 1):
+        swapped = [*records[:place], records[place + 1], records[place], *records[place + 2 :]]
+        with pytest.raises(InvalidArgument, match="parcel: "):
+            unpack(PREAMBLE + b"".join(swapped))
+        with pytest.raises(InvalidArgument, match="parcel: "):
+            unpack(PREAMBLE + b"".join([*records[:place], *records[place + 1 :]]))
+
+
+def test_the_end_of_another_parcel_is_told() -> None:
+    one, other = packable().packed(), packable(seed=2).packed()
+    assert len(one) == len(other)
+    with pytest.raises(InvalidArgument, match="its end is that of another one"):
+        unpack(one[: -FRAME_BYTES - 32] + other[-FRAME_BYTES - 32 :])
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_bytes", "told"),
+    [
+        ("head", MAX_HEAD_BYTES + 1, "'head' has 1,048,577 bytes, not 1 to 1,048,576"),
+        ("head", 1 << 63, "not 1 to"),
+        ("head", 0, "'head' has 0 bytes"),
+        ("piece", 10, "'piece' comes where 'head' should"),
+        ("\x9f", 10, "comes where 'head' should"),
+    ],
+)
+def test_lengths_are_not_believed(kind: str, num_bytes: int, told: str) -> None:
+    frame = Frame(kind, num_bytes, "00" * 32)
+    with pytest.raises(InvalidArgument, match=told):
+        unpack(PREAMBLE + frame.encode())
+
+
+def test_ids_and_pieces_have_the_sizes_that_were_told() -> None:
+    begin = PREAMBLE + record("head", encode(HEAD))
+    segment = SegmentHead(num_used=11, num_tokens=11, rope=ROPE, keys=None)
+    begin += record("segment", encode(segment))
+    with pytest.raises(InvalidArgument, match="'ids' has 48 bytes, not 44 to 44"):
+        unpack(begin + record("ids", bytes(48)))
+    with pytest.raises(InvalidArgument, match="'end' comes where 'ids' should"):
+        unpack(begin + record("end", bytes(32)))
+
+
+@pytest.mark.parametrize(
+    ("head", "told"),
+    [
+        (replace(HEAD, num_tokens=0), "0 tokens"),
+        (replace(HEAD, capacity=10), "a capacity of 10"),
+        (replace(HEAD, capacity=1 << 60), "a capacity of"),
+        (replace(HEAD, ends=(12,)), "its ends"),
+        (replace(HEAD, ends=(0, 11)), "its ends"),
+        (replace(HEAD, ends=(5,)), "its ends"),
+        (replace(HEAD, ends=(5, 3, 11)), "its ends"),
+        (replace(HEAD, ends=(5, 5, 11)), "its ends"),
+        (replace(HEAD, ends=(5, 11, 11)), "its ends"),
+        (replace(HEAD, num_tokens=4000, ends=tuple(range(1, 4001))), "its ends"),
+        (
+            replace(HEAD, fingerprint=replace(HEAD.fingerprint, files=dict.fromkeys(map(str, range(10_001)), ""))),
+            "files",
+        ),
+        (replace(HEAD, display_name="x" * 257), "more than 256 characters"),
+    ],
+)
+def test_heads_that_make_no_sense_are_told(head: Head, told: str) -> None:
+    with pytest.raises(InvalidArgument, match=told):
+        unpack(PREAMBLE + record("head", encode(head)))
+
+
+def test_a_head_without_ends_has_its_own() -> None:
+    replace(HEAD, ends=()).check()
+    assert sound_ends((), 11) == sound_ends((11,), 11) == (11,)
+
+
+RUN = ((0, 1),)
+
+
+def with_keys(*runs: tuple[tuple[int, int], ...], windows: Any = None, form: str = FORM) -> SegmentHead:
+    parts = tuple(Part(some, 1, "0" * 64) for some in runs)
+    windows = windows and Part(windows, 1, "0" * 64)
+    return SegmentHead(num_used=11, num_tokens=11, rope=ROPE, keys=Keys(form, parts, windows))
+
+
+@pytest.mark.parametrize(
+    ("segment", "told"),
+    [
+        (with_keys(*[RUN] * 12), "has 12 pieces for 11 blocks"),
+        (with_keys(RUN * 12), "a segment of 11 blocks has 12 runs, and 0 of windows"),
+        (with_keys(RUN * 6, RUN * 6), "has 12 runs"),
+        (with_keys(RUN, windows=RUN * 20), "20 of windows"),
+        (with_keys(RUN * 70_000), "has 70,000 runs"),
+    ],
+)
+def test_pieces_and_runs_are_bounded_by_blocks(segment: SegmentHead, told: str) -> None:
+    with pytest.raises(InvalidArgument, match=told):
+        unpack(PREAMBLE + record("head", encode(HEAD)) + record("segment", encode(segment)))
+
+
+def test_runs_of_keys_that_are_not_taken_are_not_decoded() -> None:
+    others = with_keys(RUN * 70_000, windows=RUN * 20, form="another")
+    told = decode_segment(encode(others), 11, FORM, 1)
+    assert told.keys is not None
+    assert [part.runs for part in told.keys.parts] == [(), ()]
+
+
+def test_what_is_no_array_of_runs_is_told() -> None:
+    wrong = encode(with_keys(RUN)).replace(msgspec.msgpack.encode(RUN), msgspec.msgpack.encode("ab"))
+    with pytest.raises(InvalidArgument, match="it makes no sense"):
+        decode_segment(wrong, 11, FORM, 1)
+
+
+def test_records_of_a_segment_are_bounded_by_the_tokens_that_are_left() -> None:
+    begin = PREAMBLE + record("head", encode(HEAD))
+    most = max_segment_bytes(HEAD.num_tokens)
+    assert max_segment_bytes(1 << 20) < 9 << 20
+    with pytest.raises(InvalidArgument, match=f"'segment' has {most + 1:,} bytes, not 1 to {most:,}"):
+        unpack(begin + Frame("segment", most + 1, "00" * 32).encode())
+
+
+def test_runs_without_end_are_refused_before_they_are_decoded() -> None:
+    """Three bytes each, and a hundred in memory."""
+    segment = with_keys(RUN * 1_000_000)
+    begin, told = PREAMBLE + record("head", encode(HEAD)), record("segment", encode(segment))
+    assert len(told) < max_segment_bytes(HEAD.num_tokens)
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidArgument, match="bytes tell of its keys"):
+            unpack(begin + told)
+        assert tracemalloc.get_traced_memory()[1] < 4 * len(told)
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(("num_used", "num_tokens"), [(0, 5), (12, 12), (5, 4), (5, 6), (11, 1 << 40), (-1, 5)])
+def test_segments_that_make_no_sense_are_told(num_used: int, num_tokens: int) -> None:
+    segment = SegmentHead(num_used=num_used, num_tokens=num_tokens, rope=ROPE, keys=None)
+    with pytest.raises(InvalidArgument, match="a segment has"):
+        unpack(PREAMBLE + record("head", encode(HEAD)) + record("segment", encode(segment)))
+
+
+def test_what_is_no_message_is_told() -> None:
+    for content in (b"\xc1", b"\x91" * 100_000, encode(HEAD)[:-1]):
+        with pytest.raises(InvalidArgument, match="it makes no sense"):
+            unpack(PREAMBLE + record("head", content))
+
+
+def test_a_later_version_and_other_files_are_told_from_damage() -> None:
+    with pytest.raises(InvalidArgument, match="it is of version 2"):
+        unpack(MAGIC + (2).to_bytes(8, "little"))
+    with pytest.raises(InvalidArgument, match="this is no exported context"):
+        unpack(b"Call me Ishmael. Some years ago")
+
+
+def test_no_more_than_a_record_is_held() -> None:
+    given, unpacking, most = packable(piece_bytes=5000), Unpacking(), 0
+    data = memoryview(given.packed())
+    while data:
+        count, _ = unpacking.take(data[:100])
+        data = data[count:]
+        most = max(most, len(unpacking._content))
+    assert most < 5000

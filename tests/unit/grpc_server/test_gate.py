@@ -1,0 +1,262 @@
+"""What is refused of requests before they are parsed, and how large ones take turns."""
+
+import asyncio
+import threading
+import weakref
+from contextlib import ExitStack
+from types import SimpleNamespace
+
+import pytest
+from google.protobuf.message import DecodeError
+
+from coordinator.auth.caller import CALLER, Caller
+from coordinator.grpc_server.gate import EOF, MAX_FIELDS, MAX_PIECE_BYTES, MAX_SMALL_BYTES, Gate
+from coordinator.telemetry.observers import CURRENT, CallRecord
+from longleaf.codec import has_more_fields
+from longleaf.config import MAX_REQUEST_BYTES
+from longleaf.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
+from longleaf.v1 import context_service_pb2 as ingest_pb
+
+GENERATE = "/longleaf.v1.GenerationService/Generate"
+INGEST = "/longleaf.v1.ContextService/IngestContext"
+HOST = "ipv4:10.0.0.1"
+GET = "/longleaf.v1.ContextService/GetContext"
+LARGE = b"\x12\x80\x80\x08" + bytes(1 << 17)  # one field, `text`
+
+
+class Parser:
+    """A handler that notes what it is given to parse."""
+
+    def __init__(self) -> None:
+        self.parsed: list[bytes] = []
+
+    def request_deserializer(self, data: bytes) -> bytes:
+        self.parsed.append(data)
+        if data == b"\xff":
+            raise DecodeError("no message")
+        return data
+
+
+def call(*requests: bytes) -> SimpleNamespace:
+    """A call with these requests."""
+    waiting = list(requests)
+
+    async def read() -> object:
+        return waiting.pop(0) if waiting else EOF
+
+    return SimpleNamespace(read=read)
+
+
+async def refused(method: str, data: bytes) -> str:
+    """Why a request is refused, which must not have come to the parser, alone or in a stream."""
+    parser = Parser()
+    with Gate().of(method, parser, HOST) as incoming:
+        with pytest.raises(InvalidArgument) as caught:
+            await incoming.one(call(data))
+        with pytest.raises(InvalidArgument):
+            [_ async for _ in incoming.all(call(data))]
+    assert parser.parsed == [] and caught.value.field == "request"
+    return caught.value.description
+
+
+async def test_each_method_has_its_limit() -> None:
+    told = await refused(GET, bytes(MAX_SMALL_BYTES + 1))
+    assert told == f"has {MAX_SMALL_BYTES + 1:,} bytes, GetContext takes at most {MAX_SMALL_BYTES:,}"
+    assert f"Generate takes at most {MAX_REQUEST_BYTES:,}" in await refused(GENERATE, bytes(MAX_REQUEST_BYTES + 1))
+    assert f"IngestContext takes at most {MAX_PIECE_BYTES:,}" in await refused(INGEST, bytes(MAX_PIECE_BYTES + 1))
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        b"\x0a\x00",
+        b"\x78\x01",
+        b"\x7a\x00",
+        b"\x7d0000",
+        b"\x7900000000",
+        b"\x7b\x7c",
+        b"\x1a\x00",
+        b"\x1a\x02\x08\x05",
+    ],
+    ids=["strings", "unknown numbers", "unknown bytes", "32 bits", "64 bits", "groups", "messages", "ids"],
+)
+async def test_many_fields_are_refused(field: bytes) -> None:
+    assert f"more than {MAX_FIELDS:,} fields" in await refused(GENERATE, field * (MAX_SMALL_BYTES // len(field) + 1))
+
+
+@pytest.mark.parametrize("field", [b"\x32\x00", b"\x62\x00", b"\x62\x02\x08\x05"], ids=["stops", "biases", "keys"])
+async def test_many_fields_of_a_message_inside_are_refused(field: bytes) -> None:
+    size = 1 << 17
+    inside = field * (size // len(field))
+    assert "fields" in await refused(GENERATE, b"\x2a\x80\x80\x08" + inside)
+    assert "fields" in await refused(GENERATE, b"\x2a\x80\x80\x08" + inside + b"\x12\xff"), (
+        "though its end is malformed"
+    )
+
+
+@pytest.mark.parametrize("data", [LARGE, b"", b"\x0a\x00" * MAX_FIELDS, b"\x80" * (MAX_SMALL_BYTES + 1)])
+async def test_what_is_within_the_limits_is_parsed(data: bytes) -> None:
+    parser = Parser()
+    with Gate().of(GENERATE, parser, HOST) as incoming:
+        assert await incoming.one(call(data)) == data
+        assert [request async for request in incoming.all(call(data, b"x"))] == [data, b"x"]
+
+
+async def test_what_is_missing_or_no_message_is_told() -> None:
+    with Gate().of(GENERATE, Parser(), HOST) as incoming:
+        with pytest.raises(InvalidArgument, match="request: is missing"):
+            await incoming.one(call())
+        with pytest.raises(InvalidArgument, match="request: is not a valid message"):
+            await incoming.one(call(b"\xff"))
+
+
+class SlowParser(Parser):
+    """One that waits, in its thread, until it may go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_parse, self.has_begun = threading.Event(), threading.Event()
+
+    def request_deserializer(self, data: bytes) -> bytes:
+        if len(data) > MAX_SMALL_BYTES:
+            self.has_begun.set()
+            assert self.may_parse.wait(30)
+        return super().request_deserializer(data)
+
+
+async def test_while_a_large_request_is_parsed_the_event_loop_serves_others() -> None:
+    parser, requests = SlowParser(), Gate()
+
+    async def read(data: bytes, host: str = HOST) -> None:
+        CURRENT.set(CallRecord(GENERATE, host, {}))
+        with requests.of(GENERATE, parser, HOST) as incoming:
+            await incoming.one(call(data))
+
+    large = [asyncio.create_task(read(LARGE + bytes(number))) for number in range(4)]
+    await asyncio.to_thread(parser.has_begun.wait, 30)
+    await read(b"small")
+    assert parser.parsed == [b"small"]
+    other = asyncio.create_task(read(LARGE + b"other", "ipv4:127.0.0.2:1"))
+    await asyncio.sleep(0)
+    large[1].cancel()
+    await asyncio.wait([large[1]])
+    parser.may_parse.set()
+    await asyncio.gather(other, *large, return_exceptions=True)
+    parsed = [data[len(LARGE) :] for data in parser.parsed[1:]]
+    assert sorted(parsed) == [b"", b"\0\0", b"\0\0\0", b"other"], "a call that was cancelled is not parsed"
+    assert parsed.index(b"other") < 3, "hosts take turns"
+    await requests.close()
+
+
+async def test_large_requests_that_wait_for_an_answer_have_a_limit() -> None:
+    requests = Gate(max_held_bytes=len(LARGE))
+    with requests.of(GENERATE, Parser(), HOST) as first, requests.of(GENERATE, Parser(), HOST) as second:
+        await first.one(call(LARGE))
+        with pytest.raises(
+            ResourceExhausted, match=f"{len(LARGE):,} more would exceed the limit of {len(LARGE):,}"
+        ) as caught:
+            await second.one(call(LARGE))
+        assert caught.value.retry_seconds
+        assert await second.one(call(b"small")) == b"small"
+        first.release()
+        assert await second.one(call(LARGE)) == LARGE
+    with requests.of(GENERATE, Parser(), HOST) as third:
+        assert await third.one(call(LARGE)) == LARGE, "the end of a call gives back what it held"
+
+
+async def test_one_tenant_leaves_room_for_large_requests_of_others() -> None:
+    requests = Gate(max_held_bytes=4 * len(LARGE))
+    with ExitStack() as stack:
+        first, *others = (stack.enter_context(requests.of(GENERATE, Parser(), HOST)) for _ in range(5))
+        CALLER.set(Caller(tenant="acme", is_alone=False))
+        for incoming in (first, *others[:2]):
+            await incoming.one(call(LARGE))
+        with pytest.raises(ResourceExhausted, match=f"from your tenant .* limit of {3 * len(LARGE):,}") as caught:
+            await others[2].one(call(LARGE))
+        assert caught.value.retry_seconds
+        CALLER.set(Caller(tenant="globex", is_alone=False))
+        first.release()
+        assert await others[3].one(call(LARGE)) == LARGE
+        CALLER.set(Caller(tenant="acme", is_alone=False))
+        assert await others[2].one(call(LARGE)) == LARGE, "a request is given back to the tenant whose it was"
+
+
+async def test_open_calls_have_a_limit() -> None:
+    requests = Gate(max_calls=1)
+    with (
+        requests.of(GENERATE, Parser(), HOST),
+        pytest.raises(ResourceExhausted, match="calls: 1 are open") as caught,
+        requests.of(GENERATE, Parser(), HOST),
+    ):
+        pass
+    assert caught.value.retry_seconds
+    with requests.of(GENERATE, Parser(), HOST):
+        pass
+
+
+async def test_one_host_leaves_calls_to_others() -> None:
+    requests, most = Gate(max_calls=4), 3
+    with ExitStack() as stack:
+        for _ in range(most):
+            stack.enter_context(requests.of(GENERATE, Parser(), HOST))
+        with (
+            pytest.raises(ResourceExhausted, match="calls: 3 from your host are open"),
+            requests.of(GENERATE, Parser(), HOST),
+        ):
+            pass
+        stack.enter_context(requests.of(GENERATE, Parser(), "ipv4:10.0.0.2"))
+    with requests.of(GENERATE, Parser(), HOST):
+        pass
+
+
+class Weighty:
+    """Stands for the bytes of a request, and for what was parsed of them."""
+
+    def __len__(self) -> int:
+        return 1
+
+
+async def test_nothing_of_a_piece_is_held_while_its_stream_is_silent() -> None:
+    made: list[weakref.ref[Weighty]] = []
+    asked = asyncio.Event()
+
+    def make() -> Weighty:
+        weighty = Weighty()
+        made.append(weakref.ref(weighty))
+        return weighty
+
+    async def read() -> object:
+        if made:
+            asked.set()
+            await asyncio.Event().wait()
+        return make()
+
+    with Gate().of(INGEST, SimpleNamespace(request_deserializer=lambda data: make()), HOST) as incoming:
+        requests = incoming.all(SimpleNamespace(read=read))
+        assert isinstance(await anext(requests), Weighty)
+        silent = asyncio.ensure_future(anext(requests))
+        await asked.wait()
+        assert [ref() for ref in made] == [None, None]
+        silent.cancel()
+
+
+async def test_a_request_that_does_not_come_ends_its_call() -> None:
+    never = SimpleNamespace(read=asyncio.Event().wait)
+    with (
+        Gate(arrival_seconds=0.001).of(GENERATE, Parser(), HOST) as incoming,
+        pytest.raises(DeadlineExceeded, match="no request came within"),
+    ):
+        await incoming.one(never)
+
+
+def test_files_of_an_ingest_are_counted_apart() -> None:
+    def request(num_files: int, padding: bytes = b"") -> bytes:
+        config = ingest_pb.IngestConfig(files=[ingest_pb.IngestFile(name="a", byte_start=1)] * num_files)
+        config.files.add().MergeFromString(padding)
+        return ingest_pb.IngestContextRequest(config=config).SerializeToString()
+
+    kind, apart = ingest_pb.IngestContextRequest.DESCRIPTOR, {"IngestFile": 30}
+    assert not has_more_fields(request(9), kind, 4, apart)
+    assert has_more_fields(request(10), kind, 4, apart)
+    assert has_more_fields(request(0, b"\x7a\x00" * 40), kind, 4, apart)
+    assert has_more_fields(request(9), kind, 4)

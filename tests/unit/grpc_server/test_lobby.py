@@ -1,0 +1,112 @@
+"""Who is let in before there is something to serve, while there is, and after."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, cast
+
+import pytest
+
+from coordinator.grpc_server.lobby import Lobby
+from coordinator.handlers.use_cases import UseCases
+from longleaf.errors import Unavailable
+
+GENERATE, WATCH, DRAIN, HEALTH = (
+    "/longleaf.v1.GenerationService/Generate",
+    "/longleaf.v1.ClusterService/WatchCluster",
+    "/longleaf.v1.ClusterService/Drain",
+    "/grpc.health.v1.Health/Check",
+)
+NOTHING = cast(UseCases, object())
+STOPPING = Unavailable("stopping", 1.0)
+
+
+def loading_lobby() -> Lobby:
+    return Lobby(lambda: Unavailable("loading", 2.0))
+
+
+def refusal(lobby: Lobby, method: str) -> str | None:
+    try:
+        with lobby.visit(method):
+            return None
+    except Unavailable as error:
+        return str(error)
+
+
+async def call(lobby: Lobby, end: asyncio.Event) -> None:
+    with lobby.visit(GENERATE):
+        await end.wait()
+
+
+async def start(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """Runs until it waits."""
+    task = asyncio.create_task(coroutine)
+    await asyncio.sleep(0)
+    return task
+
+
+@pytest.mark.parametrize("method", [GENERATE, WATCH])
+async def test_calls_to_the_model_are_let_in_between_open_and_close(method: str) -> None:
+    lobby = loading_lobby()
+    assert (refusal(lobby, method), lobby.is_open) == ("loading", False)
+    lobby.open(NOTHING)
+    assert (refusal(lobby, method), lobby.is_open) == (None, True)
+    lobby.close(STOPPING)
+    assert (refusal(lobby, method), lobby.is_open) == ("stopping", False)
+
+
+@pytest.mark.parametrize("method", [DRAIN, HEALTH])
+def test_others_are_let_in_at_any_time(method: str) -> None:
+    lobby = loading_lobby()
+    assert refusal(lobby, method) is None
+    lobby.close(STOPPING)
+    assert refusal(lobby, method) is None
+
+
+def test_what_was_closed_stays_closed() -> None:
+    lobby = loading_lobby()
+    lobby.close(STOPPING)
+    lobby.open(NOTHING)
+    assert refusal(lobby, GENERATE) == "stopping"
+
+
+async def test_calls_that_run_are_waited_for() -> None:
+    lobby = loading_lobby()
+    lobby.open(NOTHING)
+    ends = [asyncio.Event(), asyncio.Event()]
+    calls = [await start(call(lobby, end)) for end in ends]
+    waiting = await start(lobby.wait_empty(60))
+    lobby.close(STOPPING)
+    for end, one in zip(ends, calls, strict=True):
+        assert (lobby.num_open > 0, waiting.done()) == (True, False)
+        await lobby.wait_empty(0)  # no longer than that
+        end.set()
+        await one
+    await waiting
+    assert lobby.num_open == 0
+
+
+async def test_calls_that_wait_for_something_are_ended_with_the_reason() -> None:
+    lobby = loading_lobby()
+    lobby.open(NOTHING)
+    one = await start(call(lobby, asyncio.Event()))
+    lobby.end(STOPPING)
+    with pytest.raises(Unavailable, match="^stopping$"):
+        await one
+    assert (one.cancelled(), lobby.num_open) == (False, 0)
+
+
+async def test_calls_whose_clients_leave_are_only_cancelled() -> None:
+    lobby = loading_lobby()
+    lobby.open(NOTHING)
+    one = await start(call(lobby, asyncio.Event()))
+    one.cancel()
+    await asyncio.wait([one])
+    assert (one.cancelled(), lobby.num_open) == (True, 0)
+
+
+async def test_calls_that_never_end_are_not_waited_for() -> None:
+    lobby = loading_lobby()
+    lobby.open(NOTHING)
+    with lobby.visit(WATCH), lobby.visit(HEALTH), lobby.visit(DRAIN):
+        assert lobby.num_open == 0
+        await lobby.wait_empty(60)

@@ -1,0 +1,38 @@
+"""What a tenant is shown: names as it calls things, and no number that is of others."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from coordinator.auth.caller import CALLER, Caller
+from coordinator.grpc_server.tenancy import shown_cluster, shown_event, shown_report
+from longleaf.credentials import Role
+from longleaf.types import Cluster, Drafting, IngestProgress, ModelInfo, Recovering, Started
+
+RECOVERING = Recovering(lost_tokens=8, recovered_tokens=12, total_tokens=64)
+
+
+@pytest.fixture(params=["user", "admin"])
+def role(request: pytest.FixtureRequest) -> Iterator[Role]:
+    token = CALLER.set(Caller(tenant="acme", role=request.param))
+    yield request.param
+    CALLER.reset(token)
+
+
+def test_how_far_all_is_that_was_lost_is_for_admins(role: Role) -> None:
+    shown = RECOVERING if role == "admin" else Recovering(lost_tokens=8, recovered_tokens=0, total_tokens=0)
+    assert shown_event(RECOVERING) == shown
+    report = IngestProgress(phase="recovering", total=3, recovering=RECOVERING)
+    assert shown_report(report) == IngestProgress(phase="recovering", total=3, recovering=shown)
+
+
+def test_what_drafts_brought_in_all_answers_is_for_admins(role: Role) -> None:
+    drafting = Drafting(drafted_tokens=9, accepted_tokens=6, tokens_per_step=1.5)
+    cluster = Cluster(
+        model=ModelInfo(name="m"), workers=(), world_size=1, epoch=1, launcher="local", merge="auto", drafting=drafting
+    )
+    assert shown_cluster(cluster).drafting == (drafting if role == "admin" else None)
+
+
+def test_names_are_its_own(role: Role) -> None:
+    assert shown_event(Started(1, 0, request_id="acme/one")) == Started(1, 0, request_id="one")

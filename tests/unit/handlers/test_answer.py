@@ -1,0 +1,224 @@
+"""What a client is told of its samples, while their tokens come interleaved."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator import events
+from coordinator.handlers.answer import Answer
+from coordinator.text.detokenizer import Alphabet
+from longleaf.sampling import Logprobs, Sampling, Token
+from longleaf.types import Delta, Event, Finished, Generate, Recovering, Started, Usage
+from tests.support.service import BYTES, ids, tokens
+
+END = BYTES.token_to_id("<|end|>")
+ALPHABET = Alphabet(decode=lambda token_ids: BYTES.decode(list(token_ids)), silent=frozenset({END}))
+
+
+class Ticks:
+    """A clock that goes on by a second whenever it is read."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def answer(num_samples: int = 1, **sampling: object) -> Answer:
+    request = Generate(input="", sampling=Sampling(**sampling), num_samples=num_samples)  # type: ignore[arg-type]
+    return Answer("id", request, ALPHABET, frozenset({END}), Ticks(), exactness_note="")
+
+
+def ended(sample: int = 0, reason: events.EndReason = "length") -> events.Ended:
+    return events.Ended(reason, 5, 3, 2, 0.5, 1.5, 2.0, sample)
+
+
+def told(answer: Answer, *said: events.Event) -> list[Event]:
+    return [message for event in said for message in answer.take(event)]
+
+
+def text_of(messages: list[Event], sample: int = 0) -> str:
+    return "".join(m.text for m in messages if isinstance(m, Delta) and m.sample == sample)
+
+
+def logprob_of(token_id: int) -> Logprobs:
+    return Logprobs(-float(token_id), ())
+
+
+@given(
+    texts=st.lists(st.text(max_size=12), min_size=1, max_size=4),
+    step=st.integers(1, 3),
+    seed=st.integers(0, 2**16),
+    stop=st.sampled_from([(), ("a",), ("é!", "b")]),
+)
+@settings(max_examples=150, deadline=None)
+def test_interleaved_samples_are_told_as_if_each_came_alone(
+    texts: list[str], step: int, seed: int, stop: tuple[str, ...]
+) -> None:
+    """Each has its own text, indices, logprobs and stop strings; ids and logprobs travel with their text."""
+    said: list[list[events.Event]] = []
+    for sample, text in enumerate(texts):
+        token_ids = ids(text)
+        said.append([])
+        for start in range(0, len(token_ids), step):
+            part = token_ids[start : start + step]
+            said[-1].append(events.Tokens(start, tuple(Token(i, logprob_of(i)) for i in part), sample))
+        said[-1].append(ended(sample))
+    alone = []
+    for script in said:
+        one = answer(len(texts), stop=stop)
+        alone.append([m for m in told(one, *script) if not isinstance(m, Finished)])
+        assert one.is_finished == (len(texts) == 1)
+    rng, together, mixed = random.Random(seed), answer(len(texts), stop=stop), []
+    while any(said):
+        mixed += together.take(rng.choice([script for script in said if script]).pop(0))
+    assert together.is_finished
+    for sample, text in enumerate(texts):
+        mine = [m for m in mixed if isinstance(m, Delta | Finished) and m.sample == sample]
+        assert mine[:-1] == alone[sample]
+        assert isinstance(mine[-1], Finished)
+        cuts = [text.find(s) for s in stop if s in text]
+        assert text_of(mine, sample) == text[: min(cuts)] if cuts else text_of(mine, sample) == text
+        assert (mine[-1].reason == "stop") == bool(cuts)
+        index = 0
+        for delta in mine[:-1]:
+            assert isinstance(delta, Delta)
+            assert delta.index == index
+            assert delta.logprobs == tuple(map(logprob_of, delta.token_ids))
+            index += len(delta.token_ids)
+
+
+@st.composite
+def cut(draw: st.DrawFn, max_tokens: int = 24) -> tuple[list[int], list[int]]:
+    """Ids that say "ab", "cd" and what ends an answer in some places, and where steps begin among them."""
+    token_ids = draw(st.lists(st.sampled_from([*ids("abcd!"), END]), min_size=1, max_size=max_tokens))
+    return token_ids, sorted(draw(st.sets(st.integers(1, max_tokens), max_size=8)) | {0})
+
+
+def steps(token_ids: list[int], starts: list[int], reason: events.EndReason) -> list[events.Event]:
+    """What the engine says of an answer whose steps begin at these indices: each had three drafts more than it gave."""
+    said: list[events.Event] = []
+    for start, end in zip(starts, [*starts[1:], len(token_ids)], strict=True):
+        if part := token_ids[start:end]:
+            told = tuple(Token(i, logprob_of(i)) for i in part)
+            said.append(events.Tokens(start, told, 0, (), len(part) + 2, len(part) - 1))
+    return [*said, events.Ended(reason, 5, 3, len(token_ids), 0.5, 1.5, 2.0)]
+
+
+def joined(messages: list[Event]) -> tuple[str, list[int], list[Logprobs], object]:
+    """Text, ids, logprobs and end of an answer, whose times and drafts hang on its steps."""
+    deltas, end = [m for m in messages if isinstance(m, Delta)], messages[-1]
+    assert isinstance(end, Finished)
+    assert [delta.index for delta in deltas] == [sum(len(d.token_ids) for d in deltas[:n]) for n in range(len(deltas))]
+    ends = (end.reason, end.matched_stop, end.usage.completion_tokens)
+    token_ids = [i for delta in deltas for i in delta.token_ids]
+    return text_of(messages), token_ids, [p for delta in deltas for p in delta.logprobs], ends
+
+
+@given(
+    said=cut(),
+    stop=st.sampled_from([(), ("bc",), ("cd", "a!"), ("dab",)]),
+    stop_tokens=st.sampled_from([(), tuple(ids("!"))]),
+    ignore_end_token=st.booleans(),
+)
+@settings(max_examples=300, deadline=None)
+def test_an_answer_ends_where_it_would_if_each_step_gave_one_token(
+    said: tuple[list[int], list[int]], stop: tuple[str, ...], stop_tokens: tuple[int, ...], ignore_end_token: bool
+) -> None:
+    """Even if the engine went on behind its end: nothing behind it is told, nor counted as accepted."""
+    token_ids, starts = said
+    ends = {*stop_tokens, *([] if ignore_end_token else [END])}
+    num_answered = next((n for n, i in enumerate(token_ids, 1) if i in ends), len(token_ids))
+    reason: events.EndReason = "length"
+    if token_ids[num_answered - 1] in ends:
+        reason = "end_token" if token_ids[num_answered - 1] == END else "stop_token"
+    sampling = {"stop": stop, "stop_tokens": stop_tokens, "ignore_end_token": ignore_end_token}
+    singly = steps(token_ids[:num_answered], list(range(num_answered)), reason)
+    expected = joined(told(answer(**sampling), *singly))
+    whole = steps(token_ids[:num_answered], [start for start in starts if start < num_answered], reason)
+    assert joined(found := told(answer(**sampling), *whole)) == expected
+    behind = [*steps(token_ids, starts, reason)[: len(whole) - 1], whole[-1]]
+    assert joined(told(answer(**sampling), *behind)) == expected
+    assert isinstance(finished := found[-1], Finished)
+    assert finished.usage.accepted_tokens <= min(finished.usage.drafted_tokens, finished.usage.completion_tokens)
+
+
+def test_drafts_of_all_steps_are_added_up_for_each_sample() -> None:
+    two = answer(2)
+    two.take(events.Admitted(5, 3))
+    said = [events.Tokens(0, tokens(ids("abc")), 0, (), 7, 2), events.Tokens(0, tokens(ids("d")), 1, (), 3, 0)]
+    said.append(events.Tokens(3, tokens(ids("ef")), 0, (), 4, 1))
+    two.take(events.Admitted(5, 3))  # it was preempted, and goes on
+    first, second = [m for m in told(two, *said, ended(0), ended(1)) if isinstance(m, Finished)]
+    assert (first.usage, second.usage) == (Usage(5, 3, 2, 11, 3), Usage(5, 3, 2, 3, 0))
+
+
+@pytest.mark.parametrize(("stop", "num_told", "num_accepted"), [("a", 1, 1), ("b", 2, 2), ("d", 4, 3)])
+def test_accepted_drafts_behind_a_stop_string_do_not_count(stop: str, num_told: int, num_accepted: int) -> None:
+    """A step gives four tokens, of which the first three were drafted."""
+    step = events.Tokens(0, tokens(ids("abcd")), 0, (), 7, 3)
+    *_, delta, end = told(answer(stop=(stop,)), events.Admitted(5, 3), step)
+    assert isinstance(delta, Delta) and delta.token_ids == tuple(ids("abcd")[:num_told])
+    assert isinstance(end, Finished) and end.usage == Usage(5, 3, num_told, 7, num_accepted)
+
+
+@pytest.mark.parametrize(
+    ("stop", "num_accepted"), [("a", 0), ("b", 1), ("d", 3), ("e", 3), ("f", 4), ("g", 4), ("i", 6), ("none", 6)]
+)
+def test_of_joined_steps_those_before_a_stop_string_count(stop: str, num_accepted: int) -> None:
+    """Steps of one, four, two and two tokens, of which the reader took none before the last; that ends with a draft."""
+    joined_steps = events.Tokens(0, tokens(ids("abcdefghi")), 0, (), 21, 6, (1, 5, 7))
+    *_, end = told(answer(stop=(stop,)), events.Admitted(5, 3), joined_steps, ended(0))
+    assert isinstance(end, Finished) and end.usage.accepted_tokens == num_accepted
+
+
+def test_a_sample_that_stops_leaves_the_others_and_says_nothing_more() -> None:
+    both = answer(2, stop=("END",))
+    both.take(events.Admitted(5, 3, 1))
+    messages = told(both, events.Tokens(0, tokens(ids("xENDy")), 1), events.Tokens(5, tokens(ids("z")), 1), ended(1))
+    assert text_of(messages, 1) == "x"
+    finished = messages[-1]
+    assert isinstance(finished, Finished)
+    assert (finished.sample, finished.reason, finished.matched_stop) == (1, "stop", "END")
+    assert finished.usage == Usage(5, 3, 4)
+    assert not both.is_finished
+    messages = told(both, events.Tokens(0, tokens(ids("END"))))
+    assert isinstance(messages[-1], Finished)
+    assert both.is_finished
+
+
+def test_a_recovery_is_told_between_deltas_that_follow_one_another() -> None:
+    one, lost = answer(), Recovering(8, 0, 64)
+    messages = told(one, events.Tokens(0, tokens(ids("a"))), lost, events.Tokens(1, tokens(ids("b"))), lost, ended())
+    assert messages[1] == messages[3] == lost
+    assert [(m.index, m.text) for m in messages if isinstance(m, Delta)] == [(0, "a"), (1, "b")]
+    assert isinstance(messages[-1], Finished)
+
+
+def test_times_of_a_stop_string_are_taken_here() -> None:
+    one = answer(stop=("b",))  # arrived at 1
+    messages = told(one, events.Admitted(5, 3), events.Tokens(0, tokens(ids("a"))), events.Tokens(1, tokens(ids("b"))))
+    finished = messages[-1]
+    assert isinstance(finished, Finished)
+    timings = finished.timings
+    assert (timings.queue_seconds, timings.prefill_seconds, timings.first_token_seconds) == (1.0, 1.0, 2.0)
+    assert timings.decode_seconds == 1.0
+
+
+@pytest.mark.parametrize("ignore_end_token", [False, True])
+def test_stop_tokens_have_no_text_and_come_with_the_last_delta(ignore_end_token: bool) -> None:
+    stop_token = ids("!")[0]
+    one = answer(stop_tokens=(stop_token,), ignore_end_token=ignore_end_token)
+    messages = told(one, events.Tokens(0, tokens((*ids("ab"), stop_token))), ended(reason="stop_token"))
+    assert text_of(messages) == "ab"
+    assert [i for m in messages if isinstance(m, Delta) for i in m.token_ids] == [*ids("ab"), stop_token]
+    assert isinstance(messages[-1], Finished)
+    assert messages[-1].reason == "stop_token"
+
+
+def test_started_names_the_generation() -> None:
+    assert told(answer(), events.Admitted(5, 3, 7)) == [Started(5, 3, 7, "id", is_exact=True)]

@@ -1,0 +1,304 @@
+"""An ingest whose client falls silent or cuts its document short, or whose time passes, and more of them than there is
+room for."""
+
+import asyncio
+import weakref
+from array import array
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+from msgspec import UNSET
+from msgspec.structs import replace
+
+from coordinator import events
+from coordinator.auth.caller import CALLER, OWNER, Caller
+from coordinator.auth.ledger import UNLIMITED, Ledger
+from coordinator.auth.usage import Usage
+from coordinator.grpc_server.servicers import _pieces
+from coordinator.handlers.ingest import Ingest
+from coordinator.handlers.intake import Intake
+from coordinator.handlers.uploads import Uploads
+from coordinator.text.template import DirectRenderer
+from coordinator.text.threads import TextThreads
+from coordinator.text.tokenizer import Tokenizer
+from longleaf.credentials import Quotas
+from longleaf.errors import (
+    CheckpointChanged,
+    ContextLost,
+    DeadlineExceeded,
+    InvalidArgument,
+    LongleafError,
+    NotFound,
+    ResourceExhausted,
+)
+from longleaf.types import ContextSettings, IngestHeader, IngestPiece, IngestProgress, Progress, Recovering
+from longleaf.v1 import context_service_pb2 as ingest_pb
+from tests.support.service import FakeEngine, write_model
+
+pytestmark = pytest.mark.timeout(60)
+SILENCE = 0.05
+
+
+class Made:
+    """Ingests of an engine, and what they hold."""
+
+    def __init__(self, folder: Path, idle_seconds: float, ledger: Ledger = UNLIMITED, **limits: int) -> None:
+        self.engine, self.threads = FakeEngine(), TextThreads()
+        self.engine.max_positions = 1 << 20
+        self.uploads = Uploads(**limits)
+        self.date = 1000.0
+        tokenizer = Tokenizer.load(write_model(folder), DirectRenderer())
+        self.ingest = Ingest(
+            self.engine, tokenizer, self.threads, self.uploads, lambda: self.date, idle_seconds, ledger
+        )
+
+    async def run(self, *pieces: IngestPiece, ends: bool = True) -> list[IngestProgress]:
+        """What is said of these pieces, after which the stream ends or is silent."""
+        async with aclosing(self.ingest.run(stream(*pieces, ends=ends))) as reports:
+            return [report async for report in reports]
+
+
+async def stream(*pieces: IngestPiece, ends: bool) -> AsyncIterator[IngestPiece]:
+    for piece in pieces:
+        yield piece
+    if not ends:
+        await asyncio.Event().wait()
+
+
+def header(upload_id: str = "", client: str = "", context: str = "moby", size: int | None = None) -> IngestHeader:
+    return IngestHeader(context, upload_id=upload_id, client=client, total_bytes=size)
+
+
+def expiring(expires: float, upload_id: str = "", *, is_pinned: bool = False) -> IngestHeader:
+    pin = True if is_pinned else UNSET
+    return IngestHeader("moby", upload_id=upload_id, settings=ContextSettings(expires=expires, is_pinned=pin))
+
+
+@pytest.fixture
+async def made(tmp_path: Path) -> AsyncIterator[Made]:
+    made = Made(tmp_path, SILENCE, max_uploads=4, max_bytes=80_000)
+    yield made
+    made.uploads.audit()
+    await made.threads.close()
+
+
+@pytest.mark.parametrize("pieces", [(), (header(),), (header(), b"call me"), (header(), (1, 2, 3))])
+async def test_a_stream_that_sends_nothing_is_ended_and_leaves_nothing(
+    made: Made, pieces: tuple[IngestPiece, ...]
+) -> None:
+    with pytest.raises(DeadlineExceeded, match=r"sent nothing for 50 ms"):
+        await made.run(*pieces, ends=False)
+    assert made.uploads.num_bytes == 0
+    assert not made.engine.contexts
+
+
+async def test_one_that_can_be_resumed_goes_on_where_it_fell_silent(made: Made) -> None:
+    with pytest.raises(DeadlineExceeded):
+        await made.run(header("mine"), b"call me ", ends=False)
+    assert made.uploads.num_bytes > 0
+    reports = await made.run(header("mine"), b"Ishmael")
+    assert (reports[0].received_bytes, reports[-1].phase) == (8, "ready")
+    assert len(made.engine.contexts["moby"]) == 2 + len("call me Ishmael")
+    assert made.uploads.num_bytes == 0, "the engine has it"
+
+
+@pytest.mark.parametrize(
+    "error", [ContextLost("contexts/moby", "no room"), CheckpointChanged("contexts/moby", "other weights")]
+)
+async def test_what_is_gone_can_be_ingested_again_and_not_be_appended_to(
+    made: Made, monkeypatch: pytest.MonkeyPatch, error: LongleafError
+) -> None:
+    def gone(context_id: str) -> int:
+        raise error
+
+    monkeypatch.setattr(made.engine, "num_tokens", gone)
+    with pytest.raises(type(error)):
+        await made.run(replace(header(), append=True), b"call me")
+    assert (await made.run(header(), b"call me"))[-1].phase == "ready"
+
+
+async def test_an_ingest_tells_of_a_recovery(made: Made) -> None:
+    """Each report as it comes: a slow stream gets the last one alone."""
+    lost = Recovering(8, 32, 64)
+    made.engine.interlude = (lost, Progress(3, 4))
+    engine_stream = made.engine.ingest(events.Document(context="moby", token_ids=(1, 2, 3, 4)))
+    begun = IngestProgress(phase="prefilling", total=4)
+    reports = [report async for report in made.ingest._reports(header(), engine_stream, begun)]
+    told = [(report.phase, report.processed, report.recovering) for report in reports]
+    counts = [("prefilling", 2, None), ("recovering", 2, lost), ("prefilling", 3, None), ("prefilling", 4, None)]
+    assert told == [*counts, ("ready", 4, None)]
+
+
+async def test_nothing_of_a_piece_is_held_while_its_stream_is_silent(made: Made) -> None:
+    CALLER.set(OWNER)
+    made_of: list[weakref.ref[array[int]]] = []
+    held: list[object] = []
+
+    async def requests() -> AsyncIterator[ingest_pb.IngestContextRequest]:
+        yield ingest_pb.IngestContextRequest(config={"name": "contexts/moby"})
+        yield ingest_pb.IngestContextRequest(token_ids={"ids": [1] * 1000})
+        held.extend(ref() for ref in made_of)  # asked for the next one
+
+    async def noted() -> AsyncIterator[IngestPiece]:
+        async for piece in _pieces(requests(), made.threads, "here"):
+            if isinstance(piece, array):
+                made_of.append(weakref.ref(piece))
+            yield piece
+            del piece
+
+    async with aclosing(made.ingest.run(noted())) as reports:
+        assert [report async for report in reports][-1].phase == "ready"
+    assert held == [None]
+
+
+async def test_too_many_streams_are_refused_before_they_send(made: Made) -> None:
+    """Two of one client that have been answered, and are open."""
+    gate = [made.ingest.run(stream(header(context=f"c{i}", client="a"), ends=False)) for i in range(2)]
+    for reports in gate:
+        assert (await anext(reports)).phase == "receiving"
+    with pytest.raises(ResourceExhausted, match="2 of client 'a'") as caught:
+        await made.run(header(context="c2", client="a"), b"never taken")
+    assert caught.value.retry_seconds
+    assert (await made.run(header(context="c2", client="b"), b"taken"))[-1].phase == "ready"
+    await gate[0].aclose()
+    assert (await made.run(header(context="c3", client="a"), b"taken"))[-1].phase == "ready"
+    await gate[1].aclose()
+
+
+async def test_a_piece_counts_before_it_is_taken(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    def take(*_: object) -> None:
+        raise AssertionError("a piece is taken for which there is no room")
+
+    monkeypatch.setattr(Intake, "add_ids", take)
+    monkeypatch.setattr(Intake, "receive", take)
+    for piece in (b"a" * 40_001, array("I", [5]) * 10_001):
+        with pytest.raises(ResourceExhausted, match="at most 40,000 are for client"):
+            await made.run(header(), piece)
+    assert made.uploads.num_bytes == 0
+
+
+async def test_a_document_for_which_there_is_no_room_goes_on_when_there_is(tmp_path: Path) -> None:
+    made = Made(tmp_path, 60.0, max_bytes=80_000)
+    other = asyncio.create_task(made.run(header("other", context="other"), (1,) * 8000, ends=False))
+    while True:
+        if made.uploads.num_bytes >= 32_000:
+            break
+        await asyncio.sleep(0.001)
+    with pytest.raises(ResourceExhausted, match=r"hold 40,0\d\d bytes, at most 40,000") as caught:
+        await made.run(header("mine"), (1,) * 1000, (1,) * 1001)
+    assert caught.value.retry_seconds
+    other.cancel()
+    await asyncio.wait([other])
+    reports = await made.run(header("mine"), (2,) * 9)
+    assert reports[0].received_tokens == 1000
+    assert made.engine.contexts["moby"] == [1] * 1000 + [2] * 9
+    made.uploads.audit()
+    await made.threads.close()
+
+
+async def test_tokens_of_a_document_that_waits_for_room_are_taken_once(tmp_path: Path) -> None:
+    CALLER.set(Caller(quotas=Quotas(tokens_in_per_minute=5)))
+    made = Made(tmp_path, 60.0, ledger=Ledger(lambda _: Usage(), lambda: 0.0))
+    made.engine.error = ResourceExhausted("queue", "others wait already", 1.0)
+    for ids in ([(1,) * 10], [], []):
+        with pytest.raises(ResourceExhausted, match="queue"):
+            await made.run(header("mine"), *ids)
+    made.engine.error = None
+    assert (await made.run(header("mine")))[-1].context
+    with pytest.raises(ResourceExhausted, match="quotas/tokens_in_per_minute"):
+        await made.run(header("next", context="next"), (1,))
+    await made.threads.close()
+
+
+async def test_a_document_that_comes_short_of_its_size_is_no_document(made: Made) -> None:
+    with pytest.raises(InvalidArgument, match=r"config\.total_size_bytes: 15 bytes are declared, .* after 7"):
+        await made.run(header(size=15), b"call me")
+    assert not made.engine.claims, "the engine never heard of it"
+    assert made.uploads.num_bytes == 0
+    assert (await made.run(header(size=7), b"call me"))[-1].phase == "ready"
+
+
+async def test_one_that_can_be_resumed_is_kept_when_it_comes_short(made: Made) -> None:
+    text = "call me Ismaël".encode()
+    with pytest.raises(InvalidArgument, match="15 bytes are declared"):
+        await made.run(header("mine", size=15), text[:13])  # inside of a character
+    reports = await made.run(header("mine", size=15), text[13:])
+    assert (reports[0].received_bytes, reports[-1].phase) == (13, "ready")
+    assert len(made.engine.contexts["moby"]) == 2 + 15
+
+
+async def test_more_than_the_size_is_refused_before_it_is_taken(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    def decode(*_: object) -> None:
+        raise AssertionError("text is taken that is too much")
+
+    monkeypatch.setattr(Intake, "_decode", decode)
+    with pytest.raises(InvalidArgument, match=r"config\.total_size_bytes: 6 bytes are declared, and 7 have come"):
+        await made.run(header("mine", size=6), b"call me")
+    assert made.uploads.num_bytes == 0
+    assert (await anext(made.ingest.run(stream(header("mine"), ends=False)))).received_bytes == 0, "it is not kept"
+
+
+async def test_ids_have_no_size_in_bytes(made: Made) -> None:
+    with pytest.raises(InvalidArgument, match=r"config\.total_size_bytes: 12 bytes of text are declared"):
+        await made.run(header(size=12), (1, 2, 3))
+
+
+async def test_an_upload_keeps_its_size(made: Made) -> None:
+    """Whoever resumes with another one has another document; a size may be told late."""
+    with pytest.raises(DeadlineExceeded):
+        await made.run(header("mine"), b"call me ", ends=False)
+    with pytest.raises(InvalidArgument, match="7 bytes are declared, and 8 have come"):
+        await made.run(header("mine", size=7))
+    with pytest.raises(InvalidArgument, match=r"15 bytes are declared, .* after 8"):
+        await made.run(header("mine", size=15))
+    with pytest.raises(InvalidArgument, match="16 bytes are declared now, and 15 were before"):
+        await made.run(header("mine", size=16))
+    assert (await made.run(header("mine"), b"Ishmael"))[-1].phase == "ready"
+
+
+@pytest.mark.parametrize("upload_id", ["", "mine"])
+async def test_an_ingest_ends_when_its_context_would_have_expired(tmp_path: Path, upload_id: str) -> None:
+    made = Made(tmp_path, 60.0)
+    with pytest.raises(InvalidArgument, match=r"config\.expire_time") as caught:
+        await made.run(expiring(made.date + 0.05, upload_id), b"call me", ends=False)
+    assert caught.value.field == "config.expire_time"
+    assert made.uploads.num_bytes == 0
+    assert not made.engine.claims
+    assert (await made.run(header(upload_id), b"other"))[0].received_bytes == 0
+    await made.threads.close()
+
+
+async def test_a_client_that_never_pauses_is_told_as_well(made: Made) -> None:
+    reports = made.ingest.run(endless(expiring(made.date + 10)))
+    assert (await anext(reports)).phase == "receiving"
+    made.date += 10
+    with pytest.raises(InvalidArgument, match=r"config\.expire_time"):
+        [_ async for _ in reports]
+
+
+async def endless(first: IngestHeader) -> AsyncIterator[IngestPiece]:
+    yield first
+    while True:
+        yield b"a"
+
+
+async def test_what_is_pinned_does_not_expire_while_it_is_read(made: Made) -> None:
+    reports = made.ingest.run(stream(expiring(made.date + 10, is_pinned=True), b"call me", ends=True))
+    await anext(reports)
+    made.date += 20
+    assert [report async for report in reports][-1].phase == "ready"
+
+
+async def test_what_expires_as_it_is_acknowledged_is_told_as_such(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the last step and the answer to the client."""
+
+    def expire(context_id: str) -> None:
+        if made.engine.claims:
+            made.date += 10
+        raise NotFound(f"contexts/{context_id}")
+
+    monkeypatch.setattr(made.engine, "get_context", expire)
+    with pytest.raises(InvalidArgument, match=r"config\.expire_time"):
+        await made.run(expiring(made.date + 10), b"call me")

@@ -1,0 +1,161 @@
+"""Quotas of tenants in calls that take a while: what is being made counts, and nothing gives way to what is refused."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+
+from coordinator.auth.caller import CALLER, Caller
+from coordinator.auth.ledger import Ledger
+from coordinator.auth.usage import Usage
+from coordinator.handlers.prompts import Prompts
+from coordinator.handlers.transfer.imports import Imports
+from coordinator.handlers.use_cases import UseCases
+from coordinator.text.template import DirectRenderer
+from coordinator.text.tokenizer import Tokenizer
+from longleaf.credentials import Quotas
+from longleaf.errors import ResourceExhausted
+from longleaf.sampling import Sampling
+from longleaf.types import Generate, ImportHeader, ImportProgress, IngestHeader, IngestPiece
+from tests.support.houses import empty_house, sending
+from tests.support.parcels import packable
+from tests.support.service import FakeEngine, write_model
+
+pytestmark = pytest.mark.timeout(60)
+MOBY = packable()
+WHOLE = MOBY.packed()
+
+
+class House:
+    """Imports into a house, and what a ledger believes of it."""
+
+    def __init__(self, **quotas: int) -> None:
+        self.quotas, self.house = Quotas(**quotas), empty_house()
+        self.ledger = Ledger(self._usage, lambda: 0.0, lambda tenant: self.imports.num_of(tenant))
+        self.imports = Imports(self.house, 1 << 17, wall_clock=lambda: 10.0, ledger=self.ledger, max_imports=2)
+
+    def _usage(self, _: str) -> Usage:
+        contexts = [housed.context for housed in self.house.contexts.values()]
+        return Usage(contexts=len(contexts), tokens=sum(context.num_tokens for context in contexts))
+
+    async def arrive(self, name: str, upload_id: str = "", end: int | None = None) -> list[ImportProgress]:
+        CALLER.set(Caller(tenant="acme", quotas=self.quotas))
+        header = ImportHeader(context=name, upload_id=upload_id, tenant="acme")
+        async with aclosing(self.imports.run(sending(header, WHOLE, end=end))) as reports:
+            return [report async for report in reports]
+
+
+async def test_of_imports_at_once_only_as_many_are_made_as_there_may_be() -> None:
+    it = House(contexts=1)
+    found = await asyncio.gather(it.arrive("one"), it.arrive("two"), return_exceptions=True)
+    refused = [each for each in found if isinstance(each, ResourceExhausted)]
+    assert ["quotas/contexts" in str(each) for each in refused] == [True]
+    assert len(it.house.contexts) == 1
+    await it.imports.close()
+    assert it.house.num_arriving == 0
+
+
+async def test_tokens_of_imports_are_taken_off_the_rate() -> None:
+    it = House(tokens_in_per_minute=MOBY.head.num_tokens - 1)
+    await it.arrive("one")
+    with pytest.raises(ResourceExhausted, match="quotas/tokens_in_per_minute"):
+        await it.arrive("two")
+    await it.imports.close()
+
+
+async def test_who_may_have_no_more_uploads_takes_no_place_of_another() -> None:
+    it = House(uploads=1)
+    CALLER.set(Caller(tenant="bolt"))
+    kept = it.imports.run(sending(ImportHeader(context="kept", upload_id="kept", tenant="bolt"), WHOLE))
+    await anext(kept)
+    await kept.aclose()
+    listening = it.imports.run(sending(ImportHeader(context="open", tenant="acme"), WHOLE))
+    CALLER.set(Caller(tenant="acme", quotas=it.quotas))
+    await anext(listening)
+    with pytest.raises(ResourceExhausted, match="quotas/uploads"):
+        await it.arrive("third")
+    assert it.imports.num_of("bolt") == 1, "what it keeps to be resumed is still there"
+    await listening.aclose()
+    await it.imports.close()
+
+
+@pytest.fixture
+async def use_cases(tmp_path: Path) -> AsyncIterator[tuple[FakeEngine, UseCases]]:
+    engine, house = FakeEngine(), empty_house()
+    tokenizer = Tokenizer.load(write_model(tmp_path), DirectRenderer())
+    made = UseCases(engine, tokenizer, engine.describe, house=house)
+    yield engine, made
+    await made.close()
+
+
+async def ending(*pieces: IngestPiece) -> AsyncIterator[IngestPiece]:
+    for piece in pieces:
+        yield piece
+
+
+async def silent(*pieces: IngestPiece) -> AsyncIterator[IngestPiece]:
+    for piece in pieces:
+        yield piece
+    await asyncio.Event().wait()
+
+
+async def test_ingests_and_imports_count_together(use_cases: tuple[FakeEngine, UseCases]) -> None:
+    _, calls = use_cases
+    CALLER.set(Caller(tenant="acme", quotas=Quotas(uploads=2)))
+    ingest = calls.ingest.run(silent(IngestHeader("acme/one", tenant="acme")))
+    await anext(ingest)
+    arriving = calls.imports.run(sending(ImportHeader(context="acme/two", tenant="acme"), WHOLE))
+    await anext(arriving)
+    with pytest.raises(ResourceExhausted, match="quotas/uploads"):
+        await anext(calls.ingest.run(silent(IngestHeader("acme/three", tenant="acme"))))
+    with pytest.raises(ResourceExhausted, match="quotas/uploads"):
+        await anext(calls.imports.run(sending(ImportHeader(context="acme/four", tenant="acme"), WHOLE)))
+    await ingest.aclose()
+    await arriving.aclose()
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+async def test_the_engine_learns_whether_others_may_come(
+    use_cases: tuple[FakeEngine, UseCases], is_alone: bool
+) -> None:
+    engine, calls = use_cases
+    CALLER.set(Caller(tenant="acme", is_alone=is_alone))
+    generation = calls.generation.run(
+        Generate(context=None, input=(1, 2), sampling=Sampling(max_tokens=2), tenant="acme")
+    )
+    await anext(generation)
+    await generation.aclose()
+    ingest = calls.ingest.run(ending(IngestHeader("acme/one", tenant="acme"), (1, 2)))
+    assert [report async for report in ingest][-1].context
+    assert [engine.prompts[-1].claim.is_alone, engine.claims[-1].is_alone] == [is_alone] * 2
+
+
+async def test_what_is_read_anew_counts_as_a_context(use_cases: tuple[FakeEngine, UseCases]) -> None:
+    engine, calls = use_cases
+    engine.earlier = {f"acme/{name}": [1, 2, 3] for name in ("one", "two", "three")}
+    CALLER.set(Caller(tenant="acme", quotas=Quotas(tokens=7)))
+    found = await calls.reread_contexts("acme")
+    assert [each.id for each in found.contexts] == ["acme/one", "acme/three"]
+    assert [(each.name, "quotas/tokens" in each.reason) for each in found.left_out] == [("acme/two", True)]
+    with pytest.raises(ResourceExhausted, match="quotas/tokens"):
+        await calls.reread_context("acme/two")
+    engine.contexts.clear()
+    told = await asyncio.gather(*map(calls.reread_context, engine.earlier), return_exceptions=True)
+    assert sum(isinstance(each, ResourceExhausted) for each in told) == 1
+
+
+@pytest.mark.parametrize("quotas", [{"generations": 0}, {"tokens_out_per_minute": 0}, {"tokens_in_per_minute": 0}])
+async def test_a_prompt_that_quotas_refuse_is_not_made(
+    quotas: dict[str, int], use_cases: tuple[FakeEngine, UseCases], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def ids_of(*_: object) -> None:
+        raise AssertionError("a conversation of megabytes would be rendered and encoded")
+
+    monkeypatch.setattr(Prompts, "ids_of", ids_of)
+    _, calls = use_cases
+    CALLER.set(Caller(tenant="acme", quotas=Quotas(**quotas)))
+    generation = calls.generation.run(Generate(context=None, input="x", sampling=Sampling(max_tokens=2), tenant="acme"))
+    with pytest.raises(ResourceExhausted, match=f"quotas/{next(iter(quotas))}"):
+        await anext(generation)

@@ -1,0 +1,414 @@
+"""A generation that is held: it goes on after a break, without gap or repetition, and ends when nobody comes."""
+
+import asyncio
+import gc
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from coordinator.handlers import replay as replays
+from coordinator.handlers.generation import Generation
+from coordinator.handlers.replay import Replay, Replays
+from coordinator.text.template import DirectRenderer
+from coordinator.text.threads import TextThreads
+from coordinator.text.tokenizer import Tokenizer
+from longleaf.errors import Cancelled, InvalidArgument, NotFound, ResourceExhausted, Unavailable, WorkerLost
+from longleaf.sampling import Logprobs, Sampling, TokenLogprob
+from longleaf.types import Delta, Event, Finished, Generate, Progress, Recovering, Started
+from tests.support.service import FakeEngine, write_model
+from tests.support.timers import Timers
+
+pytestmark = pytest.mark.timeout(60)
+
+REQUEST = Generate(input="x", sampling=Sampling(), resume_seconds=30.0)
+HEAD = [Started(5, 3), Progress(3, 5), Progress(5, 5)]
+LOST = [Recovering(8, done, 64) for done in (0, 32, 64)]
+
+
+def deltas(sizes: list[int]) -> list[Event]:
+    starts = [sum(sizes[:n]) for n in range(len(sizes))]
+    return [Delta(start, tuple(range(start, start + size)), "x") for start, size in zip(starts, sizes, strict=True)]
+
+
+class Source:
+    """A generation that says `script`, as far as it is let; then ends, or fails."""
+
+    def __init__(self, script: list[Event], error: Exception | None = None) -> None:
+        self._script = script
+        self._error = error
+        self._allowed = asyncio.Semaphore(0)
+        self.num_said = 0
+        self.exhausted = asyncio.Event()
+        self.is_closed = asyncio.Event()
+
+    def allow(self, count: int = 1000) -> None:
+        for _ in range(count):
+            self._allowed.release()
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        try:
+            for event in self._script:
+                if self._allowed.locked():
+                    self.exhausted.set()
+                await self._allowed.acquire()
+                self.num_said += 1
+                yield event
+            if self._error is not None:
+                raise self._error
+        finally:
+            self.is_closed.set()
+
+
+def hold(source: Source, timers: Timers) -> tuple[Replays, Replay]:
+    held = Replays(timers)
+    return held, held.hold("id", REQUEST, source.events())
+
+
+async def read(replay: Replay, count: int, token_index: int = 0) -> list[Event]:
+    """The first `count` events, as of a client whose stream breaks then."""
+    found: list[Event] = []
+    async with aclosing(replay.read(token_index)) as events:
+        while len(found) < count and (event := await anext(events, None)) is not None:
+            found.append(event)
+    return found
+
+
+@given(
+    sizes=st.lists(st.integers(1, 3), min_size=1, max_size=12),
+    breaks=st.lists(st.integers(1, 9), max_size=6),
+    lost=st.integers(0, 2),
+    recoveries=st.lists(st.integers(0, 12), max_size=6),
+)
+@settings(max_examples=150, deadline=None)
+def test_a_client_that_comes_back_sees_every_token_once(
+    sizes: list[int], breaks: list[int], lost: int, recoveries: list[int]
+) -> None:
+    """`lost` deltas were on their way at each break; something is said of a recovery before deltas of these numbers."""
+
+    async def scenario() -> None:
+        script = [*HEAD, *deltas(sizes), Finished("length")]
+        said = [[*LOST[: recoveries.count(i)], event] for i, event in enumerate(script[3:])]
+        source = Source([*HEAD, *(event for part in said for event in part)])
+        source.allow()
+        _, replay = hold(source, Timers())
+        seen: list[Event] = []
+        for count in [*breaks, 1000]:
+            index = sum(len(event.token_ids) for event in seen)
+            events = await read(replay, count, index)
+            assert events[0] == HEAD[0]
+            arrived = [event for event in events if isinstance(event, Delta)]
+            seen += arrived[: max(0, len(arrived) - lost)] if count != 1000 else arrived
+        assert seen == script[3:-1]
+        assert events[-1] == Finished("length")
+
+    asyncio.run(scenario())
+
+
+async def test_the_wait_for_a_token_outlives_its_reader() -> None:
+    source = Source([*HEAD, *deltas([1, 1])])
+    _, replay = hold(source, Timers())
+    source.allow(4)
+    reading = asyncio.create_task(read(replay, 5))
+    await source.exhausted.wait()
+    reading.cancel()
+    with suppress(asyncio.CancelledError):
+        await reading
+    assert not source.is_closed.is_set()
+    source.allow(1)
+    assert await read(replay, 5, 1) == [HEAD[0], deltas([1, 1])[1]]
+
+
+async def test_what_is_said_of_a_recovery_is_told_once_and_not_kept() -> None:
+    first, second = deltas([2, 1])
+    source = Source([*HEAD, first, *LOST, second, Finished("length")])
+    source.allow()
+    _, replay = hold(source, Timers())
+    assert await read(replay, 99) == [*HEAD, first, *LOST, second, Finished("length")]
+    assert await read(replay, 99) == [*HEAD, first, second, Finished("length")]
+    assert await read(replay, 99, 2) == [HEAD[0], second, Finished("length")]
+
+
+async def test_a_client_that_comes_back_during_a_recovery_is_told_of_it() -> None:
+    first, second = deltas([2, 1])
+    source = Source([*HEAD, first, *LOST[:2], second, Finished("length")])
+    source.allow(6)
+    _, replay = hold(source, Timers())
+    assert (await read(replay, 6))[3:] == [first, *LOST[:2]]
+    assert await read(replay, 2, 2) == [HEAD[0], LOST[1]]
+    source.allow()
+    assert await read(replay, 99, 2) == [HEAD[0], LOST[1], second, Finished("length")]
+
+
+async def test_all_who_wait_are_told_of_a_recovery() -> None:
+    first, second = deltas([2, 1])
+    source = Source([*HEAD, first, LOST[0], second, Finished("length")])
+    _, replay = hold(source, Timers())
+    readers = [asyncio.create_task(read(replay, 99)) for _ in range(2)]
+    source.allow(5)
+    await source.exhausted.wait()
+    source.allow()
+    for found in await asyncio.gather(*readers):
+        assert [event for event in found if not isinstance(event, Recovering)] == [*HEAD, first, second, found[-1]]
+        assert found.count(LOST[0]) == 1
+
+
+async def test_a_long_recovery_pushes_out_no_delta(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replays, "MAX_WEIGHT", 30)
+    first, second = deltas([2, 1])
+    source = Source([*HEAD, first, *(Recovering(8, done, 64) for done in range(64)), second, Finished("length")])
+    source.allow()
+    _, replay = hold(source, Timers())
+    await read(replay, 99)
+    assert await read(replay, 99) == [*HEAD, first, second, Finished("length")]
+
+
+async def test_two_readers_see_the_same() -> None:
+    source = Source([*HEAD, *deltas([1] * 9), Finished("length")])
+    _, replay = hold(source, Timers())
+    readers = [asyncio.create_task(read(replay, 99)) for _ in range(2)]
+    source.allow()
+    first, second = await asyncio.gather(*readers)
+    assert first == second
+    assert len(first) == 3 + 9 + 1
+    assert source.num_said == 13
+
+
+async def test_cancelling_ends_it_and_tells_its_readers() -> None:
+    source, timers = Source([*HEAD, *deltas([1] * 9)]), Timers()
+    held, replay = hold(source, timers)
+    source.allow(5)
+    readers = [asyncio.create_task(read(replay, 99)) for _ in range(2)]
+    await source.exhausted.wait()
+    await held.cancel("id")
+    assert source.is_closed.is_set()
+    for reader in readers:
+        with pytest.raises(Cancelled, match="generations/id"):
+            await reader
+    with pytest.raises(NotFound):
+        await held.cancel("id")
+    again = held.hold("id", REQUEST, source.events())
+    timers.advance(29.0)
+    assert held.get("id") is again, "the timer of the one before is off"
+    timers.advance(1.0)
+    assert held.get("id") is None
+
+
+async def test_a_finished_one_that_is_cancelled_is_forgotten() -> None:
+    source = Source([*HEAD, *deltas([1]), Finished("length")])
+    source.allow()
+    held, replay = hold(source, Timers())
+    assert len(await read(replay, 99)) == 5
+    await held.cancel("id")
+    assert held.get("id") is None
+
+
+async def test_nobody_for_so_long_ends_it() -> None:
+    source, timers = Source([*HEAD, *deltas([1] * 9)]), Timers()
+    held, replay = hold(source, timers)
+    source.allow(5)
+    await read(replay, 5)
+    timers.advance(29.0)
+    assert held.find("id") is replay
+    await read(replay, 2, 1)
+    timers.advance(29.0)
+    assert held.find("id") is replay
+    timers.advance(1.0)
+    with pytest.raises(NotFound, match="generations/id"):
+        held.find("id")
+    await source.is_closed.wait()
+
+
+async def test_one_that_waits_is_ended_too() -> None:
+    source, timers = Source([*HEAD]), Timers()
+    _, replay = hold(source, timers)
+    reading = asyncio.create_task(read(replay, 1))
+    await source.exhausted.wait()
+    reading.cancel()
+    await asyncio.wait([reading])
+    timers.advance(30.0)
+    await source.is_closed.wait()
+
+
+async def test_one_that_was_never_read_is_forgotten() -> None:
+    timers = Timers()
+    held, _ = hold(Source([]), timers)
+    timers.advance(30.0)
+    assert held.get("id") is None
+
+
+async def test_a_finished_one_may_be_read_again_for_a_while() -> None:
+    source, timers = Source([*HEAD, *deltas([2]), Finished("length")]), Timers()
+    _, replay = hold(source, timers)
+    source.allow()
+    whole = await read(replay, 99)
+    timers.advance(20.0)
+    assert await read(replay, 99) == whole
+    timers.advance(20.0)
+    assert await read(replay, 99, 2) == [HEAD[0], Finished("length")]
+
+
+async def test_a_failed_one_is_not_held() -> None:
+    timers = Timers()
+    source = Source([*HEAD], WorkerLost(1, "gone"))
+    held, replay = hold(source, timers)
+    source.allow()
+    with pytest.raises(WorkerLost):
+        await read(replay, 99)
+    assert held.get("id") is None
+    again = held.hold("id", REQUEST, Source([]).events())
+    timers.advance(29.0)
+    assert held.get("id") is again
+
+
+class Failing:
+    """A generation that waits before it fails, and whose reader has left meanwhile."""
+
+    def __init__(self, held: Replays) -> None:
+        self._held = held
+        self._is_waiting, self._gate = asyncio.Event(), asyncio.Event()
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        yield HEAD[0]
+        self._is_waiting.set()
+        await self._gate.wait()
+        raise WorkerLost(1, "gone")
+
+    async def fail_next(self) -> None:
+        """It fails in the next turn of the loop."""
+        reading = asyncio.create_task(read(self._held.hold("id", REQUEST, self.events()), 2))
+        await self._is_waiting.wait()
+        reading.cancel()
+        await asyncio.wait([reading])
+        self._gate.set()
+
+
+@pytest.mark.parametrize("num_turns", [0, 1, 2, 3])
+async def test_one_that_fails_as_its_time_is_up_leaves_its_successor_alone(num_turns: int) -> None:
+    """The name is taken anew so many turns of the loop later."""
+    timers, told = Timers(), list[object]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    held = Replays(timers)
+    await Failing(held).fail_next()
+    timers.advance(30.0)
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    source = Source([*HEAD, *deltas([1, 1]), Finished("length")])
+    source.allow()
+    successor = held.hold("id", REQUEST, source.events())
+    assert (await read(successor, 99))[-1] == Finished("length")
+    assert held.get("id") is successor
+    gc.collect()  # a task that failed is told of when it goes
+    assert not told
+
+
+async def test_a_name_is_free_as_soon_as_its_time_is_up(tmp_path: Path) -> None:
+    """What the one before held is still being given back, and it waits for its next token."""
+    engine, timers, threads = FakeEngine(), Timers(), TextThreads()
+    engine.is_endless = True
+    tokenizer = Tokenizer.load(write_model(tmp_path), DirectRenderer())
+    generation = Generation(engine, tokenizer, threads, later=timers)
+    request = Generate(input="x", sampling=Sampling(), resume_seconds=30.0, request_id="id", use_chat_template=False)
+    silent = asyncio.Event()
+    reading = asyncio.create_task(wait_for_tokens(generation.run(request), silent))
+    await silent.wait()
+    reading.cancel()
+    await asyncio.wait([reading])
+    timers.advance(30.0)
+    async with aclosing(generation.run(request)) as successor:
+        assert isinstance(await anext(successor), Started)
+    assert len(engine.streams) == 2
+    await threads.close()
+
+
+async def wait_for_tokens(events: AsyncGenerator[Event, None], begun: asyncio.Event) -> None:
+    async for event in events:
+        if isinstance(event, Progress):
+            begun.set()
+
+
+async def test_whoever_comes_as_its_time_is_up_is_told_that_it_is_gone() -> None:
+    """Not that the answer is whole: the reader was there before the end, but had not begun to read."""
+    source, timers = Source([*HEAD, *deltas([1] * 9)]), Timers()
+    _, replay = hold(source, timers)
+    source.allow(5)
+    await read(replay, 5)
+    late = replay.read(1)
+    timers.advance(30.0)
+    with pytest.raises(NotFound, match="generations/id"):
+        [_ async for _ in late]
+
+
+@pytest.mark.parametrize(("index", "why"), [(1, "inside of a delta"), (5, "only 4 tokens")])
+async def test_an_index_where_no_delta_begins_is_refused(index: int, why: str) -> None:
+    source = Source([*HEAD, *deltas([2, 2])])
+    _, replay = hold(source, Timers())
+    source.allow()
+    await read(replay, 5)
+    with pytest.raises(InvalidArgument, match=why) as caught:
+        await read(replay, 1, index)
+    assert caught.value.field == "resume_token_index"
+
+
+async def test_what_is_held_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replays, "MAX_WEIGHT", 30)
+    top = Logprobs(-1.0, (TokenLogprob(0, -1.0), TokenLogprob(1, -2.0)))
+    script = [Delta(i, (i,), "x", (top,)) for i in range(50)]
+    source = Source([*HEAD, *script])
+    _, replay = hold(source, Timers())
+    source.allow()
+    await read(replay, 99)
+    assert await read(replay, 99, 40) == [HEAD[0], *script[40:]]
+    with pytest.raises(InvalidArgument, match="no longer held, only 40 and later"):
+        await read(replay, 1, 39)
+    with pytest.raises(InvalidArgument, match="no longer held"):
+        await read(replay, 1)
+
+
+async def test_a_reader_that_is_left_behind_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replays, "MAX_WEIGHT", 5)
+    source = Source([*HEAD, *deltas([1] * 50)])
+    _, replay = hold(source, Timers())
+    source.allow()
+    async with aclosing(replay.read()) as slow:
+        await anext(slow)
+        await read(replay, 99)
+        with pytest.raises(Unavailable, match="another call"):
+            await anext(slow)
+
+
+async def test_a_client_holds_only_its_share() -> None:
+    held = Replays(Timers(), max_held=3)
+    greedy, other = (Generate(input="x", sampling=Sampling(), resume_seconds=30.0, client=c) for c in ("greedy", "b"))
+    for number in range(2):
+        held.hold(f"greedy {number}", greedy, Source([]).events())
+    with pytest.raises(ResourceExhausted, match="'greedy' holds 2 .* of all 3") as caught:
+        held.hold("greedy 2", greedy, Source([]).events())
+    assert caught.value.retry_seconds is not None
+    held.hold("other", other, Source([]).events())
+    with pytest.raises(ResourceExhausted, match="3 are held"):
+        held.hold("other 1", other, Source([]).events())
+    await held.cancel("greedy 0")
+    held.hold("greedy 2", greedy, Source([]).events())
+
+
+async def test_a_tenant_holds_only_its_share_whatever_it_calls_its_clients() -> None:
+    held = Replays(Timers(), max_held=4, tenant_share=1 / 2)
+    asked = Generate(input="x", sampling=Sampling(), resume_seconds=30.0, tenant="acme")
+    for client in ("a", "b"):
+        held.hold(client, replace(asked, client=client), Source([]).events())
+    with pytest.raises(ResourceExhausted, match="the tenant acme holds 2 .* of all 4"):
+        held.hold("c", replace(asked, client="c"), Source([]).events())
+    held.hold("d", replace(asked, tenant="bolt"), Source([]).events())
+
+
+async def test_how_many_are_held_is_bounded() -> None:
+    held = Replays(Timers(), max_held=1)
+    held.hold("id", replace(REQUEST, client="another"), Source([]).events())
+    with pytest.raises(ResourceExhausted) as caught:
+        held.hold("other", REQUEST, Source([]).events())
+    assert caught.value.retry_seconds is not None

@@ -1,0 +1,73 @@
+"""What a journal says, told once more, where a step gave several tokens."""
+
+from io import BytesIO
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from coordinator.events import Admitted, Ended, Prompt, Tokens
+from coordinator.handlers.answer import Answer
+from coordinator.handlers.retelling import retell
+from coordinator.persistence.journal.entries import Said, encode_entry, read_entries
+from coordinator.text.detokenizer import Alphabet
+from longleaf.sampling import Sampling, Token
+from longleaf.types import Event, Finished, Generate, Timings
+from tests.support.service import BYTES, ids
+
+END = BYTES.token_to_id("<|end|>")
+ALPHABET = Alphabet(decode=lambda token_ids: BYTES.decode(list(token_ids)), silent=frozenset({END}))
+SAMPLING = Sampling(max_tokens=20, stop=("bc", "dd"), stop_tokens=tuple(ids("!")))
+PROMPT = Prompt(context=None, token_ids=(1, 2), sampling=SAMPLING, end_tokens=frozenset({END}), num_samples=2)
+
+
+def answer() -> Answer:
+    request = Generate(input="", sampling=SAMPLING, num_samples=2)
+    return Answer("id", request, ALPHABET, frozenset({END}), lambda: 0.0, exactness_note="")
+
+
+@st.composite
+def scripts(draw: st.DrawFn) -> list[Said]:
+    """What the engine says of two samples: steps of several tokens, up to what ends an answer."""
+    said = [list[Said](), list[Said]()]
+    for sample, mine in enumerate(said):
+        index, reason = 0, None
+        while reason is None:
+            token_ids = draw(st.lists(st.sampled_from([*ids("abcd!"), END]), min_size=1, max_size=8))
+            reasons = [PROMPT.end_reason(i, index + n) for n, i in enumerate(token_ids, 1)]
+            num_told = next((n for n, each in enumerate(reasons, 1) if each is not None), len(reasons))
+            reason, told = reasons[num_told - 1], tuple(map(Token, token_ids[:num_told]))
+            mine.append(Tokens(index, told, sample, (), num_drafted=7, num_accepted=num_told - 1))
+            index += num_told
+        mine.append(Ended(reason, 5, 3, index, 0.0, 0.0, 0.0, sample))
+    order = draw(st.permutations([0] * len(said[0]) + [1] * len(said[1])))
+    return [Admitted(5, 3), *(said[sample].pop(0) for sample in order)]
+
+
+def untimed(event: Event) -> Event:
+    return replace(event, timings=Timings()) if isinstance(event, Finished) else event
+
+
+@given(said=scripts(), data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_what_was_told_is_told_again_in_the_same_pieces(said: list[Said], data: st.DataObject) -> None:
+    """Wherever the service died: what is left of the answer then comes as it would have, with the drafts of both."""
+    one = answer()
+    expected = [untimed(event) for entry in said for event in one.take(entry)]
+    num_kept = data.draw(st.integers(1, len(said)))
+    content = b"".join(map(encode_entry, said[:num_kept]))
+    kept = [entry for entry, _ in read_entries(BytesIO(content), len(content))]
+    again = answer()
+    retold = retell([entry for entry in kept if isinstance(entry, Said)], PROMPT, again)
+    found = [untimed(event) for event in retold.events]
+    for sample, token_ids in retold.generated.items():
+        assert PROMPT.end_reason(token_ids[-1], len(token_ids)) is None if token_ids else True
+        entries = [entry for entry in said[:num_kept] if isinstance(entry, Tokens) and entry.sample == sample]
+        assert list(token_ids) == [i for entry in entries for i in entry.token_ids]
+    found += [untimed(event) for entry in said[num_kept:] for event in again.take(entry)]
+    assert again.is_finished
+    for sample in range(2):
+        mine = [
+            [event for event in events if getattr(event, "sample", sample) == sample] for events in (found, expected)
+        ]
+        assert mine[0] == mine[1]

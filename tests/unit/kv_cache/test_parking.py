@@ -1,0 +1,119 @@
+"""Contexts that rest, and what is parked of them."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from coordinator.kv_cache.blocks import Blocks, Placer
+from coordinator.kv_cache.contexts import Contexts
+from coordinator.kv_cache.holdings import Holding
+from coordinator.kv_cache.parking import Parking
+from coordinator.kv_cache.paths import NOWHERE
+from coordinator.kv_cache.segments import Segments
+
+SIZE = 4
+
+
+class House:
+    """Contexts over two pools, without ranks."""
+
+    def __init__(self, num_blocks: int = 20) -> None:
+        self.placer = Placer([num_blocks, num_blocks], SIZE)
+        self.segments = Segments(self.placer)
+        self.contexts = Contexts(self.segments)
+        self.in_use = set[str | None]()
+        self.parking = Parking(self.placer, self.segments, self.contexts, lambda: self.in_use)
+
+    def append(self, context: str, count: int) -> None:
+        known = self.contexts.find(context)
+        holding = self.segments.create(known.path if known else NOWHERE)
+        reservation = self.placer.reserve(self.placer.blocks_needed(count, 0))
+        assert reservation is not None
+        start = holding.segment.end
+        holding.extend(range(count), self.placer.place_chunk(start, start + count, 0, reservation))
+        self.contexts.append(context, holding.segment, 1.0)
+        self.segments.drop(holding.segment)
+        self.audit()
+
+    def audit(self) -> None:
+        self.segments.audit()
+        self.contexts.audit()
+        self.placer.audit(run for holding in self.segments.holdings for run in holding.runs)
+
+    def parked(self, context: str) -> list[int]:
+        return [holding.segment.id for holding in self.segments.holdings.parked(self.contexts.get(context).path)]
+
+    def rest(self, context: str) -> None:
+        self.contexts.rest(self.contexts.get(context))
+        self.audit()
+
+    def wake(self, context: str) -> Sequence[Holding]:
+        found = self.contexts.wake(self.contexts.get(context))
+        for holding in found:
+            self.segments.call(holding)
+        self.audit()
+        return found
+
+
+def test_what_others_need_is_not_parked() -> None:
+    house = House()
+    house.append("a", 8)
+    house.contexts.fork("a", "b", None, 1.0)
+    house.append("b", 12)
+    house.append("a", 4)
+    assert house.placer.num_free.sharded == 40 - 2 - 3 - 1
+    house.rest("b")
+    assert (house.parked("a"), house.parked("b")) == ([], [1])
+    assert house.placer.num_free.sharded == 40 - 2 - 1
+    house.rest("a")
+    assert (house.parked("a"), house.parked("b")) == ([0, 2], [0, 1])
+    assert house.placer.num_free.sharded == 40
+    assert house.segments.take_forgotten() == (1, 0, 2)
+    assert [holding.loss.left for holding in house.wake("b") if holding.loss] == [[(0, 8)], [(8, 20)]]
+    assert (house.parked("a"), house.parked("b")) == ([2], [])
+    house.contexts.delete("b")
+    house.audit()
+    assert house.parked("a") == [0, 2], "nobody needs the beginning any more"
+    house.contexts.delete("a")
+    house.audit()
+    assert not list(house.segments.holdings)
+    assert house.segments.take_forgotten() == (), "ranks have forgotten them"
+
+
+def test_a_fork_of_what_is_parked_rests_too() -> None:
+    house = House()
+    house.append("a", 8)
+    house.append("a", 8)
+    house.rest("a")
+    fork = house.contexts.fork("a", "b", 3, 2.0)
+    house.audit()
+    assert fork.is_resting
+    house.contexts.delete("a")
+    house.audit()
+    assert [holding.segment.id for holding in house.wake("b")] == [0]
+
+
+def test_room_is_made_by_those_that_were_used_least_recently() -> None:
+    house = House(num_blocks=6)
+    for name in ("a", "b", "c", "d"):
+        house.append(name, 8)
+    house.contexts.use(house.contexts.get("a"))
+    house.contexts.get("b").is_pinned = True
+    house.in_use = {"c"}
+    assert house.parking.num_spare == Blocks(4)
+    assert not house.segments.make_room(Blocks(9))
+    assert [house.parked(name) for name in "abcd"] == [[], [], [], []], "nothing is parked in vain"
+    assert not house.segments.make_room(Blocks(5), may_park=False)
+    assert house.segments.make_room(Blocks(5))
+    assert [house.parked(name) for name in "abcd"] == [[], [], [], [3]]
+    house.audit()
+
+
+@pytest.mark.parametrize("is_awake", [False, True])
+def test_prompts_do_not_find_what_is_parked(is_awake: bool) -> None:
+    house = House()
+    house.append("a", 8)
+    house.rest("a")
+    if is_awake:
+        house.wake("a")
+    assert house.segments.match(house.contexts.get("a").path.token_ids()).end == 0

@@ -1,0 +1,318 @@
+"""Keys of windowed layers on every rank: where they lie, how long they stay, and what can be continued."""
+
+import pytest
+
+from coordinator.kv_cache.blocks import Blocks
+from coordinator.kv_cache.contexts import LAST_ENDS
+from longleaf.errors import InvalidArgument, ResourceExhausted
+from longleaf.geometry import EVERY_RANK, Reach, Windows
+from longleaf.rank_protocol.sequences import Sequences
+from longleaf.rank_protocol.step import Decode, Prefill, StepPlan
+from longleaf.runs import Run
+from tests.support.scheduling import Asker, kinds
+
+WINDOW = Windows(reaches=(Reach(8),), num_blocks=40)
+
+
+def window_runs(plans: list[StepPlan]) -> list[list[tuple[int, int, int]]]:
+    """First position, end and number of blocks of each run, by plan."""
+    found: list[list[tuple[int, int, int]]] = []
+    for plan in map(Sequences(4).complete, plans):
+        work = plan.work if isinstance(plan.work, Prefill) else plan.work.rows[0]
+        assert all(run.rank == EVERY_RANK for run in work.window_runs)
+        found.append([(run.start, run.end, len(run.blocks)) for run in work.window_runs])
+    return found
+
+
+def test_a_document_leaves_the_window_before_its_end() -> None:
+    bench = Asker(windows=WINDOW)
+    bench.ingest("doc", 40)
+    # each chunk stores what the token after it will see, and keeps what its own first token sees
+    assert window_runs(bench.run()) == [[(25, 32, 2)], [(25, 32, 2), (33, 40, 2)]]
+    (segment,) = bench.scheduler.contexts.get("doc").path.segments
+    assert [(run.start, run.end) for run in bench.scheduler.segments.holdings[segment].window_runs] == [(33, 40)]
+    assert bench.placer.num_free == bench.placer.num_blocks - Blocks(10, 2)
+
+
+def test_chunks_shorter_than_the_window_share_a_run() -> None:
+    bench = Asker(windows=WINDOW, chunk_size=4)
+    bench.ingest("doc", 17)
+    expected = [[(0, 4, 1)], [(0, 8, 2)], [(0, 12, 3)], [(4, 16, 3)], [(8, 17, 3)]]
+    assert window_runs(bench.run()) == expected
+
+
+def test_an_answer_rolls_by_whole_blocks() -> None:
+    bench = Asker(windows=WINDOW)
+    job = bench.ask(3, max_tokens=14)
+    found = window_runs(bench.run())
+    assert found[0] == [(0, 3, 1)]
+    assert found[7:10] == [[(0, 10, 3)], [(0, 11, 3)], [(4, 12, 2)]]  # the token at 11 sees from 4 on
+    assert found[10:] == [[(4, 13, 3)], [(4, 14, 3)], [(4, 15, 3)], [(8, 16, 2)]]
+    assert bench.tokens(job) == bench.alone(3, 14)
+    assert bench.placer.num_free == bench.placer.num_blocks
+
+
+def test_sections_leave_nothing_at_their_ends() -> None:
+    bench = Asker(windows=Windows(reaches=(Reach(section=16),), num_blocks=40))
+    bench.ingest("doc", 32)
+    assert window_runs(bench.run()) == [[]]
+    job = bench.ask(3, context="doc")
+    assert window_runs(bench.run())[0] == [(32, 35, 1)]
+    assert len(bench.tokens(job)) == 4
+
+
+def test_where_sections_begin_paths_part() -> None:
+    bench = Asker(windows=Windows(reaches=(Reach(section=8), Reach(section=12)), num_blocks=40))
+    bench.ingest("doc", 61)
+    bench.run()
+    bench.scheduler.fork_context("doc", "fork", 24)
+    with pytest.raises(InvalidArgument, match="30: .* or a section begins, nearest at 24 or 48; "):
+        bench.scheduler.fork_context("doc", "other", 30)
+    on_fork, alike = bench.ask(20, context="fork"), bench.prompt([*range(50), *range(500, 530)])
+    bench.run()
+    assert bench.tokens(on_fork) == bench.alone(20, 4)
+    assert bench.cached(alike) == 48
+
+
+def forked() -> Asker:
+    """`doc` of segments [0, 40) and [40, 43), which leave [33, 40) and [36, 43)."""
+    bench = Asker(windows=WINDOW)
+    for count, append in ((40, False), (3, True)):
+        bench.ingest("doc", count, append=append)
+        bench.run()
+    return bench
+
+
+@pytest.mark.parametrize("position", [40, 41, 43])
+def test_a_context_forks_where_the_window_is_held(position: int) -> None:
+    bench = forked()
+    bench.scheduler.fork_context("doc", "fork", position)
+    bench.scheduler.audit()
+    job = bench.ask(9, context="fork")
+    bench.run()
+    assert len(bench.tokens(job)) == 4
+
+
+@pytest.mark.parametrize(("position", "nearest"), [(1, "at 40"), (39, "at 40")])
+def test_elsewhere_a_fork_is_refused_with_the_nearest_places(position: int, nearest: str) -> None:
+    bench = forked()
+    with pytest.raises(InvalidArgument, match=f"{nearest}; with --window-keys sharded") as caught:
+        bench.scheduler.fork_context("doc", "fork", position)
+    assert caught.value.field == "token_count"
+    bench.ingest("doc", 40, append=True)
+    bench.run()
+    with pytest.raises(InvalidArgument, match="70: .* nearest at 43 or 83; "):
+        bench.scheduler.fork_context("doc", "fork", 70)
+
+
+def test_a_prompt_goes_on_where_an_earlier_one_ended() -> None:
+    bench = Asker(windows=WINDOW)
+    first = bench.prompt(range(41))
+    bench.run()
+    job = bench.prompt([*range(60), 500])  # begins with the 40 tokens that were read of the first one
+    bench.run()
+    same, other = bench.prompt(range(41)), bench.prompt([*range(50), *range(500, 511)])  # the second one ended at 60
+    bench.run()
+    assert [bench.cached(found) for found in (first, job, same, other)] == [0, 40, 40, 40]
+    elsewhere = bench.prompt([*range(20), *range(500, 530)])
+    bench.run()
+    assert bench.cached(elsewhere) == 0
+
+
+def test_a_shorter_prompt_is_found_where_a_longer_one_cannot_be_continued() -> None:
+    bench = Asker(windows=WINDOW)
+    cached: list[int] = []
+    for prompt in (range(61), range(25), [*range(30), *range(500, 520)]):
+        job = bench.prompt(prompt)
+        bench.run()
+        cached.append(bench.cached(job))
+    assert cached == [0, 0, 24]
+
+
+def test_samples_roll_windows_of_their_own() -> None:
+    bench = Asker(windows=WINDOW)
+    job = bench.prompt(range(41), max_tokens=12, num_samples=3)
+    plans = bench.run()
+    rows = list(map(Sequences(4).complete, plans))[-1].work
+    assert isinstance(rows, Decode)
+    assert len({block for row in rows.rows for run in row.window_runs for block in run.blocks}) == 3 * 2
+    assert [bench.answer(job, sample) for sample in range(3)] == [bench.answer(job)] * 3
+
+
+def test_a_windows_pool_that_is_too_small_is_named() -> None:
+    bench = Asker(windows=Windows(reaches=(Reach(8),), num_blocks=9))
+    with pytest.raises(InvalidArgument, match="the windows' pool holds 36 tokens.*--window-bytes") as caught:
+        bench.prompt(range(41), max_tokens=40)
+    assert caught.value.field == "sampling.max_token_count"
+    for number in range(3):
+        bench.ingest(f"doc-{number}", 40)
+        bench.run()
+    with pytest.raises(ResourceExhausted, match="of 36 contexts keep too many; .*--window-bytes") as refused:
+        bench.ingest("doc-3", 40)
+    assert refused.value.subject == "window pool"
+    assert refused.value.retry_seconds is None
+
+
+def test_what_only_chunks_needed_lets_others_begin() -> None:
+    """Two prompts need 5 + 2 blocks each while they are read, and 2 + 2 while they answer."""
+    bench = Asker(windows=Windows(reaches=(Reach(8),), num_blocks=11))
+    for start in (0, 500):
+        bench.prompt(range(start, start + 41), max_tokens=8)
+    seen: list[int] = []
+    while (plan := bench.schedule()) is not None:
+        bench.commit(plan)
+        seen.append(bench.scheduler.num_running)
+    assert 2 in seen
+    assert bench.scheduler.segments.make_room(bench.placer.num_blocks)
+
+
+def test_a_pool_has_room_for_what_is_read_again() -> None:
+    """3 tokens and 40 of an answer are rows in 4 blocks; preempted after 20, they are a chunk in 5 and rows in 4."""
+    with pytest.raises(InvalidArgument, match="holds 36 tokens, in blocks of 4, and 40 are needed"):
+        Asker(windows=Windows(reaches=(Reach(8),), num_blocks=9)).ask(3, max_tokens=40)
+    bench = Asker(windows=Windows(reaches=(Reach(8),), num_blocks=10), max_sequences=1)
+    low = bench.ask(3, max_tokens=40)
+    for _ in range(20):
+        plan = bench.schedule()
+        assert plan is not None
+        bench.commit(plan)
+    high = bench.ask(5, max_tokens=40, priority=3)
+    assert kinds(bench.run()) == "D" * 40 + "P" + "D" * 20
+    assert bench.tokens(high) == bench.alone(5, 40)
+    assert bench.tokens(low) == bench.alone(3, 40)
+
+
+def test_a_run_begins_anew_where_nothing_of_the_last_one_is_seen() -> None:
+    bench = Asker(windows=WINDOW)
+    reservation = bench.placer.reserve(Blocks(0, 5))
+    assert reservation is not None
+    runs = bench.placer.roll((), 0, 10, reservation, is_chunk=True)
+    assert runs == (Run(EVERY_RANK, 3, 10, (0, 1)),)
+    runs = bench.placer.roll(runs, 10, 30, reservation, is_chunk=True)
+    assert runs == (Run(EVERY_RANK, 3, 10, (0, 1)), Run(EVERY_RANK, 23, 30, (2, 3)))
+    runs = bench.placer.roll(runs, 30, 31, reservation, is_chunk=False)
+    assert runs == (Run(EVERY_RANK, 23, 31, (2, 3)),)
+    assert reservation.left == Blocks(0, 3)
+
+
+def append(bench: Asker, *counts: int, context: str = "doc") -> None:
+    """One document after the other, into a new context if it is none yet."""
+    for count in counts:
+        bench.ingest(context, count, append=context in bench.scheduler.contexts)
+        bench.run()
+
+
+def num_window_blocks(bench: Asker) -> int:
+    return bench.placer.window_pool.num_used
+
+
+@pytest.mark.parametrize("num_appends", [600, pytest.param(3000, marks=pytest.mark.slow)])
+def test_thousands_of_tiny_appends_keep_what_the_last_ends_see(num_appends: int) -> None:
+    """Each piece lies in a block of its own, of which the next token sees 7."""
+    windows, rest = Windows(reaches=(Reach(8),), num_blocks=24), {"max_positions": 5000, "check_every": 3 * num_appends}
+    bench = Asker(blocks=(2100, 2100), windows=windows, **rest)
+    append(bench, *[1] * num_appends)
+    assert num_window_blocks(bench) == 7 + LAST_ENDS - 1
+    append(bench, 40, 1, 1, context="other")  # there is room for others
+    jobs = [bench.ask(3, context=context) for context in ("doc", "other")]
+    bench.run()
+    assert [bench.tokens(job) for job in jobs] == [bench.alone(3, 4)] * 2
+    for context in ("doc", "other"):
+        bench.scheduler.delete_context(context)
+    assert num_window_blocks(bench) == 0
+    bench.scheduler.audit()
+
+
+def test_a_context_forks_at_its_last_ends_and_says_which_they_are() -> None:
+    bench = Asker(windows=Windows(reaches=(Reach(8),), num_blocks=60), blocks=(200, 200))
+    append(bench, *[20] * (LAST_ENDS + 2))
+    ends = [20 * number for number in range(3, LAST_ENDS + 3)]
+    assert num_window_blocks(bench) == 2 * LAST_ENDS
+    for end in ends:
+        bench.scheduler.fork_context("doc", f"fork-{end}", end)
+        bench.scheduler.audit()
+    assert num_window_blocks(bench) == 2 * LAST_ENDS
+    told = rf"one of its last {LAST_ENDS} documents ended \(at {', '.join(map(str, ends[:-1]))} or {ends[-1]}\), "
+    with pytest.raises(InvalidArgument, match=f"40: .* {told}.*nearest at 60; with --window-keys sharded"):
+        bench.scheduler.fork_context("doc", "other", 40)
+    with pytest.raises(InvalidArgument, match=f"65: .* {told}.*nearest at 60 or 80; "):
+        bench.scheduler.fork_context("doc", "other", 65)
+
+
+def test_a_fork_keeps_the_ends_that_are_before_its_own() -> None:
+    bench = Asker(windows=Windows(reaches=(Reach(8),), num_blocks=60), blocks=(200, 200))
+    append(bench, 20, 20, 20)
+    bench.scheduler.fork_context("doc", "fork", 40)
+    bench.scheduler.delete_context("doc")
+    assert num_window_blocks(bench) == 4
+    bench.scheduler.fork_context("fork", "twig", 20)
+    append(bench, *[20] * LAST_ENDS, context="fork")
+    jobs = [bench.ask(9, context=context) for context in ("fork", "twig")]
+    bench.run()
+    assert [bench.tokens(job) for job in jobs] == [bench.alone(9, 4)] * 2
+    bench.scheduler.delete_context("twig")
+    assert num_window_blocks(bench) == 2 * LAST_ENDS
+
+
+def test_what_waits_or_runs_on_an_end_keeps_its_windows() -> None:
+    """An answer from the first end, preempted and begun again when the context has long gone on."""
+    bench = Asker(windows=Windows(reaches=(Reach(8),), num_blocks=80), blocks=(200, 200), max_sequences=1)
+    append(bench, 20)
+    low = bench.ask(9, max_tokens=40, context="doc")
+    waiting = bench.ask(5, context="doc")
+    for _ in range(9):
+        bench.step()
+    for _ in range(LAST_ENDS + 2):
+        bench.ingest("doc", 20, append=True)
+        while bench.scheduler.contexts.get("doc").num_tokens % 20 or bench.scheduler._requests.ingests_into("doc"):
+            bench.step()
+    high = bench.ask(5, context="doc", priority=3)
+    bench.run()
+    assert [bench.tokens(job) for job in (low, waiting, high)] == [
+        bench.alone(n, m) for n, m in ((9, 40), (5, 4), (5, 4))
+    ]
+    assert num_window_blocks(bench) == 2 * LAST_ENDS
+
+
+def test_prompts_go_on_from_a_context_whose_ends_are_gone() -> None:
+    """What is kept of a prompt that began like a context keeps what the prompt's end sees of it."""
+    bench = Asker(windows=Windows(reaches=(Reach(16),), num_blocks=100), blocks=(200, 200))
+    append(bench, 20)
+    first = bench.prompt([*range(20), *range(500, 508)])  # of 27 tokens that are kept the next one sees 12 on
+    bench.run()
+    assert bench.cached(first) == 20
+    append(bench, *[20] * LAST_ENDS)
+    again, longer = bench.prompt([*range(20), *range(500, 508)]), bench.prompt([*range(20), *range(500, 530)])
+    bench.run()
+    assert [bench.cached(job) for job in (again, longer)] == [27, 27]
+    segments = bench.scheduler.segments
+    assert segments.make_room(bench.placer.num_free + segments.num_reclaimable)
+    bench.scheduler.audit()
+    assert num_window_blocks(bench) == 4 * LAST_ENDS
+
+
+def test_an_append_is_refused_before_the_windows_pool_is_full() -> None:
+    """Of tokens in blocks of their own the next one sees 7, and the ends before them 3 more: 10 blocks."""
+    bench = Asker(windows=Windows(reaches=(Reach(8),), num_blocks=20), blocks=(400, 400))
+    append(bench, *[1] * 40, context="tiny")
+    append(bench, *[1] * 9, context="other")
+    num_free, paths = bench.placer.num_free, [context.path for context in bench.scheduler.contexts.list()]
+    told = "8 tokens are needed, and of 80 contexts keep too many; delete a context, or serve with more --window-bytes"
+    for context in ("tiny", "other"):
+        with pytest.raises(ResourceExhausted, match=told) as caught:
+            bench.ingest(context, 1, append=True)
+        assert (caught.value.subject, caught.value.retry_seconds) == ("window pool", None)
+    assert [context.path for context in bench.scheduler.contexts.list()] == paths
+    assert (bench.placer.num_free, bench.schedule()) == (num_free, None)
+    bench.scheduler.delete_context("tiny")
+    append(bench, *[1] * 30, context="other")
+    assert num_window_blocks(bench) == 10
+
+
+def test_what_a_context_itself_keeps_is_no_fault_of_the_text() -> None:
+    bench = Asker(windows=Windows(reaches=(Reach(8),), num_blocks=10), blocks=(400, 400))
+    append(bench, *[1] * 9)
+    for refused in (lambda: bench.ingest("doc", 1, append=True), lambda: bench.ask(5, context="doc")):
+        with pytest.raises(ResourceExhausted, match="of 40 contexts keep too many; delete a context") as caught:
+            refused()
+        assert caught.value.subject == "window pool"

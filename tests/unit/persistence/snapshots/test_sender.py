@@ -1,0 +1,235 @@
+"""What is outgoing reaches storage in its order, and nothing of it is lost."""
+
+import asyncio
+import errno
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+
+from coordinator.persistence.catalog.fakes import FakeCatalog
+from coordinator.persistence.catalog.records import Change, Outgoing
+from coordinator.persistence.snapshots import trouble
+from coordinator.persistence.snapshots.sender import AT_ONCE, Sender
+from coordinator.persistence.snapshots.store import AsyncStore
+from longleaf.errors import DataLoss, StorageUnavailable
+from longleaf.storage.fakes import FlakyFiles, MemoryFiles
+from longleaf.storage.names import Attempt, NotePlace
+from longleaf.storage.note import ContextNote, encode_note
+from longleaf.storage.store import Store
+from tests.support.coming import comes
+
+SERVICE = "0123456789abcdef0123456789abcdef"
+pytestmark = pytest.mark.timeout(30)
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trouble, "LEAST_SECONDS", 0.01)
+    monkeypatch.setattr(trouble, "MOST_SECONDS", 0.01)
+
+
+class NotingFiles(MemoryFiles):
+    """Knows what was done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done: list[str] = []
+        self.is_full = False
+        self.num_refused = 0
+        """Deletions that fail from here on."""
+
+    def write(self, name: str, parts: Sequence[memoryview], is_new: bool) -> None:
+        if self.is_full:
+            raise OSError(errno.ENOSPC, "no space left on device")
+        super().write(name, parts, is_new)
+        self.done.append(f"+{name}")
+
+    def remove(self, name: str) -> None:
+        if self.num_refused:
+            self.num_refused -= 1
+            raise OSError(errno.EIO, "input/output error")
+        super().remove(name)
+        self.done.append(f"-{name}")
+
+
+class Sending:
+    def __init__(self) -> None:
+        self.memory = NotingFiles()
+        self.files = FlakyFiles(self.memory)
+        self.catalog = FakeCatalog()
+        self.store = AsyncStore(Store(self.files, "memory"))
+        self.sender = Sender(self.store, self.catalog)
+
+    async def put(self, *outgoing: Outgoing) -> None:
+        await self.catalog.commit(Change(outgoing=outgoing))
+        self.sender.wake()
+
+    @property
+    def names(self) -> set[str]:
+        return {entry.name for entry in self.memory.list("")}
+
+    def keep(self, name: str) -> None:
+        self.memory.write(name, [memoryview(b"x")], False)
+
+    async def all_sent(self) -> None:
+        await comes(lambda: not self.catalog._outbox)
+
+
+@asynccontextmanager
+async def sending() -> AsyncIterator[Sending]:
+    found = Sending()
+    task = asyncio.create_task(found.sender.run())
+    try:
+        yield found
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def note(number: int, content: bytes | None = b"x") -> Outgoing:
+    return Outgoing(f"services/s/notes/c/{number:020}", content)
+
+
+def attempt(number: int) -> Attempt:
+    return Attempt("s", f"s-{number}", "a")
+
+
+async def test_it_is_sent_in_the_order_in_which_it_was_kept() -> None:
+    async with sending() as found:
+        await found.catalog.commit(Change(outgoing=tuple(map(note, (5, 3, 9, 1)))))
+        await found.put(note(2), note(5, None))
+        await found.all_sent()
+        last = [f"+{note(number).name}" for number in (3, 9, 1, 2)] + [f"-{note(5).name}"]
+        assert found.memory.done[-5:] == last
+
+
+async def test_more_than_is_taken_at_once_is_sent() -> None:
+    async with sending() as found:
+        await found.put(*(note(number) for number in range(2 * AT_ONCE + 3)))
+        await found.all_sent()
+        assert len(found.names) == 2 * AT_ONCE + 3
+
+
+async def test_deletions_are_sent_past_any_number_of_notes_that_cannot_be_written() -> None:
+    """A storage that is full takes nothing else, and has room only then."""
+    async with sending() as found:
+        found.memory.is_full = True
+        await found.put(*(note(number) for number in range(2 * AT_ONCE)), note(5000, None))
+        await comes(lambda: f"-{note(5000).name}" in found.memory.done)
+        found.memory.is_full = False
+        await found.all_sent()
+        assert len(found.names) == 2 * AT_ONCE
+
+
+async def test_a_storage_that_is_away_loses_nothing_and_is_told_of() -> None:
+    async with sending() as found:
+        found.files.fail(3)
+        await found.put(note(1), note(2))
+        await comes(lambda: found.sender.trouble.reason)
+        assert "input/output" in found.sender.trouble.reason
+        await found.all_sent()
+        await comes(lambda: not found.sender.trouble.reason)
+        assert found.memory.done == [f"+{note(1).name}", f"+{note(2).name}"]
+
+
+async def test_what_was_sent_and_not_noted_as_sent_is_sent_again() -> None:
+    async with sending() as found:
+        await found.catalog.commit(Change(outgoing=(note(1), note(2))))
+        found.catalog.failures.append(StorageUnavailable("the disk is full"))
+        found.sender.wake()
+        await found.all_sent()
+        assert found.memory.done == 2 * [f"+{note(1).name}", f"+{note(2).name}"]
+
+
+async def test_a_catalog_that_cannot_be_read_is_asked_again_when_there_is_more() -> None:
+    class Damaged(FakeCatalog):
+        is_damaged = True
+
+        async def outgoing(self, limit: int, *, only_deletions: bool = False) -> list[tuple[int, Outgoing]]:
+            if self.is_damaged:
+                self.is_damaged = False
+                raise DataLoss("the catalog", "its pages are torn")
+            return await super().outgoing(limit, only_deletions=only_deletions)
+
+    found = Sending()
+    catalog = Damaged()
+    sender = Sender(found.store, catalog)
+    task = asyncio.create_task(sender.run())
+    await catalog.commit(Change(outgoing=(note(1),)))
+    await comes(lambda: not catalog.is_damaged)
+    sender.wake()
+    await comes(lambda: not catalog._outbox)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert found.names == {note(1).name}
+
+
+async def test_an_attempt_is_deleted_with_its_pieces_and_the_manifest_goes_first() -> None:
+    async with sending() as found:
+        one, other = attempt(1), attempt(12)
+        for each in (one, other):
+            for name in (each.piece(0), each.piece(1), each.windows(0), each.manifest):
+                found.keep(name)
+        found.memory.done.clear()
+        await found.put(Outgoing(one.manifest, None))
+        await found.all_sent()
+        assert found.memory.done[0] == f"-{one.manifest}"
+        assert found.names == {other.piece(0), other.piece(1), other.windows(0), other.manifest}
+
+
+async def test_what_is_held_stays_and_what_comes_behind_it_goes() -> None:
+    async with sending() as found:
+        one, other = attempt(1), attempt(2)
+        for each in (one, other):
+            found.keep(each.manifest)
+        for _ in range(2):
+            found.sender.hold(one.manifest)
+        await found.put(Outgoing(one.manifest, None), note(1), Outgoing(other.manifest, None))
+        await comes(lambda: len(found.catalog._outbox) == 1)
+        assert found.names == {one.manifest, note(1).name}
+        found.sender.release(one.manifest)
+        await found.put(note(2))
+        await comes(lambda: note(2).name in found.names)
+        assert one.manifest in found.names, "another one holds it yet"
+        found.sender.release(one.manifest)
+        await found.all_sent()
+        assert one.manifest not in found.names
+
+
+async def test_ever_so_many_that_are_held_keep_nothing_waiting() -> None:
+    async with sending() as found:
+        many = [attempt(number) for number in range(AT_ONCE + 1)]
+        for each in many:
+            found.sender.hold(each.manifest)
+        await found.put(*(Outgoing(each.manifest, None) for each in many), note(1))
+        await comes(lambda: note(1).name in found.names)
+
+
+async def test_with_the_note_of_a_deletion_those_before_it_go() -> None:
+    """They tell the display name; a later context of the same name keeps its own."""
+
+    def note(context: str, number: int, *, is_deleted: bool = False) -> Outgoing:
+        told = ContextNote(
+            service=SERVICE, context=context, number=number, is_deleted=is_deleted, display_name="secret"
+        )
+        return Outgoing(told.place.name, encode_note(told))
+
+    async with sending() as found:
+        for context, number in (("moby", 1), ("moby", 3), ("moby 2", 2)):
+            found.keep(note(context, number).name)
+        await found.put(note("moby", 7))
+        await found.put(note("moby", 8, is_deleted=True))
+        await found.put(note("moby", 9))
+        await found.all_sent()
+        assert found.names == {each.name for each in (note("moby 2", 2), note("moby", 8), note("moby", 9))}
+
+
+async def test_notes_that_cannot_be_deleted_now_are_deleted_later() -> None:
+    deletion = ContextNote(service=SERVICE, context="moby", number=4, is_deleted=True)
+    async with sending() as found:
+        found.keep(NotePlace(SERVICE, "moby", 1).name)
+        found.memory.num_refused = 2
+        await found.put(Outgoing(deletion.place.name, encode_note(deletion)))
+        await found.all_sent()
+        assert found.names == {deletion.place.name}

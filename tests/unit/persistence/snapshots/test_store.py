@@ -1,0 +1,52 @@
+"""A storage for an event loop: threads that wait for it are bounded, whoever stops waiting for them."""
+
+import asyncio
+import threading
+from contextlib import suppress
+
+import pytest
+
+from coordinator.persistence.snapshots.store import MAX_THREADS, AsyncStore
+from longleaf.errors import StorageUnavailable
+from longleaf.storage.fakes import MemoryFiles
+from longleaf.storage.store import Store
+from tests.support.coming import comes
+
+pytestmark = pytest.mark.timeout(60)
+
+
+async def test_calls_that_do_not_come_back_are_bounded_and_others_are_told() -> None:
+    store, gate = AsyncStore(Store(MemoryFiles(), "memory")), threading.Event()
+    for _ in range(MAX_THREADS):
+        with suppress(TimeoutError):
+            await asyncio.wait_for(store.run(gate.wait), 0.001)
+    with pytest.raises(StorageUnavailable, match=f"{MAX_THREADS} calls have not come back"):
+        await store.run(gate.wait)
+    num_waiting = sum(thread.name == "storage" for thread in threading.enumerate())
+    assert num_waiting <= MAX_THREADS
+    gate.set()
+    await comes(lambda: store.num_threads == 0)
+    await store.put("a", b"content")
+    assert await store.get("a") == b"content"
+
+
+async def test_a_call_that_fails_counts_no_longer() -> None:
+    store = AsyncStore(Store(MemoryFiles(), "memory"))
+    for _ in range(2 * MAX_THREADS):
+        with pytest.raises(ZeroDivisionError):
+            await store.run(lambda: 1 // 0)
+    await comes(lambda: store.num_threads == 0)
+
+
+async def test_calls_for_which_there_was_no_thread_count_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = AsyncStore(Store(MemoryFiles(), "memory"))
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        for _ in range(MAX_THREADS):
+            with pytest.raises(StorageUnavailable, match="can't start new thread"):
+                await store.put("a", b"x")
+    await store.put("a", b"content")

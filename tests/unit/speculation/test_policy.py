@@ -1,0 +1,136 @@
+"""Which lengths are chosen for which chances and times."""
+
+import math
+
+import pytest
+
+from coordinator.speculation.acceptance import Acceptance, Comparison
+from coordinator.speculation.costs import FORGOTTEN_AFTER, GAP_AFTER, GAP_AHEAD, HOPEFUL_EVERY, StepCosts
+from coordinator.speculation.drafts import NO_DRAFT, Draft
+from coordinator.speculation.policy import Policy
+
+SURE = [1.0] * 15
+
+
+def tiled(num_sequences: int, tile: int = 8, seconds: float = 0.01) -> StepCosts:
+    """Rows are computed in tiles, each of which takes as long, however few rows it has."""
+    costs = StepCosts()
+    for num_drafts in range(16):
+        costs.measure(num_sequences, num_drafts, seconds * math.ceil((num_sequences + num_drafts) / tile))
+    return costs
+
+
+def test_a_tile_is_filled_and_no_other_is_begun() -> None:
+    assert Policy(64, 8, tiled(1)).lengths([SURE]) == [7]
+    assert Policy(64, 8, tiled(2)).lengths([SURE, [0.5] * 8]) == [6, 0]
+    assert Policy(64, 3, tiled(2)).lengths([SURE, [0.5] * 8]) == [3, 3]
+
+
+def test_of_equally_likely_drafts_the_first_sequence_has_more() -> None:
+    assert Policy(5, 8, tiled(2)).lengths([[0.5, 0.5], [0.5, 0.5]]) == [2, 1]
+
+
+def test_all_sequences_of_a_step_must_gain() -> None:
+    costs = StepCosts()
+    for num_sequences in (1, 8):
+        costs.measure(num_sequences, 0, 0.01)
+        costs.measure(num_sequences, 4, 0.015)
+    assert Policy(64, 4, costs).is_worth_waiting([[0.8] * 4])
+    assert not Policy(64, 4, costs).is_worth_waiting([[0.8] * 4] + [[]] * 7)
+
+
+def test_a_step_waits_only_where_that_outweighs_the_gap() -> None:
+    costs = StepCosts()
+    costs.measure(1, 0, 0.001)
+    policy, chances = Policy(64, 4, costs), [[0.4]]
+    assert (costs.gap(is_ahead=True), costs.gap(is_ahead=False)) == (GAP_AHEAD, GAP_AFTER)
+    assert not policy.is_worth_waiting(chances)  # 1.4 tokens in 1.6 ms, or 1 in 1.1
+    assert policy.lengths(chances) == [1]  # who has waited already
+    costs.measure_gap(0.0002, is_ahead=False)
+    assert policy.is_worth_waiting(chances)
+    costs.measure_gap(0.0, is_ahead=True)
+    assert costs.gap(is_ahead=True) == 0.0
+
+
+def test_nothing_is_drafted_where_the_batch_is_full_or_no_step_was_measured() -> None:
+    assert not Policy(2, 8, tiled(2)).is_worth_waiting([SURE, SURE])
+    assert Policy(2, 8, tiled(2)).lengths([SURE, SURE]) == [0, 0]
+    assert not Policy(64, 8, tiled(2)).is_worth_waiting([SURE])
+    assert Policy(64, 8, tiled(2)).lengths([SURE]) == [0]
+    assert Policy(64, 8, tiled(2)).lengths([[], []]) == [0, 0]
+    assert Policy(64, 8, StepCosts()).lengths([]) == []
+
+
+def test_times_between_those_that_were_measured_lie_between_them_but_now_and_then_a_tile_is_looked_for() -> None:
+    costs = StepCosts()
+    costs.measure(1, 0, 1.0)
+    costs.measure(1, 4, 3.0)
+    costs.measure(1, 0, 0.0)  # was not measured
+    assert [costs.seconds(1, count) for count in (0, 1, 2, 3, 4, 9)] == [1.0, 1.5, 2.0, 2.5, 3.0, 3.0]
+    hopeful = list[bool]()
+    for _ in range(2 * HOPEFUL_EVERY):
+        hopeful.append(costs.seconds(1, 2) == 1.0)
+        costs.measure(1, 0, 1.0)
+    assert sum(hopeful) == 4
+
+
+def test_steps_with_drafts_tell_how_long_those_without_take_now() -> None:
+    costs = StepCosts()
+    costs.measure(1, 0, 1.0)
+    costs.measure(1, 4, 1.5)
+    for _ in range(40):
+        costs.measure(1, 4, 15.0)  # a context ten times as long
+    assert costs.seconds(1, 0) == pytest.approx(10.0, rel=0.5)
+    assert costs.seconds(1, 4) == pytest.approx(15.0, rel=0.1)
+
+
+def test_what_was_slow_once_is_forgotten() -> None:
+    costs = StepCosts()
+    costs.measure(1, 0, 1.0)
+    costs.measure(1, 4, 100.0)
+    for _ in range(FORGOTTEN_AFTER):
+        costs.measure(1, 0, 1.0)
+    assert costs.seconds(1, 4) == 1.0
+
+
+def test_chances_are_learned_for_each_place_and_kind_of_ngram() -> None:
+    acceptance = Acceptance(4)
+    assert acceptance.expected() == [0.0] * 4
+    assert acceptance.of(NO_DRAFT) == []
+    for _ in range(30):
+        acceptance.verified(Draft(9, (1, 2, 3)), 2)
+        acceptance.verified(Draft(1, (1, 2, 3)), 0)
+        acceptance.verified(NO_DRAFT, 0)
+    expected, long, short = (acceptance.expected(), acceptance.of(Draft(8, (1, 2, 3))), acceptance.of(Draft(1, (1,))))
+    assert 0.2 < expected[0] < 0.45
+    assert long[1] > 0.7
+    assert long[2] < 0.15
+    assert len(long) == 3
+    assert short[0] < 0.15
+
+
+def test_a_place_that_was_never_reached_is_as_likely_as_the_one_before() -> None:
+    acceptance = Acceptance(4)
+    for _ in range(50):
+        acceptance.verified(Draft(4, (1, 2)), 2)
+    _, second, third, fourth = acceptance.expected()
+    assert fourth / third == pytest.approx(third / second)
+    assert fourth > 0.6
+
+
+def test_what_came_is_compared_with_what_would_have_been_drafted() -> None:
+    compared, verified = Acceptance(3), Acceptance(3)
+    comparison = Comparison(compared)
+    drafts = iter([Draft(2, (11, 12, 99)), Draft(5, (15, 16)), NO_DRAFT, Draft(1, (20,))])
+    for token_id in (10, 11, 12, 13, 15, 16, 17, 18):  # 13 is in place of 99, 17 comes with the second draft
+        comparison.take(token_id, lambda: next(drafts))
+    verified.verified(Draft(2, (11, 12, 99)), 2)
+    verified.verified(Draft(5, (15, 16)), 2)
+    verified.verified(NO_DRAFT, 0)
+    assert compared.expected() == verified.expected()
+    before = compared.expected()
+    comparison.drop()
+    comparison.take(21, lambda: Draft(3, (22,)))
+    assert compared.expected() == before
+    comparison.take(22, lambda: NO_DRAFT)
+    assert compared.expected()[0] > before[0]

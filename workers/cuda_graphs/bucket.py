@@ -1,0 +1,160 @@
+"""Decode steps of up to so many rows, over inputs of fixed address."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longleaf.attention.masks import Reads
+from longleaf.geometry import OWN_ROPE, Reach, Rope
+from longleaf.kernels.backend import FixedBackend, Numbers, Tables
+from workers.cuda_graphs.memory import laid_out
+from workers.sampling.acceptance import NO_DRAFT
+from workers.sampling.device_sampler import NUM_PARAMETERS
+from workers.step.drafts import Keeper
+from workers.step.inputs import InputBuilder, Inputs, RowNumbers
+from workers.step.last_ids import NOBODY
+from workers.step.layers import RowLayer
+
+DOUBLE = Rope(is_double=True)
+Forward = Callable[[Inputs[RowLayer], Keeper | None], Tensor | None]
+"""Has the device go through the model; on rank 0 it gives the logits [R, V] of the rows that are sampled."""
+
+
+class Fields(NamedTuple):
+    """Where the numbers of a step of T rows lie, T each; parameters are T of each kind."""
+
+    token_ids: slice
+    positions: slice
+    slots: slice
+    window_slots: slice
+    sample_rows: slice
+    is_double: slice
+    """1 where a row is rotated in float64."""
+    places: slice
+    """Of the last ids of the sequences that are sampled, in the order of `sample_rows`."""
+    drafts: slice
+    draft_numbers: slice
+    """See `Drafts`, in the same order."""
+    parameters: slice
+    tables: slice
+
+
+def fields_of(num_rows: int, num_table_numbers: int = 0) -> Fields:
+    return Fields(*laid_out([num_rows] * 9 + [NUM_PARAMETERS * num_rows, num_table_numbers]))
+
+
+class Sampled(NamedTuple):
+    """The positions that are sampled, in the order of the plan: see `Fields`."""
+
+    places: Sequence[int]
+    drafts: Sequence[int]
+    draft_numbers: Sequence[int]
+
+
+class Variant(NamedTuple):
+    """Steps whose rows read much together, or little."""
+
+    tables: dict[Reach, Tables]
+    reads: dict[Reach, Reads]
+    """Bound to the tables."""
+
+    @property
+    def most_rows(self) -> int:
+        return min(tables.most_rows for tables in self.tables.values())
+
+    @property
+    def num_numbers(self) -> int:
+        return sum(tables.num_numbers for tables in self.tables.values())
+
+
+class Bucket:
+    """Steps of up to T rows, of which as many may be sampled. What is missing is filled up with rows that read nothing
+    and whose keys go where nobody needs them."""
+
+    def __init__(self, num_rows: int, builder: InputBuilder, *, may_be_double: bool) -> None:
+        """Rows may be rotated as the model does it, and perhaps in float64."""
+        self.num_rows = num_rows
+        self._builder = builder
+        self._trash = builder.pool.trash_slot, builder.pool.window_trash_slot
+        self._device = builder.pool.device
+        self._ropes = {OWN_ROPE, DOUBLE} if may_be_double else {OWN_ROPE}
+        self.variants: list[Variant] = []
+        self.fields = fields_of(num_rows)
+
+    def try_out(self, backend: FixedBackend, forward: Forward) -> Tensor | None:
+        """Goes through the model with rows that read nothing: which tables its layers need shows there. Gives what
+        `forward` does."""
+        reads = {reach: Reads() for reach in self._builder.reaches}
+        there_N = torch.zeros(self.fields.tables.start, dtype=torch.long, device=self._device)
+        for field, slot in zip((self.fields.slots, self.fields.window_slots), self._trash, strict=True):
+            there_N[field].fill_(slot)
+        logits_TV = forward(resolved(self.inputs(there_N, reads), there_N[self.fields.token_ids]), None)
+        for is_shared in (False, True):
+            tables = {reach: backend.tables(seen, is_shared=is_shared) for reach, seen in reads.items()}
+            variant = Variant(tables, {reach: Reads() for reach in reads})
+            if not self.variants or variant.most_rows > self.variants[0].most_rows:
+                self.variants.append(variant)
+        self.fields = fields_of(self.num_rows, max(variant.num_numbers for variant in self.variants))
+        return logits_TV
+
+    def bind(self, there_N: Tensor) -> list[Inputs[RowLayer]]:
+        """The inputs of each variant, whose numbers are those in `there_N` by then."""
+        made: list[Inputs[RowLayer]] = []
+        for variant in self.variants:
+            start = self.fields.tables.start
+            for reach, tables in variant.tables.items():
+                tables.bind(variant.reads[reach], there_N[start : start + tables.num_numbers])
+                start += tables.num_numbers
+            made.append(self.inputs(there_N, variant.reads))
+        return made
+
+    def inputs(self, there_N: Tensor, reads: dict[Reach, Reads]) -> Inputs[RowLayer]:
+        """Inputs whose numbers lie in `there_N`, but for what is read."""
+        fields = self.fields
+        is_double_T = there_N[fields.is_double]
+        return Inputs(
+            token_ids_T=there_N[fields.token_ids],
+            positions_T=there_N[fields.positions],
+            layers=self._builder.row_layers(reads, there_N[fields.slots], there_N[fields.window_slots]),
+            sample_rows_R=there_N[fields.sample_rows],
+            ropes={OWN_ROPE: None} | ({DOUBLE: is_double_T} if DOUBLE in self._ropes else {}),
+        )
+
+    @property
+    def nothing(self) -> RowNumbers:
+        """The numbers of a step without rows."""
+        return RowNumbers((), (), (), (), (), (), {reach: Reads() for reach in self.variants[0].tables}, 0)
+
+    def can_take(self, rows: RowNumbers) -> bool:
+        """Whether a step fits; all ranks say the same."""
+        return len(rows) <= self.num_rows and self._ropes.issuperset(rows.ropes)
+
+    def fill(self, here_N: Numbers, rows: RowNumbers, sampled: Sampled) -> tuple[int | None, int]:
+        """Puts the numbers of a step that fits into memory of the host: which variant it takes, and how many numbers
+        are to be copied. No variant, where this rank's tables have no room for what is read from its pool; of those
+        that have, all ranks take the same."""
+        fields, window_slots = self.fields, rows.window_slots
+        is_double = [rope.is_double for rope in rows.ropes]
+        of_rows = (rows.token_ids, rows.positions, rows.slots, window_slots, rows.sample_rows, is_double, *sampled)
+        others = (0, 0, *self._trash, 0, 0, NOBODY, NO_DRAFT, 0)
+        for field, values, other in zip(fields, of_rows, others, strict=False):
+            numbers_T = here_N[field]
+            numbers_T[: len(values)] = values
+            numbers_T[len(values) :] = other
+        index = 0 if rows.most_together <= self.variants[0].most_rows else len(self.variants) - 1
+        start = num_used = fields.tables.start
+        for reach, tables in self.variants[index].tables.items():
+            end = start + tables.num_numbers
+            if (num_filled := tables.fill(rows.reads[reach], here_N[start:end])) is None:
+                return None, fields.tables.start
+            start, num_used = end, start + num_filled
+        return index, num_used
+
+
+def resolved(inputs: Inputs[RowLayer], token_ids_T: Tensor) -> Inputs[RowLayer]:
+    """The inputs with other ids, and with what they say of ropes as masks."""
+    ropes = {rope: None if mask is None else mask != 0 for rope, mask in inputs.ropes.items()}
+    return replace(inputs, token_ids_T=token_ids_T, ropes=ropes)

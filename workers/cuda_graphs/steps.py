@@ -1,0 +1,175 @@
+"""The decode steps of a device, each by the bucket that it fits: one copy there, three replays, one copy back."""
+
+import logging
+from collections.abc import Hashable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
+
+from longleaf.kernels.backend import FixedBackend
+from longleaf.rank_protocol.step import Row
+from workers.cuda_graphs.bucket import Bucket, Forward, Sampled, resolved
+from workers.cuda_graphs.choosing import Choosing, Telling
+from workers.cuda_graphs.graphs import Agree, CaptureRefused, Graphs, SharedGraphs, Work
+from workers.cuda_graphs.memory import StepMemory
+from workers.cuda_graphs.tokens import FixedTokens
+from workers.sampling.acceptance import drafts_of
+from workers.sampling.device_sampler import Batch
+from workers.sampling.fixed_shape import KINDS, kind_of
+from workers.sampling.sampler import Choice
+from workers.step.drafts import DraftedBlocks
+from workers.step.inputs import Inputs, RowNumbers
+from workers.step.last_ids import DeviceIds
+from workers.step.layers import RowLayer
+from workers.step.masses import Told
+from workers.transfers import Moment, ToHost
+
+log = logging.getLogger(__name__)
+
+
+class Sent(NamedTuple):
+    """What the device was sent for a step."""
+
+    variant: int | None
+    """None where this rank's tables have no room for it."""
+    turn: int
+    """Of the memory."""
+    batch: Batch | None
+    """On rank 0, if rows are sampled."""
+
+
+class Launched(NamedTuple):
+    """A step that the device was told."""
+
+    end: Moment
+    choice: Choice | None
+    """On rank 0, if rows are sampled."""
+    logits_RV: Tensor | None
+    """Of these, on rank 0; valid until the next step is begun."""
+    scores: ToHost | None = None
+    """On rank 0, if tokens are scored: logprobs of those of all rows, in the order of the plan."""
+    told: Told | None = None
+    """On rank 0, if rows tell of their attention."""
+    ids: ToHost | None = None
+    """On other ranks, if rows have drafts: what was told of all positions."""
+    blocks: DraftedBlocks | None = None
+    """Into which drafts came, where that leaves more than their keys."""
+
+
+def try_out(buckets: Sequence[Bucket], backend: FixedBackend, forward: Forward) -> Tensor | None:
+    """Gives the logits of the largest bucket, on rank 0."""
+    return [bucket.try_out(backend, forward) for bucket in buckets][-1]
+
+
+class FixedSteps:
+    """Decode steps over memory of fixed address, each launched as it comes, or captured."""
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        last_ids: DeviceIds,
+        telling: Telling,
+        choosing: Choosing | None,
+        device: str,
+        tokens: FixedTokens | None = None,
+    ) -> None:
+        """The buckets are sorted by their rows, and have been tried out. Rank 0 chooses. `tokens` is needed where
+        drafts leave more than their keys."""
+        self._buckets = buckets
+        self._memory = StepMemory(max(bucket.fields.tables.stop for bucket in buckets), device)
+        self._last_ids = last_ids
+        self._telling = telling
+        self._choosing = choosing
+        self._tokens = tokens
+        self._works: dict[Hashable, Work] = {}
+        """By bucket and variant how to go through the model, by bucket and kind how to choose tokens, by bucket how to
+        tell them."""
+        self.num_captured = 0
+        self._ends: list[Moment] = []
+        """Of the last two steps."""
+
+    def prepare(self, forward: Forward, graphs: Graphs | None, agree: Agree) -> None:
+        """Captures all steps, the largest first: the others find room in what these have taken. Where that is refused
+        it is told why, and they are launched as they come. Ranks prepare at the same time, and capture the same, but
+        for what rank 0 does alone."""
+        self._forward = forward
+        shared = SharedGraphs(graphs, agree) if graphs is not None else None
+        reasons: dict[bool, str] = {}
+        for bucket in reversed(self._buckets):
+            self._send(bucket, bucket.nothing, ())
+            for key, work, is_shared in self._all(bucket, forward):
+                work()
+                self._works[key] = work
+                if (place := shared if is_shared else graphs) is None or is_shared in reasons:
+                    continue
+                try:
+                    place.check_room()
+                    self._works[key] = place.capture(work)
+                    self.num_captured += 1
+                except CaptureRefused as error:
+                    reasons[is_shared] = str(error)
+            Moment(self._memory.there_N.device).wait()  # before what was sent is overwritten
+        for reason in reasons.values():
+            told = "graphs: %d of %d parts of decode steps are captured (the others are slower): %s"
+            log.warning(told, self.num_captured, len(self._works), reason)
+        if graphs is not None and not reasons:
+            log.info("graphs: decode steps of up to %d rows", self._buckets[-1].num_rows)
+
+    def _all(self, bucket: Bucket, forward: Forward) -> Iterator[tuple[Hashable, Work, bool]]:
+        """The works of a bucket by their keys, and whether all ranks do them."""
+        there_N, fields, num_rows = self._memory.there_N, bucket.fields, bucket.num_rows
+        for number, inputs in enumerate(bucket.bind(there_N)):
+            yield (num_rows, number), partial(self._go_through, forward, inputs), True
+        if self._choosing is not None:
+            for kind in KINDS:
+                yield (num_rows, kind), self._choosing.work(there_N, fields, kind), False
+        yield num_rows, self._telling.work(there_N, fields), True
+
+    def _go_through(self, forward: Forward, inputs: Inputs[RowLayer]) -> None:
+        logits_TV = forward(resolved(inputs, self._last_ids.resolve(inputs.token_ids_T)), self._tokens)
+        if self._choosing is not None:
+            assert logits_TV is not None
+            self._choosing.logits_RV[: len(logits_TV)].copy_(logits_TV)
+
+    def begin(self, rows: RowNumbers, sampled: Sequence[Row], blocks: DraftedBlocks | None = None) -> Launched | None:
+        """Has the device do a step. None, and nothing is done, where it does not fit: it has too many rows, or ropes
+        that are rare. Ranks exchange as many rows, so they go the same way: that is decided on what all of them
+        know. `blocks` are those into which drafts come, where they leave more than their keys."""
+        bucket = next((bucket for bucket in self._buckets if bucket.can_take(rows)), None)
+        if bucket is None:
+            return None
+        if len(self._ends) > 1:
+            self._ends.pop(0).wait()  # what it was sent from is filled now
+        variant, turn, batch = self._send(bucket, rows, sampled)
+        if variant is not None:
+            self._works[bucket.num_rows, variant]()
+        else:  # with tables of its own, and as many rows
+            self._go_through(self._forward, bucket.inputs(self._memory.there_N, rows.reads))
+        if blocks is not None:
+            assert self._tokens is not None, "no drafts were to be expected"
+            blocks.stored = self._tokens.of(bucket.num_rows)
+        choice, logits_RV = None, None
+        if self._choosing is not None:
+            logits_RV = self._choosing.logits_RV[: len(rows.sample_rows)]
+            if batch is not None:
+                kind = kind_of(batch.needs)
+                self._works[bucket.num_rows, kind]()
+                choice = self._choosing.choice(sampled, batch, kind, turn)
+        ids = None
+        if sampled:
+            self._works[bucket.num_rows]()
+            if choice is None and rows.has_drafts:
+                ids = self._telling.told(len(rows.sample_rows), turn)
+        end = choice.arrival if choice else ids.arrival if ids else Moment(self._memory.there_N.device)
+        self._ends.append(end)
+        return Launched(end, choice, logits_RV, ids=ids, blocks=blocks)
+
+    def _send(self, bucket: Bucket, rows: RowNumbers, sampled: Sequence[Row]) -> Sent:
+        """Copies what a step needs to the device."""
+        here_N, turn = self._memory.host(), self._memory.turn
+        positions = Sampled(self._last_ids.places(sampled), *drafts_of(sampled))
+        variant, num_numbers = bucket.fill(here_N, rows, positions)
+        batch = self._choosing.fill(here_N, bucket.fields, sampled) if self._choosing else None
+        self._memory.send(num_numbers)
+        return Sent(variant, turn, batch)

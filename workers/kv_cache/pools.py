@@ -1,0 +1,178 @@
+"""How the bytes that a rank has for keys and values are shared out, and the pool that is laid out in them."""
+
+import logging
+
+import msgspec
+import torch
+
+from longleaf import machine
+from longleaf.config import EngineConfig
+from longleaf.errors import StartError
+from longleaf.geometry import UNLIMITED_TOKENS, Windows
+from longleaf.runs import ceil_div
+from longleaf.topology import count_ranks
+from longleaf.units import human_bytes
+from workers.kv_cache.quantized import QuantizedPool
+from workers.kv_cache.slots import Pool
+from workers.kv_cache.workspace import workspace
+from workers.model import model as models
+from workers.model.model import LayerSpec
+
+log = logging.getLogger("longleaf.pools")  # what the library logs while a rank starts, people are told
+
+FREE_MEMORY_SHARE = 0.4
+"""Part of the free memory of a machine that its ranks take for keys and values unless told otherwise."""
+CONTEXT = 1 << 29
+"""Bytes that CUDA takes of a GPU for each process, which torch does not count: some hundred MiB, at the upper end."""
+
+
+def windowed_layers(model: models.Model, config: EngineConfig) -> dict[int, LayerSpec]:
+    """Layers whose keys every rank holds itself."""
+    if config.window_keys == "sharded":
+        return {}
+    return {i: spec for i, spec in model.layers.items() if not spec.reach.is_full}
+
+
+def sharded_layers(model: models.Model, config: EngineConfig) -> dict[int, LayerSpec]:
+    """Layers each of whose keys lies on one rank."""
+    windowed = windowed_layers(model, config)
+    return {i: spec for i, spec in model.layers.items() if i not in windowed}
+
+
+def make_pool(
+    model: models.Model, config: EngineConfig, num_ranks_here: int, ranks_per_gpu: int = 1
+) -> tuple[Pool | QuantizedPool, Windows | None]:
+    """A pool of as many blocks as fit, and what is held of windowed layers if they have blocks of their own. Unless a
+    size was asked for, the ranks of this machine, or of this GPU, share what is free. Raises StartError when there is
+    no block, or no room for windows, and ModelRefused when they cannot be kept as asked."""
+    kv_bytes = config.kv_bytes or default_kv_bytes(model, config, num_ranks_here, ranks_per_gpu)
+    num_blocks, windows = share_out(model, config, kv_bytes)
+    num_window_blocks = windows and windows.num_blocks
+    kind = QuantizedPool if config.kv_dtype == "int8" else Pool
+    size, dtype, device = config.block_size, model.dtype, model.device
+    try:
+        return kind(model.layers, num_blocks, size, dtype, device, num_window_blocks), windows
+    except RuntimeError as error:
+        raise StartError(f"kv_bytes: a pool of {num_blocks:,} blocks cannot be allocated: {error}") from error
+
+
+def share_out(model: models.Model, config: EngineConfig, kv_bytes: int) -> tuple[int, Windows | None]:
+    """How many blocks fit in so many bytes, and what is held of windowed layers if they have blocks of their own.
+    Raises as `make_pool`."""
+    windows = make_windows(model, config, kv_bytes)
+    taken = windows.num_blocks * bytes_per_block(windowed_layers(model, config), model.dtype, config) if windows else 0
+    needed = bytes_per_block(sharded_layers(model, config), model.dtype, config)
+    num_blocks = (kv_bytes - taken) // needed if needed else ceil_div(UNLIMITED_TOKENS, config.block_size)
+    if not num_blocks:
+        beside = f" beside {taken:,} for windows" if taken else ""
+        raise StartError(f"kv_bytes: {kv_bytes:,} bytes do not hold one block of {needed:,} bytes{beside}")
+    return num_blocks, windows
+
+
+def make_windows(model: models.Model, config: EngineConfig, kv_bytes: int) -> Windows | None:
+    """How many blocks windowed layers have, if they have their own. Raises StartError when not even those of a context
+    and a generation fit."""
+    layers = windowed_layers(model, config)
+    if not layers:
+        if config.window_keys == "replicated":
+            log.info("window_keys: no layer of this model has a window, so all keys are sharded")
+        return None
+    windows, block_size = windows_of(layers), config.block_size
+    size = bytes_per_block(layers, model.dtype, config)
+    least = windows.least_blocks(max(config.replicate_below, block_size), block_size) * size
+    most = kv_bytes if len(layers) == len(model.layers) else kv_bytes // 2
+    usual = min(most, max(least, 4 * config.max_sequences * windows.seen_blocks(block_size) * size))
+    taken = usual if config.window_bytes is None else config.window_bytes
+    if taken > kv_bytes:
+        raise StartError(f"window_bytes: {taken:,} bytes are more than the {kv_bytes:,} for all keys and values")
+    if taken < least:
+        name = "kv_bytes" if config.window_bytes is None else "window_bytes"
+        wanted = f"a context and a generation take {least:,} bytes for windows of {windows.span:,} tokens"
+        raise StartError(f"{name}: {wanted}, and these get {taken:,}")
+    per_token = kv_bytes_per_token(layers, model.dtype, config)
+    return msgspec.structs.replace(windows, num_blocks=taken // size, bytes_per_token=per_token)
+
+
+def windows_of(layers: dict[int, LayerSpec]) -> Windows:
+    """How far layers see whose reach is limited, without blocks yet."""
+    return Windows(reaches=tuple(dict.fromkeys(spec.reach for spec in layers.values())))
+
+
+def bytes_per_block(layers: dict[int, LayerSpec], dtype: torch.dtype, config: EngineConfig) -> int:
+    """Bytes of a block of keys and values, over some layers. Raises ModelRefused when they cannot be kept as asked."""
+    if config.kv_dtype == "int8":
+        return QuantizedPool.bytes_per_block(layers, config.block_size)
+    return sum(spec.num_stored for spec in layers.values()) * dtype.itemsize * config.block_size
+
+
+def kv_bytes_per_token(layers: dict[int, LayerSpec], dtype: torch.dtype, config: EngineConfig) -> int:
+    """Bytes of a token's keys and values, over some layers, rounded up. Raises ModelRefused."""
+    return ceil_div(bytes_per_block(layers, dtype, config), config.block_size)
+
+
+def kv_dtype(model: models.Model, config: EngineConfig) -> str:
+    """Type in which keys and values are kept."""
+    return name_of(model.dtype) if config.kv_dtype == "auto" else config.kv_dtype
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def check_kv_bytes(config: EngineConfig, device: str, num_ranks_here: int, ranks_per_gpu: int = 1) -> None:
+    """Raises StartError when the pools that were asked for are larger than all the memory that there is for them."""
+    if config.kv_bytes is None:
+        return
+    memory, num_sharing = memory_of(device), sharing(device, num_ranks_here, ranks_per_gpu)
+    if config.kv_bytes * num_sharing > memory.total:
+        where = "this machine" if device == "cpu" else device
+        there = f"the {memory.total:,} bytes of memory that {where} has for them"
+        raise StartError(
+            f"kv_bytes: {config.kv_bytes:,} for each of {count_ranks(num_sharing)} here is more than {there}"
+        )
+
+
+def default_kv_bytes(model: models.Model, config: EngineConfig, num_ranks_here: int, ranks_per_gpu: int) -> int:
+    """Bytes for keys and values when none were asked for: of what is free beside the weights now."""
+    memory = memory_of(model.device) if ranks_per_gpu == 1 else share_of(model.device, ranks_per_gpu)
+    return kv_bytes_within(memory, model.device, model, config, num_ranks_here, is_shared=ranks_per_gpu > 1)
+
+
+def kv_bytes_within(
+    memory: machine.Memory,
+    device: str,
+    model: models.Model,
+    config: EngineConfig,
+    num_ranks_here: int,
+    *,
+    is_shared: bool = False,
+) -> int:
+    """Bytes for keys and values of each rank: a share of what a machine has free, for others use it too; of a GPU all
+    but what steps need."""
+    if device == "cpu":
+        return max(0, int(memory.free * FREE_MEMORY_SHARE / num_ranks_here))
+    needed = workspace(model, config, num_ranks_here, memory.total, uses_nccl=not is_shared)
+    found = max(0, memory.free - needed.total)
+    of = f"{human_bytes(found)} of {human_bytes(memory.free)} that {device} has free beside the weights"
+    log.info("kv_bytes: %s; the others are %s", of, needed)
+    return found
+
+
+def memory_of(device: str) -> machine.Memory:
+    """What there is for weights, keys and values."""
+    if device == "cpu":
+        return machine.memory()
+    free, total = torch.cuda.mem_get_info(torch.device(device))
+    return machine.Memory(total, free)
+
+
+def share_of(device: str, num_ranks: int) -> machine.Memory:
+    """What there is for one of the ranks that share a GPU, whatever the others have taken of theirs by now."""
+    memory = memory_of(device)
+    share = memory.total // num_ranks
+    return machine.Memory(share, min(memory.free, share - CONTEXT - torch.cuda.memory_reserved(device)))
+
+
+def sharing(device: str, num_ranks_here: int, ranks_per_gpu: int = 1) -> int:
+    """How many ranks share that: those of the machine, or of the GPU."""
+    return num_ranks_here if device == "cpu" else ranks_per_gpu

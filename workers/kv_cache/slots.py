@@ -1,0 +1,163 @@
+"""One rank's keys and values by slot.
+
+The pool of a layer is [K, slots, D]: the slots of a head are neighbours, so blocks with neighbouring ids are one
+stretch of memory that a kernel reads in one call, without a copy.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from longleaf.attention import Partial
+from longleaf.attention.masks import Read
+from longleaf.kernels.backend import Backend
+from workers.model.model import LayerSpec
+
+
+class Blocks(NamedTuple):
+    """A part of what is kept of a layer, by block."""
+
+    name: str
+    """Of the layer, and of the part: no other one of the pool has it."""
+    tensor: Tensor
+    """A view [K, B, ...] of B blocks."""
+    has_slots: bool
+    """Whether it is [K, B, block size, ...]; else there is one for each block as a whole."""
+
+
+class Slots(Protocol):
+    """Keys and values of all layers by slot, however they are kept: here, or in 8 bits in
+    `workers.kv_cache.quantized`."""
+
+    block_size: int
+    dtype: torch.dtype
+    """Type of what is stored and taken."""
+    device: str
+    trash_slot: int
+    window_trash_slot: int
+    """Of layers whose slots are others than those of the rest; else the same."""
+
+    def bytes_per_slot(self, layer: int) -> int:
+        """Bytes of a token's keys and values in a layer."""
+        ...
+
+    def num_kv_heads(self, layer: int) -> int: ...
+
+    def keys_between(self, layer: int, start: int, end: int) -> Tensor:
+        """The keys [K, S, D] in slots [start, end), float32."""
+        ...
+
+    def store(self, backend: Backend, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTV: Tensor) -> None:
+        """Writes the keys and values of T tokens into their slots."""
+        ...
+
+    def kept(self, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTV: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values of T tokens as they are kept in the slots where they were stored just now."""
+        ...
+
+    def take(self, layer: int, slots_L: Tensor) -> Tensor:
+        """What is kept of some tokens, for `split`: [L, K, D + V], or [L, K, D] where values lie in the keys."""
+        ...
+
+    def pack(self, layer: int, k_KTD: Tensor, v_KTV: Tensor) -> Tensor:
+        """Keys and values of tokens that are not kept as `take` gives them, [T, K, D + V] or [T, K, D]."""
+        ...
+
+    def split(self, layer: int, taken_SKC: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys [K, S, D] and values [K, S, V] of tokens that were taken or packed, here or elsewhere."""
+        ...
+
+    def attend(
+        self, backend: Backend, layer: int, q_THD: Tensor, reads: Sequence[Read], scale: float, softcap: float | None
+    ) -> Partial:
+        """The partial of queries over what is kept in the slots of the reads."""
+        ...
+
+    def blocks(self, *, of_windows: bool) -> list[Blocks]:
+        """All that is kept; the blocks of layers that have others than the rest, or of the rest."""
+        ...
+
+
+class Pool:
+    """Keys and values as they were computed. A slot past the last block takes what nobody needs (trash).
+
+    In latent attention the values of a layer are a view of its keys. Layers with a limited reach have
+    `num_window_blocks` blocks, if that is given: their slots are then others than those of the rest.
+    """
+
+    def __init__(
+        self,
+        layers: dict[int, LayerSpec],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: str,
+        num_window_blocks: int | None = None,
+    ) -> None:
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.dtype = dtype
+        self.device = device
+        self.trash_slot = num_blocks * block_size
+        self.window_trash_slot = self.trash_slot if num_window_blocks is None else num_window_blocks * block_size
+        self._layers = layers
+        self._windowed = {i for i, spec in layers.items() if num_window_blocks is not None and not spec.reach.is_full}
+        self._stored = {
+            i: [torch.empty(spec.num_kv_heads, size, dim, dtype=dtype, device=device) for dim in spec.stored_dims]
+            for i, spec in layers.items()
+            for size in [1 + (self.window_trash_slot if i in self._windowed else self.trash_slot)]
+        }
+        self.keys = {i: stored[0] for i, stored in self._stored.items()}
+        self.values = {i: stored[-1][..., : layers[i].value_dim] for i, stored in self._stored.items()}
+
+    def bytes_per_slot(self, layer: int) -> int:
+        """Bytes of a token's keys and values in a layer."""
+        return self._layers[layer].num_stored * self.dtype.itemsize
+
+    def num_kv_heads(self, layer: int) -> int:
+        return self._layers[layer].num_kv_heads
+
+    def keys_between(self, layer: int, start: int, end: int) -> Tensor:
+        """The keys [K, S, D] in slots [start, end), float32; a view where they are kept so."""
+        return self.keys[layer][:, start:end].float()
+
+    def store(self, backend: Backend, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTV: Tensor) -> None:
+        """Writes the keys and values of T tokens into their slots; values that lie in the keys go with them."""
+        backend.store(self._stored[layer], slots_T, (k_KTD, v_KTV))
+
+    def kept(self, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTV: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values of T tokens as they are kept: as they came."""
+        return k_KTD, v_KTV
+
+    def take(self, layer: int, slots_L: Tensor) -> Tensor:
+        """What is stored of some tokens, for `split`: [L, K, D + V], or [L, K, D] where values lie in the keys."""
+        return torch.cat([pool.index_select(1, slots_L).transpose(0, 1) for pool in self._stored[layer]], dim=-1)
+
+    def pack(self, layer: int, k_KTD: Tensor, v_KTV: Tensor) -> Tensor:
+        """Keys and values of tokens that are not stored as `take` gives them, [T, K, D + V] or [T, K, D]."""
+        tensors = (k_KTD, v_KTV)[: len(self._stored[layer])]
+        return torch.cat([tokens.transpose(0, 1) for tokens in tensors], dim=-1)
+
+    def split(self, layer: int, taken_SKC: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys [K, S, D] and values [K, S, V] of tokens that were taken or packed, here or elsewhere."""
+        parts = taken_SKC.transpose(0, 1).split(self._layers[layer].stored_dims, dim=-1)
+        return parts[0], parts[-1][..., : self._layers[layer].value_dim]
+
+    def attend(
+        self, backend: Backend, layer: int, q_THD: Tensor, reads: Sequence[Read], scale: float, softcap: float | None
+    ) -> Partial:
+        """The partial of queries over what is kept in the slots of the reads."""
+        return backend.attend(q_THD, self.keys[layer], self.values[layer], reads, scale, softcap)
+
+    def blocks(self, *, of_windows: bool) -> list[Blocks]:
+        """All that is stored, [K, B, block size, D] of B blocks; those of windows, or the others."""
+        end = self.window_trash_slot if of_windows else self.trash_slot
+        layers = {i: stored for i, stored in self._stored.items() if (i in self._windowed) == of_windows}
+        size = (-1, self.block_size)
+        return [
+            Blocks(f"{i}.{name}", tensor[:, :end].unflatten(1, size), has_slots=True)
+            for i, stored in layers.items()
+            for name, tensor in zip(("keys", "values"), stored, strict=False)  # values may lie in the keys
+        ]
