@@ -24,8 +24,15 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 CEILING = Path(__file__).with_name("language_ceiling.json")
-LEFT_OUT = ("longleaf/v1/", "tests/fixtures/", "docs/adr/", "bench/results/", "scripts/check_language.py")
-"""Generated files, fixtures, decisions that stay as they were written, figures, and the patterns themselves."""
+LEFT_OUT = (
+    "longleaf/v1/",
+    "tests/fixtures/",
+    "docs/adr/",
+    "bench/results/",
+    "scripts/check_language.py",
+    "tests/unit/library/test_check_language.py",
+)
+"""Generated files, fixtures, decisions that stay as they were written, figures, and the patterns and their test."""
 PHRASES = {
     "clause_as_noun": (
         r"\bwhat(?:ever)?\b(?![^.\n]*\?)|(?:^|[.:;(]\s+|\b(?:of|to|for|by|from|with|than|and|or|as|on)\s+)who\b"
