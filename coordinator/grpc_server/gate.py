@@ -12,7 +12,7 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.descriptor_pool import Default
 from google.protobuf.message import DecodeError
 
-from coordinator.auth.caller import CALLER, OWNER, Caller
+from coordinator.auth.caller import CALLER, OWNER
 from coordinator.telemetry.observers import CURRENT
 from coordinator.text.threads import TextThreads
 from longleaf.codec import has_more_fields
@@ -31,7 +31,8 @@ MAX_FIELDS = 4096
 MAX_CALLS = 8192
 """Calls that are open at once."""
 SHARE = 0.75
-"""The part of the open calls that one host may have, and of `MAX_HELD_BYTES` that one of several tenants may."""
+"""The part of the open calls that one host may have, and of `MAX_HELD_BYTES` that one tenant may have; one host, if all
+calls are from one tenant."""
 MAX_HELD_BYTES = 64 << 20
 """Bytes of all large requests that are not answered yet."""
 ARRIVAL_SECONDS = 120.0
@@ -68,17 +69,18 @@ class Gate:
         arrival_seconds: float = ARRIVAL_SECONDS,
         share: float = SHARE,
     ) -> None:
-        """One host may have open a `share` of the calls, and one of several tenants hold a `share` of the bytes."""
+        """One host may have open a `share` of the calls, and one tenant may hold a `share` of the bytes."""
         self.arrival_seconds = arrival_seconds
         self._max_calls = max_calls
         self._most_of_host = math.ceil(max_calls * share)
         self._max_held = max_held_bytes
+        self._most_held_by_client = math.floor(max_held_bytes * share)
         self._num_calls = 0
         self._calls = Counter[str]()
         """Open ones by host."""
-        self._share = share
+        self._num_held = 0
         self._held = Counter[str]()
-        """Bytes by tenant."""
+        """Bytes by tenant, or by host where all calls are of one tenant."""
         self._thread = TextThreads(1, tenant=_client_key)
 
     @contextmanager
@@ -100,24 +102,30 @@ class Gate:
             if not self._calls[host]:
                 del self._calls[host]
 
-    def hold(self, num_bytes: int, caller: Caller) -> None:
-        """Raises ResourceExhausted when requests that are held leave no room for one of so many bytes."""
-        held, limit, place = self._held.total(), self._max_held, ""
-        if not caller.is_alone and held + num_bytes <= limit:
-            held, limit, place = self._held[caller.tenant], int(limit * self._share), " from your tenant"
-        if held + num_bytes > limit:
-            text = f"{held:,} bytes{place} wait for an answer: {num_bytes:,} more would exceed the limit of {limit:,}"
+    def hold(self, num_bytes: int) -> str:
+        """The client for which they are held. Raises ResourceExhausted when requests that are held leave no room for
+        one of so many bytes."""
+        client = _client_key()
+        if self._num_held + num_bytes > self._max_held:
+            text = f"with {num_bytes:,} bytes more, those that wait for an answer have more than {self._max_held:,}"
             raise ResourceExhausted("requests", text, RETRY_SECONDS)
-        self._held[caller.tenant] += num_bytes
+        if self._held[client] + num_bytes > (most := self._most_held_by_client):
+            text = f"with {num_bytes:,} bytes more, yours that wait for an answer have more than {most:,}"
+            raise ResourceExhausted("requests", text, RETRY_SECONDS)
+        self._num_held += num_bytes
+        self._held[client] += num_bytes
+        return client
 
-    def release(self, num_bytes: int, caller: Caller) -> None:
-        self._held[caller.tenant] -= num_bytes
-        if not self._held[caller.tenant]:
-            del self._held[caller.tenant]
+    def release(self, client: str, num_bytes: int) -> None:
+        self._num_held -= num_bytes
+        self._held[client] -= num_bytes
+        if not self._held[client]:
+            del self._held[client]
 
     async def parse(self, data: bytes, descriptor: MethodDescriptor, handler: Handler) -> object:
-        """Raises InvalidArgument. Large requests are parsed one at a time in a thread, in turns by tenant and host:
-        four million token ids take 14 to 40 ms, and counting fields up to the limit takes 12."""
+        """Raises InvalidArgument. Large requests are parsed one at a time in a thread, in turns by tenant, or by host
+        where all are of one tenant: four million token ids take 14 to 40 ms, and counting fields up to the limit takes
+        12."""
         if len(data) <= MAX_SMALL_BYTES:
             return _parse(data, handler)
         waiting = [data]
@@ -138,9 +146,7 @@ class Incoming:
         self._gate = gate
         self._handler = handler
         self._descriptor = Default().FindMethodByName(method.lstrip("/").replace("/", "."))
-        self._num_held = 0
-        self._caller = OWNER
-        """Who holds it."""
+        self._client, self._num_held = "", 0
 
     async def one(self, call: StreamCall) -> object:
         """The only one. It is held until it is released. Raises InvalidArgument, ResourceExhausted, and
@@ -155,8 +161,7 @@ class Incoming:
             raise InvalidArgument("request", "is missing")
         self._check_size(data)
         if len(data) > MAX_SMALL_BYTES:
-            self._caller = CALLER.get(OWNER)
-            self._gate.hold(len(data), self._caller)
+            self._client = self._gate.hold(len(data))
             self._num_held = len(data)
         return await self._gate.parse(data, self._descriptor, self._handler)
 
@@ -186,8 +191,7 @@ class Incoming:
 
     def release(self) -> None:
         """What was held need not be counted any more."""
-        if self._num_held:
-            self._gate.release(self._num_held, self._caller)
+        self._gate.release(self._client, self._num_held)
         self._num_held = 0
 
     def _check_size(self, data: bytes) -> None:
@@ -204,9 +208,9 @@ def _loses_status(call: StreamCall) -> bool:
 
 
 def _client_key() -> str:
-    """The tenant and the host of the call for which code runs."""
-    record = CURRENT.get()
-    return f"{CALLER.get(OWNER).tenant} {'' if record is None else record.host}"
+    """The tenant of the call for which code runs; its host where all calls are of one tenant."""
+    caller, record = CALLER.get(OWNER), CURRENT.get()
+    return record.host if caller.is_alone and record is not None else caller.tenant
 
 
 def _parse_large(waiting: list[bytes], descriptor: MethodDescriptor, handler: Handler) -> object:

@@ -81,13 +81,7 @@ class Catalog:
         return self._reserve is not None and self._reserve.release()
 
     async def note_epoch(self, epoch: int) -> None:
-        await self._call(self._note_epoch, epoch)
-
-    def _note_epoch(self, epoch: int) -> None:
-        try:
-            self._write_at_any_rate(writing.write_epoch, epoch)
-        finally:
-            self._reserve_room()  # a start may have used it
+        await self._call(self._write_and_reserve, writing.write_epoch, epoch)  # a start may have used the room
 
     async def append_upload(
         self, record: UploadRecord, start: int, new_ids: "array[int]", new_starts: "array[int]" = NO_STARTS
@@ -107,7 +101,7 @@ class Catalog:
         return await self._call(self._write, writing.read_outgoing, limit, only_deletions)
 
     async def done(self, keys: Sequence[int]) -> None:
-        await self._call(self._write_at_any_rate, writing.drop_outgoing, keys)
+        await self._call(self._write_and_reserve, writing.drop_outgoing, keys)
 
     async def close(self) -> None:
         if self._closing is None:
@@ -149,6 +143,18 @@ class Catalog:
             if not is_full(error) or not self._release_room():
                 raise
         return self._write(function, *args, **kwargs)
+
+    def _write_and_reserve(
+        self,
+        function: Callable[Concatenate[Connection, Arguments], Result],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> Result:
+        """As `_write_at_any_rate`; what it leaves of the room is reserved again for the next deletion."""
+        try:
+            return self._write_at_any_rate(function, *args, **kwargs)
+        finally:
+            self._reserve_room()
 
     async def _call(
         self, function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs

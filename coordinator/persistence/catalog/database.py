@@ -206,7 +206,7 @@ class Database:
             is_busy, *_ = self._raw.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
             self._has_remains, reason = bool(is_busy), "another process reads it"
         except sqlite3.Error as error:
-            if error.sqlite_errorcode == sqlite3.SQLITE_FULL and release_room():
+            if code_of(error) == sqlite3.SQLITE_FULL and release_room():
                 self.scrub()
                 return
             reason = str(error)

@@ -60,7 +60,10 @@ class Reserve:
         except OSError as error:
             log.debug("no room is kept for deletions: %s", error)
             with suppress(OSError):
-                self._path.unlink()
+                if room:
+                    os.truncate(self._path, room)
+                else:
+                    self._path.unlink()
 
     @property
     def is_there(self) -> bool:

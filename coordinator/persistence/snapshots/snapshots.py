@@ -326,13 +326,14 @@ class Snapshots:
             assert self._holdings is not None
             uses, segment_id = self._holdings.uses(), -1
             try:
+                were_too_large = bool(self._too_large)
                 self._too_large &= self._wanted.keys()
                 for segment_id in list(self._wanted):
                     await self._save_one(segment_id, uses)
                 self._cancel_retry()
                 if self._too_large:
                     self._retry = asyncio.get_running_loop().call_later(RETRY_SECONDS, self.wake)
-                elif not self._wanted:
+                elif were_too_large or not self._wanted:
                     self._trouble.end()
             except StorageUnavailable as error:
                 if segment_id in self._wanted:  # else it has been deleted meanwhile

@@ -8,6 +8,7 @@ import pytest
 from coordinator.engine.engine import Engine
 from coordinator.engine.storing import Storing
 from coordinator.events import Document, Prompt, Tokens
+from coordinator.persistence.catalog.records import Change
 from coordinator.persistence.snapshots.policy import Policy
 from coordinator.persistence.snapshots.ports import ContextUse, Held
 from longleaf.errors import StorageUnavailable, Unavailable
@@ -313,3 +314,21 @@ async def test_one_timer_retries_segments_that_do_not_fit(monkeypatch: pytest.Mo
         retries = [timer for timer in timers if getattr(timer, "_callback", None) == service.snapshots.wake]
         await comes(lambda: sum(not timer.cancelled() for timer in retries) == 1)
     assert all(timer.cancelled() for timer in retries)
+
+
+async def test_a_segment_that_did_not_fit_and_is_deleted_leaves_no_trouble() -> None:
+    """Although another one waits until it is held again."""
+
+    def check_room(num_bytes: int) -> None:
+        if num_bytes:
+            raise StorageUnavailable("the disk lacks room")
+
+    storage = Storage()
+    async with serving(storage) as service:
+        service.ranks.may_save.clear()
+        await ingest(service.engine, "evicted")
+    async with serving(storage, check_room=check_room) as service:
+        await ingest(service.engine, "large", list(range(40)))
+        await comes(lambda: service.snapshots.view().trouble)
+        await service.snapshots.commit(Change(dropped_contexts=("large",)))
+        await comes(lambda: not service.snapshots.view().trouble)

@@ -148,12 +148,31 @@ async def test_while_a_large_request_is_parsed_the_event_loop_serves_others() ->
     await requests.close()
 
 
+async def test_a_tenant_has_one_turn_whatever_the_number_of_its_hosts() -> None:
+    parser, requests = SlowParser(), Gate()
+
+    async def read(tenant: str, host: int) -> None:
+        CALLER.set(Caller(tenant=tenant, is_alone=False))
+        CURRENT.set(CallRecord(GENERATE, f"ipv4:10.0.0.{host}:1", {}))
+        with requests.of(GENERATE, parser, HOST) as incoming:
+            await incoming.one(call(LARGE + tenant.encode()))
+
+    many = [asyncio.create_task(read("many", number)) for number in range(8)]
+    await asyncio.to_thread(parser.has_begun.wait, 30)
+    other = asyncio.create_task(read("other", 99))
+    await asyncio.sleep(0)
+    parser.may_parse.set()
+    await asyncio.gather(other, *many)
+    assert [data[len(LARGE) :] for data in parser.parsed].index(b"other") < 3
+    await requests.close()
+
+
 async def test_large_requests_that_wait_for_an_answer_have_a_limit() -> None:
-    requests = Gate(max_held_bytes=len(LARGE))
+    requests = Gate(max_held_bytes=len(LARGE), share=1)
     with requests.of(GENERATE, Parser(), HOST) as first, requests.of(GENERATE, Parser(), HOST) as second:
         await first.one(call(LARGE))
         with pytest.raises(
-            ResourceExhausted, match=f"{len(LARGE):,} more would exceed the limit of {len(LARGE):,}"
+            ResourceExhausted, match=f"with {len(LARGE):,} bytes more, .* more than {len(LARGE):,}"
         ) as caught:
             await second.one(call(LARGE))
         assert caught.value.retry_seconds
@@ -164,21 +183,23 @@ async def test_large_requests_that_wait_for_an_answer_have_a_limit() -> None:
         assert await third.one(call(LARGE)) == LARGE, "the end of a call gives back what it held"
 
 
-async def test_one_tenant_leaves_room_for_large_requests_of_others() -> None:
+async def test_large_requests_of_a_tenant_leave_room_to_others() -> None:
     requests = Gate(max_held_bytes=4 * len(LARGE))
-    with ExitStack() as stack:
-        first, *others = (stack.enter_context(requests.of(GENERATE, Parser(), HOST)) for _ in range(5))
-        CALLER.set(Caller(tenant="acme", is_alone=False))
-        for incoming in (first, *others[:2]):
-            await incoming.one(call(LARGE))
-        with pytest.raises(ResourceExhausted, match=f"from your tenant .* limit of {3 * len(LARGE):,}") as caught:
-            await others[2].one(call(LARGE))
-        assert caught.value.retry_seconds
-        CALLER.set(Caller(tenant="globex", is_alone=False))
-        first.release()
-        assert await others[3].one(call(LARGE)) == LARGE
-        CALLER.set(Caller(tenant="acme", is_alone=False))
-        assert await others[2].one(call(LARGE)) == LARGE, "a request is given back to the tenant whose it was"
+
+    async def hold(tenant: str, stack: ExitStack) -> None:
+        CALLER.set(Caller(tenant=tenant, is_alone=False))
+        incoming = stack.enter_context(requests.of(GENERATE, Parser(), HOST))
+        await incoming.one(call(LARGE))
+
+    for _ in range(2):
+        with ExitStack() as stack:
+            for _ in range(3):
+                await asyncio.create_task(hold("many", stack))
+            with pytest.raises(ResourceExhausted, match=f"yours that wait .* more than {3 * len(LARGE):,}") as caught:
+                await asyncio.create_task(hold("many", stack))
+            assert caught.value.retry_seconds
+            await asyncio.create_task(hold("other", stack))
+    await requests.close()
 
 
 async def test_open_calls_have_a_limit() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from coordinator.persistence.catalog.catalog import DATABASE, Catalog, read_only_catalog
 from coordinator.persistence.catalog.folder import DataFolder
-from coordinator.persistence.catalog.records import Change, UploadRecord
+from coordinator.persistence.catalog.records import Change, Outgoing, UploadRecord
 from coordinator.persistence.catalog.reserve import Reserve
 from longleaf.errors import CatalogError, StorageUnavailable
 from tests.support.catalog import context, document
@@ -113,6 +113,18 @@ async def test_who_fills_the_disk_between_deletions_leaves_room_for_the_next_one
         fill(disk / f"more{half.start}")
     async with opened(disk) as (_, catalog):
         assert not (await catalog.load()).contexts
+
+
+@pytest.mark.parametrize("disk", [16], indirect=True)
+async def test_what_is_sent_to_storage_leaves_room_for_the_next_deletion(disk: Path) -> None:
+    async with opened(disk) as (_, catalog):
+        await catalog.commit(document("book", 0, 20_000))
+        await catalog.commit(Change(outgoing=tuple(Outgoing(f"{number:0200}", None) for number in range(1000))))
+        keys = [key for key, _ in await catalog.outgoing(256)]
+        for start in range(0, len(keys), 64):
+            fill(disk / f"other{start}")
+            await catalog.done(keys[start : start + 64])
+        assert (await catalog.commit(Change(dropped_contexts=("book",)))).segments == (0,)
 
 
 @pytest.mark.parametrize("disk", [520], indirect=True)
@@ -352,3 +364,19 @@ async def test_any_flipped_byte_is_seen_or_changes_nothing(tmp_path: Path) -> No
             assert kept == expected, at
         shutil.rmtree(folder)
         folder.mkdir()
+
+
+def test_a_reserve_that_cannot_grow_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reserve, size = Reserve(tmp_path), 1 << 20
+    with (tmp_path / "reserve").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, size)
+
+    def fallocate(descriptor: int, start: int, length: int) -> None:
+        os.truncate(descriptor, length)  # a part of the room may have been taken
+        raise OSError(errno.ENOSPC, "no space")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.posix_fallocate", fallocate)
+        reserve.make()
+    status = (tmp_path / "reserve").stat()
+    assert (status.st_size, status.st_blocks * 512) == (size, size)
