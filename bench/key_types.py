@@ -24,7 +24,7 @@ from bench.harness.machine import describe
 from bench.harness.timing import latency
 from longleaf.attention import Partial
 from longleaf.attention.masks import Read, Reads
-from longleaf.kernels import int8, table
+from longleaf.kernels import int8, registry
 from longleaf.kernels.backend import Backend, Int8Layer
 from longleaf.merge import Wire
 
@@ -62,7 +62,7 @@ def measure(heads: int, options: argparse.Namespace) -> Iterator[Row]:
     generator = torch.Generator().manual_seed(0)
     k, v = torch.randn(2, options.kv_heads, options.keys, options.head_dim, generator=generator)
     q = torch.randn(1, heads, options.head_dim, generator=generator)
-    backend = table.choose("auto", "cpu", torch.float32)
+    backend = registry.choose("auto", "cpu", torch.float32)
     steps = {name: partial(over, backend, q.to(dtype), k.to(dtype), v.to(dtype)) for name, dtype in FLOATS.items()}
     steps["int8"] = partial(over_int8, backend, q, quantized(k, v))
     whole = Reads([Read(0, 1, 0, options.keys)])

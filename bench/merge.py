@@ -36,7 +36,7 @@ from longleaf.attention import Partial
 from longleaf.comm import Groups
 from longleaf.comm.counting import counting
 from longleaf.config import MergeName
-from longleaf.kernels import table
+from longleaf.kernels import registry
 from longleaf.merge import MERGES, Merge, Wire, make_merge
 
 BASELINE = ("gloo", "paper")
@@ -136,7 +136,7 @@ def summed(transport: str, counts: list[Row]) -> Row:
 def turns(rank: Rank, options: argparse.Namespace) -> dict[int, Row]:
     """On one rank: by batch, the seconds of each merge's turns, and what it did in one call."""
     found: dict[int, Row] = {}
-    wire = Wire(table.choose("auto", rank.device, torch.float32))
+    wire = Wire(registry.choose("auto", rank.device, torch.float32))
     for batch in options.batches:
         generator = torch.Generator().manual_seed(rank.rank)
         out = torch.randn(batch, options.heads, options.head_dim, generator=generator)

@@ -21,11 +21,11 @@ from bench.harness.machine import describe
 from bench.harness.timing import percentiles
 from coordinator.cluster.fakes import FakeRanks
 from coordinator.engine.engine import Engine
-from coordinator.events import Admitted, Document, Ended, Tokens
-from coordinator.telemetry.counts import Counts
+from coordinator.engine_messages import Admitted, Document, Ended, Tokens
+from coordinator.telemetry.counters import Counts
+from coordinator.telemetry.metric_sources import Sources
 from coordinator.telemetry.metrics import Metrics
 from coordinator.telemetry.observers import CallRecord, Observers
-from coordinator.telemetry.sources import Sources
 from longleaf.config import EngineConfig
 from longleaf.sampling import Token
 

@@ -27,24 +27,24 @@ import torch.multiprocessing as mp
 from bench.harness.arguments import tell, unwind_on_terminate
 from bench.harness.machine import describe
 from bench.harness.subjects import RANDOM_LLAMA, subject
-from coordinator.kv_cache.blocks import Placer
+from coordinator.kv_cache.block_placer import Placer
 from longleaf.comm import Groups
 from longleaf.comm.counting import CountingComm
 from longleaf.comm.process_group import Carrier, ProcessGroups, connect_store, open_store
 from longleaf.config import PrefillName, apply_environment, network_environment, rank_environment
-from longleaf.interfaces import interface_of
-from longleaf.kernels import table
+from longleaf.kernels import registry
 from longleaf.merge import Wire, make_merge
+from longleaf.network_interfaces import interface_of
 from longleaf.rank_protocol.step import Prefill
 from longleaf.runs import Run, ceil_div
 from longleaf.topology import Topology
-from workers.kv_cache.ledger import Ledger
+from workers.kv_cache.block_table import Ledger
 from workers.kv_cache.slots import Pool
 from workers.model import model as models
 from workers.step.forward import Peers, PrefillDone, PrefillStep
+from workers.step.gathered_prefill import PastBuilder
 from workers.step.inputs import InputBuilder
 from workers.step.layers import Gathered
-from workers.step.past import PastBuilder
 
 HOST = "127.0.0.1"
 BLOCK_SIZE = 128
@@ -72,7 +72,7 @@ class Reader:
         self._ledger = Ledger(rank, BLOCK_SIZE)
         if held:
             self._ledger.put(PAST, held)
-        self._backend = table.choose("auto", model.device, model.dtype)
+        self._backend = registry.choose("auto", model.device, model.dtype)
         self.comm = CountingComm(groups.world)
         merge = make_merge("gather", Groups(groups.topology, self.comm, self.comm, None), Wire(self._backend))
         self._peers = Peers(self.comm, merge)

@@ -48,9 +48,9 @@ from coordinator.settings import ServiceConfig
 from coordinator.telemetry import logs
 from longleaf.config import DataConfig, EngineConfig, join_address
 from longleaf.errors import InvalidArgument, StartError
+from longleaf.formatting import human_seconds
 from longleaf.launch import BAD_INPUT, LISTENING, SILENT
-from longleaf.operations import HttpConfig, SecurityConfig, TelemetryConfig
-from longleaf.units import human_seconds
+from longleaf.service_settings import HttpConfig, SecurityConfig, TelemetryConfig
 from workers.__main__ import main as worker_main
 from workers.actor import WorkerActor
 

@@ -15,7 +15,7 @@ from coordinator.telemetry import logs
 from longleaf.config import DataConfig, EngineConfig
 from longleaf.errors import EpochBroken, InvalidArgument, LongleafError, WorkerLost
 from longleaf.launch import BAD_INPUT
-from longleaf.operations import SecurityConfig, TelemetryConfig, flag_of, in_flags
+from longleaf.service_settings import SecurityConfig, TelemetryConfig, flag_of, in_flags
 
 NAME = "longleaf-coordinator"
 NAMESPACE = "longleaf"

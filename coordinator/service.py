@@ -13,24 +13,24 @@ from msgspec.structs import replace
 
 from coordinator.auth.authenticator import Anybody, Authenticator
 from coordinator.auth.credentials import Credentials, unreachable
-from coordinator.cluster.control import Control
-from coordinator.cluster.keeper import Keeper
 from coordinator.cluster.ports import Fleet
+from coordinator.cluster.rank_manager import Control
+from coordinator.cluster.replacement_supervisor import Keeper
 from coordinator.engine.engine import STOPPING, Engine
 from coordinator.grpc_server.certificates import Certificates
-from coordinator.grpc_server.door import DoorProcess
+from coordinator.grpc_server.gateway_process import DoorProcess
 from coordinator.grpc_server.server import LOADING_SECONDS, Server
-from coordinator.handlers.kept_uploads import KeptUploads
-from coordinator.handlers.shares import TENANT_SHARE
-from coordinator.handlers.use_cases import UseCases
+from coordinator.handlers.application import UseCases
+from coordinator.handlers.durable_uploads import KeptUploads
+from coordinator.handlers.fair_share import TENANT_SHARE
 from coordinator.kv_cache.positions import UNLIMITED
-from coordinator.memory import return_large
+from coordinator.malloc_tuning import return_large
 from coordinator.persistence.open import Durability
 from coordinator.settings import ServiceConfig
-from coordinator.telemetry.counts import Counts
+from coordinator.telemetry.counters import Counts
+from coordinator.telemetry.metric_sources import Sources
 from coordinator.telemetry.observers import Observers
-from coordinator.telemetry.sources import Sources
-from coordinator.telemetry.watching import Watching
+from coordinator.telemetry.telemetry import Watching
 from coordinator.text.checkpoint import read_sampling
 from coordinator.text.renderer import Renderer
 from coordinator.text.tokenizer import Tokenizer
@@ -39,11 +39,11 @@ from longleaf.config import (
     join_address,
 )
 from longleaf.errors import StartError, Unavailable
-from longleaf.machine import allow_files, num_processors
-from longleaf.rank_protocol.epochs import Ready
+from longleaf.formatting import human_seconds
+from longleaf.rank_protocol.group_messages import Ready
+from longleaf.resources import allow_files, num_processors
 from longleaf.sampling import GREEDY
 from longleaf.types import Cluster, Draining, ModelInfo
-from longleaf.units import human_seconds
 
 SWITCH_SECONDS = 0.0005
 """How long threads that turn texts into ids may keep the event loop from going on, each time that it has waited: a

@@ -16,7 +16,7 @@ from longleaf.config import (
     check_waits,
 )
 from longleaf.errors import InvalidArgument
-from longleaf.operations import HttpConfig, SecurityConfig, TelemetryConfig
+from longleaf.service_settings import HttpConfig, SecurityConfig, TelemetryConfig
 
 
 class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):

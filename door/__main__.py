@@ -18,7 +18,7 @@ from msgspec.structs import fields
 from door.settings import DoorConfig
 from longleaf.errors import InvalidArgument, StartError
 from longleaf.logs import Logs, Repeats, formatter_of
-from longleaf.operations import TelemetryConfig
+from longleaf.service_settings import TelemetryConfig
 
 LISTENING = "listening on "
 BAD_INPUT = 2

@@ -19,7 +19,7 @@ from door.guards import Guards
 from door.models import KnownModel
 from door.openai import chat, completions, models
 from door.settings import DoorConfig
-from longleaf.client.relay import Relay
+from longleaf.client.proxy_client import Relay
 from longleaf.errors import LongleafError
 
 ROUTES = (

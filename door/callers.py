@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
-from longleaf.client.relay import Relay
+from longleaf.client.proxy_client import Relay
 from longleaf.errors import DeadlineExceeded, InvalidArgument, PermissionDenied, Unauthenticated
 
 ANSWER_SECONDS = 10.0

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from longleaf.pem import KeyPair, parse_pair
-from longleaf.watched import LOOK_SECONDS, WatchedFiles
+from longleaf.reloading_files import LOOK_SECONDS, WatchedFiles
 
 
 class Certificate:

@@ -11,7 +11,7 @@ from door.bodies import answered
 from door.callers import client_of, in_time
 from door.errors import problem_of, unavailable
 from door.events import HEADERS, EventResponse, event
-from longleaf.client.relay import Relay
+from longleaf.client.proxy_client import Relay
 from longleaf.errors import LongleafError
 from longleaf.types import Cluster
 

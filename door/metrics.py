@@ -8,7 +8,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from longleaf.config import join_address
-from longleaf.metrics_port import PATH, MetricsPort
+from longleaf.metrics_server import PATH, MetricsPort
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PATCH", "DELETE"})
 """Those of routes; a caller may send any other word."""

@@ -19,7 +19,7 @@ from door.protocol import protocol_options
 from door.settings import DoorConfig
 from longleaf.client import Retries
 from longleaf.client.channels import Access
-from longleaf.client.relay import Relay
+from longleaf.client.proxy_client import Relay
 from longleaf.config import join_address
 from longleaf.errors import StartError
 

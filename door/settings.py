@@ -4,7 +4,7 @@ import msgspec
 
 from longleaf.config import LOOPBACK
 from longleaf.errors import InvalidArgument
-from longleaf.operations import MAX_PORT, LogFormat, LogLevel, check_public_url, is_loopback
+from longleaf.service_settings import MAX_PORT, LogFormat, LogLevel, check_public_url, is_loopback
 
 DEFAULT_HTTP_PORT = 8000
 MAX_DRAIN_SECONDS = 24 * 3600

@@ -8,8 +8,8 @@ from typing import Literal
 import msgspec
 
 from longleaf.errors import InvalidArgument, StartError
-from longleaf.machine import num_processors
-from longleaf.units import human_number, human_seconds
+from longleaf.formatting import human_number, human_seconds
+from longleaf.resources import num_processors
 
 Launcher = Literal["ray", "local"]
 MergeName = Literal["paper", "packed", "gather", "exchange", "hierarchy", "butterfly"]

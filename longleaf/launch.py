@@ -23,8 +23,8 @@ from longleaf.config import (
     check_waits,
 )
 from longleaf.errors import InvalidArgument, LongleafError, StartError, Unavailable
-from longleaf.operations import HttpConfig, SecurityConfig, TelemetryConfig
-from longleaf.units import human_seconds
+from longleaf.formatting import human_seconds
+from longleaf.service_settings import HttpConfig, SecurityConfig, TelemetryConfig
 
 LISTENING = "listening on "
 """What the service prints before its address, once it is ready."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from traceback import format_exception, format_tb
 
-from longleaf.operations import TelemetryConfig
+from longleaf.service_settings import TelemetryConfig
 
 Facts = Mapping[str, object]
 """What is known of where a line comes from, by the names in FACTS; what is not known is left out, or empty."""

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.asymmetric.types import PublicKeyTypes
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
 from longleaf.errors import InvalidArgument
-from longleaf.small_files import read_small
+from longleaf.read_limited import read_small
 
 MAX_PEM_BYTES = 1 << 20
 MIN_RSA_BITS = 2048

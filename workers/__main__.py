@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from longleaf.config import apply_environment, network_environment
-from longleaf.interfaces import interface_of
 from longleaf.logs import Facts, Logs
-from longleaf.operations import TelemetryConfig
-from longleaf.rank_protocol.epochs import Join, Ready
+from longleaf.network_interfaces import interface_of
+from longleaf.rank_protocol.group_messages import Join, Ready
 from longleaf.rank_protocol.rank_spec import RankSpec
+from longleaf.service_settings import TelemetryConfig
 from workers.control import serve
 from workers.imports import for_good
 from workers.ports import Computation

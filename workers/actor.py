@@ -1,7 +1,7 @@
 """A rank as an actor. The fleet gives this class to Ray; nothing here knows Ray."""
 
 from longleaf.config import apply_environment, network_environment
-from longleaf.interfaces import interface_of
+from longleaf.network_interfaces import interface_of
 from longleaf.rank_protocol.rank_spec import RankSpec
 from workers.imports import for_good
 

@@ -9,15 +9,15 @@ from collections.abc import Callable
 import zmq
 
 from longleaf.errors import StartError, WorkerLost
-from longleaf.machine import num_processors
 from longleaf.rank_protocol.encoding import FromRank, ToRank, decode_to_rank, encode
-from longleaf.rank_protocol.epochs import Fence
-from longleaf.rank_protocol.lives import PULSE_SECONDS, Died, Heartbeat
+from longleaf.rank_protocol.group_messages import Fence
+from longleaf.rank_protocol.member_messages import PULSE_SECONDS, Died, Heartbeat
 from longleaf.rank_protocol.rank_spec import Invitation, RankSpec
 from longleaf.rank_protocol.snapshots import Outcome
-from workers.life import Life, Standing, ending_in_time, reason_of
+from longleaf.resources import num_processors
+from workers.log_buffer import Records
+from workers.member_process import Life, Standing, ending_in_time, reason_of
 from workers.ports import Computation
-from workers.records import Records
 
 LINGER_MILLISECONDS = 2000
 AWAKE_SECONDS = 2e-3

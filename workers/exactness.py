@@ -23,23 +23,23 @@ from blake3 import blake3
 from longleaf.config import NOT_VERIFIED, EngineConfig
 from longleaf.errors import ModelRefused
 from longleaf.fingerprint import Fingerprint
-from longleaf.kernels import table
+from longleaf.formatting import human_rounded
+from longleaf.kernels import registry
 from longleaf.kernels.backend import Backend
 from longleaf.rank_protocol.step import Comparison, Decode, Prefill, Row, StepPlan, Terms, Work
 from longleaf.rank_protocol.verdict import judge
 from longleaf.runs import Run, ceil_div
 from longleaf.sampling import Sampling
 from longleaf.storage.store import Store as Storage
-from longleaf.units import human_rounded
 from workers.cuda_graphs.graphs import Graphs
-from workers.epoch import Epoch
+from workers.group_session import Epoch
 from workers.kv_cache.quantized import QuantizedPool
 from workers.kv_cache.slots import Pool
-from workers.kv_io.desk import Desk
+from workers.kv_io.kv_io import Desk
 from workers.model.model import Model, describe_error, special_ids
 from workers.sampling.device_sampler import DeviceSampler, make_sampler
 from workers.sampling.sampler import Sampler
-from workers.step.last_ids import DeviceIds, HostIds, LastIds
+from workers.step.last_tokens import DeviceIds, HostIds, LastIds
 from workers.verification import computing_in
 
 CHUNKS, QUESTION, ANSWER = (24, 17), 5, 6
@@ -119,7 +119,7 @@ def check_exact(model: Model, backend: Backend, config: EngineConfig) -> str:
 def compare_in_float32(model: Model, config: EngineConfig) -> Comparison | None:
     """The comparison with all weights converted while they are used; None where that is not possible."""
     try:
-        backend = table.choose(config.kernels, model.device, torch.float32)
+        backend = registry.choose(config.kernels, model.device, torch.float32)
         with computing_in(model.module, torch.float32):
             found = compare(replace(model, dtype=torch.float32), backend)
     except Exception as error:  # layers may use weights of others, and kernels may be of one type
@@ -182,7 +182,7 @@ def make_works(ids: Sequence[int], chunks: Sequence[int], num_answer: int) -> It
 
 @dataclass
 class SmallMeans:
-    """What one rank computes a few tokens with. Implements workers.epoch.Means."""
+    """What one rank computes a few tokens with. Implements workers.group_session.Means."""
 
     config: EngineConfig
     device: str

@@ -11,11 +11,11 @@ from typing import Literal
 import msgspec
 
 from longleaf.errors import DataLoss, LongleafError, ModelRefused, NotFound, StorageUnavailable
-from longleaf.rank_protocol.epochs import Join, Layout, Ready, SegmentLayout
 from longleaf.rank_protocol.fakes import drafted_ends, echo_tokens
-from longleaf.rank_protocol.lives import Hello
+from longleaf.rank_protocol.group_messages import Join, Layout, Ready, SegmentLayout
+from longleaf.rank_protocol.member_messages import Hello
 from longleaf.rank_protocol.rank_spec import RankSpec
-from longleaf.rank_protocol.sequences import Sequences
+from longleaf.rank_protocol.row_delta import Sequences
 from longleaf.rank_protocol.snapshots import Discard, Failure, Fetch, Fetched, Order, Outcome, Save, Saved
 from longleaf.rank_protocol.step import Decode, Move, Prefill, Restore, Row, StepPlan, StepResult
 from longleaf.runs import Run, until
@@ -236,7 +236,7 @@ def failure_of(error: LongleafError) -> Failure:
 
 
 class EchoRank:
-    """Implements workers.life.Computation without torch."""
+    """Implements workers.member_process.Computation without torch."""
 
     num_exchanges = 0
 

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from longleaf.rank_protocol.encoding import FromRank, ToRank
-from longleaf.rank_protocol.epochs import Join, Layout, Ready
-from longleaf.rank_protocol.lives import Hello
+from longleaf.rank_protocol.group_messages import Join, Layout, Ready
+from longleaf.rank_protocol.member_messages import Hello
 from longleaf.rank_protocol.snapshots import Order, Outcome
 from longleaf.rank_protocol.step import StepPlan
 from workers.pending import Pending

@@ -1,6 +1,6 @@
 """Modules that the fork server imports for all ranks."""
 
-from longleaf.machine import end_with_parent
+from longleaf.resources import end_with_parent
 from workers.imports import for_good
 
 end_with_parent()  # the coordinator may be killed while this imports

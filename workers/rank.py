@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from longleaf.comm import Groups
-from longleaf.comm.fence import Fence, Sockets
+from longleaf.comm.abort import Fence, Sockets
 from longleaf.comm.process_group import (
     ProcessGroups,
     Store,
@@ -21,11 +21,11 @@ from longleaf.comm.process_group import (
 from longleaf.config import cache_folder
 from longleaf.errors import ModelRefused, StartError
 from longleaf.fingerprint import Fingerprint, read_fingerprint
-from longleaf.kernels import table
+from longleaf.kernels import registry
 from longleaf.kernels.backend import Backend
 from longleaf.merge import tiers
-from longleaf.rank_protocol.epochs import Join, Layout, MergeTiming, Ready
-from longleaf.rank_protocol.lives import Hello
+from longleaf.rank_protocol.group_messages import Join, Layout, MergeTiming, Ready
+from longleaf.rank_protocol.member_messages import Hello
 from longleaf.rank_protocol.rank_spec import RankSpec
 from longleaf.rank_protocol.snapshots import Discard, Failure, Fetch, Order, Outcome, Save, Saved
 from longleaf.rank_protocol.step import StepPlan, StepResult
@@ -33,20 +33,20 @@ from longleaf.runs import ceil_div
 from longleaf.storage.store import Store as Storage
 from longleaf.topology import Topology, too_few_gpus
 from workers.cuda_graphs.graphs import CudaGraphs, Graphs
-from workers.epoch import Epoch
 from workers.exactness import EXACT, Records, verify_model
+from workers.group_session import Epoch
 from workers.kv_cache.pools import check_kv_bytes, kv_bytes_per_token, kv_dtype, make_pool, name_of, sharded_layers
 from workers.kv_cache.quantized import QuantizedPool
 from workers.kv_cache.slots import Pool
-from workers.kv_cache.workspace import room_for_graphs
-from workers.kv_io.desk import ENDED, NOT_HELD, Desk
-from workers.kv_io.piece import form_of
+from workers.kv_cache.workspace_estimate import room_for_graphs
+from workers.kv_io.kv_io import ENDED, NOT_HELD, Desk
+from workers.kv_io.kv_piece import form_of
 from workers.kv_io.store import OpenStore
 from workers.model import model as models
 from workers.pending import Pending
 from workers.sampling.device_sampler import DeviceSampler, make_sampler
 from workers.sampling.sampler import Sampler
-from workers.step.last_ids import DeviceIds, HostIds, LastIds
+from workers.step.last_tokens import DeviceIds, HostIds, LastIds
 
 OPEN_UNTRIED: OpenStore = partial(Storage.open, is_tried=False)
 """What cannot be written may still be read."""
@@ -114,7 +114,7 @@ class Rank:
         config, num_ranks_here = self.config, self._spec.num_ranks_here
         check_kv_bytes(config, self.device, num_ranks_here, self._ranks_per_gpu)
         model = models.load(config.model, config.dtype, self.device)
-        backend = table.choose(config.kernels, self.device, model.dtype)
+        backend = registry.choose(config.kernels, self.device, model.dtype)
         if self._verifies_model:
             self._exactness_note = verify_model(model, backend, config, self._fingerprint, self._records)
         self.lay_out(model, backend)
@@ -132,7 +132,7 @@ class Rank:
         config, num_ranks_here = self.config, self._spec.num_ranks_here
         self.model = model
         self.pool, windows = make_pool(self.model, config, num_ranks_here, self._ranks_per_gpu)
-        self.backend = backend or table.choose(config.kernels, self.device, self.model.dtype)
+        self.backend = backend or registry.choose(config.kernels, self.device, self.model.dtype)
         if self.device.startswith("cuda") and config.graphs == "auto":
             self.graphs = CudaGraphs(self.device, room_for_graphs(self.model, config))
         self._ready = Ready(

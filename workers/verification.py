@@ -20,10 +20,10 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from longleaf.config import EngineConfig
-from longleaf.geometry import Rope
+from longleaf.positions import Rope
 from longleaf.rank_protocol.step import Comparison, Row
 from longleaf.sampling import Token
-from workers.kv_cache.ledger import Ledger
+from workers.kv_cache.block_table import Ledger
 from workers.model import hook
 from workers.model.model import Model
 from workers.sampling.sampler import first_positions

@@ -15,7 +15,7 @@ from bench.attention.ring import QueryRing, Ring, over
 from bench.harness.memory import peak_bytes
 from bench.harness.ranks import Rank
 from longleaf.attention import Partial
-from longleaf.kernels import table
+from longleaf.kernels import registry
 from longleaf.kernels.backend import Backend
 from longleaf.merge import Chosen, Merge, Wire, choose_merge, make_merge
 
@@ -103,7 +103,7 @@ class Step:
 
 def measure(rank: Rank, sizes: list[Size], repeats: int, seconds: float) -> list[Row]:
     """By size, what each method did on this rank; `seconds` is about what the turns of one size may take."""
-    backend, size = table.choose("auto", "cpu", torch.float32), sizes[0]
+    backend, size = registry.choose("auto", "cpu", torch.float32), sizes[0]
     chosen = {t: choose_merge(groups, Wire(backend), size.heads, size.dim, "cpu") for t, groups in rank.groups.items()}
     return [_measure_size(rank, size, backend, chosen, repeats, seconds) for size in sizes]
 

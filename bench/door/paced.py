@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from coordinator import events
+from coordinator import engine_messages
 from tests.support.service import FakeEngine, FakeStream, serving, tokens
 
 SECONDS = 0.05
@@ -20,29 +20,29 @@ TOKEN = 66
 class PacedStream(FakeStream):
     """Says what its script begins with, and then tokens in time."""
 
-    def __init__(self, script: Sequence[events.Event], most: int) -> None:
+    def __init__(self, script: Sequence[engine_messages.Event], most: int) -> None:
         super().__init__(script, None, is_endless=True)
         self._most = most
         self._index = 0
         self._next = 0.0
 
-    async def __anext__(self) -> events.Event:
+    async def __anext__(self) -> engine_messages.Event:
         if self._script:
             return await super().__anext__()
         loop = asyncio.get_running_loop()
         self._next = max(self._next + SECONDS, loop.time())
         await asyncio.sleep(self._next - loop.time())
         if self._index >= self._most:
-            return events.Ended("length", 1, 0, self._index, 0.0, 0.0, 0.0)
+            return engine_messages.Ended("length", 1, 0, self._index, 0.0, 0.0, 0.0)
         self._index += 1
-        return events.Tokens(self._index - 1, tokens((TOKEN,)))
+        return engine_messages.Tokens(self._index - 1, tokens((TOKEN,)))
 
 
 class PacedEngine(FakeEngine):
     """Answers every prompt so."""
 
-    def submit(self, prompt: events.Prompt) -> FakeStream:
-        return PacedStream([events.Admitted(len(prompt.token_ids), 0)], prompt.sampling.max_tokens)
+    def submit(self, prompt: engine_messages.Prompt) -> FakeStream:
+        return PacedStream([engine_messages.Admitted(len(prompt.token_ids), 0)], prompt.sampling.max_tokens)
 
 
 async def _serve() -> None:

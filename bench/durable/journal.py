@@ -14,7 +14,7 @@ from bench.durable.service import KeptService, command
 from bench.harness.arguments import tell
 from bench.harness.service import START_SECONDS
 from bench.harness.subjects import EMBEDDED, Subject, subject
-from coordinator.events import Admitted, Tokens
+from coordinator.engine_messages import Admitted, Tokens
 from coordinator.persistence.journal.entries import Held
 from coordinator.persistence.journal.journal import Journal, Record
 from longleaf.client import AsyncClient

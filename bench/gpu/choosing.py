@@ -13,10 +13,10 @@ from bench.gpu.cases import Choose
 from bench.gpu.counting import counted
 from longleaf.rank_protocol.step import Row, Seen, Terms
 from longleaf.sampling import Sampling
+from workers.host_copies import to_device
 from workers.sampling.device_sampler import DeviceSampler, parameters_of
 from workers.sampling.fixed_shape import kind_of
 from workers.sampling.sampler import Choice
-from workers.transfers import to_device
 
 REPEATS = 20
 SPREAD = 3.0

@@ -106,7 +106,7 @@ def live(end: Connection, number: int, num_ranks: int, device: str, shape: tuple
     """A rank's process."""
     ground.stand_in()
     from longleaf.config import apply_environment, network_environment, rank_environment
-    from longleaf.interfaces import interface_of
+    from longleaf.network_interfaces import interface_of
 
     apply_environment(rank_environment(1))
     apply_environment(network_environment(interface_of("127.0.0.1")))
@@ -126,7 +126,7 @@ def serve(end: Connection, number: int, num_ranks: int, device: str, shape: tupl
     from bench.gpu.plans import EPOCH
     from bench.gpu.ranks import Shape, make_module, make_rank, served
     from longleaf.config import EngineConfig
-    from longleaf.rank_protocol.epochs import Join
+    from longleaf.rank_protocol.group_messages import Join
 
     if device.startswith("cuda"):
         torch.cuda.set_device(device)

@@ -16,7 +16,7 @@ from bench.gpu.ground import LeftOut
 from bench.gpu.plain import Plain
 from bench.gpu.ranks import LLAMA_8B, NotedGraphs, Shape, make_module, make_rank, noted, served
 from longleaf.config import EngineConfig, GraphsChoice
-from longleaf.rank_protocol.epochs import Join
+from longleaf.rank_protocol.group_messages import Join
 from longleaf.rank_protocol.step import StepPlan, StepResult
 from workers.kv_cache.slots import Pool
 from workers.model.model import Model

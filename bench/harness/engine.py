@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from coordinator.cluster.control import Control
 from coordinator.cluster.local_fleet import LocalFleet
+from coordinator.cluster.rank_manager import Control
 from coordinator.engine.engine import Engine
-from coordinator.events import Document, Prompt, Tokens
+from coordinator.engine_messages import Document, Prompt, Tokens
 from longleaf.config import EngineConfig
 from longleaf.rank_protocol.step import Decode, StepPlan, StepResult
 from longleaf.sampling import Sampling

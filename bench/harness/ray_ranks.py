@@ -20,8 +20,8 @@ from coordinator.cluster.ray_fleet import PLACE_SECONDS, bundle_for, bundles_of,
 from longleaf.comm.process_group import connect_store, open_store
 from longleaf.config import DeviceName, EngineConfig, apply_environment, network_environment, rank_environment
 from longleaf.errors import StartError
-from longleaf.interfaces import interface_of
 from longleaf.launch import BAD_INPUT
+from longleaf.network_interfaces import interface_of
 
 NETWORK = Network("ray", "", (), 0, 0)
 """Machines of which nothing is known; whatever else they send is counted, too."""

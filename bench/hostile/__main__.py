@@ -56,7 +56,7 @@ from longleaf.client import AsyncClient
 from longleaf.config import DataConfig, EngineConfig, embedded_model
 from longleaf.credentials import Entry, Quotas, digest_of, line_of
 from longleaf.launch import ServiceProcess
-from longleaf.operations import HttpConfig, SecurityConfig
+from longleaf.service_settings import HttpConfig, SecurityConfig
 
 TARGETS = {"heartbeat_more_ms": 100.0, "remaining_mib": 64.0}
 LONG_CALLBACK_SECONDS = 0.005

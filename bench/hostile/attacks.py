@@ -19,7 +19,7 @@ from google.protobuf.duration_pb2 import Duration
 from bench.durable.catalog import new_contexts
 from bench.hostile import payloads
 from coordinator.persistence.catalog.catalog import Catalog
-from coordinator.persistence.catalog.folder import DataFolder
+from coordinator.persistence.catalog.data_folder import DataFolder
 from longleaf.codec.status import DETAILS_KEY
 from longleaf.credentials import Quotas
 from longleaf.v1 import cluster_service_pb2, context_service_pb2, generation_pb2

@@ -11,7 +11,7 @@ import numpy as np
 from longleaf.context_archive.frames import PREAMBLE, Frame, Kind
 from longleaf.context_archive.records import Head, encode
 from longleaf.fingerprint import Fingerprint
-from longleaf.geometry import Rope
+from longleaf.positions import Rope
 from longleaf.v1 import context_pb2, context_service_pb2, generation_pb2, generation_service_pb2
 
 LARGEST = (64 << 20) - 4096

@@ -23,8 +23,8 @@ from bench.occupancy.compiling import Resources
 from bench.occupancy.targets import Target
 from longleaf.attention.masks import Read
 from longleaf.kernels.gpu.backend import PROGRAMS_PER_MULTIPROCESSOR
-from longleaf.kernels.gpu.items import HEADER, ITEM, STRETCH, Shape, work_of
 from longleaf.kernels.gpu.variants import Variant
+from longleaf.kernels.gpu.work_items import HEADER, ITEM, STRETCH, Shape, work_of
 
 LATENCY_NS = 800.0
 SCHEDULERS = 4

@@ -24,11 +24,11 @@ from bench.harness.machine import describe
 from bench.harness.subjects import EMBEDDED, Subject, subject
 from bench.overhead.clients import ask, ingest
 from bench.overhead.step_times import Gap, TimedMain, gaps, read
-from coordinator.cluster.control import Control
 from coordinator.cluster.local_fleet import LocalFleet
+from coordinator.cluster.rank_manager import Control
 from coordinator.engine.engine import Engine
 from coordinator.grpc_server.server import Server
-from coordinator.handlers.use_cases import UseCases
+from coordinator.handlers.application import UseCases
 from coordinator.text.renderer import Renderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.config import EngineConfig

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from longleaf.rank_protocol.epochs import Join, Layout, Ready
-from longleaf.rank_protocol.lives import Hello
+from longleaf.rank_protocol.group_messages import Join, Layout, Ready
+from longleaf.rank_protocol.member_messages import Hello
 from longleaf.rank_protocol.rank_spec import RankSpec
 from longleaf.rank_protocol.snapshots import Order, Outcome
 from longleaf.rank_protocol.step import StepPlan

@@ -14,7 +14,7 @@ from longleaf.client.channels import Access
 from longleaf.config import LOOPBACK, EngineConfig, embedded_model
 from longleaf.credentials import Entry, digest_of, line_of, new_credential
 from longleaf.launch import OPEN, SILENT, coordinator_command
-from longleaf.operations import SecurityConfig, TelemetryConfig
+from longleaf.service_settings import SecurityConfig, TelemetryConfig
 from tests.support.authority import Authority
 
 TENANTS = 20

@@ -16,7 +16,7 @@ import torch
 import torch.multiprocessing as mp
 
 from longleaf.attention.masks import Read
-from longleaf.kernels import table
+from longleaf.kernels import registry
 
 SECONDS = 1.0
 """How long a process computes in one turn."""
@@ -36,7 +36,7 @@ class Load:
         """How often per second this process computes it."""
         q_THD = torch.randn(self.rows, HEADS, DIM)
         k_KSD, v_KSD = torch.randn(2, KV_HEADS, self.keys, DIM)
-        backend, reads, count = table.choose("auto", "cpu", torch.float32), [Read(0, self.rows, 0, self.keys)], 0
+        backend, reads, count = registry.choose("auto", "cpu", torch.float32), [Read(0, self.rows, 0, self.keys)], 0
         begin = time.perf_counter()
         while (taken := time.perf_counter() - begin) < SECONDS:
             backend.attend(q_THD, k_KSD, v_KSD, reads, DIM**-0.5)

@@ -8,9 +8,9 @@ from hmac import compare_digest
 from coordinator.auth.caller import Caller
 from longleaf.credentials import Entry, digest_of, parse_credentials
 from longleaf.errors import Unauthenticated
+from longleaf.formatting import human_count
+from longleaf.reloading_files import WatchedFiles
 from longleaf.tenants import tenant_of
-from longleaf.units import human_count
-from longleaf.watched import WatchedFiles
 
 MAX_NAMED = 5
 """Tenants that a start names of those that nobody can come in as."""

@@ -5,16 +5,16 @@ from collections.abc import Collection, Iterable, Sequence
 
 from msgspec.structs import replace
 
-from coordinator.cluster.history import is_filling
+from coordinator.cluster.loss_history import is_filling
 from coordinator.cluster.ports import EpochEnd, Formation, OnDeath
 from longleaf.config import EngineConfig
 from longleaf.errors import DataLoss, EpochBroken, StartError, StorageUnavailable, WorkerLost
-from longleaf.geometry import EVERY_RANK, Rotary, Windows
-from longleaf.rank_protocol.epochs import Layout, Ready
+from longleaf.positions import EVERY_RANK, Rotary, Windows
 from longleaf.rank_protocol.fakes import FULL_LAYER, VOCAB, echo_attention, echo_scores, echo_spans, echo_tokens
-from longleaf.rank_protocol.lives import Hello
+from longleaf.rank_protocol.group_messages import Layout, Ready
+from longleaf.rank_protocol.member_messages import Hello
 from longleaf.rank_protocol.rank_spec import Invitation
-from longleaf.rank_protocol.sequences import Sequences
+from longleaf.rank_protocol.row_delta import Sequences
 from longleaf.rank_protocol.snapshots import Fetch, Save, Saved
 from longleaf.rank_protocol.step import Attention, Comparison, Decode, Prefill, Restore, Row, StepPlan, StepResult
 from longleaf.runs import Run

@@ -9,7 +9,7 @@ from multiprocessing import forkserver, resource_tracker
 from typing import Any, Literal
 
 from longleaf.config import EngineConfig, apply_environment, rank_environment
-from longleaf.machine import has_gpu_driver
+from longleaf.resources import has_gpu_driver
 
 StartMethod = Literal["forkserver", "spawn"]
 SERVER_DIED = 255

@@ -17,8 +17,8 @@ from coordinator.cluster.fork_server import SERVER_DIED, StartMethod, ignoring_t
 from coordinator.cluster.ports import OnDeath, unheard
 from longleaf.config import LOOPBACK, EngineConfig, apply_environment, check_slots_here, rank_environment
 from longleaf.errors import StartError
-from longleaf.machine import end_with_parent
 from longleaf.rank_protocol.rank_spec import Invitation, RankSpec
+from longleaf.resources import end_with_parent
 
 LEAVE_SECONDS = 3.0
 END_SECONDS = 1.0

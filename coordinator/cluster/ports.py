@@ -8,13 +8,13 @@ import msgspec
 
 from longleaf.config import EngineConfig
 from longleaf.errors import LongleafError
-from longleaf.rank_protocol.epochs import Layout, Ready
-from longleaf.rank_protocol.lives import Hello
+from longleaf.formatting import human_seconds
+from longleaf.rank_protocol.group_messages import Layout, Ready
+from longleaf.rank_protocol.member_messages import Hello
 from longleaf.rank_protocol.rank_spec import Invitation
 from longleaf.rank_protocol.snapshots import Fetch, Save, Saved
 from longleaf.rank_protocol.step import StepPlan, StepResult
 from longleaf.types import Loss
-from longleaf.units import human_seconds
 
 OnDeath = Callable[[int, str], None]
 """Is told which member's process ended, and why, from any thread."""
@@ -156,7 +156,7 @@ MemberEvent = MemberLost | Replacing | Delayed | GivenUp | Joined
 
 class Ranks(Protocol):
     """The ranks as the engine sees them, from epoch to epoch. Implemented by
-    coordinator.cluster.control; faked by coordinator.cluster.fakes."""
+    coordinator.cluster.rank_manager; faked by coordinator.cluster.fakes."""
 
     async def start(self, epoch: int) -> Formation:
         """Waits until all members have joined the epoch of this number, the first one.

@@ -8,11 +8,11 @@ from contextlib import chdir
 from ipaddress import ip_address
 from typing import Any
 
-from coordinator.cluster.ray_door import UNKNOWN, check_door
-from coordinator.cluster.ray_folder import RayFolder
+from coordinator.cluster.ray_auth_check import UNKNOWN, check_door
+from coordinator.cluster.ray_temp_dir import RayFolder
 from longleaf.config import LOOPBACK, apply_environment, check_slots_here, join_address, ray_environment
 from longleaf.errors import StartError
-from longleaf.interfaces import interface_of
+from longleaf.network_interfaces import interface_of
 
 OBJECT_STORE_BYTES = 80 * 2**20
 ANSWER_SECONDS = 10.0

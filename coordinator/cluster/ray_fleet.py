@@ -14,7 +14,7 @@ import msgspec
 
 from coordinator.cluster.ports import OnDeath, unheard
 from coordinator.cluster.ray_connection import ray_package
-from coordinator.cluster.ray_node import answers, has_ended
+from coordinator.cluster.ray_liveness import answers, has_ended
 from longleaf.config import LOOPBACK, EngineConfig, rank_environment
 from longleaf.errors import StartError
 from longleaf.rank_protocol.rank_spec import Invitation, RankSpec

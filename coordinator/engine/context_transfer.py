@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from coordinator.engine.keeping import Keeping
-from coordinator.engine.kept import context_record, segment_record
+from coordinator.engine.context_persistence import Keeping
+from coordinator.engine.record_mapping import context_record, segment_record
 from coordinator.kv_cache.contexts import NamedPath
-from coordinator.kv_cache.paths import Segment
 from coordinator.kv_cache.positions import Positions
+from coordinator.kv_cache.token_paths import Segment
 from coordinator.persistence.catalog.records import Change, ContextRecord, SegmentRecord, SnapshotRecord
 from coordinator.persistence.snapshots.snapshots import Snapshots
 from longleaf.errors import (

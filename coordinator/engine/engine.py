@@ -9,30 +9,30 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from coordinator.changes import Changes
+from coordinator.change_feed import Changes
 from coordinator.cluster.ports import Ranks
-from coordinator.engine.context_calls import ContextCalls
+from coordinator.engine.checkpoint_migration import EarlierContexts
+from coordinator.engine.context_persistence import Keeping
+from coordinator.engine.context_service import ContextCalls
 from coordinator.engine.context_transfer import EngineHouse
-from coordinator.engine.earlier import EarlierContexts
 from coordinator.engine.epochs import FIRST_EPOCH, Epochs
-from coordinator.engine.keeping import Keeping
-from coordinator.engine.lasting import Lasting
-from coordinator.engine.readers import Readers
-from coordinator.engine.recoveries import Recoveries
-from coordinator.engine.steps import Answer, Steps
-from coordinator.engine.storing import Storing
+from coordinator.engine.inflight_steps import Answer, Steps
+from coordinator.engine.persistence_ports import Lasting
+from coordinator.engine.recovery_status import Recoveries
+from coordinator.engine.snapshot_coordinator import Storing
 from coordinator.engine.stream import Stream
+from coordinator.engine.stream_registry import Readers
 from coordinator.engine.views import count_scheduled, view_cluster, view_context
-from coordinator.events import Document, Outcome, Prompt, Sealed
+from coordinator.engine_messages import Document, Outcome, Prompt, Sealed
 from coordinator.kv_cache.contexts import NamedPath
 from coordinator.kv_cache.positions import Positions
 from coordinator.scheduling.scheduler import Scheduler
-from coordinator.telemetry.counts import Counts
+from coordinator.telemetry.counters import Counts
 from longleaf import types
 from longleaf.config import MAX_SECONDS, EngineConfig
 from longleaf.errors import EpochBroken, LongleafError, NotFound, Unavailable, WorkerLost
-from longleaf.geometry import Rotary
-from longleaf.rank_protocol.epochs import Ready
+from longleaf.positions import Rotary
+from longleaf.rank_protocol.group_messages import Ready
 from longleaf.rank_protocol.step import StepPlan, StepResult
 from longleaf.types import Cluster, ModelInfo, expired
 

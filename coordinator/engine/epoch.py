@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Self
 
 from coordinator.cluster.ports import Formation
-from coordinator.kv_cache.blocks import Placer
-from coordinator.kv_cache.ranking import Ranking
+from coordinator.kv_cache.block_placer import Placer
+from coordinator.kv_cache.rank_mapping import Ranking
 
 MOVED_BYTES = 64 << 20
 """Of keys that one step moves from rank to rank at most: streams wait for it."""

@@ -4,14 +4,14 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from coordinator.cluster.history import is_filling
+from coordinator.cluster.loss_history import is_filling
 from coordinator.cluster.ports import EpochEnd, Formation, Ranks
 from coordinator.engine.epoch import Epoch
-from coordinator.engine.recoveries import Recoveries
-from coordinator.recovery.suspicion import BREAK, LOSS
+from coordinator.engine.recovery_status import Recoveries
+from coordinator.recovery.fault_score import BREAK, LOSS
 from coordinator.scheduling.scheduler import Scheduler
 from longleaf.errors import EpochBroken, Unavailable, WorkerLost
-from longleaf.rank_protocol.epochs import Layout
+from longleaf.rank_protocol.group_messages import Layout
 
 FIRST_EPOCH = 1
 MAX_IDLE = 8

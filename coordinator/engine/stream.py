@@ -5,7 +5,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from coordinator.events import Admitted, Ended, Event, Tokens
+from coordinator.engine_messages import Admitted, Ended, Event, Tokens
 from longleaf.rank_protocol.step import Attention
 from longleaf.sampling import Token
 from longleaf.types import Progress, Recovering

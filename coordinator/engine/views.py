@@ -5,15 +5,15 @@ from collections.abc import Container, Sequence
 from coordinator.cluster.ports import Formation
 from coordinator.engine.epoch import Epoch
 from coordinator.kv_cache.contexts import NamedPath
-from coordinator.kv_cache.holdings import Holdings
 from coordinator.kv_cache.positions import Positions
-from coordinator.scheduling.draft_counts import DraftCounts
+from coordinator.kv_cache.segment_placement import Holdings
 from coordinator.scheduling.scheduler import Scheduler
-from coordinator.telemetry.counts import Counts
+from coordinator.scheduling.speculation_stats import DraftCounts
+from coordinator.telemetry.counters import Counts
 from longleaf import types
 from longleaf.config import EngineConfig
-from longleaf.rank_protocol.epochs import Ready
-from longleaf.rank_protocol.lives import Hello
+from longleaf.rank_protocol.group_messages import Ready
+from longleaf.rank_protocol.member_messages import Hello
 from longleaf.types import Loss
 
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import grpc
 
-from longleaf.operations import SecurityConfig
 from longleaf.pem import KeyPair, parse_certificates, parse_pair
-from longleaf.watched import WatchedFiles
+from longleaf.reloading_files import WatchedFiles
+from longleaf.service_settings import SecurityConfig
 
 
 class Certificates:

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # pyright: ignore[reportMissingTypeStubs]
 
-from coordinator.changes import Changes
+from coordinator.change_feed import Changes
 from longleaf.errors import NotFound
 
 Request = health_pb2.HealthCheckRequest

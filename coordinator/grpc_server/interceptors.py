@@ -8,20 +8,20 @@ from typing import Any
 
 import grpc
 
+from coordinator.auth.auth_throttle import Refusals
 from coordinator.auth.authenticator import Authenticator
 from coordinator.auth.caller import CALLER
 from coordinator.auth.permissions import check_role
-from coordinator.auth.refusals import Refusals
-from coordinator.grpc_server.anteroom import Anteroom
-from coordinator.grpc_server.gate import Gate, Handler, Incoming, StreamCall
-from coordinator.grpc_server.lobby import SERVED, Lobby
-from coordinator.grpc_server.peers import certified_names, plain_headers
-from coordinator.grpc_server.tenancy import shown_error
+from coordinator.grpc_server.call_metadata import certified_names, plain_headers
+from coordinator.grpc_server.readiness_gate import SERVED, Lobby
+from coordinator.grpc_server.request_limiter import Gate, Handler, Incoming, StreamCall
+from coordinator.grpc_server.tenant_scoping import shown_error
+from coordinator.grpc_server.unauthenticated_limiter import Anteroom
 from coordinator.telemetry.observers import CURRENT, CallRecord, Observers
 from longleaf.codec.status import DETAILS_KEY, encode_error, grpc_code
 from longleaf.errors import InvalidArgument, LongleafError, ResourceExhausted, Unauthenticated, Unavailable
+from longleaf.formatting import human_seconds
 from longleaf.tenants import unscoped
-from longleaf.units import human_seconds
 
 logger = logging.getLogger(__name__)
 

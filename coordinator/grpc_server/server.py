@@ -10,11 +10,11 @@ from grpc_reflection.v1alpha import reflection  # pyright: ignore[reportMissingT
 
 from coordinator.auth.authenticator import Anybody, Authenticator
 from coordinator.grpc_server.certificates import Certificates
-from coordinator.grpc_server.gate import MAX_CALLS, Gate
 from coordinator.grpc_server.health import HealthServicer
 from coordinator.grpc_server.interceptors import CallInterceptor
 from coordinator.grpc_server.listener import Listener
-from coordinator.grpc_server.lobby import Lobby
+from coordinator.grpc_server.readiness_gate import Lobby
+from coordinator.grpc_server.request_limiter import MAX_CALLS, Gate
 from coordinator.grpc_server.servicers import (
     ClusterServicer,
     ContextServicer,
@@ -23,11 +23,11 @@ from coordinator.grpc_server.servicers import (
     Refill,
     TokenizerServicer,
 )
-from coordinator.handlers.use_cases import UseCases
+from coordinator.handlers.application import UseCases
 from coordinator.telemetry.observers import NOBODY, Observers
 from longleaf.config import MAX_REQUEST_BYTES, MAX_RESPONSE_BYTES, MAX_SECONDS
 from longleaf.errors import LongleafError, Unavailable
-from longleaf.machine import max_files
+from longleaf.resources import max_files
 from longleaf.types import Draining
 from longleaf.v1 import (
     cluster_service_pb2_grpc,

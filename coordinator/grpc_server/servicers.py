@@ -12,13 +12,13 @@ from typing import ParamSpec, Protocol, TypeVar
 from google.protobuf.empty_pb2 import Empty
 
 from coordinator.auth.caller import CALLER, OWNER
-from coordinator.changes import Watch
-from coordinator.grpc_server import tenancy
-from coordinator.grpc_server.lobby import Lobby
-from coordinator.grpc_server.neighbours import is_here
-from coordinator.handlers.tokens import MAX_TOKENS, Tokenization
-from coordinator.handlers.use_cases import ContextStore
-from coordinator.text.threads import TextThreads
+from coordinator.change_feed import Watch
+from coordinator.grpc_server import tenant_scoping
+from coordinator.grpc_server.local_peers import is_here
+from coordinator.grpc_server.readiness_gate import Lobby
+from coordinator.handlers.application import ContextStore
+from coordinator.handlers.tokenization import MAX_TOKENS, Tokenization
+from coordinator.text.tokenizer_pool import TextThreads
 from longleaf import codec
 from longleaf.errors import InvalidArgument, PermissionDenied
 from longleaf.types import Cluster, Draining, Generate, ImportHeader, IngestHeader, IngestPiece, ParcelPiece
@@ -93,16 +93,16 @@ class GenerationServicer(GenerationServiceServicer):
         defaults = use_cases.sampling_defaults
         decoded = await _decoded(use_cases.threads, num_ids, codec.decode_generate, request, self._seed(), defaults)
         if isinstance(decoded, Generate):
-            decoded = tenancy.scope_generate(decoded, caller(context))
+            decoded = tenant_scoping.scope_generate(decoded, caller(context))
         else:
-            decoded = tenancy.scope_resume(decoded)
+            decoded = tenant_scoping.scope_resume(decoded)
         async with aclosing(use_cases.generation.run(decoded, context.time_remaining())) as answer:
             del request, decoded  # they may be large, and the answer long
             async for event in answer:
-                yield codec.encode_event(tenancy.shown_event(event))
+                yield codec.encode_event(tenant_scoping.shown_event(event))
 
     async def CancelGeneration(self, request: service_pb.CancelGenerationRequest, context: object) -> Empty:
-        await self._lobby.use_cases.generation.cancel(tenancy.scope_cancelled(codec.decode_cancel(request)))
+        await self._lobby.use_cases.generation.cancel(tenant_scoping.scope_cancelled(codec.decode_cancel(request)))
         return Empty()
 
 
@@ -123,21 +123,21 @@ class ContextServicer(ContextServiceServicer):
         pieces = _pieces(request_iterator, use_cases.threads, caller(context))
         async with aclosing(use_cases.ingest.run(pieces, context.time_remaining())) as reports:
             async for report in reports:
-                yield codec.encode_ingest_progress(tenancy.shown_report(report))
+                yield codec.encode_ingest_progress(tenant_scoping.shown_report(report))
 
     async def CancelIngest(self, request: ingest_pb.CancelIngestRequest, context: object) -> Empty:
-        name = tenancy.scope_context(codec.context_id(request.name))
+        name = tenant_scoping.scope_context(codec.context_id(request.name))
         await self._lobby.use_cases.ingest.cancel(name, request.upload_id)
         return Empty()
 
     async def GetContext(self, request: ingest_pb.GetContextRequest, context: object) -> context_pb.Context:
-        view = self._contexts.get_context(tenancy.scope_context(codec.context_id(request.name)))
-        return codec.encode_context(tenancy.shown(view))
+        view = self._contexts.get_context(tenant_scoping.scope_context(codec.context_id(request.name)))
+        return codec.encode_context(tenant_scoping.shown(view))
 
     async def GetContextText(
         self, request: ingest_pb.GetContextTextRequest, context: object
     ) -> ingest_pb.GetContextTextResponse:
-        wanted = tenancy.scope_text(codec.decode_get_text(request))
+        wanted = tenant_scoping.scope_text(codec.decode_get_text(request))
         return codec.encode_context_text(await self._lobby.use_cases.texts.read(wanted))
 
     async def ListContexts(
@@ -146,42 +146,42 @@ class ContextServicer(ContextServiceServicer):
         if request.page_size < 0:
             raise InvalidArgument("page_size", f"{request.page_size} is negative")
         size = min(request.page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
-        after = tenancy.scope(_decode_page_token(request.page_token))
-        found = self._contexts.list_contexts(after, size + 1, tenant=tenancy.tenant())
-        views = [tenancy.shown(view) for view in found]
+        after = tenant_scoping.scope(_decode_page_token(request.page_token))
+        found = self._contexts.list_contexts(after, size + 1, tenant=tenant_scoping.tenant())
+        views = [tenant_scoping.shown(view) for view in found]
         return ingest_pb.ListContextsResponse(
             contexts=[codec.encode_context(view) for view in views[:size]],
             next_page_token=_encode_page_token(views[size - 1].id) if len(views) > size else "",
         )
 
     async def ForkContext(self, request: ingest_pb.ForkContextRequest, context: object) -> context_pb.Context:
-        fork = tenancy.scope_fork(codec.decode_fork(request))
+        fork = tenant_scoping.scope_fork(codec.decode_fork(request))
         view = await self._lobby.use_cases.fork_context(fork.source, fork.context, fork.tokens)
-        return codec.encode_context(tenancy.shown(view))
+        return codec.encode_context(tenant_scoping.shown(view))
 
     async def UpdateContext(self, request: ingest_pb.UpdateContextRequest, context: object) -> context_pb.Context:
         name, settings = codec.decode_update(request)
-        view = await self._contexts.update_context(tenancy.scope_context(name), settings)
-        return codec.encode_context(tenancy.shown(view))
+        view = await self._contexts.update_context(tenant_scoping.scope_context(name), settings)
+        return codec.encode_context(tenant_scoping.shown(view))
 
     async def RereadContext(self, request: ingest_pb.RereadContextRequest, context: object) -> context_pb.Context:
-        view = await self._lobby.use_cases.reread_context(tenancy.scope_context(codec.context_id(request.name)))
-        return codec.encode_context(tenancy.shown(view))
+        view = await self._lobby.use_cases.reread_context(tenant_scoping.scope_context(codec.context_id(request.name)))
+        return codec.encode_context(tenant_scoping.shown(view))
 
     async def RereadContexts(
         self, request: ingest_pb.RereadContextsRequest, context: object
     ) -> ingest_pb.RereadContextsResponse:
-        reread = await self._lobby.use_cases.reread_contexts(tenancy.tenant())
-        return codec.encode_reread(tenancy.shown_reread(reread))
+        reread = await self._lobby.use_cases.reread_contexts(tenant_scoping.tenant())
+        return codec.encode_reread(tenant_scoping.shown_reread(reread))
 
     async def DeleteContext(self, request: ingest_pb.DeleteContextRequest, context: object) -> Empty:
-        await self._contexts.delete_context(tenancy.scope_context(codec.context_id(request.name)))
+        await self._contexts.delete_context(tenant_scoping.scope_context(codec.context_id(request.name)))
         return Empty()
 
     async def ExportContext(
         self, request: ingest_pb.ExportContextRequest, context: object
     ) -> AsyncGenerator[ingest_pb.ExportContextResponse, None]:
-        wanted = tenancy.scope_export(codec.decode_export(request))
+        wanted = tenant_scoping.scope_export(codec.decode_export(request))
         async with aclosing(self._lobby.use_cases.exports.run(wanted)) as parcel:
             async for news in parcel:
                 yield codec.encode_exported(news)
@@ -191,7 +191,7 @@ class ContextServicer(ContextServiceServicer):
     ) -> AsyncGenerator[ingest_pb.ImportContextResponse, None]:
         async with aclosing(self._lobby.use_cases.imports.run(_parcel(request_iterator))) as reports:
             async for report in reports:
-                yield codec.encode_import_progress(tenancy.shown_report(report))
+                yield codec.encode_import_progress(tenant_scoping.shown_report(report))
 
 
 async def _pieces(
@@ -202,7 +202,7 @@ async def _pieces(
         num_items = len(request.token_ids.ids) + len(request.config.files) + len(request.prefaced_config.config.files)
         piece = await _decoded(threads, num_items, codec.decode_ingest_piece, request)
         if isinstance(piece, IngestHeader):
-            piece = tenancy.scope_ingest(piece, client)
+            piece = tenant_scoping.scope_ingest(piece, client)
         yield piece
         del request, piece  # they may be large, and the next ones long in coming
 
@@ -213,7 +213,7 @@ async def _parcel(
     """The requests decoded."""
     async for request in requests:
         piece = codec.decode_import_piece(request)
-        yield tenancy.scope_import(piece) if isinstance(piece, ImportHeader) else piece
+        yield tenant_scoping.scope_import(piece) if isinstance(piece, ImportHeader) else piece
 
 
 def _encode_page_token(last: str) -> str:
@@ -276,10 +276,10 @@ class ClusterServicer(ClusterServiceServicer):
 
     def _cluster(self) -> Cluster:
         """As the caller may see it."""
-        return tenancy.shown_cluster(self._lobby.use_cases.cluster())
+        return tenant_scoping.shown_cluster(self._lobby.use_cases.cluster())
 
     def _watch(self) -> Watch[cluster_pb.WatchClusterResponse]:
-        viewer = "" if CALLER.get().is_admin else tenancy.tenant()
+        viewer = "" if CALLER.get().is_admin else tenant_scoping.tenant()
         if viewer not in self._watches:
             self._watches[viewer] = Watch(self._look, self._lobby.use_cases.changes)
         return self._watches[viewer]
@@ -297,7 +297,7 @@ class ClusterServicer(ClusterServiceServicer):
     async def VerifyCluster(
         self, request: cluster_pb.VerifyClusterRequest, context: Call
     ) -> cluster_pb.VerifyClusterResponse:
-        wanted = tenancy.scope_verify(codec.decode_verify(request), caller(context))
+        wanted = tenant_scoping.scope_verify(codec.decode_verify(request), caller(context))
         return codec.encode_verification(
             await self._lobby.use_cases.verifications.run(wanted, context.time_remaining())
         )

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from coordinator.events import DocumentPart
+from coordinator.engine_messages import DocumentPart
 from coordinator.text.text_map import Passage, TextMap
-from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
+from coordinator.text.tokenizer_pool import TextThreads
 from longleaf.errors import FailedPrecondition, InvalidArgument
 from longleaf.tenants import name_of
 from longleaf.types import ContextText, GetContextText, TextUnit

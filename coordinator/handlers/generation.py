@@ -8,21 +8,21 @@ from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
 
 import msgspec
 
-from coordinator import events
+from coordinator import engine_messages
 from coordinator.auth.caller import CALLER, OWNER
-from coordinator.auth.ledger import UNLIMITED, Ledger
-from coordinator.handlers.answer import Answer
-from coordinator.handlers.prompts import Prompts
-from coordinator.handlers.replay import CallLater, Replays, call_later, question_of
-from coordinator.handlers.retelling import retell
-from coordinator.handlers.submitter import EventStream, Submitter
-from coordinator.handlers.tracing import TextMaps, Tracing, no_text, submit_patiently
+from coordinator.auth.quotas import UNLIMITED, Ledger
+from coordinator.handlers.attribution_tracing import TextMaps, Tracing, no_text, submit_patiently
+from coordinator.handlers.engine_ports import EventStream, Submitter
+from coordinator.handlers.journal_replay import retell
+from coordinator.handlers.prompt_encoder import Prompts
+from coordinator.handlers.response_assembler import Answer
+from coordinator.handlers.resumable_generations import CallLater, Replays, call_later, question_of
 from coordinator.persistence.journal.entries import Held
 from coordinator.persistence.journal.journal import Journal, Record
 from coordinator.telemetry.observers import CURRENT, NOBODY, Observers, Saw
 from coordinator.text.detokenizer import ids_before
-from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
+from coordinator.text.tokenizer_pool import TextThreads
 from longleaf.errors import AlreadyExists, InvalidArgument, LongleafError, StorageUnavailable, Unavailable
 from longleaf.sampling import MAX_TOKENS
 from longleaf.tenants import scoped
@@ -209,10 +209,12 @@ class Generation:
         if request_id in self._running:
             raise AlreadyExists(f"generations/{request_id}")
 
-    def _prompt(self, request: Generate, token_ids: Sequence[int], deadline: float | None = None) -> events.Prompt:
+    def _prompt(
+        self, request: Generate, token_ids: Sequence[int], deadline: float | None = None
+    ) -> engine_messages.Prompt:
         is_held, most = request.resume_seconds > 0, self._engine.max_draft_tokens
         tenant, client, caller = request.tenant, request.client, CALLER.get(OWNER)
-        claim = events.Claim(
+        claim = engine_messages.Claim(
             priority=request.priority,
             tenant=tenant,
             client=client,
@@ -221,7 +223,7 @@ class Generation:
             deadline=deadline,
             is_held=is_held,
         )
-        return events.Prompt(
+        return engine_messages.Prompt(
             context=request.context,
             token_ids=token_ids,
             sampling=request.sampling,
@@ -260,10 +262,10 @@ def _counting_copies(saw: Saw, num_asked: int, take_in: Callable[[int], None]) -
     context's keys are rotated for another length."""
     num_taken = 0
 
-    def saw_all(event: events.Event) -> None:
+    def saw_all(event: engine_messages.Event) -> None:
         nonlocal num_taken
         saw(event)
-        if isinstance(event, events.Admitted) and event.queue_position == 0:
+        if isinstance(event, engine_messages.Admitted) and event.queue_position == 0:
             num_copied = event.prompt_tokens - num_asked - event.cached_tokens
             if num_copied > num_taken:
                 take_in(num_copied - num_taken)

@@ -10,16 +10,16 @@ from typing import Protocol
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from coordinator import events
+from coordinator import engine_messages
 from coordinator.auth.caller import CALLER, OWNER
-from coordinator.auth.ledger import UNLIMITED, Ledger
+from coordinator.auth.quotas import UNLIMITED, Ledger
+from coordinator.handlers.document_tokenizer import STEP_BYTES, Intake
 from coordinator.handlers.generation import EventStream
-from coordinator.handlers.intake import STEP_BYTES, Intake
-from coordinator.handlers.prompts import SYSTEM, Prompts
-from coordinator.handlers.text_limit import Capacity, TextLimit
+from coordinator.handlers.prompt_encoder import SYSTEM, Prompts
+from coordinator.handlers.size_limits import Capacity, TextLimit
 from coordinator.handlers.uploads import Owner, PrefillTask, Upload, Uploads
-from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
+from coordinator.text.tokenizer_pool import TextThreads
 from coordinator.text.vocabulary import STEP_TOKENS
 from longleaf.errors import (
     AlreadyExists,
@@ -29,6 +29,7 @@ from longleaf.errors import (
     InvalidArgument,
     NotFound,
 )
+from longleaf.formatting import human_seconds
 from longleaf.types import (
     Context,
     IngestHeader,
@@ -39,7 +40,6 @@ from longleaf.types import (
     Recovering,
     expired,
 )
-from longleaf.units import human_seconds
 
 IDLE_SECONDS = 120.0
 """How long an open stream may send nothing while a document arrives."""
@@ -64,7 +64,7 @@ class Ingester(Capacity, Protocol):
         """The upload id of a context's last document; empty if it had none. Raises NotFound."""
         ...
 
-    def ingest(self, document: events.Document) -> EventStream:
+    def ingest(self, document: engine_messages.Document) -> EventStream:
         """Raises AlreadyExists, NotFound, InvalidArgument, ResourceExhausted, DeadlineExceeded or Unavailable."""
         ...
 
@@ -264,14 +264,14 @@ class Ingest:
     def _prefill(self, upload: Upload, document: Intake) -> PrefillTask:
         """Raises AlreadyExists, NotFound, InvalidArgument, ResourceExhausted, DeadlineExceeded or Unavailable."""
         header = upload.header
-        claim = events.Claim(
+        claim = engine_messages.Claim(
             priority=header.priority,
             tenant=header.tenant,
             client=header.client,
             is_alone=CALLER.get(OWNER).is_alone,
             deadline=upload.deadline,
         )
-        asked = events.Document(
+        asked = engine_messages.Document(
             context=header.context,
             token_ids=document.token_ids,
             append=header.append,

@@ -7,13 +7,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import aclosing, asynccontextmanager
 
-from coordinator.changes import Changes
+from coordinator.change_feed import Changes
+from coordinator.handlers.document_tokenizer import CutShort, Intake
+from coordinator.handlers.durable_uploads import KeptUploads, check_same
+from coordinator.handlers.fair_share import loser_of, shares_of
 from coordinator.handlers.generation import EventStream
-from coordinator.handlers.intake import CutShort, Intake
-from coordinator.handlers.kept_uploads import KeptUploads, check_same
-from coordinator.handlers.replay import CallLater, Timer, call_later
-from coordinator.handlers.shares import loser_of, shares_of
-from coordinator.text.threads import TextThreads
+from coordinator.handlers.resumable_generations import CallLater, Timer, call_later
+from coordinator.text.tokenizer_pool import TextThreads
 from longleaf.errors import Cancelled, DeadlineExceeded, LongleafError, ResourceExhausted, Unavailable
 from longleaf.types import Account, IngestHeader, IngestProgress
 

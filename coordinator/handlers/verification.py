@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import aclosing, contextmanager
 
-from coordinator import events
+from coordinator import engine_messages
 from coordinator.handlers.generation import Submitter
-from coordinator.handlers.prompts import check_ids
-from coordinator.text.threads import TextThreads
+from coordinator.handlers.prompt_encoder import check_ids
 from coordinator.text.tokenizer import Tokenizer
+from coordinator.text.tokenizer_pool import TextThreads
 from longleaf.errors import InvalidArgument, NotFinite, ResourceExhausted, Unavailable
 from longleaf.rank_protocol.step import Comparison
 from longleaf.rank_protocol.verdict import judge
@@ -55,11 +55,11 @@ class Verifications:
         deadline = None if seconds is None else self._clock() + seconds
         max_tokens = _within("max_token_count", request.max_tokens, DEFAULT_ANSWER, MAX_ANSWER)
         with self._only():
-            prompt = events.Prompt(
+            prompt = engine_messages.Prompt(
                 context=None,
                 token_ids=await self._prompt_ids(request, max_tokens),
                 sampling=Sampling(max_tokens=max_tokens, ignore_end_token=True),
-                claim=events.Claim(client=request.client, deadline=deadline),
+                claim=engine_messages.Claim(client=request.client, deadline=deadline),
                 is_compared=True,
                 max_draft_tokens=self._engine.max_draft_tokens,
             )
@@ -100,11 +100,11 @@ class Verifications:
         room = min(self._engine.max_positions, self._engine.total_tokens - cluster.block_size) - max_tokens
         return max(1, min(wanted, MAX_PROMPT, room))
 
-    async def _compare(self, prompt: events.Prompt) -> Comparison:
+    async def _compare(self, prompt: engine_messages.Prompt) -> Comparison:
         try:
             async with aclosing(self._engine.submit(prompt)) as stream:
                 async for event in stream:
-                    if isinstance(event, events.Ended) and event.comparison is not None:
+                    if isinstance(event, engine_messages.Ended) and event.comparison is not None:
                         return event.comparison
         except NotFinite as error:
             return Comparison(failure=str(error))

@@ -6,17 +6,17 @@ from itertools import islice
 
 from msgspec import UNSET
 
-from coordinator.deadlines import Deadlines
-from coordinator.kv_cache.holdings import Holding, Holdings
-from coordinator.kv_cache.paths import Path, Segment
+from coordinator.expiry_heap import Deadlines
 from coordinator.kv_cache.positions import UNLIMITED
+from coordinator.kv_cache.segment_placement import Holding, Holdings
 from coordinator.kv_cache.segments import Segments
+from coordinator.kv_cache.token_paths import Path, Segment
 from coordinator.kv_cache.totals import Totals
 from longleaf.errors import AlreadyExists, InvalidArgument, NotFound, Unavailable
-from longleaf.geometry import Rope
+from longleaf.formatting import human_number
+from longleaf.positions import Rope
 from longleaf.tenants import tenant_of
 from longleaf.types import UNCHANGED, ContextSettings
-from longleaf.units import human_number
 
 LAST_ENDS = 4
 """Documents of a context at whose ends the windows are held: any number of appends takes no more."""

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from longleaf.errors import InvalidArgument
-from longleaf.geometry import FLOAT32_POSITIONS, OWN_ROPE, Rope, Rotary
+from longleaf.positions import FLOAT32_POSITIONS, OWN_ROPE, Rope, Rotary
 from longleaf.types import ModelInfo, PositionInfo
 
 UNLIMITED = 1 << 40

@@ -4,12 +4,12 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
-from coordinator.kv_cache.blocks import Blocks, Placer, count_blocks
-from coordinator.kv_cache.holdings import Holding, Holdings
-from coordinator.kv_cache.losses import Loss
-from coordinator.kv_cache.paths import NOWHERE, Path, Segment
-from coordinator.kv_cache.prefixes import Prefixes
-from longleaf.geometry import OWN_ROPE, Rope
+from coordinator.kv_cache.block_placer import Blocks, Placer, count_blocks
+from coordinator.kv_cache.lost_ranges import Loss
+from coordinator.kv_cache.prefix_cache import Prefixes
+from coordinator.kv_cache.segment_placement import Holding, Holdings
+from coordinator.kv_cache.token_paths import NOWHERE, Path, Segment
+from longleaf.positions import OWN_ROPE, Rope
 from longleaf.tenants import DEFAULT_TENANT
 
 

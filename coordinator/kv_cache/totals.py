@@ -4,7 +4,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from coordinator.kv_cache.paths import Segment
+from coordinator.kv_cache.token_paths import Segment
 
 
 class Totals:

@@ -1,7 +1,7 @@
 """The windows' pool: the last keys of each segment, in the same blocks on every rank. Integers only."""
 
-from coordinator.kv_cache.pool import BlockPool
-from longleaf.geometry import EVERY_RANK, Windows
+from coordinator.kv_cache.block_allocator import BlockPool
+from longleaf.positions import EVERY_RANK, Windows
 from longleaf.runs import Run, ceil_div, until
 
 

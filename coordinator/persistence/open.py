@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Self
 
 from coordinator.persistence.catalog.catalog import Catalog
-from coordinator.persistence.catalog.earlier import EarlierContext, read_earlier
-from coordinator.persistence.catalog.folder import JOURNAL, DataFolder
+from coordinator.persistence.catalog.data_folder import JOURNAL, DataFolder
 from coordinator.persistence.catalog.identity import read_identity
 from coordinator.persistence.catalog.records import Kept
+from coordinator.persistence.catalog.stale_contexts import EarlierContext, read_earlier
 from coordinator.persistence.journal.journal import Journal
-from coordinator.persistence.snapshots.policy import Policy
+from coordinator.persistence.snapshots.retention import Policy
 from coordinator.persistence.snapshots.snapshots import Snapshots
 from longleaf.config import DataConfig, EngineConfig
 from longleaf.errors import CatalogError, DataLoss, StorageUnavailable
+from longleaf.formatting import human_count
 from longleaf.storage.store import Store
-from longleaf.units import human_count
 
 SNAPSHOTS = "snapshots"
 log = logging.getLogger(__name__)

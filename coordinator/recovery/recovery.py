@@ -2,17 +2,17 @@
 
 from collections.abc import Iterable, Sequence
 
-from coordinator.kv_cache.blocks import Blocks, Placer
-from coordinator.kv_cache.holdings import Holding
-from coordinator.kv_cache.losses import Loss
-from coordinator.kv_cache.paths import Path
-from coordinator.kv_cache.ranking import Ranking
+from coordinator.kv_cache.block_placer import Blocks, Placer
+from coordinator.kv_cache.lost_ranges import Loss
+from coordinator.kv_cache.rank_mapping import Ranking
+from coordinator.kv_cache.segment_placement import Holding
 from coordinator.kv_cache.segments import Segments
-from coordinator.recovery.moving import Moving
-from coordinator.recovery.regrouping import call, regroup
-from coordinator.recovery.rereading import RecoveryFailed, Rereading
-from coordinator.recovery.restoring import Restoring
-from coordinator.recovery.suspicion import BREAK
+from coordinator.kv_cache.token_paths import Path
+from coordinator.recovery.fault_score import BREAK
+from coordinator.recovery.rebalance import Moving
+from coordinator.recovery.recompute import RecoveryFailed, Rereading
+from coordinator.recovery.remap import call, regroup
+from coordinator.recovery.restore import Restoring
 from longleaf.rank_protocol.step import Move, Prefill, Restore, Work
 from longleaf.runs import Run
 from longleaf.types import Recovering

@@ -7,18 +7,18 @@ from collections.abc import Sequence as TokenIds
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from coordinator.events import Claim, Document, Prompt
-from coordinator.kv_cache.blocks import Blocks
+from coordinator.engine_messages import Claim, Document, Prompt
+from coordinator.kv_cache.block_placer import Blocks
 from coordinator.kv_cache.contexts import Contexts, NamedPath
-from coordinator.kv_cache.paths import Path, Segment
 from coordinator.kv_cache.positions import UNLIMITED, Ropes
 from coordinator.kv_cache.segments import Segments
+from coordinator.kv_cache.token_paths import Path, Segment
 from coordinator.scheduling.jobs import IngestJob, Job, Request
 from coordinator.scheduling.limits import MAX_TOKENS, Limits, num_fed
-from coordinator.scheduling.reading import Reading
+from coordinator.scheduling.prefill_cursor import Reading
 from coordinator.scheduling.requests import Requests
 from coordinator.scheduling.sequences import Sequence
-from coordinator.scheduling.speeds import Speeds
+from coordinator.scheduling.throughput import Speeds
 from longleaf.config import EngineConfig
 from longleaf.errors import (
     AlreadyExists,
@@ -28,7 +28,7 @@ from longleaf.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from longleaf.units import human_seconds
+from longleaf.formatting import human_seconds
 
 
 class Admission:

@@ -1,12 +1,12 @@
 """What a scheduler does about contexts, and the documents that they are made of. Pure."""
 
-from coordinator.events import Acknowledged, Outcome
+from coordinator.engine_messages import Acknowledged, Outcome
 from coordinator.kv_cache.contexts import Contexts, NamedPath
-from coordinator.scheduling.healing import Healing
+from coordinator.scheduling.context_activation import Resting
+from coordinator.scheduling.job_lifecycle import Lives
+from coordinator.scheduling.job_recovery import Healing
 from coordinator.scheduling.jobs import IngestJob
-from coordinator.scheduling.lives import Lives
 from coordinator.scheduling.requests import Requests
-from coordinator.scheduling.resting import Resting
 from longleaf.errors import AlreadyExists
 
 

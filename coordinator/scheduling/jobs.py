@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeVar
 
-from coordinator.events import Claim, Document, Failed
-from coordinator.kv_cache.blocks import Blocks, Placer
-from coordinator.kv_cache.paths import Path
+from coordinator.engine_messages import Claim, Document, Failed
+from coordinator.kv_cache.block_placer import Blocks, Placer
 from coordinator.kv_cache.positions import Ropes
-from coordinator.scheduling.reading import Reading, Tail
+from coordinator.kv_cache.token_paths import Path
+from coordinator.scheduling.prefill_cursor import Reading, Tail
 from longleaf.errors import LongleafError, NotFinite, Unavailable
-from longleaf.geometry import Rope
+from longleaf.positions import Rope
 from longleaf.rank_protocol.step import Prefill, Work
 from longleaf.types import TokenRange
 

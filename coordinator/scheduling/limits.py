@@ -3,11 +3,11 @@
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from coordinator.kv_cache.blocks import Blocks, Placer
-from coordinator.kv_cache.holdings import Holding, Holdings, count_all
-from coordinator.kv_cache.paths import Path
+from coordinator.kv_cache.block_placer import Blocks, Placer
 from coordinator.kv_cache.positions import Positions
-from coordinator.scheduling.reading import Reading
+from coordinator.kv_cache.segment_placement import Holding, Holdings, count_all
+from coordinator.kv_cache.token_paths import Path
+from coordinator.scheduling.prefill_cursor import Reading
 from longleaf.config import EngineConfig
 from longleaf.errors import InvalidArgument, ResourceExhausted
 

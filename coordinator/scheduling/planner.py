@@ -8,17 +8,17 @@ from collections.abc import Callable, Collection, Container, Iterable
 from collections.abc import Sequence as Several
 from typing import NamedTuple
 
-from coordinator.kv_cache.blocks import Placer
-from coordinator.kv_cache.paths import Path
+from coordinator.kv_cache.block_placer import Placer
 from coordinator.kv_cache.segments import Segments
+from coordinator.kv_cache.token_paths import Path
 from coordinator.recovery.recovery import Recovery
-from coordinator.scheduling.drafter import Drafter
+from coordinator.scheduling.fair_queue import Turns
 from coordinator.scheduling.jobs import Job
-from coordinator.scheduling.portions import Portions
-from coordinator.scheduling.queue import Turns
+from coordinator.scheduling.poison_jobs import Suspects
+from coordinator.scheduling.row_selection import Portions
 from coordinator.scheduling.sequences import Sequence
-from coordinator.scheduling.speeds import Speeds
-from coordinator.scheduling.suspects import Suspects
+from coordinator.scheduling.speculation import Drafter
+from coordinator.scheduling.throughput import Speeds
 from longleaf.config import EngineConfig
 from longleaf.rank_protocol.step import Decode, Row, StepPlan, Work
 

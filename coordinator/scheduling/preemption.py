@@ -3,9 +3,9 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from coordinator.kv_cache.blocks import Blocks, Placer
-from coordinator.kv_cache.holdings import Holdings
-from coordinator.kv_cache.parking import Parking
+from coordinator.kv_cache.block_placer import Blocks, Placer
+from coordinator.kv_cache.eviction import Parking
+from coordinator.kv_cache.segment_placement import Holdings
 from coordinator.kv_cache.segments import Segments
 from coordinator.scheduling.jobs import Job, as_victims
 from coordinator.scheduling.sequences import Sequence

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from coordinator.deadlines import Deadlines
+from coordinator.expiry_heap import Deadlines
 from coordinator.scheduling.jobs import IngestJob, Job, Request
 from longleaf.types import Account
 

@@ -7,34 +7,34 @@ room; a higher priority may send it back to the queue.
 from collections import Counter
 from functools import partial
 
-from coordinator.auth.usage import Usage
-from coordinator.events import Admitted, Document, Outcome, Prompt, Sealed, Tokens
-from coordinator.kv_cache.blocks import Placer, Reservation
+from coordinator.auth.tenant_usage import Usage
+from coordinator.engine_messages import Admitted, Document, Outcome, Prompt, Sealed, Tokens
+from coordinator.kv_cache.block_placer import Placer, Reservation
 from coordinator.kv_cache.contexts import Contexts
-from coordinator.kv_cache.parking import Parking
+from coordinator.kv_cache.eviction import Parking
 from coordinator.kv_cache.positions import Positions
 from coordinator.kv_cache.segments import Segments
+from coordinator.recovery.recompute import RecoveryFailed
 from coordinator.recovery.recovery import MOVED_BLOCKS, Recovery
-from coordinator.recovery.rereading import RecoveryFailed
-from coordinator.scheduling.across_epochs import AcrossEpochs
 from coordinator.scheduling.admission import Admission
+from coordinator.scheduling.context_activation import Resting
 from coordinator.scheduling.documents import Documents
-from coordinator.scheduling.draft_counts import DraftCounts
-from coordinator.scheduling.drafter import Drafter
-from coordinator.scheduling.healing import Healing
+from coordinator.scheduling.fair_queue import Queue
+from coordinator.scheduling.group_change import AcrossEpochs
+from coordinator.scheduling.invariants import audit_holdings, audit_jobs
+from coordinator.scheduling.job_lifecycle import Lives
+from coordinator.scheduling.job_recovery import Healing
 from coordinator.scheduling.jobs import IngestJob, Job
-from coordinator.scheduling.laws import audit_holdings, audit_jobs
 from coordinator.scheduling.limits import Limits
-from coordinator.scheduling.lives import Lives
 from coordinator.scheduling.planner import JobFailed, Planner
 from coordinator.scheduling.preemption import Crowd, Preemption
-from coordinator.scheduling.queue import Queue
-from coordinator.scheduling.reading import Tail
+from coordinator.scheduling.prefill_cursor import Tail
+from coordinator.scheduling.prompt_sharing import Sharing
 from coordinator.scheduling.requests import Request, Requests
-from coordinator.scheduling.resting import Resting
 from coordinator.scheduling.sequences import Sequence
-from coordinator.scheduling.sharing import Sharing
-from coordinator.scheduling.speeds import Speeds
+from coordinator.scheduling.speculation import Drafter
+from coordinator.scheduling.speculation_stats import DraftCounts
+from coordinator.scheduling.throughput import Speeds
 from longleaf.config import EngineConfig
 from longleaf.errors import DeadlineExceeded, LongleafError, ResourceExhausted, Unavailable
 from longleaf.rank_protocol.step import Prefill, StepPlan, StepResult, Work

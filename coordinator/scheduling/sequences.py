@@ -6,15 +6,15 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from coordinator.events import Admitted, Ended, EndReason, Failed, Found, Prompt
-from coordinator.kv_cache.blocks import Blocks, Placer
-from coordinator.kv_cache.paths import Path
+from coordinator.engine_messages import Admitted, Ended, EndReason, Failed, Found, Prompt
+from coordinator.kv_cache.block_placer import Blocks, Placer
+from coordinator.kv_cache.token_paths import Path
 from coordinator.scheduling.jobs import Job, Phase, Request
-from coordinator.scheduling.reading import Reading, lengthened
-from coordinator.speculation.guesses import Guesses
+from coordinator.scheduling.prefill_cursor import Reading, lengthened
+from coordinator.speculation.sequence_drafter import Guesses
 from longleaf.errors import LongleafError
-from longleaf.geometry import OWN_ROPE
-from longleaf.rank_protocol.sequences import growth
+from longleaf.positions import OWN_ROPE
+from longleaf.rank_protocol.row_delta import growth
 from longleaf.rank_protocol.step import Prefill, Row, Seen, Spans, StepResult, Terms, Work
 from longleaf.types import TokenRange
 

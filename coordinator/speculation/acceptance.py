@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from coordinator.speculation.drafts import Draft
+from coordinator.speculation.ngram_drafter import Draft
 
 DECAY = 0.85
 """What an outcome of a sequence still counts after the next one of its kind."""

@@ -5,9 +5,9 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
-from coordinator.events import Event
+from coordinator.engine_messages import Event
 from coordinator.telemetry.observers import CallRecord, Saw
-from coordinator.telemetry.refused import Later, Refused, call_later
+from coordinator.telemetry.refusal_log import Later, Refused, call_later
 from longleaf.tenants import name_of
 
 access = logging.getLogger("coordinator.auth")

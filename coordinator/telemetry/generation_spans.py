@@ -2,7 +2,7 @@
 
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
 
-from coordinator.events import Admitted, Ended, EndReason, Event, Tokens
+from coordinator.engine_messages import Admitted, Ended, EndReason, Event, Tokens
 from longleaf.tenants import name_of
 from longleaf.types import Progress, Recovering
 

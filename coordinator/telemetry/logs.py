@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from coordinator.telemetry.observers import CURRENT
 from longleaf.launch import ERROR
 from longleaf.logs import Facts, JsonFormatter, LineFormatter, Logs, formatter_of
-from longleaf.operations import TelemetryConfig
+from longleaf.service_settings import TelemetryConfig
 from longleaf.tenants import name_of
 
 LOGGERS = ("coordinator", "longleaf")

@@ -10,12 +10,12 @@ from importlib import metadata
 from prometheus_client import CollectorRegistry, disable_created_metrics, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from coordinator.telemetry.gauges import Gauges
+from coordinator.telemetry.collector import Gauges
+from coordinator.telemetry.metric_sources import Sources
 from coordinator.telemetry.request_metrics import RequestMetrics
-from coordinator.telemetry.sources import Sources
 from longleaf import __version__
 from longleaf.config import join_address
-from longleaf.metrics_port import PATH, MetricsPort
+from longleaf.metrics_server import PATH, MetricsPort
 
 
 class Metrics:

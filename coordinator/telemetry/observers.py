@@ -6,7 +6,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol
 
-from coordinator.events import Event
+from coordinator.engine_messages import Event
 
 
 @dataclass

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from coordinator.events import Admitted, Ended, Event, Tokens
+from coordinator.engine_messages import Admitted, Ended, Event, Tokens
 from coordinator.telemetry.observers import CallRecord, Saw
 
 FIRST_TOKEN_SECONDS = (

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from coordinator.text.spelling import Spell
 from coordinator.text.stop_strings import Match, StopStrings
+from coordinator.text.token_bytes import Spell
 
 REPLACEMENT = "\ufffd"
 MAX_OPEN_TOKENS = 16

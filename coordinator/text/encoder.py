@@ -17,7 +17,7 @@ import msgspec
 from tokenizers import Encoding
 from tokenizers import Tokenizer as FastTokenizer
 
-from coordinator.text.starts import Starts
+from coordinator.text.token_offsets import Starts
 from longleaf.errors import InvalidArgument
 
 LONGEST_SECONDS = 1.0

@@ -17,7 +17,7 @@ from typing import Any, Protocol, cast
 
 from coordinator.text.template import Messages, Rendering
 from longleaf.errors import ModelRefused, StartError
-from longleaf.units import human_seconds
+from longleaf.formatting import human_seconds
 
 SECONDS = 5
 """Processor time that a request may take; honest templates take milliseconds."""

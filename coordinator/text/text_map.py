@@ -15,7 +15,7 @@ from functools import cached_property
 
 import msgspec
 
-from coordinator.events import DocumentPart
+from coordinator.engine_messages import DocumentPart
 from coordinator.text.detokenizer import Alphabet
 from longleaf.document_text import STRIDE, file_at
 

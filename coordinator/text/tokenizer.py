@@ -16,8 +16,8 @@ from coordinator.text.control_tokens import ControlTokens, Marks, Piece
 from coordinator.text.detokenizer import Alphabet
 from coordinator.text.encoder import Encoder
 from coordinator.text.renderer import TemplateRenderer
-from coordinator.text.spelling import spell_of
-from coordinator.text.starts import Starts
+from coordinator.text.token_bytes import spell_of
+from coordinator.text.token_offsets import Starts
 from longleaf.errors import ModelRefused
 
 DEFAULT_SEPARATOR = "\n\n"

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longleaf.attention.block_sums import BlockSums
-from longleaf.geometry import Reach
+from longleaf.attention.block_attribution import BlockSums
+from longleaf.positions import Reach
 from longleaf.runs import Extent, ceil_div, overlaps
 
 MIN_TILE = 128

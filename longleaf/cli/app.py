@@ -13,7 +13,7 @@ from longleaf.cli.refill import refill
 from longleaf.cli.verify import verify
 from longleaf.config import DataConfig, EngineConfig
 from longleaf.errors import DeadlineExceeded, InvalidArgument, LongleafError, ResourceExhausted, Unavailable
-from longleaf.operations import HttpConfig, SecurityConfig, TelemetryConfig, flag_of, in_flags
+from longleaf.service_settings import HttpConfig, SecurityConfig, TelemetryConfig, flag_of, in_flags
 
 app = typer.Typer(
     name="longleaf",

@@ -16,10 +16,10 @@ from rich.text import Text
 
 from longleaf.cli.flags import takes_server
 from longleaf.cli.options import AsJson, Server, connect, dtypes_told, exactness_told, print_json
-from longleaf.geometry import UNLIMITED_TOKENS
+from longleaf.formatting import human_angle, human_bytes, human_seconds
+from longleaf.positions import UNLIMITED_TOKENS
 from longleaf.topology import Topology
 from longleaf.types import Cluster, Drafting, Loss, ModelInfo, Recovery, Storage
-from longleaf.units import human_angle, human_bytes, human_seconds
 
 Watch = Annotated[bool, typer.Option("--watch", help="Go on, and show every change until interrupted.")]
 Interval = Annotated[float, typer.Option(help="With --watch: least seconds between two changes shown.")]

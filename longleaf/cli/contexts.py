@@ -8,15 +8,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from longleaf.cli import moving
+from longleaf.cli import transfer
 from longleaf.cli.flags import takes_server
 from longleaf.cli.ingest import summary
 from longleaf.cli.options import AsJson, Server, connect, print_json
 from longleaf.cli.rebuild import rebuild
-from longleaf.cli.reread import reread
+from longleaf.cli.recompute import reread
 from longleaf.errors import InvalidArgument
+from longleaf.formatting import human_angle, human_bytes
 from longleaf.types import Context, ContextOptions, ContextText, PositionInfo
-from longleaf.units import human_angle, human_bytes
 
 app = typer.Typer(no_args_is_help=True, help="List, show, fork, change, move and delete contexts.")
 Name = Annotated[str, typer.Argument(help="Name of the context.")]
@@ -228,8 +228,8 @@ def delete_context(name: Name, server: Server, as_json: AsJson = False) -> None:
         print(f"{name} is deleted")
 
 
-app.command("export")(moving.export_context)
-app.command("import")(moving.import_context)
+app.command("export")(transfer.export_context)
+app.command("import")(transfer.import_context)
 
 
 def shares_table(context: Context) -> Table:

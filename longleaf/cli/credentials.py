@@ -19,7 +19,7 @@ from longleaf.credentials import (
     parse_credentials,
 )
 from longleaf.errors import InvalidArgument
-from longleaf.small_files import read_small
+from longleaf.read_limited import read_small
 
 app = typer.Typer(no_args_is_help=True, help="Make credentials for a service, and check their file.")
 

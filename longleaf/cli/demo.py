@@ -14,13 +14,13 @@ from rich.text import Text
 
 from longleaf.cli.ingest import progress_bar
 from longleaf.cli.options import AsJson, print_json
-from longleaf.cli.sources import CONTROLS, Excerpt, excerpt, joined
+from longleaf.cli.provenance_output import CONTROLS, Excerpt, excerpt, joined
 from longleaf.client import Client
 from longleaf.client.callbacks import OnProgress
 from longleaf.config import Launcher
 from longleaf.demo.run import CONTEXT, DEFAULT_TOKENS, DemoSettings, Question, Report, run
+from longleaf.formatting import human_bytes
 from longleaf.types import IngestProgress, Source
-from longleaf.units import human_bytes
 
 INDENT = "    "
 

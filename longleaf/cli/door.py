@@ -6,10 +6,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, cast
 
-from longleaf.cli.become import become
+from longleaf.cli.exec_process import become
 from longleaf.cli.flags import takes_flags
 from longleaf.cli.options import AsJson, option
-from longleaf.operations import LogFormat, LogLevel, TelemetryConfig
+from longleaf.service_settings import LogFormat, LogLevel, TelemetryConfig
 
 SERVICE = "The service behind it"
 DOOR = "Where it listens"

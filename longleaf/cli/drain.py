@@ -6,8 +6,8 @@ import typer
 
 from longleaf.cli.flags import takes_server
 from longleaf.cli.options import AsJson, Server, connect, print_json
+from longleaf.formatting import human_seconds
 from longleaf.types import Draining
-from longleaf.units import human_seconds
 
 Wait = Annotated[bool, typer.Option("--wait", help="Return when all that ran has ended, or was told why it could not.")]
 

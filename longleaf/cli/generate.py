@@ -10,10 +10,10 @@ import typer
 
 from longleaf.cli.flags import Flags, takes_flags, takes_server
 from longleaf.cli.options import AsJson, Server, connect, exactness_told, print_json, read_input
-from longleaf.cli.sources import SourceFlags, SourceList
+from longleaf.cli.provenance_output import SourceFlags, SourceList
 from longleaf.errors import Unavailable
+from longleaf.formatting import human_seconds
 from longleaf.types import Delta, Event, Finished, Recovering, Started
-from longleaf.units import human_seconds
 
 Under = Callable[[Finished], None]
 """Prints what comes under an answer."""

@@ -17,9 +17,9 @@ from longleaf.cli.token_files import TokenFormat, read_ids
 from longleaf.client.callbacks import OnProgress
 from longleaf.client.documents import size_of
 from longleaf.errors import InvalidArgument
+from longleaf.formatting import human_bytes
 from longleaf.topology import count_ranks
 from longleaf.types import Context, IngestOptions, IngestProgress
-from longleaf.units import human_bytes
 
 PATIENT = 8
 """Retries of an upload, which may have taken long, while it gets no further."""

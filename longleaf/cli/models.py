@@ -15,11 +15,11 @@ from longleaf.cli.options import KV_DTYPE_TOLD, AsJson, Server, connect, dtypes_
 from longleaf.config import DtypeName, EngineConfig, KvDtypeName
 from longleaf.errors import InvalidArgument, LongleafError, ModelRefused
 from longleaf.fingerprint import Fingerprint, read_fingerprint
+from longleaf.formatting import human_bytes
 from longleaf.model_report import AttentionKind, AttentionReport, ModelReport, Plan, TextReport
 from longleaf.runs import join
 from longleaf.topology import count_ranks
 from longleaf.types import Cluster
-from longleaf.units import human_bytes
 
 REFUSED = 2
 """Exit code for a checkpoint that is not supported: it must change."""
@@ -110,12 +110,12 @@ def _fleet(server: str) -> Cluster:
 
 def report(config: EngineConfig, fleet: Cluster | None, *, has_weights: bool) -> ModelReport:
     """Asks both roles, each in a process of its own: the command line loads neither tokenizers nor torch."""
-    text = _ask("coordinator.text.check", [config.model], TextReport)
+    text = _ask("coordinator.text.compat_check", [config.model], TextReport)
     attention = AttentionReport()
     if not text.reason:
         pools = [str(worker.max_kv_bytes) for worker in fleet.workers] if fleet is not None else []
         given = [msgspec.json.encode(config).decode(), *(["--load"] if has_weights else []), *pools]
-        attention = _ask("workers.check", given, AttentionReport)
+        attention = _ask("workers.compat_check", given, AttentionReport)
     is_supported = not text.reason and not attention.reason
     fingerprint, unread = _fingerprint(Path(config.model))
     return ModelReport(

@@ -12,9 +12,9 @@ from longleaf.client import Client, Retry
 from longleaf.client.channels import Access
 from longleaf.credentials import looks_secret
 from longleaf.errors import InvalidArgument
+from longleaf.formatting import human_seconds
 from longleaf.model_report import AttentionReport
 from longleaf.types import Cluster, Finished, ModelInfo
-from longleaf.units import human_seconds
 
 KV_DTYPE_TOLD = "Type of kept keys and values; int8 takes a quarter of float32, and answers are not exact."
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text for people.")]

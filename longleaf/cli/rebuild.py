@@ -14,8 +14,8 @@ from rich.table import Table
 
 from longleaf.cli.options import AsJson, print_json
 from longleaf.config import DtypeName, embedded_model
+from longleaf.formatting import human_count
 from longleaf.types import Rebuild, RebuildReport
-from longleaf.units import human_count
 
 
 def rebuild(
@@ -84,7 +84,7 @@ def _run(asked: Rebuild) -> RebuildReport:
         sys.executable,
         "-P",
         "-m",
-        "coordinator.persistence.catalog.rebuild",
+        "coordinator.persistence.catalog.rebuild_command",
         msgspec.json.encode(asked).decode(),
     ]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from longleaf.cli.become import become
+from longleaf.cli.exec_process import become
 from longleaf.cli.flags import takes_flags
 from longleaf.cli.options import KV_DTYPE_TOLD, AsJson, option
 from longleaf.config import (
@@ -31,7 +31,7 @@ from longleaf.config import (
     embedded_model,
 )
 from longleaf.launch import coordinator_command
-from longleaf.operations import HttpConfig, LogFormat, LogLevel, SecurityConfig, TelemetryConfig
+from longleaf.service_settings import HttpConfig, LogFormat, LogLevel, SecurityConfig, TelemetryConfig
 from longleaf.topology import count_ranks
 
 SERVICE = "What is served, and where"

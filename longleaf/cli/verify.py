@@ -8,9 +8,9 @@ from rich.table import Table
 
 from longleaf.cli.flags import takes_server
 from longleaf.cli.options import AsJson, Server, connect, print_json, read_input
+from longleaf.formatting import human_rounded, human_seconds
 from longleaf.topology import count_ranks
 from longleaf.types import Verification
-from longleaf.units import human_rounded, human_seconds
 
 FAILED = 3
 """Exit code when the logits are too far apart."""

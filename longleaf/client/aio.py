@@ -14,7 +14,7 @@ from longleaf.client.calls import Calls, nothing
 from longleaf.client.channels import Access
 from longleaf.client.contexts import ContextCalls
 from longleaf.client.documents import Document, Source
-from longleaf.client.reception import Reception, may_go_on
+from longleaf.client.generation_stream import Reception, may_go_on
 from longleaf.client.retries import Retries, Retry, log_retry, was_refused
 from longleaf.client.upload import header_of, ingest_of, reach_of, upload
 from longleaf.codec import BytesLike

@@ -11,7 +11,7 @@ import grpc
 from longleaf.client.addresses import target_of
 from longleaf.config import CLIENT_NAME, MAX_REQUEST_BYTES, MAX_RESPONSE_BYTES
 from longleaf.errors import InvalidArgument
-from longleaf.operations import is_loopback
+from longleaf.service_settings import is_loopback
 
 OPTIONS = (
     ("grpc.primary_user_agent", CLIENT_NAME),

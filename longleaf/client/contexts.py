@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from longleaf import codec
+from longleaf.client.archives import FileTarget, Target, Writable, export, header_of, import_parcel
 from longleaf.client.callbacks import Callback, tell
 from longleaf.client.calls import Calls, nothing
 from longleaf.client.documents import Readable, Source
-from longleaf.client.parcels import FileTarget, Target, Writable, export, header_of, import_parcel
 from longleaf.errors import InvalidArgument, LongleafError, Unavailable
 from longleaf.types import (
     Context,

@@ -10,7 +10,7 @@ import msgspec
 
 from longleaf.client.callbacks import Callback, tell
 from longleaf.errors import LongleafError, ResourceExhausted, Unavailable
-from longleaf.units import human_seconds
+from longleaf.formatting import human_seconds
 
 logger = logging.getLogger(__name__)
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, Self, TypeVar, Unpack
 
 from longleaf.client.aio import AsyncClient
+from longleaf.client.archives import Writable
 from longleaf.client.callbacks import Callback, OnProgress
 from longleaf.client.channels import Access
 from longleaf.client.documents import Document, Readable, off_the_loop
 from longleaf.client.loop import LoopThread
-from longleaf.client.parcels import Writable
 from longleaf.client.retries import OnRetry, Retries, Retry, log_retry
 from longleaf.codec import BytesLike
 from longleaf.types import (

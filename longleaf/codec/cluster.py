@@ -5,7 +5,8 @@ from typing import get_args
 from longleaf.codec.names import as_text, context_name, enum_value
 from longleaf.codec.times import decode_seconds, encode_measured, encode_time
 from longleaf.errors import InvalidArgument
-from longleaf.rank_protocol.epochs import MergeTiming, TierMerge
+from longleaf.formatting import human_number, human_seconds
+from longleaf.rank_protocol.group_messages import MergeTiming, TierMerge
 from longleaf.types import (
     Cluster,
     Drafting,
@@ -19,7 +20,6 @@ from longleaf.types import (
     Verify,
     Worker,
 )
-from longleaf.units import human_number, human_seconds
 from longleaf.v1 import cluster_service_pb2 as cluster_pb
 
 DEFAULT_INTERVAL = 1.0

@@ -6,12 +6,13 @@ from google.protobuf.duration_pb2 import Duration
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
-from longleaf.codec.claims import decode_claim, encode_claim
 from longleaf.codec.context_text import decode_files, encode_files
 from longleaf.codec.generation import decode_recovering, encode_recovering
 from longleaf.codec.names import context_id, context_name, decode_ids, encodable, encode_ids, enum_value
+from longleaf.codec.scheduling_options import decode_claim, encode_claim
 from longleaf.codec.times import decode_seconds, encode_lifetime, encode_time
 from longleaf.errors import InvalidArgument
+from longleaf.formatting import human_number
 from longleaf.types import (
     MAX_TIME,
     Context,
@@ -28,7 +29,6 @@ from longleaf.types import (
     RankShare,
     Reread,
 )
-from longleaf.units import human_number
 from longleaf.v1 import context_pb2 as context_pb
 from longleaf.v1 import context_service_pb2 as ingest_pb
 

@@ -7,7 +7,6 @@ from typing import Any, cast, get_args
 from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 from google.protobuf.struct_pb2 import Struct
 
-from longleaf.codec.claims import decode_claim, encode_claim
 from longleaf.codec.conversation import decode_conversation, encode_conversation
 from longleaf.codec.names import (
     BytesLike,
@@ -29,6 +28,7 @@ from longleaf.codec.provenance import (
     encode_provenance,
 )
 from longleaf.codec.sampling import decode_sampling, encode_sampling
+from longleaf.codec.scheduling_options import decode_claim, encode_claim
 from longleaf.codec.times import decode_seconds, encode_duration
 from longleaf.config import MAX_DRAFT_TOKENS
 from longleaf.errors import InvalidArgument

@@ -8,8 +8,8 @@ from collections.abc import Set as AnySet
 from typing import TypeVar, cast
 
 from longleaf.errors import InvalidArgument
+from longleaf.formatting import human_number
 from longleaf.types import CONTEXT_ID
-from longleaf.units import human_number
 from longleaf.v1 import generation_pb2 as generation_pb
 
 Number = TypeVar("Number", int, float)

@@ -4,7 +4,7 @@ import ctypes
 from enum import IntEnum
 from pathlib import Path
 
-from longleaf import native
+from longleaf import c_extension
 
 SOURCE = Path(__file__).with_name("meet.c")
 FLAGS = ("-O2", "-std=gnu11")
@@ -59,7 +59,7 @@ class Library:
     """The functions of meet.c. Raises OSError where it cannot be compiled: no compiler, or no Linux."""
 
     def __init__(self) -> None:
-        library = native.load(SOURCE, FLAGS)
+        library = c_extension.load(SOURCE, FLAGS)
         place, number, size = ctypes.POINTER(Place), ctypes.c_int, ctypes.c_int64
         self._header_bytes = library.longleaf_meet_header_bytes
         self._header_bytes.argtypes, self._header_bytes.restype = [size], size

@@ -195,7 +195,7 @@ class ProcessGroups:
 
     def fence(self) -> None:
         """Has this rank raise where it waits for others, in shared memory and on a GPU. Any thread may call it. Gloo
-        is freed by its sockets alone: see `longleaf.comm.fence`."""
+        is freed by its sockets alone: see `longleaf.comm.abort`."""
         if self._shared is not None:
             self._shared.fence()
         if self._is_nccl:

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from longleaf.comm.base import ReduceOp, Transport
-from longleaf.comm.leftovers import FOLDER, Maker, sweep
 from longleaf.comm.meet import KIND_BITS, Kind, Library, Place, Status
+from longleaf.comm.shm_cleanup import FOLDER, Maker, sweep
 from longleaf.errors import Fenced, RanksDisagree, WorkerLost
-from longleaf.machine import num_processors
-from longleaf.units import human_seconds
+from longleaf.formatting import human_seconds
+from longleaf.resources import num_processors
 
 CAPACITY = 1 << 20
 """Bytes of each rank's share of a board. A container's usual 64 MiB of shared memory hold 31 ranks."""

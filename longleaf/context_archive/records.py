@@ -13,8 +13,8 @@ from longleaf.context_archive.frames import FIELD
 from longleaf.document_text import OFFSET_BYTES, DocumentText, count_starts
 from longleaf.errors import InvalidArgument
 from longleaf.fingerprint import Fingerprint
-from longleaf.geometry import Rope
-from longleaf.storage.note import MAX_ENDS, sound_ends
+from longleaf.positions import Rope
+from longleaf.storage.context_note import MAX_ENDS, sound_ends
 
 ID_BYTES = 4
 IDS_PER_RECORD = 1 << 18

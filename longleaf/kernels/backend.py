@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from longleaf.attention.block_sums import Columns
+from longleaf.attention.block_attribution import Columns
 from longleaf.attention.masks import Read, Reads
 from longleaf.attention.partial import Partial
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from longleaf.attention import packed, reference
 from longleaf.attention.masks import Read, Reads, hidden
 from longleaf.attention.partial import Partial, merge_all
+from longleaf.formatting import human_rounded
 from longleaf.kernels import int8
 from longleaf.kernels.backend import Backend
-from longleaf.units import human_rounded
 
 NUM_SLOTS, BLOCK_SIZE = 64, 16
 KEY_HEADS, GROUP, DIM = 2, 3, 64

@@ -4,16 +4,16 @@ from collections.abc import Sequence
 
 from longleaf.comm import Groups
 from longleaf.config import MergeName
+from longleaf.merge.all_gather import Gather
+from longleaf.merge.all_to_all import Exchange
+from longleaf.merge.autotune import Chosen, choose, reuse
 from longleaf.merge.base import Merge, Wire
 from longleaf.merge.butterfly import Butterfly
-from longleaf.merge.choose import Chosen, choose, reuse
-from longleaf.merge.counted import CountedMerge
-from longleaf.merge.exchange import Exchange
-from longleaf.merge.gather import Gather
 from longleaf.merge.hierarchy import Hierarchy
+from longleaf.merge.instrumented import CountedMerge
 from longleaf.merge.packed import Packed
 from longleaf.merge.paper import Paper
-from longleaf.rank_protocol.epochs import MergeTiming, TierMerge
+from longleaf.rank_protocol.group_messages import MergeTiming, TierMerge
 from longleaf.topology import Topology
 
 __all__ = ["MERGES", "Chosen", "CountedMerge", "Merge", "Wire", "choose_merge", "make_merge", "tiers"]

@@ -8,8 +8,8 @@ import torch
 
 from longleaf.attention import Partial
 from longleaf.comm import Groups
+from longleaf.merge.all_gather import send_to_owners
 from longleaf.merge.base import Wire
-from longleaf.merge.gather import send_to_owners
 
 
 class Then(Enum):

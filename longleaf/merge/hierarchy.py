@@ -5,8 +5,8 @@ from torch import Tensor
 
 from longleaf.attention import Partial
 from longleaf.comm import Groups
+from longleaf.merge.all_gather import send_to_owners
 from longleaf.merge.base import Wire, join_heads, split_heads
-from longleaf.merge.gather import send_to_owners
 
 
 class Hierarchy:

@@ -2,9 +2,9 @@
 
 import msgspec
 
-from longleaf.rank_protocol.epochs import Broken, Fence, Join, Layout, OpenStore, Ready, StoreOpened
-from longleaf.rank_protocol.lives import Died, Heartbeat, Hello, Load, Loaded, Stop
-from longleaf.rank_protocol.records import Logged
+from longleaf.rank_protocol.group_messages import Broken, Fence, Join, Layout, OpenStore, Ready, StoreOpened
+from longleaf.rank_protocol.log_messages import Logged
+from longleaf.rank_protocol.member_messages import Died, Heartbeat, Hello, Load, Loaded, Stop
 from longleaf.rank_protocol.snapshots import Discard, Fetch, Fetched, Save, Saved
 from longleaf.rank_protocol.step import StepPlan, StepResult
 

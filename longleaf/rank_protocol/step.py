@@ -7,7 +7,7 @@ the order in which they were sent.
 
 import msgspec
 
-from longleaf.geometry import OWN_ROPE, Rope
+from longleaf.positions import OWN_ROPE, Rope
 from longleaf.runs import Run
 from longleaf.sampling import Sampling, Token
 
@@ -82,7 +82,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     """Tokens of one sequence that every rank computes: the last prompt token, a question, or one decoded token.
 
     The first row of a sequence tells everything, as does the first one after the sequence was released. What does not
-    change is left out of those that follow: ranks remember it (`longleaf.rank_protocol.sequences`).
+    change is left out of those that follow: ranks remember it (`longleaf.rank_protocol.row_delta`).
     """
 
     sequence: int

@@ -9,7 +9,7 @@ from itertools import pairwise
 import msgspec
 
 from longleaf.errors import DataLoss, InvalidArgument
-from longleaf.geometry import Rope
+from longleaf.positions import Rope
 from longleaf.storage.envelope import seal, unseal
 from longleaf.storage.names import attempt_of_piece, is_id
 

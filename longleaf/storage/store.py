@@ -11,8 +11,8 @@ import msgspec
 from blake3 import blake3
 
 from longleaf.errors import AlreadyExists, DataLoss, InvalidArgument, LongleafError, NotFound, StorageUnavailable
-from longleaf.storage.bounded import Bounded, Call, Hanging
 from longleaf.storage.files import Entry, Files, check_name, is_name
+from longleaf.storage.timed_calls import Bounded, Call, Hanging
 from longleaf.storage.urls import FIELD, connect, shown
 
 Buffer = bytes | bytearray | memoryview

@@ -4,7 +4,14 @@
 """
 
 from longleaf.document_text import TextFile
-from longleaf.types.claims import Account, Claimed, ClaimOptions
+from longleaf.types.archives import (
+    ExportContext,
+    ExportProgress,
+    ImportHeader,
+    ImportProgress,
+    Parcel,
+    ParcelPiece,
+)
 from longleaf.types.cluster import (
     Cluster,
     Drafting,
@@ -59,16 +66,9 @@ from longleaf.types.generation import (
     Timings,
     Usage,
 )
-from longleaf.types.parcels import (
-    ExportContext,
-    ExportProgress,
-    ImportHeader,
-    ImportProgress,
-    Parcel,
-    ParcelPiece,
-)
 from longleaf.types.provenance import MIN_SPAN_TOKENS, Attribution, Provenance, Ranking, Source, TokenRange
 from longleaf.types.rebuilding import BroughtBack, Rebuild, RebuildReport
+from longleaf.types.scheduling_options import Account, Claimed, ClaimOptions
 
 __all__ = [
     "CONTEXT_ID",

@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from longleaf.rank_protocol.epochs import MergeTiming, TierMerge
+from longleaf.rank_protocol.group_messages import MergeTiming, TierMerge
 
 SlotState = Literal["unspecified", "waiting", "filling", "filled", "given_up"]
 """What became of the place of a lost rank: it stays empty for a while, another process starts there and loads, or has

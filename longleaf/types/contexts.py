@@ -9,9 +9,9 @@ from msgspec import UNSET, UnsetType
 
 from longleaf.document_text import TextFile
 from longleaf.errors import InvalidArgument
-from longleaf.types.claims import Claimed, ClaimOptions
+from longleaf.formatting import human_seconds
 from longleaf.types.generation import Recovering
-from longleaf.units import human_seconds
+from longleaf.types.scheduling_options import Claimed, ClaimOptions
 
 IngestPhase = Literal["unspecified", "receiving", "tokenizing", "prefilling", "ready", "recovering"]
 CONTEXT_ID = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,61}[a-z0-9])?")

@@ -6,9 +6,9 @@ from typing import Any, Literal, TypedDict
 import msgspec
 
 from longleaf.sampling import Logprobs, Sampling
-from longleaf.types.claims import Claimed, ClaimOptions
 from longleaf.types.conversation import Conversation
 from longleaf.types.provenance import Attribution, Provenance, TokenRange
+from longleaf.types.scheduling_options import Claimed, ClaimOptions
 
 FinishReason = Literal["unspecified", "end_token", "stop", "length", "stop_token"]
 """`unspecified` is what a later version of the service may say and this client does not know."""

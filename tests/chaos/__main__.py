@@ -14,8 +14,8 @@ import coordinator.__main__ as command
 import coordinator.scheduling.scheduler
 import coordinator.service
 from coordinator.engine.engine import Engine
-from coordinator.events import Tokens
-from longleaf.rank_protocol.epochs import SegmentLayout
+from coordinator.engine_messages import Tokens
+from longleaf.rank_protocol.group_messages import SegmentLayout
 from tests.chaos.entry import live_as_rank
 from tests.chaos.points import CALL, COMMIT, KEEP, KEPT, PARK, PUBLISH, Points, Probe
 from tests.chaos.snapshots import SnapshotProbe

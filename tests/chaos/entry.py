@@ -4,9 +4,9 @@ from functools import partial
 from pathlib import Path
 
 from longleaf.config import apply_environment, network_environment
-from longleaf.interfaces import interface_of
-from longleaf.operations import TelemetryConfig
+from longleaf.network_interfaces import interface_of
 from longleaf.rank_protocol.rank_spec import RankSpec
+from longleaf.service_settings import TelemetryConfig
 from workers.__main__ import live
 from workers.imports import for_good
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from longleaf.kernels.backend import Backend
-from longleaf.rank_protocol.epochs import Join, Layout, Ready
+from longleaf.rank_protocol.group_messages import Join, Layout, Ready
 from longleaf.rank_protocol.rank_spec import RankSpec
 from longleaf.rank_protocol.step import Decode, Prefill, Restore, StepPlan
 from longleaf.runs import Run
@@ -38,7 +38,7 @@ from workers.kv_io.store import Store, Written
 from workers.model.model import Model
 from workers.pending import Pending
 from workers.rank import Rank
-from workers.step import moving
+from workers.step import kv_transfer
 
 
 class ChaosRank(Rank):
@@ -48,7 +48,7 @@ class ChaosRank(Rank):
         self._points = Points()
         super().__init__(spec, lambda url: ProbedStore(Storage.open(url), self._points))
         self._is_chunk = False
-        moving.settle = partial(self._settle, moving.settle)
+        kv_transfer.settle = partial(self._settle, kv_transfer.settle)
         Probe(folder, {"arm": self._points.arm, "book": self._book, "keys": self._keys}).start()
 
     def lay_out(self, model: Model, backend: Backend | None = None) -> None:

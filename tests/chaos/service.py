@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 
 from longleaf.client import AsyncClient
-from longleaf.comm.leftovers import FOLDER, Maker
+from longleaf.comm.shm_cleanup import FOLDER, Maker
 from longleaf.config import DataConfig, EngineConfig
 from longleaf.errors import NotFound, ResourceExhausted
 from longleaf.launch import LISTENING, coordinator_command

@@ -12,7 +12,7 @@ from typing import Any
 
 from coordinator.persistence.catalog.records import Change
 from coordinator.persistence.snapshots.snapshots import Snapshots
-from longleaf.storage.archive import read_manifest
+from longleaf.storage.inventory import read_manifest
 from longleaf.storage.names import attempt_of_manifest, segments_folder
 from longleaf.storage.store import Store
 from tests.chaos.points import DELETE, MANIFEST, NOTE, RECORDED, WRITTEN, Points

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from longleaf.rank_protocol.epochs import SegmentLayout
+from longleaf.rank_protocol.group_messages import SegmentLayout
 from longleaf.runs import Run
 from longleaf.sampling import Logprobs
 from longleaf.types import Delta

@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from longleaf.geometry import EVERY_RANK
-from longleaf.rank_protocol.epochs import SegmentLayout
+from longleaf.positions import EVERY_RANK
+from longleaf.rank_protocol.group_messages import SegmentLayout
 from tests.chaos.points import ask
-from workers.kv_cache.ledger import Ledger
+from workers.kv_cache.block_table import Ledger
 
 KEY_TOLERANCE = 2e-5
 """Of the largest difference of a number that is kept, as a share of the largest one of its layer."""

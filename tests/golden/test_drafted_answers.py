@@ -4,7 +4,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from coordinator.events import Document, Ended, Prompt, Tokens
+from coordinator.engine_messages import Document, Ended, Prompt, Tokens
 from longleaf.sampling import Sampling
 from tests.golden.test_generate import COVER
 from tests.support.golden.knowing import KnowingDrafter

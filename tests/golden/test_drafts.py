@@ -15,7 +15,7 @@ from tests.support.golden.plain import LOGIT_TOLERANCE
 from tests.support.thinned import thinned
 from tests.support.threads import config_for
 from workers.sampling.device_sampler import DeviceSampler
-from workers.step.last_ids import DeviceIds
+from workers.step.last_tokens import DeviceIds
 
 CUT, ASKED, NEW, MOST = 310, 460, 24, 7
 """Where the second segment goes on from within the first one, where questions begin, tokens of an answer, and drafts of

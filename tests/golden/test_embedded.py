@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from coordinator.events import Document, Prompt, Tokens
+from coordinator.engine_messages import Document, Prompt, Tokens
 from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.config import embedded_model

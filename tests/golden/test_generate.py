@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from coordinator.events import Document, Prompt, Tokens
+from coordinator.engine_messages import Document, Prompt, Tokens
 from longleaf.attention import Partial
 from longleaf.errors import WorkerLost
 from longleaf.sampling import Sampling

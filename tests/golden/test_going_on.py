@@ -2,7 +2,7 @@
 
 import pytest
 
-from coordinator.events import Prompt, Tokens
+from coordinator.engine_messages import Prompt, Tokens
 from longleaf.sampling import Sampling
 from tests.support.golden.asking import ingest
 from tests.support.golden.plain import NEW_TOKENS

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from coordinator.events import Prompt, Tokens
+from coordinator.engine_messages import Prompt, Tokens
 from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.config import embedded_model

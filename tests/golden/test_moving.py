@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from coordinator.handlers.transfer.exports import Exports
 from coordinator.handlers.transfer.imports import Imports
-from coordinator.text.threads import TextThreads
+from coordinator.text.tokenizer_pool import TextThreads
 from longleaf.types import ExportContext, ImportHeader, ImportProgress, Parcel, ParcelPiece
 from tests.support.golden.asking import answer, ingest
 from tests.support.golden.lasting import Lasting, kept, serving

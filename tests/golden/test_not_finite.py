@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 
-from coordinator.events import Ended, Prompt, Tokens
+from coordinator.engine_messages import Ended, Prompt, Tokens
 from longleaf.errors import NotFinite, NotFound
 from longleaf.sampling import Sampling
 from tests.support.golden.asking import answer, ingest

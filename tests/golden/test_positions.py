@@ -8,9 +8,9 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from coordinator.events import Document, Ended, Prompt, Tokens
+from coordinator.engine_messages import Document, Ended, Prompt, Tokens
 from longleaf.errors import InvalidArgument
-from longleaf.geometry import FLOAT32_POSITIONS, Rope
+from longleaf.positions import FLOAT32_POSITIONS, Rope
 from longleaf.rank_protocol.verdict import judge
 from longleaf.sampling import Sampling
 from longleaf.types import ContextSettings

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from coordinator.cluster.control import Control
 from coordinator.cluster.local_fleet import LocalFleet
+from coordinator.cluster.rank_manager import Control
 from coordinator.engine.engine import Engine
 from longleaf.config import EngineConfig
 from longleaf.rank_protocol.rank_spec import RankSpec

@@ -107,7 +107,7 @@ def test_compiled_kernels_leave_no_key_to_look_at_again(goldens, monkeypatch, fa
     def never(*_):
         raise AssertionError("keys are looked at again")
 
-    monkeypatch.setattr("workers.step.masses.Masses._of_layer", never)
+    monkeypatch.setattr("workers.step.attention_attribution.Masses._of_layer", never)
     golden = goldens(family)
     service = service_of(golden, world_size, kv_dtype=kv_dtype)
     spans = Spans(SIZE, 2, len(golden.prompt))
@@ -123,7 +123,7 @@ def test_compiled_kernels_leave_no_key_to_look_at_again(goldens, monkeypatch, fa
 def test_keys_are_looked_at_in_tiles_of_any_size(goldens, monkeypatch, world_size):
     golden, found = goldens("llama"), []
     for tile in (4096, SIZE * 3 - 1):
-        monkeypatch.setattr("workers.step.masses.TILE_KEYS", tile)
+        monkeypatch.setattr("workers.step.attention_attribution.TILE_KEYS", tile)
         service = service_of(golden, world_size, kernels="torch")
         spans = Spans(SIZE, 2, len(golden.prompt), of_all_rows=True)
         row = service.begin((0, 1), golden.prompt[ASKED:], ASKED, 0, spans=spans)

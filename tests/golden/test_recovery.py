@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from longleaf.geometry import EVERY_RANK
+from longleaf.positions import EVERY_RANK
 from tests.support.golden.epochs import Service
 from tests.support.golden.plain import LOGIT_TOLERANCE
 from tests.support.thinned import thinned

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from coordinator.engine.engine import Engine
 from coordinator.grpc_server.server import Server
-from coordinator.handlers.use_cases import UseCases
+from coordinator.handlers.application import UseCases
 from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.credentials import Quotas

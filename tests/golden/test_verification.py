@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from coordinator.events import Claim, Ended, Prompt
+from coordinator.engine_messages import Claim, Ended, Prompt
 from longleaf.attention import Partial
-from longleaf.geometry import OWN_ROPE
+from longleaf.positions import OWN_ROPE
 from longleaf.rank_protocol.verdict import MAX_DIFFERENCE, judge
 from longleaf.sampling import Sampling
 from tests.support.golden.asking import MAX_TOKENS, compare

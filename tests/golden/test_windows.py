@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from coordinator.events import Claim, Prompt, Tokens
+from coordinator.engine_messages import Claim, Prompt, Tokens
 from longleaf.errors import InvalidArgument
 from longleaf.rank_protocol.verdict import judge
 from longleaf.sampling import Sampling

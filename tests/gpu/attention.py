@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from longleaf.attention.block_sums import BLOCK, BlockSums, ToldRead, told_read
+from longleaf.attention.block_attribution import BLOCK, BlockSums, ToldRead, told_read
 from longleaf.attention.masks import Read, Reads
 from longleaf.kernels import int8
 from longleaf.kernels.probe import probe

@@ -127,7 +127,7 @@ def watched(place: Place, *, is_captured: bool) -> Watched:
     from bench.gpu import plans
     from bench.gpu.ranks import Shape, make_module, make_rank, noted, served
     from longleaf.config import EngineConfig
-    from longleaf.rank_protocol.epochs import Join
+    from longleaf.rank_protocol.group_messages import Join
 
     shape = Shape(2, hidden=128, num_heads=4, num_kv_heads=2, dim=64, ffn=256, vocabulary=512, spread=0.2)
     config = EngineConfig(
@@ -157,7 +157,7 @@ def as_on_a_gpu(rank: "Rank", place: Place, *, is_captured: bool) -> None:
     """Has a rank on a CPU do what it would do on a GPU: with tensors of fixed address, and graphs that are recorded."""
     from longleaf.kernels.gpu.launch import launch
     from workers.cuda_graphs.fakes import RecordedGraphs
-    from workers.step.last_ids import DeviceIds
+    from workers.step.last_tokens import DeviceIds
 
     rank.last_ids = DeviceIds(MAX_SEQUENCES, place.device)
     if is_captured:

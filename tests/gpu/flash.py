@@ -3,7 +3,7 @@
 import torch
 
 from longleaf.attention.masks import Read, Reads
-from longleaf.kernels.gpu import rounds, varlen
+from longleaf.kernels.gpu import varlen, varlen_plan
 from longleaf.kernels.gpu.flash import FlashKernels, what_is_wrong
 from tests.gpu.place import TOLERANCES, LeftOut, Place, assert_close, scale_of, wanted
 
@@ -48,7 +48,7 @@ def chunks_of_every_dim(place: Place) -> None:
     own = Read(NUM_ROWS - num_own, NUM_ROWS, 8000, 8000 + num_own, offset=0)
     band, short = Read(100, 900, 9000, 10_000, 500, 300), Read(0, NUM_ROWS, 11_000, 11_050)
     reads = [*stretches, own, band, short, Read(5, 6, 11_100, 11_900)]
-    assert len(rounds.plan(reads, KEY_HEADS * GROUP, num_multiprocessors(place)).rounds) == rounds.MAX_ROUNDS
+    assert len(varlen_plan.plan(reads, KEY_HEADS * GROUP, num_multiprocessors(place)).rounds) == varlen_plan.MAX_ROUNDS
     for dtype, tolerance in FLASH_TOLERANCES.items():
         for dim in place.dims:
             q = place.drawn(0, KEY_HEADS * GROUP, NUM_ROWS, dim, dtype=dtype).transpose(0, 1)

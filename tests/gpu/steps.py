@@ -26,7 +26,7 @@ def a_model_answers_as_on_the_cpu(place: Place) -> None:
 def answer(model: Path, place: Place, *, on_cpu: bool) -> list[tuple[int, float]]:
     """Ids and logprobs of an answer to a prompt, of which all tokens but the last come as a chunk."""
     from longleaf.config import EngineConfig
-    from longleaf.rank_protocol.epochs import Join
+    from longleaf.rank_protocol.group_messages import Join
     from longleaf.rank_protocol.rank_spec import Invitation, RankSpec
     from longleaf.rank_protocol.step import Decode, Prefill, Row, StepPlan, Terms
     from longleaf.runs import Run, ceil_div

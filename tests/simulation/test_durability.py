@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from coordinator.events import NO_CLAIM, Claim
-from longleaf.geometry import Reach, Windows
+from coordinator.engine_messages import NO_CLAIM, Claim
+from longleaf.positions import Reach, Windows
 from tests.support.durable_machine import DurableMachine
 from tests.support.scheduler_machine import runs
 from tests.support.snapshot_machine import SnapshotMachine

@@ -19,7 +19,7 @@ from coordinator.persistence.catalog.records import (
     SnapshotRecord,
     UploadRecord,
 )
-from longleaf.geometry import OWN_ROPE, Rope
+from longleaf.positions import OWN_ROPE, Rope
 
 
 def ids(seed: int, count: int) -> "array[int]":

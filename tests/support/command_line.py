@@ -96,7 +96,7 @@ class Left:
         for one in self.processes:
             with suppress(psutil.Error):
                 words = one.cmdline()
-                self.folders += [Path(words[-1])] if "coordinator.cluster.ray_folder" in words else []
+                self.folders += [Path(words[-1])] if "coordinator.cluster.ray_temp_dir" in words else []
 
     def audit(self) -> None:
         assert psutil.wait_procs(self.processes, timeout=20)[1] == []

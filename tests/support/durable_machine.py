@@ -4,13 +4,13 @@ again between any two events."""
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from coordinator.events import NO_CLAIM, Outcome, Sealed
-from coordinator.kv_cache.blocks import Placer
+from coordinator.engine_messages import NO_CLAIM, Outcome, Sealed
+from coordinator.kv_cache.block_placer import Placer
 from coordinator.kv_cache.contexts import NamedPath
-from coordinator.kv_cache.paths import Path, Segment
+from coordinator.kv_cache.token_paths import Path, Segment
 from coordinator.scheduling.scheduler import Scheduler
 from longleaf.errors import LongleafError, StorageUnavailable
-from longleaf.rank_protocol.sequences import Sequences
+from longleaf.rank_protocol.row_delta import Sequences
 from tests.support.recovering_machine import RecoveringMachine
 from tests.support.scheduler_machine import NAMES
 

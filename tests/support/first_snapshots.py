@@ -10,15 +10,15 @@ from pathlib import Path
 
 import torch
 
-from longleaf.geometry import EVERY_RANK, OWN_ROPE
+from longleaf.positions import EVERY_RANK, OWN_ROPE
 from longleaf.runs import Run
+from longleaf.storage.context_note import ContextNote, encode_note
 from longleaf.storage.manifest import Piece, SegmentManifest, encode_manifest
 from longleaf.storage.names import Attempt
-from longleaf.storage.note import ContextNote, encode_note
 from longleaf.storage.store import Store
 from tests.support.pools import BLOCK, POOLS
 from workers.kv_cache.slots import Slots
-from workers.kv_io.piece import Copy, form_of
+from workers.kv_io.kv_piece import Copy, form_of
 
 SERVICE = "0123456789abcdef0123456789abcdef"
 CHECKPOINT = "ab" * 32

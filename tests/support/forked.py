@@ -18,7 +18,7 @@ from multiprocessing import connection, forkserver, process, reduction
 from pathlib import Path
 from typing import Any, NoReturn
 
-from longleaf.machine import end_with_parent
+from longleaf.resources import end_with_parent
 
 CLI = [str(Path(sys.executable).with_name("longleaf"))]
 COORDINATOR = [sys.executable, "-P", "-m", "coordinator"]

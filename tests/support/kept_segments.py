@@ -1,9 +1,9 @@
 """Segments and notes as services keep them, with whatever bytes."""
 
-from longleaf.geometry import Rope
+from longleaf.positions import Rope
+from longleaf.storage.context_note import ContextNote, encode_note
 from longleaf.storage.manifest import Piece, SegmentManifest, encode_manifest
 from longleaf.storage.names import Attempt
-from longleaf.storage.note import ContextNote, encode_note
 from longleaf.storage.store import Store
 
 

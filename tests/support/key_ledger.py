@@ -7,9 +7,9 @@ a key that was computed anew is the right one only if what it was computed from 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from longleaf.geometry import EVERY_RANK, Rope, Windows
-from longleaf.rank_protocol.epochs import SegmentLayout
+from longleaf.positions import EVERY_RANK, Rope, Windows
 from longleaf.rank_protocol.fakes import echo_tokens
+from longleaf.rank_protocol.group_messages import SegmentLayout
 from longleaf.rank_protocol.snapshots import Save
 from longleaf.rank_protocol.step import Move, Prefill, Restore, Row, StepPlan
 from longleaf.runs import Run, until

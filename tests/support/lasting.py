@@ -1,8 +1,8 @@
 """What outlives an engine, in memory: a catalog, and a journal that notes what it must forget."""
 
-from coordinator.persistence.catalog.earlier import EarlierContext
 from coordinator.persistence.catalog.fakes import FakeCatalog
 from coordinator.persistence.catalog.records import Kept
+from coordinator.persistence.catalog.stale_contexts import EarlierContext
 from coordinator.persistence.snapshots.snapshots import Snapshots
 from longleaf.errors import LongleafError
 

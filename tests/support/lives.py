@@ -13,8 +13,17 @@ import zmq
 
 from longleaf.config import EngineConfig
 from longleaf.rank_protocol.encoding import FromRank, ToRank, decode_from_rank, encode
-from longleaf.rank_protocol.epochs import Broken, Fence, Join, Layout, MergeTiming, OpenStore, Ready, StoreOpened
-from longleaf.rank_protocol.lives import Heartbeat, Hello, Load, Loaded, Stop
+from longleaf.rank_protocol.group_messages import (
+    Broken,
+    Fence,
+    Join,
+    Layout,
+    MergeTiming,
+    OpenStore,
+    Ready,
+    StoreOpened,
+)
+from longleaf.rank_protocol.member_messages import Heartbeat, Hello, Load, Loaded, Stop
 from longleaf.rank_protocol.rank_spec import Invitation, RankSpec
 from longleaf.rank_protocol.step import StepPlan
 from workers.kv_io.fakes import FolderStore
@@ -44,7 +53,7 @@ def live(spec: RankSpec) -> None:
     import torch
 
     from longleaf.config import apply_environment, network_environment
-    from longleaf.interfaces import interface_of
+    from longleaf.network_interfaces import interface_of
     from workers.control import serve
     from workers.rank import Rank
 

@@ -12,7 +12,7 @@ from coordinator.cluster.local_fleet import LocalFleet
 from coordinator.service import Service
 from coordinator.settings import ServiceConfig
 from longleaf.config import DataConfig, EngineConfig
-from longleaf.operations import SecurityConfig, TelemetryConfig
+from longleaf.service_settings import SecurityConfig, TelemetryConfig
 from tests.support.scraping import Scraped, scrape
 from tests.support.service import write_model
 from tests.support.tenants import ACME, BOLT, OPS, Caller, credentials, request_of

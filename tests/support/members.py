@@ -11,8 +11,8 @@ import zmq.asyncio
 
 from longleaf.fingerprint import Fingerprint
 from longleaf.rank_protocol.encoding import FromRank, ToRank, decode_to_rank, encode
-from longleaf.rank_protocol.epochs import Broken, Fence, Join, MergeTiming, OpenStore, Ready, StoreOpened
-from longleaf.rank_protocol.lives import Died, Heartbeat, Hello, Load, Loaded, Progress, Stop
+from longleaf.rank_protocol.group_messages import Broken, Fence, Join, MergeTiming, OpenStore, Ready, StoreOpened
+from longleaf.rank_protocol.member_messages import Died, Heartbeat, Hello, Load, Loaded, Progress, Stop
 from longleaf.rank_protocol.rank_spec import Invitation, RankSpec
 from longleaf.rank_protocol.snapshots import Outcome
 from workers.control import connect

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Generator
 from contextlib import contextmanager
 
-from coordinator.events import Event
+from coordinator.engine_messages import Event
 from coordinator.telemetry.observers import CallRecord, Saw
 
 

@@ -9,12 +9,12 @@ from blake3 import blake3
 
 from coordinator.persistence.catalog.records import SegmentRecord
 from longleaf.context_archive.frames import PREAMBLE, Frame, Kind
-from longleaf.context_archive.packing import Packing, keys_of
+from longleaf.context_archive.reader import Told, Unpacking
 from longleaf.context_archive.records import Head, SegmentHead, encode
-from longleaf.context_archive.unpacking import Told, Unpacking
+from longleaf.context_archive.writer import Packing, keys_of
 from longleaf.document_text import STRIDE, DocumentText, TextFile, packed
 from longleaf.fingerprint import Fingerprint
-from longleaf.geometry import Rope
+from longleaf.positions import Rope
 from longleaf.storage.manifest import Piece, SegmentManifest
 from longleaf.storage.names import Attempt
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from longleaf.geometry import Reach
+from longleaf.positions import Reach
 from workers.kv_cache.quantized import QuantizedPool
 from workers.kv_cache.slots import Pool, Slots
 from workers.model.model import LayerSpec

@@ -9,7 +9,7 @@ import torch
 
 from longleaf.comm.process_group import Carrier, ProcessGroups, Store, connect_store, open_store
 from longleaf.config import apply_environment, network_environment
-from longleaf.interfaces import interface_of
+from longleaf.network_interfaces import interface_of
 from longleaf.topology import Topology
 
 TIMEOUT = 60.0

@@ -3,10 +3,10 @@
 import random
 from collections.abc import Sequence as Several
 
-from coordinator.scheduling.drafter import Drafter
 from coordinator.scheduling.sequences import Sequence
-from coordinator.speculation.drafts import NO_DRAFT, Draft
-from coordinator.speculation.policy import Policy
+from coordinator.scheduling.speculation import Drafter
+from coordinator.speculation.draft_length import Policy
+from coordinator.speculation.ngram_drafter import NO_DRAFT, Draft
 from longleaf.config import EngineConfig
 from longleaf.rank_protocol.fakes import echo_token
 

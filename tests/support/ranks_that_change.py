@@ -1,9 +1,9 @@
 """A scheduler whose ranks come and go, over a ledger of the keys that they hold."""
 
-from coordinator.kv_cache.ranking import Ranking
-from coordinator.recovery.suspicion import BREAK
+from coordinator.kv_cache.rank_mapping import Ranking
+from coordinator.recovery.fault_score import BREAK
 from longleaf.rank_protocol.fakes import drafted_ends
-from longleaf.rank_protocol.sequences import Sequences
+from longleaf.rank_protocol.row_delta import Sequences
 from longleaf.rank_protocol.step import StepPlan, StepResult
 from tests.support.key_ledger import KeyLedger
 from tests.support.scheduling import Bench

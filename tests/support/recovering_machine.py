@@ -5,13 +5,13 @@ from collections import Counter
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
-from coordinator.events import NO_CLAIM, Outcome
-from coordinator.kv_cache.paths import Path
-from coordinator.kv_cache.ranking import Ranking
-from coordinator.recovery.suspicion import BREAK, GUILTY, LOSS
+from coordinator.engine_messages import NO_CLAIM, Outcome
+from coordinator.kv_cache.rank_mapping import Ranking
+from coordinator.kv_cache.token_paths import Path
+from coordinator.recovery.fault_score import BREAK, GUILTY, LOSS
 from longleaf.errors import ContextLost, LongleafError, ResourceExhausted, Unavailable
-from longleaf.geometry import Windows
-from longleaf.rank_protocol.sequences import Sequences
+from longleaf.positions import Windows
+from longleaf.rank_protocol.row_delta import Sequences
 from longleaf.rank_protocol.step import StepPlan
 from longleaf.sampling import Token
 from longleaf.types import Recovering

@@ -5,16 +5,16 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from coordinator.cluster.fakes import FakeRanks
-from coordinator.engine.fetching import Fetching
-from coordinator.kv_cache.blocks import Placer
-from coordinator.kv_cache.holdings import Holding
-from coordinator.kv_cache.paths import NOWHERE, Segment
-from coordinator.kv_cache.ranking import Ranking
+from coordinator.engine.snapshot_fetcher import Fetching
+from coordinator.kv_cache.block_placer import Placer
+from coordinator.kv_cache.rank_mapping import Ranking
+from coordinator.kv_cache.segment_placement import Holding
 from coordinator.kv_cache.segments import Segments
+from coordinator.kv_cache.token_paths import NOWHERE, Segment
+from coordinator.recovery.fault_score import LOSS
 from coordinator.recovery.recovery import Recovery
-from coordinator.recovery.suspicion import LOSS
 from longleaf.errors import LongleafError, StorageUnavailable
-from longleaf.geometry import Windows
+from longleaf.positions import Windows
 from longleaf.rank_protocol.snapshots import Fetch
 from longleaf.rank_protocol.step import Restore
 from longleaf.storage.manifest import Piece, SegmentManifest

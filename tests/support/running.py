@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import psutil
 
-from coordinator.cluster.control import Control
 from coordinator.cluster.local_fleet import LocalFleet
 from coordinator.cluster.ports import Fleet, OnDeath
+from coordinator.cluster.rank_manager import Control
 from coordinator.engine.engine import Engine
 from longleaf.config import EngineConfig
 from longleaf.errors import Unavailable
-from longleaf.rank_protocol.epochs import Ready
+from longleaf.rank_protocol.group_messages import Ready
 from longleaf.rank_protocol.rank_spec import Invitation
 
 

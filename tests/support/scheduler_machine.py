@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from msgspec.structs import replace
 
-from coordinator.events import (
+from coordinator.engine_messages import (
     Acknowledged,
     Admitted,
     Beginning,
@@ -24,12 +24,12 @@ from coordinator.events import (
     Prompt,
     Tokens,
 )
-from coordinator.kv_cache.blocks import Blocks, Placer
+from coordinator.kv_cache.block_placer import Blocks, Placer
 from coordinator.kv_cache.contexts import LAST_ENDS
-from coordinator.kv_cache.paths import Path
 from coordinator.kv_cache.positions import Positions
-from coordinator.scheduling.draft_counts import DraftCounts
+from coordinator.kv_cache.token_paths import Path
 from coordinator.scheduling.scheduler import Scheduler
+from coordinator.scheduling.speculation_stats import DraftCounts
 from longleaf.config import EngineConfig
 from longleaf.errors import (
     AlreadyExists,
@@ -41,9 +41,9 @@ from longleaf.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from longleaf.geometry import Rotary, Windows
+from longleaf.positions import Rotary, Windows
 from longleaf.rank_protocol.fakes import drafted_ends, echo_token
-from longleaf.rank_protocol.sequences import Sequences
+from longleaf.rank_protocol.row_delta import Sequences
 from longleaf.rank_protocol.step import Decode, Prefill, StepPlan, StepResult
 from longleaf.sampling import Sampling, Token
 from tests.support.random_drafter import RandomDrafter

@@ -5,7 +5,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from coordinator.events import (
+from coordinator.engine_messages import (
     Acknowledged,
     Admitted,
     Claim,
@@ -18,15 +18,15 @@ from coordinator.events import (
     Sealed,
     Tokens,
 )
-from coordinator.kv_cache.blocks import Placer
+from coordinator.kv_cache.block_placer import Placer
 from coordinator.kv_cache.positions import Positions
 from coordinator.recovery.recovery import MOVED_BLOCKS
 from coordinator.scheduling.scheduler import Scheduler
 from longleaf.config import EngineConfig
 from longleaf.errors import LongleafError
-from longleaf.geometry import Rotary, Windows
+from longleaf.positions import Rotary, Windows
 from longleaf.rank_protocol.fakes import drafted_ends, echo_token
-from longleaf.rank_protocol.sequences import Sequences
+from longleaf.rank_protocol.row_delta import Sequences
 from longleaf.rank_protocol.step import Prefill, StepPlan, StepResult
 from longleaf.sampling import Sampling
 from tests.support.random_drafter import RandomDrafter

@@ -12,12 +12,12 @@ from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders as decoding
 
-from coordinator import events
-from coordinator.auth.usage import Room, Usage
-from coordinator.changes import Changes
+from coordinator import engine_messages
+from coordinator.auth.tenant_usage import Room, Usage
+from coordinator.change_feed import Changes
 from coordinator.grpc_server.server import Server
+from coordinator.handlers.application import UseCases
 from coordinator.handlers.transfer.ports import House
-from coordinator.handlers.use_cases import UseCases
 from coordinator.kv_cache.positions import Positions
 from coordinator.telemetry.observers import NOBODY
 from coordinator.text.encoder import Encoder
@@ -27,7 +27,7 @@ from longleaf.client import AsyncClient
 from longleaf.config import join_address
 from longleaf.document_text import DocumentText
 from longleaf.errors import AlreadyExists, LongleafError, NotFound
-from longleaf.geometry import Rotary
+from longleaf.positions import Rotary
 from longleaf.rank_protocol.fakes import FULL_LAYER, echo_attention, echo_scores, echo_spans
 from longleaf.rank_protocol.step import Comparison
 from longleaf.sampling import GREEDY, Sampling, Token
@@ -88,7 +88,7 @@ def write_model(folder: Path, tokenizer: FastTokenizer | None = None, template: 
 class FakeStream:
     """Says its events; then fails, waits for its release, or ends."""
 
-    def __init__(self, script: Sequence[events.Event], error: LongleafError | None, is_endless: bool) -> None:
+    def __init__(self, script: Sequence[engine_messages.Event], error: LongleafError | None, is_endless: bool) -> None:
         self._script = list(script)
         self._error = error
         self._is_endless = is_endless
@@ -97,10 +97,10 @@ class FakeStream:
         self.closed = asyncio.Event()
         self.cancelled: list[int] = []
 
-    def __aiter__(self) -> AsyncIterator[events.Event]:
+    def __aiter__(self) -> AsyncIterator[engine_messages.Event]:
         return self
 
-    async def __anext__(self) -> events.Event:
+    async def __anext__(self) -> engine_messages.Event:
         if self._script:
             return self._script.pop(0)
         if self._error is not None:
@@ -127,11 +127,11 @@ class FakeEngine:
         self.max_draft_tokens = 7
         self.total_tokens = 1 << 20
         self.answer: tuple[tuple[int, ...], ...] = ()
-        self.script: tuple[events.Event, ...] = ()
+        self.script: tuple[engine_messages.Event, ...] = ()
         """What streams say after Started and Progress instead of `answer`."""
-        self.interlude: tuple[events.Event, ...] = ()
+        self.interlude: tuple[engine_messages.Event, ...] = ()
         """What ingests say between their halves."""
-        self.reason: events.EndReason = "length"
+        self.reason: engine_messages.EndReason = "length"
         self.error: Exception | None = None
         """Raised at once by submit and ingest."""
         self.late_error: LongleafError | None = None
@@ -139,8 +139,8 @@ class FakeEngine:
         self.is_endless = False
         self.comparison = Comparison()
         """Of prompts that are compared."""
-        self.prompts: list[events.Prompt] = []
-        self.claims: list[events.Claim] = []
+        self.prompts: list[engine_messages.Prompt] = []
+        self.claims: list[engine_messages.Claim] = []
         """Of ingests."""
         self.contexts: dict[str, list[int]] = {}
         self.settings: dict[str, ContextSettings] = {}
@@ -161,13 +161,13 @@ class FakeEngine:
     def check_capacity(self, declared: int) -> None:
         Positions(Rotary(), self.max_positions).check_capacity(declared)
 
-    def _stream(self, script: Sequence[events.Event]) -> FakeStream:
+    def _stream(self, script: Sequence[engine_messages.Event]) -> FakeStream:
         stream = FakeStream(script, self.late_error, self.is_endless)
         self.streams.append(stream)
         self.opened.set()
         return stream
 
-    def submit(self, prompt: events.Prompt) -> FakeStream:
+    def submit(self, prompt: engine_messages.Prompt) -> FakeStream:
         self.prompts.append(prompt)
         if self.error is not None:
             raise self.error
@@ -175,21 +175,24 @@ class FakeEngine:
         num_prompt = held + len(prompt.token_ids)
         spans = echo_spans((0,), self.num_tokens(prompt.context or ""), prompt.cuts.size) if prompt.cuts else []
         if prompt.is_probe:
-            found = events.Found(echo_scores(prompt.token_ids[-prompt.num_scored :], prompt.hidden))
-            return self._stream([events.Ended("length", num_prompt, held, 0, 0.0, 0.0, 0.0, found=found)])
-        script: list[events.Event] = [events.Admitted(num_prompt, held), Progress(num_prompt, num_prompt)]
+            found = engine_messages.Found(echo_scores(prompt.token_ids[-prompt.num_scored :], prompt.hidden))
+            return self._stream([engine_messages.Ended("length", num_prompt, held, 0, 0.0, 0.0, 0.0, found=found)])
+        script: list[engine_messages.Event] = [
+            engine_messages.Admitted(num_prompt, held),
+            Progress(num_prompt, num_prompt),
+        ]
         index = 0
         for token_ids in self.answer:
             told = tuple(echo_attention(spans, (), num_prompt + index + i) for i in range(len(token_ids)))
-            script.append(events.Tokens(index, tokens(token_ids), 0, told if spans else ()))
+            script.append(engine_messages.Tokens(index, tokens(token_ids), 0, told if spans else ()))
             index += len(token_ids)
         script += self.script
         if not self.is_endless and self.late_error is None and not self.script:
             comparison = self.comparison if prompt.is_compared else None
-            script.append(events.Ended(self.reason, num_prompt, held, index, 0.5, 1.5, 2.25, 0, comparison))
+            script.append(engine_messages.Ended(self.reason, num_prompt, held, index, 0.5, 1.5, 2.25, 0, comparison))
         return self._stream(script)
 
-    def ingest(self, document: events.Document) -> FakeStream:
+    def ingest(self, document: engine_messages.Document) -> FakeStream:
         context, token_ids = document.context, document.token_ids
         self.claims.append(document.claim)
         if self.error is not None:
@@ -215,12 +218,12 @@ class FakeEngine:
     def scaling_note(self, context: str | None, num_tokens: int, max_tokens: int, *, is_whole: bool = True) -> str:
         return self.scaling
 
-    def grounds(self, context_id: str) -> events.Grounds:
+    def grounds(self, context_id: str) -> engine_messages.Grounds:
         token_ids = self.get_context(context_id) and self.contexts[context_id]
-        return events.Grounds(
+        return engine_messages.Grounds(
             segments=(1,),
             ends=(len(token_ids),),
-            last_ids=token_ids[-events.LAST_IDS :],
+            last_ids=token_ids[-engine_messages.LAST_IDS :],
             block_size=128,
             full_layers=(FULL_LAYER,),
             can_cut=True,
@@ -229,10 +232,10 @@ class FakeEngine:
     def num_tokens(self, context_id: str) -> int:
         return self.get_context(context_id).tokens
 
-    def text_parts(self, context_id: str) -> list[events.DocumentPart]:
+    def text_parts(self, context_id: str) -> list[engine_messages.DocumentPart]:
         self.get_context(context_id)
         held = array("I", self.contexts[context_id])
-        return [events.DocumentPart(token_ids=held, num_tokens=len(held), text=self.texts.get(context_id))]
+        return [engine_messages.DocumentPart(token_ids=held, num_tokens=len(held), text=self.texts.get(context_id))]
 
     def made_by(self, context_id: str) -> str:
         self.get_context(context_id)

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from coordinator.kv_cache.holdings import Holding
-from coordinator.recovery.restoring import OF_WINDOWS, Part
+from coordinator.kv_cache.segment_placement import Holding
+from coordinator.recovery.restore import OF_WINDOWS, Part
 from coordinator.scheduling.scheduler import Scheduler
-from longleaf.geometry import EVERY_RANK, Windows
+from longleaf.positions import EVERY_RANK, Windows
 from longleaf.rank_protocol.snapshots import Save
 from longleaf.runs import Run
 from tests.support.durable_machine import DurableMachine

@@ -1,9 +1,9 @@
 """Contexts as services write them to storage: a manifest for each segment, and a note for each change."""
 
 from coordinator.persistence.catalog.records import ContextRecord, SegmentRecord
+from longleaf.storage.context_note import ContextNote, encode_note
 from longleaf.storage.manifest import Piece, SegmentManifest, encode_manifest
 from longleaf.storage.names import Attempt
-from longleaf.storage.note import ContextNote, encode_note
 from longleaf.storage.store import Store
 
 SERVICE = "5e" * 16

@@ -10,11 +10,11 @@ from msgspec.structs import replace
 from coordinator.cluster.fakes import FakeRanks
 from coordinator.cluster.ports import Formation
 from coordinator.engine.engine import Engine
-from coordinator.events import Document, Prompt, Tokens
-from coordinator.persistence.snapshots.policy import Policy
+from coordinator.engine_messages import Document, Prompt, Tokens
+from coordinator.persistence.snapshots.retention import Policy
 from coordinator.persistence.snapshots.snapshots import Snapshots, any_room
 from longleaf.config import EngineConfig
-from longleaf.geometry import Windows
+from longleaf.positions import Windows
 from longleaf.rank_protocol.snapshots import Fetch, Save, Saved
 from longleaf.rank_protocol.step import StepPlan, StepResult
 from longleaf.sampling import Sampling

@@ -8,11 +8,11 @@ from pathlib import Path
 from coordinator.cluster.fakes import FakeRanks
 from coordinator.engine.engine import Engine
 from coordinator.handlers.generation import Generation
-from coordinator.handlers.replay import CallLater, call_later
+from coordinator.handlers.resumable_generations import CallLater, call_later
 from coordinator.persistence.journal.journal import Journal
 from coordinator.text.template import DirectRenderer
-from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
+from coordinator.text.tokenizer_pool import TextThreads
 from longleaf.config import EngineConfig
 from longleaf.sampling import Sampling
 from longleaf.types import Delta, Event, Finished, Generate, Resume

@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 
-from coordinator.cluster.orders import Key, error_of
 from coordinator.cluster.ports import EpochEnd, Formation
+from coordinator.cluster.snapshot_requests import Key, error_of
 from longleaf.comm.loopback import LoopbackComm, loopback_groups
 from longleaf.config import EngineConfig
 from longleaf.errors import WorkerLost
 from longleaf.rank_protocol.encoding import decode_to_rank, encode
-from longleaf.rank_protocol.epochs import Join, Layout, Ready
-from longleaf.rank_protocol.lives import Hello
+from longleaf.rank_protocol.group_messages import Join, Layout, Ready
+from longleaf.rank_protocol.member_messages import Hello
 from longleaf.rank_protocol.rank_spec import Invitation, RankSpec
 from longleaf.rank_protocol.snapshots import Discard, Fetch, Fetched, Outcome, Save, Saved
 from longleaf.rank_protocol.step import StepPlan, StepResult

@@ -13,7 +13,7 @@ class Handle:
 
 
 class Timers:
-    """Implements coordinator.handlers.replay.CallLater."""
+    """Implements coordinator.handlers.resumable_generations.CallLater."""
 
     def __init__(self) -> None:
         self.now = 0.0

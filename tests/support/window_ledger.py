@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from longleaf.geometry import EVERY_RANK, Reach, Windows
+from longleaf.positions import EVERY_RANK, Reach, Windows
 from longleaf.rank_protocol.step import Decode, Prefill, Row, StepPlan
 from longleaf.runs import Run, until
 

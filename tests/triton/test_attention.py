@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longleaf.attention.masks import Read, Reads
-from longleaf.kernels.gpu import items
+from longleaf.kernels.gpu import work_items
 from longleaf.kernels.gpu.backend import TritonKernels
 from longleaf.kernels.gpu.launch import launch
 from tests.support.attention.partials import assert_same, seeds
@@ -135,7 +135,7 @@ def test_how_many_programs_run_changes_no_bit(dtype):
 
 @pytest.mark.parametrize("num_multiprocessors", [1, 2, 13, 400])
 def test_keys_are_cut_into_any_number_of_pieces(monkeypatch, num_multiprocessors):
-    monkeypatch.setattr(items, "MIN_PIECE", 1)
+    monkeypatch.setattr(work_items, "MIN_PIECE", 1)
     monkeypatch.setattr("longleaf.kernels.gpu.constants.MAX_TILE_KEYS", 16)
     q, k, v = tensors(0, 5, (1, 3), (16, 16))
     assert_same(attend(q, k, v, MIXED, None, num_multiprocessors), expected(q, k, v, MIXED, SCALE), atol=5e-6)

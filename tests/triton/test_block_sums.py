@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longleaf.attention.block_sums import BLOCK, NO_EDGE, BlockSums, Columns, table, told_read
+from longleaf.attention.block_attribution import BLOCK, NO_EDGE, BlockSums, Columns, table, told_read
 from longleaf.attention.masks import Read, Reads
 from longleaf.kernels import int8
 from longleaf.kernels.backend import TellingBackend
@@ -44,7 +44,7 @@ class Layer:
 @pytest.fixture
 def any_cut(monkeypatch):
     """Pieces may be as short as a tile."""
-    monkeypatch.setattr("longleaf.kernels.gpu.items.MIN_PIECE", 1)
+    monkeypatch.setattr("longleaf.kernels.gpu.work_items.MIN_PIECE", 1)
 
 
 @pytest.mark.usefixtures("any_cut")

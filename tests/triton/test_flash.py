@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from longleaf.attention.masks import Read, Reads
-from longleaf.kernels.gpu import flash, rounds, varlen
+from longleaf.kernels.gpu import flash, varlen, varlen_plan
 from longleaf.kernels.gpu.flash import FlashKernels
 from longleaf.kernels.gpu.launch import launch
 from tests.support.attention.partials import assert_same, seeds
@@ -26,8 +26,8 @@ MIXED = [FULL, OTHER, BAND, SQUARE, FEW]
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(rounds, "MIN_ROWS", 3)
-    monkeypatch.setattr(rounds, "MIN_KEYS", 15)
+    monkeypatch.setattr(varlen_plan, "MIN_ROWS", 3)
+    monkeypatch.setattr(varlen_plan, "MIN_KEYS", 15)
 
 
 class Launches:
@@ -121,7 +121,7 @@ def test_heads_of_320_dims_are_not_given_to_them():
 def test_launches_do_not_grow_with_the_stretches():
     reads = Reads([*(Read(0, 9, low, low + 20 + low // 10) for low in range(0, 350, 50)), BAND])
     names, count = launched(*tensors(0, 9), reads)
-    assert count == rounds.MAX_ROUNDS
+    assert count == varlen_plan.MAX_ROUNDS
     assert names == ["betray_keys", "attend_items", "fold_items", "fold_rounds"]
 
 
@@ -165,8 +165,8 @@ def test_rows_in_no_round_are_the_identity_or_what_the_rest_says():
 
 @pytest.fixture
 def whole(monkeypatch):
-    monkeypatch.setattr(rounds, "MIN_ROWS", 64)
-    monkeypatch.setattr(rounds, "MIN_KEYS", 512)
+    monkeypatch.setattr(varlen_plan, "MIN_ROWS", 64)
+    monkeypatch.setattr(varlen_plan, "MIN_KEYS", 512)
 
 
 def wrong_by(change):

@@ -5,10 +5,10 @@ import itertools
 import pytest
 import torch
 
-from longleaf.kernels.gpu import rounds
+from longleaf.kernels.gpu import varlen_plan
 from longleaf.kernels.gpu.backend import TritonKernels
 from longleaf.kernels.gpu.flash import FlashKernels
-from longleaf.kernels.gpu.items import MIN_PIECE
+from longleaf.kernels.gpu.work_items import MIN_PIECE
 from tests.support.attention.varlen import PretendedFlash
 from tests.support.golden.asking import ingest
 from tests.support.golden.interpreted import Launches, served_by
@@ -129,8 +129,8 @@ async def test_keys_that_are_split_say_the_same(shorts, family):
 @pytest.fixture
 def small_rounds(monkeypatch):
     """What flash kernels take begins at a few rows and keys."""
-    monkeypatch.setattr(rounds, "MIN_ROWS", 3)
-    monkeypatch.setattr(rounds, "MIN_KEYS", 3)
+    monkeypatch.setattr(varlen_plan, "MIN_ROWS", 3)
+    monkeypatch.setattr(varlen_plan, "MIN_KEYS", 3)
 
 
 async def logits(short, make, **settings):

@@ -12,7 +12,7 @@ from bench.occupancy.__main__ import all_names, by_name
 from bench.occupancy.bounds import LATENCY_NS, bound_of, evenness
 from bench.occupancy.compiling import Resources
 from bench.occupancy.targets import TARGETS
-from longleaf.kernels.gpu.items import Shape
+from longleaf.kernels.gpu.work_items import Shape
 
 KEPT = golden.read()
 AIM = 0.85

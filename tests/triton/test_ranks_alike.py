@@ -11,7 +11,7 @@ from tests.support.accelerator.reference_kernels import ReferenceLauncher
 from workers.cuda_graphs.fakes import RecordedGraphs, Recording
 from workers.cuda_graphs.graphs import CaptureRefused
 from workers.sampling.fixed_shape import Needs
-from workers.step.last_ids import HostIds
+from workers.step.last_tokens import HostIds
 
 TWO_RANKS = {"world_size": 2, "merge": "gather"}
 

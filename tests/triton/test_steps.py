@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
-from coordinator.events import Cuts
+from coordinator.engine_messages import Cuts
 from longleaf.kernels.gpu import varlen
 from longleaf.kernels.gpu.backend import TritonKernels
 from longleaf.kernels.gpu.flash import FlashKernels

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from longleaf.attention.masks import Reads
-from longleaf.geometry import OWN_ROPE, Reach, Rope
 from longleaf.kernels.backend import FixedBackend, Numbers, Tables
+from longleaf.positions import OWN_ROPE, Reach, Rope
 from workers.cuda_graphs.memory import laid_out
 from workers.sampling.acceptance import NO_DRAFT
 from workers.sampling.device_sampler import NUM_PARAMETERS
-from workers.step.drafts import Keeper
+from workers.step.draft_rollback import Keeper
 from workers.step.inputs import InputBuilder, Inputs, RowNumbers
-from workers.step.last_ids import NOBODY
+from workers.step.last_tokens import NOBODY
 from workers.step.layers import RowLayer
 
 DOUBLE = Rope(is_double=True)

@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from longleaf.errors import LongleafError
-from longleaf.units import human_bytes
+from longleaf.formatting import human_bytes
 
 cuda: Any = torch.cuda  # torch annotates these functions only in part
 T = TypeVar("T")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from longleaf.kernels.backend import Numbers
-from workers.transfers import pinned
+from workers.host_copies import pinned
 
 ALIGNED = 16
 """Fields begin at multiples of so many numbers, 128 bytes: kernels are compiled anew for addresses that are odd."""

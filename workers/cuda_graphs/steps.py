@@ -10,20 +10,20 @@ from torch import Tensor
 from longleaf.kernels.backend import FixedBackend
 from longleaf.rank_protocol.step import Row
 from workers.cuda_graphs.bucket import Bucket, Forward, Sampled, resolved
-from workers.cuda_graphs.choosing import Choosing, Telling
 from workers.cuda_graphs.graphs import Agree, CaptureRefused, Graphs, SharedGraphs, Work
 from workers.cuda_graphs.memory import StepMemory
+from workers.cuda_graphs.sampling_graph import Choosing, Telling
 from workers.cuda_graphs.tokens import FixedTokens
+from workers.host_copies import Moment, ToHost
 from workers.sampling.acceptance import drafts_of
 from workers.sampling.device_sampler import Batch
 from workers.sampling.fixed_shape import KINDS, kind_of
 from workers.sampling.sampler import Choice
-from workers.step.drafts import DraftedBlocks
+from workers.step.attention_attribution import Told
+from workers.step.draft_rollback import DraftedBlocks
 from workers.step.inputs import Inputs, RowNumbers
-from workers.step.last_ids import DeviceIds
+from workers.step.last_tokens import DeviceIds
 from workers.step.layers import RowLayer
-from workers.step.masses import Told
-from workers.transfers import Moment, ToHost
 
 log = logging.getLogger(__name__)
 

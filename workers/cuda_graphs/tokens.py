@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from workers.step.drafts import Stored
+from workers.step.draft_rollback import Stored
 
 
 class FixedTokens:

@@ -5,16 +5,16 @@ import logging
 import msgspec
 import torch
 
-from longleaf import machine
+from longleaf import resources
 from longleaf.config import EngineConfig
 from longleaf.errors import StartError
-from longleaf.geometry import UNLIMITED_TOKENS, Windows
+from longleaf.formatting import human_bytes
+from longleaf.positions import UNLIMITED_TOKENS, Windows
 from longleaf.runs import ceil_div
 from longleaf.topology import count_ranks
-from longleaf.units import human_bytes
 from workers.kv_cache.quantized import QuantizedPool
 from workers.kv_cache.slots import Pool
-from workers.kv_cache.workspace import workspace
+from workers.kv_cache.workspace_estimate import workspace
 from workers.model import model as models
 from workers.model.model import LayerSpec
 
@@ -139,7 +139,7 @@ def default_kv_bytes(model: models.Model, config: EngineConfig, num_ranks_here: 
 
 
 def kv_bytes_within(
-    memory: machine.Memory,
+    memory: resources.Memory,
     device: str,
     model: models.Model,
     config: EngineConfig,
@@ -158,19 +158,19 @@ def kv_bytes_within(
     return found
 
 
-def memory_of(device: str) -> machine.Memory:
+def memory_of(device: str) -> resources.Memory:
     """What there is for weights, keys and values."""
     if device == "cpu":
-        return machine.memory()
+        return resources.memory()
     free, total = torch.cuda.mem_get_info(torch.device(device))
-    return machine.Memory(total, free)
+    return resources.Memory(total, free)
 
 
-def share_of(device: str, num_ranks: int) -> machine.Memory:
+def share_of(device: str, num_ranks: int) -> resources.Memory:
     """What there is for one of the ranks that share a GPU, whatever the others have taken of theirs by now."""
     memory = memory_of(device)
     share = memory.total // num_ranks
-    return machine.Memory(share, min(memory.free, share - CONTEXT - torch.cuda.memory_reserved(device)))
+    return resources.Memory(share, min(memory.free, share - CONTEXT - torch.cuda.memory_reserved(device)))
 
 
 def sharing(device: str, num_ranks_here: int, ranks_per_gpu: int = 1) -> int:

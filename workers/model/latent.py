@@ -25,7 +25,7 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from longleaf.attention import reference
-from longleaf.units import human_rounded
+from longleaf.formatting import human_rounded
 from workers.model import hook
 
 PROJECTIONS = ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")

@@ -22,10 +22,10 @@ from transformers.utils import logging
 
 from longleaf.config import DtypeName
 from longleaf.errors import ModelRefused
-from longleaf.geometry import Reach, Rotary
 from longleaf.kernels.backend import lies_in
+from longleaf.positions import Reach, Rotary
 from workers.model import hook, latent
-from workers.model.heap import large_blocks_apart
+from workers.model.malloc_tuning import large_blocks_apart
 from workers.model.rotary import Ropes, replace_rotary
 from workers.model.weights import SAFE_WEIGHTS, check_weights, going_to
 

@@ -22,8 +22,8 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from longleaf.errors import ModelRefused
-from longleaf.geometry import FLOAT32_POSITIONS, OWN_ROPE, Rope, Rotary
-from workers.transfers import to_device
+from longleaf.positions import FLOAT32_POSITIONS, OWN_ROPE, Rope, Rotary
+from workers.host_copies import to_device
 
 LENGTH_DEPENDENT = {"longrope": False, "dynamic": True}
 """Scalings that depend on the number of positions, and whether each number has one of its own."""

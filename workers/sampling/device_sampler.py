@@ -10,13 +10,13 @@ from longleaf.config import MAX_DRAFT_TOKENS
 from longleaf.kernels.backend import Numbers
 from longleaf.rank_protocol.step import Row
 from longleaf.sampling import Sampling, Token
+from workers.host_copies import Moment, ToHost, to_device
 from workers.sampling.acceptance import NOT_REACHED, Drafts, drafts_of
 from workers.sampling.fixed_shape import Needs, Parameters, choose, note
 from workers.sampling.history import NOBODY, Histories
 from workers.sampling.logprobs import told
 from workers.sampling.sampler import Choice, Sampler, first_positions
 from workers.sampling.uniforms import uniforms
-from workers.transfers import Moment, ToHost, to_device
 
 AHEAD = 64
 """Tokens of a sequence whose random numbers are made at a time."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from longleaf.rank_protocol.step import Seen, Terms
 from longleaf.sampling import MAX_BIASES
-from workers.transfers import to_device
+from workers.host_copies import to_device
 
 NOBODY = 0
 """The place of rows without bias and penalties. What is noted there has no effect."""

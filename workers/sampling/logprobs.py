@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from longleaf.sampling import Logprobs, TokenLogprob
+from workers.host_copies import to_device
 from workers.sampling import draws
-from workers.transfers import to_device
 
 MAX_LOGITS = 1 << 22
 """Logits that are computed on together, unless one row alone has more."""

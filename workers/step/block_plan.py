@@ -7,10 +7,10 @@ kernel tells the two parts apart, at the read's edge.
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from longleaf.attention.block_sums import BLOCK, NO_EDGE, BlockSums, Columns, ToldRead, table, told_read
+from longleaf.attention.block_attribution import BLOCK, NO_EDGE, BlockSums, Columns, ToldRead, table, told_read
 from longleaf.attention.masks import Read
 from longleaf.runs import ceil_div
-from workers.step.spans import Asked, Keys, Teller
+from workers.step.attribution_rows import Asked, Keys, Teller
 
 
 class BlockPlan(NamedTuple):

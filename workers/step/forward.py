@@ -2,7 +2,7 @@
 
 Every forward pass is the same four moves in each layer: the queries are known to every rank, each rank attends to the
 keys it owns, the partials are merged, and the model goes on with the merged output. Where it moves fewer bytes, prefill
-gathers keys instead: see `workers.step.past`. Layers whose keys lie on every rank merge nothing: see
+gathers keys instead: see `workers.step.gathered_prefill`. Layers whose keys lie on every rank merge nothing: see
 `workers.step.windows`. Which of these a layer does is told by its value of `workers.step.layers`.
 """
 
@@ -16,10 +16,10 @@ from longleaf.kernels.backend import Backend
 from longleaf.merge import Merge
 from workers.kv_cache.slots import Slots
 from workers.model.hook import LayerCall
-from workers.step.drafts import Keeper, Stored
+from workers.step.attention_attribution import Masses
+from workers.step.draft_rollback import Keeper, Stored
 from workers.step.inputs import Inputs
 from workers.step.layers import ChunkLayer, Gathered, Replicated, Replicating, RowLayer, Sharded
-from workers.step.masses import Masses
 
 
 class PrefillDone(Exception):

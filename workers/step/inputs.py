@@ -15,21 +15,21 @@ import torch
 from torch import Tensor
 
 from longleaf.attention.masks import QueryRun, Read, Reads, causal_reads, reads_within
-from longleaf.geometry import EVERY_RANK, OWN_ROPE, Reach, Rope
+from longleaf.positions import EVERY_RANK, OWN_ROPE, Reach, Rope
 from longleaf.rank_protocol.step import Decode, Prefill, Row
 from longleaf.runs import Run
-from workers.kv_cache.ledger import Ledger, stretches
+from workers.host_copies import to_device
+from workers.kv_cache.block_table import Ledger, stretches
 from workers.kv_cache.slots import Slots
 from workers.model.model import LayerSpec
 from workers.model.rotary import Rows, row_ropes
+from workers.step.attribution_rows import Asked, asked
 from workers.step.block_plan import BlockPlan, block_plan
-from workers.step.last_ids import LastIds
+from workers.step.gathered_prefill import PastBuilder
+from workers.step.last_tokens import LastIds
 from workers.step.layers import ChunkLayer, Replicated, RowLayer, Sharded
-from workers.step.past import PastBuilder
-from workers.step.rows import Query, most_together, order, row_reads
-from workers.step.spans import Asked, asked
+from workers.step.row_grouping import Query, most_together, order, row_reads
 from workers.step.windows import WindowBuilder
-from workers.transfers import to_device
 
 LayerT = TypeVar("LayerT", bound=ChunkLayer | RowLayer)
 

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from longleaf.attention.masks import QueryRun, Read, Reads, reads_within
-from longleaf.geometry import EVERY_RANK, Reach
+from longleaf.positions import EVERY_RANK, Reach
 from longleaf.rank_protocol.step import Prefill, Row
 from longleaf.runs import Extent, Run, union
-from workers.kv_cache.ledger import Ledger, slots_of
+from workers.host_copies import to_device
+from workers.kv_cache.block_table import Ledger, slots_of
 from workers.model.model import LayerSpec
+from workers.step.gathered_prefill import before_pieces, num_tokens, past_reads
 from workers.step.layers import Replicating
-from workers.step.past import before_pieces, num_tokens, past_reads
-from workers.transfers import to_device
 
 
 class WindowBuilder:

@@ -4,17 +4,26 @@ import asyncio
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from coordinator.cluster.channel import Channel
-from coordinator.cluster.groups.blame import Losses
-from coordinator.cluster.groups.meeting import Meeting
+from coordinator.cluster.control_socket import Channel
+from coordinator.cluster.groups.failure_attribution import Losses
+from coordinator.cluster.groups.rendezvous import Meeting
+from coordinator.cluster.member_registry import Member, Roster
 from coordinator.cluster.ports import EpochEnd, Formation
-from coordinator.cluster.roster import Member, Roster
 from longleaf.config import EngineConfig
 from longleaf.errors import EpochBroken, LongleafError, StartError
-from longleaf.rank_protocol.epochs import Broken, Fence, Join, Layout, MergeTiming, OpenStore, Ready, StoreOpened
-from longleaf.rank_protocol.lives import Died
+from longleaf.formatting import human_seconds
+from longleaf.rank_protocol.group_messages import (
+    Broken,
+    Fence,
+    Join,
+    Layout,
+    MergeTiming,
+    OpenStore,
+    Ready,
+    StoreOpened,
+)
+from longleaf.rank_protocol.member_messages import Died
 from longleaf.rank_protocol.step import StepPlan, StepResult
-from longleaf.units import human_seconds
 
 
 class UnderWay(NamedTuple):

@@ -5,9 +5,9 @@ from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import aclosing, contextmanager
 
 from coordinator.handlers.transfer.ports import House, Leaving
-from coordinator.text.threads import TextThreads
-from longleaf.context_archive.packing import Packing
+from coordinator.text.tokenizer_pool import TextThreads
 from longleaf.context_archive.records import MAX_NAME, Head
+from longleaf.context_archive.writer import Packing
 from longleaf.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from longleaf.fingerprint import Fingerprint
 from longleaf.storage.manifest import Piece

@@ -8,10 +8,10 @@ from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import Any
 
-from coordinator.auth.ledger import UNLIMITED, Ledger
-from coordinator.handlers.replay import CallLater, Timer, call_later
-from coordinator.handlers.shares import loser_of
-from coordinator.handlers.transfer.arrival import Arrival
+from coordinator.auth.quotas import UNLIMITED, Ledger
+from coordinator.handlers.fair_share import loser_of
+from coordinator.handlers.resumable_generations import CallLater, Timer, call_later
+from coordinator.handlers.transfer.importer import Arrival
 from coordinator.handlers.transfer.ports import House
 from longleaf.errors import (
     DeadlineExceeded,
@@ -20,8 +20,8 @@ from longleaf.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from longleaf.formatting import human_seconds
 from longleaf.types import ImportHeader, ImportProgress, ParcelPiece
-from longleaf.units import human_seconds
 
 IDLE_SECONDS = 120.0
 """How long an open stream may send nothing."""

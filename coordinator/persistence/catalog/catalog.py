@@ -10,13 +10,13 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from sqlalchemy import Connection
 
-from coordinator.persistence.catalog import writing
+from coordinator.persistence.catalog import writer
 from coordinator.persistence.catalog.database import BUSY_SECONDS, Database
-from coordinator.persistence.catalog.faults import at_start, is_full
-from coordinator.persistence.catalog.loading import load
 from coordinator.persistence.catalog.ports import NO_STARTS
+from coordinator.persistence.catalog.reader import load
 from coordinator.persistence.catalog.records import Change, Committed, Kept, Outgoing, UploadKey, UploadRecord
 from coordinator.persistence.catalog.reserve import Reserve
+from coordinator.persistence.catalog.sqlite_errors import at_start, is_full
 from longleaf.errors import StorageUnavailable, Unavailable
 
 DATABASE = "catalog.db"
@@ -63,7 +63,7 @@ class Catalog:
     def _commit(self, change: Change) -> Committed:
         write = self._write_at_any_rate if change.only_drops else self._write_if_room
         try:
-            committed = write(writing.write_change, change)
+            committed = write(writer.write_change, change)
             is_deletion = any(each.content is None for each in change.outgoing)
             if committed.segments or change.dropped_contexts or change.dropped_uploads or is_deletion:
                 self._database.note_remains()
@@ -81,27 +81,27 @@ class Catalog:
         return self._reserve is not None and self._reserve.release()
 
     async def note_epoch(self, epoch: int) -> None:
-        await self._call(self._write_and_reserve, writing.write_epoch, epoch)  # a start may have used the room
+        await self._call(self._write_and_reserve, writer.write_epoch, epoch)  # a start may have used the room
 
     async def append_upload(
         self, record: UploadRecord, start: int, new_ids: "array[int]", new_starts: "array[int]" = NO_STARTS
     ) -> None:
-        await self._call(self._write_if_room, writing.append_upload, record, start, new_ids, new_starts)
+        await self._call(self._write_if_room, writer.append_upload, record, start, new_ids, new_starts)
 
     async def upload_ids(self, key: UploadKey) -> "array[int]":
-        return await self._call(self._write, writing.read_upload, key)
+        return await self._call(self._write, writer.read_upload, key)
 
     async def upload_starts(self, key: UploadKey) -> "array[int]":
-        return await self._call(self._write, writing.read_upload_starts, key)
+        return await self._call(self._write, writer.read_upload_starts, key)
 
     async def drop_upload(self, key: UploadKey) -> None:
         await self.commit(Change(dropped_uploads=(key,)))
 
     async def outgoing(self, limit: int, *, only_deletions: bool = False) -> list[tuple[int, Outgoing]]:
-        return await self._call(self._write, writing.read_outgoing, limit, only_deletions)
+        return await self._call(self._write, writer.read_outgoing, limit, only_deletions)
 
     async def done(self, keys: Sequence[int]) -> None:
-        await self._call(self._write_and_reserve, writing.drop_outgoing, keys)
+        await self._call(self._write_and_reserve, writer.drop_outgoing, keys)
 
     async def close(self) -> None:
         if self._closing is None:

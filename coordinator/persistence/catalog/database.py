@@ -10,7 +10,8 @@ from pathlib import Path
 from sqlalchemy import Connection, create_engine, event
 from sqlalchemy.pool import NullPool
 
-from coordinator.persistence.catalog.faults import (
+from coordinator.persistence.catalog.schema import check_revision, upgrade
+from coordinator.persistence.catalog.sqlite_errors import (
     KEEPS_CONNECTION,
     Errors,
     Turn,
@@ -20,10 +21,9 @@ from coordinator.persistence.catalog.faults import (
     turned,
     while_running,
 )
-from coordinator.persistence.catalog.schema import check_revision, upgrade
 from coordinator.persistence.catalog.tables import PAGE_BYTES
 from longleaf.errors import CatalogError
-from longleaf.units import human_bytes
+from longleaf.formatting import human_bytes
 
 log = logging.getLogger(__name__)
 

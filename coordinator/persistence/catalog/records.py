@@ -7,7 +7,7 @@ import msgspec
 
 from longleaf.document_text import DocumentText
 from longleaf.errors import DataLoss
-from longleaf.geometry import OWN_ROPE, Rope
+from longleaf.positions import OWN_ROPE, Rope
 
 
 class SegmentRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from longleaf.errors import StorageUnavailable
-from longleaf.units import human_bytes
+from longleaf.formatting import human_bytes
 
 FILE = "reserve"
 """Its name in its folder."""

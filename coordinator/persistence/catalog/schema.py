@@ -5,7 +5,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection, inspect, text
 
-from coordinator.persistence.catalog import rows, tables
+from coordinator.persistence.catalog import row_codec, tables
 from longleaf.errors import CatalogError
 
 MIGRATIONS = "coordinator.persistence.catalog:migrations"
@@ -39,7 +39,7 @@ def upgrade(path: Path, connection: Connection) -> None:
     command.upgrade(config, tables.HEAD)
     if revision is None:
         row = {"id": 0, "service_id": secrets.token_hex(16), "next_segment": 0, "next_outgoing": 0, "epoch": 0}
-        connection.execute(tables.service.insert(), rows.signed(tables.service, row))
+        connection.execute(tables.service.insert(), row_codec.signed(tables.service, row))
 
 
 def check_revision(path: Path, connection: Connection) -> None:

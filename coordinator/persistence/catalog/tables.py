@@ -1,6 +1,6 @@
 """The tables of the catalog, as the last migration leaves them.
 
-Each row has a checksum over its other columns (coordinator.persistence.catalog.rows): SQLite has none, and takes a
+Each row has a checksum over its other columns (coordinator.persistence.catalog.row_codec): SQLite has none, and takes a
 flipped byte for a value. A change of this file needs a migration, which signs the rows of changed tables anew."""
 
 from sqlalchemy import (

@@ -8,7 +8,7 @@ from zlib import crc32
 
 import msgspec
 
-from coordinator.events import Admitted, Ended, Tokens
+from coordinator.engine_messages import Admitted, Ended, Tokens
 from longleaf.types import Generate
 
 

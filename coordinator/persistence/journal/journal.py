@@ -10,7 +10,7 @@ from typing import NamedTuple, Self
 import msgspec
 from blake3 import blake3
 
-from coordinator.events import Admitted, Ended, Event, Tokens
+from coordinator.engine_messages import Admitted, Ended, Event, Tokens
 from coordinator.persistence.journal.entries import Entry, Held, Said, encode_entry, read_entries
 from longleaf.errors import StorageUnavailable
 

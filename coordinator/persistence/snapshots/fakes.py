@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 
-from coordinator.kv_cache.paths import Segment
+from coordinator.kv_cache.token_paths import Segment
 from coordinator.persistence.snapshots.ports import ContextUse, Held
 from longleaf.errors import LongleafError
 from longleaf.rank_protocol.snapshots import Save, Saved

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Protocol
 
-from coordinator.kv_cache.paths import Segment
+from coordinator.kv_cache.token_paths import Segment
 from coordinator.persistence.catalog.ports import ContextCatalog, Outbox
 from longleaf.errors import InvalidArgument
 from longleaf.rank_protocol.snapshots import Save, Saved, max_header_bytes

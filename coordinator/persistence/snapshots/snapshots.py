@@ -8,20 +8,20 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from coordinator.kv_cache.paths import Segment
+from coordinator.kv_cache.token_paths import Segment
 from coordinator.persistence.catalog.records import Change, Committed, Kept, SnapshotRecord
-from coordinator.persistence.catalog.rows import little_endian
-from coordinator.persistence.snapshots.cleaner import Cleaner
-from coordinator.persistence.snapshots.notes import Notes
-from coordinator.persistence.snapshots.policy import Policy
+from coordinator.persistence.catalog.row_codec import little_endian
+from coordinator.persistence.snapshots.context_notes import Notes
+from coordinator.persistence.snapshots.garbage_collector import Cleaner
+from coordinator.persistence.snapshots.outbox_sender import Sender, delete_attempt
 from coordinator.persistence.snapshots.ports import ContextUse, Form, Held, Holdings, Savers, SnapshotCatalog
-from coordinator.persistence.snapshots.records import Records
-from coordinator.persistence.snapshots.saver import Saver
-from coordinator.persistence.snapshots.sender import Sender, delete_attempt
+from coordinator.persistence.snapshots.retention import Policy
+from coordinator.persistence.snapshots.segment_writer import Saver
+from coordinator.persistence.snapshots.snapshot_index import Records
+from coordinator.persistence.snapshots.storage_health import Trouble
 from coordinator.persistence.snapshots.store import AsyncStore
-from coordinator.persistence.snapshots.trouble import Trouble
 from longleaf.errors import DataLoss, InvalidArgument, LongleafError, NotFound, StorageUnavailable, Unavailable
-from longleaf.storage.archive import read_manifest
+from longleaf.storage.inventory import read_manifest
 from longleaf.storage.manifest import SegmentManifest
 from longleaf.storage.names import IMPORTED, Attempt, attempt_of_manifest
 from longleaf.storage.store import Store

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from longleaf import native
+from longleaf import c_extension
 from longleaf.attention.masks import Read, Reads
 from longleaf.attention.partial import Partial
 from longleaf.kernels.backend import Int8Layer
@@ -45,7 +45,7 @@ class NativeDecode:
     def load() -> "NativeDecode":
         """The kernel, compiled at the first call on this kind of processor. Raises OSError, as where there is no C
         compiler."""
-        return NativeDecode(native.load(SOURCE, FLAGS))
+        return NativeDecode(c_extension.load(SOURCE, FLAGS))
 
     def can_run(self, q_THD: Tensor, k_KSD: Tensor, v_KSD: Tensor) -> bool:
         """Whether rows are few, and queries, keys and values are of a type and lie as the kernel expects."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from longleaf import native
+from longleaf import c_extension
 from longleaf.attention.partial import Partial
 
 SOURCE = Path(__file__).with_name("fold.c")
@@ -27,7 +27,7 @@ class NativeFold:
     def load() -> "NativeFold":
         """The fold, compiled at the first call on this kind of processor. Raises OSError, as where there is no C
         compiler."""
-        return NativeFold(native.load(SOURCE, FLAGS))
+        return NativeFold(c_extension.load(SOURCE, FLAGS))
 
     def can_run(self, packed_NTHC: Tensor) -> bool:
         """Whether the numbers are float32 and lie together."""

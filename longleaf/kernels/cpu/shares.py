@@ -5,8 +5,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from longleaf import native
-from longleaf.attention.block_sums import Columns
+from longleaf import c_extension
+from longleaf.attention.block_attribution import Columns
 
 SOURCE = Path(__file__).with_name("shares.c")
 FLAGS = ("-O3", "-march=native")
@@ -23,7 +23,7 @@ class NativeShares:
     @staticmethod
     def load() -> "NativeShares":
         """Compiled at the first call on this kind of processor. Raises OSError, as where there is no C compiler."""
-        return NativeShares(native.load(SOURCE, FLAGS))
+        return NativeShares(c_extension.load(SOURCE, FLAGS))
 
     def __call__(
         self,

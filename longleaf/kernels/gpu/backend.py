@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from longleaf.attention import packed as packed_form
-from longleaf.attention.block_sums import Columns
+from longleaf.attention.block_attribution import Columns
 from longleaf.attention.masks import Read, Reads
 from longleaf.attention.partial import Partial
 from longleaf.kernels.backend import Int8Layer, check_shapes, lies_in
@@ -19,9 +19,9 @@ from longleaf.kernels.gpu.device.fold import fold_items, fold_packed, pack_rows
 from longleaf.kernels.gpu.device.int8 import attend_items_int8
 from longleaf.kernels.gpu.device.shares import add_shares
 from longleaf.kernels.gpu.device.store import store_int8, store_tokens
-from longleaf.kernels.gpu.items import Shape, work_of
 from longleaf.kernels.gpu.launch import Launcher, launch
 from longleaf.kernels.gpu.tables import DeviceWork, Tables, ToldStretches, WorkKey
+from longleaf.kernels.gpu.work_items import Shape, work_of
 from longleaf.runs import ceil_div
 
 PROGRAMS_PER_MULTIPROCESSOR = 2

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longleaf.attention.block_sums import BLOCK, BlockSums, Columns
+from longleaf.attention.block_attribution import BLOCK, BlockSums, Columns
 from longleaf.attention.masks import Read
 from longleaf.attention.partial import Partial
 from longleaf.kernels.gpu.tables import DeviceWork

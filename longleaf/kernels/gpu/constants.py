@@ -11,8 +11,8 @@ import torch
 from triton import knobs
 from triton import language as tl
 
-from longleaf.attention.block_sums import BLOCK
-from longleaf.kernels.gpu.items import power_of_two
+from longleaf.attention.block_attribution import BLOCK
+from longleaf.kernels.gpu.work_items import power_of_two
 from longleaf.runs import ceil_div
 
 Constants = dict[str, Any]

@@ -17,14 +17,14 @@ from torch import Tensor
 from longleaf.attention import reference
 from longleaf.attention.masks import Read, Reads
 from longleaf.attention.partial import Partial
+from longleaf.formatting import human_rounded
 from longleaf.kernels.backend import check_shapes
-from longleaf.kernels.gpu import constants, rounds, varlen
+from longleaf.kernels.gpu import constants, varlen, varlen_plan
 from longleaf.kernels.gpu.backend import TritonKernels, count_multiprocessors, empty_partial
 from longleaf.kernels.gpu.device.rounds import betray_keys, fold_rounds
 from longleaf.kernels.gpu.launch import Launcher, launch
 from longleaf.kernels.gpu.varlen import Launch, Varlen
 from longleaf.runs import ceil_div
-from longleaf.units import human_rounded
 
 PROBE_ROWS, PROBE_KEYS, PROBE_HEADS, PROBE_DIM = 300, 2000, 4, 64
 BROKEN, UNSEEN = 1800, 1750
@@ -47,7 +47,7 @@ class DeviceRounds(NamedTuple):
 
 
 class FlashKernels(TritonKernels):
-    """Flash kernels for many rows, see `longleaf.kernels.gpu.rounds`, and those written in Triton."""
+    """Flash kernels for many rows, see `longleaf.kernels.gpu.varlen_plan`, and those written in Triton."""
 
     name = "flash"
 
@@ -89,12 +89,12 @@ class FlashKernels(TritonKernels):
     def _rounds(self, reads: Sequence[Read], q_THD: Tensor, k_KSD: Tensor, v_KSV: Tensor) -> DeviceRounds | None:
         """What flash kernels do of some reads, made once for all layers that are alike; None if that is nothing."""
         num_rows, num_heads, _ = q_THD.shape
-        if num_rows < rounds.MIN_ROWS or not varlen.can_take(q_THD, k_KSD, v_KSV):
+        if num_rows < varlen_plan.MIN_ROWS or not varlen.can_take(q_THD, k_KSD, v_KSV):
             return None
         reads = reads if isinstance(reads, Reads) else Reads(reads)
         key = (q_THD.device, self._num_multiprocessors, num_rows, num_heads)
         if key not in reads.kept:
-            plan = rounds.plan(reads, num_heads, self._num_multiprocessors)
+            plan = varlen_plan.plan(reads, num_heads, self._num_multiprocessors)
             reads.kept[key] = on_device(plan, num_rows, q_THD.device) if plan.rounds else None
         return reads.kept[key]
 
@@ -128,14 +128,14 @@ class FlashKernels(TritonKernels):
 
 def four(tensors: list[Tensor]) -> list[Tensor]:
     """As many as kernels take: the first one stands for those that are not there, and is not looked at there."""
-    return tensors + tensors[:1] * (rounds.MAX_ROUNDS - len(tensors))
+    return tensors + tensors[:1] * (varlen_plan.MAX_ROUNDS - len(tensors))
 
 
-def on_device(plan: rounds.Plan, num_rows: int, device: torch.device) -> DeviceRounds:
+def on_device(plan: varlen_plan.Plan, num_rows: int, device: torch.device) -> DeviceRounds:
     """The tables of the kernels, in one copy that nobody waits for."""
-    pieces = [number for piece in rounds.pieces(plan.rounds) for number in piece]
-    sequences = [rounds.sequences(one, num_rows) for one in plan.rounds]
-    lists = [pieces, rounds.members(plan.rounds, num_rows), *(numbers for one in sequences for numbers in one)]
+    pieces = [number for piece in varlen_plan.pieces(plan.rounds) for number in piece]
+    sequences = [varlen_plan.sequences(one, num_rows) for one in plan.rounds]
+    lists = [pieces, varlen_plan.members(plan.rounds, num_rows), *(numbers for one in sequences for numbers in one)]
     # each begins at a multiple of 16 bytes: Triton compiles a kernel anew for an address that is none
     padded = [numbers + [0] * (-len(numbers) % 4) for numbers in lists]
     flat = torch.tensor([number for numbers in padded for number in numbers], dtype=torch.int32)

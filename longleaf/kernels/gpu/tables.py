@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longleaf.attention.block_sums import BlockSums
+from longleaf.attention.block_attribution import BlockSums
 from longleaf.attention.masks import Reads
 from longleaf.kernels.backend import Numbers
-from longleaf.kernels.gpu.items import (
+from longleaf.kernels.gpu.work_items import (
     HEADER,
     ITEM,
     MIN_TABLE,
@@ -42,7 +42,7 @@ class ToldStretches(NamedTuple):
 
 
 class DeviceWork(NamedTuple):
-    """The work items of a step on the device, see `longleaf.kernels.gpu.items`."""
+    """The work items of a step on the device, see `longleaf.kernels.gpu.work_items`."""
 
     table: Tensor
     num_part_rows: int

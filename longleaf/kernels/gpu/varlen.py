@@ -31,7 +31,7 @@ ALIGNED = 8
 
 
 class Launch(NamedTuple):
-    """A round on the device, N sequences, all int32; see `longleaf.kernels.gpu.rounds`."""
+    """A round on the device, N sequences, all int32; see `longleaf.kernels.gpu.varlen_plan`."""
 
     bounds: Tensor
     """[N + 1]"""

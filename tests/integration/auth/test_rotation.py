@@ -11,9 +11,9 @@ from cryptography import x509
 
 from coordinator.grpc_server.certificates import Certificates
 from longleaf.client import AsyncClient
-from longleaf.operations import SecurityConfig
 from longleaf.pem import parse_pair
-from longleaf.watched import LOOK_SECONDS, WatchedFiles
+from longleaf.reloading_files import LOOK_SECONDS, WatchedFiles
+from longleaf.service_settings import SecurityConfig
 from tests.support.authority import Authority, shown_serial
 from tests.support.service import FakeEngine, serving
 

@@ -20,7 +20,7 @@ from longleaf.client import AsyncClient, Retry
 from longleaf.client.channels import MAX_CREDENTIAL, Access
 from longleaf.credentials import Entry, line_of
 from longleaf.errors import InvalidArgument, StartError, Unauthenticated, Unavailable
-from longleaf.operations import SecurityConfig
+from longleaf.service_settings import SecurityConfig
 from longleaf.v1 import cluster_service_pb2, cluster_service_pb2_grpc
 from tests.support.authority import Authority, Key
 from tests.support.service import FakeEngine, ids, serving

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.handlers.intake import Intake
+from coordinator.handlers.document_tokenizer import Intake
 from coordinator.handlers.uploads import Uploads
 from longleaf.client import AsyncClient, Client, Retries, Retry
 from longleaf.client.retries import FIRST_LIMIT

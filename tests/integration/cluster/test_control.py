@@ -12,16 +12,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from coordinator.cluster.control import Control
 from coordinator.cluster.local_fleet import LocalFleet
+from coordinator.cluster.rank_manager import Control
 from coordinator.engine.engine import Engine
 from coordinator.engine.stream import Stream
-from coordinator.events import Admitted, Document, Ended, Prompt, Tokens
+from coordinator.engine_messages import Admitted, Document, Ended, Prompt, Tokens
 from longleaf.config import EngineConfig
 from longleaf.errors import StartError, Unavailable, WorkerLost
-from longleaf.rank_protocol.epochs import Join, Layout
 from longleaf.rank_protocol.fakes import echo_token
-from longleaf.rank_protocol.lives import Load
+from longleaf.rank_protocol.group_messages import Join, Layout
+from longleaf.rank_protocol.member_messages import Load
 from longleaf.rank_protocol.rank_spec import RankSpec
 from longleaf.rank_protocol.step import Decode, Prefill, StepPlan, StepResult
 from longleaf.runs import Run
@@ -32,7 +32,7 @@ from tests.support.members import ScriptedMember
 from tests.support.running import WatchedFleet, running_on
 from workers.control import serve
 from workers.fakes import EchoMain, EchoRank, Fault
-from workers.life import taking_notes
+from workers.member_process import taking_notes
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -275,7 +275,7 @@ def test_what_the_library_logs_while_a_rank_starts_is_kept() -> None:
 
 ORPHANS = """
 import asyncio
-from coordinator.cluster.control import Control
+from coordinator.cluster.rank_manager import Control
 from coordinator.cluster.local_fleet import LocalFleet
 from longleaf.config import EngineConfig
 from workers.fakes import EchoMain

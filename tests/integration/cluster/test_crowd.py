@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from coordinator.cluster.control import Control
-from coordinator.events import Prompt
+from coordinator.cluster.rank_manager import Control
+from coordinator.engine_messages import Prompt
 from longleaf.config import EngineConfig
 from longleaf.sampling import Sampling
 from tests.integration.cluster.test_strangers import until

@@ -6,14 +6,23 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 import pytest
 from msgspec.structs import replace
 
-from coordinator.cluster import control as control_module
-from coordinator.cluster.control import Control
+from coordinator.cluster import rank_manager as control_module
 from coordinator.cluster.ports import Joined, MemberEvent, MemberLost
+from coordinator.cluster.rank_manager import Control
 from longleaf.config import EngineConfig
 from longleaf.errors import EpochBroken, Unavailable, WorkerLost
 from longleaf.rank_protocol.encoding import ToRank
-from longleaf.rank_protocol.epochs import Broken, Fence, Join, Layout, MergeTiming, OpenStore, Ready, StoreOpened
-from longleaf.rank_protocol.lives import Died, Progress
+from longleaf.rank_protocol.group_messages import (
+    Broken,
+    Fence,
+    Join,
+    Layout,
+    MergeTiming,
+    OpenStore,
+    Ready,
+    StoreOpened,
+)
+from longleaf.rank_protocol.member_messages import Died, Progress
 from longleaf.rank_protocol.step import Decode, StepPlan, StepResult
 from longleaf.sampling import Token
 from tests.support.members import ScriptedMember

@@ -7,15 +7,15 @@ from typing import TypeVar
 import msgspec
 import pytest
 
-from coordinator.cluster.control import Control
 from coordinator.cluster.fakes import FakeFleet
-from coordinator.cluster.keeper import Backoff, Keeper, pinned
 from coordinator.cluster.ports import Delayed, GivenUp, Joined, MemberEvent, MemberLost, Replacing
+from coordinator.cluster.rank_manager import Control
+from coordinator.cluster.replacement_supervisor import Backoff, Keeper, pinned
 from longleaf.config import EngineConfig, embedded_model
 from longleaf.errors import StartError
 from longleaf.fingerprint import read_fingerprint
-from longleaf.geometry import Windows
-from longleaf.rank_protocol.epochs import Ready
+from longleaf.positions import Windows
+from longleaf.rank_protocol.group_messages import Ready
 from longleaf.rank_protocol.rank_spec import Invitation
 from tests.support.members import ScriptedMember
 

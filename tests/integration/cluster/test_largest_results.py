@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from coordinator.cluster.control import Control
-from coordinator.scheduling.portions import MAX_PROBED
+from coordinator.cluster.rank_manager import Control
+from coordinator.scheduling.row_selection import MAX_PROBED
 from longleaf.config import EngineConfig
 from longleaf.rank_protocol.step import (
     MAX_TOLD_SPANS,

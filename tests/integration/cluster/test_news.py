@@ -13,7 +13,7 @@ from coordinator.cluster.local_fleet import LocalFleet
 from coordinator.settings import ServiceConfig
 from longleaf.client import AsyncClient
 from longleaf.config import EngineConfig
-from longleaf.operations import TelemetryConfig
+from longleaf.service_settings import TelemetryConfig
 from tests.support.service import write_model
 from workers.fakes import EchoMain
 

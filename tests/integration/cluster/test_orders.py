@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.cluster.control import Control
 from coordinator.cluster.local_fleet import LocalFleet
+from coordinator.cluster.rank_manager import Control
 from longleaf.config import EngineConfig
 from longleaf.errors import DataLoss, EpochBroken, StorageUnavailable, Unavailable, WorkerLost
 from longleaf.rank_protocol.encoding import ToRank
-from longleaf.rank_protocol.epochs import Layout
 from longleaf.rank_protocol.fakes import echo_token
+from longleaf.rank_protocol.group_messages import Layout
 from longleaf.rank_protocol.snapshots import Discard, Failure, Fetch, Fetched, Save, Saved
 from longleaf.rank_protocol.step import Decode, Portion, Prefill, Restore, Row, StepPlan, Terms
 from longleaf.runs import Run

@@ -7,14 +7,14 @@ import pytest
 from longleaf.cli.models import report
 from longleaf.client import Client
 from longleaf.config import EngineConfig, WindowKeys
-from longleaf.geometry import Reach, Windows
 from longleaf.launch import ServiceProcess, coordinator_command
 from longleaf.model_report import Plan
+from longleaf.positions import Reach, Windows
 from longleaf.types import Cluster
 from tests.support import forked
 from tests.support.golden.states import running
 from tests.support.scheduling import Bench
-from workers.check import check, num_ends
+from workers.compat_check import check, num_ends
 from zoo.checkpoints import make_checkpoint
 from zoo.families import Family
 

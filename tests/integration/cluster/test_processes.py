@@ -12,11 +12,11 @@ import psutil
 import pytest
 
 from coordinator.cluster import fork_server
-from coordinator.cluster.control import Control
-from coordinator.cluster.keeper import Keeper
 from coordinator.cluster.local_fleet import LAST_WORD_SECONDS, LocalFleet
 from coordinator.cluster.ports import Fleet, GivenUp, MemberEvent
+from coordinator.cluster.rank_manager import Control
 from coordinator.cluster.ray_fleet import RayFleet
+from coordinator.cluster.replacement_supervisor import Keeper
 from longleaf.config import EngineConfig
 from longleaf.errors import StartError, WorkerLost
 from longleaf.rank_protocol.rank_spec import RankSpec

@@ -9,10 +9,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from coordinator.cluster.control import Control
+from coordinator.cluster.rank_manager import Control
 from coordinator.cluster.ray_fleet import RayFleet
 from coordinator.engine.engine import Engine
-from coordinator.events import Prompt, Tokens
+from coordinator.engine_messages import Prompt, Tokens
 from longleaf.config import EngineConfig
 from longleaf.errors import StartError
 from longleaf.sampling import Sampling

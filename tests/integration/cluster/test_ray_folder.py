@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from coordinator.cluster import ray_folder
+from coordinator.cluster import ray_temp_dir
 from coordinator.cluster.ray_connection import connect
-from coordinator.cluster.ray_folder import RayFolder
+from coordinator.cluster.ray_temp_dir import RayFolder
 from longleaf.errors import StartError
 
 MAKER = """
@@ -104,6 +104,6 @@ def test_what_was_left_without_a_watcher_is_ended_by_the_next(stack: ExitStack) 
 
 
 def test_a_folder_that_cannot_be_made_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(ray_folder, "PARENT", tmp_path / "missing")
+    monkeypatch.setattr(ray_temp_dir, "PARENT", tmp_path / "missing")
     with pytest.raises(StartError, match="cannot make a folder for Ray: .*missing"):
         connect(None, 1)

@@ -20,8 +20,8 @@ RAY = str(Path(sys.executable).with_name("ray"))
 HERE = "127.0.0.1"
 SERVICE = """
 import asyncio, sys
-from coordinator.cluster.control import Control
-from coordinator.cluster.keeper import Keeper
+from coordinator.cluster.rank_manager import Control
+from coordinator.cluster.replacement_supervisor import Keeper
 from coordinator.cluster.ports import Delayed
 from coordinator.cluster.ray_connection import connect
 from coordinator.cluster.ray_fleet import RayFleet

@@ -8,14 +8,14 @@ from threading import Thread
 
 import pytest
 
-from coordinator.cluster.control import Control
+from coordinator.cluster.rank_manager import Control
 from coordinator.engine.engine import Engine
-from coordinator.events import Prompt, Tokens
+from coordinator.engine_messages import Prompt, Tokens
 from longleaf.config import EngineConfig
 from longleaf.rank_protocol.encoding import encode
-from longleaf.rank_protocol.epochs import Join, Ready
+from longleaf.rank_protocol.group_messages import Join, Ready
+from longleaf.rank_protocol.log_messages import Logged, Record
 from longleaf.rank_protocol.rank_spec import RankSpec
-from longleaf.rank_protocol.records import Logged, Record
 from longleaf.rank_protocol.step import StepPlan
 from longleaf.sampling import Sampling
 from tests.integration.cluster.test_strangers import until
@@ -24,8 +24,8 @@ from tests.support.running import WatchedFleet, running_on
 from workers.__main__ import live
 from workers.control import serve
 from workers.fakes import EchoMain, EchoRank, Fault
+from workers.log_buffer import MAX_KEPT
 from workers.pending import Pending
-from workers.records import MAX_KEPT
 
 pytestmark = pytest.mark.timeout(60)
 CONFIG = EngineConfig(model="none", chunk_size=64, block_size=16, replicate_below=8)

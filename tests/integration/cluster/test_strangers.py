@@ -14,13 +14,13 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from coordinator.cluster import channel, members
-from coordinator.cluster.control import Control
+from coordinator.cluster import control_socket, member_auth
+from coordinator.cluster.rank_manager import Control
 from longleaf.config import EngineConfig
 from longleaf.errors import WorkerLost
 from longleaf.rank_protocol.encoding import FromRank, decode_to_rank, encode
-from longleaf.rank_protocol.epochs import Broken, Join, OpenStore, Ready, StoreOpened
-from longleaf.rank_protocol.lives import Died, Heartbeat, Hello, Load, Loaded, Stop
+from longleaf.rank_protocol.group_messages import Broken, Join, OpenStore, Ready, StoreOpened
+from longleaf.rank_protocol.member_messages import Died, Heartbeat, Hello, Load, Loaded, Stop
 from longleaf.rank_protocol.rank_spec import Invitation
 from longleaf.rank_protocol.snapshots import Fetched, Saved
 from longleaf.rank_protocol.step import Decode, StepPlan, StepResult
@@ -176,7 +176,7 @@ def is_ended(connection: socket.socket) -> bool:
 
 
 async def test_connections_that_say_nothing_or_rubbish_are_ended(context, monkeypatch) -> None:
-    monkeypatch.setattr(members, "HANDSHAKE_MILLISECONDS", 1000)
+    monkeypatch.setattr(member_auth, "HANDSHAKE_MILLISECONDS", 1000)
     control = Control(CONFIG)
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
     endless = b"\x06" + (1 << 40).to_bytes(8, "big") + bytes(1000)
@@ -293,7 +293,7 @@ async def test_one_that_never_ceases_to_speak_leaves_all_else_its_turns(context,
     while control.num_refused < num_messages:
         await asyncio.sleep(0)
         num_turns += 1
-    assert num_turns >= num_messages // channel.MAX_AT_ONCE
+    assert num_turns >= num_messages // control_socket.MAX_AT_ONCE
 
 
 async def test_a_message_too_large_for_any_rank_is_not_taken(context, control: Control) -> None:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from longleaf.client.relay import Relay
+from longleaf.client.proxy_client import Relay
 from longleaf.errors import NotFound
 from longleaf.types import Drafting, IngestHeader
 from tests.support.doors import opened, standing

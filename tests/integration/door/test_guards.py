@@ -15,7 +15,7 @@ from door.server import listen
 from door.settings import DoorConfig
 from longleaf.credentials import Entry, digest_of, line_of, new_credential
 from longleaf.errors import InvalidArgument, StartError
-from longleaf.watched import LOOK_SECONDS
+from longleaf.reloading_files import LOOK_SECONDS
 from tests.support.authority import Authority
 from tests.support.doors import opened
 from tests.support.service import FakeEngine, Served, serving

@@ -13,7 +13,7 @@ from openai import AsyncOpenAI, OpenAI
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from coordinator.events import Ended, Tokens
+from coordinator.engine_messages import Ended, Tokens
 from longleaf.errors import AlreadyExists, FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable
 from longleaf.sampling import Logprobs, Sampling, Token, TokenLogprob
 from tests.support.doors import opened

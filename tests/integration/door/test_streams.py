@@ -6,7 +6,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from coordinator import events
+from coordinator import engine_messages
 from door.contexts import upload
 from door.events import EventResponse
 from door.openai import answers
@@ -27,7 +27,7 @@ async def until(lines: Any, line: str) -> None:
 @pytest.mark.parametrize(
     ("happens", "told"),
     [
-        (events.Admitted(9, 0, queue_position=3), ": queued 3"),
+        (engine_messages.Admitted(9, 0, queue_position=3), ": queued 3"),
         (Progress(4096, 60_000), ": read 4096 of 60000 tokens"),
     ],
     ids=["waits", "reads"],

@@ -16,7 +16,7 @@ from door.server import serve
 from door.settings import DoorConfig
 from longleaf.credentials import new_credential
 from longleaf.errors import InvalidArgument
-from longleaf.operations import SecurityConfig
+from longleaf.service_settings import SecurityConfig
 from tests.support.authority import Authority
 from tests.support.doors import opened
 from tests.support.service import FakeEngine, serving

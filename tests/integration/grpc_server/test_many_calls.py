@@ -10,7 +10,7 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from coordinator.grpc_server.gate import MAX_SMALL_BYTES
+from coordinator.grpc_server.request_limiter import MAX_SMALL_BYTES
 from longleaf import codec
 from longleaf.codec.status import DETAILS_KEY
 from longleaf.config import MAX_REQUEST_BYTES

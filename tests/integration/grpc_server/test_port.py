@@ -12,8 +12,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from coordinator.events import Admitted
-from coordinator.grpc_server import anteroom
+from coordinator.engine_messages import Admitted
+from coordinator.grpc_server import unauthenticated_limiter
 from longleaf.client import AsyncClient
 from longleaf.types import Started
 from tests.support.fuzz.target import until
@@ -22,7 +22,7 @@ from tests.support.service import FakeEngine, Served, serving
 
 NO_UTF8 = b"/\xff".decode(errors="surrogateescape")
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
-MANY = 2 * anteroom.MAX_CALLS
+MANY = 2 * unauthenticated_limiter.MAX_CALLS
 
 
 @asynccontextmanager
@@ -89,7 +89,8 @@ async def test_who_watches_longest_gives_way_and_hears_so(service: Served, chann
     first = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
     assert (await first.read()).status == health_pb2.HealthCheckResponse.SERVING
     others = [
-        health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest()) for _ in range(anteroom.MAX_CALLS)
+        health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        for _ in range(unauthenticated_limiter.MAX_CALLS)
     ]
     for other in others:
         assert (await other.read()).status == health_pb2.HealthCheckResponse.SERVING

@@ -11,7 +11,7 @@ import grpc
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from coordinator.grpc_server import gate
+from coordinator.grpc_server import request_limiter
 from longleaf.client import AsyncClient, Client
 from longleaf.errors import AlreadyExists, InvalidArgument
 from longleaf.v1 import context_service_pb2 as ingest_pb
@@ -60,8 +60,8 @@ WRONG = (grpc.StatusCode.INVALID_ARGUMENT, True)
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], None]:
     def wait(quiet: float, drain: float) -> None:
-        monkeypatch.setattr(gate, "QUIET_SECONDS", quiet)
-        monkeypatch.setattr(gate, "DRAIN_SECONDS", drain)
+        monkeypatch.setattr(request_limiter, "QUIET_SECONDS", quiet)
+        monkeypatch.setattr(request_limiter, "DRAIN_SECONDS", drain)
 
     return wait
 

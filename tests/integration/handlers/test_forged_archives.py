@@ -19,7 +19,7 @@ from longleaf.errors import (
 from tests.support.fuzz.archives import VOCABULARY, forge, pool
 from tests.support.fuzz.importing import answer, archive, arrive, importing, imports_of
 from tests.support.parcels import FINGERPRINT
-from workers.kv_io.piece import form_of
+from workers.kv_io.kv_piece import form_of
 
 pytestmark = pytest.mark.timeout(3600)
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from tokenizers import decoders
 
-from coordinator import events
+from coordinator import engine_messages
 from coordinator.grpc_server.server import Server
-from coordinator.handlers.use_cases import UseCases
+from coordinator.handlers.application import UseCases
 from coordinator.text.detokenizer import Alphabet, ids_before
 from coordinator.text.encoder import Encoder
 from coordinator.text.template import DirectRenderer
@@ -72,7 +72,9 @@ async def test_priority_client_samples_and_deadline_reach_the_engine(
     service: Served, channel: grpc.aio.Channel
 ) -> None:
     stub = GenerationServiceStub(channel)
-    service.engine.script = tuple(events.Ended("length", 1, 0, 0, 0.0, 0.0, 0.0, sample) for sample in range(3))
+    service.engine.script = tuple(
+        engine_messages.Ended("length", 1, 0, 0, 0.0, 0.0, 0.0, sample) for sample in range(3)
+    )
     given = service_pb.GenerateRequest(text="x", sample_count=3, priority=-7, client_id="me")
     before = time.monotonic()
     finished = [response async for response in stub.Generate(given, timeout=500)]
@@ -91,8 +93,8 @@ async def test_samples_come_interleaved_and_a_stop_string_ends_its_own(
     service: Served, channel: grpc.aio.Channel
 ) -> None:
     said = [(0, 0, "one "), (1, 0, "two"), (1, 3, "END"), (0, 4, "more"), (1, 6, "lost")]
-    parts = (events.Tokens(index, tokens(ids(text)), sample) for sample, index, text in said)
-    service.engine.script = (*parts, events.Ended("length", 9, 0, 8, 0.5, 1.5, 2.0, 0))
+    parts = (engine_messages.Tokens(index, tokens(ids(text)), sample) for sample, index, text in said)
+    service.engine.script = (*parts, engine_messages.Ended("length", 9, 0, 8, 0.5, 1.5, 2.0, 0))
     request = codec.encode_generate(
         "x", context=None, use_chat_template=None, sampling={"stop": ["END"]}, num_samples=2
     )
@@ -114,8 +116,8 @@ async def test_samples_come_interleaved_and_a_stop_string_ends_its_own(
 async def test_logprobs_travel_with_their_tokens(service: Served) -> None:
     token_ids = ids("é!")
     entries = [Logprobs(-float(i), (TokenLogprob(i, -0.5),)) for i in range(len(token_ids))]
-    parts = [events.Tokens(i, (Token(token_ids[i], entries[i]),)) for i in range(len(token_ids))]
-    service.engine.script = (*parts, events.Ended("length", 1, 0, len(token_ids), 0.0, 0.0, 0.0))
+    parts = [engine_messages.Tokens(i, (Token(token_ids[i], entries[i]),)) for i in range(len(token_ids))]
+    service.engine.script = (*parts, engine_messages.Ended("length", 1, 0, len(token_ids), 0.0, 0.0, 0.0))
     answer = service.client.generate("x", num_logprobs=1)
     deltas = [event async for event in answer if isinstance(event, Delta)]
     assert [(delta.text, len(delta.logprobs)) for delta in deltas] == [("é", 2), ("!", 1)]
@@ -127,8 +129,8 @@ async def test_bytes_of_tokens_come_when_they_are_asked_for(service: Served) -> 
     """A character that is spread over two tokens is in neither's text alone."""
     token_ids = ids("é!")
     entries = [Logprobs(-1.0, tuple(TokenLogprob(i, -0.5) for i in (token_id, ids("a")[0]))) for token_id in token_ids]
-    parts = [events.Tokens(i, (Token(token_ids[i], entries[i]),)) for i in range(len(token_ids))]
-    service.engine.script = (*parts, events.Ended("length", 1, 0, len(token_ids), 0.0, 0.0, 0.0))
+    parts = [engine_messages.Tokens(i, (Token(token_ids[i], entries[i]),)) for i in range(len(token_ids))]
+    service.engine.script = (*parts, engine_messages.Ended("length", 1, 0, len(token_ids), 0.0, 0.0, 0.0))
     answer = service.client.generate("x", num_logprobs=2, with_token_bytes=True)
     told = [entry for event in [e async for e in answer] if isinstance(event, Delta) for entry in event.logprobs]
     assert [entry.token_bytes for entry in told] == [b"\xc3", b"\xa9", b"!"]

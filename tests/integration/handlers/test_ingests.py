@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.engine.engine import Engine
-from coordinator.events import Prompt
+from coordinator.engine_messages import Prompt
 from longleaf.client import AsyncClient
 from longleaf.errors import DeadlineExceeded, InvalidArgument, NotFound, Unavailable
 from longleaf.sampling import Sampling

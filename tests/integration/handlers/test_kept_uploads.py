@@ -11,11 +11,11 @@ import pytest
 from msgspec.structs import replace
 
 from coordinator.auth.caller import CALLER, Caller
-from coordinator.auth.ledger import UNLIMITED, Ledger
-from coordinator.auth.usage import Usage
+from coordinator.auth.quotas import UNLIMITED, Ledger
+from coordinator.auth.tenant_usage import Usage
+from coordinator.handlers.document_tokenizer import Intake
+from coordinator.handlers.durable_uploads import KEEP_SECONDS, KeptUploads
 from coordinator.handlers.ingest import Ingest
-from coordinator.handlers.intake import Intake
-from coordinator.handlers.kept_uploads import KEEP_SECONDS, KeptUploads
 from coordinator.handlers.uploads import Uploads
 from coordinator.persistence.catalog.catalog import Catalog
 from coordinator.persistence.catalog.fakes import FakeCatalog
@@ -23,8 +23,8 @@ from coordinator.persistence.catalog.ports import NO_STARTS
 from coordinator.persistence.catalog.records import Change, UploadKey, UploadRecord
 from coordinator.text.encoder import Settled
 from coordinator.text.template import DirectRenderer
-from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
+from coordinator.text.tokenizer_pool import TextThreads
 from longleaf.credentials import Quotas
 from longleaf.document_text import TextFile
 from longleaf.errors import InvalidArgument, NotFound, ResourceExhausted, StorageUnavailable

@@ -7,17 +7,17 @@ from pathlib import Path
 import grpc
 import pytest
 
-from coordinator.auth.ledger import Ledger
+from coordinator.auth.quotas import Ledger
 from coordinator.cluster.fakes import FakeRanks
 from coordinator.engine.engine import Engine
 from coordinator.grpc_server.server import Server
-from coordinator.handlers.use_cases import UseCases
+from coordinator.handlers.application import UseCases
 from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.client import AsyncClient
 from longleaf.config import EngineConfig
 from longleaf.errors import InvalidArgument
-from longleaf.geometry import Rope, Rotary
+from longleaf.positions import Rope, Rotary
 from longleaf.rank_protocol.step import Decode, Prefill
 from longleaf.types import Finished, ModelInfo, Started
 from longleaf.v1 import generation_service_pb2 as service_pb

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.handlers.durable_uploads import KeptUploads
 from coordinator.handlers.ingest import Ingest
-from coordinator.handlers.kept_uploads import KeptUploads
 from coordinator.handlers.uploads import Uploads
 from coordinator.persistence.catalog.catalog import Catalog
 from coordinator.text.template import DirectRenderer
-from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
+from coordinator.text.tokenizer_pool import TextThreads
 from longleaf.errors import InvalidArgument
 from longleaf.types import IngestHeader, IngestPiece
 from tests.support.chat_templates import CHATML, FOLDING, GEMMA, MISTRAL, chat_tokenizer

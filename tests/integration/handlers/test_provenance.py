@@ -13,7 +13,7 @@ from coordinator.engine.engine import Engine
 from longleaf.client import AsyncClient
 from longleaf.credentials import Quotas
 from longleaf.errors import InvalidArgument, NotFound
-from longleaf.geometry import Reach, Windows
+from longleaf.positions import Reach, Windows
 from longleaf.rank_protocol.fakes import echo_attention, echo_scores, echo_spans
 from longleaf.rank_protocol.step import NUM_OTHER_SHARES, Decode, Prefill, Row
 from longleaf.runs import union

@@ -10,7 +10,7 @@ import pytest
 from coordinator.cluster.fakes import FakeRanks
 from coordinator.engine.engine import Engine
 from coordinator.grpc_server.server import Server
-from coordinator.handlers.use_cases import UseCases
+from coordinator.handlers.application import UseCases
 from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.client import AsyncClient

@@ -21,10 +21,10 @@ import pytest
 from bench.harness.memory import parse
 from coordinator.cluster.fakes import FakeRanks
 from coordinator.engine.engine import Engine
-from coordinator.grpc_server.gate import MAX_PIECE_BYTES
+from coordinator.grpc_server.request_limiter import MAX_PIECE_BYTES
 from coordinator.grpc_server.server import Server
-from coordinator.handlers.use_cases import UseCases
-from coordinator.speculation.index import MAX_BYTES
+from coordinator.handlers.application import UseCases
+from coordinator.speculation.ngram_index import MAX_BYTES
 from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.client import AsyncClient

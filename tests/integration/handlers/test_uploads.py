@@ -12,7 +12,7 @@ import grpc
 import numpy as np
 import pytest
 
-from coordinator.handlers.shares import CLIENT_SHARE
+from coordinator.handlers.fair_share import CLIENT_SHARE
 from coordinator.handlers.uploads import MAX_UPLOADS
 from longleaf.client import AsyncClient, Client, Retries
 from longleaf.client.documents import Document, Part, pieces_of

@@ -11,7 +11,7 @@ import torch
 from bench.harness.hosts import Network, enter
 from longleaf.comm.process_group import open_store
 from longleaf.config import network_environment
-from longleaf.interfaces import interface_of
+from longleaf.network_interfaces import interface_of
 from tests.support.network.namespaces import two_hosts
 from tests.support.processes import RankProcess, Ranks
 

@@ -16,9 +16,9 @@ import torch
 from longleaf.attention import merge_all
 from longleaf.comm import shared_memory
 from longleaf.comm.counting import counting
-from longleaf.comm.leftovers import FOLDER, Maker, started_at
 from longleaf.comm.process_group import Carrier
 from longleaf.comm.shared_memory import CAPACITY, Entrance, share_memory
+from longleaf.comm.shm_cleanup import FOLDER, Maker, started_at
 from longleaf.errors import RanksDisagree, WorkerLost
 from longleaf.kernels.cpu.compiled import Compiled
 from longleaf.merge import MERGES, Wire, make_merge

@@ -3,12 +3,12 @@
 import time
 
 from longleaf.errors import DataLoss
-from longleaf.storage.archive import read_manifests, read_notes
 from longleaf.storage.files import PART
+from longleaf.storage.gc import sweep
+from longleaf.storage.inventory import read_manifests, read_notes
 from longleaf.storage.local import LocalFiles
 from longleaf.storage.names import Attempt
 from longleaf.storage.store import Store
-from longleaf.storage.sweep import sweep
 from tests.support.dying import killed_at_each_call
 from tests.support.kept_segments import keep, manifest_of, put_note
 

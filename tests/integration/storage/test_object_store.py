@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import pytest
 
 from longleaf.errors import AlreadyExists, DataLoss, InvalidArgument, NotFound, StorageUnavailable
-from longleaf.storage.archive import read_manifests, read_notes
+from longleaf.storage.gc import sweep
+from longleaf.storage.inventory import read_manifests, read_notes
 from longleaf.storage.names import Attempt
 from longleaf.storage.store import Store
-from longleaf.storage.sweep import sweep
 from tests.support.kept_segments import keep, put_note
 from tests.support.object_store import CREDENTIALS, ObjectStore, object_store
 

@@ -13,9 +13,9 @@ import pytest
 from grpc import StatusCode
 
 from coordinator.telemetry.observers import Observers
-from coordinator.telemetry.watching import Watching
+from coordinator.telemetry.telemetry import Watching
 from longleaf.errors import NotFinite, WorkerLost
-from longleaf.operations import TelemetryConfig
+from longleaf.service_settings import TelemetryConfig
 from longleaf.types import Draining
 from tests.support.houses import house_of
 from tests.support.open_calls import OpenCalls

@@ -15,7 +15,7 @@ from grpc import StatusCode
 from prometheus_client import CollectorRegistry, generate_latest
 
 from coordinator.cluster.fakes import FakeFleet
-from coordinator.handlers.use_cases import UseCases
+from coordinator.handlers.application import UseCases
 from coordinator.service import Service
 from coordinator.settings import ServiceConfig
 from coordinator.telemetry.observers import Observers
@@ -24,8 +24,8 @@ from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.config import EngineConfig
 from longleaf.errors import StartError
-from longleaf.operations import TelemetryConfig
 from longleaf.sampling import Sampling
+from longleaf.service_settings import TelemetryConfig
 from longleaf.types import Generate
 from tests.support.measured import CONTEXT, REQUEST_ID, TEXT, measured
 from tests.support.scraping import Scraped, scrape
@@ -150,8 +150,8 @@ NOT_IMPORTED = """
 import asyncio
 import sys
 from coordinator.service import Service
-from coordinator.telemetry.watching import Watching
-from longleaf.operations import TelemetryConfig
+from coordinator.telemetry.telemetry import Watching
+from longleaf.service_settings import TelemetryConfig
 
 def start(port):
     asyncio.run(Watching(TelemetryConfig(metrics_port=port), "none", "local", True).start())

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from longleaf.errors import StartError
-from longleaf.metrics_port import MAX_CONNECTIONS, MAX_REQUEST_BYTES, MetricsPort
+from longleaf.metrics_server import MAX_CONNECTIONS, MAX_REQUEST_BYTES, MetricsPort
 
 pytestmark = pytest.mark.timeout(60)
 GET = b"GET /metrics HTTP/1.1\r\nHost: here\r\n\r\n"

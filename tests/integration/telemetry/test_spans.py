@@ -16,7 +16,7 @@ from opentelemetry.trace import StatusCode as SpanStatus
 
 from coordinator.telemetry.access_log import AccessLog
 from coordinator.telemetry.observers import Observers
-from coordinator.telemetry.traces import Traces
+from coordinator.telemetry.otlp_tracing import Traces
 from longleaf.errors import NotFinite
 from tests.support.open_calls import OpenCalls
 from tests.support.service import FakeEngine, ids, serving

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from coordinator.events import Prompt, Tokens
+from coordinator.engine_messages import Prompt, Tokens
 from longleaf.errors import NotFinite
 from longleaf.sampling import Sampling
 from tests.support.golden.plain import make_golden

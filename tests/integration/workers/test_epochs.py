@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from longleaf.config import EngineConfig
-from longleaf.rank_protocol.epochs import Fence, Join, Layout, SegmentLayout
+from longleaf.rank_protocol.group_messages import Fence, Join, Layout, SegmentLayout
 from longleaf.rank_protocol.step import Decode, Prefill, Row, StepPlan, StepResult, Terms
 from longleaf.runs import Run
 from longleaf.sampling import Sampling

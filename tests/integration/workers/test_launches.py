@@ -81,7 +81,7 @@ MIXED = (
     Sampling(repetition_penalty=1.2, logit_bias={3: 1.0}, num_logprobs=0),
 )
 GREEDY = (Sampling(), Sampling(num_logprobs=20))
-FROM_HERE = {("workers/step/inputs.py", "copy"): 1, ("workers/step/last_ids.py", "copy"): 1}
+FROM_HERE = {("workers/step/inputs.py", "copy"): 1, ("workers/step/last_tokens.py", "copy"): 1}
 """All inputs, and where the last ids of the sequences lie: steps of fixed shape need one copy in all."""
 PARAMETERS = {("workers/sampling/device_sampler.py", "copy"): 1}
 TOLD = {("workers/sampling/device_sampler.py", "copy"): 1}
@@ -145,8 +145,8 @@ def test_a_chunk_copies_its_inputs_and_waits_once_for_its_end(folder_of):
     """When it has told whether its keys are finite: these are there by then."""
     log = prefilled(Case(), folder_of, dense)
     assert by_file(log, "to device") == {("workers/step/inputs.py", "copy"): 1}
-    assert by_file(log, "to host") == {("workers/epoch.py", "copy"): 1}
-    assert by_file(log, "wait") == {("workers/epoch.py", "event"): 1}
+    assert by_file(log, "to host") == {("workers/group_session.py", "copy"): 1}
+    assert by_file(log, "wait") == {("workers/group_session.py", "event"): 1}
     assert log.events[-1] == log.of("wait")[0]
 
 

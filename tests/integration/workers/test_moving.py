@@ -6,17 +6,17 @@ import torch
 from longleaf.comm.base import Groups
 from longleaf.comm.shared_memory import CAPACITY
 from longleaf.comm.staged import staged
-from longleaf.geometry import EVERY_RANK, Reach
-from longleaf.rank_protocol.epochs import SegmentLayout
+from longleaf.positions import EVERY_RANK, Reach
+from longleaf.rank_protocol.group_messages import SegmentLayout
 from longleaf.rank_protocol.step import Move, Transfer
 from longleaf.runs import Run
 from tests.support.nccl import Fleet
 from tests.support.processes import run_ranks
-from workers.kv_cache.content import Content
-from workers.kv_cache.ledger import Ledger
+from workers.kv_cache.block_bytes import Content
+from workers.kv_cache.block_table import Ledger
 from workers.kv_cache.slots import Pool
 from workers.model.model import LayerSpec
-from workers.step.moving import move
+from workers.step.kv_transfer import move
 
 BLOCK, NUM_BLOCKS = 64, 24
 LAYERS = {0: LayerSpec(8, 4, 64, Reach()), 1: LayerSpec(8, 4, 64, Reach(100))}

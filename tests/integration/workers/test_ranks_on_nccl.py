@@ -10,7 +10,7 @@ import pytest
 from longleaf.comm import process_group
 from longleaf.comm.fakes import FakeDistributed
 from longleaf.errors import RanksDisagree
-from longleaf.rank_protocol.epochs import Join
+from longleaf.rank_protocol.group_messages import Join
 from longleaf.rank_protocol.step import Decode, Prefill
 from tests.support.scheduling import Bench
 from tests.support.threads import config_for, make_spec

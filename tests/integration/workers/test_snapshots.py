@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from longleaf.config import EngineConfig
-from longleaf.rank_protocol.epochs import Join, Layout
+from longleaf.rank_protocol.group_messages import Join, Layout
 from longleaf.rank_protocol.snapshots import Discard, Fetch, Fetched, Save, Saved
 from longleaf.rank_protocol.step import Decode, Portion, Prefill, Restore, Row, StepPlan, StepResult, Terms
 from longleaf.runs import Run

@@ -5,8 +5,8 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
+from longleaf.context_archive.reader import Ids
 from longleaf.context_archive.records import SegmentHead
-from longleaf.context_archive.unpacking import Ids
 from tests.support.parcels import packable, unpack
 
 SIZES = st.lists(st.integers(1, 12).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n))), min_size=1, max_size=4)

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from coordinator import events
-from coordinator.handlers.answer import Answer
-from coordinator.handlers.provenance import Sums, attribution, candidates, spans_of, top
-from coordinator.handlers.tracing import Tracing
+from coordinator import engine_messages
+from coordinator.handlers.attribution import Sums, attribution, candidates, spans_of, top
+from coordinator.handlers.attribution_tracing import Tracing
+from coordinator.handlers.response_assembler import Answer
 from coordinator.text.detokenizer import Alphabet
 from longleaf.errors import InvalidArgument
 from longleaf.rank_protocol.fakes import echo_attention, echo_spans
@@ -22,7 +22,9 @@ from longleaf.types import Delta, Finished, Generate, Provenance
 from tests.support.service import byte_tokenizer
 
 SPANS = echo_spans((0, 40), 90, 32)
-GROUNDS = events.Grounds(segments=(1, 2), ends=(40, 90), last_ids=(), block_size=64, full_layers=(3,), can_cut=True)
+GROUNDS = engine_messages.Grounds(
+    segments=(1, 2), ends=(40, 90), last_ids=(), block_size=64, full_layers=(3,), can_cut=True
+)
 LETTERS = "abc"
 BYTES = byte_tokenizer()
 IDS = BYTES.encode(LETTERS).ids
@@ -37,24 +39,24 @@ def told(sample: int, index: int) -> Attention:
 
 
 @st.composite
-def tellings(draw: st.DrawFn) -> tuple[list[list[int]], list[events.Event]]:
+def tellings(draw: st.DrawFn) -> tuple[list[list[int]], list[engine_messages.Event]]:
     """Tokens of some samples, and the events in which they come: in any pieces, one among the other's."""
     samples = draw(st.lists(st.lists(st.sampled_from(IDS), min_size=1, max_size=12), min_size=1, max_size=3))
-    at, found = [0] * len(samples), list[events.Event]()
+    at, found = [0] * len(samples), list[engine_messages.Event]()
     while any(start < len(ids) for start, ids in zip(at, samples, strict=True)):
         sample = draw(st.sampled_from([i for i, ids in enumerate(samples) if at[i] < len(ids)]))
         start = at[sample]
         at[sample] = end = min(len(samples[sample]), start + draw(st.integers(1, 4)))
         tokens = tuple(Token(token_id) for token_id in samples[sample][start:end])
-        found.append(events.Tokens(start, tokens, sample, tuple(told(sample, i) for i in range(start, end))))
-    found += [events.Ended("length", 0, 0, len(ids), 0.0, 0.0, 0.0, i) for i, ids in enumerate(samples)]
+        found.append(engine_messages.Tokens(start, tokens, sample, tuple(told(sample, i) for i in range(start, end))))
+    found += [engine_messages.Ended("length", 0, 0, len(ids), 0.0, 0.0, 0.0, i) for i, ids in enumerate(samples)]
     return samples, found
 
 
 @given(tellings(), st.lists(st.text(LETTERS, min_size=1, max_size=3), max_size=3), st.integers(0, 6))
 @settings(deadline=None)
 def test_exactly_what_is_told_is_counted(
-    telling: tuple[list[list[int]], list[events.Event]], stops: list[str], num_before: int
+    telling: tuple[list[list[int]], list[engine_messages.Event]], stops: list[str], num_before: int
 ) -> None:
     """Of the first `num_before` events another service has kept the tokens alone."""
     samples, said = telling
@@ -64,9 +66,9 @@ def test_exactly_what_is_told_is_counted(
     answer = Answer("", request, alphabet(), frozenset(), lambda: 0.0, True, tracing)
     deltas, ends, kept = list[Delta](), list[Finished](), dict[tuple[int, int], bool]()
     for number, event in enumerate(said):
-        if isinstance(event, events.Tokens):
+        if isinstance(event, engine_messages.Tokens):
             kept |= {(event.sample, event.index + i): number >= num_before for i in range(len(event.tokens))}
-            event = event if number >= num_before else events.Tokens(event.index, event.tokens, event.sample)
+            event = event if number >= num_before else engine_messages.Tokens(event.index, event.tokens, event.sample)
         for message in answer.take(event):
             deltas += [message] if isinstance(message, Delta) else []
             ends += [message] if isinstance(message, Finished) else []
@@ -116,8 +118,8 @@ def test_spans_begin_anew_with_each_segment() -> None:
     spans = spans_of(Provenance(span_tokens=32), GROUNDS)
     assert list(spans.bounds) == SPANS == [(0, 32), (32, 40), (40, 72), (72, 90)]
     assert spans_of(Provenance(), GROUNDS).cuts.size == 64
-    assert GROUNDS.cut(40) == events.Beginning((1,), 40)
-    assert GROUNDS.cut(41) == events.Beginning((1, 2), 41)
+    assert GROUNDS.cut(40) == engine_messages.Beginning((1,), 40)
+    assert GROUNDS.cut(41) == engine_messages.Beginning((1, 2), 41)
     assert attribution(Sums(), spans, []).num_tokens == 0
 
 

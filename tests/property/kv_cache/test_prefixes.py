@@ -5,9 +5,9 @@ from array import array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.kv_cache.holdings import Holdings
-from coordinator.kv_cache.paths import Path, Segment
-from coordinator.kv_cache.prefixes import Prefixes
+from coordinator.kv_cache.prefix_cache import Prefixes
+from coordinator.kv_cache.segment_placement import Holdings
+from coordinator.kv_cache.token_paths import Path, Segment
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=12)
 

@@ -5,10 +5,10 @@ from bisect import bisect_left, bisect_right
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.kv_cache.blocks import Blocks, Placer, count_blocks
-from coordinator.kv_cache.holdings import Holding, Holdings
-from coordinator.kv_cache.paths import Path, Segment
-from longleaf.geometry import Windows
+from coordinator.kv_cache.block_placer import Blocks, Placer, count_blocks
+from coordinator.kv_cache.segment_placement import Holding, Holdings
+from coordinator.kv_cache.token_paths import Path, Segment
+from longleaf.positions import Windows
 from longleaf.runs import Run
 from tests.support.window_ledger import windows_of
 

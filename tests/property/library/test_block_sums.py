@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longleaf.attention.block_sums import BLOCK, BlockSums, Columns, table, told_read
+from longleaf.attention.block_attribution import BLOCK, BlockSums, Columns, table, told_read
 from longleaf.attention.masks import Reads
 from longleaf.kernels import int8
 from longleaf.kernels.cpu.decode import NativeDecode

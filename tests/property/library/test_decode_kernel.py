@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longleaf import native
+from longleaf import c_extension
 from longleaf.attention import reference
 from longleaf.attention.masks import Read, Reads
-from longleaf.geometry import Reach
 from longleaf.kernels.backend import Int8Layer
 from longleaf.kernels.cpu.decode import FLAGS, SOURCE, NativeDecode
+from longleaf.positions import Reach
 from tests.support.attention.dense import visible
 from tests.support.attention.partials import assert_same, seeds
 
@@ -89,11 +89,11 @@ ARCHITECTURES = {
     [pytest.param(a, marks=() if a == "x86-64" else pytest.mark.slow) for a in ARCHITECTURES],
 )
 def test_the_kernels_are_right_on_processors_of_any_age(architecture, tmp_path, monkeypatch):
-    if missing := ARCHITECTURES[architecture] - set(native._processor_features()):
+    if missing := ARCHITECTURES[architecture] - set(c_extension._processor_features()):
         pytest.skip(f"this processor lacks {', '.join(sorted(missing))}")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     flags = [f"-march={architecture}" if flag == "-march=native" else flag for flag in FLAGS]
-    decode = NativeDecode(native.load(SOURCE, flags))
+    decode = NativeDecode(c_extension.load(SOURCE, flags))
     generator = torch.Generator().manual_seed(0)
     for num_rows, dim, softcap in ((1, 64, None), (3, 40, 5.0), (9, 128, None), (40, 64, 5.0)):
         q = torch.randn(num_rows, 4, dim, generator=generator)

@@ -7,16 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longleaf import native
+from longleaf import c_extension
 from longleaf.attention import Partial, reference
 from longleaf.attention.masks import QueryRun, Read, reads_within
-from longleaf.geometry import Reach
 from longleaf.kernels import int8
 from longleaf.kernels.cpu import flash
 from longleaf.kernels.cpu.compiled import Compiled
 from longleaf.kernels.cpu.decode import FLAGS, SOURCE, NativeDecode
 from longleaf.kernels.dense import Dense
 from longleaf.merge import MERGES, Wire
+from longleaf.positions import Reach
 from longleaf.runs import Extent
 from tests.support.attention.dealt import cases, decode, prefill
 from tests.support.attention.dense import visible
@@ -117,9 +117,9 @@ def test_the_compiled_kernel_reads_every_number_of_16_bits(dtype, num_rows, flag
     """As a value: of the one key that a row sees."""
     if flags and platform.machine() != "x86_64":
         pytest.skip("these are processors without one instruction or another of x86-64")
-    if "-march=x86-64-v3" in flags and (missing := {"avx2", "bmi2", "fma"} - set(native._processor_features())):
+    if "-march=x86-64-v3" in flags and (missing := {"avx2", "bmi2", "fma"} - set(c_extension._processor_features())):
         pytest.skip(f"this processor lacks {', '.join(sorted(missing))}")
-    kernel = NativeDecode(native.load(SOURCE, (*FLAGS, *flags)))
+    kernel = NativeDecode(c_extension.load(SOURCE, (*FLAGS, *flags)))
     numbers = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
     v = numbers.view(64, -1, 64)
     q, k = torch.zeros(num_rows * v.shape[1], 64, 64), torch.zeros_like(v)

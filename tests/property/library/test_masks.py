@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from longleaf.attention import masks, reference
 from longleaf.attention.masks import QueryRun, Read, band, cut, hidden, reads_within
-from longleaf.geometry import Reach
 from longleaf.kernels import dense, int8
 from longleaf.kernels.cpu import flash
+from longleaf.positions import Reach
 from longleaf.runs import Extent
 from tests.support.attention.dense import visible
 from tests.support.attention.largest import Largest

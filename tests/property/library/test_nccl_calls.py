@@ -77,7 +77,7 @@ def test_the_fastest_merge_is_measured_alike_on_all_ranks(machines):
         wire.agree(groups.world, DEVICE)
         return [timing.merge for timing in choose_merge(groups, wire, 2, 4, DEVICE).timings]
 
-    with patch.multiple("longleaf.merge.choose", MAX_TURNS=2, CALLS=1, BATCHES=(1, 8)):
+    with patch.multiple("longleaf.merge.autotune", MAX_TURNS=2, CALLS=1, BATCHES=(1, 8)):
         assert len(set(map(tuple, Fleet(machines).run(work, num_epochs=1)))) == 1
 
 

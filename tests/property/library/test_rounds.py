@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 
 from longleaf.attention.masks import QueryRun, Read, reads_within
-from longleaf.geometry import Reach
-from longleaf.kernels.gpu import rounds
-from longleaf.kernels.gpu.rounds import Round, Sequences, plan
+from longleaf.kernels.gpu import varlen_plan
+from longleaf.kernels.gpu.varlen_plan import Round, Sequences, plan
+from longleaf.positions import Reach
 from longleaf.runs import Extent
 from tests.support.attention.rectangles import rectangles
 
@@ -17,7 +17,7 @@ NUM_ROWS = 60
 @pytest.fixture
 def small(monkeypatch):
     for name in ("MIN_ROWS", "MIN_KEYS"):
-        monkeypatch.setattr(rounds, name, 1)
+        monkeypatch.setattr(varlen_plan, name, 1)
 
 
 def planned(reads):
@@ -29,7 +29,7 @@ def planned(reads):
 def test_each_read_is_in_one_round_or_left_to_others(reads):
     found = planned(reads)
     taken = [read for one in found.rounds for read in one.reads]
-    assert len(found.rounds) <= rounds.MAX_ROUNDS
+    assert len(found.rounds) <= varlen_plan.MAX_ROUNDS
     assert sorted(taken + list(found.rest), key=str) == sorted(
         (read for read in reads if read.row_start < read.row_end and read.slot_start < read.slot_end), key=str
     )
@@ -43,7 +43,7 @@ def test_each_read_is_in_one_round_or_left_to_others(reads):
 @given(reads=rectangles(NUM_ROWS, most=12))
 def test_sequences_cover_all_rows_once_and_have_the_keys_of_their_reads(reads):
     for one in planned(reads).rounds:
-        bounds, starts, lengths = rounds.sequences(one, NUM_ROWS)
+        bounds, starts, lengths = varlen_plan.sequences(one, NUM_ROWS)
         assert (bounds[0], bounds[-1], len(starts), len(lengths)) == (0, NUM_ROWS, len(bounds), len(bounds) - 1)
         assert bounds == sorted(set(bounds))
         found = [
@@ -58,7 +58,7 @@ def test_sequences_cover_all_rows_once_and_have_the_keys_of_their_reads(reads):
 @given(reads=rectangles(NUM_ROWS, most=12))
 def test_members_and_pieces_tell_which_rows_see_keys_in_which_round(reads):
     found = planned(reads).rounds
-    bits, pieces = rounds.members(found, NUM_ROWS), list(rounds.pieces(found))
+    bits, pieces = varlen_plan.members(found, NUM_ROWS), list(varlen_plan.pieces(found))
     for i, one in enumerate(found):
         rows = {row for read in one.reads for row in range(read.row_start, read.row_end)}
         assert {row for row in range(NUM_ROWS) if bits[row] >> i & 1} == rows
@@ -68,16 +68,16 @@ def test_members_and_pieces_tell_which_rows_see_keys_in_which_round(reads):
 
 
 def test_pieces_of_long_reads_are_short_and_leave_nothing_out():
-    size = rounds.PIECE_KEYS
+    size = varlen_plan.PIECE_KEYS
     one = Round(False, [Read(0, 9, 5, 5 + 2 * size + 1)])
-    assert [piece[:2] for piece in rounds.pieces([one])] == [
+    assert [piece[:2] for piece in varlen_plan.pieces([one])] == [
         (5, 5 + size), (5 + size, 5 + 2 * size), (5 + 2 * size, 5 + 2 * size + 1)
     ]  # fmt: skip
 
 
 def test_rows_without_keys_are_sequences_too():
     one = Round(False, [Read(3, 5, 40, 47), Read(5, 6, 10, 12)])
-    assert rounds.sequences(one, 9) == Sequences([0, 3, 5, 6, 9], [0, 40, 10, 0, 0], [0, 7, 2, 0])
+    assert varlen_plan.sequences(one, 9) == Sequences([0, 3, 5, 6, 9], [0, 40, 10, 0, 0], [0, 7, 2, 0])
 
 
 def test_a_chunk_behind_a_long_past_takes_two_rounds():

@@ -13,10 +13,10 @@ from longleaf.comm.loopback import loopback_groups
 from longleaf.comm.process_group import Carrier
 from longleaf.kernels.cpu.compiled import Compiled
 from longleaf.merge import MERGES, Wire, choose_merge, make_merge
+from longleaf.merge.autotune import choose, describe
 from longleaf.merge.base import join_heads, split_heads
 from longleaf.merge.butterfly import Then, rounds
-from longleaf.merge.choose import choose, describe
-from longleaf.rank_protocol.epochs import MergeTiming
+from longleaf.rank_protocol.group_messages import MergeTiming
 from longleaf.topology import Topology
 from tests.support.attention.partials import random_partials
 from tests.support.on_threads import on_groups
@@ -165,7 +165,7 @@ def test_what_other_groups_measured_is_believed(machines, names, monkeypatch):
     def measure(*_):
         raise AssertionError("something is measured")
 
-    monkeypatch.setattr(importlib.import_module("longleaf.merge.choose"), "_race", measure)
+    monkeypatch.setattr(importlib.import_module("longleaf.merge.autotune"), "_race", measure)
     parts = {rows: random_partials(len(machines), rows) for rows in (1, 5, 9)}
 
     def work(rank, groups):
@@ -191,7 +191,7 @@ def test_a_merge_that_hiccups_once_is_not_given_up(monkeypatch):
         counts[names[merge]] += 1
         return next(turns[names[merge]])
 
-    monkeypatch.setattr(importlib.import_module("longleaf.merge.choose"), "_turn", turn)
+    monkeypatch.setattr(importlib.import_module("longleaf.merge.autotune"), "_turn", turn)
     timings = choose(merges, groups, num_heads=2, dim=4, device="cpu").timings
     assert timings[0].merge == "gather"
     assert timings[0].microseconds["gather"] == pytest.approx(200), "the hiccup is not shown as its time either"

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longleaf.attention.block_sums import BLOCK
+from longleaf.attention.block_attribution import BLOCK
 from longleaf.attention.masks import Read
-from longleaf.kernels.gpu.items import HEADER, ITEM, MIN_PIECE, STRETCH, TOKEN, Shape, work_of
+from longleaf.kernels.gpu.work_items import HEADER, ITEM, MIN_PIECE, STRETCH, TOKEN, Shape, work_of
 from tests.support.attention.rectangles import rectangles, seen_through
 
 
@@ -57,7 +57,7 @@ def test_each_row_sees_through_its_items_what_it_sees_through_the_reads(
     reads = data.draw(rectangles(num_tokens))
     shape = Shape(num_tokens, group, 2, tile_rows, 16)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("longleaf.kernels.gpu.items.MIN_PIECE", 16)
+        patch.setattr("longleaf.kernels.gpu.work_items.MIN_PIECE", 16)
         work = work_of(reads, shape, num_programs)
     table, num_slots = Table(work.numbers, num_tokens), max([0, *(read.slot_end for read in reads)])
     counts, written = seen_by_items(table, shape, num_slots)
@@ -79,7 +79,7 @@ def test_no_block_of_a_read_is_gone_through_twice(data, num_tokens, tile_keys, n
     """Who tells of it would write over what another one told."""
     reads = data.draw(rectangles(num_tokens))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("longleaf.kernels.gpu.items.MIN_PIECE", 16)
+        patch.setattr("longleaf.kernels.gpu.work_items.MIN_PIECE", 16)
         work = work_of(reads, Shape(num_tokens, 3, 2, 16, tile_keys), num_programs)
     stretches = Table(work.numbers, num_tokens).stretches
     told = set[tuple[int, int]]()

@@ -5,15 +5,15 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.events import Claim, Document, Prompt
-from coordinator.kv_cache.blocks import Blocks
-from coordinator.kv_cache.paths import Path
+from coordinator.engine_messages import Claim, Document, Prompt
+from coordinator.kv_cache.block_placer import Blocks
 from coordinator.kv_cache.positions import UNLIMITED, Ropes
+from coordinator.kv_cache.token_paths import Path
 from coordinator.scheduling.jobs import IngestJob, Job, Request, as_victims
 from coordinator.scheduling.preemption import Crowd
-from coordinator.scheduling.reading import Reading
+from coordinator.scheduling.prefill_cursor import Reading
 from coordinator.scheduling.sequences import Sequence
-from longleaf.geometry import OWN_ROPE
+from longleaf.positions import OWN_ROPE
 from longleaf.sampling import Sampling
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from coordinator.events import Claim
+from coordinator.engine_messages import Claim
 from tests.support.scheduler_machine import SchedulerMachine, runs
 
 

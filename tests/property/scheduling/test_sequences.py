@@ -11,9 +11,9 @@ from msgspec.structs import replace
 from coordinator.kv_cache.windows import WindowPool
 from coordinator.scheduling.sequences import Sequence
 from longleaf.errors import LongleafError
-from longleaf.geometry import OWN_ROPE, Reach, Rope, Rotary, Windows
+from longleaf.positions import OWN_ROPE, Reach, Rope, Rotary, Windows
 from longleaf.rank_protocol.encoding import decode_to_rank, encode
-from longleaf.rank_protocol.sequences import Sequences, growth
+from longleaf.rank_protocol.row_delta import Sequences, growth
 from longleaf.rank_protocol.step import Decode, Prefill, Row, StepPlan
 from longleaf.runs import Run
 from tests.support.scheduling import Bench

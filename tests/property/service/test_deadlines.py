@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.deadlines import Deadlines
+from coordinator.expiry_heap import Deadlines
 
 KEYS = st.integers(0, 9)
 TIMES = st.sampled_from([0.0, 1.0, 1.5, 2.0, 7.0])

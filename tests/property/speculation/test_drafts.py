@@ -4,9 +4,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.kv_cache.paths import Path, Segment
-from coordinator.speculation.drafts import Draft, Drafts, Indexes
-from coordinator.speculation.index import MAX_BYTES, MAX_SIZE, SegmentIndex
+from coordinator.kv_cache.token_paths import Path, Segment
+from coordinator.speculation.ngram_drafter import Draft, Drafts, Indexes
+from coordinator.speculation.ngram_index import MAX_BYTES, MAX_SIZE, SegmentIndex
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.speculation.acceptance import Acceptance, Comparison
-from coordinator.speculation.costs import FORGOTTEN_AFTER, StepCosts
-from coordinator.speculation.drafts import NO_DRAFT, Draft
-from coordinator.speculation.policy import LEAST_CHANCE, Policy
+from coordinator.speculation.draft_length import LEAST_CHANCE, Policy
+from coordinator.speculation.ngram_drafter import NO_DRAFT, Draft
+from coordinator.speculation.step_cost_model import FORGOTTEN_AFTER, StepCosts
 
 MAX_DRAFTS = 7
 SECONDS = st.floats(1e-4, 10.0)

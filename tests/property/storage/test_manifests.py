@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from longleaf.errors import DataLoss, InvalidArgument
-from longleaf.geometry import Rope
+from longleaf.positions import Rope
+from longleaf.storage.context_note import ContextNote, decode_note, encode_note
 from longleaf.storage.envelope import seal, unseal
 from longleaf.storage.manifest import KIND, VERSION, Piece, SegmentManifest, decode_manifest, encode_manifest
 from longleaf.storage.names import Attempt, NotePlace, attempt_of_manifest, attempt_of_piece, place_of_note
-from longleaf.storage.note import ContextNote, decode_note, encode_note
 from tests.support.kept_segments import manifest_of
 
 ATTEMPT = Attempt("service-1", "service-1-7", "0af3")

@@ -14,9 +14,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 
 from longleaf.errors import AlreadyExists, NotFound
 from longleaf.storage.fakes import MemoryFiles
+from longleaf.storage.gc import sweep
 from longleaf.storage.names import Attempt, NotePlace
 from longleaf.storage.store import Store
-from longleaf.storage.sweep import sweep
 
 SERVICES = ("a", "a-b", "b")
 GRACE = 10.0

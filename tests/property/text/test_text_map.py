@@ -11,12 +11,12 @@ from msgspec.structs import replace
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import normalizers
 
-from coordinator.events import DocumentPart
+from coordinator.engine_messages import DocumentPart
 from coordinator.text.checkpoint import Checkpoint
 from coordinator.text.encoder import Encoder, WindowSizes
-from coordinator.text.starts import Starts
 from coordinator.text.template import DirectRenderer
 from coordinator.text.text_map import TextMap
+from coordinator.text.token_offsets import Starts
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.config import embedded_model
 from longleaf.document_text import DocumentText, packed

@@ -10,8 +10,8 @@ from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders as decoding
 
-from coordinator import events
-from coordinator.handlers.answer import Answer
+from coordinator import engine_messages
+from coordinator.handlers.response_assembler import Answer
 from coordinator.text.detokenizer import Alphabet
 from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
@@ -76,8 +76,8 @@ def joined(alphabet: Alphabet, token_ids: list[int], end_tokens: frozenset[int] 
     request = Generate(input="", sampling=Sampling(num_logprobs=1), with_token_bytes=True)
     answer = Answer("id", request, alphabet, end_tokens, lambda: 0.0, exactness_note="")
     told = [Token(token_id, Logprobs(-1.0, (TokenLogprob(token_id, -1.0),))) for token_id in token_ids]
-    said = [events.Tokens(i, (token,)) for i, token in enumerate(told)]
-    found = [m for event in [*said, events.Ended("length", 1, 0, 1, 0, 0, 0)] for m in answer.take(event)]
+    said = [engine_messages.Tokens(i, (token,)) for i, token in enumerate(told)]
+    found = [m for event in [*said, engine_messages.Ended("length", 1, 0, 1, 0, 0, 0)] for m in answer.take(event)]
     deltas = [message for message in found if isinstance(message, Delta)]
     entries = [entry for delta in deltas for entry in delta.logprobs]
     assert len(entries) == len([i for delta in deltas for i in delta.token_ids])
@@ -153,6 +153,6 @@ def test_no_bytes_are_made_when_nobody_asks() -> None:
     alphabet = Alphabet(decode=lambda token_ids: "x" * len(token_ids), spell=spell)
     request = Generate(input="", sampling=Sampling(num_logprobs=1))
     answer = Answer("id", request, alphabet, frozenset(), lambda: 0.0, exactness_note="")
-    [delta] = answer.take(events.Tokens(0, (Token(5, Logprobs(-1.0, (TokenLogprob(5, -1.0),))),)))
+    [delta] = answer.take(engine_messages.Tokens(0, (Token(5, Logprobs(-1.0, (TokenLogprob(5, -1.0),))),)))
     assert isinstance(delta, Delta)
     assert (delta.logprobs[0].token_bytes, delta.logprobs[0].top[0].token_bytes) == (None, None)

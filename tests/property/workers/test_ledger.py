@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longleaf.geometry import EVERY_RANK
-from longleaf.rank_protocol.epochs import SegmentLayout
+from longleaf.positions import EVERY_RANK
+from longleaf.rank_protocol.group_messages import SegmentLayout
 from longleaf.rank_protocol.step import Transfer
 from longleaf.runs import Run, ceil_div
-from workers.kv_cache.ledger import Held, Ledger
+from workers.kv_cache.block_table import Held, Ledger
 
 BLOCK = 4
 RANGES = st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda pair: (pair[0], pair[0] + pair[1]))

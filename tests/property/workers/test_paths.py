@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.kv_cache.blocks import Placer
+from coordinator.kv_cache.block_placer import Placer
 from longleaf.runs import Run
-from workers.kv_cache.ledger import Ledger, stretches
+from workers.kv_cache.block_table import Ledger, stretches
 
 BLOCK = 3
 NUM_BLOCKS = 200

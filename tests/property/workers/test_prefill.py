@@ -5,13 +5,13 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from longleaf.geometry import Reach
 from longleaf.merge import MERGES
+from longleaf.positions import Reach
 from longleaf.runs import Run
 from tests.support.attention.dealt import Case, cases, decode, lose, prefill, read
 from tests.support.attention.dense import reaches, visible
 from workers.model.model import LayerSpec
-from workers.step.past import before_pieces
+from workers.step.gathered_prefill import before_pieces
 
 
 @pytest.mark.parametrize("way", ["queries", "keys", "auto"])
@@ -58,7 +58,7 @@ def test_beyond_what_may_be_gathered_the_queries_travel(monkeypatch):
     case = Case(lengths=(36,), spec=LayerSpec(8, 1, 16, Reach()), **FULL)
     queries, keys = (prefill(case, way)[1] for way in ("queries", "keys"))
     assert min(keys) < min(queries)
-    monkeypatch.setattr("workers.step.past.MAX_GATHERED", 3 * 12 - 1)
+    monkeypatch.setattr("workers.step.gathered_prefill.MAX_GATHERED", 3 * 12 - 1)
     assert prefill(case, "keys")[1] == prefill(case, "auto")[1] == queries
 
 

@@ -6,14 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import pad
 
-from longleaf.geometry import Reach
 from longleaf.kernels.cpu.compiled import Compiled
 from longleaf.kernels.cpu.flash import Flash
+from longleaf.positions import Reach
 from longleaf.rank_protocol.step import Row
 from workers.cuda_graphs.tokens import FixedTokens
 from workers.kv_cache.quantized import QuantizedPool
 from workers.model.model import LayerSpec
-from workers.step.drafts import DraftedBlocks, Stored, drafted_among
+from workers.step.draft_rollback import DraftedBlocks, Stored, drafted_among
 
 BLOCK, NUM_BLOCKS, HEADS, DIM = 8, 6, 2, 16
 LAYERS = {0: LayerSpec(4, HEADS, DIM, Reach()), 1: LayerSpec(4, HEADS, DIM, Reach(window=6))}

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from longleaf.comm.counting import CountingComm
 from longleaf.comm.loopback import loopback
 from longleaf.errors import KeysMissing
-from longleaf.geometry import EVERY_RANK
+from longleaf.positions import EVERY_RANK
 from longleaf.rank_protocol.step import Portion, Restore
 from longleaf.runs import Run, ceil_div
 from tests.support.on_threads import on_ends
 from tests.support.pools import BLOCK, NUM_BLOCKS, NUM_WINDOW_BLOCKS, POOLS, filled
-from workers.kv_cache.content import Content
-from workers.kv_cache.ledger import Ledger
-from workers.kv_io.piece import Copy, Piece
-from workers.step.restoring import restore
+from workers.kv_cache.block_bytes import Content
+from workers.kv_cache.block_table import Ledger
+from workers.kv_io.kv_piece import Copy, Piece
+from workers.step.kv_restore import restore
 
 SEGMENT, START, BEFORE = 4, 7, 3
 WINDOWED = ("windows apart", "int8 windows apart", "windows alone")

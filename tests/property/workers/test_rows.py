@@ -9,21 +9,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from coordinator.kv_cache.blocks import Placer
+from coordinator.kv_cache.block_placer import Placer
 from longleaf.attention.masks import Reads
-from longleaf.geometry import Reach
 from longleaf.kernels.dense import Dense
 from longleaf.merge import Wire
+from longleaf.positions import Reach
 from longleaf.rank_protocol.step import Decode, Positions, Row
 from longleaf.runs import Run
 from tests.support.attention.dense import reaches, visible
-from workers.kv_cache.ledger import Ledger
+from workers.kv_cache.block_table import Ledger
 from workers.kv_cache.slots import Pool
 from workers.model.model import LayerSpec
+from workers.step.gathered_prefill import PastBuilder
 from workers.step.inputs import InputBuilder, Inputs
-from workers.step.last_ids import HostIds
-from workers.step.past import PastBuilder
-from workers.step.rows import MIN_SHARED
+from workers.step.last_tokens import HostIds
+from workers.step.row_grouping import MIN_SHARED
 
 BLOCK = 4
 NUM_BLOCKS = 2000

@@ -9,26 +9,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.kv_cache.blocks import Placer
+from coordinator.kv_cache.block_placer import Placer
 from longleaf.attention import reference
 from longleaf.comm.counting import CountingComm
 from longleaf.comm.loopback import loopback_groups
-from longleaf.geometry import Reach, Windows
 from longleaf.kernels.backend import lies_in
 from longleaf.kernels.cpu.compiled import Compiled
 from longleaf.merge import Wire, make_merge
+from longleaf.positions import Reach, Windows
 from longleaf.rank_protocol.step import Decode, Prefill, Row
 from longleaf.topology import Topology
 from tests.support.attention.dense import reaches, visible
-from workers.kv_cache.ledger import Ledger
+from workers.kv_cache.block_table import Ledger
 from workers.kv_cache.quantized import QuantizedPool
 from workers.kv_cache.slots import Pool
 from workers.model.hook import LayerCall
 from workers.model.model import LayerSpec
 from workers.step.forward import DecodeStep, Peers, PrefillDone, PrefillStep
+from workers.step.gathered_prefill import PastBuilder
 from workers.step.inputs import InputBuilder
-from workers.step.last_ids import HostIds
-from workers.step.past import PastBuilder
+from workers.step.last_tokens import HostIds
 from workers.step.windows import WindowBuilder
 
 BLOCK, NUM_BLOCKS = 4, 200

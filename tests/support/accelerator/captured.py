@@ -14,10 +14,10 @@ import torch
 
 from longleaf.comm import Groups
 from longleaf.comm.loopback import loopback_groups
-from longleaf.kernels import table
+from longleaf.kernels import registry
 from longleaf.kernels.gpu.backend import TritonKernels
 from longleaf.kernels.gpu.launch import Launcher
-from longleaf.rank_protocol.epochs import Join, MergeTiming, Ready
+from longleaf.rank_protocol.group_messages import Join, MergeTiming, Ready
 from longleaf.rank_protocol.rank_spec import RankSpec
 from longleaf.rank_protocol.step import StepPlan, StepResult
 from longleaf.topology import Topology
@@ -28,7 +28,7 @@ from workers.kv_cache.quantized import QuantizedPool
 from workers.pending import Pending
 from workers.rank import Rank
 from workers.sampling.device_sampler import DeviceSampler
-from workers.step.last_ids import DeviceIds
+from workers.step.last_tokens import DeviceIds
 
 T = TypeVar("T")
 NUM_MULTIPROCESSORS = 2
@@ -48,7 +48,7 @@ class DeviceRank(Rank):
 
     def load(self) -> None:
         kernels = TritonKernels(NUM_MULTIPROCESSORS, self._launcher)
-        with patch.object(table, "choose", lambda *_: kernels):
+        with patch.object(registry, "choose", lambda *_: kernels):
             super().load()
         self.graphs = self.recorded
         for kept in self.kept():

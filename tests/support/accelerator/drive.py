@@ -11,8 +11,8 @@ import torch
 from msgspec.structs import replace
 
 from longleaf.errors import LongleafError
-from longleaf.geometry import Rope
 from longleaf.kernels.gpu.launch import Launcher
+from longleaf.positions import Rope
 from longleaf.rank_protocol.fakes import VOCAB
 from longleaf.rank_protocol.step import Decode, StepPlan, StepResult
 from longleaf.sampling import Sampling

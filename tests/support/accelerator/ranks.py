@@ -10,10 +10,10 @@ from torch import Tensor
 
 from longleaf.comm import Comm, Groups
 from longleaf.comm.base import ReduceOp, Transport
-from longleaf.kernels import table
+from longleaf.kernels import registry
 from longleaf.kernels.backend import Backend
 from longleaf.kernels.dense import Dense
-from longleaf.rank_protocol.epochs import Join
+from longleaf.rank_protocol.group_messages import Join
 from longleaf.rank_protocol.step import Prefill, StepPlan
 from longleaf.topology import Topology
 from tests.support.accelerator.device import Accelerator
@@ -112,7 +112,7 @@ class PretendedRank:
         with (
             self.accelerator.running(),
             patch.object(ranks, "choose_device", lambda *_: DEVICE),
-            patch.object(table, "choose", lambda *_: make_backend(self.accelerator.launcher)),
+            patch.object(registry, "choose", lambda *_: make_backend(self.accelerator.launcher)),
         ):
             self.rank = Rank(make_spec(rank, self.config))
             self.rank.load()

@@ -14,7 +14,7 @@ from longleaf.attention import packed as packed_form
 from longleaf.attention.partial import Partial, merge_all
 from longleaf.kernels import int8
 from longleaf.kernels.backend import Int8Layer
-from longleaf.kernels.gpu.items import HEADER, ITEM, STRETCH, TOKEN
+from longleaf.kernels.gpu.work_items import HEADER, ITEM, STRETCH, TOKEN
 
 
 class ReferenceLauncher:

@@ -14,7 +14,7 @@ import torch
 from msgspec.structs import replace
 
 from bench.gpu.plans import with_drafts
-from coordinator.events import Cuts
+from coordinator.engine_messages import Cuts
 from longleaf.attention import Partial
 from longleaf.kernels.dense import Dense
 from longleaf.rank_protocol.step import Decode, Prefill

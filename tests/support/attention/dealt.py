@@ -7,26 +7,26 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
-from coordinator.kv_cache.blocks import Placer
+from coordinator.kv_cache.block_placer import Placer
 from longleaf.attention import reference
 from longleaf.comm.counting import CountingComm
 from longleaf.comm.loopback import loopback_groups
 from longleaf.config import MergeName
 from longleaf.kernels.cpu.compiled import Compiled
 from longleaf.merge import Wire, make_merge
-from longleaf.rank_protocol.epochs import SegmentLayout
+from longleaf.rank_protocol.group_messages import SegmentLayout
 from longleaf.rank_protocol.step import Decode, Prefill, Row
 from longleaf.runs import Run
 from longleaf.topology import Topology
 from tests.support.attention.dense import reaches, visible
-from workers.kv_cache.ledger import Ledger
+from workers.kv_cache.block_table import Ledger
 from workers.kv_cache.slots import Pool
 from workers.model.hook import LayerCall
 from workers.model.model import LayerSpec
 from workers.step.forward import DecodeStep, Peers, PrefillStep
+from workers.step.gathered_prefill import PastBuilder
 from workers.step.inputs import InputBuilder
-from workers.step.last_ids import HostIds
-from workers.step.past import PastBuilder
+from workers.step.last_tokens import HostIds
 
 BLOCK = 4
 NUM_BLOCKS = 40

@@ -3,7 +3,7 @@
 import torch
 from hypothesis import strategies as st
 
-from longleaf.geometry import Reach
+from longleaf.positions import Reach
 
 
 def visible(queries: range, keys: range, reach: Reach) -> torch.Tensor:

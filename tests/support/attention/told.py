@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from longleaf.attention.block_sums import BLOCK, NO_EDGE, BlockSums, ToldRead, told_read
+from longleaf.attention.block_attribution import BLOCK, NO_EDGE, BlockSums, ToldRead, told_read
 from longleaf.attention.masks import Read
 from longleaf.attention.partial import Partial
 

@@ -18,10 +18,10 @@ from blake3 import blake3
 
 from longleaf.context_archive.frames import PREAMBLE, Frame, Kind
 from longleaf.fingerprint import Fingerprint
-from longleaf.geometry import EVERY_RANK, Reach
+from longleaf.positions import EVERY_RANK, Reach
 from longleaf.runs import Run, ceil_div
 from workers.kv_cache.slots import Pool, Slots
-from workers.kv_io.piece import Copy, form_of
+from workers.kv_io.kv_piece import Copy, form_of
 from workers.model.model import LayerSpec
 
 BLOCK, NUM_BLOCKS, NUM_WINDOW_BLOCKS = 4, 100, 64

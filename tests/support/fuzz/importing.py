@@ -6,11 +6,11 @@ from contextlib import aclosing, asynccontextmanager
 from msgspec.structs import replace
 
 from coordinator.cluster.ports import Formation
-from coordinator.events import Prompt, Tokens
+from coordinator.engine_messages import Prompt, Tokens
 from coordinator.handlers.transfer.imports import Imports
-from coordinator.persistence.snapshots.policy import Policy
+from coordinator.persistence.snapshots.retention import Policy
 from longleaf.errors import DataLoss, EpochBroken, NotFound
-from longleaf.geometry import Reach, Windows
+from longleaf.positions import Reach, Windows
 from longleaf.rank_protocol.snapshots import Fetch
 from longleaf.rank_protocol.step import Restore
 from longleaf.sampling import Sampling
@@ -19,8 +19,8 @@ from longleaf.types import Context, ImportHeader, ParcelPiece
 from tests.support.fuzz.archives import BLOCK, NUM_WINDOW_BLOCKS, VOCABULARY, WINDOW, forge, pool
 from tests.support.parcels import FINGERPRINT
 from tests.support.storing import NOW, Service, Storage, StoringRanks, ingest, serving
-from workers.kv_io.piece import Piece, form_of
-from workers.step.restoring import check, take_in
+from workers.kv_io.kv_piece import Piece, form_of
+from workers.step.kv_restore import check, take_in
 
 WINDOWS = Windows(reaches=(Reach(window=WINDOW),), num_blocks=NUM_WINDOW_BLOCKS)
 AT_ONCE = 500

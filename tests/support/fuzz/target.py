@@ -18,9 +18,9 @@ from google.rpc import error_details_pb2, status_pb2
 from coordinator.cluster.fakes import FakeRanks
 from coordinator.cluster.local_fleet import LocalFleet
 from coordinator.engine.engine import Engine
-from coordinator.events import Document, Prompt, Tokens
+from coordinator.engine_messages import Document, Prompt, Tokens
 from coordinator.grpc_server.server import Server
-from coordinator.handlers.use_cases import UseCases
+from coordinator.handlers.application import UseCases
 from coordinator.service import Service
 from coordinator.settings import ServiceConfig
 from coordinator.text.template import DirectRenderer

@@ -1,7 +1,7 @@
 """What is asked of an engine, and what it says."""
 
 from coordinator.engine.engine import Engine
-from coordinator.events import Document, Ended, Prompt, Tokens
+from coordinator.engine_messages import Document, Ended, Prompt, Tokens
 from longleaf.sampling import Sampling
 from longleaf.types import ContextSettings
 from tests.support.golden.plain import NEW_TOKENS

@@ -7,8 +7,8 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from longleaf.geometry import EVERY_RANK, OWN_ROPE
-from longleaf.rank_protocol.sequences import growth
+from longleaf.positions import EVERY_RANK, OWN_ROPE
+from longleaf.rank_protocol.row_delta import growth
 from longleaf.rank_protocol.step import Decode, Row, Seen, StepResult, Terms
 from longleaf.runs import Run, join, until
 from longleaf.sampling import Sampling, Token

@@ -8,11 +8,11 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from coordinator.kv_cache.pool import BlockPool
+from coordinator.kv_cache.block_allocator import BlockPool
 from coordinator.kv_cache.windows import WindowPool
 from longleaf.comm.loopback import LoopbackComm, loopback_groups
 from longleaf.config import EngineConfig
-from longleaf.rank_protocol.epochs import Join, Layout, SegmentLayout
+from longleaf.rank_protocol.group_messages import Join, Layout, SegmentLayout
 from longleaf.rank_protocol.step import (
     Decode,
     Move,
@@ -31,7 +31,7 @@ from longleaf.topology import Topology
 from tests.support.golden.states import Logits
 from tests.support.on_threads import on_ends
 from tests.support.threads import make_spec
-from workers.kv_cache.content import Content
+from workers.kv_cache.block_bytes import Content
 from workers.kv_cache.slots import Slots
 from workers.rank import Rank
 

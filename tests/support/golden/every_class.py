@@ -10,7 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from longleaf.config import EngineConfig
 from longleaf.errors import LongleafError, ModelRefused
-from longleaf.kernels import table
+from longleaf.kernels import registry
 from tests.support.golden.asking import answer
 from tests.support.golden.plain import LOGIT_TOLERANCE, Golden, ask_plain, draw_ids, load_plain
 from tests.support.golden.states import Logits, running
@@ -67,7 +67,7 @@ async def _try(model_type: str, folder: Path) -> tuple[Result, str]:
     except Exception as error:  # it generates in a way of its own
         return "cannot", model.describe_error(error)
     try:
-        note = check_exact(loaded, table.choose("auto", "cpu", loaded.dtype), EngineConfig(model=""))
+        note = check_exact(loaded, registry.choose("auto", "cpu", loaded.dtype), EngineConfig(model=""))
     except ModelRefused as refused:
         return "refused", str(refused)
     if note or dependence < 10 * LOGIT_TOLERANCE:

@@ -3,7 +3,7 @@
 import contextlib
 
 from coordinator.engine.engine import Engine
-from coordinator.events import Document
+from coordinator.engine_messages import Document
 from longleaf.rank_protocol.step import Decode
 from tests.support.running import running
 from tests.support.threads import ThreadRanks, config_for

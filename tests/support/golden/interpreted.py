@@ -6,7 +6,7 @@ from threading import Lock
 from typing import Any
 from unittest.mock import patch
 
-from longleaf.kernels import table
+from longleaf.kernels import registry
 from longleaf.kernels.backend import Backend
 from longleaf.kernels.gpu.launch import launch
 
@@ -31,5 +31,5 @@ def served_by(make: Callable[[Launches], Backend]) -> Generator[Launches, None, 
     """Ranks that load within the block have such backends. These are not probed: it would take a minute each, and the
     interpreter cuts off what a GPU rounds to bfloat16."""
     launches = Launches()
-    with patch.object(table, "choose", lambda *_: make(launches)):
+    with patch.object(registry, "choose", lambda *_: make(launches)):
         yield launches

@@ -3,10 +3,10 @@
 import random
 from collections.abc import Sequence as Several
 
-from coordinator.scheduling.drafter import Drafter
 from coordinator.scheduling.sequences import Sequence
-from coordinator.speculation.drafts import NO_DRAFT, Draft
-from coordinator.speculation.guesses import Guesses
+from coordinator.scheduling.speculation import Drafter
+from coordinator.speculation.ngram_drafter import NO_DRAFT, Draft
+from coordinator.speculation.sequence_drafter import Guesses
 from tests.support.random_drafter import RandomPolicy
 
 MOST = 7

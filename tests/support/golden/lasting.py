@@ -10,8 +10,8 @@ import torch
 from msgspec.structs import replace
 from safetensors import safe_open
 
-from coordinator.cluster.control import Control
 from coordinator.cluster.local_fleet import LocalFleet
+from coordinator.cluster.rank_manager import Control
 from coordinator.engine.engine import Engine
 from coordinator.persistence.open import Durability
 from longleaf.config import DataConfig, EngineConfig

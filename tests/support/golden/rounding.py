@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from coordinator.events import Prompt
+from coordinator.engine_messages import Prompt
 from longleaf.sampling import Sampling, Token
 from tests.support.golden.asking import ingest
 from tests.support.golden.plain import Golden, load_plain

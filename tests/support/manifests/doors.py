@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from longleaf.errors import InvalidArgument
-from longleaf.operations import SecurityConfig
+from longleaf.service_settings import SecurityConfig
 from tests.support.manifests.pods import Pod, cluster, door_of, environment, of_kind, options, pods, selects, serve_of
 
 Document = dict[str, Any]

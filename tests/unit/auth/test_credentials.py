@@ -19,7 +19,7 @@ from longleaf.credentials import (
     parse_credentials,
 )
 from longleaf.errors import InvalidArgument, Unauthenticated
-from longleaf.watched import LOOK_SECONDS, WatchedFiles
+from longleaf.reloading_files import LOOK_SECONDS, WatchedFiles
 
 SECRET = "longleaf-" + "x" * 43  # workers of a test run must agree on it
 A, B = (hashlib.sha256(text).hexdigest() for text in (b"a", b"b"))

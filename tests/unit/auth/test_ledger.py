@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.auth.bucket import Bucket
 from coordinator.auth.caller import CALLER, Caller
-from coordinator.auth.ledger import Ledger
-from coordinator.auth.usage import Usage
-from coordinator.events import Tokens
+from coordinator.auth.leaky_bucket import Bucket
+from coordinator.auth.quotas import Ledger
+from coordinator.auth.tenant_usage import Usage
+from coordinator.engine_messages import Tokens
 from longleaf.credentials import Quotas
 from longleaf.errors import ResourceExhausted
 from longleaf.sampling import Token

@@ -1,6 +1,6 @@
 """How long those are kept waiting who guess credentials."""
 
-from coordinator.auth.refusals import FREE_PER_SECOND, MAX_WAITING, WAIT_SECONDS, Refusals
+from coordinator.auth.auth_throttle import FREE_PER_SECOND, MAX_WAITING, WAIT_SECONDS, Refusals
 from tests.unit.auth.test_credentials import Clock
 
 

@@ -24,7 +24,7 @@ from bench.gpu.ranks import LLAMA_8B, SMALL, NotedGraphs, make_module, make_rank
 from bench.gpu.table import page
 from longleaf.config import EngineConfig
 from longleaf.kernels.dense import Dense
-from longleaf.rank_protocol.epochs import Join
+from longleaf.rank_protocol.group_messages import Join
 from longleaf.rank_protocol.step import Decode, Prefill
 from workers.cuda_graphs.graphs import CaptureRefused
 

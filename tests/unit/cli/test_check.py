@@ -10,14 +10,14 @@ from msgspec import to_builtins
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
-from coordinator.text.check import check as check_text
+from coordinator.text.compat_check import check as check_text
 from longleaf.cli.models import kinds_table, spans
 from longleaf.cli.options import dtypes_told
 from longleaf.config import EngineConfig
 from longleaf.fingerprint import read_fingerprint
 from longleaf.model_report import AttentionKind, ReplicatedReport
 from tests.support.terminal import Terminal
-from workers.check import check
+from workers.compat_check import check
 from workers.model import model as models
 from zoo.checkpoints import PAD_IDS, make_checkpoint
 
@@ -216,7 +216,7 @@ def test_with_weights_the_model_is_compared(tmp_path: Path, monkeypatch: pytest.
     assert (found.reason, found.is_exact, found.exactness_note) == ("", True, "")
     found = check(config(folder), has_weights=False)
     assert (found.reason, found.is_exact, found.exactness_note) == ("", None, "the weights were not read")
-    monkeypatch.setattr("workers.check.check_exact", lambda *_: "not verified: no memory")
+    monkeypatch.setattr("workers.compat_check.check_exact", lambda *_: "not verified: no memory")
     found = check(config(folder), has_weights=True)
     assert (found.reason, found.is_exact, found.exactness_note) == ("", None, "not verified: no memory")
 

@@ -38,9 +38,9 @@ from longleaf.errors import (
     Unavailable,
     WorkerLost,
 )
-from longleaf.geometry import UNLIMITED_TOKENS
 from longleaf.launch import coordinator_command
-from longleaf.rank_protocol.epochs import MergeTiming, TierMerge
+from longleaf.positions import UNLIMITED_TOKENS
+from longleaf.rank_protocol.group_messages import MergeTiming, TierMerge
 from longleaf.types import Cluster, Context, Drafting, ModelInfo, RankShare, Recovery, Storage, Worker
 from tests.support.terminal import Terminal
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 from msgspec.structs import replace
 
-from coordinator import events
+from coordinator import engine_messages
 from longleaf.sampling import Logprobs, Token, TokenLogprob
 from tests.support.service import byte_tokenizer
 from tests.support.terminal import ANSWER, Terminal
@@ -36,9 +36,9 @@ async def test_an_answer_that_is_not_exact_says_why(terminal: Terminal) -> None:
 
 @pytest.mark.parametrize("options", [(), ("--json",), ("--samples", "2")])
 async def test_what_goes_beyond_the_trained_length_says_so_once(terminal: Terminal, options: tuple[str, ...]) -> None:
-    ends = (events.Ended("length", 1, 0, 0, 0.0, 0.0, 0.0, sample) for sample in range(2))
+    ends = (engine_messages.Ended("length", 1, 0, 0, 0.0, 0.0, 0.0, sample) for sample in range(2))
     terminal.engine.answer = ()
-    terminal.engine.script = (events.Admitted(1, 0, is_beyond_trained=True),) * 2 + tuple(ends)
+    terminal.engine.script = (engine_messages.Admitted(1, 0, is_beyond_trained=True),) * 2 + tuple(ends)
     code, _, err = await terminal.run("generate", "--prompt", "x", *options)
     told = "note: this may go beyond the length that the model was trained for"
     assert (code, err.splitlines().count(told)) == (0, 1)
@@ -80,8 +80,8 @@ async def test_a_number_of_drafts_that_cannot_be_is_refused(terminal: Terminal, 
 
 async def test_drafts_are_told_where_there_were_any(terminal: Terminal) -> None:
     token_ids = byte_tokenizer().encode("abc").ids
-    said = events.Tokens(0, tuple(map(Token, token_ids)), 0, (), 1234, 2)
-    terminal.engine.answer, end = (), events.Ended("length", 1, 0, 3, 0.0, 0.0, 0.0)
+    said = engine_messages.Tokens(0, tuple(map(Token, token_ids)), 0, (), 1234, 2)
+    terminal.engine.answer, end = (), engine_messages.Ended("length", 1, 0, 3, 0.0, 0.0, 0.0)
     terminal.engine.script = (said, end)
     *_, last = await terminal.json("generate", "--prompt", "x")
     assert (last["usage"]["drafted_tokens"], last["usage"]["accepted_tokens"]) == (1234, 2)
@@ -116,9 +116,9 @@ async def test_the_same_command_reads_a_named_answer_again(terminal: Terminal) -
 
 
 async def test_bytes_of_tokens_are_told_in_base64(terminal: Terminal) -> None:
-    end, first = events.Ended("length", 1, 0, 1, 0.0, 0.0, 0.0), byte_tokenizer().encode("G").ids[0]
+    end, first = engine_messages.Ended("length", 1, 0, 1, 0.0, 0.0, 0.0), byte_tokenizer().encode("G").ids[0]
     token = Token(first, Logprobs(-1.0, (TokenLogprob(first, -1.0),)))
-    terminal.engine.script = (events.Tokens(0, (token,)), end)
+    terminal.engine.script = (engine_messages.Tokens(0, (token,)), end)
     terminal.engine.answer = ()
     asked = ("generate", "--prompt", "x", "--logprobs", "1")
     [entry] = (await terminal.json(*asked, "--token-bytes"))[0]["logprobs"]

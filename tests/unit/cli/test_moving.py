@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.handlers.transfer.fakes import FakeHouse
-from longleaf.cli.moving import told
+from longleaf.cli.transfer import told
 from longleaf.types import Context
 from tests.support.houses import empty_house, house_of
 from tests.support.parcels import packable

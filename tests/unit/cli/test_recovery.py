@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from coordinator import events
+from coordinator import engine_messages
 from longleaf.cli.cluster import loss_line, loss_lines, recovery_lines
 from longleaf.cli.generate import RecoveryLine
 from longleaf.cli.ingest import progress_bar
@@ -89,8 +89,8 @@ TOLD = "recovering: 12,288 of 65,536 tokens, 8 to go for this answer"
 async def test_an_answer_that_waits_says_so_once_where_nobody_sits(
     terminal: Terminal, options: tuple[str, ...]
 ) -> None:
-    ends = (events.Ended("length", 1, 0, 2, 0.0, 0.0, 0.0, sample) for sample in range(2))
-    first, second = (events.Tokens(i, tokens(ids("ab")[i : i + 1])) for i in range(2))
+    ends = (engine_messages.Ended("length", 1, 0, 2, 0.0, 0.0, 0.0, sample) for sample in range(2))
+    first, second = (engine_messages.Tokens(i, tokens(ids("ab")[i : i + 1])) for i in range(2))
     terminal.engine.answer = ()
     terminal.engine.script = (first, HALF, HALF, second, HALF, *ends)
     code, out, err = await terminal.run("generate", "--prompt", "x", *options)
@@ -107,7 +107,7 @@ class Screen(io.StringIO):
 
 async def test_who_is_told_of_its_own_tokens_alone_sees_these(terminal: Terminal) -> None:
     terminal.engine.answer = ()
-    terminal.engine.script = (Recovering(8, 0, 0), events.Ended("length", 1, 0, 2, 0.0, 0.0, 0.0, 0))
+    terminal.engine.script = (Recovering(8, 0, 0), engine_messages.Ended("length", 1, 0, 2, 0.0, 0.0, 0.0, 0))
     _, _, err = await terminal.run("generate", "--prompt", "x")
     assert "recovering: 8 to go for this answer" in err.splitlines()
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from longleaf.cli.sources import joined
+from longleaf.cli.provenance_output import joined
 from longleaf.types import Source
 from tests.support.service import BYTES
 from tests.support.terminal import Terminal

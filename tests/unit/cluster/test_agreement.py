@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from coordinator.cluster.agreement import check_models
+from coordinator.cluster.model_consistency import check_models
 from longleaf.config import embedded_model
 from longleaf.errors import ModelRefused, StartError
 from longleaf.fingerprint import Fingerprint, read_fingerprint
-from longleaf.rank_protocol.lives import Hello
+from longleaf.rank_protocol.member_messages import Hello
 
 OWN = read_fingerprint(embedded_model())
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from coordinator.cluster.groups.blame import Losses
+from coordinator.cluster.groups.failure_attribution import Losses
 from longleaf.errors import EpochBroken, WorkerLost
 
 MEMBERS = (4, 7, 2)

@@ -4,7 +4,7 @@ import pytest
 
 from coordinator.cluster.fakes import FakeRanks
 from longleaf.errors import DataLoss, StorageUnavailable, WorkerLost
-from longleaf.geometry import EVERY_RANK
+from longleaf.positions import EVERY_RANK
 from longleaf.rank_protocol.snapshots import Fetch, Save
 from longleaf.rank_protocol.step import Portion, Restore, StepPlan
 from longleaf.runs import Run

@@ -2,7 +2,7 @@
 
 import pytest
 
-from coordinator.cluster.history import MAX_REMEMBERED, History
+from coordinator.cluster.loss_history import MAX_REMEMBERED, History
 from coordinator.cluster.ports import Delayed, GivenUp, Joined, MemberEvent, MemberLost, Replacing
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from coordinator.cluster.groups.meeting import in_rank_order
-from coordinator.cluster.roster import Member
-from longleaf.rank_protocol.lives import Hello
+from coordinator.cluster.groups.rendezvous import in_rank_order
+from coordinator.cluster.member_registry import Member
+from longleaf.rank_protocol.member_messages import Hello
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from typing import Any
 import grpc
 import pytest
 
-from coordinator.cluster import ray_door
-from coordinator.cluster.ray_door import CALL, check_door
+from coordinator.cluster import ray_auth_check
+from coordinator.cluster.ray_auth_check import CALL, check_door
 from longleaf.errors import StartError
 
 
@@ -56,7 +56,7 @@ def test_both_must_agree_on_a_token(
     monkeypatch: pytest.MonkeyPatch, mode: str, code: grpc.StatusCode, with_token: str, without: str
 ) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", mode)
-    monkeypatch.setattr(ray_door, "_headers", lambda: {"Authorization": "Bearer another"})
+    monkeypatch.setattr(ray_auth_check, "_headers", lambda: {"Authorization": "Bearer another"})
     expected = with_token if mode.lower() == "token" else without
     told = ""
     with door(code) as address:
@@ -69,7 +69,7 @@ def test_both_must_agree_on_a_token(
 
 def test_where_there_is_no_token_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    monkeypatch.setattr(ray_door, "_headers", dict)
+    monkeypatch.setattr(ray_auth_check, "_headers", dict)
     with (
         door(grpc.StatusCode.UNAUTHENTICATED) as address,
         pytest.raises(
@@ -80,7 +80,7 @@ def test_where_there_is_no_token_it_is_said(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_one_that_says_nothing_is_left_to_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_door, "CALL_SECONDS", 0.2)
+    monkeypatch.setattr(ray_auth_check, "CALL_SECONDS", 0.2)
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     with socket.create_server(("127.0.0.1", 0)) as server:
         check_door(f"127.0.0.1:{server.getsockname()[1]}")

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from coordinator.cluster.ray_node import answers, has_ended
+from coordinator.cluster.ray_liveness import answers, has_ended
 
 HERE = "127.0.0.1"
 

@@ -6,12 +6,12 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from coordinator.cluster.member_registry import Member
 from coordinator.cluster.ports import MemberEvent, MemberLost
-from coordinator.cluster.records import MAX_AT_ONCE, NO_RANK, PER_SECOND, Records
-from coordinator.cluster.roster import Member
+from coordinator.cluster.rank_logs import MAX_AT_ONCE, NO_RANK, PER_SECOND, Records
 from longleaf.rank_protocol.encoding import decode_from_rank, encode
-from longleaf.rank_protocol.lives import Hello
-from longleaf.rank_protocol.records import MAX_RECORDS, MAX_TEXT_BYTES, MAX_TRACEBACK_BYTES, Logged, Record
+from longleaf.rank_protocol.log_messages import MAX_RECORDS, MAX_TEXT_BYTES, MAX_TRACEBACK_BYTES, Logged, Record
+from longleaf.rank_protocol.member_messages import Hello
 
 SLOWER = Record(30, "slower", is_note=True)
 

@@ -10,6 +10,7 @@ from blake3 import blake3
 from msgspec.structs import replace
 
 from longleaf.context_archive.frames import FRAME_BYTES, MAGIC, PREAMBLE, Frame
+from longleaf.context_archive.reader import Ids, Unpacking
 from longleaf.context_archive.records import (
     MAX_HEAD_BYTES,
     Head,
@@ -20,9 +21,8 @@ from longleaf.context_archive.records import (
     encode,
     max_segment_bytes,
 )
-from longleaf.context_archive.unpacking import Ids, Unpacking
 from longleaf.errors import InvalidArgument
-from longleaf.storage.note import sound_ends
+from longleaf.storage.context_note import sound_ends
 from tests.support.parcels import FORM, bytes_from, packable, unpack
 
 HEAD = packable().head

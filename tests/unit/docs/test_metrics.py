@@ -11,14 +11,14 @@ from msgspec.structs import replace as changed
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from coordinator.events import Admitted, Ended, Tokens
-from coordinator.telemetry.counts import Counts
-from coordinator.telemetry.gauges import Gauges
+from coordinator.engine_messages import Admitted, Ended, Tokens
+from coordinator.telemetry.collector import Gauges
+from coordinator.telemetry.counters import Counts
+from coordinator.telemetry.metric_sources import Sources
 from coordinator.telemetry.observers import CallRecord
 from coordinator.telemetry.request_metrics import RequestMetrics
-from coordinator.telemetry.sources import Sources
 from door.metrics import Metrics
-from longleaf.rank_protocol.epochs import MergeTiming
+from longleaf.rank_protocol.group_messages import MergeTiming
 from longleaf.sampling import Token
 from tests.support.service import FakeEngine
 

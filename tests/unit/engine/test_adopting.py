@@ -10,12 +10,12 @@ from msgspec.structs import replace
 
 from coordinator.cluster.fakes import FakeRanks
 from coordinator.engine.engine import Engine
-from coordinator.engine.kept import renumbered
-from coordinator.events import Document, Prompt, Tokens
+from coordinator.engine.record_mapping import renumbered
+from coordinator.engine_messages import Document, Prompt, Tokens
 from coordinator.persistence.catalog.records import SegmentRecord, SnapshotRecord
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, NotFound, StorageUnavailable
-from longleaf.geometry import Rope
+from longleaf.positions import Rope
 from longleaf.sampling import Sampling
 from tests.support.catalog import context, segment
 from tests.support.gated import GatedRanks

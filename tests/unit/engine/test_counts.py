@@ -7,9 +7,9 @@ from msgspec.structs import replace
 
 from coordinator.cluster.fakes import FakeRanks
 from coordinator.engine.engine import Engine
-from coordinator.events import Claim, Document, Prompt
-from coordinator.scheduling.draft_counts import DraftCounts
-from coordinator.telemetry.counts import STEP_SECONDS, StepTimes
+from coordinator.engine_messages import Claim, Document, Prompt
+from coordinator.scheduling.speculation_stats import DraftCounts
+from coordinator.telemetry.counters import STEP_SECONDS, StepTimes
 from longleaf.config import EngineConfig
 from longleaf.rank_protocol.step import Prefill
 from longleaf.sampling import Sampling

@@ -8,12 +8,12 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 from msgspec.structs import replace
 
-from coordinator.engine.earlier import anew
+from coordinator.engine.checkpoint_migration import anew
 from coordinator.kv_cache.positions import Positions
-from coordinator.persistence.catalog.earlier import EarlierContext
 from coordinator.persistence.catalog.records import Kept, SegmentRecord
+from coordinator.persistence.catalog.stale_contexts import EarlierContext
 from longleaf.errors import AlreadyExists, CheckpointChanged, DataLoss, NotFound, ResourceExhausted
-from longleaf.geometry import Rope, Rotary
+from longleaf.positions import Rope, Rotary
 from tests.support.catalog import context
 from tests.support.lasting import MemoryLasting
 from tests.unit.engine.test_adopting import ask, ingest, running

@@ -12,12 +12,12 @@ import pytest
 from coordinator.cluster.fakes import FakeRanks
 from coordinator.engine.engine import Engine
 from coordinator.engine.stream import MAX_UNREAD, Stream
-from coordinator.events import Admitted, Claim, Document, Ended, Prompt, Tokens
-from coordinator.kv_cache.blocks import Placer
+from coordinator.engine_messages import Admitted, Claim, Document, Ended, Prompt, Tokens
+from coordinator.kv_cache.block_placer import Placer
 from coordinator.scheduling.sequences import Sequence
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, NotFound, Unavailable, WorkerLost
-from longleaf.geometry import Reach, Windows
+from longleaf.positions import Reach, Windows
 from longleaf.rank_protocol.fakes import echo_token
 from longleaf.rank_protocol.step import Row, StepPlan, StepResult
 from longleaf.sampling import Sampling

@@ -11,7 +11,7 @@ from coordinator.cluster.fakes import FakeRanks
 from coordinator.engine.engine import Engine
 from coordinator.engine.epoch import Epoch
 from coordinator.engine.stream import Stream
-from coordinator.events import Document, Prompt, Tokens
+from coordinator.engine_messages import Document, Prompt, Tokens
 from longleaf.config import EngineConfig
 from longleaf.errors import ContextLost, NotFound, Unavailable
 from longleaf.rank_protocol.fakes import echo_token

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from coordinator.engine import fetching
-from coordinator.kv_cache.blocks import Blocks
-from coordinator.kv_cache.holdings import Holding
-from coordinator.kv_cache.ranking import Ranking
-from coordinator.recovery.suspicion import BREAK
+from coordinator.engine import snapshot_fetcher
+from coordinator.kv_cache.block_placer import Blocks
+from coordinator.kv_cache.rank_mapping import Ranking
+from coordinator.kv_cache.segment_placement import Holding
+from coordinator.recovery.fault_score import BREAK
 from longleaf.errors import DataLoss, LongleafError, NotFound, ResourceExhausted
-from longleaf.geometry import Reach, Windows
+from longleaf.positions import Reach, Windows
 from longleaf.rank_protocol.step import Prefill, Restore
 from tests.support.coming import comes
 from tests.support.returning import AWAY, BLOCK, TOKENS, Members, opened
@@ -98,7 +98,7 @@ async def test_a_storage_that_is_away_is_not_waited_for_and_loses_nothing(
     async with opened() as bench:
         holding = bench.lost(3)
         if is_slow:
-            monkeypatch.setattr(fetching, "FETCH_SECONDS", 0.0)
+            monkeypatch.setattr(snapshot_fetcher, "FETCH_SECONDS", 0.0)
             bench.archive.is_answering.clear()
         else:
             bench.archive.failures[3] = AWAY
@@ -230,10 +230,10 @@ async def test_pieces_that_do_not_come_are_read_again_and_stay_where_they_are(
     async with opened() as bench:
         holding = bench.lost(3)
         bench.ranks.is_fetching.clear()
-        monkeypatch.setattr(fetching, "FETCH_SECONDS", 30.0)
+        monkeypatch.setattr(snapshot_fetcher, "FETCH_SECONDS", 30.0)
         await bench.until(lambda: bench.recovery.restoring._returns[3].left is not None)
         if is_slow:
-            monkeypatch.setattr(fetching, "FETCH_SECONDS", 0.0)
+            monkeypatch.setattr(snapshot_fetcher, "FETCH_SECONDS", 0.0)
         else:
             bench.ranks.storage_trouble = "the storage is away"
             bench.ranks.is_fetching.set()
@@ -241,7 +241,7 @@ async def test_pieces_that_do_not_come_are_read_again_and_stay_where_they_are(
         bench.turn()
         assert bench.archive.manifests.keys() == {3}
         assert not bench.archive.forgotten
-        told = [record.message for record in caplog.records if record.name == fetching.__name__]
+        told = [record.message for record in caplog.records if record.name == snapshot_fetcher.__name__]
         assert len(told) == 1, "once for a segment, however many pieces it has"
 
 
@@ -261,7 +261,7 @@ async def test_what_cannot_be_forgotten_is_not_believed_until_it_is_tried_again(
 
 
 async def test_what_could_not_be_forgotten_is_forgotten_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetching, "FORGET_SECONDS", 0.01)
+    monkeypatch.setattr(snapshot_fetcher, "FORGET_SECONDS", 0.01)
     async with opened() as bench:
         bench.lost(3)
         bench.archive.may_forget = False

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.persistence.snapshots.policy import Policy
+from coordinator.persistence.snapshots.retention import Policy
 from longleaf.errors import DataLoss, NotFound, StorageUnavailable
 from longleaf.fingerprint import read_fingerprint
 from tests.support.coming import comes

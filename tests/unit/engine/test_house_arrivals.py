@@ -10,11 +10,11 @@ from coordinator.engine.context_transfer import EngineArriving, EngineLeaving
 from coordinator.engine.engine import Engine
 from coordinator.kv_cache.contexts import Contexts, NamedPath
 from coordinator.persistence.catalog.records import ContextRecord, SegmentRecord, SnapshotRecord
-from coordinator.persistence.snapshots.policy import Policy
 from coordinator.persistence.snapshots.ports import Form
+from coordinator.persistence.snapshots.retention import Policy
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, StorageUnavailable
-from longleaf.geometry import Rope
+from longleaf.positions import Rope
 from longleaf.rank_protocol.snapshots import max_header_bytes
 from longleaf.rank_protocol.step import Prefill, Restore
 from longleaf.storage.manifest import Piece, SegmentManifest, encode_manifest

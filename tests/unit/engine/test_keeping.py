@@ -11,7 +11,7 @@ from coordinator.cluster.fakes import FakeRanks
 from coordinator.cluster.ports import Formation
 from coordinator.engine.engine import Engine
 from coordinator.engine.epochs import FIRST_EPOCH
-from coordinator.events import Document, Prompt, Tokens
+from coordinator.engine_messages import Document, Prompt, Tokens
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, NotFound, ResourceExhausted, StorageUnavailable
 from longleaf.sampling import Sampling

@@ -5,11 +5,11 @@ from array import array
 import pytest
 from msgspec.structs import replace
 
-from coordinator.engine.kept import context_of, segment_of
-from coordinator.kv_cache.blocks import Placer
+from coordinator.engine.record_mapping import context_of, segment_of
+from coordinator.kv_cache.block_placer import Placer
 from coordinator.kv_cache.contexts import LAST_ENDS, Contexts
-from coordinator.kv_cache.paths import NOWHERE
 from coordinator.kv_cache.segments import Segments
+from coordinator.kv_cache.token_paths import NOWHERE
 from coordinator.persistence.catalog.records import SegmentRecord
 from tests.support.catalog import context
 

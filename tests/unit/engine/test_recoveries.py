@@ -2,8 +2,8 @@
 
 import pytest
 
-from coordinator.engine.recoveries import Recoveries
-from coordinator.events import GivenUp
+from coordinator.engine.recovery_status import Recoveries
+from coordinator.engine_messages import GivenUp
 from longleaf.types import Recovering
 
 

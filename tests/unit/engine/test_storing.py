@@ -6,13 +6,13 @@ from collections.abc import Callable
 import pytest
 
 from coordinator.engine.engine import Engine
-from coordinator.engine.storing import Storing
-from coordinator.events import Document, Prompt, Tokens
+from coordinator.engine.snapshot_coordinator import Storing
+from coordinator.engine_messages import Document, Prompt, Tokens
 from coordinator.persistence.catalog.records import Change
-from coordinator.persistence.snapshots.policy import Policy
 from coordinator.persistence.snapshots.ports import ContextUse, Held
+from coordinator.persistence.snapshots.retention import Policy
 from longleaf.errors import StorageUnavailable, Unavailable
-from longleaf.geometry import EVERY_RANK, Reach, Windows
+from longleaf.positions import EVERY_RANK, Reach, Windows
 from longleaf.rank_protocol.step import Prefill, Restore
 from longleaf.sampling import Sampling
 from longleaf.types import ContextSettings

@@ -2,9 +2,9 @@
 
 import pytest
 
-from coordinator.engine.readers import Readers
 from coordinator.engine.stream import MAX_UNREAD, Stream
-from coordinator.events import Admitted, Ended, Event, Tokens
+from coordinator.engine.stream_registry import Readers
+from coordinator.engine_messages import Admitted, Ended, Event, Tokens
 from longleaf.errors import Unavailable
 from longleaf.types import Progress, Recovering
 from tests.support.service import tokens

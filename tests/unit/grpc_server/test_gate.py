@@ -10,7 +10,7 @@ import pytest
 from google.protobuf.message import DecodeError
 
 from coordinator.auth.caller import CALLER, Caller
-from coordinator.grpc_server.gate import EOF, MAX_FIELDS, MAX_PIECE_BYTES, MAX_SMALL_BYTES, Gate
+from coordinator.grpc_server.request_limiter import EOF, MAX_FIELDS, MAX_PIECE_BYTES, MAX_SMALL_BYTES, Gate
 from coordinator.telemetry.observers import CURRENT, CallRecord
 from longleaf.codec import has_more_fields
 from longleaf.config import MAX_REQUEST_BYTES

@@ -6,8 +6,8 @@ from typing import Any, cast
 
 import pytest
 
-from coordinator.grpc_server.lobby import Lobby
-from coordinator.handlers.use_cases import UseCases
+from coordinator.grpc_server.readiness_gate import Lobby
+from coordinator.handlers.application import UseCases
 from longleaf.errors import Unavailable
 
 GENERATE, WATCH, DRAIN, HEALTH = (

@@ -3,7 +3,7 @@
 import psutil
 import pytest
 
-from coordinator.grpc_server.neighbours import is_here
+from coordinator.grpc_server.local_peers import is_here
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from coordinator.auth.caller import CALLER, Caller
-from coordinator.grpc_server.tenancy import shown_cluster, shown_event, shown_report
+from coordinator.grpc_server.tenant_scoping import shown_cluster, shown_event, shown_report
 from longleaf.credentials import Role
 from longleaf.types import Cluster, Drafting, IngestProgress, ModelInfo, Recovering, Started
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator import events
-from coordinator.handlers.answer import Answer
+from coordinator import engine_messages
+from coordinator.handlers.response_assembler import Answer
 from coordinator.text.detokenizer import Alphabet
 from longleaf.sampling import Logprobs, Sampling, Token
 from longleaf.types import Delta, Event, Finished, Generate, Recovering, Started, Usage
@@ -33,11 +33,11 @@ def answer(num_samples: int = 1, **sampling: object) -> Answer:
     return Answer("id", request, ALPHABET, frozenset({END}), Ticks(), exactness_note="")
 
 
-def ended(sample: int = 0, reason: events.EndReason = "length") -> events.Ended:
-    return events.Ended(reason, 5, 3, 2, 0.5, 1.5, 2.0, sample)
+def ended(sample: int = 0, reason: engine_messages.EndReason = "length") -> engine_messages.Ended:
+    return engine_messages.Ended(reason, 5, 3, 2, 0.5, 1.5, 2.0, sample)
 
 
-def told(answer: Answer, *said: events.Event) -> list[Event]:
+def told(answer: Answer, *said: engine_messages.Event) -> list[Event]:
     return [message for event in said for message in answer.take(event)]
 
 
@@ -60,13 +60,13 @@ def test_interleaved_samples_are_told_as_if_each_came_alone(
     texts: list[str], step: int, seed: int, stop: tuple[str, ...]
 ) -> None:
     """Each has its own text, indices, logprobs and stop strings; ids and logprobs travel with their text."""
-    said: list[list[events.Event]] = []
+    said: list[list[engine_messages.Event]] = []
     for sample, text in enumerate(texts):
         token_ids = ids(text)
         said.append([])
         for start in range(0, len(token_ids), step):
             part = token_ids[start : start + step]
-            said[-1].append(events.Tokens(start, tuple(Token(i, logprob_of(i)) for i in part), sample))
+            said[-1].append(engine_messages.Tokens(start, tuple(Token(i, logprob_of(i)) for i in part), sample))
         said[-1].append(ended(sample))
     alone = []
     for script in said:
@@ -99,14 +99,14 @@ def cut(draw: st.DrawFn, max_tokens: int = 24) -> tuple[list[int], list[int]]:
     return token_ids, sorted(draw(st.sets(st.integers(1, max_tokens), max_size=8)) | {0})
 
 
-def steps(token_ids: list[int], starts: list[int], reason: events.EndReason) -> list[events.Event]:
+def steps(token_ids: list[int], starts: list[int], reason: engine_messages.EndReason) -> list[engine_messages.Event]:
     """What the engine says of an answer whose steps begin at these indices: each had three drafts more than it gave."""
-    said: list[events.Event] = []
+    said: list[engine_messages.Event] = []
     for start, end in zip(starts, [*starts[1:], len(token_ids)], strict=True):
         if part := token_ids[start:end]:
             told = tuple(Token(i, logprob_of(i)) for i in part)
-            said.append(events.Tokens(start, told, 0, (), len(part) + 2, len(part) - 1))
-    return [*said, events.Ended(reason, 5, 3, len(token_ids), 0.5, 1.5, 2.0)]
+            said.append(engine_messages.Tokens(start, told, 0, (), len(part) + 2, len(part) - 1))
+    return [*said, engine_messages.Ended(reason, 5, 3, len(token_ids), 0.5, 1.5, 2.0)]
 
 
 def joined(messages: list[Event]) -> tuple[str, list[int], list[Logprobs], object]:
@@ -133,7 +133,7 @@ def test_an_answer_ends_where_it_would_if_each_step_gave_one_token(
     token_ids, starts = said
     ends = {*stop_tokens, *([] if ignore_end_token else [END])}
     num_answered = next((n for n, i in enumerate(token_ids, 1) if i in ends), len(token_ids))
-    reason: events.EndReason = "length"
+    reason: engine_messages.EndReason = "length"
     if token_ids[num_answered - 1] in ends:
         reason = "end_token" if token_ids[num_answered - 1] == END else "stop_token"
     sampling = {"stop": stop, "stop_tokens": stop_tokens, "ignore_end_token": ignore_end_token}
@@ -149,10 +149,13 @@ def test_an_answer_ends_where_it_would_if_each_step_gave_one_token(
 
 def test_drafts_of_all_steps_are_added_up_for_each_sample() -> None:
     two = answer(2)
-    two.take(events.Admitted(5, 3))
-    said = [events.Tokens(0, tokens(ids("abc")), 0, (), 7, 2), events.Tokens(0, tokens(ids("d")), 1, (), 3, 0)]
-    said.append(events.Tokens(3, tokens(ids("ef")), 0, (), 4, 1))
-    two.take(events.Admitted(5, 3))  # it was preempted, and goes on
+    two.take(engine_messages.Admitted(5, 3))
+    said = [
+        engine_messages.Tokens(0, tokens(ids("abc")), 0, (), 7, 2),
+        engine_messages.Tokens(0, tokens(ids("d")), 1, (), 3, 0),
+    ]
+    said.append(engine_messages.Tokens(3, tokens(ids("ef")), 0, (), 4, 1))
+    two.take(engine_messages.Admitted(5, 3))  # it was preempted, and goes on
     first, second = [m for m in told(two, *said, ended(0), ended(1)) if isinstance(m, Finished)]
     assert (first.usage, second.usage) == (Usage(5, 3, 2, 11, 3), Usage(5, 3, 2, 3, 0))
 
@@ -160,8 +163,8 @@ def test_drafts_of_all_steps_are_added_up_for_each_sample() -> None:
 @pytest.mark.parametrize(("stop", "num_told", "num_accepted"), [("a", 1, 1), ("b", 2, 2), ("d", 4, 3)])
 def test_accepted_drafts_behind_a_stop_string_do_not_count(stop: str, num_told: int, num_accepted: int) -> None:
     """A step gives four tokens, of which the first three were drafted."""
-    step = events.Tokens(0, tokens(ids("abcd")), 0, (), 7, 3)
-    *_, delta, end = told(answer(stop=(stop,)), events.Admitted(5, 3), step)
+    step = engine_messages.Tokens(0, tokens(ids("abcd")), 0, (), 7, 3)
+    *_, delta, end = told(answer(stop=(stop,)), engine_messages.Admitted(5, 3), step)
     assert isinstance(delta, Delta) and delta.token_ids == tuple(ids("abcd")[:num_told])
     assert isinstance(end, Finished) and end.usage == Usage(5, 3, num_told, 7, num_accepted)
 
@@ -171,29 +174,41 @@ def test_accepted_drafts_behind_a_stop_string_do_not_count(stop: str, num_told: 
 )
 def test_of_joined_steps_those_before_a_stop_string_count(stop: str, num_accepted: int) -> None:
     """Steps of one, four, two and two tokens, of which the reader took none before the last; that ends with a draft."""
-    joined_steps = events.Tokens(0, tokens(ids("abcdefghi")), 0, (), 21, 6, (1, 5, 7))
-    *_, end = told(answer(stop=(stop,)), events.Admitted(5, 3), joined_steps, ended(0))
+    joined_steps = engine_messages.Tokens(0, tokens(ids("abcdefghi")), 0, (), 21, 6, (1, 5, 7))
+    *_, end = told(answer(stop=(stop,)), engine_messages.Admitted(5, 3), joined_steps, ended(0))
     assert isinstance(end, Finished) and end.usage.accepted_tokens == num_accepted
 
 
 def test_a_sample_that_stops_leaves_the_others_and_says_nothing_more() -> None:
     both = answer(2, stop=("END",))
-    both.take(events.Admitted(5, 3, 1))
-    messages = told(both, events.Tokens(0, tokens(ids("xENDy")), 1), events.Tokens(5, tokens(ids("z")), 1), ended(1))
+    both.take(engine_messages.Admitted(5, 3, 1))
+    messages = told(
+        both,
+        engine_messages.Tokens(0, tokens(ids("xENDy")), 1),
+        engine_messages.Tokens(5, tokens(ids("z")), 1),
+        ended(1),
+    )
     assert text_of(messages, 1) == "x"
     finished = messages[-1]
     assert isinstance(finished, Finished)
     assert (finished.sample, finished.reason, finished.matched_stop) == (1, "stop", "END")
     assert finished.usage == Usage(5, 3, 4)
     assert not both.is_finished
-    messages = told(both, events.Tokens(0, tokens(ids("END"))))
+    messages = told(both, engine_messages.Tokens(0, tokens(ids("END"))))
     assert isinstance(messages[-1], Finished)
     assert both.is_finished
 
 
 def test_a_recovery_is_told_between_deltas_that_follow_one_another() -> None:
     one, lost = answer(), Recovering(8, 0, 64)
-    messages = told(one, events.Tokens(0, tokens(ids("a"))), lost, events.Tokens(1, tokens(ids("b"))), lost, ended())
+    messages = told(
+        one,
+        engine_messages.Tokens(0, tokens(ids("a"))),
+        lost,
+        engine_messages.Tokens(1, tokens(ids("b"))),
+        lost,
+        ended(),
+    )
     assert messages[1] == messages[3] == lost
     assert [(m.index, m.text) for m in messages if isinstance(m, Delta)] == [(0, "a"), (1, "b")]
     assert isinstance(messages[-1], Finished)
@@ -201,7 +216,12 @@ def test_a_recovery_is_told_between_deltas_that_follow_one_another() -> None:
 
 def test_times_of_a_stop_string_are_taken_here() -> None:
     one = answer(stop=("b",))  # arrived at 1
-    messages = told(one, events.Admitted(5, 3), events.Tokens(0, tokens(ids("a"))), events.Tokens(1, tokens(ids("b"))))
+    messages = told(
+        one,
+        engine_messages.Admitted(5, 3),
+        engine_messages.Tokens(0, tokens(ids("a"))),
+        engine_messages.Tokens(1, tokens(ids("b"))),
+    )
     finished = messages[-1]
     assert isinstance(finished, Finished)
     timings = finished.timings
@@ -213,7 +233,7 @@ def test_times_of_a_stop_string_are_taken_here() -> None:
 def test_stop_tokens_have_no_text_and_come_with_the_last_delta(ignore_end_token: bool) -> None:
     stop_token = ids("!")[0]
     one = answer(stop_tokens=(stop_token,), ignore_end_token=ignore_end_token)
-    messages = told(one, events.Tokens(0, tokens((*ids("ab"), stop_token))), ended(reason="stop_token"))
+    messages = told(one, engine_messages.Tokens(0, tokens((*ids("ab"), stop_token))), ended(reason="stop_token"))
     assert text_of(messages) == "ab"
     assert [i for m in messages if isinstance(m, Delta) for i in m.token_ids] == [*ids("ab"), stop_token]
     assert isinstance(messages[-1], Finished)
@@ -221,4 +241,4 @@ def test_stop_tokens_have_no_text_and_come_with_the_last_delta(ignore_end_token:
 
 
 def test_started_names_the_generation() -> None:
-    assert told(answer(), events.Admitted(5, 3, 7)) == [Started(5, 3, 7, "id", is_exact=True)]
+    assert told(answer(), engine_messages.Admitted(5, 3, 7)) == [Started(5, 3, 7, "id", is_exact=True)]

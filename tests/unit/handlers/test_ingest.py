@@ -12,17 +12,17 @@ import pytest
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from coordinator import events
+from coordinator import engine_messages
 from coordinator.auth.caller import CALLER, OWNER, Caller
-from coordinator.auth.ledger import UNLIMITED, Ledger
-from coordinator.auth.usage import Usage
+from coordinator.auth.quotas import UNLIMITED, Ledger
+from coordinator.auth.tenant_usage import Usage
 from coordinator.grpc_server.servicers import _pieces
+from coordinator.handlers.document_tokenizer import Intake
 from coordinator.handlers.ingest import Ingest
-from coordinator.handlers.intake import Intake
 from coordinator.handlers.uploads import Uploads
 from coordinator.text.template import DirectRenderer
-from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
+from coordinator.text.tokenizer_pool import TextThreads
 from longleaf.credentials import Quotas
 from longleaf.errors import (
     CheckpointChanged,
@@ -123,7 +123,7 @@ async def test_an_ingest_tells_of_a_recovery(made: Made) -> None:
     """Each report as it comes: a slow stream gets the last one alone."""
     lost = Recovering(8, 32, 64)
     made.engine.interlude = (lost, Progress(3, 4))
-    engine_stream = made.engine.ingest(events.Document(context="moby", token_ids=(1, 2, 3, 4)))
+    engine_stream = made.engine.ingest(engine_messages.Document(context="moby", token_ids=(1, 2, 3, 4)))
     begun = IngestProgress(phase="prefilling", total=4)
     reports = [report async for report in made.ingest._reports(header(), engine_stream, begun)]
     told = [(report.phase, report.processed, report.recovering) for report in reports]

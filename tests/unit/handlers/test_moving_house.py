@@ -11,13 +11,13 @@ from blake3 import blake3
 from msgspec.structs import replace
 
 from coordinator.auth.caller import CALLER, Caller
-from coordinator.auth.ledger import Ledger
-from coordinator.auth.usage import Usage
+from coordinator.auth.quotas import Ledger
+from coordinator.auth.tenant_usage import Usage
 from coordinator.handlers.transfer.exports import Exports
 from coordinator.handlers.transfer.fakes import FakeHouse
 from coordinator.handlers.transfer.imports import KEEP_SECONDS, TRIM_SECONDS, Imports
-from coordinator.text.threads import TextThreads
-from longleaf.context_archive import unpacking
+from coordinator.text.tokenizer_pool import TextThreads
+from longleaf.context_archive import reader
 from longleaf.context_archive.records import PIECE_BYTES, RUN_BYTES, SEGMENT_BYTES
 from longleaf.credentials import Quotas
 from longleaf.errors import (
@@ -339,8 +339,8 @@ async def test_what_an_archive_says_is_decoded_and_checked_off_the_event_loop_an
 
         return noted
 
-    monkeypatch.setattr(unpacking, "decode", note("head", unpacking.decode))
-    monkeypatch.setattr(unpacking, "decode_segment", note("segment", unpacking.decode_segment))
+    monkeypatch.setattr(reader, "decode", note("head", reader.decode))
+    monkeypatch.setattr(reader, "decode_segment", note("segment", reader.decode_segment))
     monkeypatch.setattr(SegmentManifest, "check", note("manifest", SegmentManifest.check))
     await breaking(imports, WHOLE, header, len(WHOLE) - 50)
     assert kinds == ["head", *["segment", "manifest"] * 2]

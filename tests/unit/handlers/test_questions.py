@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.handlers.replay import question_of
+from coordinator.handlers.resumable_generations import question_of
 from longleaf.sampling import Sampling
 from longleaf.types import Conversation, Generate, Message, Role
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from coordinator.auth.caller import CALLER, Caller
-from coordinator.auth.ledger import Ledger
-from coordinator.auth.usage import Usage
-from coordinator.handlers.prompts import Prompts
+from coordinator.auth.quotas import Ledger
+from coordinator.auth.tenant_usage import Usage
+from coordinator.handlers.application import UseCases
+from coordinator.handlers.prompt_encoder import Prompts
 from coordinator.handlers.transfer.imports import Imports
-from coordinator.handlers.use_cases import UseCases
 from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.credentials import Quotas

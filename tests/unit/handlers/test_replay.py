@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from coordinator.handlers import replay as replays
+from coordinator.handlers import resumable_generations as replays
 from coordinator.handlers.generation import Generation
-from coordinator.handlers.replay import Replay, Replays
+from coordinator.handlers.resumable_generations import Replay, Replays
 from coordinator.text.template import DirectRenderer
-from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
+from coordinator.text.tokenizer_pool import TextThreads
 from longleaf.errors import Cancelled, InvalidArgument, NotFound, ResourceExhausted, Unavailable, WorkerLost
 from longleaf.sampling import Logprobs, Sampling, TokenLogprob
 from longleaf.types import Delta, Event, Finished, Generate, Progress, Recovering, Started

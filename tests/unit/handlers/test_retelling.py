@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from coordinator.events import Admitted, Ended, Prompt, Tokens
-from coordinator.handlers.answer import Answer
-from coordinator.handlers.retelling import retell
+from coordinator.engine_messages import Admitted, Ended, Prompt, Tokens
+from coordinator.handlers.journal_replay import retell
+from coordinator.handlers.response_assembler import Answer
 from coordinator.persistence.journal.entries import Said, encode_entry, read_entries
 from coordinator.text.detokenizer import Alphabet
 from longleaf.sampling import Sampling, Token

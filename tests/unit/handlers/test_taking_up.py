@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from coordinator.cluster.fakes import FakeRanks
-from coordinator.events import Document
+from coordinator.engine_messages import Document
 from coordinator.persistence.journal.journal import Journal
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.errors import (

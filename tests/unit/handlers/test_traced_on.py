@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.cluster.fakes import FakeRanks
 from coordinator.engine.stream import Stream
-from coordinator.events import Document, Prompt
+from coordinator.engine_messages import Document, Prompt
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.errors import ResourceExhausted
 from longleaf.rank_protocol.step import Decode

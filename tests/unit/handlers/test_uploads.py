@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.handlers.intake import Intake
-from coordinator.handlers.text_limit import TextLimit
+from coordinator.handlers.document_tokenizer import Intake
+from coordinator.handlers.size_limits import TextLimit
 from coordinator.handlers.uploads import PrefillTask, Upload, Uploads
 from coordinator.text.template import DirectRenderer
-from coordinator.text.threads import TextThreads
 from coordinator.text.tokenizer import Tokenizer
+from coordinator.text.tokenizer_pool import TextThreads
 from longleaf.errors import InvalidArgument, ResourceExhausted, Unavailable
 from longleaf.types import IngestHeader, IngestProgress
 from tests.support.service import FakeEngine, FakeStream, write_model

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from coordinator.kv_cache.blocks import Blocks, Placer, Reservation
-from coordinator.kv_cache.pool import BlockPool
+from coordinator.kv_cache.block_allocator import BlockPool
+from coordinator.kv_cache.block_placer import Blocks, Placer, Reservation
 from longleaf.errors import ResourceExhausted
 from longleaf.runs import Run
 

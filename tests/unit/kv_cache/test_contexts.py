@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from coordinator.kv_cache.blocks import Blocks, Placer
+from coordinator.kv_cache.block_placer import Blocks, Placer
 from coordinator.kv_cache.contexts import Contexts, NamedPath
-from coordinator.kv_cache.paths import Path, Segment
 from coordinator.kv_cache.segments import Segments
+from coordinator.kv_cache.token_paths import Path, Segment
 from longleaf.errors import AlreadyExists, InvalidArgument, NotFound
 from longleaf.tenants import DEFAULT_TENANT
 from longleaf.types import ContextSettings

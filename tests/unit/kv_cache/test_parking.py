@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from coordinator.kv_cache.blocks import Blocks, Placer
+from coordinator.kv_cache.block_placer import Blocks, Placer
 from coordinator.kv_cache.contexts import Contexts
-from coordinator.kv_cache.holdings import Holding
-from coordinator.kv_cache.parking import Parking
-from coordinator.kv_cache.paths import NOWHERE
+from coordinator.kv_cache.eviction import Parking
+from coordinator.kv_cache.segment_placement import Holding
 from coordinator.kv_cache.segments import Segments
+from coordinator.kv_cache.token_paths import NOWHERE
 
 SIZE = 4
 

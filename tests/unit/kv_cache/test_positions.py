@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from coordinator.kv_cache.positions import UNLIMITED, Positions
 from longleaf.errors import InvalidArgument
-from longleaf.geometry import FLOAT32_POSITIONS, OWN_ROPE, Rope, Rotary
+from longleaf.positions import FLOAT32_POSITIONS, OWN_ROPE, Rope, Rotary
 
 ERRORS = {"float32_error": 6e-8, "float64_error": 9e-16}
 PLAIN = Rotary(kind="default", trained=1 << 24, **ERRORS)

@@ -4,9 +4,9 @@ from array import array
 
 import pytest
 
-from coordinator.kv_cache.blocks import Placer
-from coordinator.kv_cache.paths import Path, Segment
+from coordinator.kv_cache.block_placer import Placer
 from coordinator.kv_cache.segments import Segments
+from coordinator.kv_cache.token_paths import Path, Segment
 
 IDS = array("I", range(12))
 OTHER = array("I", range(100, 112))

@@ -2,11 +2,11 @@
 
 import pytest
 
-from coordinator.kv_cache.blocks import Blocks
+from coordinator.kv_cache.block_placer import Blocks
 from coordinator.kv_cache.contexts import LAST_ENDS
 from longleaf.errors import InvalidArgument, ResourceExhausted
-from longleaf.geometry import EVERY_RANK, Reach, Windows
-from longleaf.rank_protocol.sequences import Sequences
+from longleaf.positions import EVERY_RANK, Reach, Windows
+from longleaf.rank_protocol.row_delta import Sequences
 from longleaf.rank_protocol.step import Decode, Prefill, StepPlan
 from longleaf.runs import Run
 from tests.support.scheduling import Asker, kinds

@@ -27,7 +27,7 @@ from longleaf.errors import (
     Unavailable,
     WorkerLost,
 )
-from longleaf.rank_protocol.epochs import MergeTiming
+from longleaf.rank_protocol.group_messages import MergeTiming
 from longleaf.sampling import Logprobs, Sampling, TokenLogprob
 from longleaf.tenants import DEFAULT_TENANT
 from longleaf.types import (

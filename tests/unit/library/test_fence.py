@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from longleaf.comm.fence import Fence, Sockets
+from longleaf.comm.abort import Fence, Sockets
 from longleaf.errors import Fenced
 
 

@@ -9,7 +9,7 @@ import torch
 from longleaf.attention import Partial
 from longleaf.config import KernelsName
 from longleaf.errors import StartError
-from longleaf.kernels import table
+from longleaf.kernels import registry
 from longleaf.kernels.cpu.compiled import Compiled
 from longleaf.kernels.probe import MANY, probe
 
@@ -22,25 +22,25 @@ def no_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
-HERE = [name for name, entry in table.TABLE.items() if entry.device in (None, "cpu")]
+HERE = [name for name, entry in registry.TABLE.items() if entry.device in (None, "cpu")]
 """What this machine can run; those of GPUs are in `tests/triton`."""
 
 
 def test_the_table_has_every_backend_that_can_be_asked_for():
-    assert tuple(table.TABLE) == get_args(KernelsName)
+    assert tuple(registry.TABLE) == get_args(KernelsName)
     for name in HERE:
-        assert table.choose(name, "cpu", FLOAT32).name == name
+        assert registry.choose(name, "cpu", FLOAT32).name == name
 
 
 def test_auto_takes_the_compiled_kernels_on_cpus_and_says_so(caplog):
     with caplog.at_level(logging.INFO, "longleaf"):
-        assert table.choose("auto", "cpu", FLOAT32).name == "compiled"
+        assert registry.choose("auto", "cpu", FLOAT32).name == "compiled"
     assert caplog.messages == ["kernels: compiled"]
 
 
 def test_without_a_compiler_auto_takes_those_of_torch_and_says_why(no_compiler, caplog):
     with caplog.at_level(logging.WARNING, "longleaf"):
-        assert table.choose("auto", "cpu", FLOAT32).name == "torch"
+        assert registry.choose("auto", "cpu", FLOAT32).name == "torch"
     [told] = caplog.messages
     assert told.startswith("kernels: compiled cannot be had on cpu: ") and "'cc'" in told
     assert told.endswith("; those of torch serve instead (slower)")
@@ -48,34 +48,34 @@ def test_without_a_compiler_auto_takes_those_of_torch_and_says_why(no_compiler, 
 
 def test_what_was_asked_for_is_not_replaced(no_compiler):
     with pytest.raises(StartError, match=r"^kernels: compiled cannot be had on cpu: .*'cc'"):
-        table.choose("compiled", "cpu", FLOAT32)
+        registry.choose("compiled", "cpu", FLOAT32)
 
 
 @pytest.mark.parametrize("name", ["compiled", "torch"])
 def test_kernels_of_cpus_do_not_serve_gpus(name):
     with pytest.raises(StartError, match=f"^kernels: {name} computes on cpu, and this rank on cuda:1$"):
-        table.choose(name, "cuda:1", FLOAT32)
+        registry.choose(name, "cuda:1", FLOAT32)
 
 
 def test_a_gpu_has_what_runs_on_any_device(monkeypatch):
     tried = []
-    monkeypatch.setattr(table, "probe", lambda *of: tried.append(of))
-    chosen = table.choose("auto", "cuda:1", torch.bfloat16)
+    monkeypatch.setattr(registry, "probe", lambda *of: tried.append(of))
+    chosen = registry.choose("auto", "cuda:1", torch.bfloat16)
     assert chosen.name == "dense"
     assert tried == [(chosen, "cuda:1", torch.bfloat16)]
 
 
 @pytest.mark.parametrize("name", ["auto", "dense"])
 def test_kernels_that_fail_their_self_test_do_not_serve(monkeypatch, name):
-    monkeypatch.setattr(table, "probe", lambda *of: "fold is off by 3, where rounding explains 0.00001")
+    monkeypatch.setattr(registry, "probe", lambda *of: "fold is off by 3, where rounding explains 0.00001")
     with pytest.raises(StartError, match=r"^kernels: (compiled|dense) is wrong on cpu: fold is off by 3, .*--kernels"):
-        table.choose(name, "cpu", FLOAT32)
+        registry.choose(name, "cpu", FLOAT32)
 
 
 @pytest.mark.parametrize("name", HERE)
 @pytest.mark.parametrize("dtype", [FLOAT32, torch.bfloat16, torch.float16])
 def test_kernels_pass_their_self_test(name, dtype):
-    assert probe(table.TABLE[name].make(), "cpu", dtype) is None
+    assert probe(registry.TABLE[name].make(), "cpu", dtype) is None
 
 
 def changed(operation, change):

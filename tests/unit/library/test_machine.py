@@ -5,7 +5,7 @@ import os
 import psutil
 import pytest
 
-from longleaf import config, machine
+from longleaf import config, resources
 from longleaf.errors import StartError
 
 MIB = 1 << 20
@@ -44,16 +44,16 @@ def old_group(folder, limit, used, stat=""):
 
 
 def test_without_groups_the_machine_is_the_limit(system):
-    found = machine.memory(system({}))
+    found = resources.memory(system({}))
     assert found.total == psutil.virtual_memory().total
     assert 0 < found.free <= found.total
-    assert machine.num_processors(system({})) == len(os.sched_getaffinity(0))
+    assert resources.num_processors(system({})) == len(os.sched_getaffinity(0))
 
 
 def test_the_groups_own_limit_counts_and_what_it_can_give_back_is_free(system):
     stat = f"anon {MIB}\ninactive_file {2 * MIB}\nactive_file {MIB}\nslab_reclaimable {MIB}"
     files = processes("0::/a", V2) | group("sys/fs/cgroup/a", 64 * MIB, 10 * MIB, stat)
-    assert machine.memory(system(files)) == (64 * MIB, (64 - 10 + 4) * MIB)
+    assert resources.memory(system(files)) == (64 * MIB, (64 - 10 + 4) * MIB)
 
 
 def test_the_narrowest_group_on_the_way_to_the_root_counts(system):
@@ -61,12 +61,12 @@ def test_the_narrowest_group_on_the_way_to_the_root_counts(system):
     files |= group("sys/fs/cgroup/a/b/c", "max", MIB)
     files |= group("sys/fs/cgroup/a/b", 96 * MIB, 2 * MIB) | {"sys/fs/cgroup/a/b/memory.high": 64 * MIB}
     files |= group("sys/fs/cgroup/a", 80 * MIB, 70 * MIB)
-    assert machine.memory(system(files)) == (64 * MIB, 10 * MIB)
+    assert resources.memory(system(files)) == (64 * MIB, 10 * MIB)
 
 
 def test_a_group_that_is_full_has_nothing_free(system):
     files = processes("0::/a", V2) | group("sys/fs/cgroup/a", 64 * MIB, 65 * MIB)
-    assert machine.memory(system(files)) == (64 * MIB, 0)
+    assert resources.memory(system(files)) == (64 * MIB, 0)
 
 
 @pytest.mark.parametrize("limit", ["max", UNLIMITED])
@@ -75,7 +75,7 @@ def test_a_group_without_a_limit_limits_nothing(system, limit):
     groups, mounts = ("0::/memory/a", V2) if limit == "max" else ("4:memory:/a", V1)
     make = group if limit == "max" else old_group
     assert (
-        machine.memory(system(processes(groups, mounts) | make(folder, limit, MIB))).total
+        resources.memory(system(processes(groups, mounts) | make(folder, limit, MIB))).total
         == psutil.virtual_memory().total
     )
 
@@ -85,7 +85,7 @@ def test_groups_of_the_first_version(system):
     files = processes("5:cpu,cpuacct:/else\n4:memory:/a/b\n0::/", V1 + V2.replace("cgroup rw", "cgroup/unified rw"))
     files |= old_group("sys/fs/cgroup/memory/a/b", UNLIMITED, MIB)
     files |= old_group("sys/fs/cgroup/memory/a", 64 * MIB, 10 * MIB, stat)
-    assert machine.memory(system(files)) == (64 * MIB, (64 - 10 + 3) * MIB)
+    assert resources.memory(system(files)) == (64 * MIB, (64 - 10 + 3) * MIB)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_groups_of_the_first_version(system):
 )
 def test_what_a_container_sees(system, groups, mount_root):
     files = processes(groups, V2, mount_root) | group("sys/fs/cgroup", 64 * MIB, 4 * MIB)
-    assert machine.memory(system(files)) == (64 * MIB, 60 * MIB)
+    assert resources.memory(system(files)) == (64 * MIB, 60 * MIB)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_what_a_container_sees(system, groups, mount_root):
 )
 def test_processors_are_those_of_affinity_and_of_the_quota(system, monkeypatch, groups, mounts, files, wanted):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(1 << 20))
-    assert machine.num_processors(system(processes(groups, mounts) | files)) == wanted
+    assert resources.num_processors(system(processes(groups, mounts) | files)) == wanted
 
 
 def test_affinity_counts_for_slots(monkeypatch):
@@ -142,5 +142,5 @@ def test_affinity_counts_for_slots(monkeypatch):
 
 
 def test_a_gpu_driver_is_seen_by_its_file(system):
-    assert not machine.has_gpu_driver(system({"dev/null": ""}))
-    assert machine.has_gpu_driver(system({"dev/nvidiactl": ""}))
+    assert not resources.has_gpu_driver(system({"dev/null": ""}))
+    assert resources.has_gpu_driver(system({"dev/nvidiactl": ""}))

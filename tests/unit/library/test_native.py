@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from longleaf import native
+from longleaf import c_extension
 from longleaf.config import cache_folder
 
 FLAGS = ("-O1",)
@@ -30,7 +30,7 @@ def home(tmp_path, monkeypatch):
 
 
 def answer(source):
-    return native.load(source, FLAGS).answer()
+    return c_extension.load(source, FLAGS).answer()
 
 
 def kept():
@@ -142,12 +142,12 @@ def test_a_library_that_a_crash_damaged_is_made_again(source, damage):
     """It must not even be opened: the half of a library ends the process that touches the rest."""
     cache_folder().mkdir(parents=True, mode=0o700)
     flags = ("-c", "-fPIC", *FLAGS)
-    path = native.build(source, flags, cache_folder())
+    path = c_extension.build(source, flags, cache_folder())
     whole = path.read_bytes()
     path.unlink()
     path.write_bytes(damage(whole))
     path.chmod(0o700)
-    assert native.build(source, flags, cache_folder()) == path
+    assert c_extension.build(source, flags, cache_folder()) == path
     assert len(path.read_bytes()) == len(whole)
     assert ctypes.CDLL(str(path)).answer() == 42
 
@@ -173,7 +173,7 @@ def test_another_compiler_and_another_libc_make_another_library(source, tmp_path
     monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
     answer(source)
     assert len(kept()) == 2
-    monkeypatch.setattr(native.platform, "libc_ver", lambda: ("glibc", "99"))
+    monkeypatch.setattr(c_extension.platform, "libc_ver", lambda: ("glibc", "99"))
     answer(source)
     assert len(kept()) == 3
     answer(source)
@@ -218,7 +218,7 @@ def test_a_compiler_that_fails_says_why(source):
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
     """An installation that has no libraries yet."""
-    monkeypatch.setattr(native, "INSTALLED", tmp_path / "installed")
+    monkeypatch.setattr(c_extension, "INSTALLED", tmp_path / "installed")
     return tmp_path / "installed"
 
 
@@ -227,31 +227,33 @@ def without_a_compiler(monkeypatch):
 
 
 def test_what_was_installed_is_loaded_where_there_is_no_compiler(source, installed, monkeypatch):
-    native.install(source, FLAGS)
-    assert len(list(installed.iterdir())) == len(native.KINDS[platform.machine()])
+    c_extension.install(source, FLAGS)
+    assert len(list(installed.iterdir())) == len(c_extension.KINDS[platform.machine()])
     without_a_compiler(monkeypatch)
     assert answer(source) == 42
     assert not kept()
 
 
 def test_other_code_than_was_installed_is_compiled(source, installed):
-    native.install(source, FLAGS)
+    c_extension.install(source, FLAGS)
     source.write_text("int answer(void) { return 43; }")
     assert answer(source) == 43
     assert len(kept()) == 1
 
 
 def test_code_for_a_processor_is_loaded_on_one_that_has_all_it_takes(source, installed, monkeypatch):
-    kinds = native.KINDS[platform.machine()]
-    native.install(source, ("-O1", native.NATIVE))
+    kinds = c_extension.KINDS[platform.machine()]
+    c_extension.install(source, ("-O1", c_extension.NATIVE))
     for kind, features in kinds.items():
-        monkeypatch.setattr(native, "_processor_features", lambda features=features: sorted(features))
-        assert native.find_installed(source, ("-O1", native.NATIVE)).name.startswith(f"answer-{kind}-")
-    monkeypatch.setattr(native, "_processor_features", lambda: sorted(next(iter(kinds.values())))[1:])
-    assert not native.find_installed(source, ("-O1", native.NATIVE)).name.startswith(f"answer-{next(iter(kinds))}-")
+        monkeypatch.setattr(c_extension, "_processor_features", lambda features=features: sorted(features))
+        assert c_extension.find_installed(source, ("-O1", c_extension.NATIVE)).name.startswith(f"answer-{kind}-")
+    monkeypatch.setattr(c_extension, "_processor_features", lambda: sorted(next(iter(kinds.values())))[1:])
+    assert not c_extension.find_installed(source, ("-O1", c_extension.NATIVE)).name.startswith(
+        f"answer-{next(iter(kinds))}-"
+    )
 
 
 def test_nothing_that_was_installed_fits_a_machine_of_another_kind(source, installed, monkeypatch):
-    native.install(source, FLAGS)
-    monkeypatch.setattr(native.platform, "machine", lambda: "riscv64")
-    assert native.find_installed(source, FLAGS) is None
+    c_extension.install(source, FLAGS)
+    monkeypatch.setattr(c_extension.platform, "machine", lambda: "riscv64")
+    assert c_extension.find_installed(source, FLAGS) is None

@@ -3,9 +3,9 @@
 import pytest
 from msgspec.structs import replace
 
-from longleaf.geometry import EVERY_RANK
+from longleaf.positions import EVERY_RANK
 from longleaf.rank_protocol.encoding import decode_to_rank, encode
-from longleaf.rank_protocol.sequences import Sequences
+from longleaf.rank_protocol.row_delta import Sequences
 from longleaf.rank_protocol.step import Decode, Move, Prefill, Row, StepPlan, Transfer
 from longleaf.runs import Run
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from longleaf.client.reception import Reception
+from longleaf.client.generation_stream import Reception
 from longleaf.errors import LongleafError
 from longleaf.types import Started
 

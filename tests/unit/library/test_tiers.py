@@ -3,7 +3,7 @@
 import pytest
 
 from longleaf.merge import MERGES, tiers
-from longleaf.rank_protocol.epochs import TierMerge
+from longleaf.rank_protocol.group_messages import TierMerge
 from longleaf.topology import Topology
 
 CASES = {

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import longleaf
-from longleaf.units import human_angle, human_bytes, human_count, human_number, human_rounded, human_seconds
+from longleaf.formatting import human_angle, human_bytes, human_count, human_number, human_rounded, human_seconds
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from coordinator.events import Acknowledged, Admitted
+from coordinator.engine_messages import Acknowledged, Admitted
 from longleaf.errors import AlreadyExists, NotFound, ResourceExhausted
 from longleaf.rank_protocol.step import Decode
 from longleaf.types import Progress

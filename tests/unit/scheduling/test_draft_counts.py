@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence as Several
 
-from coordinator.events import Ended, Prompt, Tokens
+from coordinator.engine_messages import Ended, Prompt, Tokens
 from coordinator.kv_cache.positions import Positions
-from coordinator.scheduling.draft_counts import DraftCounts
 from coordinator.scheduling.scheduler import Scheduler
-from coordinator.speculation.policy import Policy
-from longleaf.geometry import Rotary
+from coordinator.scheduling.speculation_stats import DraftCounts
+from coordinator.speculation.draft_length import Policy
+from longleaf.positions import Rotary
 from longleaf.sampling import Sampling
 from tests.support.random_drafter import RandomDrafter
 from tests.support.scheduling import Bench

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import pytest
 from msgspec.structs import replace
 
-from coordinator.scheduling.drafter import MAX_COMPARED, TURN_STEPS
-from coordinator.speculation.drafts import Draft
-from coordinator.speculation.guesses import Guesses
+from coordinator.scheduling.speculation import MAX_COMPARED, TURN_STEPS
+from coordinator.speculation.ngram_drafter import Draft
+from coordinator.speculation.sequence_drafter import Guesses
 from longleaf.config import MIN_ROWS
 from longleaf.errors import DeadlineExceeded
 from longleaf.rank_protocol.fakes import echo_token

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from coordinator.events import Failed
-from coordinator.kv_cache.blocks import Placer
-from coordinator.recovery.rereading import Rereading
+from coordinator.engine_messages import Failed
+from coordinator.kv_cache.block_placer import Placer
+from coordinator.recovery.recompute import Rereading
 from coordinator.scheduling.jobs import IngestJob
 from coordinator.scheduling.sequences import Sequence
 from longleaf.errors import LongleafError, ResourceExhausted, Unavailable
-from longleaf.geometry import Reach, Windows
+from longleaf.positions import Reach, Windows
 from tests.support.scheduling import Bench
 
 NO_BLOCKS = ResourceExhausted(

@@ -4,21 +4,21 @@ from array import array
 
 import pytest
 
-from coordinator.events import Admitted, Claim, Document, Ended, Prompt, Tokens
-from coordinator.kv_cache.blocks import Blocks, Placer
-from coordinator.kv_cache.paths import Path
+from coordinator.engine_messages import Admitted, Claim, Document, Ended, Prompt, Tokens
+from coordinator.kv_cache.block_placer import Blocks, Placer
 from coordinator.kv_cache.positions import UNLIMITED, Positions, Ropes
+from coordinator.kv_cache.token_paths import Path
+from coordinator.scheduling.fair_queue import AGEING
 from coordinator.scheduling.jobs import Job, Request
 from coordinator.scheduling.planner import Budget
-from coordinator.scheduling.queue import AGEING
-from coordinator.scheduling.reading import Reading
+from coordinator.scheduling.prefill_cursor import Reading
 from coordinator.scheduling.scheduler import Scheduler
-from coordinator.scheduling.speeds import UNKNOWN_RETRY_SECONDS, Speeds
+from coordinator.scheduling.throughput import UNKNOWN_RETRY_SECONDS, Speeds
 from longleaf.config import EngineConfig
 from longleaf.errors import DeadlineExceeded, ResourceExhausted
-from longleaf.geometry import OWN_ROPE, Rotary
+from longleaf.positions import OWN_ROPE, Rotary
 from longleaf.rank_protocol.fakes import echo_token
-from longleaf.rank_protocol.sequences import Sequences
+from longleaf.rank_protocol.row_delta import Sequences
 from longleaf.rank_protocol.step import Decode, Prefill, StepPlan, StepResult
 from longleaf.sampling import Sampling
 from workers.fakes import EchoLedger

@@ -2,7 +2,7 @@
 
 import pytest
 
-from coordinator.events import Admitted, Claim, Ended, Prompt, Tokens
+from coordinator.engine_messages import Admitted, Claim, Ended, Prompt, Tokens
 from longleaf.errors import DeadlineExceeded
 from longleaf.sampling import Sampling
 from tests.support.scheduling import Bench

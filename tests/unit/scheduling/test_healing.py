@@ -2,7 +2,7 @@
 
 import pytest
 
-from coordinator.events import Claim, Prompt
+from coordinator.engine_messages import Claim, Prompt
 from longleaf.errors import InvalidArgument, ResourceExhausted, Unavailable
 from longleaf.rank_protocol.step import Decode, Move, Prefill, StepPlan
 from longleaf.sampling import Sampling

@@ -3,7 +3,7 @@
 import pytest
 
 from longleaf.errors import Unavailable
-from longleaf.geometry import Reach, Windows
+from longleaf.positions import Reach, Windows
 from longleaf.rank_protocol.step import Move, Prefill, StepPlan
 from tests.support.ranks_that_change import Group
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.events import Acknowledged, Ended
+from coordinator.engine_messages import Acknowledged, Ended
 from coordinator.scheduling.jobs import Job, Request
 from longleaf.errors import InvalidArgument, ResourceExhausted
 from tests.support.scheduling import Bench

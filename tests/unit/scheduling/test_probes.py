@@ -3,15 +3,15 @@
 import pytest
 from msgspec.structs import replace
 
-from coordinator.events import Beginning, Claim, Cuts, Ended, Found, Prompt
+from coordinator.engine_messages import Beginning, Claim, Cuts, Ended, Found, Prompt
 from coordinator.kv_cache.contexts import NamedPath
-from coordinator.kv_cache.paths import Path, Segment
+from coordinator.kv_cache.token_paths import Path, Segment
 from coordinator.scheduling.planner import Budget
 from coordinator.scheduling.scheduler import Scheduler
-from coordinator.scheduling.speeds import Speeds
+from coordinator.scheduling.throughput import Speeds
 from longleaf.config import EngineConfig
 from longleaf.errors import DeadlineExceeded, InvalidArgument, NotFound
-from longleaf.geometry import Reach, Windows
+from longleaf.positions import Reach, Windows
 from longleaf.rank_protocol.step import MAX_TOLD_SPANS, Attention, Decode, Prefill, Row, StepPlan, StepResult
 from longleaf.sampling import Sampling
 from tests.support.scheduling import Bench, kinds

@@ -2,7 +2,7 @@
 
 import pytest
 
-from coordinator.events import Admitted, Ended, Prompt
+from coordinator.engine_messages import Admitted, Ended, Prompt
 from longleaf.rank_protocol.encoding import encode
 from longleaf.rank_protocol.fakes import echo_token
 from longleaf.rank_protocol.step import Decode, Prefill, Seen

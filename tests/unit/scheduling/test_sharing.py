@@ -2,8 +2,8 @@
 
 import pytest
 
-from coordinator.events import Ended
-from coordinator.kv_cache.blocks import Blocks
+from coordinator.engine_messages import Ended
+from coordinator.kv_cache.block_placer import Blocks
 from longleaf.errors import InvalidArgument, ResourceExhausted
 from longleaf.rank_protocol.step import Decode
 from tests.support.scheduling import Asker, kinds

@@ -2,8 +2,8 @@
 
 from collections import deque
 
-from coordinator.events import Failed
-from coordinator.recovery.suspicion import LOSS
+from coordinator.engine_messages import Failed
+from coordinator.recovery.fault_score import LOSS
 from longleaf.errors import Unavailable
 from longleaf.rank_protocol.step import Decode, Prefill, StepPlan
 from tests.support.ranks_that_change import Group

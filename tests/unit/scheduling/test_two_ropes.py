@@ -2,9 +2,9 @@
 
 import pytest
 
-from coordinator.events import Admitted, Document, Ended, Prompt, Tokens
+from coordinator.engine_messages import Admitted, Document, Ended, Prompt, Tokens
 from longleaf.errors import InvalidArgument, ResourceExhausted
-from longleaf.geometry import OWN_ROPE, Rope, Rotary
+from longleaf.positions import OWN_ROPE, Rope, Rotary
 from longleaf.rank_protocol.step import Decode, Prefill, StepPlan
 from longleaf.sampling import Sampling
 from longleaf.types import ContextSettings

@@ -3,7 +3,7 @@
 import sys
 from types import FrameType
 
-from coordinator.auth.usage import Usage
+from coordinator.auth.tenant_usage import Usage
 from tests.support.scheduling import Bench
 
 NAMES = [str(number) for number in range(40)]

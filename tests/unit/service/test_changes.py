@@ -5,7 +5,7 @@ from contextlib import aclosing
 
 import pytest
 
-from coordinator.changes import Changes, Watch
+from coordinator.change_feed import Changes, Watch
 from longleaf.errors import ResourceExhausted, Unavailable
 
 pytestmark = pytest.mark.timeout(60)

@@ -10,7 +10,7 @@ GROW = """
 import sys, threading
 from array import array
 import psutil
-from coordinator.memory import return_large
+from coordinator.malloc_tuning import return_large
 
 if sys.argv[1] == "yes":
     return_large()

@@ -5,10 +5,10 @@ from array import array
 import numpy as np
 import pytest
 
-from coordinator.kv_cache.paths import NOWHERE, Path, Segment
-from coordinator.speculation import index
-from coordinator.speculation.drafts import ENTERED_AT_ONCE, MAX_SHORT, NO_DRAFT, Drafts, Indexes
-from coordinator.speculation.index import MAX_SIZE, REST_TOKENS, TABLE_TOKENS, SegmentIndex
+from coordinator.kv_cache.token_paths import NOWHERE, Path, Segment
+from coordinator.speculation import ngram_index
+from coordinator.speculation.ngram_drafter import ENTERED_AT_ONCE, MAX_SHORT, NO_DRAFT, Drafts, Indexes
+from coordinator.speculation.ngram_index import MAX_SIZE, REST_TOKENS, TABLE_TOKENS, SegmentIndex
 
 
 def random_ids(count: int, vocabulary: int = 50_000, seed: int = 0) -> list[int]:
@@ -74,7 +74,7 @@ def test_what_was_never_said_has_no_draft() -> None:
 
 
 def test_equal_hashes_deceive_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index, "MULTIPLIERS", (0,) * index.CHAINED)
+    monkeypatch.setattr(ngram_index, "MULTIPLIERS", (0,) * ngram_index.CHAINED)
     document = segment_of(0, NOWHERE, random_ids(5000))
     indexes = entered(document)
     tail = segment_of(1, document.path, document.token_ids[4090:4096].tolist())
@@ -114,7 +114,7 @@ class Counted(array):
 )
 def test_what_is_in_no_table_yet_is_not_looked_through_one_by_one(text, query, found) -> None:
     ids = Counted("I", text)
-    segment, match = SegmentIndex(ids), index.Match(query[-MAX_SIZE:])
+    segment, match = SegmentIndex(ids), ngram_index.Match(query[-MAX_SIZE:])
     segment.enter(len(ids))
     segment.match(match, len(ids))
     assert (match.size, match.offset) == found
@@ -130,7 +130,7 @@ def test_entering_by_chunks_finds_what_entering_at_once_does() -> None:
     for place in range(100, len(token_ids), 501):
         found = list[tuple[int, ...]]()
         for each in (whole, growing):
-            match = index.Match(token_ids[place - 9 : place])
+            match = ngram_index.Match(token_ids[place - 9 : place])
             match.begin(0)
             each.match(match, len(token_ids))
             found.append((match.size, *token_ids[match.offset - match.size + 1 : match.offset + 1]))

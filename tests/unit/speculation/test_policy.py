@@ -5,9 +5,9 @@ import math
 import pytest
 
 from coordinator.speculation.acceptance import Acceptance, Comparison
-from coordinator.speculation.costs import FORGOTTEN_AFTER, GAP_AFTER, GAP_AHEAD, HOPEFUL_EVERY, StepCosts
-from coordinator.speculation.drafts import NO_DRAFT, Draft
-from coordinator.speculation.policy import Policy
+from coordinator.speculation.draft_length import Policy
+from coordinator.speculation.ngram_drafter import NO_DRAFT, Draft
+from coordinator.speculation.step_cost_model import FORGOTTEN_AFTER, GAP_AFTER, GAP_AHEAD, HOPEFUL_EVERY, StepCosts
 
 SURE = [1.0] * 15
 

@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.telemetry.access_log import AccessLog
 from coordinator.telemetry.observers import CURRENT, CallRecord
-from coordinator.telemetry.refused import FIRST_PER_HOST, MAX_HOSTS, call_later
+from coordinator.telemetry.refusal_log import FIRST_PER_HOST, MAX_HOSTS, call_later
 from longleaf.logs import FACTS
 
 GET = "/longleaf.v1.ContextService/GetContext"

@@ -5,11 +5,11 @@ from dataclasses import replace
 from msgspec.structs import replace as changed
 from prometheus_client import CollectorRegistry, generate_latest
 
-from coordinator.telemetry.counts import STEP_SECONDS, Counts
-from coordinator.telemetry.gauges import Gauges
-from coordinator.telemetry.sources import Sources
+from coordinator.telemetry.collector import Gauges
+from coordinator.telemetry.counters import STEP_SECONDS, Counts
+from coordinator.telemetry.metric_sources import Sources
 from longleaf.errors import Unavailable
-from longleaf.rank_protocol.epochs import MergeTiming
+from longleaf.rank_protocol.group_messages import MergeTiming
 from longleaf.types import Cluster
 from tests.support.scraping import Scraped
 from tests.support.service import FakeEngine

@@ -9,7 +9,7 @@ import pytest
 from coordinator.telemetry import logs
 from coordinator.telemetry.observers import CURRENT, CallRecord
 from longleaf.logs import JsonFormatter, TextFormatter
-from longleaf.operations import TelemetryConfig
+from longleaf.service_settings import TelemetryConfig
 
 SECRET = "call me ishmael"
 METHOD = "/longleaf.v1.GenerationService/Generate"

@@ -6,17 +6,17 @@ import logging
 import pytest
 
 from longleaf.logs import Logs
-from longleaf.operations import TelemetryConfig
-from longleaf.rank_protocol.epochs import Join
+from longleaf.rank_protocol.group_messages import Join
+from longleaf.service_settings import TelemetryConfig
 from workers.__main__ import LOGGERS, Place
-from workers.life import taking_notes
+from workers.member_process import taking_notes
 
 
 def test_lines_say_which_rank_of_which_epoch_they_are_of(capsys: pytest.CaptureFixture[str]) -> None:
     place = Place("n1")
     logs = Logs(TelemetryConfig(log_format="json"), LOGGERS, place.facts)
     try:
-        logging.getLogger("workers.life").warning("one")
+        logging.getLogger("workers.member_process").warning("one")
         place.join(Join(epoch=3, rank=2, host="h", port=1, nodes=("n1",)))
         logging.getLogger("longleaf.comm").warning("two")
     finally:

@@ -8,7 +8,7 @@ import pytest
 from grpc import StatusCode
 from prometheus_client import CollectorRegistry, generate_latest
 
-from coordinator.events import Admitted, Ended, Event, Tokens
+from coordinator.engine_messages import Admitted, Ended, Event, Tokens
 from coordinator.telemetry.observers import CallRecord
 from coordinator.telemetry.request_metrics import FIRST_TOKEN_SECONDS, OUTCOMES, RequestMetrics
 from longleaf.sampling import Token

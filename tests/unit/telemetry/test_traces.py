@@ -19,13 +19,13 @@ from opentelemetry.sdk.trace.export import (
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from coordinator.events import Admitted, Ended, Event, Tokens
-from coordinator.telemetry.export_trouble import ExportTrouble
+from coordinator.engine_messages import Admitted, Ended, Event, Tokens
 from coordinator.telemetry.observers import CallRecord
-from coordinator.telemetry.traces import Traces, provider_of_environment
-from coordinator.telemetry.watching import Watching
+from coordinator.telemetry.otlp_errors import ExportTrouble
+from coordinator.telemetry.otlp_tracing import Traces, provider_of_environment
+from coordinator.telemetry.telemetry import Watching
 from longleaf.errors import InvalidArgument, NotFinite
-from longleaf.operations import TelemetryConfig
+from longleaf.service_settings import TelemetryConfig
 from longleaf.types import Progress, Recovering
 from tests.support.service import tokens
 
@@ -147,7 +147,7 @@ async def test_all_spans_end_however_a_generation_does(error: BaseException, rea
 
 
 async def test_without_the_extra_the_setting_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "coordinator.telemetry.traces")
+    monkeypatch.delitem(sys.modules, "coordinator.telemetry.otlp_tracing")
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     watching = Watching(TelemetryConfig(traces=True), "lookup", "local", True)
     try:
@@ -235,7 +235,7 @@ def test_the_library_may_complain_once_a_minute(caplog: pytest.LogCaptureFixture
         "traces: failed to export to host:4317",
         "traces: failed to export to host:4317 (1,001 more since the last line)",
     ]
-    assert {record.name for record in caplog.records} == {"coordinator.telemetry.export_trouble"}
+    assert {record.name for record in caplog.records} == {"coordinator.telemetry.otlp_errors"}
     assert logging.getLogger("opentelemetry").propagate
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from coordinator.service import Service
 from coordinator.settings import ServiceConfig
-from coordinator.text.check import check
+from coordinator.text.compat_check import check
 from coordinator.text.renderer import Renderer
 from coordinator.text.template import DirectRenderer, Messages, Rendering
 from coordinator.text.tokenizer import Tokenizer

@@ -7,7 +7,7 @@ from contextvars import ContextVar
 
 import pytest
 
-from coordinator.text.threads import STEP_CHARACTERS, TextThreads
+from coordinator.text.tokenizer_pool import STEP_CHARACTERS, TextThreads
 from longleaf.errors import Unavailable
 
 pytestmark = pytest.mark.timeout(60)

@@ -1,10 +1,10 @@
 """Where what kernels tell of blocks counts, and when they are not asked to tell it."""
 
-from longleaf.attention.block_sums import NO_EDGE
+from longleaf.attention.block_attribution import NO_EDGE
 from longleaf.attention.masks import QueryRun, Read
-from workers.kv_cache.ledger import Part
+from workers.kv_cache.block_table import Part
+from workers.step.attribution_rows import Asked, Keys, Teller, View
 from workers.step.block_plan import block_plan
-from workers.step.spans import Asked, Keys, Teller, View
 
 LAYERS = (3,)
 TAIL = 6400

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from workers.cuda_graphs.bucket import fields_of
-from workers.cuda_graphs.choosing import Choosing
+from workers.cuda_graphs.sampling_graph import Choosing
 from workers.sampling.device_sampler import DeviceSampler
 from workers.sampling.fixed_shape import KINDS
 

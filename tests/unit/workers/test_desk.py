@@ -10,11 +10,11 @@ import torch
 from longleaf.rank_protocol.snapshots import Failure, Fetch, Fetched, Save, Saved
 from longleaf.runs import Run
 from tests.support.pools import BLOCK, POOLS, filled
-from workers.kv_cache.content import Content
-from workers.kv_io import desk as desks
-from workers.kv_io.desk import BUSY_SECONDS, DISCARDED, ENDED, NUM_THREADS, REST, Desk
+from workers.kv_cache.block_bytes import Content
+from workers.kv_io import kv_io as desks
 from workers.kv_io.fakes import FolderStore, nowhere
-from workers.kv_io.piece import Copy, Piece
+from workers.kv_io.kv_io import BUSY_SECONDS, DISCARDED, ENDED, NUM_THREADS, REST, Desk
+from workers.kv_io.kv_piece import Copy, Piece
 
 RUNS = (Run(0, 0, 6, (3, 1)),)
 RANGES = ((0, 6),)

@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from longleaf.config import EngineConfig
 from longleaf.errors import ModelRefused
 from longleaf.fingerprint import read_fingerprint
-from longleaf.kernels import table
+from longleaf.kernels import registry
 from tests.support.threads import config_for, make_spec
 from workers import exactness, rank, verification
 from workers.exactness import Records, check_exact, record_key, verify_model
@@ -27,7 +27,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def check(folder, dtype="float32"):
     loaded = model.load(str(folder), dtype, "cpu")
-    return check_exact(loaded, table.choose("auto", "cpu", loaded.dtype), CONFIG)
+    return check_exact(loaded, registry.choose("auto", "cpu", loaded.dtype), CONFIG)
 
 
 @pytest.mark.sampled(5)
@@ -103,7 +103,7 @@ def test_what_cannot_be_compared_is_not_verified(tmp_path, monkeypatch):
 def test_logits_that_are_not_finite_are_not_verified(tmp_path):
     loaded = model.load(str(make_checkpoint(tmp_path, "llama", num_layers=1)), "float32", "cpu")
     loaded.module.lm_head.weight.fill_(torch.inf)
-    note = check_exact(loaded, table.choose("auto", "cpu", torch.float32), CONFIG)
+    note = check_exact(loaded, registry.choose("auto", "cpu", torch.float32), CONFIG)
     assert note == "not verified: its keys or logits for random tokens are not finite"
 
 
@@ -111,7 +111,7 @@ def test_steps_that_the_model_cannot_run_are_refused(tmp_path, monkeypatch):
     loaded = model.load(str(make_checkpoint(tmp_path, "llama", num_layers=1)), "float32", "cpu")
     monkeypatch.setattr(LlamaForCausalLM, "forward", lambda *_, **__: 1 / 0)
     with pytest.raises(ModelRefused, match="LlamaForCausalLM cannot run on such steps: division by zero"):
-        check_exact(loaded, table.choose("auto", "cpu", torch.float32), CONFIG)
+        check_exact(loaded, registry.choose("auto", "cpu", torch.float32), CONFIG)
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_a_checkpoint_is_compared_once_for_each_type_of_numbers(tmp_path, compar
 def test_a_record_depends_on_versions_and_kernels(tmp_path, monkeypatch):
     folder = make_checkpoint(tmp_path, "llama", num_layers=1)
     loaded, fingerprint = model.load(str(folder), "float32", "cpu"), read_fingerprint(folder)
-    backends = [table.choose(name, "cpu", torch.float32) for name in ("torch", "dense")]
+    backends = [registry.choose(name, "cpu", torch.float32) for name in ("torch", "dense")]
     keys = {record_key(fingerprint, loaded, backend) for backend in backends}
     keys.add(record_key(fingerprint, dataclasses.replace(loaded, dtype=torch.bfloat16), backends[0]))
     monkeypatch.setattr(exactness, "version", lambda package: "0.0")
@@ -155,7 +155,7 @@ def test_a_record_depends_on_versions_and_kernels(tmp_path, monkeypatch):
 @pytest.mark.parametrize("outcome", ["refused", "not verified"])
 def test_what_was_not_found_exact_is_not_recorded(tmp_path, monkeypatch, outcome):
     folder, records = make_checkpoint(tmp_path / "model", "llama", num_layers=1), Records(tmp_path / "exact")
-    loaded, backend = model.load(str(folder), "float32", "cpu"), table.choose("auto", "cpu", torch.float32)
+    loaded, backend = model.load(str(folder), "float32", "cpu"), registry.choose("auto", "cpu", torch.float32)
 
     def found(*_):
         if outcome == "refused":

@@ -8,12 +8,12 @@ import pytest
 
 from longleaf.config import EngineConfig
 from longleaf.errors import Fenced, ModelRefused, WorkerLost
-from longleaf.rank_protocol.epochs import Broken, Join, Layout, OpenStore, Ready, StoreOpened
-from longleaf.rank_protocol.lives import Hello, Load, Progress, Stop
+from longleaf.rank_protocol.group_messages import Broken, Join, Layout, OpenStore, Ready, StoreOpened
+from longleaf.rank_protocol.member_messages import Hello, Load, Progress, Stop
 from longleaf.rank_protocol.snapshots import Discard, Fetch, Fetched, Order, Outcome, Save
 from longleaf.rank_protocol.step import Decode, Prefill, StepPlan, StepResult
 from tests.support.threads import make_spec
-from workers.life import Life, Standing
+from workers.member_process import Life, Standing
 from workers.pending import Pending, done
 
 PLAN = Decode(())

@@ -33,9 +33,9 @@ from transformers import (
 )
 
 from coordinator.engine.engine import Engine
-from coordinator.events import Prompt, Tokens
+from coordinator.engine_messages import Prompt, Tokens
 from longleaf.errors import InvalidArgument, ModelRefused
-from longleaf.geometry import Reach
+from longleaf.positions import Reach
 from longleaf.sampling import Sampling
 from tests.support.running import running
 from tests.support.threads import ThreadRanks, config_for

@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 from longleaf.comm.counting import CountingComm
 from longleaf.comm.loopback import loopback
 from longleaf.errors import KeysDamaged
-from longleaf.geometry import EVERY_RANK
 from longleaf.kernels.cpu.compiled import Compiled
-from longleaf.rank_protocol.epochs import SegmentLayout
+from longleaf.positions import EVERY_RANK
+from longleaf.rank_protocol.group_messages import SegmentLayout
 from longleaf.rank_protocol.step import Move, Transfer
 from longleaf.runs import Run, ceil_div
 from tests.support.on_threads import on_ends
 from tests.support.pools import BLOCK, FULL, NUM_BLOCKS, NUM_WINDOW_BLOCKS, POOLS, filled
-from workers.kv_cache.content import Content
-from workers.kv_cache.ledger import Ledger
+from workers.kv_cache.block_bytes import Content
+from workers.kv_cache.block_table import Ledger
 from workers.kv_cache.quantized import QuantizedPool
-from workers.step import moving
-from workers.step.moving import DIGEST_BYTES, move, rounds
+from workers.step import kv_transfer
+from workers.step.kv_transfer import DIGEST_BYTES, move, rounds
 
 
 class Rank:
@@ -70,7 +70,7 @@ def deal(seed, num_ranks):
 @pytest.mark.parametrize("name", POOLS)
 def test_what_moves_has_the_same_bits_at_its_new_place_and_nothing_else_changes(name, num_ranks, monkeypatch):
     make = POOLS[name]
-    monkeypatch.setattr(moving, "PIECE_BYTES", 2 * max(1, Content(make()).bytes_per_block))
+    monkeypatch.setattr(kv_transfer, "PIECE_BYTES", 2 * max(1, Content(make()).bytes_per_block))
     for seed in range(4):
         layout, transfers = deal(seed, num_ranks)
         assert transfers
@@ -156,7 +156,7 @@ class FlippingComm:
 @pytest.mark.parametrize("number", [0, 1], ids=["first round", "second round"])
 def test_a_flipped_bit_is_found_and_all_ranks_say_whose(at, number, monkeypatch):
     make = POOLS["plain"]
-    monkeypatch.setattr(moving, "PIECE_BYTES", Content(make()).bytes_per_block)
+    monkeypatch.setattr(kv_transfer, "PIECE_BYTES", Content(make()).bytes_per_block)
     layout = SegmentLayout(4, 0, (Run(0, 0, 6, (1, 2)), Run(1, 6, 9, (3,))))
     transfers = (Transfer(4, layout.runs[0], Run(2, 0, 6, (4, 6))), Transfer(4, layout.runs[1], Run(0, 6, 9, (5,))))
     ranks = [Rank(make, number, [layout]) for number in range(3)]
@@ -178,7 +178,7 @@ def test_a_flipped_bit_is_found_and_all_ranks_say_whose(at, number, monkeypatch)
 def test_windows_are_handed_out_by_rank_0(name, monkeypatch):
     make = POOLS[name]
     size = Content(make(), of_windows=True).bytes_per_block
-    monkeypatch.setattr(moving, "PIECE_BYTES", 2 * size)
+    monkeypatch.setattr(kv_transfer, "PIECE_BYTES", 2 * size)
     ranks = [Rank(make, number) for number in range(3)]
     sharded = [Content(rank.pool).export(range(NUM_BLOCKS)) for rank in ranks]
     windows = [Content(rank.pool, of_windows=True) for rank in ranks]
@@ -244,7 +244,7 @@ def test_what_makes_no_sense_moves_nothing(transfers):
 def test_no_exchange_is_larger_than_a_piece(monkeypatch):
     make = POOLS["plain"]
     size = Content(make()).bytes_per_block
-    monkeypatch.setattr(moving, "PIECE_BYTES", 3 * size)
+    monkeypatch.setattr(kv_transfer, "PIECE_BYTES", 3 * size)
     layout = SegmentLayout(4, 0, (Run(0, 0, 33, tuple(range(11))),))
     ranks = [Rank(make, number, [layout]) for number in range(2)]
     comms = []

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from workers.kv_io.orders import Orders
+from workers.kv_io.io_queue import Orders
 
 SECONDS = 30
 

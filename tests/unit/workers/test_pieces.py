@@ -9,13 +9,13 @@ import safetensors.torch
 import torch
 
 from longleaf.errors import DataLoss
-from longleaf.geometry import EVERY_RANK
+from longleaf.positions import EVERY_RANK
 from longleaf.runs import Run
 from tests.support.pools import BLOCK, NUM_BLOCKS, POOLS, filled
-from workers.kv_cache.content import Content
-from workers.kv_io import piece as pieces
+from workers.kv_cache.block_bytes import Content
+from workers.kv_io import kv_piece as pieces
 from workers.kv_io.fakes import FolderStore
-from workers.kv_io.piece import Copy, Piece, form_of
+from workers.kv_io.kv_piece import Copy, Piece, form_of
 
 WINDOWED = {"windows apart", "int8 windows apart", "windows alone"}
 KINDS = [(name, False) for name in POOLS if name != "windows alone"] + [(name, True) for name in sorted(WINDOWED)]

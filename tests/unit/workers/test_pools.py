@@ -3,13 +3,13 @@
 import msgspec
 import pytest
 
-from longleaf import machine
+from longleaf import resources
 from longleaf.config import EngineConfig
 from longleaf.errors import ModelRefused, StartError
-from longleaf.geometry import Reach, Windows
+from longleaf.positions import Reach, Windows
 from tests.support.scheduling import Asker
 from tests.support.threads import make_spec
-from workers.check import kv_bytes_beside, outline
+from workers.compat_check import kv_bytes_beside, outline
 from workers.kv_cache.pools import make_pool
 from workers.rank import Rank
 from zoo.checkpoints import make_checkpoint
@@ -134,13 +134,13 @@ def test_too_few_bytes_are_named(pool_of, settings, reason):
 
 def test_the_ranks_of_a_machine_share_what_it_has_free(pool_of, monkeypatch):
     """Not all ranks of the world: the others have machines of their own."""
-    monkeypatch.setattr(machine, "memory", lambda: machine.Memory(1 << 40, 50 << 20))
+    monkeypatch.setattr(resources, "memory", lambda: resources.Memory(1 << 40, 50 << 20))
     pool, _ = pool_of("llama", num_ranks_here=2, world_size=8)
     assert pool.num_blocks == (20 << 20) // 2 // (4 * LAYER * BLOCK)
 
 
 def test_a_pool_beyond_all_memory_is_refused_before_the_model_is_loaded(monkeypatch):
-    monkeypatch.setattr(machine, "memory", lambda: machine.Memory(1000, 500))
+    monkeypatch.setattr(resources, "memory", lambda: resources.Memory(1000, 500))
     config = EngineConfig(model="/no/such/folder", kv_bytes=251, world_size=4, device="cpu")
     reason = (
         "^kv_bytes: 251 for each of 4 ranks here is more than the 1,000 bytes of memory that this machine has for them$"
@@ -154,7 +154,7 @@ def test_a_pool_beyond_all_memory_is_refused_before_the_model_is_loaded(monkeypa
 
 
 def test_what_a_check_foretells_is_what_a_container_may_use(monkeypatch):
-    monkeypatch.setattr(machine, "memory", lambda: machine.Memory(1 << 40, 500))
+    monkeypatch.setattr(resources, "memory", lambda: resources.Memory(1 << 40, 500))
     config = EngineConfig(model="", world_size=4, device="cpu")
     assert kv_bytes_beside(25, None, config) == [(500 - 4 * 25) * 0.4 / 4] * 4
     assert kv_bytes_beside(150, None, config) == [0] * 4

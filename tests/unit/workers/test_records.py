@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import pytest
 
 from longleaf.rank_protocol.encoding import decode_from_rank, encode
-from longleaf.rank_protocol.records import MAX_RECORDS, MAX_TEXT_BYTES, MAX_TRACEBACK_BYTES, Logged, Record
-from workers.life import taking_notes
-from workers.records import MAX_KEPT, Records
+from longleaf.rank_protocol.log_messages import MAX_RECORDS, MAX_TEXT_BYTES, MAX_TRACEBACK_BYTES, Logged, Record
+from workers.log_buffer import MAX_KEPT, Records
+from workers.member_process import taking_notes
 
 LARGEST = 240 << 10
 """Bytes of a message that the channel takes in any case."""

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
 
 from longleaf.errors import ModelRefused
-from longleaf.geometry import FLOAT32_POSITIONS, OWN_ROPE, Rope, Rotary
+from longleaf.positions import FLOAT32_POSITIONS, OWN_ROPE, Rope, Rotary
 from workers.model.rotary import LongRotary, Ropes, replace_rotary, row_ropes
 
 DOUBLE = Rope(is_double=True)

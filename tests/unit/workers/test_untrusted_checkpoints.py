@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from longleaf.errors import LongleafError, ModelRefused
 from longleaf.model_report import TextReport
 from tests.support import forked
-from workers.check import outline
+from workers.compat_check import outline
 from workers.model import model as models
 from zoo.checkpoints import make_checkpoint
 

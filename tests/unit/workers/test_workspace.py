@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from longleaf import machine
+from longleaf import resources
 from longleaf.config import EngineConfig
-from longleaf.units import human_bytes
-from workers.check import kv_bytes_beside, outline
+from longleaf.formatting import human_bytes
+from workers.compat_check import kv_bytes_beside, outline
 from workers.kv_cache import pools
-from workers.kv_cache import workspace as workspaces
+from workers.kv_cache import workspace_estimate as workspaces
 from workers.kv_cache.pools import CONTEXT, default_kv_bytes, kv_bytes_within
 from workers.kv_cache.quantized import QuantizedPool
-from workers.kv_cache.workspace import COMMUNICATOR, KERNELS, PEER, num_copies, widest, workspace
+from workers.kv_cache.workspace_estimate import COMMUNICATOR, KERNELS, PEER, num_copies, widest, workspace
 from zoo.checkpoints import make_checkpoint
 
 GIB = 1 << 30
@@ -135,7 +135,7 @@ def test_groups_of_ranks_take_memory(model_of, world_size, num_ranks_here, expec
 
 def test_a_pool_on_a_gpu_gets_what_steps_leave_and_nothing_where_they_leave_nothing(model_of, caplog):
     config = EngineConfig(model="")
-    found, memory = workspace(model_of(), config, 1, TOTAL), machine.Memory(TOTAL, 40 * GIB)
+    found, memory = workspace(model_of(), config, 1, TOTAL), resources.Memory(TOTAL, 40 * GIB)
     with caplog.at_level("INFO", logger="longleaf"):
         assert kv_bytes_within(memory, "cuda:1", model_of(), config, 1) == 40 * GIB - found.total
     left = human_bytes(40 * GIB - found.total)
@@ -144,7 +144,7 @@ def test_a_pool_on_a_gpu_gets_what_steps_leave_and_nothing_where_they_leave_noth
     names = ("chunks", "sampling", "partials", "kernels", "graphs", "drafts", "NCCL", "fragments")
     told = ", ".join(f"{human_bytes(size)} for {name}" for size, name in zip(parts, names, strict=True))
     assert caplog.messages == [begin + told]
-    assert kv_bytes_within(machine.Memory(TOTAL, GIB), "cuda:1", model_of(), config, 1) == 0
+    assert kv_bytes_within(resources.Memory(TOTAL, GIB), "cuda:1", model_of(), config, 1) == 0
 
 
 def test_ranks_that_share_a_gpu_take_no_more_than_their_share_of_it(model_of, monkeypatch):
@@ -153,7 +153,7 @@ def test_ranks_that_share_a_gpu_take_no_more_than_their_share_of_it(model_of, mo
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: 3 * GIB)
     found = []
     for free in (60 * GIB, 20 * GIB):
-        monkeypatch.setattr(pools, "memory_of", lambda device, free=free: machine.Memory(TOTAL, free))
+        monkeypatch.setattr(pools, "memory_of", lambda device, free=free: resources.Memory(TOTAL, free))
         found.append(default_kv_bytes(model, config, 2, 2))
     needed = workspace(model, config, 2, TOTAL // 2, uses_nccl=False)
     assert needed.exchange == 0
@@ -167,10 +167,10 @@ def test_a_check_asks_the_gpu_of_each_rank(model_of, monkeypatch):
 
     def memory_of(device):
         asked.append(device)
-        return machine.Memory(TOTAL, free[device])
+        return resources.Memory(TOTAL, free[device])
 
-    monkeypatch.setattr("workers.check.count_gpus", lambda: 3)
-    monkeypatch.setattr("workers.check.memory_of", memory_of)
+    monkeypatch.setattr("workers.compat_check.count_gpus", lambda: 3)
+    monkeypatch.setattr("workers.compat_check.memory_of", memory_of)
     config = EngineConfig(model="", world_size=5)
     left = workspace(model_of(), config, 3, TOTAL).total + 5 * GIB
     sizes = [size * GIB - left for size in (20, 30, 40, 20, 30)]

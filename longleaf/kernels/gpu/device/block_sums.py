@@ -1,4 +1,4 @@
-"""What the attention kernels tell of blocks of keys beside their partials, see `longleaf.attention.block_sums`.
+"""What the attention kernels tell of blocks of keys beside their partials, see `longleaf.attention.block_attribution`.
 
 Nothing here goes into a partial. Shape letters: R rows, S keys of a tile, B blocks of a tile.
 """

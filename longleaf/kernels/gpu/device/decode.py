@@ -1,8 +1,8 @@
 """Attention over keys and values in a floating type: the work items of a layer, each to one partial per row.
 
-The table is that of `longleaf.kernels.gpu.items`. Programs take items in turns, for every key head, so how many of both
-there are changes nothing but speed. Tiles of keys begin at multiples of a block's slots, whether blocks are told of or
-not, and what is told of them (TELLS) goes into no partial: bits are the same either way.
+The table is that of `longleaf.kernels.gpu.work_items`. Programs take items in turns, for every key head, so how many of
+both there are changes nothing but speed. Tiles of keys begin at multiples of a block's slots, whether blocks are told
+of or not, and what is told of them (TELLS) goes into no partial: bits are the same either way.
 
 Shape letters: R rows, S keys of a tile, D dim, V value dim, E dims of the keys beyond the values.
 """

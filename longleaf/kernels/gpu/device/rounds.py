@@ -27,7 +27,7 @@ def betray_keys(
     TILE_ROWS: tl.constexpr,
 ):
     """Writes NaN into the lse [H, T] of each round where a row sees a key of `k` [K, S, D] that is not finite. One
-    program per piece of `longleaf.kernels.gpu.rounds` and key head."""
+    program per piece of `longleaf.kernels.gpu.varlen_plan` and key head."""
     piece = pieces + tl.program_id(0) * 5
     head = tl.program_id(1).to(tl.int64)
     start, end = tl.load(piece).to(tl.int64), tl.load(piece + 1).to(tl.int64)

@@ -16,7 +16,7 @@ import pytest
 
 from coordinator.persistence.catalog.catalog import DATABASE, Catalog, read_only_catalog
 from coordinator.persistence.catalog.records import Change, Outgoing, SnapshotRecord
-from coordinator.persistence.catalog.rows import PIECE_IDS
+from coordinator.persistence.catalog.row_codec import PIECE_IDS
 from coordinator.persistence.catalog.schema import revision_of
 from coordinator.persistence.catalog.tables import HEAD, metadata
 from longleaf.errors import DataLoss, Unavailable

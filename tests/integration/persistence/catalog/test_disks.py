@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.persistence.catalog.catalog import DATABASE, Catalog, read_only_catalog
-from coordinator.persistence.catalog.folder import DataFolder
+from coordinator.persistence.catalog.data_folder import DataFolder
 from coordinator.persistence.catalog.records import Change, Outgoing, UploadRecord
 from coordinator.persistence.catalog.reserve import Reserve
 from longleaf.errors import CatalogError, StorageUnavailable

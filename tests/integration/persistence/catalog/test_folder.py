@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.persistence.catalog.catalog import Catalog
-from coordinator.persistence.catalog.folder import DataFolder
+from coordinator.persistence.catalog.data_folder import DataFolder
 from longleaf.errors import CatalogError
 from tests.support.catalog import document
 
@@ -63,7 +63,7 @@ def test_a_holder_that_says_nothing_holds_it_all_the_same(tmp_path: Path) -> Non
 HOLDER = """
 import sys, time
 from pathlib import Path
-from coordinator.persistence.catalog.folder import DataFolder
+from coordinator.persistence.catalog.data_folder import DataFolder
 folder = DataFolder.open(Path(sys.argv[1]), sys.argv[2], "model", {})
 print("held", flush=True)
 time.sleep(600)

@@ -13,16 +13,16 @@ from msgspec.structs import replace
 from coordinator.cluster.fakes import FakeRanks
 from coordinator.engine.engine import Engine
 from coordinator.persistence.catalog.catalog import Catalog, read_only_catalog
+from coordinator.persistence.catalog.data_folder import DataFolder
 from coordinator.persistence.catalog.fakes import FakeCatalog
-from coordinator.persistence.catalog.folder import DataFolder
 from coordinator.persistence.catalog.identity import Identity, read_identity
-from coordinator.persistence.catalog.rebuild import run
+from coordinator.persistence.catalog.rebuild_command import run
 from coordinator.persistence.catalog.records import Change, Kept, Outgoing, SnapshotRecord
 from longleaf.config import EngineConfig, embedded_model
 from longleaf.errors import CatalogError, InvalidArgument
-from longleaf.geometry import Rope
+from longleaf.positions import Rope
+from longleaf.storage.context_note import ContextNote
 from longleaf.storage.manifest import SegmentManifest
-from longleaf.storage.note import ContextNote
 from longleaf.storage.store import Store
 from longleaf.types import Rebuild
 from tests.support import forked

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from coordinator.persistence.catalog.rebuild import read_stored
-from coordinator.persistence.catalog.rebuilding import choose_service, rebuild
-from longleaf.storage.archive import read_manifest
+from coordinator.persistence.catalog.rebuild_command import read_stored
+from coordinator.persistence.catalog.rebuild_plan import choose_service, rebuild
+from longleaf.storage.inventory import read_manifest
 from longleaf.storage.manifest import Piece as Told
 from longleaf.storage.store import Store
 from tests.support.first_snapshots import (
@@ -25,7 +25,7 @@ from tests.support.first_snapshots import (
 )
 from tests.support.pools import BLOCK, POOLS
 from workers.kv_cache.slots import Slots
-from workers.kv_io.piece import Piece
+from workers.kv_io.kv_piece import Piece
 
 FIXTURE = Path(__file__).parents[2] / "fixtures" / "snapshots" / "first"
 

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from coordinator.kv_cache.paths import NOWHERE, Segment
+from coordinator.kv_cache.token_paths import NOWHERE, Segment
 from coordinator.persistence.catalog.fakes import FakeCatalog
 from coordinator.persistence.catalog.records import Change, ContextRecord, SegmentRecord
 from coordinator.persistence.snapshots.fakes import FakeRanks
-from coordinator.persistence.snapshots.policy import Policy
 from coordinator.persistence.snapshots.ports import ContextUse, Form
+from coordinator.persistence.snapshots.retention import Policy
 from coordinator.persistence.snapshots.snapshots import Snapshots
 from longleaf.errors import DataLoss, InvalidArgument, NotFound, StorageUnavailable, Unavailable, WorkerLost
 from longleaf.runs import Run
-from longleaf.storage.archive import read_notes
+from longleaf.storage.inventory import read_notes
 from longleaf.storage.local import LocalFiles
 from longleaf.storage.names import segments_folder
 from longleaf.storage.store import Buffer, Store, Written

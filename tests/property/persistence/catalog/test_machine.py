@@ -26,7 +26,7 @@ from coordinator.persistence.catalog.records import (
 )
 from longleaf.document_text import DocumentText, TextFile, count_starts, packed
 from longleaf.errors import DataLoss, NotFound
-from longleaf.geometry import Rope
+from longleaf.positions import Rope
 from tests.support.catalog import context, ids, remains
 
 COUNTS = st.integers(1, 40) | st.integers(900, 3000)

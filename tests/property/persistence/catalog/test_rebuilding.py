@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from coordinator.persistence.catalog.fakes import changed
-from coordinator.persistence.catalog.rebuilding import Stored, rebuild
+from coordinator.persistence.catalog.rebuild_plan import Stored, rebuild
 from coordinator.persistence.catalog.records import Change, ContextRecord, Kept, SegmentRecord
-from longleaf.storage.archive import Notes
+from longleaf.storage.context_note import ContextNote
 from longleaf.storage.files import Entry
-from longleaf.storage.note import ContextNote
+from longleaf.storage.inventory import Notes
 from tests.support.catalog import context, segment
 from tests.support.stored_contexts import SERVICE, deletion, manifest_name, manifest_of, note_of
 

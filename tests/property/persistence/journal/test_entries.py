@@ -8,7 +8,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.events import Admitted, Ended, Tokens
+from coordinator.engine_messages import Admitted, Ended, Tokens
 from coordinator.persistence.journal.entries import Entry, Held, Said, encode_entry, read_entries
 from coordinator.persistence.journal.journal import Journal
 from longleaf.sampling import Logprobs, Sampling, Token, TokenLogprob

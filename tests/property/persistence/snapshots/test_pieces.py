@@ -5,8 +5,8 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.persistence.snapshots.pieces import MIN_PIECE_BYTES, NUM_PIECES, cut_pieces, piece_blocks
-from longleaf.geometry import OWN_ROPE
+from coordinator.persistence.snapshots.chunking import MIN_PIECE_BYTES, NUM_PIECES, cut_pieces, piece_blocks
+from longleaf.positions import OWN_ROPE
 from longleaf.rank_protocol.snapshots import MAX_PIECE_BYTES
 from longleaf.runs import Run, ceil_div
 from longleaf.storage.manifest import Piece, SegmentManifest

@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 import pytest
 from msgspec.structs import replace
 
-from coordinator.persistence.catalog.rebuilding import Rebuilt, Stored, choose_service, rebuild
+from coordinator.persistence.catalog.rebuild_plan import Rebuilt, Stored, choose_service, rebuild
 from coordinator.persistence.catalog.records import SnapshotRecord
 from longleaf.errors import DataLoss, InvalidArgument
-from longleaf.geometry import Rope
-from longleaf.storage.archive import Notes
+from longleaf.positions import Rope
+from longleaf.storage.context_note import ContextNote
 from longleaf.storage.files import Entry
+from longleaf.storage.inventory import Notes
 from longleaf.storage.manifest import SegmentManifest
 from longleaf.storage.names import NotePlace
-from longleaf.storage.note import ContextNote
 from tests.support.catalog import context, segment
 from tests.support.stored_contexts import (
     CHECKPOINT,

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from coordinator.persistence.catalog import rows, tables
-from coordinator.persistence.catalog.faults import at_start, while_running
+from coordinator.persistence.catalog import row_codec, tables
 from coordinator.persistence.catalog.records import Kept
+from coordinator.persistence.catalog.sqlite_errors import at_start, while_running
 from longleaf.errors import CatalogError, DataLoss, StorageUnavailable
 from tests.support.catalog import FIRST, context, ids, segment
 
@@ -42,26 +42,26 @@ def test_no_path_leads_through_what_is_damaged(kept: Kept, reason: str) -> None:
 
 
 def test_ids_are_cut_into_pieces_and_joined() -> None:
-    token_ids = ids(0, 2 * rows.PIECE_IDS + 7)
-    pieces = list(rows.piece_rows(tables.segment_ids, {"segment": 3}, token_ids))
+    token_ids = ids(0, 2 * row_codec.PIECE_IDS + 7)
+    pieces = list(row_codec.piece_rows(tables.segment_ids, {"segment": 3}, token_ids))
     assert [(piece["start"], len(piece["content"])) for piece in pieces] == [
         (0, 1 << 18),
         (1 << 16, 1 << 18),
         (1 << 17, 28),
     ]
     assert pieces[0]["content"][:4] == token_ids[0].to_bytes(4, "little")
-    assert rows.joined(tables.segment_ids, pieces, len(token_ids)) == token_ids
+    assert row_codec.joined(tables.segment_ids, pieces, len(token_ids)) == token_ids
     for spoilt in ([pieces[1], pieces[0], pieces[2]], pieces[1:], [{**pieces[0], "segment": 4}, *pieces[1:]]):
         with pytest.raises(ValueError, match="from 0 on are damaged"):
-            rows.joined(tables.segment_ids, spoilt, len(token_ids))
+            row_codec.joined(tables.segment_ids, spoilt, len(token_ids))
     with pytest.raises(ValueError, match="it had 131,079 token ids, and there are 131,072"):
-        rows.joined(tables.segment_ids, pieces[:2], len(token_ids))
-    assert rows.joined(tables.segment_ids, [], 0) == array("I")
+        row_codec.joined(tables.segment_ids, pieces[:2], len(token_ids))
+    assert row_codec.joined(tables.segment_ids, [], 0) == array("I")
 
 
 def test_whole_seconds_are_signed_as_they_are_read() -> None:
-    row = rows.context_row(context("a", 1, created=1, expires=7))
-    assert rows.is_whole(tables.contexts, {**row, "created": 1.0, "expires": 7.0})
+    row = row_codec.context_row(context("a", 1, created=1, expires=7))
+    assert row_codec.is_whole(tables.contexts, {**row, "created": 1.0, "expires": 7.0})
 
 
 DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CONSTRAINT)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.events import Admitted, Tokens
+from coordinator.engine_messages import Admitted, Tokens
 from coordinator.persistence.journal.entries import Held
 from coordinator.persistence.journal.journal import Journal
 from longleaf.errors import StorageUnavailable

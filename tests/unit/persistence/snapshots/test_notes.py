@@ -5,9 +5,9 @@ from array import array
 from msgspec.structs import replace
 
 from coordinator.persistence.catalog.records import Change, ContextRecord, Kept, Outgoing, SegmentRecord
-from coordinator.persistence.snapshots.notes import Notes
+from coordinator.persistence.snapshots.context_notes import Notes
+from longleaf.storage.context_note import ContextNote, decode_note
 from longleaf.storage.names import place_of_note
-from longleaf.storage.note import ContextNote, decode_note
 
 SERVICE = "0" * 32
 BOOK = ContextRecord(id="book", segment=3, num_tokens=10, ends=(10,), capacity=99, created=1, updated=1, last_used=1)

@@ -1,9 +1,9 @@
 """Which snapshots go, and which are not made again."""
 
 from coordinator.persistence.catalog.records import SnapshotRecord
-from coordinator.persistence.snapshots.policy import Policy
 from coordinator.persistence.snapshots.ports import ContextUse
-from coordinator.persistence.snapshots.records import Records
+from coordinator.persistence.snapshots.retention import Policy
+from coordinator.persistence.snapshots.snapshot_index import Records
 
 
 def records(policy: Policy, *segments: int) -> Records:

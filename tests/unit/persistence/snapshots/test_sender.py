@@ -9,13 +9,13 @@ import pytest
 
 from coordinator.persistence.catalog.fakes import FakeCatalog
 from coordinator.persistence.catalog.records import Change, Outgoing
-from coordinator.persistence.snapshots import trouble
-from coordinator.persistence.snapshots.sender import AT_ONCE, Sender
+from coordinator.persistence.snapshots import storage_health
+from coordinator.persistence.snapshots.outbox_sender import AT_ONCE, Sender
 from coordinator.persistence.snapshots.store import AsyncStore
 from longleaf.errors import DataLoss, StorageUnavailable
+from longleaf.storage.context_note import ContextNote, encode_note
 from longleaf.storage.fakes import FlakyFiles, MemoryFiles
 from longleaf.storage.names import Attempt, NotePlace
-from longleaf.storage.note import ContextNote, encode_note
 from longleaf.storage.store import Store
 from tests.support.coming import comes
 
@@ -25,8 +25,8 @@ pytestmark = pytest.mark.timeout(30)
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trouble, "LEAST_SECONDS", 0.01)
-    monkeypatch.setattr(trouble, "MOST_SECONDS", 0.01)
+    monkeypatch.setattr(storage_health, "LEAST_SECONDS", 0.01)
+    monkeypatch.setattr(storage_health, "MOST_SECONDS", 0.01)
 
 
 class NotingFiles(MemoryFiles):

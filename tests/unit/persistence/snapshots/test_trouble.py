@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from coordinator.persistence.snapshots.trouble import MOST_SECONDS, Trouble
+from coordinator.persistence.snapshots.storage_health import MOST_SECONDS, Trouble
 
 
 def test_only_changes_are_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,161 @@
+"""Holds what tenants take against their quotas."""
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from coordinator.auth.caller import CALLER, OWNER, Caller
+from coordinator.auth.leaky_bucket import Bucket
+from coordinator.auth.tenant_usage import Usage
+from coordinator.engine_messages import Event, Tokens
+from coordinator.telemetry.observers import CallRecord, Saw
+from longleaf.errors import ResourceExhausted
+
+RETRY_SECONDS = 2.0
+"""When it may be worth asking again for what ends when something else of the tenant does."""
+
+
+class Ledger:
+    """What the caller's quotas allow, at the moment when it begins something. `usage` tells what a tenant takes now;
+    tokens per minute are counted here, as an Observer of generations. What has begun goes on, whatever becomes of
+    quotas; where there are none, all of this costs nothing."""
+
+    def __init__(
+        self,
+        usage: Callable[[str], Usage],
+        clock: Callable[[], float] = time.monotonic,
+        num_uploads: Callable[[str], int] = lambda _: 0,
+        storage_bytes: Callable[[str], int] = lambda _: 0,
+        num_upload_tokens: Callable[[str], int] = lambda _: 0,
+    ) -> None:
+        """`num_uploads` gives how many ingests and imports of a tenant are open, or kept to be resumed, and
+        `num_upload_tokens` how many tokens they have; `storage_bytes` what is kept of its contexts."""
+        self._usage = usage
+        self._storage_bytes = storage_bytes
+        self._num_upload_tokens = num_upload_tokens
+        self._num_uploads = num_uploads
+        self._coming = defaultdict[str, Counter[str]](Counter)
+        """Contexts and tokens that are being made, and of which `usage` does not tell yet, by tenant."""
+        self._ins = defaultdict[str, Bucket](lambda: Bucket(clock))
+        self._outs = defaultdict[str, Bucket](lambda: Bucket(clock))
+
+    @property
+    def _caller(self) -> Caller:
+        return CALLER.get(OWNER)
+
+    def check_generation(self) -> None:
+        """Whether another one may begin. Raises ResourceExhausted."""
+        caller, quotas = self._caller, self._caller.quotas
+        if quotas.generations == 0:
+            _refuse(caller, "generations", "none may run")
+        if quotas.generations is not None and quotas.waiting is not None:
+            usage = self._usage(caller.tenant)
+            if usage.running + usage.waiting >= quotas.generations + quotas.waiting:
+                limit = f"{quotas.waiting} may wait beside {quotas.generations} that run"
+                told = f"{usage.running} run and {usage.waiting} wait, and at most {limit}"
+                _refuse(caller, "waiting" if quotas.waiting else "generations", told, RETRY_SECONDS)
+        self._check_rate(caller, "tokens_out_per_minute", self._outs)
+        self.check_rate_in()
+
+    @contextmanager
+    def begin_generation(self, num_tokens: int) -> Generator[None, None, None]:
+        """Around the beginning of one, of a prompt of so many tokens, which awaits nothing: what is refused costs
+        nothing. Raises ResourceExhausted."""
+        self.check_generation()
+        yield
+        self.take_in(num_tokens)
+
+    def take_in(self, num_tokens: int) -> None:
+        """So many tokens are read for what has begun: they count, and are not refused."""
+        caller = self._caller
+        self._ins[caller.tenant].take(num_tokens, caller.quotas.tokens_in_per_minute)
+
+    def check_context(self, num_contexts: int, num_tokens: int) -> None:
+        """So many more contexts, which may be 0, and tokens in contexts. Raises ResourceExhausted."""
+        caller, quotas = self._caller, self._caller.quotas
+        if quotas.contexts is None and quotas.tokens is None and quotas.storage_bytes is None:
+            return
+        usage, coming = self._usage(caller.tenant), self._coming[caller.tenant]
+        held = usage.tokens + coming["tokens"] + self._num_upload_tokens(caller.tenant)
+        num_held = usage.contexts + coming["contexts"]
+        if quotas.contexts is not None and num_contexts and num_held + num_contexts > quotas.contexts:
+            _refuse(caller, "contexts", f"there are {num_held:,}, at most {quotas.contexts:,} may be")
+        if quotas.tokens is not None and held + num_tokens > quotas.tokens:
+            told = f"its contexts and uploads have {held:,} tokens, {num_tokens:,} more are over {quotas.tokens:,}"
+            _refuse(caller, "tokens", told)
+        if quotas.storage_bytes is not None:
+            kept = self._storage_bytes(caller.tenant)
+            if kept >= quotas.storage_bytes:
+                told = f"its contexts take {kept:,} bytes on storage, at most {quotas.storage_bytes:,} may be"
+                _refuse(caller, "storage_bytes", told)
+
+    @contextmanager
+    def making(self, num_contexts: int, num_tokens: int) -> Generator[None, None, None]:
+        """Around what takes a while to make so many contexts and tokens in contexts: they count meanwhile. Raises
+        ResourceExhausted."""
+        self.check_context(num_contexts, num_tokens)
+        tenant, coming = self._caller.tenant, Counter(contexts=num_contexts, tokens=num_tokens)
+        self._coming[tenant] += coming
+        try:
+            yield
+        finally:
+            self._coming[tenant] -= coming
+
+    @contextmanager
+    def begin_document(self, num_contexts: int, num_tokens: int) -> Generator[None, None, None]:
+        """Around the beginning of one of so many tokens, into a new context or, for 0, one that is there: what is
+        refused costs nothing. Raises ResourceExhausted."""
+        with self.making(num_contexts, num_tokens):
+            yield
+        self.take_in(num_tokens)
+
+    def check_upload(self, num_kept: int = 0) -> None:
+        """Another ingest or import; one that was kept goes on beside `num_kept` that nobody sends. Raises
+        ResourceExhausted."""
+        caller = self._caller
+        if caller.quotas.uploads is None:
+            return
+        if (num_open := self._num_uploads(caller.tenant) - num_kept) >= caller.quotas.uploads:
+            told = f"{num_open} are open or kept to be resumed, at most {caller.quotas.uploads} may be"
+            _refuse(caller, "uploads", told, RETRY_SECONDS)
+
+    def check_rate_in(self) -> None:
+        """Whether more may be read. Raises ResourceExhausted."""
+        self._check_rate(self._caller, "tokens_in_per_minute", self._ins)
+
+    def _check_rate(self, caller: Caller, name: str, buckets: defaultdict[str, Bucket]) -> None:
+        rate: int | None = getattr(caller.quotas, name)
+        if rate is None:
+            return
+        if rate == 0:
+            _refuse(caller, name, "none are allowed")
+        if seconds := buckets[caller.tenant].seconds_until_free(rate):
+            _refuse(caller, name, f"more than {rate:,} were taken", seconds)
+
+    # --- as an Observer ---
+
+    @contextmanager
+    def call(self, record: CallRecord) -> Generator[None, None, None]:
+        """Calls cost nothing."""
+        yield
+
+    @contextmanager
+    def generation(self, request_id: str, tenant: str) -> Generator[Saw, None, None]:
+        """Counts what comes out."""
+        rate, bucket = self._caller.quotas.tokens_out_per_minute, self._outs[tenant]
+
+        def saw(event: Event) -> None:
+            if isinstance(event, Tokens):
+                bucket.take(len(event.tokens), rate)
+
+        yield saw
+
+
+def _refuse(caller: Caller, name: str, told: str, retry_seconds: float | None = None) -> NoReturn:
+    raise ResourceExhausted(f"quotas/{name}", f"of the tenant {caller.tenant}: {told}", retry_seconds)
+
+
+UNLIMITED = Ledger(lambda _: Usage())
+"""For callers without quotas."""

@@ -1,0 +1,68 @@
+"""Whether all machines have the same model: what their first ranks tell of its folder, side by side."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from longleaf.errors import StartError
+from longleaf.fingerprint import TEXTS, Fingerprint, read_texts
+from longleaf.rank_protocol.member_messages import Hello
+
+MAX_TOLD = 3
+"""Machines that are named one by one."""
+
+
+async def check_models(hellos: Sequence[Hello], folder: Path) -> None:
+    """Raises StartError with each node that lacks the model, or has another one than most have, and a file in which it
+    differs; ModelRefused when the folder is gone here. At a tie those count as most that have what rank 0's node has.
+
+    The coordinator reads the model's texts in the `folder` of its own machine; they are held against theirs.
+    """
+    told = [(hello, hello.fingerprint) for hello in hellos if hello.fingerprint is not None]
+    faults = [f"{_place(hello)}: {hello.missing}" for hello in hellos if hello.missing]
+    if told:
+        commonest = Counter(fingerprint.digest for _, fingerprint in told).most_common(1)[0][0]
+        first, expected = next(pair for pair in told if pair[1].digest == commonest)
+        others = [(_place(hello), one) for hello, one in told if one.digest != commonest]
+        faults += [_difference(where, one.files, _place(first), expected.files) for where, one in others]
+        own = await asyncio.to_thread(read_texts, folder)
+        texts = texts_of(expected)
+        if own != texts:
+            faults.append(_difference("the coordinator's node", own, _place(first), texts))
+    if faults:
+        more = f"; and {len(faults) - MAX_TOLD} more" if len(faults) > MAX_TOLD else ""
+        raise StartError(f"model: {'; '.join(faults[:MAX_TOLD])}{more}")
+
+
+def check_joiner(hello: Hello, agreed: Sequence[Hello]) -> None:
+    """Raises StartError when a member has not the model that those have who have agreed before."""
+    if hello.missing:
+        raise StartError(f"model: {_place(hello)}: {hello.missing}")
+    first = next((other for other in agreed if other.fingerprint is not None), None)
+    if first is None or first.fingerprint is None or hello.fingerprint is None:
+        return
+    if hello.fingerprint.digest != first.fingerprint.digest:
+        difference = _difference(_place(hello), hello.fingerprint.files, _place(first), first.fingerprint.files)
+        raise StartError(f"model: {difference}")
+
+
+def texts_of(fingerprint: Fingerprint) -> dict[str, str]:
+    """Those of its files that the coordinator reads, too."""
+    return {name: digest for name, digest in fingerprint.files.items() if name in TEXTS}
+
+
+def _place(hello: Hello) -> str:
+    return f"node {hello.node} ({hello.host})"
+
+
+def _difference(here: str, files: Mapping[str, str], there: str, expected: Mapping[str, str]) -> str:
+    """In which file `here` differs from `there`; texts come first, for they are what people change."""
+    names = sorted(files.keys() | expected.keys(), key=lambda name: (name not in TEXTS, name))
+    differing = [name for name in names if files.get(name) != expected.get(name)]
+    name, more = differing[0], f", and {len(differing) - 1} more" if len(differing) > 1 else ""
+    if name not in files:
+        return f"{here} lacks {name}, which {there} has{more}"
+    if name not in expected:
+        return f"{here} has {name}, which {there} lacks{more}"
+    return f"{here} has another {name} than {there}{more}"

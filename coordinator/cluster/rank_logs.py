@@ -1,0 +1,86 @@
+"""What ranks log, in the coordinator's own log."""
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from coordinator.cluster.member_registry import Member, Roster
+from coordinator.cluster.ports import MemberEvent, MemberLost
+from longleaf.rank_protocol.log_messages import MAX_TEXT_BYTES, Logged
+
+MAX_AT_ONCE, PER_SECOND = 100, 2.0
+"""Records of one rank that are logged at once, and then in every second: one that logs without end must not fill the
+log."""
+NO_RANK = -1
+"""Of a member that is in no epoch yet."""
+log = logging.getLogger(__package__)
+
+
+@dataclass
+class _Share:
+    """How many more records of a member are logged now."""
+
+    left: float
+    when: float
+    num_left_out: int = 0
+
+
+class Records:
+    """Logs what members tell, as of the logger `coordinator.cluster`: in its level, with the attributes `rank` (an int,
+    NO_RANK for who has none), `node` and `epoch`."""
+
+    def __init__(self, roster: Roster, clock: Callable[[], float] = time.monotonic) -> None:
+        self._roster = roster
+        self._clock = clock
+        self._shares: dict[int, _Share] = {}
+        """By member."""
+        self._known: frozenset[str] | None = None
+        """Notes that people were told; None until they are."""
+        roster.watch(self._watch)
+
+    def know(self, notes: Iterable[str]) -> None:
+        """People are told these notes: what is logged in the same words is not told again."""
+        self._known = frozenset(_cut(note) for note in notes)
+
+    def take(self, member: Member, logged: Logged) -> None:
+        """Logs what the member tells, as far as it has a share."""
+        share = self._share(member.number)
+        for record in logged.records:
+            if record.is_note and (self._known is None or record.text in self._known):
+                continue
+            if share.left < 1:
+                share.num_left_out += 1
+                continue
+            share.left -= 1
+            self._tell_left_out(member.number, member.node, share)
+            text = f"{record.text}\n{record.traceback}" if record.traceback else record.text
+            self._log(record.level, member.number, member.node, text)
+        share.num_left_out += logged.num_dropped
+
+    def _share(self, number: int) -> _Share:
+        now = self._clock()
+        share = self._shares.setdefault(number, _Share(MAX_AT_ONCE, now))
+        share.left = min(MAX_AT_ONCE, share.left + PER_SECOND * (now - share.when))
+        share.when = now
+        return share
+
+    def _tell_left_out(self, number: int, node: str, share: _Share) -> None:
+        if share.num_left_out:
+            self._log(logging.WARNING, number, node, f"{share.num_left_out} more records were left out")
+            share.num_left_out = 0
+
+    def _watch(self, event: MemberEvent) -> None:
+        if isinstance(event, MemberLost) and (share := self._shares.pop(event.member, None)) is not None:
+            self._tell_left_out(event.member, event.node, share)
+
+    def _log(self, level: int, number: int, node: str, text: str) -> None:
+        ranks = self._roster.ranks
+        rank = ranks.index(number) if number in ranks else NO_RANK
+        extra = {"rank": rank, "node": node, "epoch": self._roster.epoch}
+        log.log(level, "%s: %s", f"member {number}" if rank == NO_RANK else f"rank {rank}", text, extra=extra)
+
+
+def _cut(note: str) -> str:
+    """As a record tells it."""
+    return note.encode(errors="backslashreplace")[:MAX_TEXT_BYTES].decode(errors="ignore")

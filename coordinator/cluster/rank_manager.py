@@ -1,0 +1,291 @@
+"""The ranks over the control channel: members that load the model, and the epochs that they form.
+
+A verdict ends an epoch, not its members: who is left has its model and keys still, and can be a rank of the next one.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from coordinator.cluster.control_socket import Channel
+from coordinator.cluster.groups.group import Group
+from coordinator.cluster.groups.rendezvous import in_rank_order
+from coordinator.cluster.loss_history import History
+from coordinator.cluster.member_registry import Member, Roster
+from coordinator.cluster.model_consistency import check_models
+from coordinator.cluster.ports import EpochEnd, Formation, Joined, Kill, MemberEvent, MemberLost, Where, nowhere
+from coordinator.cluster.rank_logs import Records
+from coordinator.cluster.snapshot_requests import Orders
+from longleaf.config import LOOPBACK, EngineConfig
+from longleaf.errors import EpochBroken, LongleafError, StartError, Unavailable
+from longleaf.formatting import human_seconds
+from longleaf.rank_protocol.encoding import FromRank
+from longleaf.rank_protocol.group_messages import Broken, MergeTiming, Ready, StoreOpened
+from longleaf.rank_protocol.log_messages import Logged
+from longleaf.rank_protocol.member_messages import Died, Heartbeat, Hello, Loaded
+from longleaf.rank_protocol.snapshots import Discard, Fetch, Fetched, Save, Saved
+from longleaf.rank_protocol.step import StepResult
+from longleaf.topology import Topology
+from longleaf.types import Loss
+
+MAX_ATTEMPTS = 6
+"""Numbers that are tried one after the other before no epoch can be formed."""
+FORM_SHARE = 2.0
+"""Of the time that the first group took to form, that a later one may take at least: on GPUs all is captured anew."""
+MAX_LATE = 2
+"""Epochs one after the other that a member may be too late for; then it is killed."""
+ANSWER_SECONDS = 2.0
+"""How long members may take to give up an epoch that was not formed in time: who does not is what the others waited
+for."""
+log = logging.getLogger(__name__)
+
+
+async def nobody(member: int) -> None:
+    """There is no fleet, hence nobody to kill."""
+    del member
+
+
+def _log(event: MemberEvent) -> None:
+    """Tells who runs the service, whose standard error shows warnings alone."""
+    log.warning("%s", event)
+
+
+class Control:
+    """The ranks over ZMQ. Must be made inside a running event loop; `lost` may be called from any thread.
+
+    `kill` ends the process of a member: of one that is silent, or holds up the others, before it counts as lost.
+    `where` tells its place, as `Fleet.where`. `wall_clock` dates losses.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        host: str = LOOPBACK,
+        kill: Kill = nobody,
+        where: Where = nowhere,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._config = config
+        self._channel = Channel(config, host, self._take)
+        self.roster = Roster(self._channel, kill, where, config.lost_after)
+        """The members that live."""
+        self.invitations = tuple(self.roster.invite()[1] for _ in range(config.world_size))
+        """What the first members need to connect, in the order of their numbers."""
+        self._group = self._begin(0, list(self.roster))
+        self._form_seconds = config.form_timeout
+        self._merges: tuple[MergeTiming, ...] = ()
+        self._history = History(wall_clock)
+        self._records = Records(self.roster)
+        self.roster.watch(self._history.take)
+        self.roster.watch(_log)
+        self.roster.watch(self._take_loss)
+        self._orders = Orders(self._channel, self.roster)
+        self._is_closed = False
+
+    @property
+    def address(self) -> str:
+        """Where the members connect."""
+        return self._channel.address
+
+    @property
+    def num_refused(self) -> int:
+        """Connections of strangers so far that were ended, and messages of former members that were dropped."""
+        return self._channel.num_refused
+
+    @property
+    def num_ignored(self) -> int:
+        """Messages so far that a member may not send."""
+        return self._channel.num_ignored
+
+    @property
+    def hellos(self) -> tuple[Hello, ...]:
+        """Who the living members are that have said so, in the order of their numbers."""
+        return self.roster.hellos
+
+    @property
+    def num_ready(self) -> int:
+        """Members that have loaded the model."""
+        return len(self.roster.loaded())
+
+    @property
+    def losses(self) -> tuple[Loss, ...]:
+        return self._history.losses
+
+    @property
+    def num_lost(self) -> int:
+        """Members that were lost so far."""
+        return self._history.num_lost
+
+    def lost(self, member: int, reason: str) -> None:
+        """Tells that the process of a member has ended. Any thread may call it, at any time."""
+        self.roster.lost(member, reason)
+
+    @property
+    def group(self) -> Group:
+        """The ranks of the epoch that stands, or is being formed."""
+        return self._group
+
+    async def wait_joinable(self) -> None:
+        await self.roster.wait(lambda: any(member.number not in self._group.members for member in self.roster.loaded()))
+
+    async def wait_settled(self) -> None:
+        await self.roster.wait(lambda: not self._history.is_filling)
+
+    # --- epochs ---
+
+    async def start(self, epoch: int) -> Formation:
+        """All members say hello; if they have the same model, they load it, meet and report."""
+        members, wait, verdict = list(self.roster), self.roster.wait, self._group.verdict
+        try:
+            async with asyncio.timeout(self._config.start_timeout):
+                await wait(lambda: all(member.hello for member in members), verdict)
+                Topology(tuple(member.node for member in members)).check(self._config.world_size)
+                await check_models(self.hellos, Path(self._config.model))
+                self.roster.agree()
+                self.roster.load(members)
+                await wait(lambda: all(member.is_loaded for member in members), verdict)
+                return await self._meet_first(epoch, members)
+        except TimeoutError:
+            late = [str(number) for number in (self._group.late() if self._group.epoch else self._unloaded(members))]
+            seconds = human_seconds(self._config.start_timeout)
+            raise StartError(f"rank {', '.join(late)} did not start within {seconds}") from None
+
+    async def _meet_first(self, epoch: int, members: Sequence[Member]) -> Formation:
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        formation = await self._meet(epoch, members)
+        self._form_seconds = max(self._form_seconds, FORM_SHARE * (clock() - began))
+        self._records.know(note for ready in formation.readies for note in ready.notes)
+        return formation
+
+    @staticmethod
+    def _unloaded(members: Sequence[Member]) -> list[int]:
+        return [member.number for member in members if not member.is_loaded]
+
+    async def form(self, epoch: int) -> Formation:
+        before, verdict = self._group.members, self._group.verdict
+        if self._group.is_suspected:
+            await self._group.wait_ended()
+        for number in range(epoch, epoch + MAX_ATTEMPTS):
+            if number == epoch + MAX_ATTEMPTS // 2:
+                self._end_newcomers(before)
+            members = in_rank_order(await self._wait_loaded(verdict), before)
+            try:
+                async with asyncio.timeout(self._form_seconds):
+                    formation = await self._meet(number, members)
+            except TimeoutError:
+                await self._blame_late()
+            except LongleafError as error:
+                log.warning("epoch %d was not formed: %s", number, error)
+            else:
+                log.warning("epoch %d begins with %d of %d ranks", number, len(members), self._config.world_size)
+                self._tell_joined(formation, before)
+                return formation
+            verdict = self._group.verdict
+        raise Unavailable(f"the ranks could not be joined in {MAX_ATTEMPTS} attempts")
+
+    def _end_newcomers(self, before: Sequence[int]) -> None:
+        """Kills those that were not in the epoch before, if others are left that were: those could join each other."""
+        loaded = [member.number for member in self.roster.loaded()]
+        if any(number in before for number in loaded):
+            for number in set(loaded).difference(before):
+                self.roster.end(number, "no epoch could be formed with it")
+
+    async def _wait_loaded(self, verdict: asyncio.Future[EpochEnd]) -> list[Member]:
+        """Those that can join, once those are gone that are being killed, and somebody has loaded the model. Raises the
+        verdict of the epoch before when nobody will."""
+        roster = self.roster
+        await roster.settle()
+        await roster.wait(lambda: roster.loaded() or not (list(roster) or self._history.is_filling))
+        if not (loaded := roster.loaded()):
+            raise (await asyncio.shield(verdict)).error
+        return loaded
+
+    def _begin(self, epoch: int, members: Sequence[Member]) -> Group:
+        self._group = Group(epoch, members, self._config, self._channel, self.roster)
+        self.roster.epoch, self.roster.ranks = epoch, self._group.members
+        return self._group
+
+    async def _meet(self, epoch: int, members: Sequence[Member]) -> Formation:
+        """Forms an epoch of these ranks. Raises what ended it."""
+        formation = await self._begin(epoch, members).meet(members, self._merges)
+        self._merges = self._merges or formation.readies[0].merges
+        for member in members:
+            member.num_late = 0
+        return formation
+
+    async def _blame_late(self) -> None:
+        """Ends an epoch that was not formed in time, and kills those that were late a second time. Who gives it up
+        now has only waited for another one."""
+        group = self._group
+        seconds = human_seconds(self._form_seconds)
+        group.conclude(EpochBroken(f"epoch {group.epoch} was not formed within {seconds}"))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ANSWER_SECONDS):
+                await self.roster.wait(lambda: not group.late())
+        if len(late := group.late()) == group.num_asked > 1:
+            return  # nobody knows whom they waited for
+        for member in filter(None, map(self.roster.get, late)):
+            member.num_late += 1
+            if member.num_late >= MAX_LATE:
+                self.roster.end(member.number, f"did not join {MAX_LATE} epochs")
+
+    def _tell_joined(self, formation: Formation, before: Sequence[int]) -> None:
+        for rank, hello in enumerate(formation.hellos):
+            if hello.member not in before:
+                self.roster.tell(Joined(hello.member, rank, hello.node, formation.epoch))
+
+    # --- beside the steps ---
+
+    async def save(self, member: int, order: Save) -> Saved:
+        return await self._orders.save(member, order)
+
+    async def fetch(self, member: int, order: Fetch) -> None:
+        await self._orders.fetch(member, order)
+
+    async def discard(self, member: int, tickets: Sequence[int]) -> None:
+        self._channel.send([member], Discard(tuple(tickets)))
+
+    # --- receive ---
+
+    def _take(self, number: int, message: FromRank) -> None:
+        """Raises ValueError for what the member may not say."""
+        member = self.roster.get(number)
+        assert member is not None  # who is gone from the roster is a stranger to the channel
+        match message:
+            case StepResult():
+                self._group.take_result(number, message)
+                return
+            case Logged():
+                self._records.take(member, message)
+                return
+            case Hello() | Loaded() | Heartbeat():
+                member.take(message)
+            case Saved() | Fetched():
+                self._orders.take(message)
+            case StoreOpened() | Ready():
+                self._group.take_meeting(message)
+            case Broken():
+                self._group.take_broken(message)
+            case Died():
+                self._group.take_death(message)
+                self.roster.lose(number, message.reason)
+        member.num_missed = 0
+        self.roster.note_change()
+
+    def _take_loss(self, event: MemberEvent) -> None:
+        if isinstance(event, MemberLost):
+            self._group.died(event.member, event.reason)
+
+    # --- close ---
+
+    async def close(self) -> None:
+        """Tells the members to leave. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._orders.close()
+            await self.roster.close()
+            await self._channel.close()

@@ -1,0 +1,197 @@
+"""Keeps the world whole: a member that is lost is replaced, unless that has failed too often."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from coordinator.cluster.member_registry import Roster
+from coordinator.cluster.ports import Delayed, Fleet, GivenUp, Joined, MemberEvent, MemberLost, Replacing
+from longleaf.config import EngineConfig
+from longleaf.errors import StartError
+from longleaf.formatting import human_seconds
+from longleaf.rank_protocol.group_messages import Ready
+
+MINUTE = 60.0
+MAX_FAILED = 3
+"""Replacements of a slot that may be lost one after the other before they are ranks."""
+AGAIN_SECONDS = 5.0
+"""Between two looks whether a slot is there again."""
+
+
+@dataclass
+class Slot:
+    """A place for one member, and how the next one there is to be configured."""
+
+    member: int
+    config: EngineConfig
+    num_failed: int = 0
+    """Replacements, one after the other, that were lost before they had a rank."""
+    has_rank: bool = True
+    """Whether the member has been in an epoch."""
+    reason: str = ""
+    """Why there is no replacement yet, as it was told last."""
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def is_being_filled(self) -> bool:
+        return self.task is not None and not self.task.done()
+
+
+class Backoff:
+    """How long a replacement waits after losses: as many as `max_losses` in a minute are replaced at once."""
+
+    def __init__(self, max_losses: int) -> None:
+        self._max_losses = max_losses
+        self._times = deque[float](maxlen=max_losses + 1)
+
+    def note(self, now: float) -> None:
+        """A member was lost."""
+        self._times.append(now)
+
+    def delay(self, now: float) -> float:
+        """Seconds until no more than the limit lie within a minute; 0 when it is so."""
+        is_full = len(self._times) > self._max_losses
+        return max(0.0, self._times[0] + MINUTE - now) if is_full else 0.0
+
+
+class Keeper:
+    """Replaces the lost members of the first epoch, who are `readies`, and their replacements. Needs a running event
+    loop.
+
+    `clock` gives seconds, `sleep` waits for some.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        fleet: Fleet,
+        config: EngineConfig,
+        readies: Sequence[Ready],
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._roster = roster
+        self._fleet = fleet
+        self._start_timeout = config.start_timeout
+        self._clock = clock
+        self._sleep = sleep
+        self._backoff = Backoff(config.max_losses_per_minute)
+        self._slots = [Slot(ready.member, pinned(config, ready)) for ready in readies]
+        roster.is_kept = True
+        roster.watch(self._take)
+        for slot in self._slots:
+            if roster.get(slot.member) is None:  # lost before anybody watched
+                self._fill(slot)
+
+    def refill(self) -> int:
+        """Asks anew for the replacements that were given up; how many these are."""
+        empty = [slot for slot in self._slots if self._roster.get(slot.member) is None and not slot.is_being_filled]
+        for slot in empty:
+            slot.num_failed = 0
+            self._fill(slot)
+        return len(empty)
+
+    def _take(self, event: MemberEvent) -> None:
+        match event:
+            case Joined():
+                for slot in self._slots:
+                    if slot.member == event.member:
+                        slot.has_rank, slot.num_failed = True, 0
+            case MemberLost() if self._roster.is_kept:
+                self._backoff.note(self._clock())
+                for slot in self._slots:
+                    if slot.member == event.member and not slot.is_being_filled:
+                        self._note_failed(slot, event.reason)
+                        self._fill(slot)
+            case _:
+                pass
+
+    @staticmethod
+    def _note_failed(slot: Slot, reason: str) -> None:
+        """Counts a replacement that never was a rank."""
+        if not slot.has_rank:
+            slot.num_failed, slot.reason = slot.num_failed + 1, reason
+
+    def _fill(self, slot: Slot) -> None:
+        slot.task = asyncio.create_task(self._replace(slot))
+
+    async def _replace(self, slot: Slot) -> None:
+        """Returns when a replacement has loaded the model, or too many were lost before they had a rank."""
+        while slot.num_failed < MAX_FAILED:
+            await self._back_off(slot)
+            number = await self._begin(slot)
+            try:
+                async with asyncio.timeout(self._start_timeout):
+                    await self._roster.admit(number)
+                slot.reason = ""
+                return
+            except TimeoutError:
+                reason = f"did not load within {human_seconds(self._start_timeout)}"
+            except StartError as error:
+                reason = str(error)
+            self._note_failed(slot, reason)
+            self._roster.end(number, reason)
+            await self._roster.settle()
+        self._roster.tell(
+            GivenUp(
+                slot.member,
+                f"{MAX_FAILED} replacements were lost before they were ranks; the last: {slot.reason}",
+            )
+        )
+
+    async def _back_off(self, slot: Slot) -> None:
+        while delay := self._backoff.delay(self._clock()):
+            self._roster.tell(Delayed(slot.member, delay, "too many ranks were lost within a minute"))
+            await self._sleep(delay)
+
+    async def _begin(self, slot: Slot) -> int:
+        """The number of a member whose process was started in the slot, once that is there. Nobody else waits for one
+        that stays away longer than a start may take."""
+        began, is_told = self._clock(), False
+        while (number := await self._start(slot)) is None:
+            if not is_told and self._clock() - began >= self._start_timeout:
+                is_told = True
+                absence = f"it was not there for {human_seconds(self._start_timeout)}, and is filled when it is"
+                self._roster.tell(GivenUp(slot.member, f"{absence}: {slot.reason}"))
+            await self._sleep(AGAIN_SECONDS)
+        return number
+
+    async def _start(self, slot: Slot) -> int | None:
+        """The number of a member whose process was started in the slot; None when that is not there, or was not
+        done."""
+        number, invitation = self._roster.invite()
+        try:
+            await self._fleet.replace(slot.member, number, invitation, slot.config)
+        except Exception as error:  # whatever keeps a machine from it may pass
+            self._roster.withdraw(number)
+            reason = str(error) if isinstance(error, StartError) else f"{type(error).__name__}: {error}"
+            if slot.reason != reason:  # told once
+                slot.reason = reason
+                self._roster.tell(Delayed(slot.member, AGAIN_SECONDS, slot.reason))
+            return None
+        self._roster.tell(Replacing(number, slot.member))
+        slot.member, slot.has_rank = number, False
+        return number
+
+    async def close(self) -> None:
+        """Replaces nobody from now on."""
+        self._roster.is_kept = False
+        tasks = [slot.task for slot in self._slots if slot.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def pinned(config: EngineConfig, ready: Ready) -> EngineConfig:
+    """As it was resolved at the first start of a member: beside others that live, less memory would be found free."""
+    if config.kv_bytes is not None:
+        return config
+    kv_bytes, window_bytes = ready.num_blocks * config.block_size * ready.bytes_per_token, None
+    if ready.windows is not None:
+        window_bytes = ready.windows.num_blocks * config.block_size * ready.windows.bytes_per_token
+        kv_bytes += window_bytes
+    return replace(config, kv_bytes=kv_bytes, window_bytes=window_bytes)

@@ -1,0 +1,85 @@
+"""What members are asked to do beside the steps, and what became of it."""
+
+import asyncio
+from collections.abc import Callable
+
+from coordinator.cluster.control_socket import Channel
+from coordinator.cluster.member_registry import Roster
+from coordinator.cluster.ports import MemberEvent, MemberLost
+from longleaf.errors import DataLoss, LongleafError, StorageUnavailable, Unavailable, WorkerLost
+from longleaf.rank_protocol.snapshots import Failure, Fetch, Fetched, Outcome, Save, Saved
+
+Key = tuple[int, type[Outcome], int]
+"""Member, kind and ticket."""
+
+
+class Orders:
+    """Orders that are not answered yet. Whoever waits for one may be cancelled; then the answer is dropped."""
+
+    def __init__(self, channel: Channel, roster: Roster) -> None:
+        self._channel = channel
+        self._roster = roster
+        self._waiting: dict[Key, asyncio.Future[Outcome]] = {}
+        roster.watch(self._take_loss)
+
+    async def save(self, member: int, order: Save) -> Saved:
+        """Raises as `Ranks.save`."""
+        outcome = await self._ask(member, order, Saved)
+        assert isinstance(outcome, Saved)
+        return outcome
+
+    async def fetch(self, member: int, order: Fetch) -> None:
+        """Raises as `Ranks.fetch`."""
+        await self._ask(member, order, Fetched)
+
+    async def _ask(self, member: int, order: Save | Fetch, kind: type[Outcome]) -> Outcome:
+        one = self._roster.get(member)
+        if one is None or one.end:
+            raise lost(member, None, one.end if one else "it is gone")
+        key = member, kind, order.ticket
+        if key in self._waiting:
+            raise ValueError(f"ticket {order.ticket} of member {member} is in use")
+        answer = self._waiting[key] = asyncio.get_running_loop().create_future()
+        try:
+            self._channel.send([member], order)
+            outcome = await answer
+        finally:
+            del self._waiting[key]
+        if outcome.failure is not None:
+            raise error_of(order.name, outcome.failure)
+        return outcome
+
+    def take(self, message: Outcome) -> None:
+        """An answer that nobody waits for is dropped."""
+        answer = self._waiting.get((message.member, type(message), message.ticket))
+        if answer is not None and not answer.done():
+            answer.set_result(message)
+
+    def _take_loss(self, event: MemberEvent) -> None:
+        if isinstance(event, MemberLost):
+            self._fail(lambda member: member == event.member, lost(event.member, event.rank, event.reason))
+
+    def close(self) -> None:
+        """Nothing will be answered any more."""
+        self._fail(lambda _: True, Unavailable("the service ends"))
+
+    def _fail(self, is_meant: Callable[[int], bool], error: LongleafError) -> None:
+        for (member, _, _), answer in self._waiting.items():
+            if is_meant(member) and not answer.done():
+                answer.set_exception(error)
+
+
+def lost(member: int, rank: int | None, reason: str) -> WorkerLost:
+    """That of a member that is in no epoch names its own number."""
+    return WorkerLost(member if rank is None else rank, reason)
+
+
+def error_of(name: str, failure: Failure) -> LongleafError:
+    """What a failure of an order about the object `name` is raised as."""
+    match failure.trouble:
+        case "damaged":
+            return DataLoss(name, failure.reason)
+        case "unavailable":
+            return StorageUnavailable(f"{name}: {failure.reason}")
+        case "dropped":
+            return Unavailable(f"{name}: {failure.reason}")

@@ -1,0 +1,114 @@
+"""Contexts that an earlier checkpoint has read, made anew for the one that is served."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence, Set
+
+from msgspec.structs import replace
+
+from coordinator.auth.tenant_usage import Room
+from coordinator.engine.context_persistence import Keeping
+from coordinator.engine.persistence_ports import Lasting
+from coordinator.kv_cache.contexts import NamedPath
+from coordinator.kv_cache.positions import Positions
+from coordinator.persistence.catalog.records import ContextRecord, SegmentRecord
+from coordinator.persistence.catalog.stale_contexts import EarlierContext
+from longleaf.errors import CheckpointChanged, LongleafError, NotFound
+from longleaf.tenants import tenant_of
+
+
+class EarlierContexts:
+    """What the folders of earlier checkpoints keep; they are left as they are. `wall_clock` is what contexts are dated
+    by."""
+
+    def __init__(self, lasting: Lasting | None, keeping: Keeping, wall_clock: Callable[[], float]) -> None:
+        self._lasting = lasting
+        self._keeping = keeping
+        self._wall_clock = wall_clock
+        self._names = frozenset(lasting.changed) if lasting is not None else frozenset[str]()
+        """Of all that was there when the service began."""
+        self._reading: asyncio.Task[Mapping[str, EarlierContext]] | None = None
+        """All folders are read whole, also for a tenant that has little there: once for all who wait, and to its end
+        when none does any more."""
+
+    async def adopt(self, context_id: str, positions: Positions, vocabulary_size: int, room: Room) -> NamedPath:
+        """The context with its tokens and settings, of which nothing is held. Raises AlreadyExists, NotFound,
+        CheckpointChanged where it cannot be read by this checkpoint, DataLoss, StorageUnavailable, and what `room`
+        raises."""
+        self._keeping.check_free(context_id)
+        found = (await self._read({context_id})).get(context_id)
+        if found is None:
+            raise NotFound(f"contexts/{context_id}")
+        return await self._adopt(found, positions, vocabulary_size, room)
+
+    async def adopt_all(
+        self, positions: Positions, vocabulary_size: int, tenant: str, room: Room
+    ) -> tuple[list[NamedPath], dict[str, LongleafError]]:
+        """All of a tenant, by name, and what kept those away that are missing."""
+        adopted, refused = list[NamedPath](), dict[str, LongleafError]()
+        names = set[str]()
+        for name in sorted(name for name in self._names if tenant_of(name) == tenant):
+            try:
+                self._keeping.check_free(name)
+            except LongleafError as error:
+                refused[name] = error
+            else:
+                names.add(name)
+        for name, found in sorted((await self._read(names)).items()):
+            try:
+                adopted.append(await self._adopt(found, positions, vocabulary_size, room))
+            except LongleafError as error:
+                refused[name] = error
+        return adopted, dict(sorted(refused.items()))
+
+    async def _adopt(self, found: EarlierContext, positions: Positions, vocabulary_size: int, room: Room) -> NamedPath:
+        record, path = anew(found, positions, vocabulary_size)
+        with room(record.num_tokens):
+            return await self._keeping.adopt(record, path)
+
+    async def _read(self, names: Set[str]) -> Mapping[str, EarlierContext]:
+        """Those of these names, but for those that have expired."""
+        if self._lasting is None or not names & self._names:
+            return {}
+        if self._reading is None:
+            self._reading = asyncio.create_task(asyncio.to_thread(self._lasting.read_earlier))
+            self._reading.add_done_callback(self._end_reading)
+        now, found = self._wall_clock(), await asyncio.shield(self._reading)
+        return {name: each for name, each in found.items() if name in names and not _is_past(each.record, now)}
+
+    def _end_reading(self, task: asyncio.Task[Mapping[str, EarlierContext]]) -> None:
+        self._reading = None
+        if not task.cancelled():
+            task.exception()  # its callers may have left; asyncio would log the error
+
+
+def _is_past(record: ContextRecord, now: float) -> bool:
+    return record.expires is not None and not record.is_pinned and record.expires <= now
+
+
+def anew(
+    found: EarlierContext, positions: Positions, vocabulary_size: int
+) -> tuple[ContextRecord, Sequence[SegmentRecord]]:
+    """The context and its path, rotated as contexts are now, without what its segments have beyond it. It keeps its
+    capacity where that is allowed. Raises CheckpointChanged where this checkpoint cannot read it, and DataLoss."""
+    record, path, name = found.record, found.path, f"contexts/{found.record.id}"
+    if found.has_other_text:
+        changed = f"{', '.join(found.differing)} in {found.model} changed since"
+        raise CheckpointChanged(name, f"{changed}, and its token ids may mean another text: ingest the text anew")
+    declared = record.capacity if record.capacity <= positions.limit else None
+    capacity = positions.capacity(record.num_tokens, declared)
+    if capacity < record.num_tokens:
+        told = f"it has {record.num_tokens:,} tokens, and this one takes {capacity:,}, {positions.limit_name}"
+        raise CheckpointChanged(name, told)
+    rope, ends = positions.rope(capacity), [*(segment.start for segment in path[1:]), record.num_tokens]
+    cut = [replace(_cut(each, end), rope=rope) for each, end in zip(path, ends, strict=True)]
+    if (largest := max(max(each.token_ids) for each in cut)) >= vocabulary_size:
+        raise CheckpointChanged(name, f"it has token {largest:,}, and this one knows {vocabulary_size:,}")
+    return replace(record, capacity=capacity), cut
+
+
+def _cut(segment: SegmentRecord, end: int) -> SegmentRecord:
+    num_tokens = end - segment.start
+    if num_tokens == len(segment.token_ids):
+        return segment
+    text = segment.text and segment.text.cut(num_tokens)
+    return replace(segment, token_ids=segment.token_ids[:num_tokens], text=text)

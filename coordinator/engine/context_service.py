@@ -1,0 +1,175 @@
+"""What clients do with contexts, but for reading documents into them."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from coordinator.auth.tenant_usage import Room, Usage, any_room
+from coordinator.engine.checkpoint_migration import EarlierContexts
+from coordinator.engine.context_persistence import Keeping
+from coordinator.engine.recovery_status import Recoveries
+from coordinator.engine_messages import LAST_IDS, DocumentPart, Grounds
+from coordinator.kv_cache.contexts import NamedPath
+from coordinator.kv_cache.positions import Positions, Ropes
+from coordinator.scheduling.limits import num_fed
+from coordinator.scheduling.scheduler import Scheduler
+from longleaf import types
+from longleaf.config import EngineConfig
+from longleaf.rank_protocol.group_messages import Ready
+from longleaf.tenants import DEFAULT_TENANT
+from longleaf.types import ContextSettings, LeftOut
+
+ANSWER_PART = 8
+"""Answers as long as there is room for have together this part of the pools of all ranks: all others would wait."""
+
+
+class ContextCalls(ABC):
+    """The part of an engine that looks after contexts by their names. All of it raises Unavailable where the engine
+    cannot answer."""
+
+    positions: Positions
+    """How far positions may go, and how they are rotated; known once the ranks are ready."""
+    _config: EngineConfig
+    _keeping: Keeping
+    _earlier: EarlierContexts
+    _recoveries: Recoveries
+    _wall_clock: Callable[[], float]
+
+    @property
+    @abstractmethod
+    def total_tokens(self) -> int:
+        """Tokens that the pools of all ranks can hold."""
+        ...
+
+    @abstractmethod
+    def _open(self) -> Scheduler:
+        """What clients reach the service through. Raises Unavailable."""
+        ...
+
+    @abstractmethod
+    def _readies(self) -> Sequence[Ready]:
+        """What the ranks of this epoch said when they were ready."""
+        ...
+
+    @abstractmethod
+    def _view(self, context: NamedPath) -> types.Context: ...
+
+    def num_tokens(self, context_id: str) -> int:
+        """Tokens of a context. Raises NotFound."""
+        return self.named(context_id).num_tokens
+
+    def answer_room(self, context: str | None, num_tokens: int, num_samples: int, *, is_whole: bool = True) -> int:
+        """Tokens that each answer may have after so many of a prompt. `is_whole`: see Prompt. Raises NotFound."""
+        named = self.named(context) if context is not None else None
+        num_prompt = (named.num_tokens if named else 0) + num_tokens
+        if named is None:
+            capacity = self.positions.capacity(num_prompt, None)
+        elif is_whole:
+            capacity = self.positions.question_capacity(named.rope, named.capacity, num_prompt)
+        else:
+            capacity = named.capacity
+        return min(capacity - num_prompt, self.total_tokens // (ANSWER_PART * num_samples))
+
+    def scaling_note(self, context: str | None, num_tokens: int, max_tokens: int, *, is_whole: bool = True) -> str:
+        """Why an answer of up to `max_tokens` after a prompt of `num_tokens` is not that of transformers because of how
+        its positions are scaled; empty where it is. `is_whole`: see Prompt. Raises NotFound."""
+        if context is None:
+            return self.positions.scaling_note(self.positions.ropes(num_tokens + num_fed(max_tokens)), num_tokens)
+        named = self.named(context)
+        num_prompt = named.num_tokens + num_tokens
+        ropes = Ropes(named.rope, named.rope)
+        if is_whole:
+            num_positions = num_prompt + num_fed(max_tokens)
+            ropes = self.positions.question_ropes(named.rope, named.capacity, num_positions)
+        return self.positions.scaling_note(ropes, num_prompt)
+
+    def grounds(self, context_id: str) -> Grounds:
+        """What can be told of where answers about a context come from. Raises NotFound."""
+        path, readies = self.named(context_id).path, self._readies()
+        return Grounds(
+            segments=path.ids,
+            ends=tuple(end for _, _, end in path.parts()),
+            last_ids=path.token_ids(max(0, path.end - LAST_IDS)),
+            block_size=self._config.block_size,
+            full_layers=readies[0].full_layers,
+            can_cut=readies[0].windows is None,
+        )
+
+    def made_by(self, context_id: str) -> str:
+        """What its client called the ingest that made the last document of a context. Raises NotFound."""
+        return self.named(context_id).upload_id
+
+    def named(self, context_id: str) -> NamedPath:
+        """Raises NotFound, ContextLost or CheckpointChanged."""
+        with self._recoveries.explaining():
+            return self._open().contexts.get(context_id)
+
+    def text_parts(self, context_id: str) -> list[DocumentPart]:
+        """The tokens of a context, and which text they are. Raises NotFound, ContextLost or CheckpointChanged."""
+        path = self.named(context_id).path
+        return [
+            DocumentPart(token_ids=segment.token_ids, num_tokens=end - start, text=segment.text)
+            for segment, start, end in path.parts()
+        ]
+
+    def get_context(self, context_id: str) -> types.Context:
+        """Raises NotFound. Looks at all that ranks hold of it; `num_tokens` does not."""
+        return self._view(self.named(context_id))
+
+    def welcome(self, context: NamedPath) -> types.Context:
+        """There is another context now."""
+        self._recoveries.forget(context.id)
+        return self._view(context)
+
+    def list_contexts(
+        self, after: str = "", limit: int | None = None, *, tenant: str = DEFAULT_TENANT
+    ) -> list[types.Context]:
+        """Those of a tenant, sorted by id: those that come after `after`, at most `limit`."""
+        return [self._view(context) for context in self._open().contexts.of_tenant(tenant, after, limit)]
+
+    def usage(self, tenant: str) -> Usage:
+        """What a tenant takes, but for storage."""
+        return self._open().usage(tenant)
+
+    def storage_bytes(self, tenant: str) -> int:
+        """Bytes that are kept of a tenant's contexts, on storage and in the catalog."""
+        return self._keeping.total_bytes(self._open().contexts.totals(tenant))
+
+    async def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> types.Context:
+        """A new context of the first `num_tokens` tokens of another, by default all. Copies nothing.
+
+        Raises NotFound, AlreadyExists, InvalidArgument naming token_count, Unavailable or StorageUnavailable.
+        """
+        self._open()
+        with self._recoveries.explaining():
+            forked = await self._keeping.fork(source, context_id, num_tokens)
+        return self.welcome(forked)
+
+    async def reread_context(self, context_id: str, vocabulary_size: int, room: Room = any_room) -> types.Context:
+        """The context of that name that an earlier checkpoint has read, parked, to be read again by this one, which
+        knows so many tokens. Raises NotFound, AlreadyExists, CheckpointChanged, DataLoss, StorageUnavailable, and what
+        `room` raises."""
+        self._open()
+        with self._recoveries.explaining():
+            context = await self._earlier.adopt(context_id, self.positions, vocabulary_size, room)
+        return self.welcome(context)
+
+    async def reread_contexts(
+        self, vocabulary_size: int, tenant: str = DEFAULT_TENANT, room: Room = any_room
+    ) -> types.Reread:
+        """All contexts of a tenant that earlier checkpoints have read."""
+        self._open()
+        adopted, refused = await self._earlier.adopt_all(self.positions, vocabulary_size, tenant, room)
+        told = tuple(LeftOut(name, str(error)) for name, error in refused.items())
+        return types.Reread(contexts=tuple(map(self.welcome, adopted)), left_out=told)
+
+    async def update_context(self, context_id: str, settings: ContextSettings) -> types.Context:
+        """Raises NotFound, InvalidArgument for a time that has passed, and StorageUnavailable."""
+        self._open()
+        settings.check(self._wall_clock(), "context")
+        return self._view(await self._keeping.update(context_id, settings))
+
+    async def delete_context(self, context_id: str) -> None:
+        """Raises NotFound and StorageUnavailable. Generations that run on it go on; an ingest into it fails with
+        NotFound."""
+        self._open()
+        await self._keeping.delete(context_id)

@@ -1,0 +1,76 @@
+"""What is kept of contexts and segments, and these again made of it."""
+
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from coordinator.kv_cache.contexts import LAST_ENDS, NamedPath
+from coordinator.kv_cache.token_paths import Path, Segment
+from coordinator.persistence.catalog.records import Change, ContextRecord, SegmentRecord, SnapshotRecord
+from longleaf.storage.context_note import sound_ends
+
+
+def segment_record(segment: Segment) -> SegmentRecord:
+    """What is kept of a segment."""
+    before = segment.before.segments
+    parent = before[-1].id if before else None
+    return SegmentRecord(
+        id=segment.id,
+        parent=parent,
+        start=segment.start,
+        rope=segment.rope,
+        token_ids=segment.token_ids,
+        text=segment.text,
+    )
+
+
+def segment_of(record: SegmentRecord, before: Path, tenant: str) -> Segment:
+    """The segment of a tenant that was kept, behind the path that it continues."""
+    segment = Segment(record.id, before.cut(record.start), record.rope, tenant)
+    segment.extend(record.token_ids)
+    segment.text = record.text
+    return segment
+
+
+def context_record(context: NamedPath) -> ContextRecord:
+    """What is kept of a context beside its segments."""
+    return ContextRecord(
+        id=context.id,
+        segment=context.path.segments[-1].id,
+        num_tokens=context.num_tokens,
+        ends=context.ends,
+        capacity=context.capacity,
+        created=context.created,
+        updated=context.updated,
+        display_name=context.display_name,
+        is_pinned=context.is_pinned,
+        expires=context.expires,
+        last_used=context.used,
+        num_hits=context.num_hits,
+        upload_id=context.upload_id,
+    )
+
+
+def context_of(record: ContextRecord, path: Path) -> NamedPath:
+    """The context that was kept, on its path."""
+    context = NamedPath(record.id, record.created, path, record.capacity)
+    ends = sound_ends(record.ends, record.num_tokens) or (record.num_tokens,)  # early versions imported any
+    context.ends, context.updated = ends[-LAST_ENDS:], record.updated
+    context.display_name, context.is_pinned, context.expires = record.display_name, record.is_pinned, record.expires
+    context.used, context.num_hits, context.upload_id = record.last_used, record.num_hits, record.upload_id
+    return context
+
+
+def renumbered(
+    record: ContextRecord, path: Sequence[SegmentRecord], snapshots: Sequence[SnapshotRecord], first_id: int
+) -> Change:
+    """What keeps a context of another catalog: its segments have the ids from `first_id` on, in the order of its
+    path."""
+    ids = {segment.id: first_id + i for i, segment in enumerate(path)}
+    parents = [None, *ids.values()]
+    segments = [replace(each, id=ids[each.id], parent=parent) for each, parent in zip(path, parents, strict=False)]
+    return Change(
+        segments=tuple(segments),
+        contexts=(replace(record, segment=segments[-1].id),),
+        snapshots=tuple(replace(each, segment=ids[each.segment]) for each in snapshots),
+    )

@@ -1,0 +1,86 @@
+"""What clients are told of losses: how far everything is held again, and which contexts are gone for good."""
+
+import logging
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+
+from coordinator.engine_messages import GivenUp
+from longleaf.errors import CheckpointChanged, ContextLost, NotFound
+from longleaf.formatting import human_seconds
+from longleaf.types import Recovering, Recovery
+
+MAX_REMEMBERED = 100
+"""Contexts of which is told why they are gone."""
+PREFIX = "contexts/"
+log = logging.getLogger(__name__)
+
+
+class Recoveries:
+    """The recovery that goes on, or the last one. `clock` measures seconds; `changed` tells of contexts that another
+    checkpoint has read what differs."""
+
+    def __init__(self, clock: Callable[[], float], changed: Mapping[str, str] | None = None) -> None:
+        self._clock = clock
+        self._changed = dict(changed or {})
+        self._began = 0.0
+        self._latest: Recovery | None = None
+        self._reasons: dict[str, str] = {}
+        """Why contexts were given up, by id."""
+
+    def begin(self, epoch: int, lost_at: float) -> None:
+        """An epoch begins after a loss. What is still lost of the one before is a part of this recovery."""
+        if self._latest is None or self._latest.is_over:
+            self._began = lost_at
+            self._latest = Recovery(epoch=epoch, lost_tokens=0, recovered_tokens=0, seconds=0.0, is_over=False)
+
+    def see(self, progress: Recovering | None, given_up: Sequence[GivenUp]) -> None:
+        """Takes in how far it is; None: nothing is lost any more."""
+        gone = {one.context: one.reason for one in given_up}
+        self._reasons = dict([*self._reasons.items(), *gone.items()][-MAX_REMEMBERED:])
+        for one in given_up:
+            log.warning("context %s of %s tokens was given up: %s", one.context, f"{one.num_tokens:,}", one.reason)
+        if (latest := self._latest) is None or latest.is_over:
+            return
+        lost = latest.lost_tokens if progress is None else progress.total_tokens
+        self._latest = Recovery(
+            epoch=latest.epoch,
+            lost_tokens=lost,
+            recovered_tokens=lost if progress is None else progress.recovered_tokens,
+            seconds=self._clock() - self._began,
+            is_over=progress is None,
+            given_up=tuple([*latest.given_up, *gone][-MAX_REMEMBERED:]),
+        )
+        self._log(latest, self._latest)
+
+    @staticmethod
+    def _log(before: Recovery, now: Recovery) -> None:
+        """Tells who runs the service when something was lost, and when that is held again."""
+        if now.lost_tokens > before.lost_tokens:
+            log.warning("recovering: %s tokens were lost", f"{now.lost_tokens:,}")
+        if now.is_over and now.lost_tokens:
+            but = f", but for those of contexts that were given up ({len(now.given_up)})" if now.given_up else ""
+            log.warning("recovered %s lost tokens in %s%s", f"{now.lost_tokens:,}", human_seconds(now.seconds), but)
+
+    @property
+    def latest(self) -> Recovery | None:
+        """As it is now; None where no rank was lost."""
+        return self._latest
+
+    @contextmanager
+    def explaining(self) -> Generator[None, None, None]:
+        """Has a context that is not there raise ContextLost instead of NotFound, because it was given up, or
+        CheckpointChanged."""
+        try:
+            yield
+        except NotFound as error:
+            name = error.name.removeprefix(PREFIX)
+            if (reason := self._reasons.get(name)) is not None:
+                raise ContextLost(error.name, reason) from error
+            if (changes := self._changed.get(name)) is not None:
+                raise CheckpointChanged(error.name, changes) from error
+            raise
+
+    def forget(self, context_id: str) -> None:
+        """There is a context of this name again."""
+        self._reasons.pop(context_id, None)
+        self._changed.pop(context_id, None)

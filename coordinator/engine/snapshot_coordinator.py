@@ -1,0 +1,83 @@
+"""Storage, as far as an engine has to do with it: what ranks hold goes there, and what was lost comes back."""
+
+from collections.abc import Callable, Sequence
+
+from coordinator.cluster.ports import Ranks
+from coordinator.engine.epochs import Epochs
+from coordinator.engine.snapshot_fetcher import Fetching
+from coordinator.persistence.snapshots.ports import ContextUse, Form, Held
+from coordinator.persistence.snapshots.snapshots import Snapshots
+from coordinator.scheduling.scheduler import Scheduler
+from longleaf.types import Storage
+
+
+class Storing:
+    """Implements coordinator.persistence.snapshots.ports.Holdings. `on_change` is called when the engine has something
+    to do."""
+
+    def __init__(self, snapshots: Snapshots, ranks: Ranks, epochs: Epochs, on_change: Callable[[], None]) -> None:
+        self._snapshots = snapshots
+        self._ranks = ranks
+        self._epochs = epochs
+        self._on_change = on_change
+        self._fetching = Fetching(snapshots, ranks, self._members, on_change)
+        self._begun: Scheduler | None = None
+        self._last = (0, True, False)
+
+    def _members(self) -> Sequence[int]:
+        return self._epochs.current.formation.members
+
+    @property
+    def _scheduler(self) -> Scheduler:
+        assert self._begun is not None
+        return self._begun
+
+    def begin(self, scheduler: Scheduler, block_size: int) -> None:
+        """The ranks are there."""
+        self._begun = scheduler
+        ready = self._epochs.current.formation.readies[0]
+        text = "|".join([ready.form, ready.form_of_windows]) if ready.form else ""
+        self._fetching.begin(scheduler.restoring)
+        self._snapshots.begin(self, self._ranks, Form(text, block_size), self._on_change)
+
+    def turn(self) -> None:
+        """Steps have been scheduled or answered, or the ranks are others."""
+        self._fetching.turn()
+        scheduler = self._scheduler
+        now = self._epochs.current.number, scheduler.segments.holdings.is_whole, scheduler.is_moving
+        if now != self._last:  # segments may be held that were not
+            self._last = now
+            self._snapshots.wake()
+
+    def held(self, segment_id: int) -> Held | None:
+        scheduler, epoch = self._scheduler, self._epochs.current
+        holding = scheduler.segments.holdings.find(segment_id)
+        if holding is None or holding.is_parked or holding.loss is not None or not holding.segment.is_sealed:
+            return None
+        if self._epochs.is_over or scheduler.is_moving:
+            return None
+        return Held(
+            segment=holding.segment,
+            runs=tuple(holding.runs),
+            window_runs=holding.window_runs,
+            members=epoch.formation.members,
+            epoch=epoch.number,
+            version=holding.version,
+        )
+
+    def uses(self) -> Sequence[ContextUse]:
+        contexts = self._scheduler.contexts.list()
+        return [ContextUse(one.id, one.used, one.is_pinned, tuple(one.path.ids)) for one in contexts]
+
+    def view(self) -> Storage:
+        """The storage, as clients see it."""
+        return self._snapshots.view()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of keys and values there."""
+        return self._snapshots.total_bytes
+
+    async def close(self) -> None:
+        await self._fetching.close()
+        await self._snapshots.close()

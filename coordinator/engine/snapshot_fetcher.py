@@ -1,0 +1,196 @@
+"""What comes back from storage: manifests are read here, pieces by the ranks that take them in, beside the steps."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Protocol
+
+from coordinator.cluster.ports import Ranks
+from coordinator.kv_cache.token_paths import Segment
+from coordinator.recovery.restore import OF_WINDOWS, Part, Restoring
+from longleaf.errors import DataLoss, LongleafError, NotFound, StorageUnavailable, Unavailable
+from longleaf.formatting import human_seconds
+from longleaf.positions import EVERY_RANK
+from longleaf.rank_protocol.snapshots import Fetch
+from longleaf.storage.manifest import Piece, SegmentManifest
+
+FETCH_SECONDS = 30.0
+"""After which nothing more of a segment is fetched, nor what storage has of it: reading its tokens again takes no
+longer."""
+FORGET_SECONDS = 30.0
+"""After which it is tried again to have a catalog forget what is damaged."""
+log = logging.getLogger(__name__)
+
+
+class Manifests(Protocol):
+    """What storage has of segments. Implemented by coordinator.persistence.snapshots."""
+
+    def is_usable(self, segment_id: int) -> bool:
+        """Whether it has one in a form that the ranks can take in."""
+        ...
+
+    async def manifest(self, segment: Segment) -> SegmentManifest:
+        """Of this very segment. Raises NotFound, DataLoss or StorageUnavailable."""
+        ...
+
+    def imported_with(self, segment_id: int) -> Sequence[int]:
+        """The segments that came with the same archive, itself among them; empty for one that was written here."""
+        ...
+
+    async def forget(self, damaged: Mapping[int, str]) -> None:
+        """Never believes it again, of segments and for reasons."""
+        ...
+
+
+class Fetching:
+    """Does what recovery orders. `members` gives the numbers of the ranks, and `on_change` is called when recovery can
+    go on."""
+
+    def __init__(
+        self, manifests: Manifests, ranks: Ranks, members: Callable[[], Sequence[int]], on_change: Callable[[], None]
+    ) -> None:
+        self._manifests = manifests
+        self._ranks = ranks
+        self._members = members
+        self._on_change = on_change
+        self._restoring: Restoring | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._pieces: dict[int, SegmentManifest] = {}
+        """By segment, as long as something of it is fetched."""
+        self._sent: dict[int, tuple[int, ...]] = {}
+        """Members that were told to fetch something, by ticket."""
+        self._damaged: dict[int, str] = {}
+        """Segments of which something is, until they are forgotten, and that is when nobody fetches anything of
+        them."""
+        self._forgetting: set[int] = set()
+
+    def begin(self, restoring: Restoring) -> None:
+        restoring.is_kept = self._is_kept
+        self._restoring = restoring
+
+    def _is_kept(self, segment_id: int) -> bool:
+        return segment_id not in self._damaged and self._manifests.is_usable(segment_id)
+
+    def turn(self) -> None:
+        """Takes the orders that there are."""
+        assert self._restoring is not None
+        restoring = self._restoring
+        for segment_id in restoring.take_broken():
+            if self._manifests.imported_with(segment_id):  # else it may be the ranks' own fault
+                self._distrust(restoring, segment_id, "an epoch broke while it was restored")
+        for ticket in (discarded := restoring.take_discarded()):
+            for member in self._sent.pop(ticket, ()):
+                self._start(self._discard(member, ticket))
+        for segment in restoring.take_wanted():
+            self._start(self._offer(restoring, segment))
+        for part in restoring.take_ordered():
+            if part.ticket not in discarded:  # else nobody would discard it once it is fetched
+                self._order(restoring, part)
+        for segment_id in [one for one in self._pieces if not restoring.needs(one)]:
+            del self._pieces[segment_id]
+        damaged = self._damaged.items()
+        free = {one: why for one, why in damaged if not (restoring.needs(one) or one in self._forgetting)}
+        if free:
+            self._forgetting |= free.keys()
+            self._start(self._forget(free))
+
+    def _distrust(self, restoring: Restoring, segment_id: int, reason: str) -> None:
+        """What storage has of a segment is damaged: nothing more is taken of it, nor of the archive it came with."""
+        self._damaged.setdefault(segment_id, reason)
+        for other in self._manifests.imported_with(segment_id):
+            if other != segment_id:
+                self._damaged.setdefault(other, f"it came with an archive in which segment {segment_id} is damaged")
+                restoring.refuse(other)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)  # the loop itself keeps only weak references
+        task.add_done_callback(self._tasks.discard)
+
+    # --- manifests ---
+
+    async def _offer(self, restoring: Restoring, segment: Segment) -> None:
+        try:
+            async with asyncio.timeout(FETCH_SECONDS):
+                manifest = await self._manifests.manifest(segment)
+            self._pieces[segment.id] = manifest
+            windows = manifest.windows.runs if manifest.windows else ()
+            restoring.offer(segment.id, [piece.runs for piece in manifest.pieces], windows)
+        except (NotFound, DataLoss) as error:
+            self._distrust(restoring, segment.id, str(error))
+            restoring.refuse(segment.id)
+        except (LongleafError, TimeoutError) as error:
+            reason = _reason(error)
+            log.warning("segment %d is read again, for what storage has of it is not known: %s", segment.id, reason)
+            restoring.refuse(segment.id)
+        except Exception as error:  # nobody else would say that the segment is read again
+            log.error("segment %d is read again: an unexpected error", segment.id, exc_info=error)
+            restoring.refuse(segment.id)
+        self._on_change()
+
+    async def _forget(self, damaged: Mapping[int, str]) -> None:
+        while True:
+            try:
+                await self._manifests.forget(damaged)
+                break
+            except LongleafError as error:  # until then it is not believed
+                segment_id = next(iter(damaged))
+                log.warning("what storage has of segment %d is damaged, and still kept: %s", segment_id, error)
+            await asyncio.sleep(FORGET_SECONDS)
+        for segment_id in damaged:
+            self._forgetting.discard(segment_id)
+            del self._damaged[segment_id]
+
+    # --- pieces ---
+
+    def _order(self, restoring: Restoring, part: Part) -> None:
+        found = self._pieces.get(part.segment)
+        piece = None if found is None else found.windows if part.piece == OF_WINDOWS else found.pieces[part.piece]
+        if piece is None:  # the epoch has ended since
+            restoring.tell(part.ticket, is_there=False)
+            return
+        members = tuple(self._members())
+        told = members if part.rank == EVERY_RANK else (members[part.rank],)
+        self._sent[part.ticket] = told
+        self._start(self._fetch(restoring, part, piece, told))
+
+    async def _fetch(self, restoring: Restoring, part: Part, piece: Piece, members: Sequence[int]) -> None:
+        of_windows = part.piece == OF_WINDOWS
+        order = Fetch(part.ticket, piece.name, piece.num_bytes, piece.digest, piece.runs, of_windows)
+        try:
+            async with asyncio.timeout(FETCH_SECONDS):
+                await asyncio.gather(*(self._ranks.fetch(member, order) for member in members))
+        except DataLoss as error:
+            self._distrust(restoring, part.segment, str(error))
+            if self._manifests.imported_with(part.segment):
+                restoring.refuse(part.segment)
+            restoring.tell(part.ticket, is_there=False)
+        except (StorageUnavailable, TimeoutError) as error:
+            reason = _reason(error)
+            if restoring.needs(part.segment):
+                log.warning("segment %d is read again, for %s is not fetched: %s", part.segment, piece.name, reason)
+            restoring.refuse(part.segment)
+        except Unavailable:
+            return  # the epoch ends, or nobody needs it any more
+        except Exception as error:
+            log.error("segment %d is read again: an unexpected error", part.segment, exc_info=error)
+            restoring.refuse(part.segment)
+        else:
+            restoring.tell(part.ticket, is_there=True)
+        self._on_change()
+
+    async def _discard(self, member: int, ticket: int) -> None:
+        try:
+            await self._ranks.discard(member, [ticket])
+        except LongleafError as error:
+            log.debug("member %d still has what it fetched under %d: %s", member, ticket, error)
+
+    async def close(self) -> None:
+        """Orders nothing more."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def _reason(error: LongleafError | TimeoutError) -> str:
+    return str(error) or f"it takes longer than {human_seconds(FETCH_SECONDS)}"

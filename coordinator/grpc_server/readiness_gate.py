@@ -1,0 +1,91 @@
+"""Who is let in: nobody before the model is there, and nobody new once the service ends."""
+
+import asyncio
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from coordinator.handlers.application import UseCases
+from longleaf.errors import LongleafError, Unavailable
+
+SERVED = "/longleaf.v1."
+"""How the methods begin that are about the model. All others, such as health checks, are let in at any time."""
+DRAIN = f"{SERVED}ClusterService/Drain"
+ENDLESS = f"{SERVED}ClusterService/WatchCluster"
+
+
+class Lobby:
+    """Lets calls to the model in from `open` to `close`, and counts those that run. `loading` says what the others are
+    told before."""
+
+    def __init__(self, loading: Callable[[], LongleafError]) -> None:
+        self._why_not: Callable[[], LongleafError] | None = loading
+        self._use_cases: UseCases | None = None
+        self._is_closed = False
+        self._reason: LongleafError | None = None
+        self._open = set[asyncio.Task[Any] | None]()
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    @property
+    def is_open(self) -> bool:
+        return self._why_not is None
+
+    @property
+    def num_open(self) -> int:
+        """Calls that run, without those that watch and never end by themselves."""
+        return len(self._open)
+
+    @property
+    def use_cases(self) -> UseCases:
+        """What the calls that were let in ask for."""
+        assert self._use_cases is not None
+        return self._use_cases
+
+    def open(self, use_cases: UseCases) -> None:
+        """Lets calls in, unless it was closed."""
+        if not self._is_closed:
+            self._why_not, self._use_cases = None, use_cases
+
+    def close(self, error: Unavailable) -> None:
+        """Lets nobody in any more; `error` is what they are told. Those that run go on."""
+        self._why_not, self._is_closed = lambda: error, True
+
+    @contextmanager
+    def visit(self, method: str) -> Generator[None, None, None]:
+        """The time of one call. Raises what keeps the service from taking it."""
+        if method == DRAIN or not method.startswith(SERVED):
+            yield
+            return
+        if self._why_not is not None:
+            raise self._why_not()
+        if method == ENDLESS:
+            yield
+            return
+        call = asyncio.current_task()
+        self._open.add(call)
+        self._empty.clear()
+        try:
+            yield
+        except asyncio.CancelledError:
+            if self._reason is None or call is None:
+                raise
+            call.uncancel()
+            raise self._reason from None
+        finally:
+            self._open.discard(call)
+            if not self._open:
+                self._empty.set()
+
+    def end(self, error: Unavailable) -> None:
+        """Ends the calls that run with `error`, whatever they wait for."""
+        self._reason = error
+        for call in self._open:
+            if call is not None:
+                call.cancel()
+
+    async def wait_empty(self, seconds: float) -> None:
+        """Returns when no call runs, after `seconds` at the latest."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._empty.wait()

@@ -1,0 +1,186 @@
+"""All that clients can ask of one service, through whatever door they come."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from coordinator.auth.caller import CALLER, OWNER
+from coordinator.auth.quotas import Ledger
+from coordinator.auth.tenant_usage import Room, Usage
+from coordinator.change_feed import Changes
+from coordinator.handlers.context_text import ContextTexts, TextSource
+from coordinator.handlers.durable_uploads import KeptUploads
+from coordinator.handlers.generation import Generation, Submitter
+from coordinator.handlers.ingest import Ingest, Ingester
+from coordinator.handlers.tokenization import Tokenization
+from coordinator.handlers.transfer.exports import Exports
+from coordinator.handlers.transfer.imports import Imports
+from coordinator.handlers.transfer.ports import House
+from coordinator.handlers.uploads import Uploads
+from coordinator.handlers.verification import Verifications
+from coordinator.persistence.journal.journal import Journal
+from coordinator.telemetry.observers import NOBODY, Observers
+from coordinator.text.tokenizer import Tokenizer
+from coordinator.text.tokenizer_pool import TextThreads
+from longleaf.errors import FailedPrecondition
+from longleaf.sampling import GREEDY, Sampling
+from longleaf.types import Cluster, Context, ContextSettings, Reread
+
+
+class ContextStore(Protocol):
+    """The contexts of an engine."""
+
+    def get_context(self, context_id: str) -> Context:
+        """Raises NotFound."""
+        ...
+
+    def list_contexts(self, after: str = "", limit: int | None = None, *, tenant: str) -> list[Context]:
+        """Those of a tenant by id, those that come after `after`, at most `limit`."""
+        ...
+
+    async def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> Context:
+        """Raises NotFound, AlreadyExists, InvalidArgument, Unavailable or StorageUnavailable."""
+        ...
+
+    async def update_context(self, context_id: str, settings: ContextSettings) -> Context:
+        """Raises NotFound, InvalidArgument or StorageUnavailable."""
+        ...
+
+    async def delete_context(self, context_id: str) -> None:
+        """Raises NotFound or StorageUnavailable."""
+        ...
+
+
+class Rereader(Protocol):
+    """Contexts that an earlier checkpoint has read, for an engine whose checkpoint knows so many tokens."""
+
+    async def reread_context(self, context_id: str, vocabulary_size: int, room: Room) -> Context:
+        """Raises NotFound, AlreadyExists, CheckpointChanged, DataLoss, StorageUnavailable, and what `room` raises."""
+        ...
+
+    async def reread_contexts(self, vocabulary_size: int, tenant: str, room: Room) -> Reread: ...
+
+
+class ServedEngine(Submitter, Ingester, ContextStore, Rereader, TextSource, Protocol):
+    """All that the use cases ask of the engine."""
+
+    def usage(self, tenant: str) -> Usage:
+        """What a tenant takes, but for storage."""
+        ...
+
+    def storage_bytes(self, tenant: str) -> int:
+        """Bytes that are kept of a tenant's contexts."""
+        ...
+
+    @property
+    def changes(self) -> Changes:
+        """Changes of requests, and of what ranks hold."""
+        ...
+
+
+class UseCases:
+    """The use cases of one engine. All doors share them: what is held to be resumed is found again through any of them.
+
+    `cluster` describes the engine, and raises what that raises. What is held to be resumed goes into `journal`, and
+    documents that may be into `kept_uploads`. Contexts move out of `house` and into it; None: they stay. A tenant may
+    have at most `tenant_share` of what is held for those who come back.
+    """
+
+    def __init__(
+        self,
+        engine: ServedEngine,
+        tokenizer: Tokenizer,
+        cluster: Callable[[], Cluster],
+        journal: Journal | None = None,
+        kept_uploads: KeptUploads | None = None,
+        house: House | None = None,
+        observers: Observers = NOBODY,
+        tenant_share: float = 1.0,
+        sampling_defaults: Sampling = GREEDY,
+    ) -> None:
+        self.sampling_defaults = sampling_defaults
+        """For sampling parameters that requests leave out."""
+        self._uploads = Uploads(kept=kept_uploads, tenant_share=tenant_share)
+        self._ledger = ledger = Ledger(
+            engine.usage,
+            num_uploads=self._num_uploads,
+            storage_bytes=engine.storage_bytes,
+            num_upload_tokens=self._uploads.num_tokens_of,
+        )
+        observers = Observers((observers, ledger))
+        self.threads = TextThreads(tenant=lambda: CALLER.get(OWNER).tenant)
+        """Where all that takes long is done, so that it takes turns."""
+        self.texts = ContextTexts(engine, tokenizer, self.threads)
+        self.generation = Generation(
+            engine,
+            tokenizer,
+            self.threads,
+            journal=journal,
+            observers=observers,
+            ledger=ledger,
+            tenant_share=tenant_share,
+            text_maps=self.texts.map_of,
+        )
+        self.ingest = Ingest(engine, tokenizer, self.threads, self._uploads, ledger=ledger)
+        self._kept_uploads = kept_uploads
+        self.contexts: ContextStore = engine
+        self._rereader: Rereader = engine
+        self._vocabulary_size = tokenizer.vocabulary_size
+        self.tokenization = Tokenization(tokenizer, self.threads)
+        self.verifications = Verifications(engine, tokenizer, self.threads, cluster)
+        self._exports = self._imports = None
+        if house is not None:
+            self._exports = Exports(house, self.threads, cluster, tenant_share=tenant_share)
+            self._imports = Imports(house, tokenizer.vocabulary_size, ledger=ledger, tenant_share=tenant_share)
+        self.cluster = cluster
+        self.changes = engine.changes
+        """Changes of what `cluster` says."""
+
+    def _num_uploads(self, tenant: str) -> int:
+        """Ingests and imports of a tenant that are open, or kept to be resumed."""
+        return self._uploads.num_of(tenant) + (self._imports.num_of(tenant) if self._imports is not None else 0)
+
+    async def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> Context:
+        """Raises NotFound, AlreadyExists, InvalidArgument, ResourceExhausted, Unavailable or StorageUnavailable."""
+        held = self.contexts.get_context(source).tokens
+        self._ledger.check_context(1, held if num_tokens is None else min(held, num_tokens))
+        return await self.contexts.fork_context(source, context_id, num_tokens)
+
+    async def reread_context(self, context_id: str) -> Context:
+        """Has a context read anew that an earlier checkpoint has read. Raises NotFound, AlreadyExists,
+        CheckpointChanged, DataLoss, ResourceExhausted or StorageUnavailable."""
+        return await self._rereader.reread_context(context_id, self._vocabulary_size, self._room)
+
+    async def reread_contexts(self, tenant: str) -> Reread:
+        """Has all of these of a tenant read anew whose names are free, as far as it may have more contexts."""
+        return await self._rereader.reread_contexts(self._vocabulary_size, tenant, self._room)
+
+    def _room(self, num_tokens: int) -> AbstractContextManager[None]:
+        """See `Room`; of the caller."""
+        return self._ledger.making(1, num_tokens)
+
+    @property
+    def exports(self) -> Exports:
+        """Raises FailedPrecondition."""
+        if self._exports is None:
+            raise _immobile()
+        return self._exports
+
+    @property
+    def imports(self) -> Imports:
+        """Raises FailedPrecondition."""
+        if self._imports is None:
+            raise _immobile()
+        return self._imports
+
+    async def close(self) -> None:
+        """Ends the threads, and waits until what has come is kept. Idempotent."""
+        if self._imports is not None:
+            await self._imports.close()
+        await self.threads.close()
+        if self._kept_uploads is not None:
+            await self._kept_uploads.close()
+
+
+def _immobile() -> FailedPrecondition:
+    return FailedPrecondition("contexts", "those of this service stay where they are")

@@ -1,0 +1,202 @@
+"""Where answers come from: what ranks tell of each token's attention, added up and ranked."""
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coordinator.engine_messages import Cuts, Grounds
+from longleaf.errors import InvalidArgument
+from longleaf.rank_protocol.step import HEADS_PER_LAYER, MAX_TOLD_SPANS, NUM_OTHER_SHARES, Attention
+from longleaf.types import MIN_SPAN_TOKENS, Attribution, Provenance, Source
+
+DEFAULT_SPAN = 64
+"""Tokens, where blocks have so many."""
+MAX_SCORED = 256
+"""Tokens of an answer that are read again to confirm its sources."""
+
+Shares = NDArray[np.float64]
+
+
+class File(Protocol):
+    """A place in a file."""
+
+    @property
+    def name(self) -> str:
+        """The file's."""
+        ...
+
+
+class TextMap(Protocol):
+    """Which text the tokens of a context are."""
+
+    def bytes_of(self, token_start: int, token_end: int) -> tuple[int, int] | None:
+        """The bytes of tokens [start, end); None where that is not known."""
+        ...
+
+    def file_at(self, byte: int) -> File | None:
+        """The file in which a byte lies; None where that was not told."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """The spans of a context, numbered along its path: each segment is cut from where it begins."""
+
+    bounds: Sequence[tuple[int, int]]
+    """[start, end) of each."""
+    cuts: Cuts
+    grounds: Grounds
+    """The context as it was when the answer began."""
+
+    def __len__(self) -> int:
+        return len(self.bounds)
+
+
+def spans_of(provenance: Provenance, grounds: Grounds) -> Spans:
+    """Raises InvalidArgument naming what cannot be told of such a context."""
+    size, block = provenance.span_tokens, grounds.block_size
+    if not grounds.full_layers:
+        raise InvalidArgument("provenance", "no layer of the model sees all keys")
+    if size is None:
+        size = next((size for size in (DEFAULT_SPAN, MIN_SPAN_TOKENS) if block % size == 0), 0)
+    if not size or block % size:
+        told = f"{size:,} does" if size else f"none from {MIN_SPAN_TOKENS} on does"
+        raise InvalidArgument("provenance.span_token_count", f"{told} not divide the {block:,} tokens of a block")
+    for i, layer in enumerate(provenance.layers):
+        if layer not in grounds.full_layers:
+            those = ", ".join(map(str, grounds.full_layers))
+            raise InvalidArgument(f"provenance.layers[{i}]", f"{layer} is no layer that sees all keys: {those} are")
+    if provenance.ranking == "contrast" and not grounds.can_cut:
+        told = "contrast goes on from inside of the context, which replicated windows do not allow"
+        raise InvalidArgument("provenance.ranking", told)
+    bounds = [
+        (at, min(at + size, end))
+        for start, end in zip((0, *grounds.ends[:-1]), grounds.ends, strict=True)
+        for at in range(start, end, size)
+    ]
+    if len(bounds) > MAX_TOLD_SPANS:
+        told = f"the context would have {len(bounds):,} spans of {size:,} tokens, and {MAX_TOLD_SPANS:,} can be told"
+        raise InvalidArgument("provenance.span_token_count", told)
+    layers = tuple(sorted(set(provenance.layers)))
+    return Spans(bounds, Cuts(size, layers, len(bounds)), grounds)
+
+
+class Sums:
+    """What was told of some tokens, added up."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self._means: Shares = np.zeros(0)
+        self._largest = np.zeros(0, np.float32)
+        self._heads = np.zeros(0, np.int32)
+
+    def add(self, attention: Attention) -> None:
+        """One more token."""
+        means, largest = np.frombuffer(attention.means, np.float32), np.frombuffer(attention.largest, np.float32)
+        heads = np.frombuffer(attention.heads, np.int32)
+        if not self.num_tokens:
+            self._means, self._largest, self._heads = means.astype(np.float64), largest, heads
+        else:
+            self._means += means
+            self._heads = np.where(largest > self._largest, heads, self._heads)
+            self._largest = np.maximum(self._largest, largest)
+        self.num_tokens += 1
+
+    @property
+    def shares(self) -> Shares:
+        """Of each span, in the mean over the tokens."""
+        return self._all[:-NUM_OTHER_SHARES]
+
+    @property
+    def others(self) -> tuple[float, float, float]:
+        """Of the prompt, the answer and sinks."""
+        prompt, answer, sinks = self._all[-NUM_OTHER_SHARES:]
+        return float(prompt), float(answer), float(sinks)
+
+    @property
+    def _all(self) -> Shares:
+        return self._means / max(1, self.num_tokens)
+
+    def largest(self, span: int) -> tuple[float, int, int]:
+        """The largest share that a head gave a span at one token, its layer, and its number in there."""
+        layer, head = divmod(int(self._heads[span]), HEADS_PER_LAYER)
+        return float(self._largest[span]), layer, head
+
+
+class Told:
+    """The tokens of one answer that were told, and what was told of them."""
+
+    def __init__(self) -> None:
+        self.sums = Sums()
+        self.token_ids = array("I")
+        """The first MAX_SCORED of them."""
+
+    def add(self, token_ids: Sequence[int], attention: Sequence[Attention | None]) -> None:
+        """Tokens that are told; of those without attention another service has kept nothing."""
+        self.token_ids.extend(token_ids[: MAX_SCORED - len(self.token_ids)])
+        for each in attention:
+            if each is not None:
+                self.sums.add(each)
+
+
+def top(values: Shares, count: int) -> list[int]:
+    """The spans with the largest values; of equals the first. Only those are sorted: each token may ask it."""
+    count = min(count, len(values))
+    least = np.partition(values, len(values) - count)[len(values) - count] if count else 0.0
+    found = np.flatnonzero(values >= least)
+    return [int(span) for span in found[np.argsort(-values[found], kind="stable")][:count]]
+
+
+def candidates(shares: Shares, contrast: Shares | None, count: int) -> list[int]:
+    """Spans to hide: those ranked first by either, in turns."""
+    if contrast is None:
+        return top(shares, count)
+    pairs = zip(top(shares, count), top(contrast, count), strict=True)
+    return list(dict.fromkeys(span for pair in pairs for span in pair))[:count]
+
+
+def attribution(
+    sums: Sums,
+    spans: Spans,
+    chosen: Sequence[int],
+    *,
+    contrast: Shares | None = None,
+    drops: Mapping[int, float] | None = None,
+    text: TextMap | None = None,
+) -> Attribution:
+    """What a client is told; of these spans in their order."""
+    if not sums.num_tokens:
+        return Attribution()
+    shares, (prompt, answer, sinks) = sums.shares, sums.others
+    assert len(shares) == len(spans), "ranks know of other spans"
+    sources = list[Source]()
+    for span in chosen:
+        start, end = spans.bounds[span]
+        share, layer, head = sums.largest(span)
+        found = text.bytes_of(start, end) if text is not None else None
+        file = text.file_at(found[0]) if text is not None and found is not None else None
+        source = Source(
+            token_start=start,
+            token_end=end,
+            share=float(shares[span]),
+            largest_share=share,
+            largest_layer=layer,
+            largest_head=head,
+            contrast=float(contrast[span]) if contrast is not None else None,
+            drop=drops.get(span) if drops is not None else None,
+            bytes=found,
+            file=file.name if file is not None else "",
+        )
+        sources.append(source)
+    return Attribution(
+        sources=tuple(sources),
+        context_share=float(shares.sum()),
+        prompt_share=prompt,
+        answer_share=answer,
+        sink_share=sinks,
+        num_tokens=sums.num_tokens,
+    )

@@ -1,0 +1,205 @@
+"""Traces answers to where they come from: what is told while they come, and what is found out when they have ended.
+
+What must be read again for that is read by probes: prompts that answer nothing. They wait and run like any other, and
+none of them is refused for now that an answer has been given.
+"""
+
+import asyncio
+from array import array
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack, aclosing
+from math import fsum, isfinite
+
+import numpy as np
+from msgspec.structs import replace
+
+from coordinator import engine_messages
+from coordinator.engine_messages import LAST_IDS
+from coordinator.handlers.attribution import (
+    Shares,
+    Spans,
+    Sums,
+    TextMap,
+    Told,
+    attribution,
+    candidates,
+    spans_of,
+    top,
+)
+from coordinator.handlers.engine_ports import EventStream, Submitter
+from longleaf.errors import InvalidArgument, NotFinite, ResourceExhausted, Unavailable
+from longleaf.rank_protocol.step import Attention
+from longleaf.runs import union
+from longleaf.sampling import Sampling
+from longleaf.types import Attribution, Finished, Generate, Provenance, TokenRange
+
+MAX_AT_ONCE = 8
+"""Probes."""
+MAX_SCORED_AT_ONCE = 1024
+"""Tokens of all of them: each takes as many numbers as the vocabulary has tokens."""
+SCORING = Sampling(max_tokens=1)
+
+TextMaps = Callable[[str], TextMap | None]
+"""Which text the tokens of a context are, if that is known."""
+
+
+def no_text(_: str) -> TextMap | None:
+    """Of no context it is known."""
+    return None
+
+
+class Tracing:
+    """The answers of one request that asks where they come from."""
+
+    def __init__(self, request: Generate, provenance: Provenance) -> None:
+        """Raises InvalidArgument where there is no context to come from."""
+        if request.context is None:
+            raise InvalidArgument("provenance", "is told of a context, and the request names none")
+        self._context = request.context
+        self._provenance = provenance
+        self._told = [Told() for _ in range(request.num_samples)]
+        self._num_open = 0
+        """Samples that have not ended."""
+        self._engine: Submitter | None = None
+        self._spans: Spans | None = None
+        self._text: TextMap | None = None
+        self._hidden = request.hidden
+        self._claim = engine_messages.NO_CLAIM
+        self._token_ids: Sequence[int] = ()
+        """Of the prompt, where it must be read again."""
+        self._charge: Callable[[int], None] = lambda _: None
+        self._baseline: Shares | None = None
+
+    def begin(
+        self, engine: Submitter, prompt: engine_messages.Prompt, texts: TextMaps, charge: Callable[[int], None]
+    ) -> engine_messages.Prompt:
+        """The prompt as it must be submitted now. Tokens of probes are told `charge`. Raises InvalidArgument or
+        NotFound."""
+        self._engine, self._charge = engine, charge
+        self._spans = spans_of(self._provenance, engine.grounds(self._context))
+        self._text = texts(self._context)
+        if self._provenance.confirm:
+            self._token_ids = prompt.token_ids
+        self._claim, self._num_open = prompt.claim, prompt.num_open
+        grounds = self._spans.grounds
+        return replace(prompt, cuts=self._spans.cuts, beginning=grounds.cut(grounds.end))
+
+    def told(self, sample: int) -> Told:
+        """What of a sample is told."""
+        return self._told[sample]
+
+    def of_delta(self, attention: Sequence[Attention]) -> Attribution | None:
+        """Where the tokens of a Delta come from, if it tells that."""
+        if not self._provenance.per_token or self._spans is None or not attention:
+            return None
+        sums = Sums()
+        for each in attention:
+            sums.add(each)
+        return attribution(sums, self._spans, top(sums.shares, self._provenance.num_spans), text=self._text)
+
+    async def finished(self, finished: Finished) -> Finished:
+        """The end of an answer, with where it comes from. Raises what prompts raise that cannot be read."""
+        self._num_open -= 1
+        told = self._told[finished.sample]
+        if self._spans is None or not told.sums.num_tokens:
+            return replace(finished, attribution=Attribution())
+        provenance, shares = self._provenance, told.sums.shares
+        contrast = await self._contrast(shares) if provenance.confirm or provenance.ranking == "contrast" else None
+        ranked = contrast if provenance.ranking == "contrast" and contrast is not None else shares
+        chosen, drops = top(ranked, provenance.num_spans), None
+        if provenance.confirm:
+            chosen = candidates(shares, contrast, provenance.num_spans)
+            chosen.sort(key=lambda span: (-ranked[span], span))
+            drops = dict(zip(chosen, await self._drops(told.token_ids, chosen), strict=True))
+        found = attribution(told.sums, self._spans, chosen, contrast=contrast, drops=drops, text=self._text)
+        return replace(finished, attribution=found)
+
+    async def _contrast(self, shares: Shares) -> Shares | None:
+        """Shares less those from the last tokens before the question; None where the context cannot be cut."""
+        assert self._spans is not None
+        if not self._spans.grounds.can_cut:
+            return None
+        if self._baseline is None:
+            self._baseline = await self._find_baseline(self._spans)
+        return shares - self._baseline
+
+    async def _find_baseline(self, spans: Spans) -> Shares:
+        baseline, last_ids = np.zeros(len(spans)), spans.grounds.last_ids
+        end = spans.grounds.end - len(last_ids)
+        if end < LAST_IDS:
+            return baseline
+        hidden = tuple((start, min(stop, end)) for start, stop in self._hidden if start < end)
+        probe = replace(self._probe(last_ids, end), cuts=spans.cuts, hidden=hidden)
+        [found] = await self._run([probe])
+        if found.attention is not None:
+            sums = Sums()
+            sums.add(found.attention)
+            baseline[: len(sums.shares)] = sums.shares
+        return baseline
+
+    async def _drops(self, answer: "array[int]", chosen: Sequence[int]) -> list[float]:
+        """How much less likely the answer is with each of these spans hidden, in nats."""
+        assert self._spans is not None
+        token_ids = array("I", self._token_ids) + answer
+        given = self._probe(token_ids, self._spans.grounds.end)
+        given = replace(given, hidden=self._hidden, num_scored=len(answer))
+        hidden = [_with(self._hidden, self._spans.bounds[span]) for span in chosen]
+        as_given, *others = await self._run([given, *(replace(given, hidden=ranges) for ranges in hidden)])
+        return [fsum(as_given.scores) - fsum(other.scores) for other in others]
+
+    def _probe(self, token_ids: Sequence[int], end: int) -> engine_messages.Prompt:
+        """Reads these tokens after so many of the context. Beside samples that go on it needs no leave to run at the
+        same time: they have it, and would not give it back before somebody reads them."""
+        assert self._spans is not None
+        claim = replace(self._claim, at_once=None) if self._num_open else self._claim
+        return engine_messages.Prompt(
+            context=self._context,
+            token_ids=token_ids,
+            sampling=SCORING,
+            claim=claim,
+            beginning=self._spans.grounds.cut(end),
+            is_probe=True,
+        )
+
+    async def _run(self, probes: Sequence[engine_messages.Prompt]) -> list[engine_messages.Found]:
+        """What probes find, which run together as far as that takes no great room."""
+        most = max(1, min(MAX_AT_ONCE, MAX_SCORED_AT_ONCE // max(1, probes[0].num_scored)))
+        found = list[engine_messages.Found]()
+        for first in range(0, len(probes), most):
+            async with AsyncExitStack() as stack:
+                streams = list[EventStream]()
+                for probe in probes[first : first + most]:
+                    streams.append(await stack.enter_async_context(aclosing(await self._submit(probe))))
+                found += [await _found(stream) for stream in streams]
+        return found
+
+    async def _submit(self, probe: engine_messages.Prompt) -> EventStream:
+        """The stream of a probe: it waits, where a new request is refused for now."""
+        assert self._engine is not None
+        stream = await submit_patiently(self._engine, probe)
+        self._charge(len(probe.token_ids))
+        return stream
+
+
+async def submit_patiently(engine: Submitter, prompt: engine_messages.Prompt) -> EventStream:
+    """The stream of a prompt that belongs to what was admitted before."""
+    while True:
+        try:
+            return engine.submit(prompt)
+        except (ResourceExhausted, Unavailable) as error:
+            if error.retry_seconds is None:
+                raise
+            await asyncio.sleep(error.retry_seconds)
+
+
+async def _found(stream: EventStream) -> engine_messages.Found:
+    async for event in stream:
+        if isinstance(event, engine_messages.Ended) and event.found is not None:
+            if not all(map(isfinite, event.found.scores)):
+                raise NotFinite("the answer, read again")
+            return event.found
+    raise Unavailable("the engine ended the stream before a source was confirmed")
+
+
+def _with(hidden: Sequence[TokenRange], span: TokenRange) -> tuple[TokenRange, ...]:
+    return tuple(union([*hidden, span]))

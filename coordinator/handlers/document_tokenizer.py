@@ -1,0 +1,194 @@
+"""A document on its way in: what has arrived, as ids."""
+
+import codecs
+from array import array
+from collections.abc import Sequence
+
+from coordinator.handlers.size_limits import TextLimit
+from coordinator.text.encoder import Encoder, Settled
+from coordinator.text.tokenizer_pool import STEP_CHARACTERS
+from coordinator.text.vocabulary import check_known
+from longleaf.document_text import DocumentText, TextFile, check_files, file_bytes, packed
+from longleaf.errors import InvalidArgument
+
+STEP_BYTES = 1 << 16
+"""Text taken at once."""
+SIZE = "config.total_size_bytes"
+FILES = "config.files"
+"""Memory of what is said of a file, beside its name."""
+
+
+class CutShort(InvalidArgument):
+    """Less has come than was declared: the rest may come yet."""
+
+
+class Intake:
+    """Text, or token ids, given in pieces. Of text a window is held, the rest as ids.
+
+    `receive` is quick; `digest`, `add_ids` and `finish` are not: call them in a thread, one at a time. Each takes tens
+    of milliseconds, if no more than STEP_BYTES or STEP_TOKENS are given at once.
+    """
+
+    def __init__(
+        self, encoder: Encoder, limit: TextLimit, vocabulary_size: int, files: Sequence[TextFile] = ()
+    ) -> None:
+        """`files` are those that the text is put together of. Raises InvalidArgument where they cannot be."""
+        check_files(files, FILES)
+        self._files = tuple(files)
+        self._file_bytes = file_bytes(self._files)
+        self._encoder = encoder
+        self._limit = limit
+        self._vocabulary_size = vocabulary_size
+        self._decoder = codecs.getincrementaldecoder("utf-8")("strict")
+        self._waiting: list[str] = []
+        self._num_waiting = 0
+        self._ids = array("I")
+        self._num_checked = len(encoder.token_ids)
+        self._is_complete = False
+        self._declared: int | None = None
+        """Bytes of text that there will be."""
+        self.num_bytes = 0
+        """Bytes of text received."""
+
+    @property
+    def token_ids(self) -> "array[int]":
+        """The ids received, or those of the text so far."""
+        return self._ids or self._encoder.token_ids
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) if self.num_bytes or self._ids else 0
+
+    @property
+    def settled(self) -> Settled | None:
+        """How far `token_ids` reach that can be kept; of ids as far as they have come. None while nothing can be."""
+        if self._ids:
+            return Settled(0, 0)
+        settled = self._encoder.settled
+        return settled if settled.num_bytes and not self._is_complete else None
+
+    @property
+    def starts(self) -> "array[int]":
+        """Where those of `token_ids` begin that it is kept of; see `coordinator.text.token_offsets`."""
+        return self._encoder.starts.kept if self._encoder.starts is not None else array("Q")
+
+    @property
+    def text(self) -> DocumentText | None:
+        """What is kept of the text once it is complete; None of ids, and where somebody went on who was not told where
+        tokens begin."""
+        starts = self._encoder.starts
+        if self._ids or starts is None or not starts.is_whole(len(self.token_ids)):
+            return None
+        return DocumentText(
+            num_lead=starts.num_lead, starts=packed(starts.kept), num_bytes=self.num_bytes, files=self._files
+        )
+
+    def go_on(self, token_ids: "array[int]", settled: Settled, starts: "array[int] | None" = None) -> None:
+        """Goes on where another intake of the same document had come, which may have been one of ids; `starts` is what
+        that one had of these."""
+        if settled.num_bytes:
+            self._encoder.go_on(token_ids, settled)
+            if self._encoder.starts is not None:
+                self._encoder.starts.go_on(array("Q") if starts is None else starts, len(token_ids))
+            self.num_bytes, self._num_checked = settled.num_bytes, len(token_ids)
+        else:
+            self._ids = token_ids
+
+    @property
+    def is_due(self) -> bool:
+        """Whether enough text waits for `digest`."""
+        return self._num_waiting >= STEP_CHARACTERS
+
+    @property
+    def num_held_bytes(self) -> int:
+        """Bytes of memory, about."""
+        return 4 * (self.num_tokens + self._encoder.num_held + self._num_waiting) + self._file_bytes
+
+    def expect(self, num_bytes: int | None) -> None:
+        """Takes the declared size, if it is. Raises InvalidArgument when it is no size, can never fit, is not what was
+        declared before, or less than what has come."""
+        if num_bytes is None:
+            return
+        if num_bytes < 0:
+            raise InvalidArgument(SIZE, f"{num_bytes} is negative")
+        if self._declared not in (None, num_bytes):
+            raise InvalidArgument(SIZE, f"{num_bytes:,} bytes are declared now, and {self._declared:,} were before")
+        self._limit.check(SIZE, num_bytes)
+        self._check_size(num_bytes, self.num_bytes)
+        self._declared = num_bytes
+
+    def _check_size(self, declared: int | None, num_bytes: int) -> None:
+        if declared is not None and num_bytes > declared:
+            raise InvalidArgument(SIZE, f"{declared:,} bytes are declared, and {num_bytes:,} have come")
+
+    def check_size(self) -> None:
+        """Nothing more comes. Raises CutShort when that is less than was declared."""
+        if self._declared is not None and self.num_bytes < self._declared:
+            raise CutShort(SIZE, f"{self._declared:,} bytes are declared, and the text ended after {self.num_bytes:,}")
+
+    def receive(self, text: bytes) -> None:
+        """Takes UTF-8, at most STEP_BYTES. Raises InvalidArgument for what is none, cannot fit or is more than was
+        declared, and after ids."""
+        self._check_open("text")
+        if self._ids:
+            raise InvalidArgument("text", "cannot be mixed with token_ids")
+        self._check_size(self._declared, self.num_bytes + len(text))
+        self._limit.check("text", self.num_bytes + len(text))
+        self._decode(text)
+        self.num_bytes += len(text)
+
+    def add_ids(self, token_ids: Sequence[int], offset: int = 0) -> None:
+        """Takes ids, at most STEP_TOKENS, that came after `offset` others in their message.
+
+        Raises InvalidArgument for more than can fit, one not in the vocabulary, and after text, come or declared.
+        """
+        self._check_open("token_ids")
+        if self.num_bytes:
+            raise InvalidArgument("token_ids", "cannot be mixed with text")
+        if self._declared:
+            raise InvalidArgument(SIZE, f"{self._declared:,} bytes of text are declared, and token_ids have come")
+        if self._files:
+            raise InvalidArgument(FILES, "are of text: token_ids have none")
+        self._limit.check_tokens("token_ids", len(self._ids) + len(token_ids))
+        check_known(token_ids, self._vocabulary_size, offset=offset)
+        self._ids.extend(token_ids)
+
+    def digest(self) -> None:
+        """Cuts the waiting text into tokens. Raises InvalidArgument for more than can fit."""
+        text, self._waiting, self._num_waiting = "".join(self._waiting), [], 0
+        self._encoder.push(text)
+        self._check_text()
+
+    def finish(self) -> None:
+        """All has arrived. Raises as `digest`, and when nothing arrived or text ends in a character. Idempotent."""
+        self._decode(b"", is_last=True)
+        self.digest()
+        self._encoder.finish()
+        self._check_text()
+        if self._files and self._files[-1].start > self.num_bytes:
+            told = f"{self._files[-1].start:,} is behind the text, which has {self.num_bytes:,} bytes"
+            raise InvalidArgument(f"{FILES}[{len(self._files) - 1}].byte_start", told)
+        if not self.num_tokens:
+            raise InvalidArgument("text", "has no tokens" if self.num_bytes else "the document is empty")
+        self._is_complete = True
+
+    def _check_open(self, field: str) -> None:
+        if self._is_complete:
+            raise InvalidArgument(field, "the document is complete: nothing can follow")
+
+    def _decode(self, text: bytes, is_last: bool = False) -> None:
+        held = len(self._decoder.getstate()[0])  # the start of a character, kept from the piece before
+        try:
+            decoded = self._decoder.decode(text, is_last)
+        except UnicodeDecodeError as error:
+            offset = self.num_bytes - held + error.start
+            raise InvalidArgument("text", f"is not UTF-8 at byte {offset}: {error.reason}") from None
+        self._waiting.append(decoded)
+        self._num_waiting += len(decoded)
+
+    def _check_text(self) -> None:
+        token_ids = self._encoder.token_ids
+        self._limit.check_tokens("text", len(token_ids))
+        new = token_ids[self._num_checked :]
+        self._num_checked = len(token_ids)
+        check_known(new, self._vocabulary_size, "text")

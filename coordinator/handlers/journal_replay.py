@@ -1,0 +1,49 @@
+"""What a generation has said, as its journal keeps it, told to clients once more."""
+
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from coordinator.engine_messages import Admitted, Ended, EndReason, Prompt, Tokens
+from coordinator.handlers.response_assembler import Answer
+from coordinator.persistence.journal.entries import Said
+from longleaf.types import Event
+
+
+class Retold(NamedTuple):
+    """What clients have been told, and perhaps the end of it that they have not; and the ids so far of the samples that
+    have not ended."""
+
+    events: list[Event]
+    generated: dict[int, Sequence[int]]
+
+
+def retell(said: Sequence[Said], prompt: Prompt, answer: Answer) -> Retold:
+    """Has `answer`, which is new, take what was said. What clients are told of it is the same as before, in the same
+    pieces, but for times."""
+    told: list[Event] = []
+    generated = {sample: array("I") for sample in range(prompt.num_samples)}
+    for event in said:
+        told += answer.take(event)
+        if isinstance(event, Tokens):
+            generated[event.sample].extend(event.token_ids)
+    for sample, token_ids in generated.items():
+        reason = prompt.end_reason(token_ids[-1], len(token_ids)) if token_ids else None
+        if reason is not None:  # the process may have died between the last token and the end
+            told += answer.take(_ended(said, sample, reason, len(token_ids)))
+    return Retold(told, {sample: generated[sample] for sample in answer.open_samples})
+
+
+def _ended(said: Sequence[Said], sample: int, reason: EndReason, num_generated: int) -> Ended:
+    """Without times, which nobody has measured."""
+    admitted = next((event for event in reversed(said) if isinstance(event, Admitted)), Admitted(0, 0))
+    return Ended(
+        reason=reason,
+        prompt_tokens=admitted.prompt_tokens,
+        cached_tokens=admitted.cached_tokens,
+        completion_tokens=num_generated,
+        queue_seconds=0.0,
+        first_token_seconds=0.0,
+        decode_seconds=0.0,
+        sample=sample,
+    )

@@ -1,0 +1,173 @@
+"""What is asked, as ids: texts, conversations, and what comes before a document."""
+
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from coordinator.handlers.size_limits import Capacity, TextLimit
+from coordinator.text.chat_template import ConversationRefused, Said
+from coordinator.text.control_tokens import Piece
+from coordinator.text.encoder import Encoder
+from coordinator.text.tokenizer import Opening, Tokenizer
+from coordinator.text.tokenizer_pool import TextThreads
+from coordinator.text.vocabulary import check_known
+from longleaf.errors import InvalidArgument, StartError, Unavailable
+from longleaf.types import Conversation, Generate
+
+SYSTEM = "prefaced_config.system"
+EMPTY_LINE = "\n\n"
+"""Between a system's message and a question that it is put before."""
+
+
+class _Asked(NamedTuple):
+    """The messages that the template renders."""
+
+    messages: list[Said]
+    first: int
+    """Index of the first of them in the conversation."""
+
+    def field(self, message: int | None) -> str:
+        """Path of a message in the request."""
+        return "conversation.messages" + (f"[{self.first + message}]" if message is not None else "")
+
+
+class Prompts:
+    """Makes ids in `threads`, in steps between which a cancelled call ends."""
+
+    def __init__(self, capacity: Capacity, tokenizer: Tokenizer, threads: TextThreads) -> None:
+        self._capacity = capacity
+        self._tokenizer = tokenizer
+        self._threads = threads
+
+    async def ids_of(self, request: Generate) -> Sequence[int]:
+        """Raises InvalidArgument, NotFound, or Unavailable at the end of the service."""
+        held = self._capacity.num_tokens(request.context) if request.context is not None else 0
+        size = self._tokenizer.vocabulary_size
+        if request.with_token_bytes and self._tokenizer.alphabet.spell is None:
+            raise InvalidArgument("return_token_bytes", "the model's tokenizer makes text of its tokens together only")
+        check_known(tuple(request.sampling.logit_bias), size, "sampling.logit_bias")
+        check_known(request.sampling.stop_tokens, size, "sampling.stop_token_ids")
+        if not isinstance(request.input, str | Conversation):
+            return await self._threads.run(check_ids, request.input, size)
+        if request.use_chat_template and request.context is None and not self._tokenizer.has_chat_template:
+            raise InvalidArgument("use_chat_template", "the model has no chat template")
+        limit = TextLimit(self._capacity, self._tokenizer.max_bytes_per_token, held)
+        if isinstance(request.input, Conversation):
+            return await self._conversation_ids(request, request.input, limit)
+        return await self._text_ids(request, request.input, limit)
+
+    async def _text_ids(self, request: Generate, text: str, limit: TextLimit) -> Sequence[int]:
+        if not text:
+            raise InvalidArgument("text", "the question is empty" if request.context else "the prompt is empty")
+        limit.check("text", len(text.encode()))
+        has_context = request.context is not None
+        if has_context or self._tokenizer.uses_template(request.use_chat_template):
+            variables = request.chat_template_kwargs
+            pieces = await self._pieces([Said("user", text)], has_context, variables, "text", lambda _: "text")
+            return await self._encode("text", await self._encoders(pieces, has_context), limit)
+        return await self._encode("text", self._tokenizer.prompt_encoders(text), limit)
+
+    async def _conversation_ids(self, request: Generate, conversation: Conversation, limit: TextLimit) -> Sequence[int]:
+        has_context = request.context is not None
+        limit.check("conversation", sum(len(message.text.encode()) for message in conversation.messages))
+        asked = _lay_out(conversation, has_context, self._tokenizer.has_chat_template)
+        if not has_context and not self._tokenizer.has_chat_template:
+            return await self._encode("conversation", self._tokenizer.prompt_encoders(asked.messages[0].text), limit)
+        variables = request.chat_template_kwargs
+        pieces = await self._pieces(asked.messages, has_context, variables, "conversation", asked.field)
+        return await self._encode("conversation", await self._encoders(pieces, has_context), limit)
+
+    async def opening(self, system: str, limit: TextLimit) -> Opening:
+        """What a document begins with that has a system's message before it. Raises InvalidArgument naming it, when the
+        template has no place for it, or Unavailable at the end of the service."""
+        limit.check(SYSTEM, len(system.encode()))
+        if (template := self._tokenizer.chat_template) is None:
+            raise InvalidArgument(SYSTEM, "cannot be put before the document: the model has no chat template")
+        try:
+            pieces = await self._rendered(len(system), template.opening, system)
+        except ConversationRefused as error:
+            raise InvalidArgument(SYSTEM, f"cannot be put before the document: {error}") from None
+        settled, tail = await self._threads.run_long(len(system), self._tokenizer.cut_tail, pieces)
+        token_ids = await self._encoded(SYSTEM, await self._encoders(settled, False), limit)
+        limit.check_tokens(SYSTEM, len(token_ids))
+        return Opening(tuple(token_ids), tail)
+
+    async def _pieces(
+        self,
+        messages: Sequence[Said],
+        has_context: bool,
+        variables: dict[str, Any],
+        field: str,
+        field_of: Callable[[int | None], str],
+    ) -> list[Piece]:
+        """The prompt of a conversation, or what follows a document. Raises InvalidArgument naming `field`, or with
+        `field_of` the message to blame."""
+        if (template := self._tokenizer.chat_template) is None:
+            text = messages[0].text
+            return await self._threads.run_long(len(text), self._tokenizer.plain_question, text)
+        try:
+            render = template.question if has_context else template.conversation
+            size = sum(len(said.text) for said in messages)
+            return await self._rendered(size, render, messages, variables)
+        except ConversationRefused as error:
+            raise InvalidArgument(field_of(error.message), str(error)) from None
+        except InvalidArgument as error:
+            raise InvalidArgument(field, error.description) from None
+
+    async def _encoders(self, pieces: Sequence[Piece], is_continued: bool) -> list[tuple[Encoder, str]]:
+        """In a thread: a text may have many control tokens, and each begins a piece."""
+        size = sum(len(piece.text) for piece in pieces)
+        return await self._threads.run_long(size, self._tokenizer.encoders, pieces, is_continued=is_continued)
+
+    async def _rendered(self, size: int, render: Callable[..., list[Piece]], *arguments: Any) -> list[Piece]:
+        """The pieces of texts of `size` characters. Raises ConversationRefused, InvalidArgument and Unavailable."""
+        try:
+            return await self._threads.run_long(size, render, *arguments)
+        except (StartError, OSError) as error:
+            raise Unavailable(f"the chat template was not rendered: {error}") from error
+
+    async def _encode(self, field: str, texts: Sequence[tuple[Encoder, str]], limit: TextLimit) -> Sequence[int]:
+        """As `_encoded`. Raises InvalidArgument where there are no ids, too."""
+        token_ids = await self._encoded(field, texts, limit)
+        return await self._threads.run(check_ids, token_ids, self._tokenizer.vocabulary_size, field)
+
+    async def _encoded(self, field: str, texts: Sequence[tuple[Encoder, str]], limit: TextLimit) -> "array[int]":
+        """The ids of all encoders, one after the other. Stops when more have come out than can fit."""
+        encoders = [encoder for encoder, _ in texts]
+
+        def check() -> None:
+            limit.check_tokens(field, sum(len(encoder.token_ids) for encoder in encoders))
+
+        await self._threads.encode_all(texts, check)
+        token_ids = encoders[0].token_ids if encoders else array("I")
+        for encoder in encoders[1:]:
+            token_ids += encoder.token_ids
+        return token_ids
+
+
+def _lay_out(conversation: Conversation, has_context: bool, has_template: bool) -> _Asked:
+    """Where the template does not see them, system's messages that come first are part of the first question: a context
+    has begun already, and without a template there are only questions."""
+    messages = conversation.messages
+    first = 0
+    if has_context or not has_template:
+        first = next((i for i, message in enumerate(messages) if message.role != "system"), len(messages) - 1)
+    if has_context and messages[first].role != "user":
+        told = f"is the {messages[first].role}'s, and the first after the context must be the user's"
+        raise InvalidArgument(f"conversation.messages[{first}].role", told)
+    said = [Said(message.role, message.text) for message in messages[first:]]
+    prefaces = [message.text for message in messages[:first] if message.text]
+    said[0] = Said(said[0].role, EMPTY_LINE.join([*prefaces, said[0].text]))
+    if not has_template and (len(said) > 1 or said[0].role != "user"):
+        number = first + next((i for i, each in enumerate(said) if i or each.role != "user"), 0)
+        told = "the model has no chat template: it can be asked one question alone"
+        raise InvalidArgument(f"conversation.messages[{number}]", told)
+    return _Asked(said, first)
+
+
+def check_ids(token_ids: Sequence[int], vocabulary_size: int, field: str = "token_ids") -> Sequence[int]:
+    """`token_ids`. Raises InvalidArgument when there is none, or one that is not in the vocabulary."""
+    if not token_ids:
+        raise InvalidArgument(field, "are empty" if field == "token_ids" else "has no tokens")
+    check_known(token_ids, vocabulary_size, field)
+    return token_ids

@@ -1,0 +1,232 @@
+"""From what the engine says of one request to what its client is told: ids become text, and stop strings end it."""
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from coordinator import engine_messages
+from coordinator.handlers.attribution import Told
+from coordinator.text.detokenizer import Alphabet, Piece, TextStream
+from coordinator.text.token_bytes import Speller
+from longleaf.rank_protocol.step import Attention
+from longleaf.sampling import Token
+from longleaf.types import (
+    Attribution,
+    Delta,
+    Event,
+    Finished,
+    FinishReason,
+    Generate,
+    Progress,
+    Recovering,
+    Started,
+    Timings,
+    Usage,
+)
+
+
+class Traces(Protocol):
+    """Traces answers to where they come from."""
+
+    def told(self, sample: int) -> Told:
+        """What of a sample is told."""
+        ...
+
+    def of_delta(self, attention: Sequence[Attention]) -> Attribution | None:
+        """Where the tokens of a Delta come from, if it tells that."""
+        ...
+
+
+class Times:
+    """When a request arrived and started, in seconds of `clock`."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self.arrived = clock()
+        self.started: float | None = None
+
+
+class Answer:
+    """All samples of one request. `end_tokens` end each of them unless its sampling ignores them."""
+
+    def __init__(
+        self,
+        request_id: str,
+        request: Generate,
+        alphabet: Alphabet,
+        end_tokens: frozenset[int],
+        clock: Callable[[], float],
+        exactness_note: str,
+        tracing: Traces | None = None,
+        before: Sequence[int] = (),
+    ) -> None:
+        """`before` are ids of the prompt that the answer's text continues, as `ids_before` gives them. Where logprobs
+        are to carry the bytes of their tokens, the alphabet can spell. The request, whose text may be large, is not
+        kept. `exactness_note` is why the answer is not exact, if it is not."""
+        sampling = request.sampling
+        self._request_id = request_id
+        self._exactness_note = exactness_note
+        self._times = Times(clock)
+        ends = frozenset(sampling.stop_tokens) | (frozenset[int]() if sampling.ignore_end_token else end_tokens)
+        spell = alphabet.spell if request.with_token_bytes else None
+        self._samples = [
+            Sample(
+                sample,
+                TextStream(alphabet, sampling.stop, before),
+                ends,
+                self._times,
+                exactness_note,
+                Speller(spell, alphabet.silent, ends, is_continued=bool(before)) if spell else None,
+                tracing,
+            )
+            for sample in range(request.num_samples)
+        ]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every sample has ended."""
+        return all(sample.is_finished for sample in self._samples)
+
+    @property
+    def open_samples(self) -> list[int]:
+        """Numbers of the samples that have not ended."""
+        return [number for number, sample in enumerate(self._samples) if not sample.is_finished]
+
+    def take(self, event: engine_messages.Event) -> list[Event]:
+        """What the client is told of `event`. What comes of a sample after its end is dropped."""
+        match event:
+            case engine_messages.Admitted():
+                if event.queue_position == 0 and self._times.started is None:
+                    self._times.started = self._times.clock()
+                for sample in self._samples:
+                    sample.usage = Usage(event.prompt_tokens, event.cached_tokens)
+                return [
+                    Started(
+                        prompt_tokens=event.prompt_tokens,
+                        cached_tokens=event.cached_tokens,
+                        queue_position=event.queue_position,
+                        request_id=self._request_id,
+                        is_beyond_trained=event.is_beyond_trained,
+                        is_exact=not self._exactness_note,
+                        exactness_note=self._exactness_note,
+                    )
+                ]
+            case Progress() | Recovering():
+                return [event]
+            case engine_messages.Tokens() | engine_messages.Ended() if self._samples[event.sample].is_finished:
+                return []
+            case engine_messages.Tokens():
+                return self._samples[event.sample].take(event)
+            case engine_messages.Ended():
+                return self._samples[event.sample].finish(event)
+
+
+class Sample:
+    """One answer: its text, the tokens whose text is not out yet, and its end."""
+
+    def __init__(
+        self,
+        index: int,
+        text: TextStream,
+        end_tokens: frozenset[int],
+        times: Times,
+        exactness_note: str,
+        speller: Speller | None,
+        tracing: Traces | None,
+    ) -> None:
+        self._index = index
+        self._tracing = tracing
+        self._attention: list[Attention | None] = []
+        """Of the tokens whose text is not out yet, if that is traced."""
+        self._text = text
+        self._end_tokens = end_tokens
+        self._times = times
+        self._exactness_note = exactness_note
+        self._speller = speller
+        self._first_token_at: float | None = None
+        self._num_tokens = self._num_drafted = self._num_accepted = 0
+        self._tokens: list[Token] = []
+        self._end_ids: tuple[int, ...] = ()
+        self.usage = Usage()
+        """Tokens of the prompt. Those of the answer are counted as they come."""
+        self.is_finished = False
+
+    def take(self, event: engine_messages.Tokens) -> list[Event]:
+        if self._first_token_at is None:
+            self._first_token_at = self._times.clock()
+        self._tokens += map(self._speller.take, event.tokens) if self._speller else event.tokens
+        if self._tracing is not None:
+            self._attention += event.attention or [None] * len(event.tokens)
+        num_before, pieces = self._num_tokens, self._push(event.tokens)
+        self._num_drafted += event.num_drafted
+        # accepted ones come first in their step, and what is behind a stop string is no part of the answer
+        num_told = self._num_tokens - num_before
+        num_steps_told = bisect_right(event.step_ends, num_told)
+        self._num_accepted += min(event.num_accepted, num_told - num_steps_told)
+        return [*self._delta(pieces), *([self._stop()] if self._text.matched_stop else [])]
+
+    def _push(self, tokens: Sequence[Token]) -> list[Piece]:
+        """The text that tokens release, up to what ends the answer among them."""
+        pieces: list[Piece] = []
+        for token in tokens:
+            self._num_tokens += 1
+            if token.id in self._end_tokens:
+                self._end_ids = (token.id,)  # its text, if it has any, is not part of the answer
+                break
+            if (piece := self._text.push(token.id)) is not None:
+                pieces.append(piece)
+            if self._text.matched_stop:
+                break
+        return pieces
+
+    def finish(self, event: engine_messages.Ended) -> list[Event]:
+        piece = self._text.finish(*self._end_ids)
+        delta = self._delta([piece] if piece else [])
+        if self._text.matched_stop:
+            return [*delta, self._stop()]
+        self.is_finished = True
+        timings = timings_of(event.queue_seconds, event.first_token_seconds, event.decode_seconds)
+        usage = self._used(event.prompt_tokens, event.cached_tokens, event.completion_tokens)
+        return [*delta, self._finished(event.reason, "", usage, timings)]
+
+    def _stop(self) -> Finished:
+        """The end that the engine does not know of, so the times are taken here too."""
+        self.is_finished = True
+        now, times = self._times.clock(), self._times
+        first = now if self._first_token_at is None else self._first_token_at
+        started = first if times.started is None else times.started
+        usage = self._used(self.usage.prompt_tokens, self.usage.cached_tokens, self._num_tokens)
+        timings = timings_of(started - times.arrived, first - times.arrived, now - first)
+        return self._finished("stop", self._text.matched_stop, usage, timings)
+
+    def _finished(self, reason: FinishReason, matched_stop: str, usage: Usage, timings: Timings) -> Finished:
+        note = self._exactness_note
+        return Finished(reason, matched_stop, usage, timings, self._index, not note, exactness_note=note)
+
+    def _used(self, num_prompt: int, num_cached: int, num_generated: int) -> Usage:
+        return Usage(num_prompt, num_cached, num_generated, self._num_drafted, self._num_accepted)
+
+    def _delta(self, pieces: list[Piece]) -> list[Event]:
+        """The pieces of one event as one delta, with their tokens; none when there is none."""
+        if not pieces:
+            return []
+        count = pieces[-1].index + len(pieces[-1].token_ids) - pieces[0].index
+        tokens, self._tokens = self._tokens[:count], self._tokens[count:]
+        token_ids = tuple([token.id for token in tokens])
+        logprobs = tuple([token.logprobs for token in tokens if token.logprobs is not None])
+        text = "".join([piece.text for piece in pieces])
+        return [Delta(pieces[0].index, token_ids, text, logprobs, self._index, self._trace(token_ids))]
+
+    def _trace(self, token_ids: tuple[int, ...]) -> Attribution | None:
+        """Counts tokens that are told; where they come from, if that is told of each."""
+        if (tracing := self._tracing) is None:
+            return None
+        count = len(token_ids)
+        attention, self._attention = self._attention[:count], self._attention[count:]
+        tracing.told(self._index).add(token_ids, attention)
+        return tracing.of_delta([each for each in attention if each is not None])
+
+
+def timings_of(queue: float, first_token: float, decode: float) -> Timings:
+    """Seconds as the engine counts them: queue and first token from arrival, decode from the first token on."""
+    return Timings(queue, first_token, decode, max(0.0, first_token - queue))

@@ -1,0 +1,308 @@
+"""Generations that are held while their clients are away, and what such a client reads when it comes back."""
+
+import asyncio
+from array import array
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from functools import partial
+from typing import Any, Protocol
+
+from blake3 import blake3
+
+from coordinator.handlers.fair_share import shares_of
+from longleaf.errors import (
+    Cancelled,
+    InvalidArgument,
+    LongleafError,
+    NotFound,
+    ResourceExhausted,
+    StorageUnavailable,
+    Unavailable,
+)
+from longleaf.types import Conversation, Delta, Event, Finished, Generate, Message, Recovering, Started
+
+MAX_HELD = 256
+"""Generations held at once."""
+MAX_WEIGHT = 1 << 14
+"""Tokens, alternatives and sources of one generation that are kept for a client that comes back."""
+RETRY_SECONDS = 2.0
+
+
+class Timer(Protocol):
+    """A call to come."""
+
+    def cancel(self) -> None:
+        """The answer will not be made."""
+        ...
+
+
+CallLater = Callable[[float, Callable[[], None]], Timer]
+"""Calls a function after so many seconds, on the event loop."""
+
+
+def call_later(seconds: float, function: Callable[[], None]) -> Timer:
+    return asyncio.get_running_loop().call_later(seconds, function)
+
+
+class Replay:
+    """The events of one generation, kept after they were read. It goes on only as far as somebody reads, and as the
+    engine's own buffer reaches. `on_end` is called with it when it failed, and when it had no reader for as long as the
+    request says; perhaps for both. `question` is the digest of the request's, and `told` are events that were read
+    before, in another service."""
+
+    def __init__(
+        self,
+        request: Generate,
+        question: bytes,
+        events: AsyncGenerator[Event, None],
+        later: CallLater,
+        on_end: Callable[["Replay"], None],
+        told: Iterable[Event] = (),
+    ) -> None:
+        self.account = request.account
+        self._question = question
+        self._seconds = request.resume_seconds
+        self._events = events
+        self._call_later = later
+        self._on_end = on_end
+        self._log: deque[Event] = deque()
+        self._num_dropped = 0
+        """Events that were in front of the log, and their tokens."""
+        self._dropped_tokens = 0
+        self._weight = 0
+        self._started: Started | None = None
+        self._recovering: Recovering | None = None
+        """What was said of a recovery, if that was the last of all: it is not kept, for it tells of now alone."""
+        self._error: Exception | None = None
+        """What ended it."""
+        self._is_over = False
+        """The answer's last event is in the log."""
+        self._num_readers = 0
+        self._timer = later(self._seconds, self._be_over)
+        self._step: asyncio.Task[None] | None = None
+        for event in told:
+            self._keep(event)
+
+    @property
+    def is_cut_off(self) -> bool:
+        """The service has ended, and not the answer."""
+        return isinstance(self._error, Unavailable) and not isinstance(self._error, StorageUnavailable)
+
+    def answers(self, request: Generate) -> bool:
+        """Whether `request` asks the same question."""
+        return question_of(request) == self._question
+
+    async def read(self, token_index: int = 0) -> AsyncGenerator[Event, None]:
+        """Events from the token at `token_index` on, Started first, and what is said of a recovery meanwhile. Closing
+        the iterator ends nothing but itself.
+
+        Raises InvalidArgument for an index where no delta begins, or that is no longer held, and what the generation
+        raises.
+        """
+        self._enter()
+        try:
+            number, recovering = self._find(token_index), None
+            if number > 0 and self._started is not None:
+                yield self._started
+            while (event := await self._get(number, recovering)) is not None:
+                yield event
+                if isinstance(event, Recovering):
+                    recovering = event
+                else:
+                    number += 1
+        finally:
+            self._leave()
+
+    def _find(self, token_index: int) -> int:
+        """Number of the event that begins with this token."""
+        if token_index == 0 and self._num_dropped == 0:
+            return 0
+        at, number = self._dropped_tokens, self._num_dropped
+        if token_index < at:
+            raise InvalidArgument("resume_token_index", f"{token_index} is no longer held, only {at} and later")
+        for event in self._log:
+            if at >= token_index:
+                break
+            at, number = at + _num_tokens(event), number + 1
+        if at != token_index:
+            why = f"only {at:,} tokens have been sent" if at < token_index else "is inside of a delta"
+            raise InvalidArgument("resume_token_index", f"{token_index}: {why}")
+        return number
+
+    async def _get(self, number: int, recovering: Recovering | None) -> Event | None:
+        """The event of this number, or what is said of a recovery before it comes, unless that is the one that was
+        told; None after the last event."""
+        while number >= self._num_dropped + len(self._log):
+            if self._recovering is not None and self._recovering is not recovering:
+                return self._recovering
+            if self._is_over:
+                return None
+            if self._error is not None:
+                raise self._error
+            await self._advance()
+        if number < self._num_dropped:
+            raise Unavailable("the generation was read on by another call")
+        return self._log[number - self._num_dropped]
+
+    async def _advance(self) -> None:
+        """Waits for the next event, once for all readers; the wait goes on when this reader leaves."""
+        if self._step is None or self._step.done():
+            self._step = asyncio.create_task(self._take())
+        await asyncio.wait([self._step])
+
+    async def _take(self) -> None:
+        try:
+            self._keep(await anext(self._events))
+        except StopAsyncIteration:
+            self._is_over = True
+        except Exception as error:
+            self._error = self._error or error
+            self._timer.cancel()
+            self._be_over()  # a retry shall start anew
+
+    def _keep(self, event: Event) -> None:
+        self._recovering = event if isinstance(event, Recovering) else None
+        if self._recovering is not None:
+            return
+        self._started = event if isinstance(event, Started) else self._started
+        self._log.append(event)
+        self._weight += _weight(event)
+        while self._weight > MAX_WEIGHT and len(self._log) > 1:
+            gone = self._log.popleft()
+            self._num_dropped += 1
+            self._dropped_tokens += _num_tokens(gone)
+            self._weight -= _weight(gone)
+
+    def _enter(self) -> None:
+        self._num_readers += 1
+        self._timer.cancel()
+
+    def _leave(self) -> None:
+        self._num_readers -= 1
+        if self._num_readers == 0 and self._error is None:
+            self._timer = self._call_later(self._seconds, self._be_over)
+
+    def _be_over(self) -> None:
+        self._on_end(self)
+
+    async def end(self, error: LongleafError) -> None:
+        """Ends the generation; who waits for more of it gets `error`."""
+        self._error = self._error or error
+        self._timer.cancel()
+        if self._step is not None and not self._step.done():
+            self._step.cancel()
+            await asyncio.wait([self._step])
+        await self._events.aclose()
+
+
+def question_of(request: Generate) -> bytes:
+    """Stands for what is asked, in every process: the input itself may be large, and a generation is held for
+    minutes."""
+    match request.input:
+        case str(text):
+            kind, asked = "text", text.encode()
+        case Conversation(messages):
+            kind, asked = "conversation", b"".join(map(_told_apart, messages))
+        case token_ids:
+            kind, asked = "ids", array("I", token_ids).tobytes()
+    return blake3(f"{kind} {request.context}\n".encode()).update(asked).digest()
+
+
+def _told_apart(message: Message) -> bytes:
+    """A message with its role and length before it, so that no two conversations are the same bytes."""
+    text = message.text.encode()
+    return f"{message.role} {len(text)}\n".encode() + text
+
+
+def _num_tokens(event: Event) -> int:
+    return len(event.token_ids) if isinstance(event, Delta) else 0
+
+
+def _weight(event: Event) -> int:
+    attribution = event.attribution if isinstance(event, Delta | Finished) else None
+    num_sources = len(attribution.sources) if attribution is not None else 0
+    if not isinstance(event, Delta):
+        return 1 + num_sources
+    return _num_tokens(event) + sum(len(entry.top) for entry in event.logprobs) + num_sources
+
+
+class Replays:
+    """The generations that are held, by id. `forget` is called with the id of one that has ended for good: it can be
+    resumed in no other service either."""
+
+    def __init__(
+        self,
+        later: CallLater = call_later,
+        forget: Callable[[str], None] = lambda _: None,
+        max_held: int = MAX_HELD,
+        tenant_share: float = 1.0,
+    ) -> None:
+        """All of them are at most `max_held`, and those of one client or tenant no more than its share."""
+        self._max_held, self._tenant_share = max_held, tenant_share
+        self._call_later = later
+        self._forget = forget
+        self._by_id: dict[str, Replay] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def get(self, request_id: str) -> Replay | None:
+        return self._by_id.get(request_id)
+
+    def find(self, request_id: str) -> Replay:
+        """Raises NotFound."""
+        if request_id not in self._by_id:
+            raise NotFound(f"generations/{request_id}")
+        return self._by_id[request_id]
+
+    def hold(self, request_id: str, request: Generate, events: AsyncGenerator[Event, None]) -> Replay:
+        """Holds a new generation. Raises ResourceExhausted."""
+        for share in shares_of(request.account, self._tenant_share):
+            count = sum(share.is_theirs(replay.account) for replay in self._by_id.values())
+            if count >= self._max_held * share.part:
+                told = f"{share.whose} holds {count} to be resumed already, its share of all {self._max_held}"
+                raise ResourceExhausted("generations", told, RETRY_SECONDS)
+        if len(self._by_id) >= self._max_held:
+            raise ResourceExhausted("generations", f"{self._max_held} are held to be resumed already", RETRY_SECONDS)
+        return self._add(request_id, request, question_of(request), events)
+
+    def take_up(
+        self,
+        request_id: str,
+        request: Generate,
+        question: bytes,
+        events: AsyncGenerator[Event, None],
+        told: Iterable[Event],
+    ) -> None:
+        """Holds a generation that another service held, which goes on with `events`."""
+        self._add(request_id, request, question, events, told)
+
+    def _add(
+        self,
+        request_id: str,
+        request: Generate,
+        question: bytes,
+        events: AsyncGenerator[Event, None],
+        told: Iterable[Event] = (),
+    ) -> Replay:
+        replay = Replay(request, question, events, self._call_later, partial(self._end, request_id), told)
+        self._by_id[request_id] = replay
+        return replay
+
+    async def cancel(self, request_id: str) -> None:
+        """Ends a generation and forgets it. Raises NotFound."""
+        replay = self.find(request_id)
+        del self._by_id[request_id]
+        self._forget(request_id)
+        await replay.end(Cancelled(f"generations/{request_id} was cancelled"))
+
+    def _end(self, request_id: str, replay: Replay) -> None:
+        """Ends `replay` and forgets it, unless that was done before: by now its name may be another one's."""
+        if self._by_id.get(request_id) is replay:
+            del self._by_id[request_id]
+            if not replay.is_cut_off:
+                self._forget(request_id)
+            self._start(replay.end(NotFound(f"generations/{request_id}")))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._closing.add(task)  # the loop itself keeps only weak references
+        task.add_done_callback(self._closing.discard)

@@ -1,0 +1,69 @@
+"""What the tokenizer service answers: texts to ids and back, within limits."""
+
+from array import array
+from collections.abc import Sequence
+
+from coordinator.text.encoder import Encoder
+from coordinator.text.tokenizer import Tokenizer
+from coordinator.text.tokenizer_pool import TextThreads
+from coordinator.text.vocabulary import check_known
+from longleaf.errors import InvalidArgument
+from longleaf.types import Tokenized
+
+MAX_TEXT_BYTES = 1 << 20
+MAX_TOKENS = 1 << 20
+MAX_ANSWER_BYTES = 32 << 20
+
+
+class Tokenization:
+    """Works in `threads`, in steps between which a cancelled call ends."""
+
+    def __init__(self, tokenizer: Tokenizer, threads: TextThreads) -> None:
+        self._tokenizer = tokenizer
+        self._threads = threads
+
+    async def count(self, text: str) -> int:
+        """Tokens of `text` as of a document, without the template's opening. Holds a window of the ids only.
+
+        Raises InvalidArgument for a text in which the tokenizer cannot be cut.
+        """
+        encoder = self._tokenizer.plain_encoder(has_opening=False)
+        counts: list[int] = []
+
+        def take() -> None:
+            counts.append(len(encoder.token_ids))
+            encoder.token_ids = array("I")
+
+        await self._threads.encode(encoder, text, take)
+        return sum(counts)
+
+    async def tokenize(self, text: str, *, add_special: bool, has_spans: bool) -> Tokenized:
+        """Raises InvalidArgument for a text that is too long, or has too many tokens."""
+        size = len(text.encode())
+        if size > MAX_TEXT_BYTES:
+            told = f"has {size:,} bytes, at most {MAX_TEXT_BYTES:,} are tokenized at once; CountTokens takes more"
+            raise InvalidArgument("text", told)
+        encoder = self._tokenizer.plain_encoder(has_opening=add_special)
+        encoder.spans = [(0, 0)] * len(encoder.token_ids) if has_spans else None
+        await self._threads.encode(encoder, text, lambda: _check_count(encoder))
+        return Tokenized(tuple(encoder.token_ids), tuple(encoder.spans) if encoder.spans is not None else None)
+
+    async def detokenize(self, token_ids: Sequence[int], *, keep_special: bool) -> str:
+        """Raises InvalidArgument for too many ids, one that is not in the vocabulary, and too long a text."""
+        if len(token_ids) > MAX_TOKENS:
+            raise InvalidArgument("token_ids", f"are {len(token_ids):,}, at most {MAX_TOKENS:,} are taken at once")
+        text = await self._threads.run(self._decode, token_ids, keep_special)
+        if len(text.encode()) > MAX_ANSWER_BYTES:
+            told = f"make {len(text.encode()):,} bytes of text, at most {MAX_ANSWER_BYTES:,} are answered at once"
+            raise InvalidArgument("token_ids", told)
+        return text
+
+    def _decode(self, token_ids: Sequence[int], keep_special: bool) -> str:
+        """In one step: a decoder may look at neighbours, so that parts cannot be joined."""
+        check_known(token_ids, self._tokenizer.vocabulary_size)
+        return self._tokenizer.decode(token_ids, keep_special=keep_special)
+
+
+def _check_count(encoder: Encoder) -> None:
+    if len(encoder.token_ids) > MAX_TOKENS:
+        raise InvalidArgument("text", f"has {len(encoder.token_ids):,} tokens, at most {MAX_TOKENS:,} can be answered")

@@ -1,0 +1,292 @@
+"""A context on its way in, whatever streams bring it: a parcel's bytes become segments here and objects on storage."""
+
+import asyncio
+from array import array
+from collections.abc import Callable
+
+from msgspec.structs import replace
+
+from coordinator.auth.quotas import UNLIMITED, Ledger
+from coordinator.handlers.transfer.ports import Arriving, House
+from coordinator.persistence.catalog.records import ContextRecord, SegmentRecord, SnapshotRecord
+from longleaf.context_archive.frames import FIELD
+from longleaf.context_archive.reader import Ids, Told, Unpacking
+from longleaf.context_archive.records import ID_BYTES, Head, Keys, Part, SegmentHead
+from longleaf.context_archive.writer import little_endian
+from longleaf.errors import CheckpointChanged, ContextLost, InvalidArgument, NotFound
+from longleaf.fingerprint import TEXTS, Fingerprint
+from longleaf.formatting import human_seconds
+from longleaf.storage.context_note import sound_ends
+from longleaf.storage.manifest import Piece, SegmentManifest, encode_manifest
+from longleaf.storage.names import Attempt
+from longleaf.tenants import scoped
+from longleaf.types import CONTEXT_ID, MAX_TIME, ImportHeader, ImportProgress
+
+MAX_TOLD = 3
+"""Files that differ, by their names."""
+
+
+class Arrival:
+    """Takes the bytes of one parcel into a house. One call at a time, each to its end: what a call could not do, the
+    next one does first. `wall_clock` counts seconds since the epoch."""
+
+    def __init__(
+        self,
+        house: House,
+        header: ImportHeader,
+        vocabulary_size: int,
+        wall_clock: Callable[[], float],
+        ledger: Ledger = UNLIMITED,
+    ) -> None:
+        self._ledger = ledger
+        self._house = house
+        self._header = header
+        self._vocabulary_size = vocabulary_size
+        self._wall_clock = wall_clock
+        self._unpacking = Unpacking()
+        self._untaken: Told | None = None
+        """What the parcel told last, until all is done that it asks for."""
+        self._context: ContextRecord | None = None
+        self._arriving: Arriving | None = None
+        self._segments: list[SegmentRecord] = []
+        self._num_used = 0
+        """Tokens of the path up to the last of them."""
+        self._coming: _Coming | None = None
+        """The segment whose ids or pieces come."""
+        self._num_described = 0
+        """Bytes of memory that what is said of segments takes, about."""
+        self._manifests: dict[int, tuple[Attempt, SegmentManifest]] = {}
+        self._snapshots: dict[int, SnapshotRecord] = {}
+        """Those whose manifests are put."""
+        self.made: ImportProgress | None = None
+        """What is told at the end; nothing more is taken then."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the parcel that have come."""
+        return self._unpacking.num_bytes
+
+    @property
+    def num_held_bytes(self) -> int:
+        """Bytes of memory, about."""
+        untaken = len(self._untaken) if isinstance(self._untaken, bytearray) else 0
+        coming = [self._coming.token_ids] if self._coming is not None else []
+        num_ids = sum(len(ids) for ids in (*(segment.token_ids for segment in self._segments), *coming))
+        return self._unpacking.num_held_bytes + untaken + ID_BYTES * num_ids + self._num_described
+
+    @property
+    def _is_long(self) -> bool:
+        """What comes now may take long: the event loop does not wait for it."""
+        return self._unpacking.is_description
+
+    async def settle(self) -> None:
+        """Does what an earlier call could not. Raises what `take` raises."""
+        if self._untaken is not None:
+            await self._follow(self._untaken)
+            self._untaken = None
+
+    async def take(self, data: bytes) -> None:
+        """The next bytes, until the context is made. Raises InvalidArgument, CheckpointChanged, AlreadyExists,
+        FailedPrecondition; and StorageUnavailable or Unavailable, after which it may go on behind `num_bytes`."""
+        await self.settle()
+        rest = memoryview(data)
+        while rest and self.made is None:
+            unpack = self._unpacking.take
+            count, self._untaken = await asyncio.to_thread(unpack, rest) if self._is_long else unpack(rest)
+            rest = rest[count:]
+            await self.settle()
+
+    async def finish(self) -> None:
+        """No more bytes come: the context is made. Raises as `take` does."""
+        await self.settle()
+        if self.made is not None:
+            return
+        self._unpacking.check_complete()
+        assert self._context is not None and self._arriving is not None
+        for number, (attempt, manifest) in self._manifests.items():
+            if number not in self._snapshots:
+                await self._arriving.put(attempt.manifest, await asyncio.to_thread(encode_manifest, manifest))
+                self._snapshots[number] = _snapshot(number, attempt, manifest)
+        now, snapshots = self._wall_clock(), tuple(self._snapshots.values())
+        record = replace(self._context, segment=self._segments[-1].id, last_used=now)
+        with self._ledger.begin_document(1, record.num_tokens):
+            context = await self._arriving.adopt(record, self._segments, snapshots)
+        self.made = ImportProgress(
+            received_bytes=self.num_bytes, context=context, key_tokens=self._num_key_tokens(record.num_tokens)
+        )
+        self._segments, self._manifests, self._coming, self._num_described = [], {}, None, 0  # it is the engine's now
+
+    async def drop(self) -> None:
+        """Gives it up. Idempotent; does nothing to a context that was made."""
+        if self._arriving is not None:
+            await self._arriving.drop()
+
+    async def _follow(self, told: Told) -> None:
+        match told:
+            case Head():
+                await self._open(told)
+            case SegmentHead():
+                self._begin(told)
+            case Ids():
+                await self._extend(told.token_ids)
+            case _:
+                await self._put(told)
+
+    async def _open(self, head: Head) -> None:
+        name = self._header.context or scoped(self._header.tenant, _checked(head.context))
+        if self._is_made(name):
+            self.made = ImportProgress(received_bytes=self.num_bytes, context=self._house.get_context(name))
+            return
+        _check_fingerprint(name, head, await self._house.fingerprint())
+        self._context = _record(name, head, self._header.upload_id, self._wall_clock())
+        self._ledger.check_rate_in()
+        self._ledger.check_context(1, self._context.num_tokens)
+        self._arriving = await self._house.begin_import(self._context)
+        self._unpacking.expect(self._arriving.form, self._arriving.block_size)
+
+    def _is_made(self, name: str) -> bool:
+        """Whether an earlier call with this upload id made the context."""
+        try:
+            return bool(self._header.upload_id) and self._house.made_by(name) == self._header.upload_id
+        except (NotFound, ContextLost, CheckpointChanged):
+            return False
+
+    def _begin(self, head: SegmentHead) -> None:
+        assert self._arriving is not None
+        self._coming = _Coming(self._arriving.new_segment(), head)
+        self._num_described += head.num_held_bytes
+        if head.keys is not None:  # the manifest has them, too
+            self._num_described += ID_BYTES * head.num_tokens
+
+    async def _extend(self, token_ids: "array[int]") -> None:
+        coming = self._coming
+        assert coming is not None
+        if max(token_ids) >= self._vocabulary_size:
+            raise InvalidArgument(FIELD, f"it has a token id that is not among {self._vocabulary_size:,}")
+        coming.token_ids += token_ids
+        if len(coming.token_ids) == coming.head.num_tokens:
+            await self._seal(coming)
+
+    async def _seal(self, coming: "_Coming") -> None:
+        """All token ids of a segment are there."""
+        assert self._arriving is not None
+        before = self._segments[-1] if self._segments else None
+        keys, text = coming.head.keys, coming.head.text
+        if keys is None or keys.form != self._arriving.form:  # then nobody needs what is not used
+            del coming.token_ids[coming.head.num_used :]
+            keys = None
+        if len(coming.token_ids) < coming.head.num_tokens:
+            text = text and text.cut(len(coming.token_ids))
+        segment = SegmentRecord(
+            id=coming.id,
+            parent=before and before.id,
+            start=self._num_used,
+            rope=coming.head.rope,
+            token_ids=coming.token_ids,
+            text=text,
+        )
+        if keys is not None:
+            attempt = self._arriving.new_attempt(segment.id)
+            parent = before and self._arriving.new_attempt(before.id).segment
+            manifest = await asyncio.to_thread(self._manifest, attempt, segment, keys, parent)
+            self._manifests[segment.id], coming.names = (attempt, manifest), [*manifest.objects]
+        self._segments.append(segment)
+        self._num_used += coming.head.num_used
+
+    def _manifest(self, attempt: Attempt, segment: SegmentRecord, keys: Keys, parent: str | None) -> SegmentManifest:
+        assert self._arriving is not None
+        manifest = SegmentManifest(
+            service=attempt.service,
+            fingerprint=self._arriving.fingerprint,
+            form=keys.form,
+            segment=attempt.segment,
+            parent=parent,
+            start=segment.start,
+            num_tokens=len(segment.token_ids),
+            rope=segment.rope,
+            pieces=tuple(_piece(attempt.piece(number), part) for number, part in enumerate(keys.pieces)),
+            windows=None if keys.windows is None else _piece(attempt.windows(0), keys.windows),
+            token_ids=little_endian(segment.token_ids).tobytes(),
+        )
+        try:
+            manifest.check()
+            self._arriving.check(manifest)
+        except InvalidArgument as error:
+            raise InvalidArgument(FIELD, f"the pieces of a segment make no sense: {error}") from error
+        return manifest
+
+    async def _put(self, content: bytearray) -> None:
+        """The next piece of a segment, where this house takes its keys."""
+        assert self._arriving is not None and self._coming is not None
+        if self._coming.names:
+            await self._arriving.put(self._coming.names[0], content)
+            del self._coming.names[0]
+
+    def _num_key_tokens(self, num_tokens: int) -> int:
+        """Tokens of the path whose keys and values came along."""
+        ends = [*(segment.start for segment in self._segments[1:]), num_tokens]
+        paths = zip(self._segments, ends, strict=True)
+        return sum(end - segment.start for segment, end in paths if segment.id in self._snapshots)
+
+
+class _Coming:
+    """A segment while its token ids and pieces come."""
+
+    def __init__(self, number: int, head: SegmentHead) -> None:
+        self.id = number
+        self.head = head
+        self.token_ids = array("I")
+        self.names: list[str] = []
+        """Of the pieces that come yet and are put."""
+
+
+def _piece(name: str, part: Part) -> Piece:
+    return Piece(name, part.runs, part.num_bytes, part.digest)
+
+
+def _snapshot(number: int, attempt: Attempt, manifest: SegmentManifest) -> SnapshotRecord:
+    pieces = manifest.pieces if manifest.windows is None else (*manifest.pieces, manifest.windows)
+    num_bytes = sum(piece.num_bytes for piece in pieces)
+    return SnapshotRecord(segment=number, manifest=attempt.manifest, form=manifest.form, num_bytes=num_bytes)
+
+
+def _checked(name: str) -> str:
+    """What the context was called where it comes from. Raises InvalidArgument where none may be called so here."""
+    if CONTEXT_ID.fullmatch(name) is None:
+        raise InvalidArgument("config.name", f"the context was called {name[:100]!r}; give it another name")
+    return name
+
+
+def _record(name: str, head: Head, upload_id: str, now: float) -> ContextRecord:
+    """What a context will be. Raises InvalidArgument where it cannot be."""
+    times = (head.created, head.updated, *([] if head.expires is None else [head.expires]))
+    if not all(0 <= time <= MAX_TIME for time in times):
+        raise InvalidArgument(FIELD, "it tells times that are none")
+    if head.expires is not None and head.expires <= now and not head.is_pinned:
+        raise InvalidArgument(FIELD, f"the context expired {human_seconds(now - head.expires)} ago")
+    return ContextRecord(
+        id=name,
+        segment=0,
+        num_tokens=head.num_tokens,
+        ends=sound_ends(head.ends, head.num_tokens) or (head.num_tokens,),
+        capacity=head.capacity,
+        created=head.created,
+        updated=head.updated,
+        display_name=head.display_name,
+        is_pinned=head.is_pinned,
+        expires=head.expires,
+        last_used=now,
+        upload_id=upload_id,
+    )
+
+
+def _check_fingerprint(name: str, head: Head, served: Fingerprint) -> None:
+    """Raises CheckpointChanged, which tells what differs."""
+    given = head.fingerprint
+    if given.digest == served.digest:
+        return
+    names = sorted({*given.files, *served.files}, key=lambda file: (file not in TEXTS, file))
+    differing = [file for file in names if given.files.get(file) != served.files.get(file)]
+    files = ", ".join(differing[:MAX_TOLD]) + (f" and {len(differing) - MAX_TOLD} more" if differing[MAX_TOLD:] else "")
+    models = f"{head.model[:100]!r} has fingerprint {given.digest[:16]}, what is served here {served.digest[:16]}"
+    raise CheckpointChanged(f"contexts/{name}", f"{models}; they differ in {files or 'their tensors'}")

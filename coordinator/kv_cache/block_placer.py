@@ -1,0 +1,278 @@
+"""Blocks: how many are promised to whom, and which runs new tokens go to. Integers only; nothing is stored here."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from coordinator.kv_cache.block_allocator import BlockPool
+from coordinator.kv_cache.rank_mapping import Ranking
+from coordinator.kv_cache.windows import WindowPool
+from longleaf.errors import ResourceExhausted
+from longleaf.positions import EVERY_RANK, Windows
+from longleaf.runs import Run, ceil_div, cut_chunk, serpentine
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Numbers of blocks of both kinds."""
+
+    sharded: int = 0
+    """Over the pools of all ranks."""
+    windows: int = 0
+    """Blocks of the windows' pool, which is the same on every rank."""
+
+    def __add__(self, other: "Blocks") -> "Blocks":
+        return Blocks(self.sharded + other.sharded, self.windows + other.windows)
+
+    def __sub__(self, other: "Blocks") -> "Blocks":
+        return Blocks(self.sharded - other.sharded, self.windows - other.windows)
+
+    def fits(self, room: "Blocks") -> bool:
+        """Whether `room` has as many of either kind."""
+        return self.sharded <= room.sharded and self.windows <= room.windows
+
+
+def count_blocks(runs: Iterable[Run]) -> int:
+    return sum(len(run.blocks) for run in runs)
+
+
+class Reservation:
+    """Blocks promised to one job, on no rank in particular. `left` of them are not taken yet."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        self.left = blocks
+
+    def split(self, blocks: Blocks) -> "Reservation":
+        """Hands a part of the promise over."""
+        assert blocks.fits(self.left)
+        self.left -= blocks
+        return Reservation(blocks)
+
+
+class Placer:
+    """Decides which rank holds which tokens. Any placement is correct; balance is all it strives for.
+
+    Room is counted over all ranks: a job that holds a reservation can always be placed, though perhaps not evenly.
+    `windows` is None unless each rank holds the keys of windowed layers itself.
+    """
+
+    def __init__(self, num_blocks: Sequence[int], block_size: int, windows: Windows | None = None) -> None:
+        self.block_size = block_size
+        self.windows = windows
+        self.pools = tuple(BlockPool(n) for n in num_blocks)
+        self.window_pool = WindowPool(windows, block_size)
+        self.num_reserved = Blocks()
+
+    @property
+    def num_blocks(self) -> Blocks:
+        return Blocks(sum(pool.num_blocks for pool in self.pools), self.window_pool.num_blocks)
+
+    @property
+    def num_free(self) -> Blocks:
+        """Blocks that are neither in use nor promised."""
+        return Blocks(sum(pool.num_free for pool in self.pools), self.window_pool.num_free) - self.num_reserved
+
+    def reserve(self, blocks: Blocks) -> Reservation | None:
+        """Promises blocks, or gives None when there are too few."""
+        if not blocks.fits(self.num_free):
+            return None
+        self.num_reserved += blocks
+        return Reservation(blocks)
+
+    def add(self, reservation: Reservation, blocks: Blocks) -> bool:
+        """Promises more blocks, or says that there are too few."""
+        if (more := self.reserve(blocks)) is None:
+            return False
+        reservation.left += more.left
+        return True
+
+    def release(self, reservation: Reservation) -> None:
+        """Gives back what is left of a promise."""
+        self.num_reserved -= reservation.left
+        reservation.left = Blocks()
+
+    def place_chunk(self, start: int, end: int, turn: int, reservation: Reservation) -> tuple[Run, ...]:
+        """Runs that cover positions [start, end), at most one per rank, in the serpentine order of chunk `turn`.
+
+        Raises ResourceExhausted when the reservation has too few blocks left.
+        """
+        self._spend(reservation, Blocks(ceil_div(end - start, self.block_size)))
+        runs: list[Run] = []
+        for rank, count in self._deal(start, end, turn):
+            stop = min(start + count * self.block_size, end)
+            runs.append(Run(rank, start, stop, self.pools[rank].allocate(count)))
+            start = stop
+        return tuple(runs)
+
+    def _deal(self, start: int, end: int, turn: int) -> list[tuple[int, int]]:
+        """(rank, blocks) in order. Fewer pieces than ranks go to the emptiest; what one cannot hold goes to others."""
+        order = serpentine(turn, len(self.pools))
+        pieces = cut_chunk(start, end, self.block_size, len(order))
+        room = {rank: self.pools[rank].num_free for rank in order}
+        chosen = set(sorted(order, key=lambda rank: -room[rank])[: len(pieces)])
+        wanted = [ceil_div(b - a, self.block_size) for a, b in pieces]
+        counts = dict.fromkeys(order, 0) | dict(zip([r for r in order if r in chosen], wanted, strict=True))
+        counts = {rank: min(count, room[rank]) for rank, count in counts.items()}
+        missing = sum(wanted) - sum(counts.values())
+        for rank in sorted(order, key=lambda rank: counts[rank] - room[rank]):
+            extra = min(missing, room[rank] - counts[rank])
+            counts[rank] += extra
+            missing -= extra
+        return [(rank, counts[rank]) for rank in order if counts[rank]]
+
+    def grow(self, last: Run | None, start: int, count: int, reservation: Reservation) -> tuple[Run, ...]:
+        """Runs for `count` more tokens from position `start` on: first `last` as far as its blocks reach (the result
+        then begins with its new extent), after that one block at a time on the emptiest rank.
+
+        Raises ResourceExhausted when the reservation has too few blocks left.
+        """
+        end, runs = start + count, list[Run]()
+        if last is not None and (spare := len(last.blocks) * self.block_size - len(last)):
+            start = min(last.end + spare, end)
+            runs.append(Run(last.rank, last.start, start, last.blocks))
+        self._spend(reservation, Blocks(ceil_div(end - start, self.block_size)))
+        while start < end:
+            rank = max(range(len(self.pools)), key=lambda r: self.pools[r].num_free)
+            stop = min(start + self.block_size, end)
+            runs.append(Run(rank, start, stop, self.pools[rank].allocate(1)))
+            start = stop
+        return tuple(runs)
+
+    def roll(
+        self, runs: tuple[Run, ...], start: int, end: int, reservation: Reservation, *, is_chunk: bool
+    ) -> tuple[Run, ...]:
+        """The window runs of a segment when tokens [start, end) come: without what they do not see any more, and with
+        those tokens; of a chunk only with what the token after it will see.
+
+        Raises ResourceExhausted when the reservation has too few blocks left; what is freed goes back to it.
+        """
+        if self.windows is None:
+            return ()
+        stored_from = max(start, self.windows.first(end)) if is_chunk else start
+        return self._roll(runs, start, (stored_from, end), reservation)
+
+    def roll_again(
+        self, runs: tuple[Run, ...], chunk: tuple[int, int], kept_from: int, place: int, reservation: Reservation
+    ) -> tuple[Run, ...]:
+        """The window runs of a segment when a chunk of it is read again: with what is seen from `place` on, and with
+        what lies from `kept_from` on, because later segments see it."""
+        if self.windows is None:
+            return ()
+        start, end = chunk
+        stored_from = max(start, min(self.windows.first(end), kept_from))
+        return self._roll(runs, min(start, place), (stored_from, end), reservation)
+
+    def _roll(
+        self, runs: tuple[Run, ...], place: int, fresh: tuple[int, int], reservation: Reservation
+    ) -> tuple[Run, ...]:
+        kept, freed = self.window_pool.split(runs, place)
+        self._spend(reservation, Blocks(windows=self.window_pool.num_more(kept, *fresh) - len(freed)))
+        self.window_pool.free(freed)
+        return self.window_pool.grow(kept, *fresh)
+
+    def take_back(self, runs: Sequence[Run], reservation: Reservation) -> None:
+        """Frees runs that nothing was written to for good: their blocks are promised again."""
+        blocks = Blocks(count_blocks(runs))
+        self.free(runs)
+        reservation.left += blocks
+        self.num_reserved += blocks
+
+    def roll_back(self, runs: tuple[Run, ...], end: int, reservation: Reservation | None) -> tuple[Run, ...]:
+        """Window runs without what lies from position `end` on; with a reservation these blocks are promised again."""
+        kept = self.window_pool.cut(runs, end)
+        if reservation is not None:
+            freed = Blocks(windows=count_blocks(runs) - count_blocks(kept))
+            reservation.left += freed
+            self.num_reserved += freed
+        return kept
+
+    def place_again(self, ranges: Iterable[tuple[int, int]], size: int, reservation: Reservation) -> tuple[Run, ...]:
+        """Runs for the first `size` tokens of some ranges, whole blocks of each from its start on: in order, at most
+        one per rank, and none much longer than others.
+
+        Raises ResourceExhausted when the reservation has too few blocks left.
+        """
+        room = {rank: pool.num_free for rank, pool in enumerate(self.pools) if pool.num_free}
+        left, parts = max(1, size // self.block_size), list[tuple[int, int, int, int]]()
+        most = ceil_div(left, len(self.pools))
+        for start, end in ranges:
+            while start < end and room and left:
+                rank = max(room, key=room.__getitem__)
+                count = min(ceil_div(end - start, self.block_size), room.pop(rank), most, left)
+                stop = min(start + count * self.block_size, end)
+                parts.append((rank, start, stop, count))
+                start, left = stop, left - count
+        self._spend(reservation, Blocks(sum(count for *_, count in parts)))
+        return tuple(Run(rank, start, stop, self.pools[rank].allocate(count)) for rank, start, stop, count in parts)
+
+    def place_part(
+        self, rank: int, ranges: Sequence[tuple[int, int]], max_blocks: int, reservation: Reservation
+    ) -> tuple[tuple[Run, ...], list[tuple[int, int]]]:
+        """Runs on a rank that has room, for as much of some ranges as it takes: whole blocks of each from its start on,
+        at most `max_blocks` and at least one; and what is left of the ranges.
+
+        Raises ResourceExhausted when the reservation has too few blocks left.
+        """
+        pool, runs, rest = self.pools[rank], list[Run](), list[tuple[int, int]]()
+        wanted = sum(ceil_div(end - start, self.block_size) for start, end in ranges)
+        self._spend(reservation, Blocks(count := min(wanted, max_blocks, pool.num_free)))
+        blocks = pool.allocate(count)  # neighbours, if possible, whatever the ranges are
+        for start, end in ranges:
+            count = ceil_div(end - start, self.block_size)
+            taken, blocks = blocks[:count], blocks[count:]
+            stop = min(start + len(taken) * self.block_size, end)
+            if taken:
+                runs.append(Run(rank, start, stop, taken))
+            if stop < end:
+                rest.append((stop, end))
+        return tuple(runs), rest
+
+    def place_windows(self, ranges: Iterable[tuple[int, int]], reservation: Reservation) -> tuple[Run, ...]:
+        """Runs of windows for all of some ranges. Raises as `place_part`."""
+        parts = [(start, end, ceil_div(end - start, self.block_size)) for start, end in ranges]
+        self._spend(reservation, Blocks(windows=sum(count for *_, count in parts)))
+        return tuple(Run(EVERY_RANK, start, end, self.window_pool.allocate(count)) for start, end, count in parts)
+
+    def place_on(self, rank: int, start: int, end: int) -> Run:
+        """A run for positions that come to a rank from another one: in blocks that are promised to nobody."""
+        count = ceil_div(end - start, self.block_size)
+        assert count <= self.num_free.sharded
+        return Run(rank, start, end, self.pools[rank].allocate(count))
+
+    def change_ranks(self, ranking: Ranking) -> None:
+        """Has the pools of those that are still there under their new ranks, and empty ones of those that come. What
+        was promised must have been released: there may be fewer blocks."""
+        assert self.num_reserved == Blocks()
+        old = self.pools
+        pairs = zip(ranking.before, ranking.num_blocks, strict=True)
+        self.pools = tuple(BlockPool(count) if rank is None else old[rank] for rank, count in pairs)
+
+    def _spend(self, reservation: Reservation, blocks: Blocks) -> None:
+        if not blocks.fits(reservation.left):
+            raise ResourceExhausted("blocks", f"{blocks} are needed, {reservation.left} are reserved")
+        reservation.left -= blocks
+        self.num_reserved -= blocks
+
+    def free(self, runs: Iterable[Run]) -> None:
+        for run in runs:
+            pool = self.window_pool if run.rank == EVERY_RANK else self.pools[run.rank]
+            pool.free(run.blocks)
+
+    def blocks_needed(self, num_prefill: int, num_rows: int, *, num_tails: int = 1, num_at_once: int = 1) -> Blocks:
+        """Blocks that `num_prefill` tokens in chunks take, and `num_rows` in rows, up to `num_at_once` of them in one,
+        in each of `num_tails` other segments: exactly, but for windows at most.
+
+        Chunks but the last are whole blocks, however long they are.
+        """
+        sharded = ceil_div(num_prefill, self.block_size) + num_tails * ceil_div(num_rows, self.block_size)
+        in_rows = self.window_pool.row_blocks(num_rows, num_at_once)
+        return Blocks(sharded, self.window_pool.chunk_blocks(num_prefill) + num_tails * in_rows)
+
+    def audit(self, runs: Iterable[Run]) -> None:
+        """Every used block belongs to exactly one of `runs` (all runs there are), and promises can be kept."""
+        held = [(run.rank, block) for run in runs for block in run.blocks]
+        assert len(held) == len(set(held)), "a block is in two runs"
+        for rank, pool in [*enumerate(self.pools), (EVERY_RANK, self.window_pool)]:
+            pool.audit()
+            assert pool.num_used == sum(1 for holder, _ in held if holder == rank)
+        assert Blocks().fits(self.num_reserved)
+        assert Blocks().fits(self.num_free)

@@ -1,0 +1,74 @@
+"""Making room by parking: contexts that nobody asks give up their keys, and get them back when somebody does."""
+
+from collections import Counter
+from collections.abc import Callable, Container
+
+from coordinator.kv_cache.block_placer import Blocks, Placer
+from coordinator.kv_cache.contexts import Contexts, NamedPath
+from coordinator.kv_cache.segments import Segments
+
+
+class Parking:
+    """Parks contexts when room is needed, those used least recently first; pinned ones stay, and those `in_use`."""
+
+    def __init__(
+        self, placer: Placer, segments: Segments, contexts: Contexts, in_use: Callable[[], Container[str | None]]
+    ) -> None:
+        self._placer = placer
+        self._segments = segments
+        self._contexts = contexts
+        self._in_use = in_use
+        """Gives the ids of contexts that jobs ask, or read into."""
+        segments.make_more = self._make_more
+
+    def _make_more(self, lacking: Blocks) -> bool:
+        """Sees to it that so many more blocks are free or reclaimable, or says that this cannot be, and parks none."""
+        spare = self._spare()
+        if not lacking.fits(self._num_freed(spare)):
+            return False
+        wanted = self._num_room + lacking
+        for group in self._groups(spare):
+            if not wanted.fits(self._num_room):
+                for context in group:
+                    self._contexts.rest(context)
+        return wanted.fits(self._num_room)
+
+    def _groups(self, spare: list[NamedPath]) -> list[list[NamedPath]]:
+        """Contexts that rest together, those used least recently first."""
+        groups: dict[object, list[NamedPath]] = {}
+        for context in spare:
+            key = context.id if self._placer.windows is None else context.path.segments[0]
+            groups.setdefault(key, []).append(context)
+        return sorted(groups.values(), key=lambda group: max(context.last_use for context in group))
+
+    def rest_unpromised(self) -> None:
+        """Parks what is lost of contexts that nobody asks, where there is no room to read it again."""
+        in_use = self._in_use()
+        for context in self._contexts.list():
+            holdings = self._segments.holdings.of(context.path.segments)
+            has_no_room = any(one.loss is not None and one.loss.promise is None for one in holdings)
+            if has_no_room and not context.is_resting and context.id not in in_use:
+                self._contexts.rest(context)
+
+    @property
+    def num_spare(self) -> Blocks:
+        """Blocks that would be free if all was parked that may be."""
+        return self._num_freed(self._spare())
+
+    @property
+    def _num_room(self) -> Blocks:
+        return self._placer.num_free + self._segments.num_reclaimable
+
+    def _spare(self) -> list[NamedPath]:
+        bound = {context.id for context in self._contexts.bound(self._in_use())}
+        return [one for one in self._contexts.list() if not (one.is_resting or one.id in bound)]
+
+    def _num_freed(self, spare: list[NamedPath]) -> Blocks:
+        """Blocks that are free once all of these rest."""
+        through = Counter(segment for context in spare for segment in context.path.segments)
+        freed = Blocks()
+        for holding in self._segments.holdings.of(through):
+            count = holding.num_resting + through[holding.segment]
+            if count == holding.num_references - holding.num_kept:
+                freed += holding.num_blocks + holding.num_promised
+        return freed

@@ -1,0 +1,289 @@
+"""What the ranks of an epoch hold of segments, and so of the paths that lead through these."""
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from coordinator.kv_cache.block_placer import Blocks
+from coordinator.kv_cache.lost_ranges import Loss
+from coordinator.kv_cache.positions import UNLIMITED
+from coordinator.kv_cache.token_paths import Path, Segment
+from longleaf.positions import Windows
+from longleaf.runs import Run, join
+
+
+class Holding:
+    """The runs that hold a segment, and how many refer to it."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+        self.runs: list[Run] = []
+        self.num_sharded = 0
+        """Blocks of `runs`: a path may have thousands of segments, and all of them are counted for each request."""
+        self.window_runs: tuple[Run, ...] = ()
+        """Runs in the windows' pool: while it grows what its next token sees of it, and little more; once it is sealed
+        what is seen of it from its seams."""
+        self.seams = Counter[int]()
+        """Positions at which paths go on, or may, and of whose windows a part lies here; how often each is held."""
+        self.num_references = 1
+        self.num_kept = 0
+        """References that only keep the segment for prompts to come."""
+        self.num_resting = 0
+        """References of contexts that rest: these need no keys until somebody asks them."""
+        self.is_parked = False
+        """Nothing of it is held, and nobody waits for it."""
+        self.version = 0
+        """Another one whenever it has been parked."""
+        self.is_told = True
+        """Ranks have heard of it, once it has tokens."""
+        self.loss: Loss | None = None
+        """What of it is lost, if anything."""
+        self.arriving: tuple[Run, ...] = ()
+        """Runs of tokens that are read again or come from another rank, by the plan that is under way."""
+
+    @property
+    def num_blocks(self) -> Blocks:
+        return count_all([self])
+
+    @property
+    def num_promised(self) -> Blocks:
+        """Blocks that are held for it otherwise than in runs: those of a plan under way, and those promised for what is
+        lost."""
+        arriving = Blocks(sum(len(run.blocks) for run in self.arriving))
+        return arriving + self.loss.promise.left if self.loss and self.loss.promise else arriving
+
+    def num_wanted(self, block_size: int) -> Blocks:
+        """Its blocks once nothing of it is lost."""
+        return self.num_blocks + self.loss.num_blocks(block_size) if self.loss else self.num_blocks
+
+    @property
+    def first_seam(self) -> int:
+        """The first position at which a path goes on, or from which the segment is read again."""
+        seam = min(self.seams, default=UNLIMITED)
+        return min(seam, self.loss.first) if self.loss and self.loss.left else seam
+
+    @property
+    def is_resting(self) -> bool:
+        """Only contexts that rest refer to it, and prompts that are kept."""
+        return 0 < self.num_resting == self.num_references - self.num_kept
+
+    @property
+    def num_reclaimable(self) -> Blocks:
+        """The blocks, if the segment is kept for prompts to come, and for nothing else."""
+        return self.num_blocks if self.num_kept and self.num_kept == self.num_references else Blocks()
+
+    def extend(self, token_ids: Sequence[int], runs: Sequence[Run]) -> None:
+        """Adds tokens and the runs that hold them; a first run with a known start is the last one, grown."""
+        assert runs
+        if self.runs and self.runs[-1].start == runs[0].start:
+            self.num_sharded -= len(self.runs.pop().blocks)
+        self.runs.extend(runs)
+        for run in runs:
+            self.num_sharded += len(run.blocks)
+        self.segment.extend(token_ids)
+
+    def put(self, runs: Iterable[Run]) -> None:
+        """Adds runs of tokens that were lost."""
+        for run in runs:
+            insort(self.runs, run, key=_start)
+            self.num_sharded += len(run.blocks)
+
+    def cut(self, end: int) -> list[Run]:
+        """Takes out the runs from position `end` on, where one begins, and gives them."""
+        index = bisect_left(self.runs, end, key=_start)
+        taken, self.runs = self.runs[index:], self.runs[:index]
+        assert not self.runs or self.runs[-1].end <= end
+        self.num_sharded -= sum(len(run.blocks) for run in taken)
+        return taken
+
+    def replace(self, old: Run, new: Run) -> None:
+        """Has the positions of `old`, the first blocks of a run, lie in `new` instead."""
+        index = bisect_left(self.runs, old.start, key=_start)
+        run = self.runs[index]
+        assert (run.rank, run.start, run.blocks[: len(old.blocks)]) == (old.rank, old.start, old.blocks)
+        rest = Run(run.rank, old.end, run.end, run.blocks[len(old.blocks) :])
+        self.runs[index : index + 1] = [new, rest] if len(rest) else [new]
+
+    def change_ranks(self, after: Mapping[int, int]) -> list[tuple[int, int]]:
+        """Keeps the runs of those that are still there, under their new ranks; gives what is lost, neighbours joined:
+        with what was lost before and with what was about to come."""
+        gone = [(run.start, run.end) for run in self.runs if run.rank not in after]
+        lost = sorted([*gone, *(self.loss.left if self.loss else ())])
+        if gone or any(old != new for old, new in after.items()):
+            runs = [run for run in self.runs if run.rank in after]
+            self.runs = [Run(after[run.rank], run.start, run.end, run.blocks) for run in runs]
+            self.num_sharded = sum(len(run.blocks) for run in runs)
+        return join(lost)
+
+    def audit(self) -> None:
+        """The runs and what is lost cover the tokens, in order and without gaps, unless it is parked."""
+        assert self.num_references >= max(1, self.num_kept + self.num_resting)
+        if self.is_parked:
+            assert self.is_resting
+            assert not (self.runs or self.num_sharded or self.window_runs or self.arriving or self.loss)
+            return
+        lost = self.loss.left if self.loss else []
+        stretches = sorted([*((run.start, run.end) for run in self.runs), *lost])
+        ends = [self.segment.start, *(end for _, end in stretches)]
+        assert [start for start, _ in stretches] == ends[:-1]
+        assert ends[-1] == self.segment.end
+        assert all(start < end for start, end in stretches)
+        assert self.loss is None or lost
+        assert self.num_sharded == sum(len(run.blocks) for run in self.runs)
+
+
+def _start(run: Run) -> int:
+    return run.start
+
+
+def count_all(holdings: Iterable[Holding]) -> Blocks:
+    """The blocks of holdings."""
+    sharded = windows = 0
+    for holding in holdings:
+        sharded += holding.num_sharded
+        for run in holding.window_runs:
+            windows += len(run.blocks)
+    return Blocks(sharded, windows)
+
+
+class Holdings:
+    """What is held, by segment. `windows` is None unless each rank holds the keys of windowed layers itself."""
+
+    def __init__(self, windows: Windows | None = None) -> None:
+        self.windows = windows
+        self._by_segment: dict[Segment, Holding] = {}
+        self._by_id: dict[int, Holding] = {}
+        self._lossy: dict[Segment, Holding] = {}
+        self._parked: dict[Segment, Holding] = {}
+
+    def __iter__(self) -> Iterator[Holding]:
+        return iter(self._by_segment.values())
+
+    def __getitem__(self, segment: Segment) -> Holding:
+        return self._by_segment[segment]
+
+    def find(self, segment_id: int) -> Holding | None:
+        return self._by_id.get(segment_id)
+
+    def add(self, holding: Holding) -> None:
+        self._by_segment[holding.segment] = self._by_id[holding.segment.id] = holding
+
+    def remove(self, holding: Holding) -> None:
+        del self._by_segment[holding.segment], self._by_id[holding.segment.id]
+        self._parked.pop(holding.segment, None)
+
+    def note_parked(self, holding: Holding, *, is_parked: bool) -> None:
+        """Notes that nothing of a segment is held and nobody waits for it, or that somebody does."""
+        holding.is_parked = is_parked
+        if is_parked:
+            self._parked[holding.segment] = holding
+        else:
+            del self._parked[holding.segment]
+
+    @property
+    def lossy(self) -> list[Holding]:
+        """Those of which something is lost, each after what it continues."""
+        return sorted(self._lossy.values(), key=lambda holding: holding.segment.id)
+
+    @property
+    def is_whole(self) -> bool:
+        """Nothing is lost."""
+        return not self._lossy
+
+    def note_loss(self, holding: Holding, loss: Loss | None) -> None:
+        """Notes what is lost of a segment, or that nothing is any more."""
+        holding.loss = loss
+        if loss is None:
+            self._lossy.pop(holding.segment, None)
+        else:
+            self._lossy[holding.segment] = holding
+
+    def first_lost(self, path: Path) -> tuple[Holding, int] | None:
+        """What is lost first of a path, or parked, if anything is: of which segment, and the position at which its use
+        ends."""
+        if self._lossy or self._parked:
+            for segment, _, end in path.parts():
+                if (holding := self._parked.get(segment)) is not None:
+                    return holding, end
+                if (holding := self._lossy.get(segment)) and holding.loss and holding.loss.first < end:
+                    return holding, end
+        return None
+
+    def num_lost(self, path: Path) -> int:
+        """Tokens of a path that are lost."""
+        if not self._lossy:
+            return 0
+        parts = ((self._lossy.get(segment), end) for segment, _, end in path.parts())
+        return sum(holding.loss.num_before(end) for holding, end in parts if holding and holding.loss)
+
+    def holds(self, path: Path) -> bool:
+        """Nothing of a path is lost or parked."""
+        return self.first_lost(path) is None
+
+    def parked(self, path: Path) -> list[Holding]:
+        """What is parked of a path, in order."""
+        if not self._parked:
+            return []
+        return [holding for segment in path.segments if (holding := self._parked.get(segment)) is not None]
+
+    def whole_end(self, path: Path) -> int:
+        """Up to where a path can be used now: the first position that is lost or parked, or its end. Where windows are
+        replicated the first that was lost: what is seen further on is held only until more is read again."""
+        found = self.first_lost(path)
+        if found is None:
+            return path.end
+        if found[0].loss is None:
+            return found[0].segment.start
+        return found[0].loss.first if self.windows is None else found[0].loss.ranges[0][0]
+
+    def of(self, segments: Iterable[Segment]) -> list[Holding]:
+        """Holdings of `segments`, in order."""
+        return list(map(self._by_segment.__getitem__, segments))  # may be thousands
+
+    def num_blocks(self, path: Path) -> Blocks:
+        """Blocks of the segments of a path, used or not."""
+        return count_all(self.of(path.segments))
+
+    def shares(self, path: Path, world_size: int) -> list[int]:
+        """Tokens of a path that each rank holds."""
+        held = [0] * world_size
+        for segment, _, end in path.parts():
+            for run in self[segment].runs:
+                held[run.rank] += max(0, min(run.end, end) - run.start)
+        return held
+
+    def num_window_tokens(self, path: Path) -> int:
+        """Tokens of a path that lie in the windows' pool."""
+        return sum(end - start for start, end in self._windows_of(path))
+
+    def seams(self, path: Path, position: int) -> tuple[int, int]:
+        """The nearest positions, up to `position` and from it on, at which the path can be cut and continued: those of
+        which all that the next token sees is held. Without windows, any."""
+        if (windows := self.windows) is None:
+            return position, position
+        below, above, stride = 0, path.end, windows.stride
+        if stride:
+            below, above = position - position % stride, min(path.end, position - position % -stride)
+        for start, end in self._windows_of(path):
+            low = start + bisect_left(range(start, end + 1), start, key=windows.first)
+            if low <= min(position, end):
+                below = max(below, min(position, end))
+            if max(position, low) <= end:
+                return below, min(above, max(position, low))
+        return below, above
+
+    def _windows_of(self, path: Path) -> list[tuple[int, int]]:
+        """Stretches of positions that lie in the windows' pool, in order; empty ones where a part ends without."""
+        held = [(0, 0)]
+        for segment, _, part_end in path.parts():
+            held += [(run.start, min(run.end, part_end)) for run in self[segment].window_runs if run.start < part_end]
+            held.append((part_end, part_end))
+        return join(held)
+
+    def audit(self, path: Path) -> None:
+        """A path is sound and can be continued: what its next token sees is held."""
+        path.audit()
+        if self.windows is not None and self.holds(path):
+            runs = [(run, end) for segment, _, end in path.parts() for run in self[segment].window_runs]
+            held = {position for run, end in runs for position in range(run.start, min(run.end, end))}
+            assert held.issuperset(range(self.windows.first(path.end), path.end))

@@ -1,0 +1,148 @@
+"""Segments, and the paths that lead through them: contexts, forks and sequences together are a tree."""
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from longleaf.document_text import DocumentText
+from longleaf.positions import OWN_ROPE, Rope, Windows
+from longleaf.tenants import DEFAULT_TENANT
+
+ID_BYTES = 4
+"""What is kept of a token id."""
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """Segments that continue one another from position 0 on.
+
+    Each is used up to the start of the next one, the last one up to position `end`: a path may branch off anywhere.
+    """
+
+    segments: tuple["Segment", ...] = ()
+    end: int = 0
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """What ranks are told of the path."""
+        return tuple(segment.id for segment in self.segments)
+
+    def parts(self) -> Iterator[tuple["Segment", int, int]]:
+        """The segments, and the positions [start, end) for which each is used."""
+        ends = [*(segment.start for segment in self.segments[1:]), self.end]
+        for segment, end in zip(self.segments, ends, strict=False):  # an empty path has an end, too
+            yield segment, segment.start, end
+
+    def cut(self, end: int) -> "Path":
+        """The beginning of the path, up to position `end`."""
+        assert end <= self.end
+        return Path(tuple(segment for segment in self.segments if segment.start < end), end)
+
+    def seen(self, end: int, windows: Windows | None) -> Iterator["Segment"]:
+        """The segments of which a token at `end`, a position of the path, sees windows; the last one is first."""
+        if windows is None:
+            return
+        first, part_end = windows.first(end), end
+        for segment in reversed(self.segments):
+            if first >= part_end:
+                return
+            if segment.start < end:
+                yield segment
+                part_end = segment.start
+
+    def token_ids(self, start: int = 0, stop: int | None = None) -> "array[int]":
+        """The tokens from position `start` on, up to `stop` if it is given."""
+        found = array("I")
+        for segment, part_start, end in self.parts():
+            part_end = end if stop is None else max(part_start, min(end, stop))
+            found += segment.token_ids[max(0, start - part_start) : part_end - part_start]
+        return found
+
+    def num_common(self, token_ids: "array[int]") -> int:
+        """How many of `token_ids` the path begins with."""
+        for segment, start, end in self.parts():
+            count = _num_common(segment.token_ids[: end - start], token_ids[start:end])
+            if count < end - start:
+                return start + count
+        return self.end
+
+    def audit(self) -> None:
+        """Every part has positions, and continues the path before it."""
+        assert self.segments or self.end == 0
+        for i, (segment, start, end) in enumerate(self.parts()):
+            assert start < end <= segment.end
+            assert segment.before == Path(self.segments[:i], start)
+
+
+NOWHERE = Path()
+"""Where contexts and prompts begin."""
+
+
+def _num_common(a: "array[int]", b: "array[int]") -> int:
+    """How many ids two arrays have in common at their beginning."""
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    while high - low > 1:  # the first `low` are equal, the first `high` are not
+        middle = (low + high) // 2
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle)
+    return low
+
+
+class Segment:
+    """Tokens that continue the path `before`. Grows until it is sealed.
+
+    That is all that lasts: where their keys lie, and who needs them, is the matter of an epoch.
+    """
+
+    def __init__(self, segment_id: int, before: Path, rope: Rope = OWN_ROPE, tenant: str = DEFAULT_TENANT) -> None:
+        self.id = segment_id
+        self.before = before
+        self.rope = rope
+        """How the keys are rotated, here and in all of the path."""
+        self.tenant = tenant
+        """Who may find its tokens. A path is found by whoever may find its first segment."""
+        self.is_adopted = False
+        """Its keys may be those of a parcel, which whoever imported it could have made up."""
+        self.token_ids = array("I")
+        self.text: DocumentText | None = None
+        """Which text they are, where they are those of a document that came as text."""
+        self.is_sealed = False
+
+    @property
+    def start(self) -> int:
+        return self.before.end
+
+    @property
+    def end(self) -> int:
+        return self.before.end + len(self.token_ids)
+
+    @property
+    def path(self) -> Path:
+        """The path to the segment's end."""
+        return Path((*self.before.segments, self), self.end)
+
+    @cached_property
+    def kept_bytes(self) -> int:
+        """Bytes that a sealed segment takes but for its keys and values: token ids, and which text they are."""
+        assert self.is_sealed
+        return ID_BYTES * len(self.token_ids) + (self.text.kept_bytes if self.text is not None else 0)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Adds tokens."""
+        assert not self.is_sealed
+        self.token_ids.extend(token_ids)
+
+    def cut(self, end: int) -> None:
+        """Takes back the tokens from position `end` on."""
+        assert not self.is_sealed
+        del self.token_ids[end - self.start :]
+
+    def fill(self, position: int, token_id: int) -> None:
+        """Tells the id of a token that was placed before it was known."""
+        self.token_ids[position - self.start] = token_id
+
+    def audit(self) -> None:
+        """Asserts that the segment continues others of the same rope."""
+        assert all(segment.rope == self.rope for segment in self.before.segments)

@@ -1,0 +1,156 @@
+"""Makes a catalog anew: `python -m coordinator.persistence.catalog.rebuild_command '{"url": URL, "data_dir": DIR,
+"model": DIR}'` reads a Rebuild, and prints a RebuildReport. `longleaf contexts rebuild` is this with a help page.
+
+Exit code 0: it is made; 2: what was asked for cannot be; 1: the storage cannot be reached now.
+"""
+
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
+
+from coordinator.persistence.catalog.catalog import read_only_catalog
+from coordinator.persistence.catalog.data_folder import JOURNAL, DataFolder
+from coordinator.persistence.catalog.database import Database, sync_folder
+from coordinator.persistence.catalog.identity import read_identity
+from coordinator.persistence.catalog.rebuild_plan import Rebuilt, Stored, choose_service, rebuild
+from coordinator.persistence.catalog.records import Kept
+from coordinator.persistence.catalog.sqlite_errors import CatalogDamaged, at_start
+from coordinator.persistence.catalog.writer import write_rebuilt
+from longleaf.errors import CatalogError, DataLoss, InvalidArgument, LongleafError, Unavailable
+from longleaf.formatting import human_count
+from longleaf.launch import BAD_INPUT, ERROR
+from longleaf.storage.inventory import read_manifests, read_notes
+from longleaf.storage.manifest import SegmentManifest
+from longleaf.storage.names import SERVICES
+from longleaf.storage.store import Store
+from longleaf.storage.urls import FIELD
+from longleaf.types import BroughtBack, Rebuild, RebuildReport
+
+SIDES = ("", "-wal", "-shm")
+"""How the names of a database's files end."""
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit code."""
+    try:
+        report = run(msgspec.json.decode(arguments[0], type=Rebuild))
+    except LongleafError as error:
+        print(f"{ERROR}{_told(error)}", file=sys.stderr, flush=True)
+        return 1 if isinstance(error, Unavailable) else BAD_INPUT
+    print(msgspec.json.encode(report).decode(), flush=True)
+    return 0
+
+
+def _told(error: LongleafError) -> str:
+    """The error in the words of the command line."""
+    if isinstance(error, InvalidArgument) and error.field == FIELD:
+        return f"--from: {error.description}"
+    return str(error)
+
+
+def run(asked: Rebuild) -> RebuildReport:
+    """Raises CatalogError when a service uses the folder, or what is there is sound and may not be replaced;
+    ModelRefused; InvalidArgument where nothing fits, or more than one service does; StorageUnavailable."""
+    model = read_identity(Path(asked.model), asked.dtype)
+    store = Store.open(asked.url)
+    folder = DataFolder.open(Path(asked.data_dir), model.digest, asked.model, model.facts)
+    try:
+        before = _existing(folder, asked.may_replace)
+        stored = read_stored(store, model.digest)
+        made = rebuild(stored, choose_service(stored, asked.service))
+        moved = _install(folder, _counting_on(made, before))
+    finally:
+        folder.close()
+    ends = sorted((context.id, context.num_tokens) for context in made.kept.contexts)
+    return RebuildReport(
+        folder=str(folder.path),
+        service=made.kept.service_id,
+        contexts=tuple(BroughtBack(*each) for each in ends),
+        left_out=tuple(made.left_out),
+        other_manifests=made.num_others,
+        moved=tuple(map(str, moved)),
+    )
+
+
+def read_stored(store: Store, fingerprint: str) -> Stored:
+    """All that matters for a checkpoint. Raises StorageUnavailable."""
+    found, damaged, others = dict[str, SegmentManifest](), dict[str, DataLoss](), list[str]()
+    for name, manifest in read_manifests(store):
+        if isinstance(manifest, DataLoss):
+            damaged[name] = manifest
+        elif manifest.fingerprint != fingerprint:
+            others.append(name)
+        else:
+            found[name] = manifest
+    entries = {entry.name: entry for entry in store.list(SERVICES)}
+    known = {name: manifest for name, manifest in found.items() if name in entries}  # else it was swept meanwhile
+    return Stored(notes=read_notes(store), manifests=known, damaged=damaged, others=others, entries=entries)
+
+
+def _existing(folder: DataFolder, may_replace: bool) -> Kept | None:
+    """What the folder keeps; None where there is nothing, or nothing that could be used. Raises CatalogError where that
+    may not be replaced."""
+    if not folder.database.exists():
+        return None
+    try:
+        kept = read_only_catalog(folder.path)
+    except CatalogDamaged:
+        return None
+    except CatalogError:
+        if not may_replace:
+            raise
+        return None
+    if kept.contexts and not may_replace:
+        contexts = human_count(len(kept.contexts), "context")
+        raise CatalogError(f"catalog {folder.database} keeps {contexts}: --replace moves it aside all the same")
+    return kept
+
+
+def _counting_on(made: Rebuilt, before: Kept | None) -> Rebuilt:
+    """What was counted before is counted on, if it is the same catalog."""
+    if before is None or before.service_id != made.kept.service_id:
+        return made
+    kept = made.kept
+    counted = replace(kept, next_segment=max(kept.next_segment, before.next_segment), epoch=before.epoch)
+    return replace(made, kept=counted)
+
+
+def _install(folder: DataFolder, made: Rebuilt) -> list[Path]:
+    """Writes the catalog, whole, before anything else is touched; where that lies which it replaces. Raises
+    CatalogError."""
+    new = folder.path / "rebuilt.db"
+    try:
+        for side in SIDES:
+            Path(f"{new}{side}").unlink(missing_ok=True)
+        database = Database(new)
+        try:
+            database.open()
+            with database.transaction(at_start) as connection:
+                write_rebuilt(connection, made.kept, made.next_outgoing)
+        finally:
+            database.close()  # SQLite then has all of it in the one file
+        moved = _move_aside(folder)
+        new.rename(folder.database)
+        sync_folder(folder.path)
+    except OSError as error:
+        raise at_start(folder.database, error) from error
+    return moved
+
+
+def _move_aside(folder: DataFolder) -> list[Path]:
+    """The catalog with the files beside it, and the answers that were held: they go on from contexts as these were."""
+    ending = f".damaged-{datetime.now(UTC):%Y%m%dT%H%M%S%fZ}"
+    aside = folder.database.with_name(folder.database.name + ending)
+    moves = [(Path(f"{folder.database}{side}"), Path(f"{aside}{side}")) for side in SIDES]
+    moves.append((folder.path / JOURNAL, folder.path / f"{JOURNAL}{ending}"))
+    found = [(source, target) for source, target in moves if source.is_file() or any(source.glob("*"))]
+    for source, target in found:
+        source.rename(target)
+    return [target for _, target in found]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

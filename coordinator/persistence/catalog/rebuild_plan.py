@@ -1,0 +1,232 @@
+"""A catalog made anew of what lies on storage: notes tell the contexts, manifests their tokens. Pure."""
+
+import sys
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+
+from coordinator.persistence.catalog.records import ContextRecord, Kept, SegmentRecord, SnapshotRecord
+from longleaf.errors import DataLoss, InvalidArgument
+from longleaf.formatting import human_count
+from longleaf.storage.context_note import ContextNote, sound_ends
+from longleaf.storage.files import Entry
+from longleaf.storage.inventory import Notes
+from longleaf.storage.manifest import Piece, SegmentManifest
+from longleaf.storage.names import attempt_of_manifest, place_of_note, segments_folder
+from longleaf.types import LeftOut
+
+SERVICE = "--service"
+
+
+class Stored(msgspec.Struct, frozen=True, kw_only=True):
+    """What lies on a storage, of every service."""
+
+    notes: Notes
+    manifests: Mapping[str, SegmentManifest]
+    """Of the checkpoint, by their names."""
+    damaged: Mapping[str, DataLoss]
+    """Manifests that cannot be read, by their names."""
+    others: Sequence[str]
+    """Names of the manifests of other checkpoints."""
+    entries: Mapping[str, Entry]
+    """All objects, by their names."""
+
+
+class Rebuilt(msgspec.Struct, frozen=True, kw_only=True):
+    """What the new catalog holds."""
+
+    kept: Kept
+    next_outgoing: int
+    """Greater than the number of any note."""
+    left_out: Sequence[LeftOut]
+    """Contexts that are not brought back; those that were deleted are none."""
+    num_others: int
+    """Manifests of the service that another checkpoint's keys lie under."""
+
+
+def choose_service(stored: Stored, asked: str | None) -> str:
+    """Whose catalog is made: the service that is asked for, or else the only one that has contexts of the checkpoint.
+
+    Raises InvalidArgument, which lists the services, where there are several, or not that one.
+    """
+    noted = {service for service, _ in stored.notes.newest} | {_place(error)[0] for error in stored.notes.damaged}
+    found = sorted(noted & {manifest.service for manifest in stored.manifests.values()})
+    if asked is None and len(found) == 1:
+        return found[0]
+    if asked in found:
+        return asked
+    if not found:
+        raise InvalidArgument("--from", "nothing lies there that this checkpoint in this numeric type has read")
+    told = ", ".join(f"{service} ({_count(stored, service)})" for service in found)
+    raise InvalidArgument(SERVICE, f"one of these kept contexts of this checkpoint there: {told}")
+
+
+def _count(stored: Stored, service: str) -> str:
+    segments = {manifest.segment for manifest in stored.manifests.values()}
+    notes = [note for (owner, _), note in stored.notes.newest.items() if owner == service]
+    count = sum(not note.is_deleted and note.segment in segments for note in notes)
+    return human_count(count, "context")
+
+
+def rebuild(stored: Stored, service: str) -> Rebuilt:
+    """The catalog of a service, with all contexts whose whole path is there."""
+    sources = Sources(stored, service)
+    left_out = [LeftOut(_place(error)[1], str(error)) for error in stored.notes.damaged if _place(error)[0] == service]
+    contexts, used = list[ContextRecord](), dict[str, SegmentManifest]()
+    for (owner, name), note in sorted(stored.notes.newest.items()):
+        if owner != service or note.is_deleted:
+            continue
+        try:
+            path = sources.path(note)
+            contexts.append(_context(note, sources.number(path[-1][1].segment)))
+        except DataLoss as error:
+            left_out.append(LeftOut(name, error.reason))
+        else:
+            used |= path
+    numbers = {sources.number(manifest.segment): name for name, manifest in used.items()}
+    kept = Kept(
+        service_id=service,
+        contexts=tuple(contexts),
+        segments=tuple(_segment(sources, used[numbers[number]]) for number in sorted(numbers)),
+        snapshots=tuple(_snapshot(number, numbers[number], used[numbers[number]]) for number in sorted(numbers)),
+        next_segment=1 + max(_numbers(stored, service), default=-1),
+    )
+    return Rebuilt(
+        kept=kept,
+        next_outgoing=1 + max(_note_numbers(stored, service), default=-1),
+        left_out=sorted(left_out, key=lambda each: each.name),
+        num_others=sum(name.startswith(segments_folder(service) + "/") for name in stored.others),
+    )
+
+
+class Sources:
+    """Which manifest tells each segment of a service."""
+
+    def __init__(self, stored: Stored, service: str) -> None:
+        self._service = service
+        self._found = dict[str, tuple[str, SegmentManifest]]()
+        self._faults = dict[str, str]()
+        """What is wrong with the segments that none tells."""
+        for name in stored.others:
+            self._blame(name, "it was read by another checkpoint")
+        for name, error in stored.damaged.items():
+            self._blame(name, str(error))
+        for name in sorted(stored.manifests, key=lambda name: (stored.entries[name].modified, name)):
+            manifest = stored.manifests[name]
+            if manifest.service != service:
+                continue
+            if (fault := _fault(manifest, stored.entries)) is not None:
+                self._faults[manifest.segment] = fault
+            else:  # the newest is the last
+                self._found[manifest.segment] = name, manifest
+
+    def _blame(self, name: str, fault: str) -> None:
+        attempt = attempt_of_manifest(name)
+        if attempt is not None and attempt.service == self._service:
+            self._faults[attempt.segment] = fault
+
+    def path(self, note: ContextNote) -> list[tuple[str, SegmentManifest]]:
+        """The manifests of a context's path with their names, the first one first. Raises DataLoss where one is
+        missing, or does not go on where the one before ends."""
+        found: list[tuple[str, SegmentManifest]] = []
+        segment, end = note.segment, note.num_tokens
+        while segment is not None:
+            told = self._found.get(segment)
+            if told is None:
+                raise _lost(note, f"{segment}: {self._faults.get(segment, 'storage has no manifest of it')}")
+            if not told[1].start < end <= told[1].end or (found and told[1].rope != found[0][1].rope):
+                raise _lost(note, f"{segment} is not what its path goes on from")
+            self.number(segment)
+            found.append(told)
+            segment, end = told[1].parent, told[1].start
+        if not found or end:
+            raise _lost(note, "its path does not begin at position 0")
+        return found[::-1]
+
+    def number(self, segment: str) -> int:
+        """What its catalog called it. Raises DataLoss where this service named no segment so."""
+        number = _number(self._service, segment)
+        if number is None:
+            raise DataLoss(segment, f"it is no segment of {self._service}")
+        return number
+
+
+def _lost(note: ContextNote, reason: str) -> DataLoss:
+    return DataLoss(f"contexts/{note.context}", reason)
+
+
+def _fault(manifest: SegmentManifest, entries: Mapping[str, Entry]) -> str | None:
+    """What of its objects is not there as it was written; None where all is."""
+    for piece in _pieces(manifest):
+        entry = entries.get(piece.name)
+        if entry is None:
+            return f"{piece.name} is missing"
+        if entry.num_bytes != piece.num_bytes:
+            return f"{piece.name} had {piece.num_bytes:,} bytes, and has {entry.num_bytes:,}"
+    return None
+
+
+def _pieces(manifest: SegmentManifest) -> Sequence[Piece]:
+    return manifest.pieces if manifest.windows is None else (*manifest.pieces, manifest.windows)
+
+
+def _place(error: DataLoss) -> tuple[str, str]:
+    """Service and context of a note that is damaged."""
+    place = place_of_note(error.name)
+    assert place is not None
+    return place.service, place.context
+
+
+def _number(service: str, segment: str) -> int | None:
+    number = segment.removeprefix(f"{service}-")
+    return int(number) if segment != number and number.isdecimal() and number.isascii() else None
+
+
+def _numbers(stored: Stored, service: str) -> Iterator[int]:
+    """Of all segments of which anything is told."""
+    folder = segments_folder(service) + "/"
+    named = [name.removeprefix(folder).split("/")[0] for name in stored.entries if name.startswith(folder)]
+    named += [note.segment for note in stored.notes.newest.values() if note.segment is not None]
+    named += [manifest.parent for manifest in stored.manifests.values() if manifest.parent is not None]
+    return (number for name in named if (number := _number(service, name)) is not None)
+
+
+def _note_numbers(stored: Stored, service: str) -> Iterator[int]:
+    places = map(place_of_note, stored.entries)
+    return (place.number for place in places if place is not None and place.service == service)
+
+
+def _context(note: ContextNote, segment: int) -> ContextRecord:
+    """Raises DataLoss where the note contradicts itself."""
+    ends = sound_ends(note.ends, note.num_tokens)
+    if ends is None or note.capacity < note.num_tokens:
+        raise _lost(note, "its note contradicts itself")
+    return ContextRecord(
+        id=note.context,
+        segment=segment,
+        num_tokens=note.num_tokens,
+        ends=ends,
+        capacity=note.capacity,
+        created=note.created,
+        updated=note.updated,
+        display_name=note.display_name,
+        is_pinned=note.is_pinned,
+        expires=note.expires,
+        last_used=note.updated,
+    )
+
+
+def _segment(sources: Sources, manifest: SegmentManifest) -> SegmentRecord:
+    token_ids = array("I")
+    token_ids.frombytes(manifest.token_ids)
+    if sys.byteorder == "big":
+        token_ids.byteswap()
+    parent = None if manifest.parent is None else sources.number(manifest.parent)
+    number = sources.number(manifest.segment)
+    return SegmentRecord(id=number, parent=parent, start=manifest.start, rope=manifest.rope, token_ids=token_ids)
+
+
+def _snapshot(segment: int, name: str, manifest: SegmentManifest) -> SnapshotRecord:
+    num_bytes = sum(piece.num_bytes for piece in _pieces(manifest))
+    return SnapshotRecord(segment=segment, manifest=name, form=manifest.form, num_bytes=num_bytes)

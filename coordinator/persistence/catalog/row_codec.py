@@ -1,0 +1,145 @@
+"""Rows: records as the tables hold them, with a checksum each."""
+
+import sys
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+import msgspec
+from blake3 import blake3
+from sqlalchemy import Table
+
+from coordinator.persistence.catalog import tables
+from coordinator.persistence.catalog.records import ContextRecord, Outgoing, SegmentRecord, SnapshotRecord, UploadRecord
+from longleaf.document_text import DocumentText
+from longleaf.positions import Rope
+
+PIECE_IDS = 1 << 16
+"""Token ids of a piece, at most: one blob, one checksum."""
+CHECKSUM_BYTES = 16
+PADDING = bytes(tables.PAGE_BYTES)
+Row = dict[str, Any]
+Found = Mapping[Any, Any]
+"""A row as it is read."""
+
+
+def signed(table: Table, row: Row) -> Row:
+    """The row with its checksum."""
+    return {**row, "checksum": _checksum(table, row)}
+
+
+def is_whole(table: Table, row: Found) -> bool:
+    """Whether it is the row that was written."""
+    return row["checksum"] == _checksum(table, row)
+
+
+def _checksum(table: Table, row: Found) -> bytes:
+    values = [row[column.name] for column in table.columns if column.name != "checksum"]
+    return blake3(msgspec.msgpack.encode((str(table.name), *values))).digest(length=CHECKSUM_BYTES)
+
+
+def segment_row(record: SegmentRecord) -> Row:
+    row: Row = {"id": record.id, "parent": record.parent, "start": record.start, "num_tokens": len(record.token_ids)}
+    row |= {"scaled_for": record.rope.scaled_for, "is_double": int(record.rope.is_double)}
+    return signed(tables.segments, row)
+
+
+def segment_of(row: Found, token_ids: "array[int]", text: DocumentText | None) -> SegmentRecord:
+    rope = Rope(row["scaled_for"], bool(row["is_double"]))
+    told = {"id": row["id"], "parent": row["parent"], "start": row["start"]}
+    return SegmentRecord(**told, rope=rope, token_ids=token_ids, text=text)
+
+
+def text_row(segment: int, text: DocumentText) -> Row:
+    content = msgspec.msgpack.encode(text)
+    return signed(tables.segment_texts, {"segment": segment, "padding": PADDING, "content": content})
+
+
+def text_of(row: Found) -> tuple[int, DocumentText]:
+    """With the id of its segment."""
+    return row["segment"], msgspec.msgpack.decode(row["content"], type=DocumentText)
+
+
+def context_row(record: ContextRecord) -> Row:
+    row: Row = msgspec.structs.asdict(record)
+    row |= {"ends": " ".join(map(str, record.ends)), "is_pinned": int(record.is_pinned)}
+    # SQLite gives back real numbers: the checksum must be that of one
+    row |= {name: float(row[name]) for name in ("created", "updated", "last_used")}
+    row["expires"] = None if record.expires is None else float(record.expires)
+    row |= _private(record.display_name.encode()) | {"display_name": ""}
+    return signed(tables.contexts, row)
+
+
+def context_of(row: Found) -> ContextRecord:
+    fields: Row = {name: row[name] for name in ContextRecord.__struct_fields__}
+    fields |= {"ends": tuple(map(int, row["ends"].split())), "is_pinned": bool(row["is_pinned"])}
+    return ContextRecord(**fields | {"display_name": row["content"].decode()})
+
+
+def _private(content: bytes) -> Row:
+    return {"padding": PADDING if content else b"", "content": content}
+
+
+def snapshot_row(record: SnapshotRecord) -> Row:
+    return signed(tables.snapshots, msgspec.structs.asdict(record))
+
+
+def snapshot_of(row: Found) -> SnapshotRecord:
+    return SnapshotRecord(**{name: row[name] for name in SnapshotRecord.__struct_fields__})
+
+
+def upload_row(record: UploadRecord, num_tokens: int) -> Row:
+    row = {**msgspec.structs.asdict(record), "updated": float(record.updated), "num_tokens": num_tokens}
+    return signed(tables.uploads, row | _private(record.header) | {"header": b""})
+
+
+def upload_of(row: Found) -> UploadRecord:
+    fields = {name: row[name] for name in UploadRecord.__struct_fields__}
+    return UploadRecord(**fields | {"header": row["content"]})
+
+
+def outgoing_row(key: int, outgoing: Outgoing) -> Row:
+    return signed(tables.outbox, {"key": key, "name": outgoing.name, "padding": PADDING, "content": outgoing.content})
+
+
+def outgoing_of(row: Found) -> tuple[int, Outgoing]:
+    """With its key."""
+    return row["key"], Outgoing(row["name"], row["content"])
+
+
+def piece_rows(table: Table, key: Row, numbers: "array[int]", start: int = 0) -> Iterator[Row]:
+    """The ids of a segment or an upload in pieces, the first of them at position `start`; or where its tokens begin."""
+    for first in range(0, len(numbers), PIECE_IDS):
+        content = little_endian(numbers[first : first + PIECE_IDS]).tobytes()
+        yield signed(table, {**key, "start": start + first, "padding": PADDING, "content": content})
+
+
+def joined(table: Table, rows: Iterable[Found], num_tokens: int) -> "array[int]":
+    """The ids in pieces, which come in their order. Raises ValueError that says what is wrong with them."""
+    found = _joined(table, rows, "I", "token ids")
+    if len(found) != num_tokens:
+        raise ValueError(f"it had {num_tokens:,} token ids, and there are {len(found):,}")
+    return found
+
+
+def joined_starts(table: Table, rows: Iterable[Found]) -> "array[int]":
+    """The same of where tokens begin: as many as there are, for early versions kept none."""
+    return _joined(table, rows, "Q", "places in its text")
+
+
+def _joined(table: Table, rows: Iterable[Found], kind: Literal["I", "Q"], noun: str) -> "array[int]":
+    found = array(kind)
+    for row in rows:
+        if not is_whole(table, row) or row["start"] != len(found):
+            raise ValueError(f"its {noun} from {len(found):,} on are damaged")
+        piece = array(kind)
+        piece.frombytes(row["content"])
+        found += little_endian(piece)
+    return found
+
+
+def little_endian(ids: "array[int]") -> "array[int]":
+    """From the machine's order of bytes, and back: `ids` must be the caller's own."""
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids

@@ -1,0 +1,66 @@
+"""Contexts that are kept for what lay in a model's folder before: other weights, another numeric type or tokenizer."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+
+import msgspec
+
+from coordinator.persistence.catalog.catalog import read_only_catalog
+from coordinator.persistence.catalog.data_folder import DataFolder
+from coordinator.persistence.catalog.records import ContextRecord, Kept, SegmentRecord
+from longleaf.errors import CatalogError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+"""Where one of them is another one, the same ids are another text."""
+
+
+class EarlierContext(msgspec.Struct, frozen=True, kw_only=True):
+    """A context in the folder of an earlier checkpoint."""
+
+    record: ContextRecord
+    kept: Kept
+    """All that this folder keeps."""
+    model: str
+    """The folder of both checkpoints."""
+    differing: tuple[str, ...]
+    """Which of its files, or whether the numeric type, are others now; sorted."""
+
+    @property
+    def path(self) -> tuple[SegmentRecord, ...]:
+        """Raises DataLoss."""
+        return self.kept.path(self.record)
+
+    @property
+    def changes(self) -> str:
+        """What differs, and what to do."""
+        changed = f"{', '.join(self.differing)} in {self.model} changed since"
+        if self.has_other_text:
+            return f"{changed}; serve that again, or ingest the text anew"
+        return f"{changed}; serve that again, or have its tokens read anew (longleaf contexts reread)"
+
+    @property
+    def has_other_text(self) -> bool:
+        """Its ids may mean another text now."""
+        return any(name in self.differing for name in TOKENIZER_FILES)
+
+
+def read_earlier(folder: DataFolder, model: str, facts: Mapping[str, str]) -> dict[str, EarlierContext]:
+    """By name, of several the one that was changed last. What cannot be read is left out: those folders are no business
+    of this service."""
+    found = dict[str, EarlierContext]()
+    for context in _all(folder, model, facts):
+        name = context.record.id
+        if name not in found or found[name].record.updated < context.record.updated:
+            found[name] = context
+    return found
+
+
+def _all(folder: DataFolder, model: str, facts: Mapping[str, str]) -> Iterator[EarlierContext]:
+    for path, told in folder.siblings():
+        if told.model != model:
+            continue
+        differing = tuple(sorted(name for name in {*facts, *told.facts} if facts.get(name) != told.facts.get(name)))
+        with suppress(CatalogError):
+            kept = read_only_catalog(path)
+            for record in kept.contexts:
+                yield EarlierContext(record=record, kept=kept, model=model, differing=differing)

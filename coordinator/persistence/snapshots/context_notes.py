@@ -1,0 +1,73 @@
+"""Notes of contexts: each change makes one, and they go to storage in the order of the changes."""
+
+from collections.abc import Iterable
+from collections.abc import Set as AnySet
+
+from msgspec.structs import replace
+
+from coordinator.persistence.catalog.records import Change, ContextRecord, Kept, Outgoing
+from coordinator.persistence.snapshots.segment_writer import segment_name
+from longleaf.storage.context_note import ContextNote, encode_note
+
+
+class Notes:
+    """What storage is told, or about to be, of the contexts of a catalog.
+
+    Changes come one by one: the notes of one are made after the one before it is kept, or has failed.
+    """
+
+    def __init__(self, kept: Kept) -> None:
+        self._service = kept.service_id
+        self._next_number = kept.next_outgoing
+        """What is kept was outgoing, and counts there. What failed counts nowhere: else the numbers of the next service
+        would begin below those that this one has used."""
+        self._told = {context.id: _of_note(context) for context in kept.contexts}
+        """As they were told last."""
+
+    def of(self, change: Change) -> tuple[Outgoing, ...]:
+        """Those of a change that is to be kept. What only tells of uses makes none."""
+        dropped = [self._deletion(name) for name in change.dropped_contexts if name in self._told]
+        changed = [self._note(one) for one in change.contexts if self._told.get(one.id) != _of_note(one)]
+        return self._numbered([*dropped, *changed])
+
+    def again(self, noted: AnySet[str]) -> tuple[Outgoing, ...]:
+        """Those of all contexts but the ones of which storage has a note."""
+        return self._numbered(self._note(record) for name, record in self._told.items() if name not in noted)
+
+    def note(self, change: Change) -> None:
+        """A change is kept, with its notes."""
+        self._next_number += len(change.outgoing)
+        for name in change.dropped_contexts:
+            self._told.pop(name, None)
+        self._told |= {one.id: _of_note(one) for one in change.contexts}
+
+    def _numbered(self, notes: Iterable[ContextNote]) -> tuple[Outgoing, ...]:
+        return tuple(_outgoing(replace(note, number=number)) for number, note in enumerate(notes, self._next_number))
+
+    def _deletion(self, context: str) -> ContextNote:
+        return ContextNote(service=self._service, context=context, number=0, is_deleted=True)
+
+    def _note(self, record: ContextRecord) -> ContextNote:
+        return ContextNote(
+            service=self._service,
+            context=record.id,
+            number=0,
+            segment=segment_name(self._service, record.segment),
+            num_tokens=record.num_tokens,
+            ends=record.ends,
+            capacity=record.capacity,
+            created=record.created,
+            updated=record.updated,
+            display_name=record.display_name,
+            is_pinned=record.is_pinned,
+            expires=record.expires,
+        )
+
+
+def _outgoing(note: ContextNote) -> Outgoing:
+    return Outgoing(note.place.name, encode_note(note))
+
+
+def _of_note(record: ContextRecord) -> ContextRecord:
+    """What of a record notes tell."""
+    return replace(record, last_used=0.0, num_hits=0, upload_id="")

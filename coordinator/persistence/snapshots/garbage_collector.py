@@ -1,0 +1,110 @@
+"""What of a storage must go: snapshots that are too many or too old, and whatever nobody needs."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Set as AnySet
+
+from coordinator.persistence.catalog.records import Kept
+from coordinator.persistence.snapshots.ports import ContextUse
+from coordinator.persistence.snapshots.retention import Policy
+from coordinator.persistence.snapshots.snapshot_index import Records
+from coordinator.persistence.snapshots.storage_health import MOST_SECONDS
+from coordinator.persistence.snapshots.store import AsyncStore
+from longleaf.errors import LongleafError
+from longleaf.storage.gc import sweep
+from longleaf.storage.names import notes_folder, place_of_note, segments_folder
+
+SWEEP_SECONDS = 3600.0
+log = logging.getLogger(__name__)
+
+
+class Cleaner:
+    """Looks through the storage of one service at the start, and every hour.
+
+    `drop` has snapshots of segments go, and `lose` those that are not there any more; `uses` tells when contexts were
+    used last, `needed` has the folders that stay though no record names them, and `tell_again` has storage be told of
+    all contexts but those of which it has a note.
+    """
+
+    def __init__(
+        self,
+        store: AsyncStore,
+        kept: Kept,
+        records: Records,
+        policy: Policy,
+        needed: Callable[[], AnySet[str]],
+        drop: Callable[[Sequence[int]], Awaitable[None]],
+        lose: Callable[[Sequence[int]], Awaitable[None]],
+        tell_again: Callable[[AnySet[str]], Awaitable[None]],
+        uses: Callable[[], Sequence[ContextUse]],
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self._store = store
+        self._kept = kept
+        self._records = records
+        self._policy = policy
+        self._needed = needed
+        self._drop = drop
+        self._lose = lose
+        self._tell_again = tell_again
+        self._uses = uses
+        self._wall_clock = wall_clock
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        is_first = True
+        while True:
+            try:
+                if is_first:
+                    await self._compare()
+                    is_first = False
+                await self.trim()
+                await self._sweep()
+            except LongleafError as error:
+                log.warning("storage is not looked through: %s", error)
+            await asyncio.sleep(MOST_SECONDS if is_first else SWEEP_SECONDS)
+
+    async def trim(self) -> None:
+        """Has snapshots go that are too many or too old. Raises StorageUnavailable."""
+        surplus = self._records.surplus(self._uses(), self._wall_clock())
+        if surplus:
+            log.info("snapshots of %d segments go, for want of room or because nobody uses them", len(surplus))
+            await self._drop(surplus)
+
+    async def _compare(self) -> None:
+        """Tells storage of contexts of which it has no note, and believes in no snapshot that is not there: it may be
+        another one than before."""
+        service = self._kept.service_id
+        entries = await self._store.list(notes_folder(service))
+        noted = {place.context for entry in entries if (place := place_of_note(entry.name)) is not None}
+        names = {entry.name for entry in await self._store.list(segments_folder(service))}
+        kept = {record.segment: record.manifest for record in self._kept.snapshots}
+        lost = [segment for segment, manifest in kept.items() if manifest not in names and segment in self._records]
+        if lost:
+            log.warning("%d snapshots are not at %s any more", len(lost), self._store.store.url)
+            await self._lose(lost)
+        await self._tell_again(noted)
+
+    async def _sweep(self) -> None:
+        live = _Live({record.manifest.rpartition("/")[0] for record in self._records.all} | self._needed())
+        service, now = self._kept.service_id, self._wall_clock()
+        swept = await self._store.run(sweep, self._store.store, service, now, self._policy.grace, live)
+        if swept.num_objects:
+            log.info("%d objects that nobody needs were deleted from storage", swept.num_objects)
+
+
+class _Live(AnySet[str]):
+    """All names in some folders."""
+
+    def __init__(self, folders: AnySet[str]) -> None:
+        self._folders = folders
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name.rpartition("/")[0] in self._folders
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._folders)
+
+    def __len__(self) -> int:
+        return len(self._folders)

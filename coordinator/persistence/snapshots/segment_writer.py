@@ -1,0 +1,135 @@
+"""Saving one segment: ranks write pieces side by side, and the manifest comes last."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from itertools import count
+from typing import Any
+
+from coordinator.persistence.catalog.row_codec import little_endian
+from coordinator.persistence.snapshots.chunking import cut_pieces
+from coordinator.persistence.snapshots.ports import Form, Held, Holdings, Savers
+from coordinator.persistence.snapshots.store import AsyncStore
+from longleaf.errors import NotFound, StorageUnavailable, Unavailable
+from longleaf.rank_protocol.snapshots import Save, Saved
+from longleaf.runs import Run
+from longleaf.storage.manifest import Piece, SegmentManifest, encode_manifest
+from longleaf.storage.names import Attempt
+
+MAX_ORDERS = 2
+"""That a member has at a time: as many as it has threads."""
+WINDOWS_RANK = 0
+"""Which saves what all ranks hold."""
+
+
+def segment_name(service: str, segment_id: int) -> str:
+    """What a segment is called on storage."""
+    return f"{service}-{segment_id}"
+
+
+class Saver:
+    """Saves segments of one service, with ranks of one form."""
+
+    def __init__(
+        self, store: AsyncStore, service: str, fingerprint: str, form: Form, holdings: Holdings, ranks: Savers
+    ) -> None:
+        self._store = store
+        self._service = service
+        self._fingerprint = fingerprint
+        self._form = form
+        self._holdings = holdings
+        self._ranks = ranks
+        self._tickets = count()
+
+    def attempt(self, segment_id: int, name: str | None = None) -> Attempt:
+        """Names that nobody has used; `name` is one that no attempt for this segment has had."""
+        return Attempt(self._service, segment_name(self._service, segment_id), name or secrets.token_hex(8))
+
+    async def save(self, attempt: Attempt, held: Held) -> tuple[SegmentManifest, int]:
+        """The manifest, which is on storage, and the bytes of all.
+
+        Raises StorageUnavailable, WorkerLost, and Unavailable where something of it has moved meanwhile: then nothing
+        counts of what was written.
+        """
+        pieces = cut_pieces(held.runs, self._form.block_size, self._form.block_bytes)
+        saving = _Saving(held)
+        saves = [self._save(saving, attempt.piece(number), runs) for number, runs in enumerate(pieces)]
+        if held.window_runs:
+            saves.append(self._save(saving, attempt.windows(0), held.window_runs, of_windows=True))
+        found = await saving.all(saves)
+        if self._holdings.held(held.segment.id) != held:
+            raise Unavailable(f"segment {held.segment.id} was moved or parked while it was saved")
+        await self._check_seen(held, pieces, found)
+        manifest = self._manifest(attempt, held, found)
+        content = encode_manifest(manifest)
+        await self._store.put(attempt.manifest, content, is_new=True)
+        return manifest, len(content) + sum(piece.num_bytes for piece in found)
+
+    async def _save(self, saving: "_Saving", name: str, runs: tuple[Run, ...], of_windows: bool = False) -> Piece:
+        rank, held = WINDOWS_RANK if of_windows else runs[0].rank, saving.held
+        async with saving.turn(rank):
+            order = Save(next(self._tickets), name, held.segment.id, runs, of_windows)
+            saved: Saved = await self._ranks.save(held.members[rank], order)
+        return Piece(name, tuple((run.start, run.end) for run in runs), saved.num_bytes, saved.digest)
+
+    async def _check_seen(self, held: Held, pieces: Sequence[tuple[Run, ...]], found: Sequence[Piece]) -> None:
+        """What ranks have written must be where this process reads: of each the last piece."""
+        last = dict(zip([*(runs[0].rank for runs in pieces), WINDOWS_RANK], found, strict=False))
+        for rank, piece in last.items():
+            try:
+                size = await self._store.size(piece.name)
+            except NotFound:
+                size = -1
+            if size != piece.num_bytes:
+                told = f"rank {rank}, member {held.members[rank]}, wrote {piece.name}, and it is not there"
+                remedy = "--snapshot-url must name a storage that all machines share"
+                raise StorageUnavailable(f"{self._store.store.url}: {told}; {remedy}")
+
+    def _manifest(self, attempt: Attempt, held: Held, found: Sequence[Piece]) -> SegmentManifest:
+        segment, before = held.segment, held.segment.before.segments
+        num_pieces = len(found) - bool(held.window_runs)
+        return SegmentManifest(
+            service=attempt.service,
+            fingerprint=self._fingerprint,
+            form=self._form.text,
+            segment=attempt.segment,
+            parent=segment_name(self._service, before[-1].id) if before else None,
+            start=segment.start,
+            num_tokens=len(segment.token_ids),
+            rope=segment.rope,
+            pieces=tuple(found[:num_pieces]),
+            windows=found[-1] if held.window_runs else None,
+            token_ids=little_endian(segment.token_ids).tobytes(),
+        )
+
+
+class _Saving:
+    """The pieces of one segment, of which ranks write some at a time."""
+
+    def __init__(self, held: Held) -> None:
+        self.held = held
+        self._limits = [asyncio.Semaphore(MAX_ORDERS) for _ in held.members]
+        self._failure: Exception | None = None
+        """The first."""
+
+    @asynccontextmanager
+    async def turn(self, rank: int) -> AsyncGenerator[None, None]:
+        """Waits for a rank. Raises the first failure of any of them."""
+        async with self._limits[rank]:
+            if self._failure is not None:
+                raise self._failure
+            try:
+                yield
+            except Exception as error:
+                self._failure = self._failure or error
+                raise
+
+    async def all(self, saves: Sequence[Coroutine[Any, Any, Piece]]) -> list[Piece]:
+        """What they give. After a failure no more are begun, and it is raised when those that were have ended: what
+        ranks write later than that nobody would delete."""
+        tasks = [asyncio.ensure_future(save) for save in saves]
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._failure is not None:
+            raise self._failure
+        return [task.result() for task in tasks]

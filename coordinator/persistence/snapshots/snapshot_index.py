@@ -1,0 +1,81 @@
+"""Which segments are on storage, and which of them are to go: for want of room, or because nobody has used them."""
+
+from collections.abc import Iterable, Sequence
+from math import inf
+
+from coordinator.persistence.catalog.records import SnapshotRecord
+from coordinator.persistence.snapshots.ports import ContextUse
+from coordinator.persistence.snapshots.retention import Policy
+
+
+class Records:
+    """The snapshots of a catalog, by segment."""
+
+    def __init__(self, records: Iterable[SnapshotRecord], policy: Policy) -> None:
+        self._policy = policy
+        self._by_segment = {record.segment: record for record in records}
+        self._dropped: dict[int, float] = {}
+        """Segments whose snapshots went, and when they had been used last."""
+
+    def __getitem__(self, segment_id: int) -> SnapshotRecord:
+        return self._by_segment[segment_id]
+
+    def get(self, segment_id: int) -> SnapshotRecord | None:
+        return self._by_segment.get(segment_id)
+
+    def __contains__(self, segment_id: object) -> bool:
+        return segment_id in self._by_segment
+
+    @property
+    def all(self) -> list[SnapshotRecord]:
+        return list(self._by_segment.values())
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(record.num_bytes for record in self._by_segment.values())
+
+    def put(self, record: SnapshotRecord) -> None:
+        self._by_segment[record.segment] = record
+        self._dropped.pop(record.segment, None)
+
+    def drop(self, segment_id: int) -> None:
+        self._by_segment.pop(segment_id, None)
+
+    def forget(self, segment_ids: Iterable[int]) -> None:
+        """Segments that are gone."""
+        for segment_id in segment_ids:
+            self.drop(segment_id)
+            self._dropped.pop(segment_id, None)
+
+    def may_be_saved(self, segment_id: int, uses: Sequence[ContextUse]) -> bool:
+        """Whether a segment is not on storage, and has been used since it was there."""
+        if segment_id in self._by_segment:
+            return False
+        before = self._dropped.get(segment_id)
+        return before is None or last_uses(uses).get(segment_id, -inf) > before
+
+    def surplus(self, uses: Sequence[ContextUse], now: float) -> list[int]:
+        """Segments whose snapshots must go, and that are noted to have been dropped. What only contexts have that were
+        used longest ago goes first; what pinned ones have, last."""
+        by_segment = last_uses(uses)
+        order = sorted(self._by_segment, key=lambda segment: (by_segment.get(segment, -inf), segment))
+        left, gone = self.num_bytes, list[int]()
+        for segment in order:
+            used = by_segment.get(segment, -inf)
+            is_old = self._policy.expiry is not None and used < now - self._policy.expiry
+            is_too_much = self._policy.quota is not None and left > self._policy.quota
+            if is_old or is_too_much:
+                gone.append(segment)
+                left -= self._by_segment[segment].num_bytes
+        self._dropped |= {segment: by_segment.get(segment, -inf) for segment in gone}
+        return gone
+
+
+def last_uses(uses: Iterable[ContextUse]) -> dict[int, float]:
+    """When each segment was used last; those of pinned contexts are in use for ever."""
+    found = dict[int, float]()
+    for use in uses:
+        used = inf if use.is_pinned else use.last_used
+        for segment in use.segments:
+            found[segment] = max(used, found.get(segment, -inf))
+    return found

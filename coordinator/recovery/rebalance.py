@@ -1,0 +1,141 @@
+"""Having those that come new take their share: windows first, then runs of others. Pure."""
+
+from dataclasses import dataclass
+
+from coordinator.kv_cache.block_placer import Placer
+from coordinator.kv_cache.segment_placement import Holding
+from coordinator.kv_cache.segments import Segments
+from longleaf.rank_protocol.step import Move, Transfer
+from longleaf.runs import Run
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Moved:
+    """What a plan under way moves."""
+
+    parts: tuple[tuple[Holding, Run, Run], ...] = ()
+    """Where each is held until it is committed, and from then on."""
+    window_blocks: frozenset[int] = frozenset()
+
+
+class Moving:
+    """Plans moves, one at a time. A run is held at its old place until the plan is committed, then at its new one.
+
+    `max_blocks` bounds what one plan moves.
+    """
+
+    def __init__(self, placer: Placer, segments: Segments, max_blocks: int) -> None:
+        self._placer = placer
+        self._segments = segments
+        self._max_blocks = max_blocks
+        self._newcomers = set[int]()
+        """Ranks that hold less than their share."""
+        self.bare = set[int]()
+        """Ranks that lack windows that others hold."""
+        self._handed = set[int]()
+        """Blocks of windows that these have by now."""
+        self._num_broken = 0
+        self.is_stuck = False
+        """Windows cannot be handed out: ranks broke twice while they were."""
+        self._under_way: _Moved | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        return self._under_way is not None
+
+    @property
+    def is_over(self) -> bool:
+        """All hold what they should."""
+        return not self._newcomers and not self.bare and self._under_way is None
+
+    def change_ranks(self, after: dict[int, int], newcomers: tuple[int, ...], *, has_windows: bool) -> None:
+        """Has newcomers take their share; those that were about to go on with it."""
+        self._newcomers = {after[rank] for rank in self._newcomers if rank in after} | set(newcomers)
+        self.bare = {after[rank] for rank in self.bare if rank in after} | set(newcomers)
+        if not has_windows or self._placer.windows is None:
+            self.bare.clear()
+        self._handed.clear()
+        self.is_stuck = False
+        self._num_broken = 0 if newcomers else self._num_broken
+
+    # --- windows ---
+
+    def hand_out(self) -> Move | None:
+        """The next windows that rank 0 hands out; None when all are."""
+        chosen, size = list[Run](), 0
+        for holding in self._segments.holdings:
+            for run in holding.window_runs:
+                if size < self._max_blocks and not self._handed.issuperset(run.blocks):
+                    chosen.append(run)
+                    size += len(run.blocks)
+        if not chosen:
+            self.bare.clear()
+            return None
+        self._under_way = _Moved(window_blocks=frozenset(block for run in chosen for block in run.blocks))
+        return Move((), tuple(chosen))
+
+    # --- runs ---
+
+    def plan(self) -> Move | None:
+        """Moves runs to a newcomer from the rank that holds most; None when there is nothing to do now."""
+        pools = self._placer.pools
+        for rank in sorted(self._newcomers):
+            share = sum(pool.num_used for pool in pools) // len(pools)
+            source = max(range(len(pools)), key=lambda rank: pools[rank].num_used)
+            wanted = min(share - pools[rank].num_used, pools[source].num_used - share)
+            if wanted <= 0:
+                self._newcomers.discard(rank)
+                continue
+            room = min(wanted, pools[rank].num_free, self._placer.num_free.sharded, self._max_blocks)
+            if room > 0 and (parts := self._parts(source, rank, room)):
+                return self._move(parts)
+            if room > 0:
+                self._newcomers.discard(rank)  # what is left there is about to go
+        return None
+
+    def _parts(self, source: int, target: int, room: int) -> list[tuple[Holding, Run, Run]]:
+        """Runs, or their first blocks, that go from rank to rank: `room` blocks of what lasts."""
+        parts, size = list[tuple[Holding, Run, Run]](), self._placer.block_size
+        for holding in self._segments.holdings:
+            if not holding.segment.is_sealed or holding.num_references == holding.num_kept:
+                continue
+            for run in holding.runs:
+                if room and run.rank == source:
+                    count = min(room, len(run.blocks))
+                    end = min(run.end, run.start + count * size)
+                    old = Run(source, run.start, end, run.blocks[:count])
+                    parts.append((holding, old, self._placer.place_on(target, run.start, end)))
+                    room -= count
+        return parts
+
+    def _move(self, parts: list[tuple[Holding, Run, Run]]) -> Move:
+        for holding, _, target in parts:
+            holding.arriving += (target,)
+        self._under_way = _Moved(tuple(parts))
+        return Move(tuple(Transfer(holding.segment.id, old, new) for holding, old, new in parts))
+
+    # --- answers ---
+
+    def commit(self) -> None:
+        """All has come."""
+        moved, self._under_way = self._under_way, None
+        assert moved is not None
+        self._handed |= moved.window_blocks
+        for holding, old, new in moved.parts:
+            if new in holding.arriving:  # else nobody needs the segment any more
+                holding.arriving = tuple(run for run in holding.arriving if run is not new)
+                holding.replace(old, new)
+                self._placer.free([old])
+
+    def undo(self, *, has_broken: bool) -> None:
+        """Nothing has come. What breaks one epoch after another is left alone."""
+        moved, self._under_way = self._under_way, None
+        for holding, _, new in moved.parts if moved else ():
+            if new in holding.arriving:
+                holding.arriving = tuple(run for run in holding.arriving if run is not new)
+                self._placer.free([new])
+        if moved and has_broken:
+            self._num_broken += 1
+            if self._num_broken > 1:
+                self._newcomers.clear()
+                self.is_stuck = bool(moved.window_blocks)

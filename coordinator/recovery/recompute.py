@@ -1,0 +1,220 @@
+"""Reading lost runs again: in order of position along paths, dealt over all ranks. Pure."""
+
+from array import array
+from collections.abc import Callable, Iterable
+
+from coordinator.kv_cache.block_placer import Blocks, Placer, Reservation
+from coordinator.kv_cache.lost_ranges import Loss
+from coordinator.kv_cache.segment_placement import Holding
+from coordinator.kv_cache.segments import Segments
+from coordinator.kv_cache.token_paths import Path, Segment
+from coordinator.recovery.fault_score import add
+from longleaf.rank_protocol.step import Prefill
+
+
+class RecoveryFailed(Exception):
+    """A segment cannot be recomputed or restored: what leads through it must be given up. Its cause is unexpected."""
+
+    def __init__(self, segment: Segment) -> None:
+        super().__init__(f"segment {segment.id}")
+        self.segment = segment
+
+
+class Rereading:
+    """Plans what is read again, one plan at a time. What is lost has blocks promised before any of it is planned, so
+    that it cannot run out of room."""
+
+    def __init__(self, placer: Placer, segments: Segments, comes_back: Callable[[Holding], bool]) -> None:
+        """`comes_back`: a segment does from storage, and so long is not read again."""
+        self._placer = placer
+        self._comes_back = comes_back
+        self._segments = segments
+        self._holdings = segments.holdings
+        self._rolling: Reservation | None = None
+        """With replicated windows, blocks for those of the chunk that is read."""
+        self._current: Holding | None = None
+        """With replicated windows, the segment that these blocks are lent to."""
+        self._lent_to: Loss | None = None
+        """What was lost of it then: it may have been parked and called since."""
+        self._under_way: Holding | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        return self._under_way is not None
+
+    @property
+    def under_way(self) -> Segment | None:
+        """The segment that the plan under way reads again."""
+        return self._under_way.segment if self._under_way else None
+
+    # --- room ---
+
+    def forget_promises(self) -> None:
+        """Gives back all that is promised: other ranks may have less room."""
+        for holding in self._holdings.lossy:
+            loss = holding.loss
+            if loss is not None and loss.promise is not None:
+                self._placer.release(loss.promise)
+                loss.promise = None
+        self._current = None
+        self.return_rolling()
+
+    def return_rolling(self) -> None:
+        """Gives back what only lost tokens need, unless it is in use."""
+        if self._rolling is not None:
+            self._placer.release(self._rolling)
+            self._rolling = None
+
+    @property
+    def num_rolling(self) -> Blocks:
+        """Blocks that are needed only while tokens are read again."""
+        pool = self._placer.window_pool
+        sizes = [holding.loss.num_tokens for holding in self._holdings.lossy if holding.loss and holding.loss.left]
+        return Blocks(windows=max(map(pool.chunk_blocks, sizes), default=0))
+
+    @property
+    def num_promised(self) -> Blocks:
+        """What is promised for no segment in particular."""
+        return self._rolling.left if self._rolling else Blocks()
+
+    @property
+    def is_promised(self) -> bool:
+        """All that is lost has blocks promised for it."""
+        if self._placer.windows is not None and not self._holdings.is_whole and not self._can_roll:
+            return False
+        return all(holding.loss.promise for holding in self._holdings.lossy if holding.loss)
+
+    @property
+    def _can_roll(self) -> bool:
+        has_enough = self._rolling is not None and self.num_rolling.fits(self._rolling.left)
+        return has_enough or self._is_lent
+
+    @property
+    def _is_lent(self) -> bool:
+        """The segment that these blocks were lent to is still being read again."""
+        return self._current is not None and self._current.loss is not None and self._current.loss is self._lent_to
+
+    def promise(self, paths: Iterable[Path]) -> None:
+        """Promises blocks for all that is lost, first for what these paths need, as far as there is room: for those
+        alone others are parked."""
+        needed = dict.fromkeys(self._holdings.of(segment for path in paths for segment in path.segments))
+        if self._placer.windows is not None and not self._can_roll:
+            self.return_rolling()
+            self._rolling = self._reserve(self.num_rolling, may_park=bool(needed))
+        for holding in dict.fromkeys([*needed, *self._holdings.lossy]):
+            if holding.loss is not None and holding.loss.promise is None:
+                blocks = holding.loss.num_blocks(self._placer.block_size)
+                holding.loss.promise = self._reserve(blocks, may_park=holding in needed)
+
+    def _reserve(self, blocks: Blocks, *, may_park: bool) -> Reservation | None:
+        return self._placer.reserve(blocks) if self._segments.make_room(blocks, may_park=may_park) else None
+
+    # --- plans ---
+
+    def plan(self, paths: Iterable[Path], size: int) -> Prefill | None:
+        """Reads up to `size` tokens again, first what these paths need; None when there is nothing to do. Raises
+        RecoveryFailed."""
+        found = self._choose(paths)
+        if found is None:
+            return None
+        try:
+            return self._plan(*found, size)
+        except Exception as error:
+            if (loss := found[0].loss) is not None:
+                loss.has_failed = True
+            raise RecoveryFailed(found[0].segment) from error
+
+    def _plan(self, holding: Holding, end: int, size: int) -> Prefill:
+        loss, segment = holding.loss, holding.segment
+        assert loss is not None
+        assert loss.promise is not None
+        ranges = [(low, high) for low, high in loss.left if low < end]
+        pieces = self._placer.place_again(ranges, size, loss.promise)
+        assert pieces
+        start, stop = pieces[0].start, pieces[-1].end
+        place = min(holding.seams, default=start)
+        holding.arriving = pieces  # and freed with the segment, whatever follows
+        holding.window_runs = self._placer.roll_again(
+            holding.window_runs, (start, stop), loss.windows_from, place, loss.promise
+        )
+        holding.is_told = True
+        self._under_way = holding
+        token_ids = array("I")
+        for piece in pieces:
+            token_ids += segment.token_ids[piece.start - segment.start : piece.end - segment.start]
+        return Prefill(segment.path.ids, start, tuple(token_ids), pieces, segment.rope, holding.window_runs)
+
+    def _choose(self, paths: Iterable[Path]) -> tuple[Holding, int] | None:
+        """The segment to go on with, and the position up to which that is wanted."""
+        if self._placer.windows is not None:
+            return self._choose_rolled(paths)
+        for path in paths:
+            found = self._holdings.first_lost(path)
+            if found and self._may_begin(found[0]):
+                return found
+        for holding in self._holdings.lossy:
+            if self._may_begin(holding) and self._holdings.holds(holding.segment.before):
+                return holding, holding.segment.end
+        return None
+
+    def _may_begin(self, holding: Holding) -> bool:
+        loss = holding.loss
+        return loss is not None and loss.promise is not None and not loss.has_failed and not self._comes_back(holding)
+
+    def _choose_rolled(self, paths: Iterable[Path]) -> tuple[Holding, int] | None:
+        """With replicated windows one segment is read to its end before another begins."""
+        current = self._current
+        if current is not None and self._is_lent:
+            return (current, current.segment.end) if self._may_begin(current) else None
+        self._current = None
+        if self._rolling is None or not self._can_roll:
+            return None
+        lossy = [found[0] for path in paths if (found := self._holdings.first_lost(path))]
+        for holding in [*lossy, *self._holdings.lossy]:
+            loss = holding.loss
+            if loss and loss.promise and self._may_begin(holding) and self._holdings.holds(holding.segment.before):
+                loss.promise.left += self._rolling.left
+                self._rolling, self._current, self._lent_to = None, holding, loss
+                return holding, holding.segment.end
+        return None
+
+    def commit(self) -> Holding | None:
+        """What was under way is held again. Gives the segment, if anybody still needs it."""
+        holding, self._under_way = self._under_way, None
+        if holding is None or holding.loss is None:
+            return None
+        loss, pieces = holding.loss, holding.arriving
+        holding.arriving = ()
+        holding.put(pieces)
+        for piece in pieces:
+            loss.fill(piece.start, piece.end)
+        if not loss.left:
+            self._segments.drop_front(holding)
+            self._take_rolling(loss)
+            self._segments.end_loss(holding)
+        elif self._placer.windows is not None:
+            self._segments.hold_front(holding, loss.first)
+        return holding
+
+    def _take_rolling(self, loss: Loss) -> None:
+        """Keeps the blocks that the next segment rolls in."""
+        assert loss.promise is not None
+        if self._is_lent:
+            most = min(self.num_rolling.windows, loss.promise.left.windows)  # more may have been called meanwhile
+            self._rolling = loss.promise.split(Blocks(windows=most))
+            self._current = None
+
+    def undo(self, suspicion: int, *, is_certain: bool) -> Holding | None:
+        """What was under way never was, and is suspected so much. Gives the segment, if anybody still needs it."""
+        holding, self._under_way = self._under_way, None
+        if holding is None or holding.loss is None:
+            return None
+        loss = holding.loss
+        assert loss.promise is not None
+        if suspicion:
+            loss.suspicion = add(loss.suspicion, suspicion, is_certain=is_certain)
+            loss.suspect_end = max(loss.suspect_end, holding.arriving[-1].end)
+        self._placer.take_back(holding.arriving, loss.promise)
+        holding.arriving = ()
+        holding.window_runs = self._placer.roll_back(holding.window_runs, loss.first, loss.promise)
+        return holding

@@ -1,0 +1,161 @@
+"""Who holds what once the ranks are others. Pure.
+
+A run whose rank is gone is lost. Where every rank holds the last keys of windowed layers, those of the middle are held
+nowhere: tokens can only be read again from a place on before which all that is seen is held, and then to the end.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterable
+
+from coordinator.kv_cache.block_placer import Placer
+from coordinator.kv_cache.lost_ranges import Loss, Range
+from coordinator.kv_cache.rank_mapping import Ranking
+from coordinator.kv_cache.segment_placement import Holding
+from coordinator.kv_cache.segments import Segments
+from coordinator.kv_cache.token_paths import Path
+from longleaf.rank_protocol.group_messages import SegmentLayout
+from longleaf.runs import ceil_div
+
+
+def regroup(placer: Placer, segments: Segments, ranking: Ranking, *, has_windows: bool) -> None:
+    """Has the books be those of the next epoch. Nothing may be promised, and nothing under way.
+
+    Without `has_windows` no rank holds windows any more that could tell them to others.
+    """
+    after, holdings = ranking.after, segments.holdings
+    gone = frozenset(range(len(placer.pools))) - after.keys()
+    is_rolled = placer.windows is not None and (bool(gone) or not has_windows)
+    segments.drop_kept(lambda path: is_rolled or _is_on(segments, path, gone))
+    placer.change_ranks(ranking)
+    found = [(holding, holding.change_ranks(after)) for holding in holdings]
+    lost = {holding: ranges for holding, ranges in found if ranges}
+    if is_rolled:
+        _Rolled(placer, segments).lose(lost, has_windows=has_windows)
+    else:
+        for holding, ranges in lost.items():
+            if holding.loss is None or holding.loss.left != ranges:
+                _begin(segments, holding, ranges)
+
+
+def _is_on(segments: Segments, path: Path, gone: frozenset[int]) -> bool:
+    """Whether anything of a path lies on ranks that are gone."""
+    return any(
+        run.rank in gone and run.start < end
+        for segment, _, end in path.parts()
+        for run in segments.holdings[segment].runs
+    )
+
+
+def _begin(segments: Segments, holding: Holding, ranges: list[Range]) -> Loss:
+    front = holding.loss.front if holding.loss else None
+    loss = Loss(ranges, holding.loss)
+    loss.front = front  # until the next one is held
+    if holding.loss:
+        holding.loss.front = None
+    segments.begin_loss(holding, loss)
+    return loss
+
+
+class _Rolled:
+    """Loses tokens where windows are replicated."""
+
+    def __init__(self, placer: Placer, segments: Segments) -> None:
+        assert placer.windows is not None
+        self._placer = placer
+        self._windows = placer.windows
+        self._segments = segments
+        self._holdings = segments.holdings
+        self._lost: dict[Holding, list[Range]] = {}
+
+    def lose(self, lost: dict[Holding, list[Range]], *, has_windows: bool) -> None:
+        first = {holding: ranges[0][0] for holding, ranges in lost.items()}
+        self._lost = lost
+        if not has_windows:
+            for holding in (one for one in self._holdings if not one.is_parked):
+                holding.window_runs = self._placer.roll_back(holding.window_runs, 0, None)
+                if (place := self._first_seen(holding)) < holding.segment.end:
+                    first[holding] = min(place, first.get(holding, place))
+        for holding in sorted(first, key=lambda holding: holding.segment.id):
+            self._lose_from(holding.segment.path, first[holding])
+        self._hold_fronts()
+        for holding in self._holdings.lossy:
+            self.count(holding)
+
+    def _first_seen(self, holding: Holding) -> int:
+        """The first position of a segment whose windows are needed once it is held; its end if none are."""
+        segment, seams = holding.segment, holding.seams.copy()
+        front = holding.loss.front if holding.loss else None
+        if front is not None and segment in segment.path.seen(front, self._windows):
+            seams[front] -= 1
+        place = min(+seams, default=segment.end)
+        if segment.is_sealed and not +seams:
+            return segment.end
+        return min(segment.end, max(segment.start, self._windows.first(place)))
+
+    def _lose_from(self, path: Path, position: int) -> None:
+        """Loses what is read again so that a path is held to its end, of which `position` is lost."""
+        place = self._place(path, position)
+        for segment, part_start, part_end in path.parts():
+            holding, start = self._holdings[segment], max(place, part_start)
+            if start < part_end and not holding.is_parked and (holding.loss is None or start < holding.loss.first):
+                self._placer.free(holding.cut(start))
+                holding.window_runs = self._placer.roll_back(holding.window_runs, start, None)
+                _begin(self._segments, holding, [(start, segment.end)])
+
+    def _place(self, path: Path, position: int) -> int:
+        """The nearest place up to `position` from which the path can be read: where a run begins, or did."""
+        starts = {0}
+        for segment, part_start, part_end in path.parts():
+            holding = self._holdings[segment]
+            starts |= {part_start, *(run.start for run in holding.runs if run.start < part_end)}
+            lost = [*self._lost.get(holding, ()), *(holding.loss.left if holding.loss else ())]
+            starts |= {start for start, _ in lost if start < part_end}
+        ordered = sorted(starts)
+        while True:
+            position = ordered[bisect_right(ordered, position) - 1]
+            below, _ = self._holdings.seams(path, position)
+            if below == position:
+                return position
+            position = below
+
+    def _hold_fronts(self) -> None:
+        """Keeps what is seen from where each segment is read again. Only then goes what was kept for that before."""
+        lossy = [(holding.segment.path, holding.loss) for holding in self._holdings.lossy if holding.loss]
+        old = [(path, loss.front) for path, loss in lossy]
+        for path, loss in lossy:
+            self._segments.hold(path, loss.first)
+            loss.front = loss.first
+        for path, front in old:
+            if front is not None:
+                self._segments.let_go(path, front)
+
+    def count(self, holding: Holding) -> None:
+        """Notes which windows a segment will have once it is held again."""
+        loss, end = holding.loss, holding.segment.end
+        assert loss is not None
+        kept_from = self._first_seen(holding)
+        size, pool = self._placer.block_size, self._placer.window_pool
+        loss.windows_from = kept_from
+        loss.window_blocks = ceil_div(end - max(kept_from, loss.first), size) + 1
+        if not holding.segment.is_sealed:  # a document that goes on then
+            loss.window_blocks += pool.chunk_blocks(end + pool.num_blocks * size)
+
+
+def call(placer: Placer, segments: Segments, parked: Iterable[Holding]) -> None:
+    """Has what is parked, each after what it continues, be lost instead: then it is read again."""
+    for holding in parked:
+        segments.call(holding)
+        if placer.windows is not None:
+            _Rolled(placer, segments).count(holding)
+
+
+def lay_out(segments: Segments) -> tuple[SegmentLayout, ...]:
+    """All that is held, or was and is lost. What was freed before need not be told any more."""
+    segments.take_forgotten()
+    told = [one for one in segments.holdings if one.segment.token_ids and not one.is_parked]
+    for holding in told:
+        holding.is_told = True
+    return tuple(
+        SegmentLayout(holding.segment.id, holding.segment.start, tuple(holding.runs), holding.window_runs)
+        for holding in told
+    )

@@ -1,0 +1,100 @@
+"""The jobs that wait and those that run, and how they stop. Pure."""
+
+from coordinator.engine_messages import Failed, Outcome
+from coordinator.kv_cache.segments import Segments
+from coordinator.scheduling.fair_queue import Queue
+from coordinator.scheduling.jobs import Job
+from coordinator.scheduling.planner import Planner
+from coordinator.scheduling.prompt_sharing import Sharing
+from coordinator.scheduling.requests import Requests
+from coordinator.scheduling.sequences import Sequence
+from coordinator.scheduling.throughput import Speeds
+from longleaf.errors import LongleafError
+
+
+class Lives:
+    """Jobs from when they are admitted to their end."""
+
+    def __init__(
+        self, segments: Segments, requests: Requests, queue: Queue, planner: Planner, sharing: Sharing, speeds: Speeds
+    ) -> None:
+        self.requests = requests
+        self.queue = queue
+        """Those that wait."""
+        self.running: dict[int, Job] = {}
+        self.may_begin = False
+        """Something has changed since nobody in the queue had room."""
+        self.outcomes: list[Outcome] = []
+        """What streams must be told, in order."""
+        self.now = 0.0
+        """When it was last looked at the clock."""
+        self.planner = planner
+        self._segments = segments
+        self._sharing = sharing
+        self._speeds = speeds
+
+    def enter(self, job: Job) -> None:
+        """Queues a job that is admitted."""
+        origin = job.request.origin
+        for part in self._sharing.parts(job):
+            self._segments.retain(origin)
+            self._segments.retain(part.reading.path, origin)
+            self.requests.add(part)
+            self.queue.add(part)
+        self.planner.turns.enter(job.request.claim.account)
+        self.may_begin = True
+
+    def preempt(self, job: Sequence) -> None:
+        """Sends a job that runs back to the queue."""
+        self._stop(job)
+        self._sharing.preempt(job)
+        self.queue.add(job)
+
+    def finish(self, job: Job) -> None:
+        """Gives back all that a running job holds."""
+        self._stop(job)
+        self._speeds.ended(self.now, bool(self.running or self.queue))
+        self._leave(job)
+
+    def _stop(self, job: Job) -> None:
+        """Takes a job off the running ones; its path stays retained."""
+        del self.running[job.id]
+        self._sharing.take_back(job.stop())
+        self.queue.settle(job)
+        self.may_begin = True
+        if isinstance(job, Sequence):
+            self.planner.forget(job.id)
+
+    def _leave(self, job: Job) -> None:
+        origin = job.request.origin
+        self._segments.release(job.reading.path, origin)
+        self._segments.release(origin)
+        self.may_begin = True
+        self.requests.remove(job)
+        accounts = self.requests.accounts
+        self.queue.turns.keep(accounts)
+        self.planner.turns.keep(accounts)
+
+    def drop(self, job: Job) -> None:
+        """Ends a job wherever it is."""
+        if job.is_running:
+            self.finish(job)
+        else:
+            self.queue.remove(job.id)
+            self._leave(job)
+
+    def cancel(self, request_id: int) -> bool:
+        """Ends a request wherever it is."""
+        if (request := self.requests.get(request_id)) is None:
+            return False
+        for job in tuple(request.jobs):
+            self.drop(job)
+        return True
+
+    def fail(self, job: Job, error: Failed | LongleafError) -> None:
+        """Ends a job with what its client is told: with an error its whole request."""
+        self.outcomes.append((job.request.id, error))
+        if isinstance(error, Failed):
+            self.drop(job)
+        else:
+            self.cancel(job.request.id)

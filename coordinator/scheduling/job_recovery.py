@@ -1,0 +1,246 @@
+"""What becomes of jobs when the ranks change: they wait for what is lost, and go on. Pure."""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Several
+
+from coordinator.engine_messages import GivenUp
+from coordinator.kv_cache.block_placer import Blocks, Placer
+from coordinator.kv_cache.contexts import Contexts, NamedPath
+from coordinator.kv_cache.eviction import Parking
+from coordinator.kv_cache.rank_mapping import Ranking
+from coordinator.kv_cache.segment_placement import Holding
+from coordinator.kv_cache.segments import Segments
+from coordinator.kv_cache.token_paths import Path, Segment
+from coordinator.recovery.fault_score import GUILTY
+from coordinator.recovery.recovery import Recovery
+from coordinator.scheduling.capacity_shrink import Fitting, asks
+from coordinator.scheduling.job_lifecycle import Lives
+from coordinator.scheduling.jobs import IngestJob, Job
+from coordinator.scheduling.limits import Limits
+from coordinator.scheduling.sequences import Sequence
+from longleaf.errors import ContextLost, LongleafError, ResourceExhausted
+from longleaf.rank_protocol.step import StepResult
+from longleaf.types import Recovering
+
+NO_ROOM = "the ranks that are left have no room for it"
+
+
+class Healing:
+    """Takes jobs from epoch to epoch: back to what was committed, then on as soon as nothing of their paths is lost."""
+
+    def __init__(
+        self,
+        placer: Placer,
+        segments: Segments,
+        contexts: Contexts,
+        limits: Limits,
+        recovery: Recovery,
+        lives: Lives,
+        parking: Parking | None,
+    ) -> None:
+        """Without `parking`, what cannot be held is given up."""
+        self._placer = placer
+        self._segments = segments
+        self._holdings = segments.holdings
+        self._contexts = contexts
+        self._limits = limits
+        self._recovery = recovery
+        self._lives = lives
+        self._parking = parking
+        self._fitting = Fitting(placer, segments, contexts, limits, recovery)
+        self._given_up: list[GivenUp] = []
+        self.is_between_epochs = False
+        """Nothing may be planned."""
+        self.is_over = True
+        """Everything is held, and every document under way goes on."""
+
+    # --- the change ---
+
+    def roll_back(self, steps: tuple[int, ...], suspicion: int) -> None:
+        """Undoes what is under way. `steps` are those in one of which the epoch ended, if it was in one."""
+        self.is_between_epochs = True
+        lives = self._lives
+        works, guilty = lives.planner.roll_back(steps, suspicion, set(lives.requests.jobs()))
+        reread = self._recovery.undo(works, suspicion)
+        for job in self._running_sequences():
+            lives.preempt(job)
+        for job in self._ingests():
+            job.roll_back(self._placer)
+        for job, work in guilty:
+            lives.fail(job, job.poisoned(work))
+        if reread and reread.loss and reread.loss.suspicion >= GUILTY:
+            self._give_up_all(reread.segment, "the ranks broke whenever it was read again")
+
+    def change_ranks(self, ranking: Ranking, *, may_grow: bool) -> None:
+        """Has the books be those of other ranks; documents under way wait until they have room again."""
+        assert self.is_between_epochs
+        for job in self._ingests():
+            job.tail.is_ready = False
+            self._placer.release(job.tail.reservation)
+        self._recovery.change_ranks(ranking)
+        self._lives.planner.change_ranks(ranking.epoch)
+        self.is_between_epochs, self._limits.may_grow = False, True
+        if not may_grow:
+            self.settle()
+        self.go_on()
+        self.tell()
+
+    def settle(self) -> None:
+        """Gives up what the ranks cannot hold, or parks it: no others will come."""
+        if not self._recovery.is_promised:
+            for job in self._running_sequences():
+                self._lives.preempt(job)
+        for found in self._fitting.too_much(lambda: list(self._lives.requests.jobs())):
+            if isinstance(found, Job):
+                self._lives.fail(found, ResourceExhausted("pool", NO_ROOM))
+            else:
+                self._give_up(found, "the ranks that are left cannot hold it")
+        self._limits.may_grow, self._lives.may_begin = False, True
+
+    @property
+    def is_settled(self) -> bool:
+        """No more ranks are to come, so that there is room for every job once nothing else runs."""
+        return not self._limits.may_grow
+
+    def _running_sequences(self) -> list[Sequence]:
+        return [job for job in self._lives.running.values() if isinstance(job, Sequence)]
+
+    def _ingests(self) -> list[IngestJob]:
+        return [job for job in self._lives.running.values() if isinstance(job, IngestJob)]
+
+    # --- until all is held again ---
+
+    def call(self, parked: Several[Holding]) -> None:
+        """Somebody needs what is parked: it is read again, each after what it continues."""
+        self._recovery.call(parked)
+        self.is_over = self.is_over and not parked
+
+    def go_on(self) -> None:
+        """Takes what room there is, for what is lost and for documents under way: these go on when nothing of their
+        paths is lost any more."""
+        self._promise()
+        if self._parking is not None and self.is_settled and not self._recovery.is_promised:
+            self._parking.rest_unpromised()
+            self._promise()  # recomputing the remaining segments may need fewer blocks
+        self._lives.may_begin = True
+        while (waiting := self._take_up()) and self._is_full(waiting):
+            self._lives.fail(waiting[-1], ResourceExhausted("pool", NO_ROOM))
+        self.is_over = self._recovery.is_over and not waiting
+
+    def _promise(self) -> None:
+        """Reserves blocks to recompute the lost tokens, if any are still lost."""
+        self._recovery.settle()
+        self._recovery.promise(list(self.paths()))
+
+    def _take_up(self) -> list[IngestJob]:
+        """The documents under way that cannot go on yet; those that can do."""
+        for job in self._ingests():
+            tail = job.tail
+            if not tail.is_ready and self._take_room(job):
+                tail.is_ready = tail.holding.loss is None and self._holdings.holds(tail.segment.before)
+        return [job for job in self._ingests() if not job.tail.is_ready]
+
+    def _is_full(self, waiting: list[IngestJob]) -> bool:
+        """Whether documents wait for room that nobody will give back: what began while others recovered, and has
+        ended, may have taken it."""
+        return self._recovery.is_over and self.is_settled and len(waiting) == len(self._lives.running)
+
+    def _take_room(self, job: IngestJob) -> bool:
+        """Whether there is room for the rest of a document; that of windows comes after what is lost of it."""
+        tail, pool = job.tail, self._placer.window_pool
+        left, windows = tail.reservation.left, 0
+        if tail.holding.loss is None:
+            windows = pool.chunk_blocks(len(job.reading.token_ids)) - tail.holding.num_blocks.windows
+        needed = self._limits.num_blocks(job.reading, 0, 0).sharded
+        more = Blocks(needed - left.sharded, max(0, windows - left.windows))
+        return self._segments.make_room(more) and self._placer.add(tail.reservation, more)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether all contexts that do not rest, and what is read again, have room at a time."""
+        kept = {s: None for context in self._contexts.list() if not context.is_resting for s in context.path.segments}
+        wanted = self._limits.wanted(self._holdings.of(kept)) + self._limits.rolling
+        return wanted.fits(self._placer.num_blocks)
+
+    def is_ready(self, job: Job) -> bool:
+        """Nothing is lost of what a job that waits goes on from, and no document waits for room alone."""
+        is_next = not (self._recovery.is_over and self.is_settled)
+        return is_next and self._holdings.holds(job.request.origin)
+
+    def _waiting(self) -> Iterator[tuple[Job, Path]]:
+        """The jobs that may wait for what is lost, and their paths: the most urgent first."""
+        for job in self._lives.queue.order():
+            yield job, job.request.origin
+        for job in self._ingests():
+            if not job.tail.is_ready:
+                yield job, job.tail.segment.path
+
+    def paths(self) -> Iterator[Path]:
+        """What jobs may wait for, the most urgent first."""
+        return (path for _, path in self._waiting())
+
+    def commit(self, result: StepResult) -> None:
+        """Takes in what the ranks did for recovery. Raises RecoveryFailed."""
+        if result.has_finite_keys:
+            self._recovery.commit()
+        elif (holding := self._recovery.fail()) is not None:
+            self._give_up_all(holding.segment, "what the model computes is not finite")
+        self.go_on()
+        self.tell()
+
+    def tell(self) -> None:
+        """Tells those that wait for what is lost."""
+        told: dict[int, Recovering] = {}
+        for job, path in self._waiting():
+            if (progress := self._recovery.progress(path)) is not None:
+                told[job.request.id] = progress
+        self._lives.outcomes += told.items()
+
+    # --- what cannot be held ---
+
+    def take_given_up(self) -> list[GivenUp]:
+        """Contexts that were given up; each is told once."""
+        given_up, self._given_up = self._given_up, []
+        return given_up
+
+    def _give_up(self, context: NamedPath, reason: str) -> None:
+        """A context is deleted; where contexts are kept, it is parked."""
+        if self._parking is not None:
+            error = ResourceExhausted("pool", f"contexts/{context.id}: {reason}")
+            self._fail_asking(context, error)
+            self._contexts.rest(context)
+            return
+        self._given_up.append(GivenUp(context.id, context.num_tokens, reason))
+        self._fail_asking(context, ContextLost(f"contexts/{context.id}", f"it was given up: {reason}"))
+        self._contexts.delete(context.id)
+        self._lives.may_begin = True
+
+    def give_up(self, segment: Segment) -> None:
+        """Gives up all that leads through a segment that could not be recovered."""
+        self._give_up_all(segment, "its tokens could not be recomputed")
+        self.go_on()
+
+    def _fail_asking(self, context: NamedPath, error: LongleafError) -> None:
+        for job in list(self._lives.requests.jobs()):
+            if asks(job, context) and self._lives.requests.get(job.request.id) is not None:
+                self._lives.fail(job, error)
+
+    def _give_up_all(self, segment: Segment, reason: str) -> None:
+        """Gives up all that leads through a segment: it is forgotten, whatever ranks believe of it."""
+        self._segments.drop_kept(lambda path: segment in path.segments)
+        for job in self._running_sequences():
+            if segment in job.reading.path.segments:
+                self._lives.preempt(job)
+        for context in self._contexts.list():
+            if segment in context.path.segments and not context.is_resting:
+                self._give_up(context, reason)
+        for job in list(self._lives.requests.jobs()):
+            tail = (job.tail.segment,) if job.is_running else ()
+            is_lost = segment in (*job.request.origin.segments, *tail)
+            if is_lost and self._lives.requests.get(job.request.id) is not None:
+                self._lives.fail(job, ContextLost(f"contexts/{job.context}", f"it was given up: {reason}"))
+
+    def audit(self) -> None:
+        """What is promised, and who waits, adds up."""
+        for job in self._ingests():
+            assert job.tail.is_ready or not self.is_over or self.is_between_epochs

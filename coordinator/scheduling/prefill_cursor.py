@@ -1,0 +1,116 @@
+"""What a job reads, and the segment that grows with it."""
+
+from array import array
+from collections.abc import Sequence
+from collections.abc import Sequence as TokenIds
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from coordinator.kv_cache.block_placer import Placer, Reservation
+from coordinator.kv_cache.segment_placement import Holding
+from coordinator.kv_cache.token_paths import Path, Segment
+from longleaf.runs import Run
+
+
+@dataclass(slots=True)
+class Reading:
+    """Tokens to read after a path of sealed segments. The first `num_prefill` of them go through chunks.
+
+    `num_placed` counts the tokens that plans have given a place, `num_read` those whose keys and values exist: between
+    the two lie the plans under way. The path may hold the first of the tokens itself; these are placed and read.
+    """
+
+    path: Path
+    token_ids: "array[int]"
+    num_prefill: int
+    num_placed: int = 0
+    num_read: int = 0
+
+    @property
+    def has_chunks(self) -> bool:
+        """There are prompt tokens that no plan has placed yet."""
+        return self.num_placed < self.num_prefill
+
+    @property
+    def is_over(self) -> bool:
+        """All chunks are read."""
+        return self.num_read >= self.num_prefill
+
+    @property
+    def num_unplaced(self) -> int:
+        """Tokens that no plan has given a place."""
+        return len(self.token_ids) - self.num_placed
+
+    def roll_back(self) -> bool:
+        """Takes back what plans under way have placed; whether there was anything."""
+        had_placed, self.num_placed = self.num_placed > self.num_read, self.num_read
+        return had_placed
+
+    def next_chunk(self, size: int) -> tuple[int, ...]:
+        """The ids of the next chunk, which count as placed."""
+        start = self.num_placed
+        self.num_placed = min(start + size, self.num_prefill)
+        return tuple(self.token_ids[start : self.num_placed])
+
+
+class Tail:
+    """The segment that a running job reads and answers into, and the blocks that are promised to it."""
+
+    def __init__(self, holding: Holding, reservation: Reservation) -> None:
+        self.holding = holding
+        self.reservation = reservation
+        self.is_ready = True
+        """Nothing of the path is lost, and all that is still to be read has room: false only after ranks were lost."""
+        self.path_ids = holding.segment.path.ids
+        """What ranks are told of the path to its end."""
+        self._num_chunks = 0
+
+    @property
+    def segment(self) -> Segment:
+        return self.holding.segment
+
+    def add_chunk(self, token_ids: TokenIds[int], placer: Placer) -> tuple[Run, ...]:
+        """Places a chunk, in pieces for the ranks."""
+        start, end = self.segment.end, self.segment.end + len(token_ids)
+        pieces = placer.place_chunk(start, end, self._num_chunks, self.reservation)
+        self._extend(token_ids, pieces, placer, is_chunk=True)
+        self._num_chunks += 1
+        return pieces
+
+    def add_rows(self, token_ids: TokenIds[int], placer: Placer) -> tuple[Run, ...]:
+        """Places tokens that are computed together with others."""
+        last = self.holding.runs[-1] if self.holding.runs else None
+        runs = placer.grow(last, self.segment.end, len(token_ids), self.reservation)
+        self._extend(token_ids, runs, placer, is_chunk=False)
+        return runs
+
+    def num_spare(self, block_size: int) -> int:
+        """Tokens for which there is room behind the last one without a new block, for all that is kept of them."""
+        runs = [each[-1] for each in (self.holding.runs, self.holding.window_runs) if each]
+        return min(len(run.blocks) * block_size - len(run) for run in runs)
+
+    def accept(self, token_ids: TokenIds[int]) -> None:
+        """Adds tokens that were drafts: their keys are there, in the last block."""
+        holding, count = self.holding, len(token_ids)
+        holding.extend(token_ids, lengthened(holding.runs[-1:], count))
+        holding.window_runs = lengthened(holding.window_runs, count)
+
+    def roll_back(self, end: int, placer: Placer) -> None:
+        """Takes back the chunk that begins at position `end`; its blocks are promised again."""
+        holding = self.holding
+        placer.take_back(holding.cut(end), self.reservation)
+        holding.window_runs = placer.roll_back(holding.window_runs, end, self.reservation)
+        self.segment.cut(end)
+        self._num_chunks -= 1
+
+    def _extend(self, token_ids: TokenIds[int], runs: tuple[Run, ...], placer: Placer, *, is_chunk: bool) -> None:
+        holding, start = self.holding, self.segment.end
+        end = start + len(token_ids)
+        holding.window_runs = placer.roll(holding.window_runs, start, end, self.reservation, is_chunk=is_chunk)
+        holding.extend(token_ids, runs)
+
+
+def lengthened(runs: Sequence[Run], count: int) -> tuple[Run, ...]:
+    """The last run with so many more tokens, for which it has room."""
+    return (*runs[:-1], replace(runs[-1], end=runs[-1].end + count)) if runs else ()

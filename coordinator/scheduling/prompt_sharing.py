@@ -1,0 +1,98 @@
+"""What prompts share: what is held of one is not read again, and its samples read it once."""
+
+from coordinator.kv_cache.block_placer import Placer, Reservation
+from coordinator.kv_cache.segments import Segments
+from coordinator.kv_cache.token_paths import NOWHERE, Path
+from coordinator.scheduling.jobs import Job
+from coordinator.scheduling.limits import Limits
+from coordinator.scheduling.prefill_cursor import Reading, Tail
+from coordinator.scheduling.sequences import Sequence
+
+
+class Sharing:
+    """Reserves blocks for jobs that begin, and hands what they have read to their samples."""
+
+    def __init__(self, segments: Segments, placer: Placer, limits: Limits) -> None:
+        self._segments = segments
+        self._placer = placer
+        self._limits = limits
+
+    def reserve(self, job: Job) -> Reservation | None:
+        """The blocks of a job that begins; None when there are too few.
+
+        A plain prompt reuses what is held of it, unless that leaves too little room for the rest: segments are held
+        whole, though a beginning may be all that the prompt needs.
+        """
+        if isinstance(job, Sequence) and job.is_sharing:
+            rope, tenant = job.rope, job.request.claim.tenant
+            self._reuse(job, self._segments.match(job.reading.token_ids[:-1], rope, tenant))
+            if job.reading.path.end and (reservation := self._reserve(job)):
+                return reservation
+            self._reuse(job, NOWHERE)
+        return self._reserve(job)
+
+    def _reserve(self, job: Job) -> Reservation | None:
+        blocks = self._limits.num_blocks(job.reading, job.num_answer_left, job.num_tails)
+        return self._placer.reserve(blocks) if self._segments.make_room(blocks) else None
+
+    def _reuse(self, job: Sequence, path: Path) -> None:
+        self._refer(job, path)
+        job.reuse(path, path.end + self._num_prefill(job, len(job.reading.token_ids) - path.end))
+
+    def _refer(self, job: Sequence, path: Path) -> None:
+        """Has a job refer to another path that goes on from where it began."""
+        origin = job.request.origin
+        self._segments.retain(path, origin)
+        self._segments.release(job.reading.path, origin)
+
+    def _num_prefill(self, job: Sequence, num_tokens: int) -> int:
+        if job.generated:
+            return self._limits.num_prefill_again(num_tokens, job.num_tails)
+        return self._limits.num_prefill(num_tokens, job.num_tails, job.prompt.num_rows)
+
+    def preempt(self, job: Sequence) -> None:
+        """Makes a job that has been stopped one that has not begun."""
+        self._refer(job, job.request.origin)
+        self._begin_anew(job)
+
+    def _begin_anew(self, job: Sequence) -> None:
+        """Has a job read its prompt again, and what it has answered."""
+        token_ids = job.prompt_and_answer()
+        reading = Reading(job.request.origin, token_ids, self._num_prefill(job, len(token_ids)))
+        job.preempt(reading, self._limits.most_blocks(reading, job.num_answer_left, job.num_tails))
+
+    def parts(self, job: Job) -> list[Job]:
+        """What waits of a job that is admitted: itself, or if it is a prompt that was answered before, each sample that
+        goes on, as if it had been preempted."""
+        if not isinstance(job, Sequence) or job.prompt.generated is None:
+            return [job]
+        parts = [job.part(sample, generated) for sample, generated in job.prompt.generated.items()]
+        for part in parts:
+            self._begin_anew(part)
+        return [*parts]
+
+    def take_back(self, tail: Tail) -> None:
+        """What a job that has stopped held to read and answer is free."""
+        self._segments.drop(tail.segment)
+        self._placer.release(tail.reservation)
+
+    def share(self, job: Sequence) -> list[Sequence]:
+        """Has a job answer whose chunks are read; gives the other samples, which do so too. From here on each has a
+        segment of its own."""
+        read, reservation, rope = job.tail.segment, job.tail.reservation, job.rope
+        if job.tail.holding.runs:
+            if job.is_sharing:
+                self._segments.keep(read)
+            else:
+                self._segments.close(read)
+            self._refer(job, read.path)
+            self._segments.drop(read)
+            job.go_on(Tail(self._segments.create(read.path, rope), reservation))
+        each = self._limits.num_blocks(job.reading, job.num_answer_left, num_tails=1)
+        others = job.answer()
+        for other in others:
+            self._segments.retain(other.request.origin)
+            self._segments.retain(other.reading.path, other.request.origin)
+            other.go_on(Tail(self._segments.create(other.reading.path, rope), reservation.split(each)))
+        self._placer.release(reservation.split(reservation.left - each))
+        return others

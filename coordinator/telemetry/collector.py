@@ -1,0 +1,159 @@
+"""What metrics read from the service when they are asked for, and only then."""
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from itertools import accumulate
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from coordinator.telemetry.counters import STEP_SECONDS, Counts
+from coordinator.telemetry.metric_sources import Count, Sources
+from longleaf.errors import LongleafError
+from longleaf.types import Cluster, Worker
+
+BOUNDS = [*map(str, STEP_SECONDS), "+Inf"]
+Labels = Mapping[str, str]
+
+
+class Gauges:
+    """A Collector of what `look` saw last. `build` describes the service, in labels that do not change."""
+
+    def __init__(self, sources: Sources, model: str, build: Labels) -> None:
+        self._sources = sources
+        self._model = model
+        self._build = build
+        self._seen: list[Metric] = []
+
+    def collect(self) -> list[Metric]:
+        """May be called by any thread."""
+        return self._seen
+
+    def look(self) -> None:
+        """Reads everything, on the event loop. What the service cannot tell now is left out."""
+        seen = [self._gauge("build_info", "1; its labels tell what runs.", self._build, 1)]
+        with suppress(LongleafError):
+            seen += self._of_cluster(self._sources.cluster())
+        seen += self._of_counts(self._sources.counts())
+        seen += self._of_trouble()
+        self._seen = seen
+
+    # --- the ranks and the load ---
+
+    def _of_cluster(self, cluster: Cluster) -> list[Metric]:
+        workers = cluster.workers
+        return [
+            self._gauge("requests_running", "Generations and ingests that run.", {}, cluster.running),
+            self._gauge("requests_waiting", "Generations and ingests that wait to begin.", {}, cluster.waiting),
+            self._gauge("epoch", "Number of the epoch: it grows whenever the ranks are others.", {}, cluster.epoch),
+            self._gauge("ranks", "Ranks that compute.", {}, cluster.world_size),
+            self._by_rank(
+                "kv_tokens", "Tokens whose keys and values the rank holds.", workers, lambda worker: worker.tokens
+            ),
+            self._by_rank(
+                "kv_capacity_tokens", "Tokens for which its pool has room.", workers, lambda worker: worker.max_tokens
+            ),
+            self._by_rank("kv_used_ratio", "Tokens that the rank holds, as a share of its room.", workers, _used),
+            *self._of_merges(cluster),
+        ]
+
+    def _by_rank(self, name: str, told: str, workers: Iterable[Worker], value: Callable[[Worker], float]) -> Metric:
+        family = GaugeMetricFamily(f"longleaf_{name}", told, labels=("model", "rank"))
+        for worker in workers:
+            family.add_metric((self._model, str(worker.rank)), value(worker))
+        return family
+
+    def _of_merges(self, cluster: Cluster) -> list[Metric]:
+        """Where the ranks measured the ways to merge, to choose one."""
+        if not cluster.merge_timings:
+            return []
+        told = "Median seconds to merge the partials of one layer, measured by the ranks at the start; fewest rows."
+        family = GaugeMetricFamily("longleaf_merge_seconds", told, labels=("model", "kind"))
+        fewest = min(cluster.merge_timings, key=lambda timing: timing.rows)
+        for merge, microseconds in sorted(fewest.microseconds.items()):
+            family.add_metric((self._model, merge), microseconds / 1e6)
+        return [family]
+
+    # --- what the engine counts ---
+
+    def _of_counts(self, counts: Counts) -> list[Metric]:
+        labels = ("model", "kind")
+        steps = CounterMetricFamily("longleaf_steps", "Steps that the ranks have done.", labels=labels)
+        told = "How long rank 0 computed in a step."
+        seconds = HistogramMetricFamily("longleaf_step_seconds", told, labels=labels)
+        for kind, times in sorted(counts.steps.items()):
+            steps.add_metric((self._model, kind), times.count)
+            buckets = list(zip(BOUNDS, map(float, accumulate(times.buckets)), strict=True))
+            seconds.add_metric((self._model, kind), buckets, times.seconds)
+        found = [
+            steps,
+            seconds,
+            self._counter("merge_bytes", "Bytes of packed partials that rank 0 gave to merges.", counts.merge_bytes),
+            self._counter(
+                "preemptions", "Answers that went back to the queue, to make room for others.", counts.num_preempted
+            ),
+            self._counter(
+                "reingested_tokens", "Tokens of lost or parked keys that were computed again.", counts.reread_tokens
+            ),
+            *self._of_drafts(counts),
+            self._gauge("contexts", "Contexts that there are.", {}, counts.num_contexts),
+        ]
+        if counts.snapshot_bytes is not None:
+            told = "Bytes of keys and values of contexts on storage."
+            found.append(self._gauge("snapshot_bytes", told, {}, counts.snapshot_bytes))
+        return found
+
+    def _of_drafts(self, counts: Counts) -> list[Metric]:
+        drafted = "Tokens of answers that were drafted, and tried in a step."
+        accepted, sampled = "Drafted tokens that became tokens of answers.", "Tokens of answers that steps have given."
+        steps = "Steps that gave these, each counted once for each answer in it."
+        return [
+            self._counter("drafted_tokens", drafted, counts.num_drafted),
+            self._counter("accepted_draft_tokens", accepted, counts.num_accepted),
+            self._counter("sampled_tokens", sampled, counts.num_sampled),
+            self._counter("row_steps", steps, counts.num_row_steps),
+        ]
+
+    # --- what to be alarmed about ---
+
+    def _of_trouble(self) -> list[Metric]:
+        sources = self._sources
+        found: list[Metric] = [self._counter("ranks_lost", "Members that were lost.", sources.ranks_lost())]
+        told = "Times that a file was changed and could not be used: what it said before goes on."
+        reloads = CounterMetricFamily("longleaf_reload_failures", told, labels=("model", "file"))
+        for file, count in sorted(sources.failed_reloads.items()):
+            reloads.add_metric((self._model, file), count())
+        if sources.failed_reloads:
+            found.append(reloads)
+        told = "1 while a file cannot be used as it is: what it said before goes on."
+        unusable = GaugeMetricFamily("longleaf_file_unusable", told, labels=("model", "file"))
+        for file, is_unusable in sorted(sources.unusable_files.items()):
+            unusable.add_metric((self._model, file), is_unusable())
+        if sources.unusable_files:
+            found.append(unusable)
+        told = "Calls without credentials, or with those of nobody."
+        found += self._optional("refused_credentials", told, sources.refused_credentials)
+        told = "Connections to the control channel of no member, and messages of former members; all were dropped."
+        found += self._optional("refused_frames", told, sources.refused_frames)
+        expiry = None if sources.certificate_expiry is None else sources.certificate_expiry()
+        if expiry is not None:
+            told = "When the certificate that clients are shown ends, in seconds since the epoch."
+            found.append(self._gauge("certificate_expiry_timestamp_seconds", told, {}, expiry))
+        return found
+
+    def _optional(self, name: str, told: str, count: Count | None) -> list[Metric]:
+        return [] if count is None else [self._counter(name, told, count())]
+
+    def _counter(self, name: str, told: str, value: float) -> Metric:
+        family = CounterMetricFamily(f"longleaf_{name}", told, labels=("model",))
+        family.add_metric((self._model,), value)
+        return family
+
+    def _gauge(self, name: str, told: str, labels: Labels, value: float) -> Metric:
+        labels = {"model": self._model, **labels}
+        family = GaugeMetricFamily(f"longleaf_{name}", told, labels=tuple(labels))
+        family.add_metric(tuple(labels.values()), value)
+        return family
+
+
+def _used(worker: Worker) -> float:
+    return worker.tokens / worker.max_tokens if worker.max_tokens else 0.0

@@ -1,0 +1,149 @@
+"""Spans of calls and generations, sent over OTLP. Needs the extra `otel`, so it is imported only when it is wanted."""
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+
+import grpc
+from opentelemetry import context
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import (
+    NoOpTracer,
+    Span,
+    SpanKind,
+    Status,
+    StatusCode,
+    Tracer,
+    format_trace_id,
+    set_span_in_context,
+)
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from coordinator.telemetry.generation_spans import CANCELLED, GenerationSpans
+from coordinator.telemetry.observers import CallRecord, Saw
+from coordinator.telemetry.otlp_errors import ExportTrouble
+from longleaf.errors import InvalidArgument
+from longleaf.tenants import name_of
+
+STOP_SECONDS = 5.0
+"""How long the end of a service may wait for a collector that does not answer."""
+UNNAMED = "unknown_service"
+"""How the library calls a service that no variable names."""
+
+
+def _is_address(endpoint: str) -> bool:
+    """Whether the library can send to it; it would say nothing, and try for ever. What names no web address is left to
+    gRPC, as `unix:`."""
+    try:
+        parts = urlsplit(endpoint)
+        is_web = parts.scheme in ("http", "https")
+        is_one = bool(parts.hostname) and parts.port != 0 if is_web else ":" in endpoint
+    except ValueError:
+        return False
+    return not endpoint or (is_one and " " not in endpoint)
+
+
+def provider_of_environment() -> TracerProvider:
+    """What sends spans as the variables OTEL_* say. Raises InvalidArgument for those that cannot be used."""
+    for name in ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"):
+        if not _is_address(os.environ.get(name, "")):
+            raise InvalidArgument("traces", f"{name} must be http://HOST:PORT or https://HOST:PORT")
+    try:
+        resource = Resource.create()
+        if str(resource.attributes[SERVICE_NAME]).startswith(UNNAMED):
+            resource = resource.merge(Resource({SERVICE_NAME: "longleaf"}))
+        made = TracerProvider(resource=resource, shutdown_on_exit=False)
+        made.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    except Exception as error:  # of any type, with a message that may quote a header
+        raise InvalidArgument("traces", f"a variable OTEL_* cannot be used: {type(error).__name__}") from None
+    return made
+
+
+class Traces:
+    """An observer that makes a span of each call and of each generation, for a model that clients see as `model`.
+    `make_provider` raises InvalidArgument."""
+
+    def __init__(
+        self,
+        model: str,
+        make_provider: Callable[[], TracerProvider] = provider_of_environment,
+        stop_seconds: float = STOP_SECONDS,
+    ) -> None:
+        self._model, self._make_provider, self._stop_seconds = model, make_provider, stop_seconds
+        self._provider: TracerProvider | None = None
+        self._tracer: Tracer = NoOpTracer()
+        self._trouble = ExportTrouble()
+        self._propagator = TraceContextTextMapPropagator()
+
+    async def start(self) -> None:
+        """Raises InvalidArgument."""
+        self._trouble.set_up()
+        self._provider = self._make_provider()
+        self._tracer = self._provider.get_tracer("longleaf")
+
+    async def stop(self) -> None:
+        """Sends what was not sent yet, unless that takes too long: then it is lost."""
+        if self._provider is not None:
+            ending = threading.Thread(target=self._provider.shutdown, name="end-of-traces", daemon=True)
+            ending.start()
+            await asyncio.to_thread(ending.join, self._stop_seconds)
+        self._trouble.take_down()
+
+    @contextmanager
+    def call(self, record: CallRecord) -> Generator[None, None, None]:
+        """The span of a call, part of the trace that its client names, if it names one."""
+        span = self._tracer.start_span(
+            record.method.lstrip("/"),
+            self._propagator.extract(record.metadata, context.Context()),
+            kind=SpanKind.SERVER,
+            attributes=_attributes_of(record),
+        )
+        if (about := span.get_span_context()).is_valid:
+            record.trace = format_trace_id(about.trace_id)
+        inside = context.attach(set_span_in_context(span))
+        try:
+            yield
+        finally:
+            context.detach(inside)
+            _end(span, record)
+
+    @contextmanager
+    def generation(self, request_id: str, tenant: str) -> Generator[Saw, None, None]:
+        """The spans of a generation, part of the call that began it."""
+        spans = GenerationSpans(self._tracer, self._model, request_id, tenant)
+        try:
+            yield spans.take
+        except BaseException as error:
+            is_cancelled = isinstance(error, asyncio.CancelledError | GeneratorExit)
+            spans.fail(CANCELLED if is_cancelled else type(error).__name__)
+            raise
+        spans.finish()
+
+
+def _attributes_of(record: CallRecord) -> dict[str, str]:
+    service, _, method = record.method.strip("/").partition("/")
+    host = record.host.partition(":")[2].strip("[]")
+    return {"rpc.system": "grpc", "rpc.service": service, "rpc.method": method, "client.address": host}
+
+
+def _end(span: Span, record: CallRecord) -> None:
+    for name, value in (
+        ("longleaf.tenant", record.tenant),
+        ("longleaf.request", name_of(record.request_id)),
+        ("longleaf.context", name_of(record.context)),
+    ):
+        if value:
+            span.set_attribute(name, value)
+    if record.code:
+        span.set_attribute("rpc.grpc.status_code", grpc.StatusCode[record.code].value[0])
+    if record.code not in ("", "OK"):
+        reason = CANCELLED if record.code == "CANCELLED" else record.error or record.code
+        span.set_attribute("error.type", reason)
+        span.set_status(Status(StatusCode.ERROR, reason))
+    span.end()

@@ -1,0 +1,83 @@
+"""Where tokens begin in a text, noted while the text is encoded: the byte of each STRIDE-th one."""
+
+from array import array
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import cast
+
+from tokenizers import Encoding
+
+from coordinator.text.token_bytes import Spell
+from longleaf.document_text import STRIDE, count_starts
+
+
+class Starts:
+    """Takes note of each window's settled tokens.
+
+    Where tokens, spelled one after the other, are the bytes of the window, they begin where they are in that row, also
+    inside of a character. A space that is put before a text counts for nothing. Elsewhere (text that was normalised, or
+    tokens without bytes of their own) the tokenizer's own offsets count, which are at characters.
+    """
+
+    def __init__(self, num_lead: int, spell: Spell | None, first: str = "") -> None:
+        """`num_lead` tokens are before the text. `first` is a token that the first window may begin with, and that no
+        text has."""
+        self.num_lead = num_lead
+        self._first = first
+        self._spell = spell
+        self.kept = array("Q", bytes(8 * count_starts(num_lead)))
+        """Of type `Q`."""
+        self._is_lost = False
+
+    def go_on(self, kept: "array[int]", num_tokens: int) -> None:
+        """The first `num_tokens` tokens were noted elsewhere. Where they were not, as early versions did not, nothing
+        is noted any more."""
+        self.kept, self._is_lost = kept, len(kept) != count_starts(num_tokens)
+        if self._is_lost:
+            self.kept = array("Q")
+
+    def is_whole(self, num_tokens: int) -> bool:
+        """Whether so many tokens have all of theirs."""
+        return not self._is_lost and len(self.kept) == count_starts(num_tokens)
+
+    def note(self, encoding: Encoding, window: str, num_bytes: int, settled: range, position: int) -> None:
+        """Tokens `settled` of the encoding of a window, which `num_bytes` bytes come before; the first of them is the
+        token at `position` of the document."""
+        first = settled.start + -position % STRIDE
+        wanted = range(first, settled.stop, STRIDE)
+        if not wanted or self._is_lost:
+            return
+        ids, skipped = encoding.ids, len(self._first.encode())
+        if self._first and window.startswith(self._first):
+            shifted = range(wanted.start - 1, wanted.stop - 1, STRIDE)
+            starts = self._spelled(ids[1:], window.encode()[skipped:], shifted)
+            starts = None if starts is None else [skipped + start for start in starts]
+        else:
+            starts = self._spelled(ids, window.encode(), wanted)
+        found = starts if starts is not None else _told(encoding, window, wanted)
+        for start in found:
+            self.kept.append(max(num_bytes + start, self.kept[-1] if self.kept else 0, 0))
+
+    def _spelled(self, ids: Sequence[int], window: bytes, wanted: range) -> list[int] | None:
+        """None where tokens are not spelled as the window is."""
+        if self._spell is None:
+            return None
+        known = {token_id: self._spell(token_id, False) for token_id in set(ids)}
+        parts = [known[token_id] for token_id in ids]
+        spelled = b"".join(parts)
+        has_space = len(spelled) == len(window) + 1 and spelled.startswith(b" ")
+        if spelled[has_space:] != window:
+            return None
+        ends = list(accumulate(map(len, parts), initial=0))
+        return [max(0, ends[index] - has_space) for index in wanted]
+
+
+def _told(encoding: Encoding, window: str, wanted: range) -> list[int]:
+    """By the tokenizer."""
+    found, character, num_bytes = list[int](), 0, 0
+    for index in wanted:
+        start = max(character, cast(tuple[int, int], encoding.token_to_chars(index))[0])
+        num_bytes += len(window[character:start].encode())
+        character = start
+        found.append(num_bytes)
+    return found

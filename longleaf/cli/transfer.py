@@ -1,0 +1,147 @@
+"""`longleaf contexts export` and `import`."""
+
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+from longleaf.cli.flags import takes_server
+from longleaf.cli.ingest import PATIENT
+from longleaf.cli.options import AsJson, Server, connect, print_json
+from longleaf.client.documents import size_of
+from longleaf.context_archive.frames import FIELD as PARCEL
+from longleaf.errors import InvalidArgument
+from longleaf.formatting import human_bytes
+from longleaf.types import Context, ExportProgress, ImportProgress
+
+STANDARD = "-"
+"""What stands for standard input or output."""
+OnBytes = Callable[[int, int | None], None]
+"""Is told how many bytes have gone, and of how many."""
+
+
+@takes_server
+def export_context(
+    name: Annotated[str, typer.Argument(help="Name of the context.")],
+    file: Annotated[str, typer.Argument(help="The file to write; - is standard output.", metavar="FILE")],
+    server: Server,
+    without_keys: Annotated[
+        bool,
+        typer.Option("--without-keys", help="Token ids and settings alone: it is read again where it arrives."),
+    ] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with FILE.part, where an export broke off.")] = False,
+    timeout: Annotated[float | None, typer.Option(help="Seconds for all of it.", show_default="no limit")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a context to a file, with its keys and values where they are on storage: for another service with the same
+    model, whatever its ranks.
+
+    Example: longleaf contexts export book book.context
+    """
+    is_piped = file == STANDARD
+    if is_piped and (resume or as_json):
+        option = "--resume" if resume else "--json"
+        raise InvalidArgument(option, "cannot be given together with -")
+    with connect(server, retries=PATIENT) as client, bytes_bar("exporting", is_shown=not as_json) as show:
+
+        def on_progress(progress: ExportProgress) -> None:
+            show(progress.received_bytes, progress.parcel.num_bytes)
+
+        target = sys.stdout.buffer if is_piped else Path(file)
+        parcel = client.export_context(
+            name, target, with_keys=not without_keys, resume=resume, on_progress=on_progress, timeout=timeout
+        )
+    if as_json:
+        print_json({"context": name, "file": file, "num_bytes": parcel.num_bytes, "digest": parcel.digest})
+    elif not is_piped:
+        print(f"{name}: {human_bytes(parcel.num_bytes)} in {file}")
+
+
+@takes_server
+def import_context(
+    file: Annotated[str, typer.Argument(help="A file of `contexts export`; - is standard input.", metavar="FILE")],
+    server: Server,
+    name: Annotated[
+        str | None, typer.Option("--name", help="Name of the new context.", show_default="the one that it had")
+    ] = None,
+    upload_id: Annotated[
+        str, typer.Option(help="Makes the import resumable: the same command goes on where it broke.", show_default="")
+    ] = "",
+    timeout: Annotated[float | None, typer.Option(help="Seconds for all of it.", show_default="no limit")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Take in a context that a service with the same model has exported. It comes back to the ranks when it is first
+    asked.
+
+    Example: longleaf contexts import book.context --name book
+    """
+    source = sys.stdin.buffer if file == STANDARD else Path(file)
+    total, reports = size_of(source), list[ImportProgress]()
+    with (
+        _file_named(file),
+        connect(server, retries=PATIENT) as client,
+        bytes_bar("importing", is_shown=not as_json) as show,
+    ):
+
+        def on_progress(progress: ImportProgress) -> None:
+            reports[:] = [progress]
+            show(progress.received_bytes, total)
+
+        context = client.import_context(source, name, upload_id=upload_id, on_progress=on_progress, timeout=timeout)
+    if as_json:
+        print_json({"context": context, "key_tokens": reports[-1].key_tokens})
+    else:
+        print(told(context, reports[-1].key_tokens))
+
+
+@contextmanager
+def _file_named(file: str) -> Generator[None, None, None]:
+    """What is wrong with the parcel is said of the file."""
+    try:
+        yield
+    except InvalidArgument as error:
+        if error.field == PARCEL:
+            raise InvalidArgument("standard input" if file == STANDARD else file, error.description) from None
+        raise
+
+
+def told(context: Context, num_keys: int | None) -> str:
+    """What has arrived, and what will happen when it is asked."""
+    if num_keys is None:
+        how = "it was there already, from this import"
+    elif num_keys == context.tokens:
+        how = "its keys and values came along, and are brought back when it is first asked"
+    elif num_keys == 0:
+        how = "it is read again when it is first asked"
+    else:
+        rest = context.tokens - num_keys
+        how = f"when it is first asked {num_keys:,} of them are brought back, and {rest:,} read again"
+    return f"{context.id}: {context.tokens:,} tokens; {how}"
+
+
+@contextmanager
+def bytes_bar(description: str, is_shown: bool) -> Generator[OnBytes, None, None]:
+    """A bar on stderr that follows bytes."""
+    columns = ("{task.description:<12}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    progress = Progress(*columns, console=console, disable=not is_shown, redirect_stdout=False)
+    task = progress.add_task(description, total=None)
+
+    def show(num_bytes: int, total: int | None) -> None:
+        progress.start()  # not before: what is refused at once needs no bar
+        progress.update(task, completed=num_bytes, total=total)
+
+    try:
+        yield show
+    except BaseException:
+        progress.live.transient = True  # an error is not told below a bar that stands still
+        progress.live.stop()
+        raise
+    finally:
+        if progress.live.is_started:
+            progress.stop()

@@ -1,0 +1,219 @@
+"""Parcels on this side of the wire: files that they are written to, and the streams that bring and take them."""
+
+import os
+import re
+import uuid
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol, TypeVar
+
+from msgspec.structs import replace
+
+from longleaf import codec
+from longleaf.client.calls import Calls
+from longleaf.client.documents import Readable, Source, in_thread, size_of
+from longleaf.client.generation_stream import may_go_on
+from longleaf.client.retries import was_refused
+from longleaf.client.upload import Sending, upload
+from longleaf.errors import InvalidArgument, LongleafError, ResourceExhausted, Unavailable
+from longleaf.types import (
+    ExportContext,
+    ExportProgress,
+    ImportHeader,
+    ImportProgress,
+    IngestPiece,
+    Parcel,
+    ParcelPiece,
+)
+
+T = TypeVar("T")
+PART, DIGEST = ".part", ".part.digest"
+"""What is added to a file's name while it is incomplete, and where is noted of which parcel it is."""
+
+
+_DIGEST = re.compile("[0-9a-f]{64}")
+
+
+class Writable(Protocol):
+    """An open file for bytes."""
+
+    def write(self, data: bytes, /) -> object: ...
+    def flush(self) -> object: ...
+
+
+class Target:
+    """Where a parcel is written. `num_bytes` have been, of the parcel with this digest."""
+
+    def __init__(self, file: Writable) -> None:
+        self._file = file
+        self.num_bytes = 0
+        self.digest = ""
+
+    async def begin(self, parcel: Parcel) -> None:
+        """It is this parcel whose bytes come. Raises InvalidArgument."""
+        self.digest = parcel.digest
+
+    async def write(self, data: bytes) -> None:
+        """Raises InvalidArgument where nothing can be written."""
+        await _told(self._file.write, data)
+        self.num_bytes += len(data)
+
+    async def finish(self) -> None:
+        """All of it is written."""
+        await _told(self._file.flush)
+
+    async def close(self) -> None:
+        """Nothing more is."""
+
+
+class FileTarget(Target):
+    """A file at `path`, which is another one until it is complete."""
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        super().__init__(file)
+        self._path, self._part = path, file
+
+    @classmethod
+    async def open(cls, path: Path, *, resume: bool) -> "FileTarget":
+        """Raises InvalidArgument where it is there, where nothing can be written, or there is nothing to go on with."""
+        return await _told(cls._open, path, resume)
+
+    @classmethod
+    def _open(cls, path: Path, resume: bool) -> "FileTarget":
+        if path.exists():
+            raise InvalidArgument("file", f"{path} is there already; move it away, or name another one")
+        part, noted = _beside(path, PART), _beside(path, DIGEST)
+        if resume and not (part.exists() and noted.exists()):
+            raise InvalidArgument("resume", f"there is no {part} to go on with")
+        digest = noted.read_text().strip() if resume else ""
+        if resume and not _DIGEST.fullmatch(digest):
+            raise InvalidArgument("resume", f"{noted} does not say what {part} is of; export it anew, without it")
+        target = cls(path, part.open("ab" if resume else "wb"))
+        if resume:
+            target.num_bytes, target.digest = part.stat().st_size, digest
+        else:
+            noted.unlink(missing_ok=True)
+        return target
+
+    async def begin(self, parcel: Parcel) -> None:
+        if not self.digest:
+            await _told(_beside(self._path, DIGEST).write_text, parcel.digest)
+        await super().begin(parcel)
+
+    async def finish(self) -> None:
+        await _told(self._finish)
+
+    def _finish(self) -> None:
+        self._part.flush()
+        os.fsync(self._part.fileno())
+        self._part.close()
+        os.replace(_beside(self._path, PART), self._path)
+        _beside(self._path, DIGEST).unlink(missing_ok=True)
+
+    async def close(self) -> None:
+        await _told(self._close)
+
+    def _close(self) -> None:
+        self._part.close()
+        if not self.digest:  # nothing has come
+            _beside(self._path, PART).unlink(missing_ok=True)
+
+
+def _beside(path: Path, ending: str) -> Path:
+    return path.with_name(path.name + ending)
+
+
+async def _told(function: Callable[..., T], *arguments: object) -> T:
+    """Calls a function that may block. Raises InvalidArgument for what is wrong with a file, but for a pipe that nobody
+    reads any more."""
+    try:
+        return await in_thread(function, *arguments)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise InvalidArgument("file", f"cannot be written: {error.strerror or error}") from error
+
+
+async def export(
+    calls: Calls,
+    method: Any,
+    wanted: ExportContext,
+    target: Target,
+    timeout: float | None,
+) -> AsyncGenerator[ExportProgress, None]:
+    """Writes a parcel to its target, from where that is, over as many streams as it takes."""
+    attempts, parcel = calls.attempts("ExportContext", timeout), None
+    while True:
+        request = codec.encode_export(replace(wanted, offset=target.num_bytes, digest=target.digest))
+        begun = target.num_bytes
+        try:
+            stream = calls.stream(method, request, attempts, codec.decode_exported)
+            async with aclosing(stream):
+                async for news in stream:
+                    if isinstance(news, Parcel):
+                        parcel = _checked(news, parcel, calls.server)
+                        await target.begin(news)
+                    elif parcel is not None and news:
+                        if target.num_bytes + len(news) > parcel.num_bytes:
+                            raise LongleafError(f"{calls.server} sends more than it said")
+                        await target.write(news)
+                        attempts.renew()
+                        yield ExportProgress(target.num_bytes, parcel)
+            if parcel is None or target.num_bytes != parcel.num_bytes:
+                raise Unavailable(f"{calls.server} ended the export before its end")
+            await target.finish()
+            return
+        except LongleafError as error:
+            if _was_slow(error) and target.num_bytes > begun:
+                continue
+            if not (parcel is not None and may_go_on(error)):
+                raise
+            await attempts.wait(error, is_repeatable=True)
+
+
+def _checked(news: Parcel, before: Parcel | None, server: str) -> Parcel:
+    if before not in (None, news):
+        raise LongleafError(f"{server} goes on with another parcel than it began with")
+    return news
+
+
+def _was_slow(error: LongleafError) -> bool:
+    """Whether the service let the stream go since it was not read: who writes to a pipe waits for its reader."""
+    return isinstance(error, ResourceExhausted) and error.subject == "stream"
+
+
+async def import_parcel(
+    calls: Calls, method: Any, header: ImportHeader, source: Source, timeout: float | None
+) -> AsyncGenerator[ImportProgress, None]:
+    """Sends a parcel, over as many streams as it takes."""
+    attempts, furthest = calls.attempts("ImportContext", timeout), -1
+    while True:
+        sending = Sending(codec.encode_import_piece(header), source, _piece, _place_of)
+        steps = upload(calls, method, sending, codec.decode_import_progress, attempts.time_left())
+        try:
+            async with aclosing(steps):
+                async for progress in steps:
+                    if progress.received_bytes > furthest:
+                        furthest = progress.received_bytes
+                        attempts.renew()
+                    yield progress
+            return
+        except LongleafError as error:
+            if source.error or not (furthest < 0 or may_go_on(error) or was_refused(error)):
+                raise
+            await attempts.wait(error, is_repeatable=True)
+
+
+def header_of(file: Path | Readable, name: str | None, upload_id: str) -> ImportHeader:
+    """What an import begins with: it can always go on. Raises InvalidArgument for an unreadable file."""
+    return ImportHeader(context=name, upload_id=upload_id or uuid.uuid4().hex, total_bytes=size_of(file))
+
+
+def _piece(piece: IngestPiece, offset: int) -> object:
+    assert isinstance(piece, bytes)
+    return codec.encode_import_piece(ParcelPiece(offset, piece))
+
+
+def _place_of(progress: ImportProgress) -> tuple[int, bool]:
+    return progress.received_bytes, progress.context is None

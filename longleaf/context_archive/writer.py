@@ -1,0 +1,121 @@
+"""A parcel that is packed: all of it is known before any piece is read, so that sending can begin anywhere."""
+
+import sys
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from blake3 import blake3
+
+from longleaf.context_archive.frames import PREAMBLE, Frame
+from longleaf.context_archive.records import ID_BYTES, IDS_PER_RECORD, Head, Keys, Part, SegmentHead, encode
+from longleaf.document_text import DocumentText
+from longleaf.positions import Rope
+from longleaf.storage.manifest import Piece, SegmentManifest
+
+Content = memoryview | Piece
+"""Some bytes, or what holds them on storage."""
+
+
+class Segment(Protocol):
+    """A segment as the catalog records it."""
+
+    @property
+    def id(self) -> int: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def rope(self) -> Rope: ...
+    @property
+    def token_ids(self) -> "array[int]":
+        """Of type `I`."""
+        ...
+
+    @property
+    def text(self) -> DocumentText | None: ...
+
+
+class Stretch(NamedTuple):
+    """Bytes that follow one another in a parcel."""
+
+    start: int
+    """Offset of the first one."""
+    num_bytes: int
+    content: Content
+
+
+class Packing:
+    """A context with this head and path, as bytes: the same for the same arguments."""
+
+    def __init__(self, head: Head, path: Sequence[Segment], manifests: Mapping[int, SegmentManifest]) -> None:
+        """`manifests` are by id, of segments that have some. Keys travel where all of their segment is used: what is
+        behind belongs to other contexts, perhaps of others, and pieces are not cut."""
+        self._stretches: list[Stretch] = []
+        self._num_bytes = 0
+        self._digest = blake3(PREAMBLE)
+        self._add(memoryview(PREAMBLE))
+        self._add_record(Frame.of("head", content := encode(head)), memoryview(content))
+        ends = [*(segment.start for segment in path[1:]), head.num_tokens]
+        for segment, end in zip(path, ends, strict=True):
+            self._add_segment(segment, end - segment.start, manifests.get(segment.id))
+        self.digest = self._digest.hexdigest()
+        """Hexadecimal digits of BLAKE3: of PREAMBLE and all frames but the last, which tell the contents."""
+        self._add_record(Frame.of("end", content := bytes.fromhex(self.digest)), memoryview(content))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all of it."""
+        return self._num_bytes
+
+    def stretches(self, offset: int) -> Iterator[tuple[Content, int]]:
+        """What comes from `offset` on, and how many bytes of the first one came before."""
+        for start, num_bytes, content in self._stretches:
+            if start + num_bytes > offset:
+                yield content, max(0, offset - start)
+
+    def _add_segment(self, segment: Segment, num_used: int, manifest: SegmentManifest | None) -> None:
+        text = segment.text
+        if num_used < len(segment.token_ids):
+            manifest, text = None, text and text.cut(num_used)
+        keys = None if manifest is None else keys_of(manifest)
+        told = encode(SegmentHead(num_used=num_used, num_tokens=num_used, rope=segment.rope, keys=keys, text=text))
+        self._add_record(Frame.of("segment", told), memoryview(told))
+        for first in range(0, num_used, IDS_PER_RECORD):
+            ids = little_endian(segment.token_ids, first, min(first + IDS_PER_RECORD, num_used))
+            self._add_record(Frame.of("ids", ids), ids)
+        if manifest is not None:
+            for piece in (*manifest.pieces, *([manifest.windows] if manifest.windows else [])):
+                self._add_record(Frame("piece", piece.num_bytes, piece.digest), piece)
+
+    def _add_record(self, frame: Frame, content: Content) -> None:
+        told = frame.encode()
+        self._digest.update(told)
+        self._add(memoryview(told))
+        self._add(content)
+
+    def _add(self, content: Content) -> None:
+        num_bytes = content.num_bytes if isinstance(content, Piece) else content.nbytes
+        self._stretches.append(Stretch(self._num_bytes, num_bytes, content))
+        self._num_bytes += num_bytes
+
+
+def keys_of(manifest: SegmentManifest) -> Keys:
+    """What a parcel says of the keys of a segment."""
+    windows = None if manifest.windows is None else _part_of(manifest.windows)
+    return Keys(manifest.form, tuple(map(_part_of, manifest.pieces)), windows)
+
+
+def _part_of(piece: Piece) -> Part:
+    return Part(piece.runs, piece.num_bytes, piece.digest)
+
+
+def little_endian(token_ids: "array[int]", start: int = 0, end: int | None = None) -> memoryview:
+    """The bytes of ids from `start` to `end`; not copied where the machine has them so."""
+    if sys.byteorder == "little":
+        return memoryview(token_ids)[start:end].cast("B")
+    swapped = token_ids[start:end]
+    swapped.byteswap()
+    return memoryview(swapped).cast("B")
+
+
+assert array("I").itemsize == ID_BYTES

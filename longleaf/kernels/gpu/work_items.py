@@ -1,0 +1,219 @@
+"""From the reads of a step to work items: what one launch of an attention kernel does for all key heads of a layer.
+
+Rows that see the same stretches of keys make a chain. Its keys, one stretch after the other, are cut into pieces of
+about equal length, so that the device is full; of each piece every row gets one partial. A piece has as many items as
+its rows have tiles: they read the same keys at about the same time, so memory is asked for them once. Stretches are
+cut at multiples of BLOCK slots, and tiles of keys begin there, so no two programs tell of one block of a read.
+
+    row        query of one head of a key head's group: token * group + member, the same for each key head
+    item       a tile of rows over a piece
+    part row   where the partial of a row over a piece lies: `shift` of the piece + row
+
+All of it goes to the device as one table of integers:
+
+    [0:4]      number of items; where stretches, tokens and shifts begin
+    items      ITEM numbers each: row start, row end, stretch start, stretch end, shift
+    stretches  STRETCH numbers each: slot start, slot end, ahead, window. The row of token t sees the key in slot s iff
+               0 <= ahead + t - s < window
+    tokens     TOKEN numbers each: start and end of its shifts
+    shifts     of the pieces that a token's rows have partials of, in the order in which these are folded
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from longleaf.attention.block_attribution import BLOCK
+from longleaf.attention.masks import Read
+from longleaf.runs import ceil_div
+
+HEADER, ITEM, STRETCH, TOKEN = 4, 5, 4, 2
+MIN_PIECE = 512
+"""Keys of a piece at least, unless its rows see fewer: below it, starting a program takes as long as its work."""
+MIN_TILE_ROWS = 16
+"""Rows of the smallest matrix product."""
+MIN_TABLE = 256
+"""Numbers of the smallest table. Tables and partials are sized in powers of two, so that few sizes ever occur."""
+
+
+class Stretch(NamedTuple):
+    """Slots [start, end), of which the row of token t sees s iff 0 <= ahead + t - s < window."""
+
+    start: int
+    end: int
+    ahead: int
+    window: int
+    read: int
+    """The number of the read that they are of."""
+
+    @property
+    def first(self) -> int:
+        """The slot at which its first tile begins."""
+        return self.start // BLOCK * BLOCK
+
+    @property
+    def num_keys(self) -> int:
+        """Keys that tiles go through, with those before the first one."""
+        return self.end - self.first
+
+
+class Chain(NamedTuple):
+    """Tokens [start, end) and what their rows see, in the order of the reads."""
+
+    start: int
+    end: int
+    stretches: Sequence[Stretch]
+
+    @property
+    def num_keys(self) -> int:
+        return sum(stretch.num_keys for stretch in self.stretches)
+
+
+class Piece(NamedTuple):
+    """A chain's tokens over some of what they see, and where the partials of their rows lie."""
+
+    chain: Chain
+    shift: int
+
+
+class Work(NamedTuple):
+    """The work items of a step."""
+
+    numbers: list[int]
+    """The table; zeros fill it up to a power of two."""
+    num_part_rows: int
+    """Room for so many part rows per key head is needed."""
+    tile_rows: int
+    """Rows of an item at most, a power of two: as many as read together, if they are not too many."""
+    reads: list[int]
+    """The number of the read that each stretch is of."""
+
+
+class Shape(NamedTuple):
+    """What the work of a layer depends on besides its reads; equal shapes may share a table."""
+
+    num_tokens: int
+    group: int
+    num_kv_heads: int
+    max_tile_rows: int
+    """Rows of an item at most, a power of two."""
+    tile_keys: int
+    """Keys that are read at once: pieces are multiples of it."""
+
+
+def work_of(reads: Iterable[Read], shape: Shape, num_programs: int, tile_rows: int | None = None) -> Work:
+    """The work items of some reads, enough of them for so many programs where there are keys enough. Without
+    `tile_rows` an item has as many rows as read together."""
+    chains = sorted(chains_of(reads), key=lambda chain: -chain.num_keys)
+    if tile_rows is None:
+        most_rows = max((chain.end - chain.start for chain in chains), default=0) * shape.group
+        tile_rows = tile_of(most_rows, shape)
+    num_items = [ceil_div((chain.end - chain.start) * shape.group, tile_rows) * shape.num_kv_heads for chain in chains]
+    size = piece_size([chain.num_keys for chain in chains], num_items, shape.tile_keys, num_programs)
+    items: list[tuple[int, tuple[int, ...]]] = []
+    stretches: list[Stretch] = []
+    pieces: list[Piece] = []
+    num_part_rows = 0
+    for chain in chains:
+        first, last = chain.start * shape.group, chain.end * shape.group
+        for part in cut(chain, size, shape.tile_keys):
+            begin, shift = len(stretches), num_part_rows - first
+            stretches += part
+            pieces.append(Piece(chain, shift))
+            num_part_rows += last - first
+            num_keys = sum(stretch.num_keys for stretch in part)
+            for row in range(first, last, tile_rows):
+                end = min(row + tile_rows, last)
+                items.append((num_keys, (row, end, begin, len(stretches), shift)))
+    items.sort(key=lambda item: -item[0])  # long ones first: what is left for the end is short
+    rows = [number for _, item in items for number in item]
+    table = _table(rows, stretches, pieces, shape.num_tokens)
+    of_reads = [stretch.read for stretch in stretches]
+    return Work(table, power_of_two(num_part_rows, MIN_TILE_ROWS), tile_rows, of_reads)
+
+
+def tile_of(num_rows: int, shape: Shape) -> int:
+    """Rows of an item where so many rows of a key head's group read together."""
+    return min(shape.max_tile_rows, power_of_two(num_rows, MIN_TILE_ROWS))
+
+
+def chains_of(reads: Iterable[Read]) -> list[Chain]:
+    """What rows see, without what none of them does. Reads of the same rows make one chain."""
+    found: dict[tuple[int, int], list[Stretch]] = {}
+    for number, read in enumerate(reads):
+        offset, window = read.mask
+        ahead = offset - read.row_start + read.slot_start
+        low = max(read.slot_start, ahead + read.row_start - window + 1)
+        high = min(read.slot_end, ahead + read.row_end)
+        if read.row_start < read.row_end and low < high:
+            found.setdefault(read[:2], []).append(Stretch(low, high, ahead, window, number))
+    return [Chain(*rows, stretches) for rows, stretches in found.items()]
+
+
+def piece_size(num_keys: Sequence[int], num_items: Sequence[int], tile_keys: int, num_programs: int) -> int:
+    """Keys of a piece, a multiple of the tile, by the keys of each chain and its items if it is not cut.
+
+    As few as make no more items than there are programs. Of many chains the items are more than the programs anyway;
+    then they may become twice as many.
+    """
+    limit = max(num_programs, 2 * sum(num_items))
+    least = ceil_div(MIN_PIECE, tile_keys)
+    most = ceil_div(max(num_keys, default=0), tile_keys)
+
+    def can_be(length: int) -> bool:
+        pairs = zip(num_keys, num_items, strict=True)
+        return sum(ceil_div(keys, length * tile_keys) * items for keys, items in pairs) <= limit
+
+    return (least + bisect_left(range(least, most), True, key=can_be)) * tile_keys
+
+
+def cut(chain: Chain, size: int, tile_keys: int) -> Iterator[list[Stretch]]:
+    """The stretches of a chain in pieces of `size` keys, or up to the next multiple of BLOCK slots; the last one may be
+    shorter."""
+    num_pieces = ceil_div(chain.num_keys, size)
+    size = ceil_div(ceil_div(chain.num_keys, num_pieces), tile_keys) * tile_keys
+    piece: list[Stretch] = []
+    room = size
+    for stretch in chain.stretches:
+        low, first = stretch.start, stretch.first
+        while low < stretch.end:
+            high = min(stretch.end, ceil_div(first + room, BLOCK) * BLOCK)
+            piece.append(stretch._replace(start=low, end=high))
+            room -= high - first
+            low = first = high
+            if room <= 0:
+                yield piece
+                piece, room = [], size
+    if piece:
+        yield piece
+
+
+def power_of_two(number: int, least: int) -> int:
+    """The smallest power of two that is not below either."""
+    return max(least, 1 << max(0, number - 1).bit_length())
+
+
+def _table(items: list[int], stretches: Sequence[Stretch], pieces: Sequence[Piece], num_tokens: int) -> list[int]:
+    tokens, shifts = _folds(pieces, num_tokens)
+    flat = [number for stretch in stretches for number in stretch[:STRETCH]]
+    stretches_at = HEADER + len(items)
+    tokens_at = stretches_at + len(flat)
+    shifts_at = tokens_at + len(tokens)
+    numbers = [len(items) // ITEM, stretches_at, tokens_at, shifts_at, *items, *flat, *tokens, *shifts]
+    return numbers + [0] * (power_of_two(len(numbers), MIN_TABLE) - len(numbers))
+
+
+def _folds(pieces: Sequence[Piece], num_tokens: int) -> tuple[list[int], list[int]]:
+    """Start and end of each token's shifts, and the shifts; tokens between two bounds of chains have the same."""
+    bounds = sorted({0, num_tokens, *(bound for piece in pieces for bound in piece.chain[:2])})
+    starting: dict[int, list[Piece]] = {}
+    for piece in pieces:
+        starting.setdefault(piece.chain.start, []).append(piece)
+    tokens: list[int] = []
+    shifts: list[int] = []
+    seen: list[Piece] = []
+    for low, high in zip(bounds[:-1], bounds[1:], strict=True):
+        seen = [piece for piece in seen if piece.chain.end > low] + starting.get(low, [])
+        tokens += [len(shifts), len(shifts) + len(seen)] * (high - low)
+        shifts += [piece.shift for piece in seen]
+    return tokens, shifts

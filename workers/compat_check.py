@@ -1,0 +1,216 @@
+"""Says whether ranks could serve a checkpoint: `python -m workers.compat_check '{"model": DIR, ...}'`, an EngineConfig,
+prints an AttentionReport. `--load` reads the weights; numbers that follow are the bytes of each rank's pool.
+
+No weights are read. The model is built as for serving, but each parameter is a single number, stretched to its shape:
+the same code runs the same preflight, data-dependent branches included, where the weights might never fit. Whether
+weights are missing, rows are mixed outside of attention, and logits are those of plain attention is known only after
+loading them.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import msgspec
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from longleaf.config import DtypeName, EngineConfig, WindowKeys
+from longleaf.errors import ModelRefused, StartError
+from longleaf.kernels import registry
+from longleaf.model_report import AttentionKind, AttentionReport, Plan, RankPlan, ReplicatedReport
+from longleaf.positions import UNLIMITED_TOKENS, Windows
+from workers.exactness import check_exact
+from workers.kv_cache.pools import (
+    kv_bytes_per_token,
+    kv_bytes_within,
+    kv_dtype,
+    memory_of,
+    name_of,
+    sharded_layers,
+    share_out,
+    sharing,
+    windowed_layers,
+    windows_of,
+)
+from workers.model import hook
+from workers.model import model as models
+from workers.model.model import LayerSpec, Model
+from workers.rank import choose_device, count_gpus
+
+WINDOW_KEYS: tuple[WindowKeys, ...] = get_args(WindowKeys)
+WEIGHT = 2.0**-10
+"""Not 0: what mixes rows outside of attention may show."""
+UNKNOWN = "the weights were not read"
+"""Why nothing is known of exactness."""
+
+
+def check(config: EngineConfig, *, has_weights: bool, pools: Sequence[int] = ()) -> AttentionReport:
+    """`has_weights`: loads them, as a rank does. `pools`: the bytes of each rank's, if they are known."""
+    try:
+        model = models.load(config.model, config.dtype, "cpu") if has_weights else outline(config.model, config.dtype)
+        bytes_per_token = kv_bytes_per_token(model.layers, model.dtype, config)
+        note = verify(model, config) if has_weights else UNKNOWN
+    except ModelRefused as error:
+        return AttentionReport(reason=str(error))
+    weight_bytes = sum(p.numel() * p.itemsize for p in model.module.parameters())
+    if config.kv_bytes:
+        pools = pools or [config.kv_bytes] * config.world_size
+    pools = pools or kv_bytes_beside(weight_bytes, model, config)
+    windowed = windowed_layers(model, msgspec.structs.replace(config, window_keys="replicated"))
+    return AttentionReport(
+        dtype=name_of(model.dtype),
+        kv_dtype=kv_dtype(model, config),
+        kinds=kinds(model.layers),
+        trained=model.rotary.trained,
+        bytes_per_token=bytes_per_token,
+        replicated=replicated(model, msgspec.structs.replace(config, window_keys="replicated")),
+        weight_bytes=weight_bytes,
+        has_weights=has_weights,
+        is_exact=None if note else True,
+        exactness_note=note,
+        plans=tuple(plan(model, config, mode, pools) for mode in (WINDOW_KEYS if windowed else WINDOW_KEYS[:1])),
+    )
+
+
+def verify(model: Model, config: EngineConfig) -> str:
+    """Compares the model with plain attention, as a rank does at the start. Raises ModelRefused."""
+    return check_exact(model, registry.choose(config.kernels, "cpu", model.dtype), config)
+
+
+def plan(model: Model, config: EngineConfig, window_keys: WindowKeys, pools: Sequence[int]) -> Plan:
+    """What the pools hold, laid out as ranks do when they start."""
+    given = config.window_bytes if window_keys == "replicated" else None
+    config = msgspec.structs.replace(config, window_keys=window_keys, window_bytes=given)
+    size = config.block_size
+    try:
+        shares = [share_out(model, config, kv_bytes) for kv_bytes in pools]
+    except StartError as error:
+        return Plan(window_keys=window_keys, reason=str(error))
+    # the blocks of windows are the same on every rank, so they are as many as the rank has that has the fewest
+    windows = min((held for _, held in shares if held), key=lambda held: held.num_blocks, default=None)
+    rooms = tuple(
+        RankPlan(rank=rank, kv_bytes=kv_bytes, tokens=num_blocks * size)
+        for rank, (kv_bytes, (num_blocks, _)) in enumerate(zip(pools, shares, strict=True))
+    )
+    return Plan(
+        window_keys=window_keys,
+        rooms=rooms,
+        tokens=sum(room.tokens for room in rooms),
+        is_unlimited=any(room.tokens >= UNLIMITED_TOKENS for room in rooms),
+        window_tokens=windows.num_blocks * size if windows else 0,
+        ends=num_ends(windows, size) if windows else 0,
+    )
+
+
+def num_ends(windows: Windows, block_size: int) -> int:
+    """Ends of contexts that fit, each read at once. What is seen may begin within a block, and while the last one is
+    read it takes as much again, for what its chunks see."""
+    seen_blocks = windows.seen_blocks(block_size)
+    return (windows.num_blocks - (windows.chunk_blocks(block_size) - seen_blocks)) // seen_blocks
+
+
+def replicated(model: Model, config: EngineConfig) -> ReplicatedReport | None:
+    """What a config with replicated windows makes of keys and values."""
+    windowed = windowed_layers(model, config)
+    if not windowed:
+        return None
+    return ReplicatedReport(
+        bytes_per_token=kv_bytes_per_token(sharded_layers(model, config), model.dtype, config),
+        bytes_per_window=windows_of(windowed).span * kv_bytes_per_token(windowed, model.dtype, config),
+    )
+
+
+def outline(folder: str, dtype: DtypeName) -> Model:
+    """The model of a checkpoint without its weights. Raises ModelRefused."""
+    config = models.read_config(folder)
+    if getattr(config, "quantization_config", None):
+        raise ModelRefused(f"{folder} has quantized weights: only loading tells whether they can be served (--load)")
+    try:
+        module = build(config, dtype)
+    except ModelRefused:
+        raise
+    except Exception as error:  # whatever is wrong with the config, it is the folder that is refused
+        raise models.refusal(folder, error, config) from error
+    with StretchedProducts():
+        return models.prove(module, "cpu", has_weights=False)
+
+
+def build(config: PreTrainedConfig, wanted: DtypeName) -> PreTrainedModel:
+    """Parameters of one number each, and buffers as they are when the weights are loaded. Where neither `wanted` nor
+    the config tells a numeric type, it is float32."""
+    named = config.dtype if wanted == "auto" else wanted
+    dtype: torch.dtype = getattr(torch, str(named or torch.float32).removeprefix("torch."))
+    with torch.device("meta"), no_init_weights():
+        module = models.auto_classes(config)[0].from_config(
+            config, dtype=dtype, attn_implementation=hook.NAME, trust_remote_code=False
+        )
+    for part in module.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            stretched = torch.tensor(WEIGHT, dtype=parameter.dtype).expand(parameter.shape)
+            part.register_parameter(name, torch.nn.Parameter(stretched, requires_grad=False))
+            setattr(getattr(part, name), "_is_hf_initialized", True)  # noqa: B010
+        for name, buffer in list(part.named_buffers(recurse=False)):
+            setattr(part, name, torch.zeros_like(buffer, device="cpu"))
+    module.tie_weights()
+    module.initialize_weights()
+    module.set_experts_implementation("eager")  # the grouped one refuses stretched weights
+    return module
+
+
+class StretchedProducts(TorchFunctionMode):
+    """Linear layers without their weights in memory: where all elements are the same, a product is a sum."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not F.linear or len(args) < 2 or any(args[1].stride()):
+            return func(*args, **(kwargs or {}))
+        x, weight = args[:2]
+        bias = args[2] if len(args) > 2 else None
+        sums = x.sum(dim=-1, keepdim=True) * weight[0, 0]
+        return sums.repeat_interleave(len(weight), dim=-1) if bias is None else sums + bias
+
+
+def kinds(layers: dict[int, LayerSpec]) -> tuple[AttentionKind, ...]:
+    """Layers that attend alike, together."""
+    alike: dict[LayerSpec, list[int]] = {}
+    for layer, spec in sorted(layers.items()):
+        alike.setdefault(spec, []).append(layer)
+    return tuple(
+        AttentionKind(
+            layers=tuple(found),
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            value_dim=spec.value_dim if spec.value_dim != spec.head_dim else None,
+            window=spec.reach.window,
+            section=spec.reach.section,
+        )
+        for spec, found in alike.items()
+    )
+
+
+def kv_bytes_beside(weight_bytes: int, model: Model, config: EngineConfig) -> list[int]:
+    """What each rank would take for keys and values by itself, once the weights are loaded: on CPUs all of them here,
+    on GPUs as many as are here, and the others on machines like this one."""
+    num_gpus = count_gpus()
+    gpus = [rank % num_gpus if num_gpus else 0 for rank in range(config.world_size)]
+    devices = [choose_device(config.device, gpu, num_gpus, config.world_size) for gpu in gpus]
+    num_ranks_here = config.world_size if devices[0] == "cpu" else len(set(devices))
+    found: dict[str, int] = {}
+    for device in set(devices):
+        memory = memory_of(device)
+        memory = memory._replace(free=memory.free - sharing(device, num_ranks_here) * weight_bytes)
+        found[device] = kv_bytes_within(memory, device, model, config, num_ranks_here)
+    return [found[device] for device in devices]
+
+
+if __name__ == "__main__":
+    _config = msgspec.json.decode(sys.argv[1], type=EngineConfig)
+    _pools = [int(told) for told in sys.argv[2:] if told != "--load"]
+    _report = check(_config, has_weights="--load" in sys.argv[2:], pools=_pools)
+    print(msgspec.json.encode(_report).decode())

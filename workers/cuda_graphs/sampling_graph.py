@@ -1,0 +1,108 @@
+"""How the next tokens of a step's rows are chosen on a device, from logits and parameters of fixed address."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from longleaf.kernels.backend import Numbers
+from longleaf.rank_protocol.step import Row
+from longleaf.sampling import MAX_LOGPROBS
+from workers.cuda_graphs.bucket import Fields
+from workers.cuda_graphs.graphs import Work
+from workers.host_copies import ToHost, pinned
+from workers.sampling.acceptance import Drafts
+from workers.sampling.device_sampler import (
+    NUM_PARAMETERS,
+    Batch,
+    DeviceChoice,
+    DeviceSampler,
+    ids_of,
+    nobodys,
+    parameters_of,
+    token_indices,
+)
+from workers.sampling.fixed_shape import Needs
+from workers.step.last_tokens import DeviceIds
+
+Tell = Callable[[Tensor], Tensor]
+"""Tells all ranks the ids [T] of rank 0; those that others give are not looked at."""
+
+
+class Told:
+    """What is told of the tokens of R rows at most, on the device and twice on the host: see `StepMemory`."""
+
+    def __init__(self, num_rows: int, num_columns: int, dtype: torch.dtype, device: str) -> None:
+        self.there_RN = torch.zeros(num_rows, num_columns, dtype=dtype, device=device)
+        self.hosts_RN = [pinned(num_rows, num_columns, dtype=dtype, device=device) for _ in range(2)]
+
+
+class Telling:
+    """All ranks are told the ids that were chosen, and remember the last ones."""
+
+    def __init__(self, num_rows: int, last_ids: DeviceIds, tell: Tell, device: str) -> None:
+        self.ids_R = torch.zeros(num_rows, dtype=torch.long, device=device)
+        """On rank 0 those that were chosen."""
+        self._told = Told(num_rows, 1, torch.long, device)
+        self._last_ids = last_ids
+        self._tell = tell
+
+    def work(self, there_N: Tensor, fields: Fields) -> Work:
+        places_T, numbers_T = there_N[fields.places], there_N[fields.draft_numbers]
+        ids_T, told_T = self.ids_R[: len(places_T)], self._told.there_RN[: len(places_T), 0]
+
+        def tell() -> None:
+            told_T.copy_(self._tell(ids_T))
+            self._last_ids.put(places_T, numbers_T, told_N=told_T)
+
+        return tell
+
+    def told(self, num_positions: int, turn: int) -> ToHost:
+        """What was told of so many positions, on its way to one of two places on the host."""
+        return ToHost(*(tensor[:num_positions, 0] for tensor in (self._told.there_RN, self._told.hosts_RN[turn])))
+
+
+class Choosing:
+    """On rank 0 the sampler chooses, by operations of one of a few kinds."""
+
+    def __init__(self, sampler: DeviceSampler, logits_RV: Tensor, ids_R: Tensor) -> None:
+        """`logits_RV` are of as many rows as the largest bucket has, and so are the ids that come of them."""
+        self._sampler = sampler
+        self._ids_R = ids_R
+        self.logits_RV = logits_RV
+        (num_rows, size), device = logits_RV.shape, str(logits_RV.device)
+        self._others_F = nobodys(size)
+        self._ids = Told(num_rows, 1, torch.long, device)
+        self._logprobs = Told(num_rows, 2 + 2 * min(MAX_LOGPROBS, size), torch.float64, device)
+
+    def work(self, there_N: Tensor, fields: Fields, kind: Needs) -> Work:
+        num_rows = fields.places.stop - fields.places.start
+        numbers_FT = there_N[fields.parameters].view(NUM_PARAMETERS, num_rows)
+        drafts = Drafts(there_N[fields.drafts], there_N[fields.draft_numbers])
+        told_TN, logits_TV = self._told(kind).there_RN[:num_rows], self.logits_RV[:num_rows]
+
+        def choose() -> None:
+            found_TN = told_TN.copy_(self._sampler.choose(logits_TV, parameters_of(numbers_FT), kind, drafts))
+            self._ids_R[:num_rows].copy_(ids_of(found_TN))
+
+        return choose
+
+    def fill(self, here_N: Numbers, fields: Fields, rows: Sequence[Row]) -> Batch | None:
+        """Puts the parameters of rows, and of their drafts, into memory of the host; None if there are no rows."""
+        numbers_FT = here_N[fields.parameters].reshape(NUM_PARAMETERS, -1)
+        indices = token_indices(rows)
+        numbers_FT[:, len(indices) :] = self._others_F[:, None]
+        if not rows:
+            return None
+        batch = self._sampler.batch(rows, self.logits_RV.shape[1])
+        numbers_FT[:, : len(indices)] = batch.numbers(indices)
+        return batch
+
+    def choice(self, rows: Sequence[Row], batch: Batch, kind: Needs, turn: int) -> DeviceChoice:
+        """Tokens that were chosen, on their way to one of two places on the host."""
+        told, num_positions = self._told(kind), len(batch.choosers)
+        told_RN, host_RN = told.there_RN[:num_positions], told.hosts_RN[turn][:num_positions]
+        return DeviceChoice(rows, batch.choosers, told_RN, self._sampler.broken, host_RN)
+
+    def _told(self, kind: Needs) -> Told:
+        return self._ids if kind.num_top < 0 else self._logprobs

@@ -1,0 +1,346 @@
+"""A rank in one epoch: what it knows of the others and of what is held, and how it does the steps of that."""
+
+import contextlib
+import logging
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import Any, Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+from longleaf.attention import Partial
+from longleaf.comm import Groups
+from longleaf.config import EngineConfig
+from longleaf.kernels.backend import Backend, FixedBackend, TellingBackend
+from longleaf.merge import CountedMerge, Merge, Wire, choose_merge, make_merge
+from longleaf.positions import EVERY_RANK, FLOAT32_POSITIONS
+from longleaf.rank_protocol.group_messages import Layout, MergeTiming
+from longleaf.rank_protocol.row_delta import Sequences
+from longleaf.rank_protocol.snapshots import Save
+from longleaf.rank_protocol.step import Decode, Move, Prefill, Restore, Row, StepPlan, StepResult
+from workers.batch_buckets import bucket_sizes
+from workers.cuda_graphs.bucket import Bucket
+from workers.cuda_graphs.graphs import Graphs
+from workers.cuda_graphs.sampling_graph import Choosing, Telling
+from workers.cuda_graphs.steps import FixedSteps, Launched, try_out
+from workers.cuda_graphs.tokens import FixedTokens
+from workers.host_copies import Moment, ToHost
+from workers.kv_cache.block_table import Ledger
+from workers.kv_cache.pools import sharded_layers, windowed_layers
+from workers.kv_cache.quantized import QuantizedPool
+from workers.kv_cache.slots import Pool
+from workers.kv_io.kv_io import Desk
+from workers.model.model import Model
+from workers.pending import Pending, done
+from workers.sampling.acceptance import reached_ids
+from workers.sampling.device_sampler import DeviceChoice, DeviceSampler
+from workers.sampling.logprobs import logprobs_of
+from workers.sampling.sampler import Choice, Sampler
+from workers.step.attention_attribution import Blocks, Masses
+from workers.step.draft_rollback import DraftedBlocks, Keeper, drafted_among
+from workers.step.forward import DecodeStep, Peers, PrefillDone, PrefillStep
+from workers.step.gathered_prefill import PastBuilder
+from workers.step.inputs import InputBuilder, Inputs, RowNumbers
+from workers.step.kv_restore import restore
+from workers.step.kv_transfer import move
+from workers.step.last_tokens import DeviceIds, HostIds, LastIds
+from workers.step.layers import RowLayer
+from workers.step.windows import WindowBuilder
+from workers.verification import Verifier
+
+log = logging.getLogger("longleaf.rank")  # what the library logs while a rank joins, people are told
+
+
+class Means(Protocol):
+    """What a rank computes with, in whatever epoch."""
+
+    config: EngineConfig
+    device: str
+    model: Model
+    pool: Pool | QuantizedPool
+    backend: Backend
+    sampler: Sampler | DeviceSampler
+    last_ids: LastIds
+    graphs: Graphs | None
+    """None where nothing is captured."""
+    desk: Desk
+
+
+class Epoch:
+    """What a rank is and knows in one epoch. Nothing of it outlasts that, and nothing is known at its beginning.
+
+    `peers` are None at world size 1.
+    """
+
+    def __init__(self, means: Means, groups: Groups | None, merges: Sequence[MergeTiming] = ()) -> None:
+        """With `groups`, all of their ranks begin at the same time. `merges` are what other groups measured."""
+        self._means = means
+        self._number, self._size = (groups.world.rank, groups.world.world_size) if groups else (0, 1)
+        config, model = means.config, means.model
+        self._ledger = Ledger(self._number, config.block_size)
+        self._sequences = Sequences(config.block_size)
+        self._wire = Wire(means.backend, getattr(torch, config.partials))
+        self._verifier = Verifier(model, self._ledger, config, self._size)
+        self._inputs = self._make_inputs(self._size)
+        self._graphs = means.graphs
+        self._fixed: FixedSteps | None = None
+        self._before = done(None)
+        """The step that was begun last."""
+        self.merges: tuple[MergeTiming, ...] = ()
+        """What the choice of the merge goes by, if it was chosen."""
+        self._merge = CountedMerge(self._make_merge(groups, merges), self._wire) if groups else None
+        self.peers = Peers(groups.world, self._merge) if groups and self._merge else None
+        if groups and self._graphs is not None and groups.world.transport == "gloo":
+            log.info("graphs: none, for tensors travel through the host's memory")
+            self._graphs = None
+
+    def _make_merge(self, groups: Groups, told: Sequence[MergeTiming]) -> Merge:
+        model, config, device = self._means.model, self._means.config, self._means.device
+        self._wire.agree(groups.world, device)
+        widest = max(model.layers.values(), key=lambda layer: layer.num_heads * layer.value_dim)
+        heads, dim = widest.num_heads, widest.value_dim
+        if config.merge == "auto":
+            chosen = choose_merge(groups, self._wire, heads, dim, device, told)
+            self.merges = chosen.timings
+            return chosen
+        merge = make_merge(config.merge, groups, self._wire)
+        # what is compiled or connected at the first use must not make the first step wait
+        merge.to_all(Partial.identity(1, heads, dim, device=device))
+        return merge
+
+    def _make_inputs(self, size: int) -> InputBuilder:
+        model, config, ledger, pool = self._means.model, self._means.config, self._ledger, self._means.pool
+        sharded, windowed = sharded_layers(model, config), windowed_layers(model, config)
+        windows = WindowBuilder(ledger, windowed, world_size=size, device=self._means.device)
+        return InputBuilder(
+            ledger,
+            pool,
+            model.layers,
+            world_size=size,
+            pasts=PastBuilder(ledger, pool, sharded, world_size=size, way=config.prefill, wire=self._wire),
+            windows=windows if windowed else None,
+            tells_blocks=isinstance(self._means.backend, TellingBackend),
+        )
+
+    def fewest(self, number: int) -> int:
+        """The smallest of the numbers of all ranks, which ask at the same time."""
+        if self.peers is None:
+            return number
+        return int(self.peers.comm.all_gather(torch.tensor([number], device=self._means.device)).min())
+
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        """Has steps be over memory of fixed address, where the kernels can do that. All ranks prepare at the same
+        time."""
+        backend, sampler, last_ids = self._means.backend, self._means.sampler, self._means.last_ids
+        can_prepare = isinstance(backend, FixedBackend) and isinstance(last_ids, DeviceIds)
+        if not self._agree(can_prepare):  # ranks exchange as many rows in a step
+            return
+        assert isinstance(backend, FixedBackend)
+        assert isinstance(last_ids, DeviceIds)
+        rotary, sizes = self._means.model.rotary, bucket_sizes(self._means.config.max_rows)
+        may_be_double = bool(rotary.kind) and (self._means.config.allow_long or rotary.trained > FLOAT32_POSITIONS)
+        buckets = [Bucket(size, self._inputs, may_be_double=may_be_double) for size in sizes]
+        logits_RV = try_out(buckets, backend, self._logits)
+        telling, choosing = Telling(sizes[-1], last_ids, self._tell, self._means.device), None
+        if logits_RV is not None and isinstance(sampler, DeviceSampler):
+            choosing = Choosing(sampler, torch.zeros_like(logits_RV), telling.ids_R)
+        keeps = isinstance(self._means.pool, QuantizedPool) and self._means.config.max_draft_tokens > 0
+        tokens = FixedTokens() if keeps else None
+        self._fixed = FixedSteps(buckets, last_ids, telling, choosing, self._means.device, tokens)
+        self._fixed.prepare(self._logits, self._graphs, self._agree)
+        self._merge_bytes()  # those of no step
+
+    def take(self, layout: Layout) -> None:
+        """Takes for held what is told, and nothing else."""
+        self._ledger.replace(layout.segments)
+
+    def holds(self, order: Save) -> bool:
+        """Whether this rank holds what is to be saved."""
+        rank = EVERY_RANK if order.of_windows else self._number
+        return all(run.rank == rank and self._ledger.holds(order.segment, run) for run in order.runs)
+
+    @torch.inference_mode()
+    def start(self, plan: StepPlan) -> Pending:
+        """Begins a step, before the end of the one before it if that `may_overlap`."""
+        plan = self._sequences.complete(plan)
+        self._ledger.release(plan.release_segments)
+        self._means.last_ids.forget(plan.release_sequences)
+        self._means.sampler.forget(plan.release_sequences)
+        self._verifier.forget(plan.release_sequences)
+        result = StepResult(plan.epoch, plan.step, {})
+        match plan.work:
+            case Prefill() as work:
+                self._before = self._prefill(work, result)
+            case Decode() as work:
+                self._before = self._decode(work, result)
+            case Move() as work:
+                self._before = self._move(work, result)
+            case Restore() as work:
+                self._before = self._restore(work, result)
+        return self._before
+
+    def close(self) -> None:
+        """Gives back what was captured. No step may be begun afterwards."""
+        self._fixed, self._before = None, done(None)
+        if self._graphs is not None:
+            self._graphs.release()
+
+    def _prefill(self, work: Prefill, result: StepResult) -> Pending:
+        """An answer says that the keys are there, and after how many seconds: on a GPU a chunk is only launched by now,
+        and nothing has waited for it."""
+        inputs = self._inputs.prefill(work)
+        step = PrefillStep(inputs, self._means.pool, self._means.backend, self.peers, self._means.model.last_layer)
+        with contextlib.suppress(PrefillDone):
+            self._forward(self._means.model.decoder, inputs, step)
+        told = ToHost(step.has_finite_keys())
+        result = msgspec.structs.replace(result, merge_bytes=self._merge_bytes())
+
+        def finish() -> StepResult | None:
+            has_finite_keys = bool(told.wait())
+            is_first = self._number == 0
+            return msgspec.structs.replace(result, has_finite_keys=has_finite_keys) if is_first else None
+
+        return Pending(lambda: told.arrival.is_past, finish)
+
+    def _merge_bytes(self) -> int:
+        """Since the step before. Of a step that is replayed nothing is counted."""
+        return self._merge.take() if self._merge else 0
+
+    def _move(self, work: Move, result: StepResult) -> Pending:
+        """An answer says that all that moved is at its new place, on all ranks."""
+        comm = self.peers.comm if self.peers else None
+        move(work, comm, self._means.pool, self._ledger)
+        return done(result if self._number == 0 else None)
+
+    def _restore(self, work: Restore, result: StepResult) -> Pending:
+        """An answer says that all has come back, on all ranks."""
+        comm = self.peers.comm if self.peers else None
+        restore(work, comm, self._means.pool, self._ledger, self._means.desk.piece)
+        return done(result if self._number == 0 else None)
+
+    def _decode(self, work: Decode, result: StepResult) -> Pending:
+        rows = self._inputs.numbers(work, self._means.last_ids)
+        sampled = [row for row in work.rows if row.token_index >= 0]
+        blocks = self._drafted_blocks(rows, sampled) if rows.has_drafts else None
+        begun = self._fixed.begin(rows, sampled, blocks) if self._fixed and rows.is_plain else None
+        begun = begun or self._begin(rows, sampled, [row for row in work.rows if row.num_scored], blocks)
+        read, merged = self._inputs.kv_bytes_read(rows), self._merge_bytes()
+        result = msgspec.structs.replace(result, kv_bytes_read=read, merge_bytes=merged)
+        pending = Pending(lambda: begun.end.is_past, lambda: self._finish(work, sampled, begun, result))
+        if rows.has_drafts or isinstance(self._means.last_ids, HostIds) or self._verifier.watches(work.rows):
+            self._before.result()  # what breaks in a step must not show in the answer to the one before
+            # logits that are compared must not be overwritten by the next step, nor drafts be held that were refused
+            pending.result()
+        return pending
+
+    def _begin(
+        self, rows: RowNumbers, sampled: Sequence[Row], scored: Sequence[Row], blocks: DraftedBlocks | None
+    ) -> Launched:
+        """A step of any shape, over tensors of its own."""
+        inputs = self._inputs.tensors(rows, self._means.last_ids)
+        masses = self._masses(rows) if rows.asked else None
+        logits_RV = self._logits(inputs, blocks, masses)
+        told = masses.told() if masses else None
+        scores = None
+        if logits_RV is not None and scored:
+            logits_RV, scored_SV = logits_RV.split([len(rows.sample_rows), len(rows.scored_rows)])
+            scores = ToHost(logprobs_of(scored_SV, [t for row in scored for t in row.token_ids[-row.num_scored :]]))
+        choice = self._means.sampler.start(sampled, logits_RV) if sampled and logits_RV is not None else None
+        told_N = self._tell_all(sampled, choice) if sampled else None
+        ids = ToHost(told_N) if told_N is not None and choice is None and rows.has_drafts else None
+        arriving = choice if isinstance(choice, DeviceChoice) else ids
+        end = arriving.arrival if arriving else Moment(torch.device(self._means.device))
+        return Launched(end, choice, logits_RV, scores, told, ids, blocks)
+
+    def _masses(self, rows: RowNumbers) -> Masses:
+        comm, backend = self.peers.comm if self.peers else None, self._means.backend
+        blocks = Blocks(backend, rows.blocks) if rows.blocks and isinstance(backend, TellingBackend) else None
+        return Masses(rows.asked, self._means.pool, comm, blocks)
+
+    def _drafted_blocks(self, rows: RowNumbers, sampled: Sequence[Row]) -> DraftedBlocks | None:
+        """Where drafts leave more than their keys when they are refused."""
+        pool, drafted = self._means.pool, drafted_among(sampled, rows.sample_rows)
+        if not isinstance(pool, QuantizedPool):
+            return None
+        return DraftedBlocks(pool, self._means.backend, drafted, rows.slots, rows.window_slots)
+
+    def _tell_all(self, sampled: Sequence[Row], choice: Choice | None) -> Tensor:
+        """All ranks learn from the first one, which has the choice, what was chosen: what is told of all positions."""
+        num_positions = sum(1 + len(row.draft_ids) for row in sampled)
+        nothing = torch.zeros(num_positions, dtype=torch.long, device=self._means.device)
+        told_N = self._tell(nothing if choice is None else choice.ids())
+        self._means.last_ids.note(sampled, told_N)
+        return told_N
+
+    def _cut_back(self, rows: Sequence[Row], ids: Iterable[Sequence[object]], blocks: DraftedBlocks | None) -> None:
+        """Forgets what follows the drafts that were accepted, of rows that were told these ids, or tokens."""
+        num_left = dict[int, int]()
+        for row, found in zip(rows, ids, strict=True):
+            num_accepted = max(0, len(found) - 1)
+            if num_accepted < len(row.draft_ids):
+                num_left[row.sequence] = row.num_known + num_accepted
+                end = row.start + row.num_known + num_accepted
+                self._ledger.cut_back(row.path[-1], end)
+                self._sequences.cut_back(row.sequence, end)
+        if blocks is not None and num_left:
+            blocks.put_back(num_left)
+
+    def _finish(self, work: Decode, sampled: Sequence[Row], begun: Launched, result: StepResult) -> StepResult | None:
+        """What is to be answered, once the device is done with a step."""
+        begun.end.wait()
+        if begun.logits_RV is None:
+            if begun.ids is not None:
+                self._cut_back(sampled, reached_ids(sampled, begun.ids.wait().tolist()), begun.blocks)
+            return None
+        tokens = begun.choice.tokens() if begun.choice else []
+        self._cut_back(sampled, tokens, begun.blocks)
+        self._verifier.take(sampled, tokens, begun.logits_RV)
+        broken = self._means.sampler.broken
+        return msgspec.structs.replace(
+            result,
+            tokens={row.sequence: found for row, found in zip(sampled, tokens, strict=True) if found},
+            not_finite=tuple(row.sequence for row in sampled if row.sequence in broken),
+            comparisons=self._verifier.compare(
+                row for row, found in zip(sampled, tokens, strict=True) if len(found) > len(row.draft_ids)
+            ),
+            attention=begun.told.attention() if begun.told else {},
+            scores=_by_sequence(work.rows, begun.scores.wait().tolist()) if begun.scores else {},
+        )
+
+    def _agree(self, is_so: bool) -> bool:
+        """Whether it is so on all ranks, which ask at the same time."""
+        if self.peers is None:
+            return is_so
+        told = self.peers.comm.all_gather(torch.tensor([is_so], dtype=torch.long, device=self._means.device))
+        return is_so and bool(told.min())
+
+    def _tell(self, ids_T: Tensor) -> Tensor:
+        """The ids that rank 0 has chosen."""
+        return self.peers.comm.broadcast(ids_T) if self.peers else ids_T
+
+    def _logits(
+        self, inputs: Inputs[RowLayer], keeper: Keeper | None = None, masses: Masses | None = None
+    ) -> Tensor | None:
+        """Goes through the model. On rank 0 logits [R, V] of the R rows of which they are wanted."""
+        step = DecodeStep(inputs, self._means.pool, self._means.backend, self.peers, masses, keeper)
+        if self._number != 0:
+            self._forward(self._means.model.decoder, inputs, step)
+            return None
+        assert inputs.sample_rows_R is not None
+        return self._forward(self._means.model.module, inputs, step, logits_to_keep=inputs.sample_rows_R)[0][0]
+
+    def _forward(
+        self, module: torch.nn.Module, inputs: Inputs[Any], step: DecodeStep | PrefillStep, **options: Tensor
+    ) -> tuple[Tensor, ...]:
+        self._means.model.ropes.rows = inputs.ropes
+        arguments = self._means.model.arguments(step, inputs.token_ids_T, inputs.positions_T)
+        return module(**arguments, return_dict=False, **options)
+
+
+def _by_sequence(rows: Sequence[Row], scores: Sequence[float]) -> dict[int, tuple[float, ...]]:
+    """The scores of each row that is scored."""
+    left = iter(scores)
+    return {row.sequence: tuple(islice(left, row.num_scored)) for row in rows if row.num_scored}

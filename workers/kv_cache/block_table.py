@@ -1,0 +1,191 @@
+"""Which runs of which segments lie in which slots, here and on the other ranks. Integers only.
+
+Which blocks a run gets is decided by the coordinator; this module only remembers.
+"""
+
+import bisect
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from longleaf.positions import EVERY_RANK
+from longleaf.rank_protocol.group_messages import SegmentLayout
+from longleaf.rank_protocol.step import Transfer
+from longleaf.runs import Extent, Run, extents, join, union, without
+
+
+class Part(NamedTuple):
+    """Positions [start, end) of a segment that a path uses."""
+
+    segment: int
+    start: int
+    end: int
+
+
+class Held:
+    """The part of one segment that one rank holds, in position order."""
+
+    def __init__(self) -> None:
+        self.extents: list[Extent] = []
+
+    def put(self, run: Run, block_size: int) -> None:
+        """Notes a run, in place of all that was noted of its positions: of itself, before it grew."""
+        held = self.extents
+        if held and held[-1].end > run.start:
+            if held[-1].start != run.start or held[-1].end > run.end:
+                self._replace(run.start, run.end, extents(run, block_size))
+                return
+            held.pop()  # as it is with rows, in every step: the last one has grown
+        held.extend(extents(run, block_size))
+
+    @property
+    def end(self) -> int:
+        """The position behind the last one; 0 where nothing is held."""
+        return self.extents[-1].end if self.extents else 0
+
+    def drop(self, start: int, end: int) -> None:
+        """Forgets the positions [start, end)."""
+        self._replace(start, end, ())
+
+    def _replace(self, start: int, end: int, found: Iterable[Extent]) -> None:
+        """Has `found` be all that is held of the positions [start, end)."""
+        held = self.extents
+        low = high = bisect.bisect_left(held, (start,))
+        if high < len(held):
+            high = bisect.bisect_left(held, (end,), low)
+        if low and held[low - 1].end > start:
+            low -= 1
+        if low < high and (held[low].start < start or held[high - 1].end > end):  # what is held of them goes on outside
+            first, last = held[low], held[high - 1]
+            before = [Extent(first.start, start, first.slot)] if first.start < start else []
+            behind = [Extent(end, last.end, last.slot + end - last.start)] if last.end > end else []
+            found = [*before, *found, *behind]
+        held[low:high] = found
+
+    def within(self, start: int, end: int) -> Iterator[Extent]:
+        """What is held of the positions [start, end)."""
+        first = bisect.bisect_right(self.extents, start, key=lambda extent: extent.end)
+        for extent in self.extents[first:]:
+            low, high = max(extent.start, start), min(extent.end, end)
+            if low >= high:
+                break
+            yield Extent(low, high, extent.slot + low - extent.start)
+
+
+class Ledger:
+    """Which runs of which segments lie here, and which on the other ranks: every plan tells of all.
+
+    A path may use only the beginning of a segment: each part of a path ends where the next one starts. What lies on
+    each rank itself is asked for as that of EVERY_RANK.
+    """
+
+    def __init__(self, rank: int, block_size: int) -> None:
+        self.rank = rank
+        self._block_size = block_size
+        self._held: dict[int, dict[int, Held]] = {}
+        self._starts: dict[int, int] = {}
+
+    def put(self, segment: int, runs: Sequence[Run], window_runs: Sequence[Run] = ()) -> None:
+        """Notes the runs of a step. Those of the first step of a segment begin where it starts; those of windows
+        replace what was noted of them before."""
+        self._starts.setdefault(segment, runs[0].start)
+        held = self._held.setdefault(segment, {})
+        held.pop(EVERY_RANK, None)
+        for run in (*runs, *window_runs):
+            held.setdefault(run.rank, Held()).put(run, self._block_size)
+
+    def replace(self, segments: Sequence[SegmentLayout]) -> None:
+        """Forgets everything, and notes what is held instead."""
+        self.release([*self._held])
+        for segment in segments:
+            self._starts[segment.segment] = segment.start
+            held = self._held[segment.segment] = dict[int, Held]()
+            for run in (*segment.runs, *segment.window_runs):
+                held.setdefault(run.rank, Held()).put(run, self._block_size)
+
+    def move(self, transfers: Sequence[Transfer]) -> None:
+        """Notes runs at their new places. Raises ValueError, and notes nothing, where one of them is not held at its
+        old one."""
+        self.check(transfers)
+        for transfer in transfers:
+            held, source, target = self._held[transfer.segment], transfer.source, transfer.target
+            held[source.rank].drop(source.start, source.end)
+            held.setdefault(target.rank, Held()).put(target, self._block_size)
+
+    def check(self, transfers: Sequence[Transfer]) -> None:
+        """Raises ValueError where a run that is to move is not held at its old place."""
+        for transfer in transfers:
+            segment, source = transfer.segment, transfer.source
+            if not self.holds(segment, source):
+                raise ValueError(f"a run of segment {segment} is to move that is not there: {source}")
+
+    def restore(self, segment: int, start: int, runs: Sequence[Run], window_runs: Sequence[Run] = ()) -> None:
+        """Notes runs that came back; windows, if there are any, in place of those noted before. Raises as
+        `check_free`, and notes nothing then."""
+        self.check_free(segment, start, runs)
+        self._starts[segment] = start
+        held = self._held.setdefault(segment, {})
+        if window_runs:
+            held.pop(EVERY_RANK, None)
+        for run in (*runs, *window_runs):
+            held.setdefault(run.rank, Held()).put(run, self._block_size)
+
+    def check_free(self, segment: int, start: int, runs: Sequence[Run]) -> None:
+        """Raises ValueError where positions of a segment are held, one comes twice, or it starts elsewhere."""
+        if self._starts.get(segment, start) != start:
+            raise ValueError(f"segment {segment} does not start at {start}")
+        ranks = self._held.get(segment, {}).keys() - {EVERY_RANK}
+        if any(True for run in runs for rank in ranks for _ in self.held(segment, run.start, run.end, rank)):
+            raise ValueError(f"segment {segment} is held where it is to be restored")
+        if sum(map(len, runs)) != sum(end - low for low, end in union((run.start, run.end) for run in runs)):
+            raise ValueError(f"positions of segment {segment} are restored twice")
+
+    def holds(self, segment: int, run: Run) -> bool:
+        """Whether a run is held, in these blocks."""
+        there = self.held(segment, run.start, run.end, run.rank) if segment in self._held else ()
+        return slots_of(there) == slots_of(extents(run, self._block_size))
+
+    def cut_back(self, segment: int, end: int) -> None:
+        """Forgets what follows position `end` of a segment, on all ranks: drafts that were refused."""
+        for held in self._held[segment].values():
+            held.drop(end, max(end, held.end))
+
+    def release(self, segments: Sequence[int]) -> None:
+        """Forgets segments."""
+        for segment in segments:
+            self._held.pop(segment, None)
+            self._starts.pop(segment, None)
+
+    def parts(self, path: Sequence[int], end: int) -> list[Part]:
+        """What a path uses of its segments before the position `end`."""
+        starts = [self._starts[segment] for segment in path]
+        ends = [*(min(start, end) for start in starts[1:]), end]
+        return [Part(*part) for part in zip(path, starts, ends, strict=True) if part[1] < part[2]]
+
+    def held(self, segment: int, start: int, end: int, rank: int | None = None) -> Iterator[Extent]:
+        """What a rank, by default this one, holds of the positions [start, end) of a segment, in position order."""
+        held = self._held[segment].get(self.rank if rank is None else rank)
+        return held.within(start, end) if held else iter(())
+
+    def extents(
+        self,
+        path: Sequence[int],
+        start: int,
+        end: int,
+        rank: int | None = None,
+        hidden: Sequence[tuple[int, int]] = (),
+    ) -> Iterator[Extent]:
+        """Extents of a path, without hidden positions."""
+        for part in self.parts(path, end):
+            for low, high in without(max(part.start, start), part.end, hidden):
+                yield from self.held(part.segment, low, high, rank)
+
+
+def slots_of(extents: Iterable[Extent]) -> list[int]:
+    """Each slot of extents."""
+    return [slot for extent in extents for slot in range(extent.slot, extent.slot + extent.end - extent.start)]
+
+
+def stretches(extents: Iterable[Extent]) -> list[tuple[int, int]]:
+    """Slots [start, end) of extents, neighbours joined: order and gaps in the positions do not matter to queries that
+    see all of them."""
+    return join((extent.slot, extent.slot + extent.end - extent.start) for extent in extents)

@@ -1,0 +1,157 @@
+"""The memory of a GPU that a rank leaves free beside its weights, its keys and its values, so that steps find room.
+
+Torch takes it while a step runs and keeps it. It is computed from the shapes of the model and of its largest steps, at
+the upper end: where steps need less it is wasted, where they need more they fail.
+"""
+
+from dataclasses import astuple, dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from longleaf.config import EngineConfig
+from longleaf.formatting import human_bytes
+from longleaf.runs import ceil_div
+from longleaf.sampling import MAX_BIASES
+from workers.batch_buckets import bucket_sizes
+from workers.kv_cache.quantized import QuantizedPool
+from workers.model.model import LayerSpec, Model
+from workers.sampling.device_sampler import MAX_LOGITS
+
+MAX_GATHERED = 1 << 16
+"""Tokens that are gathered at most, all ranks together: they are held twice, and 65,536 tokens of 8 key heads of 128 in
+bfloat16 are 256 MiB. Beyond it the queries travel. What is chosen by bytes never takes more room than the gathered
+queries and their partials would."""
+WIDE_TENSORS = 6
+"""Tensors as wide as the widest layer that a model's block has at once: of a gated one its input, two products, what
+becomes of one of them, and their product, beside the residual."""
+PARTIALS = 4
+"""Times that the partials of a chunk are there: as computed, packed, received, and while they are folded."""
+CHOOSING = 8 * 8
+"""Bytes for each logit that is computed on: as float64, sorted, where it was, and as much again while it is sorted."""
+HISTORY, BIAS = 5, 16
+"""Bytes of each token of the vocabulary, and of each bias, of a sequence that has penalties or biases."""
+GRAPH = 8 << 20
+"""Bytes that a graph of a step's launches takes beside the memory that these work in, at the upper end: some kilobytes
+for each launch."""
+GRAPHS_PER_SIZE = 8
+"""Two ways to read keys, five to choose tokens, and one to tell them."""
+KERNELS = 1 << 29
+"""Bytes for the tiles of kernels, the parts of long reads, compiled code, and what matrix products take."""
+COMMUNICATOR = 1 << 30
+PEER = 384 << 20
+"""Bytes that NCCL takes for a group of ranks, and more for each other rank of the machine once an all-to-all has
+connected it: 32 channels of 12 MiB, as eight H100 had (github.com/NVIDIA/nccl/issues/1685)."""
+FRAGMENTS = 1 / 32
+"""Part of a GPU that is lost between tensors of different sizes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Bytes that a rank's steps need."""
+
+    chunk: int
+    """What the model makes of the rows of a step, its logits included."""
+    sampling: int
+    """What tokens are chosen with, and what is remembered for their penalties."""
+    partials: int
+    """Queries and partials of all ranks' rows, or the keys that are gathered instead."""
+    kernels: int
+    graphs: int
+    """What captured steps keep for themselves; see `room_for_graphs`."""
+    drafts: int
+    """With which refused drafts are undone; see `workers.step.draft_rollback`."""
+    exchange: int
+    """What NCCL takes."""
+    fragments: int
+
+    @property
+    def total(self) -> int:
+        return sum(astuple(self))
+
+    def __str__(self) -> str:
+        names = ("chunks", "sampling", "partials", "kernels", "graphs", "drafts", "NCCL", "fragments")
+        return ", ".join(f"{human_bytes(size)} for {name}" for name, size in zip(names, astuple(self), strict=True))
+
+
+def workspace(
+    model: Model, config: EngineConfig, num_ranks_here: int, total_bytes: int, *, uses_nccl: bool = True
+) -> Workspace:
+    """What the steps of a rank need on a GPU of so many bytes, beside weights, keys and values. Without NCCL, what
+    ranks exchange is copied to and from the host."""
+    text = model.module.config.get_text_config()
+    longest = ceil_div(ceil_div(config.chunk_size, config.world_size), config.block_size) * config.block_size
+    num_rows = max(min(longest, config.chunk_size), config.max_rows)
+    num_logits = config.max_rows * text.vocab_size
+    return Workspace(
+        chunk=_in_model(model, num_rows) + num_logits * torch.float32.itemsize,
+        sampling=_sampling(config, text.vocab_size),
+        partials=max(_partials(spec, model, config, num_rows) for spec in set(model.layers.values())),
+        kernels=KERNELS,
+        graphs=room_for_graphs(model, config) if config.graphs == "auto" else 0,
+        drafts=_drafts(model, config),
+        exchange=_exchange(config.world_size, num_ranks_here) if uses_nccl else 0,
+        fragments=int(total_bytes * FRAGMENTS),
+    )
+
+
+def room_for_graphs(model: Model, config: EngineConfig) -> int:
+    """Bytes that captured decode steps take: what the rows of the largest one need, once more, for graphs keep their
+    memory to themselves, and the graphs."""
+    sizes = bucket_sizes(config.max_rows)
+    num_rows, vocabulary_size = sizes[-1], model.module.config.get_text_config().vocab_size
+    partials = max(_partials(spec, model, config, num_rows) for spec in set(model.layers.values()))
+    choosing = max(vocabulary_size, min(MAX_LOGITS, num_rows * vocabulary_size)) * CHOOSING
+    return _in_model(model, num_rows) + partials + choosing + GRAPH * GRAPHS_PER_SIZE * len(sizes)
+
+
+def _in_model(model: Model, num_rows: int) -> int:
+    """Bytes of what a model's block makes of so many rows."""
+    copies = num_copies(model.module.config.get_text_config())
+    return num_rows * copies * WIDE_TENSORS * widest(model) * model.dtype.itemsize
+
+
+def num_copies(text: PreTrainedConfig) -> int:
+    """How often a row is in the widest tensors: once for each expert that it is sent to."""
+    told = [getattr(text, name, None) for name in ("num_experts_per_tok", "moe_topk", "top_k_experts")]
+    return max([1, *(int(number) for number in told if number)])
+
+
+def widest(model: Model) -> int:
+    """Numbers per row of the widest tensor between the layers of a model, ids and logits left out."""
+    parts = [part for part in model.decoder.modules() if not isinstance(part, nn.Embedding)]
+    shapes = [parameter.shape for part in parts for parameter in part.parameters(recurse=False)]
+    return max(max(shape[-2:]) for shape in shapes if len(shape) > 1)
+
+
+def _partials(spec: LayerSpec, model: Model, config: EngineConfig, num_rows: int) -> int:
+    size, wide = model.dtype.itemsize, torch.float32.itemsize
+    per_head = spec.head_dim * (size + wide) + PARTIALS * (spec.value_dim + 1) * wide
+    queries = num_rows * config.world_size * spec.num_heads * per_head
+    is_gathering = config.prefill == "keys" and config.world_size > 1
+    return max(queries, 2 * MAX_GATHERED * spec.num_stored * size if is_gathering else 0)
+
+
+def _sampling(config: EngineConfig, vocabulary_size: int) -> int:
+    num_together = max(vocabulary_size, min(MAX_LOGITS, config.max_rows * vocabulary_size))
+    return num_together * CHOOSING + (config.max_sequences + 1) * (vocabulary_size * HISTORY + MAX_BIASES * BIAS)
+
+
+def _drafts(model: Model, config: EngineConfig) -> int:
+    """With keys in 8 bits, a block of each sequence that has drafts, as it was, and what the rows of a step store. A
+    sequence with drafts has two rows at least."""
+    if config.kv_dtype != "int8" or not config.max_draft_tokens:
+        return 0
+    num_rows = max(config.max_rows, bucket_sizes(config.max_rows)[-1])
+    stored = num_rows * sum(spec.num_stored for spec in model.layers.values()) * model.dtype.itemsize
+    num_drafting = min(config.max_sequences, config.max_rows // 2)
+    return num_drafting * QuantizedPool.bytes_per_block(model.layers, config.block_size) + stored
+
+
+def _exchange(world_size: int, num_ranks_here: int) -> int:
+    """All ranks make up a group; where there are several machines, so do those of each, and those of equal number."""
+    if world_size == 1:
+        return 0
+    num_groups = 1 if num_ranks_here == world_size else 3
+    return num_groups * COMMUNICATOR + (num_ranks_here - 1) * PEER

@@ -1,0 +1,187 @@
+"""A piece: some blocks of one segment, in order of position, as the bytes of one safetensors file.
+
+Each part of what a pool keeps is a tensor [N, K, ...] of N blocks. Which positions they are, and of what form the pool
+must be that takes them in, stands in the header. Slots past the end of a run are zeros: what lies there may belong to
+somebody else, and equal contexts give equal bytes.
+
+Shape letters: N blocks of a piece, K key heads.
+"""
+
+import warnings
+from collections.abc import Iterable, Sequence
+from math import prod
+
+import msgspec
+import torch
+from torch import Tensor
+
+from longleaf.errors import DataLoss
+from longleaf.rank_protocol.snapshots import MAX_PIECE_BYTES, Range, max_header_bytes
+from longleaf.runs import Run, ceil_div
+from workers.host_copies import ToHost, to_device
+from workers.kv_cache.slots import Slots
+
+VERSION = "1"
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int8: "I8"}
+"""As the format names them."""
+TYPES = {name: dtype for dtype, name in DTYPES.items()}
+ALIGNMENT = 8
+"""Of what stands behind the header, in bytes."""
+
+
+def form_of(pool: Slots, *, of_windows: bool) -> str:
+    """What a pool must be like to take in what lies in this one: the names, types and sizes of all parts of a block.
+    Empty where there are no such blocks."""
+    parts = [
+        f"{name} {DTYPES[tensor.dtype]} {'x'.join(map(str, (len(tensor), *tensor.shape[2:])))}"
+        for name, tensor, _ in pool.blocks(of_windows=of_windows)
+    ]
+    return "; ".join([f"blocks of {pool.block_size}", *parts]) if parts else ""
+
+
+class Copy:
+    """Blocks of a pool, copied to the host: nothing that happens to the pool afterwards changes them."""
+
+    def __init__(self, pool: Slots, runs: Sequence[Run], *, of_windows: bool) -> None:
+        """Raises ValueError for more than a piece may have."""
+        self._form = form_of(pool, of_windows=of_windows)
+        self._runs = runs
+        found = pool.blocks(of_windows=of_windows)
+        blocks = [block for run in runs for block in run.blocks]
+        size = sum(tensor[:, 0].numel() * tensor.itemsize for _, tensor, _ in found)
+        if len(blocks) > 1 and len(blocks) * size > MAX_PIECE_BYTES and not of_windows:
+            raise ValueError(f"{len(blocks)} blocks of {size} bytes are more than a piece may have")
+        index_N = to_device(torch.tensor(blocks, dtype=torch.long), pool.device)
+        coming = [ToHost(tensor.transpose(0, 1).index_select(0, index_N)) for _, tensor, _ in found]
+        self._tensors = [(part.name, told.wait()) for part, told in zip(found, coming, strict=True)]
+        for (_, copied), part in zip(self._tensors, found, strict=True):
+            if part.has_slots:
+                self._blank(copied, pool.block_size)
+
+    def _blank(self, copied_NKS: Tensor, block_size: int) -> None:
+        """Zeros what lies past the end of each run."""
+        end = 0
+        for run in self._runs:
+            end += len(run.blocks)
+            num_filled = len(run) - (len(run.blocks) - 1) * block_size
+            copied_NKS[end - 1, :, num_filled:] = 0
+
+    def parts(self) -> list[bytes | memoryview]:
+        """The bytes of the file, without another copy of them."""
+        views = [tensor.flatten().view(torch.uint8).numpy().data for _, tensor in self._tensors]
+        positions = _format_positions((run.start, run.end) for run in self._runs)
+        header: dict[str, object] = {"__metadata__": {"version": VERSION, "form": self._form, "positions": positions}}
+        end = 0
+        for (name, tensor), view in zip(self._tensors, views, strict=True):
+            start, end = end, end + len(view)
+            header[name] = {"dtype": DTYPES[tensor.dtype], "shape": tensor.shape, "data_offsets": (start, end)}
+        text = msgspec.json.encode(header)
+        text += b" " * (-len(text) % ALIGNMENT)
+        return [len(text).to_bytes(8, "little"), text, *views]
+
+
+class Piece:
+    """What was read of a piece, on the host, for a pool of the same form."""
+
+    def __init__(self, name: str, data: bytes, pool: Slots, ranges: Sequence[Range], *, of_windows: bool) -> None:
+        """`ranges` are the positions [start, end) that the manifest names, and `of_windows` says which of the blocks of
+        `pool` they go to.
+
+        Raises DataLoss unless `data` has exactly the tensors of so many blocks of the pool: names, dtypes, shapes and
+        sizes are compared before a tensor is made or a block is listed, since an imported archive may state any.
+        """
+        parts = pool.blocks(of_windows=of_windows)
+        if not parts:
+            raise DataLoss(name, "it is of a pool of another form")
+        num_blocks = sum(ceil_div(high - low, pool.block_size) for low, high in ranges)
+        size = num_blocks * sum(tensor[:, 0].numel() * tensor.itemsize for _, tensor, _ in parts)
+        try:
+            header = _header(data, max_header_bytes(len(parts), len(ranges)))
+            metadata = msgspec.convert(header.pop("__metadata__"), dict[str, str])
+            described = {name: msgspec.convert(one, _Described) for name, one in header.items()}
+            positions = metadata["positions"]
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError, KeyError) as error:
+            raise DataLoss(name, f"it is no piece of a snapshot: {error}") from error
+        if metadata.get("version") != VERSION:
+            raise DataLoss(name, f"its version is {metadata.get('version')}, and this service reads {VERSION}")
+        if metadata.get("form") != form_of(pool, of_windows=of_windows):
+            raise DataLoss(name, "it is of a pool of another form")
+        if positions != _format_positions(ranges):
+            raise DataLoss(name, "its positions are not those of its manifest")
+        if len(data) - _end_of_header(data) != size:
+            told = f"its tensors have {len(data) - _end_of_header(data):,} bytes"
+            raise DataLoss(name, f"{told}, and {num_blocks:,} blocks have {size:,}")
+        expected, end = dict[str, _Described](), 0
+        for part in parts:
+            shape = [num_blocks, len(part.tensor), *part.tensor.shape[2:]]
+            start, end = end, end + prod(shape) * part.tensor.itemsize
+            expected[part.name] = _Described(DTYPES[part.tensor.dtype], shape, (start, end))
+        if described != expected:
+            wrong = next(name for name in (*described, *expected) if described.get(name) != expected.get(name))
+            raise DataLoss(name, f"its tensor {wrong[:100]!r} is not that of {num_blocks:,} blocks of the pool")
+        self.of_windows = of_windows
+        self._places = dict(_places(ranges, pool.block_size))
+        is_pinned = pool.device.startswith("cuda")  # here, and not while a step waits for it
+        tensors = {name: _view(data, one) for name, one in described.items()}
+        self._tensors = {name: tensor.pin_memory() if is_pinned else tensor for name, tensor in tensors.items()}
+
+    def find(self, runs: Iterable[Run], block_size: int) -> list[int] | None:
+        """Where the blocks of runs lie in it; None unless it has each of them as a whole."""
+        found: list[int] = []
+        for run in runs:
+            for start in range(run.start, run.end, block_size):
+                number, end = self._places.get(start, (0, None))
+                if end != min(start + block_size, run.end):
+                    return None
+                found.append(number)
+        return found
+
+    def restore(self, pool: Slots, numbers: Sequence[int], blocks: Sequence[int]) -> None:
+        """Puts some of its blocks into blocks of a pool."""
+        index_N = to_device(torch.tensor(blocks, dtype=torch.long), pool.device)
+        first, count = numbers[0], len(numbers)
+        are_neighbours = list(numbers) == list(range(first, first + count))
+        for name, tensor, _ in pool.blocks(of_windows=self.of_windows):
+            kept = self._tensors[name]
+            chosen = kept[first : first + count] if are_neighbours else kept[list(numbers)]
+            tensor.index_copy_(1, index_N, to_device(chosen, pool.device).transpose(0, 1))
+
+
+class _Described(msgspec.Struct, frozen=True):
+    """A tensor, as the header of a file describes it."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+def _header(data: bytes, max_bytes: int) -> dict[str, dict[str, object]]:
+    """Raises ValueError for a longer one, and msgspec.DecodeError where there is none."""
+    if (size := _end_of_header(data) - 8) > min(max_bytes, len(data)):
+        raise ValueError(f"its header has {size:,} bytes")
+    return msgspec.json.decode(data[8 : 8 + size], type=dict[str, dict[str, object]])
+
+
+def _end_of_header(data: bytes) -> int:
+    return 8 + int.from_bytes(data[:8], "little")
+
+
+def _format_positions(ranges: Iterable[Range]) -> str:
+    return " ".join(f"{start}-{end}" for start, end in ranges)
+
+
+def _view(data: bytes, described: _Described) -> Tensor:
+    """The tensor where it lies in the file: the library would copy it, and a restore has gigabytes of them."""
+    dtype, place = TYPES[described.dtype], _end_of_header(data) + described.data_offsets[0]
+    warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)  # nobody writes to it
+    return torch.frombuffer(data, dtype=dtype, count=prod(described.shape), offset=place).view(described.shape)
+
+
+def _places(ranges: Iterable[tuple[int, int]], block_size: int) -> Iterable[tuple[int, tuple[int, int]]]:
+    """The number of each block in the piece, and where it ends, by the position where it starts."""
+    number = 0
+    for low, high in ranges:
+        for i in range(ceil_div(high - low, block_size)):
+            start = low + i * block_size
+            yield start, (number, min(start + block_size, high))
+            number += 1

@@ -1,0 +1,193 @@
+"""How much of rows' attention falls on each span of their context.
+
+The share of a key is exp(score - lse), with the merged logsumexp of the row. Kernels that can tell what fell on each
+block of keys are asked to; where they cannot, a pass over keys alone finds the same. Whatever computed the row, its
+bits are not touched, and a row that does not ask costs nothing.
+
+Shape letters: T rows of the step, A sequences that are told together, R their rows, K key heads, G queries per key
+head, H = K * G heads, M = R * G, D dim, S slots, N columns (`workers.step.attribution_rows`), W ranks.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from longleaf.attention.block_attribution import Columns
+from longleaf.attention.masks import hidden
+from longleaf.comm import Comm
+from longleaf.kernels.backend import TellingBackend
+from longleaf.rank_protocol.step import HEADS_PER_LAYER, Attention
+from longleaf.runs import ceil_div
+from workers.host_copies import ToHost, to_device
+from workers.kv_cache.slots import Slots
+from workers.model.hook import LayerCall
+from workers.step.attribution_rows import SINK, Asked, Keys
+from workers.step.block_plan import BlockPlan
+
+TILE_KEYS = 4096
+"""Keys that are looked at together: their scores are written out."""
+
+
+class Sums:
+    """What of some sequences that are told together was counted so far, on one rank."""
+
+    def __init__(self, asked: Asked, device: str) -> None:
+        self.asked = asked
+        rows = [row for _, run, _ in asked.tellers for row in range(run.row, run.row + run.end - run.start)]
+        self.rows_R = to_device(torch.tensor(rows), device)
+        shape = (len(asked.tellers), asked.num_columns)
+        self.means_AN = torch.zeros(shape, device=device)
+        """Sums over heads, float32, until all layers are counted."""
+        self.largest_AN = torch.full(shape, -1.0, device=device)
+        self.heads_AN = torch.zeros(shape, dtype=torch.int32, device=device)
+        self.num_heads = 0
+
+    def add(self, layer: int, masses_RHN: Tensor) -> None:
+        """Counts a layer's heads."""
+        self.num_heads += masses_RHN.shape[1]
+        sizes = [run.end - run.start for _, run, _ in self.asked.tellers]
+        masses_AHN = torch.stack([rows_RHN.mean(dim=0) for rows_RHN in masses_RHN.split(sizes)])
+        self.means_AN += masses_AHN.sum(dim=1)
+        most_AN, heads_AN = masses_AHN.max(dim=1)
+        is_more_AN = most_AN > self.largest_AN
+        self.largest_AN = torch.where(is_more_AN, most_AN, self.largest_AN)
+        self.heads_AN = torch.where(is_more_AN, heads_AN.int() + layer * HEADS_PER_LAYER, self.heads_AN)
+
+    def add_blocks(
+        self,
+        layer: int,
+        backend: TellingBackend,
+        told_KE2: Tensor,
+        lse_TH: Tensor,
+        sink_H: Tensor | None,
+        columns: Columns,
+    ) -> None:
+        """The same of what kernels have told of blocks."""
+        self.num_heads += lse_TH.shape[1]
+        found, sink_column = (self.means_AN, self.largest_AN, self.heads_AN), self.asked.view.num_spans + SINK
+        place = {"sink_column": sink_column, "first_head": layer * HEADS_PER_LAYER}
+        backend.add_shares(told_KE2, lse_TH, sink_H, columns, found, **place)
+
+    def numbers(self) -> Tensor:
+        """Means, largest and, bit for bit, heads: [3, A * N], float32."""
+        heads_AN = self.heads_AN.view(torch.float32)
+        return torch.stack((self.means_AN / max(1, self.num_heads), self.largest_AN, heads_AN)).flatten(1)
+
+
+class Told:
+    """What all ranks counted, on its way to the host."""
+
+    def __init__(self, groups: Sequence[Asked], numbers_3N: Tensor) -> None:
+        self._groups = groups
+        self._arriving = ToHost(numbers_3N)
+
+    def attention(self) -> dict[int, Attention]:
+        """By sequence. Waits for what the device was told before."""
+        rest_3N, found = self._arriving.wait(), dict[int, Attention]()
+        for asked in self._groups:
+            for teller in asked.tellers:
+                num_spans = asked.view.num_spans
+                means_N, largest_N, heads_N = rest_3N[:, : asked.num_columns]
+                rest_3N = rest_3N[:, asked.num_columns :]
+                numbers = (means_N, largest_N[:num_spans], heads_N[:num_spans].view(torch.int32))
+                found[teller.sequence] = Attention(*(each.numpy().tobytes() for each in numbers))
+        return found
+
+
+class Blocks(NamedTuple):
+    """What kernels tell of a step's blocks of keys, and who adds it up."""
+
+    backend: TellingBackend
+    plan: BlockPlan
+
+
+class Masses:
+    """Counts, layer by layer of one step, what falls on the columns of all rows that ask."""
+
+    def __init__(self, groups: Sequence[Asked], pool: Slots, comm: Comm | None, blocks: Blocks | None = None) -> None:
+        """Of all ranks the first one counts sinks."""
+        self._sums = [Sums(asked, pool.device) for asked in groups]
+        self._pool = pool
+        self._comm = comm
+        self._blocks = blocks
+        self._has_sink = comm is None or comm.rank == 0
+
+    def add(self, layer: int, q_THD: Tensor, lse_TH: Tensor, call: LayerCall) -> None:
+        """Counts a layer that sees all keys, if it counts: queries as attention gets them, and the natural-log
+        logsumexp of all that they see."""
+        told_KE2 = self._blocks.plan.sums.take() if self._blocks else None
+        for number, sums in enumerate(self._sums):
+            if layer not in sums.asked.view.layers:
+                continue
+            if self._blocks is None or told_KE2 is None:
+                sums.add(layer, self._of_layer(layer, sums, q_THD, lse_TH, call))
+                continue
+            sinks = call.sink_H if self._has_sink else None
+            columns = self._blocks.plan.columns[number]
+            sums.add_blocks(layer, self._blocks.backend, told_KE2, lse_TH, sinks, columns)
+
+    def told(self) -> Told | None:
+        """Has the ranks put together what they counted, all at the same time; the first one gets it."""
+        numbers_3N = torch.cat([sums.numbers() for sums in self._sums], dim=1)
+        if self._comm is not None:
+            found_W3N = self._comm.all_gather(numbers_3N)
+            if not self._has_sink:
+                return None
+            largest_N, ranks_N = found_W3N[:, 1].max(dim=0)
+            heads_N = found_W3N[:, 2].gather(0, ranks_N[None])[0]
+            numbers_3N = torch.stack((found_W3N[:, 0].sum(dim=0), largest_N, heads_N))
+        return Told([sums.asked for sums in self._sums], numbers_3N)
+
+    def _of_layer(self, layer: int, sums: Sums, q_THD: Tensor, lse_TH: Tensor, call: LayerCall) -> Tensor:
+        """What of each row and head falls on the columns, [R, H, N], float32."""
+        asked, num_kv_heads = sums.asked, self._pool.num_kv_heads(layer)
+        q_RKGD = q_THD[sums.rows_R].unflatten(1, (num_kv_heads, -1)).float() * call.scale
+        num_rows, _, group, _ = q_RKGD.shape
+        q_KDM = q_RKGD.transpose(0, 1).flatten(1, 2).transpose(1, 2)
+        lse_K1M = lse_TH[sums.rows_R].unflatten(1, (num_kv_heads, -1)).transpose(0, 1).flatten(1, 2).unsqueeze(1)
+        masses_KNM = q_KDM.new_zeros(num_kv_heads, asked.num_columns, num_rows * group)
+        for keys in _tiles(asked.context):
+            _count(masses_KNM, self._weights(layer, keys, q_KDM, lse_K1M, call, 0, group), keys)
+        first = 0
+        for _, run, own in asked.tellers:
+            some = slice(first, first + (run.end - run.start) * group)
+            for keys in _tiles(own):
+                ahead = keys.position + keys.num_keys - 1 - run.start
+                weights_KSM = self._weights(layer, keys, q_KDM[..., some], lse_K1M[..., some], call, ahead, group)
+                _count(masses_KNM[..., some], weights_KSM, keys)
+            first = some.stop
+        masses_RHN = masses_KNM.unflatten(2, (num_rows, group)).permute(2, 0, 3, 1).flatten(1, 2)
+        if call.sink_H is not None and self._has_sink:
+            masses_RHN[..., asked.view.num_spans + SINK] = (call.sink_H.float() - lse_TH[sums.rows_R]).exp_()
+        return masses_RHN
+
+    def _weights(
+        self, layer: int, keys: Keys, q_KDM: Tensor, lse_K1M: Tensor, call: LayerCall, ahead: int, group: int
+    ) -> Tensor:
+        """The share of each key, [K, S, M]; `ahead` of them lie behind the first row."""
+        k_KSD = self._pool.keys_between(layer, keys.slot, keys.slot + keys.num_keys)
+        scores_KSM = torch.matmul(k_KSD, q_KDM)  # on a CPU in half the time that it takes the other way round
+        if call.softcap is not None:
+            scores_KSM = scores_KSM.div_(call.softcap).tanh_().mul_(call.softcap)
+        if ahead > 0:
+            num_rows = q_KDM.shape[2] // group
+            unseen_RS = hidden(num_rows, keys.num_keys, keys.num_keys - 1 - ahead, None, str(q_KDM.device))
+            scores_KSM.masked_fill_(unseen_RS.repeat_interleave(group, dim=0).T, float("-inf"))
+        return scores_KSM.sub_(lse_K1M).exp_()
+
+
+def _tiles(found: Iterable[Keys]) -> Iterator[Keys]:
+    return (tile for keys in found for tile in keys.tiles(TILE_KEYS))
+
+
+def _count(masses_KNM: Tensor, weights_KSM: Tensor, keys: Keys) -> None:
+    """Adds up the keys of each column."""
+    end = keys.before + keys.num_keys
+    num_columns = ceil_div(end, keys.size)
+    if keys.before or end % keys.size:
+        weights_KSM = F.pad(weights_KSM, (0, 0, keys.before, num_columns * keys.size - end))
+    sums_KNM = weights_KSM.unflatten(1, (num_columns, keys.size)).sum(dim=2)
+    masses_KNM[:, keys.column : keys.column + num_columns] += sums_KNM

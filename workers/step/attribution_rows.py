@@ -1,0 +1,118 @@
+"""Which rows of a decode step tell of their attention, and which of this rank's keys count into which span.
+
+What falls on a span is a sum over its keys, so each rank tells of the keys that it holds. Everything here is decided
+once per step, on integers. Columns are the spans of a context along its path, then prompt, answer and sink.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from longleaf.attention.masks import QueryRun
+from longleaf.rank_protocol.step import NUM_OTHER_SHARES, Positions, Row, Spans
+from longleaf.runs import ceil_div, joined, without
+from workers.kv_cache.block_table import Ledger, Part
+from workers.step.row_grouping import Query
+
+PROMPT, ANSWER, SINK = 0, 1, 2
+"""Columns behind the spans."""
+
+
+class Keys(NamedTuple):
+    """Keys in consecutive slots, of consecutive positions."""
+
+    position: int
+    """Of the first one."""
+    slot: int
+    num_keys: int
+    column: int
+    """Into which the first one counts."""
+    before: int
+    """Keys of that column that lie before it."""
+    size: int
+    """Keys of a column."""
+
+    def tiles(self, most: int) -> Iterator["Keys"]:
+        """The same in parts of at most so many keys."""
+        for low in range(0, self.num_keys, most):
+            number, before = divmod(self.before + low, self.size)
+            count = min(most, self.num_keys - low)
+            yield Keys(self.position + low, self.slot + low, count, self.column + number, before, self.size)
+
+
+class Teller(NamedTuple):
+    """The rows of one sequence that tell of their attention; in the mean, if there are several."""
+
+    sequence: int
+    run: QueryRun
+    own: list[Keys]
+    """Behind the context."""
+
+
+class View(NamedTuple):
+    """What sequences have in common whose rows are told together: they see a context alike, and the same layers
+    count."""
+
+    parts: tuple[Part, ...]
+    hidden: tuple[Positions, ...]
+    size: int
+    layers: tuple[int, ...]
+
+    @property
+    def num_spans(self) -> int:
+        return sum(ceil_div(part.end - part.start, self.size) for part in self.parts)
+
+
+class Asked(NamedTuple):
+    """Sequences that are told together."""
+
+    view: View
+    context: list[Keys]
+    tellers: list[Teller]
+
+    @property
+    def num_columns(self) -> int:
+        return self.view.num_spans + NUM_OTHER_SHARES
+
+
+def asked(ledger: Ledger, queries: Iterable[tuple[Row, Query]], full_layers: Sequence[int]) -> list[Asked]:
+    """Whatever rows tell, in an order that is the same on all ranks. Layers that do not see all keys never count."""
+    found: dict[View, Asked] = {}
+    for row, query in queries:
+        if row.spans is None or not (row.spans.of_all_rows or row.token_index >= 0):
+            continue
+        layers = tuple(layer for layer in full_layers if not row.spans.layers or layer in row.spans.layers)
+        if not layers:
+            continue
+        segments = set(row.path[: row.spans.num_segments])
+        parts = tuple(part for part in query.parts if part.segment in segments)
+        view = View(parts, row.hidden, row.spans.size, layers)
+        if view not in found:
+            found[view] = Asked(view, list(_context_keys(ledger, view)), [])
+        behind = [part for part in query.parts if part.segment not in segments]
+        own = list(_own_keys(ledger, behind, row.spans, view.num_spans))
+        found[view].tellers.append(Teller(row.sequence, _counted(query.run, row.spans), own))
+    return list(found.values())
+
+
+def _counted(run: QueryRun, spans: Spans) -> QueryRun:
+    """The rows that count."""
+    return run if spans.of_all_rows else QueryRun(run.end - 1, run.end, run.row + run.end - 1 - run.start)
+
+
+def _context_keys(ledger: Ledger, view: View) -> Iterator[Keys]:
+    column = 0
+    for part in view.parts:
+        for low, high in without(part.start, part.end, view.hidden):
+            for held in joined(ledger.held(part.segment, low, high)):
+                number, before = divmod(held.start - part.start, view.size)
+                yield Keys(held.start, held.slot, held.end - held.start, column + number, before, view.size)
+        column += ceil_div(part.end - part.start, view.size)
+
+
+def _own_keys(ledger: Ledger, parts: Iterable[Part], spans: Spans, num_spans: int) -> Iterator[Keys]:
+    for part in parts:
+        edge = min(max(spans.prompt_end, part.start), part.end)
+        for low, high, other in ((part.start, edge, PROMPT), (edge, part.end, ANSWER)):
+            for held in joined(ledger.held(part.segment, low, high)):
+                count = held.end - held.start
+                yield Keys(held.start, held.slot, count, num_spans + other, 0, count)

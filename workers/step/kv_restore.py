@@ -1,0 +1,78 @@
+"""Keys and values that come back from storage: the work of a step in which what was fetched is put into blocks.
+
+Nothing is written but blocks that hold nothing, and at the end all ranks tell whether they had what they needed: until
+then nobody takes anything for held.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+
+from longleaf.comm import Comm
+from longleaf.errors import KeysMissing
+from longleaf.positions import EVERY_RANK
+from longleaf.rank_protocol.step import Restore
+from longleaf.runs import Run, ceil_div
+from workers.kv_cache.block_table import Ledger
+from workers.kv_cache.slots import Slots
+from workers.kv_io.kv_piece import Piece
+
+NONE = -1
+
+Find = Callable[[int], Piece | None]
+"""What was fetched under a ticket."""
+
+
+def restore(work: Restore, comm: Comm | None, pool: Slots, ledger: Ledger, find: Find) -> None:
+    """Carries out a restore; all ranks do at the same time. `comm` is None for a rank that is alone.
+
+    Raises ValueError for one that makes no sense, and KeysMissing, on every rank, where one has not fetched what it
+    needed: then the ledger says what it said before.
+    """
+    check(work, comm.world_size if comm else 1, pool.block_size)
+    ledger.check_free(work.segment, work.start, work.runs)
+    missing = NONE
+    for ticket, runs, of_windows in wanted(work, ledger.rank):
+        if not take_in(find(ticket), runs, pool, of_windows=of_windows):
+            missing = ticket
+    settle(comm, pool.device, missing)
+    ledger.restore(work.segment, work.start, work.runs, work.window_runs)
+
+
+def check(work: Restore, world_size: int, block_size: int) -> None:
+    """Raises ValueError unless each run has blocks for its positions, which nothing else goes to, and each portion is
+    on one rank."""
+    places = Counter((run.rank, block) for run in (*work.runs, *work.window_runs) for block in run.blocks)
+    if places and places.most_common(1)[0][1] > 1:
+        raise ValueError("a block is twice in a restore")
+    for run in (*work.runs, *work.window_runs):
+        if not len(run) or len(run.blocks) != ceil_div(len(run), block_size) or run.start < work.start:
+            raise ValueError(f"a run cannot be restored as {run}")
+    ranks = [{run.rank for run in portion.runs} for portion in work.portions]
+    if any(len(found) != 1 or not found <= set(range(world_size)) for found in ranks):
+        raise ValueError("a portion is not on one rank")
+    if any(run.rank != EVERY_RANK for run in work.window_runs):
+        raise ValueError("a window is not on every rank")
+
+
+def wanted(work: Restore, rank: int) -> list[tuple[int, tuple[Run, ...], bool]]:
+    """The ticket and the runs of what this rank takes in, and whether it is of windows."""
+    own = [(portion.ticket, portion.runs, False) for portion in work.portions if portion.runs[0].rank == rank]
+    return [*own, (work.window_ticket, work.window_runs, True)] if work.window_runs else own
+
+
+def take_in(piece: Piece | None, runs: tuple[Run, ...], pool: Slots, *, of_windows: bool) -> bool:
+    """Puts a part of a piece into the blocks of runs; whether it has that part."""
+    if piece is None or piece.of_windows != of_windows or (numbers := piece.find(runs, pool.block_size)) is None:
+        return False
+    piece.restore(pool, numbers, [block for run in runs for block in run.blocks])
+    return True
+
+
+def settle(comm: Comm | None, device: str, missing: int) -> None:
+    """Returns when all ranks are here, and none lacks anything. Raises KeysMissing otherwise."""
+    told = torch.tensor([missing], device=device)
+    for rank, ticket in enumerate((comm.all_gather(told) if comm else told).flatten().tolist()):
+        if ticket != NONE:
+            raise KeysMissing(rank, ticket)

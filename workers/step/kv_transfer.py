@@ -1,0 +1,142 @@
+"""Keys and values that go from rank to rank: the one work of a step in which no model runs.
+
+In each round a rank sends the content of some blocks to at most one other, and receives from at most one. Behind it
+travels its checksum, of which the receiver tells all at the end: none of them goes on before every one has what came to
+it. Nothing is written but blocks that hold nothing, so until then all is still where it was.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from longleaf.comm import Comm
+from longleaf.errors import KeysDamaged
+from longleaf.rank_protocol.step import Move, Transfer
+from workers.kv_cache.block_bytes import Content
+from workers.kv_cache.block_table import Ledger
+from workers.kv_cache.slots import Slots
+
+PIECE_BYTES = 16 << 20
+"""Bytes that a rank sends at once, at most, unless a block has more of them. They are there some four times over."""
+DIGEST_BYTES = 32
+NOBODY = -1
+
+
+class Parcel(NamedTuple):
+    """Blocks that go from a rank to another one in a round."""
+
+    source: int
+    target: int
+    source_blocks: Sequence[int]
+    target_blocks: Sequence[int]
+
+
+def move(work: Move, comm: Comm | None, pool: Slots, ledger: Ledger) -> None:
+    """Carries out a move; all ranks do at the same time. `comm` is None for a rank that is alone.
+
+    Raises ValueError for a move that makes no sense, and KeysDamaged, on every rank, where something came otherwise
+    than it was sent: then the ledger says what it said before.
+    """
+    check(work.transfers, comm.world_size if comm else 1)
+    ledger.check(work.transfers)
+    if comm is not None:
+        carriage = Carriage(comm, Content(pool))
+        for parcels in rounds(work.transfers, carriage.most_blocks):
+            carriage.exchange(parcels)
+        blocks = [block for run in work.windows for block in run.blocks]
+        handing = Carriage(comm, Content(pool, of_windows=True))
+        for first in range(0, len(blocks), handing.most_blocks):
+            handing.hand_out(blocks[first : first + handing.most_blocks])
+        settle(comm, pool.device, max(carriage.damaged_by, handing.damaged_by))
+    ledger.move(work.transfers)
+
+
+def check(transfers: Sequence[Transfer], world_size: int) -> None:
+    """Raises ValueError unless each run goes to another rank, as a whole, and over nothing that is held or goes
+    there too."""
+    sources = [(t.source.rank, block) for t in transfers for block in t.source.blocks]
+    targets = [(t.target.rank, block) for t in transfers for block in t.target.blocks]
+    if len({*sources, *targets}) < len(sources) + len(targets):
+        raise ValueError("a block is twice in a move")
+    for _, source, target in ((t.segment, t.source, t.target) for t in transfers):
+        is_same = (source.start, source.end, len(source.blocks)) == (target.start, target.end, len(target.blocks))
+        if not is_same or source.rank == target.rank or not 0 <= target.rank < world_size:
+            raise ValueError(f"a run cannot move from {source} to {target}")
+
+
+def rounds(transfers: Sequence[Transfer], most_blocks: int) -> Iterator[list[Parcel]]:
+    """What goes in each round, up to so many blocks in a parcel. Of ranks that have more to do the longest lists go
+    first."""
+    left: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for transfer in transfers:
+        source, target = transfer.source, transfer.target
+        left.setdefault((source.rank, target.rank), []).extend(zip(source.blocks, target.blocks, strict=True))
+    while left:
+        parcels: list[Parcel] = []
+        for source, target in sorted(left, key=lambda pair: (-len(left[pair]), pair)):
+            if all(source != parcel.source and target != parcel.target for parcel in parcels):
+                pairs = left[source, target]
+                parcels.append(Parcel(source, target, *zip(*pairs[:most_blocks], strict=True)))
+                left[source, target] = pairs[most_blocks:]
+        left = {pair: blocks for pair, blocks in left.items() if blocks}
+        yield parcels
+
+
+class Carriage:
+    """One rank's end of the exchanges in which content travels."""
+
+    def __init__(self, comm: Comm, content: Content) -> None:
+        self._comm = comm
+        self._content = content
+        self.most_blocks = max(1, PIECE_BYTES // max(1, content.bytes_per_block))
+        self.damaged_by = NOBODY
+        """A rank from which something came otherwise than it was sent."""
+
+    def exchange(self, parcels: Sequence[Parcel]) -> None:
+        """Sends this rank's parcel of a round, if there is one, and takes in the one that comes here."""
+        rank = self._comm.rank
+        sent = next((parcel for parcel in parcels if parcel.source == rank), None)
+        coming = next((parcel for parcel in parcels if parcel.target == rank), None)
+        packed = self._pack(sent.source_blocks if sent else (), max(len(parcel.source_blocks) for parcel in parcels))
+        to, source = sent.target if sent else rank, coming.source if coming else rank
+        received = self._comm.permute(packed, to, source)
+        if coming:
+            self._take_in(received, coming.target_blocks, source)
+
+    def hand_out(self, blocks: Sequence[int]) -> None:
+        """Gives all ranks what rank 0 has in some blocks, into the same ones."""
+        is_first = self._comm.rank == 0
+        received = self._comm.broadcast(self._pack(blocks if is_first else (), len(blocks)))
+        if not is_first:
+            self._take_in(received, blocks, 0)
+
+    def _pack(self, blocks: Sequence[int], room: int) -> Tensor:
+        """The content of blocks and its checksum, in room for so many blocks: exchanges are of one size on all
+        ranks."""
+        content = self._content.export(blocks).flatten()
+        digest = torch.frombuffer(bytearray(digest_of(content)), dtype=torch.uint8).to(content.device)
+        padding = content.new_zeros((room - len(blocks)) * self._content.bytes_per_block)
+        return torch.cat([digest, content, padding])
+
+    def _take_in(self, received: Tensor, blocks: Sequence[int], source: int) -> None:
+        size = self._content.bytes_per_block
+        content = received[DIGEST_BYTES:][: len(blocks) * size]
+        if bytes(received[:DIGEST_BYTES].tolist()) == digest_of(content):
+            self._content.restore(blocks, content.view(len(blocks), size))
+        else:
+            self.damaged_by = source
+
+
+def digest_of(content: Tensor) -> bytes:
+    """The blake3 of bytes."""
+    return blake3(content.cpu().numpy().data).digest()
+
+
+def settle(comm: Comm, device: str, damaged_by: int) -> None:
+    """Returns when all ranks are here, and none has been sent what was damaged. Raises KeysDamaged otherwise."""
+    for target, source in enumerate(comm.all_gather(torch.tensor([damaged_by], device=device)).flatten().tolist()):
+        if source != NOBODY:
+            raise KeysDamaged(source, target)
