@@ -5,7 +5,7 @@ the process lives and what is done beside the steps, and hears that an epoch has
 message costs tens of microseconds, a Ray call milliseconds.
 
 Whoever is no member is refused while connecting (coordinator.cluster.member_auth), and a member is heard for itself
-only: what else arrives is ignored and counted. """
+only: what else arrives is ignored and counted."""
 
 import asyncio
 from collections.abc import Callable, Iterable

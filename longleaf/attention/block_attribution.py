@@ -59,7 +59,7 @@ def table(rows: Sequence[tuple[int, ...]], width: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """Where entries count: tables of int64, on the CPU, in the order of the structs of shares.c.
+    """Where entries count: tables of int64, on the CPU, in the order of the structs of block_attribution.c.
 
     The rows of a teller are told together, in the mean. A run is entries [first, end) of a row of a read; they count
     into columns from `column` on, `per_column` of them each, and `before` of the first one's lie before them.

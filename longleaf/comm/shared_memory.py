@@ -1,9 +1,8 @@
 """Ranks of one machine as processes that meet in shared memory: the Comm of CPU ranks of one node.
 
 A segment is a file in /dev/shm with a header and two boards. In every step each rank writes its message on one of them,
-all meet, and all read it (meet.c, which says why that is enough). Results are views of the board: valid until this
-rank's next operation. Messages that are larger than a rank's share of a board go in pieces and are copied out.
-"""
+all meet, and all read it (shm_rendezvous.c, which says why that is enough). Results are views of the board: valid until
+this rank's next operation. Messages that are larger than a rank's share of a board go in pieces and are copied out. """
 
 import ctypes
 import functools
@@ -19,8 +18,8 @@ import torch
 from torch import Tensor
 
 from longleaf.comm.base import ReduceOp, Transport
-from longleaf.comm.meet import KIND_BITS, Kind, Library, Place, Status
 from longleaf.comm.shm_cleanup import FOLDER, Maker, sweep
+from longleaf.comm.shm_rendezvous import KIND_BITS, Kind, Library, Place, Status
 from longleaf.errors import Fenced, RanksDisagree, WorkerLost
 from longleaf.formatting import human_seconds
 from longleaf.resources import num_processors

@@ -10,7 +10,7 @@ from longleaf.attention.block_attribution import BLOCK, NO_EDGE, BlockSums, Colu
 from longleaf.attention.masks import Read, Reads
 from longleaf.kernels import int8
 from longleaf.kernels.backend import TellingBackend
-from longleaf.kernels.cpu.shares import NativeShares
+from longleaf.kernels.cpu.block_attribution import NativeShares
 from longleaf.kernels.gpu.backend import TritonKernels
 from tests.support.attention.partials import seeds
 from tests.support.attention.told import Dense, check_told, drawn_reads

@@ -108,7 +108,7 @@ def _columns(reads: Sequence[Read], told: Sequence[ToldRead], seen: dict[int, li
 
 
 def _run(reads: Sequence[Read], told: Sequence[ToldRead], piece: Piece) -> tuple[int, ...]:
-    """The read's number, then what shares.c is told of entries and columns. Raises CutApart."""
+    """The read's number, then what block_attribution.c is told of entries and columns. Raises CutApart."""
     read, edge, keys = reads[piece.read], told[piece.read].edge, piece.keys
     if piece.low not in (read.slot_start, edge) and piece.low % BLOCK:
         raise CutApart

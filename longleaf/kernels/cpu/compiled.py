@@ -7,10 +7,10 @@ from torch import Tensor
 from longleaf.attention.masks import Read
 from longleaf.attention.partial import Partial
 from longleaf.kernels.backend import Int8Layer, check_shapes
+from longleaf.kernels.cpu.block_attribution import NativeShares
 from longleaf.kernels.cpu.decode import NativeDecode
 from longleaf.kernels.cpu.flash import Flash
 from longleaf.kernels.cpu.fold import NativeFold
-from longleaf.kernels.cpu.shares import NativeShares
 
 
 class Compiled(Flash):

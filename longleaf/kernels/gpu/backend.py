@@ -14,10 +14,10 @@ from longleaf.attention.partial import Partial
 from longleaf.kernels.backend import Int8Layer, check_shapes, lies_in
 from longleaf.kernels.gpu import constants
 from longleaf.kernels.gpu.block_sums import bags_of, told_arguments, told_numbers
+from longleaf.kernels.gpu.device.block_attribution import add_shares
 from longleaf.kernels.gpu.device.decode import attend_items
 from longleaf.kernels.gpu.device.fold import fold_items, fold_packed, pack_rows
 from longleaf.kernels.gpu.device.int8 import attend_items_int8
-from longleaf.kernels.gpu.device.shares import add_shares
 from longleaf.kernels.gpu.device.store import store_int8, store_tokens
 from longleaf.kernels.gpu.launch import Launcher, launch
 from longleaf.kernels.gpu.tables import DeviceWork, Tables, ToldStretches, WorkKey

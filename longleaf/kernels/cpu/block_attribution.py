@@ -1,4 +1,4 @@
-"""The compiled sum of what a CPU rank's decode kernel told of blocks of keys, from shares.c."""
+"""The compiled sum of what a CPU rank's decode kernel told of blocks of keys, from block_attribution.c."""
 
 import ctypes
 from pathlib import Path
@@ -8,7 +8,7 @@ from torch import Tensor
 from longleaf import c_extension
 from longleaf.attention.block_attribution import Columns
 
-SOURCE = Path(__file__).with_name("shares.c")
+SOURCE = Path(__file__).with_name("block_attribution.c")
 FLAGS = ("-O3", "-march=native")
 
 

@@ -1,4 +1,5 @@
-"""The functions of meet.c, by which ranks of one machine meet in shared memory, and the numbers that it knows, too."""
+"""The functions of shm_rendezvous.c, by which ranks of one machine meet in shared memory, and the numbers that it
+knows, too."""
 
 import ctypes
 from enum import IntEnum
@@ -6,12 +7,12 @@ from pathlib import Path
 
 from longleaf import c_extension
 
-SOURCE = Path(__file__).with_name("meet.c")
+SOURCE = Path(__file__).with_name("shm_rendezvous.c")
 FLAGS = ("-O2", "-std=gnu11")
 
 
 class Status(IntEnum):
-    """What waiting for the others comes to; meet.c knows the same numbers."""
+    """What waiting for the others comes to; shm_rendezvous.c knows the same numbers."""
 
     WAITING = 0
     MET = 1
@@ -40,7 +41,7 @@ class Kind(IntEnum):
 
 
 class Place(ctypes.Structure):
-    """One rank's view of the segment; meet.c declares the same fields."""
+    """One rank's view of the segment; shm_rendezvous.c declares the same fields."""
 
     _fields_ = (
         ("meeting", ctypes.c_void_p),
@@ -56,7 +57,7 @@ class Place(ctypes.Structure):
 
 
 class Library:
-    """The functions of meet.c. Raises OSError where it cannot be compiled: no compiler, or no Linux."""
+    """The functions of shm_rendezvous.c. Raises OSError where it cannot be compiled: no compiler, or no Linux."""
 
     def __init__(self) -> None:
         library = c_extension.load(SOURCE, FLAGS)

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from longleaf.attention.block_attribution import BLOCK, BlockSums, Columns, table, told_read
 from longleaf.attention.masks import Reads
 from longleaf.kernels import int8
+from longleaf.kernels.cpu.block_attribution import NativeShares
 from longleaf.kernels.cpu.decode import NativeDecode
-from longleaf.kernels.cpu.shares import NativeShares
 from tests.support.attention.partials import seeds
 from tests.support.attention.told import Dense, check_told, drawn_reads
 
