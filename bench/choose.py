@@ -26,7 +26,7 @@ from bench.harness.ranks import Placement, Rank, run
 from bench.harness.timing import slowest
 from longleaf.attention import Partial
 from longleaf.kernels import registry
-from longleaf.merge import MERGES, Wire, choose_merge, make_merge
+from longleaf.merge import MERGES, PartialCodec, choose_merge, make_merge
 
 HEADS, DIM = 16, 128
 
@@ -67,7 +67,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def race(rank: Rank, repeats: int) -> Row:
     """On one rank: how long choosing took and what was chosen; by number of rows, the seconds of each merge's turns."""
-    groups, wire = list(rank.groups.values())[-1], Wire(registry.choose("auto", rank.device, torch.float32))
+    groups, wire = list(rank.groups.values())[-1], PartialCodec(registry.choose("auto", rank.device, torch.float32))
     rank.barrier()
     begin = time.perf_counter()
     chosen = choose_merge(groups, wire, HEADS, DIM, rank.device)

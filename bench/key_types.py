@@ -26,7 +26,7 @@ from longleaf.attention import Partial
 from longleaf.attention.masks import Read, Reads
 from longleaf.kernels import int8, registry
 from longleaf.kernels.backend import Backend, Int8Layer
-from longleaf.merge import Wire
+from longleaf.merge import PartialCodec
 
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TARGETS = {"bfloat16": 1.5, "float16": 1.5}
@@ -109,7 +109,7 @@ def quantized(k_KSD: Tensor, v_KSD: Tensor) -> Int8Layer:
 
 def differing(backend: Backend, step: "partial[Partial]", num_keys: int, dtype: torch.dtype) -> float:
     """Share of the elements of the answer that tell whether the keys lay on one rank or on several."""
-    wire, share = Wire(backend), num_keys // NUM_RANKS
+    wire, share = PartialCodec(backend), num_keys // NUM_RANKS
     shares = [Reads([Read(0, 1, low, low + share)]) for low in range(0, num_keys, share)]
     merged = wire.fold(torch.stack([wire.pack(step(reads)) for reads in shares])).out_THD
     whole = step(Reads([Read(0, 1, 0, num_keys)])).out_THD

@@ -37,7 +37,7 @@ from longleaf.comm import Groups
 from longleaf.comm.counting import counting
 from longleaf.config import MergeName
 from longleaf.kernels import registry
-from longleaf.merge import MERGES, Merge, Wire, make_merge
+from longleaf.merge import MERGES, Merge, PartialCodec, make_merge
 
 BASELINE = ("gloo", "paper")
 TOLERANCE = 1e-5
@@ -136,7 +136,7 @@ def summed(transport: str, counts: list[Row]) -> Row:
 def turns(rank: Rank, options: argparse.Namespace) -> dict[int, Row]:
     """On one rank: by batch, the seconds of each merge's turns, and what it did in one call."""
     found: dict[int, Row] = {}
-    wire = Wire(registry.choose("auto", rank.device, torch.float32))
+    wire = PartialCodec(registry.choose("auto", rank.device, torch.float32))
     for batch in options.batches:
         generator = torch.Generator().manual_seed(rank.rank)
         out = torch.randn(batch, options.heads, options.head_dim, generator=generator)
@@ -156,7 +156,7 @@ def turns(rank: Rank, options: argparse.Namespace) -> dict[int, Row]:
     return found
 
 
-def count(rank: Rank, key: Key, wire: Wire, partial: Partial, repeats: int) -> Row | None:
+def count(rank: Rank, key: Key, wire: PartialCodec, partial: Partial, repeats: int) -> Row | None:
     """What one call does; None for a merge that does not use the transport, as all but one between nodes."""
     transport, name = key
     groups: Groups = rank.groups[transport]

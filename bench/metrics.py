@@ -21,9 +21,9 @@ from bench.harness.machine import describe
 from bench.harness.timing import percentiles
 from coordinator.cluster.fakes import FakeRanks
 from coordinator.engine.engine import Engine
-from coordinator.engine_messages import Admitted, Document, Ended, Tokens
+from coordinator.engine_messages import Admitted, DocumentPrompt, Ended, Tokens
 from coordinator.telemetry.counters import Counts
-from coordinator.telemetry.metric_sources import Sources
+from coordinator.telemetry.metric_sources import MetricSources
 from coordinator.telemetry.metrics import Metrics
 from coordinator.telemetry.observers import CallRecord, Observers
 from longleaf.config import EngineConfig
@@ -64,11 +64,11 @@ async def scraped(num_ranks: int, num_tenants: int, num_contexts: int, repeats: 
     running = asyncio.create_task(engine.run())
     try:
         for number in range(num_contexts):
-            document = Document(context=f"tenant-{number % num_tenants}/c{number}", token_ids=range(TOKENS))
+            document = DocumentPrompt(context=f"tenant-{number % num_tenants}/c{number}", token_ids=range(TOKENS))
             [_ async for _ in engine.ingest(document)]
         for number in range(num_tenants):
             use(metrics, f"tenant-{number}")
-        sources = Sources(cluster=engine.cluster, counts=lambda: engine.counts, ranks_lost=lambda: 0)
+        sources = MetricSources(cluster=engine.cluster, counts=lambda: engine.counts, ranks_lost=lambda: 0)
         url = await metrics.start(sources, "127.0.0.1", 0)
         answers = [await timed(int(url.split(":")[2].partition("/")[0])) for _ in range(repeats + 1)][1:]
         held = [seconds_of(metrics.look) for _ in range(repeats)]

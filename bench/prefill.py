@@ -27,19 +27,19 @@ import torch.multiprocessing as mp
 from bench.harness.arguments import tell, unwind_on_terminate
 from bench.harness.machine import describe
 from bench.harness.subjects import RANDOM_LLAMA, subject
-from coordinator.kv_cache.block_placer import Placer
+from coordinator.kv_cache.block_placer import BlockPlacer
 from longleaf.comm import Groups
 from longleaf.comm.counting import CountingComm
-from longleaf.comm.process_group import Carrier, ProcessGroups, connect_store, open_store
+from longleaf.comm.process_group import ProcessGroups, TransportChoice, connect_store, open_store
 from longleaf.config import PrefillName, apply_environment, network_environment, rank_environment
 from longleaf.kernels import registry
-from longleaf.merge import Wire, make_merge
+from longleaf.merge import PartialCodec, make_merge
 from longleaf.network_interfaces import interface_of
 from longleaf.rank_protocol.step import Prefill
 from longleaf.runs import Run, ceil_div
 from longleaf.topology import Topology
-from workers.kv_cache.block_table import Ledger
-from workers.kv_cache.slots import Pool
+from workers.kv_cache.block_table import BlockTable
+from workers.kv_cache.slots import FloatKvPool
 from workers.model import model as models
 from workers.step.forward import Peers, PrefillDone, PrefillStep
 from workers.step.gathered_prefill import PastBuilder
@@ -65,21 +65,21 @@ class Reader:
         world_size = groups.world.world_size
         self._work, held = plan(past, chunk, world_size)
         num_blocks = 1 + max(block for run in (*held, *self._work.pieces) for block in run.blocks)
-        self._pool = Pool(model.layers, num_blocks, BLOCK_SIZE, model.dtype, model.device)
+        self._pool = FloatKvPool(model.layers, num_blocks, BLOCK_SIZE, model.dtype, model.device)
         generator = torch.Generator().manual_seed(rank)
         for tensor in (*self._pool.keys.values(), *self._pool.values.values()):
             tensor.normal_(generator=generator)
-        self._ledger = Ledger(rank, BLOCK_SIZE)
+        self._ledger = BlockTable(rank, BLOCK_SIZE)
         if held:
             self._ledger.put(PAST, held)
         self._backend = registry.choose("auto", model.device, model.dtype)
         self.comm = CountingComm(groups.world)
-        merge = make_merge("gather", Groups(groups.topology, self.comm, self.comm, None), Wire(self._backend))
+        merge = make_merge("gather", Groups(groups.topology, self.comm, self.comm, None), PartialCodec(self._backend))
         self._peers = Peers(self.comm, merge)
 
     def _inputs(self, way: PrefillName) -> InputBuilder:
         ledger, pool, layers, size = self._ledger, self._pool, self._model.layers, self.comm.world_size
-        pasts = PastBuilder(ledger, pool, layers, world_size=size, way=way, wire=Wire(self._backend))
+        pasts = PastBuilder(ledger, pool, layers, world_size=size, way=way, wire=PartialCodec(self._backend))
         return InputBuilder(ledger, pool, layers, world_size=size, pasts=pasts)
 
     @torch.inference_mode()
@@ -96,7 +96,7 @@ class Reader:
 
 def plan(past: int, chunk: int, world_size: int) -> tuple[Prefill, list[Run]]:
     """The chunk's work, and the runs of the past, read in chunks of the same size."""
-    placer = Placer([ceil_div(past, BLOCK_SIZE) + ceil_div(chunk, BLOCK_SIZE)] * world_size, BLOCK_SIZE)
+    placer = BlockPlacer([ceil_div(past, BLOCK_SIZE) + ceil_div(chunk, BLOCK_SIZE)] * world_size, BLOCK_SIZE)
     reservation = placer.reserve(placer.num_blocks)
     assert reservation is not None
     bounds = [*range(0, past, chunk), past, past + chunk]
@@ -139,7 +139,7 @@ def live(rank: int, folder: str, port: int, options: argparse.Namespace, output:
     store = connect_store(HOST, port)
     rows: list[Row] = []
     for epoch, transport in enumerate(options.transport, 1):
-        owner = ProcessGroups(rank, topology, store, epoch=epoch, timeout=TIMEOUT, carrier=Carrier(transport))
+        owner = ProcessGroups(rank, topology, store, epoch=epoch, timeout=TIMEOUT, carrier=TransportChoice(transport))
         for chunk, past in product(options.chunk, options.past):
             if rank == 0:
                 tell(f"{options.world_size} ranks, {transport}, {chunk} tokens after {past}")

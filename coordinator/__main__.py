@@ -38,7 +38,7 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 from msgspec.structs import fields
 
-from coordinator.actor import NAME, NAMESPACE, CoordinatorActor, Reply, describe
+from coordinator.actor import NAME, NAMESPACE, CoordinatorActor, StartResult, describe
 from coordinator.cluster import fork_server
 from coordinator.cluster.fork_server import StartMethod
 from coordinator.cluster.local_fleet import LocalFleet
@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> int:
     try:
         config = parse(arguments)
     except msgspec.ValidationError as error:
-        return report(Reply(error=_of_option(error), exit_code=BAD_INPUT))
+        return report(StartResult(error=_of_option(error), exit_code=BAD_INPUT))
     run = serve_on_ray if config.launcher == "ray" else serve_locally
     try:
         config.check()  # before Ray is waited for
@@ -97,12 +97,12 @@ def _of_option(error: msgspec.ValidationError) -> str:
     return f"--{path.strip('`').rpartition('.')[2].replace('_', '-')}: {told}"
 
 
-def tell_notes(reply: Reply) -> None:
+def tell_notes(reply: StartResult) -> None:
     for note in reply.notes:
         print(note, file=sys.stderr, flush=True)
 
 
-def announce(config: ServiceConfig, reply: Reply) -> None:
+def announce(config: ServiceConfig, reply: StartResult) -> None:
     tell_notes(reply)
     address = join_address(config.host, reply.port)
     told = msgspec.json.encode({"address": address}).decode() if config.as_json else f"{LISTENING}{address}"
@@ -112,13 +112,13 @@ def announce(config: ServiceConfig, reply: Reply) -> None:
         print(msgspec.json.encode({"http": reply.http}).decode() if config.as_json else told, flush=True)
 
 
-def report(reply: Reply, telemetry: TelemetryConfig = SILENT) -> int:
+def report(reply: StartResult, telemetry: TelemetryConfig = SILENT) -> int:
     if reply.error:
         print(logs.failed(telemetry, reply.error), file=sys.stderr, flush=True)
     return reply.exit_code
 
 
-def serve_locally(config: ServiceConfig) -> Reply:
+def serve_locally(config: ServiceConfig) -> StartResult:
     """The coordinator in this process, ranks as descendants of it."""
     method = fork_server.start(config.engine, ["workers.preload"])
     try:
@@ -127,7 +127,7 @@ def serve_locally(config: ServiceConfig) -> Reply:
         fork_server.kill()
 
 
-async def _serve_here(config: ServiceConfig, method: StartMethod) -> Reply:
+async def _serve_here(config: ServiceConfig, method: StartMethod) -> StartResult:
     rank_main = partial(worker_main, telemetry=config.telemetry)
     actor = CoordinatorActor(config, partial(LocalFleet, rank_main, method, fork_server.kill))
     loop = asyncio.get_running_loop()
@@ -148,7 +148,7 @@ async def _serve_here(config: ServiceConfig, method: StartMethod) -> Reply:
     return reply
 
 
-class Signals:
+class ShutdownSignals:
     """Signals so far that ask for the end."""
 
     def __init__(self) -> None:
@@ -161,7 +161,7 @@ class Signals:
         self.count += 1
 
 
-class Waiting:
+class WaitReporter:
     """Says on standard error what is waited for, now and every ten seconds."""
 
     def __init__(self, config: ServiceConfig) -> None:
@@ -187,15 +187,15 @@ class Waiting:
         print(msgspec.json.encode(told).decode() if is_json else line, file=sys.stderr, flush=True)
 
 
-def serve_on_ray(config: ServiceConfig) -> Reply:
+def serve_on_ray(config: ServiceConfig) -> StartResult:
     """The coordinator as a named actor on this machine, ranks as actors wherever Ray has slots."""
-    waiting = Waiting(config)
+    waiting = WaitReporter(config)
     say = partial(waiting.say, f"the Ray cluster at {config.ray_address}")
     try:
         connection = connect(config.ray_address, config.engine.world_size, config.wait_for_ranks, say)
     except SystemExit:  # how Ray answers SIGTERM while it starts; what it started ends with this process
         leave()
-    signals = Signals()
+    signals = ShutdownSignals()
     for number in SIGNALS:  # only now: Ray put its own handlers in the place of earlier ones
         signal.signal(number, signals.take)
     try:
@@ -204,11 +204,11 @@ def serve_on_ray(config: ServiceConfig) -> Reply:
         connection.close()
 
 
-def _serve_actor(config: ServiceConfig, signals: Signals, waiting: Waiting) -> Reply:
+def _serve_actor(config: ServiceConfig, signals: ShutdownSignals, waiting: WaitReporter) -> StartResult:
     ray = ray_package()
     actor = _place(config)
     follow = partial(_follow, actor, signals, config.drain_seconds + STOP_SECONDS)
-    reply = Reply()
+    reply = StartResult()
     try:
         reply = follow(actor.start.remote(), partial(_say_missing, actor, waiting))
         if reply.port:
@@ -217,7 +217,7 @@ def _serve_actor(config: ServiceConfig, signals: Signals, waiting: Waiting) -> R
                 tell_notes(reply)
     except ray.exceptions.RayError as error:
         if not signals.count:  # else Ray may have been ended with this
-            reply = Reply(error=f"the coordinator died: {type(error).__name__}; {_remedy(config)}", exit_code=1)
+            reply = StartResult(error=f"the coordinator died: {type(error).__name__}; {_remedy(config)}", exit_code=1)
     finally:
         with suppress(ray.exceptions.RayError):
             if not reply.error:
@@ -233,7 +233,7 @@ def _remedy(config: ServiceConfig) -> str:
     return f"start the service again with --data-dir {config.data.data_dir}, where all is that was acknowledged"
 
 
-def _say_missing(actor: Any, waiting: Waiting) -> None:
+def _say_missing(actor: Any, waiting: WaitReporter) -> None:
     """What slots are waited for, if any."""
     ray = ray_package()
     with suppress(ray.exceptions.GetTimeoutError):  # the actor is not there yet
@@ -258,8 +258,12 @@ def _place(config: ServiceConfig) -> Any:
 
 
 def _follow(
-    actor: Any, signals: Signals, most_seconds: float, reference: Any, meanwhile: Callable[[], None] = lambda: None
-) -> Reply:
+    actor: Any,
+    signals: ShutdownSignals,
+    most_seconds: float,
+    reference: Any,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> StartResult:
     """The call's reply. The actor is told of every signal, and given up when it does not end in `most_seconds`."""
     ray, num_told = ray_package(), 0
     while True:
@@ -270,7 +274,7 @@ def _follow(
         if done:
             return ray.get(reference)
         if signals.count and time.monotonic() > signals.first + most_seconds:
-            return Reply()
+            return StartResult()
         meanwhile()
 
 

@@ -9,11 +9,11 @@ from contextlib import suppress
 import msgspec
 
 from coordinator.cluster.ports import Fleet
-from coordinator.service import Loading, Service
+from coordinator.service import Service, StartupProgress
 from coordinator.settings import ServiceConfig
 from coordinator.telemetry import logs
 from longleaf.config import DataConfig, EngineConfig
-from longleaf.errors import EpochBroken, InvalidArgument, LongleafError, WorkerLost
+from longleaf.errors import GroupFailed, InvalidArgument, LongleafError, RankLost
 from longleaf.launch import BAD_INPUT
 from longleaf.service_settings import SecurityConfig, TelemetryConfig, flag_of, in_flags
 
@@ -25,7 +25,7 @@ MAX_NEWS = 1000
 """Lines that are kept for whoever asks next."""
 
 
-class Reply(msgspec.Struct, frozen=True):
+class StartResult(msgspec.Struct, frozen=True):
     """How a call went: the port when the service is ready, else what to tell the user and the process's exit code."""
 
     port: int = 0
@@ -43,18 +43,18 @@ SETTINGS = frozenset(name for part in PARTS for name in part.__struct_fields__)
 """All of them are options of the command line."""
 
 
-def describe(error: Exception) -> Reply:
+def describe(error: Exception) -> StartResult:
     """Settings that cannot work are the user's to change (exit code 2); everything else is a failure (1)."""
     if not isinstance(error, LongleafError):
-        return Reply(error=repr(error), exit_code=FAILED)
+        return StartResult(error=repr(error), exit_code=FAILED)
     told = str(error)
     if isinstance(error, InvalidArgument) and error.field in SETTINGS:
         told = f"{flag_of(error.field)}: {error.description}"
-    code = FAILED if isinstance(error, WorkerLost | EpochBroken) else BAD_INPUT
-    return Reply(error=in_flags(told, SETTINGS), exit_code=code)
+    code = FAILED if isinstance(error, RankLost | GroupFailed) else BAD_INPUT
+    return StartResult(error=in_flags(told, SETTINGS), exit_code=code)
 
 
-class News(logging.Handler):
+class StartupLogBuffer(logging.Handler):
     """The lines that the coordinator logs, until they are told; while nobody asks, the last `limit` of them, and how
     many there were before. Needs a running event loop."""
 
@@ -107,10 +107,10 @@ class CoordinatorActor:
         self._service = Service(config, make_fleet())
         self._telemetry = config.telemetry
         self._is_stopping = False
-        self._news: News | None = None
+        self._news: StartupLogBuffer | None = None
         self._ending: asyncio.Task[None] | None = None
 
-    async def start(self) -> Reply:
+    async def start(self) -> StartResult:
         """Brings the service up, unless it is ended meanwhile."""
         starting = asyncio.create_task(self._service.start())
         ending = asyncio.create_task(self._service.wait_drained())
@@ -119,15 +119,15 @@ class CoordinatorActor:
         if not starting.done():
             starting.cancel()
             await asyncio.wait([starting])
-            return Reply()
+            return StartResult()
         try:
             notes = logs.noted(self._telemetry, self._service.notes)
-            return Reply(port=starting.result(), http=self._service.http, notes=notes)
+            return StartResult(port=starting.result(), http=self._service.http, notes=notes)
         except Exception as error:
             await self._service.stop()
             return describe(error)
 
-    async def loading(self) -> Loading:
+    async def loading(self) -> StartupProgress:
         """How far the start is."""
         return self._service.loading
 
@@ -135,27 +135,27 @@ class CoordinatorActor:
         """Ends the service: `start` or `wait` returns when it is drained, and at once when this is called again."""
         self._service.drain()
 
-    async def wait(self, until_news: bool = False) -> Reply:
+    async def wait(self, until_news: bool = False) -> StartResult:
         """Waits until the service is drained, and to be stopped; when it has failed, ends it first. With `until_news`,
         returns notes whenever there are some; then, unless there is an error, it is to be called again."""
         self._ending = self._ending or asyncio.create_task(self._service.wait())
         if until_news and (notes := await self._wait_for_news(self._ending)):
-            return Reply(notes=notes)
+            return StartResult(notes=notes)
         try:
             await self._ending
         except asyncio.CancelledError:
-            return Reply()
+            return StartResult()
         except Exception as error:
             if self._is_stopping:
-                return Reply()
+                return StartResult()
             await self._service.stop()
             return msgspec.structs.replace(describe(error), exit_code=FAILED, notes=self._last_news())
-        return Reply()
+        return StartResult()
 
     async def _wait_for_news(self, ending: asyncio.Task[None]) -> tuple[str, ...]:
         """What there is to tell, once there is something, or the service has ended."""
         if self._news is None:
-            self._news = News(logs.formatter(self._telemetry))
+            self._news = StartupLogBuffer(logs.formatter(self._telemetry))
             for name in logs.LOGGERS:
                 logging.getLogger(name).addHandler(self._news)
         waiting = asyncio.create_task(self._news.wait())
@@ -163,11 +163,11 @@ class CoordinatorActor:
         waiting.cancel()
         return self._news.take()
 
-    async def stop(self) -> Reply:
+    async def stop(self) -> StartResult:
         """Takes the service down; notes what there was to tell of that."""
         self._is_stopping = True
         await self._service.stop()
-        return Reply(notes=self._last_news())
+        return StartResult(notes=self._last_news())
 
     def _last_news(self) -> tuple[str, ...]:
         """What there is to tell, after which there is nothing more."""

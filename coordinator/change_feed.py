@@ -16,7 +16,7 @@ SECONDS_PER_WATCHER = 0.01
 RETRY_SECONDS = 5.0
 
 
-class Changes:
+class ChangeCounter:
     """Counts what changed, until it is over. Noting a change that nobody waits for costs next to nothing."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Changes:
 
 
 @dataclass(frozen=True)
-class Sight(Generic[T]):
+class WatchState(Generic[T]):
     """What was seen, when, and after how many changes. What is equal to what was seen before is the same object."""
 
     count: int
@@ -66,7 +66,7 @@ class Sight(Generic[T]):
     seen: T
 
 
-class Watch(Generic[T]):
+class CoalescingWatch(Generic[T]):
     """Shows what `look` sees to all who watch, `max_watchers` at most. `clock` counts seconds.
 
     One look serves them all, and each is told once in `spacing` seconds for each of them: many cost no more than one.
@@ -75,7 +75,7 @@ class Watch(Generic[T]):
     def __init__(
         self,
         look: Callable[[], T],
-        changes: Changes,
+        changes: ChangeCounter,
         max_watchers: int = MAX_WATCHERS,
         spacing: float = SECONDS_PER_WATCHER,
         clock: Callable[[], float] = time.monotonic,
@@ -86,7 +86,7 @@ class Watch(Generic[T]):
         self._spacing = spacing
         self._clock = clock
         self._num_watchers = 0
-        self._sight: Sight[T] | None = None
+        self._sight: WatchState[T] | None = None
 
     @property
     def _interval(self) -> float:
@@ -110,14 +110,14 @@ class Watch(Generic[T]):
         finally:
             self._num_watchers -= 1
 
-    def _latest(self) -> "Sight[T]":
+    def _latest(self) -> "WatchState[T]":
         last = self._sight
         if last is None or self._is_old(last):
             count, seen = self._changes.count, self._look()
             same = last.seen if last is not None and last.seen == seen else seen
-            self._sight = last = Sight(count, self._clock(), same)
+            self._sight = last = WatchState(count, self._clock(), same)
         return last
 
-    def _is_old(self, sight: "Sight[T]") -> bool:
+    def _is_old(self, sight: "WatchState[T]") -> bool:
         is_due = self._changes.is_over or self._clock() - sight.time >= self._interval
         return self._changes.count > sight.count and is_due

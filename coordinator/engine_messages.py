@@ -8,14 +8,14 @@ import msgspec
 
 from longleaf.document_text import DocumentText
 from longleaf.errors import LongleafError
-from longleaf.rank_protocol.step import Attention, Comparison
+from longleaf.rank_protocol.step import Attention, ComparisonRow
 from longleaf.sampling import Sampling, Token
-from longleaf.types import UNCHANGED, Claimed, ContextSettings, Progress, Recovering, TokenRange
+from longleaf.types import UNCHANGED, ContextSettings, Progress, Recovering, SchedulingOptions, TokenRange
 
 EndReason = Literal["end_token", "length", "stop_token"]
 
 
-class Claim(Claimed, frozen=True, kw_only=True):
+class SchedulingClaim(SchedulingOptions, frozen=True, kw_only=True):
     """What a request may claim against others."""
 
     deadline: float | None = None
@@ -32,15 +32,15 @@ class Claim(Claimed, frozen=True, kw_only=True):
         """When the request is ended, wherever it is; None while somebody else sees to that."""
         return None if self.is_held else self.deadline
 
-    def outranks(self, other: "Claim") -> bool:
+    def outranks(self, other: "SchedulingClaim") -> bool:
         """By its priority, which counts inside of a tenant alone."""
         return self.tenant == other.tenant and self.priority > other.priority
 
 
-NO_CLAIM = Claim()
+NO_CLAIM = SchedulingClaim()
 
 
-class Grounds(msgspec.Struct, frozen=True, kw_only=True):
+class AttributionContext(msgspec.Struct, frozen=True, kw_only=True):
     """A context as it is now, and what can be told of where answers about it come from."""
 
     segments: tuple[int, ...]
@@ -61,16 +61,18 @@ class Grounds(msgspec.Struct, frozen=True, kw_only=True):
         """Tokens of the context."""
         return self.ends[-1]
 
-    def cut(self, end: int) -> "Beginning":
+    def cut(self, end: int) -> "ContinuationPoint":
         """The first tokens of the context."""
         starts = (0, *self.ends)
-        return Beginning(tuple(each for each, start in zip(self.segments, starts, strict=False) if start < end), end)
+        return ContinuationPoint(
+            tuple(each for each, start in zip(self.segments, starts, strict=False) if start < end), end
+        )
 
 
 LAST_IDS = 16
 
 
-class Beginning(msgspec.Struct, frozen=True):
+class ContinuationPoint(msgspec.Struct, frozen=True):
     """Where a prompt goes on in a context that may be another one by now: after so many tokens, if it still begins with
     these segments."""
 
@@ -78,7 +80,7 @@ class Beginning(msgspec.Struct, frozen=True):
     end: int
 
 
-class Cuts(msgspec.Struct, frozen=True):
+class SpanLayout(msgspec.Struct, frozen=True):
     """How a context is cut into spans, and what counts of what falls on them."""
 
     size: int
@@ -89,7 +91,7 @@ class Cuts(msgspec.Struct, frozen=True):
     """Of the context."""
 
 
-class Found(msgspec.Struct, frozen=True):
+class ProbeResult(msgspec.Struct, frozen=True):
     """What a probe has found."""
 
     scores: tuple[float, ...] = ()
@@ -112,17 +114,17 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """Answers, each with its own tokens; number i is drawn with the seed i above that of sampling."""
     max_draft_tokens: int = 0
     """Most tokens to draft for an answer in a step."""
-    claim: Claim = NO_CLAIM
+    claim: SchedulingClaim = NO_CLAIM
     is_compared: bool = False
     """Compare its logits with those of plain attention. Such a prompt reads no keys of others, and leaves none."""
     generated: Mapping[int, Sequence[int]] | None = None
     """Where answers go on that were told in part: their ids so far, by sample. Samples that are not in it have ended.
     None: all begin."""
-    cuts: Cuts | None = None
+    cuts: SpanLayout | None = None
     """Tell of each token how much of the attention that produced it fell on which span of the context."""
     hidden: tuple[TokenRange, ...] = ()
     """Tokens of the context that nothing reads, in order. Nobody else reads the keys of such a prompt."""
-    beginning: Beginning | None = None
+    beginning: ContinuationPoint | None = None
     """Where it goes on, if not at the end of the context as it is."""
     is_probe: bool = False
     """Answers nothing: scores its last tokens, or else tells where all of its tokens attended in the mean."""
@@ -166,7 +168,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
         return "length" if num_generated >= self.sampling.max_tokens else None
 
 
-class Document(msgspec.Struct, frozen=True, kw_only=True):
+class DocumentPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens to read into a context."""
 
     context: str
@@ -180,7 +182,7 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
     """What its client calls this ingest, if anything."""
     text: DocumentText | None = None
     """Which text the tokens are, where that is known."""
-    claim: Claim = NO_CLAIM
+    claim: SchedulingClaim = NO_CLAIM
 
 
 class DocumentPart(msgspec.Struct, frozen=True, kw_only=True):
@@ -235,13 +237,13 @@ class Ended(msgspec.Struct, frozen=True):
     first_token_seconds: float
     decode_seconds: float
     sample: int = 0
-    comparison: Comparison | None = None
+    comparison: ComparisonRow | None = None
     """If the prompt asked for it."""
-    found: Found | None = None
+    found: ProbeResult | None = None
     """Of a probe."""
 
 
-class GivenUp(msgspec.Struct, frozen=True):
+class ContextDropped(msgspec.Struct, frozen=True):
     """A context that is gone, because the ranks that are left cannot hold it."""
 
     context: str

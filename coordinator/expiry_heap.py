@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 Key = TypeVar("Key", int, str)
 
 
-class Deadlines(Generic[Key]):
+class ExpiryHeap(Generic[Key]):
     """Deadlines by key; what has none is not in here. Nothing walks through all of them: they may be many."""
 
     def __init__(self) -> None:

@@ -11,26 +11,26 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from coordinator.auth.authenticator import Anybody, Authenticator
+from coordinator.auth.authenticator import AllowAnonymous, Authenticator
 from coordinator.auth.credentials import Credentials, unreachable
 from coordinator.cluster.ports import Fleet
-from coordinator.cluster.rank_manager import Control
-from coordinator.cluster.replacement_supervisor import Keeper
+from coordinator.cluster.rank_manager import RankManager
+from coordinator.cluster.replacement_supervisor import ReplacementSupervisor
 from coordinator.engine.engine import STOPPING, Engine
 from coordinator.grpc_server.certificates import Certificates
-from coordinator.grpc_server.gateway_process import DoorProcess
-from coordinator.grpc_server.server import LOADING_SECONDS, Server
-from coordinator.handlers.application import UseCases
-from coordinator.handlers.durable_uploads import KeptUploads
+from coordinator.grpc_server.gateway_process import GatewayProcess
+from coordinator.grpc_server.server import LOADING_SECONDS, GrpcServer
+from coordinator.handlers.application import Application
+from coordinator.handlers.durable_uploads import DurableUploads
 from coordinator.handlers.fair_share import TENANT_SHARE
 from coordinator.kv_cache.positions import UNLIMITED
 from coordinator.malloc_tuning import return_large
-from coordinator.persistence.open import Durability
+from coordinator.persistence.open import PersistentState
 from coordinator.settings import ServiceConfig
 from coordinator.telemetry.counters import Counts
-from coordinator.telemetry.metric_sources import Sources
+from coordinator.telemetry.metric_sources import MetricSources
 from coordinator.telemetry.observers import Observers
-from coordinator.telemetry.telemetry import Watching
+from coordinator.telemetry.telemetry import Telemetry
 from coordinator.text.checkpoint import read_sampling
 from coordinator.text.renderer import Renderer
 from coordinator.text.tokenizer import Tokenizer
@@ -57,7 +57,7 @@ GRACE_SECONDS = 2.0
 NOTHING_KEPT = "contexts are kept in memory alone, and end with this service: --data-dir DIR keeps them"
 
 
-class Loading(msgspec.Struct, frozen=True):
+class StartupProgress(msgspec.Struct, frozen=True):
     """How far the start is."""
 
     world_size: int
@@ -78,19 +78,19 @@ class Service:
         self._config = config
         self._fleet = fleet
         self._renderer = Renderer()
-        self._control: Control | None = None
-        self._keeper: Keeper | None = None
+        self._control: RankManager | None = None
+        self._keeper: ReplacementSupervisor | None = None
         self._engine: Engine | None = None
-        self._use_cases: UseCases | None = None
-        self._server: Server | None = None
+        self._use_cases: Application | None = None
+        self._server: GrpcServer | None = None
         self._loop: asyncio.Task[None] | None = None
-        self._durability: Durability | None = None
-        self._end = End()
+        self._durability: PersistentState | None = None
+        self._end = ShutdownState()
         is_open = config.security.credentials is None and config.security.tls_client_ca is None
         self._sampling_defaults = GREEDY
-        self._watching = Watching(config.telemetry, config.shown_name, config.launcher, is_open)
+        self._watching = Telemetry(config.telemetry, config.shown_name, config.launcher, is_open)
         self._observers = Observers()
-        self._door: DoorProcess | None = None
+        self._door: GatewayProcess | None = None
         self.http = ""
         """Address of the door for HTTP, if there is one."""
         self.notes: tuple[str, ...] = ()
@@ -98,7 +98,7 @@ class Service:
 
     async def start(self) -> int:
         """Opens the port, brings everything up and returns the port. Raises StartError, ModelRefused, InvalidArgument
-        or WorkerLost."""
+        or RankLost."""
         return_large()
         allow_files()
         sys.setswitchinterval(SWITCH_SECONDS)
@@ -106,7 +106,7 @@ class Service:
         self._observers = await self._watching.start()
         config = self._config.engine
         authenticator, certificates = self._authenticator(), Certificates.of(self._config.security)
-        self._server = Server(
+        self._server = GrpcServer(
             unread_timeout=config.unread_timeout,
             loading=self._not_yet,
             drain=self.answer_drain,
@@ -116,7 +116,7 @@ class Service:
             certificates=certificates,
         )
         if self._config.door.http is not None:
-            self._door = DoorProcess(self._config)
+            self._door = GatewayProcess(self._config)
         unix = self._door.socket if self._door is not None else None
         port = await self._server.start(self._config.host, self._config.port, unix)
         if self._door is not None:
@@ -130,13 +130,13 @@ class Service:
         if self._durability is not None:
             config = replace(config, snapshot_url=self._durability.snapshot_url)
         host = await self._fleet.reserve(config, self._config.wait_for_ranks)
-        self._control = Control(config, host, self._fleet.kill, self._fleet.where)
+        self._control = RankManager(config, host, self._fleet.kill, self._fleet.where)
         # without a limit of its own the model is bounded by the pool alone
         max_positions = tokenizer.checkpoint.max_positions or UNLIMITED
         self._engine = Engine(self._control, config, max_positions, durability=self._durability)
         await self._fleet.launch(config, self._control.invitations, self._control.lost)
         readies = await self._engine.start()
-        self._keeper = Keeper(self._control.roster, self._fleet, config, readies)
+        self._keeper = ReplacementSupervisor(self._control.roster, self._fleet, config, readies)
         kept = self._durability.notes if self._durability else (NOTHING_KEPT,)
         if self._durability is not None and isinstance(authenticator, Credentials):
             kept += unreachable((each.id for each in self._durability.kept.contexts), authenticator.tenants)
@@ -156,7 +156,7 @@ class Service:
         self._server.open(self._use_cases)
         return port
 
-    async def _start_health(self, server: Server) -> tuple[str, ...]:
+    async def _start_health(self, server: GrpcServer) -> tuple[str, ...]:
         """What there is to say of the port of health alone. Raises StartError."""
         if (port := self._config.security.health_port) is None:
             return ()
@@ -166,15 +166,15 @@ class Service:
     def _authenticator(self) -> Authenticator:
         """Raises InvalidArgument."""
         path = self._config.security.credentials
-        return Anybody() if path is None else Credentials.of(path)
+        return AllowAnonymous() if path is None else Credentials.of(path)
 
-    def _sources(self, authenticator: Authenticator, certificates: Certificates | None) -> Sources:
+    def _sources(self, authenticator: Authenticator, certificates: Certificates | None) -> MetricSources:
         """What metrics are read from."""
         file = authenticator if isinstance(authenticator, Credentials) else None
         files = {
             name: each for name, each in (("credentials", file), ("certificates", certificates)) if each is not None
         }
-        return Sources(
+        return MetricSources(
             cluster=self._cluster,
             counts=lambda: self._engine.counts if self._engine else Counts(),
             ranks_lost=lambda: self._control.num_lost if self._control else 0,
@@ -191,14 +191,14 @@ class Service:
             raise self._not_yet()
         return self._use_cases.cluster()
 
-    def _make_use_cases(self, engine: Engine, tokenizer: Tokenizer, describe: Callable[[], Cluster]) -> UseCases:
+    def _make_use_cases(self, engine: Engine, tokenizer: Tokenizer, describe: Callable[[], Cluster]) -> Application:
         journal = uploads = None
         if self._durability is not None:
             journal = self._durability.journal
-            uploads = KeptUploads(self._durability.catalog, self._durability.kept.uploads)
+            uploads = DurableUploads(self._durability.catalog, self._durability.kept.uploads)
             uploads.begin()
         share = 1.0 if self._config.security.credentials is None else TENANT_SHARE
-        return UseCases(
+        return Application(
             engine,
             tokenizer,
             describe,
@@ -210,15 +210,15 @@ class Service:
             sampling_defaults=self._sampling_defaults,
         )
 
-    async def _open_durability(self, config: EngineConfig) -> Durability | None:
+    async def _open_durability(self, config: EngineConfig) -> PersistentState | None:
         """Raises CatalogError."""
-        return None if self._config.data.data_dir is None else await Durability.open(self._config.data, config)
+        return None if self._config.data.data_dir is None else await PersistentState.open(self._config.data, config)
 
     @property
-    def loading(self) -> Loading:
+    def loading(self) -> StartupProgress:
         """How far the start is."""
         num_ready = self._control.num_ready if self._control is not None else 0
-        return Loading(self._config.engine.world_size, num_ready, self._fleet.num_missing)
+        return StartupProgress(self._config.engine.world_size, num_ready, self._fleet.num_missing)
 
     def _not_yet(self) -> Unavailable:
         return Unavailable(str(self.loading), LOADING_SECONDS)
@@ -244,7 +244,7 @@ class Service:
         return engine.positions.describe_model(model)
 
     async def wait(self) -> None:
-        """Returns when the service was drained or stopped; raises what ended it, for instance WorkerLost."""
+        """Returns when the service was drained or stopped; raises what ended it, for instance RankLost."""
         assert self._loop is not None
         drained = asyncio.create_task(self._end.drained.wait())
         await asyncio.wait([self._loop, drained], return_when=asyncio.FIRST_COMPLETED)
@@ -279,7 +279,7 @@ class Service:
             await self._tell(self._server, STOPPING + ("" if end.hurry.is_set() else waited))
         end.drained.set()
 
-    async def _tell(self, server: Server, reason: str) -> None:
+    async def _tell(self, server: GrpcServer, reason: str) -> None:
         """Ends all calls: first those that the engine answers, with what it has computed, then those that wait for
         something else, such as the next piece of a document."""
         if self._engine is not None:
@@ -335,7 +335,7 @@ class Service:
         await self._watching.stop()
 
 
-class End:
+class ShutdownState:
     """How far the end of a service is."""
 
     def __init__(self) -> None:

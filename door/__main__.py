@@ -1,6 +1,6 @@
 """Runs a door: `python -m door --server HOST:PORT --port 8000 ...`. `longleaf door` is this with a help page.
 
-Every field of DoorConfig is an option of the same name. Prints `listening on http://HOST:PORT`, or {"http": "..."},
+Every field of GatewayConfig is an option of the same name. Prints `listening on http://HOST:PORT`, or {"http": "..."},
 once it listens. A signal ends it. Exit code 0: it was ended; 2: the settings cannot work; 1: it failed.
 """
 
@@ -15,9 +15,9 @@ import msgspec
 import uvloop
 from msgspec.structs import fields
 
-from door.settings import DoorConfig
+from door.settings import GatewayConfig
 from longleaf.errors import InvalidArgument, StartError
-from longleaf.logs import Logs, Repeats, formatter_of
+from longleaf.logs import Logs, RepeatSuppressor, formatter_of
 from longleaf.service_settings import TelemetryConfig
 
 LISTENING = "listening on "
@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
     telemetry = TelemetryConfig(log_format=config.log_format, log_level=config.log_level)
     logs = Logs(telemetry, ("door", "longleaf"))
     for logger in ("door", "uvicorn.error", "asyncio"):
-        logging.getLogger(logger).addFilter(Repeats())
+        logging.getLogger(logger).addFilter(RepeatSuppressor())
     try:
         config.check()
         uvloop.run(serve(config, lambda url, metrics: announce(config, url, metrics)))
@@ -59,7 +59,7 @@ def leave(*_: object) -> NoReturn:
     os._exit(0)
 
 
-def announce(config: DoorConfig, url: str, metrics: str | None) -> None:
+def announce(config: GatewayConfig, url: str, metrics: str | None) -> None:
     """Says where it listens, and where its metrics are if it has some."""
     if config.as_json:
         found = {"http": url} | ({} if metrics is None else {"metrics": metrics})
@@ -70,15 +70,15 @@ def announce(config: DoorConfig, url: str, metrics: str | None) -> None:
     print(f"{LISTENING}{url}", flush=True)
 
 
-def parse(arguments: list[str]) -> DoorConfig:
+def parse(arguments: list[str]) -> GatewayConfig:
     """Raises SystemExit for what does not fit."""
     parser = argparse.ArgumentParser(prog="python -m door", argument_default=argparse.SUPPRESS)
-    for field in fields(DoorConfig):
+    for field in fields(GatewayConfig):
         choices = get_args(field.type) if get_origin(field.type) is Literal else None
         action = "append" if field.name == "allow_host" else "store"
         parser.add_argument(f"--{field.name.replace('_', '-')}", choices=choices, action=action)
     try:
-        return msgspec.convert(vars(parser.parse_args(arguments)), DoorConfig, strict=False)
+        return msgspec.convert(vars(parser.parse_args(arguments)), GatewayConfig, strict=False)
     except msgspec.ValidationError as error:
         told, _, path = str(error).rpartition(" - at ")
         parser.error(f"--{path.strip('`$.').replace('_', '-')}: {told}")

@@ -12,14 +12,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from door import cluster, static
-from door.bodies import Bodies
+from door.bodies import BodyReader
 from door.contexts import resources, upload
-from door.errors import Problem, problem_of
-from door.guards import Guards
-from door.models import KnownModel
+from door.errors import HttpProblem, problem_of
+from door.guards import OriginGuardMiddleware
+from door.models import ModelNameCache
 from door.openai import chat, completions, models
-from door.settings import DoorConfig
-from longleaf.client.proxy_client import Relay
+from door.settings import GatewayConfig
+from longleaf.client.proxy_client import ProxyClient
 from longleaf.errors import LongleafError
 
 ROUTES = (
@@ -42,10 +42,10 @@ ROUTES = (
 )
 
 
-def make_app(client: Relay, config: DoorConfig, ending: asyncio.Event) -> ASGIApp:
+def make_app(client: ProxyClient, config: GatewayConfig, ending: asyncio.Event) -> ASGIApp:
     """The application in front of the service of `client`. From `ending` on nobody is kept who only watches."""
     handlers: dict[Any, Callable[[Request, Any], Any]] = {
-        Problem: _on_problem,
+        HttpProblem: _on_problem,
         LongleafError: _on_error,
         HTTPException: _on_http,
         ClientDisconnect: _on_left,
@@ -53,9 +53,9 @@ def make_app(client: Relay, config: DoorConfig, ending: asyncio.Event) -> ASGIAp
     }
     app = Starlette(routes=list(_routes()), exception_handlers=handlers)
     app.router.redirect_slashes = False
-    app.state.client, app.state.model = client, KnownModel()
-    app.state.bodies, app.state.ending = Bodies(), ending
-    return Guards(app, config.allow_host, config.public_url)
+    app.state.client, app.state.model = client, ModelNameCache()
+    app.state.bodies, app.state.ending = BodyReader(), ending
+    return OriginGuardMiddleware(app, config.allow_host, config.public_url)
 
 
 def _routes() -> list[Route]:
@@ -74,7 +74,7 @@ def _by_method(endpoints: dict[str, Any]) -> Callable[[Request], Any]:
     return endpoint
 
 
-async def _on_problem(_: Request, error: Problem) -> Response:
+async def _on_problem(_: Request, error: HttpProblem) -> Response:
     return Response(error.encoded(), error.status, error.headers, "application/json")
 
 
@@ -89,13 +89,13 @@ async def _on_http(request: Request, error: HTTPException) -> Response:
         told[404] += f": it is at /v1{request.url.path} (base_url ends with /v1)"
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
     message = told.get(error.status_code, str(error.detail))
-    return await _on_problem(request, Problem(error.status_code, message, code=code, headers=error.headers))
+    return await _on_problem(request, HttpProblem(error.status_code, message, code=code, headers=error.headers))
 
 
 async def _on_left(request: Request, _: ClientDisconnect) -> Response:
-    return await _on_problem(request, Problem(499, "the caller left"))
+    return await _on_problem(request, HttpProblem(499, "the caller left"))
 
 
 async def _on_failure(request: Request, _: Exception) -> Response:
     """Whoever is around this logs what it was."""
-    return await _on_problem(request, Problem(500, "the door failed; its log says why", kind="server_error"))
+    return await _on_problem(request, HttpProblem(500, "the door failed; its log says why", kind="server_error"))

@@ -11,7 +11,7 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from door.errors import Problem, unavailable
+from door.errors import HttpProblem, unavailable
 from longleaf.config import MAX_REQUEST_BYTES
 
 MAX_JSON_BYTES = MAX_REQUEST_BYTES + (1 << 19)
@@ -36,13 +36,13 @@ T = TypeVar("T")
 PATH = re.compile(r"^(?P<told>.*?)(?: - at `(?:key in )?\$\.?(?P<path>.*)`)?$", re.DOTALL)
 
 
-class Bodies:
+class BodyReader:
     """Takes in what callers send; bounds what it holds of all of them, and how long it waits for each."""
 
     def __init__(
         self, max_bytes: int = MAX_HELD_BYTES, *, part_seconds: float = PART_SECONDS, seconds: float = BODY_SECONDS
     ) -> None:
-        self._held = Held(max_bytes)
+        self._held = MemoryBudget(max_bytes)
         self._part_seconds, self._seconds = part_seconds, seconds
         self._decoding = asyncio.Lock()
 
@@ -50,30 +50,32 @@ class Bodies:
         """While nobody sends anything, nothing is held."""
         assert self._held.num_bytes == 0, f"{self._held.num_bytes} bytes are still counted"
 
-    def share(self) -> "Share":
+    def share(self) -> "MemoryLease":
         """A share of the memory that all bodies have, of no bytes yet."""
-        return Share(self._held)
+        return MemoryLease(self._held)
 
     async def read_json(self, request: Request) -> dict[str, Any]:
-        """The object that the body is. Raises Problem."""
+        """The object that the body is. Raises HttpProblem."""
         with self.share() as share:
             return (await self._decoded(request, share, _itself))[0]
 
-    async def read(self, request: Request, share: "Share", convert: Callable[[dict[str, Any]], T]) -> T:
+    async def read(self, request: Request, share: "MemoryLease", convert: Callable[[dict[str, Any]], T]) -> T:
         """What `convert` makes of the object that the body is; `share` has the memory of that from here on. Raises
-        Problem."""
+        HttpProblem."""
         converted, num_bytes = await self._decoded(request, share, convert)
         share.keep(num_bytes)
         return converted
 
-    async def _decoded(self, request: Request, share: "Share", convert: Callable[[dict[str, Any]], T]) -> tuple[T, int]:
+    async def _decoded(
+        self, request: Request, share: "MemoryLease", convert: Callable[[dict[str, Any]], T]
+    ) -> tuple[T, int]:
         content = await self._read(request, share)
         if len(content) <= LARGE_BYTES:
             return _decode_as(convert, content)
         async with self._decoding:  # what Python makes of it takes ten times as much: one at a time
             return await asyncio.to_thread(_decode_as, convert, content)
 
-    async def _read(self, request: Request, share: "Share") -> bytearray:
+    async def _read(self, request: Request, share: "MemoryLease") -> bytearray:
         content, stream = bytearray(), request.stream()
         declared = request.headers.get("content-length", "")
         if declared.isdecimal():
@@ -84,9 +86,9 @@ class Bodies:
                     share.grow(len(content) + len(part))
                     content += part
         except TimeoutError:
-            raise Problem(408, "the body did not come", headers={"connection": "close"}) from None
+            raise HttpProblem(408, "the body did not come", headers={"connection": "close"}) from None
         except ClientDisconnect:
-            raise Problem(400, "the body ended before its end") from None
+            raise HttpProblem(400, "the body ended before its end") from None
         return content
 
     async def _next(self, stream: AsyncGenerator[bytes, None]) -> bytes | None:
@@ -94,17 +96,17 @@ class Bodies:
             return await anext(stream, None)
 
 
-class Held:
+class MemoryBudget:
     """What all bodies together have, in bytes."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes, self.num_bytes = max_bytes, 0
 
 
-class Share:
+class MemoryLease:
     """What one body has of it, to be entered."""
 
-    def __init__(self, held: Held) -> None:
+    def __init__(self, held: MemoryBudget) -> None:
         self._held, self._num_bytes = held, 0
 
     def __enter__(self) -> Self:
@@ -119,7 +121,7 @@ class Share:
         self._num_bytes = 0
 
     def grow(self, num_bytes: int) -> None:
-        """Has it be so many at least. Raises Problem for more than one body may have, or than there is room for."""
+        """Has it be so many at least. Raises HttpProblem for more than one body may have, or than there is room for."""
         if num_bytes > MAX_JSON_BYTES:
             raise too_large()
         self.keep(num_bytes)
@@ -135,20 +137,20 @@ class Share:
 
 
 async def json_of(request: Request) -> dict[str, Any]:
-    """The object that the body of a request is. Raises Problem."""
-    bodies: Bodies = request.app.state.bodies
+    """The object that the body of a request is. Raises HttpProblem."""
+    bodies: BodyReader = request.app.state.bodies
     return await bodies.read_json(request)
 
 
-def share_of(request: Request) -> Share:
+def share_of(request: Request) -> MemoryLease:
     """A share of what the door of a request holds, to be entered."""
-    bodies: Bodies = request.app.state.bodies
+    bodies: BodyReader = request.app.state.bodies
     return bodies.share()
 
 
-async def body_of(request: Request, share: Share, convert: Callable[[dict[str, Any]], T]) -> T:
-    """What `convert` makes of the object that the body of a request is. Raises Problem."""
-    bodies: Bodies = request.app.state.bodies
+async def body_of(request: Request, share: MemoryLease, convert: Callable[[dict[str, Any]], T]) -> T:
+    """What `convert` makes of the object that the body of a request is. Raises HttpProblem."""
+    bodies: BodyReader = request.app.state.bodies
     return await bodies.read(request, share, convert)
 
 
@@ -157,10 +159,10 @@ def _itself(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _decode_as(convert: Callable[[dict[str, Any]], T], content: bytearray) -> tuple[T, int]:
-    """What `convert` makes of a JSON object, and the bytes that it and its copies take. Raises Problem."""
+    """What `convert` makes of a JSON object, and the bytes that it and its copies take. Raises HttpProblem."""
     decoded = decode(content)
     if not isinstance(decoded, dict):
-        raise Problem(400, "the body is no JSON object")
+        raise HttpProblem(400, "the body is no JSON object")
     found = cast(dict[str, Any], decoded)
     num_bytes = max(COPIES * len(content), _text_bytes(found))
     return convert(found), num_bytes
@@ -185,29 +187,30 @@ def answered(body: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
-def too_large() -> Problem:
+def too_large() -> HttpProblem:
     told = f"the body has more than {MAX_JSON_BYTES:,} bytes; a document goes to POST /v1/contexts/NAME"
-    return Problem(413, told)  # what still comes is thrown away: a closed connection would not let this be read
+    return HttpProblem(413, told)  # what still comes is thrown away: a closed connection would not let this be read
 
 
 def decode(content: bytes | bytearray) -> object:
-    """Raises Problem for what is no JSON, or says a thing twice, or has no meaning in UTF-8, or has too many values."""
+    """Raises HttpProblem for what is no JSON, or says a thing twice, or has no meaning in UTF-8, or has too many
+    values."""
     _check_size(content)
     try:
         found = json.loads(content.decode(), object_pairs_hook=_object, parse_constant=_no_number)
         if _SURROGATE.search(content):
             _check_texts(found)
     except UnicodeDecodeError as error:
-        raise Problem(400, f"the body is not UTF-8 at byte {error.start}") from None
+        raise HttpProblem(400, f"the body is not UTF-8 at byte {error.start}") from None
     except RecursionError:
-        raise Problem(400, "the body is nested too deeply") from None
+        raise HttpProblem(400, "the body is nested too deeply") from None
     except ValueError as error:
-        raise Problem(400, f"the body is no JSON: {error}") from None
+        raise HttpProblem(400, f"the body is no JSON: {error}") from None
     return found
 
 
 def _check_size(content: bytes | bytearray) -> None:
-    """Raises Problem for more values than a decoder makes in a short time."""
+    """Raises HttpProblem for more values than a decoder makes in a short time."""
     if sum(map(content.count, (b",", b"[", b"{"))) <= MAX_VALUES:  # in texts or not
         return
     bare = content.replace(b"\\\\", b"").replace(b'\\"', b"")  # what quotes are left begin and end texts
@@ -218,7 +221,7 @@ def _check_size(content: bytes | bytearray) -> None:
         num_commas = outside.count(b",")
     if num_values > MAX_VALUES or num_commas > MAX_COMMAS:
         told = f"the body has more than {MAX_VALUES:,} texts, objects and arrays, or {MAX_COMMAS:,} numbers"
-        raise Problem(413, told)
+        raise HttpProblem(413, told)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -252,13 +255,13 @@ def _check_texts(found: object) -> None:
 
 
 def converted(raw: object, kind: type[Body], parent: str = "") -> Body:
-    """`raw` as the struct. Raises Problem that names the field."""
+    """`raw` as the struct. Raises HttpProblem that names the field."""
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
         match = PATH.match(str(error))
         path, told = (match["path"] or "", match["told"]) if match is not None else ("", str(error))
         param = ".".join(filter(None, (parent, path))) or None
-        raise Problem(400, f"{param or 'the body'}: {told}", param=param, code="invalid_type") from None
+        raise HttpProblem(400, f"{param or 'the body'}: {told}", param=param, code="invalid_type") from None
     except (OverflowError, RecursionError) as error:
-        raise Problem(400, f"the body: {error}") from None
+        raise HttpProblem(400, f"the body: {error}") from None

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
-from longleaf.client.proxy_client import Relay
+from longleaf.client.proxy_client import ProxyClient
 from longleaf.errors import DeadlineExceeded, InvalidArgument, PermissionDenied, Unauthenticated
 
 ANSWER_SECONDS = 10.0
@@ -14,10 +14,10 @@ ANSWER_SECONDS = 10.0
 T = TypeVar("T")
 
 
-def client_of(request: Request) -> Relay:
+def client_of(request: Request) -> ProxyClient:
     """The client of this call. Raises Unauthenticated for what is no credential, and PermissionDenied where it would
     travel on in plain text."""
-    client: Relay = request.app.state.client
+    client: ProxyClient = request.app.state.client
     given = request.headers.get("authorization")
     if given is None:
         return client

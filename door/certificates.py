@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from longleaf.pem import KeyPair, parse_pair
-from longleaf.reloading_files import LOOK_SECONDS, WatchedFiles
+from longleaf.reloading_files import LOOK_SECONDS, ReloadingFiles
 
 
 class Certificate:
@@ -14,7 +14,7 @@ class Certificate:
 
     def __init__(self, tls_cert: str, tls_key: str) -> None:
         """Raises InvalidArgument."""
-        self._files: WatchedFiles[KeyPair] = WatchedFiles({"tls_cert": tls_cert, "tls_key": tls_key}, parse_pair)
+        self._files: ReloadingFiles[KeyPair] = ReloadingFiles({"tls_cert": tls_cert, "tls_key": tls_key}, parse_pair)
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.minimum_version = ssl.TLSVersion.TLSv1_2
         self.context.set_alpn_protocols(["http/1.1"])

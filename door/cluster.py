@@ -11,7 +11,7 @@ from door.bodies import answered
 from door.callers import client_of, in_time
 from door.errors import problem_of, unavailable
 from door.events import HEADERS, EventResponse, event
-from longleaf.client.proxy_client import Relay
+from longleaf.client.proxy_client import ProxyClient
 from longleaf.errors import LongleafError
 from longleaf.types import Cluster
 
@@ -115,7 +115,7 @@ async def healthz(request: Request) -> Response:
 
 async def readyz(request: Request) -> Response:
     """The service behind it can answer."""
-    client: Relay = request.app.state.client
+    client: ProxyClient = request.app.state.client
     try:
         is_healthy = await client.is_healthy(timeout=READY_SECONDS)
     except LongleafError as error:

@@ -37,7 +37,7 @@ MAY_PASS = frozenset({404, 408, 499})
 still be read, and a caller may send faster. Other requests with a 4xx status may only where it has a retry-after."""
 
 
-class Problem(Exception):
+class HttpProblem(Exception):
     """What a caller is answered instead of what was asked for."""
 
     def __init__(
@@ -66,12 +66,12 @@ class Problem(Exception):
         return msgspec.json.encode(self.body)
 
 
-def unavailable(told: str) -> Problem:
+def unavailable(told: str) -> HttpProblem:
     """Not now, but soon."""
-    return Problem(503, told, kind="server_error", code="unavailable", headers=SOON)
+    return HttpProblem(503, told, kind="server_error", code="unavailable", headers=SOON)
 
 
-def stopping() -> Problem:
+def stopping() -> HttpProblem:
     """What is told to those whose answer the door's end cuts."""
     return unavailable("the door is stopping")
 
@@ -130,7 +130,7 @@ _CONTENT = re.compile(r"^(messages\[\d+\])\.(?:text|parts)$")
 _PARENT = re.compile(r"^(?:sampling|conversation|config|context|prefaced_config)\.")
 
 
-def problem_of(error: LongleafError, names: Mapping[str, str] | None = None, missing: str = "not_found") -> Problem:
+def problem_of(error: LongleafError, names: Mapping[str, str] | None = None, missing: str = "not_found") -> HttpProblem:
     """What an error of the service is to a caller. `names` are of fields, before those of FIELDS; `missing` is the code
     of what does not exist."""
     row = next(row for row in TABLE if isinstance(error, row.error))
@@ -139,7 +139,7 @@ def problem_of(error: LongleafError, names: Mapping[str, str] | None = None, mis
         return unavailable("the service cannot be reached")
     if isinstance(error, InvalidArgument):
         param = _param(error.field, {**FIELDS, **(names or {})})
-        return Problem(400, f"{param}: {error.description}", param=param, code="invalid_value")
+        return HttpProblem(400, f"{param}: {error.description}", param=param, code="invalid_value")
     is_missing = row.error is NotFound
     code, param = (missing, (names or {}).get("context")) if is_missing else (row.code, None)
     headers = dict[str, str]()
@@ -153,7 +153,7 @@ def problem_of(error: LongleafError, names: Mapping[str, str] | None = None, mis
         headers |= SOON  # its request_id is free again once that answer has ended
     if isinstance(error, Unauthenticated):
         headers["www-authenticate"] = "Bearer"
-    return Problem(row.status, _message_of(error), kind=row.kind, param=param, code=code, headers=headers)
+    return HttpProblem(row.status, _message_of(error), kind=row.kind, param=param, code=code, headers=headers)
 
 
 def _message_of(error: LongleafError) -> str:

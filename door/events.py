@@ -9,7 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from door.errors import Problem, stopping
+from door.errors import HttpProblem, stopping
 
 HEARTBEAT_SECONDS = 10.0
 HEADERS = [
@@ -121,7 +121,7 @@ async def until_left(request: Request, work: Awaitable[Any]) -> Any:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if tasks[0].done():
             return tasks[0].result()
-        raise Problem(499, "the caller left")
+        raise HttpProblem(499, "the caller left")
     finally:
         for task in tasks:
             task.cancel()

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from door.errors import Problem, stopping
+from door.errors import HttpProblem, stopping
 
 HEADERS = (
     (b"x-content-type-options", b"nosniff"),
@@ -23,7 +23,7 @@ log = logging.getLogger("door.access")
 failures = logging.getLogger("door")
 
 
-class Guards:
+class OriginGuardMiddleware:
     """Refuses what foreign pages send here; says in every response what browsers may do with it; logs every call."""
 
     def __init__(self, app: ASGIApp, allowed: Iterable[str] = (), public_url: str | None = None) -> None:
@@ -58,25 +58,27 @@ class Guards:
         except Exception as error:
             failures.error("%s failed", scope["method"], exc_info=error, extra={"method": scope["method"]})
             if status == 0:  # else the connection is closed, for its answer has no end
-                await answer(Problem(500, "the door failed; its log says why", kind="server_error"), guarded)
+                await answer(HttpProblem(500, "the door failed; its log says why", kind="server_error"), guarded)
         finally:
             self._log(scope, status, time.monotonic() - began)
 
-    def _refused(self, scope: Scope) -> Problem | None:
+    def _refused(self, scope: Scope) -> HttpProblem | None:
         hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
         if len(hosts) > 1 or (not hosts and scope["http_version"] != "1.0"):
-            return Problem(400, "give one Host")
+            return HttpProblem(400, "give one Host")
         host = hosts[0].lower() if hosts else "localhost"
         if not self._is_ours(host):
             told = "is no address of this door, and not among the names of --allow-host"
-            return Problem(421, f"Host: {host[:100]} {told}", code="misdirected")
+            return HttpProblem(421, f"Host: {host[:100]} {told}", code="misdirected")
         origins = [value.decode("latin-1").lower() for name, value in scope["headers"] if name == b"origin"]
         own = (f"{scope['scheme']}://{host}", self._origin)
         if any(origin not in own for origin in origins):
-            return Problem(403, "pages of other origins may not use this door", kind="permission_error", code="origin")
+            return HttpProblem(
+                403, "pages of other origins may not use this door", kind="permission_error", code="origin"
+            )
         sites = {value for name, value in scope["headers"] if name == b"sec-fetch-site"}
         if scope["path"].startswith("/v1/") and not sites <= OWN_SITES:
-            return Problem(403, "other sites may not call this door", kind="permission_error", code="origin")
+            return HttpProblem(403, "other sites may not call this door", kind="permission_error", code="origin")
         return None
 
     def _is_ours(self, host: str) -> bool:
@@ -106,7 +108,7 @@ def _with_guards(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, by
     return found
 
 
-async def answer(problem: Problem, send: Send) -> None:
+async def answer(problem: HttpProblem, send: Send) -> None:
     """A problem as a whole response."""
     content = problem.encoded()
     headers = [(name.encode(), value.encode("latin-1", "replace")) for name, value in problem.headers.items()]

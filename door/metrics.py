@@ -8,7 +8,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from longleaf.config import join_address
-from longleaf.metrics_server import PATH, MetricsPort
+from longleaf.metrics_server import PATH, MetricsServer
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PATCH", "DELETE"})
 """Those of routes; a caller may send any other word."""
@@ -18,7 +18,7 @@ LEFT = 499
 EVENTS = b"text/event-stream"
 
 
-class Metrics:
+class GatewayMetrics:
     """An ASGI application around another, which counts what passes. Life: start, stop."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -33,7 +33,7 @@ class Metrics:
         self._received = Counter("longleaf_door_received_bytes_total", told, registry=registry)
         told = "Bytes of bodies that went to callers."
         self._sent = Counter("longleaf_door_sent_bytes_total", told, registry=registry)
-        self._port = MetricsPort(self.render, CONTENT_TYPE_PLAIN_0_0_4)
+        self._port = MetricsServer(self.render, CONTENT_TYPE_PLAIN_0_0_4)
 
     async def start(self, host: str, port: int) -> str:
         """Listens, and gives the URL of the metrics. Raises StartError."""

@@ -12,7 +12,7 @@ KNOWN_SECONDS = 1.0
 MAX_CALLERS = 1024
 
 
-class KnownModel:
+class ModelNameCache:
     """The name that the service told last, to each caller: whom it does not let in is not told it here either."""
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class KnownModel:
 
 async def model_name(request: Request, client: AsyncClient) -> str:
     """As the service says, which lets this caller in."""
-    known: KnownModel = request.app.state.model
+    known: ModelNameCache = request.app.state.model
     caller = hash(request.headers.get("authorization"))  # it stands for a credential, which is not kept
     name = known.name_for(caller)
     if name is None:

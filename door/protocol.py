@@ -7,7 +7,7 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from door.errors import Problem, unavailable
+from door.errors import HttpProblem, unavailable
 
 MAX_HEAD_BYTES = 32 << 10
 """Of the request line and the headers, and of what stands between two parts of a body or follows it: sizes and
@@ -28,15 +28,15 @@ LINGER_SECONDS = 2.0
 """How long what a refused caller still sends is thrown away: a connection closed meanwhile would lose the answer."""
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """Ends the parser's work on what a client has sent."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: HttpProblem) -> None:
         super().__init__(problem.message)
         self.problem = problem
 
 
-class DoorProtocol(HttpToolsProtocol):
+class LimitedHttpProtocol(HttpToolsProtocol):
     """Ends connections that send anything but bodies without end, or read nothing of their answers. Answers in JSON
     what is wrong with a head, and 503 to connections beyond `max_connections`."""
 
@@ -104,14 +104,14 @@ class DoorProtocol(HttpToolsProtocol):
             self._stop_listening()
         except httptools.HttpParserError as error:
             cause = error.__context__
-            is_known = isinstance(cause, Refused)
-            self._refuse(cause.problem if is_known else Problem(400, "this is no HTTP/1.1 request"))
+            is_known = isinstance(cause, RequestRefused)
+            self._refuse(cause.problem if is_known else HttpProblem(400, "this is no HTTP/1.1 request"))
         else:
             if self._num_bytes > MAX_HEAD_BYTES:
                 where = "head" if self._is_in_head else "trailers"
-                self._refuse(Problem(431, f"the request's {where} have more than {MAX_HEAD_BYTES:,} bytes"))
+                self._refuse(HttpProblem(431, f"the request's {where} have more than {MAX_HEAD_BYTES:,} bytes"))
 
-    def _refuse(self, problem: Problem) -> None:
+    def _refuse(self, problem: HttpProblem) -> None:
         """Reads no more, and says why where an answer has its place."""
         self._end_head()
         is_of_latest = self._is_in_message and not self._is_in_head
@@ -147,7 +147,7 @@ class DoorProtocol(HttpToolsProtocol):
             return
         self._num_headers += 1
         if self._num_headers > MAX_HEADERS:
-            raise Refused(Problem(431, f"the request has more than {MAX_HEADERS} headers"))
+            raise RequestRefused(HttpProblem(431, f"the request has more than {MAX_HEADERS} headers"))
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -167,9 +167,9 @@ class DoorProtocol(HttpToolsProtocol):
             self._timer = self.loop.call_later(LINGER_SECONDS, self._give_up)
             return
         if self.parser is not None and self.parser.should_upgrade() and self._has_body():
-            raise Refused(Problem(400, "a request with a body cannot ask for an upgrade: leave Upgrade out"))
+            raise RequestRefused(HttpProblem(400, "a request with a body cannot ask for an upgrade: leave Upgrade out"))
         if self._is_busy() and len(self.pipeline) >= MAX_PIPELINED:
-            raise Refused(Problem(503, "too many requests wait on this connection"))
+            raise RequestRefused(HttpProblem(503, "too many requests wait on this connection"))
         super().on_headers_complete()
 
     def _has_body(self) -> bool:
@@ -226,7 +226,7 @@ class DoorProtocol(HttpToolsProtocol):
             self._unread_timer.cancel()
             self._unread_timer = None
 
-    def _write(self, problem: Problem) -> None:
+    def _write(self, problem: HttpProblem) -> None:
         content = problem.encoded()
         headers = problem.headers | {
             "content-type": "application/json",
@@ -238,12 +238,12 @@ class DoorProtocol(HttpToolsProtocol):
         self.transport.write(STATUS_LINE[problem.status] + lines.encode() + b"\r\n" + content)
 
 
-def full(num_open: int) -> Problem:
+def full(num_open: int) -> HttpProblem:
     """What one connection too many is told."""
     return unavailable(f"this door has {num_open:,} connections, and takes no more")
 
 
 def protocol_options(max_connections: int) -> dict[str, Any]:
     """Of uvicorn's settings, those that belong to it."""
-    made = partial(DoorProtocol, max_connections=max_connections)
+    made = partial(LimitedHttpProtocol, max_connections=max_connections)
     return {"http": made, "ws": "none", "timeout_keep_alive": IDLE_SECONDS, "server_header": False}

@@ -16,10 +16,10 @@ from starlette.types import ASGIApp
 from door.app import make_app
 from door.certificates import Certificate
 from door.protocol import protocol_options
-from door.settings import DoorConfig
+from door.settings import GatewayConfig
 from longleaf.client import Retries
 from longleaf.client.channels import Access
-from longleaf.client.proxy_client import Relay
+from longleaf.client.proxy_client import ProxyClient
 from longleaf.config import join_address
 from longleaf.errors import StartError
 
@@ -36,7 +36,7 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def client_for(config: DoorConfig) -> Relay:
+def client_for(config: GatewayConfig) -> ProxyClient:
     """Raises InvalidArgument."""
     access = Access(credential="", insecure=config.insecure)
     if config.tls_ca is not None:
@@ -44,14 +44,14 @@ def client_for(config: DoorConfig) -> Relay:
     if config.tls_ca == "" or config.server_tls_cert is not None:
         access["tls_cert"] = config.server_tls_cert or ""
         access["tls_key"] = config.server_tls_key or ""
-    return Relay(config.server, retries=Retries(limit=0), **access)
+    return ProxyClient(config.server, retries=Retries(limit=0), **access)
 
 
 LAST_SECONDS = 1.0
 """How long those whose answers are cut may take to hear of it."""
 
 
-class Server(uvicorn.Server):
+class GatewayServer(uvicorn.Server):
     """Tells `ending` when it begins to end, whatever has ended it."""
 
     def __init__(self, config: uvicorn.Config, ending: asyncio.Event) -> None:
@@ -81,7 +81,7 @@ class Server(uvicorn.Server):
 
 
 async def serve(
-    config: DoorConfig, announce: Callable[[str, str | None], None], end: asyncio.Event | None = None
+    config: GatewayConfig, announce: Callable[[str, str | None], None], end: asyncio.Event | None = None
 ) -> None:
     """Until a signal, or `end`. `announce` is told its URL and that of the metrics. Raises InvalidArgument and
     StartError."""
@@ -100,7 +100,7 @@ async def serve(
             )
             told.load()
             told.ssl = certificate.context if certificate is not None else None
-            server = Server(told, ending)
+            server = GatewayServer(told, ending)
             tasks = [asyncio.create_task(certificate.follow())] if certificate is not None else []
             end = end or asyncio.Event()
             tasks.append(asyncio.create_task(_end_with(server, end)))
@@ -116,14 +116,14 @@ async def serve(
 
 
 @asynccontextmanager
-async def counted(app: ASGIApp, config: DoorConfig) -> AsyncGenerator[tuple[ASGIApp, str | None]]:
+async def counted(app: ASGIApp, config: GatewayConfig) -> AsyncGenerator[tuple[ASGIApp, str | None]]:
     """The application, with metrics around it where they are asked for, and where these are. Raises StartError."""
     if config.metrics_port is None:
         yield app, None
         return
-    from door.metrics import Metrics
+    from door.metrics import GatewayMetrics
 
-    metrics = Metrics(app)
+    metrics = GatewayMetrics(app)
     try:
         yield metrics, await metrics.start(config.metrics_host, config.metrics_port)
     finally:

@@ -10,7 +10,7 @@ DEFAULT_HTTP_PORT = 8000
 MAX_DRAIN_SECONDS = 24 * 3600
 
 
-class DoorConfig(msgspec.Struct, frozen=True, kw_only=True):
+class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where a door listens, whom it lets in, and where its service is."""
 
     server: str | None = None

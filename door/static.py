@@ -8,7 +8,7 @@ from pathlib import Path
 from starlette.requests import Request
 from starlette.responses import Response
 
-from door.errors import Problem
+from door.errors import HttpProblem
 
 FOLDER = Path(__file__).parent / "page"
 KINDS = {
@@ -49,7 +49,7 @@ def _answer(request: Request, path: Path) -> Response:
     except (OSError, ValueError):
         is_served = False
     if not is_served:
-        raise Problem(404, "there is no such file", code="not_found")
+        raise HttpProblem(404, "there is no such file", code="not_found")
     content, packed, tag = _load(found, found.stat().st_mtime_ns)
     headers = {"etag": tag, "cache-control": "no-cache", "vary": "accept-encoding"}
     if found.suffix in DOCUMENTS:

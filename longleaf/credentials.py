@@ -54,7 +54,7 @@ class Quotas(msgspec.Struct, frozen=True, kw_only=True):
     """Generated tokens."""
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
+class CredentialEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A tenant of the file."""
 
     tenant: str
@@ -76,14 +76,14 @@ def new_credential() -> str:
     return PREFIX + secrets.token_urlsafe(NUM_RANDOM_BYTES)
 
 
-def line_of(entry: Entry) -> str:
+def line_of(entry: CredentialEntry) -> str:
     """The line for the file."""
     quotas = {name: getattr(entry.quotas, name) for name in Quotas.__struct_fields__}
     parts = [entry.tenant, entry.role, *(f"sha256:{digest.hex()}" for digest in entry.digests), *entry.names]
     return "  ".join([*parts, *(f"{name}={value}" for name, value in quotas.items() if value is not None)])
 
 
-def parse_credentials(data: bytes) -> tuple[Entry, ...]:
+def parse_credentials(data: bytes) -> tuple[CredentialEntry, ...]:
     """The entries of a file. Raises InvalidArgument naming the line, and never quoting what might be a secret."""
     try:
         text = data.decode()
@@ -91,7 +91,7 @@ def parse_credentials(data: bytes) -> tuple[Entry, ...]:
         raise InvalidArgument("credentials", f"byte {error.start} is not UTF-8") from None
     if text.startswith(BOM):
         raise InvalidArgument("credentials", "begins with a byte-order mark: save it as UTF-8 without one")
-    entries, owners = list[Entry](), dict[bytes | str, str]()
+    entries, owners = list[CredentialEntry](), dict[bytes | str, str]()
     for number, line in enumerate(text.splitlines(), 1):
         if words := line.partition("#")[0].split():
             entries.append(_entry(words, number))
@@ -114,7 +114,7 @@ def looks_secret(text: str) -> bool:
     return text.startswith(PREFIX) and len(text) >= MIN_SECRET
 
 
-def _entry(words: list[str], number: int) -> Entry:
+def _entry(words: list[str], number: int) -> CredentialEntry:
     for place, word in enumerate(words, 1):
         if looks_secret(word):
             told = "put the line of `longleaf credentials new` here"
@@ -140,7 +140,7 @@ def _entry(words: list[str], number: int) -> Entry:
         raise _bad(number, "waiting=NUMBER is for those beside generations=NUMBER, which is missing")
     if not digests and not names:
         raise _bad(number, f"{tenant} has no sha256:..., uri:... or dns:...: nobody could come in as it")
-    return Entry(
+    return CredentialEntry(
         tenant=tenant,
         role="admin" if words[1] == "admin" else "user",
         digests=tuple(digests),
@@ -161,7 +161,7 @@ def _quota(word: str, which: str, number: int) -> tuple[str, int]:
     return name, int(amount)
 
 
-def _check_new(entry: Entry, owners: dict[bytes | str, str], number: int) -> None:
+def _check_new(entry: CredentialEntry, owners: dict[bytes | str, str], number: int) -> None:
     """Adds an entry to the owners of what tenants have. Raises InvalidArgument where it has what is another's."""
     if entry.tenant in owners:
         raise _bad(number, f"the tenant {entry.tenant} has a line already; all its credentials are on one line")

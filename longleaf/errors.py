@@ -15,13 +15,13 @@
     ├── CheckpointChanged    a kept context was read by another checkpoint; names both and says what differs
     ├── FailedPrecondition   something else must change before this can be done; says what
     ├── Unavailable          the service cannot answer
-    │   ├── WorkerLost       a rank died, raised or hung; names the rank
-    │   ├── EpochBroken      the ranks could not go on together, and all of them live
+    │   ├── RankLost       a rank died, raised or hung; names the rank
+    │   ├── GroupFailed      the ranks could not go on together, and all of them live
     │   └── StorageUnavailable   what should be kept cannot be, or not be read; says why
-    ├── RanksDisagree        ranks do different things at the same time; says what two of them do
+    ├── CollectiveMismatch        ranks do different things at the same time; says what two of them do
     ├── Fenced               a rank may not wait for the others any more
-    ├── KeysDamaged          keys came to a rank otherwise than another one sent them; names both
-    ├── KeysMissing          a rank has not fetched what it was to restore; names both
+    ├── TransferCorrupted          keys came to a rank otherwise than another one sent them; names both
+    ├── PieceNotFetched          a rank has not fetched what it was to restore; names both
     └── StartError           the service cannot start with these settings
         ├── ModelRefused     this checkpoint cannot be served exactly
         └── CatalogError     what earlier services kept cannot be opened; says what to do
@@ -142,7 +142,7 @@ class Unavailable(LongleafError):
         self.retry_seconds = retry_seconds
 
 
-class WorkerLost(Unavailable):
+class RankLost(Unavailable):
     """Rank `rank` died, raised or hung, for `reason`."""
 
     def __init__(self, rank: int, reason: str) -> None:
@@ -150,11 +150,11 @@ class WorkerLost(Unavailable):
         self.rank = rank
         self.reason = reason
 
-    def __reduce__(self) -> tuple[type["WorkerLost"], tuple[int, str]]:
-        return WorkerLost, (self.rank, self.reason)
+    def __reduce__(self) -> tuple[type["RankLost"], tuple[int, str]]:
+        return RankLost, (self.rank, self.reason)
 
 
-class EpochBroken(Unavailable):
+class GroupFailed(Unavailable):
     """The ranks could not go on together: one raised, or all were late. None of them is gone."""
 
 
@@ -163,15 +163,15 @@ class StorageUnavailable(Unavailable):
     object store away. Nothing that was kept before is lost."""
 
 
-class RanksDisagree(LongleafError):
+class CollectiveMismatch(LongleafError):
     """Ranks meet for different operations, or with messages of different sizes; the message tells those of two."""
 
 
-class Fenced(LongleafError):
+class ExchangeAborted(LongleafError):
     """The epoch has ended in which a rank would exchange something with others: nobody will come."""
 
 
-class KeysDamaged(LongleafError):
+class TransferCorrupted(LongleafError):
     """Keys and values came to rank `target` otherwise than rank `source` sent them."""
 
     def __init__(self, source: int, target: int) -> None:
@@ -180,7 +180,7 @@ class KeysDamaged(LongleafError):
         self.target = target
 
 
-class KeysMissing(LongleafError):
+class PieceNotFetched(LongleafError):
     """Rank `rank` was to restore keys and values of the piece that it should have fetched under `ticket`: it has not,
     or the piece has no such positions."""
 

@@ -45,7 +45,7 @@ class Fingerprint(msgspec.Struct, frozen=True):
     """What was read of each file, for people to see which one differs; the same model may lie in other files."""
 
 
-class _Place(msgspec.Struct, frozen=True):
+class _TensorLocation(msgspec.Struct, frozen=True):
     """A tensor, as the header of a file in safetensors tells it."""
 
     dtype: str
@@ -141,7 +141,7 @@ def _read_weights(path: Path) -> list[tuple[str, bytes]]:
         header.pop("__metadata__", None)
         digests: list[tuple[str, bytes]] = []
         for name, told in header.items():
-            place = msgspec.json.decode(told, type=_Place)
+            place = msgspec.json.decode(told, type=_TensorLocation)
             begin, end = place.data_offsets
             if not 0 <= begin <= end <= size - start:
                 raise ValueError(f"it ends before its tensor {name} does")
@@ -149,7 +149,7 @@ def _read_weights(path: Path) -> list[tuple[str, bytes]]:
         return digests
 
 
-def _read_tensor(descriptor: int, name: str, place: _Place, start: int) -> bytes:
+def _read_tensor(descriptor: int, name: str, place: _TensorLocation, start: int) -> bytes:
     """The digest of the tensor whose bytes begin at `start` of an open file."""
     size = place.data_offsets[1] - place.data_offsets[0]
     digest = blake3(msgspec.msgpack.encode((name, place.dtype, place.shape, size)))

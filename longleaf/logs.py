@@ -116,7 +116,7 @@ def formatter_of(config: TelemetryConfig, facts: Callable[[], Facts] = nothing) 
     return JsonFormatter(facts) if config.log_format == "json" else TextFormatter(facts, config.has_plain_log)
 
 
-class Repeats(logging.Filter):
+class RepeatSuppressor(logging.Filter):
     """Of a logger's lines that say the same thing, whatever about, lets one pass in `REPEAT_SECONDS`: calls must not
     fill a log. Failures pass, each is another one."""
 

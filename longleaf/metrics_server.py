@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 Render = Callable[[], Awaitable[bytes]]
 
 
-class MetricsPort:
+class MetricsServer:
     """Answers GET /metrics with what `render` gives, of this type, and all else with 404."""
 
     def __init__(self, render: Render, content_type: str, seconds: float = REQUEST_SECONDS) -> None:

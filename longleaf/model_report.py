@@ -50,7 +50,7 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class CapacityPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What the pools of a fleet hold of this model, its windowed layers' keys lying as `window_keys` says."""
 
     window_keys: WindowKeys
@@ -90,7 +90,7 @@ class AttentionReport(msgspec.Struct, frozen=True, kw_only=True):
     """Whether logits are those of plain attention; None where that is unknown, as without weights."""
     exactness_note: str = ""
     """Why it is unknown; empty where it is known."""
-    plans: tuple[Plan, ...] = ()
+    plans: tuple[CapacityPlan, ...] = ()
     """With sharded keys, and with replicated windows if there are layers that do not see everything."""
 
 
@@ -108,7 +108,7 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
     """What that is; empty when there is a fingerprint."""
 
     @property
-    def plans(self) -> tuple[Plan, ...]:
+    def plans(self) -> tuple[CapacityPlan, ...]:
         return self.attention.plans
 
     @property

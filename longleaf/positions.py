@@ -46,7 +46,7 @@ class Rotary(msgspec.Struct, frozen=True, kw_only=True):
     float64_error: float = 0.0
 
 
-class Reach(NamedTuple):
+class AttentionSpan(NamedTuple):
     """How far back the queries of a layer see: to the beginning, unless a field says otherwise."""
 
     window: int | None = None
@@ -57,7 +57,7 @@ class Reach(NamedTuple):
 
     @property
     def is_full(self) -> bool:
-        return self == Reach()
+        return self == AttentionSpan()
 
     @property
     def span(self) -> int:
@@ -76,14 +76,14 @@ class Reach(NamedTuple):
         return 0 if self.window is None else max(0, position - self.window + 1)
 
 
-class Windows(msgspec.Struct, frozen=True, kw_only=True):
+class WindowSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What is held of layers that see only the last keys, when each rank holds these keys itself.
 
     They lie in a pool of their own, in the same blocks on every rank. A segment has them before its end alone, so only
     from there can it be continued.
     """
 
-    reaches: tuple[Reach, ...]
+    reaches: tuple[AttentionSpan, ...]
     """How far back these layers see, each kind of them; all limited."""
     num_blocks: int = 0
     """Blocks of the pool."""

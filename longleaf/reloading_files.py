@@ -18,7 +18,7 @@ log = logging.getLogger("longleaf.reloads")
 """No part of `coordinator.auth`, which is for lines about calls."""
 
 
-class WatchedFiles(Generic[Parsed]):
+class ReloadingFiles(Generic[Parsed]):
     """What `parse` made of the files together, whose names in errors are the keys of `paths`. Files that are broken
     later change nothing: that is logged once and counted. By content, not by time: a Secret of Kubernetes is another
     folder behind the same link. Any thread may ask."""

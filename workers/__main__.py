@@ -16,13 +16,13 @@ from longleaf.rank_protocol.rank_spec import RankSpec
 from longleaf.service_settings import TelemetryConfig
 from workers.control import serve
 from workers.imports import for_good
-from workers.ports import Computation
+from workers.ports import RankRuntime
 
 LOGGERS = ("workers", "longleaf")
 SILENT = TelemetryConfig()
 
 
-class Place:
+class ProcessContext:
     """Where a rank is, for the lines of its log: in the last epoch that it joined."""
 
     def __init__(self, node: str) -> None:
@@ -40,7 +40,7 @@ class Place:
 def main(spec: RankSpec, telemetry: TelemetryConfig = SILENT) -> None:
     """Entry of a rank's process. A spawned process imports torch only here, when its environment is complete."""
     apply_environment(network_environment(interface_of(spec.host)))
-    place = Place(spec.node)
+    place = ProcessContext(spec.node)
     if not telemetry.has_plain_log:
         Logs(telemetry, LOGGERS, place.facts)
     with for_good():
@@ -60,7 +60,7 @@ def make_orphan_check() -> Callable[[], bool]:
     return lambda: os.getppid() != parent or (coordinator is not None and not coordinator.is_alive())
 
 
-def live(spec: RankSpec, make_rank: Callable[[RankSpec], Computation]) -> NoReturn:
+def live(spec: RankSpec, make_rank: Callable[[RankSpec], RankRuntime]) -> NoReturn:
     """Serves until told to leave, and exits with the rank's code. Ends with the coordinator, and with a fork server."""
     # Ctrl-C reaches the whole foreground group; the coordinator alone decides when ranks leave.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

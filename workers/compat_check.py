@@ -21,8 +21,8 @@ from transformers.initialization import no_init_weights
 from longleaf.config import DtypeName, EngineConfig, WindowKeys
 from longleaf.errors import ModelRefused, StartError
 from longleaf.kernels import registry
-from longleaf.model_report import AttentionKind, AttentionReport, Plan, RankPlan, ReplicatedReport
-from longleaf.positions import UNLIMITED_TOKENS, Windows
+from longleaf.model_report import AttentionKind, AttentionReport, CapacityPlan, RankPlan, ReplicatedReport
+from longleaf.positions import UNLIMITED_TOKENS, WindowSpec
 from workers.exactness import check_exact
 from workers.kv_cache.pools import (
     kv_bytes_per_token,
@@ -81,7 +81,7 @@ def verify(model: Model, config: EngineConfig) -> str:
     return check_exact(model, registry.choose(config.kernels, "cpu", model.dtype), config)
 
 
-def plan(model: Model, config: EngineConfig, window_keys: WindowKeys, pools: Sequence[int]) -> Plan:
+def plan(model: Model, config: EngineConfig, window_keys: WindowKeys, pools: Sequence[int]) -> CapacityPlan:
     """What the pools hold, laid out as ranks do when they start."""
     given = config.window_bytes if window_keys == "replicated" else None
     config = msgspec.structs.replace(config, window_keys=window_keys, window_bytes=given)
@@ -89,14 +89,14 @@ def plan(model: Model, config: EngineConfig, window_keys: WindowKeys, pools: Seq
     try:
         shares = [share_out(model, config, kv_bytes) for kv_bytes in pools]
     except StartError as error:
-        return Plan(window_keys=window_keys, reason=str(error))
+        return CapacityPlan(window_keys=window_keys, reason=str(error))
     # the blocks of windows are the same on every rank, so they are as many as the rank has that has the fewest
     windows = min((held for _, held in shares if held), key=lambda held: held.num_blocks, default=None)
     rooms = tuple(
         RankPlan(rank=rank, kv_bytes=kv_bytes, tokens=num_blocks * size)
         for rank, (kv_bytes, (num_blocks, _)) in enumerate(zip(pools, shares, strict=True))
     )
-    return Plan(
+    return CapacityPlan(
         window_keys=window_keys,
         rooms=rooms,
         tokens=sum(room.tokens for room in rooms),
@@ -106,7 +106,7 @@ def plan(model: Model, config: EngineConfig, window_keys: WindowKeys, pools: Seq
     )
 
 
-def num_ends(windows: Windows, block_size: int) -> int:
+def num_ends(windows: WindowSpec, block_size: int) -> int:
     """Ends of contexts that fit, each read at once. What is seen may begin within a block, and while the last one is
     read it takes as much again, for what its chunks see."""
     seen_blocks = windows.seen_blocks(block_size)

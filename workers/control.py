@@ -8,16 +8,16 @@ from collections.abc import Callable
 
 import zmq
 
-from longleaf.errors import StartError, WorkerLost
+from longleaf.errors import RankLost, StartError
 from longleaf.rank_protocol.encoding import FromRank, ToRank, decode_to_rank, encode
-from longleaf.rank_protocol.group_messages import Fence
+from longleaf.rank_protocol.group_messages import AbortExchanges
 from longleaf.rank_protocol.member_messages import PULSE_SECONDS, Died, Heartbeat
-from longleaf.rank_protocol.rank_spec import Invitation, RankSpec
+from longleaf.rank_protocol.rank_spec import ConnectInfo, RankSpec
 from longleaf.rank_protocol.snapshots import Outcome
 from longleaf.resources import num_processors
-from workers.log_buffer import Records
-from workers.member_process import Life, Standing, ending_in_time, reason_of
-from workers.ports import Computation
+from workers.log_buffer import RankLogBuffer
+from workers.member_process import MemberProcess, MemberStatus, ending_in_time, reason_of
+from workers.ports import RankRuntime
 
 LINGER_MILLISECONDS = 2000
 AWAKE_SECONDS = 2e-3
@@ -28,7 +28,7 @@ END, OUTCOMES = "inproc://end-of-pulse", "inproc://outcomes"
 log = logging.getLogger(__name__)
 
 
-class Channel:
+class RankControlSocket:
     """The connection on which a rank receives and answers. One thread uses it."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", spec: RankSpec) -> None:
@@ -54,7 +54,7 @@ class Channel:
         self._socket.close()
 
 
-def connect(context: "zmq.Context[zmq.Socket[bytes]]", invitation: Invitation, identity: bytes) -> "zmq.Socket[bytes]":
+def connect(context: "zmq.Context[zmq.Socket[bytes]]", invitation: ConnectInfo, identity: bytes) -> "zmq.Socket[bytes]":
     """A connection to the coordinator, and to nobody else. Only members that were invited are heard there."""
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.IDENTITY, identity)
@@ -67,7 +67,7 @@ def connect(context: "zmq.Context[zmq.Socket[bytes]]", invitation: Invitation, i
     return socket
 
 
-class Pulse(threading.Thread):
+class HeartbeatThread(threading.Thread):
     """Reports once a second that the process lives, and how far it has come, whatever its main thread does; hears
     meanwhile of epochs that have ended, which the main thread may not be able to; and passes on what becomes of orders,
     and what is logged.
@@ -80,8 +80,8 @@ class Pulse(threading.Thread):
         self,
         context: "zmq.Context[zmq.Socket[bytes]]",
         spec: RankSpec,
-        standing: Standing,
-        records: Records,
+        standing: MemberStatus,
+        records: RankLogBuffer,
         is_orphan: Callable[[], bool],
     ) -> None:
         super().__init__(name="pulse", daemon=True)
@@ -134,7 +134,7 @@ class Pulse(threading.Thread):
                 return True
             if outcomes in ready:
                 socket.send(outcomes.recv())
-            if socket in ready and isinstance(message := decode_to_rank(socket.recv()), Fence):
+            if socket in ready and isinstance(message := decode_to_rank(socket.recv()), AbortExchanges):
                 self._standing.fence(message.epoch)
         return False
 
@@ -148,15 +148,15 @@ class Pulse(threading.Thread):
 
 
 def serve(
-    spec: RankSpec, make_rank: Callable[[RankSpec], Computation], is_orphan: Callable[[], bool] = lambda: False
+    spec: RankSpec, make_rank: Callable[[RankSpec], RankRuntime], is_orphan: Callable[[], bool] = lambda: False
 ) -> int:
     """Lives the life of a member. Returns the exit code: 0 when told to leave, 1 when something raised.
 
     The process ends when `is_orphan()` returns true, or when closing times out.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    standing, records = Standing(), Records()
-    channel, pulse = Channel(context, spec), Pulse(context, spec, standing, records, is_orphan)
+    standing, records = MemberStatus(), RankLogBuffer()
+    channel, pulse = RankControlSocket(context, spec), HeartbeatThread(context, spec, standing, records, is_orphan)
     pulse.start()
     try:
         return _live(spec, make_rank, channel, standing, records, pulse.tell)
@@ -168,25 +168,25 @@ def serve(
 
 def _live(
     spec: RankSpec,
-    make_rank: Callable[[RankSpec], Computation],
-    channel: Channel,
-    standing: Standing,
-    records: Records,
+    make_rank: Callable[[RankSpec], RankRuntime],
+    channel: RankControlSocket,
+    standing: MemberStatus,
+    records: RankLogBuffer,
     answer: Callable[[Outcome], None],
 ) -> int:
-    rank: Computation | None = None
+    rank: RankRuntime | None = None
     code = 0
     try:
         with records.listening():
             rank = make_rank(spec)
-            Life(spec, rank, channel, standing, answer).run()
+            MemberProcess(spec, rank, channel, standing, answer).run()
     except Exception as error:
         if not isinstance(error, StartError):  # its message says it all
             with records.listening():
                 log.exception("member %d failed", spec.member)
         while (logged := records.take(spec.member)) is not None:  # now, for nothing is heard of it behind its last word
             channel.send(logged)
-        blamed = error.rank if isinstance(error, WorkerLost) else None
+        blamed = error.rank if isinstance(error, RankLost) else None
         # before closing, which may block or raise for the same reason
         channel.send(Died(spec.member, reason_of(error), isinstance(error, StartError), blamed))
         code = 1
@@ -197,7 +197,7 @@ def _live(
     return code
 
 
-def _is_closed(rank: Computation) -> bool:
+def _is_closed(rank: RankRuntime) -> bool:
     """Closes the rank; whether it could."""
     with ending_in_time():
         try:

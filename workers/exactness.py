@@ -26,20 +26,20 @@ from longleaf.fingerprint import Fingerprint
 from longleaf.formatting import human_rounded
 from longleaf.kernels import registry
 from longleaf.kernels.backend import Backend
-from longleaf.rank_protocol.step import Comparison, Decode, Prefill, Row, StepPlan, Terms, Work
+from longleaf.rank_protocol.step import ComparisonRow, Decode, Prefill, Row, SamplingTerms, StepPlan, Work
 from longleaf.rank_protocol.verdict import judge
 from longleaf.runs import Run, ceil_div
 from longleaf.sampling import Sampling
 from longleaf.storage.store import Store as Storage
 from workers.cuda_graphs.graphs import Graphs
-from workers.group_session import Epoch
+from workers.group_session import GroupSession
 from workers.kv_cache.quantized import QuantizedPool
-from workers.kv_cache.slots import Pool
-from workers.kv_io.kv_io import Desk
+from workers.kv_cache.slots import FloatKvPool
+from workers.kv_io.kv_io import KvIo
 from workers.model.model import Model, describe_error, special_ids
 from workers.sampling.device_sampler import DeviceSampler, make_sampler
 from workers.sampling.sampler import Sampler
-from workers.step.last_tokens import DeviceIds, HostIds, LastIds
+from workers.step.last_tokens import DeviceIds, HostIds, LastTokens
 from workers.verification import computing_in
 
 CHUNKS, QUESTION, ANSWER = (24, 17), 5, 6
@@ -54,7 +54,7 @@ PACKAGES = ("longleaf", "torch", "transformers")
 log = logging.getLogger("longleaf.exactness")  # the rank's notes, which the coordinator logs
 
 
-class Records:
+class ExactnessRecords:
     """The models that were found exact, as empty files in `folder`. Storage that fails means that none is known."""
 
     def __init__(self, folder: Path) -> None:
@@ -82,7 +82,7 @@ def record_key(fingerprint: Fingerprint, model: Model, backend: Backend) -> str:
 
 
 def verify_model(
-    model: Model, backend: Backend, config: EngineConfig, fingerprint: Fingerprint | None, records: Records
+    model: Model, backend: Backend, config: EngineConfig, fingerprint: Fingerprint | None, records: ExactnessRecords
 ) -> str:
     """As `check_exact`, unless the model of this fingerprint is recorded as exact; else records it where it is."""
     key = record_key(fingerprint, model, backend) if fingerprint else ""
@@ -116,7 +116,7 @@ def check_exact(model: Model, backend: Backend, config: EngineConfig) -> str:
     )
 
 
-def compare_in_float32(model: Model, config: EngineConfig) -> Comparison | None:
+def compare_in_float32(model: Model, config: EngineConfig) -> ComparisonRow | None:
     """The comparison with all weights converted while they are used; None where that is not possible."""
     try:
         backend = registry.choose(config.kernels, model.device, torch.float32)
@@ -128,20 +128,20 @@ def compare_in_float32(model: Model, config: EngineConfig) -> Comparison | None:
     return None if found.failure else found
 
 
-def compare(model: Model, backend: Backend) -> Comparison:
+def compare(model: Model, backend: Backend) -> ComparisonRow:
     """Logits of the served path beside those of plain attention, after each token of a short greedy answer. Raises
     ModelRefused where the model cannot run on such steps."""
     scale = min(1.0, (model.rotary.trained or NUM_TOKENS) / NUM_TOKENS)
     first, second, question, answer = (max(1, int(scale * size)) for size in (*CHUNKS, QUESTION, ANSWER))
     ids = random_ids(model, first + second + question)
-    epoch = Epoch(make_means(model, backend), None)
-    comparisons = dict[int, Comparison]()
+    epoch = GroupSession(make_means(model, backend), None)
+    comparisons = dict[int, ComparisonRow]()
     try:
         for step, work in enumerate(make_works(ids, (first, second), answer)):
             result = epoch.start(StepPlan(0, step, work)).result()
             assert result is not None
             if result.not_finite or not result.has_finite_keys:
-                return Comparison(failure="its keys or logits for random tokens are not finite")
+                return ComparisonRow(failure="its keys or logits for random tokens are not finite")
             comparisons |= result.comparisons
     except Exception as error:
         raise ModelRefused(
@@ -168,7 +168,7 @@ def make_works(ids: Sequence[int], chunks: Sequence[int], num_answer: int) -> It
         piece = Run(0, start, start + size, blocks)
         yield Prefill(path, start, tuple(ids[start : start + size]), (piece,))
         start, block = start + size, block + len(blocks)
-    terms = Terms(Sampling(max_tokens=num_answer, ignore_end_token=True), reference_ids=tuple(ids))
+    terms = SamplingTerms(Sampling(max_tokens=num_answer, ignore_end_token=True), reference_ids=tuple(ids))
     for index in range(num_answer):
         end = len(ids) + index
         run = Run(0, start, end, tuple(range(block, block + ceil_div(end - start, BLOCK_SIZE))))
@@ -182,16 +182,16 @@ def make_works(ids: Sequence[int], chunks: Sequence[int], num_answer: int) -> It
 
 @dataclass
 class SmallMeans:
-    """What one rank computes a few tokens with. Implements workers.group_session.Means."""
+    """What one rank computes a few tokens with. Implements workers.group_session.RankResources."""
 
     config: EngineConfig
     device: str
     model: Model
-    pool: Pool | QuantizedPool
+    pool: FloatKvPool | QuantizedPool
     backend: Backend
     sampler: Sampler | DeviceSampler
-    last_ids: LastIds
-    desk: Desk
+    last_ids: LastTokens
+    desk: KvIo
     graphs: Graphs | None = None
 
 
@@ -202,9 +202,9 @@ def make_means(model: Model, backend: Backend) -> SmallMeans:
         config=EngineConfig(model="", block_size=BLOCK_SIZE, max_sequences=1, max_draft_tokens=0),
         device=model.device,
         model=model,
-        pool=Pool(model.layers, num_blocks, BLOCK_SIZE, model.dtype, model.device),
+        pool=FloatKvPool(model.layers, num_blocks, BLOCK_SIZE, model.dtype, model.device),
         backend=backend,
         sampler=make_sampler(model.device, 1),
         last_ids=HostIds() if model.device == "cpu" else DeviceIds(1, model.device),
-        desk=Desk(0, None, Storage.open, model.device),
+        desk=KvIo(0, None, Storage.open, model.device),
     )

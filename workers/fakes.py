@@ -12,10 +12,10 @@ import msgspec
 
 from longleaf.errors import DataLoss, LongleafError, ModelRefused, NotFound, StorageUnavailable
 from longleaf.rank_protocol.fakes import drafted_ends, echo_tokens
-from longleaf.rank_protocol.group_messages import Join, Layout, Ready, SegmentLayout
+from longleaf.rank_protocol.group_messages import Join, KvLayout, Ready, SegmentLayout
 from longleaf.rank_protocol.member_messages import Hello
 from longleaf.rank_protocol.rank_spec import RankSpec
-from longleaf.rank_protocol.row_delta import Sequences
+from longleaf.rank_protocol.row_delta import RowState
 from longleaf.rank_protocol.snapshots import Discard, Failure, Fetch, Fetched, Order, Outcome, Save, Saved
 from longleaf.rank_protocol.step import Decode, Move, Prefill, Restore, Row, StepPlan, StepResult
 from longleaf.runs import Run, until
@@ -24,12 +24,12 @@ from workers.__main__ import live
 from workers.actor import WorkerActor
 from workers.control import serve
 from workers.kv_io.fakes import FolderStore
-from workers.pending import Pending, done
+from workers.pending import StepHandle, done
 
 FaultKind = Literal["raise", "kill", "hang", "grip", "freeze", "refuse"]
 
 
-class Fault(msgspec.Struct, frozen=True, kw_only=True):
+class RankFault(msgspec.Struct, frozen=True, kw_only=True):
     """What member number `rank` does wrong, at step number `step` (0: while loading), and perhaps once more when it
     closes."""
 
@@ -58,7 +58,7 @@ Content = Mapping[int, int]
 """Of a piece: its token ids by position, where they are known; -1 elsewhere."""
 
 
-class EchoLedger:
+class EchoBlockTable:
     """What a rank believes is held, from layouts and whole plans alone. Raises AssertionError when a plan contradicts
     it, or reads what is not held."""
 
@@ -236,11 +236,11 @@ def failure_of(error: LongleafError) -> Failure:
 
 
 class EchoRank:
-    """Implements workers.member_process.Computation without torch."""
+    """Implements workers.member_process.RankRuntime without torch."""
 
     num_exchanges = 0
 
-    def __init__(self, spec: RankSpec, fault: Fault | None = None, num_blocks: int = 256) -> None:
+    def __init__(self, spec: RankSpec, fault: RankFault | None = None, num_blocks: int = 256) -> None:
         self._spec = spec
         self._fault = fault if fault is not None and fault.rank == spec.member else None
         self._num_blocks = num_blocks
@@ -264,10 +264,10 @@ class EchoRank:
         self._ledger.fetched = {(join.rank, ticket): content for ticket, content in self._fetched.items()}
         return Ready(self._spec.member, "cpu", "float32", self._num_blocks, 64, epoch=join.epoch, form="echo")
 
-    def take(self, layout: Layout) -> None:
+    def take(self, layout: KvLayout) -> None:
         self._ledger.replace(layout.segments)
 
-    def start(self, plan: StepPlan) -> Pending:
+    def start(self, plan: StepPlan) -> StepHandle:
         if self._fault and self._fault.step == plan.step:
             self._fault.strike(self._fault.kind)
         plan = self._sequences.complete(plan)
@@ -313,8 +313,8 @@ class EchoRank:
         """Nobody waits for others here."""
 
     def leave(self) -> None:
-        self._sequences = Sequences(self._spec.config.block_size)
-        self._ledger = EchoLedger(self._spec.config.block_size)
+        self._sequences = RowState(self._spec.config.block_size)
+        self._ledger = EchoBlockTable(self._spec.config.block_size)
 
     def close(self) -> None:
         if self._fault and self._fault.at_close:
@@ -324,7 +324,7 @@ class EchoRank:
 class EchoMain:
     """Entry of a plain process that lives as an EchoRank."""
 
-    def __init__(self, fault: Fault | None = None) -> None:
+    def __init__(self, fault: RankFault | None = None) -> None:
         self._fault = fault
 
     def __call__(self, spec: RankSpec) -> None:
@@ -334,7 +334,7 @@ class EchoMain:
 class EchoActor(WorkerActor):
     """A WorkerActor that lives as an EchoRank."""
 
-    def __init__(self, fault: Fault | None = None) -> None:
+    def __init__(self, fault: RankFault | None = None) -> None:
         self._fault = fault
 
     def run(self, spec: RankSpec) -> int:

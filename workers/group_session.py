@@ -13,39 +13,39 @@ from torch import Tensor
 from longleaf.attention import Partial
 from longleaf.comm import Groups
 from longleaf.config import EngineConfig
-from longleaf.kernels.backend import Backend, FixedBackend, TellingBackend
-from longleaf.merge import CountedMerge, Merge, Wire, choose_merge, make_merge
+from longleaf.kernels.backend import AttributionBackend, Backend, CapturableBackend
+from longleaf.merge import CountedMerge, Merge, PartialCodec, choose_merge, make_merge
 from longleaf.positions import EVERY_RANK, FLOAT32_POSITIONS
-from longleaf.rank_protocol.group_messages import Layout, MergeTiming
-from longleaf.rank_protocol.row_delta import Sequences
+from longleaf.rank_protocol.group_messages import KvLayout, MergeTiming
+from longleaf.rank_protocol.row_delta import RowState
 from longleaf.rank_protocol.snapshots import Save
 from longleaf.rank_protocol.step import Decode, Move, Prefill, Restore, Row, StepPlan, StepResult
 from workers.batch_buckets import bucket_sizes
-from workers.cuda_graphs.bucket import Bucket
+from workers.cuda_graphs.bucket import BatchBucket
 from workers.cuda_graphs.graphs import Graphs
-from workers.cuda_graphs.sampling_graph import Choosing, Telling
+from workers.cuda_graphs.sampling_graph import GraphSampler, TokenBroadcast
 from workers.cuda_graphs.steps import FixedSteps, Launched, try_out
 from workers.cuda_graphs.tokens import FixedTokens
-from workers.host_copies import Moment, ToHost
-from workers.kv_cache.block_table import Ledger
+from workers.host_copies import AsyncHostCopy, DeviceEvent
+from workers.kv_cache.block_table import BlockTable
 from workers.kv_cache.pools import sharded_layers, windowed_layers
 from workers.kv_cache.quantized import QuantizedPool
-from workers.kv_cache.slots import Pool
-from workers.kv_io.kv_io import Desk
+from workers.kv_cache.slots import FloatKvPool
+from workers.kv_io.kv_io import KvIo
 from workers.model.model import Model
-from workers.pending import Pending, done
+from workers.pending import StepHandle, done
 from workers.sampling.acceptance import reached_ids
 from workers.sampling.device_sampler import DeviceChoice, DeviceSampler
 from workers.sampling.logprobs import logprobs_of
 from workers.sampling.sampler import Choice, Sampler
-from workers.step.attention_attribution import Blocks, Masses
-from workers.step.draft_rollback import DraftedBlocks, Keeper, drafted_among
+from workers.step.attention_attribution import AttributionAccumulator, BlockAttention
+from workers.step.draft_rollback import DraftedBlocks, StoredKvRecorder, drafted_among
 from workers.step.forward import DecodeStep, Peers, PrefillDone, PrefillStep
 from workers.step.gathered_prefill import PastBuilder
 from workers.step.inputs import InputBuilder, Inputs, RowNumbers
 from workers.step.kv_restore import restore
 from workers.step.kv_transfer import move
-from workers.step.last_tokens import DeviceIds, HostIds, LastIds
+from workers.step.last_tokens import DeviceIds, HostIds, LastTokens
 from workers.step.layers import RowLayer
 from workers.step.windows import WindowBuilder
 from workers.verification import Verifier
@@ -53,35 +53,35 @@ from workers.verification import Verifier
 log = logging.getLogger("longleaf.rank")  # what the library logs while a rank joins, people are told
 
 
-class Means(Protocol):
+class RankResources(Protocol):
     """What a rank computes with, in whatever epoch."""
 
     config: EngineConfig
     device: str
     model: Model
-    pool: Pool | QuantizedPool
+    pool: FloatKvPool | QuantizedPool
     backend: Backend
     sampler: Sampler | DeviceSampler
-    last_ids: LastIds
+    last_ids: LastTokens
     graphs: Graphs | None
     """None where nothing is captured."""
-    desk: Desk
+    desk: KvIo
 
 
-class Epoch:
+class GroupSession:
     """What a rank is and knows in one epoch. Nothing of it outlasts that, and nothing is known at its beginning.
 
     `peers` are None at world size 1.
     """
 
-    def __init__(self, means: Means, groups: Groups | None, merges: Sequence[MergeTiming] = ()) -> None:
+    def __init__(self, means: RankResources, groups: Groups | None, merges: Sequence[MergeTiming] = ()) -> None:
         """With `groups`, all of their ranks begin at the same time. `merges` are what other groups measured."""
         self._means = means
         self._number, self._size = (groups.world.rank, groups.world.world_size) if groups else (0, 1)
         config, model = means.config, means.model
-        self._ledger = Ledger(self._number, config.block_size)
-        self._sequences = Sequences(config.block_size)
-        self._wire = Wire(means.backend, getattr(torch, config.partials))
+        self._ledger = BlockTable(self._number, config.block_size)
+        self._sequences = RowState(config.block_size)
+        self._wire = PartialCodec(means.backend, getattr(torch, config.partials))
         self._verifier = Verifier(model, self._ledger, config, self._size)
         self._inputs = self._make_inputs(self._size)
         self._graphs = means.graphs
@@ -121,7 +121,7 @@ class Epoch:
             world_size=size,
             pasts=PastBuilder(ledger, pool, sharded, world_size=size, way=config.prefill, wire=self._wire),
             windows=windows if windowed else None,
-            tells_blocks=isinstance(self._means.backend, TellingBackend),
+            tells_blocks=isinstance(self._means.backend, AttributionBackend),
         )
 
     def fewest(self, number: int) -> int:
@@ -135,25 +135,25 @@ class Epoch:
         """Has steps be over memory of fixed address, where the kernels can do that. All ranks prepare at the same
         time."""
         backend, sampler, last_ids = self._means.backend, self._means.sampler, self._means.last_ids
-        can_prepare = isinstance(backend, FixedBackend) and isinstance(last_ids, DeviceIds)
+        can_prepare = isinstance(backend, CapturableBackend) and isinstance(last_ids, DeviceIds)
         if not self._agree(can_prepare):  # ranks exchange as many rows in a step
             return
-        assert isinstance(backend, FixedBackend)
+        assert isinstance(backend, CapturableBackend)
         assert isinstance(last_ids, DeviceIds)
         rotary, sizes = self._means.model.rotary, bucket_sizes(self._means.config.max_rows)
         may_be_double = bool(rotary.kind) and (self._means.config.allow_long or rotary.trained > FLOAT32_POSITIONS)
-        buckets = [Bucket(size, self._inputs, may_be_double=may_be_double) for size in sizes]
+        buckets = [BatchBucket(size, self._inputs, may_be_double=may_be_double) for size in sizes]
         logits_RV = try_out(buckets, backend, self._logits)
-        telling, choosing = Telling(sizes[-1], last_ids, self._tell, self._means.device), None
+        telling, choosing = TokenBroadcast(sizes[-1], last_ids, self._tell, self._means.device), None
         if logits_RV is not None and isinstance(sampler, DeviceSampler):
-            choosing = Choosing(sampler, torch.zeros_like(logits_RV), telling.ids_R)
+            choosing = GraphSampler(sampler, torch.zeros_like(logits_RV), telling.ids_R)
         keeps = isinstance(self._means.pool, QuantizedPool) and self._means.config.max_draft_tokens > 0
         tokens = FixedTokens() if keeps else None
         self._fixed = FixedSteps(buckets, last_ids, telling, choosing, self._means.device, tokens)
         self._fixed.prepare(self._logits, self._graphs, self._agree)
         self._merge_bytes()  # those of no step
 
-    def take(self, layout: Layout) -> None:
+    def take(self, layout: KvLayout) -> None:
         """Takes for held what is told, and nothing else."""
         self._ledger.replace(layout.segments)
 
@@ -163,7 +163,7 @@ class Epoch:
         return all(run.rank == rank and self._ledger.holds(order.segment, run) for run in order.runs)
 
     @torch.inference_mode()
-    def start(self, plan: StepPlan) -> Pending:
+    def start(self, plan: StepPlan) -> StepHandle:
         """Begins a step, before the end of the one before it if that `may_overlap`."""
         plan = self._sequences.complete(plan)
         self._ledger.release(plan.release_segments)
@@ -188,14 +188,14 @@ class Epoch:
         if self._graphs is not None:
             self._graphs.release()
 
-    def _prefill(self, work: Prefill, result: StepResult) -> Pending:
+    def _prefill(self, work: Prefill, result: StepResult) -> StepHandle:
         """An answer says that the keys are there, and after how many seconds: on a GPU a chunk is only launched by now,
         and nothing has waited for it."""
         inputs = self._inputs.prefill(work)
         step = PrefillStep(inputs, self._means.pool, self._means.backend, self.peers, self._means.model.last_layer)
         with contextlib.suppress(PrefillDone):
             self._forward(self._means.model.decoder, inputs, step)
-        told = ToHost(step.has_finite_keys())
+        told = AsyncHostCopy(step.has_finite_keys())
         result = msgspec.structs.replace(result, merge_bytes=self._merge_bytes())
 
         def finish() -> StepResult | None:
@@ -203,25 +203,25 @@ class Epoch:
             is_first = self._number == 0
             return msgspec.structs.replace(result, has_finite_keys=has_finite_keys) if is_first else None
 
-        return Pending(lambda: told.arrival.is_past, finish)
+        return StepHandle(lambda: told.arrival.is_past, finish)
 
     def _merge_bytes(self) -> int:
         """Since the step before. Of a step that is replayed nothing is counted."""
         return self._merge.take() if self._merge else 0
 
-    def _move(self, work: Move, result: StepResult) -> Pending:
+    def _move(self, work: Move, result: StepResult) -> StepHandle:
         """An answer says that all that moved is at its new place, on all ranks."""
         comm = self.peers.comm if self.peers else None
         move(work, comm, self._means.pool, self._ledger)
         return done(result if self._number == 0 else None)
 
-    def _restore(self, work: Restore, result: StepResult) -> Pending:
+    def _restore(self, work: Restore, result: StepResult) -> StepHandle:
         """An answer says that all has come back, on all ranks."""
         comm = self.peers.comm if self.peers else None
         restore(work, comm, self._means.pool, self._ledger, self._means.desk.piece)
         return done(result if self._number == 0 else None)
 
-    def _decode(self, work: Decode, result: StepResult) -> Pending:
+    def _decode(self, work: Decode, result: StepResult) -> StepHandle:
         rows = self._inputs.numbers(work, self._means.last_ids)
         sampled = [row for row in work.rows if row.token_index >= 0]
         blocks = self._drafted_blocks(rows, sampled) if rows.has_drafts else None
@@ -229,7 +229,7 @@ class Epoch:
         begun = begun or self._begin(rows, sampled, [row for row in work.rows if row.num_scored], blocks)
         read, merged = self._inputs.kv_bytes_read(rows), self._merge_bytes()
         result = msgspec.structs.replace(result, kv_bytes_read=read, merge_bytes=merged)
-        pending = Pending(lambda: begun.end.is_past, lambda: self._finish(work, sampled, begun, result))
+        pending = StepHandle(lambda: begun.end.is_past, lambda: self._finish(work, sampled, begun, result))
         if rows.has_drafts or isinstance(self._means.last_ids, HostIds) or self._verifier.watches(work.rows):
             self._before.result()  # what breaks in a step must not show in the answer to the one before
             # logits that are compared must not be overwritten by the next step, nor drafts be held that were refused
@@ -247,18 +247,22 @@ class Epoch:
         scores = None
         if logits_RV is not None and scored:
             logits_RV, scored_SV = logits_RV.split([len(rows.sample_rows), len(rows.scored_rows)])
-            scores = ToHost(logprobs_of(scored_SV, [t for row in scored for t in row.token_ids[-row.num_scored :]]))
+            scores = AsyncHostCopy(
+                logprobs_of(scored_SV, [t for row in scored for t in row.token_ids[-row.num_scored :]])
+            )
         choice = self._means.sampler.start(sampled, logits_RV) if sampled and logits_RV is not None else None
         told_N = self._tell_all(sampled, choice) if sampled else None
-        ids = ToHost(told_N) if told_N is not None and choice is None and rows.has_drafts else None
+        ids = AsyncHostCopy(told_N) if told_N is not None and choice is None and rows.has_drafts else None
         arriving = choice if isinstance(choice, DeviceChoice) else ids
-        end = arriving.arrival if arriving else Moment(torch.device(self._means.device))
+        end = arriving.arrival if arriving else DeviceEvent(torch.device(self._means.device))
         return Launched(end, choice, logits_RV, scores, told, ids, blocks)
 
-    def _masses(self, rows: RowNumbers) -> Masses:
+    def _masses(self, rows: RowNumbers) -> AttributionAccumulator:
         comm, backend = self.peers.comm if self.peers else None, self._means.backend
-        blocks = Blocks(backend, rows.blocks) if rows.blocks and isinstance(backend, TellingBackend) else None
-        return Masses(rows.asked, self._means.pool, comm, blocks)
+        blocks = (
+            BlockAttention(backend, rows.blocks) if rows.blocks and isinstance(backend, AttributionBackend) else None
+        )
+        return AttributionAccumulator(rows.asked, self._means.pool, comm, blocks)
 
     def _drafted_blocks(self, rows: RowNumbers, sampled: Sequence[Row]) -> DraftedBlocks | None:
         """Where drafts leave more than their keys when they are refused."""
@@ -322,7 +326,10 @@ class Epoch:
         return self.peers.comm.broadcast(ids_T) if self.peers else ids_T
 
     def _logits(
-        self, inputs: Inputs[RowLayer], keeper: Keeper | None = None, masses: Masses | None = None
+        self,
+        inputs: Inputs[RowLayer],
+        keeper: StoredKvRecorder | None = None,
+        masses: AttributionAccumulator | None = None,
     ) -> Tensor | None:
         """Goes through the model. On rank 0 logits [R, V] of the R rows of which they are wanted."""
         step = DecodeStep(inputs, self._means.pool, self._means.backend, self.peers, masses, keeper)

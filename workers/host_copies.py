@@ -17,7 +17,7 @@ def pinned(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
     return torch.zeros(shape, dtype=dtype, pin_memory=device.startswith("cuda"))
 
 
-class Moment:
+class DeviceEvent:
     """The end of what a device was told so far. A CPU is never behind."""
 
     def __init__(self, device: torch.device) -> None:
@@ -37,7 +37,7 @@ class Moment:
             self._event = None
 
 
-class ToHost:
+class AsyncHostCopy:
     """A tensor that has begun to come to the host, behind what its device was told before."""
 
     def __init__(self, tensor: Tensor, host: Tensor | None = None) -> None:
@@ -45,7 +45,7 @@ class ToHost:
         if host is None and tensor.device.type != "cpu":
             host = pinned(*tensor.shape, dtype=tensor.dtype, device=str(tensor.device))
         self._host = tensor if host is None else host.copy_(tensor, non_blocking=True)
-        self.arrival = Moment(tensor.device)
+        self.arrival = DeviceEvent(tensor.device)
 
     def wait(self) -> Tensor:
         """The tensor, on the host."""

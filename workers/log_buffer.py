@@ -11,7 +11,7 @@ from longleaf.rank_protocol.log_messages import (
     MAX_TEXT_BYTES,
     MAX_TRACEBACK_BYTES,
     Logged,
-    Record,
+    LogRecord,
 )
 from workers.member_process import is_noted
 
@@ -20,12 +20,12 @@ MAX_KEPT = 100
 """Records that wait to be told; what comes then is counted."""
 
 
-class Records(logging.Handler):
+class RankLogBuffer(logging.Handler):
     """Keeps warnings, and what is worse, until they are taken. To keep one waits for nothing."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._kept = deque[Record]()
+        self._kept = deque[LogRecord]()
         self._num_dropped = 0
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -62,14 +62,14 @@ class Records(logging.Handler):
                 logger.removeHandler(self)
 
 
-def _told(record: logging.LogRecord) -> Record:
+def _told(record: logging.LogRecord) -> LogRecord:
     told = ""
     if record.exc_info and record.exc_info[0] is not None:  # `exc_info=False` stays False
         told = "".join(traceback.format_exception(*record.exc_info)).rstrip("\n")
     level = min(record.levelno, logging.CRITICAL)
     text = _encoded(record.getMessage())[:MAX_TEXT_BYTES].decode(errors="ignore")
     end = _encoded(told)[-MAX_TRACEBACK_BYTES:].decode(errors="ignore")
-    return Record(level, text, end, is_noted(record))
+    return LogRecord(level, text, end, is_noted(record))
 
 
 def _encoded(text: str) -> bytes:

@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from longleaf.errors import Fenced, StartError, WorkerLost
+from longleaf.errors import ExchangeAborted, RankLost, StartError
 from longleaf.rank_protocol.encoding import ToRank
-from longleaf.rank_protocol.group_messages import Broken, Join, Layout, OpenStore, StoreOpened
-from longleaf.rank_protocol.member_messages import Load, Loaded, Progress, Stop
+from longleaf.rank_protocol.group_messages import GroupFailure, Join, KvLayout, OpenStore, StoreOpened
+from longleaf.rank_protocol.member_messages import Load, Loaded, MemberProgress, Stop
 from longleaf.rank_protocol.rank_spec import RankSpec
 from longleaf.rank_protocol.snapshots import Discard, Fetch, Outcome, Save
 from longleaf.rank_protocol.step import StepPlan
-from workers.pending import Pending
-from workers.ports import Computation, Mailbox
+from workers.pending import StepHandle
+from workers.ports import RankRuntime, Transport
 
 CLOSE_SECONDS = 5.0
 """How long a member may take to leave an epoch; then its process ends as it is. Longer than fleets wait before they
@@ -33,37 +33,37 @@ LIBRARY = "longleaf"
 log = logging.getLogger(__name__)
 
 
-class Standing:
+class MemberStatus:
     """Where a member stands, for the thread of its pulse: it tells how far the other one has come, and frees it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._rank: Computation | None = None
-        self._now = Progress()
+        self._rank: RankRuntime | None = None
+        self._now = MemberProgress()
         """With the exchanges that were entered before the step."""
         self.fenced = 0
         """The last epoch that has ended for everybody."""
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> MemberProgress:
         rank, now = self._rank, self._now
-        return Progress(now.epoch, now.step, rank.num_exchanges - now.num_exchanges if rank else 0)
+        return MemberProgress(now.epoch, now.step, rank.num_exchanges - now.num_exchanges if rank else 0)
 
-    def enter(self, epoch: int, rank: Computation) -> None:
-        """The member joins an epoch. Raises Fenced if that has ended."""
+    def enter(self, epoch: int, rank: RankRuntime) -> None:
+        """The member joins an epoch. Raises ExchangeAborted if that has ended."""
         with self._lock:
             if epoch <= self.fenced:
-                raise Fenced(f"epoch {epoch} has ended")
-            self._rank, self._now = rank, Progress(epoch)
+                raise ExchangeAborted(f"epoch {epoch} has ended")
+            self._rank, self._now = rank, MemberProgress(epoch)
 
-    def begin(self, epoch: int, step: int, rank: Computation) -> None:
+    def begin(self, epoch: int, step: int, rank: RankRuntime) -> None:
         """The member begins a step."""
-        self._now = Progress(epoch, step, rank.num_exchanges)
+        self._now = MemberProgress(epoch, step, rank.num_exchanges)
 
     def leave(self) -> None:
         """The member is in no epoch, and frees itself of what it does."""
         with self._lock:
-            self._rank, self._now = None, Progress()
+            self._rank, self._now = None, MemberProgress()
 
     def fence(self, epoch: int) -> None:
         """Epoch `epoch` has ended: the member must not wait for others there, nor join it."""
@@ -80,7 +80,7 @@ def taking_notes() -> Iterator[list[str]]:
     The coordinator tells it, and nobody else. A rank's own log lies where nobody looks, under Ray in a file of its
     worker.
     """
-    logger, notes = logging.getLogger(LIBRARY), Notes()
+    logger, notes = logging.getLogger(LIBRARY), LogCapture()
     level = logger.level
     logger.setLevel(logging.INFO)
     logger.addHandler(notes)
@@ -93,7 +93,7 @@ def taking_notes() -> Iterator[list[str]]:
         logger.setLevel(level)
 
 
-class Notes(logging.Handler):
+class LogCapture(logging.Handler):
     """Keeps the texts of what is logged."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class Notes(logging.Handler):
 
 def is_noted(record: logging.LogRecord) -> bool:
     """Whether what is being logged goes to notes."""
-    is_taking = any(isinstance(handler, Notes) for handler in logging.getLogger(LIBRARY).handlers)
+    is_taking = any(isinstance(handler, LogCapture) for handler in logging.getLogger(LIBRARY).handlers)
     return is_taking and record.name.split(".")[0] == LIBRARY
 
 
@@ -114,7 +114,7 @@ def reason_of(error: Exception) -> str:
     match error:
         case StartError():
             reason = str(error)
-        case WorkerLost():
+        case RankLost():
             reason = error.reason
         case _:
             reason = f"{type(error).__name__}: {error}"
@@ -133,29 +133,29 @@ def ending_in_time() -> Iterator[None]:
             faulthandler.cancel_dump_traceback_later()
 
 
-class Begun(NamedTuple):
+class StartedStep(NamedTuple):
     """A step that is not answered yet, and when it was begun, by the monotonic clock."""
 
     step: int
-    pending: Pending
+    pending: StepHandle
     began: float
 
 
-class OutOfPlace(TypeError):
+class ProtocolError(TypeError):
     """The coordinator says what makes no sense now: one of both has a bug, and they cannot go on together. Only the
     kind of the message is told: in a plan there is what people have written."""
 
 
-class Life:
+class MemberProcess:
     """Says hello, loads, and then does what it is told. What is raised in an epoch ends that for the member, which then
     waits for the next one; what is raised otherwise ends its life."""
 
     def __init__(
         self,
         spec: RankSpec,
-        rank: Computation,
-        mailbox: Mailbox,
-        standing: Standing,
+        rank: RankRuntime,
+        mailbox: Transport,
+        standing: MemberStatus,
         answer: Callable[[Outcome], None],
     ) -> None:
         """`answer` says what became of orders; any thread calls it."""
@@ -176,11 +176,11 @@ class Life:
         """What was logged while the model was loaded, until that is told."""
         self._has_failed = False
         """Whether it could not join an epoch, last time, for a reason of this machine's own."""
-        self._begun: Begun | None = None
+        self._begun: StartedStep | None = None
         self._answered = 0.0
 
     def run(self) -> None:
-        """Returns when the member is to leave. Raises OutOfPlace, what ended the start, and what an epoch is not to
+        """Returns when the member is to leave. Raises ProtocolError, what ended the start, and what an epoch is not to
         blame for."""
         self._mailbox.send(self._rank.greet())
         match self._mailbox.receive():
@@ -191,7 +191,7 @@ class Life:
             case Stop():
                 return
             case message:
-                raise OutOfPlace(f"before the model is loaded: {type(message).__name__}")
+                raise ProtocolError(f"before the model is loaded: {type(message).__name__}")
         while True:
             try:
                 if isinstance(message := self._next(), Stop):
@@ -216,11 +216,11 @@ class Life:
                 self._start(plan)
             case Save() | Fetch() | Discard() as order:
                 self._rank.carry_out(order, self._answer_order)
-            case StepPlan(epoch=epoch) | Layout(epoch=epoch) | OpenStore(epoch=epoch) | Join(epoch=epoch) if (
+            case StepPlan(epoch=epoch) | KvLayout(epoch=epoch) | OpenStore(epoch=epoch) | Join(epoch=epoch) if (
                 self._is_over(epoch)
             ):
                 pass  # it was sent before the coordinator knew
-            case Layout(epoch=epoch) as layout if self._join is not None and epoch == self._epoch:
+            case KvLayout(epoch=epoch) as layout if self._join is not None and epoch == self._epoch:
                 self._rank.take(layout)
             case OpenStore(epoch=epoch) if self._join is None or epoch != self._epoch:
                 self._turn_to(epoch)
@@ -229,7 +229,7 @@ class Life:
                 self._turn_to(epoch)
                 self._enter(join)
             case _:
-                raise OutOfPlace(f"out of place in epoch {self._epoch}: {type(message).__name__}")
+                raise ProtocolError(f"out of place in epoch {self._epoch}: {type(message).__name__}")
 
     def _is_over(self, epoch: int) -> bool:
         """Whether an epoch has ended for this member, or for all before this one has joined it."""
@@ -262,7 +262,7 @@ class Life:
         began = time.monotonic()
         pending = self._rank.start(plan)
         self._answer()
-        self._begun, self._step = Begun(plan.step, pending, began), plan.step
+        self._begun, self._step = StartedStep(plan.step, pending, began), plan.step
         if pending.is_done:
             self._answer()
 
@@ -280,15 +280,15 @@ class Life:
         self._answered = now
 
     def _look_up(self) -> None:
-        """Raises Fenced if the epoch has ended: a device that is freed from an exchange goes on as if it had received
-        something."""
+        """Raises ExchangeAborted if the epoch has ended: a device that is freed from an exchange goes on as if it had
+        received something."""
         if self._standing.fenced >= self._epoch:
-            raise Fenced(f"epoch {self._epoch} has ended")
+            raise ExchangeAborted(f"epoch {self._epoch} has ended")
 
     def _break(self, error: Exception) -> None:
         """Leaves the epoch that the error ends, and says so. Raises the error if it is not one of an epoch, or would
         come again: settings that cannot work, or the second one of this machine in a row."""
-        if not self._epoch or isinstance(error, StartError | OutOfPlace):
+        if not self._epoch or isinstance(error, StartError | ProtocolError):
             raise error
         is_own = self._join is None and isinstance(error, OSError | MemoryError)
         if is_own and self._has_failed:
@@ -297,13 +297,11 @@ class Life:
         is_fenced = self._standing.fenced >= self._epoch
         level = logging.INFO if is_fenced else logging.WARNING  # who has ended it says why
         reason = f"epoch {self._epoch} was ended" if is_fenced else reason_of(error)
-        is_ours = not is_fenced and not isinstance(
-            error, WorkerLost
-        )  # where another one is gone, nothing here is wrong
+        is_ours = not is_fenced and not isinstance(error, RankLost)  # where another one is gone, nothing here is wrong
         log.log(level, "epoch %d is broken for member %d: %s", self._epoch, self._member, reason, exc_info=is_ours)
-        blamed = error.rank if isinstance(error, WorkerLost) and not is_fenced else None
+        blamed = error.rank if isinstance(error, RankLost) and not is_fenced else None
         # first of all: to leave may take its time, and who says nothing meanwhile is taken for the one that is gone
-        self._mailbox.send(Broken(self._member, self._epoch, self._step, reason, blamed))
+        self._mailbox.send(GroupFailure(self._member, self._epoch, self._step, reason, blamed))
         self._leave()
 
     def _leave(self) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from longleaf.rank_protocol.step import StepResult
 
 
-class Pending:
+class StepHandle:
     """A step that was begun: a device may still be at it, and tell only later what came of it."""
 
     def __init__(self, is_done: Callable[[], bool], finish: Callable[[], StepResult | None]) -> None:
@@ -27,6 +27,6 @@ class Pending:
         return self._result
 
 
-def done(result: StepResult | None) -> Pending:
+def done(result: StepResult | None) -> StepHandle:
     """A step that is over."""
-    return Pending(lambda: True, lambda: result)
+    return StepHandle(lambda: True, lambda: result)

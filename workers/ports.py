@@ -4,14 +4,14 @@ from collections.abc import Callable
 from typing import Protocol
 
 from longleaf.rank_protocol.encoding import FromRank, ToRank
-from longleaf.rank_protocol.group_messages import Join, Layout, Ready
+from longleaf.rank_protocol.group_messages import Join, KvLayout, Ready
 from longleaf.rank_protocol.member_messages import Hello
 from longleaf.rank_protocol.snapshots import Order, Outcome
 from longleaf.rank_protocol.step import StepPlan
-from workers.pending import Pending
+from workers.pending import StepHandle
 
 
-class Computation(Protocol):
+class RankRuntime(Protocol):
     """The computation of one member."""
 
     def greet(self) -> Hello:
@@ -30,11 +30,11 @@ class Computation(Protocol):
         """Joins the process groups of an epoch. Nothing is held there yet."""
         ...
 
-    def take(self, layout: Layout) -> None:
+    def take(self, layout: KvLayout) -> None:
         """Takes for held what is told, and nothing else."""
         ...
 
-    def start(self, plan: StepPlan) -> Pending:
+    def start(self, plan: StepPlan) -> StepHandle:
         """Begins a step. Only rank 0's result is sent."""
         ...
 
@@ -63,7 +63,7 @@ class Computation(Protocol):
         ...
 
 
-class Mailbox(Protocol):
+class Transport(Protocol):
     """The connection on which a member receives and answers. One thread uses it."""
 
     def send(self, message: FromRank) -> None: ...

@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from longleaf.comm import Groups
-from longleaf.comm.abort import Fence, Sockets
+from longleaf.comm.abort import ExchangeAborter, Sockets
 from longleaf.comm.process_group import (
     ProcessGroups,
     Store,
@@ -24,7 +24,7 @@ from longleaf.fingerprint import Fingerprint, read_fingerprint
 from longleaf.kernels import registry
 from longleaf.kernels.backend import Backend
 from longleaf.merge import tiers
-from longleaf.rank_protocol.group_messages import Join, Layout, MergeTiming, Ready
+from longleaf.rank_protocol.group_messages import Join, KvLayout, MergeTiming, Ready
 from longleaf.rank_protocol.member_messages import Hello
 from longleaf.rank_protocol.rank_spec import RankSpec
 from longleaf.rank_protocol.snapshots import Discard, Failure, Fetch, Order, Outcome, Save, Saved
@@ -33,20 +33,20 @@ from longleaf.runs import ceil_div
 from longleaf.storage.store import Store as Storage
 from longleaf.topology import Topology, too_few_gpus
 from workers.cuda_graphs.graphs import CudaGraphs, Graphs
-from workers.exactness import EXACT, Records, verify_model
-from workers.group_session import Epoch
+from workers.exactness import EXACT, ExactnessRecords, verify_model
+from workers.group_session import GroupSession
 from workers.kv_cache.pools import check_kv_bytes, kv_bytes_per_token, kv_dtype, make_pool, name_of, sharded_layers
 from workers.kv_cache.quantized import QuantizedPool
-from workers.kv_cache.slots import Pool
+from workers.kv_cache.slots import FloatKvPool
 from workers.kv_cache.workspace_estimate import room_for_graphs
-from workers.kv_io.kv_io import ENDED, NOT_HELD, Desk
+from workers.kv_io.kv_io import ENDED, NOT_HELD, KvIo
 from workers.kv_io.kv_piece import form_of
 from workers.kv_io.store import OpenStore
 from workers.model import model as models
-from workers.pending import Pending
+from workers.pending import StepHandle
 from workers.sampling.device_sampler import DeviceSampler, make_sampler
 from workers.sampling.sampler import Sampler
-from workers.step.last_tokens import DeviceIds, HostIds, LastIds
+from workers.step.last_tokens import DeviceIds, HostIds, LastTokens
 
 OPEN_UNTRIED: OpenStore = partial(Storage.open, is_tried=False)
 """What cannot be written may still be read."""
@@ -61,11 +61,11 @@ class Rank:
     """
 
     model: models.Model
-    pool: Pool | QuantizedPool
+    pool: FloatKvPool | QuantizedPool
     backend: Backend
 
     def __init__(
-        self, spec: RankSpec, open_snapshots: OpenStore = OPEN_UNTRIED, records: Records | None = None
+        self, spec: RankSpec, open_snapshots: OpenStore = OPEN_UNTRIED, records: ExactnessRecords | None = None
     ) -> None:
         """`open_snapshots` opens the storage of `snapshot_url`. `records` are of verified models, by default those of
         this machine."""
@@ -76,16 +76,16 @@ class Rank:
         self._ranks_per_gpu = 1 if self.device == "cpu" else ceil_div(num_ranks, max(1, num_gpus))
         num_sequences = self.config.max_sequences
         self.sampler: Sampler | DeviceSampler = make_sampler(self.device, num_sequences)
-        self.last_ids: LastIds = HostIds() if self.device == "cpu" else DeviceIds(num_sequences, self.device)
+        self.last_ids: LastTokens = HostIds() if self.device == "cpu" else DeviceIds(num_sequences, self.device)
         self.graphs: Graphs | None = None
-        self.desk = Desk(spec.member, self.config.snapshot_url, open_snapshots, self.device)
-        self.epoch: Epoch | None = None
+        self.desk = KvIo(spec.member, self.config.snapshot_url, open_snapshots, self.device)
+        self.epoch: GroupSession | None = None
         self._fingerprint: Fingerprint | None = None
         """Of the model, once it was read."""
-        self._records = records or Records(cache_folder() / EXACT)
+        self._records = records or ExactnessRecords(cache_folder() / EXACT)
         self._exactness_note = ""
         """Why the model could not be compared with plain attention."""
-        self._fence = Fence()
+        self._fence = ExchangeAborter()
         self._opened: Store | None = None
         """For the epoch that comes, if this rank will be the first one there."""
         self._sockets = Sockets()
@@ -158,8 +158,8 @@ class Rank:
         return store.port
 
     def join(self, join: Join) -> Ready:
-        """Enters the process groups of an epoch; at world size 1 there are none. Nothing is held yet. Raises Fenced,
-        and what torch raises where the others are not met."""
+        """Enters the process groups of an epoch; at world size 1 there are none. Nothing is held yet. Raises
+        ExchangeAborted, and what torch raises where the others are not met."""
         groups = self._meet(join) if join.world_size > 1 else None
         return msgspec.structs.replace(self.connect(groups, join.merges), epoch=join.epoch)
 
@@ -181,7 +181,7 @@ class Rank:
     def connect(self, groups: Groups | None, merges: Sequence[MergeTiming] = ()) -> Ready:
         """Uses an epoch's groups for the exchanges of the steps. All ranks must connect at the same time. `merges` are
         what an earlier epoch measured."""
-        self.epoch = epoch = Epoch(self, groups, merges)
+        self.epoch = epoch = GroupSession(self, groups, merges)
         ready = self._ready
         if groups is not None:
             chosen = [(timing.merge, timing.rows) for timing in epoch.merges] or [(self.config.merge, 0)]
@@ -200,7 +200,7 @@ class Rank:
         epoch.prepare()
         return ready
 
-    def take(self, layout: Layout) -> None:
+    def take(self, layout: KvLayout) -> None:
         """Takes for held in this epoch what is told, and nothing else."""
         self._joined.take(layout)
 
@@ -208,7 +208,7 @@ class Rank:
         """Runs one step; rank 0 returns the sampled tokens."""
         return self.start(plan).result()
 
-    def start(self, plan: StepPlan) -> Pending:
+    def start(self, plan: StepPlan) -> StepHandle:
         """Begins a step, before the end of the one before it if that `may_overlap`."""
         with self.desk.beside_step():
             return self._joined.start(plan)
@@ -232,7 +232,7 @@ class Rank:
         return None if self.epoch.holds(order) else NOT_HELD
 
     @property
-    def _joined(self) -> Epoch:
+    def _joined(self) -> GroupSession:
         """The epoch. Raises RuntimeError before a rank has joined, and after it has left."""
         if self.epoch is None:
             raise RuntimeError("this rank is in no epoch")

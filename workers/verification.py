@@ -21,9 +21,9 @@ from transformers import PreTrainedModel
 
 from longleaf.config import EngineConfig
 from longleaf.positions import Rope
-from longleaf.rank_protocol.step import Comparison, Row
+from longleaf.rank_protocol.step import ComparisonRow, Row
 from longleaf.sampling import Token
-from workers.kv_cache.block_table import Ledger
+from workers.kv_cache.block_table import BlockTable
 from workers.model import hook
 from workers.model.model import Model
 from workers.sampling.sampler import first_positions
@@ -33,7 +33,7 @@ WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)
 """Types of weights that mean the same in another of these types; those of quantised weights do not."""
 
 
-class Compared:
+class ComparisonResult:
     """The tokens of one sequence, and the logits [V], float32, that those of its answer were chosen from."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
@@ -51,7 +51,7 @@ class Compared:
 class Verifier:
     """Compares the answers of those sequences that ask for it."""
 
-    def __init__(self, model: Model, ledger: Ledger, config: EngineConfig, world_size: int) -> None:
+    def __init__(self, model: Model, ledger: BlockTable, config: EngineConfig, world_size: int) -> None:
         self._model = model
         self._ledger = ledger
         self._world_size = world_size
@@ -61,7 +61,7 @@ class Verifier:
         self._plain_dtype = "bfloat16" if self._dtype == "int8" else self._dtype
         """Plain attention rounds no keys to 8 bits; what that brings is about what bfloat16 weights bring."""
         self._is_coarse = torch.finfo(getattr(torch, self._plain_dtype)).eps > torch.finfo(torch.float32).eps
-        self._answers: dict[int, Compared] = {}
+        self._answers: dict[int, ComparisonResult] = {}
 
     def watches(self, rows: Iterable[Row]) -> bool:
         """Whether the logits of some rows are kept, or compared."""
@@ -77,25 +77,25 @@ class Verifier:
             if not chosen:
                 continue
             if row.terms is not None and row.terms.reference_ids:
-                self._answers[row.sequence] = Compared(row.terms.reference_ids)
+                self._answers[row.sequence] = ComparisonResult(row.terms.reference_ids)
             if (answer := self._answers.get(row.sequence)) is not None:
                 answer.add(row, [token.id for token in chosen], logits_NV[first : first + len(chosen)])
 
-    def compare(self, rows: Iterable[Row]) -> dict[int, Comparison]:
+    def compare(self, rows: Iterable[Row]) -> dict[int, ComparisonRow]:
         """Compares answers that rows completed, by sequence. What plain attention cannot do is told, not raised."""
         complete = ((row, self._answers.pop(row.sequence)) for row in rows if row.is_compared)
         return {row.sequence: self._compare(row, answer) for row, answer in complete}
 
-    def _compare(self, row: Row, answer: Compared) -> Comparison:
+    def _compare(self, row: Row, answer: ComparisonResult) -> ComparisonRow:
         began = time.monotonic()
         try:
             exact_NV = self._plain_logits(row, answer, "float32")
             plain_NV = self._plain_logits(row, answer, self._plain_dtype) if self._is_coarse else exact_NV
         except Exception as error:  # a family without eager attention, or no memory for its scores
-            return Comparison(failure=f"plain attention failed: {type(error).__name__}: {error}")
+            return ComparisonRow(failure=f"plain attention failed: {type(error).__name__}: {error}")
         found_NV = torch.stack(answer.logits)
         difference_N = (found_NV - exact_NV).abs().amax(dim=-1)
-        return Comparison(
+        return ComparisonRow(
             max_difference=float(difference_N.max()),
             max_logit=float(exact_NV.abs().max()),
             distance=distance(found_NV, exact_NV),
@@ -109,7 +109,7 @@ class Verifier:
             seconds=time.monotonic() - began,
         )
 
-    def _plain_logits(self, row: Row, answer: Compared, dtype: str) -> Tensor:
+    def _plain_logits(self, row: Row, answer: ComparisonResult, dtype: str) -> Tensor:
         with computing_in(self._model.module, getattr(torch, dtype)):
             return plain_logits(self._model, answer.token_ids[:-1], len(answer.logits), row.rope)
 

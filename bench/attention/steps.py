@@ -17,7 +17,7 @@ from bench.harness.ranks import Rank
 from longleaf.attention import Partial
 from longleaf.kernels import registry
 from longleaf.kernels.backend import Backend
-from longleaf.merge import Chosen, Merge, Wire, choose_merge, make_merge
+from longleaf.merge import AutotunedMerge, Merge, PartialCodec, choose_merge, make_merge
 
 ONE_DEVICE, TREE, PAPER, RING, QUERY_RING = "one_device", "tree", "paper", "ring", "ring_pass_q"
 MIN_TURNS = 3
@@ -53,7 +53,7 @@ class Size:
 class Step:
     """The step of one size. Every rank holds its share of the keys, and rank 0 besides all of them, for one device."""
 
-    def __init__(self, rank: Rank, size: Size, backend: Backend, chosen: dict[str, Chosen]) -> None:
+    def __init__(self, rank: Rank, size: Size, backend: Backend, chosen: dict[str, AutotunedMerge]) -> None:
         self._rank = rank
         self._size = size
         self._backend = backend
@@ -63,7 +63,7 @@ class Step:
         self._all_2KSD = torch.cat([self._shard(r) for r in range(rank.world_size)], 2) if rank.rank == 0 else None
         plain = rank.groups[rank.world.transport]
         self._merges: dict[Key, Merge] = {(TREE, transport): merge for transport, merge in chosen.items()}
-        self._merges[PAPER, rank.world.transport] = make_merge("paper", plain, Wire(backend))
+        self._merges[PAPER, rank.world.transport] = make_merge("paper", plain, PartialCodec(backend))
 
     @property
     def keys(self) -> list[Key]:
@@ -104,12 +104,14 @@ class Step:
 def measure(rank: Rank, sizes: list[Size], repeats: int, seconds: float) -> list[Row]:
     """By size, what each method did on this rank; `seconds` is about what the turns of one size may take."""
     backend, size = registry.choose("auto", "cpu", torch.float32), sizes[0]
-    chosen = {t: choose_merge(groups, Wire(backend), size.heads, size.dim, "cpu") for t, groups in rank.groups.items()}
+    chosen = {
+        t: choose_merge(groups, PartialCodec(backend), size.heads, size.dim, "cpu") for t, groups in rank.groups.items()
+    }
     return [_measure_size(rank, size, backend, chosen, repeats, seconds) for size in sizes]
 
 
 def _measure_size(
-    rank: Rank, size: Size, backend: Backend, chosen: dict[str, Chosen], repeats: int, seconds: float
+    rank: Rank, size: Size, backend: Backend, chosen: dict[str, AutotunedMerge], repeats: int, seconds: float
 ) -> Row:
     step = Step(rank, size, backend, chosen)
     peaks = {key: _peak(rank, step, key) for key in step.keys}

@@ -15,8 +15,8 @@ from bench.harness.arguments import tell
 from bench.harness.service import START_SECONDS
 from bench.harness.subjects import EMBEDDED, Subject, subject
 from coordinator.engine_messages import Admitted, Tokens
-from coordinator.persistence.journal.entries import Held
-from coordinator.persistence.journal.journal import Journal, Record
+from coordinator.persistence.journal.entries import GenerationEntry
+from coordinator.persistence.journal.journal import Journal, JournalWriter
 from longleaf.client import AsyncClient
 from longleaf.sampling import Sampling, Token
 from longleaf.types import Finished, Generate, Started
@@ -65,14 +65,14 @@ def append_seconds(folder: Path, steps: int) -> list[float]:
 
 
 @contextmanager
-def records(journal: Journal) -> Iterator[list[Record]]:
+def records(journal: Journal) -> Iterator[list[JournalWriter]]:
     """Those of generations that have begun."""
     with ExitStack() as stack:
-        opened = list[Record]()
+        opened = list[JournalWriter]()
         for number in range(GENERATIONS):
             request = Generate(input="", context=CONTEXT, sampling=Sampling(), resume_seconds=HELD_SECONDS)
             prompt = array("I", QUESTION).tobytes()
-            held = Held(request_id=f"{number}", request=request, question=b"", prompt=prompt, deadline=None)
+            held = GenerationEntry(request_id=f"{number}", request=request, question=b"", prompt=prompt, deadline=None)
             opened.append(stack.enter_context(journal.begin(held)))
             opened[-1].append(Admitted(len(QUESTION), 0))
         yield opened

@@ -11,7 +11,7 @@ import torch
 from bench.gpu import timing
 from bench.gpu.cases import Choose
 from bench.gpu.counting import counted
-from longleaf.rank_protocol.step import Row, Seen, Terms
+from longleaf.rank_protocol.step import PenaltyHistory, Row, SamplingTerms
 from longleaf.sampling import Sampling
 from workers.host_copies import to_device
 from workers.sampling.device_sampler import DeviceSampler, parameters_of
@@ -39,7 +39,7 @@ SAMPLINGS: dict[str, Sequence[Sampling]] = {
     "all settings mixed": (GREEDY, DRAWN, CUT, PENALIZED),
     "20 logprobs": (Sampling(num_logprobs=20),),
 }
-SEEN = Seen(tuple(range(1000)), tuple(range(50)))
+SEEN = PenaltyHistory(tuple(range(1000)), tuple(range(50)))
 
 
 class Tokens:
@@ -70,7 +70,7 @@ class Tokens:
 
     def _row(self, sequence: int, sampling: Sampling, index: int) -> Row:
         seen = SEEN if sampling.repetition_penalty != 1.0 else None
-        terms = Terms(sampling, seen) if index == 0 else None
+        terms = SamplingTerms(sampling, seen) if index == 0 else None
         return Row(sequence, (0,), index, (), (), index, terms)
 
 

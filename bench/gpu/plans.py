@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from longleaf.rank_protocol.step import Decode, Prefill, Row, StepPlan, Terms
+from longleaf.rank_protocol.step import Decode, Prefill, Row, SamplingTerms, StepPlan
 from longleaf.runs import Run, ceil_div, cut_chunk
 from longleaf.sampling import Sampling
 
@@ -40,7 +40,7 @@ def over_keys(
             blocks = range(tails + i, tails + i + 1 + index // block_size * num_rows, num_rows)
             run = Run(0, num_keys, end, tuple(blocks))
             path, ids = (() if index else (i % num_contexts, num_contexts + i)), (() if index else (3 + i,))
-            terms = None if index else Terms(Sampling())
+            terms = None if index else SamplingTerms(Sampling())
             rows.append(with_drafts(Row(i, path, end - 1, ids, (run,), index, terms), (REFUSED,) * num_drafts))
         yield StepPlan(EPOCH, 1 + index, Decode(tuple(rows)), release_sequences=() if index else tellers)
 
@@ -104,4 +104,4 @@ def row(sequence: int, one: Asked, index: int, num_ranks: int, block_size: int, 
     run = Run(turn % num_ranks, start + turn * block_size, start + index + 1, (block,))
     if index:
         return Row(sequence, (), start + index, (), (run,), index)
-    return Row(sequence, (sequence,), start, one.token_ids[-1:], (run,), 0, Terms(one.sampling))
+    return Row(sequence, (sequence,), start, one.token_ids[-1:], (run,), 0, SamplingTerms(one.sampling))

@@ -7,13 +7,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from longleaf.config import EngineConfig
-from longleaf.rank_protocol.rank_spec import Invitation, RankSpec
+from longleaf.rank_protocol.rank_spec import ConnectInfo, RankSpec
 from workers.cuda_graphs.graphs import CaptureRefused, Graphs, Work
 from workers.model import hook, model
 from workers.rank import Rank
 
 T = TypeVar("T")
-NOBODY = Invitation(address="", server_key=b"", public_key=b"", secret_key=b"")
+NOBODY = ConnectInfo(address="", server_key=b"", public_key=b"", secret_key=b"")
 TRAINED = 131_072
 """Positions that models say they were trained for, as Llama-3.1-8B does. What is beyond takes as long."""
 

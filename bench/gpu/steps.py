@@ -18,7 +18,7 @@ from bench.gpu.ranks import LLAMA_8B, NotedGraphs, Shape, make_module, make_rank
 from longleaf.config import EngineConfig, GraphsChoice
 from longleaf.rank_protocol.group_messages import Join
 from longleaf.rank_protocol.step import StepPlan, StepResult
-from workers.kv_cache.slots import Pool
+from workers.kv_cache.slots import FloatKvPool
 from workers.model.model import Model
 from workers.rank import Rank
 
@@ -137,7 +137,7 @@ def num_bytes(parameters: Iterable[torch.nn.Parameter]) -> int:
 
 def fill(rank: Rank) -> None:
     """Draws all keys and values that a rank has room for."""
-    assert isinstance(rank.pool, Pool)
+    assert isinstance(rank.pool, FloatKvPool)
     for numbers_KSD in (*rank.pool.keys.values(), *rank.pool.values.values()):
         numbers_KSD.normal_()
 

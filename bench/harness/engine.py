@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from coordinator.cluster.local_fleet import LocalFleet
-from coordinator.cluster.rank_manager import Control
+from coordinator.cluster.rank_manager import RankManager
 from coordinator.engine.engine import Engine
-from coordinator.engine_messages import Document, Prompt, Tokens
+from coordinator.engine_messages import DocumentPrompt, Prompt, Tokens
 from longleaf.config import EngineConfig
 from longleaf.rank_protocol.step import Decode, StepPlan, StepResult
 from longleaf.sampling import Sampling
@@ -57,7 +57,7 @@ class Generations:
     async def ingest(self, context: str, ids: Sequence[int]) -> float:
         """Seconds of reading a document."""
         begin = time.perf_counter()
-        async for _ in self._engine.ingest(Document(context=context, token_ids=ids)):
+        async for _ in self._engine.ingest(DocumentPrompt(context=context, token_ids=ids)):
             pass
         return time.perf_counter() - begin
 
@@ -90,7 +90,7 @@ class Generations:
 async def running(config: EngineConfig) -> AsyncIterator[Generations]:
     """An engine and its ranks; they end with the block."""
     fleet = LocalFleet(worker_main)
-    control, steps = Control(config, await fleet.reserve(config)), DecodeSteps()
+    control, steps = RankManager(config, await fleet.reserve(config)), DecodeSteps()
     engine = Engine(control, config, MAX_POSITIONS, observe=steps.note)
     loop: asyncio.Task[None] | None = None
     try:

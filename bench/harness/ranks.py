@@ -21,7 +21,7 @@ import torch.multiprocessing
 from bench.harness.hosts import Network, enter
 from bench.harness.interfaces import sent_bytes
 from longleaf.comm import Groups
-from longleaf.comm.process_group import Carrier, ProcessGroupComm, ProcessGroups, make_groups
+from longleaf.comm.process_group import ProcessGroupComm, ProcessGroups, TransportChoice, make_groups
 from longleaf.config import apply_environment, rank_environment
 from longleaf.topology import Topology
 
@@ -79,7 +79,7 @@ class Rank:
         self.placement = placement
         self.device = f"cuda:{rank if gpu is None else gpu}" if placement.device == "cuda" else "cpu"
         topology = placement.topology
-        carrier = Carrier("shared_memory" if self.device == "cpu" else "nccl", self.device)
+        carrier = TransportChoice("shared_memory" if self.device == "cpu" else "nccl", self.device)
         self._owner = ProcessGroups(rank, topology, store, epoch=1, timeout=TIMEOUT, carrier=carrier)
         self.world = ProcessGroupComm(dist.group.WORLD)
         found = self._owner.groups

@@ -54,7 +54,7 @@ from bench.serve.load import Documents
 from coordinator.settings import ServiceConfig
 from longleaf.client import AsyncClient
 from longleaf.config import DataConfig, EngineConfig, embedded_model
-from longleaf.credentials import Entry, Quotas, digest_of, line_of
+from longleaf.credentials import CredentialEntry, Quotas, digest_of, line_of
 from longleaf.launch import ServiceProcess
 from longleaf.service_settings import HttpConfig, SecurityConfig
 
@@ -209,10 +209,10 @@ def config_of(chosen: Attack, world_size: int, folder: Path) -> ServiceConfig:
     return ServiceConfig(engine=engine, launcher="local", data=data, security=security, door=door)
 
 
-def entries(quotas: Quotas) -> list[Entry]:
+def entries(quotas: Quotas) -> list[CredentialEntry]:
     """Credentials of both tenants; the quotas are the attacker's."""
     return [
-        Entry(
+        CredentialEntry(
             tenant=tenant,
             role="user",
             digests=(digest_of(credential),),

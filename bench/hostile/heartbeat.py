@@ -23,7 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-from coordinator.actor import CoordinatorActor, Reply
+from coordinator.actor import CoordinatorActor, StartResult
 from coordinator.cluster.local_fleet import LocalFleet
 from coordinator.settings import ServiceConfig
 from longleaf.launch import ERROR, LISTENING
@@ -102,7 +102,7 @@ def longest_gap(times: Sequence[float], began: float, ended: float) -> float:
     return max(later - earlier for earlier, later in pairwise([last, *inside, after]))
 
 
-async def serve(config: ServiceConfig, folder: Path) -> Reply:
+async def serve(config: ServiceConfig, folder: Path) -> StartResult:
     """Serves until a signal or a failure."""
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from longleaf.context_archive.frames import PREAMBLE, Frame, Kind
-from longleaf.context_archive.records import Head, encode
+from longleaf.context_archive.records import ContextHead, encode
 from longleaf.fingerprint import Fingerprint
 from longleaf.positions import Rope
 from longleaf.v1 import context_pb2, context_service_pb2, generation_pb2, generation_service_pb2
@@ -74,7 +74,7 @@ def import_ends() -> list[bytes]:
 
 
 def _head(num_tokens: int, ends: Iterable[int]) -> bytes:
-    head = Head(
+    head = ContextHead(
         context=CONTEXT,
         model="",
         fingerprint=Fingerprint("0" * 64, {}),

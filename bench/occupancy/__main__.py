@@ -14,7 +14,7 @@ from bench.occupancy import golden
 from bench.occupancy.bounds import bound_of
 from bench.occupancy.compiling import Resources, compile_variant
 from bench.occupancy.targets import TARGETS
-from longleaf.kernels.gpu.variants import Variant, variants
+from longleaf.kernels.gpu.variants import KernelVariant, variants
 
 Pair = tuple[str, str]
 """Names of a variant and of a target."""
@@ -47,7 +47,7 @@ def compile_pair(pair: Pair) -> Resources | str:
 
 
 @cache
-def by_name(target: str) -> dict[str, Variant]:
+def by_name(target: str) -> dict[str, KernelVariant]:
     """The variants that a target has."""
     return {variant.name: variant for variant in variants(TARGETS[target].limits)}
 

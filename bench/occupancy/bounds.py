@@ -23,7 +23,7 @@ from bench.occupancy.compiling import Resources
 from bench.occupancy.targets import Target
 from longleaf.attention.masks import Read
 from longleaf.kernels.gpu.backend import PROGRAMS_PER_MULTIPROCESSOR
-from longleaf.kernels.gpu.variants import Variant
+from longleaf.kernels.gpu.variants import KernelVariant
 from longleaf.kernels.gpu.work_items import HEADER, ITEM, STRETCH, Shape, work_of
 
 LATENCY_NS = 800.0
@@ -52,7 +52,7 @@ class Bound(NamedTuple):
         return min(1.0, self.memory, self.matrix, self.arithmetic or 1.0)
 
 
-def bound_of(variant: Variant, target: Target, used: Resources) -> Bound:
+def bound_of(variant: KernelVariant, target: Target, used: Resources) -> Bound:
     """The bound of a variant of attention."""
     device, warps = target.device, target.warps(variant.num_warps)
     programs = min(PROGRAMS_PER_MULTIPROCESSOR, target.occupancy(warps, used.registers, used.shared))
@@ -74,7 +74,7 @@ def bound_of(variant: Variant, target: Target, used: Resources) -> Bound:
     )
 
 
-def bytes_per_key(variant: Variant) -> int:
+def bytes_per_key(variant: KernelVariant) -> int:
     """That a key and its value take in memory, for one key head."""
     constants = variant.constants
     if "keys" in variant.signature:
@@ -83,7 +83,7 @@ def bytes_per_key(variant: Variant) -> int:
     return itemsize * (constants["DIM"] + (0 if constants["REST_PAD"] else constants["VALUE_DIM"]))
 
 
-def products_of(variant: Variant) -> int:
+def products_of(variant: KernelVariant) -> int:
     """Multiplications of a tile."""
     constants = variant.constants
     if "PAIRS_PAD" in constants:

@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 
 from bench.occupancy.sass import busy_cycles, inner_loop, instructions
 from bench.occupancy.targets import Target
-from longleaf.kernels.gpu.variants import Variant
+from longleaf.kernels.gpu.variants import KernelVariant
 
 
 class Resources(NamedTuple):
@@ -37,7 +37,7 @@ class Resources(NamedTuple):
         return Resources(*map(int, text.split("/")))
 
 
-def compile_variant(variant: Variant, target: Target) -> Resources:
+def compile_variant(variant: KernelVariant, target: Target) -> Resources:
     """What the compiler makes of a variant. Raises whatever it raises."""
     names = list(variant.signature)
     source = ASTSource(

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from triton.backends.compiler import GPUTarget
 
-from longleaf.kernels.gpu.constants import AMD, Limits, limits_of
+from longleaf.kernels.gpu.constants import AMD, KernelLimits, limits_of
 from longleaf.kernels.gpu.launch import warps
 from longleaf.runs import ceil_div
 
@@ -45,7 +45,7 @@ class Target(NamedTuple):
     device: Device
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> KernelLimits:
         """Of tiles, as a rank on this target has them."""
         return limits_of(int(self.triton.arch) // 10) if self.is_nvidia else AMD
 

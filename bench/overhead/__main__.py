@@ -25,10 +25,10 @@ from bench.harness.subjects import EMBEDDED, Subject, subject
 from bench.overhead.clients import ask, ingest
 from bench.overhead.step_times import Gap, TimedMain, gaps, read
 from coordinator.cluster.local_fleet import LocalFleet
-from coordinator.cluster.rank_manager import Control
+from coordinator.cluster.rank_manager import RankManager
 from coordinator.engine.engine import Engine
-from coordinator.grpc_server.server import Server
-from coordinator.handlers.application import UseCases
+from coordinator.grpc_server.server import GrpcServer
+from coordinator.handlers.application import Application
 from coordinator.text.renderer import Renderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.config import EngineConfig
@@ -113,7 +113,7 @@ def row(found: list[Gap], batch: int) -> dict[str, float]:
 @asynccontextmanager
 async def serving(config: EngineConfig, measured: Subject, folder: Path) -> AsyncIterator[tuple[DecodeSteps, str]]:
     """A service on a port of its own, without Ray; it ends with the block, and then the times lie in `folder`."""
-    control, fleet, decodes = Control(config), LocalFleet(TimedMain(folder)), DecodeSteps()
+    control, fleet, decodes = RankManager(config), LocalFleet(TimedMain(folder)), DecodeSteps()
     engine = Engine(control, config, measured.max_positions, observe=decodes.note)
     running: asyncio.Task[None] | None = None
     try:
@@ -122,8 +122,8 @@ async def serving(config: EngineConfig, measured: Subject, folder: Path) -> Asyn
         running = asyncio.create_task(engine.run())
         model = ModelInfo(name=measured.name)
         tokenizer = Tokenizer.load(Path(config.model), Renderer())
-        use_cases = UseCases(engine, tokenizer, lambda: engine.cluster(model, "local"))
-        server = Server(use_cases)
+        use_cases = Application(engine, tokenizer, lambda: engine.cluster(model, "local"))
+        server = GrpcServer(use_cases)
         yield decodes, f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
         await server.stop()
         await use_cases.close()

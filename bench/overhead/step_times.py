@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from longleaf.rank_protocol.group_messages import Join, Layout, Ready
+from longleaf.rank_protocol.group_messages import Join, KvLayout, Ready
 from longleaf.rank_protocol.member_messages import Hello
 from longleaf.rank_protocol.rank_spec import RankSpec
 from longleaf.rank_protocol.snapshots import Order, Outcome
 from longleaf.rank_protocol.step import StepPlan
 from workers.__main__ import live
-from workers.pending import Pending
-from workers.ports import Computation
+from workers.pending import StepHandle
+from workers.ports import RankRuntime
 
 
 class StepTime(NamedTuple):
@@ -33,7 +33,7 @@ Times = Mapping[int, StepTime]
 class TimedRank:
     """A rank that writes the times of its steps to a file when it leaves."""
 
-    def __init__(self, rank: Computation, path: Path) -> None:
+    def __init__(self, rank: RankRuntime, path: Path) -> None:
         self._rank = rank
         self._path = path
         self._times: dict[int, StepTime] = {}
@@ -50,7 +50,7 @@ class TimedRank:
     def join(self, join: Join) -> Ready:
         return self._rank.join(join)
 
-    def start(self, plan: StepPlan) -> Pending:
+    def start(self, plan: StepPlan) -> StepHandle:
         """Waits for the end of the step: on CPUs it is there by then."""
         began = time.monotonic()
         pending = self._rank.start(plan)
@@ -58,7 +58,7 @@ class TimedRank:
         self._times[plan.step] = StepTime(began, time.monotonic())
         return pending
 
-    def take(self, layout: Layout) -> None:
+    def take(self, layout: KvLayout) -> None:
         self._rank.take(layout)
 
     def carry_out(self, order: Order, answer: Callable[[Outcome], None]) -> None:

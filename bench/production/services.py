@@ -12,7 +12,7 @@ from bench.durable.service import KeptService, free_port
 from bench.harness.service import START_SECONDS
 from longleaf.client.channels import Access
 from longleaf.config import LOOPBACK, EngineConfig, embedded_model
-from longleaf.credentials import Entry, digest_of, line_of, new_credential
+from longleaf.credentials import CredentialEntry, digest_of, line_of, new_credential
 from longleaf.launch import OPEN, SILENT, coordinator_command
 from longleaf.service_settings import SecurityConfig, TelemetryConfig
 from tests.support.authority import Authority
@@ -66,7 +66,7 @@ def production(authority: Authority, folder: Path, secret: Secret | None = None)
         secret.write(authority.make())
     credentials = [new_credential() for _ in range(TENANTS)]
     entries = [
-        Entry(tenant=f"tenant-{number}", role="user", digests=(digest_of(credential),))
+        CredentialEntry(tenant=f"tenant-{number}", role="user", digests=(digest_of(credential),))
         for number, credential in enumerate(credentials)
     ]
     file = folder / "credentials"

@@ -19,14 +19,14 @@ import torch
 from bench.harness.arguments import tell
 from bench.harness.machine import describe
 from bench.sampling import one_by_one
-from longleaf.rank_protocol.step import Row, Seen, Terms
+from longleaf.rank_protocol.step import PenaltyHistory, Row, SamplingTerms
 from longleaf.sampling import Sampling
 from workers.sampling.sampler import Sampler
 
 SPREADS = {"peaked": 8.0, "broad": 3.0, "flat": 1.0}
 """Standard deviations of the logits."""
 TARGETS = {"top_p": 10.0}
-SEEN = Seen(tuple(range(0, 100_000, 7)), tuple(range(500)))
+SEEN = PenaltyHistory(tuple(range(0, 100_000, 7)), tuple(range(500)))
 """What the penalties of each sequence remember: 100,000 tokens of context, and an answer of 500."""
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -102,7 +102,7 @@ def row(case: str, kind: str, shape: tuple[int, int], repeats: int) -> dict[str,
 
 def step_row(sequence: int, sampling: Sampling, step: int) -> Row:
     """The row of a sequence in a step; the first one tells its terms."""
-    terms = Terms(sampling, SEEN if sampling.has_penalties else None) if step == 0 else None
+    terms = SamplingTerms(sampling, SEEN if sampling.has_penalties else None) if step == 0 else None
     return Row(sequence, (0,), step, (), (), step, terms)
 
 

@@ -17,14 +17,14 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from longleaf.rank_protocol.step import Row, Seen
+from longleaf.rank_protocol.step import PenaltyHistory, Row
 from longleaf.sampling import Logprobs, Sampling, Token, TokenLogprob
 
 
 class History:
     """What penalties must know of a sequence over a vocabulary of V tokens."""
 
-    def __init__(self, seen: Seen, vocabulary_size: int) -> None:
+    def __init__(self, seen: PenaltyHistory, vocabulary_size: int) -> None:
         self.is_seen_V = torch.zeros(vocabulary_size, dtype=torch.bool)
         self.counts_V = torch.zeros(vocabulary_size, dtype=torch.float64)
         self.is_seen_V[[i for i in seen.token_ids if i < vocabulary_size]] = True

@@ -11,7 +11,7 @@ MAX_WAITING = 256
 """Refused calls that are kept waiting; further ones are ended at once, for each takes memory."""
 
 
-class Refusals:
+class AuthFailureThrottle:
     """Refused calls of the last second. `clock` counts seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

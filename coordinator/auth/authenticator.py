@@ -20,7 +20,7 @@ class Authenticator(Protocol):
         ...
 
 
-class Anybody:
+class AllowAnonymous:
     """An Authenticator that asks for nothing."""
 
     is_open = True

@@ -6,10 +6,10 @@ from collections.abc import Set as AnySet
 from hmac import compare_digest
 
 from coordinator.auth.caller import Caller
-from longleaf.credentials import Entry, digest_of, parse_credentials
+from longleaf.credentials import CredentialEntry, digest_of, parse_credentials
 from longleaf.errors import Unauthenticated
 from longleaf.formatting import human_count
-from longleaf.reloading_files import WatchedFiles
+from longleaf.reloading_files import ReloadingFiles
 from longleaf.tenants import tenant_of
 
 MAX_NAMED = 5
@@ -24,14 +24,14 @@ class Credentials:
 
     is_open = False
 
-    def __init__(self, file: WatchedFiles[tuple[Entry, ...]]) -> None:
+    def __init__(self, file: ReloadingFiles[tuple[CredentialEntry, ...]]) -> None:
         self._file = file
         self.num_refused = 0
 
     @classmethod
     def of(cls, path: str) -> "Credentials":
         """Raises InvalidArgument."""
-        return cls(WatchedFiles({"credentials": path}, parse_credentials))
+        return cls(ReloadingFiles({"credentials": path}, parse_credentials))
 
     @property
     def num_failed_reloads(self) -> int:
@@ -62,7 +62,7 @@ class Credentials:
         is_alone = len(self._file.value) == 1
         return Caller(tenant=found.tenant, role=found.role, quotas=found.quotas, is_alone=is_alone)
 
-    def _bearer(self, header: str) -> Entry | None:
+    def _bearer(self, header: str) -> CredentialEntry | None:
         """In constant time: every digest is compared with, to its end."""
         scheme, _, credential = header.partition(" ")
         if scheme.lower() != SCHEME:
@@ -74,7 +74,7 @@ class Credentials:
                     found = entry
         return found
 
-    def _named(self, names: frozenset[str]) -> Entry | None:
+    def _named(self, names: frozenset[str]) -> CredentialEntry | None:
         return next((entry for entry in self._file.value if names.intersection(entry.names)), None)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 MINUTE = 60.0
 
 
-class Bucket:
+class LeakyBucket:
     """What was taken leaks out at the rate that is allowed. While no more than a minute's worth is in it, any amount
     may be taken: so what is larger than that passes as well, and is waited for afterwards. `clock` counts seconds."""
 

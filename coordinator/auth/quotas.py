@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from coordinator.auth.caller import CALLER, OWNER, Caller
-from coordinator.auth.leaky_bucket import Bucket
-from coordinator.auth.tenant_usage import Usage
+from coordinator.auth.leaky_bucket import LeakyBucket
+from coordinator.auth.tenant_usage import TenantUsage
 from coordinator.engine_messages import Event, Tokens
 from coordinator.telemetry.observers import CallRecord, Saw
 from longleaf.errors import ResourceExhausted
@@ -17,14 +17,14 @@ RETRY_SECONDS = 2.0
 """When it may be worth asking again for what ends when something else of the tenant does."""
 
 
-class Ledger:
+class QuotaEnforcer:
     """What the caller's quotas allow, at the moment when it begins something. `usage` tells what a tenant takes now;
     tokens per minute are counted here, as an Observer of generations. What has begun goes on, whatever becomes of
     quotas; where there are none, all of this costs nothing."""
 
     def __init__(
         self,
-        usage: Callable[[str], Usage],
+        usage: Callable[[str], TenantUsage],
         clock: Callable[[], float] = time.monotonic,
         num_uploads: Callable[[str], int] = lambda _: 0,
         storage_bytes: Callable[[str], int] = lambda _: 0,
@@ -38,8 +38,8 @@ class Ledger:
         self._num_uploads = num_uploads
         self._coming = defaultdict[str, Counter[str]](Counter)
         """Contexts and tokens that are being made, and of which `usage` does not tell yet, by tenant."""
-        self._ins = defaultdict[str, Bucket](lambda: Bucket(clock))
-        self._outs = defaultdict[str, Bucket](lambda: Bucket(clock))
+        self._ins = defaultdict[str, LeakyBucket](lambda: LeakyBucket(clock))
+        self._outs = defaultdict[str, LeakyBucket](lambda: LeakyBucket(clock))
 
     @property
     def _caller(self) -> Caller:
@@ -125,7 +125,7 @@ class Ledger:
         """Whether more may be read. Raises ResourceExhausted."""
         self._check_rate(self._caller, "tokens_in_per_minute", self._ins)
 
-    def _check_rate(self, caller: Caller, name: str, buckets: defaultdict[str, Bucket]) -> None:
+    def _check_rate(self, caller: Caller, name: str, buckets: defaultdict[str, LeakyBucket]) -> None:
         rate: int | None = getattr(caller.quotas, name)
         if rate is None:
             return
@@ -157,5 +157,5 @@ def _refuse(caller: Caller, name: str, told: str, retry_seconds: float | None = 
     raise ResourceExhausted(f"quotas/{name}", f"of the tenant {caller.tenant}: {told}", retry_seconds)
 
 
-UNLIMITED = Ledger(lambda _: Usage())
+UNLIMITED = QuotaEnforcer(lambda _: TenantUsage())
 """For callers without quotas."""

@@ -14,7 +14,7 @@ def any_room(_: int) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-class Usage(msgspec.Struct, frozen=True, kw_only=True):
+class TenantUsage(msgspec.Struct, frozen=True, kw_only=True):
     """What a tenant takes now, but for storage; documents that are being read count as contexts and tokens already."""
 
     contexts: int = 0

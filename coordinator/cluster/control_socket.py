@@ -14,13 +14,13 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from coordinator.cluster.member_auth import Members, Tally
+from coordinator.cluster.member_auth import MemberAuthenticator, ThrottledCounter
 from longleaf.config import EngineConfig, join_address
 from longleaf.rank_protocol.encoding import FromRank, ToRank, decode_from_rank, encode
-from longleaf.rank_protocol.group_messages import Fence
+from longleaf.rank_protocol.group_messages import AbortExchanges
 from longleaf.rank_protocol.log_messages import Logged
 from longleaf.rank_protocol.member_messages import Heartbeat, Stop
-from longleaf.rank_protocol.rank_spec import Invitation
+from longleaf.rank_protocol.rank_spec import ConnectInfo
 from longleaf.rank_protocol.snapshots import Fetched, Saved
 from longleaf.rank_protocol.step import MAX_TOLD_SPANS, SPAN_BYTES, StepResult
 
@@ -35,13 +35,13 @@ Take = Callable[[int, FromRank], None]
 """Takes what a member says. Raises ValueError for what it may not say."""
 
 
-class Channel:
+class ControlSocket:
     """The channel at `host`. Must be made inside a running event loop; `take` is called there."""
 
     def __init__(self, config: EngineConfig, host: str, take: Take) -> None:
         self._take = take
         self._context = zmq.asyncio.Context()
-        self._members = Members(self._context)
+        self._members = MemberAuthenticator(self._context)
         # Untyped, because the package's own annotations are partial. Not one of zmq.asyncio: with its futures a message
         # would come some turns of the loop later.
         self._socket: Any = zmq.Context(self._context).socket(zmq.ROUTER)
@@ -55,10 +55,10 @@ class Channel:
         self._socket.bind(f"tcp://{join_address(host, 0)}")
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         """Where the members connect."""
-        self._invitations: dict[int, Invitation] = {}
-        self._fences: dict[int, Fence] = {}
+        self._invitations: dict[int, ConnectInfo] = {}
+        self._fences: dict[int, AbortExchanges] = {}
         """The last one that each member was sent."""
-        self._ignored = Tally("ignored messages of members")
+        self._ignored = ThrottledCounter("ignored messages of members")
         self._loop = asyncio.get_running_loop()
         self._is_closed = False
         self._loop.add_reader(self._socket.FD, self._receive)
@@ -74,7 +74,7 @@ class Channel:
         """Messages so far that a member may not send."""
         return self._ignored.count
 
-    def invite(self, member: int) -> Invitation:
+    def invite(self, member: int) -> ConnectInfo:
         """What a new member needs to connect."""
         self._invitations[member] = self._members.invite(member, self.address)
         return self._invitations[member]
@@ -95,7 +95,7 @@ class Channel:
             if (invitation := self._invitations.get(member)) is None:
                 continue
             name = invitation.commands_id
-            if isinstance(message, Fence):
+            if isinstance(message, AbortExchanges):
                 name, self._fences[member] = invitation.pulse_id, message
             self._socket.send_multipart([name, data])
         self._loop.call_soon(self._receive)  # to send has looked, too

@@ -8,24 +8,24 @@ from msgspec.structs import replace
 from coordinator.cluster.loss_history import is_filling
 from coordinator.cluster.ports import EpochEnd, Formation, OnDeath
 from longleaf.config import EngineConfig
-from longleaf.errors import DataLoss, EpochBroken, StartError, StorageUnavailable, WorkerLost
-from longleaf.positions import EVERY_RANK, Rotary, Windows
+from longleaf.errors import DataLoss, GroupFailed, RankLost, StartError, StorageUnavailable
+from longleaf.positions import EVERY_RANK, Rotary, WindowSpec
 from longleaf.rank_protocol.fakes import FULL_LAYER, VOCAB, echo_attention, echo_scores, echo_spans, echo_tokens
-from longleaf.rank_protocol.group_messages import Layout, Ready
+from longleaf.rank_protocol.group_messages import KvLayout, Ready
 from longleaf.rank_protocol.member_messages import Hello
-from longleaf.rank_protocol.rank_spec import Invitation
-from longleaf.rank_protocol.row_delta import Sequences
+from longleaf.rank_protocol.rank_spec import ConnectInfo
+from longleaf.rank_protocol.row_delta import RowState
 from longleaf.rank_protocol.snapshots import Fetch, Save, Saved
-from longleaf.rank_protocol.step import Attention, Comparison, Decode, Prefill, Restore, Row, StepPlan, StepResult
+from longleaf.rank_protocol.step import Attention, ComparisonRow, Decode, Prefill, Restore, Row, StepPlan, StepResult
 from longleaf.runs import Run
 from longleaf.sampling import Logprobs, Token
 from longleaf.types import Loss
 
 
-def equal(row: Row) -> Comparison:
+def equal(row: Row) -> ComparisonRow:
     """What ranks that agree say about an answer that they have not computed."""
     num_tokens = row.token_index + 1
-    return Comparison(max_logit=1.0, num_tokens=num_tokens, num_equal=num_tokens, num_ranks=1, dtype="float32")
+    return ComparisonRow(max_logit=1.0, num_tokens=num_tokens, num_equal=num_tokens, num_ranks=1, dtype="float32")
 
 
 def positions_of(runs: Iterable[Run]) -> frozenset[int]:
@@ -46,7 +46,7 @@ class FakeRanks:
         lose_at: int = 0,
         lost_rank: int = 0,
         rotary: Rotary | None = None,
-        windows: Windows | None = None,
+        windows: WindowSpec | None = None,
         broken: Collection[tuple[int, int | None]] = (),
     ) -> None:
         self.broken = broken
@@ -62,7 +62,7 @@ class FakeRanks:
         self._last: dict[int, int] = {}
         self._asking: set[int] = set()
         """Sequences that ask for logprobs."""
-        self._sequences = Sequences(block_size=1)
+        self._sequences = RowState(block_size=1)
         self._starts: dict[int, int] = {}
         """Of segments."""
         self._changed = asyncio.Event()
@@ -72,7 +72,7 @@ class FakeRanks:
         self.joinable: list[int] = []
         """Those that have loaded the model and are in no epoch."""
         self.losses: tuple[Loss, ...] = ()
-        self.layouts: list[Layout] = []
+        self.layouts: list[KvLayout] = []
         self.pieces: dict[str, frozenset[int]] = {}
         """The positions of each piece on storage, by name: whoever takes some out damages it."""
         self.fetched: dict[tuple[int, int], frozenset[int]] = {}
@@ -91,7 +91,7 @@ class FakeRanks:
         self._end = None
         self._last.clear()
         self._asking.clear()
-        self._sequences = Sequences(block_size=1)
+        self._sequences = RowState(block_size=1)
         ready = Ready(
             member=0,
             device="cpu",
@@ -108,7 +108,7 @@ class FakeRanks:
         hellos = tuple(Hello(member, "fake", "127.0.0.1", 1000 + member) for member in self.members)
         return Formation(epoch, hellos, tuple(replace(ready, member=member) for member in self.members), self)
 
-    async def lay_out(self, layout: Layout) -> None:
+    async def lay_out(self, layout: KvLayout) -> None:
         self.layouts.append(layout)
         self._starts = {segment.segment: segment.start for segment in layout.segments}
 
@@ -184,9 +184,9 @@ class FakeRanks:
             self.fetched.pop((member, ticket), None)
 
     def _rank_of(self, member: int) -> int:
-        """Raises WorkerLost for one that is gone."""
+        """Raises RankLost for one that is gone."""
         if member not in self.members:
-            raise WorkerLost(member, "it is gone")
+            raise RankLost(member, "it is gone")
         return self.members.index(member)
 
     def _check_storage(self) -> None:
@@ -208,13 +208,13 @@ class FakeRanks:
 
     def lose(self, rank: int, reason: str, *steps: int) -> None:
         """Loses a rank in one of these steps, between steps if none is given."""
-        self._end = EpochEnd(WorkerLost(rank, reason), steps)
+        self._end = EpochEnd(RankLost(rank, reason), steps)
         self.members.pop(rank)
         self._change()
 
     def break_epoch(self, reason: str, *steps: int) -> None:
         """Ends the epoch; all ranks live."""
-        self._end = EpochEnd(EpochBroken(reason), steps)
+        self._end = EpochEnd(GroupFailed(reason), steps)
         self._change()
 
     def load(self, member: int) -> None:
@@ -261,7 +261,7 @@ class FakeFleet:
         self.asked.set()
         return await asyncio.get_running_loop().create_future()
 
-    async def launch(self, config: EngineConfig, invitations: Sequence[Invitation], on_death: OnDeath) -> None:
+    async def launch(self, config: EngineConfig, invitations: Sequence[ConnectInfo], on_death: OnDeath) -> None:
         raise AssertionError("there is no place")
 
     def where(self, member: int) -> str:
@@ -270,7 +270,7 @@ class FakeFleet:
     async def kill(self, member: int) -> None:
         """There is nobody."""
 
-    async def replace(self, lost: int, member: int, invitation: Invitation, config: EngineConfig) -> None:
+    async def replace(self, lost: int, member: int, invitation: ConnectInfo, config: EngineConfig) -> None:
         raise StartError("there is no place")
 
     async def shutdown(self) -> None:

@@ -17,7 +17,7 @@ from coordinator.cluster.fork_server import SERVER_DIED, StartMethod, ignoring_t
 from coordinator.cluster.ports import OnDeath, unheard
 from longleaf.config import LOOPBACK, EngineConfig, apply_environment, check_slots_here, rank_environment
 from longleaf.errors import StartError
-from longleaf.rank_protocol.rank_spec import Invitation, RankSpec
+from longleaf.rank_protocol.rank_spec import ConnectInfo, RankSpec
 from longleaf.resources import end_with_parent
 
 LEAVE_SECONDS = 3.0
@@ -73,13 +73,13 @@ class LocalFleet:
         check_slots_here(config.world_size)
         return LOOPBACK
 
-    async def launch(self, config: EngineConfig, invitations: Sequence[Invitation], on_death: OnDeath) -> None:
+    async def launch(self, config: EngineConfig, invitations: Sequence[ConnectInfo], on_death: OnDeath) -> None:
         self._loop = asyncio.get_running_loop()
         self._num_slots, self._on_death = len(invitations), on_death
         for member, invitation in enumerate(invitations):
             await self._start(self._spec(member, member, invitation, config), member)
 
-    def _spec(self, member: int, slot: int, invitation: Invitation, config: EngineConfig) -> RankSpec:
+    def _spec(self, member: int, slot: int, invitation: ConnectInfo, config: EngineConfig) -> RankSpec:
         return RankSpec(
             member=member,
             config=config,
@@ -154,7 +154,7 @@ class LocalFleet:
             with suppress(TimeoutError):  # what hangs in the kernel ends some time
                 await asyncio.wait_for(place.has_ended.wait(), END_SECONDS)
 
-    async def replace(self, lost: int, member: int, invitation: Invitation, config: EngineConfig) -> None:
+    async def replace(self, lost: int, member: int, invitation: ConnectInfo, config: EngineConfig) -> None:
         if lost not in self._places:
             raise StartError(f"member {lost} has no slot")
         await self.kill(lost)

@@ -4,13 +4,20 @@ from collections.abc import Callable, Iterable
 
 from msgspec.structs import replace
 
-from coordinator.cluster.ports import Delayed, GivenUp, Joined, MemberEvent, MemberLost, Replacing
+from coordinator.cluster.ports import (
+    MemberEvent,
+    MemberJoined,
+    MemberLost,
+    ReplacementAbandoned,
+    ReplacementDelayed,
+    ReplacementStarted,
+)
 from longleaf.types import Loss, SlotState
 
 MAX_REMEMBERED = 32
 
 
-class History:
+class LossHistory:
     """What became of members. `wall_clock` dates losses (seconds since the epoch of the calendar)."""
 
     def __init__(self, wall_clock: Callable[[], float]) -> None:
@@ -36,14 +43,14 @@ class History:
         match event:
             case MemberLost():
                 self._add(event)
-            case Delayed():
+            case ReplacementDelayed():
                 self._set(event.lost, "waiting", refill_time=self._wall_clock() + event.seconds)
-            case Replacing():
+            case ReplacementStarted():
                 self._lost_before[event.member] = event.lost
                 self._set(event.lost, "filling")
-            case GivenUp():
+            case ReplacementAbandoned():
                 self._set(event.lost, "given_up", slot_reason=event.reason)
-            case Joined():
+            case MemberJoined():
                 self._set(self._lost_before.pop(event.member, None), "filled")
 
     def _add(self, event: MemberLost) -> None:

@@ -13,7 +13,7 @@ import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils.monitor import parse_monitor_message
 
-from longleaf.rank_protocol.rank_spec import Invitation
+from longleaf.rank_protocol.rank_spec import ConnectInfo
 
 DOMAIN = "longleaf"
 HANDSHAKE_MILLISECONDS = 10_000
@@ -22,7 +22,7 @@ MONITOR = "inproc://longleaf.connections"
 log = logging.getLogger(__name__)
 
 
-class Tally:
+class ThrottledCounter:
     """Counts what is ignored, and logs it ever more rarely: whoever sends rubbish must not fill the log."""
 
     def __init__(self, what: str, level: int = logging.WARNING) -> None:
@@ -40,7 +40,7 @@ class Tally:
         self.set(self.count + 1, reason)
 
 
-class Connections:
+class PendingHandshakes:
     """Counts connections that ended without having proven whose they are. No event tells which one has proven it: of
     some that are open it is known only that all have."""
 
@@ -79,7 +79,7 @@ class Connections:
         self._num_leaving += 1
 
 
-class Members:
+class MemberAuthenticator:
     """The members' keys, and the guard of the socket on which they are heard. Needs a running event loop."""
 
     def __init__(self, context: zmq.asyncio.Context) -> None:
@@ -88,11 +88,11 @@ class Members:
         self._numbers: dict[bytes, int] = {}
         self._former = set[bytes]()
         """Keys that were struck out."""
-        self._refused = Tally("refused connections of strangers to the control channel")
+        self._refused = ThrottledCounter("refused connections of strangers to the control channel")
         # no warning: what a member said last may come when it is lost already
-        self._dropped = Tally("dropped messages of former members", logging.INFO)
-        self._returned = Tally("refused connections of former members", logging.INFO)
-        self._connections = Connections()
+        self._dropped = ThrottledCounter("dropped messages of former members", logging.INFO)
+        self._returned = ThrottledCounter("refused connections of former members", logging.INFO)
+        self._connections = PendingHandshakes()
         # Untyped, because the package's own annotations are partial.
         self._gate: Any = AsyncioAuthenticator(context)
         self._monitor: Any = None
@@ -104,11 +104,11 @@ class Members:
         members."""
         return self._refused.count + self._dropped.count + self._returned.count
 
-    def invite(self, member: int, address: str) -> Invitation:
+    def invite(self, member: int, address: str) -> ConnectInfo:
         """What a new member of this number needs to connect."""
         public, secret = zmq.curve_keypair()
         self._numbers[public] = member
-        return Invitation(address=address, server_key=self._public_key, public_key=public, secret_key=secret)
+        return ConnectInfo(address=address, server_key=self._public_key, public_key=public, secret_key=secret)
 
     def forget(self, member: int) -> None:
         """Makes it a stranger from now on, also on the connections that it has."""

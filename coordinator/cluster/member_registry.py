@@ -7,13 +7,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from coordinator.cluster.control_socket import Channel
+from coordinator.cluster.control_socket import ControlSocket
 from coordinator.cluster.model_consistency import check_joiner
 from coordinator.cluster.ports import EpochEnd, Kill, MemberEvent, MemberLost, Where
 from longleaf.errors import StartError
 from longleaf.formatting import human_seconds
-from longleaf.rank_protocol.member_messages import PULSE_SECONDS, Heartbeat, Hello, Load, Loaded, Progress
-from longleaf.rank_protocol.rank_spec import Invitation
+from longleaf.rank_protocol.member_messages import PULSE_SECONDS, Heartbeat, Hello, Load, Loaded, MemberProgress
+from longleaf.rank_protocol.rank_spec import ConnectInfo
 
 PATIENCE_SECONDS = 15.0
 """How long one that loads the model may be silent, where those that have loaded it may be for less: then libraries may
@@ -37,7 +37,7 @@ class Member:
     num_pulses: int = 0
     num_missed: int | None = None
     """Seconds since its last word; None before the first."""
-    progress: Progress = field(default_factory=Progress)
+    progress: MemberProgress = field(default_factory=MemberProgress)
     num_late: int = 0
     """Epochs one after the other that it has neither joined nor given up."""
     end: str = ""
@@ -65,11 +65,11 @@ class Member:
                 raise ValueError(f"member {self.number} sends what it may not: {type(message).__name__} out of turn")
 
 
-class Roster:
+class MemberRegistry:
     """The members, by number; a number is never given twice. `kill` ends a member's process, `where` tells its place.
     Needs a running event loop; all but `lost` is for its thread."""
 
-    def __init__(self, channel: Channel, kill: Kill, where: Where, lost_after: float) -> None:
+    def __init__(self, channel: ControlSocket, kill: Kill, where: Where, lost_after: float) -> None:
         self._channel = channel
         self._kill_process = kill
         self.where = where
@@ -135,7 +135,7 @@ class Roster:
 
     # --- beginning ---
 
-    def invite(self) -> tuple[int, Invitation]:
+    def invite(self) -> tuple[int, ConnectInfo]:
         """The number of a new member, and what it needs to connect."""
         number, self._next = self._next, self._next + 1
         self._members[number] = Member(number)

@@ -9,9 +9,9 @@ import msgspec
 from longleaf.config import EngineConfig
 from longleaf.errors import LongleafError
 from longleaf.formatting import human_seconds
-from longleaf.rank_protocol.group_messages import Layout, Ready
+from longleaf.rank_protocol.group_messages import KvLayout, Ready
 from longleaf.rank_protocol.member_messages import Hello
-from longleaf.rank_protocol.rank_spec import Invitation
+from longleaf.rank_protocol.rank_spec import ConnectInfo
 from longleaf.rank_protocol.snapshots import Fetch, Save, Saved
 from longleaf.rank_protocol.step import StepPlan, StepResult
 from longleaf.types import Loss
@@ -39,7 +39,7 @@ class EpochEnd(msgspec.Struct, frozen=True):
     """Why an epoch is over."""
 
     error: LongleafError
-    """WorkerLost that names a rank, where one is gone; EpochBroken where all live; StartError for what no rank can
+    """WorkerLost that names a rank, where one is gone; GroupFailed where all live; StartError for what no rank can
     serve."""
     steps: tuple[int, ...] = ()
     """Those in one of which it ended: one where that is known, none where the ranks were in none."""
@@ -48,7 +48,7 @@ class EpochEnd(msgspec.Struct, frozen=True):
 class Group(Protocol):
     """The ranks of one epoch. Implemented by coordinator.cluster.groups.group; faked by coordinator.cluster.fakes."""
 
-    async def lay_out(self, layout: Layout) -> None:
+    async def lay_out(self, layout: KvLayout) -> None:
         """Tells the ranks what is held, before the first plan. Raises what ended the epoch."""
         ...
 
@@ -105,7 +105,7 @@ class MemberLost:
 
 
 @dataclass(frozen=True)
-class Replacing:
+class ReplacementStarted:
     """A process was started for `member`, in the place of the one that was lost."""
 
     member: int
@@ -116,7 +116,7 @@ class Replacing:
 
 
 @dataclass(frozen=True)
-class Delayed:
+class ReplacementDelayed:
     """The replacement of `lost` waits."""
 
     lost: int
@@ -128,7 +128,7 @@ class Delayed:
 
 
 @dataclass(frozen=True)
-class GivenUp:
+class ReplacementAbandoned:
     """There will be no replacement of `lost` unless somebody asks for it."""
 
     lost: int
@@ -139,7 +139,7 @@ class GivenUp:
 
 
 @dataclass(frozen=True)
-class Joined:
+class MemberJoined:
     """A replacement is a rank from this epoch on."""
 
     member: int
@@ -151,7 +151,7 @@ class Joined:
         return f"member {self.member} on node {self.node} is rank {self.rank} of epoch {self.epoch}"
 
 
-MemberEvent = MemberLost | Replacing | Delayed | GivenUp | Joined
+MemberEvent = MemberLost | ReplacementStarted | ReplacementDelayed | ReplacementAbandoned | MemberJoined
 
 
 class Ranks(Protocol):
@@ -161,7 +161,7 @@ class Ranks(Protocol):
     async def start(self, epoch: int) -> Formation:
         """Waits until all members have joined the epoch of this number, the first one.
 
-        Raises StartError, ModelRefused, WorkerLost or EpochBroken.
+        Raises StartError, ModelRefused, RankLost or GroupFailed.
         """
         ...
 
@@ -170,7 +170,7 @@ class Ranks(Protocol):
         least. Who is to be killed is gone before; nothing may be under way.
 
         What is not done in time is tried again under the next number: the formation tells which one it has. Raises
-        WorkerLost when nobody is left, and Unavailable when they do not come together."""
+        RankLost when nobody is left, and Unavailable when they do not come together."""
         ...
 
     async def wait_joinable(self) -> None:
@@ -187,7 +187,7 @@ class Ranks(Protocol):
         They must stay where they are until it is answered, or the epoch ends. May be cancelled; the ticket must be no
         other order's of this member that is not answered.
 
-        Raises StorageUnavailable, WorkerLost when the member is lost meanwhile, and Unavailable where nothing was
+        Raises StorageUnavailable, RankLost when the member is lost meanwhile, and Unavailable where nothing was
         written because the epoch has ended, or the ticket was discarded. All may have written it nevertheless.
         """
         ...
@@ -229,7 +229,7 @@ class Fleet(Protocol):
         """
         ...
 
-    async def launch(self, config: EngineConfig, invitations: Sequence[Invitation], on_death: OnDeath) -> None:
+    async def launch(self, config: EngineConfig, invitations: Sequence[ConnectInfo], on_death: OnDeath) -> None:
         """Starts one process per rank, which gets its invitation, in the reserved places: they are the members from 0
         on. Calls `on_death` when one ends on its own."""
         ...
@@ -244,7 +244,7 @@ class Fleet(Protocol):
         for one that is gone, or was never there."""
         ...
 
-    async def replace(self, lost: int, member: int, invitation: Invitation, config: EngineConfig) -> None:
+    async def replace(self, lost: int, member: int, invitation: ConnectInfo, config: EngineConfig) -> None:
         """Starts a process for a new member in the slot of a lost one, whose process is killed if it still runs.
         `on_death` is told of it as of the others.
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from coordinator.cluster.member_registry import Member, Roster
+from coordinator.cluster.member_registry import Member, MemberRegistry
 from coordinator.cluster.ports import MemberEvent, MemberLost
 from longleaf.rank_protocol.log_messages import MAX_TEXT_BYTES, Logged
 
@@ -26,11 +26,11 @@ class _Share:
     num_left_out: int = 0
 
 
-class Records:
+class RankLogForwarder:
     """Logs what members tell, as of the logger `coordinator.cluster`: in its level, with the attributes `rank` (an int,
     NO_RANK for who has none), `node` and `epoch`."""
 
-    def __init__(self, roster: Roster, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, roster: MemberRegistry, clock: Callable[[], float] = time.monotonic) -> None:
         self._roster = roster
         self._clock = clock
         self._shares: dict[int, _Share] = {}

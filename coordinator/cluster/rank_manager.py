@@ -10,20 +10,20 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from coordinator.cluster.control_socket import Channel
-from coordinator.cluster.groups.group import Group
+from coordinator.cluster.control_socket import ControlSocket
+from coordinator.cluster.groups.group import RankGroup
 from coordinator.cluster.groups.rendezvous import in_rank_order
-from coordinator.cluster.loss_history import History
-from coordinator.cluster.member_registry import Member, Roster
+from coordinator.cluster.loss_history import LossHistory
+from coordinator.cluster.member_registry import Member, MemberRegistry
 from coordinator.cluster.model_consistency import check_models
-from coordinator.cluster.ports import EpochEnd, Formation, Joined, Kill, MemberEvent, MemberLost, Where, nowhere
-from coordinator.cluster.rank_logs import Records
-from coordinator.cluster.snapshot_requests import Orders
+from coordinator.cluster.ports import EpochEnd, Formation, Kill, MemberEvent, MemberJoined, MemberLost, Where, nowhere
+from coordinator.cluster.rank_logs import RankLogForwarder
+from coordinator.cluster.snapshot_requests import SnapshotRequests
 from longleaf.config import LOOPBACK, EngineConfig
-from longleaf.errors import EpochBroken, LongleafError, StartError, Unavailable
+from longleaf.errors import GroupFailed, LongleafError, StartError, Unavailable
 from longleaf.formatting import human_seconds
 from longleaf.rank_protocol.encoding import FromRank
-from longleaf.rank_protocol.group_messages import Broken, MergeTiming, Ready, StoreOpened
+from longleaf.rank_protocol.group_messages import GroupFailure, MergeTiming, Ready, StoreOpened
 from longleaf.rank_protocol.log_messages import Logged
 from longleaf.rank_protocol.member_messages import Died, Heartbeat, Hello, Loaded
 from longleaf.rank_protocol.snapshots import Discard, Fetch, Fetched, Save, Saved
@@ -53,7 +53,7 @@ def _log(event: MemberEvent) -> None:
     log.warning("%s", event)
 
 
-class Control:
+class RankManager:
     """The ranks over ZMQ. Must be made inside a running event loop; `lost` may be called from any thread.
 
     `kill` ends the process of a member: of one that is silent, or holds up the others, before it counts as lost.
@@ -69,20 +69,20 @@ class Control:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._config = config
-        self._channel = Channel(config, host, self._take)
-        self.roster = Roster(self._channel, kill, where, config.lost_after)
+        self._channel = ControlSocket(config, host, self._take)
+        self.roster = MemberRegistry(self._channel, kill, where, config.lost_after)
         """The members that live."""
         self.invitations = tuple(self.roster.invite()[1] for _ in range(config.world_size))
         """What the first members need to connect, in the order of their numbers."""
         self._group = self._begin(0, list(self.roster))
         self._form_seconds = config.form_timeout
         self._merges: tuple[MergeTiming, ...] = ()
-        self._history = History(wall_clock)
-        self._records = Records(self.roster)
+        self._history = LossHistory(wall_clock)
+        self._records = RankLogForwarder(self.roster)
         self.roster.watch(self._history.take)
         self.roster.watch(_log)
         self.roster.watch(self._take_loss)
-        self._orders = Orders(self._channel, self.roster)
+        self._orders = SnapshotRequests(self._channel, self.roster)
         self._is_closed = False
 
     @property
@@ -124,7 +124,7 @@ class Control:
         self.roster.lost(member, reason)
 
     @property
-    def group(self) -> Group:
+    def group(self) -> RankGroup:
         """The ranks of the epoch that stands, or is being formed."""
         return self._group
 
@@ -204,8 +204,8 @@ class Control:
             raise (await asyncio.shield(verdict)).error
         return loaded
 
-    def _begin(self, epoch: int, members: Sequence[Member]) -> Group:
-        self._group = Group(epoch, members, self._config, self._channel, self.roster)
+    def _begin(self, epoch: int, members: Sequence[Member]) -> RankGroup:
+        self._group = RankGroup(epoch, members, self._config, self._channel, self.roster)
         self.roster.epoch, self.roster.ranks = epoch, self._group.members
         return self._group
 
@@ -222,7 +222,7 @@ class Control:
         now has only waited for another one."""
         group = self._group
         seconds = human_seconds(self._form_seconds)
-        group.conclude(EpochBroken(f"epoch {group.epoch} was not formed within {seconds}"))
+        group.conclude(GroupFailed(f"epoch {group.epoch} was not formed within {seconds}"))
         with suppress(TimeoutError):
             async with asyncio.timeout(ANSWER_SECONDS):
                 await self.roster.wait(lambda: not group.late())
@@ -236,7 +236,7 @@ class Control:
     def _tell_joined(self, formation: Formation, before: Sequence[int]) -> None:
         for rank, hello in enumerate(formation.hellos):
             if hello.member not in before:
-                self.roster.tell(Joined(hello.member, rank, hello.node, formation.epoch))
+                self.roster.tell(MemberJoined(hello.member, rank, hello.node, formation.epoch))
 
     # --- beside the steps ---
 
@@ -268,7 +268,7 @@ class Control:
                 self._orders.take(message)
             case StoreOpened() | Ready():
                 self._group.take_meeting(message)
-            case Broken():
+            case GroupFailure():
                 self._group.take_broken(message)
             case Died():
                 self._group.take_death(message)

@@ -17,7 +17,7 @@ from coordinator.cluster.ray_connection import ray_package
 from coordinator.cluster.ray_liveness import answers, has_ended
 from longleaf.config import LOOPBACK, EngineConfig, rank_environment
 from longleaf.errors import StartError
-from longleaf.rank_protocol.rank_spec import Invitation, RankSpec
+from longleaf.rank_protocol.rank_spec import ConnectInfo, RankSpec
 from longleaf.topology import too_few_gpus
 
 POLL_SECONDS = 1.0
@@ -103,19 +103,19 @@ class RayFleet:
         if self._is_stopping.wait(seconds):
             raise StartError("the service is stopping")
 
-    async def launch(self, config: EngineConfig, invitations: Sequence[Invitation], on_death: OnDeath) -> None:
+    async def launch(self, config: EngineConfig, invitations: Sequence[ConnectInfo], on_death: OnDeath) -> None:
         self._on_death = on_death
         await asyncio.to_thread(self._launch, config, invitations)
         self._watcher = threading.Thread(target=self._watch, name="fleet", daemon=True)
         self._watcher.start()
 
-    def _launch(self, config: EngineConfig, invitations: Sequence[Invitation]) -> None:
+    def _launch(self, config: EngineConfig, invitations: Sequence[ConnectInfo]) -> None:
         for rank, (bundle, invitation) in enumerate(zip(self._bundles, invitations, strict=True)):
             is_first_here = all(other.node != bundle.node for other in self._bundles[:rank])
             self._start(rank, bundle, invitation, config, is_first_here)
 
     def _start(
-        self, member: int, bundle: "Bundle", invitation: Invitation, config: EngineConfig, is_first_here: bool
+        self, member: int, bundle: "Bundle", invitation: ConnectInfo, config: EngineConfig, is_first_here: bool
     ) -> None:
         has_gpu = "GPU" in self._resources
         if has_gpu:  # a rank whose torch sees none must say so, not compute on CPUs
@@ -190,11 +190,11 @@ class RayFleet:
             ray_package().kill(place.actor, no_restart=True)
         place.has_ended.wait(KILL_SECONDS)
 
-    async def replace(self, lost: int, member: int, invitation: Invitation, config: EngineConfig) -> None:
+    async def replace(self, lost: int, member: int, invitation: ConnectInfo, config: EngineConfig) -> None:
         await self.kill(lost)
         await asyncio.to_thread(self._replace, lost, member, invitation, config)
 
-    def _replace(self, lost: int, member: int, invitation: Invitation, config: EngineConfig) -> None:
+    def _replace(self, lost: int, member: int, invitation: ConnectInfo, config: EngineConfig) -> None:
         """In the same bundle, which may be on another node by now."""
         place = self._places.get(lost)
         bundle = next((one for one in self._known_bundles() if place and one.index == place.bundle.index), None)

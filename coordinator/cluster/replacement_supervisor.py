@@ -8,8 +8,16 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from coordinator.cluster.member_registry import Roster
-from coordinator.cluster.ports import Delayed, Fleet, GivenUp, Joined, MemberEvent, MemberLost, Replacing
+from coordinator.cluster.member_registry import MemberRegistry
+from coordinator.cluster.ports import (
+    Fleet,
+    MemberEvent,
+    MemberJoined,
+    MemberLost,
+    ReplacementAbandoned,
+    ReplacementDelayed,
+    ReplacementStarted,
+)
 from longleaf.config import EngineConfig
 from longleaf.errors import StartError
 from longleaf.formatting import human_seconds
@@ -58,7 +66,7 @@ class Backoff:
         return max(0.0, self._times[0] + MINUTE - now) if is_full else 0.0
 
 
-class Keeper:
+class ReplacementSupervisor:
     """Replaces the lost members of the first epoch, who are `readies`, and their replacements. Needs a running event
     loop.
 
@@ -67,7 +75,7 @@ class Keeper:
 
     def __init__(
         self,
-        roster: Roster,
+        roster: MemberRegistry,
         fleet: Fleet,
         config: EngineConfig,
         readies: Sequence[Ready],
@@ -97,7 +105,7 @@ class Keeper:
 
     def _take(self, event: MemberEvent) -> None:
         match event:
-            case Joined():
+            case MemberJoined():
                 for slot in self._slots:
                     if slot.member == event.member:
                         slot.has_rank, slot.num_failed = True, 0
@@ -137,7 +145,7 @@ class Keeper:
             self._roster.end(number, reason)
             await self._roster.settle()
         self._roster.tell(
-            GivenUp(
+            ReplacementAbandoned(
                 slot.member,
                 f"{MAX_FAILED} replacements were lost before they were ranks; the last: {slot.reason}",
             )
@@ -145,7 +153,7 @@ class Keeper:
 
     async def _back_off(self, slot: Slot) -> None:
         while delay := self._backoff.delay(self._clock()):
-            self._roster.tell(Delayed(slot.member, delay, "too many ranks were lost within a minute"))
+            self._roster.tell(ReplacementDelayed(slot.member, delay, "too many ranks were lost within a minute"))
             await self._sleep(delay)
 
     async def _begin(self, slot: Slot) -> int:
@@ -156,7 +164,7 @@ class Keeper:
             if not is_told and self._clock() - began >= self._start_timeout:
                 is_told = True
                 absence = f"it was not there for {human_seconds(self._start_timeout)}, and is filled when it is"
-                self._roster.tell(GivenUp(slot.member, f"{absence}: {slot.reason}"))
+                self._roster.tell(ReplacementAbandoned(slot.member, f"{absence}: {slot.reason}"))
             await self._sleep(AGAIN_SECONDS)
         return number
 
@@ -171,9 +179,9 @@ class Keeper:
             reason = str(error) if isinstance(error, StartError) else f"{type(error).__name__}: {error}"
             if slot.reason != reason:  # told once
                 slot.reason = reason
-                self._roster.tell(Delayed(slot.member, AGAIN_SECONDS, slot.reason))
+                self._roster.tell(ReplacementDelayed(slot.member, AGAIN_SECONDS, slot.reason))
             return None
-        self._roster.tell(Replacing(number, slot.member))
+        self._roster.tell(ReplacementStarted(number, slot.member))
         slot.member, slot.has_rank = number, False
         return number
 

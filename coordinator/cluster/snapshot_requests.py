@@ -3,20 +3,20 @@
 import asyncio
 from collections.abc import Callable
 
-from coordinator.cluster.control_socket import Channel
-from coordinator.cluster.member_registry import Roster
+from coordinator.cluster.control_socket import ControlSocket
+from coordinator.cluster.member_registry import MemberRegistry
 from coordinator.cluster.ports import MemberEvent, MemberLost
-from longleaf.errors import DataLoss, LongleafError, StorageUnavailable, Unavailable, WorkerLost
+from longleaf.errors import DataLoss, LongleafError, RankLost, StorageUnavailable, Unavailable
 from longleaf.rank_protocol.snapshots import Failure, Fetch, Fetched, Outcome, Save, Saved
 
 Key = tuple[int, type[Outcome], int]
 """Member, kind and ticket."""
 
 
-class Orders:
+class SnapshotRequests:
     """Orders that are not answered yet. Whoever waits for one may be cancelled; then the answer is dropped."""
 
-    def __init__(self, channel: Channel, roster: Roster) -> None:
+    def __init__(self, channel: ControlSocket, roster: MemberRegistry) -> None:
         self._channel = channel
         self._roster = roster
         self._waiting: dict[Key, asyncio.Future[Outcome]] = {}
@@ -69,9 +69,9 @@ class Orders:
                 answer.set_exception(error)
 
 
-def lost(member: int, rank: int | None, reason: str) -> WorkerLost:
+def lost(member: int, rank: int | None, reason: str) -> RankLost:
     """That of a member that is in no epoch names its own number."""
-    return WorkerLost(member if rank is None else rank, reason)
+    return RankLost(member if rank is None else rank, reason)
 
 
 def error_of(name: str, failure: Failure) -> LongleafError:

@@ -6,31 +6,33 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from msgspec.structs import replace
 
 from coordinator.auth.tenant_usage import Room
-from coordinator.engine.context_persistence import Keeping
-from coordinator.engine.persistence_ports import Lasting
-from coordinator.kv_cache.contexts import NamedPath
+from coordinator.engine.context_persistence import ContextPersistence
+from coordinator.engine.persistence_ports import Persistence
+from coordinator.kv_cache.contexts import NamedContext
 from coordinator.kv_cache.positions import Positions
 from coordinator.persistence.catalog.records import ContextRecord, SegmentRecord
-from coordinator.persistence.catalog.stale_contexts import EarlierContext
+from coordinator.persistence.catalog.stale_contexts import StaleContext
 from longleaf.errors import CheckpointChanged, LongleafError, NotFound
 from longleaf.tenants import tenant_of
 
 
-class EarlierContexts:
+class CheckpointMigration:
     """What the folders of earlier checkpoints keep; they are left as they are. `wall_clock` is what contexts are dated
     by."""
 
-    def __init__(self, lasting: Lasting | None, keeping: Keeping, wall_clock: Callable[[], float]) -> None:
+    def __init__(
+        self, lasting: Persistence | None, keeping: ContextPersistence, wall_clock: Callable[[], float]
+    ) -> None:
         self._lasting = lasting
         self._keeping = keeping
         self._wall_clock = wall_clock
         self._names = frozenset(lasting.changed) if lasting is not None else frozenset[str]()
         """Of all that was there when the service began."""
-        self._reading: asyncio.Task[Mapping[str, EarlierContext]] | None = None
+        self._reading: asyncio.Task[Mapping[str, StaleContext]] | None = None
         """All folders are read whole, also for a tenant that has little there: once for all who wait, and to its end
         when none does any more."""
 
-    async def adopt(self, context_id: str, positions: Positions, vocabulary_size: int, room: Room) -> NamedPath:
+    async def adopt(self, context_id: str, positions: Positions, vocabulary_size: int, room: Room) -> NamedContext:
         """The context with its tokens and settings, of which nothing is held. Raises AlreadyExists, NotFound,
         CheckpointChanged where it cannot be read by this checkpoint, DataLoss, StorageUnavailable, and what `room`
         raises."""
@@ -42,9 +44,9 @@ class EarlierContexts:
 
     async def adopt_all(
         self, positions: Positions, vocabulary_size: int, tenant: str, room: Room
-    ) -> tuple[list[NamedPath], dict[str, LongleafError]]:
+    ) -> tuple[list[NamedContext], dict[str, LongleafError]]:
         """All of a tenant, by name, and what kept those away that are missing."""
-        adopted, refused = list[NamedPath](), dict[str, LongleafError]()
+        adopted, refused = list[NamedContext](), dict[str, LongleafError]()
         names = set[str]()
         for name in sorted(name for name in self._names if tenant_of(name) == tenant):
             try:
@@ -60,12 +62,12 @@ class EarlierContexts:
                 refused[name] = error
         return adopted, dict(sorted(refused.items()))
 
-    async def _adopt(self, found: EarlierContext, positions: Positions, vocabulary_size: int, room: Room) -> NamedPath:
+    async def _adopt(self, found: StaleContext, positions: Positions, vocabulary_size: int, room: Room) -> NamedContext:
         record, path = anew(found, positions, vocabulary_size)
         with room(record.num_tokens):
             return await self._keeping.adopt(record, path)
 
-    async def _read(self, names: Set[str]) -> Mapping[str, EarlierContext]:
+    async def _read(self, names: Set[str]) -> Mapping[str, StaleContext]:
         """Those of these names, but for those that have expired."""
         if self._lasting is None or not names & self._names:
             return {}
@@ -75,7 +77,7 @@ class EarlierContexts:
         now, found = self._wall_clock(), await asyncio.shield(self._reading)
         return {name: each for name, each in found.items() if name in names and not _is_past(each.record, now)}
 
-    def _end_reading(self, task: asyncio.Task[Mapping[str, EarlierContext]]) -> None:
+    def _end_reading(self, task: asyncio.Task[Mapping[str, StaleContext]]) -> None:
         self._reading = None
         if not task.cancelled():
             task.exception()  # its callers may have left; asyncio would log the error
@@ -86,7 +88,7 @@ def _is_past(record: ContextRecord, now: float) -> bool:
 
 
 def anew(
-    found: EarlierContext, positions: Positions, vocabulary_size: int
+    found: StaleContext, positions: Positions, vocabulary_size: int
 ) -> tuple[ContextRecord, Sequence[SegmentRecord]]:
     """The context and its path, rotated as contexts are now, without what its segments have beyond it. It keeps its
     capacity where that is allowed. Raises CheckpointChanged where this checkpoint cannot read it, and DataLoss."""

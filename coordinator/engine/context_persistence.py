@@ -7,12 +7,18 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from coordinator.engine.persistence_ports import Lasting
+from coordinator.engine.persistence_ports import Persistence
 from coordinator.engine.record_mapping import context_of, context_record, renumbered, segment_of, segment_record
-from coordinator.kv_cache.contexts import Contexts, NamedPath
-from coordinator.kv_cache.token_paths import NOWHERE, Path, Segment
+from coordinator.kv_cache.contexts import ContextTable, NamedContext
+from coordinator.kv_cache.token_paths import NOWHERE, Segment, TokenPath
 from coordinator.kv_cache.totals import Totals
-from coordinator.persistence.catalog.records import Change, ContextRecord, Kept, SegmentRecord, SnapshotRecord
+from coordinator.persistence.catalog.records import (
+    CatalogContents,
+    Change,
+    ContextRecord,
+    SegmentRecord,
+    SnapshotRecord,
+)
 from coordinator.scheduling.jobs import IngestJob
 from coordinator.scheduling.scheduler import Scheduler
 from longleaf.errors import AlreadyExists, DataLoss, LongleafError, Unavailable
@@ -28,7 +34,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-class Keeping:
+class ContextPersistence:
     """The contexts of a scheduler, and a catalog: both are changed in the same order, and what cannot be kept is
     undone. What was begun is brought to its end, also when who asked for it does not wait. Without `lasting` nothing is
     kept.
@@ -39,7 +45,7 @@ class Keeping:
 
     def __init__(
         self,
-        lasting: Lasting | None,
+        lasting: Persistence | None,
         delete: Callable[[Scheduler, str], None],
         wall_clock: Callable[[], float],
         on_change: Callable[[], None],
@@ -75,7 +81,7 @@ class Keeping:
         return self._begun
 
     @property
-    def _contexts(self) -> Contexts:
+    def _contexts(self) -> ContextTable:
         return self._scheduler.contexts
 
     # --- the start and the end ---
@@ -88,7 +94,7 @@ class Keeping:
             self._take_up(self._lasting.kept)
             self._flush = asyncio.create_task(self._flush_for_ever())
 
-    def _take_up(self, kept: Kept) -> None:
+    def _take_up(self, kept: CatalogContents) -> None:
         """Has the scheduler know all that is kept. Nothing of it is held."""
         segments = self._scheduler.segments
         segments.begin_ids(kept.next_segment)
@@ -148,7 +154,7 @@ class Keeping:
         if self._lasting is not None:
             await (self._lasting.snapshots or self._lasting.catalog).commit(change)
 
-    def num_bytes(self, context: NamedPath) -> int:
+    def num_bytes(self, context: NamedContext) -> int:
         """Bytes kept of a context: of its segments, and on storage."""
         totals = Totals()
         totals.add(context.id, context.num_tokens, context.path.segments)
@@ -200,10 +206,10 @@ class Keeping:
             if not self._scheduler.acknowledge(request_id, now):
                 await self._take_back(after.id)
 
-    def _grown(self, job: IngestJob, now: float) -> NamedPath:
+    def _grown(self, job: IngestJob, now: float) -> NamedContext:
         """The context as it is once a document is a part of it."""
         known = self._contexts.find(job.context)
-        after = copy.copy(known) if known else NamedPath(job.context, now, Path(), job.request.capacity)
+        after = copy.copy(known) if known else NamedContext(job.context, now, TokenPath(), job.request.capacity)
         after.grow(job.tail.segment, now, job.document.upload_id)
         after.change(job.document.settings, now)
         return after
@@ -217,14 +223,14 @@ class Keeping:
         except LongleafError as error:
             log.warning("context %s was given up, and may be there after the next start: %s", context_id, error)
 
-    async def fork(self, source: str, context_id: str, num_tokens: int | None) -> NamedPath:
+    async def fork(self, source: str, context_id: str, num_tokens: int | None) -> NamedContext:
         """As the scheduler does. Raises StorageUnavailable when that cannot be kept, and NotFound if it is deleted
         meanwhile."""
         forked = self._scheduler.fork_context(source, context_id, num_tokens, self._wall_clock())
         await self._end(self._put(forked, lambda: self._undo_fork(forked)))
         return self._contexts.get(context_id)  # it may be gone by now
 
-    def _undo_fork(self, forked: NamedPath) -> None:
+    def _undo_fork(self, forked: NamedContext) -> None:
         if self._contexts.find(forked.id) is forked:
             self._delete(self._scheduler, forked.id)
 
@@ -235,7 +241,7 @@ class Keeping:
 
     async def adopt(
         self, record: ContextRecord, path: Sequence[SegmentRecord], snapshots: Sequence[SnapshotRecord] = ()
-    ) -> NamedPath:
+    ) -> NamedContext:
         """A context that was kept elsewhere, with the segments of its path, the first one first, and snapshots of
         these. Segments get new ids. It is kept, and then rests; also when who asked for it does not wait.
 
@@ -255,11 +261,11 @@ class Keeping:
             await self._commit(Change(next_segment=number))
             self._num_noted = max(number, self._num_noted)
 
-    async def adopt_as(self, change: Change) -> NamedPath:
+    async def adopt_as(self, change: Change) -> NamedContext:
         """As `adopt`, of one context and its path, whose segments have ids that were taken for them."""
         return await self._end(self._adopt(change))
 
-    async def _adopt(self, change: Change) -> NamedPath:
+    async def _adopt(self, change: Change) -> NamedContext:
         (record,) = change.contexts
         async with self._turn:
             self.check_free(record.id)
@@ -273,7 +279,7 @@ class Keeping:
         self._on_change()
         return context
 
-    def _enter(self, record: ContextRecord, path: Sequence[SegmentRecord]) -> NamedPath:
+    def _enter(self, record: ContextRecord, path: Sequence[SegmentRecord]) -> NamedContext:
         """Has the scheduler know a context and its path. Nothing of it is held."""
         before = NOWHERE
         for each in path:
@@ -284,7 +290,7 @@ class Keeping:
         self._contexts.adopt(context)
         return context
 
-    async def update(self, context_id: str, settings: ContextSettings) -> NamedPath:
+    async def update(self, context_id: str, settings: ContextSettings) -> NamedContext:
         """Raises NotFound, and StorageUnavailable when that cannot be kept."""
         contexts, before = self._contexts, self._contexts.get(context_id).settings
         context = contexts.change(context_id, settings, self._wall_clock())
@@ -292,7 +298,7 @@ class Keeping:
         await self._end(self._put(context, lambda: contexts.restore(context, before)))
         return contexts.get(context_id)
 
-    async def _put(self, context: NamedPath, undo: Callable[[], None]) -> None:
+    async def _put(self, context: NamedContext, undo: Callable[[], None]) -> None:
         """A context has been made or changed; what cannot be kept is undone."""
         try:
             async with self._turn:
@@ -309,7 +315,7 @@ class Keeping:
         self._delete(self._scheduler, context_id)
         await self._end(self._drop_or_bring_back(context))
 
-    async def _drop_or_bring_back(self, context: NamedPath) -> None:
+    async def _drop_or_bring_back(self, context: NamedContext) -> None:
         try:
             async with self._turn:
                 await self._drop(context.id)
@@ -346,7 +352,7 @@ class Keeping:
         except LongleafError as error:
             log.warning("context %s has expired, and is still kept: %s", context_id, error)
 
-    def _bring_back(self, context: NamedPath) -> None:
+    def _bring_back(self, context: NamedContext) -> None:
         if self._contexts.find(context.id) is not None:
             return  # another one has the name by now
         holdings = self._scheduler.segments.holdings
@@ -368,7 +374,7 @@ class Keeping:
         return task
 
 
-def _sound(kept: Kept) -> Iterator[tuple[ContextRecord, tuple[SegmentRecord, ...]]]:
+def _sound(kept: CatalogContents) -> Iterator[tuple[ContextRecord, tuple[SegmentRecord, ...]]]:
     """The contexts that are not damaged, and their paths."""
     for record in kept.contexts:
         with suppress(DataLoss):

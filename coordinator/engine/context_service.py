@@ -3,12 +3,12 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-from coordinator.auth.tenant_usage import Room, Usage, any_room
-from coordinator.engine.checkpoint_migration import EarlierContexts
-from coordinator.engine.context_persistence import Keeping
-from coordinator.engine.recovery_status import Recoveries
-from coordinator.engine_messages import LAST_IDS, DocumentPart, Grounds
-from coordinator.kv_cache.contexts import NamedPath
+from coordinator.auth.tenant_usage import Room, TenantUsage, any_room
+from coordinator.engine.checkpoint_migration import CheckpointMigration
+from coordinator.engine.context_persistence import ContextPersistence
+from coordinator.engine.recovery_status import RecoveryStatus
+from coordinator.engine_messages import LAST_IDS, AttributionContext, DocumentPart
+from coordinator.kv_cache.contexts import NamedContext
 from coordinator.kv_cache.positions import Positions, Ropes
 from coordinator.scheduling.limits import num_fed
 from coordinator.scheduling.scheduler import Scheduler
@@ -16,22 +16,22 @@ from longleaf import types
 from longleaf.config import EngineConfig
 from longleaf.rank_protocol.group_messages import Ready
 from longleaf.tenants import DEFAULT_TENANT
-from longleaf.types import ContextSettings, LeftOut
+from longleaf.types import ContextSettings, SkippedContext
 
 ANSWER_PART = 8
 """Answers as long as there is room for have together this part of the pools of all ranks: all others would wait."""
 
 
-class ContextCalls(ABC):
+class ContextService(ABC):
     """The part of an engine that looks after contexts by their names. All of it raises Unavailable where the engine
     cannot answer."""
 
     positions: Positions
     """How far positions may go, and how they are rotated; known once the ranks are ready."""
     _config: EngineConfig
-    _keeping: Keeping
-    _earlier: EarlierContexts
-    _recoveries: Recoveries
+    _keeping: ContextPersistence
+    _earlier: CheckpointMigration
+    _recoveries: RecoveryStatus
     _wall_clock: Callable[[], float]
 
     @property
@@ -51,7 +51,7 @@ class ContextCalls(ABC):
         ...
 
     @abstractmethod
-    def _view(self, context: NamedPath) -> types.Context: ...
+    def _view(self, context: NamedContext) -> types.Context: ...
 
     def num_tokens(self, context_id: str) -> int:
         """Tokens of a context. Raises NotFound."""
@@ -82,10 +82,10 @@ class ContextCalls(ABC):
             ropes = self.positions.question_ropes(named.rope, named.capacity, num_positions)
         return self.positions.scaling_note(ropes, num_prompt)
 
-    def grounds(self, context_id: str) -> Grounds:
+    def grounds(self, context_id: str) -> AttributionContext:
         """What can be told of where answers about a context come from. Raises NotFound."""
         path, readies = self.named(context_id).path, self._readies()
-        return Grounds(
+        return AttributionContext(
             segments=path.ids,
             ends=tuple(end for _, _, end in path.parts()),
             last_ids=path.token_ids(max(0, path.end - LAST_IDS)),
@@ -98,7 +98,7 @@ class ContextCalls(ABC):
         """What its client called the ingest that made the last document of a context. Raises NotFound."""
         return self.named(context_id).upload_id
 
-    def named(self, context_id: str) -> NamedPath:
+    def named(self, context_id: str) -> NamedContext:
         """Raises NotFound, ContextLost or CheckpointChanged."""
         with self._recoveries.explaining():
             return self._open().contexts.get(context_id)
@@ -115,7 +115,7 @@ class ContextCalls(ABC):
         """Raises NotFound. Looks at all that ranks hold of it; `num_tokens` does not."""
         return self._view(self.named(context_id))
 
-    def welcome(self, context: NamedPath) -> types.Context:
+    def welcome(self, context: NamedContext) -> types.Context:
         """There is another context now."""
         self._recoveries.forget(context.id)
         return self._view(context)
@@ -126,7 +126,7 @@ class ContextCalls(ABC):
         """Those of a tenant, sorted by id: those that come after `after`, at most `limit`."""
         return [self._view(context) for context in self._open().contexts.of_tenant(tenant, after, limit)]
 
-    def usage(self, tenant: str) -> Usage:
+    def usage(self, tenant: str) -> TenantUsage:
         """What a tenant takes, but for storage."""
         return self._open().usage(tenant)
 
@@ -155,12 +155,12 @@ class ContextCalls(ABC):
 
     async def reread_contexts(
         self, vocabulary_size: int, tenant: str = DEFAULT_TENANT, room: Room = any_room
-    ) -> types.Reread:
+    ) -> types.RecomputeResult:
         """All contexts of a tenant that earlier checkpoints have read."""
         self._open()
         adopted, refused = await self._earlier.adopt_all(self.positions, vocabulary_size, tenant, room)
-        told = tuple(LeftOut(name, str(error)) for name, error in refused.items())
-        return types.Reread(contexts=tuple(map(self.welcome, adopted)), left_out=told)
+        told = tuple(SkippedContext(name, str(error)) for name, error in refused.items())
+        return types.RecomputeResult(contexts=tuple(map(self.welcome, adopted)), left_out=told)
 
     async def update_context(self, context_id: str, settings: ContextSettings) -> types.Context:
         """Raises NotFound, InvalidArgument for a time that has passed, and StorageUnavailable."""

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from coordinator.engine.context_persistence import Keeping
+from coordinator.engine.context_persistence import ContextPersistence
 from coordinator.engine.record_mapping import context_record, segment_record
-from coordinator.kv_cache.contexts import NamedPath
+from coordinator.kv_cache.contexts import NamedContext
 from coordinator.kv_cache.positions import Positions
 from coordinator.kv_cache.token_paths import Segment
 from coordinator.persistence.catalog.records import Change, ContextRecord, SegmentRecord, SnapshotRecord
@@ -24,20 +24,20 @@ from longleaf.errors import (
     Unavailable,
 )
 from longleaf.fingerprint import Fingerprint, read_fingerprint
-from longleaf.storage.manifest import Piece, SegmentManifest
+from longleaf.storage.manifest import PieceRef, SegmentManifest
 from longleaf.storage.names import Attempt
 from longleaf.types import Context
 
 log = logging.getLogger(__name__)
 
 
-class Contexts(Protocol):
+class ContextSource(Protocol):
     """What the engine tells of contexts."""
 
     @property
     def positions(self) -> Positions: ...
 
-    def named(self, context_id: str) -> NamedPath:
+    def named(self, context_id: str) -> NamedContext:
         """Raises NotFound, ContextLost or CheckpointChanged."""
         ...
 
@@ -45,16 +45,18 @@ class Contexts(Protocol):
 
     def made_by(self, context_id: str) -> str: ...
 
-    def welcome(self, context: NamedPath) -> Context:
+    def welcome(self, context: NamedContext) -> Context:
         """There is another context now."""
         ...
 
 
-class EngineHouse:
+class ContextTransfer:
     """Implements coordinator.handlers.transfer.ports.House. Without `snapshots` nothing is kept, and contexts only
     leave."""
 
-    def __init__(self, engine: Contexts, keeping: Keeping, snapshots: Snapshots | None, model: Path) -> None:
+    def __init__(
+        self, engine: ContextSource, keeping: ContextPersistence, snapshots: Snapshots | None, model: Path
+    ) -> None:
         self._engine = engine
         self._keeping = keeping
         self._snapshots = snapshots
@@ -72,10 +74,10 @@ class EngineHouse:
             self._fingerprint = await asyncio.to_thread(read_fingerprint, self._model)
         return self._fingerprint
 
-    async def open_export(self, context_id: str, *, with_keys: bool) -> "EngineLeaving":
+    async def open_export(self, context_id: str, *, with_keys: bool) -> "ContextExport":
         context = self._engine.named(context_id)
         record, path = context_record(context), context.path
-        leaving = EngineLeaving(record, list(map(segment_record, path.segments)), self._snapshots)
+        leaving = ContextExport(record, list(map(segment_record, path.segments)), self._snapshots)
         if with_keys and self._snapshots is not None:
             try:
                 for segment in path.segments:
@@ -96,7 +98,7 @@ class EngineHouse:
         except (Unavailable, InvalidArgument, NotFound) as error:
             log.info("segment %d leaves without its keys: %s", segment_id, error)
 
-    async def begin_import(self, context: ContextRecord) -> "EngineArriving":
+    async def begin_import(self, context: ContextRecord) -> "ContextImport":
         if self._snapshots is None:
             told = "this service keeps nothing that is not held: serve with --data-dir"
             raise FailedPrecondition(f"contexts/{context.id}", told)
@@ -106,11 +108,11 @@ class EngineHouse:
         if context.num_tokens > positions.limit:
             told = f"{context.num_tokens:,} is more than {positions.limit:,} positions, {positions.limit_name}"
             raise InvalidArgument("num_tokens", told)
-        return EngineArriving(self._engine, self._keeping, self._snapshots)
+        return ContextImport(self._engine, self._keeping, self._snapshots)
 
 
-class EngineLeaving:
-    """Implements coordinator.handlers.transfer.ports.Leaving."""
+class ContextExport:
+    """Implements coordinator.handlers.transfer.ports.ExportHandle."""
 
     def __init__(self, context: ContextRecord, segments: Sequence[SegmentRecord], snapshots: Snapshots | None) -> None:
         self.context = context
@@ -134,7 +136,7 @@ class EngineLeaving:
         except (DataLoss, NotFound) as error:
             log.warning("segment %d leaves without its keys: %s", segment.id, error)
 
-    async def read(self, piece: Piece) -> bytes:
+    async def read(self, piece: PieceRef) -> bytes:
         assert self._snapshots is not None
         try:
             return await self._snapshots.read(piece.name, piece.digest)
@@ -148,10 +150,10 @@ class EngineLeaving:
         self._held.clear()
 
 
-class EngineArriving:
-    """Implements coordinator.handlers.transfer.ports.Arriving."""
+class ContextImport:
+    """Implements coordinator.handlers.transfer.ports.ImportHandle."""
 
-    def __init__(self, engine: Contexts, keeping: Keeping, snapshots: Snapshots) -> None:
+    def __init__(self, engine: ContextSource, keeping: ContextPersistence, snapshots: Snapshots) -> None:
         self._engine = engine
         self._keeping = keeping
         self._snapshots = snapshots

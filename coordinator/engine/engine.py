@@ -9,28 +9,28 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from coordinator.change_feed import Changes
+from coordinator.change_feed import ChangeCounter
 from coordinator.cluster.ports import Ranks
-from coordinator.engine.checkpoint_migration import EarlierContexts
-from coordinator.engine.context_persistence import Keeping
-from coordinator.engine.context_service import ContextCalls
-from coordinator.engine.context_transfer import EngineHouse
+from coordinator.engine.checkpoint_migration import CheckpointMigration
+from coordinator.engine.context_persistence import ContextPersistence
+from coordinator.engine.context_service import ContextService
+from coordinator.engine.context_transfer import ContextTransfer
 from coordinator.engine.epochs import FIRST_EPOCH, Epochs
-from coordinator.engine.inflight_steps import Answer, Steps
-from coordinator.engine.persistence_ports import Lasting
-from coordinator.engine.recovery_status import Recoveries
-from coordinator.engine.snapshot_coordinator import Storing
+from coordinator.engine.inflight_steps import InflightSteps, StepCompletion
+from coordinator.engine.persistence_ports import Persistence
+from coordinator.engine.recovery_status import RecoveryStatus
+from coordinator.engine.snapshot_coordinator import SnapshotCoordinator
 from coordinator.engine.stream import Stream
-from coordinator.engine.stream_registry import Readers
+from coordinator.engine.stream_registry import StreamRegistry
 from coordinator.engine.views import count_scheduled, view_cluster, view_context
-from coordinator.engine_messages import Document, Outcome, Prompt, Sealed
-from coordinator.kv_cache.contexts import NamedPath
+from coordinator.engine_messages import DocumentPrompt, Outcome, Prompt, Sealed
+from coordinator.kv_cache.contexts import NamedContext
 from coordinator.kv_cache.positions import Positions
 from coordinator.scheduling.scheduler import Scheduler
 from coordinator.telemetry.counters import Counts
 from longleaf import types
 from longleaf.config import MAX_SECONDS, EngineConfig
-from longleaf.errors import EpochBroken, LongleafError, NotFound, Unavailable, WorkerLost
+from longleaf.errors import GroupFailed, LongleafError, NotFound, RankLost, Unavailable
 from longleaf.positions import Rotary
 from longleaf.rank_protocol.group_messages import Ready
 from longleaf.rank_protocol.step import StepPlan, StepResult
@@ -48,7 +48,7 @@ def unobserved(*_: object) -> None:
     """Nobody looks at the steps."""
 
 
-class Engine(ContextCalls):
+class Engine(ContextService):
     """Contexts and generations over one fleet of ranks. Not thread-safe: one event loop owns it.
 
     `clock` measures durations, `wall_clock` dates contexts (seconds since the epoch).
@@ -62,7 +62,7 @@ class Engine(ContextCalls):
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
         observe: Observer = unobserved,
-        durability: Lasting | None = None,
+        durability: Persistence | None = None,
     ) -> None:
         """Without `durability` contexts last as long as the service."""
         self._ranks = ranks
@@ -73,25 +73,27 @@ class Engine(ContextCalls):
         """Why each of the first ranks could not compare the model with plain attention."""
         self._clock = clock
         self._wall_clock = wall_clock
-        self._recoveries = Recoveries(clock, durability.changed if durability else None)
+        self._recoveries = RecoveryStatus(clock, durability.changed if durability else None)
         self._observe = observe
-        self._keeping = Keeping(durability, self._delete, wall_clock, lambda: self._wake.set())
-        self._earlier = EarlierContexts(durability, self._keeping, wall_clock)
+        self._keeping = ContextPersistence(durability, self._delete, wall_clock, lambda: self._wake.set())
+        self._earlier = CheckpointMigration(durability, self._keeping, wall_clock)
         self._epochs = Epochs(ranks, self._recoveries, clock, self._keeping.note_epoch)
         snapshots = durability.snapshots if durability else None
-        self._storing = Storing(snapshots, ranks, self._epochs, lambda: self._wake.set()) if snapshots else None
-        self.house = EngineHouse(self, self._keeping, snapshots, Path(config.model))
+        self._storing = (
+            SnapshotCoordinator(snapshots, ranks, self._epochs, lambda: self._wake.set()) if snapshots else None
+        )
+        self.house = ContextTransfer(self, self._keeping, snapshots, Path(config.model))
         """Where contexts move from and to."""
         self._scheduler: Scheduler | None = None
         self._failure: LongleafError | None = Unavailable("the service is starting")
-        self._readers = Readers(clock)
+        self._readers = StreamRegistry(clock)
         self._next_id = 0
         self._wake = asyncio.Event()
-        self._steps = Steps(self._wake.set, clock)
+        self._steps = InflightSteps(self._wake.set, clock)
         self._counts = Counts()
         self._loop_task: asyncio.Task[None] | None = None
         self._is_closing = False
-        self.changes = Changes()
+        self.changes = ChangeCounter()
         """Noted whenever `cluster` may answer otherwise than before."""
 
     @property
@@ -124,7 +126,7 @@ class Engine(ContextCalls):
         return self._epochs.current.num_tokens if self._epochs.is_begun else 0
 
     async def start(self) -> tuple[Ready, ...]:
-        """Waits until the ranks are ready. Raises StartError, ModelRefused or WorkerLost."""
+        """Waits until the ranks are ready. Raises StartError, ModelRefused or RankLost."""
         first = FIRST_EPOCH + self._keeping.last_epoch
         epoch = await self._epochs.start(self._config.block_size, first)
         readies = epoch.formation.readies
@@ -159,16 +161,16 @@ class Engine(ContextCalls):
         """
         return self._admit(prompt, prompt.num_samples, prompt.num_open)
 
-    def ingest(self, document: Document) -> Stream:
+    def ingest(self, document: DocumentPrompt) -> Stream:
         """Reads a document into a new context, or on the end of one. The stream yields Progress and ends once the
         context is acknowledged. Raises AlreadyExists, NotFound, InvalidArgument, ResourceExhausted, DeadlineExceeded
         or Unavailable."""
         return self._admit(document)
 
-    def _admit(self, asked: Prompt | Document, num_samples: int = 1, num_open: int = 1) -> Stream:
+    def _admit(self, asked: Prompt | DocumentPrompt, num_samples: int = 1, num_open: int = 1) -> Stream:
         with self._recoveries.explaining():
             self._open().admit(self._next_id, asked, self._clock())
-        if isinstance(asked, Document):
+        if isinstance(asked, DocumentPrompt):
             self._recoveries.forget(asked.context)
         elif not asked.is_probe:  # which reads for an answer that has counted
             self._keeping.use(asked.context)
@@ -224,7 +226,7 @@ class Engine(ContextCalls):
         assert len(self._readers) == scheduler.num_waiting + scheduler.num_running
 
     def _open(self) -> Scheduler:
-        """What clients reach the service through. Raises Unavailable with what keeps it from answering: WorkerLost is
+        """What clients reach the service through. Raises Unavailable with what keeps it from answering: RankLost is
         for those whose streams a rank's loss broke off."""
         if self._failure is not None:
             raise Unavailable(str(self._failure)) from self._failure
@@ -238,7 +240,7 @@ class Engine(ContextCalls):
         self._expire(self._scheduler)
         return self._scheduler
 
-    def _view(self, context: NamedPath) -> types.Context:
+    def _view(self, context: NamedContext) -> types.Context:
         assert self._scheduler is not None
         holdings, readies = self._scheduler.segments.holdings, self._readies()
         stored = self._keeping.num_bytes(context)
@@ -267,7 +269,7 @@ class Engine(ContextCalls):
 
     async def run(self) -> None:
         """Runs steps until `close`, from epoch to epoch. When no rank is left that could go on, every stream fails with
-        WorkerLost, and it is raised here."""
+        RankLost, and it is raised here."""
         scheduler = self._current()
         self._loop_task = asyncio.current_task()
         self._epochs.watch(self._wake.set)
@@ -298,9 +300,9 @@ class Engine(ContextCalls):
         the readers, counts and measures. Raises what keeps the service from answering."""
         if self._failure is not None:
             raise self._failure
-        outcomes, answers = list[Outcome](), list[Answer]()
+        outcomes, answers = list[Outcome](), list[StepCompletion]()
         self._wake.clear()
-        with suppress(WorkerLost, EpochBroken):  # the epoch has ended, or is about to
+        with suppress(RankLost, GroupFailed):  # the epoch has ended, or is about to
             while (answer := self._steps.take()) is not None:
                 outcomes += scheduler.commit(answer.plan, answer.result, self._wall_clock())
                 answers.append(answer)

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Self
 
 from coordinator.cluster.ports import Formation
-from coordinator.kv_cache.block_placer import Placer
-from coordinator.kv_cache.rank_mapping import Ranking
+from coordinator.kv_cache.block_placer import BlockPlacer
+from coordinator.kv_cache.rank_mapping import RankMapping
 
 MOVED_BYTES = 64 << 20
 """Of keys that one step moves from rank to rank at most: streams wait for it."""
@@ -16,14 +16,14 @@ class Epoch:
     """Who the ranks are, from when they are ready until one of them is lost or others join, and where blocks are."""
 
     formation: Formation
-    placer: Placer
+    placer: BlockPlacer
     """The same in all epochs."""
 
     @classmethod
     def first(cls, formation: Formation, block_size: int) -> Self:
         """The one in which nothing is held yet."""
         readies = formation.readies
-        return cls(formation, Placer([ready.num_blocks for ready in readies], block_size, readies[0].windows))
+        return cls(formation, BlockPlacer([ready.num_blocks for ready in readies], block_size, readies[0].windows))
 
     @property
     def number(self) -> int:
@@ -40,8 +40,8 @@ class Epoch:
         block_bytes = self.placer.block_size * self.formation.readies[0].bytes_per_token
         return max(1, MOVED_BYTES // max(1, block_bytes))
 
-    def ranking(self, formation: Formation) -> Ranking:
+    def ranking(self, formation: Formation) -> RankMapping:
         """What becomes of these ranks in the next epoch."""
         old = {member: rank for rank, member in enumerate(self.formation.members)}
         before = tuple(old.get(member) for member in formation.members)
-        return Ranking(formation.epoch, before, tuple(ready.num_blocks for ready in formation.readies))
+        return RankMapping(formation.epoch, before, tuple(ready.num_blocks for ready in formation.readies))

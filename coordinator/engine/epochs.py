@@ -7,11 +7,11 @@ from contextlib import suppress
 from coordinator.cluster.loss_history import is_filling
 from coordinator.cluster.ports import EpochEnd, Formation, Ranks
 from coordinator.engine.epoch import Epoch
-from coordinator.engine.recovery_status import Recoveries
+from coordinator.engine.recovery_status import RecoveryStatus
 from coordinator.recovery.fault_score import BREAK, LOSS
 from coordinator.scheduling.scheduler import Scheduler
-from longleaf.errors import EpochBroken, Unavailable, WorkerLost
-from longleaf.rank_protocol.group_messages import Layout
+from longleaf.errors import GroupFailed, RankLost, Unavailable
+from longleaf.rank_protocol.group_messages import KvLayout
 
 FIRST_EPOCH = 1
 MAX_IDLE = 8
@@ -25,7 +25,7 @@ class Epochs:
     def __init__(
         self,
         ranks: Ranks,
-        recoveries: Recoveries,
+        recoveries: RecoveryStatus,
         clock: Callable[[], float],
         note: Callable[[int], Awaitable[None]],
     ) -> None:
@@ -55,7 +55,7 @@ class Epochs:
         return self._current
 
     async def start(self, block_size: int, number: int = FIRST_EPOCH) -> Epoch:
-        """The first epoch, of this number. Raises StartError, ModelRefused or WorkerLost."""
+        """The first epoch, of this number. Raises StartError, ModelRefused or RankLost."""
         self._current = Epoch.first(await self._ranks.start(number), block_size)
         return self._current
 
@@ -105,14 +105,14 @@ class Epochs:
     async def follow(self, scheduler: Scheduler, tell: Callable[[], None]) -> None:
         """Goes on with those that are there: after a loss, or when others could join and nothing is under way.
 
-        `tell` is called when streams must be told something. Raises WorkerLost when nobody is left, and Unavailable
+        `tell` is called when streams must be told something. Raises RankLost when nobody is left, and Unavailable
         when epochs break one after the other without a step.
         """
         lost_at, is_loss = self._clock(), self.is_over
         if is_loss:
             end = await self.ended()
             self._check_progress(end, scheduler)
-            scheduler.roll_back(end.steps, LOSS if isinstance(end.error, WorkerLost) else BREAK)
+            scheduler.roll_back(end.steps, LOSS if isinstance(end.error, RankLost) else BREAK)
         else:
             scheduler.roll_back()
         tell()
@@ -126,8 +126,8 @@ class Epochs:
             scheduler.change_ranks(ranking, may_grow=self.may_yet_grow)
             if is_loss or scheduler.recovering is not None:  # some may have been lost while others came
                 self._recoveries.begin(formation.epoch, lost_at)
-            with suppress(WorkerLost, EpochBroken):
-                await formation.group.lay_out(Layout(formation.epoch, scheduler.layout()))
+            with suppress(RankLost, GroupFailed):
+                await formation.group.lay_out(KvLayout(formation.epoch, scheduler.layout()))
                 break
             scheduler.roll_back()
         self._watch()
@@ -136,7 +136,7 @@ class Epochs:
     def _check_progress(self, end: EpochEnd, scheduler: Scheduler) -> None:
         """Ranks that live, and break before their first step, would do so for ever: raises Unavailable. What breaks in
         a step is the fault of its work, which is given up."""
-        is_idle = isinstance(end.error, EpochBroken) and not end.steps
+        is_idle = isinstance(end.error, GroupFailed) and not end.steps
         is_idle = is_idle and scheduler.num_answered == self._num_answered
         self._num_idle, self._num_answered = self._num_idle + 1 if is_idle else 0, scheduler.num_answered
         if self._num_idle >= MAX_IDLE:

@@ -14,7 +14,7 @@ MOST_BETWEEN = 0.01
 
 
 @dataclass(slots=True)
-class UnderWay:
+class InflightStep:
     """A step that was begun."""
 
     plan: StepPlan
@@ -24,7 +24,7 @@ class UnderWay:
     ended: float = 0.0
 
 
-class Gap(NamedTuple):
+class StepGap(NamedTuple):
     """What lies between two decode steps."""
 
     seconds: float
@@ -32,23 +32,23 @@ class Gap(NamedTuple):
     """The second was sent before the first was answered."""
 
 
-class Answer(NamedTuple):
+class StepCompletion(NamedTuple):
     """What a step was to do, and what came of it."""
 
     plan: StepPlan
     result: StepResult
-    gap: Gap | None
+    gap: StepGap | None
     """Between the step before and this one, if they followed one another."""
 
 
-class Steps:
+class InflightSteps:
     """In the order in which they were begun, which is that of their answers. `on_answer` is called with each answer."""
 
     def __init__(self, on_answer: Callable[[], None], clock: Callable[[], float]) -> None:
         self._on_answer = on_answer
         self._clock = clock
-        self._under_way: deque[UnderWay] = deque()
-        self._before: UnderWay | None = None
+        self._under_way: deque[InflightStep] = deque()
+        self._before: InflightStep | None = None
         """The one that was taken last."""
 
     def __len__(self) -> int:
@@ -56,31 +56,31 @@ class Steps:
 
     def begin(self, group: Group, plan: StepPlan) -> None:
         """Tells the ranks."""
-        step = UnderWay(plan, asyncio.ensure_future(group.step(plan)), bool(self._under_way))
+        step = InflightStep(plan, asyncio.ensure_future(group.step(plan)), bool(self._under_way))
         step.result.add_done_callback(lambda _: self._end(step))
         self._under_way.append(step)
 
-    def _end(self, step: UnderWay) -> None:
+    def _end(self, step: InflightStep) -> None:
         step.ended = self._clock()
         self._on_answer()
 
-    def take(self) -> Answer | None:
+    def take(self) -> StepCompletion | None:
         """The next answer, if it is there. Raises what kept the ranks from answering."""
         if not self._under_way or not self._under_way[0].result.done():
             return None
         step = self._under_way.popleft()
         result = step.result.result()
         gap, self._before = self._gap(step, result), step
-        return Answer(step.plan, result, gap)
+        return StepCompletion(step.plan, result, gap)
 
-    def _gap(self, step: UnderWay, result: StepResult) -> Gap | None:
+    def _gap(self, step: InflightStep, result: StepResult) -> StepGap | None:
         before = self._before
         if before is None or before.plan.step + 1 != step.plan.step or result.seconds <= 0:
             return None
         if not isinstance(before.plan.work, Decode) or not isinstance(step.plan.work, Decode):
             return None
         seconds = step.ended - before.ended - result.seconds
-        return Gap(seconds, step.is_ahead) if 0 < seconds < MOST_BETWEEN else None
+        return StepGap(seconds, step.is_ahead) if 0 < seconds < MOST_BETWEEN else None
 
     async def abandon(self) -> None:
         """Nobody waits for their answers any more."""

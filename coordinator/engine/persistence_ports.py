@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from coordinator.persistence.catalog.ports import ContextCatalog
-from coordinator.persistence.catalog.records import Kept
-from coordinator.persistence.catalog.stale_contexts import EarlierContext
+from coordinator.persistence.catalog.records import CatalogContents
+from coordinator.persistence.catalog.stale_contexts import StaleContext
 from coordinator.persistence.snapshots.snapshots import Snapshots
 
 
-class Forgetful(Protocol):
+class JournalRemover(Protocol):
     """What else is kept of contexts."""
 
     def remove_of_context(self, context: str) -> None:
@@ -17,14 +17,14 @@ class Forgetful(Protocol):
         ...
 
 
-class Lasting(Protocol):
+class Persistence(Protocol):
     """What outlives a service."""
 
     @property
     def catalog(self) -> ContextCatalog: ...
 
     @property
-    def kept(self) -> Kept:
+    def kept(self) -> CatalogContents:
         """What the catalog held when the service began."""
         ...
 
@@ -34,13 +34,13 @@ class Lasting(Protocol):
         ...
 
     @property
-    def journal(self) -> Forgetful: ...
+    def journal(self) -> JournalRemover: ...
 
     @property
     def snapshots(self) -> Snapshots | None:
         """None: keys and values are kept nowhere."""
         ...
 
-    def read_earlier(self) -> Mapping[str, EarlierContext]:
+    def read_earlier(self) -> Mapping[str, StaleContext]:
         """These contexts as they are kept there. Takes as long as reading them."""
         ...

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from coordinator.kv_cache.contexts import LAST_ENDS, NamedPath
-from coordinator.kv_cache.token_paths import Path, Segment
+from coordinator.kv_cache.contexts import LAST_ENDS, NamedContext
+from coordinator.kv_cache.token_paths import Segment, TokenPath
 from coordinator.persistence.catalog.records import Change, ContextRecord, SegmentRecord, SnapshotRecord
 from longleaf.storage.context_note import sound_ends
 
@@ -24,7 +24,7 @@ def segment_record(segment: Segment) -> SegmentRecord:
     )
 
 
-def segment_of(record: SegmentRecord, before: Path, tenant: str) -> Segment:
+def segment_of(record: SegmentRecord, before: TokenPath, tenant: str) -> Segment:
     """The segment of a tenant that was kept, behind the path that it continues."""
     segment = Segment(record.id, before.cut(record.start), record.rope, tenant)
     segment.extend(record.token_ids)
@@ -32,7 +32,7 @@ def segment_of(record: SegmentRecord, before: Path, tenant: str) -> Segment:
     return segment
 
 
-def context_record(context: NamedPath) -> ContextRecord:
+def context_record(context: NamedContext) -> ContextRecord:
     """What is kept of a context beside its segments."""
     return ContextRecord(
         id=context.id,
@@ -51,9 +51,9 @@ def context_record(context: NamedPath) -> ContextRecord:
     )
 
 
-def context_of(record: ContextRecord, path: Path) -> NamedPath:
+def context_of(record: ContextRecord, path: TokenPath) -> NamedContext:
     """The context that was kept, on its path."""
-    context = NamedPath(record.id, record.created, path, record.capacity)
+    context = NamedContext(record.id, record.created, path, record.capacity)
     ends = sound_ends(record.ends, record.num_tokens) or (record.num_tokens,)  # early versions imported any
     context.ends, context.updated = ends[-LAST_ENDS:], record.updated
     context.display_name, context.is_pinned, context.expires = record.display_name, record.is_pinned, record.expires

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 
-from coordinator.engine_messages import GivenUp
+from coordinator.engine_messages import ContextDropped
 from longleaf.errors import CheckpointChanged, ContextLost, NotFound
 from longleaf.formatting import human_seconds
 from longleaf.types import Recovering, Recovery
@@ -15,7 +15,7 @@ PREFIX = "contexts/"
 log = logging.getLogger(__name__)
 
 
-class Recoveries:
+class RecoveryStatus:
     """The recovery that goes on, or the last one. `clock` measures seconds; `changed` tells of contexts that another
     checkpoint has read what differs."""
 
@@ -33,7 +33,7 @@ class Recoveries:
             self._began = lost_at
             self._latest = Recovery(epoch=epoch, lost_tokens=0, recovered_tokens=0, seconds=0.0, is_over=False)
 
-    def see(self, progress: Recovering | None, given_up: Sequence[GivenUp]) -> None:
+    def see(self, progress: Recovering | None, given_up: Sequence[ContextDropped]) -> None:
         """Takes in how far it is; None: nothing is lost any more."""
         gone = {one.context: one.reason for one in given_up}
         self._reasons = dict([*self._reasons.items(), *gone.items()][-MAX_REMEMBERED:])

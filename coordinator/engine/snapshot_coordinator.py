@@ -4,14 +4,14 @@ from collections.abc import Callable, Sequence
 
 from coordinator.cluster.ports import Ranks
 from coordinator.engine.epochs import Epochs
-from coordinator.engine.snapshot_fetcher import Fetching
-from coordinator.persistence.snapshots.ports import ContextUse, Form, Held
+from coordinator.engine.snapshot_fetcher import SnapshotFetcher
+from coordinator.persistence.snapshots.ports import ContextUse, HeldSegment, KvFormat
 from coordinator.persistence.snapshots.snapshots import Snapshots
 from coordinator.scheduling.scheduler import Scheduler
 from longleaf.types import Storage
 
 
-class Storing:
+class SnapshotCoordinator:
     """Implements coordinator.persistence.snapshots.ports.Holdings. `on_change` is called when the engine has something
     to do."""
 
@@ -20,7 +20,7 @@ class Storing:
         self._ranks = ranks
         self._epochs = epochs
         self._on_change = on_change
-        self._fetching = Fetching(snapshots, ranks, self._members, on_change)
+        self._fetching = SnapshotFetcher(snapshots, ranks, self._members, on_change)
         self._begun: Scheduler | None = None
         self._last = (0, True, False)
 
@@ -38,7 +38,7 @@ class Storing:
         ready = self._epochs.current.formation.readies[0]
         text = "|".join([ready.form, ready.form_of_windows]) if ready.form else ""
         self._fetching.begin(scheduler.restoring)
-        self._snapshots.begin(self, self._ranks, Form(text, block_size), self._on_change)
+        self._snapshots.begin(self, self._ranks, KvFormat(text, block_size), self._on_change)
 
     def turn(self) -> None:
         """Steps have been scheduled or answered, or the ranks are others."""
@@ -49,14 +49,14 @@ class Storing:
             self._last = now
             self._snapshots.wake()
 
-    def held(self, segment_id: int) -> Held | None:
+    def held(self, segment_id: int) -> HeldSegment | None:
         scheduler, epoch = self._scheduler, self._epochs.current
         holding = scheduler.segments.holdings.find(segment_id)
         if holding is None or holding.is_parked or holding.loss is not None or not holding.segment.is_sealed:
             return None
         if self._epochs.is_over or scheduler.is_moving:
             return None
-        return Held(
+        return HeldSegment(
             segment=holding.segment,
             runs=tuple(holding.runs),
             window_runs=holding.window_runs,

@@ -7,12 +7,12 @@ from typing import Any, Protocol
 
 from coordinator.cluster.ports import Ranks
 from coordinator.kv_cache.token_paths import Segment
-from coordinator.recovery.restore import OF_WINDOWS, Part, Restoring
+from coordinator.recovery.restore import OF_WINDOWS, RestoreChunk, RestorePlanner
 from longleaf.errors import DataLoss, LongleafError, NotFound, StorageUnavailable, Unavailable
 from longleaf.formatting import human_seconds
 from longleaf.positions import EVERY_RANK
 from longleaf.rank_protocol.snapshots import Fetch
-from longleaf.storage.manifest import Piece, SegmentManifest
+from longleaf.storage.manifest import PieceRef, SegmentManifest
 
 FETCH_SECONDS = 30.0
 """After which nothing more of a segment is fetched, nor what storage has of it: reading its tokens again takes no
@@ -42,7 +42,7 @@ class Manifests(Protocol):
         ...
 
 
-class Fetching:
+class SnapshotFetcher:
     """Does what recovery orders. `members` gives the numbers of the ranks, and `on_change` is called when recovery can
     go on."""
 
@@ -53,7 +53,7 @@ class Fetching:
         self._ranks = ranks
         self._members = members
         self._on_change = on_change
-        self._restoring: Restoring | None = None
+        self._restoring: RestorePlanner | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._pieces: dict[int, SegmentManifest] = {}
         """By segment, as long as something of it is fetched."""
@@ -64,7 +64,7 @@ class Fetching:
         them."""
         self._forgetting: set[int] = set()
 
-    def begin(self, restoring: Restoring) -> None:
+    def begin(self, restoring: RestorePlanner) -> None:
         restoring.is_kept = self._is_kept
         self._restoring = restoring
 
@@ -94,7 +94,7 @@ class Fetching:
             self._forgetting |= free.keys()
             self._start(self._forget(free))
 
-    def _distrust(self, restoring: Restoring, segment_id: int, reason: str) -> None:
+    def _distrust(self, restoring: RestorePlanner, segment_id: int, reason: str) -> None:
         """What storage has of a segment is damaged: nothing more is taken of it, nor of the archive it came with."""
         self._damaged.setdefault(segment_id, reason)
         for other in self._manifests.imported_with(segment_id):
@@ -109,7 +109,7 @@ class Fetching:
 
     # --- manifests ---
 
-    async def _offer(self, restoring: Restoring, segment: Segment) -> None:
+    async def _offer(self, restoring: RestorePlanner, segment: Segment) -> None:
         try:
             async with asyncio.timeout(FETCH_SECONDS):
                 manifest = await self._manifests.manifest(segment)
@@ -143,7 +143,7 @@ class Fetching:
 
     # --- pieces ---
 
-    def _order(self, restoring: Restoring, part: Part) -> None:
+    def _order(self, restoring: RestorePlanner, part: RestoreChunk) -> None:
         found = self._pieces.get(part.segment)
         piece = None if found is None else found.windows if part.piece == OF_WINDOWS else found.pieces[part.piece]
         if piece is None:  # the epoch has ended since
@@ -154,7 +154,9 @@ class Fetching:
         self._sent[part.ticket] = told
         self._start(self._fetch(restoring, part, piece, told))
 
-    async def _fetch(self, restoring: Restoring, part: Part, piece: Piece, members: Sequence[int]) -> None:
+    async def _fetch(
+        self, restoring: RestorePlanner, part: RestoreChunk, piece: PieceRef, members: Sequence[int]
+    ) -> None:
         of_windows = part.piece == OF_WINDOWS
         order = Fetch(part.ticket, piece.name, piece.num_bytes, piece.digest, piece.runs, of_windows)
         try:

@@ -18,7 +18,7 @@ MAX_UNREAD_BYTES = 8 << 20
 """Bytes of what was told of the attention of these tokens, beyond which it is paused, too."""
 
 
-class Unread:
+class SampleBuffer:
     """What one sample has said since it was read."""
 
     def __init__(self, sample: int) -> None:
@@ -81,7 +81,7 @@ class Stream:
         self._admitted: Admitted | None = None
         self._progress: Progress | None = None
         self._recovering: Recovering | None = None
-        self._unread: dict[int, Unread] = {}
+        self._unread: dict[int, SampleBuffer] = {}
         self._error: Exception | None = None
         self._is_closed = False
         self._failure: Exception | None = None
@@ -112,8 +112,8 @@ class Stream:
                 self._of(event.sample).ended = event
         self._changed.set()
 
-    def _of(self, sample: int) -> Unread:
-        return self._unread.setdefault(sample, Unread(sample))
+    def _of(self, sample: int) -> SampleBuffer:
+        return self._unread.setdefault(sample, SampleBuffer(sample))
 
     def fail(self, error: Exception) -> None:
         """Has the stream end with `error`, of one of its samples, unless it ends with another."""

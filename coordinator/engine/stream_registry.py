@@ -12,7 +12,7 @@ POSITION_SECONDS = 1.0
 """How often those that wait are told that their place in the queue has changed."""
 
 
-class Reader:
+class StreamState:
     """A stream, and when what it reads happened, in seconds of the engine's clock."""
 
     def __init__(self, stream: Stream, num_open: int, now: float) -> None:
@@ -53,12 +53,12 @@ class Reader:
         self.stream.put(admitted)
 
 
-class Readers:
+class StreamRegistry:
     """The readers of all requests that have not ended. `clock` is the engine's, in seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._by_request: dict[int, Reader] = {}
+        self._by_request: dict[int, StreamState] = {}
         self._has_new = False
         self._positions_told = 0.0
 
@@ -66,7 +66,7 @@ class Readers:
         return len(self._by_request)
 
     def add(self, request_id: int, stream: Stream, num_open: int) -> None:
-        self._by_request[request_id] = Reader(stream, num_open, self._clock())
+        self._by_request[request_id] = StreamState(stream, num_open, self._clock())
         self._has_new = True
 
     def remove(self, request_id: int) -> None:

@@ -4,9 +4,9 @@ from collections.abc import Container, Sequence
 
 from coordinator.cluster.ports import Formation
 from coordinator.engine.epoch import Epoch
-from coordinator.kv_cache.contexts import NamedPath
+from coordinator.kv_cache.contexts import NamedContext
 from coordinator.kv_cache.positions import Positions
-from coordinator.kv_cache.segment_placement import Holdings
+from coordinator.kv_cache.segment_placement import SegmentPlacements
 from coordinator.scheduling.scheduler import Scheduler
 from coordinator.scheduling.speculation_stats import DraftCounts
 from coordinator.telemetry.counters import Counts
@@ -18,8 +18,8 @@ from longleaf.types import Loss
 
 
 def view_context(
-    context: NamedPath,
-    holdings: Holdings,
+    context: NamedContext,
+    holdings: SegmentPlacements,
     readies: Sequence[Ready],
     positions: Positions,
     exactness_note: str,
@@ -48,7 +48,7 @@ def view_context(
     )
 
 
-def _state_of(context: NamedPath, holdings: Holdings) -> types.ContextState:
+def _state_of(context: NamedContext, holdings: SegmentPlacements) -> types.ContextState:
     if holdings.holds(context.path):
         return "held"
     return "parked" if context.is_resting else "restoring"

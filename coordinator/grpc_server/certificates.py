@@ -5,7 +5,7 @@ from typing import Any
 import grpc
 
 from longleaf.pem import KeyPair, parse_certificates, parse_pair
-from longleaf.reloading_files import WatchedFiles
+from longleaf.reloading_files import ReloadingFiles
 from longleaf.service_settings import SecurityConfig
 
 
@@ -13,7 +13,7 @@ class Certificates:
     """A certificate, its key, and the authorities of clients; new connections get what the files have now, and those
     that are open go on."""
 
-    def __init__(self, files: WatchedFiles[tuple[KeyPair, bytes | None]], has_client_authority: bool) -> None:
+    def __init__(self, files: ReloadingFiles[tuple[KeyPair, bytes | None]], has_client_authority: bool) -> None:
         self._files = files
         self._has_client_authority = has_client_authority
         self._handed_out = files.value
@@ -26,7 +26,7 @@ class Certificates:
         paths = {"tls_cert": security.tls_cert, "tls_key": security.tls_key}
         if security.tls_client_ca is not None:
             paths["tls_client_ca"] = security.tls_client_ca
-        return cls(WatchedFiles(paths, _parse), security.tls_client_ca is not None)
+        return cls(ReloadingFiles(paths, _parse), security.tls_client_ca is not None)
 
     @property
     def num_failed_reloads(self) -> int:

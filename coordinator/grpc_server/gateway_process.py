@@ -23,14 +23,14 @@ WELL_SECONDS = 60.0
 log = logging.getLogger(__name__)
 
 
-class Told(msgspec.Struct, frozen=True):
+class GatewayAnnouncement(msgspec.Struct, frozen=True):
     """What a door says once it listens, or that it cannot."""
 
     http: str = ""
     error: str = ""
 
 
-class DoorProcess:
+class GatewayProcess:
     """Starts a door, starts it again when it dies, and ends it. It reaches the service through a socket in a folder
     that nobody else may enter, and ends when the pipe to this process breaks, whatever becomes of this."""
 
@@ -63,7 +63,9 @@ class DoorProcess:
             line = await asyncio.wait_for(process.stdout.readline(), START_SECONDS)
         except TimeoutError:
             line = b""
-        told = msgspec.json.decode(line, type=Told) if line else Told(error="said nothing")
+        told = (
+            msgspec.json.decode(line, type=GatewayAnnouncement) if line else GatewayAnnouncement(error="said nothing")
+        )
         if told.error:
             with suppress(ProcessLookupError):
                 process.kill()

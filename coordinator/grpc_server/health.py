@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # pyright: ignore[reportMissingTypeStubs]
 
-from coordinator.change_feed import Changes
+from coordinator.change_feed import ChangeCounter
 from longleaf.errors import NotFound
 
 Request = health_pb2.HealthCheckRequest
@@ -20,7 +20,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
 
     def __init__(self) -> None:
         self._is_serving: dict[str, bool] = {}
-        self._changes = Changes()
+        self._changes = ChangeCounter()
 
     def set(self, service: str, is_serving: bool) -> None:
         """What is told of `service` from now on."""

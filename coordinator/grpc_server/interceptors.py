@@ -8,15 +8,15 @@ from typing import Any
 
 import grpc
 
-from coordinator.auth.auth_throttle import Refusals
+from coordinator.auth.auth_throttle import AuthFailureThrottle
 from coordinator.auth.authenticator import Authenticator
 from coordinator.auth.caller import CALLER
 from coordinator.auth.permissions import check_role
 from coordinator.grpc_server.call_metadata import certified_names, plain_headers
-from coordinator.grpc_server.readiness_gate import SERVED, Lobby
-from coordinator.grpc_server.request_limiter import Gate, Handler, Incoming, StreamCall
+from coordinator.grpc_server.readiness_gate import SERVED, ReadinessGate
+from coordinator.grpc_server.request_limiter import Handler, RequestLimiter, RequestReader, StreamCall
 from coordinator.grpc_server.tenant_scoping import shown_error
-from coordinator.grpc_server.unauthenticated_limiter import Anteroom
+from coordinator.grpc_server.unauthenticated_limiter import UnauthenticatedCallLimiter
 from coordinator.telemetry.observers import CURRENT, CallRecord, Observers
 from longleaf.codec.status import DETAILS_KEY, encode_error, grpc_code
 from longleaf.errors import InvalidArgument, LongleafError, ResourceExhausted, Unauthenticated, Unavailable
@@ -38,15 +38,20 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # pyright: ignore[reportMiss
     """
 
     def __init__(
-        self, lobby: Lobby, gate: Gate, unread_timeout: float, authenticator: Authenticator, observers: Observers
+        self,
+        lobby: ReadinessGate,
+        gate: RequestLimiter,
+        unread_timeout: float,
+        authenticator: Authenticator,
+        observers: Observers,
     ) -> None:
         self._lobby = lobby
         self._gate = gate
-        self._anteroom = Anteroom()
+        self._anteroom = UnauthenticatedCallLimiter()
         self._unread_timeout = unread_timeout
         self._authenticator = authenticator
         self._observers = observers
-        self._refusals = Refusals()
+        self._refusals = AuthFailureThrottle()
 
     async def close(self) -> None:
         """Parses no more large requests."""
@@ -103,7 +108,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # pyright: ignore[reportMiss
         CALLER.set(caller)
         check_role(record.method, caller)
 
-    async def _respond(self, handler: Handler, call: StreamCall, incoming: Incoming) -> None:
+    async def _respond(self, handler: Handler, call: StreamCall, incoming: RequestReader) -> None:
         if not handler.response_streaming:
             await call.write(await handler.unary_unary(await incoming.one(call), call))
         elif handler.request_streaming:
@@ -111,7 +116,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # pyright: ignore[reportMiss
         else:
             await self._send(handler.unary_stream(await incoming.one(call), call), call, incoming)
 
-    async def _send(self, responses: Any, call: StreamCall, incoming: Incoming) -> None:
+    async def _send(self, responses: Any, call: StreamCall, incoming: RequestReader) -> None:
         """Writes instead of yielding: so a cancelled call is cancelled here, and `responses` are closed at once.
 
         They are closed as well when a response finds no room in the connection for so long. The library knows no way

@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from coordinator.handlers.application import UseCases
+from coordinator.handlers.application import Application
 from longleaf.errors import LongleafError, Unavailable
 
 SERVED = "/longleaf.v1."
@@ -14,13 +14,13 @@ DRAIN = f"{SERVED}ClusterService/Drain"
 ENDLESS = f"{SERVED}ClusterService/WatchCluster"
 
 
-class Lobby:
+class ReadinessGate:
     """Lets calls to the model in from `open` to `close`, and counts those that run. `loading` says what the others are
     told before."""
 
     def __init__(self, loading: Callable[[], LongleafError]) -> None:
         self._why_not: Callable[[], LongleafError] | None = loading
-        self._use_cases: UseCases | None = None
+        self._use_cases: Application | None = None
         self._is_closed = False
         self._reason: LongleafError | None = None
         self._open = set[asyncio.Task[Any] | None]()
@@ -37,12 +37,12 @@ class Lobby:
         return len(self._open)
 
     @property
-    def use_cases(self) -> UseCases:
+    def use_cases(self) -> Application:
         """What the calls that were let in ask for."""
         assert self._use_cases is not None
         return self._use_cases
 
-    def open(self, use_cases: UseCases) -> None:
+    def open(self, use_cases: Application) -> None:
         """Lets calls in, unless it was closed."""
         if not self._is_closed:
             self._why_not, self._use_cases = None, use_cases

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 
 from coordinator.auth.caller import CALLER, OWNER
 from coordinator.telemetry.observers import CURRENT
-from coordinator.text.tokenizer_pool import TextThreads
+from coordinator.text.tokenizer_pool import TokenizerPool
 from longleaf.codec import has_more_fields
 from longleaf.config import CLIENT_NAME, MAX_REQUEST_BYTES
 from longleaf.document_text import MAX_FILES
@@ -59,7 +59,7 @@ StreamCall = Any
 Handler = Any
 
 
-class Gate:
+class RequestLimiter:
     """Lets in the requests of all calls of a server, as many and as large as it can bear."""
 
     def __init__(
@@ -81,10 +81,10 @@ class Gate:
         self._num_held = 0
         self._held = Counter[str]()
         """Bytes by tenant, or by host where all calls are of one tenant."""
-        self._thread = TextThreads(1, tenant=_client_key)
+        self._thread = TokenizerPool(1, tenant=_client_key)
 
     @contextmanager
-    def of(self, method: str, handler: Handler, host: str) -> Generator["Incoming", None, None]:
+    def of(self, method: str, handler: Handler, host: str) -> Generator["RequestReader", None, None]:
         """The requests of one call from `host`, which is open meanwhile. Raises ResourceExhausted."""
         if self._num_calls >= self._max_calls:
             raise ResourceExhausted("calls", f"{self._max_calls:,} are open already", RETRY_SECONDS)
@@ -92,7 +92,7 @@ class Gate:
             raise ResourceExhausted("calls", f"{most:,} from your host are open already", RETRY_SECONDS)
         self._calls[host] += 1
         self._num_calls += 1
-        incoming = Incoming(self, method, handler)
+        incoming = RequestReader(self, method, handler)
         try:
             yield incoming
         finally:
@@ -139,10 +139,10 @@ class Gate:
         await self._thread.close()
 
 
-class Incoming:
+class RequestReader:
     """The requests of one call."""
 
-    def __init__(self, gate: Gate, method: str, handler: Handler) -> None:
+    def __init__(self, gate: RequestLimiter, method: str, handler: Handler) -> None:
         self._gate = gate
         self._handler = handler
         self._descriptor = Default().FindMethodByName(method.lstrip("/").replace("/", "."))

@@ -8,13 +8,13 @@ import grpc
 from grpc_health.v1 import health, health_pb2_grpc  # pyright: ignore[reportMissingTypeStubs]
 from grpc_reflection.v1alpha import reflection  # pyright: ignore[reportMissingTypeStubs]
 
-from coordinator.auth.authenticator import Anybody, Authenticator
+from coordinator.auth.authenticator import AllowAnonymous, Authenticator
 from coordinator.grpc_server.certificates import Certificates
 from coordinator.grpc_server.health import HealthServicer
 from coordinator.grpc_server.interceptors import CallInterceptor
 from coordinator.grpc_server.listener import Listener
-from coordinator.grpc_server.readiness_gate import Lobby
-from coordinator.grpc_server.request_limiter import MAX_CALLS, Gate
+from coordinator.grpc_server.readiness_gate import ReadinessGate
+from coordinator.grpc_server.request_limiter import MAX_CALLS, RequestLimiter
 from coordinator.grpc_server.servicers import (
     ClusterServicer,
     ContextServicer,
@@ -23,7 +23,7 @@ from coordinator.grpc_server.servicers import (
     Refill,
     TokenizerServicer,
 )
-from coordinator.handlers.application import UseCases
+from coordinator.handlers.application import Application
 from coordinator.telemetry.observers import NOBODY, Observers
 from longleaf.config import MAX_REQUEST_BYTES, MAX_RESPONSE_BYTES, MAX_SECONDS
 from longleaf.errors import LongleafError, Unavailable
@@ -67,7 +67,7 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
-ANYBODY = Anybody()
+ANYBODY = AllowAnonymous()
 
 
 def _loading() -> LongleafError:
@@ -82,14 +82,14 @@ def _unfilled() -> int:
     raise Unavailable("nothing keeps the ranks of this server")
 
 
-class Server:
+class GrpcServer:
     """The door for gRPC. It may be open before there is something to serve: `loading` tells callers what they wait for,
     until `open`. A stream that nobody reads for `unread_timeout` seconds is let go. `drain` ends the service, `refill`
     starts ranks in places that were given up. With `certificates` connections are encrypted."""
 
     def __init__(
         self,
-        use_cases: UseCases | None = None,
+        use_cases: Application | None = None,
         unread_timeout: float = MAX_SECONDS,
         *,
         loading: Callable[[], LongleafError] = _loading,
@@ -99,10 +99,12 @@ class Server:
         observers: Observers = NOBODY,
         certificates: Certificates | None = None,
     ) -> None:
-        self._lobby = lobby = Lobby(loading)
+        self._lobby = lobby = ReadinessGate(loading)
         if use_cases is not None:
             lobby.open(use_cases)
-        self._interceptor = interceptor = CallInterceptor(lobby, Gate(), unread_timeout, authenticator, observers)
+        self._interceptor = interceptor = CallInterceptor(
+            lobby, RequestLimiter(), unread_timeout, authenticator, observers
+        )
         self._health = health_servicer = HealthServicer()
 
         def make() -> grpc.aio.Server:
@@ -142,7 +144,7 @@ class Server:
     async def start_health(self, host: str, port: int) -> int:
         """Answers health checks, and nothing else, on a port of their own, in plain text; returns it. Raises StartError
         when the address cannot be had."""
-        interceptor = CallInterceptor(self._lobby, Gate(), MAX_SECONDS, ANYBODY, NOBODY)
+        interceptor = CallInterceptor(self._lobby, RequestLimiter(), MAX_SECONDS, ANYBODY, NOBODY)
 
         def make() -> grpc.aio.Server:
             server = _make(interceptor)
@@ -152,7 +154,7 @@ class Server:
         self._health_listener = Listener(make)
         return await self._health_listener.start(host, port)
 
-    def open(self, use_cases: UseCases) -> None:
+    def open(self, use_cases: Application) -> None:
         """Lets calls in and is healthy from now on, unless none are taken any more."""
         self._lobby.open(use_cases)
         self._tell_health(self._lobby.is_open)

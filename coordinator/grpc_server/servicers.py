@@ -12,16 +12,16 @@ from typing import ParamSpec, Protocol, TypeVar
 from google.protobuf.empty_pb2 import Empty
 
 from coordinator.auth.caller import CALLER, OWNER
-from coordinator.change_feed import Watch
+from coordinator.change_feed import CoalescingWatch
 from coordinator.grpc_server import tenant_scoping
 from coordinator.grpc_server.local_peers import is_here
-from coordinator.grpc_server.readiness_gate import Lobby
+from coordinator.grpc_server.readiness_gate import ReadinessGate
 from coordinator.handlers.application import ContextStore
 from coordinator.handlers.tokenization import MAX_TOKENS, Tokenization
-from coordinator.text.tokenizer_pool import TextThreads
+from coordinator.text.tokenizer_pool import TokenizerPool
 from longleaf import codec
 from longleaf.errors import InvalidArgument, PermissionDenied
-from longleaf.types import Cluster, Draining, Generate, ImportHeader, IngestHeader, IngestPiece, ParcelPiece
+from longleaf.types import ArchiveChunk, Cluster, Draining, Generate, ImportHeader, IngestHeader, IngestPiece
 from longleaf.v1 import cluster_service_pb2 as cluster_pb
 from longleaf.v1 import context_pb2 as context_pb
 from longleaf.v1 import context_service_pb2 as ingest_pb
@@ -42,7 +42,7 @@ MANY_ITEMS = 1 << 14
 """Token ids or files above which decoding a message would keep other calls waiting."""
 
 
-class Call(Protocol):
+class RpcContext(Protocol):
     """What gRPC knows of a call."""
 
     def peer(self) -> str:
@@ -54,14 +54,14 @@ class Call(Protocol):
         ...
 
 
-def caller(call: Call) -> str:
+def caller(call: RpcContext) -> str:
     """Who makes a call, as long as its requests do not say: the client's host."""
     peer = call.peer()
     return peer.rpartition(":")[0] or peer
 
 
 async def _decoded(
-    threads: TextThreads,
+    threads: TokenizerPool,
     num_items: int,
     decode: Callable[Given, Decoded],
     *arguments: Given.args,
@@ -81,12 +81,12 @@ def random_seed() -> int:
 class GenerationServicer(GenerationServiceServicer):
     """Streams generations, and ends those that are held."""
 
-    def __init__(self, lobby: Lobby, seed: Callable[[], int] = random_seed) -> None:
+    def __init__(self, lobby: ReadinessGate, seed: Callable[[], int] = random_seed) -> None:
         self._lobby = lobby
         self._seed = seed
 
     async def Generate(
-        self, request: service_pb.GenerateRequest, context: Call
+        self, request: service_pb.GenerateRequest, context: RpcContext
     ) -> AsyncGenerator[service_pb.GenerateResponse, None]:
         use_cases = self._lobby.use_cases
         num_ids = len(request.token_ids.ids)
@@ -109,7 +109,7 @@ class GenerationServicer(GenerationServiceServicer):
 class ContextServicer(ContextServiceServicer):
     """Creates, reads, changes, forks and deletes contexts, and has them move."""
 
-    def __init__(self, lobby: Lobby) -> None:
+    def __init__(self, lobby: ReadinessGate) -> None:
         self._lobby = lobby
 
     @property
@@ -117,7 +117,7 @@ class ContextServicer(ContextServiceServicer):
         return self._lobby.use_cases.contexts
 
     async def IngestContext(
-        self, request_iterator: AsyncIterable[ingest_pb.IngestContextRequest], context: Call
+        self, request_iterator: AsyncIterable[ingest_pb.IngestContextRequest], context: RpcContext
     ) -> AsyncGenerator[ingest_pb.IngestContextResponse, None]:
         use_cases = self._lobby.use_cases
         pieces = _pieces(request_iterator, use_cases.threads, caller(context))
@@ -195,7 +195,7 @@ class ContextServicer(ContextServiceServicer):
 
 
 async def _pieces(
-    requests: AsyncIterable[ingest_pb.IngestContextRequest], threads: TextThreads, client: str
+    requests: AsyncIterable[ingest_pb.IngestContextRequest], threads: TokenizerPool, client: str
 ) -> AsyncGenerator[IngestPiece, None]:
     """The requests decoded; they come from `client`."""
     async for request in requests:
@@ -209,7 +209,7 @@ async def _pieces(
 
 async def _parcel(
     requests: AsyncIterable[ingest_pb.ImportContextRequest],
-) -> AsyncGenerator[ImportHeader | ParcelPiece, None]:
+) -> AsyncGenerator[ImportHeader | ArchiveChunk, None]:
     """The requests decoded."""
     async for request in requests:
         piece = codec.decode_import_piece(request)
@@ -231,7 +231,7 @@ def _decode_page_token(token: str) -> str:
 class TokenizerServicer(TokenizerServiceServicer):
     """Turns texts into ids and back, and counts."""
 
-    def __init__(self, lobby: Lobby) -> None:
+    def __init__(self, lobby: ReadinessGate) -> None:
         self._lobby = lobby
 
     @property
@@ -263,12 +263,12 @@ class ClusterServicer(ClusterServiceServicer):
     """Describes, verifies and ends the cluster. `drain` begins the end, whatever runs; told to wait, it returns when
     all that ran has ended or was told. `refill` starts ranks in places that were given up, and tells in how many."""
 
-    def __init__(self, lobby: Lobby, drain: Drain, refill: Refill) -> None:
+    def __init__(self, lobby: ReadinessGate, drain: Drain, refill: Refill) -> None:
         self._lobby = lobby
         self._drain = drain
         self._refill = refill
 
-        self._watches: dict[str, Watch[cluster_pb.WatchClusterResponse]] = {}
+        self._watches: dict[str, CoalescingWatch[cluster_pb.WatchClusterResponse]] = {}
         """By tenant; of admins together, without a name."""
 
     async def GetCluster(self, request: cluster_pb.GetClusterRequest, context: object) -> cluster_pb.Cluster:
@@ -278,10 +278,10 @@ class ClusterServicer(ClusterServiceServicer):
         """As the caller may see it."""
         return tenant_scoping.shown_cluster(self._lobby.use_cases.cluster())
 
-    def _watch(self) -> Watch[cluster_pb.WatchClusterResponse]:
+    def _watch(self) -> CoalescingWatch[cluster_pb.WatchClusterResponse]:
         viewer = "" if CALLER.get().is_admin else tenant_scoping.tenant()
         if viewer not in self._watches:
-            self._watches[viewer] = Watch(self._look, self._lobby.use_cases.changes)
+            self._watches[viewer] = CoalescingWatch(self._look, self._lobby.use_cases.changes)
         return self._watches[viewer]
 
     async def WatchCluster(
@@ -295,25 +295,25 @@ class ClusterServicer(ClusterServiceServicer):
         return cluster_pb.WatchClusterResponse(cluster=codec.encode_cluster(self._cluster()))
 
     async def VerifyCluster(
-        self, request: cluster_pb.VerifyClusterRequest, context: Call
+        self, request: cluster_pb.VerifyClusterRequest, context: RpcContext
     ) -> cluster_pb.VerifyClusterResponse:
         wanted = tenant_scoping.scope_verify(codec.decode_verify(request), caller(context))
         return codec.encode_verification(
             await self._lobby.use_cases.verifications.run(wanted, context.time_remaining())
         )
 
-    async def Drain(self, request: cluster_pb.DrainRequest, context: Call) -> cluster_pb.DrainResponse:
+    async def Drain(self, request: cluster_pb.DrainRequest, context: RpcContext) -> cluster_pb.DrainResponse:
         _check_here(context, "drained")
         return codec.encode_draining(await self._drain(request.wait))
 
     async def RefillSlots(
-        self, request: cluster_pb.RefillSlotsRequest, context: Call
+        self, request: cluster_pb.RefillSlotsRequest, context: RpcContext
     ) -> cluster_pb.RefillSlotsResponse:
         _check_here(context, "told to refill slots")
         return cluster_pb.RefillSlotsResponse(slot_count=self._refill())
 
 
-def _check_here(context: Call, done: str) -> None:
+def _check_here(context: RpcContext, done: str) -> None:
     """Raises PermissionDenied for a call from another machine, where nobody is asked who they are."""
     if CALLER.get() is OWNER and not is_here(context.peer()):
         raise PermissionDenied(

@@ -22,10 +22,10 @@ from longleaf.types import (
     ImportProgress,
     IngestHeader,
     IngestProgress,
-    LeftOut,
+    RecomputeResult,
     Recovering,
-    Reread,
     Resume,
+    SkippedContext,
     Started,
     Verify,
 )
@@ -160,11 +160,11 @@ def _without_folders(text: str) -> str:
     return _PATH.sub(lambda path: path[0].rpartition("/")[2], text)
 
 
-def shown_reread(reread: Reread) -> Reread:
+def shown_reread(reread: RecomputeResult) -> RecomputeResult:
     is_admin = CALLER.get().is_admin
     reasons = [each.reason if is_admin else _without_folders(each.reason) for each in reread.left_out]
     pairs = zip(reread.left_out, reasons, strict=True)
-    left_out = tuple(LeftOut(name_of(each.name), unscoped(reason, tenant())) for each, reason in pairs)
+    left_out = tuple(SkippedContext(name_of(each.name), unscoped(reason, tenant())) for each, reason in pairs)
     return replace(reread, contexts=tuple(map(shown, reread.contexts)), left_out=left_out)
 
 

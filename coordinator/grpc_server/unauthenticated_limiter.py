@@ -9,7 +9,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
-from coordinator.grpc_server.request_limiter import Gate, Handler, Incoming
+from coordinator.grpc_server.request_limiter import Handler, RequestLimiter, RequestReader
 from longleaf.errors import ResourceExhausted
 
 MAX_CALLS = 256
@@ -18,18 +18,18 @@ ARRIVAL_SECONDS = 10.0
 RETRY_SECONDS = 1.0
 
 
-class Anteroom:
+class UnauthenticatedCallLimiter:
     """Holds at most `max_calls` that answer once, and as many that stream."""
 
     def __init__(self, max_calls: int = MAX_CALLS) -> None:
         self._max_calls = max_calls
         # They are counted here; a call that gives way is gone one turn of the loop later.
-        self._gate = Gate(4 * max_calls, arrival_seconds=ARRIVAL_SECONDS, share=1.0)
+        self._gate = RequestLimiter(4 * max_calls, arrival_seconds=ARRIVAL_SECONDS, share=1.0)
         self._open: dict[bool, dict[asyncio.Task[Any], None]] = {False: {}, True: {}}
         """Calls, by whether they stream, the oldest first."""
 
     @contextmanager
-    def of(self, method: str, handler: Handler, host: str) -> Generator[Incoming, None, None]:
+    def of(self, method: str, handler: Handler, host: str) -> Generator[RequestReader, None, None]:
         """The requests of one call from `host`, which is open meanwhile. Raises ResourceExhausted, also later, when
         others came."""
         task = asyncio.current_task()

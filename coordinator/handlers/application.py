@@ -5,26 +5,26 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from coordinator.auth.caller import CALLER, OWNER
-from coordinator.auth.quotas import Ledger
-from coordinator.auth.tenant_usage import Room, Usage
-from coordinator.change_feed import Changes
+from coordinator.auth.quotas import QuotaEnforcer
+from coordinator.auth.tenant_usage import Room, TenantUsage
+from coordinator.change_feed import ChangeCounter
 from coordinator.handlers.context_text import ContextTexts, TextSource
-from coordinator.handlers.durable_uploads import KeptUploads
-from coordinator.handlers.generation import Generation, Submitter
+from coordinator.handlers.durable_uploads import DurableUploads
+from coordinator.handlers.generation import Generation, GenerationEngine
 from coordinator.handlers.ingest import Ingest, Ingester
 from coordinator.handlers.tokenization import Tokenization
 from coordinator.handlers.transfer.exports import Exports
-from coordinator.handlers.transfer.imports import Imports
-from coordinator.handlers.transfer.ports import House
+from coordinator.handlers.transfer.imports import ImportSessions
+from coordinator.handlers.transfer.ports import TransferEngine
 from coordinator.handlers.uploads import Uploads
-from coordinator.handlers.verification import Verifications
+from coordinator.handlers.verification import VerificationRunner
 from coordinator.persistence.journal.journal import Journal
 from coordinator.telemetry.observers import NOBODY, Observers
 from coordinator.text.tokenizer import Tokenizer
-from coordinator.text.tokenizer_pool import TextThreads
+from coordinator.text.tokenizer_pool import TokenizerPool
 from longleaf.errors import FailedPrecondition
 from longleaf.sampling import GREEDY, Sampling
-from longleaf.types import Cluster, Context, ContextSettings, Reread
+from longleaf.types import Cluster, Context, ContextSettings, RecomputeResult
 
 
 class ContextStore(Protocol):
@@ -51,20 +51,20 @@ class ContextStore(Protocol):
         ...
 
 
-class Rereader(Protocol):
+class Recomputer(Protocol):
     """Contexts that an earlier checkpoint has read, for an engine whose checkpoint knows so many tokens."""
 
     async def reread_context(self, context_id: str, vocabulary_size: int, room: Room) -> Context:
         """Raises NotFound, AlreadyExists, CheckpointChanged, DataLoss, StorageUnavailable, and what `room` raises."""
         ...
 
-    async def reread_contexts(self, vocabulary_size: int, tenant: str, room: Room) -> Reread: ...
+    async def reread_contexts(self, vocabulary_size: int, tenant: str, room: Room) -> RecomputeResult: ...
 
 
-class ServedEngine(Submitter, Ingester, ContextStore, Rereader, TextSource, Protocol):
+class ServedEngine(GenerationEngine, Ingester, ContextStore, Recomputer, TextSource, Protocol):
     """All that the use cases ask of the engine."""
 
-    def usage(self, tenant: str) -> Usage:
+    def usage(self, tenant: str) -> TenantUsage:
         """What a tenant takes, but for storage."""
         ...
 
@@ -73,12 +73,12 @@ class ServedEngine(Submitter, Ingester, ContextStore, Rereader, TextSource, Prot
         ...
 
     @property
-    def changes(self) -> Changes:
+    def changes(self) -> ChangeCounter:
         """Changes of requests, and of what ranks hold."""
         ...
 
 
-class UseCases:
+class Application:
     """The use cases of one engine. All doors share them: what is held to be resumed is found again through any of them.
 
     `cluster` describes the engine, and raises what that raises. What is held to be resumed goes into `journal`, and
@@ -92,8 +92,8 @@ class UseCases:
         tokenizer: Tokenizer,
         cluster: Callable[[], Cluster],
         journal: Journal | None = None,
-        kept_uploads: KeptUploads | None = None,
-        house: House | None = None,
+        kept_uploads: DurableUploads | None = None,
+        house: TransferEngine | None = None,
         observers: Observers = NOBODY,
         tenant_share: float = 1.0,
         sampling_defaults: Sampling = GREEDY,
@@ -101,14 +101,14 @@ class UseCases:
         self.sampling_defaults = sampling_defaults
         """For sampling parameters that requests leave out."""
         self._uploads = Uploads(kept=kept_uploads, tenant_share=tenant_share)
-        self._ledger = ledger = Ledger(
+        self._ledger = ledger = QuotaEnforcer(
             engine.usage,
             num_uploads=self._num_uploads,
             storage_bytes=engine.storage_bytes,
             num_upload_tokens=self._uploads.num_tokens_of,
         )
         observers = Observers((observers, ledger))
-        self.threads = TextThreads(tenant=lambda: CALLER.get(OWNER).tenant)
+        self.threads = TokenizerPool(tenant=lambda: CALLER.get(OWNER).tenant)
         """Where all that takes long is done, so that it takes turns."""
         self.texts = ContextTexts(engine, tokenizer, self.threads)
         self.generation = Generation(
@@ -124,14 +124,14 @@ class UseCases:
         self.ingest = Ingest(engine, tokenizer, self.threads, self._uploads, ledger=ledger)
         self._kept_uploads = kept_uploads
         self.contexts: ContextStore = engine
-        self._rereader: Rereader = engine
+        self._rereader: Recomputer = engine
         self._vocabulary_size = tokenizer.vocabulary_size
         self.tokenization = Tokenization(tokenizer, self.threads)
-        self.verifications = Verifications(engine, tokenizer, self.threads, cluster)
+        self.verifications = VerificationRunner(engine, tokenizer, self.threads, cluster)
         self._exports = self._imports = None
         if house is not None:
             self._exports = Exports(house, self.threads, cluster, tenant_share=tenant_share)
-            self._imports = Imports(house, tokenizer.vocabulary_size, ledger=ledger, tenant_share=tenant_share)
+            self._imports = ImportSessions(house, tokenizer.vocabulary_size, ledger=ledger, tenant_share=tenant_share)
         self.cluster = cluster
         self.changes = engine.changes
         """Changes of what `cluster` says."""
@@ -151,7 +151,7 @@ class UseCases:
         CheckpointChanged, DataLoss, ResourceExhausted or StorageUnavailable."""
         return await self._rereader.reread_context(context_id, self._vocabulary_size, self._room)
 
-    async def reread_contexts(self, tenant: str) -> Reread:
+    async def reread_contexts(self, tenant: str) -> RecomputeResult:
         """Has all of these of a tenant read anew whose names are free, as far as it may have more contexts."""
         return await self._rereader.reread_contexts(self._vocabulary_size, tenant, self._room)
 
@@ -167,7 +167,7 @@ class UseCases:
         return self._exports
 
     @property
-    def imports(self) -> Imports:
+    def imports(self) -> ImportSessions:
         """Raises FailedPrecondition."""
         if self._imports is None:
             raise _immobile()

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.engine_messages import Cuts, Grounds
+from coordinator.engine_messages import AttributionContext, SpanLayout
 from longleaf.errors import InvalidArgument
 from longleaf.rank_protocol.step import HEADS_PER_LAYER, MAX_TOLD_SPANS, NUM_OTHER_SHARES, Attention
 from longleaf.types import MIN_SPAN_TOKENS, Attribution, Provenance, Source
@@ -30,7 +30,7 @@ class File(Protocol):
         ...
 
 
-class TextMap(Protocol):
+class TextLocator(Protocol):
     """Which text the tokens of a context are."""
 
     def bytes_of(self, token_start: int, token_end: int) -> tuple[int, int] | None:
@@ -43,20 +43,20 @@ class TextMap(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Spans:
+class SpanTable:
     """The spans of a context, numbered along its path: each segment is cut from where it begins."""
 
     bounds: Sequence[tuple[int, int]]
     """[start, end) of each."""
-    cuts: Cuts
-    grounds: Grounds
+    cuts: SpanLayout
+    grounds: AttributionContext
     """The context as it was when the answer began."""
 
     def __len__(self) -> int:
         return len(self.bounds)
 
 
-def spans_of(provenance: Provenance, grounds: Grounds) -> Spans:
+def spans_of(provenance: Provenance, grounds: AttributionContext) -> SpanTable:
     """Raises InvalidArgument naming what cannot be told of such a context."""
     size, block = provenance.span_tokens, grounds.block_size
     if not grounds.full_layers:
@@ -82,10 +82,10 @@ def spans_of(provenance: Provenance, grounds: Grounds) -> Spans:
         told = f"the context would have {len(bounds):,} spans of {size:,} tokens, and {MAX_TOLD_SPANS:,} can be told"
         raise InvalidArgument("provenance.span_token_count", told)
     layers = tuple(sorted(set(provenance.layers)))
-    return Spans(bounds, Cuts(size, layers, len(bounds)), grounds)
+    return SpanTable(bounds, SpanLayout(size, layers, len(bounds)), grounds)
 
 
-class Sums:
+class AttentionAccumulator:
     """What was told of some tokens, added up."""
 
     def __init__(self) -> None:
@@ -127,11 +127,11 @@ class Sums:
         return float(self._largest[span]), layer, head
 
 
-class Told:
+class AttentionTotals:
     """The tokens of one answer that were told, and what was told of them."""
 
     def __init__(self) -> None:
-        self.sums = Sums()
+        self.sums = AttentionAccumulator()
         self.token_ids = array("I")
         """The first MAX_SCORED of them."""
 
@@ -160,13 +160,13 @@ def candidates(shares: Shares, contrast: Shares | None, count: int) -> list[int]
 
 
 def attribution(
-    sums: Sums,
-    spans: Spans,
+    sums: AttentionAccumulator,
+    spans: SpanTable,
     chosen: Sequence[int],
     *,
     contrast: Shares | None = None,
     drops: Mapping[int, float] | None = None,
-    text: TextMap | None = None,
+    text: TextLocator | None = None,
 ) -> Attribution:
     """What a client is told; of these spans in their order."""
     if not sums.num_tokens:

@@ -16,17 +16,17 @@ from msgspec.structs import replace
 from coordinator import engine_messages
 from coordinator.engine_messages import LAST_IDS
 from coordinator.handlers.attribution import (
+    AttentionAccumulator,
+    AttentionTotals,
     Shares,
-    Spans,
-    Sums,
-    TextMap,
-    Told,
+    SpanTable,
+    TextLocator,
     attribution,
     candidates,
     spans_of,
     top,
 )
-from coordinator.handlers.engine_ports import EventStream, Submitter
+from coordinator.handlers.engine_ports import EventStream, GenerationEngine
 from longleaf.errors import InvalidArgument, NotFinite, ResourceExhausted, Unavailable
 from longleaf.rank_protocol.step import Attention
 from longleaf.runs import union
@@ -39,16 +39,16 @@ MAX_SCORED_AT_ONCE = 1024
 """Tokens of all of them: each takes as many numbers as the vocabulary has tokens."""
 SCORING = Sampling(max_tokens=1)
 
-TextMaps = Callable[[str], TextMap | None]
+TextMaps = Callable[[str], TextLocator | None]
 """Which text the tokens of a context are, if that is known."""
 
 
-def no_text(_: str) -> TextMap | None:
+def no_text(_: str) -> TextLocator | None:
     """Of no context it is known."""
     return None
 
 
-class Tracing:
+class AttributionTracer:
     """The answers of one request that asks where they come from."""
 
     def __init__(self, request: Generate, provenance: Provenance) -> None:
@@ -57,12 +57,12 @@ class Tracing:
             raise InvalidArgument("provenance", "is told of a context, and the request names none")
         self._context = request.context
         self._provenance = provenance
-        self._told = [Told() for _ in range(request.num_samples)]
+        self._told = [AttentionTotals() for _ in range(request.num_samples)]
         self._num_open = 0
         """Samples that have not ended."""
-        self._engine: Submitter | None = None
-        self._spans: Spans | None = None
-        self._text: TextMap | None = None
+        self._engine: GenerationEngine | None = None
+        self._spans: SpanTable | None = None
+        self._text: TextLocator | None = None
         self._hidden = request.hidden
         self._claim = engine_messages.NO_CLAIM
         self._token_ids: Sequence[int] = ()
@@ -71,7 +71,7 @@ class Tracing:
         self._baseline: Shares | None = None
 
     def begin(
-        self, engine: Submitter, prompt: engine_messages.Prompt, texts: TextMaps, charge: Callable[[int], None]
+        self, engine: GenerationEngine, prompt: engine_messages.Prompt, texts: TextMaps, charge: Callable[[int], None]
     ) -> engine_messages.Prompt:
         """The prompt as it must be submitted now. Tokens of probes are told `charge`. Raises InvalidArgument or
         NotFound."""
@@ -84,7 +84,7 @@ class Tracing:
         grounds = self._spans.grounds
         return replace(prompt, cuts=self._spans.cuts, beginning=grounds.cut(grounds.end))
 
-    def told(self, sample: int) -> Told:
+    def told(self, sample: int) -> AttentionTotals:
         """What of a sample is told."""
         return self._told[sample]
 
@@ -92,7 +92,7 @@ class Tracing:
         """Where the tokens of a Delta come from, if it tells that."""
         if not self._provenance.per_token or self._spans is None or not attention:
             return None
-        sums = Sums()
+        sums = AttentionAccumulator()
         for each in attention:
             sums.add(each)
         return attribution(sums, self._spans, top(sums.shares, self._provenance.num_spans), text=self._text)
@@ -123,7 +123,7 @@ class Tracing:
             self._baseline = await self._find_baseline(self._spans)
         return shares - self._baseline
 
-    async def _find_baseline(self, spans: Spans) -> Shares:
+    async def _find_baseline(self, spans: SpanTable) -> Shares:
         baseline, last_ids = np.zeros(len(spans)), spans.grounds.last_ids
         end = spans.grounds.end - len(last_ids)
         if end < LAST_IDS:
@@ -132,7 +132,7 @@ class Tracing:
         probe = replace(self._probe(last_ids, end), cuts=spans.cuts, hidden=hidden)
         [found] = await self._run([probe])
         if found.attention is not None:
-            sums = Sums()
+            sums = AttentionAccumulator()
             sums.add(found.attention)
             baseline[: len(sums.shares)] = sums.shares
         return baseline
@@ -161,10 +161,10 @@ class Tracing:
             is_probe=True,
         )
 
-    async def _run(self, probes: Sequence[engine_messages.Prompt]) -> list[engine_messages.Found]:
+    async def _run(self, probes: Sequence[engine_messages.Prompt]) -> list[engine_messages.ProbeResult]:
         """What probes find, which run together as far as that takes no great room."""
         most = max(1, min(MAX_AT_ONCE, MAX_SCORED_AT_ONCE // max(1, probes[0].num_scored)))
-        found = list[engine_messages.Found]()
+        found = list[engine_messages.ProbeResult]()
         for first in range(0, len(probes), most):
             async with AsyncExitStack() as stack:
                 streams = list[EventStream]()
@@ -181,7 +181,7 @@ class Tracing:
         return stream
 
 
-async def submit_patiently(engine: Submitter, prompt: engine_messages.Prompt) -> EventStream:
+async def submit_patiently(engine: GenerationEngine, prompt: engine_messages.Prompt) -> EventStream:
     """The stream of a prompt that belongs to what was admitted before."""
     while True:
         try:
@@ -192,7 +192,7 @@ async def submit_patiently(engine: Submitter, prompt: engine_messages.Prompt) ->
             await asyncio.sleep(error.retry_seconds)
 
 
-async def _found(stream: EventStream) -> engine_messages.Found:
+async def _found(stream: EventStream) -> engine_messages.ProbeResult:
     async for event in stream:
         if isinstance(event, engine_messages.Ended) and event.found is not None:
             if not all(map(isfinite, event.found.scores)):

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from coordinator.engine_messages import DocumentPart
-from coordinator.text.text_map import Passage, TextMap
+from coordinator.text.text_map import TextMap, TextRange
 from coordinator.text.tokenizer import Tokenizer
-from coordinator.text.tokenizer_pool import TextThreads
+from coordinator.text.tokenizer_pool import TokenizerPool
 from longleaf.errors import FailedPrecondition, InvalidArgument
 from longleaf.tenants import name_of
 from longleaf.types import ContextText, GetContextText, TextUnit
@@ -30,7 +30,7 @@ class TextSource(Protocol):
 class ContextTexts:
     """Reads in `threads`, in steps between which a cancelled call ends."""
 
-    def __init__(self, engine: TextSource, tokenizer: Tokenizer, threads: TextThreads) -> None:
+    def __init__(self, engine: TextSource, tokenizer: Tokenizer, threads: TokenizerPool) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
         self._threads = threads
@@ -71,7 +71,7 @@ class ContextTexts:
         return lines.line
 
 
-def _read(found: TextMap, wanted: GetContextText) -> Passage:
+def _read(found: TextMap, wanted: GetContextText) -> TextRange:
     if wanted.unit == "tokens":
         return found.read(wanted.start, wanted.end)
     return found.read_bytes(wanted.start, wanted.end)

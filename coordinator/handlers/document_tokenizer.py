@@ -4,8 +4,8 @@ import codecs
 from array import array
 from collections.abc import Sequence
 
-from coordinator.handlers.size_limits import TextLimit
-from coordinator.text.encoder import Encoder, Settled
+from coordinator.handlers.size_limits import SizeLimit
+from coordinator.text.encoder import Encoder, StablePrefix
 from coordinator.text.tokenizer_pool import STEP_CHARACTERS
 from coordinator.text.vocabulary import check_known
 from longleaf.document_text import DocumentText, TextFile, check_files, file_bytes, packed
@@ -18,11 +18,11 @@ FILES = "config.files"
 """Memory of what is said of a file, beside its name."""
 
 
-class CutShort(InvalidArgument):
+class IncompleteDocument(InvalidArgument):
     """Less has come than was declared: the rest may come yet."""
 
 
-class Intake:
+class DocumentTokenizer:
     """Text, or token ids, given in pieces. Of text a window is held, the rest as ids.
 
     `receive` is quick; `digest`, `add_ids` and `finish` are not: call them in a thread, one at a time. Each takes tens
@@ -30,7 +30,7 @@ class Intake:
     """
 
     def __init__(
-        self, encoder: Encoder, limit: TextLimit, vocabulary_size: int, files: Sequence[TextFile] = ()
+        self, encoder: Encoder, limit: SizeLimit, vocabulary_size: int, files: Sequence[TextFile] = ()
     ) -> None:
         """`files` are those that the text is put together of. Raises InvalidArgument where they cannot be."""
         check_files(files, FILES)
@@ -60,10 +60,10 @@ class Intake:
         return len(self.token_ids) if self.num_bytes or self._ids else 0
 
     @property
-    def settled(self) -> Settled | None:
+    def settled(self) -> StablePrefix | None:
         """How far `token_ids` reach that can be kept; of ids as far as they have come. None while nothing can be."""
         if self._ids:
-            return Settled(0, 0)
+            return StablePrefix(0, 0)
         settled = self._encoder.settled
         return settled if settled.num_bytes and not self._is_complete else None
 
@@ -83,7 +83,7 @@ class Intake:
             num_lead=starts.num_lead, starts=packed(starts.kept), num_bytes=self.num_bytes, files=self._files
         )
 
-    def go_on(self, token_ids: "array[int]", settled: Settled, starts: "array[int] | None" = None) -> None:
+    def go_on(self, token_ids: "array[int]", settled: StablePrefix, starts: "array[int] | None" = None) -> None:
         """Goes on where another intake of the same document had come, which may have been one of ids; `starts` is what
         that one had of these."""
         if settled.num_bytes:
@@ -122,9 +122,11 @@ class Intake:
             raise InvalidArgument(SIZE, f"{declared:,} bytes are declared, and {num_bytes:,} have come")
 
     def check_size(self) -> None:
-        """Nothing more comes. Raises CutShort when that is less than was declared."""
+        """Nothing more comes. Raises IncompleteDocument when that is less than was declared."""
         if self._declared is not None and self.num_bytes < self._declared:
-            raise CutShort(SIZE, f"{self._declared:,} bytes are declared, and the text ended after {self.num_bytes:,}")
+            raise IncompleteDocument(
+                SIZE, f"{self._declared:,} bytes are declared, and the text ended after {self.num_bytes:,}"
+            )
 
     def receive(self, text: bytes) -> None:
         """Takes UTF-8, at most STEP_BYTES. Raises InvalidArgument for what is none, cannot fit or is more than was

@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from coordinator.handlers.document_tokenizer import Intake
+from coordinator.handlers.document_tokenizer import DocumentTokenizer
 from coordinator.persistence.catalog.ports import UploadCatalog
 from coordinator.persistence.catalog.records import UploadKey, UploadRecord
-from coordinator.text.encoder import Settled
+from coordinator.text.encoder import StablePrefix
 from longleaf.document_text import count_starts
 from longleaf.errors import DataLoss, InvalidArgument, NotFound, StorageUnavailable
 from longleaf.tenants import tenant_of
@@ -28,7 +28,7 @@ NEVER = 1 << 62
 log = logging.getLogger(__name__)
 
 
-class Beginning(msgspec.Struct, frozen=True):
+class UploadState(msgspec.Struct, frozen=True):
     """What is kept of a document beside its ids and the bytes that they stand for."""
 
     header: IngestHeader
@@ -43,7 +43,7 @@ class _Size(msgspec.Struct, frozen=True):
     num_tokens: int | None = None
 
 
-class KeptUploads:
+class DurableUploads:
     """The documents with an upload id: what is settled of them is kept a little later. `wall_clock` dates them."""
 
     def __init__(
@@ -71,7 +71,7 @@ class KeptUploads:
         """From here on those are dropped that nobody has gone on with for long."""
         self._sweeping = asyncio.create_task(self._drop_old_for_ever())
 
-    async def take_up(self, header: IngestHeader, document: Intake) -> None:
+    async def take_up(self, header: IngestHeader, document: DocumentTokenizer) -> None:
         """Has a new document go on where an earlier service had come, if one had. Raises InvalidArgument when it began
         in another way, and StorageUnavailable."""
         key = _key(header)
@@ -82,7 +82,7 @@ class KeptUploads:
         if (record := self._records.get(key)) is None:
             self._num_kept.pop(key, None)
             return
-        beginning = msgspec.msgpack.decode(record.header, type=Beginning)
+        beginning = msgspec.msgpack.decode(record.header, type=UploadState)
         check_same(beginning.header, header)
         try:
             ids = await self._catalog.upload_ids(key)
@@ -93,7 +93,7 @@ class KeptUploads:
             log.warning("%s", error)
             self.forget(header)
             return
-        document.go_on(ids, Settled(record.settled_bytes, beginning.num_lead), starts)
+        document.go_on(ids, StablePrefix(record.settled_bytes, beginning.num_lead), starts)
         self._num_kept[key] = len(ids)
 
     def has(self, header: IngestHeader) -> bool:
@@ -119,7 +119,7 @@ class KeptUploads:
             del self._tokens[tenant]
         return True
 
-    def keep(self, header: IngestHeader, document: Intake) -> None:
+    def keep(self, header: IngestHeader, document: DocumentTokenizer) -> None:
         """Takes note of how far a document has come."""
         key, settled = _key(header), document.settled
         num_kept = self._num_kept.get(key, 0)
@@ -130,7 +130,7 @@ class KeptUploads:
         record = UploadRecord(
             context=header.context,
             upload_id=header.upload_id,
-            header=msgspec.msgpack.encode(Beginning(header, settled.num_lead, document.num_tokens)),
+            header=msgspec.msgpack.encode(UploadState(header, settled.num_lead, document.num_tokens)),
             settled_bytes=settled.num_bytes,
             updated=self._wall_clock(),
         )

@@ -8,7 +8,7 @@ from coordinator.handlers.size_limits import Capacity
 
 
 class EventStream(Protocol):
-    """One request's events. Raises WorkerLost when the last rank is lost."""
+    """One request's events. Raises RankLost when the last rank is lost."""
 
     def __aiter__(self) -> AsyncIterator[engine_messages.Event]: ...
 
@@ -21,7 +21,7 @@ class EventStream(Protocol):
         ...
 
 
-class Submitter(Capacity, Protocol):
+class GenerationEngine(Capacity, Protocol):
     """The engine, as generations see it."""
 
     @property
@@ -44,7 +44,7 @@ class Submitter(Capacity, Protocol):
         its positions are scaled; empty where it is. `is_whole`: see Prompt. Raises NotFound."""
         ...
 
-    def grounds(self, context_id: str) -> engine_messages.Grounds:
+    def grounds(self, context_id: str) -> engine_messages.AttributionContext:
         """What can be told of where answers about a context come from. Raises NotFound."""
         ...
 

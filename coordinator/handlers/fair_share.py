@@ -11,7 +11,7 @@ TENANT_SHARE = 1 / 2
 """Where there are several tenants; a tenant has as many clients as it likes."""
 
 
-class Share(NamedTuple):
+class ShareLimit(NamedTuple):
     """The part of the whole that a tenant may have, or one client of it."""
 
     part: float
@@ -28,11 +28,11 @@ class Share(NamedTuple):
         return account == (self.tenant, account[1] if self.client is None else self.client)
 
 
-def shares_of(account: Account, tenant_share: float) -> Iterator[Share]:
+def shares_of(account: Account, tenant_share: float) -> Iterator[ShareLimit]:
     """Those that an account has to keep to, with what its tenant may have, which is all for 1."""
-    yield Share(CLIENT_SHARE, *account)
+    yield ShareLimit(CLIENT_SHARE, *account)
     if tenant_share < 1:
-        yield Share(tenant_share, account[0])
+        yield ShareLimit(tenant_share, account[0])
 
 
 def loser_of(held: Counter[str], losers: Set[str], tenant: str) -> str | None:

@@ -10,19 +10,19 @@ import msgspec
 
 from coordinator import engine_messages
 from coordinator.auth.caller import CALLER, OWNER
-from coordinator.auth.quotas import UNLIMITED, Ledger
-from coordinator.handlers.attribution_tracing import TextMaps, Tracing, no_text, submit_patiently
-from coordinator.handlers.engine_ports import EventStream, Submitter
+from coordinator.auth.quotas import UNLIMITED, QuotaEnforcer
+from coordinator.handlers.attribution_tracing import AttributionTracer, TextMaps, no_text, submit_patiently
+from coordinator.handlers.engine_ports import EventStream, GenerationEngine
 from coordinator.handlers.journal_replay import retell
 from coordinator.handlers.prompt_encoder import Prompts
-from coordinator.handlers.response_assembler import Answer
-from coordinator.handlers.resumable_generations import CallLater, Replays, call_later, question_of
-from coordinator.persistence.journal.entries import Held
-from coordinator.persistence.journal.journal import Journal, Record
+from coordinator.handlers.response_assembler import ResponseAssembler
+from coordinator.handlers.resumable_generations import CallLater, ResumableGenerations, call_later, question_of
+from coordinator.persistence.journal.entries import GenerationEntry
+from coordinator.persistence.journal.journal import Journal, JournalWriter
 from coordinator.telemetry.observers import CURRENT, NOBODY, Observers, Saw
 from coordinator.text.detokenizer import ids_before
 from coordinator.text.tokenizer import Tokenizer
-from coordinator.text.tokenizer_pool import TextThreads
+from coordinator.text.tokenizer_pool import TokenizerPool
 from longleaf.errors import AlreadyExists, InvalidArgument, LongleafError, StorageUnavailable, Unavailable
 from longleaf.sampling import MAX_TOKENS
 from longleaf.tenants import scoped
@@ -43,15 +43,15 @@ class Generation:
 
     def __init__(
         self,
-        engine: Submitter,
+        engine: GenerationEngine,
         tokenizer: Tokenizer,
-        threads: TextThreads,
+        threads: TokenizerPool,
         clock: Callable[[], float] = time.monotonic,
         later: CallLater = call_later,
         journal: Journal | None = None,
         wall_clock: Callable[[], float] = time.time,
         observers: Observers = NOBODY,
-        ledger: Ledger = UNLIMITED,
+        ledger: QuotaEnforcer = UNLIMITED,
         tenant_share: float = 1.0,
         text_maps: TextMaps = no_text,
     ) -> None:
@@ -65,7 +65,7 @@ class Generation:
         self._journal = journal
         self._observers = observers
         self._ledger = ledger
-        self._replays = Replays(later, self._forget, tenant_share=tenant_share)
+        self._replays = ResumableGenerations(later, self._forget, tenant_share=tenant_share)
         self._running: set[str] = set()
         """Ids of those that are not held, so that a repeated request does not run twice."""
 
@@ -73,7 +73,7 @@ class Generation:
         """Events of one generation, the last Finished. Closing the iterator ends the generation, unless it is held.
 
         The client waits `seconds`, if given. Raises, now or later, InvalidArgument, NotFound, AlreadyExists,
-        ResourceExhausted, Unavailable, WorkerLost or StorageUnavailable.
+        ResourceExhausted, Unavailable, RankLost or StorageUnavailable.
         """
         if isinstance(request, Resume):
             _note(request.request_id)
@@ -134,7 +134,11 @@ class Generation:
                             yield message
 
     async def _go_on(
-        self, held: Held, answer: Answer, tracing: Tracing | None, generated: Mapping[int, Sequence[int]]
+        self,
+        held: GenerationEntry,
+        answer: ResponseAssembler,
+        tracing: AttributionTracer | None,
+        generated: Mapping[int, Sequence[int]],
     ) -> AsyncGenerator[Event, None]:
         """The rest of a generation that another service began."""
         if answer.is_finished:
@@ -155,7 +159,12 @@ class Generation:
                             yield message
 
     async def _told(
-        self, stream: EventStream, record: Record | None, answer: Answer, tracing: Tracing | None, saw: Saw
+        self,
+        stream: EventStream,
+        record: JournalWriter | None,
+        answer: ResponseAssembler,
+        tracing: AttributionTracer | None,
+        saw: Saw,
     ) -> AsyncGenerator[Event, None]:
         """What the client is told, after it was written down."""
         async for event in stream:
@@ -174,11 +183,11 @@ class Generation:
 
     def _begin_record(
         self, request_id: str, request: Generate, token_ids: Sequence[int], deadline: float | None
-    ) -> AbstractContextManager[Record | None]:
+    ) -> AbstractContextManager[JournalWriter | None]:
         """The record of a generation that is held. Raises StorageUnavailable."""
         if self._journal is None or not request.resume_seconds:
             return nullcontext()
-        held = Held(
+        held = GenerationEntry(
             request_id=request_id,
             request=msgspec.structs.replace(request, input=""),
             question=question_of(request),
@@ -214,7 +223,7 @@ class Generation:
     ) -> engine_messages.Prompt:
         is_held, most = request.resume_seconds > 0, self._engine.max_draft_tokens
         tenant, client, caller = request.tenant, request.client, CALLER.get(OWNER)
-        claim = engine_messages.Claim(
+        claim = engine_messages.SchedulingClaim(
             priority=request.priority,
             tenant=tenant,
             client=client,
@@ -234,7 +243,9 @@ class Generation:
             max_draft_tokens=most if request.max_draft_tokens is None else min(most, request.max_draft_tokens),
         )
 
-    def _answer(self, request_id: str, request: Generate, tracing: Tracing | None, token_ids: Sequence[int]) -> Answer:
+    def _answer(
+        self, request_id: str, request: Generate, tracing: AttributionTracer | None, token_ids: Sequence[int]
+    ) -> ResponseAssembler:
         is_continued = request.context is None and not self._tokenizer.uses_template(request.use_chat_template)
         before = ids_before(self._tokenizer.alphabet, token_ids) if is_continued else ()
         alphabet, ends = self._tokenizer.alphabet, self._tokenizer.end_tokens
@@ -244,12 +255,12 @@ class Generation:
             scaling = self._engine.scaling_note(request.context, len(token_ids), max_tokens, is_whole=is_whole)
         reasons = (self._engine.exactness_note, HIDDEN if request.hidden else "", scaling)
         note = "; ".join(filter(None, reasons))
-        return Answer(request_id, request, alphabet, ends, self._clock, note, tracing, before)
+        return ResponseAssembler(request_id, request, alphabet, ends, self._clock, note, tracing, before)
 
 
-def _tracing(request: Generate) -> Tracing | None:
+def _tracing(request: Generate) -> AttributionTracer | None:
     """Raises InvalidArgument."""
-    return Tracing(request, request.provenance) if request.provenance is not None else None
+    return AttributionTracer(request, request.provenance) if request.provenance is not None else None
 
 
 def _is_whole(request: Generate) -> bool:

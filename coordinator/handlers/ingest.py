@@ -12,14 +12,14 @@ from msgspec.structs import replace
 
 from coordinator import engine_messages
 from coordinator.auth.caller import CALLER, OWNER
-from coordinator.auth.quotas import UNLIMITED, Ledger
-from coordinator.handlers.document_tokenizer import STEP_BYTES, Intake
+from coordinator.auth.quotas import UNLIMITED, QuotaEnforcer
+from coordinator.handlers.document_tokenizer import STEP_BYTES, DocumentTokenizer
 from coordinator.handlers.generation import EventStream
 from coordinator.handlers.prompt_encoder import SYSTEM, Prompts
-from coordinator.handlers.size_limits import Capacity, TextLimit
-from coordinator.handlers.uploads import Owner, PrefillTask, Upload, Uploads
+from coordinator.handlers.size_limits import Capacity, SizeLimit
+from coordinator.handlers.uploads import PrefillTask, Upload, UploadLease, Uploads
 from coordinator.text.tokenizer import Tokenizer
-from coordinator.text.tokenizer_pool import TextThreads
+from coordinator.text.tokenizer_pool import TokenizerPool
 from coordinator.text.vocabulary import STEP_TOKENS
 from longleaf.errors import (
     AlreadyExists,
@@ -64,7 +64,7 @@ class Ingester(Capacity, Protocol):
         """The upload id of a context's last document; empty if it had none. Raises NotFound."""
         ...
 
-    def ingest(self, document: engine_messages.Document) -> EventStream:
+    def ingest(self, document: engine_messages.DocumentPrompt) -> EventStream:
         """Raises AlreadyExists, NotFound, InvalidArgument, ResourceExhausted, DeadlineExceeded or Unavailable."""
         ...
 
@@ -76,11 +76,11 @@ class Ingest:
         self,
         engine: Ingester,
         tokenizer: Tokenizer,
-        threads: TextThreads,
+        threads: TokenizerPool,
         uploads: Uploads,
         wall_clock: Callable[[], float] = time.time,
         idle_seconds: float = IDLE_SECONDS,
-        ledger: Ledger = UNLIMITED,
+        ledger: QuotaEnforcer = UNLIMITED,
     ) -> None:
         self._engine = engine
         self._ledger = ledger
@@ -99,7 +99,7 @@ class Ingest:
         unless it has an upload id: then it can be resumed.
 
         The client waits `seconds`, if given. Raises InvalidArgument, NotFound, AlreadyExists, ResourceExhausted,
-        DeadlineExceeded, Unavailable or WorkerLost.
+        DeadlineExceeded, Unavailable or RankLost.
         """
         arrived = self._clock()
         header = await self._next(pieces)
@@ -170,7 +170,7 @@ class Ingest:
         if header.upload_id and (known := self._known(header)) is not None:
             return known  # another stream of it has come meanwhile
         encoder = self._tokenizer.document_encoder(is_first=not header.append, opening=opening)
-        document = Intake(encoder, limit, self._tokenizer.vocabulary_size, header.files)
+        document = DocumentTokenizer(encoder, limit, self._tokenizer.vocabulary_size, header.files)
         if kept is not None:
             await kept.take_up(header, document)
         document.expect(header.total_bytes)
@@ -188,7 +188,7 @@ class Ingest:
         """Whether an upload may have so many tokens more than it has. Raises ResourceExhausted."""
         self._ledger.check_context(0 if header.append else 1, num_tokens)
 
-    def _limit(self, header: IngestHeader) -> TextLimit:
+    def _limit(self, header: IngestHeader) -> SizeLimit:
         """What the document may be at most."""
         try:
             held = self._engine.num_tokens(header.context)
@@ -199,9 +199,11 @@ class Ingest:
         else:
             if not header.append:
                 raise AlreadyExists(f"contexts/{header.context}")
-        return TextLimit(self._engine, self._tokenizer.max_bytes_per_token, held)
+        return SizeLimit(self._engine, self._tokenizer.max_bytes_per_token, held)
 
-    async def _go_on(self, owner: Owner, pieces: AsyncIterator[IngestPiece]) -> AsyncGenerator[IngestProgress, None]:
+    async def _go_on(
+        self, owner: UploadLease, pieces: AsyncIterator[IngestPiece]
+    ) -> AsyncGenerator[IngestProgress, None]:
         upload = owner.upload
         await upload.settle()
         if upload.document is not None:  # not named here: its ids must go once the prefill has taken them over
@@ -217,7 +219,7 @@ class Ingest:
         owner.check()  # whoever ended the prefill has told nothing
 
     async def _receive(
-        self, owner: Owner, document: Intake, pieces: AsyncIterator[IngestPiece]
+        self, owner: UploadLease, document: DocumentTokenizer, pieces: AsyncIterator[IngestPiece]
     ) -> AsyncGenerator[IngestProgress, None]:
         """Raises DeadlineExceeded when the stream sends nothing for too long, and InvalidArgument when the context's
         time passes meanwhile."""
@@ -261,17 +263,17 @@ class Ingest:
             told = f"the stream of this ingest sent nothing for {human_seconds(self._idle_seconds)}"
             raise DeadlineExceeded(told) from None
 
-    def _prefill(self, upload: Upload, document: Intake) -> PrefillTask:
+    def _prefill(self, upload: Upload, document: DocumentTokenizer) -> PrefillTask:
         """Raises AlreadyExists, NotFound, InvalidArgument, ResourceExhausted, DeadlineExceeded or Unavailable."""
         header = upload.header
-        claim = engine_messages.Claim(
+        claim = engine_messages.SchedulingClaim(
             priority=header.priority,
             tenant=header.tenant,
             client=header.client,
             is_alone=CALLER.get(OWNER).is_alone,
             deadline=upload.deadline,
         )
-        asked = engine_messages.Document(
+        asked = engine_messages.DocumentPrompt(
             context=header.context,
             token_ids=document.token_ids,
             append=header.append,
@@ -317,7 +319,7 @@ class Ingest:
             raise
 
 
-async def _take(owner: Owner, document: Intake, piece: IngestPiece) -> AsyncIterator[None]:
+async def _take(owner: UploadLease, document: DocumentTokenizer, piece: IngestPiece) -> AsyncIterator[None]:
     """Adds a piece; stops after each step of work. Raises InvalidArgument, and Unavailable when another stream owns
     the upload."""
     owner.check()
@@ -350,7 +352,7 @@ def _num_bytes(piece: IngestPiece) -> int:
             return 4 * len(piece)
 
 
-def _report(phase: IngestPhase, document: Intake, total: int = 0) -> IngestProgress:
+def _report(phase: IngestPhase, document: DocumentTokenizer, total: int = 0) -> IngestProgress:
     return IngestProgress(
         phase=phase, received_bytes=document.num_bytes, received_tokens=document.num_tokens, total=total
     )

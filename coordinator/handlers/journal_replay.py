@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from coordinator.engine_messages import Admitted, Ended, EndReason, Prompt, Tokens
-from coordinator.handlers.response_assembler import Answer
+from coordinator.handlers.response_assembler import ResponseAssembler
 from coordinator.persistence.journal.entries import Said
 from longleaf.types import Event
 
 
-class Retold(NamedTuple):
+class ReplayedState(NamedTuple):
     """What clients have been told, and perhaps the end of it that they have not; and the ids so far of the samples that
     have not ended."""
 
@@ -18,7 +18,7 @@ class Retold(NamedTuple):
     generated: dict[int, Sequence[int]]
 
 
-def retell(said: Sequence[Said], prompt: Prompt, answer: Answer) -> Retold:
+def retell(said: Sequence[Said], prompt: Prompt, answer: ResponseAssembler) -> ReplayedState:
     """Has `answer`, which is new, take what was said. What clients are told of it is the same as before, in the same
     pieces, but for times."""
     told: list[Event] = []
@@ -31,7 +31,7 @@ def retell(said: Sequence[Said], prompt: Prompt, answer: Answer) -> Retold:
         reason = prompt.end_reason(token_ids[-1], len(token_ids)) if token_ids else None
         if reason is not None:  # the process may have died between the last token and the end
             told += answer.take(_ended(said, sample, reason, len(token_ids)))
-    return Retold(told, {sample: generated[sample] for sample in answer.open_samples})
+    return ReplayedState(told, {sample: generated[sample] for sample in answer.open_samples})
 
 
 def _ended(said: Sequence[Said], sample: int, reason: EndReason, num_generated: int) -> Ended:

@@ -4,12 +4,12 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from coordinator.handlers.size_limits import Capacity, TextLimit
+from coordinator.handlers.size_limits import Capacity, SizeLimit
 from coordinator.text.chat_template import ConversationRefused, Said
-from coordinator.text.control_tokens import Piece
+from coordinator.text.control_tokens import TemplatePiece
 from coordinator.text.encoder import Encoder
 from coordinator.text.tokenizer import Opening, Tokenizer
-from coordinator.text.tokenizer_pool import TextThreads
+from coordinator.text.tokenizer_pool import TokenizerPool
 from coordinator.text.vocabulary import check_known
 from longleaf.errors import InvalidArgument, StartError, Unavailable
 from longleaf.types import Conversation, Generate
@@ -34,7 +34,7 @@ class _Asked(NamedTuple):
 class Prompts:
     """Makes ids in `threads`, in steps between which a cancelled call ends."""
 
-    def __init__(self, capacity: Capacity, tokenizer: Tokenizer, threads: TextThreads) -> None:
+    def __init__(self, capacity: Capacity, tokenizer: Tokenizer, threads: TokenizerPool) -> None:
         self._capacity = capacity
         self._tokenizer = tokenizer
         self._threads = threads
@@ -51,12 +51,12 @@ class Prompts:
             return await self._threads.run(check_ids, request.input, size)
         if request.use_chat_template and request.context is None and not self._tokenizer.has_chat_template:
             raise InvalidArgument("use_chat_template", "the model has no chat template")
-        limit = TextLimit(self._capacity, self._tokenizer.max_bytes_per_token, held)
+        limit = SizeLimit(self._capacity, self._tokenizer.max_bytes_per_token, held)
         if isinstance(request.input, Conversation):
             return await self._conversation_ids(request, request.input, limit)
         return await self._text_ids(request, request.input, limit)
 
-    async def _text_ids(self, request: Generate, text: str, limit: TextLimit) -> Sequence[int]:
+    async def _text_ids(self, request: Generate, text: str, limit: SizeLimit) -> Sequence[int]:
         if not text:
             raise InvalidArgument("text", "the question is empty" if request.context else "the prompt is empty")
         limit.check("text", len(text.encode()))
@@ -67,7 +67,7 @@ class Prompts:
             return await self._encode("text", await self._encoders(pieces, has_context), limit)
         return await self._encode("text", self._tokenizer.prompt_encoders(text), limit)
 
-    async def _conversation_ids(self, request: Generate, conversation: Conversation, limit: TextLimit) -> Sequence[int]:
+    async def _conversation_ids(self, request: Generate, conversation: Conversation, limit: SizeLimit) -> Sequence[int]:
         has_context = request.context is not None
         limit.check("conversation", sum(len(message.text.encode()) for message in conversation.messages))
         asked = _lay_out(conversation, has_context, self._tokenizer.has_chat_template)
@@ -77,7 +77,7 @@ class Prompts:
         pieces = await self._pieces(asked.messages, has_context, variables, "conversation", asked.field)
         return await self._encode("conversation", await self._encoders(pieces, has_context), limit)
 
-    async def opening(self, system: str, limit: TextLimit) -> Opening:
+    async def opening(self, system: str, limit: SizeLimit) -> Opening:
         """What a document begins with that has a system's message before it. Raises InvalidArgument naming it, when the
         template has no place for it, or Unavailable at the end of the service."""
         limit.check(SYSTEM, len(system.encode()))
@@ -99,7 +99,7 @@ class Prompts:
         variables: dict[str, Any],
         field: str,
         field_of: Callable[[int | None], str],
-    ) -> list[Piece]:
+    ) -> list[TemplatePiece]:
         """The prompt of a conversation, or what follows a document. Raises InvalidArgument naming `field`, or with
         `field_of` the message to blame."""
         if (template := self._tokenizer.chat_template) is None:
@@ -114,24 +114,26 @@ class Prompts:
         except InvalidArgument as error:
             raise InvalidArgument(field, error.description) from None
 
-    async def _encoders(self, pieces: Sequence[Piece], is_continued: bool) -> list[tuple[Encoder, str]]:
+    async def _encoders(self, pieces: Sequence[TemplatePiece], is_continued: bool) -> list[tuple[Encoder, str]]:
         """In a thread: a text may have many control tokens, and each begins a piece."""
         size = sum(len(piece.text) for piece in pieces)
         return await self._threads.run_long(size, self._tokenizer.encoders, pieces, is_continued=is_continued)
 
-    async def _rendered(self, size: int, render: Callable[..., list[Piece]], *arguments: Any) -> list[Piece]:
+    async def _rendered(
+        self, size: int, render: Callable[..., list[TemplatePiece]], *arguments: Any
+    ) -> list[TemplatePiece]:
         """The pieces of texts of `size` characters. Raises ConversationRefused, InvalidArgument and Unavailable."""
         try:
             return await self._threads.run_long(size, render, *arguments)
         except (StartError, OSError) as error:
             raise Unavailable(f"the chat template was not rendered: {error}") from error
 
-    async def _encode(self, field: str, texts: Sequence[tuple[Encoder, str]], limit: TextLimit) -> Sequence[int]:
+    async def _encode(self, field: str, texts: Sequence[tuple[Encoder, str]], limit: SizeLimit) -> Sequence[int]:
         """As `_encoded`. Raises InvalidArgument where there are no ids, too."""
         token_ids = await self._encoded(field, texts, limit)
         return await self._threads.run(check_ids, token_ids, self._tokenizer.vocabulary_size, field)
 
-    async def _encoded(self, field: str, texts: Sequence[tuple[Encoder, str]], limit: TextLimit) -> "array[int]":
+    async def _encoded(self, field: str, texts: Sequence[tuple[Encoder, str]], limit: SizeLimit) -> "array[int]":
         """The ids of all encoders, one after the other. Stops when more have come out than can fit."""
         encoders = [encoder for encoder, _ in texts]
 

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from coordinator import engine_messages
-from coordinator.handlers.attribution import Told
-from coordinator.text.detokenizer import Alphabet, Piece, TextStream
-from coordinator.text.token_bytes import Speller
+from coordinator.handlers.attribution import AttentionTotals
+from coordinator.text.detokenizer import Alphabet, TextDelta, TextStream
+from coordinator.text.token_bytes import TokenByteDecoder
 from longleaf.rank_protocol.step import Attention
 from longleaf.sampling import Token
 from longleaf.types import (
@@ -25,10 +25,10 @@ from longleaf.types import (
 )
 
 
-class Traces(Protocol):
+class AttributionSink(Protocol):
     """Traces answers to where they come from."""
 
-    def told(self, sample: int) -> Told:
+    def told(self, sample: int) -> AttentionTotals:
         """What of a sample is told."""
         ...
 
@@ -37,7 +37,7 @@ class Traces(Protocol):
         ...
 
 
-class Times:
+class RequestTimes:
     """When a request arrived and started, in seconds of `clock`."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -46,7 +46,7 @@ class Times:
         self.started: float | None = None
 
 
-class Answer:
+class ResponseAssembler:
     """All samples of one request. `end_tokens` end each of them unless its sampling ignores them."""
 
     def __init__(
@@ -57,7 +57,7 @@ class Answer:
         end_tokens: frozenset[int],
         clock: Callable[[], float],
         exactness_note: str,
-        tracing: Traces | None = None,
+        tracing: AttributionSink | None = None,
         before: Sequence[int] = (),
     ) -> None:
         """`before` are ids of the prompt that the answer's text continues, as `ids_before` gives them. Where logprobs
@@ -66,17 +66,17 @@ class Answer:
         sampling = request.sampling
         self._request_id = request_id
         self._exactness_note = exactness_note
-        self._times = Times(clock)
+        self._times = RequestTimes(clock)
         ends = frozenset(sampling.stop_tokens) | (frozenset[int]() if sampling.ignore_end_token else end_tokens)
         spell = alphabet.spell if request.with_token_bytes else None
         self._samples = [
-            Sample(
+            SampleAssembler(
                 sample,
                 TextStream(alphabet, sampling.stop, before),
                 ends,
                 self._times,
                 exactness_note,
-                Speller(spell, alphabet.silent, ends, is_continued=bool(before)) if spell else None,
+                TokenByteDecoder(spell, alphabet.silent, ends, is_continued=bool(before)) if spell else None,
                 tracing,
             )
             for sample in range(request.num_samples)
@@ -121,7 +121,7 @@ class Answer:
                 return self._samples[event.sample].finish(event)
 
 
-class Sample:
+class SampleAssembler:
     """One answer: its text, the tokens whose text is not out yet, and its end."""
 
     def __init__(
@@ -129,10 +129,10 @@ class Sample:
         index: int,
         text: TextStream,
         end_tokens: frozenset[int],
-        times: Times,
+        times: RequestTimes,
         exactness_note: str,
-        speller: Speller | None,
-        tracing: Traces | None,
+        speller: TokenByteDecoder | None,
+        tracing: AttributionSink | None,
     ) -> None:
         self._index = index
         self._tracing = tracing
@@ -165,9 +165,9 @@ class Sample:
         self._num_accepted += min(event.num_accepted, num_told - num_steps_told)
         return [*self._delta(pieces), *([self._stop()] if self._text.matched_stop else [])]
 
-    def _push(self, tokens: Sequence[Token]) -> list[Piece]:
+    def _push(self, tokens: Sequence[Token]) -> list[TextDelta]:
         """The text that tokens release, up to what ends the answer among them."""
-        pieces: list[Piece] = []
+        pieces: list[TextDelta] = []
         for token in tokens:
             self._num_tokens += 1
             if token.id in self._end_tokens:
@@ -206,7 +206,7 @@ class Sample:
     def _used(self, num_prompt: int, num_cached: int, num_generated: int) -> Usage:
         return Usage(num_prompt, num_cached, num_generated, self._num_drafted, self._num_accepted)
 
-    def _delta(self, pieces: list[Piece]) -> list[Event]:
+    def _delta(self, pieces: list[TextDelta]) -> list[Event]:
         """The pieces of one event as one delta, with their tokens; none when there is none."""
         if not pieces:
             return []

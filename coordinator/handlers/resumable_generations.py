@@ -44,7 +44,7 @@ def call_later(seconds: float, function: Callable[[], None]) -> Timer:
     return asyncio.get_running_loop().call_later(seconds, function)
 
 
-class Replay:
+class ResumableGeneration:
     """The events of one generation, kept after they were read. It goes on only as far as somebody reads, and as the
     engine's own buffer reaches. `on_end` is called with it when it failed, and when it had no reader for as long as the
     request says; perhaps for both. `question` is the digest of the request's, and `told` are events that were read
@@ -56,7 +56,7 @@ class Replay:
         question: bytes,
         events: AsyncGenerator[Event, None],
         later: CallLater,
-        on_end: Callable[["Replay"], None],
+        on_end: Callable[["ResumableGeneration"], None],
         told: Iterable[Event] = (),
     ) -> None:
         self.account = request.account
@@ -226,7 +226,7 @@ def _weight(event: Event) -> int:
     return _num_tokens(event) + sum(len(entry.top) for entry in event.logprobs) + num_sources
 
 
-class Replays:
+class ResumableGenerations:
     """The generations that are held, by id. `forget` is called with the id of one that has ended for good: it can be
     resumed in no other service either."""
 
@@ -241,19 +241,19 @@ class Replays:
         self._max_held, self._tenant_share = max_held, tenant_share
         self._call_later = later
         self._forget = forget
-        self._by_id: dict[str, Replay] = {}
+        self._by_id: dict[str, ResumableGeneration] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
-    def get(self, request_id: str) -> Replay | None:
+    def get(self, request_id: str) -> ResumableGeneration | None:
         return self._by_id.get(request_id)
 
-    def find(self, request_id: str) -> Replay:
+    def find(self, request_id: str) -> ResumableGeneration:
         """Raises NotFound."""
         if request_id not in self._by_id:
             raise NotFound(f"generations/{request_id}")
         return self._by_id[request_id]
 
-    def hold(self, request_id: str, request: Generate, events: AsyncGenerator[Event, None]) -> Replay:
+    def hold(self, request_id: str, request: Generate, events: AsyncGenerator[Event, None]) -> ResumableGeneration:
         """Holds a new generation. Raises ResourceExhausted."""
         for share in shares_of(request.account, self._tenant_share):
             count = sum(share.is_theirs(replay.account) for replay in self._by_id.values())
@@ -282,8 +282,8 @@ class Replays:
         question: bytes,
         events: AsyncGenerator[Event, None],
         told: Iterable[Event] = (),
-    ) -> Replay:
-        replay = Replay(request, question, events, self._call_later, partial(self._end, request_id), told)
+    ) -> ResumableGeneration:
+        replay = ResumableGeneration(request, question, events, self._call_later, partial(self._end, request_id), told)
         self._by_id[request_id] = replay
         return replay
 
@@ -294,7 +294,7 @@ class Replays:
         self._forget(request_id)
         await replay.end(Cancelled(f"generations/{request_id} was cancelled"))
 
-    def _end(self, request_id: str, replay: Replay) -> None:
+    def _end(self, request_id: str, replay: ResumableGeneration) -> None:
         """Ends `replay` and forgets it, unless that was done before: by now its name may be another one's."""
         if self._by_id.get(request_id) is replay:
             del self._by_id[request_id]

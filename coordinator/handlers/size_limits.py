@@ -28,7 +28,7 @@ class Capacity(Protocol):
         ...
 
 
-class TextLimit:
+class SizeLimit:
     """The most tokens and bytes that can possibly fit after `held` tokens.
 
     What is over is refused before it is read, let alone tokenized: that takes far more memory than the text.

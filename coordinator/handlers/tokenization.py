@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from coordinator.text.encoder import Encoder
 from coordinator.text.tokenizer import Tokenizer
-from coordinator.text.tokenizer_pool import TextThreads
+from coordinator.text.tokenizer_pool import TokenizerPool
 from coordinator.text.vocabulary import check_known
 from longleaf.errors import InvalidArgument
 from longleaf.types import Tokenized
@@ -18,7 +18,7 @@ MAX_ANSWER_BYTES = 32 << 20
 class Tokenization:
     """Works in `threads`, in steps between which a cancelled call ends."""
 
-    def __init__(self, tokenizer: Tokenizer, threads: TextThreads) -> None:
+    def __init__(self, tokenizer: Tokenizer, threads: TokenizerPool) -> None:
         self._tokenizer = tokenizer
         self._threads = threads
 

@@ -7,13 +7,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import aclosing, asynccontextmanager
 
-from coordinator.change_feed import Changes
-from coordinator.handlers.document_tokenizer import CutShort, Intake
-from coordinator.handlers.durable_uploads import KeptUploads, check_same
+from coordinator.change_feed import ChangeCounter
+from coordinator.handlers.document_tokenizer import DocumentTokenizer, IncompleteDocument
+from coordinator.handlers.durable_uploads import DurableUploads, check_same
 from coordinator.handlers.fair_share import loser_of, shares_of
 from coordinator.handlers.generation import EventStream
 from coordinator.handlers.resumable_generations import CallLater, Timer, call_later
-from coordinator.text.tokenizer_pool import TextThreads
+from coordinator.text.tokenizer_pool import TokenizerPool
 from longleaf.errors import Cancelled, DeadlineExceeded, LongleafError, ResourceExhausted, Unavailable
 from longleaf.types import Account, IngestHeader, IngestProgress
 
@@ -36,7 +36,7 @@ class PrefillTask:
         self._reports = reports
         self.latest: IngestProgress | None = None
         self._error: Exception | None = None
-        self._changes = Changes()
+        self._changes = ChangeCounter()
         self._task = asyncio.create_task(self._run())
 
     @property
@@ -79,16 +79,16 @@ class Upload:
     """An ingest: its document while that arrives, then its prefill. The stream that came last owns it."""
 
     def __init__(
-        self, header: IngestHeader, document: Intake, threads: TextThreads, deadline: float | None = None
+        self, header: IngestHeader, document: DocumentTokenizer, threads: TokenizerPool, deadline: float | None = None
     ) -> None:
         self.header = header
         self._threads = threads
         self.deadline = deadline
         """When nobody waits for it any more, in seconds on the engine's clock."""
-        self.document: Intake | None = document
+        self.document: DocumentTokenizer | None = document
         """None once its ids are with the engine."""
         self.prefill: PrefillTask | None = None
-        self.owner: Owner | None = None
+        self.owner: UploadLease | None = None
         """The stream that goes on with it; None while there is none."""
         self.num_counted = 0
         """Bytes that are counted among those of all."""
@@ -117,9 +117,9 @@ class Upload:
         """The document is with the engine."""
         self.document, self.prefill = None, prefill
 
-    def own(self) -> "Owner":
+    def own(self) -> "UploadLease":
         """The new owner, a stream that takes over from any other."""
-        self.owner, self.idle_since = Owner(self), None
+        self.owner, self.idle_since = UploadLease(self), None
         return self.owner
 
     async def work(self, function: Callable[..., None], *arguments: object) -> None:
@@ -137,7 +137,7 @@ class Upload:
                 work.result()
 
 
-class Owner:
+class UploadLease:
     """A stream that goes on with an upload, until another takes over."""
 
     def __init__(self, upload: Upload) -> None:
@@ -179,7 +179,7 @@ class Uploads:
         max_uploads: int = MAX_UPLOADS,
         max_bytes: int = MAX_BYTES,
         tenant_share: float = 1.0,
-        kept: KeptUploads | None = None,
+        kept: DurableUploads | None = None,
     ) -> None:
         """What can be resumed is told to `kept`, if it is given."""
         self._tenant_share = tenant_share
@@ -276,14 +276,14 @@ class Uploads:
             self._remove(upload)
 
     @asynccontextmanager
-    async def owned(self, upload: Upload) -> AsyncGenerator[Owner, None]:
+    async def owned(self, upload: Upload) -> AsyncGenerator[UploadLease, None]:
         """A stream goes on with `upload` in here. With it ends what cannot be resumed, by what went wrong or at all."""
         owner = upload.own()
         try:
             yield owner
         except LongleafError as error:
             # A document that waits for room, for its client or for its end need not be sent again.
-            can_go_on = upload.document and isinstance(error, ResourceExhausted | DeadlineExceeded | CutShort)
+            can_go_on = upload.document and isinstance(error, ResourceExhausted | DeadlineExceeded | IncompleteDocument)
             if owner.is_current and not can_go_on:
                 self.forget(upload)
                 if self.kept is not None and not isinstance(error, Unavailable):
@@ -293,7 +293,7 @@ class Uploads:
             if not self.leave(owner) and upload.prefill is not None:
                 await upload.prefill.stop()
 
-    def leave(self, owner: Owner) -> bool:
+    def leave(self, owner: UploadLease) -> bool:
         """A stream has ended. Says whether its ingest is kept, or goes on with another stream."""
         upload = owner.upload
         if not owner.is_current:

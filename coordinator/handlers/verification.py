@@ -11,12 +11,12 @@ from collections.abc import Callable, Generator
 from contextlib import aclosing, contextmanager
 
 from coordinator import engine_messages
-from coordinator.handlers.generation import Submitter
+from coordinator.handlers.generation import GenerationEngine
 from coordinator.handlers.prompt_encoder import check_ids
 from coordinator.text.tokenizer import Tokenizer
-from coordinator.text.tokenizer_pool import TextThreads
+from coordinator.text.tokenizer_pool import TokenizerPool
 from longleaf.errors import InvalidArgument, NotFinite, ResourceExhausted, Unavailable
-from longleaf.rank_protocol.step import Comparison
+from longleaf.rank_protocol.step import ComparisonRow
 from longleaf.rank_protocol.verdict import judge
 from longleaf.sampling import Sampling
 from longleaf.types import Cluster, Verification, Verify
@@ -29,14 +29,14 @@ MAX_TEXT_BYTES = 1 << 16
 RETRY_SECONDS = 1.0
 
 
-class Verifications:
+class VerificationRunner:
     """Runs verifications on an engine, one at a time. `clock` is the engine's, in seconds."""
 
     def __init__(
         self,
-        engine: Submitter,
+        engine: GenerationEngine,
         tokenizer: Tokenizer,
-        threads: TextThreads,
+        threads: TokenizerPool,
         cluster: Callable[[], Cluster],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -50,7 +50,7 @@ class Verifications:
     async def run(self, request: Verify, seconds: float | None = None) -> Verification:
         """What was found. The client waits `seconds`, if given.
 
-        Raises InvalidArgument, ResourceExhausted, DeadlineExceeded, Unavailable or WorkerLost.
+        Raises InvalidArgument, ResourceExhausted, DeadlineExceeded, Unavailable or RankLost.
         """
         deadline = None if seconds is None else self._clock() + seconds
         max_tokens = _within("max_token_count", request.max_tokens, DEFAULT_ANSWER, MAX_ANSWER)
@@ -59,7 +59,7 @@ class Verifications:
                 context=None,
                 token_ids=await self._prompt_ids(request, max_tokens),
                 sampling=Sampling(max_tokens=max_tokens, ignore_end_token=True),
-                claim=engine_messages.Claim(client=request.client, deadline=deadline),
+                claim=engine_messages.SchedulingClaim(client=request.client, deadline=deadline),
                 is_compared=True,
                 max_draft_tokens=self._engine.max_draft_tokens,
             )
@@ -100,17 +100,17 @@ class Verifications:
         room = min(self._engine.max_positions, self._engine.total_tokens - cluster.block_size) - max_tokens
         return max(1, min(wanted, MAX_PROMPT, room))
 
-    async def _compare(self, prompt: engine_messages.Prompt) -> Comparison:
+    async def _compare(self, prompt: engine_messages.Prompt) -> ComparisonRow:
         try:
             async with aclosing(self._engine.submit(prompt)) as stream:
                 async for event in stream:
                     if isinstance(event, engine_messages.Ended) and event.comparison is not None:
                         return event.comparison
         except NotFinite as error:
-            return Comparison(failure=str(error))
+            return ComparisonRow(failure=str(error))
         raise Unavailable("the engine ended the stream before the ranks compared")
 
-    def _told(self, found: Comparison, num_prompt: int) -> Verification:
+    def _told(self, found: ComparisonRow, num_prompt: int) -> Verification:
         return Verification(
             **judge(found)._asdict(),
             max_difference=found.max_difference,

@@ -7,7 +7,7 @@ from longleaf.errors import ResourceExhausted
 from longleaf.runs import join
 
 
-class BlockPool:
+class BlockAllocator:
     """The free blocks of one pool, as sorted stretches of neighbouring ids.
 
     Neighbouring blocks are one stretch of memory, which a kernel reads without a copy, so allocations look for one.

@@ -3,16 +3,16 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from coordinator.kv_cache.block_allocator import BlockPool
-from coordinator.kv_cache.rank_mapping import Ranking
-from coordinator.kv_cache.windows import WindowPool
+from coordinator.kv_cache.block_allocator import BlockAllocator
+from coordinator.kv_cache.rank_mapping import RankMapping
+from coordinator.kv_cache.windows import WindowBlockPool
 from longleaf.errors import ResourceExhausted
-from longleaf.positions import EVERY_RANK, Windows
+from longleaf.positions import EVERY_RANK, WindowSpec
 from longleaf.runs import Run, ceil_div, cut_chunk, serpentine
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class BlockCount:
     """Numbers of blocks of both kinds."""
 
     sharded: int = 0
@@ -20,13 +20,13 @@ class Blocks:
     windows: int = 0
     """Blocks of the windows' pool, which is the same on every rank."""
 
-    def __add__(self, other: "Blocks") -> "Blocks":
-        return Blocks(self.sharded + other.sharded, self.windows + other.windows)
+    def __add__(self, other: "BlockCount") -> "BlockCount":
+        return BlockCount(self.sharded + other.sharded, self.windows + other.windows)
 
-    def __sub__(self, other: "Blocks") -> "Blocks":
-        return Blocks(self.sharded - other.sharded, self.windows - other.windows)
+    def __sub__(self, other: "BlockCount") -> "BlockCount":
+        return BlockCount(self.sharded - other.sharded, self.windows - other.windows)
 
-    def fits(self, room: "Blocks") -> bool:
+    def fits(self, room: "BlockCount") -> bool:
         """Whether `room` has as many of either kind."""
         return self.sharded <= room.sharded and self.windows <= room.windows
 
@@ -38,47 +38,47 @@ def count_blocks(runs: Iterable[Run]) -> int:
 class Reservation:
     """Blocks promised to one job, on no rank in particular. `left` of them are not taken yet."""
 
-    def __init__(self, blocks: Blocks) -> None:
+    def __init__(self, blocks: BlockCount) -> None:
         self.left = blocks
 
-    def split(self, blocks: Blocks) -> "Reservation":
+    def split(self, blocks: BlockCount) -> "Reservation":
         """Hands a part of the promise over."""
         assert blocks.fits(self.left)
         self.left -= blocks
         return Reservation(blocks)
 
 
-class Placer:
+class BlockPlacer:
     """Decides which rank holds which tokens. Any placement is correct; balance is all it strives for.
 
     Room is counted over all ranks: a job that holds a reservation can always be placed, though perhaps not evenly.
     `windows` is None unless each rank holds the keys of windowed layers itself.
     """
 
-    def __init__(self, num_blocks: Sequence[int], block_size: int, windows: Windows | None = None) -> None:
+    def __init__(self, num_blocks: Sequence[int], block_size: int, windows: WindowSpec | None = None) -> None:
         self.block_size = block_size
         self.windows = windows
-        self.pools = tuple(BlockPool(n) for n in num_blocks)
-        self.window_pool = WindowPool(windows, block_size)
-        self.num_reserved = Blocks()
+        self.pools = tuple(BlockAllocator(n) for n in num_blocks)
+        self.window_pool = WindowBlockPool(windows, block_size)
+        self.num_reserved = BlockCount()
 
     @property
-    def num_blocks(self) -> Blocks:
-        return Blocks(sum(pool.num_blocks for pool in self.pools), self.window_pool.num_blocks)
+    def num_blocks(self) -> BlockCount:
+        return BlockCount(sum(pool.num_blocks for pool in self.pools), self.window_pool.num_blocks)
 
     @property
-    def num_free(self) -> Blocks:
+    def num_free(self) -> BlockCount:
         """Blocks that are neither in use nor promised."""
-        return Blocks(sum(pool.num_free for pool in self.pools), self.window_pool.num_free) - self.num_reserved
+        return BlockCount(sum(pool.num_free for pool in self.pools), self.window_pool.num_free) - self.num_reserved
 
-    def reserve(self, blocks: Blocks) -> Reservation | None:
+    def reserve(self, blocks: BlockCount) -> Reservation | None:
         """Promises blocks, or gives None when there are too few."""
         if not blocks.fits(self.num_free):
             return None
         self.num_reserved += blocks
         return Reservation(blocks)
 
-    def add(self, reservation: Reservation, blocks: Blocks) -> bool:
+    def add(self, reservation: Reservation, blocks: BlockCount) -> bool:
         """Promises more blocks, or says that there are too few."""
         if (more := self.reserve(blocks)) is None:
             return False
@@ -88,14 +88,14 @@ class Placer:
     def release(self, reservation: Reservation) -> None:
         """Gives back what is left of a promise."""
         self.num_reserved -= reservation.left
-        reservation.left = Blocks()
+        reservation.left = BlockCount()
 
     def place_chunk(self, start: int, end: int, turn: int, reservation: Reservation) -> tuple[Run, ...]:
         """Runs that cover positions [start, end), at most one per rank, in the serpentine order of chunk `turn`.
 
         Raises ResourceExhausted when the reservation has too few blocks left.
         """
-        self._spend(reservation, Blocks(ceil_div(end - start, self.block_size)))
+        self._spend(reservation, BlockCount(ceil_div(end - start, self.block_size)))
         runs: list[Run] = []
         for rank, count in self._deal(start, end, turn):
             stop = min(start + count * self.block_size, end)
@@ -129,7 +129,7 @@ class Placer:
         if last is not None and (spare := len(last.blocks) * self.block_size - len(last)):
             start = min(last.end + spare, end)
             runs.append(Run(last.rank, last.start, start, last.blocks))
-        self._spend(reservation, Blocks(ceil_div(end - start, self.block_size)))
+        self._spend(reservation, BlockCount(ceil_div(end - start, self.block_size)))
         while start < end:
             rank = max(range(len(self.pools)), key=lambda r: self.pools[r].num_free)
             stop = min(start + self.block_size, end)
@@ -165,13 +165,13 @@ class Placer:
         self, runs: tuple[Run, ...], place: int, fresh: tuple[int, int], reservation: Reservation
     ) -> tuple[Run, ...]:
         kept, freed = self.window_pool.split(runs, place)
-        self._spend(reservation, Blocks(windows=self.window_pool.num_more(kept, *fresh) - len(freed)))
+        self._spend(reservation, BlockCount(windows=self.window_pool.num_more(kept, *fresh) - len(freed)))
         self.window_pool.free(freed)
         return self.window_pool.grow(kept, *fresh)
 
     def take_back(self, runs: Sequence[Run], reservation: Reservation) -> None:
         """Frees runs that nothing was written to for good: their blocks are promised again."""
-        blocks = Blocks(count_blocks(runs))
+        blocks = BlockCount(count_blocks(runs))
         self.free(runs)
         reservation.left += blocks
         self.num_reserved += blocks
@@ -180,7 +180,7 @@ class Placer:
         """Window runs without what lies from position `end` on; with a reservation these blocks are promised again."""
         kept = self.window_pool.cut(runs, end)
         if reservation is not None:
-            freed = Blocks(windows=count_blocks(runs) - count_blocks(kept))
+            freed = BlockCount(windows=count_blocks(runs) - count_blocks(kept))
             reservation.left += freed
             self.num_reserved += freed
         return kept
@@ -201,7 +201,7 @@ class Placer:
                 stop = min(start + count * self.block_size, end)
                 parts.append((rank, start, stop, count))
                 start, left = stop, left - count
-        self._spend(reservation, Blocks(sum(count for *_, count in parts)))
+        self._spend(reservation, BlockCount(sum(count for *_, count in parts)))
         return tuple(Run(rank, start, stop, self.pools[rank].allocate(count)) for rank, start, stop, count in parts)
 
     def place_part(
@@ -214,7 +214,7 @@ class Placer:
         """
         pool, runs, rest = self.pools[rank], list[Run](), list[tuple[int, int]]()
         wanted = sum(ceil_div(end - start, self.block_size) for start, end in ranges)
-        self._spend(reservation, Blocks(count := min(wanted, max_blocks, pool.num_free)))
+        self._spend(reservation, BlockCount(count := min(wanted, max_blocks, pool.num_free)))
         blocks = pool.allocate(count)  # neighbours, if possible, whatever the ranges are
         for start, end in ranges:
             count = ceil_div(end - start, self.block_size)
@@ -229,7 +229,7 @@ class Placer:
     def place_windows(self, ranges: Iterable[tuple[int, int]], reservation: Reservation) -> tuple[Run, ...]:
         """Runs of windows for all of some ranges. Raises as `place_part`."""
         parts = [(start, end, ceil_div(end - start, self.block_size)) for start, end in ranges]
-        self._spend(reservation, Blocks(windows=sum(count for *_, count in parts)))
+        self._spend(reservation, BlockCount(windows=sum(count for *_, count in parts)))
         return tuple(Run(EVERY_RANK, start, end, self.window_pool.allocate(count)) for start, end, count in parts)
 
     def place_on(self, rank: int, start: int, end: int) -> Run:
@@ -238,15 +238,15 @@ class Placer:
         assert count <= self.num_free.sharded
         return Run(rank, start, end, self.pools[rank].allocate(count))
 
-    def change_ranks(self, ranking: Ranking) -> None:
+    def change_ranks(self, ranking: RankMapping) -> None:
         """Has the pools of those that are still there under their new ranks, and empty ones of those that come. What
         was promised must have been released: there may be fewer blocks."""
-        assert self.num_reserved == Blocks()
+        assert self.num_reserved == BlockCount()
         old = self.pools
         pairs = zip(ranking.before, ranking.num_blocks, strict=True)
-        self.pools = tuple(BlockPool(count) if rank is None else old[rank] for rank, count in pairs)
+        self.pools = tuple(BlockAllocator(count) if rank is None else old[rank] for rank, count in pairs)
 
-    def _spend(self, reservation: Reservation, blocks: Blocks) -> None:
+    def _spend(self, reservation: Reservation, blocks: BlockCount) -> None:
         if not blocks.fits(reservation.left):
             raise ResourceExhausted("blocks", f"{blocks} are needed, {reservation.left} are reserved")
         reservation.left -= blocks
@@ -257,7 +257,7 @@ class Placer:
             pool = self.window_pool if run.rank == EVERY_RANK else self.pools[run.rank]
             pool.free(run.blocks)
 
-    def blocks_needed(self, num_prefill: int, num_rows: int, *, num_tails: int = 1, num_at_once: int = 1) -> Blocks:
+    def blocks_needed(self, num_prefill: int, num_rows: int, *, num_tails: int = 1, num_at_once: int = 1) -> BlockCount:
         """Blocks that `num_prefill` tokens in chunks take, and `num_rows` in rows, up to `num_at_once` of them in one,
         in each of `num_tails` other segments: exactly, but for windows at most.
 
@@ -265,7 +265,7 @@ class Placer:
         """
         sharded = ceil_div(num_prefill, self.block_size) + num_tails * ceil_div(num_rows, self.block_size)
         in_rows = self.window_pool.row_blocks(num_rows, num_at_once)
-        return Blocks(sharded, self.window_pool.chunk_blocks(num_prefill) + num_tails * in_rows)
+        return BlockCount(sharded, self.window_pool.chunk_blocks(num_prefill) + num_tails * in_rows)
 
     def audit(self, runs: Iterable[Run]) -> None:
         """Every used block belongs to exactly one of `runs` (all runs there are), and promises can be kept."""
@@ -274,5 +274,5 @@ class Placer:
         for rank, pool in [*enumerate(self.pools), (EVERY_RANK, self.window_pool)]:
             pool.audit()
             assert pool.num_used == sum(1 for holder, _ in held if holder == rank)
-        assert Blocks().fits(self.num_reserved)
-        assert Blocks().fits(self.num_free)
+        assert BlockCount().fits(self.num_reserved)
+        assert BlockCount().fits(self.num_free)

@@ -6,11 +6,11 @@ from itertools import islice
 
 from msgspec import UNSET
 
-from coordinator.expiry_heap import Deadlines
+from coordinator.expiry_heap import ExpiryHeap
 from coordinator.kv_cache.positions import UNLIMITED
-from coordinator.kv_cache.segment_placement import Holding, Holdings
-from coordinator.kv_cache.segments import Segments
-from coordinator.kv_cache.token_paths import Path, Segment
+from coordinator.kv_cache.segment_placement import SegmentPlacement, SegmentPlacements
+from coordinator.kv_cache.segments import SegmentStore
+from coordinator.kv_cache.token_paths import Segment, TokenPath
 from coordinator.kv_cache.totals import Totals
 from longleaf.errors import AlreadyExists, InvalidArgument, NotFound, Unavailable
 from longleaf.formatting import human_number
@@ -24,14 +24,14 @@ RETRY_SECONDS = 1.0
 """After which it is worth asking again for what waits for a recovery."""
 
 
-class NamedPath:
+class NamedContext:
     """A named path of sealed segments. Times in seconds since the epoch.
 
     Where every rank holds the last keys of windowed layers, the windows before `ends` are held: only from there can it
     be forked for certain.
     """
 
-    def __init__(self, context_id: str, now: float, path: Path, capacity: int) -> None:
+    def __init__(self, context_id: str, now: float, path: TokenPath, capacity: int) -> None:
         self.id = context_id
         self.path = path
         self.ends: tuple[int, ...] = ()
@@ -86,7 +86,7 @@ class NamedPath:
         if settings.ttl is not UNSET:
             self.expires = now + settings.ttl
 
-    def audit(self, holdings: Holdings) -> None:
+    def audit(self, holdings: SegmentPlacements) -> None:
         """There are tokens, all of them in sealed segments, and it can be continued at its ends."""
         for end in self.ends:
             holdings.audit(self.path.cut(end))
@@ -97,15 +97,15 @@ class NamedPath:
         assert all(segment.is_sealed for segment in self.path.segments)
 
 
-class Contexts:
+class ContextTable:
     """The contexts by id. Each holds one reference to each segment of its path."""
 
-    def __init__(self, segments: Segments) -> None:
+    def __init__(self, segments: SegmentStore) -> None:
         self._segments = segments
-        self._by_id: dict[str, NamedPath] = {}
+        self._by_id: dict[str, NamedContext] = {}
         self._tenants = defaultdict[str, Totals](Totals)
         self._num_uses = 0
-        self._expiries = Deadlines[str]()
+        self._expiries = ExpiryHeap[str]()
         """When contexts that are not pinned expire, in seconds since the epoch."""
 
     def __contains__(self, context_id: str) -> bool:
@@ -116,26 +116,26 @@ class Contexts:
         """How many there are."""
         return len(self._by_id)
 
-    def get(self, context_id: str) -> NamedPath:
+    def get(self, context_id: str) -> NamedContext:
         """Raises NotFound."""
         if context_id not in self._by_id:
             raise NotFound(f"contexts/{context_id}")
         return self._by_id[context_id]
 
-    def find(self, context_id: str | None) -> NamedPath | None:
+    def find(self, context_id: str | None) -> NamedContext | None:
         """The context, if there is one of that id."""
         return None if context_id is None else self._by_id.get(context_id)
 
-    def use(self, context: NamedPath) -> None:
+    def use(self, context: NamedContext) -> None:
         """Notes that a context is asked, appended to or forked."""
         self._num_uses += 1
         context.last_use = self._num_uses
 
-    def list(self) -> list[NamedPath]:
+    def list(self) -> list[NamedContext]:
         """All, sorted by id."""
         return [self._by_id[context_id] for context_id in sorted(self._by_id)]
 
-    def of_tenant(self, tenant: str, after: str = "", limit: int | None = None) -> Sequence[NamedPath]:
+    def of_tenant(self, tenant: str, after: str = "", limit: int | None = None) -> Sequence[NamedContext]:
         """Those of a tenant, sorted by id: those that come after `after`, at most `limit`."""
         return [self._by_id[context_id] for context_id in islice(self.totals(tenant).ids(after), limit)]
 
@@ -143,11 +143,11 @@ class Contexts:
         """What a tenant's contexts add up to."""
         return self._tenants[tenant] if tenant in self._tenants else Totals()
 
-    def _add(self, context: NamedPath) -> None:
+    def _add(self, context: NamedContext) -> None:
         self._by_id[context.id] = context
         self._tenants[tenant_of(context.id)].add(context.id, context.num_tokens, context.path.segments)
 
-    def _remove(self, context: NamedPath) -> None:
+    def _remove(self, context: NamedContext) -> None:
         del self._by_id[context.id]
         totals = self._tenants[tenant_of(context.id)]
         totals.remove(context.id, context.num_tokens, context.path.segments)
@@ -167,7 +167,7 @@ class Contexts:
         is new. The windows of its oldest end but a few are let go."""
         self._segments.seal(segment)
         if context_id not in self:
-            self._add(NamedPath(context_id, now, Path(), capacity))
+            self._add(NamedContext(context_id, now, TokenPath(), capacity))
         context = self._by_id[context_id]
         assert segment.before == context.path
         self._segments.retain(segment.path, context.path)
@@ -177,14 +177,14 @@ class Contexts:
         self.use(context)
         self.change(context_id, settings, now)
 
-    def change(self, context_id: str, settings: ContextSettings, now: float) -> NamedPath:
+    def change(self, context_id: str, settings: ContextSettings, now: float) -> NamedContext:
         """Raises NotFound."""
         context = self.get(context_id)
         context.change(settings, now)
         self._expiries.add(context_id, None if context.is_pinned else context.expires)
         return context
 
-    def restore(self, context: NamedPath, settings: ContextSettings) -> None:
+    def restore(self, context: NamedContext, settings: ContextSettings) -> None:
         """Takes a change back, unless the context is gone by now."""
         if self.find(context.id) is context:
             self.change(context.id, settings, context.updated)
@@ -198,7 +198,7 @@ class Contexts:
         """Ids of the contexts whose time has passed."""
         return tuple(self._expiries.passed(now))
 
-    def fork(self, source: str, context_id: str, num_tokens: int | None, now: float) -> NamedPath:
+    def fork(self, source: str, context_id: str, num_tokens: int | None, now: float) -> NamedContext:
         """A new context of the first `num_tokens` tokens of another, by default all. Copies nothing.
 
         Raises NotFound, AlreadyExists, InvalidArgument naming token_count, or Unavailable.
@@ -212,7 +212,7 @@ class Contexts:
             limit = f"between 1 and {path.end:,}, the tokens of contexts/{source}"
             raise InvalidArgument("token_count", f"{num_tokens:,} is not {limit}")
         self._check_seam(parent, num_tokens)
-        context = NamedPath(context_id, now, path.cut(num_tokens), parent.capacity)
+        context = NamedContext(context_id, now, path.cut(num_tokens), parent.capacity)
         context.ends = (*(end for end in parent.ends if end < num_tokens), num_tokens)[-LAST_ENDS:]
         self._enter(context)
         if self._segments.holdings.parked(context.path):
@@ -221,7 +221,7 @@ class Contexts:
         self.use(context)
         return context
 
-    def _enter(self, context: NamedPath) -> None:
+    def _enter(self, context: NamedContext) -> None:
         """Adds a context, which refers to its path."""
         self._segments.retain(context.path)
         for end in context.ends[:-1]:
@@ -230,20 +230,20 @@ class Contexts:
 
     # --- what rests ---
 
-    def adopt(self, context: NamedPath) -> None:
+    def adopt(self, context: NamedContext) -> None:
         """Adds one that was kept: of its path, which the segments have adopted, nothing is held."""
         self._enter(context)
         self.rest(context)
         self.use(context)
         self.change(context.id, UNCHANGED, context.updated)
 
-    def rest(self, context: NamedPath) -> None:
+    def rest(self, context: NamedContext) -> None:
         """Nobody needs the keys of a context for now: what nobody else needs of them is parked."""
         assert not context.is_resting
         context.is_resting = True
         self._segments.rest(context.path)
 
-    def bound(self, in_use: Container[str | None]) -> "list[NamedPath]":
+    def bound(self, in_use: Container[str | None]) -> "list[NamedContext]":
         """Those that may not rest while these are in use: these, pinned ones, and where windows are replicated all that
         begin like one of them, for what is before a segment must be held, or come back with it."""
         awake = [context for context in self._by_id.values() if not context.is_resting]
@@ -253,14 +253,14 @@ class Contexts:
         roots = {context.path.segments[0] for context in found}
         return [context for context in awake if context.path.segments[0] in roots]
 
-    def wake(self, context: NamedPath) -> Sequence[Holding]:
+    def wake(self, context: NamedContext) -> Sequence[SegmentPlacement]:
         """Somebody needs the keys of a context. What is parked of them, in order, must be called."""
         if context.is_resting:
             context.is_resting = False
             self._segments.wake(context.path)
         return self._segments.holdings.parked(context.path)
 
-    def _check_seam(self, context: NamedPath, position: int) -> None:
+    def _check_seam(self, context: NamedContext, position: int) -> None:
         """Raises InvalidArgument where windowed layers lack the keys to go on, Unavailable where they have them for a
         moment only."""
         holdings, path = self._segments.holdings, context.path

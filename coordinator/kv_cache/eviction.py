@@ -3,16 +3,20 @@
 from collections import Counter
 from collections.abc import Callable, Container
 
-from coordinator.kv_cache.block_placer import Blocks, Placer
-from coordinator.kv_cache.contexts import Contexts, NamedPath
-from coordinator.kv_cache.segments import Segments
+from coordinator.kv_cache.block_placer import BlockCount, BlockPlacer
+from coordinator.kv_cache.contexts import ContextTable, NamedContext
+from coordinator.kv_cache.segments import SegmentStore
 
 
-class Parking:
+class ContextEvictor:
     """Parks contexts when room is needed, those used least recently first; pinned ones stay, and those `in_use`."""
 
     def __init__(
-        self, placer: Placer, segments: Segments, contexts: Contexts, in_use: Callable[[], Container[str | None]]
+        self,
+        placer: BlockPlacer,
+        segments: SegmentStore,
+        contexts: ContextTable,
+        in_use: Callable[[], Container[str | None]],
     ) -> None:
         self._placer = placer
         self._segments = segments
@@ -21,7 +25,7 @@ class Parking:
         """Gives the ids of contexts that jobs ask, or read into."""
         segments.make_more = self._make_more
 
-    def _make_more(self, lacking: Blocks) -> bool:
+    def _make_more(self, lacking: BlockCount) -> bool:
         """Sees to it that so many more blocks are free or reclaimable, or says that this cannot be, and parks none."""
         spare = self._spare()
         if not lacking.fits(self._num_freed(spare)):
@@ -33,9 +37,9 @@ class Parking:
                     self._contexts.rest(context)
         return wanted.fits(self._num_room)
 
-    def _groups(self, spare: list[NamedPath]) -> list[list[NamedPath]]:
+    def _groups(self, spare: list[NamedContext]) -> list[list[NamedContext]]:
         """Contexts that rest together, those used least recently first."""
-        groups: dict[object, list[NamedPath]] = {}
+        groups: dict[object, list[NamedContext]] = {}
         for context in spare:
             key = context.id if self._placer.windows is None else context.path.segments[0]
             groups.setdefault(key, []).append(context)
@@ -51,22 +55,22 @@ class Parking:
                 self._contexts.rest(context)
 
     @property
-    def num_spare(self) -> Blocks:
+    def num_spare(self) -> BlockCount:
         """Blocks that would be free if all was parked that may be."""
         return self._num_freed(self._spare())
 
     @property
-    def _num_room(self) -> Blocks:
+    def _num_room(self) -> BlockCount:
         return self._placer.num_free + self._segments.num_reclaimable
 
-    def _spare(self) -> list[NamedPath]:
+    def _spare(self) -> list[NamedContext]:
         bound = {context.id for context in self._contexts.bound(self._in_use())}
         return [one for one in self._contexts.list() if not (one.is_resting or one.id in bound)]
 
-    def _num_freed(self, spare: list[NamedPath]) -> Blocks:
+    def _num_freed(self, spare: list[NamedContext]) -> BlockCount:
         """Blocks that are free once all of these rest."""
         through = Counter(segment for context in spare for segment in context.path.segments)
-        freed = Blocks()
+        freed = BlockCount()
         for holding in self._segments.holdings.of(through):
             count = holding.num_resting + through[holding.segment]
             if count == holding.num_references - holding.num_kept:

@@ -3,19 +3,19 @@
 from bisect import bisect_right
 from collections.abc import Iterable
 
-from coordinator.kv_cache.block_placer import Blocks, Reservation
+from coordinator.kv_cache.block_placer import BlockCount, Reservation
 from longleaf.runs import ceil_div
 
 Range = tuple[int, int]
 
 
-class Loss:
+class LostRanges:
     """Positions of a segment whose keys nobody holds any more, until they are held again.
 
     Ranges begin where a run began, and are held again in whole blocks from there on.
     """
 
-    def __init__(self, ranges: Iterable[Range], before: "Loss | None" = None) -> None:
+    def __init__(self, ranges: Iterable[Range], before: "LostRanges | None" = None) -> None:
         """In place of what was lost `before`, if anything was."""
         self.ranges = tuple(ranges)
         """All that was lost, [start, end), in order."""
@@ -47,9 +47,9 @@ class Loss:
     def num_tokens(self) -> int:
         return sum(end - start for start, end in self.left)
 
-    def num_blocks(self, block_size: int) -> Blocks:
+    def num_blocks(self, block_size: int) -> BlockCount:
         """What all that is left takes."""
-        return Blocks(sum(ceil_div(end - start, block_size) for start, end in self.left), self.window_blocks)
+        return BlockCount(sum(ceil_div(end - start, block_size) for start, end in self.left), self.window_blocks)
 
     def num_before(self, end: int) -> int:
         """Tokens before `end` that are lost."""

@@ -3,8 +3,8 @@
 from array import array
 from collections.abc import Iterable, Iterator
 
-from coordinator.kv_cache.segment_placement import Holdings
-from coordinator.kv_cache.token_paths import Path, Segment
+from coordinator.kv_cache.segment_placement import SegmentPlacements
+from coordinator.kv_cache.token_paths import Segment, TokenPath
 from longleaf.positions import OWN_ROPE, Rope
 from longleaf.tenants import DEFAULT_TENANT
 
@@ -14,7 +14,7 @@ ALL = "*"
 """In place of a tenant, where all may find something. None is called so."""
 
 
-class Prefixes:
+class PrefixIndex:
     """The sealed segments, by the tokens that lead to places in them.
 
     Each block of token ids, counted from position 0, has a link: the hash of its ids and of the link before it, first
@@ -25,7 +25,12 @@ class Prefixes:
     """
 
     def __init__(
-        self, block_size: int, holdings: Holdings, blocks_at_once: int = BLOCKS_AT_ONCE, *, is_shared: bool = False
+        self,
+        block_size: int,
+        holdings: SegmentPlacements,
+        blocks_at_once: int = BLOCKS_AT_ONCE,
+        *,
+        is_shared: bool = False,
     ) -> None:
         self._block_size = block_size
         self._is_shared = is_shared
@@ -54,27 +59,27 @@ class Prefixes:
             if not self._segments[link]:
                 del self._segments[link]
 
-    def match(self, token_ids: "array[int]", rope: Rope = OWN_ROPE, tenant: str = DEFAULT_TENANT) -> Path:
+    def match(self, token_ids: "array[int]", rope: Rope = OWN_ROPE, tenant: str = DEFAULT_TENANT) -> TokenPath:
         """The longest path found that `token_ids`, rotated by `rope`, begin with, that the tenant may find and that can
         be continued; empty when there is none."""
         owners = (ALL, tenant) if self._is_shared else (tenant,)
         return max((self._match(token_ids, rope, owner) for owner in owners), key=lambda path: path.end)
 
-    def _match(self, token_ids: "array[int]", rope: Rope, owner: str) -> Path:
+    def _match(self, token_ids: "array[int]", rope: Rope, owner: str) -> TokenPath:
         found: list[list[Segment]] = []
         for link in self._chain(hash((rope, owner)), token_ids):
             if link not in self._segments:
                 break
             found.append(self._segments[link])
-        best, size, tried = Path(), self._block_size, set[int]()
+        best, size, tried = TokenPath(), self._block_size, set[int]()
         while found and best.end < (len(found) + 1) * size:  # who has fewer blocks in common has no longer beginning
             for segment in found.pop():
                 if segment.id not in tried and segment.rope == rope and self._owner(segment) == owner:
                     tried.add(segment.id)
                     best = max(best, self._beginning(segment.path, token_ids), key=lambda path: path.end)
-        return best if best.end >= size else Path()
+        return best if best.end >= size else TokenPath()
 
-    def _beginning(self, path: Path, token_ids: "array[int]") -> Path:
+    def _beginning(self, path: TokenPath, token_ids: "array[int]") -> TokenPath:
         """What `token_ids` have in common with a path, as far as it can be continued."""
         end, _ = self._holdings.seams(path, min(path.num_common(token_ids), self._holdings.whole_end(path)))
         return path.cut(end)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Ranking:
+class RankMapping:
     """The ranks of an epoch that follows another."""
 
     epoch: int

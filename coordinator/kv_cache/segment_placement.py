@@ -4,15 +4,15 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from coordinator.kv_cache.block_placer import Blocks
-from coordinator.kv_cache.lost_ranges import Loss
+from coordinator.kv_cache.block_placer import BlockCount
+from coordinator.kv_cache.lost_ranges import LostRanges
 from coordinator.kv_cache.positions import UNLIMITED
-from coordinator.kv_cache.token_paths import Path, Segment
-from longleaf.positions import Windows
+from coordinator.kv_cache.token_paths import Segment, TokenPath
+from longleaf.positions import WindowSpec
 from longleaf.runs import Run, join
 
 
-class Holding:
+class SegmentPlacement:
     """The runs that hold a segment, and how many refer to it."""
 
     def __init__(self, segment: Segment) -> None:
@@ -36,23 +36,23 @@ class Holding:
         """Another one whenever it has been parked."""
         self.is_told = True
         """Ranks have heard of it, once it has tokens."""
-        self.loss: Loss | None = None
+        self.loss: LostRanges | None = None
         """What of it is lost, if anything."""
         self.arriving: tuple[Run, ...] = ()
         """Runs of tokens that are read again or come from another rank, by the plan that is under way."""
 
     @property
-    def num_blocks(self) -> Blocks:
+    def num_blocks(self) -> BlockCount:
         return count_all([self])
 
     @property
-    def num_promised(self) -> Blocks:
+    def num_promised(self) -> BlockCount:
         """Blocks that are held for it otherwise than in runs: those of a plan under way, and those promised for what is
         lost."""
-        arriving = Blocks(sum(len(run.blocks) for run in self.arriving))
+        arriving = BlockCount(sum(len(run.blocks) for run in self.arriving))
         return arriving + self.loss.promise.left if self.loss and self.loss.promise else arriving
 
-    def num_wanted(self, block_size: int) -> Blocks:
+    def num_wanted(self, block_size: int) -> BlockCount:
         """Its blocks once nothing of it is lost."""
         return self.num_blocks + self.loss.num_blocks(block_size) if self.loss else self.num_blocks
 
@@ -68,9 +68,9 @@ class Holding:
         return 0 < self.num_resting == self.num_references - self.num_kept
 
     @property
-    def num_reclaimable(self) -> Blocks:
+    def num_reclaimable(self) -> BlockCount:
         """The blocks, if the segment is kept for prompts to come, and for nothing else."""
-        return self.num_blocks if self.num_kept and self.num_kept == self.num_references else Blocks()
+        return self.num_blocks if self.num_kept and self.num_kept == self.num_references else BlockCount()
 
     def extend(self, token_ids: Sequence[int], runs: Sequence[Run]) -> None:
         """Adds tokens and the runs that hold them; a first run with a known start is the last one, grown."""
@@ -136,43 +136,43 @@ def _start(run: Run) -> int:
     return run.start
 
 
-def count_all(holdings: Iterable[Holding]) -> Blocks:
+def count_all(holdings: Iterable[SegmentPlacement]) -> BlockCount:
     """The blocks of holdings."""
     sharded = windows = 0
     for holding in holdings:
         sharded += holding.num_sharded
         for run in holding.window_runs:
             windows += len(run.blocks)
-    return Blocks(sharded, windows)
+    return BlockCount(sharded, windows)
 
 
-class Holdings:
+class SegmentPlacements:
     """What is held, by segment. `windows` is None unless each rank holds the keys of windowed layers itself."""
 
-    def __init__(self, windows: Windows | None = None) -> None:
+    def __init__(self, windows: WindowSpec | None = None) -> None:
         self.windows = windows
-        self._by_segment: dict[Segment, Holding] = {}
-        self._by_id: dict[int, Holding] = {}
-        self._lossy: dict[Segment, Holding] = {}
-        self._parked: dict[Segment, Holding] = {}
+        self._by_segment: dict[Segment, SegmentPlacement] = {}
+        self._by_id: dict[int, SegmentPlacement] = {}
+        self._lossy: dict[Segment, SegmentPlacement] = {}
+        self._parked: dict[Segment, SegmentPlacement] = {}
 
-    def __iter__(self) -> Iterator[Holding]:
+    def __iter__(self) -> Iterator[SegmentPlacement]:
         return iter(self._by_segment.values())
 
-    def __getitem__(self, segment: Segment) -> Holding:
+    def __getitem__(self, segment: Segment) -> SegmentPlacement:
         return self._by_segment[segment]
 
-    def find(self, segment_id: int) -> Holding | None:
+    def find(self, segment_id: int) -> SegmentPlacement | None:
         return self._by_id.get(segment_id)
 
-    def add(self, holding: Holding) -> None:
+    def add(self, holding: SegmentPlacement) -> None:
         self._by_segment[holding.segment] = self._by_id[holding.segment.id] = holding
 
-    def remove(self, holding: Holding) -> None:
+    def remove(self, holding: SegmentPlacement) -> None:
         del self._by_segment[holding.segment], self._by_id[holding.segment.id]
         self._parked.pop(holding.segment, None)
 
-    def note_parked(self, holding: Holding, *, is_parked: bool) -> None:
+    def note_parked(self, holding: SegmentPlacement, *, is_parked: bool) -> None:
         """Notes that nothing of a segment is held and nobody waits for it, or that somebody does."""
         holding.is_parked = is_parked
         if is_parked:
@@ -181,7 +181,7 @@ class Holdings:
             del self._parked[holding.segment]
 
     @property
-    def lossy(self) -> list[Holding]:
+    def lossy(self) -> list[SegmentPlacement]:
         """Those of which something is lost, each after what it continues."""
         return sorted(self._lossy.values(), key=lambda holding: holding.segment.id)
 
@@ -190,7 +190,7 @@ class Holdings:
         """Nothing is lost."""
         return not self._lossy
 
-    def note_loss(self, holding: Holding, loss: Loss | None) -> None:
+    def note_loss(self, holding: SegmentPlacement, loss: LostRanges | None) -> None:
         """Notes what is lost of a segment, or that nothing is any more."""
         holding.loss = loss
         if loss is None:
@@ -198,7 +198,7 @@ class Holdings:
         else:
             self._lossy[holding.segment] = holding
 
-    def first_lost(self, path: Path) -> tuple[Holding, int] | None:
+    def first_lost(self, path: TokenPath) -> tuple[SegmentPlacement, int] | None:
         """What is lost first of a path, or parked, if anything is: of which segment, and the position at which its use
         ends."""
         if self._lossy or self._parked:
@@ -209,24 +209,24 @@ class Holdings:
                     return holding, end
         return None
 
-    def num_lost(self, path: Path) -> int:
+    def num_lost(self, path: TokenPath) -> int:
         """Tokens of a path that are lost."""
         if not self._lossy:
             return 0
         parts = ((self._lossy.get(segment), end) for segment, _, end in path.parts())
         return sum(holding.loss.num_before(end) for holding, end in parts if holding and holding.loss)
 
-    def holds(self, path: Path) -> bool:
+    def holds(self, path: TokenPath) -> bool:
         """Nothing of a path is lost or parked."""
         return self.first_lost(path) is None
 
-    def parked(self, path: Path) -> list[Holding]:
+    def parked(self, path: TokenPath) -> list[SegmentPlacement]:
         """What is parked of a path, in order."""
         if not self._parked:
             return []
         return [holding for segment in path.segments if (holding := self._parked.get(segment)) is not None]
 
-    def whole_end(self, path: Path) -> int:
+    def whole_end(self, path: TokenPath) -> int:
         """Up to where a path can be used now: the first position that is lost or parked, or its end. Where windows are
         replicated the first that was lost: what is seen further on is held only until more is read again."""
         found = self.first_lost(path)
@@ -236,15 +236,15 @@ class Holdings:
             return found[0].segment.start
         return found[0].loss.first if self.windows is None else found[0].loss.ranges[0][0]
 
-    def of(self, segments: Iterable[Segment]) -> list[Holding]:
+    def of(self, segments: Iterable[Segment]) -> list[SegmentPlacement]:
         """Holdings of `segments`, in order."""
         return list(map(self._by_segment.__getitem__, segments))  # may be thousands
 
-    def num_blocks(self, path: Path) -> Blocks:
+    def num_blocks(self, path: TokenPath) -> BlockCount:
         """Blocks of the segments of a path, used or not."""
         return count_all(self.of(path.segments))
 
-    def shares(self, path: Path, world_size: int) -> list[int]:
+    def shares(self, path: TokenPath, world_size: int) -> list[int]:
         """Tokens of a path that each rank holds."""
         held = [0] * world_size
         for segment, _, end in path.parts():
@@ -252,11 +252,11 @@ class Holdings:
                 held[run.rank] += max(0, min(run.end, end) - run.start)
         return held
 
-    def num_window_tokens(self, path: Path) -> int:
+    def num_window_tokens(self, path: TokenPath) -> int:
         """Tokens of a path that lie in the windows' pool."""
         return sum(end - start for start, end in self._windows_of(path))
 
-    def seams(self, path: Path, position: int) -> tuple[int, int]:
+    def seams(self, path: TokenPath, position: int) -> tuple[int, int]:
         """The nearest positions, up to `position` and from it on, at which the path can be cut and continued: those of
         which all that the next token sees is held. Without windows, any."""
         if (windows := self.windows) is None:
@@ -272,7 +272,7 @@ class Holdings:
                 return below, min(above, max(position, low))
         return below, above
 
-    def _windows_of(self, path: Path) -> list[tuple[int, int]]:
+    def _windows_of(self, path: TokenPath) -> list[tuple[int, int]]:
         """Stretches of positions that lie in the windows' pool, in order; empty ones where a part ends without."""
         held = [(0, 0)]
         for segment, _, part_end in path.parts():
@@ -280,7 +280,7 @@ class Holdings:
             held.append((part_end, part_end))
         return join(held)
 
-    def audit(self, path: Path) -> None:
+    def audit(self, path: TokenPath) -> None:
         """A path is sound and can be continued: what its next token sees is held."""
         path.audit()
         if self.windows is not None and self.holds(path):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from longleaf.document_text import DocumentText
-from longleaf.positions import OWN_ROPE, Rope, Windows
+from longleaf.positions import OWN_ROPE, Rope, WindowSpec
 from longleaf.tenants import DEFAULT_TENANT
 
 ID_BYTES = 4
@@ -14,7 +14,7 @@ ID_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Path:
+class TokenPath:
     """Segments that continue one another from position 0 on.
 
     Each is used up to the start of the next one, the last one up to position `end`: a path may branch off anywhere.
@@ -34,12 +34,12 @@ class Path:
         for segment, end in zip(self.segments, ends, strict=False):  # an empty path has an end, too
             yield segment, segment.start, end
 
-    def cut(self, end: int) -> "Path":
+    def cut(self, end: int) -> "TokenPath":
         """The beginning of the path, up to position `end`."""
         assert end <= self.end
-        return Path(tuple(segment for segment in self.segments if segment.start < end), end)
+        return TokenPath(tuple(segment for segment in self.segments if segment.start < end), end)
 
-    def seen(self, end: int, windows: Windows | None) -> Iterator["Segment"]:
+    def seen(self, end: int, windows: WindowSpec | None) -> Iterator["Segment"]:
         """The segments of which a token at `end`, a position of the path, sees windows; the last one is first."""
         if windows is None:
             return
@@ -72,10 +72,10 @@ class Path:
         assert self.segments or self.end == 0
         for i, (segment, start, end) in enumerate(self.parts()):
             assert start < end <= segment.end
-            assert segment.before == Path(self.segments[:i], start)
+            assert segment.before == TokenPath(self.segments[:i], start)
 
 
-NOWHERE = Path()
+NOWHERE = TokenPath()
 """Where contexts and prompts begin."""
 
 
@@ -96,7 +96,7 @@ class Segment:
     That is all that lasts: where their keys lie, and who needs them, is the matter of an epoch.
     """
 
-    def __init__(self, segment_id: int, before: Path, rope: Rope = OWN_ROPE, tenant: str = DEFAULT_TENANT) -> None:
+    def __init__(self, segment_id: int, before: TokenPath, rope: Rope = OWN_ROPE, tenant: str = DEFAULT_TENANT) -> None:
         self.id = segment_id
         self.before = before
         self.rope = rope
@@ -119,9 +119,9 @@ class Segment:
         return self.before.end + len(self.token_ids)
 
     @property
-    def path(self) -> Path:
+    def path(self) -> TokenPath:
         """The path to the segment's end."""
-        return Path((*self.before.segments, self), self.end)
+        return TokenPath((*self.before.segments, self), self.end)
 
     @cached_property
     def kept_bytes(self) -> int:

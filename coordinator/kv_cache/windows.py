@@ -1,17 +1,17 @@
 """The windows' pool: the last keys of each segment, in the same blocks on every rank. Integers only."""
 
-from coordinator.kv_cache.block_allocator import BlockPool
-from longleaf.positions import EVERY_RANK, Windows
+from coordinator.kv_cache.block_allocator import BlockAllocator
+from longleaf.positions import EVERY_RANK, WindowSpec
 from longleaf.runs import Run, ceil_div, until
 
 
-class WindowPool(BlockPool):
+class WindowBlockPool(BlockAllocator):
     """Blocks for layers that see the last keys alone: runs of a segment lose blocks in front while they grow behind.
 
     Of no blocks, and without a use, where `windows` is None.
     """
 
-    def __init__(self, windows: Windows | None, block_size: int) -> None:
+    def __init__(self, windows: WindowSpec | None, block_size: int) -> None:
         super().__init__(windows.num_blocks if windows else 0)
         self._windows = windows
         self._block_size = block_size

@@ -11,10 +11,10 @@ from typing import Self
 from coordinator.persistence.catalog.catalog import Catalog
 from coordinator.persistence.catalog.data_folder import JOURNAL, DataFolder
 from coordinator.persistence.catalog.identity import read_identity
-from coordinator.persistence.catalog.records import Kept
-from coordinator.persistence.catalog.stale_contexts import EarlierContext, read_earlier
+from coordinator.persistence.catalog.records import CatalogContents
+from coordinator.persistence.catalog.stale_contexts import StaleContext, read_earlier
 from coordinator.persistence.journal.journal import Journal
-from coordinator.persistence.snapshots.retention import Policy
+from coordinator.persistence.snapshots.retention import RetentionPolicy
 from coordinator.persistence.snapshots.snapshots import Snapshots
 from longleaf.config import DataConfig, EngineConfig
 from longleaf.errors import CatalogError, DataLoss, StorageUnavailable
@@ -25,19 +25,19 @@ SNAPSHOTS = "snapshots"
 log = logging.getLogger(__name__)
 
 
-class Durability:
+class PersistentState:
     """An open data folder, which no other service has at the same time."""
 
     def __init__(
         self,
         folder: DataFolder,
         catalog: Catalog,
-        kept: Kept,
+        kept: CatalogContents,
         journal: Journal,
         changed: dict[str, str],
         snapshots: Snapshots,
         snapshot_url: str,
-        read_earlier: Callable[[], Mapping[str, EarlierContext]],
+        read_earlier: Callable[[], Mapping[str, StaleContext]],
     ) -> None:
         self._folder = folder
         self.snapshots = snapshots
@@ -75,7 +75,7 @@ class Durability:
         except BaseException:
             folder.close()
             raise
-        snapshots = Snapshots(store, catalog, kept, model.digest, Policy.of(data), time.time, *rooms)
+        snapshots = Snapshots(store, catalog, kept, model.digest, RetentionPolicy.of(data), time.time, *rooms)
         return cls(folder, catalog, kept, journal, changed, snapshots, url, earlier)
 
     async def tell_address(self, address: str) -> None:
@@ -99,7 +99,7 @@ class Durability:
         self._folder.close()
 
 
-def damages(kept: Kept) -> list[str]:
+def damages(kept: CatalogContents) -> list[str]:
     """What of a catalog cannot be used, in words."""
     found = [f"contexts/{name} is damaged: {reason}" for name, reason in kept.damaged_contexts.items()]
     for context in kept.contexts:

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from coordinator.kv_cache.block_placer import Placer
-from coordinator.kv_cache.segment_placement import Holding
-from coordinator.kv_cache.segments import Segments
+from coordinator.kv_cache.block_placer import BlockPlacer
+from coordinator.kv_cache.segment_placement import SegmentPlacement
+from coordinator.kv_cache.segments import SegmentStore
 from longleaf.rank_protocol.step import Move, Transfer
 from longleaf.runs import Run
 
@@ -13,18 +13,18 @@ from longleaf.runs import Run
 class _Moved:
     """What a plan under way moves."""
 
-    parts: tuple[tuple[Holding, Run, Run], ...] = ()
+    parts: tuple[tuple[SegmentPlacement, Run, Run], ...] = ()
     """Where each is held until it is committed, and from then on."""
     window_blocks: frozenset[int] = frozenset()
 
 
-class Moving:
+class Rebalancer:
     """Plans moves, one at a time. A run is held at its old place until the plan is committed, then at its new one.
 
     `max_blocks` bounds what one plan moves.
     """
 
-    def __init__(self, placer: Placer, segments: Segments, max_blocks: int) -> None:
+    def __init__(self, placer: BlockPlacer, segments: SegmentStore, max_blocks: int) -> None:
         self._placer = placer
         self._segments = segments
         self._max_blocks = max_blocks
@@ -93,9 +93,9 @@ class Moving:
                 self._newcomers.discard(rank)  # what is left there is about to go
         return None
 
-    def _parts(self, source: int, target: int, room: int) -> list[tuple[Holding, Run, Run]]:
+    def _parts(self, source: int, target: int, room: int) -> list[tuple[SegmentPlacement, Run, Run]]:
         """Runs, or their first blocks, that go from rank to rank: `room` blocks of what lasts."""
-        parts, size = list[tuple[Holding, Run, Run]](), self._placer.block_size
+        parts, size = list[tuple[SegmentPlacement, Run, Run]](), self._placer.block_size
         for holding in self._segments.holdings:
             if not holding.segment.is_sealed or holding.num_references == holding.num_kept:
                 continue
@@ -108,7 +108,7 @@ class Moving:
                     room -= count
         return parts
 
-    def _move(self, parts: list[tuple[Holding, Run, Run]]) -> Move:
+    def _move(self, parts: list[tuple[SegmentPlacement, Run, Run]]) -> Move:
         for holding, _, target in parts:
             holding.arriving += (target,)
         self._under_way = _Moved(tuple(parts))

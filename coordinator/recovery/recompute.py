@@ -3,11 +3,11 @@
 from array import array
 from collections.abc import Callable, Iterable
 
-from coordinator.kv_cache.block_placer import Blocks, Placer, Reservation
-from coordinator.kv_cache.lost_ranges import Loss
-from coordinator.kv_cache.segment_placement import Holding
-from coordinator.kv_cache.segments import Segments
-from coordinator.kv_cache.token_paths import Path, Segment
+from coordinator.kv_cache.block_placer import BlockCount, BlockPlacer, Reservation
+from coordinator.kv_cache.lost_ranges import LostRanges
+from coordinator.kv_cache.segment_placement import SegmentPlacement
+from coordinator.kv_cache.segments import SegmentStore
+from coordinator.kv_cache.token_paths import Segment, TokenPath
 from coordinator.recovery.fault_score import add
 from longleaf.rank_protocol.step import Prefill
 
@@ -20,11 +20,13 @@ class RecoveryFailed(Exception):
         self.segment = segment
 
 
-class Rereading:
+class RecomputePlanner:
     """Plans what is read again, one plan at a time. What is lost has blocks promised before any of it is planned, so
     that it cannot run out of room."""
 
-    def __init__(self, placer: Placer, segments: Segments, comes_back: Callable[[Holding], bool]) -> None:
+    def __init__(
+        self, placer: BlockPlacer, segments: SegmentStore, comes_back: Callable[[SegmentPlacement], bool]
+    ) -> None:
         """`comes_back`: a segment does from storage, and so long is not read again."""
         self._placer = placer
         self._comes_back = comes_back
@@ -32,11 +34,11 @@ class Rereading:
         self._holdings = segments.holdings
         self._rolling: Reservation | None = None
         """With replicated windows, blocks for those of the chunk that is read."""
-        self._current: Holding | None = None
+        self._current: SegmentPlacement | None = None
         """With replicated windows, the segment that these blocks are lent to."""
-        self._lent_to: Loss | None = None
+        self._lent_to: LostRanges | None = None
         """What was lost of it then: it may have been parked and called since."""
-        self._under_way: Holding | None = None
+        self._under_way: SegmentPlacement | None = None
 
     @property
     def is_under_way(self) -> bool:
@@ -66,16 +68,16 @@ class Rereading:
             self._rolling = None
 
     @property
-    def num_rolling(self) -> Blocks:
+    def num_rolling(self) -> BlockCount:
         """Blocks that are needed only while tokens are read again."""
         pool = self._placer.window_pool
         sizes = [holding.loss.num_tokens for holding in self._holdings.lossy if holding.loss and holding.loss.left]
-        return Blocks(windows=max(map(pool.chunk_blocks, sizes), default=0))
+        return BlockCount(windows=max(map(pool.chunk_blocks, sizes), default=0))
 
     @property
-    def num_promised(self) -> Blocks:
+    def num_promised(self) -> BlockCount:
         """What is promised for no segment in particular."""
-        return self._rolling.left if self._rolling else Blocks()
+        return self._rolling.left if self._rolling else BlockCount()
 
     @property
     def is_promised(self) -> bool:
@@ -94,7 +96,7 @@ class Rereading:
         """The segment that these blocks were lent to is still being read again."""
         return self._current is not None and self._current.loss is not None and self._current.loss is self._lent_to
 
-    def promise(self, paths: Iterable[Path]) -> None:
+    def promise(self, paths: Iterable[TokenPath]) -> None:
         """Promises blocks for all that is lost, first for what these paths need, as far as there is room: for those
         alone others are parked."""
         needed = dict.fromkeys(self._holdings.of(segment for path in paths for segment in path.segments))
@@ -106,12 +108,12 @@ class Rereading:
                 blocks = holding.loss.num_blocks(self._placer.block_size)
                 holding.loss.promise = self._reserve(blocks, may_park=holding in needed)
 
-    def _reserve(self, blocks: Blocks, *, may_park: bool) -> Reservation | None:
+    def _reserve(self, blocks: BlockCount, *, may_park: bool) -> Reservation | None:
         return self._placer.reserve(blocks) if self._segments.make_room(blocks, may_park=may_park) else None
 
     # --- plans ---
 
-    def plan(self, paths: Iterable[Path], size: int) -> Prefill | None:
+    def plan(self, paths: Iterable[TokenPath], size: int) -> Prefill | None:
         """Reads up to `size` tokens again, first what these paths need; None when there is nothing to do. Raises
         RecoveryFailed."""
         found = self._choose(paths)
@@ -124,7 +126,7 @@ class Rereading:
                 loss.has_failed = True
             raise RecoveryFailed(found[0].segment) from error
 
-    def _plan(self, holding: Holding, end: int, size: int) -> Prefill:
+    def _plan(self, holding: SegmentPlacement, end: int, size: int) -> Prefill:
         loss, segment = holding.loss, holding.segment
         assert loss is not None
         assert loss.promise is not None
@@ -144,7 +146,7 @@ class Rereading:
             token_ids += segment.token_ids[piece.start - segment.start : piece.end - segment.start]
         return Prefill(segment.path.ids, start, tuple(token_ids), pieces, segment.rope, holding.window_runs)
 
-    def _choose(self, paths: Iterable[Path]) -> tuple[Holding, int] | None:
+    def _choose(self, paths: Iterable[TokenPath]) -> tuple[SegmentPlacement, int] | None:
         """The segment to go on with, and the position up to which that is wanted."""
         if self._placer.windows is not None:
             return self._choose_rolled(paths)
@@ -157,11 +159,11 @@ class Rereading:
                 return holding, holding.segment.end
         return None
 
-    def _may_begin(self, holding: Holding) -> bool:
+    def _may_begin(self, holding: SegmentPlacement) -> bool:
         loss = holding.loss
         return loss is not None and loss.promise is not None and not loss.has_failed and not self._comes_back(holding)
 
-    def _choose_rolled(self, paths: Iterable[Path]) -> tuple[Holding, int] | None:
+    def _choose_rolled(self, paths: Iterable[TokenPath]) -> tuple[SegmentPlacement, int] | None:
         """With replicated windows one segment is read to its end before another begins."""
         current = self._current
         if current is not None and self._is_lent:
@@ -178,7 +180,7 @@ class Rereading:
                 return holding, holding.segment.end
         return None
 
-    def commit(self) -> Holding | None:
+    def commit(self) -> SegmentPlacement | None:
         """What was under way is held again. Gives the segment, if anybody still needs it."""
         holding, self._under_way = self._under_way, None
         if holding is None or holding.loss is None:
@@ -196,15 +198,15 @@ class Rereading:
             self._segments.hold_front(holding, loss.first)
         return holding
 
-    def _take_rolling(self, loss: Loss) -> None:
+    def _take_rolling(self, loss: LostRanges) -> None:
         """Keeps the blocks that the next segment rolls in."""
         assert loss.promise is not None
         if self._is_lent:
             most = min(self.num_rolling.windows, loss.promise.left.windows)  # more may have been called meanwhile
-            self._rolling = loss.promise.split(Blocks(windows=most))
+            self._rolling = loss.promise.split(BlockCount(windows=most))
             self._current = None
 
-    def undo(self, suspicion: int, *, is_certain: bool) -> Holding | None:
+    def undo(self, suspicion: int, *, is_certain: bool) -> SegmentPlacement | None:
         """What was under way never was, and is suspected so much. Gives the segment, if anybody still needs it."""
         holding, self._under_way = self._under_way, None
         if holding is None or holding.loss is None:

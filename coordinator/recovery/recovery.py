@@ -2,17 +2,17 @@
 
 from collections.abc import Iterable, Sequence
 
-from coordinator.kv_cache.block_placer import Blocks, Placer
-from coordinator.kv_cache.lost_ranges import Loss
-from coordinator.kv_cache.rank_mapping import Ranking
-from coordinator.kv_cache.segment_placement import Holding
-from coordinator.kv_cache.segments import Segments
-from coordinator.kv_cache.token_paths import Path
+from coordinator.kv_cache.block_placer import BlockCount, BlockPlacer
+from coordinator.kv_cache.lost_ranges import LostRanges
+from coordinator.kv_cache.rank_mapping import RankMapping
+from coordinator.kv_cache.segment_placement import SegmentPlacement
+from coordinator.kv_cache.segments import SegmentStore
+from coordinator.kv_cache.token_paths import TokenPath
 from coordinator.recovery.fault_score import BREAK
-from coordinator.recovery.rebalance import Moving
-from coordinator.recovery.recompute import RecoveryFailed, Rereading
+from coordinator.recovery.rebalance import Rebalancer
+from coordinator.recovery.recompute import RecomputePlanner, RecoveryFailed
 from coordinator.recovery.remap import call, regroup
-from coordinator.recovery.restore import Restoring
+from coordinator.recovery.restore import RestorePlanner
 from longleaf.rank_protocol.step import Move, Prefill, Restore, Work
 from longleaf.runs import Run
 from longleaf.types import Recovering
@@ -21,19 +21,19 @@ MOVED_BLOCKS = 64
 """Blocks that a plan moves at most unless the caller knows how large they are."""
 
 
-class Recovery:
+class RecoveryManager:
     """Plans of its own, one at a time: what is lost comes back from storage, or is read again; then runs move to those
     that came new."""
 
-    def __init__(self, placer: Placer, segments: Segments, max_moved_blocks: int = MOVED_BLOCKS) -> None:
+    def __init__(self, placer: BlockPlacer, segments: SegmentStore, max_moved_blocks: int = MOVED_BLOCKS) -> None:
         self._placer = placer
         self._holdings = segments.holdings
         self._segments = segments
-        self.restoring = Restoring(placer, segments)
-        self._rereading = Rereading(placer, segments, self.restoring.has)
-        self._moving = Moving(placer, segments, max_moved_blocks)
+        self.restoring = RestorePlanner(placer, segments)
+        self._rereading = RecomputePlanner(placer, segments, self.restoring.has)
+        self._moving = Rebalancer(placer, segments, max_moved_blocks)
         self._work: Prefill | Move | Restore | None = None
-        self._losses: dict[int, Loss] = {}
+        self._losses: dict[int, LostRanges] = {}
         """All that was lost since everything was held, by segment."""
         self.is_over = True
         """Nothing is lost, and everybody holds its share."""
@@ -69,12 +69,12 @@ class Recovery:
         return sum(holding.loss.num_tokens for holding in self._holdings.lossy if holding.loss)
 
     @property
-    def num_rolling(self) -> Blocks:
+    def num_rolling(self) -> BlockCount:
         """Blocks that are needed as long as tokens are read again, besides those of all segments."""
         return self._rereading.num_rolling
 
     @property
-    def num_promised(self) -> Blocks:
+    def num_promised(self) -> BlockCount:
         """Blocks that are promised for no segment in particular."""
         return self._rereading.num_promised
 
@@ -84,14 +84,14 @@ class Recovery:
         return (run for holding in self._holdings for run in holding.arriving)
 
     @property
-    def fronts(self) -> list[tuple[Path, int]]:
+    def fronts(self) -> list[tuple[TokenPath, int]]:
         """Places on paths whose windows are held so that tokens can be read again from there on."""
         found = [(holding.segment.path, holding.loss) for holding in self._holdings.lossy]
         return [(path, loss.front) for path, loss in found if loss is not None and loss.front is not None]
 
     # --- the change ---
 
-    def undo(self, ended: Sequence[object], suspicion: int) -> Holding | None:
+    def undo(self, ended: Sequence[object], suspicion: int) -> SegmentPlacement | None:
         """What is under way never was. Gives the segment that it read again, if the epoch ended in that work, or in
         that or another one."""
         is_suspected, is_certain = any(work is self._work for work in ended), len(ended) == 1
@@ -103,12 +103,12 @@ class Recovery:
             self._moving.undo(has_broken=amount >= BREAK and is_certain)
         return reread if is_suspected else None
 
-    def fail(self) -> Holding | None:
+    def fail(self) -> SegmentPlacement | None:
         """What was under way is no use. Gives the segment of which it read, if anybody still needs it."""
         self._work = None
         return self._rereading.undo(0, is_certain=True)
 
-    def change_ranks(self, ranking: Ranking) -> None:
+    def change_ranks(self, ranking: RankMapping) -> None:
         """Has the books be those of the next epoch. Nothing else may be promised."""
         assert self._work is None
         bare = self._moving.bare | set[int]()
@@ -120,13 +120,13 @@ class Recovery:
         self._losses = {holding.segment.id: holding.loss for holding in self._holdings.lossy if holding.loss}
         self.is_over = False
 
-    def call(self, parked: Sequence[Holding]) -> None:
+    def call(self, parked: Sequence[SegmentPlacement]) -> None:
         """Has what is parked be read again; each comes after what it continues."""
         call(self._placer, self._segments, parked)
         self._losses |= {holding.segment.id: holding.loss for holding in parked if holding.loss}
         self.is_over = self.is_over and not parked
 
-    def promise(self, paths: Sequence[Path]) -> None:
+    def promise(self, paths: Sequence[TokenPath]) -> None:
         """Promises blocks for what is lost, first for what these paths need, as far as there is room; and orders what
         can be fetched for it."""
         if not self.is_promised:
@@ -135,7 +135,7 @@ class Recovery:
 
     # --- plans ---
 
-    def plan(self, paths: Iterable[Path], size: int) -> Prefill | Move | Restore | None:
+    def plan(self, paths: Iterable[TokenPath], size: int) -> Prefill | Move | Restore | None:
         """What comes next, with chunks of up to `size` tokens; None when nothing can be done now. Raises
         RecoveryFailed."""
         assert self._work is None
@@ -149,7 +149,7 @@ class Recovery:
         """Whether a step was planned here."""
         return self._work is work
 
-    def commit(self) -> Holding | None:
+    def commit(self) -> SegmentPlacement | None:
         """What was under way is done. Gives the segment of which tokens are held again, if anybody still needs it.
         Raises RecoveryFailed."""
         self._work, segment = None, self.restoring.under_way or self._rereading.under_way
@@ -172,7 +172,7 @@ class Recovery:
 
     # --- progress ---
 
-    def progress(self, path: Path) -> Recovering | None:
+    def progress(self, path: TokenPath) -> Recovering | None:
         """How much of a path is lost, and how far all is held again; None when all of the path is held."""
         num_lost = self._holdings.num_lost(path)
         return self._told(num_lost) if num_lost else None

@@ -7,17 +7,17 @@ nowhere: tokens can only be read again from a place on before which all that is 
 from bisect import bisect_right
 from collections.abc import Iterable
 
-from coordinator.kv_cache.block_placer import Placer
-from coordinator.kv_cache.lost_ranges import Loss, Range
-from coordinator.kv_cache.rank_mapping import Ranking
-from coordinator.kv_cache.segment_placement import Holding
-from coordinator.kv_cache.segments import Segments
-from coordinator.kv_cache.token_paths import Path
+from coordinator.kv_cache.block_placer import BlockPlacer
+from coordinator.kv_cache.lost_ranges import LostRanges, Range
+from coordinator.kv_cache.rank_mapping import RankMapping
+from coordinator.kv_cache.segment_placement import SegmentPlacement
+from coordinator.kv_cache.segments import SegmentStore
+from coordinator.kv_cache.token_paths import TokenPath
 from longleaf.rank_protocol.group_messages import SegmentLayout
 from longleaf.runs import ceil_div
 
 
-def regroup(placer: Placer, segments: Segments, ranking: Ranking, *, has_windows: bool) -> None:
+def regroup(placer: BlockPlacer, segments: SegmentStore, ranking: RankMapping, *, has_windows: bool) -> None:
     """Has the books be those of the next epoch. Nothing may be promised, and nothing under way.
 
     Without `has_windows` no rank holds windows any more that could tell them to others.
@@ -37,7 +37,7 @@ def regroup(placer: Placer, segments: Segments, ranking: Ranking, *, has_windows
                 _begin(segments, holding, ranges)
 
 
-def _is_on(segments: Segments, path: Path, gone: frozenset[int]) -> bool:
+def _is_on(segments: SegmentStore, path: TokenPath, gone: frozenset[int]) -> bool:
     """Whether anything of a path lies on ranks that are gone."""
     return any(
         run.rank in gone and run.start < end
@@ -46,9 +46,9 @@ def _is_on(segments: Segments, path: Path, gone: frozenset[int]) -> bool:
     )
 
 
-def _begin(segments: Segments, holding: Holding, ranges: list[Range]) -> Loss:
+def _begin(segments: SegmentStore, holding: SegmentPlacement, ranges: list[Range]) -> LostRanges:
     front = holding.loss.front if holding.loss else None
-    loss = Loss(ranges, holding.loss)
+    loss = LostRanges(ranges, holding.loss)
     loss.front = front  # until the next one is held
     if holding.loss:
         holding.loss.front = None
@@ -59,15 +59,15 @@ def _begin(segments: Segments, holding: Holding, ranges: list[Range]) -> Loss:
 class _Rolled:
     """Loses tokens where windows are replicated."""
 
-    def __init__(self, placer: Placer, segments: Segments) -> None:
+    def __init__(self, placer: BlockPlacer, segments: SegmentStore) -> None:
         assert placer.windows is not None
         self._placer = placer
         self._windows = placer.windows
         self._segments = segments
         self._holdings = segments.holdings
-        self._lost: dict[Holding, list[Range]] = {}
+        self._lost: dict[SegmentPlacement, list[Range]] = {}
 
-    def lose(self, lost: dict[Holding, list[Range]], *, has_windows: bool) -> None:
+    def lose(self, lost: dict[SegmentPlacement, list[Range]], *, has_windows: bool) -> None:
         first = {holding: ranges[0][0] for holding, ranges in lost.items()}
         self._lost = lost
         if not has_windows:
@@ -81,7 +81,7 @@ class _Rolled:
         for holding in self._holdings.lossy:
             self.count(holding)
 
-    def _first_seen(self, holding: Holding) -> int:
+    def _first_seen(self, holding: SegmentPlacement) -> int:
         """The first position of a segment whose windows are needed once it is held; its end if none are."""
         segment, seams = holding.segment, holding.seams.copy()
         front = holding.loss.front if holding.loss else None
@@ -92,7 +92,7 @@ class _Rolled:
             return segment.end
         return min(segment.end, max(segment.start, self._windows.first(place)))
 
-    def _lose_from(self, path: Path, position: int) -> None:
+    def _lose_from(self, path: TokenPath, position: int) -> None:
         """Loses what is read again so that a path is held to its end, of which `position` is lost."""
         place = self._place(path, position)
         for segment, part_start, part_end in path.parts():
@@ -102,7 +102,7 @@ class _Rolled:
                 holding.window_runs = self._placer.roll_back(holding.window_runs, start, None)
                 _begin(self._segments, holding, [(start, segment.end)])
 
-    def _place(self, path: Path, position: int) -> int:
+    def _place(self, path: TokenPath, position: int) -> int:
         """The nearest place up to `position` from which the path can be read: where a run begins, or did."""
         starts = {0}
         for segment, part_start, part_end in path.parts():
@@ -129,7 +129,7 @@ class _Rolled:
             if front is not None:
                 self._segments.let_go(path, front)
 
-    def count(self, holding: Holding) -> None:
+    def count(self, holding: SegmentPlacement) -> None:
         """Notes which windows a segment will have once it is held again."""
         loss, end = holding.loss, holding.segment.end
         assert loss is not None
@@ -141,7 +141,7 @@ class _Rolled:
             loss.window_blocks += pool.chunk_blocks(end + pool.num_blocks * size)
 
 
-def call(placer: Placer, segments: Segments, parked: Iterable[Holding]) -> None:
+def call(placer: BlockPlacer, segments: SegmentStore, parked: Iterable[SegmentPlacement]) -> None:
     """Has what is parked, each after what it continues, be lost instead: then it is read again."""
     for holding in parked:
         segments.call(holding)
@@ -149,7 +149,7 @@ def call(placer: Placer, segments: Segments, parked: Iterable[Holding]) -> None:
             _Rolled(placer, segments).count(holding)
 
 
-def lay_out(segments: Segments) -> tuple[SegmentLayout, ...]:
+def lay_out(segments: SegmentStore) -> tuple[SegmentLayout, ...]:
     """All that is held, or was and is lost. What was freed before need not be told any more."""
     segments.take_forgotten()
     told = [one for one in segments.holdings if one.segment.token_ids and not one.is_parked]

@@ -8,13 +8,13 @@ nothing could be read again.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from coordinator.kv_cache.block_placer import Placer
-from coordinator.kv_cache.lost_ranges import Loss, Range
-from coordinator.kv_cache.segment_placement import Holding
-from coordinator.kv_cache.segments import Segments
-from coordinator.kv_cache.token_paths import Path, Segment
+from coordinator.kv_cache.block_placer import BlockPlacer
+from coordinator.kv_cache.lost_ranges import LostRanges, Range
+from coordinator.kv_cache.segment_placement import SegmentPlacement
+from coordinator.kv_cache.segments import SegmentStore
+from coordinator.kv_cache.token_paths import Segment, TokenPath
 from longleaf.positions import EVERY_RANK
-from longleaf.rank_protocol.step import Portion, Restore
+from longleaf.rank_protocol.step import Restore, RestorePortion
 from longleaf.runs import Run, ceil_div
 
 MAX_FETCHED = 4
@@ -30,7 +30,7 @@ def nothing_kept(segment: int) -> bool:
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class RestoreChunk:
     """Blocks of a piece that a rank takes in; or, of the one with windows, that all ranks do."""
 
     ticket: int
@@ -45,16 +45,16 @@ class Part:
 
 
 @dataclass(slots=True, eq=False)
-class _Return:
+class _SegmentRestore:
     """A segment that comes back."""
 
-    holding: Holding
-    loss: Loss
+    holding: SegmentPlacement
+    loss: LostRanges
     left: list[tuple[int, list[Range]]] | None = None
     """Pieces, and what of them nobody fetches yet; None while it is not known which there are."""
     windows: tuple[Range, ...] = ()
     """What the piece of windows has."""
-    parts: dict[int, Part] = field(default_factory=dict[int, Part])
+    parts: dict[int, RestoreChunk] = field(default_factory=dict[int, RestoreChunk])
     """What is fetched and not held yet, by ticket."""
 
     @property
@@ -63,23 +63,23 @@ class _Return:
         return self.holding.loss is not self.loss
 
 
-class Restoring:
+class RestorePlanner:
     """Plans what comes back, one plan at a time, of segments that have blocks promised.
 
     Whoever fetches takes what is `wanted`, `ordered` and `discarded`, and tells what became of it.
     """
 
-    def __init__(self, placer: Placer, segments: Segments) -> None:
+    def __init__(self, placer: BlockPlacer, segments: SegmentStore) -> None:
         self._placer = placer
         self._holdings = segments.holdings
         self._segments = segments
         self.is_kept: Callable[[int], bool] = nothing_kept
         """Whether a segment is on storage, in a form that these ranks can take in."""
-        self._returns: dict[int, _Return] = {}
+        self._returns: dict[int, _SegmentRestore] = {}
         self._next_ticket = 0
-        self._under_way: tuple[_Return, list[Part]] | None = None
+        self._under_way: tuple[_SegmentRestore, list[RestoreChunk]] | None = None
         self._wanted: list[Segment] = []
-        self._ordered: list[Part] = []
+        self._ordered: list[RestoreChunk] = []
         self._discarded: list[int] = []
         self._faults: list[Exception] = []
         self._broken: list[int] = []
@@ -98,7 +98,7 @@ class Restoring:
         faults, self._faults = self._faults, []
         return faults
 
-    def has(self, holding: Holding) -> bool:
+    def has(self, holding: SegmentPlacement) -> bool:
         """Whether a segment comes back: until that has ended nothing of it may be read again."""
         found = self._returns.get(holding.segment.id)
         return found is not None and not found.is_stale
@@ -114,7 +114,7 @@ class Restoring:
         wanted, self._wanted = self._wanted, []
         return wanted
 
-    def take_ordered(self) -> list[Part]:
+    def take_ordered(self) -> list[RestoreChunk]:
         """What is to be fetched: `tell` says how that went. Each is given once."""
         ordered, self._ordered = self._ordered, []
         return ordered
@@ -143,7 +143,7 @@ class Restoring:
             one.left = []
         self._settle(one)
 
-    def _is_whole(self, one: _Return, low: int, high: int) -> bool:
+    def _is_whole(self, one: _SegmentRestore, low: int, high: int) -> bool:
         """Whether positions [low, high) are whole blocks of a segment; the last block of the segment may be partial."""
         segment, size = one.holding.segment, self._placer.block_size
         return (low - segment.start) % size == 0 and (high == segment.end or (high - segment.start) % size == 0)
@@ -176,7 +176,7 @@ class Restoring:
 
     # --- what is to be fetched ---
 
-    def go_on(self, paths: Iterable[Path]) -> None:
+    def go_on(self, paths: Iterable[TokenPath]) -> None:
         """Orders what can be fetched now, first what these paths need."""
         for one in [one for one in self._returns.values() if one.is_stale and not self._is_planned(one)]:
             self._forget(one)
@@ -190,7 +190,7 @@ class Restoring:
                 except Exception as error:
                     self._give_up(one, error)
 
-    def _begin(self, holding: Holding) -> _Return | None:
+    def _begin(self, holding: SegmentPlacement) -> _SegmentRestore | None:
         segment, loss = holding.segment, holding.loss
         if loss is None or loss.promise is None or not loss.may_return or not self.is_kept(segment.id):
             return None
@@ -198,11 +198,11 @@ class Restoring:
             return None
         if self._placer.windows is not None and (loss.left != [(segment.start, segment.end)] or holding.window_runs):
             return None
-        one = self._returns[segment.id] = _Return(holding, loss)
+        one = self._returns[segment.id] = _SegmentRestore(holding, loss)
         self._wanted.append(segment)
         return one
 
-    def _order(self, one: _Return) -> None:
+    def _order(self, one: _SegmentRestore) -> None:
         """Deals what is left of the pieces over the ranks, those with most room first, and none gets more than its
         share at once."""
         placer, promise = self._placer, one.loss.promise
@@ -229,8 +229,8 @@ class Restoring:
         found = [rank for rank, n in enumerate(counts) if pools[rank].num_free and (is_whole or n < MAX_FETCHED)]
         return max(found, key=lambda rank: pools[rank].num_free, default=None)
 
-    def _add(self, one: _Return, rank: int, piece: int, runs: tuple[Run, ...]) -> None:
-        part = Part(self._next_ticket, rank, one.holding.segment.id, piece, runs)
+    def _add(self, one: _SegmentRestore, rank: int, piece: int, runs: tuple[Run, ...]) -> None:
+        part = RestoreChunk(self._next_ticket, rank, one.holding.segment.id, piece, runs)
         self._next_ticket += 1
         one.parts[part.ticket] = part
         self._ordered.append(part)
@@ -248,20 +248,20 @@ class Restoring:
                     self._give_up(one, error)
         return None
 
-    def _give_up(self, one: _Return, error: Exception) -> None:
+    def _give_up(self, one: _SegmentRestore, error: Exception) -> None:
         """What storage has of a segment cannot be used, whatever it is."""
         self._faults.append(error)
         self.refuse(one.holding.segment.id)
 
-    def _ready(self, one: _Return) -> list[Part]:
+    def _ready(self, one: _SegmentRestore) -> list[RestoreChunk]:
         there = [part for part in one.parts.values() if part.is_there]
         if self._placer.windows is not None:
             return there if not one.left and len(there) == len(one.parts) else []
         return list({part.rank: part for part in reversed(there)}.values())
 
-    def _plan(self, one: _Return, parts: list[Part]) -> Restore:
+    def _plan(self, one: _SegmentRestore, parts: list[RestoreChunk]) -> Restore:
         holding = one.holding
-        portions = tuple(Portion(part.ticket, part.runs) for part in parts if part.runs)
+        portions = tuple(RestorePortion(part.ticket, part.runs) for part in parts if part.runs)
         windows = next((part for part in parts if part.piece == OF_WINDOWS), None)
         if windows is not None:
             assert one.loss.promise is not None
@@ -271,7 +271,7 @@ class Restoring:
             return Restore(holding.segment.id, holding.segment.start, portions)
         return Restore(holding.segment.id, holding.segment.start, portions, holding.window_runs, windows.ticket)
 
-    def _window_ranges(self, one: _Return) -> list[Range]:
+    def _window_ranges(self, one: _SegmentRestore) -> list[Range]:
         """What is restored of windows: whole blocks of the piece, from that on in which the first begins that is
         seen."""
         size, found = self._placer.block_size, list[Range]()
@@ -281,7 +281,7 @@ class Restoring:
                 found.append((first, high))
         return found
 
-    def _is_covered(self, one: _Return) -> bool:
+    def _is_covered(self, one: _SegmentRestore) -> bool:
         """Whether pieces have all that is lost of a segment, and windows all that is seen of it, for which there is
         room."""
         loss, promise, end = one.loss, one.loss.promise, one.holding.segment.end
@@ -294,7 +294,7 @@ class Restoring:
         is_seen = sum(high - low for low, high in seen) == end - min(end, loss.windows_from)
         return is_whole and is_seen and num_blocks <= promise.left.windows
 
-    def commit(self) -> Holding | None:
+    def commit(self) -> SegmentPlacement | None:
         """What was under way is held. Gives the segment, if anybody still needs it."""
         assert self._under_way is not None
         (one, parts), self._under_way = self._under_way, None
@@ -336,22 +336,22 @@ class Restoring:
 
     # --- what does not come back ---
 
-    def _is_planned(self, one: _Return) -> bool:
+    def _is_planned(self, one: _SegmentRestore) -> bool:
         """A plan under way needs what was fetched of it."""
         return self._under_way is not None and self._under_way[0] is one
 
-    def _settle(self, one: _Return) -> None:
+    def _settle(self, one: _SegmentRestore) -> None:
         """Ends what has nothing more to come: what is lost still is read again."""
         if one.left == [] and not one.parts and not one.is_stale:
             one.loss.may_return = False
             self._forget(one)
 
-    def _forget(self, one: _Return) -> None:
+    def _forget(self, one: _SegmentRestore) -> None:
         for part in list(one.parts.values()):
             self._drop(one, part)
         del self._returns[one.holding.segment.id]
 
-    def _drop(self, one: _Return, part: Part) -> None:
+    def _drop(self, one: _SegmentRestore, part: RestoreChunk) -> None:
         del one.parts[part.ticket]
         self._discarded.append(part.ticket)
         if not one.is_stale:  # else they are free by now

@@ -7,15 +7,15 @@ from collections.abc import Sequence as TokenIds
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from coordinator.engine_messages import Claim, Document, Prompt
-from coordinator.kv_cache.block_placer import Blocks
-from coordinator.kv_cache.contexts import Contexts, NamedPath
+from coordinator.engine_messages import DocumentPrompt, Prompt, SchedulingClaim
+from coordinator.kv_cache.block_placer import BlockCount
+from coordinator.kv_cache.contexts import ContextTable, NamedContext
 from coordinator.kv_cache.positions import UNLIMITED, Ropes
-from coordinator.kv_cache.segments import Segments
-from coordinator.kv_cache.token_paths import Path, Segment
+from coordinator.kv_cache.segments import SegmentStore
+from coordinator.kv_cache.token_paths import Segment, TokenPath
 from coordinator.scheduling.jobs import IngestJob, Job, Request
-from coordinator.scheduling.limits import MAX_TOKENS, Limits, num_fed
-from coordinator.scheduling.prefill_cursor import Reading
+from coordinator.scheduling.limits import MAX_TOKENS, JobLimits, num_fed
+from coordinator.scheduling.prefill_cursor import PrefillCursor
 from coordinator.scheduling.requests import Requests
 from coordinator.scheduling.sequences import Sequence
 from coordinator.scheduling.throughput import Speeds
@@ -37,9 +37,9 @@ class Admission:
     def __init__(
         self,
         config: EngineConfig,
-        limits: Limits,
-        contexts: Contexts,
-        segments: Segments,
+        limits: JobLimits,
+        contexts: ContextTable,
+        segments: SegmentStore,
         requests: Requests,
         speeds: Speeds,
         *,
@@ -54,7 +54,9 @@ class Admission:
         self._can_park = can_park
         """What nobody asks makes room."""
 
-    def admit(self, request_id: int, asked: Prompt | Document, now: float, begin_waiting: Callable[[], None]) -> Job:
+    def admit(
+        self, request_id: int, asked: Prompt | DocumentPrompt, now: float, begin_waiting: Callable[[], None]
+    ) -> Job:
         """The job of a request, which may wait for its turn. `begin_waiting` lets those begin for whom there is room.
 
         Raises AlreadyExists, NotFound, InvalidArgument, DeadlineExceeded when the deadline cannot be met, Unavailable
@@ -74,7 +76,7 @@ class Admission:
             self._check_time(job, jobs, job.request.claim.deadline - now)
         return job
 
-    def _trouble_in_line(self, claim: Claim) -> str:
+    def _trouble_in_line(self, claim: SchedulingClaim) -> str:
         """What keeps a request from waiting; empty where it may. One of several tenants may fill half of the queue, so
         that the others find a place in it."""
         in_line, most = self._requests.in_line(), self._config.max_waiting
@@ -99,7 +101,7 @@ class Admission:
         if context is not None:
             ropes, capacity = Ropes(context.rope, context.rope), context.capacity
             if (others := self._other_ropes(prompt, context, num_positions)) is not None:
-                ropes, capacity, path = others, UNLIMITED, Path()
+                ropes, capacity, path = others, UNLIMITED, TokenPath()
                 token_ids = context.path.token_ids() + array("I", prompt.token_ids)
                 prompt = replace(prompt, context=None, token_ids=token_ids)
         request = Request(
@@ -112,13 +114,13 @@ class Admission:
         )
         num_tokens = len(prompt.token_ids)
         num_prefill = self._limits.num_prefill(num_tokens, prompt.num_samples, prompt.num_rows)
-        reading = Reading(path, _array(prompt.token_ids), num_prefill)
+        reading = PrefillCursor(path, _array(prompt.token_ids), num_prefill)
         self._limits.check(reading, request.capacity, "input", 0)
         self._limits.check(reading, request.capacity, MAX_TOKENS, max_tokens)
         blocks = self._limits.check(reading, request.capacity, "sample_count", max_tokens, prompt.num_samples)
         return Sequence(request, prompt, reading, blocks, range(prompt.num_samples))
 
-    def _other_ropes(self, prompt: Prompt, context: NamedPath, num_positions: int) -> Ropes | None:
+    def _other_ropes(self, prompt: Prompt, context: NamedContext, num_positions: int) -> Ropes | None:
         """How a question is rotated that needs keys of another scaling than those of its context, at once or when the
         answer has become longer: it is a prompt of all tokens, which finds what is held of them with the right scaling.
         None where the question goes on from the context's keys."""
@@ -126,10 +128,10 @@ class Admission:
         needed = {ropes.at(context.num_tokens + len(prompt.token_ids)), ropes.at(num_positions)}
         return ropes if prompt.is_whole and needed != {context.rope} else None
 
-    def _origin(self, prompt: Prompt, context: NamedPath | None) -> Path:
+    def _origin(self, prompt: Prompt, context: NamedContext | None) -> TokenPath:
         """Where a prompt goes on. Raises NotFound where the context is another one by now, and InvalidArgument where it
         has not what is to be hidden."""
-        path, beginning = context.path if context else Path(), prompt.beginning
+        path, beginning = context.path if context else TokenPath(), prompt.beginning
         if context is not None and beginning is not None:
             is_there = path.end >= beginning.end and path.cut(beginning.end).ids == beginning.segments
             # where a document ends all that the next token sees comes back, also if nothing of it is held now
@@ -143,7 +145,7 @@ class Admission:
                 raise InvalidArgument(f"hidden[{i}]", told)
         return path
 
-    def _ingest(self, request_id: int, document: Document) -> IngestJob:
+    def _ingest(self, request_id: int, document: DocumentPrompt) -> IngestJob:
         context, token_ids = document.context, document.token_ids
         is_busy = bool(self._requests.ingests_into(context))
         if not document.append and (is_busy or context in self._contexts):
@@ -155,10 +157,10 @@ class Admission:
             seconds = self._speeds.retry_seconds(1)
             raise ResourceExhausted(f"contexts/{context}", "another document is being appended", seconds)
         declared = None if document.settings.capacity is UNSET else document.settings.capacity
-        positions, path = self._limits.positions, known.path if known else Path()
+        positions, path = self._limits.positions, known.path if known else TokenPath()
         capacity = known.capacity if known else positions.capacity(len(token_ids), declared)
         rope = known.rope if known else positions.rope(capacity)
-        reading = Reading(path, _array(token_ids), len(token_ids))
+        reading = PrefillCursor(path, _array(token_ids), len(token_ids))
         blocks = self._limits.check(reading, capacity, "text", 0, num_tails=0)
         request = Request(request_id, document.claim, path, Ropes(rope, rope), capacity)
         return IngestJob(request, document, reading, blocks)
@@ -171,17 +173,17 @@ class Admission:
         kept = self._lasting([job, *jobs])
         answers = [other for other in jobs if isinstance(other, Sequence)]
         leaving = {s.id: s for path in self._asked(answers) for s in path.segments if s.id not in kept}
-        coming = sum((other.num_blocks for other in jobs if isinstance(other, IngestJob)), Blocks())
+        coming = sum((other.num_blocks for other in jobs if isinstance(other, IngestJob)), BlockCount())
         holdings = self._segments.holdings
         held = self._limits.wanted(holdings.of(kept.values())) + coming + self._limits.rolling
         self._limits.check_room(job.num_blocks, held, None)
         held += self._limits.wanted(holdings.of(leaving.values()))
         if isinstance(job, IngestJob):
             needs = [other.num_blocks for other in answers]
-            held += Blocks(max((n.sharded for n in needs), default=0), max((n.windows for n in needs), default=0))
+            held += BlockCount(max((n.sharded for n in needs), default=0), max((n.windows for n in needs), default=0))
         self._limits.check_room(job.num_blocks, held, self._speeds.retry_seconds(len(jobs)))
 
-    def _asked(self, answers: list[Sequence]) -> list[Path]:
+    def _asked(self, answers: list[Sequence]) -> list[TokenPath]:
         """What is held while these go on."""
         bound = self._contexts.bound({answer.context for answer in answers}) if self._can_park else []
         return [*(answer.request.origin for answer in answers), *(context.path for context in bound)]

@@ -3,18 +3,18 @@
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 
-from coordinator.kv_cache.contexts import Contexts, NamedPath
-from coordinator.kv_cache.segment_placement import Holding
+from coordinator.kv_cache.contexts import ContextTable, NamedContext
+from coordinator.kv_cache.segment_placement import SegmentPlacement
 from coordinator.scheduling.requests import Requests
 
-Call = Callable[[Sequence[Holding]], None]
+Call = Callable[[Sequence[SegmentPlacement]], None]
 """Has what is parked be read again; each comes after what it continues."""
 
 
-class Resting:
+class ContextActivation:
     """Wakes contexts, and has those rest again that nobody needs."""
 
-    def __init__(self, contexts: Contexts, requests: Requests) -> None:
+    def __init__(self, contexts: ContextTable, requests: Requests) -> None:
         self._contexts = contexts
         self._requests = requests
         self._admitting: str | None = None
@@ -30,7 +30,7 @@ class Resting:
         return {*self._requests.contexts, self._admitting}
 
     @contextmanager
-    def called(self, context: NamedPath | None, call: Call) -> Generator[None, None, None]:
+    def called(self, context: NamedContext | None, call: Call) -> Generator[None, None, None]:
         """Has a context that rests come back, unless who asks it is refused meanwhile."""
         was_resting = context is not None and context.is_resting
         self._admitting = context.id if context else None

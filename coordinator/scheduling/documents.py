@@ -1,10 +1,10 @@
 """What a scheduler does about contexts, and the documents that they are made of. Pure."""
 
 from coordinator.engine_messages import Acknowledged, Outcome
-from coordinator.kv_cache.contexts import Contexts, NamedPath
-from coordinator.scheduling.context_activation import Resting
-from coordinator.scheduling.job_lifecycle import Lives
-from coordinator.scheduling.job_recovery import Healing
+from coordinator.kv_cache.contexts import ContextTable, NamedContext
+from coordinator.scheduling.context_activation import ContextActivation
+from coordinator.scheduling.job_lifecycle import JobLifecycle
+from coordinator.scheduling.job_recovery import JobRecovery
 from coordinator.scheduling.jobs import IngestJob
 from coordinator.scheduling.requests import Requests
 from longleaf.errors import AlreadyExists
@@ -13,13 +13,13 @@ from longleaf.errors import AlreadyExists
 class Documents:
     """The part of a scheduler that keeps contexts. Times called `now` are in seconds since the epoch."""
 
-    contexts: Contexts
+    contexts: ContextTable
     _faults: list[Exception]
-    _healing: Healing
-    _lives: Lives
+    _healing: JobRecovery
+    _lives: JobLifecycle
     _outcomes: list[Outcome]
     _requests: Requests
-    _resting: Resting
+    _resting: ContextActivation
 
     def sealed(self, request_id: int) -> IngestJob | None:
         """The document that waits to be acknowledged; None when it was given up meanwhile."""
@@ -50,7 +50,9 @@ class Documents:
         self._outcomes.append((job.request.id, Acknowledged(document.context)))
         self._lives.finish(job)
 
-    def fork_context(self, source: str, context_id: str, num_tokens: int | None = None, now: float = 0.0) -> NamedPath:
+    def fork_context(
+        self, source: str, context_id: str, num_tokens: int | None = None, now: float = 0.0
+    ) -> NamedContext:
         """A new context of the first `num_tokens` tokens of another, by default all; both go on by themselves.
 
         Raises NotFound, AlreadyExists, InvalidArgument naming token_count, or Unavailable.

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator
 from typing import Generic, TypeVar
 
-from coordinator.engine_messages import Claim
+from coordinator.engine_messages import SchedulingClaim
 from coordinator.scheduling.jobs import Job
 from longleaf.types import Account
 
@@ -13,7 +13,7 @@ AGEING = 8
 """One of so many turns goes to whoever waits longest, whatever its priority and its client."""
 
 
-class Served(Generic[Whom]):
+class ServiceCounter(Generic[Whom]):
     """Tokens that each has been served.
 
     Whoever comes counts as served as few as the least served one that is there, so that absence saves nothing up and
@@ -39,7 +39,7 @@ class Served(Generic[Whom]):
         self._tokens = {whom: served for whom, served in self._tokens.items() if whom in those}
 
 
-class Turns:
+class FairOrder:
     """Deals turns. The tenant that was served the fewest tokens goes first; within it higher priorities, and among
     equal ones the client that was served the fewest. Nobody gets ahead of another tenant by a priority or many clients.
 
@@ -47,8 +47,8 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self._tenants = Served[str]()
-        self._accounts = Served[Account]()
+        self._tenants = ServiceCounter[str]()
+        self._accounts = ServiceCounter[Account]()
         self._num_turns = 0
 
     @property
@@ -70,7 +70,7 @@ class Turns:
             ordered.insert(0, oldest)
         return ordered
 
-    def _rank(self, claim: Claim) -> tuple[int, int, int]:
+    def _rank(self, claim: SchedulingClaim) -> tuple[int, int, int]:
         return self._tenants[claim.tenant], -claim.priority, self._accounts[claim.account]
 
     def take(self, account: Account, num_tokens: int) -> None:
@@ -95,7 +95,7 @@ class Queue:
 
     def __init__(self) -> None:
         self._jobs: dict[int, Job] = {}
-        self.turns = Turns()
+        self.turns = FairOrder()
         """Turns of those that may begin."""
 
     def __len__(self) -> int:

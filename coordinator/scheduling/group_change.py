@@ -1,22 +1,22 @@
 """What a scheduler does when the ranks change, and until all that was lost is held again. Pure."""
 
-from coordinator.engine_messages import GivenUp, Recovering
-from coordinator.kv_cache.rank_mapping import Ranking
-from coordinator.kv_cache.segments import Segments
+from coordinator.engine_messages import ContextDropped, Recovering
+from coordinator.kv_cache.rank_mapping import RankMapping
+from coordinator.kv_cache.segments import SegmentStore
 from coordinator.recovery.fault_score import BREAK
-from coordinator.recovery.recovery import Recovery
+from coordinator.recovery.recovery import RecoveryManager
 from coordinator.recovery.remap import lay_out
-from coordinator.recovery.restore import Restoring
-from coordinator.scheduling.job_recovery import Healing
+from coordinator.recovery.restore import RestorePlanner
+from coordinator.scheduling.job_recovery import JobRecovery
 from longleaf.rank_protocol.group_messages import SegmentLayout
 
 
 class AcrossEpochs:
     """The part of a scheduler that outlives its epochs."""
 
-    segments: Segments
-    _healing: Healing
-    _recovery: Recovery
+    segments: SegmentStore
+    _healing: JobRecovery
+    _recovery: RecoveryManager
 
     def roll_back(self, steps: tuple[int, ...] = (), suspicion: int = BREAK) -> None:
         """The epoch is over. Plans under way never were, and may not be committed; nothing is scheduled until
@@ -27,7 +27,7 @@ class AcrossEpochs:
         """
         self._healing.roll_back(steps, suspicion)
 
-    def change_ranks(self, ranking: Ranking, *, may_grow: bool = False) -> None:
+    def change_ranks(self, ranking: RankMapping, *, may_grow: bool = False) -> None:
         """Goes on with the ranks of another epoch, after `roll_back`. They must be told `layout` before any plan.
 
         What they cannot hold is given up, unless others are to come (`may_grow`): in another epoch, or else `settle`
@@ -54,7 +54,7 @@ class AcrossEpochs:
         return self._recovery.is_moving
 
     @property
-    def restoring(self) -> Restoring:
+    def restoring(self) -> RestorePlanner:
         """What comes back from storage. Whoever tells it something schedules then."""
         return self._recovery.restoring
 
@@ -63,6 +63,6 @@ class AcrossEpochs:
         """How far all that was lost is held again; None when it is."""
         return self._recovery.total
 
-    def take_given_up(self) -> list[GivenUp]:
+    def take_given_up(self) -> list[ContextDropped]:
         """Contexts that were given up; each is told once."""
         return self._healing.take_given_up()

@@ -4,21 +4,21 @@ job, and every job that runs something to do."""
 from collections import Counter
 from collections.abc import Iterable
 
-from coordinator.kv_cache.block_placer import Placer
-from coordinator.kv_cache.contexts import Contexts
-from coordinator.kv_cache.segment_placement import Holdings
-from coordinator.kv_cache.segments import Segments
-from coordinator.kv_cache.token_paths import Path
-from coordinator.recovery.recovery import Recovery
+from coordinator.kv_cache.block_placer import BlockPlacer
+from coordinator.kv_cache.contexts import ContextTable
+from coordinator.kv_cache.segment_placement import SegmentPlacements
+from coordinator.kv_cache.segments import SegmentStore
+from coordinator.kv_cache.token_paths import TokenPath
+from coordinator.recovery.recovery import RecoveryManager
 from coordinator.scheduling.jobs import Job
 from coordinator.scheduling.sequences import Sequence
 
 
 def audit_holdings(
-    segments: Segments,
-    contexts: Contexts,
-    placer: Placer,
-    recovery: Recovery,
+    segments: SegmentStore,
+    contexts: ContextTable,
+    placer: BlockPlacer,
+    recovery: RecoveryManager,
     waiting_and_running: tuple[tuple[Job, ...], tuple[Job, ...]],
 ) -> None:
     """Raises AssertionError where the books do not add up."""
@@ -48,7 +48,7 @@ def audit_holdings(
     assert placer.num_reserved == sum((one.left for one in reservations), recovery.num_promised)
 
 
-def _audit_seams(holdings: Holdings, placer: Placer, places: Iterable[tuple[Path, int]]) -> None:
+def _audit_seams(holdings: SegmentPlacements, placer: BlockPlacer, places: Iterable[tuple[TokenPath, int]]) -> None:
     """Each place holds the windows before it, and nothing else is held of what is sealed, and not being read again: the
     first block of each run is seen."""
     held: dict[int, Counter[int]] = {}

@@ -1,7 +1,7 @@
 """The jobs that wait and those that run, and how they stop. Pure."""
 
 from coordinator.engine_messages import Failed, Outcome
-from coordinator.kv_cache.segments import Segments
+from coordinator.kv_cache.segments import SegmentStore
 from coordinator.scheduling.fair_queue import Queue
 from coordinator.scheduling.jobs import Job
 from coordinator.scheduling.planner import Planner
@@ -12,11 +12,17 @@ from coordinator.scheduling.throughput import Speeds
 from longleaf.errors import LongleafError
 
 
-class Lives:
+class JobLifecycle:
     """Jobs from when they are admitted to their end."""
 
     def __init__(
-        self, segments: Segments, requests: Requests, queue: Queue, planner: Planner, sharing: Sharing, speeds: Speeds
+        self,
+        segments: SegmentStore,
+        requests: Requests,
+        queue: Queue,
+        planner: Planner,
+        sharing: Sharing,
+        speeds: Speeds,
     ) -> None:
         self.requests = requests
         self.queue = queue

@@ -3,20 +3,20 @@
 from collections.abc import Iterator
 from collections.abc import Sequence as Several
 
-from coordinator.engine_messages import GivenUp
-from coordinator.kv_cache.block_placer import Blocks, Placer
-from coordinator.kv_cache.contexts import Contexts, NamedPath
-from coordinator.kv_cache.eviction import Parking
-from coordinator.kv_cache.rank_mapping import Ranking
-from coordinator.kv_cache.segment_placement import Holding
-from coordinator.kv_cache.segments import Segments
-from coordinator.kv_cache.token_paths import Path, Segment
+from coordinator.engine_messages import ContextDropped
+from coordinator.kv_cache.block_placer import BlockCount, BlockPlacer
+from coordinator.kv_cache.contexts import ContextTable, NamedContext
+from coordinator.kv_cache.eviction import ContextEvictor
+from coordinator.kv_cache.rank_mapping import RankMapping
+from coordinator.kv_cache.segment_placement import SegmentPlacement
+from coordinator.kv_cache.segments import SegmentStore
+from coordinator.kv_cache.token_paths import Segment, TokenPath
 from coordinator.recovery.fault_score import GUILTY
-from coordinator.recovery.recovery import Recovery
-from coordinator.scheduling.capacity_shrink import Fitting, asks
-from coordinator.scheduling.job_lifecycle import Lives
+from coordinator.recovery.recovery import RecoveryManager
+from coordinator.scheduling.capacity_shrink import CapacityShrink, asks
+from coordinator.scheduling.job_lifecycle import JobLifecycle
 from coordinator.scheduling.jobs import IngestJob, Job
-from coordinator.scheduling.limits import Limits
+from coordinator.scheduling.limits import JobLimits
 from coordinator.scheduling.sequences import Sequence
 from longleaf.errors import ContextLost, LongleafError, ResourceExhausted
 from longleaf.rank_protocol.step import StepResult
@@ -25,18 +25,18 @@ from longleaf.types import Recovering
 NO_ROOM = "the ranks that are left have no room for it"
 
 
-class Healing:
+class JobRecovery:
     """Takes jobs from epoch to epoch: back to what was committed, then on as soon as nothing of their paths is lost."""
 
     def __init__(
         self,
-        placer: Placer,
-        segments: Segments,
-        contexts: Contexts,
-        limits: Limits,
-        recovery: Recovery,
-        lives: Lives,
-        parking: Parking | None,
+        placer: BlockPlacer,
+        segments: SegmentStore,
+        contexts: ContextTable,
+        limits: JobLimits,
+        recovery: RecoveryManager,
+        lives: JobLifecycle,
+        parking: ContextEvictor | None,
     ) -> None:
         """Without `parking`, what cannot be held is given up."""
         self._placer = placer
@@ -47,8 +47,8 @@ class Healing:
         self._recovery = recovery
         self._lives = lives
         self._parking = parking
-        self._fitting = Fitting(placer, segments, contexts, limits, recovery)
-        self._given_up: list[GivenUp] = []
+        self._fitting = CapacityShrink(placer, segments, contexts, limits, recovery)
+        self._given_up: list[ContextDropped] = []
         self.is_between_epochs = False
         """Nothing may be planned."""
         self.is_over = True
@@ -71,7 +71,7 @@ class Healing:
         if reread and reread.loss and reread.loss.suspicion >= GUILTY:
             self._give_up_all(reread.segment, "the ranks broke whenever it was read again")
 
-    def change_ranks(self, ranking: Ranking, *, may_grow: bool) -> None:
+    def change_ranks(self, ranking: RankMapping, *, may_grow: bool) -> None:
         """Has the books be those of other ranks; documents under way wait until they have room again."""
         assert self.is_between_epochs
         for job in self._ingests():
@@ -110,7 +110,7 @@ class Healing:
 
     # --- until all is held again ---
 
-    def call(self, parked: Several[Holding]) -> None:
+    def call(self, parked: Several[SegmentPlacement]) -> None:
         """Somebody needs what is parked: it is read again, each after what it continues."""
         self._recovery.call(parked)
         self.is_over = self.is_over and not parked
@@ -152,7 +152,7 @@ class Healing:
         if tail.holding.loss is None:
             windows = pool.chunk_blocks(len(job.reading.token_ids)) - tail.holding.num_blocks.windows
         needed = self._limits.num_blocks(job.reading, 0, 0).sharded
-        more = Blocks(needed - left.sharded, max(0, windows - left.windows))
+        more = BlockCount(needed - left.sharded, max(0, windows - left.windows))
         return self._segments.make_room(more) and self._placer.add(tail.reservation, more)
 
     @property
@@ -167,7 +167,7 @@ class Healing:
         is_next = not (self._recovery.is_over and self.is_settled)
         return is_next and self._holdings.holds(job.request.origin)
 
-    def _waiting(self) -> Iterator[tuple[Job, Path]]:
+    def _waiting(self) -> Iterator[tuple[Job, TokenPath]]:
         """The jobs that may wait for what is lost, and their paths: the most urgent first."""
         for job in self._lives.queue.order():
             yield job, job.request.origin
@@ -175,7 +175,7 @@ class Healing:
             if not job.tail.is_ready:
                 yield job, job.tail.segment.path
 
-    def paths(self) -> Iterator[Path]:
+    def paths(self) -> Iterator[TokenPath]:
         """What jobs may wait for, the most urgent first."""
         return (path for _, path in self._waiting())
 
@@ -198,19 +198,19 @@ class Healing:
 
     # --- what cannot be held ---
 
-    def take_given_up(self) -> list[GivenUp]:
+    def take_given_up(self) -> list[ContextDropped]:
         """Contexts that were given up; each is told once."""
         given_up, self._given_up = self._given_up, []
         return given_up
 
-    def _give_up(self, context: NamedPath, reason: str) -> None:
+    def _give_up(self, context: NamedContext, reason: str) -> None:
         """A context is deleted; where contexts are kept, it is parked."""
         if self._parking is not None:
             error = ResourceExhausted("pool", f"contexts/{context.id}: {reason}")
             self._fail_asking(context, error)
             self._contexts.rest(context)
             return
-        self._given_up.append(GivenUp(context.id, context.num_tokens, reason))
+        self._given_up.append(ContextDropped(context.id, context.num_tokens, reason))
         self._fail_asking(context, ContextLost(f"contexts/{context.id}", f"it was given up: {reason}"))
         self._contexts.delete(context.id)
         self._lives.may_begin = True
@@ -220,7 +220,7 @@ class Healing:
         self._give_up_all(segment, "its tokens could not be recomputed")
         self.go_on()
 
-    def _fail_asking(self, context: NamedPath, error: LongleafError) -> None:
+    def _fail_asking(self, context: NamedContext, error: LongleafError) -> None:
         for job in list(self._lives.requests.jobs()):
             if asks(job, context) and self._lives.requests.get(job.request.id) is not None:
                 self._lives.fail(job, error)

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeVar
 
-from coordinator.engine_messages import Claim, Document, Failed
-from coordinator.kv_cache.block_placer import Blocks, Placer
+from coordinator.engine_messages import DocumentPrompt, Failed, SchedulingClaim
+from coordinator.kv_cache.block_placer import BlockCount, BlockPlacer
 from coordinator.kv_cache.positions import Ropes
-from coordinator.kv_cache.token_paths import Path
-from coordinator.scheduling.prefill_cursor import Reading, Tail
+from coordinator.kv_cache.token_paths import TokenPath
+from coordinator.scheduling.prefill_cursor import GrowingSegment, PrefillCursor
 from longleaf.errors import LongleafError, NotFinite, Unavailable
 from longleaf.positions import Rope
 from longleaf.rank_protocol.step import Prefill, Work
@@ -25,8 +25,8 @@ class Request:
 
     id: int
     """Ids grow: of two requests the one with the smaller id is older."""
-    claim: Claim
-    origin: Path
+    claim: SchedulingClaim
+    origin: TokenPath
     """Where its tokens begin: the context's path."""
     ropes: Ropes
     """How they are rotated: as those of the path."""
@@ -70,7 +70,7 @@ class Job:
     noun = "prompt"
     """What the tokens are to the client."""
 
-    def __init__(self, request: Request, job_id: int, reading: Reading, num_blocks: Blocks) -> None:
+    def __init__(self, request: Request, job_id: int, reading: PrefillCursor, num_blocks: BlockCount) -> None:
         self.request = request
         self.id = job_id
         self.reading = reading
@@ -88,14 +88,14 @@ class Job:
         self.is_spared = False
         """Began for its age, and is not preempted before it ends."""
         self._num_charged = 0
-        self._tail: Tail | None = None
+        self._tail: GrowingSegment | None = None
 
     @property
     def is_running(self) -> bool:
         return self.phase is not Phase.WAITING
 
     @property
-    def tail(self) -> Tail:
+    def tail(self) -> GrowingSegment:
         """The segment that the job grows while it runs."""
         assert self._tail is not None
         return self._tail
@@ -143,7 +143,7 @@ class Job:
         """Whoever of a tenant has the least one gives way first: see `as_victims`."""
         return not self.request.is_paused, self.request.claim.priority, -self.id
 
-    def begin(self, tail: Tail, step: int) -> None:
+    def begin(self, tail: GrowingSegment, step: int) -> None:
         """Reads into `tail` from now on, which is after step number `step`."""
         self.phase, self._tail = Phase.READING, tail
         self.num_begins += 1
@@ -160,17 +160,17 @@ class Job:
         unused, self._num_charged = min(self._num_charged, self.num_tokens_left), 0
         return unused
 
-    def go_on(self, tail: Tail) -> None:
+    def go_on(self, tail: GrowingSegment) -> None:
         """Goes on in `tail`, with what was read before on its path."""
         self.reading.path, self._tail = tail.segment.before, tail
 
-    def stop(self) -> Tail:
+    def stop(self) -> GrowingSegment:
         """Neither reads nor answers from now on; gives up its tail."""
         tail, self._tail = self.tail, None
         self.phase = Phase.WAITING
         return tail
 
-    def next_chunk(self, placer: Placer, size: int, step: int) -> Prefill:
+    def next_chunk(self, placer: BlockPlacer, size: int, step: int) -> Prefill:
         """Places the next chunk, which step number `step` reads, and says what the ranks must do."""
         tail, start = self.tail, self.tail.segment.end
         token_ids = self.reading.next_chunk(size)
@@ -179,7 +179,7 @@ class Job:
         window_runs = tail.holding.window_runs
         return Prefill(tail.path_ids, start, token_ids, pieces, self.rope, window_runs, self.hidden)
 
-    def roll_back(self, placer: Placer) -> None:
+    def roll_back(self, placer: BlockPlacer) -> None:
         """Goes back to the last chunk that was read: plans that came later never were."""
         if self.reading.roll_back():
             self.tail.roll_back(self.tail.segment.start + self.reading.num_read, placer)
@@ -223,11 +223,13 @@ class IngestJob(Job):
 
     noun = "document"
 
-    def __init__(self, request: Request, document: Document, reading: Reading, num_blocks: Blocks) -> None:
+    def __init__(
+        self, request: Request, document: DocumentPrompt, reading: PrefillCursor, num_blocks: BlockCount
+    ) -> None:
         super().__init__(request, request.id, reading, num_blocks)
         self.document = document
 
-    def begin(self, tail: Tail, step: int) -> None:
+    def begin(self, tail: GrowingSegment, step: int) -> None:
         super().begin(tail, step)
         tail.segment.text = self.document.text
 

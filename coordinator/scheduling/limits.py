@@ -3,11 +3,11 @@
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from coordinator.kv_cache.block_placer import Blocks, Placer
+from coordinator.kv_cache.block_placer import BlockCount, BlockPlacer
 from coordinator.kv_cache.positions import Positions
-from coordinator.kv_cache.segment_placement import Holding, Holdings, count_all
-from coordinator.kv_cache.token_paths import Path
-from coordinator.scheduling.prefill_cursor import Reading
+from coordinator.kv_cache.segment_placement import SegmentPlacement, SegmentPlacements, count_all
+from coordinator.kv_cache.token_paths import TokenPath
+from coordinator.scheduling.prefill_cursor import PrefillCursor
 from longleaf.config import EngineConfig
 from longleaf.errors import InvalidArgument, ResourceExhausted
 
@@ -16,10 +16,12 @@ REPLACED_SECONDS = 5.0
 """After which it is worth asking again for what all ranks have room for, and fewer have not."""
 
 
-class Limits:
+class JobLimits:
     """What the model's positions and the pool of all ranks allow."""
 
-    def __init__(self, config: EngineConfig, placer: Placer, holdings: Holdings, positions: Positions) -> None:
+    def __init__(
+        self, config: EngineConfig, placer: BlockPlacer, holdings: SegmentPlacements, positions: Positions
+    ) -> None:
         self._config = config
         self._placer = placer
         self._holdings = holdings
@@ -27,19 +29,19 @@ class Limits:
         self.may_grow = False
         """More ranks are to come."""
 
-    def wanted(self, holdings: Sequence[Holding]) -> Blocks:
+    def wanted(self, holdings: Sequence[SegmentPlacement]) -> BlockCount:
         """The blocks of holdings once nothing of them is lost."""
         blocks = count_all(holdings)
         if not self._holdings.is_whole:
             size = self._placer.block_size
-            blocks = sum((holding.num_wanted(size) for holding in holdings), Blocks())
+            blocks = sum((holding.num_wanted(size) for holding in holdings), BlockCount())
         return blocks
 
     @property
-    def rolling(self) -> Blocks:
+    def rolling(self) -> BlockCount:
         """Blocks that are needed only while something is read again."""
         sizes = [holding.loss.num_tokens for holding in self._holdings.lossy if holding.loss]
-        return Blocks(windows=max(map(self._placer.window_pool.chunk_blocks, sizes), default=0))
+        return BlockCount(windows=max(map(self._placer.window_pool.chunk_blocks, sizes), default=0))
 
     def num_prefill(self, num_tokens: int, num_samples: int, num_rows: int = 1) -> int:
         """How many of the `num_tokens` of a prompt that are not held go through chunks: all but the last `num_rows`,
@@ -53,7 +55,9 @@ class Limits:
         num_prefill = self.num_prefill(num_tokens, num_samples)
         return num_prefill - num_prefill % self._placer.block_size
 
-    def check(self, reading: Reading, capacity: int, field: str, max_tokens: int, num_tails: int = 1) -> Blocks:
+    def check(
+        self, reading: PrefillCursor, capacity: int, field: str, max_tokens: int, num_tails: int = 1
+    ) -> BlockCount:
         """The blocks that a job takes which has read nothing yet, of `capacity` positions, and generates `max_tokens`
         in each of its tails. Raises InvalidArgument naming `field` where it is too large even if it is alone, and
         ResourceExhausted where it may not be once more ranks are there."""
@@ -76,7 +80,7 @@ class Limits:
             raise InvalidArgument(field, told)
         return blocks
 
-    def _most_tokens(self, reading: Reading, max_tokens: int, num_tails: int) -> int:
+    def _most_tokens(self, reading: PrefillCursor, max_tokens: int, num_tails: int) -> int:
         """How many can be generated in each tail, up to `max_tokens`, if nothing else is held."""
 
         def is_too_many(count: int) -> bool:
@@ -84,14 +88,14 @@ class Limits:
 
         return bisect_left(range(1, max_tokens + 1), True, key=is_too_many)
 
-    def fits_alone(self, path: Path, blocks: Blocks) -> bool:
+    def fits_alone(self, path: TokenPath, blocks: BlockCount) -> bool:
         """Whether there is room for so many blocks if nothing is held but the path that they continue."""
         return not self._too_small(path, blocks)
 
-    def _too_small(self, path: Path, blocks: Blocks) -> str:
+    def _too_small(self, path: TokenPath, blocks: BlockCount) -> str:
         """What cannot hold so many blocks beside a path, if anything."""
         held = self.wanted(self._holdings.of(path.segments))
-        needed = blocks + Blocks(held.sharded, min(held.windows, self._placer.window_pool.seen_blocks))
+        needed = blocks + BlockCount(held.sharded, min(held.windows, self._placer.window_pool.seen_blocks))
         total, size = self._placer.num_blocks, self._placer.block_size
         if needed.sharded > total.sharded:
             return f"the pool of all ranks holds {total.sharded * size:,}, in blocks of {size:,}"
@@ -100,7 +104,7 @@ class Limits:
             return f"{held}, and {needed.windows * size:,} are needed: --window-bytes sets its size"
         return ""
 
-    def check_room(self, needed: Blocks, held: Blocks, retry_seconds: float | None) -> None:
+    def check_room(self, needed: BlockCount, held: BlockCount, retry_seconds: float | None) -> None:
         """Raises ResourceExhausted unless a job fits beside what is held; without a time it never will."""
         size, total = self._placer.block_size, self._placer.num_blocks
         pools = {
@@ -122,14 +126,14 @@ class Limits:
                 text = f"{tokens:,} tokens are needed, and of {room:,} contexts and generations under way need too many"
             raise ResourceExhausted(pool, text, retry_seconds)
 
-    def num_blocks(self, reading: Reading, max_tokens: int, num_tails: int) -> Blocks:
+    def num_blocks(self, reading: PrefillCursor, max_tokens: int, num_tails: int) -> BlockCount:
         """The blocks for what is not read yet and for answers of `max_tokens`."""
         num_rest = len(reading.token_ids) - reading.num_prefill
         num_rows = num_rest + num_fed(max_tokens)
         num_prefill = reading.num_prefill - reading.num_read
         return self._placer.blocks_needed(num_prefill, num_rows, num_tails=num_tails, num_at_once=num_rest)
 
-    def most_blocks(self, reading: Reading, max_tokens: int, num_tails: int) -> Blocks:
+    def most_blocks(self, reading: PrefillCursor, max_tokens: int, num_tails: int) -> BlockCount:
         """The most blocks for what is not read yet and for answers, whenever the job may be preempted: then it reads
         its answer in chunks, and other rows at once."""
         num_tokens = len(reading.token_ids) + num_fed(max_tokens)
@@ -138,7 +142,7 @@ class Limits:
         at_once = max(self._config.replicate_below, self._placer.block_size, num_rest)
         num_rows = min(num_tokens, at_once + max_tokens)
         most = self._placer.blocks_needed(num_prefill, num_rows, num_tails=num_tails, num_at_once=at_once)
-        return Blocks(self.num_blocks(reading, max_tokens, num_tails).sharded, most.windows)
+        return BlockCount(self.num_blocks(reading, max_tokens, num_tails).sharded, most.windows)
 
 
 def num_fed(max_tokens: int) -> int:
@@ -150,7 +154,7 @@ def _most(field: str, num_tokens: int) -> str:
     return f": at most {num_tokens:,} can be generated" if field == MAX_TOKENS else ""
 
 
-def _sum(reading: Reading, field: str, max_tokens: int, num_tails: int) -> str:
+def _sum(reading: PrefillCursor, field: str, max_tokens: int, num_tails: int) -> str:
     own = "text" if field == "text" else "input"
     held, read = reading.path.end, len(reading.token_ids)
     each = f"{num_tails} times " if num_tails > 1 else ""

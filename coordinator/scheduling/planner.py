@@ -8,14 +8,14 @@ from collections.abc import Callable, Collection, Container, Iterable
 from collections.abc import Sequence as Several
 from typing import NamedTuple
 
-from coordinator.kv_cache.block_placer import Placer
-from coordinator.kv_cache.segments import Segments
-from coordinator.kv_cache.token_paths import Path
-from coordinator.recovery.recovery import Recovery
-from coordinator.scheduling.fair_queue import Turns
+from coordinator.kv_cache.block_placer import BlockPlacer
+from coordinator.kv_cache.segments import SegmentStore
+from coordinator.kv_cache.token_paths import TokenPath
+from coordinator.recovery.recovery import RecoveryManager
+from coordinator.scheduling.fair_queue import FairOrder
 from coordinator.scheduling.jobs import Job
-from coordinator.scheduling.poison_jobs import Suspects
-from coordinator.scheduling.row_selection import Portions
+from coordinator.scheduling.poison_jobs import PoisonJobs
+from coordinator.scheduling.row_selection import RowSelector
 from coordinator.scheduling.sequences import Sequence
 from coordinator.scheduling.speculation import Drafter
 from coordinator.scheduling.throughput import Speeds
@@ -81,7 +81,7 @@ class Budget:
         return max(self._smallest, int(seconds / per_token) // self._smallest * self._smallest)
 
 
-class Flight(NamedTuple):
+class InflightPlan(NamedTuple):
     """A plan under way, and the jobs it works for, each with the number of times that it had begun: what a plan yields
     for a job that has ended since, or begun anew, does not count."""
 
@@ -98,10 +98,10 @@ class Planner:
     def __init__(
         self,
         config: EngineConfig,
-        placer: Placer,
-        segments: Segments,
+        placer: BlockPlacer,
+        segments: SegmentStore,
         speeds: Speeds,
-        recovery: Recovery,
+        recovery: RecoveryManager,
         drafter: Drafter,
         epoch: int,
     ) -> None:
@@ -111,14 +111,14 @@ class Planner:
         self._recovery = recovery
         self._epoch = epoch
         self._budget = Budget(config, len(placer.pools), speeds)
-        self._portions = Portions()
-        self._suspects = Suspects()
-        self._flights: deque[Flight] = deque()
+        self._portions = RowSelector()
+        self._suspects = PoisonJobs()
+        self._flights: deque[InflightPlan] = deque()
         self._forgotten: list[int] = []
         self._was_prefill = False
         """Whether the last plan was none of rows. Who waits to be done apart keeps the turn."""
         self._was_recovery = False
-        self.turns = Turns()
+        self.turns = FairOrder()
         """Turns of those that may have the next chunk."""
         self.step = 0
         """Number of the last plan."""
@@ -137,7 +137,7 @@ class Planner:
         """Tells the ranks with the next plan that a sequence has stopped."""
         self._forgotten.append(sequence)
 
-    def plan(self, running: Collection[Job], paths: Callable[[], Iterable[Path]]) -> StepPlan | None:
+    def plan(self, running: Collection[Job], paths: Callable[[], Iterable[TokenPath]]) -> StepPlan | None:
         """The next step, or None when nothing is ready. `paths` gives those that jobs wait for while something of them
         is lost, the most urgent first. Raises JobFailed and RecoveryFailed."""
         prefilling = self._prefilling(running)
@@ -158,7 +158,7 @@ class Planner:
         return [job for job in running if job.reading.has_chunks and job.tail.is_ready]
 
     def _plan_amid_recovery(
-        self, prefilling: list[Job], decoding: Several[Sequence], paths: Iterable[Path]
+        self, prefilling: list[Job], decoding: Several[Sequence], paths: Iterable[TokenPath]
     ) -> StepPlan | None:
         """Recovery's own plans take turns with chunks, and both with rows; but nothing is done by ranks that lack
         windows."""
@@ -217,7 +217,7 @@ class Planner:
         self._was_prefill = not isinstance(work, Decode)
         forgotten, self._forgotten = tuple(self._forgotten), []
         plan = StepPlan(self._epoch, self.step, work, self._segments.take_forgotten(), forgotten)
-        self._flights.append(Flight(plan, tuple((job, job.num_begins) for job in jobs), is_apart))
+        self._flights.append(InflightPlan(plan, tuple((job, job.num_begins) for job in jobs), is_apart))
         return plan
 
     def land(self, plan: StepPlan) -> list[Job]:

@@ -30,7 +30,7 @@ class _Suspicion:
         return isinstance(work, Decode) or (not self.is_answer and _end(work) >= self.end)
 
 
-class Suspects:
+class PoisonJobs:
     """Jobs in whose steps epochs ended. Those that are suspected of breaking them have steps of their own, with nothing
     else under way, until one of these is answered: what breaks then is not the others' fault."""
 

@@ -3,15 +3,15 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from coordinator.kv_cache.block_placer import Blocks, Placer
-from coordinator.kv_cache.eviction import Parking
-from coordinator.kv_cache.segment_placement import Holdings
-from coordinator.kv_cache.segments import Segments
+from coordinator.kv_cache.block_placer import BlockCount, BlockPlacer
+from coordinator.kv_cache.eviction import ContextEvictor
+from coordinator.kv_cache.segment_placement import SegmentPlacements
+from coordinator.kv_cache.segments import SegmentStore
 from coordinator.scheduling.jobs import Job, as_victims
 from coordinator.scheduling.sequences import Sequence
 
 
-class Crowd:
+class RunningSet:
     """The jobs that run, as those that wait must know them: found once for all of these, who may be many."""
 
     def __init__(self, running: Iterable[Job]) -> None:
@@ -46,20 +46,22 @@ class Crowd:
 class Preemption:
     """Finds blocks and places among the sequences that run."""
 
-    def __init__(self, max_sequences: int, placer: Placer, segments: Segments, parking: Parking | None = None) -> None:
+    def __init__(
+        self, max_sequences: int, placer: BlockPlacer, segments: SegmentStore, parking: ContextEvictor | None = None
+    ) -> None:
         self._parking = parking
         self._max_sequences = max_sequences
         self._placer = placer
         self._segments = segments
 
-    def has_places(self, job: Job, crowd: Crowd) -> bool:
+    def has_places(self, job: Job, crowd: RunningSet) -> bool:
         """Whether so many answers may run at once."""
         return self._num_places_lacking(job, crowd) <= 0
 
-    def _num_places_lacking(self, job: Job, crowd: Crowd) -> int:
+    def _num_places_lacking(self, job: Job, crowd: RunningSet) -> int:
         return crowd.num_tails + job.num_tails - self._max_sequences if job.num_tails else 0
 
-    def victims(self, job: Job, crowd: Crowd) -> list[Sequence] | None:
+    def victims(self, job: Job, crowd: RunningSet) -> list[Sequence] | None:
         """Sequences that must give way so that a job that has no room can begin, None when it is no use.
 
         Whoever does not read gives way to everybody, and whoever passed the job gives way to it; else only to a higher
@@ -75,15 +77,15 @@ class Preemption:
         chosen: list[Sequence] = []
         dropped: Counter[int] = Counter()
         for other in as_victims(candidates):
-            if lacking.fits(Blocks()) and places <= 0:
+            if lacking.fits(BlockCount()) and places <= 0:
                 break
             chosen.append(other)
             places -= other.num_tails
             lacking -= _num_freed(other, dropped, self._segments.holdings)
-        return chosen if lacking.fits(Blocks()) and places <= 0 else None
+        return chosen if lacking.fits(BlockCount()) and places <= 0 else None
 
 
-def _num_freed(job: Sequence, dropped: Counter[int], holdings: Holdings) -> Blocks:
+def _num_freed(job: Sequence, dropped: Counter[int], holdings: SegmentPlacements) -> BlockCount:
     """Blocks that are free, or as good as free, when a running job is preempted after those that `dropped` counts."""
     num_blocks = job.tail.holding.num_blocks + job.tail.reservation.left
     for holding in holdings.of(job.reading.path.segments[len(job.request.origin.segments) :]):

@@ -7,21 +7,21 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from coordinator.kv_cache.block_placer import Placer, Reservation
-from coordinator.kv_cache.segment_placement import Holding
-from coordinator.kv_cache.token_paths import Path, Segment
+from coordinator.kv_cache.block_placer import BlockPlacer, Reservation
+from coordinator.kv_cache.segment_placement import SegmentPlacement
+from coordinator.kv_cache.token_paths import Segment, TokenPath
 from longleaf.runs import Run
 
 
 @dataclass(slots=True)
-class Reading:
+class PrefillCursor:
     """Tokens to read after a path of sealed segments. The first `num_prefill` of them go through chunks.
 
     `num_placed` counts the tokens that plans have given a place, `num_read` those whose keys and values exist: between
     the two lie the plans under way. The path may hold the first of the tokens itself; these are placed and read.
     """
 
-    path: Path
+    path: TokenPath
     token_ids: "array[int]"
     num_prefill: int
     num_placed: int = 0
@@ -54,10 +54,10 @@ class Reading:
         return tuple(self.token_ids[start : self.num_placed])
 
 
-class Tail:
+class GrowingSegment:
     """The segment that a running job reads and answers into, and the blocks that are promised to it."""
 
-    def __init__(self, holding: Holding, reservation: Reservation) -> None:
+    def __init__(self, holding: SegmentPlacement, reservation: Reservation) -> None:
         self.holding = holding
         self.reservation = reservation
         self.is_ready = True
@@ -70,7 +70,7 @@ class Tail:
     def segment(self) -> Segment:
         return self.holding.segment
 
-    def add_chunk(self, token_ids: TokenIds[int], placer: Placer) -> tuple[Run, ...]:
+    def add_chunk(self, token_ids: TokenIds[int], placer: BlockPlacer) -> tuple[Run, ...]:
         """Places a chunk, in pieces for the ranks."""
         start, end = self.segment.end, self.segment.end + len(token_ids)
         pieces = placer.place_chunk(start, end, self._num_chunks, self.reservation)
@@ -78,7 +78,7 @@ class Tail:
         self._num_chunks += 1
         return pieces
 
-    def add_rows(self, token_ids: TokenIds[int], placer: Placer) -> tuple[Run, ...]:
+    def add_rows(self, token_ids: TokenIds[int], placer: BlockPlacer) -> tuple[Run, ...]:
         """Places tokens that are computed together with others."""
         last = self.holding.runs[-1] if self.holding.runs else None
         runs = placer.grow(last, self.segment.end, len(token_ids), self.reservation)
@@ -96,7 +96,7 @@ class Tail:
         holding.extend(token_ids, lengthened(holding.runs[-1:], count))
         holding.window_runs = lengthened(holding.window_runs, count)
 
-    def roll_back(self, end: int, placer: Placer) -> None:
+    def roll_back(self, end: int, placer: BlockPlacer) -> None:
         """Takes back the chunk that begins at position `end`; its blocks are promised again."""
         holding = self.holding
         placer.take_back(holding.cut(end), self.reservation)
@@ -104,7 +104,7 @@ class Tail:
         self.segment.cut(end)
         self._num_chunks -= 1
 
-    def _extend(self, token_ids: TokenIds[int], runs: tuple[Run, ...], placer: Placer, *, is_chunk: bool) -> None:
+    def _extend(self, token_ids: TokenIds[int], runs: tuple[Run, ...], placer: BlockPlacer, *, is_chunk: bool) -> None:
         holding, start = self.holding, self.segment.end
         end = start + len(token_ids)
         holding.window_runs = placer.roll(holding.window_runs, start, end, self.reservation, is_chunk=is_chunk)

@@ -1,18 +1,18 @@
 """What prompts share: what is held of one is not read again, and its samples read it once."""
 
-from coordinator.kv_cache.block_placer import Placer, Reservation
-from coordinator.kv_cache.segments import Segments
-from coordinator.kv_cache.token_paths import NOWHERE, Path
+from coordinator.kv_cache.block_placer import BlockPlacer, Reservation
+from coordinator.kv_cache.segments import SegmentStore
+from coordinator.kv_cache.token_paths import NOWHERE, TokenPath
 from coordinator.scheduling.jobs import Job
-from coordinator.scheduling.limits import Limits
-from coordinator.scheduling.prefill_cursor import Reading, Tail
+from coordinator.scheduling.limits import JobLimits
+from coordinator.scheduling.prefill_cursor import GrowingSegment, PrefillCursor
 from coordinator.scheduling.sequences import Sequence
 
 
 class Sharing:
     """Reserves blocks for jobs that begin, and hands what they have read to their samples."""
 
-    def __init__(self, segments: Segments, placer: Placer, limits: Limits) -> None:
+    def __init__(self, segments: SegmentStore, placer: BlockPlacer, limits: JobLimits) -> None:
         self._segments = segments
         self._placer = placer
         self._limits = limits
@@ -35,11 +35,11 @@ class Sharing:
         blocks = self._limits.num_blocks(job.reading, job.num_answer_left, job.num_tails)
         return self._placer.reserve(blocks) if self._segments.make_room(blocks) else None
 
-    def _reuse(self, job: Sequence, path: Path) -> None:
+    def _reuse(self, job: Sequence, path: TokenPath) -> None:
         self._refer(job, path)
         job.reuse(path, path.end + self._num_prefill(job, len(job.reading.token_ids) - path.end))
 
-    def _refer(self, job: Sequence, path: Path) -> None:
+    def _refer(self, job: Sequence, path: TokenPath) -> None:
         """Has a job refer to another path that goes on from where it began."""
         origin = job.request.origin
         self._segments.retain(path, origin)
@@ -58,7 +58,7 @@ class Sharing:
     def _begin_anew(self, job: Sequence) -> None:
         """Has a job read its prompt again, and what it has answered."""
         token_ids = job.prompt_and_answer()
-        reading = Reading(job.request.origin, token_ids, self._num_prefill(job, len(token_ids)))
+        reading = PrefillCursor(job.request.origin, token_ids, self._num_prefill(job, len(token_ids)))
         job.preempt(reading, self._limits.most_blocks(reading, job.num_answer_left, job.num_tails))
 
     def parts(self, job: Job) -> list[Job]:
@@ -71,7 +71,7 @@ class Sharing:
             self._begin_anew(part)
         return [*parts]
 
-    def take_back(self, tail: Tail) -> None:
+    def take_back(self, tail: GrowingSegment) -> None:
         """What a job that has stopped held to read and answer is free."""
         self._segments.drop(tail.segment)
         self._placer.release(tail.reservation)
@@ -87,12 +87,12 @@ class Sharing:
                 self._segments.close(read)
             self._refer(job, read.path)
             self._segments.drop(read)
-            job.go_on(Tail(self._segments.create(read.path, rope), reservation))
+            job.go_on(GrowingSegment(self._segments.create(read.path, rope), reservation))
         each = self._limits.num_blocks(job.reading, job.num_answer_left, num_tails=1)
         others = job.answer()
         for other in others:
             self._segments.retain(other.request.origin)
             self._segments.retain(other.reading.path, other.request.origin)
-            other.go_on(Tail(self._segments.create(other.reading.path, rope), reservation.split(each)))
+            other.go_on(GrowingSegment(self._segments.create(other.reading.path, rope), reservation.split(each)))
         self._placer.release(reservation.split(reservation.left - each))
         return others

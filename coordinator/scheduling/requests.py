@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from coordinator.expiry_heap import Deadlines
+from coordinator.expiry_heap import ExpiryHeap
 from coordinator.scheduling.jobs import IngestJob, Job, Request
 from longleaf.types import Account
 
@@ -16,8 +16,8 @@ class Requests:
         self._by_id: dict[int, Request] = {}
         self._paused: dict[int, Request] = {}
         """The one that has been paused longest is first."""
-        self.deadlines = Deadlines[int]()
-        self.expiries = Deadlines[int]()
+        self.deadlines = ExpiryHeap[int]()
+        self.expiries = ExpiryHeap[int]()
         """When the contexts of ingests expire, since the epoch."""
 
     def __len__(self) -> int:

@@ -11,7 +11,7 @@ MAX_PROBED = 1024
 tokens."""
 
 
-class Portions:
+class RowSelector:
     """Sequences that ask much of a step take turns; all others have rows in each."""
 
     def __init__(self) -> None:

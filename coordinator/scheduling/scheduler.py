@@ -7,28 +7,28 @@ room; a higher priority may send it back to the queue.
 from collections import Counter
 from functools import partial
 
-from coordinator.auth.tenant_usage import Usage
-from coordinator.engine_messages import Admitted, Document, Outcome, Prompt, Sealed, Tokens
-from coordinator.kv_cache.block_placer import Placer, Reservation
-from coordinator.kv_cache.contexts import Contexts
-from coordinator.kv_cache.eviction import Parking
+from coordinator.auth.tenant_usage import TenantUsage
+from coordinator.engine_messages import Admitted, DocumentPrompt, Outcome, Prompt, Sealed, Tokens
+from coordinator.kv_cache.block_placer import BlockPlacer, Reservation
+from coordinator.kv_cache.contexts import ContextTable
+from coordinator.kv_cache.eviction import ContextEvictor
 from coordinator.kv_cache.positions import Positions
-from coordinator.kv_cache.segments import Segments
+from coordinator.kv_cache.segments import SegmentStore
 from coordinator.recovery.recompute import RecoveryFailed
-from coordinator.recovery.recovery import MOVED_BLOCKS, Recovery
+from coordinator.recovery.recovery import MOVED_BLOCKS, RecoveryManager
 from coordinator.scheduling.admission import Admission
-from coordinator.scheduling.context_activation import Resting
+from coordinator.scheduling.context_activation import ContextActivation
 from coordinator.scheduling.documents import Documents
 from coordinator.scheduling.fair_queue import Queue
 from coordinator.scheduling.group_change import AcrossEpochs
 from coordinator.scheduling.invariants import audit_holdings, audit_jobs
-from coordinator.scheduling.job_lifecycle import Lives
-from coordinator.scheduling.job_recovery import Healing
+from coordinator.scheduling.job_lifecycle import JobLifecycle
+from coordinator.scheduling.job_recovery import JobRecovery
 from coordinator.scheduling.jobs import IngestJob, Job
-from coordinator.scheduling.limits import Limits
+from coordinator.scheduling.limits import JobLimits
 from coordinator.scheduling.planner import JobFailed, Planner
-from coordinator.scheduling.preemption import Crowd, Preemption
-from coordinator.scheduling.prefill_cursor import Tail
+from coordinator.scheduling.preemption import Preemption, RunningSet
+from coordinator.scheduling.prefill_cursor import GrowingSegment
 from coordinator.scheduling.prompt_sharing import Sharing
 from coordinator.scheduling.requests import Request, Requests
 from coordinator.scheduling.sequences import Sequence
@@ -59,7 +59,7 @@ class Scheduler(AcrossEpochs, Documents):
     def __init__(
         self,
         config: EngineConfig,
-        placer: Placer,
+        placer: BlockPlacer,
         positions: Positions,
         epoch: int,
         max_moved_blocks: int = MOVED_BLOCKS,
@@ -70,8 +70,8 @@ class Scheduler(AcrossEpochs, Documents):
         """With `is_durable` contexts are kept elsewhere: they are acknowledged when that is told (`acknowledge`), and
         those that nobody asks make room for others."""
         self._placer = placer
-        self.segments = Segments(placer, share_prefixes=config.share_prefixes)
-        self.contexts = Contexts(self.segments)
+        self.segments = SegmentStore(placer, share_prefixes=config.share_prefixes)
+        self.contexts = ContextTable(self.segments)
         self.speeds = Speeds()
         self.num_answered = 0
         """Steps so far."""
@@ -81,24 +81,26 @@ class Scheduler(AcrossEpochs, Documents):
         """Tokens of lost or parked keys that were computed again."""
         self.drafts = DraftCounts()
         self._requests = Requests(config.max_sequences + config.max_waiting)
-        limits = Limits(config, placer, self.segments.holdings, positions)
+        limits = JobLimits(config, placer, self.segments.holdings, positions)
         self._is_durable = is_durable
-        self._resting = Resting(self.contexts, self._requests)
-        parking = Parking(placer, self.segments, self.contexts, self._resting.in_use) if is_durable else None
+        self._resting = ContextActivation(self.contexts, self._requests)
+        parking = ContextEvictor(placer, self.segments, self.contexts, self._resting.in_use) if is_durable else None
         self._sharing = Sharing(self.segments, placer, limits)
         self._preemption = Preemption(config.max_sequences, placer, self.segments, parking)
         self._admission = Admission(
             config, limits, self.contexts, self.segments, self._requests, self.speeds, can_park=is_durable
         )
-        self._recovery = Recovery(placer, self.segments, max_moved_blocks)
+        self._recovery = RecoveryManager(placer, self.segments, max_moved_blocks)
         self._drafter = drafter or Drafter(config.max_rows, config.max_draft_tokens, config.block_size)
         self._planner = Planner(config, placer, self.segments, self.speeds, self._recovery, self._drafter, epoch)
         self._queue = Queue()
-        self._lives = Lives(self.segments, self._requests, self._queue, self._planner, self._sharing, self.speeds)
+        self._lives = JobLifecycle(
+            self.segments, self._requests, self._queue, self._planner, self._sharing, self.speeds
+        )
         self._faults: list[Exception] = []
         self._running = self._lives.running
         self._outcomes = self._lives.outcomes
-        self._healing = Healing(placer, self.segments, self.contexts, limits, self._recovery, self._lives, parking)
+        self._healing = JobRecovery(placer, self.segments, self.contexts, limits, self._recovery, self._lives, parking)
 
     @property
     def num_waiting(self) -> int:
@@ -110,7 +112,7 @@ class Scheduler(AcrossEpochs, Documents):
         """Requests, however many samples each of them has."""
         return len(self._requests) - self.num_waiting
 
-    def usage(self, tenant: str) -> Usage:
+    def usage(self, tenant: str) -> TenantUsage:
         """What a tenant takes, but for storage."""
         own = [request for request in self._requests if request.claim.tenant == tenant]
         documents = [job.document for request in own for job in request.jobs if isinstance(job, IngestJob)]
@@ -118,7 +120,7 @@ class Scheduler(AcrossEpochs, Documents):
         new = {document.context for document in documents if document.context not in self.contexts}
         answers = [request for request in own if not any(isinstance(job, IngestJob) for job in request.jobs)]
         num_running = sum(request.is_running for request in answers)
-        return Usage(
+        return TenantUsage(
             contexts=totals.count + len(new),
             tokens=totals.num_tokens + sum(len(each.token_ids) for each in documents),
             running=num_running,
@@ -149,7 +151,7 @@ class Scheduler(AcrossEpochs, Documents):
 
     # --- admit ---
 
-    def admit(self, request_id: int, asked: Prompt | Document, now: float = 0.0) -> None:
+    def admit(self, request_id: int, asked: Prompt | DocumentPrompt, now: float = 0.0) -> None:
         """Queues a generation, whose sample number i runs under the id request_id + i, or a document.
 
         Raises InvalidArgument, NotFound, AlreadyExists, ResourceExhausted, DeadlineExceeded or Unavailable, and then
@@ -208,7 +210,7 @@ class Scheduler(AcrossEpochs, Documents):
             self._healing.go_on()
         is_healing = not self._healing.is_over
         while self._lives.may_begin:
-            crowd = Crowd(self._running.values())
+            crowd = RunningSet(self._running.values())
             if (job := self._queue.take(partial(self._reserve, crowd), partial(self._is_ready, crowd))) is None:
                 may_wait = self._running or is_healing or not self._healing.is_settled or not self._queue.order()
                 if not may_wait and self._resting.is_held_up:
@@ -224,11 +226,11 @@ class Scheduler(AcrossEpochs, Documents):
             if isinstance(job, Sequence):
                 self._start(job)
 
-    def _is_ready(self, crowd: Crowd, job: Job) -> bool:
+    def _is_ready(self, crowd: RunningSet, job: Job) -> bool:
         """Whether a job may begin, if there is room for it."""
         return crowd.is_allowed(job) and (self._healing.is_over or self._healing.is_ready(job))
 
-    def _reserve(self, crowd: Crowd, job: Job) -> bool:
+    def _reserve(self, crowd: RunningSet, job: Job) -> bool:
         """Whether there is room for the job, perhaps after others have given way: then it begins."""
         has_places = self._preemption.has_places(job, crowd)
         reservation = self._sharing.reserve(job) if has_places else None
@@ -245,7 +247,7 @@ class Scheduler(AcrossEpochs, Documents):
 
     def _begin(self, job: Job, reservation: Reservation) -> None:
         holding = self.segments.create(job.reading.path, job.rope, job.request.claim.tenant)
-        job.begin(Tail(holding, reservation), self._planner.step)
+        job.begin(GrowingSegment(holding, reservation), self._planner.step)
         self._running[job.id] = job
 
     def _start(self, job: Sequence) -> None:

@@ -6,16 +6,16 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from coordinator.engine_messages import Admitted, Ended, EndReason, Failed, Found, Prompt
-from coordinator.kv_cache.block_placer import Blocks, Placer
-from coordinator.kv_cache.token_paths import Path
+from coordinator.engine_messages import Admitted, Ended, EndReason, Failed, ProbeResult, Prompt
+from coordinator.kv_cache.block_placer import BlockCount, BlockPlacer
+from coordinator.kv_cache.token_paths import TokenPath
 from coordinator.scheduling.jobs import Job, Phase, Request
-from coordinator.scheduling.prefill_cursor import Reading, lengthened
-from coordinator.speculation.sequence_drafter import Guesses
+from coordinator.scheduling.prefill_cursor import PrefillCursor, lengthened
+from coordinator.speculation.sequence_drafter import SequenceDrafter
 from longleaf.errors import LongleafError
 from longleaf.positions import OWN_ROPE
 from longleaf.rank_protocol.row_delta import growth
-from longleaf.rank_protocol.step import Prefill, Row, Seen, Spans, StepResult, Terms, Work
+from longleaf.rank_protocol.step import PenaltyHistory, Prefill, Row, SamplingTerms, Spans, StepResult, Work
 from longleaf.types import TokenRange
 
 
@@ -25,7 +25,9 @@ class Sequence(Job):
     `num_asked` counts the tokens of the answer that plans have asked for, `generated` holds those that were sampled.
     """
 
-    def __init__(self, request: Request, prompt: Prompt, reading: Reading, num_blocks: Blocks, samples: range) -> None:
+    def __init__(
+        self, request: Request, prompt: Prompt, reading: PrefillCursor, num_blocks: BlockCount, samples: range
+    ) -> None:
         super().__init__(request, request.id + samples.start, reading, num_blocks)
         self.prompt = prompt
         self.samples = samples
@@ -34,7 +36,7 @@ class Sequence(Job):
         self.end_tokens = frozenset[int]() if prompt.sampling.ignore_end_token else prompt.end_tokens
         self.num_asked = 0
         self.generated = array("I")
-        self.guesses: Guesses | None = None
+        self.guesses: SequenceDrafter | None = None
         """What may follow, if its answer is drafted."""
 
     @property
@@ -112,7 +114,9 @@ class Sequence(Job):
 
     def ended(self, reason: EndReason, result: StepResult) -> Ended:
         """What its client is told, but for times, which the engine knows."""
-        found = Found(result.scores.get(self.id, ()), result.attention.get(self.id)) if self.prompt.is_probe else None
+        found = (
+            ProbeResult(result.scores.get(self.id, ()), result.attention.get(self.id)) if self.prompt.is_probe else None
+        )
         return Ended(
             reason=reason,
             prompt_tokens=self.num_prompt,
@@ -138,10 +142,10 @@ class Sequence(Job):
 
     # --- reading ---
 
-    def reuse(self, path: Path, num_prefill: int) -> None:
+    def reuse(self, path: TokenPath, num_prefill: int) -> None:
         """Goes on after `path`, which holds the beginning of a plain prompt."""
         assert self.request.start == 0
-        self.reading = Reading(path, self.reading.token_ids, num_prefill, path.end, path.end)
+        self.reading = PrefillCursor(path, self.reading.token_ids, num_prefill, path.end, path.end)
         if not self.num_begins:
             self.request.num_cached = path.end
         elif self.is_recomputed:
@@ -173,7 +177,7 @@ class Sequence(Job):
         """Token ids of prompt and answer so far."""
         return array("I", self.prompt.token_ids) + self.generated
 
-    def preempt(self, reading: Reading, num_blocks: Blocks) -> None:
+    def preempt(self, reading: PrefillCursor, num_blocks: BlockCount) -> None:
         """Goes back to where nothing is read: what was generated is read again with the prompt, later, and the answer
         goes on at its next token. That is the same one as without: randomness depends on the token's index alone."""
         self.reading, self.num_blocks = reading, num_blocks
@@ -181,7 +185,7 @@ class Sequence(Job):
 
     # --- answering ---
 
-    def next_row(self, placer: Placer) -> Row:
+    def next_row(self, placer: BlockPlacer) -> Row:
         """Places the tokens of the next step: the rest of the prompt, or the token that was sampled last.
 
         That one may still be unknown here, for the plan that samples it may be under way: `take` tells its id.
@@ -202,10 +206,10 @@ class Sequence(Job):
         window_runs = window_runs and growth(known, window_runs, placer.block_size)
         return Row(self.id, (), start, (), runs, index, None, num_reference, OWN_ROPE, window_runs)
 
-    def _terms(self) -> Terms:
+    def _terms(self) -> SamplingTerms:
         """What rank 0 must know before the first row; others would only have to read it."""
         reference = tuple(self.reading.token_ids) if self.prompt.is_compared else ()
-        return Terms(self.sampling.choosing, self._seen(), reference)
+        return SamplingTerms(self.sampling.choosing, self._seen(), reference)
 
     def _spans(self) -> Spans | None:
         """What its rows are to tell of their attention."""
@@ -251,11 +255,11 @@ class Sequence(Job):
             segment.fill(position, token_id)
         return self.prompt.end_reason(token_id, self.num_generated)
 
-    def _seen(self) -> Seen | None:
+    def _seen(self) -> PenaltyHistory | None:
         """What rank 0 cannot know of the tokens that penalties count."""
         if not self.sampling.has_penalties:
             return None
         generated = tuple(self.generated)
         if self.sampling.repetition_penalty == 1.0:
-            return Seen((), generated)
-        return Seen(tuple({*self.reading.path.token_ids(), *self.prompt.token_ids}), generated)
+            return PenaltyHistory((), generated)
+        return PenaltyHistory(tuple({*self.reading.path.token_ids(), *self.prompt.token_ids}), generated)

@@ -6,10 +6,10 @@ from weakref import WeakKeyDictionary
 from coordinator.kv_cache.token_paths import Segment
 from coordinator.scheduling.sequences import Sequence
 from coordinator.speculation.acceptance import USUAL_DECAY, Acceptance
-from coordinator.speculation.draft_length import Policy
-from coordinator.speculation.ngram_drafter import NO_DRAFT, Draft, Indexes
-from coordinator.speculation.sequence_drafter import Guesses
-from coordinator.speculation.step_cost_model import StepCosts
+from coordinator.speculation.draft_length import DraftLengthPolicy
+from coordinator.speculation.ngram_drafter import NO_DRAFT, Draft, NgramIndexes
+from coordinator.speculation.sequence_drafter import SequenceDrafter
+from coordinator.speculation.step_cost_model import StepCostModel
 from longleaf.rank_protocol.step import Decode, Row, StepPlan
 from longleaf.sampling import Token
 
@@ -28,11 +28,11 @@ class Drafter:
         """Steps have `max_rows` rows at most, and sequences `max_drafts` drafts; 0: none has any."""
         self._max_drafts = max_drafts
         self._block_size = block_size
-        self._indexes = Indexes()
+        self._indexes = NgramIndexes()
         self._usual = WeakKeyDictionary[Segment, Acceptance]()
         """By the first segment of contexts."""
-        self._costs = StepCosts()
-        self._policy = Policy(max_rows, max_drafts, self._costs)
+        self._costs = StepCostModel()
+        self._policy = DraftLengthPolicy(max_rows, max_drafts, self._costs)
         self._read = dict[Segment, int]()
         """Segments that have grown, up to these positions."""
         self._measured = list[tuple[StepPlan, float]]()
@@ -63,11 +63,11 @@ class Drafter:
         guesses = self._guesses_of(job) if most > 0 else None
         return guesses.draft(job.tail.segment.end, most) if guesses else NO_DRAFT
 
-    def _guesses_of(self, job: Sequence) -> Guesses | None:
+    def _guesses_of(self, job: Sequence) -> SequenceDrafter | None:
         if not (self._max_drafts and job.may_draft):
             return None
         if job.guesses is None:
-            job.guesses = Guesses(job.tail.segment, self._indexes, self._max_drafts, self._usual_of(job))
+            job.guesses = SequenceDrafter(job.tail.segment, self._indexes, self._max_drafts, self._usual_of(job))
         job.guesses.follow(job.tail.segment)
         return job.guesses
 

@@ -14,11 +14,11 @@ NUM_KINDS = 4
 """Of n-grams, by size: 1, 2 to 3, 4 to 7, and longer."""
 
 
-class Chance:
+class AcceptanceRate:
     """How often something happened lately, between a prior guess and what was seen. The guess is what is usual, where
     there is such a thing."""
 
-    def __init__(self, usual: "Chance | None", decay: float) -> None:
+    def __init__(self, usual: "AcceptanceRate | None", decay: float) -> None:
         self._usual = usual
         self._decay = decay
         self._yes = 0.0
@@ -44,8 +44,8 @@ class Acceptance:
 
     def __init__(self, max_drafts: int, usual: "Acceptance | None" = None, decay: float = DECAY) -> None:
         """`usual` are the chances of all that ask alike, for as many drafts; what is seen here counts there, too."""
-        usual_chances: list[Chance | None] = [*usual.chances] if usual else [None] * (NUM_KINDS + max_drafts)
-        self.chances = [Chance(each, decay) for each in usual_chances]
+        usual_chances: list[AcceptanceRate | None] = [*usual.chances] if usual else [None] * (NUM_KINDS + max_drafts)
+        self.chances = [AcceptanceRate(each, decay) for each in usual_chances]
         self._found = self.chances[0]
         """That there is a draft, and its first token is accepted."""
         self._first = self.chances[1 : 1 + NUM_KINDS]
@@ -96,7 +96,7 @@ def _kind(size: int) -> int:
     return min(size.bit_length(), NUM_KINDS) - 1
 
 
-class Comparison:
+class ShadowDrafts:
     """What a sequence without drafts would have had of them: compared with the tokens that came instead.
 
     As with drafts in steps, the next draft begins behind the token after those that were right.

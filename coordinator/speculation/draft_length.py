@@ -3,16 +3,16 @@
 from collections.abc import Sequence
 from heapq import nlargest
 
-from coordinator.speculation.step_cost_model import StepCosts
+from coordinator.speculation.step_cost_model import StepCostModel
 
 LEAST_CHANCE = 0.05
 """Drafts that are less likely to be accepted are not thought about."""
 
 
-class Policy:
+class DraftLengthPolicy:
     """Decides for steps of one row per sequence and one per draft, `max_rows` at most, `max_drafts` per sequence."""
 
-    def __init__(self, max_rows: int, max_drafts: int, costs: StepCosts) -> None:
+    def __init__(self, max_rows: int, max_drafts: int, costs: StepCostModel) -> None:
         self._max_rows = max_rows
         self._max_drafts = max_drafts
         self._costs = costs

@@ -33,7 +33,7 @@ class Draft(NamedTuple):
 NO_DRAFT = Draft(0, ())
 
 
-class Indexes:
+class NgramIndexes:
     """The indexes of segments. Each is gone with its segment, and made anew where a segment is."""
 
     def __init__(self) -> None:
@@ -78,13 +78,13 @@ def _near(parts: Sequence[_Part]) -> list[int]:
     return sorted([*long[:MAX_LONG], *short[:MAX_SHORT]], reverse=True)
 
 
-class Drafts:
+class NgramDrafter:
     """Drafts for the sequence that grows the segment `tail`, from that and from the path before it.
 
     A fork sees its parent's segments up to its own end, whatever they grew to.
     """
 
-    def __init__(self, tail: Segment, indexes: Indexes) -> None:
+    def __init__(self, tail: Segment, indexes: NgramIndexes) -> None:
         self._parts = [_Part(indexes.of(segment), end - start) for segment, start, end in tail.before.parts()]
         self._near = _near(self._parts)
         self._tail, self._index = tail, indexes.of(tail)

@@ -83,7 +83,7 @@ def _probes(newest_first: Sequence[int]) -> list[tuple[int, int, int]]:
     return found[::-1]
 
 
-class Table:
+class NgramTable:
     """Hash tables over the n-grams that end in up to `capacity` tokens of a segment, from offset `start` on.
 
     `capacity` is a power of 2. A slot holds where the last n-gram that fell into it ends, counted from `start`. From
@@ -169,7 +169,7 @@ class SegmentIndex:
         self.ids = ids
         self.count = 0
         """Tokens that are entered, the first ones of the segment."""
-        self._tables: list[Table] = []
+        self._tables: list[NgramTable] = []
         self._covered = 0
         """Tokens in tables."""
 
@@ -188,7 +188,7 @@ class SegmentIndex:
         ids = np.frombuffer(self.ids, np.uint32)
         while self.count - self._covered >= REST_TOKENS:
             if not self._tables or self._tables[-1].count == self._tables[-1].capacity:
-                self._tables.append(Table(self._covered, self._next_capacity()))
+                self._tables.append(NgramTable(self._covered, self._next_capacity()))
             table = self._tables[-1]
             end = min(self.count, table.start + table.capacity)
             table.enter(ids, end)
@@ -197,7 +197,7 @@ class SegmentIndex:
     def _next_capacity(self) -> int:
         """The most that a table may have so that all of them have at most MAX_BYTES per token, even while it is
         empty."""
-        most = int(self.count * MAX_BYTES / Table.BYTES_PER_TOKEN) - self._covered
+        most = int(self.count * MAX_BYTES / NgramTable.BYTES_PER_TOKEN) - self._covered
         return min(TABLE_TOKENS, 1 << (most.bit_length() - 1))
 
     def match(self, match: Match, visible: int) -> None:

@@ -1,17 +1,17 @@
 """What may follow in one sequence: its drafts, what became of them, and what would have become of others. Pure."""
 
 from coordinator.kv_cache.token_paths import Segment
-from coordinator.speculation.acceptance import Acceptance, Comparison
-from coordinator.speculation.ngram_drafter import NO_DRAFT, Draft, Drafts, Indexes
+from coordinator.speculation.acceptance import Acceptance, ShadowDrafts
+from coordinator.speculation.ngram_drafter import NO_DRAFT, Draft, NgramDrafter, NgramIndexes
 
 
-class Guesses:
+class SequenceDrafter:
     """The drafts of a sequence. `tail` is the segment that it grows; another one when it begins anew."""
 
-    def __init__(self, tail: Segment, indexes: Indexes, max_drafts: int, usual: Acceptance | None = None) -> None:
+    def __init__(self, tail: Segment, indexes: NgramIndexes, max_drafts: int, usual: Acceptance | None = None) -> None:
         """`usual` is what became of the drafts of others that ask alike."""
         self.acceptance = Acceptance(max_drafts, usual)
-        self._comparison = Comparison(self.acceptance)
+        self._comparison = ShadowDrafts(self.acceptance)
         self._max_drafts = max_drafts
         self._indexes = indexes
         self.drafted = NO_DRAFT
@@ -20,7 +20,7 @@ class Guesses:
 
     def _move(self, tail: Segment) -> None:
         self.tail = tail
-        self._drafts = Drafts(tail, self._indexes)
+        self._drafts = NgramDrafter(tail, self._indexes)
         self._is_entered = False
 
     def follow(self, tail: Segment) -> None:

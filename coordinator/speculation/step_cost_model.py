@@ -39,7 +39,7 @@ class _Ratio:
         self.last_step = 0
 
 
-class _Steps:
+class _StepTimes:
     """Steps of as many sequences. Those without drafts have ratio 1, and all tell how long these take now: contexts
     grow, and come and go, and what that changes is alike for all."""
 
@@ -77,7 +77,7 @@ class _Steps:
         return self.level.value * ratio
 
 
-class StepCosts:
+class StepCostModel:
     """Seconds that a step will take, by its sequences and drafts, and from its end to the next one's begin.
 
     What lies between two numbers of drafts that were measured is taken to lie between their times, and past the largest
@@ -85,7 +85,7 @@ class StepCosts:
     """
 
     def __init__(self) -> None:
-        self._by_sequences = dict[int, _Steps]()
+        self._by_sequences = dict[int, _StepTimes]()
         self._gap_ahead = _Mean(LEVEL_DECAY, GAP_AHEAD)
         self._gap_after = _Mean(LEVEL_DECAY, GAP_AFTER)
 
@@ -93,7 +93,7 @@ class StepCosts:
         """Takes in how long a decode step took that had one row for each of its sequences and one for each draft; 0 was
         not measured."""
         if seconds > 0:
-            self._by_sequences.setdefault(num_sequences, _Steps()).add(num_drafts, seconds)
+            self._by_sequences.setdefault(num_sequences, _StepTimes()).add(num_drafts, seconds)
 
     def measure_gap(self, seconds: float, *, is_ahead: bool) -> None:
         """Takes in the time between two decode steps that followed one another, of which the second was sent before the

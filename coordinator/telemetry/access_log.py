@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from coordinator.engine_messages import Event
 from coordinator.telemetry.observers import CallRecord, Saw
-from coordinator.telemetry.refusal_log import Later, Refused, call_later
+from coordinator.telemetry.refusal_log import Later, RefusalLog, call_later
 from longleaf.tenants import name_of
 
 access = logging.getLogger("coordinator.auth")
@@ -28,7 +28,7 @@ class AccessLog:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, later: Later = call_later) -> None:
         self._clock = clock
-        self._refused = Refused(lambda told: audit.warning("%s", told), clock, later)
+        self._refused = RefusalLog(lambda told: audit.warning("%s", told), clock, later)
 
     async def start(self) -> None:
         """There is nothing to begin."""

@@ -7,7 +7,7 @@ from itertools import accumulate
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from coordinator.telemetry.counters import STEP_SECONDS, Counts
-from coordinator.telemetry.metric_sources import Count, Sources
+from coordinator.telemetry.metric_sources import Count, MetricSources
 from longleaf.errors import LongleafError
 from longleaf.types import Cluster, Worker
 
@@ -18,7 +18,7 @@ Labels = Mapping[str, str]
 class Gauges:
     """A Collector of what `look` saw last. `build` describes the service, in labels that do not change."""
 
-    def __init__(self, sources: Sources, model: str, build: Labels) -> None:
+    def __init__(self, sources: MetricSources, model: str, build: Labels) -> None:
         self._sources = sources
         self._model = model
         self._build = build

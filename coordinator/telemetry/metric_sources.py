@@ -11,7 +11,7 @@ Count = Callable[[], int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sources:
+class MetricSources:
     """All are called on the event loop, and quick. What is None, this service has not."""
 
     cluster: Callable[[], Cluster]

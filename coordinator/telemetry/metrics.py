@@ -11,11 +11,11 @@ from prometheus_client import CollectorRegistry, disable_created_metrics, genera
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from coordinator.telemetry.collector import Gauges
-from coordinator.telemetry.metric_sources import Sources
+from coordinator.telemetry.metric_sources import MetricSources
 from coordinator.telemetry.request_metrics import RequestMetrics
 from longleaf import __version__
 from longleaf.config import join_address
-from longleaf.metrics_server import PATH, MetricsPort
+from longleaf.metrics_server import PATH, MetricsServer
 
 
 class Metrics:
@@ -29,11 +29,11 @@ class Metrics:
         self.observer = RequestMetrics(self._registry, model)
         """Counts calls and generations."""
         self._gauges: Gauges | None = None
-        self._port = MetricsPort(self.render, CONTENT_TYPE_PLAIN_0_0_4)
+        self._port = MetricsServer(self.render, CONTENT_TYPE_PLAIN_0_0_4)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="metrics")
         self._turn = asyncio.Lock()
 
-    async def start(self, sources: Sources, host: str, port: int) -> str:
+    async def start(self, sources: MetricSources, host: str, port: int) -> str:
         """Listens, and gives the URL of the metrics. Raises StartError."""
         self._gauges = Gauges(sources, self._model, self._build)
         self._registry.register(self._gauges)

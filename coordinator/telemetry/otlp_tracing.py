@@ -65,7 +65,7 @@ def provider_of_environment() -> TracerProvider:
     return made
 
 
-class Traces:
+class OtlpTraces:
     """An observer that makes a span of each call and of each generation, for a model that clients see as `model`.
     `make_provider` raises InvalidArgument."""
 

@@ -22,7 +22,7 @@ def call_later(seconds: float, callback: Callable[[], None]) -> asyncio.TimerHan
     return asyncio.get_running_loop().call_later(seconds, callback, context=Context())
 
 
-class Refused:
+class RefusalLog:
     """Refused calls. Those that are not told by themselves go to `tell` as a number, every second at most."""
 
     def __init__(self, tell: Callable[[str], None], clock: Callable[[], float], later: Later) -> None:

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from coordinator.telemetry import logs
 from coordinator.telemetry.access_log import AccessLog
-from coordinator.telemetry.metric_sources import Sources
+from coordinator.telemetry.metric_sources import MetricSources
 from coordinator.telemetry.observers import Observer, Observers
 from longleaf.errors import InvalidArgument
 from longleaf.logs import Logs
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from coordinator.telemetry.metrics import Metrics
 
 
-class Watcher(Observer, Protocol):
+class ManagedObserver(Observer, Protocol):
     """An observer with a life of its own."""
 
     async def start(self) -> None:
@@ -26,14 +26,14 @@ class Watcher(Observer, Protocol):
         ...
 
 
-class Watching:
+class Telemetry:
     """Who watches a service of the model that clients see as `model`, whose ranks `launcher` starts. `is_open`: it asks
     nobody who they are."""
 
     def __init__(self, config: TelemetryConfig, model: str, launcher: str, is_open: bool) -> None:
         self._config, self._model, self._launcher, self._is_open = config, model, launcher, is_open
         self._logs: Logs | None = None
-        self._watchers: list[Watcher] = []
+        self._watchers: list[ManagedObserver] = []
         self._metrics: Metrics | None = None
 
     async def start(self) -> Observers:
@@ -54,15 +54,15 @@ class Watching:
 
         return Metrics(self._model, self._launcher)
 
-    async def tell(self, sources: Sources) -> tuple[str, ...]:
+    async def tell(self, sources: MetricSources) -> tuple[str, ...]:
         """Opens the port of metrics, if anybody wants them; gives where they are, for people. Raises StartError."""
         if self._metrics is None or (port := self._config.metrics_port) is None:
             return ()
         return (f"metrics are at {await self._metrics.start(sources, self._config.metrics_host, port)}",)
 
-    def _wanted(self) -> list[Watcher]:
+    def _wanted(self) -> list[ManagedObserver]:
         """Those that the settings ask for, the first one told last of an end."""
-        wanted: list[Watcher] = []
+        wanted: list[ManagedObserver] = []
         if self._is_logging_calls:
             wanted.append(AccessLog())
         if self._config.traces:
@@ -85,10 +85,10 @@ class Watching:
             self._logs = None
 
 
-def _traces(model: str) -> Watcher:
+def _traces(model: str) -> ManagedObserver:
     """Raises InvalidArgument when what they are made with is not installed."""
     try:
-        from coordinator.telemetry.otlp_tracing import Traces
+        from coordinator.telemetry.otlp_tracing import OtlpTraces
     except ImportError:
         raise InvalidArgument("traces", "needs what is not installed here: pip install 'longleaf[otel]'") from None
-    return Traces(model)
+    return OtlpTraces(model)

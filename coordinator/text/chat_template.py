@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from coordinator.text.control_tokens import ControlTokens, Marks, Piece
+from coordinator.text.control_tokens import ControlTokens, Marks, TemplatePiece
 from coordinator.text.renderer import TemplateRenderer
 from coordinator.text.template import Messages, Rendering
 from longleaf.errors import InvalidArgument, ModelRefused
@@ -71,13 +71,13 @@ class ChatTemplate:
         """The text that comes before a document without a system message."""
         self._after_document = question.after
 
-    def conversation(self, messages: Sequence[Said], variables: dict[str, Any]) -> list[Piece]:
+    def conversation(self, messages: Sequence[Said], variables: dict[str, Any]) -> list[TemplatePiece]:
         """The prompt of a conversation. `variables` are further names that the template can use. Raises
         ConversationRefused, InvalidArgument, and what the renderer raises."""
         marks = Marks.beside(said.text for said in messages)
         return self._control.split(self._render(messages, variables, marks, 0, ""), marks)
 
-    def question(self, messages: Sequence[Said], variables: dict[str, Any]) -> list[Piece]:
+    def question(self, messages: Sequence[Said], variables: dict[str, Any]) -> list[TemplatePiece]:
         """What follows a document: the rest of a conversation that begins with it, where the first message is the
         question after it. Raises as `conversation`, also where the prompt would begin in another way than the document
         does."""
@@ -86,7 +86,7 @@ class ChatTemplate:
             raise ConversationRefused("the chat template begins before it in another way than the context does", 0)
         return self._control.split(around.after, marks)
 
-    def opening(self, system: str) -> list[Piece]:
+    def opening(self, system: str) -> list[TemplatePiece]:
         """What comes before a document with this system message. Raises as `conversation`, also where the template
         then ends a question in another way."""
         marks, around = self._around_document([Said("system", system), Said("user", "")], {}, "")

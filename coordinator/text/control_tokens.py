@@ -16,7 +16,7 @@ NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 """Code points that no text has (Unicode reserves them for internal use)."""
 
 
-class Piece(NamedTuple):
+class TemplatePiece(NamedTuple):
     """A part of a rendered prompt."""
 
     text: str
@@ -72,12 +72,12 @@ class ControlTokens:
         after = any(text[-size:] in self._beginnings for size in range(1, self._longest))
         return f"{marks.edge if before else ''}{text}{marks.edge if after else ''}"
 
-    def split(self, rendered: str, marks: Marks) -> list[Piece]:
+    def split(self, rendered: str, marks: Marks) -> list[TemplatePiece]:
         """The pieces of a rendered text with marks. A mark that does not stand beside a whole control token, as when a
         template splits a text at one, is left out, and still separates."""
         alone = f"[{marks.start}{marks.end}{marks.edge}]"
         pieces = re.split(f"{marks.start}({self._pattern.pattern}){marks.end}|{alone}", rendered)
-        return [Piece(text, i % 2 == 1) for i, text in enumerate(pieces) if text]
+        return [TemplatePiece(text, i % 2 == 1) for i, text in enumerate(pieces) if text]
 
 
 def _alternatives(words: Sequence[str]) -> str:

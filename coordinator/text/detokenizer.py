@@ -33,7 +33,7 @@ class Alphabet(msgspec.Struct, frozen=True, kw_only=True):
     """The bytes of single ids; None where they have none of their own."""
 
 
-class Piece(msgspec.Struct, frozen=True):
+class TextDelta(msgspec.Struct, frozen=True):
     """Ids and their text. `index` is that of the first id in the answer."""
 
     index: int
@@ -119,7 +119,7 @@ class TextStream:
         self.matched_stop = ""
         """The stop string that was met: the answer ends, and later ids must not be pushed."""
 
-    def push(self, token_id: int) -> Piece | None:
+    def push(self, token_id: int) -> TextDelta | None:
         """What `token_id` releases. At a stop string: all ids up to here, and the text before the string."""
         token_ids, text = self._detokenizer.push(token_id)
         if not token_ids:
@@ -128,7 +128,7 @@ class TextStream:
             return self._cut(match)
         return self._release(self._num_held - self._stops.num_pending)
 
-    def finish(self, *silent: int) -> Piece | None:
+    def finish(self, *silent: int) -> TextDelta | None:
         """All that is held back. `silent` ids (the end token) join the last piece without text of their own."""
         if (match := self._hold(*self._detokenizer.finish())) is not None:
             return self._cut(match)
@@ -140,14 +140,14 @@ class TextStream:
         self._num_held += len(text)
         return self._stops.push(text)
 
-    def _cut(self, match: Match) -> Piece | None:
+    def _cut(self, match: Match) -> TextDelta | None:
         # The string that is complete first wins, as if text came one character at a time.
         self.matched_stop = match.stop
         start = match.start - self._num_shown
         whole = self._release(self._num_held)
-        return Piece(whole.index, whole.token_ids, whole.text[:start]) if whole else None
+        return TextDelta(whole.index, whole.token_ids, whole.text[:start]) if whole else None
 
-    def _release(self, num_characters: int) -> Piece | None:
+    def _release(self, num_characters: int) -> TextDelta | None:
         """The parts that end within the first so many characters of what is held."""
         token_ids, texts = list[int](), list[str]()
         while self._held and len(self._held[0][1]) <= num_characters:
@@ -158,7 +158,7 @@ class TextStream:
             self._num_held -= len(text)
         if not token_ids:
             return None
-        piece = Piece(self._index, tuple(token_ids), "".join(texts))
+        piece = TextDelta(self._index, tuple(token_ids), "".join(texts))
         self._num_shown += len(piece.text)
         self._index += len(token_ids)
         return piece

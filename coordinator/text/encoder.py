@@ -17,7 +17,7 @@ import msgspec
 from tokenizers import Encoding
 from tokenizers import Tokenizer as FastTokenizer
 
-from coordinator.text.token_offsets import Starts
+from coordinator.text.token_offsets import TokenOffsets
 from longleaf.errors import InvalidArgument
 
 LONGEST_SECONDS = 1.0
@@ -59,7 +59,7 @@ class _Cut(msgspec.Struct, frozen=True):
     num_lead: int
 
 
-class Settled(NamedTuple):
+class StablePrefix(NamedTuple):
     """How far a text is settled, beside its ids: what it takes to go on with it."""
 
     num_bytes: int
@@ -68,7 +68,7 @@ class Settled(NamedTuple):
     """First tokens of that window that are settled already."""
 
 
-NOTHING_SETTLED = Settled(0, 0)
+NOTHING_SETTLED = StablePrefix(0, 0)
 
 
 class Encoder:
@@ -87,7 +87,7 @@ class Encoder:
         num_lead: int = 0,
         clock: Callable[[], float] = time.perf_counter,
         sizes: WindowSizes = USUAL_WINDOW,
-        starts: Starts | None = None,
+        starts: TokenOffsets | None = None,
     ) -> None:
         """`before` are ids before those of the text. `lead` is a short text before it, which is encoded together with
         it; its first `num_lead` tokens are left out. `clock` counts seconds. `starts`, if given, notes where tokens
@@ -113,11 +113,11 @@ class Encoder:
         """Where they lie in the text, in characters; only kept when it is set to a list."""
 
     @property
-    def settled(self) -> Settled:
+    def settled(self) -> StablePrefix:
         """How far what is in `token_ids` reaches, while the text is not complete."""
-        return NOTHING_SETTLED if self._num_bytes < 0 else Settled(self._num_bytes, self._num_lead)
+        return NOTHING_SETTLED if self._num_bytes < 0 else StablePrefix(self._num_bytes, self._num_lead)
 
-    def go_on(self, token_ids: "array[int]", settled: Settled) -> None:
+    def go_on(self, token_ids: "array[int]", settled: StablePrefix) -> None:
         """Goes on where another encoder of the same text had come, whose ids these are: what is pushed next are the
         bytes from `settled.num_bytes` on."""
         self.token_ids = token_ids

@@ -25,7 +25,7 @@ NEAR = 16
 """Tokens around a range among which its first and last characters are completed."""
 
 
-class Place(msgspec.Struct, frozen=True):
+class TextPosition(msgspec.Struct, frozen=True):
     """A byte of a file."""
 
     name: str
@@ -33,7 +33,7 @@ class Place(msgspec.Struct, frozen=True):
     """In the file, from 0 on."""
 
 
-class Passage(msgspec.Struct, frozen=True, kw_only=True):
+class TextRange(msgspec.Struct, frozen=True, kw_only=True):
     """Some text of a context, in whole characters."""
 
     text: str
@@ -72,17 +72,21 @@ class TextMap:
             return position, position
         return self._token_at(byte_start), self._token_at(byte_end - 1) + 1
 
-    def file_at(self, byte: int) -> Place | None:
+    def file_at(self, byte: int) -> TextPosition | None:
         """The file in which a byte lies; None where that was not told."""
         document = self._document_of(byte)
         file = file_at(document.text.files, byte - document.first_byte) if document and document.text else None
-        return Place(file.name, byte - document.first_byte - file.start) if document and file and file.name else None
+        return (
+            TextPosition(file.name, byte - document.first_byte - file.start)
+            if document and file and file.name
+            else None
+        )
 
-    def read(self, token_start: int, token_end: int) -> Passage:
+    def read(self, token_start: int, token_end: int) -> TextRange:
         """The text of tokens [start, end)."""
         return self._read((token_start, token_end), self.bytes_of(token_start, token_end), 0, 0)
 
-    def read_bytes(self, byte_start: int, byte_end: int) -> Passage:
+    def read_bytes(self, byte_start: int, byte_end: int) -> TextRange:
         """The text of bytes [start, end); of all of their tokens, where these are not spelled as they were read."""
         tokens = self.tokens_of(byte_start, byte_end)
         found = self.bytes_of(*tokens)
@@ -90,11 +94,11 @@ class TextMap:
             return self._read(tokens, None, 0, 0)
         return self._read(tokens, found, byte_start - found[0], found[1] - byte_end)
 
-    def _read(self, tokens: tuple[int, int], found: tuple[int, int] | None, cut_start: int, cut_end: int) -> Passage:
+    def _read(self, tokens: tuple[int, int], found: tuple[int, int] | None, cut_start: int, cut_end: int) -> TextRange:
         """The text of tokens that have the bytes `found`, but for so many of the first and last ones."""
         if self._alphabet.spell is None:
             text = self._alphabet.decode([each for document in self._documents for each in document.ids_of(*tokens)])
-            return Passage(text=text, tokens=tokens, bytes=found)
+            return TextRange(text=text, tokens=tokens, bytes=found)
         before = b"".join(self._spelled(max(0, tokens[0] - NEAR), tokens[0]))
         own = b"".join(self._spelled(*tokens))
         behind = b"".join(self._spelled(tokens[1], min(self.num_tokens, tokens[1] + NEAR)))
@@ -103,11 +107,11 @@ class TextMap:
             start, end = start + cut_start, end - cut_end
             found = found[0] + cut_start, found[1] - cut_end
         if start == end:
-            return Passage(text="", tokens=tokens, bytes=found)
+            return TextRange(text="", tokens=tokens, bytes=found)
         first, last = _character_start(all_bytes, start), _character_end(all_bytes, end)
         if found is not None:
             found = found[0] - (start - first), found[1] + (last - end)
-        return Passage(text=all_bytes[first:last].decode(errors="replace"), tokens=tokens, bytes=found)
+        return TextRange(text=all_bytes[first:last].decode(errors="replace"), tokens=tokens, bytes=found)
 
     def lines_at(self, byte: int) -> "Lines | None":
         """What tells the line of a byte within its file; None where there is no text."""
@@ -126,7 +130,7 @@ class TextMap:
         document = self._documents[index]
         return document.first_byte + document.byte_at(position - document.start)
 
-    def _document_of(self, byte: int) -> "Document | None":
+    def _document_of(self, byte: int) -> "DocumentMap | None":
         """The text that has a byte; the last one at the end."""
         found = bisect_right(self._texts, byte, key=lambda each: each.first_byte) - 1
         return self._texts[max(0, found)] if self._texts else None
@@ -143,7 +147,7 @@ class TextMap:
             yield from document.spelled(first, min(document.num_tokens, end - document.start))
 
 
-class Document:
+class DocumentMap:
     """The text of one segment. Positions and bytes are its own, but for `start` and `first_byte`."""
 
     def __init__(self, part: DocumentPart, start: int, first_byte: int, alphabet: Alphabet) -> None:
@@ -238,7 +242,7 @@ class Document:
 class Lines:
     """Counts the lines of a file up to a byte: all tokens in between, in steps."""
 
-    def __init__(self, document: Document, first_byte: int, byte: int) -> None:
+    def __init__(self, document: DocumentMap, first_byte: int, byte: int) -> None:
         self._document = document
         self._num_bytes = 0
         self._first_byte, self._byte = first_byte, byte
@@ -263,10 +267,10 @@ class Lines:
         self._position, self._place = end, self._document.byte_at(end)
 
 
-def _documents(parts: Sequence[DocumentPart], alphabet: Alphabet) -> Iterator[Document]:
+def _documents(parts: Sequence[DocumentPart], alphabet: Alphabet) -> Iterator[DocumentMap]:
     start = first_byte = 0
     for part in parts:
-        document = Document(part, start, first_byte, alphabet)
+        document = DocumentMap(part, start, first_byte, alphabet)
         yield document
         start, first_byte = start + part.num_tokens, first_byte + document.num_bytes
 

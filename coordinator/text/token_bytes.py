@@ -71,7 +71,7 @@ def _anchor(decode: Callable[[Sequence[int]], str], others: Collection[int]) -> 
     return next((token_id for token_id in candidates if decode([token_id]).strip()), 0)
 
 
-class Speller:
+class TokenByteDecoder:
     """Spells the tokens of one answer, in their order."""
 
     def __init__(

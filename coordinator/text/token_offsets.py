@@ -11,7 +11,7 @@ from coordinator.text.token_bytes import Spell
 from longleaf.document_text import STRIDE, count_starts
 
 
-class Starts:
+class TokenOffsets:
     """Takes note of each window's settled tokens.
 
     Where tokens, spelled one after the other, are the bytes of the window, they begin where they are in that row, also

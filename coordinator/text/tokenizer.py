@@ -12,12 +12,12 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from coordinator.text.chat_template import ChatTemplate
 from coordinator.text.checkpoint import Checkpoint
-from coordinator.text.control_tokens import ControlTokens, Marks, Piece
+from coordinator.text.control_tokens import ControlTokens, Marks, TemplatePiece
 from coordinator.text.detokenizer import Alphabet
 from coordinator.text.encoder import Encoder
 from coordinator.text.renderer import TemplateRenderer
 from coordinator.text.token_bytes import spell_of
-from coordinator.text.token_offsets import Starts
+from coordinator.text.token_offsets import TokenOffsets
 from longleaf.errors import ModelRefused
 
 DEFAULT_SEPARATOR = "\n\n"
@@ -109,7 +109,7 @@ class Tokenizer:
         ids, tail = Opening()
         if is_first:
             ids, tail = self.usual_opening() if opening is None else opening
-        starts = Starts(len(ids), self.alphabet.spell, self._break)
+        starts = TokenOffsets(len(ids), self.alphabet.spell, self._break)
         if is_first and ids and self.chat_template is not None:
             return Encoder(self._plain, ids, lead=self._break + tail, num_lead=1, starts=starts)
         return Encoder(self._plain, ids, lead=tail, starts=starts)
@@ -118,14 +118,14 @@ class Tokenizer:
         """The beginning of a context without a system message."""
         if self.chat_template is None:
             return Opening(self.opening)
-        pieces, tail = self.cut_tail([Piece(self.chat_template.before_document)])
+        pieces, tail = self.cut_tail([TemplatePiece(self.chat_template.before_document)])
         encoders = self.encoders(pieces)
         for encoder, text in encoders:
             encoder.push(text)
             encoder.finish()
         return Opening(tuple(chain.from_iterable(encoder.token_ids for encoder, _ in encoders)), tail)
 
-    def cut_tail(self, pieces: Sequence[Piece]) -> tuple[list[Piece], str]:
+    def cut_tail(self, pieces: Sequence[TemplatePiece]) -> tuple[list[TemplatePiece], str]:
         """What comes before a document, without its tail: the text after the last control token, which is encoded
         together with the document. Empty where that would be too long."""
         if not pieces or pieces[-1].is_plain:
@@ -137,14 +137,14 @@ class Tokenizer:
         size = min(len(text), 2 * MAX_TAIL) - max(ends, default=0)
         if size > MAX_TAIL or size == 0:
             return [*pieces], ""
-        return [*settled, Piece(text[:-size])] if size < len(text) else settled, text[-size:]
+        return [*settled, TemplatePiece(text[:-size])] if size < len(text) else settled, text[-size:]
 
-    def encoders(self, pieces: Sequence[Piece], *, is_continued: bool = False) -> list[tuple[Encoder, str]]:
+    def encoders(self, pieces: Sequence[TemplatePiece], *, is_continued: bool = False) -> list[tuple[Encoder, str]]:
         """An encoder for each piece, and its text: the ids of all, one after the other, are those of the prompt. With
         `is_continued` the first one follows other text."""
         return [self._encoder(piece, is_continued or i > 0 or piece.is_plain) for i, piece in enumerate(pieces)]
 
-    def _encoder(self, piece: Piece, is_continued: bool) -> tuple[Encoder, str]:
+    def _encoder(self, piece: TemplatePiece, is_continued: bool) -> tuple[Encoder, str]:
         tokenizer = self._plain if piece.is_plain else self._control
         if is_continued:
             # After a line break, tokenizers in the manner of SentencePiece put no space before a text.
@@ -153,7 +153,7 @@ class Tokenizer:
                 return Encoder(tokenizer, lead="\n", num_lead=len(self._newline)), piece.text
         return Encoder(tokenizer), piece.text
 
-    def plain_question(self, text: str) -> list[Piece]:
+    def plain_question(self, text: str) -> list[TemplatePiece]:
         """What follows a document for a model without a template."""
         marks = Marks.beside([text])
         return self.control_tokens.split(self.separator + self.control_tokens.mark(text, marks), marks)

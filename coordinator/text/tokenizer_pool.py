@@ -38,7 +38,7 @@ class TextEncoder(Protocol):
         ...
 
 
-class TextThreads:
+class TokenizerPool:
     """Few threads, which begin with the first step. Those who ask for steps share one event loop. `tenant` names the
     tenant of who asks."""
 
@@ -55,7 +55,7 @@ class TextThreads:
         self._steps = _Steps()
         self._threads: list[threading.Thread] = []
         self._is_closed = False
-        self._beside: dict[bool, TextThreads] = {}
+        self._beside: dict[bool, TokenizerPool] = {}
         """For calls that take long: by whether the text is long."""
 
     async def encode(self, encoder: TextEncoder, text: str, after_step: Callable[[], None] = lambda: None) -> None:
@@ -91,7 +91,7 @@ class TextThreads:
             raise Unavailable("the service is stopping")
         is_long = num_characters > STEP_CHARACTERS
         if is_long not in self._beside:
-            self._beside[is_long] = TextThreads(1, leave_seconds=self._leave_seconds, tenant=self._tenant)
+            self._beside[is_long] = TokenizerPool(1, leave_seconds=self._leave_seconds, tenant=self._tenant)
         return await self._beside[is_long].run(function, *args, **kwargs)
 
     async def run(

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from door.bodies import answered, converted, json_of
 from door.callers import client_of, in_time
-from door.errors import Problem, problem_of
+from door.errors import HttpProblem, problem_of
 from door.models import model_name
 from longleaf.client import AsyncClient
 from longleaf.errors import LongleafError, NotFound
@@ -19,7 +19,7 @@ MISSING = "context_not_found"
 Seconds = Annotated[float, Meta(ge=-MAX_TIME, le=MAX_TIME)]
 
 
-class Changes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ContextPatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What may be changed of a context."""
 
     display_name: str | UnsetType = UNSET
@@ -59,15 +59,15 @@ def described(context: Context, model: str) -> dict[str, Any]:
     }
 
 
-def context_problem(error: LongleafError) -> Problem:
+def context_problem(error: LongleafError) -> HttpProblem:
     return problem_of(error, {"context": "id", "config.context": "id", "new_name": "id"}, MISSING)
 
 
 def check_new(name: str) -> None:
-    """Raises Problem for what a new context cannot be called."""
+    """Raises HttpProblem for what a new context cannot be called."""
     if CONTEXT_ID.fullmatch(name) is None:
         told = f"id: {name[:100]} is no name: 1 to 63 of a-z, 0-9, '.', '_' and '-', first and last a-z or 0-9"
-        raise Problem(400, told, param="id", code="invalid_value")
+        raise HttpProblem(400, told, param="id", code="invalid_value")
 
 
 def named(request: Request) -> str:
@@ -93,14 +93,14 @@ async def get_context(request: Request) -> Response:
 async def update_context(request: Request) -> Response:
     client, name = client_of(request), named(request)
     await model_name(request, client)  # no body is awaited from a caller that the service does not let in
-    changes = converted(await json_of(request), Changes)
+    changes = converted(await json_of(request), ContextPatch)
     given: dict[str, Any] = {
         name: value for name, value in msgspec.structs.asdict(changes).items() if value is not UNSET
     }
     if "pinned" in given:
         given["is_pinned"] = given.pop("pinned")
     if not given:
-        raise Problem(400, f"give {', '.join(Changes.__struct_fields__)}: at least one of them")
+        raise HttpProblem(400, f"give {', '.join(ContextPatch.__struct_fields__)}: at least one of them")
     return await _told(request, client, await _tried(client.update_context(name, **given)))
 
 
@@ -109,9 +109,9 @@ async def delete_context(request: Request) -> Response:
     client, name, given = client_of(request), named(request), dict(request.query_params)
     upload_id = given.pop("upload_id", None)
     if given:
-        raise Problem(400, f"{min(given)}: is no parameter of this", param=min(given))
+        raise HttpProblem(400, f"{min(given)}: is no parameter of this", param=min(given))
     if upload_id == "":  # whoever forgot it does not mean the context
-        raise Problem(400, "upload_id: name the upload", param="upload_id")
+        raise HttpProblem(400, "upload_id: name the upload", param="upload_id")
     await _tried(client.delete_context(name) if upload_id is None else client.cancel_ingest(name, upload_id))
     return Response(status_code=204)
 

@@ -14,7 +14,7 @@ from starlette.types import Receive
 
 from door.callers import client_of, in_time, peer_of
 from door.contexts.resources import check_new, context_problem, described, named
-from door.errors import Problem, problem_of
+from door.errors import HttpProblem, problem_of
 from door.events import EventResponse, event, gone
 from door.models import model_name
 from longleaf.errors import InvalidArgument, LongleafError, Unavailable
@@ -28,7 +28,7 @@ CHARSETS = frozenset({"", "utf-8", "utf8", "us-ascii", "ascii"})
 NAMES = {"system": "system", "config.total_size_bytes": "Upload-Length", "text": "body"}
 
 
-class Body:
+class UploadBody:
     """A request's body from `offset` of its document on. What was sent is not kept."""
 
     def __init__(self, receive: Receive, offset: int) -> None:
@@ -50,7 +50,7 @@ class Body:
         """Nothing is kept anyhow."""
 
     async def begin(self, is_whole: bool) -> None:
-        """Waits for the first part, which pieces wait for, too. Raises Problem where that can be no document's:
+        """Waits for the first part, which pieces wait for, too. Raises HttpProblem where that can be no document's:
         `is_whole` says that nothing is to come after the body. Raises Unavailable when nothing comes."""
         self._first = await self._next()
         if self.offset == 0:
@@ -101,8 +101,8 @@ class Body:
             await gone(receive)
 
 
-def _no_document(told: str) -> Problem:
-    return Problem(400, f"body: {told}", param="body", code="invalid_value")
+def _no_document(told: str) -> HttpProblem:
+    return HttpProblem(400, f"body: {told}", param="body", code="invalid_value")
 
 
 async def upload(request: Request) -> Response:
@@ -111,14 +111,14 @@ async def upload(request: Request) -> Response:
     client, offset = client_of(request), _number(request, "upload-offset") or 0
     header = _header(request, offset)
     model = await model_name(request, client)
-    body = Body(request.receive, offset)
+    body = UploadBody(request.receive, offset)
     steps = client.ingest_once(header, body)
     try:
         first = await anext(steps)
         if first.phase == "receiving" and first.received_bytes != offset:
             told = f"Upload-Offset: the service has {first.received_bytes:,} bytes of it, go on from there"
             headers = {"upload-offset": str(first.received_bytes)}
-            raise Problem(409, told, param="Upload-Offset", code="wrong_offset", headers=headers)
+            raise HttpProblem(409, told, param="Upload-Offset", code="wrong_offset", headers=headers)
         if first.phase == "receiving":  # what can be known before the first byte of the answer is a status
             declared = _number(request, "content-length")
             await body.begin(header.total_bytes is None or header.total_bytes == offset + (declared or 0))
@@ -127,16 +127,16 @@ async def upload(request: Request) -> Response:
         if isinstance(error, LongleafError):
             raise context_problem(error) from None
         raise
-    telling = Telling(model, header, body, first)
+    telling = UploadEvents(model, header, body, first)
     left = body.leave if first.phase == "receiving" else gone  # what is there already is not read again
     # EventResponse is called as a response is, and has nothing else of one
     return cast(Response, EventResponse(telling.events(steps), telling.waiting, left))
 
 
-class Telling:
+class UploadEvents:
     """The events of an upload."""
 
-    def __init__(self, model: str, header: IngestHeader, body: Body, first: IngestProgress) -> None:
+    def __init__(self, model: str, header: IngestHeader, body: UploadBody, first: IngestProgress) -> None:
         self._model, self._header, self._body, self._latest = model, header, body, first
 
     def waiting(self) -> str:
@@ -177,8 +177,8 @@ async def uploaded(request: Request) -> Response:
     """How much of an upload is there. One of which nothing is there is not begun."""
     client, header = client_of(request), _header(request, 0)
     if not header.upload_id:
-        raise Problem(400, "upload_id: name the upload", param="upload_id")
-    steps = client.ingest_once(header, Body(request.receive, -1))
+        raise HttpProblem(400, "upload_id: name the upload", param="upload_id")
+    steps = client.ingest_once(header, UploadBody(request.receive, -1))
     try:
         async with aclosing(steps):
             first = await in_time(anext(steps))
@@ -200,21 +200,21 @@ def _charset(request: Request) -> str:
 
 
 def _header(request: Request, offset: int) -> IngestHeader:
-    """What the request says of its document, of which it sends what follows `offset`. Raises Problem."""
+    """What the request says of its document, of which it sends what follows `offset`. Raises HttpProblem."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if request.method == "POST" and (kind.endswith("json") or kind.startswith("multipart/")):
-        raise Problem(415, "the body is to be the document itself, such as text/plain")
+        raise HttpProblem(415, "the body is to be the document itself, such as text/plain")
     charset = _charset(request)
     if request.method == "POST" and charset not in CHARSETS:
-        raise Problem(415, f"charset {charset[:100]}: a document is read as UTF-8 alone")
+        raise HttpProblem(415, f"charset {charset[:100]}: a document is read as UTF-8 alone")
     given = dict(request.query_params)
     if unknown := given.keys() - PARAMETERS:
-        raise Problem(400, f"{min(unknown)}: is no parameter of this", param=min(unknown))
+        raise HttpProblem(400, f"{min(unknown)}: is no parameter of this", param=min(unknown))
     total, declared = _number(request, "upload-length"), _number(request, "content-length")
     if request.method == "POST" and total is None and declared is not None:
         total = offset + declared
     if total is not None and total < offset + (declared or 0):
-        raise Problem(400, "Upload-Length: is less than what this sends", param="Upload-Length")
+        raise HttpProblem(400, "Upload-Length: is less than what this sends", param="Upload-Length")
     options = dict[str, Any]()
     if (name := given.get("display_name")) is not None:
         options["display_name"] = name
@@ -241,14 +241,14 @@ def _number(request: Request, header: str) -> int | None:
     if value is None:
         return None
     if not (value.isascii() and value.isdigit() and len(value) <= 18):
-        raise Problem(400, f"{header}: is no number of bytes", param=header)
+        raise HttpProblem(400, f"{header}: is no number of bytes", param=header)
     return int(value)
 
 
 def _flag(given: dict[str, str], name: str) -> bool:
     value = given.get(name, "false").lower()
     if value not in ("true", "false", "1", "0"):
-        raise Problem(400, f"{name}: must be true or false", param=name)
+        raise HttpProblem(400, f"{name}: must be true or false", param=name)
     return value in ("true", "1")
 
 
@@ -258,7 +258,7 @@ def _whole(given: dict[str, str], name: str) -> int:
     except ValueError:
         found = 1 << 63
     if abs(found) >= 1 << 31:
-        raise Problem(400, f"{name}: must be a whole number", param=name)
+        raise HttpProblem(400, f"{name}: must be a whole number", param=name)
     return found
 
 
@@ -268,5 +268,5 @@ def _positive(given: dict[str, str], name: str) -> float:
     except ValueError:
         found = math.nan
     if not 0 < found <= MAX_TIME:
-        raise Problem(400, f"{name}: must be a positive number, and before the year 10000", param=name)
+        raise HttpProblem(400, f"{name}: must be a positive number, and before the year 10000", param=name)
     return found

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Protocol, cast
 from starlette.requests import Request
 from starlette.responses import Response
 
-from door.bodies import Share, answered
-from door.errors import Problem, problem_of
+from door.bodies import MemoryLease, answered
+from door.errors import HttpProblem, problem_of
 from door.events import DONE, EventResponse, event, until_left
 from door.openai.models import MISSING
 from longleaf.errors import LongleafError, Unavailable
@@ -23,7 +23,7 @@ REASONS = {"end_token": "stop", "stop": "stop", "stop_token": "stop", "length": 
 Names = dict[str, str]
 
 
-class Teller(Protocol):
+class ChunkFormatter(Protocol):
     """Makes what is told of an answer."""
 
     num_samples: int
@@ -60,7 +60,7 @@ def now() -> int:
     return int(time.time())
 
 
-class Waiting:
+class WaitStatus:
     """What is told in comments while there is nothing else."""
 
     def __init__(self) -> None:
@@ -81,19 +81,19 @@ class Waiting:
         return self._text
 
 
-class Asking(NamedTuple):
+class PendingCompletion(NamedTuple):
     """A generation that has not begun yet."""
 
     events: AsyncGenerator[Event, None]
-    teller: Teller
+    teller: ChunkFormatter
     is_streamed: bool
     names: Names
     """What fields of the service are called here, and `context`."""
 
 
-async def answer(request: Request, asking: Asking, share: Share) -> Response:
+async def answer(request: Request, asking: PendingCompletion, share: MemoryLease) -> Response:
     """The answer, streamed or whole. What goes wrong before its first byte is a status. `share` is given back with the
-    first event: nothing of the prompt is held from then on. Raises Problem."""
+    first event: nothing of the prompt is held from then on. Raises HttpProblem."""
     events, teller, is_streamed, names = asking
     try:
         try:
@@ -109,18 +109,22 @@ async def answer(request: Request, asking: Asking, share: Share) -> Response:
     except BaseException:
         await events.aclose()
         raise
-    waiting = Waiting()
+    waiting = WaitStatus()
     waiting.note(first)
     # EventResponse is called as a response is, and has nothing else of one
     return cast(Response, EventResponse(_told(first, events, teller, waiting.note, names), waiting))
 
 
-def _problem(error: LongleafError, names: Names) -> Problem:
+def _problem(error: LongleafError, names: Names) -> HttpProblem:
     return problem_of(error, names, MISSING)
 
 
 async def _told(
-    first: Event, events: AsyncGenerator[Event, None], teller: Teller, note: Callable[[Event], None], names: Names
+    first: Event,
+    events: AsyncGenerator[Event, None],
+    teller: ChunkFormatter,
+    note: Callable[[Event], None],
+    names: Names,
 ) -> AsyncGenerator[bytes, None]:
     del first  # it says that the request was admitted, and waiting has told its place
     for chunk in teller.begin():
@@ -147,7 +151,7 @@ async def _told(
     yield DONE
 
 
-async def _whole(events: AsyncGenerator[Event, None], teller: Teller) -> dict[str, Any]:
+async def _whole(events: AsyncGenerator[Event, None], teller: ChunkFormatter) -> dict[str, Any]:
     deltas: list[list[Delta]] = [[] for _ in range(teller.num_samples)]
     ends = dict[int, Finished]()
     async with aclosing(events):

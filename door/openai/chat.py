@@ -5,13 +5,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from door.bodies import Share, body_of, share_of
+from door.bodies import MemoryLease, body_of, share_of
 from door.callers import client_of, peer_of
 from door.models import model_name
-from door.openai.answers import Asking, answer, exactness_of, finite, new_id, now, reason_of, spelled
+from door.openai.answers import PendingCompletion, answer, exactness_of, finite, new_id, now, reason_of, spelled
 from door.openai.lengths import with_length
 from door.openai.models import target_of
-from door.openai.requests import ChatAsked, decode_chat
+from door.openai.requests import ChatCompletionRequest, decode_chat
 from longleaf.sampling import Logprobs
 from longleaf.types import Delta, Finished
 
@@ -23,7 +23,7 @@ async def chat(request: Request) -> Response:
         return await answer(request, await _ask(request, share), share)
 
 
-async def _ask(request: Request, share: Share) -> Asking:
+async def _ask(request: Request, share: MemoryLease) -> PendingCompletion:
     """The conversation is held by what it returns alone."""
     client = client_of(request)
     await model_name(request, client)  # no body is awaited from a caller that the service does not let in
@@ -39,13 +39,13 @@ async def _ask(request: Request, share: Share) -> Asking:
     names = NAMES | {"context": "model" if asked.context is None else "context"}
     if asked.max_tokens is None and asked.max_completion_tokens is not None:
         names["sampling.max_token_count"] = "max_completion_tokens"
-    return Asking(events, ChatTeller(target.model, asked), asked.stream, names)
+    return PendingCompletion(events, ChatChunkFormatter(target.model, asked), asked.stream, names)
 
 
-class ChatTeller:
+class ChatChunkFormatter:
     """Tells answers as messages."""
 
-    def __init__(self, model: str, asked: ChatAsked) -> None:
+    def __init__(self, model: str, asked: ChatCompletionRequest) -> None:
         self.num_samples = asked.n
         self.with_usage = asked.stream_options is not None and asked.stream_options.include_usage
         self._has_logprobs = asked.logprobs

@@ -7,13 +7,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from door.bodies import Share, body_of, share_of
+from door.bodies import MemoryLease, body_of, share_of
 from door.callers import client_of, peer_of
 from door.models import model_name
-from door.openai.answers import Asking, answer, exactness_of, finite, new_id, now, reason_of, spelled
+from door.openai.answers import PendingCompletion, answer, exactness_of, finite, new_id, now, reason_of, spelled
 from door.openai.lengths import with_length
 from door.openai.models import target_of
-from door.openai.requests import TextAsked, decode_text
+from door.openai.requests import TextCompletionRequest, decode_text
 from longleaf.sampling import TokenLogprob
 from longleaf.types import Delta, Finished
 
@@ -31,7 +31,7 @@ async def completions(request: Request) -> Response:
         return await answer(request, await _ask(request, share), share)
 
 
-async def _ask(request: Request, share: Share) -> Asking:
+async def _ask(request: Request, share: MemoryLease) -> PendingCompletion:
     """The prompt is held by what it returns alone."""
     client = client_of(request)
     await model_name(request, client)  # no body is awaited from a caller that the service does not let in
@@ -44,17 +44,17 @@ async def _ask(request: Request, share: Share) -> Asking:
         options |= {"use_chat_template": False}
     events = client.generate(prompt, context=target.context, **options)
     names = NAMES | {"context": "model" if asked.context is None else "context"}
-    return Asking(events, TextTeller(target.model, asked), asked.stream, names)
+    return PendingCompletion(events, TextChunkFormatter(target.model, asked), asked.stream, names)
 
 
-class TextTeller:
+class TextChunkFormatter:
     """Tells answers as texts."""
 
-    def __init__(self, model: str, asked: TextAsked) -> None:
+    def __init__(self, model: str, asked: TextCompletionRequest) -> None:
         self.num_samples = asked.n
         self.with_usage = asked.stream_options is not None and asked.stream_options.include_usage
         self._has_logprobs = asked.logprobs is not None
-        self._lengths = [Length() for _ in range(asked.n)]
+        self._lengths = [CharCounter() for _ in range(asked.n)]
         self._base: dict[str, Any] = {"id": new_id("cmpl"), "object": "text_completion", "created": now()}
         self._base |= {"model": model, "system_fingerprint": None}
 
@@ -94,7 +94,7 @@ class TextTeller:
         return {**self._base, "choices": choices, "usage": usage}
 
 
-class Length:
+class CharCounter:
     """Of a text whose bytes come in pieces, in characters."""
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from door.bodies import answered
 from door.callers import client_of, in_time
-from door.errors import Problem
+from door.errors import HttpProblem
 from door.models import model_name
 from longleaf.client import AsyncClient
 from longleaf.errors import NotFound
@@ -16,7 +16,7 @@ from longleaf.types import CONTEXT_ID, Context
 MISSING = "model_not_found"
 
 
-class Target(NamedTuple):
+class ModelTarget(NamedTuple):
     """Whom a request asks."""
 
     model: str
@@ -52,28 +52,28 @@ def _of_context(model: str, context: Context) -> dict[str, Any]:
     return _model(f"{model}:{context.id}", context.created) | more
 
 
-async def target_of(request: Request, client: AsyncClient, model: str, context: str | None) -> Target:
-    """Whom a request asks that names this model and, perhaps, this context. Raises Problem."""
+async def target_of(request: Request, client: AsyncClient, model: str, context: str | None) -> ModelTarget:
+    """Whom a request asks that names this model and, perhaps, this context. Raises HttpProblem."""
     target = _split(model, await model_name(request, client))
     if context is None or target.context == context:
         return target
     if target.context is not None:
         told = f"context: is {context[:100]}, and model names {target.context}"
-        raise Problem(400, told, param="context", code="invalid_value")
+        raise HttpProblem(400, told, param="context", code="invalid_value")
     if CONTEXT_ID.fullmatch(context) is None:
-        raise Problem(400, "context: is no name of a context", param="context", code="invalid_value")
-    return Target(model, context)
+        raise HttpProblem(400, "context: is no name of a context", param="context", code="invalid_value")
+    return ModelTarget(model, context)
 
 
-def _split(asked: str, name: str) -> Target:
-    """Raises Problem where that is neither the model nor a context of it."""
+def _split(asked: str, name: str) -> ModelTarget:
+    """Raises HttpProblem where that is neither the model nor a context of it."""
     if asked == name:
-        return Target(asked, None)
+        return ModelTarget(asked, None)
     context = asked.removeprefix(f"{name}:")
     if context == asked or CONTEXT_ID.fullmatch(context) is None:
         raise _missing(asked)
-    return Target(asked, context)
+    return ModelTarget(asked, context)
 
 
-def _missing(asked: str) -> Problem:
-    return Problem(404, f"the model {asked[:300]} does not exist", param="model", code=MISSING)
+def _missing(asked: str) -> HttpProblem:
+    return HttpProblem(404, f"the model {asked[:300]} does not exist", param="model", code=MISSING)

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from door.bodies import converted
-from door.errors import Problem
+from door.errors import HttpProblem
 from longleaf.types import MAX_MESSAGES, Conversation, GenerateOptions, Message
 
 HARMLESS = frozenset("store metadata service_tier parallel_tool_calls safety_identifier prompt_cache_key".split())
@@ -43,7 +43,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: bool = False
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What both kinds of completions have."""
 
     model: str
@@ -88,7 +88,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return cast(GenerateOptions, given)
 
 
-class ChatAsked(Asked, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ChatCompletionRequest(CompletionRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of POST /v1/chat/completions, but for its messages."""
 
     max_completion_tokens: Count | None = None
@@ -97,7 +97,7 @@ class ChatAsked(Asked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 
 
-class TextAsked(Asked, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TextCompletionRequest(CompletionRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of POST /v1/completions, but for its prompt."""
 
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
@@ -109,7 +109,7 @@ class Prompt(msgspec.Struct, frozen=True):
     prompt: str | list[str | int]
 
 
-class Turn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One message."""
 
     role: Role
@@ -120,49 +120,49 @@ class Turn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Chat(NamedTuple):
     """A decoded body."""
 
-    asked: ChatAsked
+    asked: ChatCompletionRequest
     conversation: Conversation
 
 
 class Text(NamedTuple):
     """A decoded body."""
 
-    asked: TextAsked
+    asked: TextCompletionRequest
     prompt: "str | array[int]"
     """Token ids as 32-bit numbers: Python's own integers take nine times as much."""
 
 
 def decode_chat(raw: dict[str, Any]) -> Chat:
-    """Raises Problem that names the field."""
-    given = cleaned(raw, ChatAsked.__struct_fields__, {"messages"})
+    """Raises HttpProblem that names the field."""
+    given = cleaned(raw, ChatCompletionRequest.__struct_fields__, {"messages"})
     messages = given.pop("messages", None)
     if not isinstance(messages, list) or not messages:
-        raise Problem(400, "messages: give at least one", param="messages", code="invalid_value")
+        raise HttpProblem(400, "messages: give at least one", param="messages", code="invalid_value")
     turns = cast(list[object], messages)
     if len(turns) > MAX_MESSAGES:
         told = f"messages: are {len(turns):,}, and must be 1 to {MAX_MESSAGES}"
-        raise Problem(400, told, param="messages", code="invalid_value")
-    asked = converted(given, ChatAsked)
+        raise HttpProblem(400, told, param="messages", code="invalid_value")
+    asked = converted(given, ChatCompletionRequest)
     if asked.top_logprobs is not None and not asked.logprobs:
-        raise Problem(400, "top_logprobs: needs logprobs", param="top_logprobs", code="invalid_value")
+        raise HttpProblem(400, "top_logprobs: needs logprobs", param="top_logprobs", code="invalid_value")
     if asked.max_tokens is not None and asked.max_completion_tokens not in (None, asked.max_tokens):
         told = "max_completion_tokens: says something else than max_tokens"
-        raise Problem(400, told, param="max_completion_tokens", code="invalid_value")
+        raise HttpProblem(400, told, param="max_completion_tokens", code="invalid_value")
     check_stream(asked)
     return Chat(asked, Conversation(tuple(_message(turn, f"messages[{i}]") for i, turn in enumerate(turns))))
 
 
 def decode_text(raw: dict[str, Any]) -> Text:
-    """Raises Problem that names the field."""
-    given = cleaned(raw, TextAsked.__struct_fields__, {"prompt"})
+    """Raises HttpProblem that names the field."""
+    given = cleaned(raw, TextCompletionRequest.__struct_fields__, {"prompt"})
     prompt = _prompt(converted({name: given.pop(name) for name in given.keys() & {"prompt"}}, Prompt).prompt)
-    asked = converted(given, TextAsked)
+    asked = converted(given, TextCompletionRequest)
     check_stream(asked)
     return Text(asked, prompt)
 
 
 def _prompt(prompt: str | list[str | int]) -> "str | array[int]":
-    """Raises Problem for several, or none."""
+    """Raises HttpProblem for several, or none."""
     if isinstance(prompt, str):
         return prompt
     if len(prompt) == 1 and isinstance(prompt[0], str):
@@ -172,27 +172,27 @@ def _prompt(prompt: str | list[str | int]) -> "str | array[int]":
     except (TypeError, OverflowError):
         ids = array("I")
     if not ids or max(ids) >= 1 << 31:
-        raise Problem(400, "prompt: give one text, or the token ids of one", param="prompt", code="invalid_value")
+        raise HttpProblem(400, "prompt: give one text, or the token ids of one", param="prompt", code="invalid_value")
     return ids
 
 
-def check_stream(asked: Asked) -> None:
-    """Raises Problem for options of a stream that is none."""
+def check_stream(asked: CompletionRequest) -> None:
+    """Raises HttpProblem for options of a stream that is none."""
     if asked.stream_options is not None and not asked.stream:
-        raise Problem(400, "stream_options: needs stream", param="stream_options", code="invalid_value")
+        raise HttpProblem(400, "stream_options: needs stream", param="stream_options", code="invalid_value")
 
 
 def cleaned(raw: dict[str, Any], known: tuple[str, ...], more: set[str] | None = None) -> dict[str, Any]:
-    """The fields that mean something. Raises Problem naming one that this does not know, or cannot do."""
+    """The fields that mean something. Raises HttpProblem naming one that this does not know, or cannot do."""
     found = dict[str, Any]()
     for name, value in raw.items():
         if value is None or name in HARMLESS or value in MEANINGLESS.get(name, ()):
             continue
         if name in MEANINGLESS:
             told = f"{name}: cannot be done here" if name not in ("echo", "best_of") else f"{name}: must be left out"
-            raise Problem(400, told, param=name, code="unsupported_parameter")
+            raise HttpProblem(400, told, param=name, code="unsupported_parameter")
         if name not in known and name not in (more or ()):
-            raise Problem(400, f"{name[:100]}: is not known here", param=name[:100], code="unknown_parameter")
+            raise HttpProblem(400, f"{name[:100]}: is not known here", param=name[:100], code="unknown_parameter")
         found[name] = _integer(value)
     return found
 
@@ -205,13 +205,15 @@ def _integer(value: Any) -> Any:
 
 def _message(raw: object, path: str) -> Message:
     if not isinstance(raw, dict):
-        raise Problem(400, f"{path}: is no object", param=path, code="invalid_type")
+        raise HttpProblem(400, f"{path}: is no object", param=path, code="invalid_type")
     fields = {name: value for name, value in cast(dict[str, Any], raw).items() if value is not None}
-    for name in fields.keys() - set(Turn.__struct_fields__):
+    for name in fields.keys() - set(ChatMessage.__struct_fields__):
         if fields[name] not in EMPTY:
-            raise Problem(400, f"{path}.{name}: cannot be done here", param=f"{path}.{name}", code="unsupported_value")
+            raise HttpProblem(
+                400, f"{path}.{name}: cannot be done here", param=f"{path}.{name}", code="unsupported_value"
+            )
         del fields[name]
-    turn = converted(fields, Turn, path)
+    turn = converted(fields, ChatMessage, path)
     text = turn.content if isinstance(turn.content, str) else _text_of(turn.content, f"{path}.content")
     return Message("system" if turn.role == "developer" else turn.role, text)
 
@@ -222,13 +224,13 @@ def _text_of(parts: list[dict[str, Any]], path: str) -> str:
         kind, text = part.get("type"), part.get("text")
         if kind != "text":
             told = f"{path}[{i}].type: is not text, and there is nothing else here"
-            raise Problem(400, told, param=f"{path}[{i}].type", code="unsupported_value")
+            raise HttpProblem(400, told, param=f"{path}[{i}].type", code="unsupported_value")
         if not isinstance(text, str):
-            raise Problem(400, f"{path}[{i}].text: is no text", param=f"{path}[{i}].text", code="invalid_type")
+            raise HttpProblem(400, f"{path}[{i}].text: is no text", param=f"{path}[{i}].text", code="invalid_type")
         for name in part.keys() - {"type", "text"}:
             if part[name] not in EMPTY:
                 param = f"{path}[{i}].{name[:100]}"
-                raise Problem(400, f"{param}: is not supported", param=param, code="unsupported_value")
+                raise HttpProblem(400, f"{param}: is not supported", param=param, code="unsupported_value")
         texts.append(text)
     return "".join(texts)
 
@@ -242,5 +244,5 @@ def _biases(given: dict[str, float] | None) -> dict[int, float] | None:
     if given is None:
         return None
     if not all(name.isascii() and name.isdigit() and len(name) < 11 for name in given):
-        raise Problem(400, "logit_bias: its names must be token ids", param="logit_bias", code="invalid_value")
+        raise HttpProblem(400, "logit_bias: its names must be token ids", param="logit_bias", code="invalid_value")
     return {int(name): bias for name, bias in given.items()}

@@ -25,7 +25,7 @@ NO_EDGE = 1 << 40
 """Beyond all slots."""
 
 
-class ToldRead(NamedTuple):
+class AttributedRead(NamedTuple):
     """What is told of a read, in the order of decode.c's struct."""
 
     start: int
@@ -43,12 +43,12 @@ class ToldRead(NamedTuple):
         return self.start + (self.end_row - self.first_row) * self.num_entries
 
 
-def told_read(slots: tuple[int, int], start: int, rows: tuple[int, int], edge: int = NO_EDGE) -> ToldRead:
+def told_read(slots: tuple[int, int], start: int, rows: tuple[int, int], edge: int = NO_EDGE) -> AttributedRead:
     """Of slots [first, end), entries from `start` on for rows [first, end)."""
     low, high = slots
     is_inside = low < edge < high
     num_entries = ceil_div(high, BLOCK) - low // BLOCK + is_inside
-    return ToldRead(start, *rows, edge if is_inside else NO_EDGE, num_entries)
+    return AttributedRead(start, *rows, edge if is_inside else NO_EDGE, num_entries)
 
 
 def table(rows: Sequence[tuple[int, ...]], width: int) -> Tensor:
@@ -58,7 +58,7 @@ def table(rows: Sequence[tuple[int, ...]], width: int) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Columns:
+class AttributionColumns:
     """Where entries count: tables of int64, on the CPU, in the order of the structs of block_attribution.c.
 
     The rows of a teller are told together, in the mean. A run is entries [first, end) of a row of a read; they count
@@ -66,7 +66,7 @@ class Columns:
     """
 
     runs: Tensor
-    """[N, 8]: the row, where its entries start (see `ToldRead`) and their number, first, end, column, before,
+    """[N, 8]: the row, where its entries start (see `AttributedRead`) and their number, first, end, column, before,
     per_column."""
     tellers: Tensor
     """[A, 4]: the first row and the end of the rows, the first run and the end of the runs."""
@@ -80,10 +80,10 @@ class Columns:
 class BlockSums:
     """What kernels are to tell of a step's reads, and what they have told of one layer."""
 
-    def __init__(self, reads: Sequence[ToldRead]) -> None:
+    def __init__(self, reads: Sequence[AttributedRead]) -> None:
         """One for each read of the step, in their order."""
         self.reads = reads
-        self.table = table(reads, len(ToldRead._fields))
+        self.table = table(reads, len(AttributedRead._fields))
         self._size = max((read.end for read in reads), default=0)
         self._room_KE2 = torch.empty(0, 0, 2)
         self._is_told = False

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from longleaf.attention.block_attribution import BlockSums
-from longleaf.positions import Reach
+from longleaf.positions import AttentionSpan
 from longleaf.runs import Extent, ceil_div, overlaps
 
 MIN_TILE = 128
@@ -132,7 +132,7 @@ def section_reads(query: QueryRun, keys: Extent, section: int) -> Iterator[Read]
             yield from causal_reads(part, Extent(key_low, key_high, keys.slot + key_low - keys.start))
 
 
-def reads_within(query: QueryRun, keys: Extent, reach: Reach) -> Iterator[Read]:
+def reads_within(query: QueryRun, keys: Extent, reach: AttentionSpan) -> Iterator[Read]:
     """The reads of one query run over one extent of keys, as far as the queries see."""
     if reach.section is not None:
         return section_reads(query, keys, reach.section)

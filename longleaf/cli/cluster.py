@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from longleaf.cli.flags import takes_server
-from longleaf.cli.options import AsJson, Server, connect, dtypes_told, exactness_told, print_json
+from longleaf.cli.options import AsJson, ServerOptions, connect, dtypes_told, exactness_told, print_json
 from longleaf.formatting import human_angle, human_bytes, human_seconds
 from longleaf.positions import UNLIMITED_TOKENS
 from longleaf.topology import Topology
@@ -26,7 +26,7 @@ Interval = Annotated[float, typer.Option(help="With --watch: least seconds betwe
 
 
 @takes_server
-def cluster(server: Server, watch: Watch = False, interval: Interval = 1.0, as_json: AsJson = False) -> None:
+def cluster(server: ServerOptions, watch: Watch = False, interval: Interval = 1.0, as_json: AsJson = False) -> None:
     """Show the model, the ranks, what they hold, which were lost, and how many generations run and wait.
 
     Nothing is polled: with --watch the service tells what changed, one JSON object per line with --json.
@@ -46,7 +46,7 @@ def cluster(server: Server, watch: Watch = False, interval: Interval = 1.0, as_j
     Console().print(workers_table(found))
 
 
-def _watch(server: Server, interval: float, as_json: bool) -> None:
+def _watch(server: ServerOptions, interval: float, as_json: bool) -> None:
     with connect(server) as client:
         changes = client.watch_cluster(min_interval=interval)
         if as_json:

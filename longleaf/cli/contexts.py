@@ -11,7 +11,7 @@ from rich.table import Table
 from longleaf.cli import transfer
 from longleaf.cli.flags import takes_server
 from longleaf.cli.ingest import summary
-from longleaf.cli.options import AsJson, Server, connect, print_json
+from longleaf.cli.options import AsJson, ServerOptions, connect, print_json
 from longleaf.cli.rebuild import rebuild
 from longleaf.cli.recompute import reread
 from longleaf.errors import InvalidArgument
@@ -26,7 +26,7 @@ app.command("reread")(reread)
 
 @app.command("list")
 @takes_server
-def list_contexts(server: Server, as_json: AsJson = False) -> None:
+def list_contexts(server: ServerOptions, as_json: AsJson = False) -> None:
     """List all contexts.
 
     Example: longleaf contexts list
@@ -50,7 +50,7 @@ def list_contexts(server: Server, as_json: AsJson = False) -> None:
 
 @app.command("show")
 @takes_server
-def show_context(name: Name, server: Server, as_json: AsJson = False) -> None:
+def show_context(name: Name, server: ServerOptions, as_json: AsJson = False) -> None:
     """Show one context, and where its tokens lie.
 
     Example: longleaf contexts show book
@@ -72,7 +72,7 @@ def show_context(name: Name, server: Server, as_json: AsJson = False) -> None:
 @takes_server
 def show_text(
     name: Name,
-    server: Server,
+    server: ServerOptions,
     tokens: Annotated[
         str | None, typer.Option(help="The text of tokens A to B-1, from 0 on.", metavar="A-B", show_default="")
     ] = None,
@@ -124,7 +124,7 @@ def _place(text: ContextText) -> str:
 def fork_context(
     name: Name,
     new_name: Annotated[str, typer.Argument(help="Name of the new context.")],
-    server: Server,
+    server: ServerOptions,
     tokens: Annotated[
         int | None, typer.Option(help="Tokens that the new context begins with.", show_default="all")
     ] = None,
@@ -143,7 +143,7 @@ def fork_context(
 @takes_server
 def update_context(
     name: Name,
-    server: Server,
+    server: ServerOptions,
     display_name: Annotated[str | None, typer.Option(help="A name for people.", show_default="unchanged")] = None,
     ttl: Annotated[
         float | None, typer.Option(help="Seconds from now until the service deletes it.", show_default="unchanged")
@@ -215,7 +215,7 @@ def positions(info: PositionInfo) -> str:
 
 @app.command("delete")
 @takes_server
-def delete_context(name: Name, server: Server, as_json: AsJson = False) -> None:
+def delete_context(name: Name, server: ServerOptions, as_json: AsJson = False) -> None:
     """Delete a context; answers that are being generated from it finish first.
 
     Example: longleaf contexts delete book

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from longleaf.cli.options import AsJson, print_json
 from longleaf.credentials import (
-    Entry,
+    CredentialEntry,
     Quotas,
     Role,
     check_tenant,
@@ -41,7 +41,7 @@ def new(
     Example: longleaf credentials new acme
     """
     credential = new_credential()
-    entry = Entry(tenant=check_tenant(tenant), role=role, digests=(digest_of(credential),))
+    entry = CredentialEntry(tenant=check_tenant(tenant), role=role, digests=(digest_of(credential),))
     if as_json:
         print_json({"credential": credential, "line": line_of(entry)})
         return
@@ -71,11 +71,11 @@ def check(
     Console().print(table)
 
 
-def _quotas(entry: Entry) -> dict[str, int]:
+def _quotas(entry: CredentialEntry) -> dict[str, int]:
     given = {name: getattr(entry.quotas, name) for name in Quotas.__struct_fields__}
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _told(entry: Entry) -> dict[str, object]:
+def _told(entry: CredentialEntry) -> dict[str, object]:
     told: dict[str, object] = {"tenant": entry.tenant, "role": entry.role, "credentials": len(entry.digests)}
     return told | {"certificates": entry.names, "quotas": _quotas(entry)}

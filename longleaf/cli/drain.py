@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from longleaf.cli.flags import takes_server
-from longleaf.cli.options import AsJson, Server, connect, print_json
+from longleaf.cli.options import AsJson, ServerOptions, connect, print_json
 from longleaf.formatting import human_seconds
 from longleaf.types import Draining
 
@@ -13,7 +13,7 @@ Wait = Annotated[bool, typer.Option("--wait", help="Return when all that ran has
 
 
 @takes_server
-def drain(server: Server, wait: Wait = False, as_json: AsJson = False) -> None:
+def drain(server: ServerOptions, wait: Wait = False, as_json: AsJson = False) -> None:
     """End a running service. Answers that run get the --drain-seconds of its start (2 by default).
 
     From now on it is not healthy and takes no new calls. Calls that run for longer than that end with UNAVAILABLE, and

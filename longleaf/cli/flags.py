@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import wraps
 from typing import Annotated, Any, cast, get_type_hints
 
-from longleaf.cli.options import Server, option
+from longleaf.cli.options import ServerOptions, option
 from longleaf.errors import InvalidArgument
 from longleaf.types import GenerateOptions
 
@@ -137,5 +137,5 @@ def takes_flags(kind: type[Any], taken: str = "flags") -> Callable[[Callable[...
     return takes
 
 
-takes_server = takes_flags(Server, "server")
+takes_server = takes_flags(ServerOptions, "server")
 """A command that calls a service, with the options of where it is and how to come in."""

@@ -9,7 +9,7 @@ from typing import Annotated, TextIO
 import typer
 
 from longleaf.cli.flags import Flags, takes_flags, takes_server
-from longleaf.cli.options import AsJson, Server, connect, exactness_told, print_json, read_input
+from longleaf.cli.options import AsJson, ServerOptions, connect, exactness_told, print_json, read_input
 from longleaf.cli.provenance_output import SourceFlags, SourceList
 from longleaf.errors import Unavailable
 from longleaf.formatting import human_seconds
@@ -31,7 +31,7 @@ BELOW = "\r\n\x1b[K"
 def ask(
     context: Annotated[str, typer.Argument(help="Name of the context.")],
     question: Annotated[str, typer.Argument(help="The question; - reads standard input.")],
-    server: Server,
+    server: ServerOptions,
     flags: Flags,
     traced: SourceFlags,
     as_json: AsJson = False,
@@ -50,7 +50,7 @@ def ask(
 @takes_server
 def generate(
     prompt: Annotated[str, typer.Option("--prompt", help="The prompt; - reads standard input.")],
-    server: Server,
+    server: ServerOptions,
     flags: Flags,
     raw: Annotated[bool, typer.Option("--raw", help="Do not put the model's chat template around the prompt.")] = False,
     as_json: AsJson = False,

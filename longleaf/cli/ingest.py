@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 
 from longleaf.cli.document_files import empty_files, objection
 from longleaf.cli.flags import takes_server
-from longleaf.cli.options import AsJson, Server, connect, print_json
+from longleaf.cli.options import AsJson, ServerOptions, connect, print_json
 from longleaf.cli.token_files import TokenFormat, read_ids
 from longleaf.client.callbacks import OnProgress
 from longleaf.client.documents import size_of
@@ -34,7 +34,7 @@ def ingest(
         ),
     ],
     name: Annotated[str, typer.Option("--name", help="Name of the context.")],
-    server: Server,
+    server: ServerOptions,
     append: Annotated[bool, typer.Option("--append", help="Append to an existing context.")] = False,
     system: Annotated[
         str,

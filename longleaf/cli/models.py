@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from longleaf.cli.fetch import fetch
-from longleaf.cli.options import KV_DTYPE_TOLD, AsJson, Server, connect, dtypes_told, print_json
+from longleaf.cli.options import KV_DTYPE_TOLD, AsJson, ServerOptions, connect, dtypes_told, print_json
 from longleaf.config import DtypeName, EngineConfig, KvDtypeName
 from longleaf.errors import InvalidArgument, LongleafError, ModelRefused
 from longleaf.fingerprint import Fingerprint, read_fingerprint
 from longleaf.formatting import human_bytes
-from longleaf.model_report import AttentionKind, AttentionReport, ModelReport, Plan, TextReport
+from longleaf.model_report import AttentionKind, AttentionReport, CapacityPlan, ModelReport, TextReport
 from longleaf.runs import join
 from longleaf.topology import count_ranks
 from longleaf.types import Cluster
@@ -104,7 +104,7 @@ def check(
 
 
 def _fleet(server: str) -> Cluster:
-    with connect(Server(server=server)) as client:
+    with connect(ServerOptions(server=server)) as client:
         return client.cluster()
 
 
@@ -201,7 +201,7 @@ def sight(kind: AttentionKind) -> str:
     return "everything before" if kind.window is None else f"{kind.window:,} tokens"
 
 
-def _told(plan: Plan, is_running: bool) -> str:
+def _told(plan: CapacityPlan, is_running: bool) -> str:
     if plan.reason:
         return f"nothing: {plan.reason}"
     ranks = count_ranks(len(plan.rooms))

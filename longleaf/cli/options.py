@@ -29,7 +29,7 @@ SERVICE = "The service to talk to"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Server:
+class ServerOptions:
     """Where a service is, and how to come in: options of every command that calls one (`takes_server`)."""
 
     server: Annotated[
@@ -79,7 +79,7 @@ IMPATIENT = 3
 """Retries of commands that somebody waits for."""
 
 
-def connect(server: Server, retries: int = IMPATIENT) -> Client:
+def connect(server: ServerOptions, retries: int = IMPATIENT) -> Client:
     """A client that says on stderr when it tries again."""
     access = Access(
         tls_ca=server.tls_ca, tls_cert=server.tls_cert, tls_key=server.tls_key, credential=server.credential

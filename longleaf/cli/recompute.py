@@ -6,13 +6,13 @@ import typer
 
 from longleaf.cli.flags import takes_server
 from longleaf.cli.ingest import summary
-from longleaf.cli.options import AsJson, Server, connect, print_json
+from longleaf.cli.options import AsJson, ServerOptions, connect, print_json
 from longleaf.errors import InvalidArgument
 
 
 @takes_server
 def reread(
-    server: Server,
+    server: ServerOptions,
     name: Annotated[str | None, typer.Argument(help="Name of the context.", show_default=False)] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="All contexts that another checkpoint has read, and whose names are free.")
@@ -40,7 +40,7 @@ def reread(
         print(summary(context))
 
 
-def _reread_all(server: Server, as_json: bool) -> None:
+def _reread_all(server: ServerOptions, as_json: bool) -> None:
     with connect(server) as client:
         found = client.reread_contexts()
     if as_json:

@@ -1,11 +1,11 @@
 """`longleaf refill`."""
 
 from longleaf.cli.flags import takes_server
-from longleaf.cli.options import AsJson, Server, connect, print_json
+from longleaf.cli.options import AsJson, ServerOptions, connect, print_json
 
 
 @takes_server
-def refill(server: Server, as_json: AsJson = False) -> None:
+def refill(server: ServerOptions, as_json: AsJson = False) -> None:
     """Start ranks again in the places that a service has given up.
 
     A lost rank is replaced without being asked. When three replacements in a row were lost before they had loaded the

@@ -8,13 +8,13 @@ from rich.table import Table
 from rich.text import Text
 
 from longleaf.cli.flags import takes_server
-from longleaf.cli.options import AsJson, Server, connect, print_json, read_input
+from longleaf.cli.options import AsJson, ServerOptions, connect, print_json, read_input
 
 
 @takes_server
 def tokenize(
     text: Annotated[str, typer.Argument(help="The text; - reads standard input.")],
-    server: Server,
+    server: ServerOptions,
     special: Annotated[bool, typer.Option("--special", help="Begin with the special tokens of a prompt.")] = False,
     spans: Annotated[bool, typer.Option("--spans", help="Show which characters each token stands for.")] = False,
     as_json: AsJson = False,
@@ -40,7 +40,7 @@ def tokenize(
 @takes_server
 def detokenize(
     token_ids: Annotated[list[int], typer.Argument(help="Token ids.", metavar="ID...")],
-    server: Server,
+    server: ServerOptions,
     special: Annotated[bool, typer.Option("--special", help="Show special tokens, which else have no text.")] = False,
     as_json: AsJson = False,
 ) -> None:

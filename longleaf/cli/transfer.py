@@ -12,7 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 
 from longleaf.cli.flags import takes_server
 from longleaf.cli.ingest import PATIENT
-from longleaf.cli.options import AsJson, Server, connect, print_json
+from longleaf.cli.options import AsJson, ServerOptions, connect, print_json
 from longleaf.client.documents import size_of
 from longleaf.context_archive.frames import FIELD as PARCEL
 from longleaf.errors import InvalidArgument
@@ -29,7 +29,7 @@ OnBytes = Callable[[int, int | None], None]
 def export_context(
     name: Annotated[str, typer.Argument(help="Name of the context.")],
     file: Annotated[str, typer.Argument(help="The file to write; - is standard output.", metavar="FILE")],
-    server: Server,
+    server: ServerOptions,
     without_keys: Annotated[
         bool,
         typer.Option("--without-keys", help="Token ids and settings alone: it is read again where it arrives."),
@@ -65,7 +65,7 @@ def export_context(
 @takes_server
 def import_context(
     file: Annotated[str, typer.Argument(help="A file of `contexts export`; - is standard input.", metavar="FILE")],
-    server: Server,
+    server: ServerOptions,
     name: Annotated[
         str | None, typer.Option("--name", help="Name of the new context.", show_default="the one that it had")
     ] = None,

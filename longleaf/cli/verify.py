@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from longleaf.cli.flags import takes_server
-from longleaf.cli.options import AsJson, Server, connect, print_json, read_input
+from longleaf.cli.options import AsJson, ServerOptions, connect, print_json, read_input
 from longleaf.formatting import human_rounded, human_seconds
 from longleaf.topology import count_ranks
 from longleaf.types import Verification
@@ -20,7 +20,7 @@ NOT_CONCLUSIVE = 4
 
 @takes_server
 def verify(
-    server: Server,
+    server: ServerOptions,
     text: Annotated[
         str | None,
         typer.Option(help="The prompt, read as it is; - reads standard input.", show_default="random token ids"),

@@ -12,9 +12,9 @@ from longleaf import codec
 from longleaf.client.callbacks import Callback, tell
 from longleaf.client.calls import Calls, nothing
 from longleaf.client.channels import Access
-from longleaf.client.contexts import ContextCalls
-from longleaf.client.documents import Document, Source
-from longleaf.client.generation_stream import Reception, may_go_on
+from longleaf.client.contexts import ContextMethods
+from longleaf.client.documents import Document, UploadSource
+from longleaf.client.generation_stream import GenerationStream, may_go_on
 from longleaf.client.retries import Retries, Retry, log_retry, was_refused
 from longleaf.client.upload import header_of, ingest_of, reach_of, upload
 from longleaf.codec import BytesLike
@@ -45,7 +45,7 @@ FAREWELL_SECONDS = 1.0
 """Longest wait to tell the service that a generation is not wanted any more."""
 
 
-class AsyncClient(ContextCalls):
+class AsyncClient(ContextMethods):
     """Talks to one service. Every call raises the errors of `longleaf.errors`.
 
     A call may be given a `timeout`: seconds for all of it, streaming and retries included; None sets no limit. What
@@ -85,7 +85,7 @@ class AsyncClient(ContextCalls):
         self._tokenizer: Any = tokenizer_grpc.TokenizerServiceStub(channel)
         self._cluster: Any = cluster_grpc.ClusterServiceStub(channel)
         self._health: Any = health_pb2_grpc.HealthStub(channel)
-        self._receptions: set[Reception] = set()
+        self._receptions: set[GenerationStream] = set()
         self._farewells: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
@@ -115,7 +115,7 @@ class AsyncClient(ContextCalls):
         Closing the iterator, or leaving it by an exception, ends the generation on the service; one that is resumable
         and was given a `request_id` ends there when nobody has read it for a minute.
         """
-        reception = Reception(input, context, options)
+        reception = GenerationStream(input, context, options)
         del input  # the request has a copy, which goes when the service answers
         self._receptions.add(reception)
         try:
@@ -127,7 +127,7 @@ class AsyncClient(ContextCalls):
                 self._receptions.remove(reception)
                 self._leave(reception)
 
-    async def _events(self, reception: Reception) -> AsyncGenerator[Event, None]:
+    async def _events(self, reception: GenerationStream) -> AsyncGenerator[Event, None]:
         """The events of one generation, over as many calls as it takes."""
         attempts = self._calls.attempts("Generate", reception.timeout)
         while True:
@@ -145,7 +145,7 @@ class AsyncClient(ContextCalls):
                     raise
                 await attempts.wait(error, is_repeatable=True)
 
-    def _leave(self, reception: Reception) -> None:
+    def _leave(self, reception: GenerationStream) -> None:
         """Tells the service, behind the caller's back, that nobody will come back to a generation."""
         if (request_id := reception.orphan) is not None:
             farewell = asyncio.create_task(self._say_farewell(request_id))
@@ -209,7 +209,7 @@ class AsyncClient(ContextCalls):
         """
         header = header_of(context, document, options)
         attempts, furthest = self._calls.attempts("IngestContext", options.get("timeout")), -1
-        async with aclosing(Source(document)) as source:
+        async with aclosing(UploadSource(document)) as source:
             while True:
                 sending, ingest = ingest_of(header, source), self._contexts.IngestContext
                 steps = upload(self._calls, ingest, sending, codec.decode_ingest_progress, attempts.time_left())

@@ -12,19 +12,19 @@ from msgspec.structs import replace
 
 from longleaf import codec
 from longleaf.client.calls import Calls
-from longleaf.client.documents import Readable, Source, in_thread, size_of
+from longleaf.client.documents import Readable, UploadSource, in_thread, size_of
 from longleaf.client.generation_stream import may_go_on
 from longleaf.client.retries import was_refused
-from longleaf.client.upload import Sending, upload
+from longleaf.client.upload import UploadStream, upload
 from longleaf.errors import InvalidArgument, LongleafError, ResourceExhausted, Unavailable
 from longleaf.types import (
+    ArchiveChunk,
     ExportContext,
+    ExportedArchive,
     ExportProgress,
     ImportHeader,
     ImportProgress,
     IngestPiece,
-    Parcel,
-    ParcelPiece,
 )
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ class Writable(Protocol):
     def flush(self) -> object: ...
 
 
-class Target:
+class ArchiveTarget:
     """Where a parcel is written. `num_bytes` have been, of the parcel with this digest."""
 
     def __init__(self, file: Writable) -> None:
@@ -50,7 +50,7 @@ class Target:
         self.num_bytes = 0
         self.digest = ""
 
-    async def begin(self, parcel: Parcel) -> None:
+    async def begin(self, parcel: ExportedArchive) -> None:
         """It is this parcel whose bytes come. Raises InvalidArgument."""
         self.digest = parcel.digest
 
@@ -67,7 +67,7 @@ class Target:
         """Nothing more is."""
 
 
-class FileTarget(Target):
+class FileTarget(ArchiveTarget):
     """A file at `path`, which is another one until it is complete."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
@@ -96,7 +96,7 @@ class FileTarget(Target):
             noted.unlink(missing_ok=True)
         return target
 
-    async def begin(self, parcel: Parcel) -> None:
+    async def begin(self, parcel: ExportedArchive) -> None:
         if not self.digest:
             await _told(_beside(self._path, DIGEST).write_text, parcel.digest)
         await super().begin(parcel)
@@ -139,7 +139,7 @@ async def export(
     calls: Calls,
     method: Any,
     wanted: ExportContext,
-    target: Target,
+    target: ArchiveTarget,
     timeout: float | None,
 ) -> AsyncGenerator[ExportProgress, None]:
     """Writes a parcel to its target, from where that is, over as many streams as it takes."""
@@ -151,7 +151,7 @@ async def export(
             stream = calls.stream(method, request, attempts, codec.decode_exported)
             async with aclosing(stream):
                 async for news in stream:
-                    if isinstance(news, Parcel):
+                    if isinstance(news, ExportedArchive):
                         parcel = _checked(news, parcel, calls.server)
                         await target.begin(news)
                     elif parcel is not None and news:
@@ -172,7 +172,7 @@ async def export(
             await attempts.wait(error, is_repeatable=True)
 
 
-def _checked(news: Parcel, before: Parcel | None, server: str) -> Parcel:
+def _checked(news: ExportedArchive, before: ExportedArchive | None, server: str) -> ExportedArchive:
     if before not in (None, news):
         raise LongleafError(f"{server} goes on with another parcel than it began with")
     return news
@@ -184,12 +184,12 @@ def _was_slow(error: LongleafError) -> bool:
 
 
 async def import_parcel(
-    calls: Calls, method: Any, header: ImportHeader, source: Source, timeout: float | None
+    calls: Calls, method: Any, header: ImportHeader, source: UploadSource, timeout: float | None
 ) -> AsyncGenerator[ImportProgress, None]:
     """Sends a parcel, over as many streams as it takes."""
     attempts, furthest = calls.attempts("ImportContext", timeout), -1
     while True:
-        sending = Sending(codec.encode_import_piece(header), source, _piece, _place_of)
+        sending = UploadStream(codec.encode_import_piece(header), source, _piece, _place_of)
         steps = upload(calls, method, sending, codec.decode_import_progress, attempts.time_left())
         try:
             async with aclosing(steps):
@@ -212,7 +212,7 @@ def header_of(file: Path | Readable, name: str | None, upload_id: str) -> Import
 
 def _piece(piece: IngestPiece, offset: int) -> object:
     assert isinstance(piece, bytes)
-    return codec.encode_import_piece(ParcelPiece(offset, piece))
+    return codec.encode_import_piece(ArchiveChunk(offset, piece))
 
 
 def _place_of(progress: ImportProgress) -> tuple[int, bool]:

@@ -147,7 +147,7 @@ class Calls:
                 call.cancel()
 
 
-class Ending:
+class CallOutcome:
     """How a call ended that is sent to. The library sets INTERNAL when it cannot send any more (issue 36066 of gRPC):
     before the status of the server comes, or in its place."""
 

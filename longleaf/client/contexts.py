@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from longleaf import codec
-from longleaf.client.archives import FileTarget, Target, Writable, export, header_of, import_parcel
+from longleaf.client.archives import ArchiveTarget, FileTarget, Writable, export, header_of, import_parcel
 from longleaf.client.callbacks import Callback, tell
 from longleaf.client.calls import Calls, nothing
-from longleaf.client.documents import Readable, Source
+from longleaf.client.documents import Readable, UploadSource
 from longleaf.errors import InvalidArgument, LongleafError, Unavailable
 from longleaf.types import (
     Context,
@@ -16,17 +16,17 @@ from longleaf.types import (
     ContextSettings,
     ContextText,
     ExportContext,
+    ExportedArchive,
     ExportProgress,
     ForkContext,
     GetContextText,
     ImportProgress,
-    Parcel,
-    Reread,
+    RecomputeResult,
 )
 from longleaf.v1 import context_service_pb2 as ingest_pb
 
 
-class ContextCalls:
+class ContextMethods:
     """The part of a client that is about contexts, but for the making of them."""
 
     def __init__(self, calls: Calls, contexts: Any) -> None:
@@ -101,7 +101,7 @@ class ContextCalls:
             self._contexts.RereadContext, "RereadContext", request, codec.decode_context, timeout
         )
 
-    async def reread_contexts(self, *, timeout: float | None = None) -> Reread:
+    async def reread_contexts(self, *, timeout: float | None = None) -> RecomputeResult:
         """Does that with all contexts that another checkpoint has read, and tells which are left out."""
         request = ingest_pb.RereadContextsRequest()
         return await self._calls.once(
@@ -129,7 +129,7 @@ class ContextCalls:
         resume: bool = False,
         on_progress: Callback[ExportProgress] | None = None,
         timeout: float | None = None,
-    ) -> Parcel:
+    ) -> ExportedArchive:
         """Writes a context as a parcel, which `import_context` takes into any service with the same model. Without keys
         it is small, and read again where it arrives.
 
@@ -137,7 +137,7 @@ class ContextCalls:
         with, unless the context has changed since: that raises FailedPrecondition. When the connection breaks the
         export goes on where it was. Raises NotFound, and InvalidArgument where the file is there already.
         """
-        target = await FileTarget.open(file, resume=resume) if isinstance(file, Path) else Target(file)
+        target = await FileTarget.open(file, resume=resume) if isinstance(file, Path) else ArchiveTarget(file)
         wanted = ExportContext(context=context, with_keys=with_keys)
         try:
             steps = export(self._calls, self._contexts.ExportContext, wanted, target, timeout)
@@ -147,7 +147,7 @@ class ContextCalls:
                         await tell(on_progress, progress)
         finally:
             await target.close()
-        return Parcel(target.num_bytes, target.digest)
+        return ExportedArchive(target.num_bytes, target.digest)
 
     async def import_context(
         self,
@@ -166,7 +166,7 @@ class ContextCalls:
         model is served, and InvalidArgument where the file is damaged or none.
         """
         header, result = header_of(file, name, upload_id), None
-        async with aclosing(Source(file)) as source:
+        async with aclosing(UploadSource(file)) as source:
             steps = import_parcel(self._calls, self._contexts.ImportContext, header, source, timeout)
             async with aclosing(steps):
                 async for progress in steps:

@@ -102,7 +102,7 @@ async def _pieces_of_part(part: object) -> AsyncGenerator[IngestPiece, None]:
             yield piece
 
 
-class Source:
+class UploadSource:
     """The pieces of a document. Those that the service has not acknowledged are kept, and can be sent again; those that
     it has, where the document can be read again.
 

@@ -6,7 +6,7 @@ from typing import cast
 
 from longleaf import codec
 from longleaf.codec import BytesLike
-from longleaf.errors import EpochBroken, LongleafError, Unavailable, WorkerLost
+from longleaf.errors import GroupFailed, LongleafError, RankLost, Unavailable
 from longleaf.types import Conversation, Delta, Event, Finished, GenerateOptions, Resume, SamplingOptions, Started
 from longleaf.v1 import generation_service_pb2 as service_pb
 
@@ -14,7 +14,7 @@ RESUME_SECONDS = 60.0
 """How long the service holds a generation that nobody reads."""
 
 
-class Reception:
+class GenerationStream:
     """What was asked, what of the answer has come, and the request for the rest of it."""
 
     def __init__(
@@ -93,4 +93,4 @@ class Reception:
 
 def may_go_on(error: LongleafError) -> bool:
     """Whether the service may still hold what it did when the call broke with `error`."""
-    return isinstance(error, Unavailable) and not isinstance(error, WorkerLost | EpochBroken)
+    return isinstance(error, Unavailable) and not isinstance(error, RankLost | GroupFailed)

@@ -22,14 +22,14 @@ from longleaf.types import (
     Conversation,
     Draining,
     Event,
+    ExportedArchive,
     ExportProgress,
     GenerateOptions,
     ImportProgress,
     IngestOptions,
     IngestProgress,
     Message,
-    Parcel,
-    Reread,
+    RecomputeResult,
     Tokenized,
     Verification,
 )
@@ -154,7 +154,7 @@ class Client:
     def reread_context(self, context: str, *, timeout: float | None = None) -> Context:
         return self._loop.run(self._client.reread_context, context, timeout=timeout)
 
-    def reread_contexts(self, *, timeout: float | None = None) -> Reread:
+    def reread_contexts(self, *, timeout: float | None = None) -> RecomputeResult:
         return self._loop.run(self._client.reread_contexts, timeout=timeout)
 
     def delete_context(self, context: str, *, timeout: float | None = None) -> None:
@@ -172,7 +172,7 @@ class Client:
         resume: bool = False,
         on_progress: Callable[[ExportProgress], None] | None = None,
         timeout: float | None = None,
-    ) -> Parcel:
+    ) -> ExportedArchive:
         tell = None if on_progress is None else partial(self._loop.tell, on_progress)
         options: dict[str, Any] = {"with_keys": with_keys, "resume": resume, "timeout": timeout}
         return self._loop.run(self._client.export_context, context, file, on_progress=tell, **options)

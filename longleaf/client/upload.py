@@ -7,8 +7,8 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import grpc
 
 from longleaf import codec
-from longleaf.client.calls import Calls, Ending
-from longleaf.client.documents import Document, Source, size_of
+from longleaf.client.calls import CallOutcome, Calls
+from longleaf.client.documents import Document, UploadSource, size_of
 from longleaf.client.files import files_of
 from longleaf.errors import InvalidArgument, LongleafError
 from longleaf.types import (
@@ -58,9 +58,9 @@ def header_of(context: str, document: Document, options: IngestOptions) -> Inges
     )
 
 
-def ingest_of(header: IngestHeader, source: Source) -> "Sending[IngestProgress]":
+def ingest_of(header: IngestHeader, source: UploadSource) -> "UploadStream[IngestProgress]":
     """Raises InvalidArgument when a setting does not fit its field."""
-    return Sending(codec.encode_ingest_piece(header), source, ingest_piece, place_of)
+    return UploadStream(codec.encode_ingest_piece(header), source, ingest_piece, place_of)
 
 
 def ingest_piece(piece: IngestPiece, offset: int) -> object:
@@ -80,7 +80,7 @@ def reach_of(progress: IngestProgress) -> int:
     return progress.received_bytes + progress.received_tokens + progress.processed
 
 
-class Sending(Generic[Told]):
+class UploadStream(Generic[Told]):
     """The first request, and once the service answered it, the document from where the service wants it."""
 
     def __init__(
@@ -137,14 +137,14 @@ class Sending(Generic[Told]):
 
 
 async def upload(
-    calls: Calls, method: Any, sending: Sending[Told], decode: Callable[[Any], Told], timeout: float | None
+    calls: Calls, method: Any, sending: UploadStream[Told], decode: Callable[[Any], Told], timeout: float | None
 ) -> AsyncGenerator[Told, None]:
     """One stream to `method`, sending from where the service wants it; what it says."""
     with calls.typed():
         call = method(sending.requests(), timeout=timeout)
     try:
         with calls.typed():
-            ending = Ending(call)
+            ending = CallOutcome(call)
             try:
                 async for response in call:
                     told = calls.decoded(decode, response)

@@ -23,11 +23,11 @@ from longleaf.types import (
     IngestPhase,
     IngestPiece,
     IngestProgress,
-    LeftOut,
     PositionInfo,
     Precision,
     RankShare,
-    Reread,
+    RecomputeResult,
+    SkippedContext,
 )
 from longleaf.v1 import context_pb2 as context_pb
 from longleaf.v1 import context_service_pb2 as ingest_pb
@@ -137,15 +137,15 @@ def decode_fork(message: ingest_pb.ForkContextRequest) -> ForkContext:
     )
 
 
-def encode_reread(reread: Reread) -> ingest_pb.RereadContextsResponse:
+def encode_reread(reread: RecomputeResult) -> ingest_pb.RereadContextsResponse:
     left_out = (ingest_pb.LeftOutContext(name=context_name(each.name), reason=each.reason) for each in reread.left_out)
     return ingest_pb.RereadContextsResponse(contexts=map(encode_context, reread.contexts), left_out=left_out)
 
 
-def decode_reread(message: ingest_pb.RereadContextsResponse) -> Reread:
-    return Reread(
+def decode_reread(message: ingest_pb.RereadContextsResponse) -> RecomputeResult:
+    return RecomputeResult(
         contexts=tuple(map(decode_context, message.contexts)),
-        left_out=tuple(LeftOut(each.name.removeprefix("contexts/"), each.reason) for each in message.left_out),
+        left_out=tuple(SkippedContext(each.name.removeprefix("contexts/"), each.reason) for each in message.left_out),
     )
 
 

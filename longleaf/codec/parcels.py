@@ -3,7 +3,7 @@
 from longleaf.codec.context import MAX_UPLOAD_ID, decode_context, encode_context
 from longleaf.codec.names import context_id, context_name, encodable
 from longleaf.errors import InvalidArgument
-from longleaf.types import ExportContext, ImportHeader, ImportProgress, Parcel, ParcelPiece
+from longleaf.types import ArchiveChunk, ExportContext, ExportedArchive, ImportHeader, ImportProgress
 from longleaf.v1 import context_service_pb2 as context_pb
 
 MAX_DIGEST = 128
@@ -33,22 +33,22 @@ def decode_export(message: context_pb.ExportContextRequest) -> ExportContext:
     )
 
 
-def encode_exported(news: Parcel | bytes) -> context_pb.ExportContextResponse:
+def encode_exported(news: ExportedArchive | bytes) -> context_pb.ExportContextResponse:
     if isinstance(news, bytes):
         return context_pb.ExportContextResponse(data=news)
     told = context_pb.Parcel(total_size_bytes=news.num_bytes, digest=news.digest)
     return context_pb.ExportContextResponse(parcel=told)
 
 
-def decode_exported(message: context_pb.ExportContextResponse) -> Parcel | bytes:
+def decode_exported(message: context_pb.ExportContextResponse) -> ExportedArchive | bytes:
     """What comes, or bytes of it; no bytes where only a later version knows what is told."""
     if message.HasField("parcel"):
-        return Parcel(message.parcel.total_size_bytes, message.parcel.digest)
+        return ExportedArchive(message.parcel.total_size_bytes, message.parcel.digest)
     return message.data
 
 
-def encode_import_piece(piece: ImportHeader | ParcelPiece) -> context_pb.ImportContextRequest:
-    if isinstance(piece, ParcelPiece):
+def encode_import_piece(piece: ImportHeader | ArchiveChunk) -> context_pb.ImportContextRequest:
+    if isinstance(piece, ArchiveChunk):
         told = context_pb.ParcelPiece(offset=piece.offset, data=piece.data)
         return context_pb.ImportContextRequest(piece=told)
     config = context_pb.ImportConfig(
@@ -59,13 +59,13 @@ def encode_import_piece(piece: ImportHeader | ParcelPiece) -> context_pb.ImportC
     return context_pb.ImportContextRequest(config=config)
 
 
-def decode_import_piece(message: context_pb.ImportContextRequest) -> ImportHeader | ParcelPiece:
+def decode_import_piece(message: context_pb.ImportContextRequest) -> ImportHeader | ArchiveChunk:
     """Raises InvalidArgument naming the field."""
     match message.WhichOneof("payload"):
         case "config":
             return _decode_header(message.config)
         case "piece":
-            return ParcelPiece(message.piece.offset, message.piece.data)
+            return ArchiveChunk(message.piece.offset, message.piece.data)
         case _:
             raise InvalidArgument("payload", "is missing: give config or a piece")
 

@@ -24,20 +24,20 @@ from longleaf.errors import (
     ContextLost,
     DataLoss,
     DeadlineExceeded,
-    EpochBroken,
     FailedPrecondition,
+    GroupFailed,
     InvalidArgument,
     LongleafError,
     ModelRefused,
     NotFinite,
     NotFound,
     PermissionDenied,
+    RankLost,
     ResourceExhausted,
     StartError,
     StorageUnavailable,
     Unauthenticated,
     Unavailable,
-    WorkerLost,
 )
 
 DETAILS_KEY = "grpc-status-details-bin"
@@ -198,10 +198,10 @@ def _of_message(error: type[LongleafError]) -> Read:
     return lambda status: error(status.message)
 
 
-def _worker_lost(status: status_pb2.Status) -> WorkerLost | None:
+def _worker_lost(status: status_pb2.Status) -> RankLost | None:
     info = _info_of(status)
     is_one = info.reason == "WORKER_LOST" and RANK.fullmatch(info.metadata["rank"])
-    return WorkerLost(int(info.metadata["rank"]), info.metadata["reason"]) if is_one else None
+    return RankLost(int(info.metadata["rank"]), info.metadata["reason"]) if is_one else None
 
 
 def _not_finite(status: status_pb2.Status) -> NotFinite | None:
@@ -333,8 +333,8 @@ KINDS = (
         _info("FAILED_PRECONDITION", "subject", "description"),
         _failed_precondition,
     ),
-    ErrorKind(WorkerLost, StatusCode.UNAVAILABLE, _info("WORKER_LOST", "rank", "reason"), _worker_lost),
-    ErrorKind(EpochBroken, StatusCode.UNAVAILABLE, _info("EPOCH_BROKEN"), _of_reason(EpochBroken, "EPOCH_BROKEN")),
+    ErrorKind(RankLost, StatusCode.UNAVAILABLE, _info("WORKER_LOST", "rank", "reason"), _worker_lost),
+    ErrorKind(GroupFailed, StatusCode.UNAVAILABLE, _info("EPOCH_BROKEN"), _of_reason(GroupFailed, "EPOCH_BROKEN")),
     ErrorKind(StorageUnavailable, StatusCode.UNAVAILABLE, _storage_unavailable, _read_storage_unavailable),
     ErrorKind(
         Unavailable,

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from longleaf.errors import Fenced
+from longleaf.errors import ExchangeAborted
 
 FILES = Path("/proc/self/fd")
 
 
-class Fence:
+class ExchangeAborter:
     """The ways in which a rank is freed from the exchanges of one epoch. Any thread may put it up; the one that
     exchanges does all else."""
 
@@ -26,10 +26,11 @@ class Fence:
         self._is_up = False
 
     def add(self, way: Callable[[], object]) -> None:
-        """Notes how this rank is freed from what it does from now on. Raises Fenced if it is not to begin that."""
+        """Notes how this rank is freed from what it does from now on. Raises ExchangeAborted if it is not to begin
+        that."""
         with self._lock:
             if self._is_up:
-                raise Fenced("the epoch has ended")
+                raise ExchangeAborted("the epoch has ended")
             self._ways.append(way)
 
     def put_up(self) -> None:

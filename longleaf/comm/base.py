@@ -14,7 +14,7 @@ Transport = Literal["loopback", "gloo", "nccl", "shared_memory"]
 
 class Comm(Protocol):
     """One rank's end of a group. Every rank calls the same operations in the same order, with equal shapes.
-    Shared memory raises RanksDisagree where they do not; what libraries do then is theirs.
+    Shared memory raises CollectiveMismatch where they do not; what libraries do then is theirs.
 
     `rank` and `world_size` count within the group. A result may lie in memory that the transport uses again: it is
     valid until this rank's next operation on the same Comm.

@@ -1,8 +1,7 @@
 """torch.distributed for ranks that are threads: calls are carried out as NCCL would, and written down.
 
-Where NCCL would hang, mix up numbers or leave open what happens, RanksDisagree is raised on all ranks, and without a
-time limit: as soon as every rank waits for another. Stands for `dist` in `longleaf.comm.process_group`.
-"""
+Where NCCL would hang, mix up numbers or leave open what happens, CollectiveMismatch is raised on all ranks, and without
+a time limit: as soon as every rank waits for another. Stands for `dist` in `longleaf.comm.process_group`. """
 
 import threading
 from collections import defaultdict
@@ -17,14 +16,14 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from longleaf.errors import RanksDisagree
+from longleaf.errors import CollectiveMismatch
 
 T = TypeVar("T")
 WORLD = "world"
 ISEND, IRECV = "isend", "irecv"
 
 
-class Call(NamedTuple):
+class CollectiveCall(NamedTuple):
     """What a rank asked of a whole group; the same on each of its ranks."""
 
     name: str
@@ -50,7 +49,7 @@ class FakeGroup:
         self.backend = backend
         self.is_formed = False
         """Whether all ranks have been in a call together, so that some may now send to each other alone."""
-        self.calls: dict[int, list[Call]] = {rank: [] for rank in members}
+        self.calls: dict[int, list[CollectiveCall]] = {rank: [] for rank in members}
         """By rank, what it asked of all of them, in order."""
         self.sent: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
         """By sender and receiver, what is under way or has arrived."""
@@ -63,7 +62,7 @@ class FakeGroup:
         return f"{self.name} {self.members}"
 
 
-class Waiting(NamedTuple):
+class PendingTransfer(NamedTuple):
     """A rank that goes on when others have done their part."""
 
     is_done: Callable[[], bool]
@@ -121,8 +120,8 @@ class FakeDistributed:
         self._changed = threading.Condition()
         self._here = threading.local()
         self._running = set(range(world_size))
-        self._waiting: dict[int, Waiting] = {}
-        self._error: RanksDisagree | None = None
+        self._waiting: dict[int, PendingTransfer] = {}
+        self._error: CollectiveMismatch | None = None
 
     def run(self, work: Callable[[int], T]) -> list[T]:
         """What `work(rank)` returns for each rank, in a thread of its own. Raises what the first to fail raised."""
@@ -131,20 +130,21 @@ class FakeDistributed:
             futures = [threads.submit(self._live, rank, work) for rank in range(self._world_size)]
         if errors := [error for future in futures if (error := future.exception())]:
             # the others only found that it was gone
-            raise next((error for error in errors if not isinstance(error, RanksDisagree)), errors[0])
+            raise next((error for error in errors if not isinstance(error, CollectiveMismatch)), errors[0])
         return [future.result() for future in futures]
 
     def check(self) -> None:
-        """Raises RanksDisagree unless all ranks of each group made the same calls, and all that was sent arrived."""
+        """Raises CollectiveMismatch unless all ranks of each group made the same calls, and all that was sent
+        arrived."""
         for group in self.groups:
             first = group.calls[group.members[0]]
             for rank, calls in group.calls.items():
                 if calls != first:
-                    raise RanksDisagree(f"{group}: rank {rank} calls {calls}, rank {group.members[0]} {first}")
+                    raise CollectiveMismatch(f"{group}: rank {rank} calls {calls}, rank {group.members[0]} {first}")
             for pair in {*group.sent, *group.awaited}:
                 if len(group.sent[pair]) != group.awaited[pair]:
                     told = f"{len(group.sent[pair])} tensors are sent and {group.awaited[pair]} awaited"
-                    raise RanksDisagree(f"{group}: from rank {pair[0]} to {pair[1]} {told}")
+                    raise CollectiveMismatch(f"{group}: from rank {pair[0]} to {pair[1]} {told}")
 
     # --- what torch.distributed offers ---
 
@@ -166,12 +166,12 @@ class FakeDistributed:
                 self.groups.append(made)
         self._here.world = made
         if device_id is not None:  # else NCCL forms it at the first call
-            self._meet(made, Call("form", (backend, timeout)))
+            self._meet(made, CollectiveCall("form", (backend, timeout)))
 
     def new_group(self, ranks: Sequence[int], timeout: timedelta) -> FakeGroup | None:
         world = self.world()
         name = f"{world.name}/{len(world.calls[self._here.rank])}"
-        self._meet(world, Call("split", (tuple(ranks), timeout)))
+        self._meet(world, CollectiveCall("split", (tuple(ranks), timeout)))
         if self._here.rank not in ranks:
             return None
         with self._changed:
@@ -231,7 +231,7 @@ class FakeDistributed:
 
     def destroy_process_group(self) -> None:
         """Waits for all, as NCCL may."""
-        self._meet(self.world(), Call("destroy"))
+        self._meet(self.world(), CollectiveCall("destroy"))
         self._end("destroyed")
 
     def _abort(self) -> None:
@@ -249,7 +249,7 @@ class FakeDistributed:
         return self._here.world
 
     def wait(self, is_done: Callable[[], bool], what: str) -> None:
-        """Returns when `is_done`. Raises RanksDisagree when every rank waits."""
+        """Returns when `is_done`. Raises CollectiveMismatch when every rank waits."""
         with self._changed:
             self._wait(is_done, what)
 
@@ -276,17 +276,17 @@ class FakeDistributed:
     def _exchange(self, group: FakeGroup, name: str, tensor: Tensor) -> list[Tensor]:
         """The tensors of all ranks of the group, in order."""
         assert tensor.is_contiguous(), "NCCL sends memory as it lies"
-        return self._meet(group, Call(name, (tuple(tensor.shape), tensor.dtype)), tensor.clone())
+        return self._meet(group, CollectiveCall(name, (tuple(tensor.shape), tensor.dtype)), tensor.clone())
 
     def _form(self, group: FakeGroup, own: Sequence[tuple[str, tuple[int, int]]]) -> None:
         """Sends form a group only where all of its ranks are in that first batch."""
-        found = [one for batch in self._meet(group, Call("first batch"), own) for one in batch]
+        found = [one for batch in self._meet(group, CollectiveCall("first batch"), own) for one in batch]
         sent, awaited = ({pair for op, pair in found if op == wanted} for wanted in (ISEND, IRECV))
         if sent != awaited:
             with self._changed:
                 self._fail(f"{group}: the first batch of some ranks is not the first one of their peers")
 
-    def _meet(self, group: FakeGroup, call: Call, own: Any = None) -> list[Any]:
+    def _meet(self, group: FakeGroup, call: CollectiveCall, own: Any = None) -> list[Any]:
         """What all ranks of the group brought to this call, which must be the same for each."""
         rank = self._here.rank
         with self._changed:
@@ -316,7 +316,7 @@ class FakeDistributed:
 
     def _wait(self, is_done: Callable[[], bool], what: str) -> None:
         rank = self._here.rank
-        self._waiting[rank] = Waiting(is_done, what)
+        self._waiting[rank] = PendingTransfer(is_done, what)
         self._changed.notify_all()
         while not is_done():
             if self._error is not None:
@@ -330,7 +330,7 @@ class FakeDistributed:
         return set(self._waiting) == self._running and not any(one.is_done() for one in self._waiting.values())
 
     def _fail(self, reason: str) -> None:
-        self._error = RanksDisagree(reason)
+        self._error = CollectiveMismatch(reason)
         self._changed.notify_all()
         raise self._error
 

@@ -10,7 +10,7 @@ from longleaf.comm.base import Groups, ReduceOp, Transfer, Transport
 from longleaf.topology import Topology
 
 
-class Meeting:
+class ThreadRendezvous:
     """Where the threads of one group meet. A thread that fails breaks the barrier, so that the others end too."""
 
     def __init__(self, world_size: int, timeout: float = 60.0) -> None:
@@ -21,7 +21,7 @@ class Meeting:
 class LoopbackComm:
     """One thread's end of a Meeting."""
 
-    def __init__(self, rank: int, world_size: int, meeting: Meeting) -> None:
+    def __init__(self, rank: int, world_size: int, meeting: ThreadRendezvous) -> None:
         self.transport: Transport = "loopback"
         self.rank = rank
         self.world_size = world_size
@@ -63,7 +63,7 @@ class LoopbackComm:
 
 def loopback(world_size: int) -> list[LoopbackComm]:
     """The ends of a new group, one per thread."""
-    meeting = Meeting(world_size)
+    meeting = ThreadRendezvous(world_size)
     return [LoopbackComm(rank, world_size, meeting) for rank in range(world_size)]
 
 

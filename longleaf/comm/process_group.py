@@ -18,7 +18,7 @@ import torch.distributed
 from torch import Tensor
 
 from longleaf.comm.base import Comm, Groups, ReduceOp, Transfer, Transport
-from longleaf.comm.shared_memory import SharedMemoryComm, Word, share_memory
+from longleaf.comm.shared_memory import JoinMessage, SharedMemoryComm, share_memory
 from longleaf.comm.staged import staged
 from longleaf.errors import StartError
 from longleaf.topology import Topology
@@ -98,7 +98,7 @@ class ProcessGroupComm:
         return Transfer(works)
 
 
-class Carrier(NamedTuple):
+class TransportChoice(NamedTuple):
     """What carries tensors between the ranks, and where those of this rank lie."""
 
     transport: Transport
@@ -106,7 +106,7 @@ class Carrier(NamedTuple):
     device: str = "cpu"
 
 
-def agree_on_carrier(rank: int, world_size: int, store: Store, device: str, *, timeout: float) -> Carrier:
+def agree_on_carrier(rank: int, world_size: int, store: Store, device: str, *, timeout: float) -> TransportChoice:
     """What carries tensors best between the ranks, each of which tells in the store where it computes.
 
     All ranks of an epoch must call it, with the epoch's store; it waits for them. Raises torch's DistStoreError after
@@ -118,7 +118,7 @@ def agree_on_carrier(rank: int, world_size: int, store: Store, device: str, *, t
     transport = fastest_transport([place.decode() for place in store.multi_get(keys)])
     if transport == "gloo" and rank == 0:
         log.warning("ranks share a GPU or have none, so tensors travel through the host's memory, over gloo (slower)")
-    return Carrier(transport, device)
+    return TransportChoice(transport, device)
 
 
 def place_of(device: str) -> str:
@@ -149,7 +149,7 @@ class ProcessGroups:
         *,
         epoch: int,
         timeout: float,
-        carrier: Carrier,
+        carrier: TransportChoice,
     ) -> None:
         """Joins the groups; blocks until all ranks have. `timeout` in seconds bounds every operation.
 
@@ -175,7 +175,7 @@ class ProcessGroups:
             self.abort()
             raise
 
-    def _make(self, rank: int, topology: Topology, epoch: int, timeout: float, carrier: Carrier) -> Groups:
+    def _make(self, rank: int, topology: Topology, epoch: int, timeout: float, carrier: TransportChoice) -> Groups:
         nodes = topology.node_groups
         if carrier.transport == "shared_memory" and len(nodes) < topology.world_size:
             own = next(ranks for ranks in nodes if rank in ranks)
@@ -273,7 +273,7 @@ def _own(rank: int, groups: Sequence[Sequence[int]], timeout: float) -> ProcessG
     return next((ProcessGroupComm(g) for g, ranks in zip(made, groups, strict=True) if rank in ranks), None)
 
 
-def _tell_all(word: Word) -> Sequence[Word]:
+def _tell_all(word: JoinMessage) -> Sequence[JoinMessage]:
     """The words of all ranks of the world, for this rank's own. As msgpack: what a rank sends must not be able to run
     code on another, and torch's own exchange of objects pickles them."""
     world = ProcessGroupComm(dist.group.WORLD)
@@ -282,7 +282,9 @@ def _tell_all(word: Word) -> Sequence[Word]:
     padded = sent.new_zeros(max(sizes))
     padded[: len(sent)] = sent
     rows = world.all_gather(padded).numpy()
-    return [msgspec.msgpack.decode(row[:size].tobytes(), type=Word) for row, size in zip(rows, sizes, strict=True)]
+    return [
+        msgspec.msgpack.decode(row[:size].tobytes(), type=JoinMessage) for row, size in zip(rows, sizes, strict=True)
+    ]
 
 
 def open_store(host: str) -> Store:

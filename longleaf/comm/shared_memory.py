@@ -2,7 +2,7 @@
 
 A segment is a file in /dev/shm with a header and two boards. In every step each rank writes its message on one of them,
 all meet, and all read it (shm_rendezvous.c, which says why that is enough). Results are views of the board: valid until
-this rank's next operation. Messages that are larger than a rank's share of a board go in pieces and are copied out. """
+this rank's next operation. Messages that are larger than a rank's share of a board go in pieces and are copied out."""
 
 import ctypes
 import functools
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from longleaf.comm.base import ReduceOp, Transport
-from longleaf.comm.shm_cleanup import FOLDER, Maker, sweep
-from longleaf.comm.shm_rendezvous import KIND_BITS, Kind, Library, Place, Status
-from longleaf.errors import Fenced, RanksDisagree, WorkerLost
+from longleaf.comm.shm_cleanup import FOLDER, ProcessIdentity, sweep
+from longleaf.comm.shm_rendezvous import KIND_BITS, Kind, Library, ShmMember, Status
+from longleaf.errors import CollectiveMismatch, ExchangeAborted, RankLost
 from longleaf.formatting import human_seconds
 from longleaf.resources import num_processors
 
@@ -47,7 +47,7 @@ class Route(NamedTuple):
     num_read: int
 
 
-class Word(NamedTuple):
+class JoinMessage(NamedTuple):
     """What a rank tells the others while they enter."""
 
     path: str
@@ -55,7 +55,7 @@ class Word(NamedTuple):
     """Why it cannot use shared memory; empty if it can."""
 
 
-Agree = Callable[[Word], Sequence[Word]]
+Agree = Callable[[JoinMessage], Sequence[JoinMessage]]
 """Gives the words of all ranks of the world, in order, for this rank's own."""
 
 
@@ -79,7 +79,7 @@ class SharedMemoryComm:
         boards = memory[library.header_bytes(num_ranks) :].chunk(2)
         spin = SPIN_NS if num_ranks <= num_processors() else 0
         addresses = (memory.data_ptr(), boards[0].data_ptr())
-        self._place = Place(*addresses, CAPACITY, spin, SLICE_NS, self.rank, num_ranks, 0, 0)
+        self._place = ShmMember(*addresses, CAPACITY, spin, SLICE_NS, self.rank, num_ranks, 0, 0)
         self._is_fenced = False
         # decode asks for the same few views in every layer, and making one takes longer than a small exchange
         self._view = functools.lru_cache(maxsize=64)(functools.partial(_view, boards))
@@ -121,7 +121,7 @@ class SharedMemoryComm:
         self._is_fenced = True
 
     def close(self) -> None:
-        """Leaves: ranks that wait for this one raise WorkerLost. Tensors that lie in the segment stay valid."""
+        """Leaves: ranks that wait for this one raise RankLost. Tensors that lie in the segment stay valid."""
         if self._file >= 0:
             self._library.leave(self._file, self.rank)
             os.close(self._file)
@@ -158,8 +158,8 @@ class SharedMemoryComm:
         return place.step & 1
 
     def _settle(self, status: int, deed: int) -> None:
-        """Waits for the ranks that are not there yet. Raises WorkerLost, RanksDisagree for messages that differ, or
-        Fenced.
+        """Waits for the ranks that are not there yet. Raises RankLost, CollectiveMismatch for messages that differ, or
+        ExchangeAborted.
 
         A rank that fails here leaves, so that the others need not wait for it.
         """
@@ -167,7 +167,7 @@ class SharedMemoryComm:
             deadline = time.monotonic() + self._timeout
             while status == Status.WAITING:
                 if self._is_fenced:
-                    raise Fenced("the epoch has ended")
+                    raise ExchangeAborted("the epoch has ended")
                 lost, reason = self._suspect(time.monotonic() > deadline)
                 # a rank that is gone may have left after this meeting, so the end of that is looked for once more
                 if (status := self._library.wait(self._place)) == Status.WAITING and lost >= 0:
@@ -186,16 +186,16 @@ class SharedMemoryComm:
             return gone, "died or left the group"
         return self._library.missing(self._place), f"did not come to an exchange in {human_seconds(self._timeout)}"
 
-    def _worker_lost(self, rank: int, reason: str) -> WorkerLost:
+    def _worker_lost(self, rank: int, reason: str) -> RankLost:
         """The error that all ranks raise for the rank that the first of them missed."""
         blamed: int = self._library.blame(self._place, rank)
-        return WorkerLost(self._members[blamed], reason if blamed == rank else "others waited for it in vain")
+        return RankLost(self._members[blamed], reason if blamed == rank else "others waited for it in vain")
 
-    def _disagreement(self, deed: int) -> RanksDisagree:
+    def _disagreement(self, deed: int) -> CollectiveMismatch:
         theirs = ctypes.c_int64()
         odd: int = self._library.odd(self._place, theirs)
         own, other = (f"rank {self._members[rank]} sends" for rank in (self.rank, odd))
-        return RanksDisagree(f"messages differ: {own} {Kind.told(deed)}, {other} {Kind.told(theirs.value)}")
+        return CollectiveMismatch(f"messages differ: {own} {Kind.told(deed)}, {other} {Kind.told(theirs.value)}")
 
 
 def _view(
@@ -206,7 +206,7 @@ def _view(
     return boards[board][first : first + route.num_read * length].view(dtype).view(shape)
 
 
-class Entrance:
+class SegmentSetup:
     """One rank's way into the segment of its node: the first rank makes it, then all enter."""
 
     def __init__(self, members: Sequence[int], rank: int, epoch: int, timeout: float) -> None:
@@ -223,7 +223,7 @@ class Entrance:
         which were killed right here. Raises OSError."""
         self._library = Library()
         if self._rank == self._members[0]:
-            here = Maker.here()
+            here = ProcessIdentity.here()
             sweep(here)
             self.path = FOLDER / here.name(self._epoch)
             file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -251,13 +251,13 @@ def share_memory(
     `members` are the ranks of the node. Nothing of the segment stays behind whenever the ranks end: it loses its name
     as soon as all have entered.
     """
-    entrance = Entrance(members, rank, epoch, timeout)
+    entrance = SegmentSetup(members, rank, epoch, timeout)
     try:
         problem = _problem(entrance.make)
-        words = agree(Word(str(entrance.path or ""), problem))
+        words = agree(JoinMessage(str(entrance.path or ""), problem))
         if not any(word.problem for word in words):
             path = words[members[0]].path
-            words = agree(Word(path, _problem(lambda: entrance.enter(path))))
+            words = agree(JoinMessage(path, _problem(lambda: entrance.enter(path))))
     finally:
         if entrance.path is not None:
             entrance.path.unlink(missing_ok=True)

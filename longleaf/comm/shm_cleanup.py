@@ -17,7 +17,7 @@ GONE = ("Z", "X", "x")
 """States of a process that has ended and holds nothing any more."""
 
 
-class Maker(NamedTuple):
+class ProcessIdentity(NamedTuple):
     """A process, told from a later one that was given the same number."""
 
     namespace: int
@@ -27,19 +27,19 @@ class Maker(NamedTuple):
     """When, in clock ticks since the machine's start."""
 
     @staticmethod
-    def here() -> "Maker":
+    def here() -> "ProcessIdentity":
         """The maker that is this process. Raises OSError where /proc does not tell."""
         pid = os.getpid()
         started = started_at(pid)
         if started is None:
             raise OSError("/proc does not tell of this process")
-        return Maker(os.stat("/proc/self/ns/pid").st_ino, pid, started)
+        return ProcessIdentity(os.stat("/proc/self/ns/pid").st_ino, pid, started)
 
     @staticmethod
-    def of(name: str) -> "Maker | None":
+    def of(name: str) -> "ProcessIdentity | None":
         """Who made a file of this name; None for a name that does not tell."""
         found = NAME.fullmatch(name)
-        return Maker(*map(int, found.groups())) if found else None
+        return ProcessIdentity(*map(int, found.groups())) if found else None
 
     def name(self, epoch: int) -> str:
         """A new name for a file of this process."""
@@ -55,10 +55,10 @@ def started_at(pid: int) -> int | None:
     return None if told[STATE].decode() in GONE else int(told[STARTED])
 
 
-def sweep(here: Maker) -> None:
+def sweep(here: ProcessIdentity) -> None:
     """Removes this user's files whose makers are gone, as far as this process can tell."""
     for path in _own_files():
-        maker = Maker.of(path.name)
+        maker = ProcessIdentity.of(path.name)
         if maker and maker.namespace == here.namespace and started_at(maker.pid) != maker.started:
             with suppress(OSError):  # another start sweeps, too
                 path.unlink()

@@ -40,7 +40,7 @@ class Kind(IntEnum):
         return f"{deed >> KIND_BITS:,} bytes to {name.replace('_of_', ' of ')}"
 
 
-class Place(ctypes.Structure):
+class ShmMember(ctypes.Structure):
     """One rank's view of the segment; shm_rendezvous.c declares the same fields."""
 
     _fields_ = (
@@ -61,7 +61,7 @@ class Library:
 
     def __init__(self) -> None:
         library = c_extension.load(SOURCE, FLAGS)
-        place, number, size = ctypes.POINTER(Place), ctypes.c_int, ctypes.c_int64
+        place, number, size = ctypes.POINTER(ShmMember), ctypes.c_int, ctypes.c_int64
         self._header_bytes = library.longleaf_meet_header_bytes
         self._header_bytes.argtypes, self._header_bytes.restype = [size], size
         self.exchange = library.longleaf_meet_exchange

@@ -12,8 +12,8 @@ from longleaf.context_archive.records import (
     ID_BYTES,
     IDS_PER_RECORD,
     MAX_HEAD_BYTES,
-    Head,
-    Part,
+    ContextHead,
+    KvPart,
     SegmentHead,
     decode,
     decode_segment,
@@ -22,17 +22,17 @@ from longleaf.context_archive.records import (
 from longleaf.errors import InvalidArgument
 
 
-class Ids(NamedTuple):
+class IdsSection(NamedTuple):
     """The next token ids of a segment."""
 
     token_ids: "array[int]"
 
 
-Told = Head | SegmentHead | Ids | bytearray
+Told = ContextHead | SegmentHead | IdsSection | bytearray
 """A head; a segment; some of its token ids; the bytes of its next piece. After the last of them is the end."""
 
 
-class Unpacking:
+class ArchiveReader:
     """Takes the bytes of one parcel. It holds those of one record at a time.
 
     Nothing is believed that was not checked: a record is told once its digest was right, and lengths are held against
@@ -50,13 +50,13 @@ class Unpacking:
         self._content_digest = blake3()
         self._frame: Frame | None = None
         self._has_begun = False
-        self._head: Head | None = None
+        self._head: ContextHead | None = None
         self._num_ids_left = 0
         """Of the segment that comes now."""
         self._num_tokens_left = 0
         """Of the path, past that segment."""
-        self._parts: Iterator[Part] = iter(())
-        self._part: Part | None = None
+        self._parts: Iterator[KvPart] = iter(())
+        self._part: KvPart | None = None
         self._form: str | None = None
         self._block_size = 1
 
@@ -147,7 +147,7 @@ class Unpacking:
             raise InvalidArgument(FIELD, f"what {frame.kind!r} contains is damaged")
         match frame.kind:
             case "head":
-                return self._take_head(decode(content, Head))
+                return self._take_head(decode(content, ContextHead))
             case "segment":
                 told = decode_segment(content, self._num_tokens_left, self._form, self._block_size)
                 return self._take_segment(told)
@@ -160,7 +160,7 @@ class Unpacking:
             case _:
                 return self._end(content)
 
-    def _take_head(self, head: Head) -> Head:
+    def _take_head(self, head: ContextHead) -> ContextHead:
         head.check()
         self._head, self._num_tokens_left = head, head.num_tokens
         return head
@@ -185,8 +185,8 @@ class Unpacking:
         return self._error
 
 
-def _ids_of(content: bytearray) -> Ids:
+def _ids_of(content: bytearray) -> IdsSection:
     ids = array("I", bytes(content))
     if sys.byteorder == "big":
         ids.byteswap()
-    return Ids(ids)
+    return IdsSection(ids)

@@ -40,7 +40,7 @@ MAX_WINDOW_RUNS = 8
 Told = TypeVar("Told")
 
 
-class Head(msgspec.Struct, frozen=True, kw_only=True):
+class ContextHead(msgspec.Struct, frozen=True, kw_only=True):
     """A context and the checkpoint that read it. Times in seconds since the epoch."""
 
     fingerprint: Fingerprint
@@ -72,7 +72,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidArgument(FIELD, f"a name has more than {MAX_NAME} characters")
 
 
-class Part(msgspec.Struct, frozen=True):
+class KvPart(msgspec.Struct, frozen=True):
     """A piece, whose bytes follow."""
 
     runs: tuple[tuple[int, int], ...]
@@ -82,15 +82,15 @@ class Part(msgspec.Struct, frozen=True):
     """Hexadecimal digits of BLAKE3."""
 
 
-class Keys(msgspec.Struct, frozen=True):
+class KvSection(msgspec.Struct, frozen=True):
     """Keys and values of a whole segment."""
 
     form: str
-    pieces: tuple[Part, ...]
-    windows: Part | None
+    pieces: tuple[KvPart, ...]
+    windows: KvPart | None
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[KvPart, ...]:
         """All of them, in the order in which they follow."""
         return self.pieces if self.windows is None else (*self.pieces, self.windows)
 
@@ -103,7 +103,7 @@ class SegmentHead(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
     """All of its tokens, which is more than are used only in what early versions wrote, where keys are of all."""
     rope: Rope
-    keys: Keys | None
+    keys: KvSection | None
     text: DocumentText | None = None
     """Which text the tokens are, where that is known; early versions did not say."""
 
@@ -190,25 +190,25 @@ def decode_segment(content: bytes | bytearray, num_left: int, form: str | None, 
     )
 
 
-def _decode_keys(raw: _RawKeys, form: str | None, num_blocks: int) -> Keys:
+def _decode_keys(raw: _RawKeys, form: str | None, num_blocks: int) -> KvSection:
     if len(raw.pieces) > num_blocks and raw.form == form:
         raise InvalidArgument(FIELD, f"a segment has {len(raw.pieces):,} pieces for {num_blocks:,} blocks")
     windows = None
     if raw.form != form:
-        pieces = [Part((), part.num_bytes, part.digest) for part in raw.pieces]
-        windows = raw.windows and Part((), raw.windows.num_bytes, raw.windows.digest)
-        return Keys(raw.form, tuple(pieces), windows)
+        pieces = [KvPart((), part.num_bytes, part.digest) for part in raw.pieces]
+        windows = raw.windows and KvPart((), raw.windows.num_bytes, raw.windows.digest)
+        return KvSection(raw.form, tuple(pieces), windows)
     num_runs = sum(_count(part.runs) for part in raw.pieces)
     num_windows = 0 if raw.windows is None else _count(raw.windows.runs)
     if num_runs > num_blocks or num_windows > num_blocks + MAX_WINDOW_RUNS:
         told = f"a segment of {num_blocks:,} blocks has {num_runs:,} runs, and {num_windows:,} of windows"
         raise InvalidArgument(FIELD, told)
     windows = None if raw.windows is None else _decode_part(raw.windows)
-    return Keys(raw.form, tuple(map(_decode_part, raw.pieces)), windows)
+    return KvSection(raw.form, tuple(map(_decode_part, raw.pieces)), windows)
 
 
-def _decode_part(raw: _RawPart) -> Part:
-    return Part(decode(raw.runs, tuple[tuple[int, int], ...]), raw.num_bytes, raw.digest)
+def _decode_part(raw: _RawPart) -> KvPart:
+    return KvPart(decode(raw.runs, tuple[tuple[int, int], ...]), raw.num_bytes, raw.digest)
 
 
 def _is_nil(raw: msgspec.Raw) -> bool:
@@ -225,7 +225,7 @@ def _count(runs: msgspec.Raw) -> int:
     raise InvalidArgument(FIELD, "it makes no sense: runs are no array")
 
 
-def encode(told: Head | SegmentHead) -> bytes:
+def encode(told: ContextHead | SegmentHead) -> bytes:
     return msgspec.msgpack.encode(told, order="deterministic")
 
 

@@ -8,16 +8,24 @@ from typing import NamedTuple, Protocol
 from blake3 import blake3
 
 from longleaf.context_archive.frames import PREAMBLE, Frame
-from longleaf.context_archive.records import ID_BYTES, IDS_PER_RECORD, Head, Keys, Part, SegmentHead, encode
+from longleaf.context_archive.records import (
+    ID_BYTES,
+    IDS_PER_RECORD,
+    ContextHead,
+    KvPart,
+    KvSection,
+    SegmentHead,
+    encode,
+)
 from longleaf.document_text import DocumentText
 from longleaf.positions import Rope
-from longleaf.storage.manifest import Piece, SegmentManifest
+from longleaf.storage.manifest import PieceRef, SegmentManifest
 
-Content = memoryview | Piece
+Content = memoryview | PieceRef
 """Some bytes, or what holds them on storage."""
 
 
-class Segment(Protocol):
+class ArchiveSegment(Protocol):
     """A segment as the catalog records it."""
 
     @property
@@ -35,7 +43,7 @@ class Segment(Protocol):
     def text(self) -> DocumentText | None: ...
 
 
-class Stretch(NamedTuple):
+class ByteRange(NamedTuple):
     """Bytes that follow one another in a parcel."""
 
     start: int
@@ -44,13 +52,15 @@ class Stretch(NamedTuple):
     content: Content
 
 
-class Packing:
+class ArchiveWriter:
     """A context with this head and path, as bytes: the same for the same arguments."""
 
-    def __init__(self, head: Head, path: Sequence[Segment], manifests: Mapping[int, SegmentManifest]) -> None:
+    def __init__(
+        self, head: ContextHead, path: Sequence[ArchiveSegment], manifests: Mapping[int, SegmentManifest]
+    ) -> None:
         """`manifests` are by id, of segments that have some. Keys travel where all of their segment is used: what is
         behind belongs to other contexts, perhaps of others, and pieces are not cut."""
-        self._stretches: list[Stretch] = []
+        self._stretches: list[ByteRange] = []
         self._num_bytes = 0
         self._digest = blake3(PREAMBLE)
         self._add(memoryview(PREAMBLE))
@@ -73,7 +83,7 @@ class Packing:
             if start + num_bytes > offset:
                 yield content, max(0, offset - start)
 
-    def _add_segment(self, segment: Segment, num_used: int, manifest: SegmentManifest | None) -> None:
+    def _add_segment(self, segment: ArchiveSegment, num_used: int, manifest: SegmentManifest | None) -> None:
         text = segment.text
         if num_used < len(segment.token_ids):
             manifest, text = None, text and text.cut(num_used)
@@ -94,19 +104,19 @@ class Packing:
         self._add(content)
 
     def _add(self, content: Content) -> None:
-        num_bytes = content.num_bytes if isinstance(content, Piece) else content.nbytes
-        self._stretches.append(Stretch(self._num_bytes, num_bytes, content))
+        num_bytes = content.num_bytes if isinstance(content, PieceRef) else content.nbytes
+        self._stretches.append(ByteRange(self._num_bytes, num_bytes, content))
         self._num_bytes += num_bytes
 
 
-def keys_of(manifest: SegmentManifest) -> Keys:
+def keys_of(manifest: SegmentManifest) -> KvSection:
     """What a parcel says of the keys of a segment."""
     windows = None if manifest.windows is None else _part_of(manifest.windows)
-    return Keys(manifest.form, tuple(map(_part_of, manifest.pieces)), windows)
+    return KvSection(manifest.form, tuple(map(_part_of, manifest.pieces)), windows)
 
 
-def _part_of(piece: Piece) -> Part:
-    return Part(piece.runs, piece.num_bytes, piece.digest)
+def _part_of(piece: PieceRef) -> KvPart:
+    return KvPart(piece.runs, piece.num_bytes, piece.digest)
 
 
 def little_endian(token_ids: "array[int]", start: int = 0, end: int | None = None) -> memoryview:

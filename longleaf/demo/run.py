@@ -64,7 +64,7 @@ class Question(msgspec.Struct, frozen=True):
     """What the answer's tokens attended to most; none where no layer of the model sees all keys."""
 
 
-class Holder(msgspec.Struct, frozen=True):
+class RankPlacement(msgspec.Struct, frozen=True):
     """Where a rank runs, and what it holds of the document."""
 
     rank: int
@@ -94,7 +94,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     ttft_s: float
     decode_tokens_per_s: float
     ingest_tokens_per_s: float
-    ranks: tuple[Holder, ...]
+    ranks: tuple[RankPlacement, ...]
     restart: Restart | None = None
 
     @property
@@ -239,9 +239,9 @@ def _decode_speed(ends: Iterable[Finished]) -> float:
     return sum(count for count, _ in timed) / seconds if seconds > 0 else 0.0
 
 
-def _ranks(context: Context, cluster: Cluster) -> tuple[Holder, ...]:
+def _ranks(context: Context, cluster: Cluster) -> tuple[RankPlacement, ...]:
     shares = {share.rank: share for share in context.shares}
     return tuple(
-        Holder(worker.rank, worker.node, worker.pid, shares[worker.rank].tokens, shares[worker.rank].kv_bytes)
+        RankPlacement(worker.rank, worker.node, worker.pid, shares[worker.rank].tokens, shares[worker.rank].kv_bytes)
         for worker in cluster.workers
     )

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from longleaf.attention.block_attribution import Columns
+from longleaf.attention.block_attribution import AttributionColumns
 from longleaf.attention.masks import Read, Reads
 from longleaf.attention.partial import Partial
 
@@ -97,7 +97,7 @@ class Backend(Protocol):
 
 
 @runtime_checkable
-class TellingBackend(Backend, Protocol):
+class AttributionBackend(Backend, Protocol):
     """A backend with kernels that tell what each block of keys gave to a row, where `Reads.told` asks for it. Partials
     are the same bits whether it does or not."""
 
@@ -106,7 +106,7 @@ class TellingBackend(Backend, Protocol):
         told_KE2: Tensor,
         lse_TH: Tensor,
         sink_H: Tensor | None,
-        columns: Columns,
+        columns: AttributionColumns,
         found: tuple[Tensor, Tensor, Tensor],
         *,
         sink_column: int,
@@ -120,7 +120,7 @@ class TellingBackend(Backend, Protocol):
         ...
 
 
-class Tables(Protocol):
+class LaunchTables(Protocol):
     """What launches find of the reads of a step, in memory of fixed address. Sizes are in numbers, int64."""
 
     @property
@@ -142,10 +142,10 @@ class Tables(Protocol):
 
 
 @runtime_checkable
-class FixedBackend(Backend, Protocol):
+class CapturableBackend(Backend, Protocol):
     """A backend whose launches may be captured once and then serve any step of as many tokens."""
 
-    def tables(self, seen: Reads, *, is_shared: bool) -> Tables:
+    def tables(self, seen: Reads, *, is_shared: bool) -> LaunchTables:
         """Tables for the layers that have read `seen` before, an empty step. Rows read keys together, or else
         (`is_shared` is false) no more than a tile has room for."""
         ...

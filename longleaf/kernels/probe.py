@@ -30,7 +30,7 @@ TOLERANCE, COARSE_TOLERANCE = 1e-5, 1e-2
 """How far attention may be off; over keys of 16 bits weights may be rounded to their type."""
 
 
-class Bench(NamedTuple):
+class ProbeCase(NamedTuple):
     """What is tried, and where. Tensors are drawn and compared on the CPU."""
 
     backend: Backend
@@ -59,12 +59,12 @@ class Bench(NamedTuple):
 def probe(backend: Backend, device: str, dtype: torch.dtype) -> str | None:
     """The first operation that is wrong on a device, for keys and values of a type, and how so; None when all are
     right. Raises what a kernel raises."""
-    bench = Bench(backend, device, dtype, torch.Generator().manual_seed(0))
+    bench = ProbeCase(backend, device, dtype, torch.Generator().manual_seed(0))
     checks = (_attend, _attend_latents, _attend_broken, _store, _int8, _pack_and_fold)
     return next(chain.from_iterable(check(bench) for check in checks), None)
 
 
-def _attend(bench: Bench) -> Iterator[str]:
+def _attend(bench: ProbeCase) -> Iterator[str]:
     for num_rows in (FEW, MANY):
         q, k, v = _drawn(bench, num_rows)
         for cap in (None, CAP):
@@ -74,12 +74,12 @@ def _attend(bench: Bench) -> Iterator[str]:
         yield from _held_against_reference(bench, f"attend of {num_rows} rows that see nothing", q, k, v, nothing, None)
 
 
-def _attend_latents(bench: Bench) -> Iterator[str]:
+def _attend_latents(bench: ProbeCase) -> Iterator[str]:
     q, pool = bench.draw(FEW, KEY_HEADS * GROUP, LATENT + ROTARY), bench.draw(1, NUM_SLOTS, LATENT + ROTARY)
     yield from _held_against_reference(bench, "attend over latents", q, pool, None, _reads(FEW), None)
 
 
-def _attend_broken(bench: Bench) -> Iterator[str]:
+def _attend_broken(bench: ProbeCase) -> Iterator[str]:
     """One key head holds a key that is NaN, and the last row does not see it."""
     for num_rows in (FEW, MANY):
         q, k, v = _drawn(bench, num_rows)
@@ -90,7 +90,7 @@ def _attend_broken(bench: Bench) -> Iterator[str]:
             yield f"attend of {num_rows} rows does not show a key that is NaN to those who see it, and to no others"
 
 
-def _drawn(bench: Bench, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+def _drawn(bench: ProbeCase, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """Queries [T, H, D], keys and values [K, S, D]."""
     q = bench.draw(num_rows, KEY_HEADS * GROUP, DIM)
     return q, bench.draw(KEY_HEADS, NUM_SLOTS, DIM), bench.draw(KEY_HEADS, NUM_SLOTS, DIM)
@@ -121,7 +121,7 @@ def _seen(reads: Reads, num_rows: int) -> Tensor:
 
 
 def _held_against_reference(
-    bench: Bench, what: str, q_THD: Tensor, k_KSD: Tensor, v_KSD: Tensor | None, reads: Reads, cap: float | None
+    bench: ProbeCase, what: str, q_THD: Tensor, k_KSD: Tensor, v_KSD: Tensor | None, reads: Reads, cap: float | None
 ) -> Iterator[str]:
     """`v_KSD` is None for values that lie in the keys."""
     keys, values = (t.transpose(0, 1) for t in (k_KSD, k_KSD[..., :LATENT] if v_KSD is None else v_KSD))
@@ -133,7 +133,7 @@ def _held_against_reference(
     yield from bench.compare(what, found, wanted, bench.tolerance)
 
 
-def _store(bench: Bench) -> Iterator[str]:
+def _store(bench: ProbeCase) -> Iterator[str]:
     slots = [3, UNSEEN, 0]
     tokens = [bench.draw(len(slots), KEY_HEADS, DIM).transpose(0, 1) for _ in range(2)]  # as models hand them over
     before = torch.zeros(KEY_HEADS, NUM_SLOTS, DIM, dtype=bench.dtype)
@@ -147,7 +147,7 @@ def _store(bench: Bench) -> Iterator[str]:
                 yield "store does not keep what it is given where it is told to"
 
 
-def _int8(bench: Bench) -> Iterator[str]:
+def _int8(bench: ProbeCase) -> Iterator[str]:
     """Stored in two goes; later keys of the first block are larger than its first ones."""
     q, k, v = _drawn(bench, FEW)
     k[:, 5:9] *= 8
@@ -167,7 +167,7 @@ def _int8(bench: Bench) -> Iterator[str]:
     yield from bench.compare("attend_int8", found, wanted, bench.tolerance)
 
 
-def _pack_and_fold(bench: Bench) -> Iterator[str]:
+def _pack_and_fold(bench: ProbeCase) -> Iterator[str]:
     """Three partials; one row is empty in one of them, another in all."""
     parts = [
         Partial(*(torch.randn(*shape, generator=bench.generator) for shape in ((FEW, 4, DIM), (FEW, 4))))

@@ -18,7 +18,7 @@ from longleaf.kernels.probe import probe
 log = logging.getLogger(__name__)
 
 
-class Entry(NamedTuple):
+class BackendEntry(NamedTuple):
     """A backend that may be chosen."""
 
     make: Callable[[], Backend]
@@ -39,12 +39,12 @@ def _triton() -> Backend:
     return TritonKernels.load()
 
 
-TABLE: dict[KernelsName, Entry] = {
-    "compiled": Entry(Compiled, "cpu"),
-    "torch": Entry(Flash, "cpu"),
-    "flash": Entry(_flash, "cuda"),
-    "triton": Entry(_triton, "cuda"),
-    "dense": Entry(Dense, None),
+TABLE: dict[KernelsName, BackendEntry] = {
+    "compiled": BackendEntry(Compiled, "cpu"),
+    "torch": BackendEntry(Flash, "cpu"),
+    "flash": BackendEntry(_flash, "cuda"),
+    "triton": BackendEntry(_triton, "cuda"),
+    "dense": BackendEntry(Dense, None),
 }
 """By name, of each device the fastest first."""
 

@@ -6,8 +6,8 @@ from longleaf.comm import Groups
 from longleaf.config import MergeName
 from longleaf.merge.all_gather import Gather
 from longleaf.merge.all_to_all import Exchange
-from longleaf.merge.autotune import Chosen, choose, reuse
-from longleaf.merge.base import Merge, Wire
+from longleaf.merge.autotune import AutotunedMerge, choose, reuse
+from longleaf.merge.base import Merge, PartialCodec
 from longleaf.merge.butterfly import Butterfly
 from longleaf.merge.hierarchy import Hierarchy
 from longleaf.merge.instrumented import CountedMerge
@@ -16,7 +16,7 @@ from longleaf.merge.paper import Paper
 from longleaf.rank_protocol.group_messages import MergeTiming, TierMerge
 from longleaf.topology import Topology
 
-__all__ = ["MERGES", "Chosen", "CountedMerge", "Merge", "Wire", "choose_merge", "make_merge", "tiers"]
+__all__ = ["MERGES", "AutotunedMerge", "CountedMerge", "Merge", "PartialCodec", "choose_merge", "make_merge", "tiers"]
 
 MERGES: dict[MergeName, type[Paper | Packed | Gather | Exchange | Hierarchy | Butterfly]] = {
     "paper": Paper,
@@ -28,7 +28,7 @@ MERGES: dict[MergeName, type[Paper | Packed | Gather | Exchange | Hierarchy | Bu
 }
 
 
-def make_merge(name: MergeName, groups: Groups, wire: Wire) -> Merge:
+def make_merge(name: MergeName, groups: Groups, wire: PartialCodec) -> Merge:
     """The merge called `name` over an epoch's groups."""
     return MERGES[name](groups, wire)
 
@@ -47,8 +47,8 @@ def tiers(name: str, topology: Topology, rows: int = 0) -> TierMerge:
 
 
 def choose_merge(
-    groups: Groups, wire: Wire, num_heads: int, dim: int, device: str, told: Sequence[MergeTiming] = ()
-) -> Chosen:
+    groups: Groups, wire: PartialCodec, num_heads: int, dim: int, device: str, told: Sequence[MergeTiming] = ()
+) -> AutotunedMerge:
     """The fastest merge for partials of this size, by what is told of other groups, or else by measurement. On one
     machine `hierarchy` is `exchange`."""
     is_tiered = bool(groups.topology.full_rails)

@@ -2,13 +2,13 @@
 
 from longleaf.attention import Partial
 from longleaf.comm import Comm, Groups
-from longleaf.merge.base import Wire
+from longleaf.merge.base import PartialCodec
 
 
 class Gather:
     """One collective per merge. Every rank folds the same tensors in the same order, so all get the same bits."""
 
-    def __init__(self, groups: Groups, wire: Wire) -> None:
+    def __init__(self, groups: Groups, wire: PartialCodec) -> None:
         self._comm = groups.world
         self._wire = wire
 
@@ -19,7 +19,7 @@ class Gather:
         return send_to_owners(partial, self._comm, self._wire)
 
 
-def send_to_owners(partial: Partial, comm: Comm, wire: Wire) -> Partial:
+def send_to_owners(partial: Partial, comm: Comm, wire: PartialCodec) -> Partial:
     """Each rank's rows, of as many groups of rows as there are ranks, sent to it in one all-to-all and folded there."""
     packed_THC = wire.pack(partial)
     return wire.fold(comm.all_to_all(packed_THC.view(comm.world_size, -1, *packed_THC.shape[1:])))

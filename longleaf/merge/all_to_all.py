@@ -6,13 +6,13 @@ Source of the idea: Helix Parallelism (arXiv 2507.07120), where each rank merges
 from longleaf.attention import Partial
 from longleaf.comm import Groups
 from longleaf.merge.all_gather import send_to_owners
-from longleaf.merge.base import Wire, join_heads, split_heads
+from longleaf.merge.base import PartialCodec, join_heads, split_heads
 
 
 class Exchange:
     """Two collectives whose bytes do not grow with the ranks. Each head is folded once, so all ranks get its bits."""
 
-    def __init__(self, groups: Groups, wire: Wire) -> None:
+    def __init__(self, groups: Groups, wire: PartialCodec) -> None:
         self._comm = groups.world
         self._wire = wire
 

@@ -30,7 +30,7 @@ HOPELESS, FORGIVEN = 1.5, 2.0
 log = logging.getLogger(__name__)
 
 
-class Chosen:
+class AutotunedMerge:
     """Merges with the fastest for the number of rows at hand."""
 
     def __init__(self, merges: Mapping[str, Merge], timings: tuple[MergeTiming, ...], of_owners: Merge) -> None:
@@ -47,7 +47,7 @@ class Chosen:
         return self._of_owners.to_owner(partial)
 
 
-def choose(merges: Mapping[str, Merge], groups: Groups, num_heads: int, dim: int, device: str) -> Chosen:
+def choose(merges: Mapping[str, Merge], groups: Groups, num_heads: int, dim: int, device: str) -> AutotunedMerge:
     """Lets the merges take turns for each of BATCHES. Every rank sees the slowest rank's times, so all choose alike.
 
     Owned rows go the one way that spares the slow links.
@@ -60,19 +60,19 @@ def choose(merges: Mapping[str, Merge], groups: Groups, num_heads: int, dim: int
     if groups.world.rank == 0:
         for timing in timings:
             log.info("merge for up to %d rows: %s", timing.rows, describe(timing))
-    return Chosen(merges, tuple(timings), merges[_of_owners(groups)])
+    return AutotunedMerge(merges, tuple(timings), merges[_of_owners(groups)])
 
 
 def reuse(
     told: Sequence[MergeTiming], merges: Mapping[str, Merge], groups: Groups, num_heads: int, dim: int, device: str
-) -> Chosen:
+) -> AutotunedMerge:
     """What was measured in other groups is taken to be so here: the choice of then for each number of rows, or the next
     best where these groups lack it. Each is used once, for what is compiled or connected then; all ranks are told the
     same, and call it at the same time."""
     timings = tuple(msgspec.structs.replace(timing, merge=_next_best(timing, merges)) for timing in told)
     for name in dict.fromkeys(timing.merge for timing in timings):
         merges[name].to_all(Partial.identity(1, num_heads, dim, device=device))
-    return Chosen(merges, timings, merges[_of_owners(groups)])
+    return AutotunedMerge(merges, timings, merges[_of_owners(groups)])
 
 
 def _next_best(timing: MergeTiming, merges: Mapping[str, Merge]) -> str:

@@ -36,7 +36,7 @@ class Merge(Protocol):
         ...
 
 
-class Wire:
+class PartialCodec:
     """The packed form of partials (`longleaf.attention.packed`) in one type, by the kernels of this rank."""
 
     unpack = staticmethod(unpack)
@@ -67,7 +67,7 @@ class Wire:
         self.fold = Dense().fold
 
 
-def split_heads(partial: Partial, num_parts: int, wire: Wire) -> Tensor:
+def split_heads(partial: Partial, num_parts: int, wire: PartialCodec) -> Tensor:
     """The packed partial cut by heads, [parts, T, heads, C]; the identity fills the last part where H does not divide.
 
     `join_heads` is the inverse.
@@ -80,6 +80,6 @@ def split_heads(partial: Partial, num_parts: int, wire: Wire) -> Tensor:
     return packed_THC.view(len(packed_THC), num_parts, -1, packed_THC.shape[2]).transpose(0, 1)
 
 
-def join_heads(parts_NThC: Tensor, num_heads: int, wire: Wire) -> Partial:
+def join_heads(parts_NThC: Tensor, num_heads: int, wire: PartialCodec) -> Partial:
     """The partial of `num_heads` heads whose parts lie along the first dimension, in memory of its own."""
     return wire.unpack(torch.cat(parts_NThC.unbind(), dim=1)[:, :num_heads])

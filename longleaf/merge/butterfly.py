@@ -9,10 +9,10 @@ import torch
 from longleaf.attention import Partial
 from longleaf.comm import Groups
 from longleaf.merge.all_gather import send_to_owners
-from longleaf.merge.base import Wire
+from longleaf.merge.base import PartialCodec
 
 
-class Then(Enum):
+class NextAction(Enum):
     """What a rank does with what it received."""
 
     KEEP_OWN = 0
@@ -23,37 +23,41 @@ class Then(Enum):
     """Received the result."""
 
 
-class Round(NamedTuple):
+class ButterflyRound(NamedTuple):
     """One permutation, as one rank sees it."""
 
     to: int
     source: int
-    then: Then
+    then: NextAction
 
 
-def rounds(rank: int, world_size: int) -> Iterator[Round]:
+def rounds(rank: int, world_size: int) -> Iterator[ButterflyRound]:
     """The rounds of a rank: as many on every rank.
 
     Where the world size is not a power of two, the ranks beyond the largest power hand their partial to a lower rank
     first and get the result in the end.
     """
     core = 1 << (world_size.bit_length() - 1)
-    extra, is_extra, idle = world_size - core, rank >= core, Round(rank, rank, Then.KEEP_OWN)
+    extra, is_extra, idle = world_size - core, rank >= core, ButterflyRound(rank, rank, NextAction.KEEP_OWN)
     has_guest = rank < extra
     if extra:
         yield (
-            Round(rank - core, rank, Then.KEEP_OWN)
+            ButterflyRound(rank - core, rank, NextAction.KEEP_OWN)
             if is_extra
-            else (Round(rank, rank + core, Then.JOIN_AFTER) if has_guest else idle)
+            else (ButterflyRound(rank, rank + core, NextAction.JOIN_AFTER) if has_guest else idle)
         )
     for bit in range(core.bit_length() - 1):
         peer = rank ^ (1 << bit)
-        yield idle if is_extra else Round(peer, peer, Then.JOIN_BEFORE if peer < rank else Then.JOIN_AFTER)
+        yield (
+            idle
+            if is_extra
+            else ButterflyRound(peer, peer, NextAction.JOIN_BEFORE if peer < rank else NextAction.JOIN_AFTER)
+        )
     if extra:
         yield (
-            Round(rank, rank - core, Then.TAKE)
+            ButterflyRound(rank, rank - core, NextAction.TAKE)
             if is_extra
-            else (Round(rank + core, rank, Then.KEEP_OWN) if has_guest else idle)
+            else (ButterflyRound(rank + core, rank, NextAction.KEEP_OWN) if has_guest else idle)
         )
 
 
@@ -63,7 +67,7 @@ class Butterfly:
     The partial of the lower ranks always comes first, so all ranks get the same bits.
     """
 
-    def __init__(self, groups: Groups, wire: Wire) -> None:
+    def __init__(self, groups: Groups, wire: PartialCodec) -> None:
         self._comm = groups.world
         self._wire = wire
         self._rounds = tuple(rounds(groups.world.rank, groups.world.world_size))
@@ -73,13 +77,13 @@ class Butterfly:
             packed = self._wire.pack(partial)
             theirs = self._comm.permute(packed, to, source)
             match then:  # the own one, too, is rounded as the peer gets it: both sides must have the same numbers
-                case Then.KEEP_OWN:
+                case NextAction.KEEP_OWN:
                     partial = self._wire.unpack(packed)
-                case Then.JOIN_BEFORE:
+                case NextAction.JOIN_BEFORE:
                     partial = self._wire.fold(torch.stack((theirs, packed)))
-                case Then.JOIN_AFTER:
+                case NextAction.JOIN_AFTER:
                     partial = self._wire.fold(torch.stack((packed, theirs)))
-                case Then.TAKE:
+                case NextAction.TAKE:
                     partial = self._wire.unpack(theirs.clone())
         return partial
 

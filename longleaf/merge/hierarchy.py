@@ -6,7 +6,7 @@ from torch import Tensor
 from longleaf.attention import Partial
 from longleaf.comm import Groups
 from longleaf.merge.all_gather import send_to_owners
-from longleaf.merge.base import Wire, join_heads, split_heads
+from longleaf.merge.base import PartialCodec, join_heads, split_heads
 
 
 class Hierarchy:
@@ -17,7 +17,7 @@ class Hierarchy:
     a rail fold the same tensors, so all ranks get the same bits.
     """
 
-    def __init__(self, groups: Groups, wire: Wire) -> None:
+    def __init__(self, groups: Groups, wire: PartialCodec) -> None:
         self._groups = groups
         self._wire = wire
         self._num_parts = len(groups.topology.full_rails) or groups.world.world_size

@@ -1,14 +1,14 @@
 """A merge that counts what is given to it."""
 
 from longleaf.attention import Partial
-from longleaf.merge.base import Merge, Wire
+from longleaf.merge.base import Merge, PartialCodec
 
 
 class CountedMerge:
     """Passes everything on to another Merge, and counts the bytes of the packed partials that this rank gives to it.
     How often these travel is the other's choice."""
 
-    def __init__(self, merge: Merge, wire: Wire) -> None:
+    def __init__(self, merge: Merge, wire: PartialCodec) -> None:
         self._merge, self._wire = merge, wire
         self._num_bytes = 0
 

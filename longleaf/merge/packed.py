@@ -5,13 +5,13 @@ import torch
 from longleaf.attention import Partial
 from longleaf.attention.partial import weight
 from longleaf.comm import Comm, Groups
-from longleaf.merge.base import Wire
+from longleaf.merge.base import PartialCodec
 
 
 class Packed:
     """Maximum of the lse, then the sums of numerators and denominators together. Tolerance only, like `paper`."""
 
-    def __init__(self, groups: Groups, wire: Wire) -> None:
+    def __init__(self, groups: Groups, wire: PartialCodec) -> None:
         del wire  # sums are float32: those of rounded numbers would be worse than rounding the result
         self._comm = groups.world
 

@@ -3,7 +3,7 @@
 from longleaf.attention import Partial
 from longleaf.attention.partial import weight
 from longleaf.comm import Groups
-from longleaf.merge.base import Wire
+from longleaf.merge.base import PartialCodec
 from longleaf.merge.packed import own_rows, quotient
 
 
@@ -13,7 +13,7 @@ class Paper:
     The order of the sums belongs to the collective library, so equal bits are not promised, only tolerance.
     """
 
-    def __init__(self, groups: Groups, wire: Wire) -> None:
+    def __init__(self, groups: Groups, wire: PartialCodec) -> None:
         del wire  # sums are float32
         self._comm = groups.world
 

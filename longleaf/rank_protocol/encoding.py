@@ -2,15 +2,25 @@
 
 import msgspec
 
-from longleaf.rank_protocol.group_messages import Broken, Fence, Join, Layout, OpenStore, Ready, StoreOpened
+from longleaf.rank_protocol.group_messages import (
+    AbortExchanges,
+    GroupFailure,
+    Join,
+    KvLayout,
+    OpenStore,
+    Ready,
+    StoreOpened,
+)
 from longleaf.rank_protocol.log_messages import Logged
 from longleaf.rank_protocol.member_messages import Died, Heartbeat, Hello, Load, Loaded, Stop
 from longleaf.rank_protocol.snapshots import Discard, Fetch, Fetched, Save, Saved
 from longleaf.rank_protocol.step import StepPlan, StepResult
 
-ToRank = StepPlan | Load | OpenStore | Join | Layout | Fence | Save | Fetch | Discard | Stop
+ToRank = StepPlan | Load | OpenStore | Join | KvLayout | AbortExchanges | Save | Fetch | Discard | Stop
 
-FromRank = Hello | Loaded | StoreOpened | Ready | StepResult | Saved | Fetched | Broken | Died | Heartbeat | Logged
+FromRank = (
+    Hello | Loaded | StoreOpened | Ready | StepResult | Saved | Fetched | GroupFailure | Died | Heartbeat | Logged
+)
 
 # made once: to make one takes ten times as long as to decode a plan
 _TO_RANK = msgspec.msgpack.Decoder(ToRank)

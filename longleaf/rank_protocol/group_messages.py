@@ -7,7 +7,7 @@ left of it.
 
 import msgspec
 
-from longleaf.positions import Rotary, Windows
+from longleaf.positions import Rotary, WindowSpec
 from longleaf.runs import Run
 
 
@@ -95,7 +95,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     rotary: Rotary = Rotary()
     full_layers: tuple[int, ...] = ()
     """The attention layers that see all keys before them."""
-    windows: Windows | None = None
+    windows: WindowSpec | None = None
     """With replicated windows, if the model has windowed layers; `num_blocks` and `bytes_per_token` are then of the
     other layers alone."""
     epoch: int = 0
@@ -119,21 +119,21 @@ class SegmentLayout(msgspec.Struct, frozen=True, array_like=True):
     window_runs: tuple[Run, ...] = ()
 
 
-class Layout(msgspec.Struct, frozen=True, tag="layout"):
+class KvLayout(msgspec.Struct, frozen=True, tag="layout"):
     """Coordinator to member, before the first plan of an epoch: all that is held. Nothing else is."""
 
     epoch: int
     segments: tuple[SegmentLayout, ...]
 
 
-class Fence(msgspec.Struct, frozen=True, tag="fence"):
+class AbortExchanges(msgspec.Struct, frozen=True, tag="fence"):
     """Coordinator to member, on the connection of its pulse: this epoch has ended. Whoever waits for another rank in
     one of its exchanges must not any more."""
 
     epoch: int
 
 
-class Broken(msgspec.Struct, frozen=True, tag="broken"):
+class GroupFailure(msgspec.Struct, frozen=True, tag="broken"):
     """Member to coordinator: an exception ended this epoch for it. It has dropped the group, keeps model and keys, and
     waits for the next Join."""
 

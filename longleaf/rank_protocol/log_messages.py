@@ -12,7 +12,7 @@ MAX_RECORDS = 32
 """That are told at once: as many of the longest are a message that the channel takes."""
 
 
-class Record(msgspec.Struct, frozen=True, array_like=True):
+class LogRecord(msgspec.Struct, frozen=True, array_like=True):
     """What was logged once."""
 
     level: Annotated[int, Meta(ge=WARNING, le=CRITICAL)]
@@ -28,7 +28,7 @@ class Logged(msgspec.Struct, frozen=True, tag="logged"):
     the word that ends its life."""
 
     member: int
-    records: Annotated[tuple[Record, ...], Meta(max_length=MAX_RECORDS)]
+    records: Annotated[tuple[LogRecord, ...], Meta(max_length=MAX_RECORDS)]
     """In order."""
     num_dropped: Annotated[int, Meta(ge=0)] = 0
     """Those that came behind these while too many waited: nothing is left of them but their number."""

@@ -46,7 +46,7 @@ class Died(msgspec.Struct, frozen=True, tag="failed"):
     blamed: int | None = None
 
 
-class Progress(msgspec.Struct, frozen=True, array_like=True, order=True):
+class MemberProgress(msgspec.Struct, frozen=True, array_like=True, order=True):
     """How far a member has come. Of two that are in the same step, the smaller one is behind."""
 
     epoch: int = 0
@@ -60,4 +60,4 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     """Member to coordinator, once a second, from a thread of its own, whatever the others do."""
 
     member: int
-    progress: Progress = Progress()
+    progress: MemberProgress = MemberProgress()

@@ -7,7 +7,7 @@ import msgspec
 from longleaf.config import EngineConfig
 
 
-class Invitation(msgspec.Struct, frozen=True, kw_only=True):
+class ConnectInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a member needs to speak on the control channel. Keys are ZMQ's, as text of 40 bytes."""
 
     address: str
@@ -43,7 +43,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Its number: that of no other member of this service, ever."""
     config: EngineConfig
     """Its world size is that of the first epoch."""
-    invitation: Invitation
+    invitation: ConnectInfo
     host: str
     """Address under which other ranks reach this one."""
     node: str

@@ -8,7 +8,7 @@ from longleaf.rank_protocol.step import Decode, Row, StepPlan
 from longleaf.runs import Run, until
 
 
-class Sequences:
+class RowState:
     """What a rank was told of each sequence, until that is released: as much as makes its rows whole again."""
 
     def __init__(self, block_size: int) -> None:

@@ -58,7 +58,7 @@ class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
     """What of the path none of the tokens reads, in order."""
 
 
-class Seen(msgspec.Struct, frozen=True):
+class PenaltyHistory(msgspec.Struct, frozen=True):
     """What penalties must know of a sequence's past. Rank 0 adds the tokens that it samples from then on."""
 
     token_ids: tuple[int, ...]
@@ -67,12 +67,12 @@ class Seen(msgspec.Struct, frozen=True):
     """Ids of the answer so far, each as often as it was generated."""
 
 
-class Terms(msgspec.Struct, frozen=True, omit_defaults=True):
+class SamplingTerms(msgspec.Struct, frozen=True, omit_defaults=True):
     """How the tokens of a sequence are chosen. Told once; rank 0 keeps it until the sequence is released."""
 
     sampling: Sampling
     """Without stops: those are the coordinator's business."""
-    seen: Seen | None = None
+    seen: PenaltyHistory | None = None
     """If the sequence has penalties."""
     reference_ids: tuple[int, ...] = ()
     """If rank 0 shall compare its logits with those of plain attention: the ids before its answer."""
@@ -97,7 +97,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     """Runs that receive the tokens, with the extent that they have after this step."""
     token_index: int
     """Index in the answer of the token to sample from the last position that is no draft's; -1 samples nothing."""
-    terms: Terms | None = None
+    terms: SamplingTerms | None = None
     """With the first row."""
     num_reference: int = 0
     """Tokens that rank 0 computes once more in this step, alone, to compare the answer that this row completes: if it
@@ -161,7 +161,7 @@ class Move(msgspec.Struct, frozen=True, tag="move"):
         return sum(len(transfer.target) for transfer in self.transfers) + sum(map(len, self.windows))
 
 
-class Portion(msgspec.Struct, frozen=True, array_like=True):
+class RestorePortion(msgspec.Struct, frozen=True, array_like=True):
     """Positions of a fetched piece that one rank takes in: whole blocks of it, or all that its last one has."""
 
     ticket: int
@@ -177,7 +177,7 @@ class Restore(msgspec.Struct, frozen=True, tag="restore"):
     segment: int
     start: int
     """Position of the segment's first token."""
-    portions: tuple[Portion, ...]
+    portions: tuple[RestorePortion, ...]
     window_runs: tuple[Run, ...] = ()
     """With replicated windows, all runs of EVERY_RANK that the segment has then; none: those that it has stay."""
     window_ticket: int = 0
@@ -241,7 +241,7 @@ class StepPlan(msgspec.Struct, frozen=True, omit_defaults=True, tag="plan"):
         return sum(row.num_reference for row in self.work.rows) if isinstance(self.work, Decode) else 0
 
 
-class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+class ComparisonRow(msgspec.Struct, frozen=True, kw_only=True):
     """The logits of one answer, from attention spread over the ranks, beside those of plain attention on rank 0."""
 
     max_difference: float = 0.0
@@ -311,7 +311,7 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
     """Sequences that have no token, because their logits are NaN or infinite. They cannot go on."""
     has_finite_keys: bool = True
     """Whether all keys and values of a chunk are finite, on all ranks; if not, nobody may read it."""
-    comparisons: dict[int, Comparison] = msgspec.field(default_factory=dict[int, Comparison])
+    comparisons: dict[int, ComparisonRow] = msgspec.field(default_factory=dict[int, ComparisonRow])
     """By sequence, of the answers that this step completed and that are compared; their seconds count in `seconds`."""
     attention: dict[int, Attention] = msgspec.field(default_factory=dict[int, Attention])
     """By sequence, of those that were told to tell."""

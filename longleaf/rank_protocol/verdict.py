@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from longleaf.rank_protocol.step import Comparison
+from longleaf.rank_protocol.step import ComparisonRow
 
 MAX_DIFFERENCE = 1e-4
 """Allowed between two logits in float32, as a share of the largest: right paths of small random checkpoints, whose
@@ -24,7 +24,7 @@ class Verdict(NamedTuple):
     passed: bool
 
 
-def judge(found: Comparison) -> Verdict:
+def judge(found: ComparisonRow) -> Verdict:
     """In float32 every logit counts; in coarser types how far plain attention itself is from float32. What is further
     off than that is wrong; what is not is right only where a wrong path would be further off."""
     if found.failure:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from threading import Event, Lock
 
-from longleaf.storage.files import Entry
+from longleaf.storage.files import ObjectInfo
 
 
 class MemoryFiles:
@@ -29,16 +29,16 @@ class MemoryFiles:
                 raise FileNotFoundError(errno.ENOENT, "there is none", name)
             return self._objects[name][0]
 
-    def find(self, name: str) -> Entry | None:
+    def find(self, name: str) -> ObjectInfo | None:
         with self._lock:
             found = self._objects.get(name)
-        return found and Entry(name, len(found[0]), found[1])
+        return found and ObjectInfo(name, len(found[0]), found[1])
 
-    def list(self, folder: str) -> Iterable[Entry]:
+    def list(self, folder: str) -> Iterable[ObjectInfo]:
         with self._lock:
             found = sorted(self._objects.items())
         prefix = f"{folder}/" if folder else ""
-        return [Entry(name, len(content), at) for name, (content, at) in found if name.startswith(prefix)]
+        return [ObjectInfo(name, len(content), at) for name, (content, at) in found if name.startswith(prefix)]
 
     def remove(self, name: str) -> None:
         with self._lock:
@@ -84,11 +84,11 @@ class FlakyFiles:
         self._begin()
         return self.files.read(name)
 
-    def find(self, name: str) -> Entry | None:
+    def find(self, name: str) -> ObjectInfo | None:
         self._begin()
         return self.files.find(name)
 
-    def list(self, folder: str) -> Iterable[Entry]:
+    def list(self, folder: str) -> Iterable[ObjectInfo]:
         self._begin()
         return self.files.list(folder)
 

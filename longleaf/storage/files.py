@@ -15,7 +15,7 @@ MAX_NAME_BYTES = 1000
 _COMPONENT = re.compile(r"[A-Za-z0-9_%-][A-Za-z0-9._%-]{0,199}")
 
 
-class Entry(msgspec.Struct, frozen=True):
+class ObjectInfo(msgspec.Struct, frozen=True):
     """An object on storage."""
 
     name: str
@@ -35,9 +35,9 @@ class Files(Protocol):
         """Raises FileNotFoundError."""
         ...
 
-    def find(self, name: str) -> Entry | None: ...
+    def find(self, name: str) -> ObjectInfo | None: ...
 
-    def list(self, folder: str) -> Iterable[Entry]:
+    def list(self, folder: str) -> Iterable[ObjectInfo]:
         """All that lies below `folder`, which need not be there; below all where it is empty."""
         ...
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 import msgspec
 
 from longleaf.errors import InvalidArgument
-from longleaf.storage.files import PART, Entry
+from longleaf.storage.files import PART, ObjectInfo
 from longleaf.storage.names import (
     NotePlace,
     attempt_of_manifest,
@@ -19,14 +19,14 @@ from longleaf.storage.names import (
 from longleaf.storage.store import Store
 
 
-class Swept(msgspec.Struct, frozen=True):
+class GcReport(msgspec.Struct, frozen=True):
     """What a sweep deleted."""
 
     num_objects: int
     num_bytes: int
 
 
-def sweep(store: Store, service: str, now: float, grace: float, live: AnySet[str]) -> Swept:
+def sweep(store: Store, service: str, now: float, grace: float, live: AnySet[str]) -> GcReport:
     """Deletes what `service` wrote more than `grace` seconds before `now` and is not in `live`.
 
     `live` are the names of all its manifests that count, and of all objects that these name. Of each context the newest
@@ -47,12 +47,12 @@ def sweep(store: Store, service: str, now: float, grace: float, live: AnySet[str
     # without its manifest a piece is nothing, but a manifest without its pieces would be believed
     found.sort(key=lambda entry: attempt_of_manifest(entry.name) is None)
     store.delete(entry.name for entry in found)
-    return Swept(len(found), sum(entry.num_bytes for entry in found))
+    return GcReport(len(found), sum(entry.num_bytes for entry in found))
 
 
-def _superseded(notes: Sequence[Entry], before: float) -> Iterator[Entry]:
+def _superseded(notes: Sequence[ObjectInfo], before: float) -> Iterator[ObjectInfo]:
     """Notes after which another one of the same context came, before `before`."""
-    found: list[tuple[NotePlace, Entry]] = []
+    found: list[tuple[NotePlace, ObjectInfo]] = []
     for entry in notes:
         place = place_of_note(entry.name)
         if place is not None:

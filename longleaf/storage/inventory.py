@@ -11,7 +11,7 @@ from longleaf.storage.names import SERVICES, NotePlace, attempt_of_manifest, pla
 from longleaf.storage.store import Store
 
 
-class Notes(msgspec.Struct, frozen=True):
+class NoteListing(msgspec.Struct, frozen=True):
     """What the notes of a storage tell."""
 
     newest: Mapping[tuple[str, str], ContextNote]
@@ -20,7 +20,7 @@ class Notes(msgspec.Struct, frozen=True):
     """Newest notes that cannot be read. An older one would bring back what was deleted, or drop what was appended."""
 
 
-def read_notes(store: Store) -> Notes:
+def read_notes(store: Store) -> NoteListing:
     """Raises StorageUnavailable."""
     last: dict[tuple[str, str], NotePlace] = {}
     for entry in store.list(SERVICES):
@@ -37,7 +37,7 @@ def read_notes(store: Store) -> Notes:
             damaged.append(error)
         except NotFound:
             damaged.append(DataLoss(place.name, "it was deleted while it was read"))
-    return Notes(newest, damaged)
+    return NoteListing(newest, damaged)
 
 
 def read_manifests(store: Store) -> Iterator[tuple[str, SegmentManifest | DataLoss]]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from longleaf.storage.files import PART, Entry
+from longleaf.storage.files import PART, ObjectInfo
 
 _CREATE = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
 _TRIES = 100
@@ -52,7 +52,7 @@ class LocalFiles:
             self._check_root()
             raise FileNotFoundError(errno.ENOENT, "there is none", name) from None
 
-    def find(self, name: str) -> Entry | None:
+    def find(self, name: str) -> ObjectInfo | None:
         try:
             found = (self._root / name).stat()
         except (FileNotFoundError, NotADirectoryError):
@@ -60,7 +60,7 @@ class LocalFiles:
             return None
         return _entry(name, found) if stat.S_ISREG(found.st_mode) else None
 
-    def list(self, folder: str) -> Iterator[Entry]:
+    def list(self, folder: str) -> Iterator[ObjectInfo]:
         self._check_root()
         yield from _walk(self._root / folder, f"{folder}/" if folder else "")
 
@@ -95,7 +95,7 @@ class LocalFiles:
             raise OSError(errno.ENXIO, "the folder is not there any more")
 
 
-def _walk(folder: Path, prefix: str) -> Iterator[Entry]:
+def _walk(folder: Path, prefix: str) -> Iterator[ObjectInfo]:
     try:
         found = sorted(os.scandir(folder), key=lambda item: item.name)
     except (FileNotFoundError, NotADirectoryError):
@@ -108,8 +108,8 @@ def _walk(folder: Path, prefix: str) -> Iterator[Entry]:
                 yield _entry(prefix + item.name, item.stat(follow_symlinks=False))
 
 
-def _entry(name: str, found: os.stat_result) -> Entry:
-    return Entry(name, found.st_size, found.st_mtime)
+def _entry(name: str, found: os.stat_result) -> ObjectInfo:
+    return ObjectInfo(name, found.st_size, found.st_mtime)
 
 
 def _write_durably(descriptor: int, parts: Sequence[memoryview]) -> None:

@@ -18,7 +18,7 @@ VERSION = 1
 ID_BYTES = 4
 
 
-class Piece(msgspec.Struct, frozen=True):
+class PieceRef(msgspec.Struct, frozen=True):
     """An object with the keys and values of some positions."""
 
     name: str
@@ -45,9 +45,9 @@ class SegmentManifest(msgspec.Struct, frozen=True, kw_only=True):
     start: int
     num_tokens: int
     rope: Rope
-    pieces: tuple[Piece, ...]
+    pieces: tuple[PieceRef, ...]
     """In any order; together they hold each position once."""
-    windows: Piece | None
+    windows: PieceRef | None
     """What is held of windowed layers, where every rank holds it: some positions of the segment before its end."""
     token_ids: bytes
     """4 bytes each, little endian."""
@@ -90,7 +90,7 @@ class SegmentManifest(msgspec.Struct, frozen=True, kw_only=True):
                 )
                 raise InvalidArgument("pieces", told)
 
-    def _all_pieces(self) -> Sequence[Piece]:
+    def _all_pieces(self) -> Sequence[PieceRef]:
         return self.pieces if self.windows is None else (*self.pieces, self.windows)
 
     def _check_runs(self) -> None:
@@ -107,7 +107,7 @@ class SegmentManifest(msgspec.Struct, frozen=True, kw_only=True):
                 raise InvalidArgument("windows", f"they are not of positions from {self.start} to {self.end}")
 
 
-def _check_rising(piece: Piece, field: str) -> None:
+def _check_rising(piece: PieceRef, field: str) -> None:
     bounds: Iterable[int] = [bound for run in piece.runs for bound in run]
     if not bounds or any(start >= end for start, end in piece.runs) or any(a > b for a, b in pairwise(bounds)):
         raise InvalidArgument(field, f"runs of {piece.name[:200]!r} are empty, or not in rising order")

@@ -6,7 +6,7 @@ from datetime import datetime
 from math import inf
 from typing import Any
 
-from longleaf.storage.files import Entry
+from longleaf.storage.files import ObjectInfo
 
 _TIMES = ("LastModified", "last_modified", "mtime", "modified", "updated", "created")
 """Where the drivers tell when an object was written."""
@@ -43,7 +43,7 @@ class RemoteFiles:
             _check_bucket(error)
             raise
 
-    def find(self, name: str) -> Entry | None:
+    def find(self, name: str) -> ObjectInfo | None:
         try:
             told = self._files.info(self._path(name))
         except FileNotFoundError as error:
@@ -51,7 +51,7 @@ class RemoteFiles:
             return None
         return _entry(name, told) if told["type"] == "file" else None
 
-    def list(self, folder: str) -> Iterator[Entry]:
+    def list(self, folder: str) -> Iterator[ObjectInfo]:
         path = self._path(folder) if folder else self._root
         try:
             found: dict[str, dict[str, Any]] = self._files.find(path, detail=True)
@@ -84,8 +84,10 @@ def _code(error: OSError) -> str:
     return response.get("Error", {}).get("Code", "")
 
 
-def _entry(name: str, told: Mapping[str, Any]) -> Entry:
-    return Entry(name, told["size"], next((_seconds(told[key]) for key in _TIMES if told.get(key) is not None), inf))
+def _entry(name: str, told: Mapping[str, Any]) -> ObjectInfo:
+    return ObjectInfo(
+        name, told["size"], next((_seconds(told[key]) for key in _TIMES if told.get(key) is not None), inf)
+    )
 
 
 def _seconds(value: datetime | str | float) -> float:

@@ -11,8 +11,8 @@ import msgspec
 from blake3 import blake3
 
 from longleaf.errors import AlreadyExists, DataLoss, InvalidArgument, LongleafError, NotFound, StorageUnavailable
-from longleaf.storage.files import Entry, Files, check_name, is_name
-from longleaf.storage.timed_calls import Bounded, Call, Hanging
+from longleaf.storage.files import Files, ObjectInfo, check_name, is_name
+from longleaf.storage.timed_calls import StorageTimeout, TimedCall, TimedCalls
 from longleaf.storage.urls import FIELD, connect, shown
 
 Buffer = bytes | bytearray | memoryview
@@ -26,7 +26,7 @@ _WRONG = (PermissionError, FileNotFoundError, NotADirectoryError, NotImplemented
 """What is raised by a storage that is not there, or may not be written, and by a driver that was told nonsense."""
 
 
-class Written(msgspec.Struct, frozen=True):
+class WriteResult(msgspec.Struct, frozen=True):
     """What was put."""
 
     num_bytes: int
@@ -46,7 +46,7 @@ class Store:
     def __init__(self, files: Files, url: str, timeout: float = TIMEOUT) -> None:
         self.url = shown(url)
         self._files = files
-        self._calls = Bounded(timeout)
+        self._calls = TimedCalls(timeout)
 
     @classmethod
     def open(cls, url: str, timeout: float = TIMEOUT, *, is_tried: bool = True) -> "Store":
@@ -58,13 +58,13 @@ class Store:
         """
         with _refusing():
             with _telling(shown(url), "opened"):
-                calls = Bounded(timeout)
+                calls = TimedCalls(timeout)
                 store = cls(calls.end(calls.begin(partial(connect, url))), url, timeout)
             if is_tried:
                 store._try()
         return store
 
-    def put(self, name: str, parts: Sequence[Buffer], *, is_new: bool = False) -> Written:
+    def put(self, name: str, parts: Sequence[Buffer], *, is_new: bool = False) -> WriteResult:
         """Writes the bytes of all parts, one after the other, under `name`. In a folder they are then on the disk.
 
         Raises AlreadyExists, and changes nothing, where `is_new` and the name is taken.
@@ -80,7 +80,7 @@ class Store:
                 self._calls.end(call)
         except FileExistsError:
             raise AlreadyExists(name) from None
-        return Written(sum(len(view) for view in views), digest.hexdigest())
+        return WriteResult(sum(len(view) for view in views), digest.hexdigest())
 
     def get(self, name: str, digest: str | None = None) -> bytes:
         """The object. Raises NotFound, and DataLoss where it has another digest than `digest`."""
@@ -103,7 +103,7 @@ class Store:
     def exists(self, name: str) -> bool:
         return self._find(name) is not None
 
-    def list(self, folder: str = "") -> Iterator[Entry]:
+    def list(self, folder: str = "") -> Iterator[ObjectInfo]:
         """All objects below `folder`, in no order; none where there is no such folder. Those whose names end with PART
         were never put to their end. What others left there under names that no object may have is none of them."""
         if folder:
@@ -116,13 +116,13 @@ class Store:
             check_name(name)
             self._call("deleted from", partial(self._files.remove, name))
 
-    def _find(self, name: str) -> Entry | None:
+    def _find(self, name: str) -> ObjectInfo | None:
         check_name(name)
         return self._call("read", partial(self._files.find, name))
 
     def _call(self, verb: str, work: Callable[[], Found], *passed: type[Exception]) -> Found:
         with _telling(self.url, verb, *passed):
-            call: Call[Found] = self._calls.begin(work)
+            call: TimedCall[Found] = self._calls.begin(work)
             return self._calls.end(call)
 
     def _try(self) -> None:
@@ -156,7 +156,7 @@ def _reason(error: Exception) -> str:
         return "it is denied; check the credentials, and what they allow"
     told = (error.strerror if isinstance(error, OSError) else "") or f"{error}" or type(error).__name__
     told = re.sub(r"://[^/\s@]*@", "://", told)  # drivers tell URLs with their passwords
-    if isinstance(error, Hanging):
+    if isinstance(error, StorageTimeout):
         return f"{told}; check that it can be reached from this machine"
     return f"{told}; check that it is there, and can be reached from this machine"
 

@@ -13,11 +13,11 @@ MAX_HANGING = 8
 """Calls of one storage that hang: each keeps its thread, and what it would write, until the storage answers."""
 
 
-class Hanging(Exception):
+class StorageTimeout(Exception):
     """A call is not over after all the time that it had, or none is begun because too many hang."""
 
 
-class Call(Generic[Found]):
+class TimedCall(Generic[Found]):
     """A call that was begun."""
 
     def __init__(self, work: Callable[[], Found], timeout: float) -> None:
@@ -30,10 +30,10 @@ class Call(Generic[Found]):
         self.thread.start()
 
     def result(self) -> Found:
-        """What the call returned or raised. Raises Hanging."""
+        """What the call returned or raised. Raises StorageTimeout."""
         wait([self._future], max(0.0, self._end - time.monotonic()))
         if not self._future.done():
-            raise Hanging(f"no answer within {human_seconds(self._timeout)}")
+            raise StorageTimeout(f"no answer within {human_seconds(self._timeout)}")
         return self._future.result()
 
     def _live(self) -> None:
@@ -43,24 +43,24 @@ class Call(Generic[Found]):
             self._future.set_exception(error)
 
 
-class Bounded:
+class TimedCalls:
     """Calls of one storage, each of `timeout` seconds at most."""
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
         self._hanging: list[Thread] = []
 
-    def begin(self, work: Callable[[], Found]) -> Call[Found]:
-        """Raises Hanging where too many calls hang already."""
+    def begin(self, work: Callable[[], Found]) -> TimedCall[Found]:
+        """Raises StorageTimeout where too many calls hang already."""
         self._hanging = [thread for thread in self._hanging if thread.is_alive()]
         if len(self._hanging) >= MAX_HANGING:
-            raise Hanging(f"{len(self._hanging)} earlier calls still have no answer")
-        return Call(work, self._timeout)
+            raise StorageTimeout(f"{len(self._hanging)} earlier calls still have no answer")
+        return TimedCall(work, self._timeout)
 
-    def end(self, call: Call[Found]) -> Found:
-        """What the call returned or raised. Raises Hanging."""
+    def end(self, call: TimedCall[Found]) -> Found:
+        """What the call returned or raised. Raises StorageTimeout."""
         try:
             return call.result()
-        except Hanging:
+        except StorageTimeout:
             self._hanging.append(call.thread)
             raise

@@ -5,12 +5,12 @@
 
 from longleaf.document_text import TextFile
 from longleaf.types.archives import (
+    ArchiveChunk,
     ExportContext,
+    ExportedArchive,
     ExportProgress,
     ImportHeader,
     ImportProgress,
-    Parcel,
-    ParcelPiece,
 )
 from longleaf.types.cluster import (
     Cluster,
@@ -41,11 +41,11 @@ from longleaf.types.contexts import (
     IngestPhase,
     IngestPiece,
     IngestProgress,
-    LeftOut,
     PositionInfo,
     Precision,
     RankShare,
-    Reread,
+    RecomputeResult,
+    SkippedContext,
     TextUnit,
     Tokenized,
     expired,
@@ -67,8 +67,8 @@ from longleaf.types.generation import (
     Usage,
 )
 from longleaf.types.provenance import MIN_SPAN_TOKENS, Attribution, Provenance, Ranking, Source, TokenRange
-from longleaf.types.rebuilding import BroughtBack, Rebuild, RebuildReport
-from longleaf.types.scheduling_options import Account, Claimed, ClaimOptions
+from longleaf.types.rebuilding import Rebuild, RebuildReport, RestoredContext
+from longleaf.types.scheduling_options import Account, ClaimOptions, SchedulingOptions
 
 __all__ = [
     "CONTEXT_ID",
@@ -77,10 +77,9 @@ __all__ = [
     "MIN_SPAN_TOKENS",
     "UNCHANGED",
     "Account",
+    "ArchiveChunk",
     "Attribution",
-    "BroughtBack",
     "ClaimOptions",
-    "Claimed",
     "Cluster",
     "Context",
     "ContextOptions",
@@ -94,6 +93,7 @@ __all__ = [
     "Event",
     "ExportContext",
     "ExportProgress",
+    "ExportedArchive",
     "FinishReason",
     "Finished",
     "ForkContext",
@@ -107,12 +107,9 @@ __all__ = [
     "IngestPhase",
     "IngestPiece",
     "IngestProgress",
-    "LeftOut",
     "Loss",
     "Message",
     "ModelInfo",
-    "Parcel",
-    "ParcelPiece",
     "PositionInfo",
     "Precision",
     "Progress",
@@ -121,12 +118,15 @@ __all__ = [
     "Ranking",
     "Rebuild",
     "RebuildReport",
+    "RecomputeResult",
     "Recovering",
     "Recovery",
-    "Reread",
+    "RestoredContext",
     "Resume",
     "Role",
     "SamplingOptions",
+    "SchedulingOptions",
+    "SkippedContext",
     "SlotState",
     "Source",
     "Started",

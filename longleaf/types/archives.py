@@ -16,7 +16,7 @@ class ExportContext(msgspec.Struct, frozen=True, kw_only=True):
     with_keys: bool = True
 
 
-class Parcel(msgspec.Struct, frozen=True):
+class ExportedArchive(msgspec.Struct, frozen=True):
     """What comes: parcels of the same digest have the same bytes."""
 
     num_bytes: int
@@ -36,7 +36,7 @@ class ImportHeader(msgspec.Struct, frozen=True, kw_only=True):
     total_bytes: int | None = None
 
 
-class ParcelPiece(msgspec.Struct, frozen=True):
+class ArchiveChunk(msgspec.Struct, frozen=True):
     """Some bytes of a parcel, from `offset` on."""
 
     offset: int
@@ -59,4 +59,4 @@ class ExportProgress(msgspec.Struct, frozen=True):
 
     received_bytes: int
     """Those that lie before the offset among them."""
-    parcel: Parcel
+    parcel: ExportedArchive

@@ -11,7 +11,7 @@ from longleaf.document_text import TextFile
 from longleaf.errors import InvalidArgument
 from longleaf.formatting import human_seconds
 from longleaf.types.generation import Recovering
-from longleaf.types.scheduling_options import Claimed, ClaimOptions
+from longleaf.types.scheduling_options import ClaimOptions, SchedulingOptions
 
 IngestPhase = Literal["unspecified", "receiving", "tokenizing", "prefilling", "ready", "recovering"]
 CONTEXT_ID = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,61}[a-z0-9])?")
@@ -134,19 +134,19 @@ class IngestOptions(ContextOptions, ClaimOptions, total=False):
     """Seconds for the whole call."""
 
 
-class LeftOut(msgspec.Struct, frozen=True):
+class SkippedContext(msgspec.Struct, frozen=True):
     """A context that could not be brought back."""
 
     name: str
     reason: str
 
 
-class Reread(msgspec.Struct, frozen=True, kw_only=True):
+class RecomputeResult(msgspec.Struct, frozen=True, kw_only=True):
     """What became of the contexts that earlier checkpoints had read."""
 
     contexts: tuple[Context, ...]
     """Those that this one will read when they are asked."""
-    left_out: tuple[LeftOut, ...]
+    left_out: tuple[SkippedContext, ...]
 
 
 class ForkContext(msgspec.Struct, frozen=True):
@@ -157,7 +157,7 @@ class ForkContext(msgspec.Struct, frozen=True):
     tokens: int | None = None
 
 
-class IngestHeader(Claimed, frozen=True):
+class IngestHeader(SchedulingOptions, frozen=True):
     """The first message of an ingest. `total_bytes` is None when the size is not known beforehand; an `upload_id`
     makes the ingest resumable."""
 

@@ -8,7 +8,7 @@ import msgspec
 from longleaf.sampling import Logprobs, Sampling
 from longleaf.types.conversation import Conversation
 from longleaf.types.provenance import Attribution, Provenance, TokenRange
-from longleaf.types.scheduling_options import Claimed, ClaimOptions
+from longleaf.types.scheduling_options import ClaimOptions, SchedulingOptions
 
 FinishReason = Literal["unspecified", "end_token", "stop", "length", "stop_token"]
 """`unspecified` is what a later version of the service may say and this client does not know."""
@@ -61,7 +61,7 @@ class GenerateOptions(SamplingOptions, ClaimOptions, total=False):
     """Seconds for the whole call."""
 
 
-class Generate(Claimed, frozen=True, kw_only=True):
+class Generate(SchedulingOptions, frozen=True, kw_only=True):
     """A request to generate; `input` is text, token ids that are used as they are, or a conversation."""
 
     input: str | Sequence[int] | Conversation

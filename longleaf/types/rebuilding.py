@@ -3,7 +3,7 @@
 import msgspec
 
 from longleaf.config import DtypeName
-from longleaf.types.contexts import LeftOut
+from longleaf.types.contexts import SkippedContext
 
 
 class Rebuild(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,7 +21,7 @@ class Rebuild(msgspec.Struct, frozen=True, kw_only=True):
     """Also a catalog that is sound and has contexts."""
 
 
-class BroughtBack(msgspec.Struct, frozen=True):
+class RestoredContext(msgspec.Struct, frozen=True):
     """A context that is there again."""
 
     name: str
@@ -34,8 +34,8 @@ class RebuildReport(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     """Of the model, in the data folder."""
     service: str
-    contexts: tuple[BroughtBack, ...]
-    left_out: tuple[LeftOut, ...]
+    contexts: tuple[RestoredContext, ...]
+    left_out: tuple[SkippedContext, ...]
     other_manifests: int
     """That were passed over, because another checkpoint's keys lie under them."""
     moved: tuple[str, ...]

@@ -19,7 +19,7 @@ class ClaimOptions(TypedDict, total=False):
     """Whom fair share counts; the address of the peer when empty."""
 
 
-class Claimed(msgspec.Struct, frozen=True, kw_only=True):
+class SchedulingOptions(msgspec.Struct, frozen=True, kw_only=True):
     """A request that competes with others for the ranks."""
 
     priority: int = 0

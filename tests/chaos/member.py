@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from longleaf.kernels.backend import Backend
-from longleaf.rank_protocol.group_messages import Join, Layout, Ready
+from longleaf.rank_protocol.group_messages import Join, KvLayout, Ready
 from longleaf.rank_protocol.rank_spec import RankSpec
 from longleaf.rank_protocol.step import Decode, Prefill, Restore, StepPlan
 from longleaf.runs import Run
@@ -34,9 +34,9 @@ from tests.chaos.points import (
 )
 from tests.chaos.reference import DEADLY, POISON
 from workers.kv_cache.pools import sharded_layers
-from workers.kv_io.store import Store, Written
+from workers.kv_io.store import PieceStore, WrittenPiece
 from workers.model.model import Model
-from workers.pending import Pending
+from workers.pending import StepHandle
 from workers.rank import Rank
 from workers.step import kv_transfer
 
@@ -76,11 +76,11 @@ class ChaosRank(Rank):
         self._points.reach(MOVE)
         settle(*arguments)
 
-    def take(self, layout: Layout) -> None:
+    def take(self, layout: KvLayout) -> None:
         self._points.reach(LAYOUT)
         super().take(layout)
 
-    def start(self, plan: StepPlan) -> Pending:
+    def start(self, plan: StepPlan) -> StepHandle:
         self._points.reach(STEP)
         if isinstance(plan.work, Restore):
             self._points.reach(RESTORE)
@@ -96,7 +96,7 @@ class ChaosRank(Rank):
             self._points.reach(ANSWER)
             return result
 
-        return Pending(lambda: pending.is_done, answer)
+        return StepHandle(lambda: pending.is_done, answer)
 
     # --- what it holds ---
 
@@ -120,11 +120,11 @@ class ChaosRank(Rank):
 class ProbedStore:
     """A storage with points at which a member can be hurt."""
 
-    def __init__(self, store: Store, points: Points) -> None:
+    def __init__(self, store: PieceStore, points: Points) -> None:
         self._store = store
         self._points = points
 
-    def put(self, name: str, parts: Sequence[bytes | memoryview]) -> Written:
+    def put(self, name: str, parts: Sequence[bytes | memoryview]) -> WrittenPiece:
         self._points.reach(SAVE)
         written = self._store.put(name, parts)
         self._points.reach(SAVED)

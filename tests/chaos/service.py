@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 
 from longleaf.client import AsyncClient
-from longleaf.comm.shm_cleanup import FOLDER, Maker
+from longleaf.comm.shm_cleanup import FOLDER, ProcessIdentity
 from longleaf.config import DataConfig, EngineConfig
 from longleaf.errors import NotFound, ResourceExhausted
 from longleaf.launch import LISTENING, coordinator_command
@@ -279,5 +279,5 @@ class Service:
 
 def is_of(name: str, pids: set[int]) -> bool:
     """Whether one of these processes made a file of shared memory."""
-    maker = Maker.of(name)
+    maker = ProcessIdentity.of(name)
     return maker is not None and maker.pid in pids

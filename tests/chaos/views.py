@@ -8,7 +8,7 @@ import numpy as np
 from longleaf.positions import EVERY_RANK
 from longleaf.rank_protocol.group_messages import SegmentLayout
 from tests.chaos.points import ask
-from workers.kv_cache.block_table import Ledger
+from workers.kv_cache.block_table import BlockTable
 
 KEY_TOLERANCE = 2e-5
 """Of the largest difference of a number that is kept, as a share of the largest one of its layer."""
@@ -46,7 +46,7 @@ def check_books(folder: Path, look: Look, pids: list[int], block_size: int) -> N
 
 def check_book(rank: int, found: Told, look: Look, block_size: int) -> None:
     """A rank believes what the coordinator does, but for what it will be told to forget."""
-    wanted = Ledger(0, block_size)
+    wanted = BlockTable(0, block_size)
     wanted.replace(look.layout)
     missing = wanted._held.keys() - found.keys()
     assert not missing, f"rank {rank} does not know of segments {sorted(missing)}"

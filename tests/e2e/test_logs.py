@@ -12,7 +12,7 @@ import pytest
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from longleaf.credentials import Entry, digest_of, line_of
+from longleaf.credentials import CredentialEntry, digest_of, line_of
 from tests.support import forked
 from tests.support.command_line import Left, end
 from tests.support.tenants import METHODS, request_of
@@ -85,7 +85,9 @@ def use(address: str) -> dict[str, str]:
 def used(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], Written]:
     """The codes of the calls, and what a service wrote that has served them and lost a rank."""
     folder = tmp_path_factory.mktemp("logs")
-    (folder / "credentials").write_text(line_of(Entry(tenant="acme", role="admin", digests=(digest_of(CREDENTIAL),))))
+    (folder / "credentials").write_text(
+        line_of(CredentialEntry(tenant="acme", role="admin", digests=(digest_of(CREDENTIAL),)))
+    )
     options = ("--model", str(checkpoint), "--world-size", "2", "--launcher", "local", "--kv-bytes", "8000000")
     options += ("--credentials", str(folder / "credentials"), "--log-format", "json", "--log-level", "debug")
     command = [*forked.COORDINATOR, *options, "--as-json", "true"]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from coordinator.engine_messages import Document, Ended, Prompt, Tokens
+from coordinator.engine_messages import DocumentPrompt, Ended, Prompt, Tokens
 from longleaf.sampling import Sampling
 from tests.golden.test_generate import COVER
 from tests.support.golden.knowing import KnowingDrafter
@@ -43,7 +43,7 @@ async def test_tokens_equal_generate(goldens, monkeypatch, family, way):
 
 async def ask_all(engine, prompt, samplings=SAMPLINGS):
     """All at once about one context: tokens, logprobs, ends."""
-    _ = [event async for event in engine.ingest(Document(context="book", token_ids=prompt[:300]))]
+    _ = [event async for event in engine.ingest(DocumentPrompt(context="book", token_ids=prompt[:300]))]
     prompts = [
         Prompt(context="book", token_ids=prompt[300 + i : 330 + 5 * i], sampling=sampling)
         for i, sampling in enumerate(samplings)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from coordinator.engine_messages import Document, Prompt, Tokens
+from coordinator.engine_messages import DocumentPrompt, Prompt, Tokens
 from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.config import embedded_model
@@ -36,7 +36,7 @@ async def test_answers_equal_generate(world_size, window_keys):
     sampling = Sampling(max_tokens=NEW_TOKENS, ignore_end_token=True)
     config = config_for(embedded_model(), world_size=world_size, chunk_size=1000, window_keys=window_keys)
     async with running(config) as engine:
-        _ = [event async for event in engine.ingest(Document(context="book", token_ids=document))]
+        _ = [event async for event in engine.ingest(DocumentPrompt(context="book", token_ids=document))]
         stream = engine.submit(Prompt(context="book", token_ids=tuple(question), sampling=sampling))
         found = [token async for event in stream if isinstance(event, Tokens) for token in event.token_ids]
     assert found == expected

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 import torch
 
-from coordinator.engine_messages import Document, Prompt, Tokens
+from coordinator.engine_messages import DocumentPrompt, Prompt, Tokens
 from longleaf.attention import Partial
-from longleaf.errors import WorkerLost
+from longleaf.errors import RankLost
 from longleaf.sampling import Sampling
 from tests.support.golden.asking import answer
 from tests.support.golden.plain import LIVELY, LOGIT_TOLERANCE, NEW_TOKENS, load_plain
@@ -122,7 +122,7 @@ async def test_penalties_and_logprobs_are_those_of_generate(goldens, world_size)
         max_tokens=NEW_TOKENS, ignore_end_token=True, repetition_penalty=1.5, logit_bias={7: 1.5}, num_logprobs=2
     )
     async with running(config_for(golden.folder, world_size=world_size, chunk_size=64)) as engine:
-        _ = [event async for event in engine.ingest(Document(context="book", token_ids=prompt[:70]))]
+        _ = [event async for event in engine.ingest(DocumentPrompt(context="book", token_ids=prompt[:70]))]
         stream = engine.submit(Prompt(context="book", token_ids=prompt[70:], sampling=sampling))
         events = [event async for event in stream if isinstance(event, Tokens)]
     assert tuple(i for event in events for i in event.token_ids) == wanted
@@ -163,7 +163,7 @@ async def test_ranks_that_raise_end_the_answer_with_their_error(goldens):
         rank.backend.attend = fail
 
     async with running(config_for(goldens("llama").folder, world_size=2), spoil) as engine, asyncio.timeout(20):
-        with pytest.raises(WorkerLost, match="this step cannot be done"):
+        with pytest.raises(RankLost, match="this step cannot be done"):
             await answer(engine, (5, 6, 7))
 
 

@@ -65,7 +65,7 @@ async def test_every_rank_gets_the_same_bits_where_one_has_no_compiler(goldens, 
 
         rank.epoch.peers.merge.to_all = watched
 
-    monkeypatch.setitem(registry.TABLE, "compiled", registry.Entry(lambda: next(makes)(), "cpu"))
+    monkeypatch.setitem(registry.TABLE, "compiled", registry.BackendEntry(lambda: next(makes)(), "cpu"))
     with caplog.at_level(logging.WARNING, "longleaf"):
         assert await answers(golden, "aaa", watch, merge="gather") == [golden.tokens] * 2
     assert next(makes, None) is None

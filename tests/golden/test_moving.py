@@ -8,9 +8,9 @@ import torch
 from msgspec.structs import replace
 
 from coordinator.handlers.transfer.exports import Exports
-from coordinator.handlers.transfer.imports import Imports
-from coordinator.text.tokenizer_pool import TextThreads
-from longleaf.types import ExportContext, ImportHeader, ImportProgress, Parcel, ParcelPiece
+from coordinator.handlers.transfer.imports import ImportSessions
+from coordinator.text.tokenizer_pool import TokenizerPool
+from longleaf.types import ArchiveChunk, ExportContext, ExportedArchive, ImportHeader, ImportProgress
 from tests.support.golden.asking import answer, ingest
 from tests.support.golden.lasting import Lasting, kept, serving
 from tests.support.golden.states import KEPT
@@ -20,21 +20,21 @@ CUT = 300
 """Where the second document of the context begins."""
 
 
-async def leave(found: Lasting, threads: TextThreads) -> bytes:
+async def leave(found: Lasting, threads: TokenizerPool) -> bytes:
     """The parcel of the context."""
     parcel = bytearray()
     async for part in Exports(found.engine.house, threads, found.engine.cluster).run(ExportContext(context="book")):
-        parcel += b"" if isinstance(part, Parcel) else part
+        parcel += b"" if isinstance(part, ExportedArchive) else part
     return bytes(parcel)
 
 
 async def arrive(found: Lasting, parcel: bytes) -> ImportProgress:
-    async def sent() -> AsyncIterator[ImportHeader | ParcelPiece]:
+    async def sent() -> AsyncIterator[ImportHeader | ArchiveChunk]:
         yield ImportHeader()
         for at in range(0, len(parcel), 100_000):
-            yield ParcelPiece(at, parcel[at : at + 100_000])
+            yield ArchiveChunk(at, parcel[at : at + 100_000])
 
-    imports = Imports(found.engine.house, 1 << 20)
+    imports = ImportSessions(found.engine.house, 1 << 20)
     reports = [report async for report in imports.run(sent())]
     await imports.close()
     return reports[-1]
@@ -59,7 +59,7 @@ CASES = [
 
 @pytest.mark.parametrize(("family", "here", "there", "is_same"), CASES)
 async def test_what_arrives_is_what_left(goldens, tmp_path, family, here, there, is_same):
-    golden, threads = goldens(family), TextThreads()
+    golden, threads = goldens(family), TokenizerPool()
     config = config_for(golden.folder, chunk_size=200, merge="gather", kv_bytes=8 << 20)
     async with serving(tmp_path / "here", replace(config, world_size=2, **here)) as first:
         await ingest(first.engine, "book", golden.prompt[:CUT])

@@ -12,7 +12,7 @@ from tests.support.golden.asking import answer, ingest
 from tests.support.golden.plain import NEW_TOKENS
 from tests.support.golden.states import running
 from tests.support.threads import config_for
-from workers.kv_cache.slots import Pool
+from workers.kv_cache.slots import FloatKvPool
 
 NAN, INF = float("nan"), float("inf")
 
@@ -166,7 +166,7 @@ async def test_what_spoils_a_held_context_ends_the_answers_over_it_alone(goldens
     golden, pools = goldens("llama"), {}
 
     def watch(index, rank):
-        assert isinstance(rank.pool, Pool)
+        assert isinstance(rank.pool, FloatKvPool)
         pools[index] = rank.pool
 
     async with running(config_for(golden.folder, world_size=2, chunk_size=300), watch) as engine:

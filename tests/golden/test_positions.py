@@ -8,7 +8,7 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from coordinator.engine_messages import Document, Ended, Prompt, Tokens
+from coordinator.engine_messages import DocumentPrompt, Ended, Prompt, Tokens
 from longleaf.errors import InvalidArgument
 from longleaf.positions import FLOAT32_POSITIONS, Rope
 from longleaf.rank_protocol.verdict import judge
@@ -92,7 +92,7 @@ async def ask(engine, prompt, context=None, num_tokens=NEW_TOKENS):
 
 
 async def ingest(engine, context, token_ids, **options):
-    _ = [event async for event in engine.ingest(Document(context=context, token_ids=token_ids, **options))]
+    _ = [event async for event in engine.ingest(DocumentPrompt(context=context, token_ids=token_ids, **options))]
 
 
 @pytest.mark.sampled(4)
@@ -118,7 +118,7 @@ async def test_scaled_positions_answer_like_generate(scaled, kind, length, world
         _ = [
             event
             async for event in engine.ingest(
-                Document(context="book", token_ids=prompt[:-40], settings=ContextSettings(capacity=total))
+                DocumentPrompt(context="book", token_ids=prompt[:-40], settings=ContextSettings(capacity=total))
             )
         ]
         await engine.fork_context("book", "fork", length - 50)
@@ -280,7 +280,7 @@ async def test_a_context_keeps_its_rope_and_ends_at_its_capacity(scaled):
         assert (short.capacity, short.scaled_for, long.capacity, long.scaled_for) == (512, 0, 2000, 513)
         assert (short.rope, short.precision) == ("longrope", "float32")
         with pytest.raises(InvalidArgument, match="make 1,000; the context was created for 512 positions"):
-            engine.ingest(Document(context="short", token_ids=prompt[400:1000], append=True))
+            engine.ingest(DocumentPrompt(context="short", token_ids=prompt[400:1000], append=True))
         asked = [await ask(engine, prompt[400:450], name) for name in ("short", "long")]
         expected = generate(scaled("longrope"), prompt[:450])
         assert asked == [(expected, 400), (expected, 400)], "the second finds what is kept of the first"
@@ -297,7 +297,7 @@ async def test_beyond_the_trained_length_needs_permission(scaled):
         ):
             await ask(engine, prompt)
         with pytest.raises(InvalidArgument, match=f"make 600; the model's limit is {ORIGINAL} .*--allow-long"):
-            engine.ingest(Document(context="book", token_ids=prompt))
+            engine.ingest(DocumentPrompt(context="book", token_ids=prompt))
         assert engine.max_positions == ORIGINAL
 
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from coordinator.cluster.local_fleet import LocalFleet
-from coordinator.cluster.rank_manager import Control
+from coordinator.cluster.rank_manager import RankManager
 from coordinator.engine.engine import Engine
 from longleaf.config import EngineConfig
 from longleaf.rank_protocol.rank_spec import RankSpec
@@ -26,7 +26,7 @@ def apart(spec: RankSpec) -> None:
 @contextlib.asynccontextmanager
 async def running(config: EngineConfig) -> AsyncIterator[Engine]:
     fleet = LocalFleet(apart)
-    control = Control(config, await fleet.reserve(config))
+    control = RankManager(config, await fleet.reserve(config))
     async with running_on(fleet, control, config, max_positions=8192) as found:
         assert {ready.transport for ready in found.readies} == {"gloo"}
         yield found.engine

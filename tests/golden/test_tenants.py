@@ -13,8 +13,8 @@ from grpc import StatusCode
 from hypothesis import HealthCheck, Phase, given, settings
 
 from coordinator.engine.engine import Engine
-from coordinator.grpc_server.server import Server
-from coordinator.handlers.application import UseCases
+from coordinator.grpc_server.server import GrpcServer
+from coordinator.handlers.application import Application
 from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.credentials import Quotas
@@ -47,8 +47,8 @@ async def serving(checkpoint: Path, folder: Path, **quotas: Quotas) -> AsyncGene
     config = config_for(checkpoint, world_size=2, chunk_size=96, block_size=16, merge="gather")
     engine = Engine(ThreadRanks(config), config, max_positions=8192)
     async with running(engine):
-        use_cases = UseCases(engine, Tokenizer.load(checkpoint, DirectRenderer()), engine.cluster)
-        server = Server(use_cases, config.unread_timeout, authenticator=credentials(folder, **quotas))
+        use_cases = Application(engine, Tokenizer.load(checkpoint, DirectRenderer()), engine.cluster)
+        server = GrpcServer(use_cases, config.unread_timeout, authenticator=credentials(folder, **quotas))
         try:
             yield f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
         finally:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from coordinator.engine_messages import Claim, Ended, Prompt
+from coordinator.engine_messages import Ended, Prompt, SchedulingClaim
 from longleaf.attention import Partial
 from longleaf.positions import OWN_ROPE
 from longleaf.rank_protocol.verdict import MAX_DIFFERENCE, judge
@@ -161,7 +161,11 @@ async def test_a_preempted_answer_is_compared_from_where_it_goes_on(goldens):
     async with running(config) as engine:
         sampling = Sampling(max_tokens=40, ignore_end_token=True)
         prompt = Prompt(
-            context=None, token_ids=golden.prompt[:300], sampling=sampling, is_compared=True, claim=Claim(priority=-1)
+            context=None,
+            token_ids=golden.prompt[:300],
+            sampling=sampling,
+            is_compared=True,
+            claim=SchedulingClaim(priority=-1),
         )
         urgent = []
         async for event in engine.submit(prompt):
@@ -169,7 +173,9 @@ async def test_a_preempted_answer_is_compared_from_where_it_goes_on(goldens):
                 found = event.comparison
             elif not urgent and getattr(event, "index", -1) >= 0:
                 urgent.append(
-                    engine.submit(Prompt(context=None, token_ids=(5, 6, 7), sampling=sampling, claim=Claim(priority=1)))
+                    engine.submit(
+                        Prompt(context=None, token_ids=(5, 6, 7), sampling=sampling, claim=SchedulingClaim(priority=1))
+                    )
                 )
         [_ async for _ in urgent[0]]
     assert 0 < found.num_tokens < 40

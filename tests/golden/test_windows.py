@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from coordinator.engine_messages import Claim, Prompt, Tokens
+from coordinator.engine_messages import Prompt, SchedulingClaim, Tokens
 from longleaf.errors import InvalidArgument
 from longleaf.rank_protocol.verdict import judge
 from longleaf.sampling import Sampling
@@ -128,12 +128,14 @@ async def test_a_preempted_answer_goes_on_as_it_began(goldens):
     async with running(replicated(golden, world_size=2, max_sequences=1, chunk_size=300)) as engine:
         said, urgent = [], []
         async for event in engine.submit(
-            Prompt(context=None, token_ids=golden.prompt, sampling=sampling, claim=Claim(priority=-1))
+            Prompt(context=None, token_ids=golden.prompt, sampling=sampling, claim=SchedulingClaim(priority=-1))
         ):
             said += event.token_ids if isinstance(event, Tokens) else ()
             if said and not urgent:
                 urgent.append(
-                    engine.submit(Prompt(context=None, token_ids=(5, 6, 7), sampling=sampling, claim=Claim(priority=1)))
+                    engine.submit(
+                        Prompt(context=None, token_ids=(5, 6, 7), sampling=sampling, claim=SchedulingClaim(priority=1))
+                    )
                 )
         assert any([isinstance(event, Tokens) async for event in urgent[0]])
     assert tuple(said) == golden.tokens

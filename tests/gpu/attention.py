@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from longleaf.attention.block_attribution import BLOCK, BlockSums, ToldRead, told_read
+from longleaf.attention.block_attribution import BLOCK, AttributedRead, BlockSums, told_read
 from longleaf.attention.masks import Read, Reads
 from longleaf.kernels import int8
 from longleaf.kernels.probe import probe
@@ -126,7 +126,7 @@ def blocks_are_told_of(place: Place) -> None:
 
 def asked(reads: list[Read]) -> Reads:
     """All rows of some reads are told of."""
-    found, told = Reads(reads), list[ToldRead]()
+    found, told = Reads(reads), list[AttributedRead]()
     for read in reads:
         told.append(told_read(read[2:4], told[-1].end if told else 0, read[:2]))
     found.told = BlockSums(told)

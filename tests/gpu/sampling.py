@@ -16,7 +16,7 @@ TOLERANCE = 1e-9
 def tokens_of_the_cpu(place: Place) -> None:
     """Of rows of all kinds together, one of which breaks; and once begun nothing waits until tokens are asked for."""
     ground.need(ground.NEEDED_BY_RANKS)
-    from longleaf.rank_protocol.step import Row, Seen, Terms
+    from longleaf.rank_protocol.step import PenaltyHistory, Row, SamplingTerms
     from longleaf.sampling import Sampling
     from workers.sampling.device_sampler import DeviceSampler
     from workers.sampling.sampler import Sampler
@@ -31,7 +31,11 @@ def tokens_of_the_cpu(place: Place) -> None:
     num_rows, size = 8 * len(kinds), 152_000 if place.is_gpu else 700
     here, there = DeviceSampler(place.device, 64), Sampler()
     for step in range(NUM_STEPS):
-        terms = [Terms(kind, Seen((1, 2, 3), ())) for kind in kinds * 8] if step == 0 else [None] * num_rows
+        terms = (
+            [SamplingTerms(kind, PenaltyHistory((1, 2, 3), ())) for kind in kinds * 8]
+            if step == 0
+            else [None] * num_rows
+        )
         rows = [Row(i, (0,), step, (), (), step, terms[i]) for i in range(num_rows)]
         logits = place.drawn(step, num_rows, size, dtype=torch.float32)
         logits[7] = float("nan") if step == 3 else logits[7]

@@ -3,7 +3,7 @@
 import torch
 
 from longleaf.attention import block_attribution
-from longleaf.attention.block_attribution import NO_EDGE, Columns
+from longleaf.attention.block_attribution import NO_EDGE, AttributionColumns
 from longleaf.attention.masks import Read, Reads
 from longleaf.attention.partial import Partial
 from longleaf.kernels import int8
@@ -45,7 +45,7 @@ def add_shares(place: Place, reads: Reads, partial: Partial) -> None:
     assert told_KE2 is not None
     bounds = ((0, num_entries - 1, 0), (num_entries - 1, num_entries, 1))
     runs = [(0, 0, num_entries, *bound, 0, NO_EDGE) for bound in bounds]
-    columns = Columns(block_attribution.table(runs, 8), block_attribution.table([(0, 1, 0, 2)], 4))
+    columns = AttributionColumns(block_attribution.table(runs, 8), block_attribution.table([(0, 1, 0, 2)], 4))
     means, largest = torch.zeros(2, 1, 3, device=place.device)
     found = (means, largest, torch.zeros(1, 3, dtype=torch.int32, device=place.device))
     place.kernels.add_shares(told_KE2, partial.lse_TH, None, columns, found, sink_column=2, first_head=0)

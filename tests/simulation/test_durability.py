@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from coordinator.engine_messages import NO_CLAIM, Claim
-from longleaf.positions import Reach, Windows
+from coordinator.engine_messages import NO_CLAIM, SchedulingClaim
+from longleaf.positions import AttentionSpan, WindowSpec
 from tests.support.durable_machine import DurableMachine
 from tests.support.scheduler_machine import runs
 from tests.support.snapshot_machine import SnapshotMachine
@@ -42,32 +42,32 @@ class Drawn:
 
 def test_who_waits_for_the_room_of_a_context_that_is_being_appended_to_begins_later() -> None:
     """It may not rest before the request is admitted; that is no reason to think that nobody will ever begin."""
-    machine, claims = DurableMachine(), [Claim(), Claim()]
+    machine, claims = DurableMachine(), [SchedulingClaim(), SchedulingClaim()]
     machine.begin([4], 1, 2, 3, 1, 1, None, 0, "found")
     machine.lose_and_form(data=Drawn(0, [], 2, set[int](), 1, 2))
     machine.ask_and_not_read(claims)
     machine.cancel(data=Drawn(0))
-    machine.append_little_by_little("a", [1] * 4, Claim())
+    machine.append_little_by_little("a", [1] * 4, SchedulingClaim())
     machine.ask_and_not_read(claims)
     machine.ask_and_not_read(claims)
     machine.pause(data=Drawn(6), is_paused=False)
     machine.lose_and_form(data=Drawn(0, [], 2, {0}, 0, 0, [1]))
     machine.ask_and_not_read(claims)
-    machine.ask([0, 1, 2, 3], 1, None, 1, Claim(), False)
-    machine.append_little_by_little("a", [1] * 5, Claim())
+    machine.ask([0, 1, 2, 3], 1, None, 1, SchedulingClaim(), False)
+    machine.append_little_by_little("a", [1] * 5, SchedulingClaim())
     machine.teardown()
 
 
 def test_a_reserve_that_eviction_makes_small_enough_is_made_in_the_same_turn() -> None:
     """A long context cannot be recomputed beside the windows of two short segments; once the context is evicted, there
     is enough room to recompute the segments, and no later event makes the scheduler try again."""
-    machine, windows = DurableMachine(), Windows(reaches=(Reach(4),), num_blocks=8)
+    machine, windows = DurableMachine(), WindowSpec(reaches=(AttentionSpan(4),), num_blocks=8)
     machine.begin([17], 20, 3, 0, 1, 1, windows, 0, "found")
-    machine.append_little_by_little("b", [3, 1, 3], Claim())
+    machine.append_little_by_little("b", [3, 1, 3], SchedulingClaim())
     machine.join(data=Drawn(0, [], 2))
-    machine.ingest(list(range(2, 39)), "a", False, Claim())
+    machine.ingest(list(range(2, 39)), "a", False, SchedulingClaim())
     machine.lose_one_amid_steps(data=Drawn(0, [], 1, 1), steps=5)
-    machine.append_little_by_little("b", [1, 3, 3], Claim())
+    machine.append_little_by_little("b", [1, 3, 3], SchedulingClaim())
     machine.teardown()
 
 

@@ -14,7 +14,7 @@ from coordinator.persistence.catalog.catalog import Catalog
 from coordinator.persistence.catalog.records import (
     Change,
     ContextRecord,
-    Outgoing,
+    OutboxEntry,
     SegmentRecord,
     SnapshotRecord,
     UploadRecord,
@@ -78,7 +78,7 @@ FIRST = Change(
         context("fork", 7, 80, expires=1e9),
     ),
     snapshots=(SnapshotRecord(segment=4, manifest="segments/4.json", form="float32", num_bytes=12_345),),
-    outgoing=(Outgoing("segments/4.json", b"{}"), Outgoing("segments/1.json", None)),
+    outgoing=(OutboxEntry("segments/4.json", b"{}"), OutboxEntry("segments/1.json", None)),
 )
 FIRST_UPLOAD = upload(header=bytes(range(256)))
 FIRST_EPOCH = 9

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import chain
 
 from coordinator.text.chat_template import Said
-from coordinator.text.control_tokens import Piece
+from coordinator.text.control_tokens import TemplatePiece
 from coordinator.text.tokenizer import Tokenizer
 from tests.support.service import encoded
 
@@ -24,6 +24,6 @@ def question_ids(tokenizer: Tokenizer, turns: Sequence[tuple[str, str]]) -> list
     return piece_ids(tokenizer, pieces, is_continued=True)
 
 
-def piece_ids(tokenizer: Tokenizer, pieces: Sequence[Piece], is_continued: bool = False) -> list[int]:
+def piece_ids(tokenizer: Tokenizer, pieces: Sequence[TemplatePiece], is_continued: bool = False) -> list[int]:
     found = tokenizer.encoders(pieces, is_continued=is_continued)
     return list(chain.from_iterable(encoded(encoder, text) for encoder, text in found))

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import httpx2
 
 from door.server import serve
-from door.settings import DoorConfig
+from door.settings import GatewayConfig
 from tests.support.service import FakeEngine, serving
 
 T = TypeVar("T")
@@ -20,7 +20,7 @@ async def opened(server: str, **settings: Any) -> AsyncGenerator[str, None]:
     """A door in front of the service at `server`; gives its URL."""
     loop = asyncio.get_running_loop()
     told, end = loop.create_future(), asyncio.Event()
-    config = DoorConfig(server=server, port=0, **settings)
+    config = GatewayConfig(server=server, port=0, **settings)
     serving = asyncio.create_task(serve(config, lambda url, _: told.set_result(url), end))
     try:
         await asyncio.wait([told, serving], return_when=asyncio.FIRST_COMPLETED)

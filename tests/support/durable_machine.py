@@ -5,12 +5,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from coordinator.engine_messages import NO_CLAIM, Outcome, Sealed
-from coordinator.kv_cache.block_placer import Placer
-from coordinator.kv_cache.contexts import NamedPath
-from coordinator.kv_cache.token_paths import Path, Segment
+from coordinator.kv_cache.block_placer import BlockPlacer
+from coordinator.kv_cache.contexts import NamedContext
+from coordinator.kv_cache.token_paths import Segment, TokenPath
 from coordinator.scheduling.scheduler import Scheduler
 from longleaf.errors import LongleafError, StorageUnavailable
-from longleaf.rank_protocol.row_delta import Sequences
+from longleaf.rank_protocol.row_delta import RowState
 from tests.support.recovering_machine import RecoveringMachine
 from tests.support.scheduler_machine import NAMES
 
@@ -94,12 +94,12 @@ class DurableMachine(RecoveringMachine):
         """The service is killed, and starts again over what was kept, with other ranks."""
         old = self.scheduler
         num_blocks = data.draw(st.lists(st.integers(4, 24), min_size=1, max_size=4), label="blocks")
-        self.placer = Placer(num_blocks, self.block_size, self.windows)
+        self.placer = BlockPlacer(num_blocks, self.block_size, self.windows)
         epoch = self.epoch + 1
         self._start_ranks(num_blocks, self.block_size, self.windows)
         self.epoch = epoch
         self.plans.clear()
-        self.sequences = Sequences(self.block_size)
+        self.sequences = RowState(self.block_size)
         self.scheduler = self._make_scheduler(epoch)
         revive(old, self.scheduler, self.next_segment)
         self.num_ended = self.num_submitted
@@ -116,12 +116,12 @@ def revive(old: Scheduler, new: Scheduler, next_segment: int) -> None:
     kept = {segment.id: segment for context in contexts for segment in context.path.segments}
     segments: dict[int, Segment] = {}
     for segment in sorted(kept.values(), key=lambda segment: segment.id):
-        before = Path(tuple(segments[part.id] for part in segment.before.segments), segment.before.end)
+        before = TokenPath(tuple(segments[part.id] for part in segment.before.segments), segment.before.end)
         segments[segment.id] = found = Segment(segment.id, before, segment.rope, segment.tenant)
         found.extend(segment.token_ids)
         new.segments.adopt(found)
     for context in contexts:
-        path = Path(tuple(segments[part.id] for part in context.path.segments), context.path.end)
-        found_again = NamedPath(context.id, context.created, path, context.capacity)
+        path = TokenPath(tuple(segments[part.id] for part in context.path.segments), context.path.end)
+        found_again = NamedContext(context.id, context.created, path, context.capacity)
         found_again.ends, found_again.is_pinned = context.ends, context.is_pinned
         new.contexts.adopt(found_again)

@@ -13,12 +13,12 @@ import torch
 from longleaf.positions import EVERY_RANK, OWN_ROPE
 from longleaf.runs import Run
 from longleaf.storage.context_note import ContextNote, encode_note
-from longleaf.storage.manifest import Piece, SegmentManifest, encode_manifest
+from longleaf.storage.manifest import PieceRef, SegmentManifest, encode_manifest
 from longleaf.storage.names import Attempt
 from longleaf.storage.store import Store
 from tests.support.pools import BLOCK, POOLS
-from workers.kv_cache.slots import Slots
-from workers.kv_io.kv_piece import Copy, form_of
+from workers.kv_cache.slots import KvPool
+from workers.kv_io.kv_piece import HostCopy, form_of
 
 SERVICE = "0123456789abcdef0123456789abcdef"
 CHECKPOINT = "ab" * 32
@@ -29,7 +29,7 @@ PIECES = ((Run(0, 0, 9, (5, 2, 6)),), (Run(1, 9, 12, (0,)), Run(1, 12, 20, (3, 4
 WINDOWS = (Run(EVERY_RANK, 6, 20, (6, 1, 0, 3, 2)),)
 
 
-def known(name: str) -> Slots:
+def known(name: str) -> KvPool:
     """A pool in whose blocks lie bits that are the same everywhere and for ever."""
     pool = POOLS[name]()
     for of_windows in (False, True):
@@ -94,9 +94,9 @@ def _write_segment(store: Store, name: str) -> None:
     store.put(where.manifest, [encode_manifest(manifest)], is_new=True)
 
 
-def _write_piece(store: Store, pool: Slots, name: str, runs: tuple[Run, ...], *, of_windows: bool = False) -> Piece:
-    written = store.put(name, Copy(pool, runs, of_windows=of_windows).parts())
-    return Piece(name, tuple((run.start, run.end) for run in runs), written.num_bytes, written.digest)
+def _write_piece(store: Store, pool: KvPool, name: str, runs: tuple[Run, ...], *, of_windows: bool = False) -> PieceRef:
+    written = store.put(name, HostCopy(pool, runs, of_windows=of_windows).parts())
+    return PieceRef(name, tuple((run.start, run.end) for run in runs), written.num_bytes, written.digest)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ import msgspec
 from coordinator.auth.authenticator import Authenticator
 from coordinator.cluster.fakes import FakeRanks
 from coordinator.engine.engine import Engine
-from coordinator.grpc_server.server import ANYBODY, Server
-from coordinator.handlers.application import UseCases
+from coordinator.grpc_server.server import ANYBODY, GrpcServer
+from coordinator.handlers.application import Application
 from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.config import EngineConfig
@@ -59,8 +59,8 @@ async def serving(
     engine = Engine(ranks, config, max_positions=4096, clock=clock)
     async with running(engine):
         tokenizer = Tokenizer.load(write_model(folder), DirectRenderer())
-        use_cases = UseCases(engine, tokenizer, engine.cluster)
-        server = Server(use_cases, config.unread_timeout, authenticator=authenticator)
+        use_cases = Application(engine, tokenizer, engine.cluster)
+        server = GrpcServer(use_cases, config.unread_timeout, authenticator=authenticator)
         try:
             yield engine, f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
         finally:

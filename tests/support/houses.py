@@ -2,18 +2,18 @@
 
 from collections.abc import AsyncIterator
 
-from coordinator.handlers.transfer.fakes import FakeHouse, Housed
+from coordinator.handlers.transfer.fakes import FakeTransferEngine, StoredContext
 from coordinator.persistence.catalog.records import ContextRecord
-from longleaf.types import ImportHeader, ParcelPiece
+from longleaf.types import ArchiveChunk, ImportHeader
 from tests.support.parcels import FINGERPRINT, FORM, Packable
 
 
-def empty_house(form: str | None = FORM, service: str = "new") -> FakeHouse:
+def empty_house(form: str | None = FORM, service: str = "new") -> FakeTransferEngine:
     """A house with the checkpoint of `tests.support.parcels`."""
-    return FakeHouse(FINGERPRINT, form, service)
+    return FakeTransferEngine(FINGERPRINT, form, service)
 
 
-def house_of(*contexts: Packable) -> FakeHouse:
+def house_of(*contexts: Packable) -> FakeTransferEngine:
     """A house with these contexts."""
     house = empty_house(service="old")
     for packable in contexts:
@@ -32,17 +32,17 @@ def house_of(*contexts: Packable) -> FakeHouse:
             last_used=3.5,
             num_hits=4,
         )
-        house.contexts[head.context] = Housed(record, packable.path, packable.manifests)
+        house.contexts[head.context] = StoredContext(record, packable.path, packable.manifests)
         house.objects |= packable.objects
     return house
 
 
 async def sending(
     header: ImportHeader | None, data: bytes, start: int = 0, size: int = 100, end: int | None = None
-) -> AsyncIterator[ImportHeader | ParcelPiece]:
+) -> AsyncIterator[ImportHeader | ArchiveChunk]:
     """A header, and the bytes of a parcel from `start` up to `end` in pieces of `size` bytes."""
     if header is not None:
         yield header
     end = len(data) if end is None else end
     for at in range(start, end, size):
-        yield ParcelPiece(at, data[at : min(at + size, end)])
+        yield ArchiveChunk(at, data[at : min(at + size, end)])

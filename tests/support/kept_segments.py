@@ -2,7 +2,7 @@
 
 from longleaf.positions import Rope
 from longleaf.storage.context_note import ContextNote, encode_note
-from longleaf.storage.manifest import Piece, SegmentManifest, encode_manifest
+from longleaf.storage.manifest import PieceRef, SegmentManifest, encode_manifest
 from longleaf.storage.names import Attempt
 from longleaf.storage.store import Store
 
@@ -10,7 +10,7 @@ from longleaf.storage.store import Store
 def manifest_of(attempt: Attempt, num_pieces: int = 2, start: int = 0, tokens: int = 8) -> SegmentManifest:
     """A segment whose pieces hold `tokens` positions each, one after the other."""
     firsts = [start + tokens * number for number in range(num_pieces)]
-    pieces = [Piece(attempt.piece(i), ((first, first + tokens),), 4, "00") for i, first in enumerate(firsts)]
+    pieces = [PieceRef(attempt.piece(i), ((first, first + tokens),), 4, "00") for i, first in enumerate(firsts)]
     return SegmentManifest(
         service=attempt.service,
         fingerprint="checkpoint",

@@ -7,7 +7,7 @@ a key that was computed anew is the right one only if what it was computed from 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from longleaf.positions import EVERY_RANK, Rope, Windows
+from longleaf.positions import EVERY_RANK, Rope, WindowSpec
 from longleaf.rank_protocol.fakes import echo_tokens
 from longleaf.rank_protocol.group_messages import SegmentLayout
 from longleaf.rank_protocol.snapshots import Save
@@ -45,7 +45,7 @@ Content = dict[int, Key]
 class KeyLedger:
     """Executes plans. Raises AssertionError when one reads a key that is not there, or contradicts what is held."""
 
-    def __init__(self, num_ranks: int, block_size: int, windows: Windows | None) -> None:
+    def __init__(self, num_ranks: int, block_size: int, windows: WindowSpec | None) -> None:
         self._block_size = block_size
         self._windows = windows
         self.members = list(range(num_ranks))

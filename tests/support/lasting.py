@@ -1,8 +1,8 @@
 """What outlives an engine, in memory: a catalog, and a journal that notes what it must forget."""
 
 from coordinator.persistence.catalog.fakes import FakeCatalog
-from coordinator.persistence.catalog.records import Kept
-from coordinator.persistence.catalog.stale_contexts import EarlierContext
+from coordinator.persistence.catalog.records import CatalogContents
+from coordinator.persistence.catalog.stale_contexts import StaleContext
 from coordinator.persistence.snapshots.snapshots import Snapshots
 from longleaf.errors import LongleafError
 
@@ -28,7 +28,7 @@ class MemoryLasting:
         self.catalog = FakeCatalog()
         self.journal = NotedJournal()
         self.snapshots: Snapshots | None = None
-        self.earlier: dict[str, EarlierContext] = {}
+        self.earlier: dict[str, StaleContext] = {}
         """Contexts that an earlier checkpoint has read."""
         self.num_readings = 0
 
@@ -36,12 +36,12 @@ class MemoryLasting:
     def changed(self) -> dict[str, str]:
         return {name: each.changes for name, each in self.earlier.items()}
 
-    def read_earlier(self) -> dict[str, EarlierContext]:
+    def read_earlier(self) -> dict[str, StaleContext]:
         self.num_readings += 1
         return self.earlier
 
     @property
-    def kept(self) -> Kept:
+    def kept(self) -> CatalogContents:
         return self.catalog.kept
 
     @property

@@ -14,17 +14,17 @@ import zmq
 from longleaf.config import EngineConfig
 from longleaf.rank_protocol.encoding import FromRank, ToRank, decode_from_rank, encode
 from longleaf.rank_protocol.group_messages import (
-    Broken,
-    Fence,
+    AbortExchanges,
+    GroupFailure,
     Join,
-    Layout,
+    KvLayout,
     MergeTiming,
     OpenStore,
     Ready,
     StoreOpened,
 )
 from longleaf.rank_protocol.member_messages import Heartbeat, Hello, Load, Loaded, Stop
-from longleaf.rank_protocol.rank_spec import Invitation, RankSpec
+from longleaf.rank_protocol.rank_spec import ConnectInfo, RankSpec
 from longleaf.rank_protocol.step import StepPlan
 from workers.kv_io.fakes import FolderStore
 
@@ -110,7 +110,7 @@ class Members:
         self._processes = []
         for member, node in enumerate(nodes):
             keys = zmq.curve_keypair()
-            invitation = Invitation(
+            invitation = ConnectInfo(
                 address=f"tcp://{HOST}:{port}", server_key=public, public_key=keys[0], secret_key=keys[1]
             )
             place = {"host": HOST, "node": node, "num_ranks_here": nodes.count(node), "gpu": None}
@@ -131,7 +131,7 @@ class Members:
 
     def say(self, member: int, message: ToRank) -> None:
         invitation = self._invitations[member]
-        name = invitation.pulse_id if isinstance(message, Fence) else invitation.commands_id
+        name = invitation.pulse_id if isinstance(message, AbortExchanges) else invitation.commands_id
         self._socket.send_multipart([name, encode(message)])
 
     def hear(self, kind: type[T], member: int) -> T:
@@ -176,7 +176,7 @@ class Members:
         for rank, member in enumerate(ranks):
             self.say(member, Join(epoch, rank, HOST, port, nodes, merges))
 
-    def form(self, epoch: int, ranks: Sequence[int], layout: Layout | None = None, **how: Any) -> list[Ready]:
+    def form(self, epoch: int, ranks: Sequence[int], layout: KvLayout | None = None, **how: Any) -> list[Ready]:
         self.invite(epoch, ranks, **how)
         readies = [self.hear(Ready, member) for member in ranks]
         assert [ready.epoch for ready in readies] == [epoch] * len(ranks)
@@ -190,8 +190,8 @@ class Members:
             for member in ranks:
                 self.say(member, plan)
 
-    def broken(self, member: int) -> Broken:
-        return self.hear(Broken, member)
+    def broken(self, member: int) -> GroupFailure:
+        return self.hear(GroupFailure, member)
 
     def kill(self, member: int) -> None:
         """As a fleet does, whatever the process is at."""

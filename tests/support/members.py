@@ -11,9 +11,17 @@ import zmq.asyncio
 
 from longleaf.fingerprint import Fingerprint
 from longleaf.rank_protocol.encoding import FromRank, ToRank, decode_to_rank, encode
-from longleaf.rank_protocol.group_messages import Broken, Fence, Join, MergeTiming, OpenStore, Ready, StoreOpened
-from longleaf.rank_protocol.member_messages import Died, Heartbeat, Hello, Load, Loaded, Progress, Stop
-from longleaf.rank_protocol.rank_spec import Invitation, RankSpec
+from longleaf.rank_protocol.group_messages import (
+    AbortExchanges,
+    GroupFailure,
+    Join,
+    MergeTiming,
+    OpenStore,
+    Ready,
+    StoreOpened,
+)
+from longleaf.rank_protocol.member_messages import Died, Heartbeat, Hello, Load, Loaded, MemberProgress, Stop
+from longleaf.rank_protocol.rank_spec import ConnectInfo, RankSpec
 from longleaf.rank_protocol.snapshots import Outcome
 from workers.control import connect
 
@@ -27,7 +35,7 @@ class ScriptedMember:
 
     def __init__(
         self,
-        invitation: Invitation,
+        invitation: ConnectInfo,
         number: int,
         node: str = "node",
         deaf_to: Collection[type[ToRank]] = (),
@@ -45,9 +53,9 @@ class ScriptedMember:
         self.fails_to_load = False
         self.dies_loading = False
         self.merges: tuple[MergeTiming, ...] = ()
-        self.progress = Progress()
+        self.progress = MemberProgress()
         self.joins: list[Join] = []
-        self.fences: list[Fence] = []
+        self.fences: list[AbortExchanges] = []
         self.num_fences = 0
         """With those that were sent again."""
         self._hello = Hello(number, node, "127.0.0.1", os.getpid(), fingerprint)
@@ -87,16 +95,16 @@ class ScriptedMember:
     async def _listen(self) -> None:
         while True:
             message = decode_to_rank(await self._pulse.recv())
-            assert isinstance(message, Fence)
+            assert isinstance(message, AbortExchanges)
             self.num_fences += 1
             if message in self.fences:
                 continue  # it is sent again until a pulse tells that it was heard
             self.fences.append(message)
-            if Fence not in self.deaf_to:
-                self.progress = Progress()
-                await self.send(Broken(self.number, message.epoch, 0, "was fenced"))
+            if AbortExchanges not in self.deaf_to:
+                self.progress = MemberProgress()
+                await self.send(GroupFailure(self.number, message.epoch, 0, "was fenced"))
 
-    def beat(self, progress: Progress | None = None) -> None:
+    def beat(self, progress: MemberProgress | None = None) -> None:
         """Has a pulse from now on."""
         self.progress = progress or self.progress
         self._is_beating = True

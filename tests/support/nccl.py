@@ -24,7 +24,8 @@ class Fleet:
 
     def run(self, work: Callable[[int, Groups], T], *, num_epochs: int = 2) -> list[T]:
         """What `work(rank, groups)` returns for each rank in the last epoch. All leave the first ones in order, and
-        give up the last one. Raises what the first to fail raised, and RanksDisagree for calls that some missed."""
+        give up the last one. Raises what the first to fail raised, and CollectiveMismatch for calls that some
+        missed."""
 
         def one_epoch(rank: int, epoch: int) -> T:
             store, size = self.calls.store, self.topology.world_size

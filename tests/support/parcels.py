@@ -9,13 +9,13 @@ from blake3 import blake3
 
 from coordinator.persistence.catalog.records import SegmentRecord
 from longleaf.context_archive.frames import PREAMBLE, Frame, Kind
-from longleaf.context_archive.reader import Told, Unpacking
-from longleaf.context_archive.records import Head, SegmentHead, encode
-from longleaf.context_archive.writer import Packing, keys_of
+from longleaf.context_archive.reader import ArchiveReader, Told
+from longleaf.context_archive.records import ContextHead, SegmentHead, encode
+from longleaf.context_archive.writer import ArchiveWriter, keys_of
 from longleaf.document_text import STRIDE, DocumentText, TextFile, packed
 from longleaf.fingerprint import Fingerprint
 from longleaf.positions import Rope
-from longleaf.storage.manifest import Piece, SegmentManifest
+from longleaf.storage.manifest import PieceRef, SegmentManifest
 from longleaf.storage.names import Attempt
 
 FINGERPRINT = Fingerprint("ab" * 32, {"config.json": "01", "model.safetensors": "02"})
@@ -28,13 +28,13 @@ SERVICE = "0123"
 class Packable:
     """A context: its head, its path, and what lies on storage of it."""
 
-    head: Head
+    head: ContextHead
     path: Sequence[SegmentRecord]
     manifests: dict[int, SegmentManifest] = field(default_factory=dict[int, SegmentManifest])
     objects: dict[str, bytes] = field(default_factory=dict[str, bytes])
 
-    def packing(self) -> Packing:
-        return Packing(self.head, self.path, self.manifests)
+    def packing(self) -> ArchiveWriter:
+        return ArchiveWriter(self.head, self.path, self.manifests)
 
     def packed(self) -> bytes:
         """All bytes of its parcel."""
@@ -63,11 +63,11 @@ def packed_early(given: Packable) -> bytes:
     return bytes(parcel)
 
 
-def bytes_from(packing: Packing, objects: dict[str, bytes], offset: int = 0) -> bytes:
+def bytes_from(packing: ArchiveWriter, objects: dict[str, bytes], offset: int = 0) -> bytes:
     """The bytes of a parcel from `offset` on."""
     found = bytearray()
     for content, passed in packing.stretches(offset):
-        found += memoryview(objects[content.name] if isinstance(content, Piece) else content)[passed:]
+        found += memoryview(objects[content.name] if isinstance(content, PieceRef) else content)[passed:]
     return bytes(found)
 
 
@@ -92,7 +92,7 @@ def packable(
         told = {"id": 7 + 3 * number, "parent": parent, "start": start}
         path.append(SegmentRecord(**told, rope=rope, token_ids=ids, text=text))
         start += num_used
-    head = Head(
+    head = ContextHead(
         fingerprint=FINGERPRINT,
         model="fake",
         context=name,
@@ -123,9 +123,9 @@ def _keep(
 ) -> None:
     attempt = Attempt(SERVICE, f"{SERVICE}-{segment.id}", "a")
 
-    def put(name: str, start: int, end: int) -> Piece:
+    def put(name: str, start: int, end: int) -> PieceRef:
         content = found.objects[name] = rng.randbytes(piece_bytes)
-        return Piece(name, ((start, end),), len(content), blake3(content).hexdigest())
+        return PieceRef(name, ((start, end),), len(content), blake3(content).hexdigest())
 
     firsts = range(segment.start, segment.end, piece_tokens)
     pieces = [put(attempt.piece(i), at, min(at + piece_tokens, segment.end)) for i, at in enumerate(firsts)]
@@ -146,7 +146,7 @@ def _keep(
 
 def unpack(parcel: bytes, cuts: Sequence[int] = ()) -> list[Told]:
     """What a parcel tells that comes cut at these offsets. Raises InvalidArgument."""
-    unpacking, found = Unpacking(), list[Told]()
+    unpacking, found = ArchiveReader(), list[Told]()
     unpacking.expect(FORM, BLOCK_SIZE)
     bounds = [0, *sorted(cuts), len(parcel)]
     for start, end in zip(bounds[:-1], bounds[1:], strict=True):

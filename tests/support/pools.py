@@ -4,24 +4,24 @@ from collections.abc import Callable
 
 import torch
 
-from longleaf.positions import Reach
+from longleaf.positions import AttentionSpan
 from workers.kv_cache.quantized import QuantizedPool
-from workers.kv_cache.slots import Pool, Slots
+from workers.kv_cache.slots import FloatKvPool, KvPool
 from workers.model.model import LayerSpec
 
 BLOCK, NUM_BLOCKS, NUM_WINDOW_BLOCKS = 3, 12, 7
-FULL, NEAR = LayerSpec(4, 2, 8, Reach()), LayerSpec(6, 3, 5, Reach(10))
-LATENT = LayerSpec(4, 1, 8, Reach(), latent_dim=5)
-NARROW = LayerSpec(4, 2, 8, Reach(), own_value_dim=5)
+FULL, NEAR = LayerSpec(4, 2, 8, AttentionSpan()), LayerSpec(6, 3, 5, AttentionSpan(10))
+LATENT = LayerSpec(4, 1, 8, AttentionSpan(), latent_dim=5)
+NARROW = LayerSpec(4, 2, 8, AttentionSpan(), own_value_dim=5)
 
 
 def plain(
     *specs: LayerSpec, dtype: torch.dtype = torch.float32, num_window_blocks: int | None = None
-) -> Callable[[], Slots]:
-    return lambda: Pool(dict(enumerate(specs)), NUM_BLOCKS, BLOCK, dtype, "cpu", num_window_blocks)
+) -> Callable[[], KvPool]:
+    return lambda: FloatKvPool(dict(enumerate(specs)), NUM_BLOCKS, BLOCK, dtype, "cpu", num_window_blocks)
 
 
-def quantized(*specs: LayerSpec, num_window_blocks: int | None = None) -> Callable[[], Slots]:
+def quantized(*specs: LayerSpec, num_window_blocks: int | None = None) -> Callable[[], KvPool]:
     return lambda: QuantizedPool(dict(enumerate(specs)), NUM_BLOCKS, BLOCK, torch.float32, "cpu", num_window_blocks)
 
 
@@ -37,7 +37,7 @@ POOLS = {
 }
 
 
-def filled(make: Callable[[], Slots], seed: int) -> Slots:
+def filled(make: Callable[[], KvPool], seed: int) -> KvPool:
     """A pool in whose blocks anything lies."""
     pool, generator = make(), torch.Generator().manual_seed(seed)
     for of_windows in (False, True):

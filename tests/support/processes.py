@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from longleaf.comm.process_group import Carrier, ProcessGroups, Store, connect_store, open_store
+from longleaf.comm.process_group import ProcessGroups, Store, TransportChoice, connect_store, open_store
 from longleaf.config import apply_environment, network_environment
 from longleaf.network_interfaces import interface_of
 from longleaf.topology import Topology
@@ -71,7 +71,7 @@ def live(pipe: Connection, rank: int, ranks: Ranks, port: int, work: Work, prepa
             prepare(rank)
         apply_environment(network_environment(interface_of(ranks.host(rank))))
         store = connect_store(ranks.host(0), port)
-        settings = {"epoch": 1, "timeout": TIMEOUT, "carrier": Carrier("shared_memory"), **options}
+        settings = {"epoch": 1, "timeout": TIMEOUT, "carrier": TransportChoice("shared_memory"), **options}
         owner = Owner(rank, Topology(tuple(ranks.machines)), store, **settings)
         owner.pipe = pipe
         pipe.send(work(rank, owner))

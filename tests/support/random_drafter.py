@@ -5,7 +5,7 @@ from collections.abc import Sequence as Several
 
 from coordinator.scheduling.sequences import Sequence
 from coordinator.scheduling.speculation import Drafter
-from coordinator.speculation.draft_length import Policy
+from coordinator.speculation.draft_length import DraftLengthPolicy
 from coordinator.speculation.ngram_drafter import NO_DRAFT, Draft
 from longleaf.config import EngineConfig
 from longleaf.rank_protocol.fakes import echo_token
@@ -37,7 +37,7 @@ class RandomDrafter(Drafter):
         return Draft(1, tuple(found))
 
 
-class RandomPolicy(Policy):
+class RandomPolicy(DraftLengthPolicy):
     """Draws what others work out."""
 
     def __init__(self, rng: random.Random) -> None:

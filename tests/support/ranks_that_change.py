@@ -1,9 +1,9 @@
 """A scheduler whose ranks come and go, over a ledger of the keys that they hold."""
 
-from coordinator.kv_cache.rank_mapping import Ranking
+from coordinator.kv_cache.rank_mapping import RankMapping
 from coordinator.recovery.fault_score import BREAK
 from longleaf.rank_protocol.fakes import drafted_ends
-from longleaf.rank_protocol.row_delta import Sequences
+from longleaf.rank_protocol.row_delta import RowState
 from longleaf.rank_protocol.step import StepPlan, StepResult
 from tests.support.key_ledger import KeyLedger
 from tests.support.scheduling import Bench
@@ -37,9 +37,9 @@ class Group(Bench):
         self.epoch += 1
         self.keys.change_ranks(before)
         num_blocks = (self.placer.pools[0].num_blocks,) * len(before)
-        self.scheduler.change_ranks(Ranking(self.epoch, before, num_blocks), may_grow=may_grow)
+        self.scheduler.change_ranks(RankMapping(self.epoch, before, num_blocks), may_grow=may_grow)
         self.keys.lay_out(self.scheduler.layout())
-        self.sequences = Sequences(self.config.block_size)
+        self.sequences = RowState(self.config.block_size)
         self._see(self.scheduler.drain())
         self._check()
 

@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
 from coordinator.engine_messages import NO_CLAIM, Outcome
-from coordinator.kv_cache.rank_mapping import Ranking
-from coordinator.kv_cache.token_paths import Path
+from coordinator.kv_cache.rank_mapping import RankMapping
+from coordinator.kv_cache.token_paths import TokenPath
 from coordinator.recovery.fault_score import BREAK, GUILTY, LOSS
 from longleaf.errors import ContextLost, LongleafError, ResourceExhausted, Unavailable
-from longleaf.positions import Windows
-from longleaf.rank_protocol.row_delta import Sequences
+from longleaf.positions import WindowSpec
+from longleaf.rank_protocol.row_delta import RowState
 from longleaf.rank_protocol.step import StepPlan
 from longleaf.sampling import Token
 from longleaf.types import Recovering
@@ -24,7 +24,7 @@ MOST_RANKS = 5
 class RecoveringMachine(SchedulerMachine):
     """The ranks are a ledger of keys: what is read again must be what was lost."""
 
-    def _start_ranks(self, blocks: list[int], block_size: int, windows: Windows | None) -> None:
+    def _start_ranks(self, blocks: list[int], block_size: int, windows: WindowSpec | None) -> None:
         self.keys = KeyLedger(len(blocks), block_size, windows)
         self.block_size = block_size
         self.num_blocks = list(blocks)
@@ -41,7 +41,7 @@ class RecoveringMachine(SchedulerMachine):
     def _token_ids(self, path: tuple[int, ...]) -> list[int]:
         return [key.token_id for key in self.keys.chain(path, self.keys.books[path[-1]].runs[-1].end)]
 
-    def _check_end(self, path: Path) -> None:
+    def _check_end(self, path: TokenPath) -> None:
         if self.is_calm and self.scheduler.segments.holdings.holds(path):
             self.keys.check_end(path.ids, path.end)
 
@@ -107,9 +107,9 @@ class RecoveringMachine(SchedulerMachine):
         self.num_blocks = [most if rank is None else self.num_blocks[rank] for rank in before]
         self.epoch += 1
         self.keys.change_ranks(before)
-        self.scheduler.change_ranks(Ranking(self.epoch, tuple(before), tuple(self.num_blocks)), may_grow=may_grow)
+        self.scheduler.change_ranks(RankMapping(self.epoch, tuple(before), tuple(self.num_blocks)), may_grow=may_grow)
         self.keys.lay_out(self.scheduler.layout())
-        self.sequences = Sequences(self.block_size)
+        self.sequences = RowState(self.block_size)
         self.is_between, self.may_grow = False, may_grow
         self._look()
 
@@ -204,7 +204,7 @@ class RecoveringMachine(SchedulerMachine):
             if holdings.holds(context.path):
                 assert self._keys_of(context.path) == self.texts[context.id]
 
-    def _keys_of(self, path: Path) -> list[int]:
+    def _keys_of(self, path: TokenPath) -> list[int]:
         return [key.token_id for key in self.keys.chain(path.ids, path.end)]
 
     def teardown(self) -> None:

@@ -5,19 +5,19 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from coordinator.cluster.fakes import FakeRanks
-from coordinator.engine.snapshot_fetcher import Fetching
-from coordinator.kv_cache.block_placer import Placer
-from coordinator.kv_cache.rank_mapping import Ranking
-from coordinator.kv_cache.segment_placement import Holding
-from coordinator.kv_cache.segments import Segments
+from coordinator.engine.snapshot_fetcher import SnapshotFetcher
+from coordinator.kv_cache.block_placer import BlockPlacer
+from coordinator.kv_cache.rank_mapping import RankMapping
+from coordinator.kv_cache.segment_placement import SegmentPlacement
+from coordinator.kv_cache.segments import SegmentStore
 from coordinator.kv_cache.token_paths import NOWHERE, Segment
 from coordinator.recovery.fault_score import LOSS
-from coordinator.recovery.recovery import Recovery
+from coordinator.recovery.recovery import RecoveryManager
 from longleaf.errors import LongleafError, StorageUnavailable
-from longleaf.positions import Windows
+from longleaf.positions import WindowSpec
 from longleaf.rank_protocol.snapshots import Fetch
 from longleaf.rank_protocol.step import Restore
-from longleaf.storage.manifest import Piece, SegmentManifest
+from longleaf.storage.manifest import PieceRef, SegmentManifest
 from longleaf.storage.names import Attempt
 from tests.support.coming import comes
 
@@ -85,14 +85,14 @@ class Members(FakeRanks):
 class Returning:
     """Segments that nobody holds, and what brings them back."""
 
-    def __init__(self, windows: Windows | None) -> None:
-        self.placer = Placer([32] * RANKS, BLOCK, windows)
-        self.segments = Segments(self.placer)
-        self.recovery = Recovery(self.placer, self.segments)
+    def __init__(self, windows: WindowSpec | None) -> None:
+        self.placer = BlockPlacer([32] * RANKS, BLOCK, windows)
+        self.segments = SegmentStore(self.placer)
+        self.recovery = RecoveryManager(self.placer, self.segments)
         self.archive = Archive()
         self.ranks = Members()
         self.num_changes = 0
-        self.fetching = Fetching(self.archive, self.ranks, lambda: tuple(self.ranks.members), self._note)
+        self.fetching = SnapshotFetcher(self.archive, self.ranks, lambda: tuple(self.ranks.members), self._note)
         self.fetching.begin(self.recovery.restoring)
 
     def _note(self) -> None:
@@ -104,10 +104,10 @@ class Returning:
         segment.extend(range(TOKENS))
         place, size = Attempt("service", f"service-{number}", "a"), TOKENS // num_pieces
         runs = [(start, start + size) for start in range(0, TOKENS, size)]
-        pieces = tuple(Piece(place.piece(i), (run,), size, "00") for i, run in enumerate(runs))
+        pieces = tuple(PieceRef(place.piece(i), (run,), size, "00") for i, run in enumerate(runs))
         windows = None
         if self.placer.windows is not None:
-            windows = Piece(place.windows(0), ((TOKENS - BLOCK, TOKENS),), BLOCK, "00")
+            windows = PieceRef(place.windows(0), ((TOKENS - BLOCK, TOKENS),), BLOCK, "00")
         self.archive.manifests[number] = manifest = SegmentManifest(
             service="service",
             fingerprint="checkpoint",
@@ -125,7 +125,7 @@ class Returning:
             self.ranks.pieces[piece.name] = frozenset(range(*piece.runs[0]))
         return segment
 
-    def call(self, segment: Segment) -> Holding:
+    def call(self, segment: Segment) -> SegmentPlacement:
         """Somebody needs a segment of which nothing is held."""
         self.segments.adopt(segment)
         holding = self.segments.holdings[segment]
@@ -133,7 +133,7 @@ class Returning:
         self.recovery.call([holding])
         return holding
 
-    def lost(self, number: int, num_pieces: int = 2) -> Holding:
+    def lost(self, number: int, num_pieces: int = 2) -> SegmentPlacement:
         """A segment that storage has, and somebody needs."""
         return self.call(self.keep(number, num_pieces))
 
@@ -181,11 +181,11 @@ class Returning:
     def end_epoch(self, *survivors: int) -> None:
         """What is under way never was, and those that were these ranks are the next ones."""
         self.recovery.undo([], LOSS)
-        self.recovery.change_ranks(Ranking(2, survivors, (32,) * len(survivors)))
+        self.recovery.change_ranks(RankMapping(2, survivors, (32,) * len(survivors)))
 
 
 @asynccontextmanager
-async def opened(windows: Windows | None = None) -> AsyncIterator[Returning]:
+async def opened(windows: WindowSpec | None = None) -> AsyncIterator[Returning]:
     bench = Returning(windows)
     try:
         yield bench

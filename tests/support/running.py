@@ -9,12 +9,12 @@ import psutil
 
 from coordinator.cluster.local_fleet import LocalFleet
 from coordinator.cluster.ports import Fleet, OnDeath
-from coordinator.cluster.rank_manager import Control
+from coordinator.cluster.rank_manager import RankManager
 from coordinator.engine.engine import Engine
 from longleaf.config import EngineConfig
 from longleaf.errors import Unavailable
 from longleaf.rank_protocol.group_messages import Ready
-from longleaf.rank_protocol.rank_spec import Invitation
+from longleaf.rank_protocol.rank_spec import ConnectInfo
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class WatchedFleet(LocalFleet):
 
     children: Sequence[psutil.Process] = ()
 
-    async def launch(self, config: EngineConfig, invitations: Sequence[Invitation], on_death: OnDeath) -> None:
+    async def launch(self, config: EngineConfig, invitations: Sequence[ConnectInfo], on_death: OnDeath) -> None:
         await super().launch(config, invitations, on_death)
         pids = [place.process.pid for place in self._places.values()]
         self.children = [psutil.Process(pid) for pid in pids if pid is not None and psutil.pid_exists(pid)]
@@ -55,7 +55,7 @@ async def running(engine: Engine) -> AsyncGenerator[Running, None]:
 
 @asynccontextmanager
 async def running_on(
-    fleet: Fleet, control: Control, config: EngineConfig, max_positions: int = 100_000
+    fleet: Fleet, control: RankManager, config: EngineConfig, max_positions: int = 100_000
 ) -> AsyncGenerator[Running, None]:
     """An engine whose ranks are processes."""
     engine = Engine(control, config, max_positions)

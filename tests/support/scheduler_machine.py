@@ -14,20 +14,20 @@ from msgspec.structs import replace
 from coordinator.engine_messages import (
     Acknowledged,
     Admitted,
-    Beginning,
-    Claim,
-    Cuts,
-    Document,
+    ContinuationPoint,
+    DocumentPrompt,
     Ended,
     Failed,
     Outcome,
     Prompt,
+    SchedulingClaim,
+    SpanLayout,
     Tokens,
 )
-from coordinator.kv_cache.block_placer import Blocks, Placer
+from coordinator.kv_cache.block_placer import BlockCount, BlockPlacer
 from coordinator.kv_cache.contexts import LAST_ENDS
 from coordinator.kv_cache.positions import Positions
-from coordinator.kv_cache.token_paths import Path
+from coordinator.kv_cache.token_paths import TokenPath
 from coordinator.scheduling.scheduler import Scheduler
 from coordinator.scheduling.speculation_stats import DraftCounts
 from longleaf.config import EngineConfig
@@ -41,14 +41,14 @@ from longleaf.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from longleaf.positions import Rotary, Windows
+from longleaf.positions import Rotary, WindowSpec
 from longleaf.rank_protocol.fakes import drafted_ends, echo_token
-from longleaf.rank_protocol.row_delta import Sequences
+from longleaf.rank_protocol.row_delta import RowState
 from longleaf.rank_protocol.step import Decode, Prefill, StepPlan, StepResult
 from longleaf.sampling import Sampling, Token
 from tests.support.random_drafter import RandomDrafter
 from tests.support.window_ledger import WindowLedger, windows_of
-from workers.fakes import EchoLedger
+from workers.fakes import EchoBlockTable
 
 MOST_STEPS = 2000
 """That anything takes until its end."""
@@ -56,7 +56,7 @@ NAMES = st.sampled_from(["a", "b", "c"])
 ASKED = st.sampled_from([None, None, None, "a", "b", "c"])
 SAMPLES = st.sampled_from([1, 1, 1, 2, 3])
 CLAIMS = st.builds(
-    Claim,
+    SchedulingClaim,
     priority=st.integers(0, 3),
     tenant=st.sampled_from(["default", "default", "acme"]),
     client=st.sampled_from(["", "x", "y"]),
@@ -108,7 +108,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         replicate_below: int,
         max_sequences: int,
         max_waiting: int,
-        windows: Windows | None,
+        windows: WindowSpec | None,
         max_drafts: int,
         kind: str,
         scaled_from: int = 0,
@@ -127,9 +127,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.drafter = RandomDrafter(config, kind)
         self.windows = windows
         self.max_unread = config.max_sequences + config.max_waiting
-        self.placer = Placer(blocks, block_size, windows)
+        self.placer = BlockPlacer(blocks, block_size, windows)
         self.scheduler = self._make_scheduler(1)
-        self.sequences = Sequences(block_size)
+        self.sequences = RowState(block_size)
         self._start_ranks(blocks, block_size, windows)
         self.plans: deque[StepPlan] = deque()
         self.now = 0.0
@@ -162,8 +162,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # --- the ranks ---
 
-    def _start_ranks(self, blocks: list[int], block_size: int, windows: Windows | None) -> None:
-        self.ledger = EchoLedger(block_size)
+    def _start_ranks(self, blocks: list[int], block_size: int, windows: WindowSpec | None) -> None:
+        self.ledger = EchoBlockTable(block_size)
         self.window_ledger = WindowLedger(windows, block_size) if windows else None
 
     def _execute(self, plan: StepPlan) -> dict[int, tuple[Token, ...]]:
@@ -189,7 +189,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """The tokens whose keys lie on a path."""
         return self.ledger.token_ids(path)
 
-    def _check_end(self, path: Path) -> None:
+    def _check_end(self, path: TokenPath) -> None:
         """A path can be continued: what a token there sees of windows is where it was stored, whoever came and went."""
         if self.window_ledger:
             self.window_ledger.check_place(path.ids, path.end)
@@ -210,7 +210,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         ends=st.booleans(),
     )
     def ask(
-        self, tokens: list[int], max_tokens: int, context: str | None, num_samples: int, claim: Claim, ends: bool
+        self,
+        tokens: list[int],
+        max_tokens: int,
+        context: str | None,
+        num_samples: int,
+        claim: SchedulingClaim,
+        ends: bool,
     ) -> None:
         claim = self._now(claim)
         answer = expected_answer(tokens[-1] if tokens else 0, max_tokens)
@@ -242,7 +248,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         claim=CLAIMS,
     )
     def go_on(
-        self, tokens: list[int], max_tokens: int, context: str | None, told: list[int | None], claim: Claim
+        self, tokens: list[int], max_tokens: int, context: str | None, told: list[int | None], claim: SchedulingClaim
     ) -> None:
         """Of each sample so many tokens were told before; None: all of them."""
         claim = self._now(claim)
@@ -281,7 +287,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         claim=CLAIMS,
     )
     def probe(
-        self, tokens: list[int], context: str, num_scored: int, end: int | None, hidden: list[int], claim: Claim
+        self,
+        tokens: list[int],
+        context: str,
+        num_scored: int,
+        end: int | None,
+        hidden: list[int],
+        claim: SchedulingClaim,
     ) -> None:
         """Reads tokens somewhere in a context, and answers nothing."""
         if (named := self.scheduler.contexts.find(context)) is None:
@@ -293,9 +305,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             token_ids=tuple(tokens),
             sampling=Sampling(max_tokens=1),
             claim=claim,
-            cuts=Cuts(1),
+            cuts=SpanLayout(1),
             hidden=ranges,
-            beginning=Beginning(named.path.cut(end).ids, end),
+            beginning=ContinuationPoint(named.path.cut(end).ids, end),
             is_probe=True,
             num_scored=min(num_scored, max(0, len(tokens) - 1)),
         )
@@ -308,9 +320,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self._opened(1, claim.deadline)
 
     @rule(tokens=TEXTS, context=NAMES, append=st.booleans(), claim=CLAIMS)
-    def ingest(self, tokens: list[int], context: str, append: bool, claim: Claim) -> None:
+    def ingest(self, tokens: list[int], context: str, append: bool, claim: SchedulingClaim) -> None:
         claim = self._now(claim)
-        document = Document(context=context, token_ids=tokens, append=append, claim=claim)
+        document = DocumentPrompt(context=context, token_ids=tokens, append=append, claim=claim)
         try:
             self.scheduler.admit(self.num_jobs, document, self.now)
         except (AlreadyExists, InvalidArgument, NotFound, ResourceExhausted, DeadlineExceeded, Unavailable):
@@ -318,7 +330,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.documents[self.num_jobs] = tokens
         self._opened(1, claim.deadline)
 
-    def _now(self, claim: Claim) -> Claim:
+    def _now(self, claim: SchedulingClaim) -> SchedulingClaim:
         """With a deadline that counts from now."""
         return claim if claim.deadline is None else replace(claim, deadline=self.now + claim.deadline)
 
@@ -330,7 +342,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.num_submitted += 1
 
     @rule(context=NAMES, sizes=st.lists(st.integers(1, 3), min_size=4, max_size=16), claim=CLAIMS)
-    def append_little_by_little(self, context: str, sizes: list[int], claim: Claim) -> None:
+    def append_little_by_little(self, context: str, sizes: list[int], claim: SchedulingClaim) -> None:
         """Many pieces, one after the other."""
         for size in sizes:
             self.ingest(list(range(size)), context, context in self.texts, claim)
@@ -519,7 +531,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.waited.clear()  # whoever is paused is not in the queue's order
 
     @rule(claims=st.lists(CLAIMS, min_size=2, max_size=8))
-    def ask_and_not_read(self, claims: list[Claim]) -> None:
+    def ask_and_not_read(self, claims: list[SchedulingClaim]) -> None:
         for claim in claims:
             job = self.num_jobs
             self.ask([0, 1], 3, None, 1, claim, False)
@@ -563,7 +575,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self._see(self.scheduler.drain())
             self.scheduler.audit()
             self._contexts_go_on_at_their_ends()
-            assert self.placer.num_reserved == Blocks() or self.open or self.is_disturbed
+            assert self.placer.num_reserved == BlockCount() or self.open or self.is_disturbed
             waiting, running = self.scheduler.num_waiting, self.scheduler.num_running
             assert waiting + running == len(self.open)
             assert waiting + running + self.num_ended == self.num_submitted

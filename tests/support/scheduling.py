@@ -8,30 +8,30 @@ from msgspec.structs import replace
 from coordinator.engine_messages import (
     Acknowledged,
     Admitted,
-    Claim,
-    Cuts,
-    Document,
+    DocumentPrompt,
     Event,
     Failed,
     Outcome,
     Prompt,
+    SchedulingClaim,
     Sealed,
+    SpanLayout,
     Tokens,
 )
-from coordinator.kv_cache.block_placer import Placer
+from coordinator.kv_cache.block_placer import BlockPlacer
 from coordinator.kv_cache.positions import Positions
 from coordinator.recovery.recovery import MOVED_BLOCKS
 from coordinator.scheduling.scheduler import Scheduler
 from longleaf.config import EngineConfig
 from longleaf.errors import LongleafError
-from longleaf.positions import Rotary, Windows
+from longleaf.positions import Rotary, WindowSpec
 from longleaf.rank_protocol.fakes import drafted_ends, echo_token
-from longleaf.rank_protocol.row_delta import Sequences
+from longleaf.rank_protocol.row_delta import RowState
 from longleaf.rank_protocol.step import Prefill, StepPlan, StepResult
 from longleaf.sampling import Sampling
 from tests.support.random_drafter import RandomDrafter
 from tests.support.window_ledger import WindowLedger
-from workers.fakes import EchoLedger
+from workers.fakes import EchoBlockTable
 
 
 class Bench:
@@ -42,7 +42,7 @@ class Bench:
         *,
         blocks: tuple[int, ...] = (64, 64),
         max_positions: int = 2000,
-        windows: Windows | None = None,
+        windows: WindowSpec | None = None,
         rotary: Rotary | None = None,
         check_every: int = 1,
         max_moved_blocks: int = MOVED_BLOCKS,
@@ -53,14 +53,14 @@ class Bench:
         """`drafts`: of which kind they are, see `RandomDrafter`; empty: as anywhere."""
         settings: dict[str, object] = {"model": "none", "chunk_size": 32, "block_size": 4, "replicate_below": 8}
         self.config = EngineConfig(**(settings | changes))  # type: ignore[arg-type]
-        self.placer = Placer(blocks, self.config.block_size, windows)
+        self.placer = BlockPlacer(blocks, self.config.block_size, windows)
         positions = Positions(rotary or Rotary(), max_positions)
         drafter = RandomDrafter(self.config, drafts) if drafts else None
         self.scheduler = Scheduler(
             self.config, self.placer, positions, 1, max_moved_blocks, is_durable=is_durable, drafter=drafter
         )
-        self.sequences = Sequences(self.config.block_size)
-        self.ledger = EchoLedger(self.config.block_size)
+        self.sequences = RowState(self.config.block_size)
+        self.ledger = EchoBlockTable(self.config.block_size)
         self.window_ledger = WindowLedger(windows, self.config.block_size) if windows else None
         self.seen: dict[int, list[Event | Failed | Sealed | Acknowledged | LongleafError]] = {}
         self.num_jobs = 0
@@ -78,7 +78,7 @@ class Bench:
         priority: int = 0,
         num_samples: int = 1,
         sampling: Sampling | None = None,
-        cuts: Cuts | None = None,
+        cuts: SpanLayout | None = None,
         max_draft_tokens: int = 0,
         **claim: Any,
     ) -> int:
@@ -87,7 +87,7 @@ class Bench:
             token_ids=tuple(range(count)),
             sampling=replace(sampling or Sampling(), max_tokens=max_tokens),
             end_tokens=frozenset(ends),
-            claim=Claim(priority=priority, **claim),
+            claim=SchedulingClaim(priority=priority, **claim),
             num_samples=num_samples,
             cuts=cuts,
             max_draft_tokens=max_draft_tokens,
@@ -97,7 +97,7 @@ class Bench:
         return job
 
     def ingest(self, context: str, count: int, append: bool = False) -> int:
-        document = Document(context=context, token_ids=list(range(count)), append=append)
+        document = DocumentPrompt(context=context, token_ids=list(range(count)), append=append)
         return self._admitted(lambda job: self.scheduler.admit(job, document))
 
     def _admitted(self, admit: Callable[[int], object]) -> int:

@@ -13,11 +13,11 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders as decoding
 
 from coordinator import engine_messages
-from coordinator.auth.tenant_usage import Room, Usage
-from coordinator.change_feed import Changes
-from coordinator.grpc_server.server import Server
-from coordinator.handlers.application import UseCases
-from coordinator.handlers.transfer.ports import House
+from coordinator.auth.tenant_usage import Room, TenantUsage
+from coordinator.change_feed import ChangeCounter
+from coordinator.grpc_server.server import GrpcServer
+from coordinator.handlers.application import Application
+from coordinator.handlers.transfer.ports import TransferEngine
 from coordinator.kv_cache.positions import Positions
 from coordinator.telemetry.observers import NOBODY
 from coordinator.text.encoder import Encoder
@@ -29,7 +29,7 @@ from longleaf.document_text import DocumentText
 from longleaf.errors import AlreadyExists, LongleafError, NotFound
 from longleaf.positions import Rotary
 from longleaf.rank_protocol.fakes import FULL_LAYER, echo_attention, echo_scores, echo_spans
-from longleaf.rank_protocol.step import Comparison
+from longleaf.rank_protocol.step import ComparisonRow
 from longleaf.sampling import GREEDY, Sampling, Token
 from longleaf.tenants import DEFAULT_TENANT, tenant_of
 from longleaf.types import (
@@ -40,13 +40,13 @@ from longleaf.types import (
     Drafting,
     Event,
     Finished,
-    LeftOut,
     Loss,
     ModelInfo,
     Progress,
     RankShare,
+    RecomputeResult,
     Recovery,
-    Reread,
+    SkippedContext,
     Worker,
 )
 
@@ -137,10 +137,10 @@ class FakeEngine:
         self.late_error: LongleafError | None = None
         """Raised by streams after their first events."""
         self.is_endless = False
-        self.comparison = Comparison()
+        self.comparison = ComparisonRow()
         """Of prompts that are compared."""
         self.prompts: list[engine_messages.Prompt] = []
-        self.claims: list[engine_messages.Claim] = []
+        self.claims: list[engine_messages.SchedulingClaim] = []
         """Of ingests."""
         self.contexts: dict[str, list[int]] = {}
         self.settings: dict[str, ContextSettings] = {}
@@ -151,7 +151,7 @@ class FakeEngine:
         self.created = 1.5
         self.streams: list[FakeStream] = []
         self.opened = asyncio.Event()
-        self.changes = Changes()
+        self.changes = ChangeCounter()
         self.running = 3
         self.recovery: Recovery | None = None
         self.losses: tuple[Loss, ...] = ()
@@ -175,7 +175,7 @@ class FakeEngine:
         num_prompt = held + len(prompt.token_ids)
         spans = echo_spans((0,), self.num_tokens(prompt.context or ""), prompt.cuts.size) if prompt.cuts else []
         if prompt.is_probe:
-            found = engine_messages.Found(echo_scores(prompt.token_ids[-prompt.num_scored :], prompt.hidden))
+            found = engine_messages.ProbeResult(echo_scores(prompt.token_ids[-prompt.num_scored :], prompt.hidden))
             return self._stream([engine_messages.Ended("length", num_prompt, held, 0, 0.0, 0.0, 0.0, found=found)])
         script: list[engine_messages.Event] = [
             engine_messages.Admitted(num_prompt, held),
@@ -192,7 +192,7 @@ class FakeEngine:
             script.append(engine_messages.Ended(self.reason, num_prompt, held, index, 0.5, 1.5, 2.25, 0, comparison))
         return self._stream(script)
 
-    def ingest(self, document: engine_messages.Document) -> FakeStream:
+    def ingest(self, document: engine_messages.DocumentPrompt) -> FakeStream:
         context, token_ids = document.context, document.token_ids
         self.claims.append(document.claim)
         if self.error is not None:
@@ -218,9 +218,9 @@ class FakeEngine:
     def scaling_note(self, context: str | None, num_tokens: int, max_tokens: int, *, is_whole: bool = True) -> str:
         return self.scaling
 
-    def grounds(self, context_id: str) -> engine_messages.Grounds:
+    def grounds(self, context_id: str) -> engine_messages.AttributionContext:
         token_ids = self.get_context(context_id) and self.contexts[context_id]
-        return engine_messages.Grounds(
+        return engine_messages.AttributionContext(
             segments=(1,),
             ends=(len(token_ids),),
             last_ids=token_ids[-engine_messages.LAST_IDS :],
@@ -260,10 +260,10 @@ class FakeEngine:
             exactness_note=self.exactness_note,
         )
 
-    def usage(self, tenant: str) -> Usage:
+    def usage(self, tenant: str) -> TenantUsage:
         own = [ids for name, ids in self.contexts.items() if tenant_of(name) == tenant]
         running = sum(not stream.closed.is_set() for stream in self.streams)
-        return Usage(contexts=len(own), tokens=sum(map(len, own)), running=running)
+        return TenantUsage(contexts=len(own), tokens=sum(map(len, own)), running=running)
 
     def storage_bytes(self, tenant: str) -> int:
         return 0
@@ -293,14 +293,14 @@ class FakeEngine:
             self.contexts[context_id] = found
         return self.get_context(context_id)
 
-    async def reread_contexts(self, vocabulary_size: int, tenant: str, room: Room) -> Reread:
-        contexts, left_out = list[Context](), list[LeftOut]()
+    async def reread_contexts(self, vocabulary_size: int, tenant: str, room: Room) -> RecomputeResult:
+        contexts, left_out = list[Context](), list[SkippedContext]()
         for name in sorted(name for name in self.earlier if tenant_of(name) == tenant):
             try:
                 contexts.append(await self.reread_context(name, vocabulary_size, room))
             except LongleafError as error:
-                left_out.append(LeftOut(name, str(error)))
-        return Reread(contexts=tuple(contexts), left_out=tuple(left_out))
+                left_out.append(SkippedContext(name, str(error)))
+        return RecomputeResult(contexts=tuple(contexts), left_out=tuple(left_out))
 
     async def update_context(self, context_id: str, settings: ContextSettings) -> Context:
         self.get_context(context_id)
@@ -360,19 +360,19 @@ async def serving(
     engine: FakeEngine,
     folder: Path,
     host: str = "127.0.0.1",
-    house: House | None = None,
+    house: TransferEngine | None = None,
     sampling_defaults: Sampling = GREEDY,
     template: str = TEMPLATE,
     **options: Any,
-) -> AsyncGenerator[tuple[Server, str], None]:
+) -> AsyncGenerator[tuple[GrpcServer, str], None]:
     """The service on a port of its own; gives the server and its address. `options` are the server's; its
     observers are told of generations, too."""
     tokenizer = Tokenizer.load(write_model(folder, template=template), DirectRenderer())
     observers = options.get("observers", NOBODY)
-    use_cases = UseCases(
+    use_cases = Application(
         engine, tokenizer, engine.describe, house=house, observers=observers, sampling_defaults=sampling_defaults
     )
-    server = Server(use_cases, **options)
+    server = GrpcServer(use_cases, **options)
     port = await server.start(host, 0)
     try:
         yield server, join_address(host, port)
@@ -384,7 +384,7 @@ async def serving(
 class Served:
     """A running service, its engine, and a client of it."""
 
-    def __init__(self, engine: FakeEngine, server: Server, address: str, client: AsyncClient) -> None:
+    def __init__(self, engine: FakeEngine, server: GrpcServer, address: str, client: AsyncClient) -> None:
         self.engine, self.server, self.address, self.client = engine, server, address, client
 
 

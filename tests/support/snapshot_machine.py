@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from coordinator.kv_cache.segment_placement import Holding
-from coordinator.recovery.restore import OF_WINDOWS, Part
+from coordinator.kv_cache.segment_placement import SegmentPlacement
+from coordinator.recovery.restore import OF_WINDOWS, RestoreChunk
 from coordinator.scheduling.scheduler import Scheduler
-from longleaf.positions import EVERY_RANK, Windows
+from longleaf.positions import EVERY_RANK, WindowSpec
 from longleaf.rank_protocol.snapshots import Save
 from longleaf.runs import Run
 from tests.support.durable_machine import DurableMachine
@@ -31,11 +31,11 @@ class SnapshotMachine(DurableMachine):
     It has segments of contexts alone: a catalog knows no others, and ids of others may be used twice.
     """
 
-    def _start_ranks(self, blocks: list[int], block_size: int, windows: Windows | None) -> None:
+    def _start_ranks(self, blocks: list[int], block_size: int, windows: WindowSpec | None) -> None:
         numbers = self.keys.numbers if hasattr(self, "keys") else {}
         super()._start_ranks(blocks, block_size, windows)
         self.keys.numbers = numbers  # equal keys are equal for good
-        self.fetching: list[Part] = []
+        self.fetching: list[RestoreChunk] = []
         if not hasattr(self, "storage"):
             self.storage: dict[int, Snapshot] = {}
             self.num_restored = 0
@@ -55,14 +55,14 @@ class SnapshotMachine(DurableMachine):
             holding = data.draw(st.sampled_from(holdings), label="segment")
             self.storage[holding.segment.id] = self._saved(holding, size)
 
-    def _may_be_saved(self) -> list[Holding]:
+    def _may_be_saved(self) -> list[SegmentPlacement]:
         """Segments of contexts that are wholly held."""
         contexts = self.scheduler.contexts.list()
         kept = dict.fromkeys(segment for context in contexts for segment in context.path.segments)
         holdings = self.scheduler.segments.holdings.of(kept)
         return [one for one in holdings if one.loss is None and not one.is_parked]
 
-    def _saved(self, holding: Holding, size: int) -> Snapshot:
+    def _saved(self, holding: SegmentPlacement, size: int) -> Snapshot:
         found = Snapshot([], {}, [], [(run.start, run.end) for run in holding.window_runs])
         for rank, member in enumerate(self.keys.members):
             runs = [run for run in holding.runs if run.rank == rank]
@@ -75,7 +75,7 @@ class SnapshotMachine(DurableMachine):
         return found
 
     def _content(
-        self, member: int, holding: Holding, runs: list[Run] | tuple[Run, ...], *, of_windows: bool = False
+        self, member: int, holding: SegmentPlacement, runs: list[Run] | tuple[Run, ...], *, of_windows: bool = False
     ) -> Content:
         order = Save(0, "piece", holding.segment.id, tuple(runs), of_windows)
         return self.keys.save(member, order)
@@ -116,7 +116,7 @@ class SnapshotMachine(DurableMachine):
         if self.fetching:
             self.scheduler.restoring.refuse(data.draw(st.sampled_from(self.fetching), label="part").segment)
 
-    def _fetch(self, part: Part, is_there: bool) -> None:
+    def _fetch(self, part: RestoreChunk, is_there: bool) -> None:
         self.fetching.remove(part)
         found = self.storage.get(part.segment)
         is_there &= found is not None

@@ -2,7 +2,7 @@
 
 from coordinator.persistence.catalog.records import ContextRecord, SegmentRecord
 from longleaf.storage.context_note import ContextNote, encode_note
-from longleaf.storage.manifest import Piece, SegmentManifest, encode_manifest
+from longleaf.storage.manifest import PieceRef, SegmentManifest, encode_manifest
 from longleaf.storage.names import Attempt
 from longleaf.storage.store import Store
 
@@ -22,7 +22,7 @@ def manifest_of(
     place = Attempt(service, name_of(record.id, service), attempt)
     middle = (record.start + record.end) // 2
     runs = [(start, end) for start, end in ((record.start, middle), (middle, record.end)) if start < end]
-    pieces = [Piece(place.piece(i), (run,), PIECE_BYTES, "00") for i, run in enumerate(runs)]
+    pieces = [PieceRef(place.piece(i), (run,), PIECE_BYTES, "00") for i, run in enumerate(runs)]
     return SegmentManifest(
         service=service,
         fingerprint=fingerprint,

@@ -10,11 +10,11 @@ from msgspec.structs import replace
 from coordinator.cluster.fakes import FakeRanks
 from coordinator.cluster.ports import Formation
 from coordinator.engine.engine import Engine
-from coordinator.engine_messages import Document, Prompt, Tokens
-from coordinator.persistence.snapshots.retention import Policy
+from coordinator.engine_messages import DocumentPrompt, Prompt, Tokens
+from coordinator.persistence.snapshots.retention import RetentionPolicy
 from coordinator.persistence.snapshots.snapshots import Snapshots, any_room
 from longleaf.config import EngineConfig
-from longleaf.positions import Windows
+from longleaf.positions import WindowSpec
 from longleaf.rank_protocol.snapshots import Fetch, Save, Saved
 from longleaf.rank_protocol.step import StepPlan, StepResult
 from longleaf.sampling import Sampling
@@ -40,7 +40,7 @@ class Gate(asyncio.Event):
 class StoringRanks(FakeRanks):
     """What they save lies in `store`, and is known by its positions in `pieces`."""
 
-    def __init__(self, store: Store, world_size: int = 2, windows: Windows | None = None, form: str = FORM) -> None:
+    def __init__(self, store: Store, world_size: int = 2, windows: WindowSpec | None = None, form: str = FORM) -> None:
         super().__init__(world_size, 100, windows=windows)
         self._store = store
         self._form = form
@@ -83,7 +83,7 @@ class Storage:
         self.lasting = MemoryLasting()
         self.pieces: dict[str, frozenset[int]] = {}
 
-    def ranks(self, world_size: int = 2, windows: Windows | None = None, form: str = FORM) -> StoringRanks:
+    def ranks(self, world_size: int = 2, windows: WindowSpec | None = None, form: str = FORM) -> StoringRanks:
         ranks = StoringRanks(self.store, world_size, windows, form)
         ranks.pieces = self.pieces
         return ranks
@@ -113,14 +113,20 @@ class Service:
 async def serving(
     storage: Storage,
     ranks: StoringRanks | None = None,
-    policy: Policy | None = None,
+    policy: RetentionPolicy | None = None,
     model: str = "none",
     check_room: Callable[[int], None] = any_room,
 ) -> AsyncGenerator[Service, None]:
     ranks, lasting = ranks or storage.ranks(), storage.lasting
     config = EngineConfig(model=model, world_size=ranks.world_size, chunk_size=32, block_size=4, replicate_below=8)
     snapshots = Snapshots(
-        storage.store, lasting.catalog, lasting.kept, "checkpoint", policy or Policy(grace=NOW), lambda: NOW, check_room
+        storage.store,
+        lasting.catalog,
+        lasting.kept,
+        "checkpoint",
+        policy or RetentionPolicy(grace=NOW),
+        lambda: NOW,
+        check_room,
     )
     lasting.snapshots = snapshots
     async with running(Engine(ranks, config, 3000, durability=lasting, wall_clock=lambda: 12.0)) as found:
@@ -129,7 +135,7 @@ async def serving(
 
 async def ingest(engine: Engine, ids: Sequence[int], name: str = "book", *, append: bool = False) -> None:
     """Reads a document to its end."""
-    async for _ in engine.ingest(Document(context=name, token_ids=ids, append=append)):
+    async for _ in engine.ingest(DocumentPrompt(context=name, token_ids=ids, append=append)):
         pass
 
 

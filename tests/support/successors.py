@@ -12,7 +12,7 @@ from coordinator.handlers.resumable_generations import CallLater, call_later
 from coordinator.persistence.journal.journal import Journal
 from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
-from coordinator.text.tokenizer_pool import TextThreads
+from coordinator.text.tokenizer_pool import TokenizerPool
 from longleaf.config import EngineConfig
 from longleaf.sampling import Sampling
 from longleaf.types import Delta, Event, Finished, Generate, Resume
@@ -50,7 +50,7 @@ async def serving(
 ) -> AsyncGenerator[Served, None]:
     """A service that has taken up what the journal in `folder` holds."""
     ranks = ranks or FakeRanks(num_blocks=1024, vocab=VOCAB)
-    engine, threads, journal = Engine(ranks, config, max_positions=4096), TextThreads(), Journal(folder)
+    engine, threads, journal = Engine(ranks, config, max_positions=4096), TokenizerPool(), Journal(folder)
     try:
         async with running(engine):
             generation = Generation(engine, tokenizer, threads, later=later, journal=journal, wall_clock=wall_clock)

@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from coordinator.auth.credentials import Credentials
-from longleaf.credentials import Entry, Quotas, Role, digest_of, line_of
+from longleaf.credentials import CredentialEntry, Quotas, Role, digest_of, line_of
 from longleaf.v1 import cluster_service_pb2, context_service_pb2, generation_service_pb2, tokenizer_service_pb2
 
 SERVICES = [
@@ -40,9 +40,9 @@ def write_credentials(folder: Path, *others: str, **quotas: Quotas) -> Path:
     return file
 
 
-def _entry(tenant: str, quotas: Quotas) -> Entry:
+def _entry(tenant: str, quotas: Quotas) -> CredentialEntry:
     digests = (digest_of(credential_of(tenant)),)
-    return Entry(tenant=tenant, role=ROLES.get(tenant, "user"), digests=digests, quotas=quotas)
+    return CredentialEntry(tenant=tenant, role=ROLES.get(tenant, "user"), digests=digests, quotas=quotas)
 
 
 def bearer(tenant: str | None) -> tuple[tuple[str, str], ...]:

@@ -12,23 +12,23 @@ from coordinator.cluster.ports import EpochEnd, Formation
 from coordinator.cluster.snapshot_requests import Key, error_of
 from longleaf.comm.loopback import LoopbackComm, loopback_groups
 from longleaf.config import EngineConfig
-from longleaf.errors import WorkerLost
+from longleaf.errors import RankLost
 from longleaf.rank_protocol.encoding import decode_to_rank, encode
-from longleaf.rank_protocol.group_messages import Join, Layout, Ready
+from longleaf.rank_protocol.group_messages import Join, KvLayout, Ready
 from longleaf.rank_protocol.member_messages import Hello
-from longleaf.rank_protocol.rank_spec import Invitation, RankSpec
+from longleaf.rank_protocol.rank_spec import ConnectInfo, RankSpec
 from longleaf.rank_protocol.snapshots import Discard, Fetch, Fetched, Outcome, Save, Saved
 from longleaf.rank_protocol.step import StepPlan, StepResult
 from longleaf.topology import Topology
 from longleaf.types import Loss
-from workers.pending import Pending
+from workers.pending import StepHandle
 from workers.rank import Rank
 
 Spoil = Callable[[int, Rank], None]
 
 
 def make_spec(rank: int, config: EngineConfig) -> RankSpec:
-    nobody = Invitation(address="", server_key=b"", public_key=b"", secret_key=b"")
+    nobody = ConnectInfo(address="", server_key=b"", public_key=b"", secret_key=b"")
     place = {"host": "127.0.0.1", "node": "here", "num_ranks_here": config.world_size, "gpu": 0}
     return RankSpec(member=rank, config=config, invitation=nobody, **place)
 
@@ -72,7 +72,7 @@ class ThreadRanks:
         """Raises what ended the only epoch."""
         raise self._ended.result().error
 
-    async def lay_out(self, layout: Layout) -> None:
+    async def lay_out(self, layout: KvLayout) -> None:
         raise NotImplementedError
 
     async def step(self, plan: StepPlan) -> StepResult:
@@ -129,7 +129,7 @@ class ThreadRanks:
         self._readies.put(rank.connect(self._groups[index]) if len(self._ranks) > 1 else rank.join(self._join))
         if self._spoil:
             self._spoil(index, rank)
-        begun: Pending | None = None
+        begun: StepHandle | None = None
         while (data := self._plans[index].get()) is not None:
             try:
                 plan = decode_to_rank(data)
@@ -153,7 +153,7 @@ class ThreadRanks:
                 self._fail(error)
                 return
 
-    def _answer(self, begun: Pending) -> None:
+    def _answer(self, begun: StepHandle) -> None:
         """Waits for the end of a step."""
         result = begun.result()
         if result is not None and (waiting := self._results.get()).set_running_or_notify_cancel():
@@ -161,7 +161,7 @@ class ThreadRanks:
 
     def _fail(self, error: Exception) -> None:
         """Gives up what is under way; of the ranks that fail together the first one tells why."""
-        lost = WorkerLost(0, repr(error))
+        lost = RankLost(0, repr(error))
         lost.__cause__ = error
         with contextlib.suppress(InvalidStateError):
             self._ended.set_result(EpochEnd(lost))

@@ -2,23 +2,25 @@
 
 from hypothesis import strategies as st
 
-from longleaf.positions import EVERY_RANK, Reach, Windows
+from longleaf.positions import EVERY_RANK, AttentionSpan, WindowSpec
 from longleaf.rank_protocol.step import Decode, Prefill, Row, StepPlan
 from longleaf.runs import Run, until
 
 SIZES = st.integers(1, 10)
-REACHES = st.lists(SIZES.map(Reach) | SIZES.map(lambda size: Reach(section=size)), min_size=1, max_size=4).map(tuple)
+REACHES = st.lists(
+    SIZES.map(AttentionSpan) | SIZES.map(lambda size: AttentionSpan(section=size)), min_size=1, max_size=4
+).map(tuple)
 
 
-def windows_of(least: int, most: int) -> st.SearchStrategy[Windows]:
+def windows_of(least: int, most: int) -> st.SearchStrategy[WindowSpec]:
     """Windows and sections, at least one, in a pool of `least` to `most` blocks."""
-    return st.builds(Windows, reaches=REACHES, num_blocks=st.integers(least, most))
+    return st.builds(WindowSpec, reaches=REACHES, num_blocks=st.integers(least, most))
 
 
 class WindowLedger:
     """Stores in each slot whose token lies there. Raises AssertionError when a token does not find what it sees."""
 
-    def __init__(self, windows: Windows, block_size: int) -> None:
+    def __init__(self, windows: WindowSpec, block_size: int) -> None:
         self._windows = windows
         self._block_size = block_size
         self._runs: dict[int, tuple[Run, ...]] = {}

@@ -6,11 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longleaf.attention.block_attribution import BLOCK, NO_EDGE, BlockSums, Columns, table, told_read
+from longleaf.attention.block_attribution import BLOCK, NO_EDGE, AttributionColumns, BlockSums, table, told_read
 from longleaf.attention.masks import Read, Reads
 from longleaf.kernels import int8
-from longleaf.kernels.backend import TellingBackend
-from longleaf.kernels.cpu.block_attribution import NativeShares
+from longleaf.kernels.backend import AttributionBackend
+from longleaf.kernels.cpu.block_attribution import NativeBlockAttribution
 from longleaf.kernels.gpu.backend import TritonKernels
 from tests.support.attention.partials import seeds
 from tests.support.attention.told import Dense, check_told, drawn_reads
@@ -132,7 +132,7 @@ def drawn_columns(data, num_rows, num_entries):
                 runs.append((one, one * num_entries, num_entries, first, last, column, before, per_column))
         tellers.append((row, end, first_run, len(runs)))
         row = end
-    return Columns(table(runs, 8), table(tellers, 4))
+    return AttributionColumns(table(runs, 8), table(tellers, 4))
 
 
 @settings(max_examples=25, deadline=None)
@@ -152,7 +152,7 @@ def test_shares_add_up_as_those_of_the_cpu(data, seed, num_rows, num_entries, gr
     lse = torch.randn(KEY_HEADS * group, num_rows, generator=generator).T  # as merges hand it over
     sinks = torch.randn(KEY_HEADS * group, generator=generator) if has_sinks else None
     shape, found = (len(columns.tellers), 50), []
-    for add in (NativeShares.load(), KERNELS.add_shares):
+    for add in (NativeBlockAttribution.load(), KERNELS.add_shares):
         found.append((torch.zeros(shape), torch.full(shape, -1.0), torch.zeros(shape, dtype=torch.int32)))
         for layer in range(2):
             place = {"sink_column": 49, "first_head": layer << 16}
@@ -164,7 +164,7 @@ def test_shares_add_up_as_those_of_the_cpu(data, seed, num_rows, num_entries, gr
 
 
 def test_what_was_not_seen_has_no_share_whatever_is_written_there():
-    columns = Columns(table([(0, 0, 2, 0, 2, 0, 0, 1)], 8), table([(0, 1, 0, 1)], 4))
+    columns = AttributionColumns(table([(0, 0, 2, 0, 2, 0, 0, 1)], 8), table([(0, 1, 0, 1)], 4))
     told_KE2 = torch.tensor([[[900.0, 0.0], [-5.0, 1.0]]])
     found = (torch.zeros(1, 3), torch.full((1, 3), -1.0), torch.zeros(1, 3, dtype=torch.int32))
     KERNELS.add_shares(told_KE2, torch.full((1, 1), -5.0), None, columns, found, sink_column=2, first_head=7)
@@ -172,4 +172,4 @@ def test_what_was_not_seen_has_no_share_whatever_is_written_there():
 
 
 def test_the_backend_tells():
-    assert isinstance(KERNELS, TellingBackend)
+    assert isinstance(KERNELS, AttributionBackend)

@@ -8,7 +8,7 @@ from tests.support.accelerator import captured as captured_ranks
 from tests.support.accelerator.captured import DeviceFleet, DeviceRank
 from tests.support.accelerator.drive import SIZES, Drive, fleets, small_checkpoints
 from tests.support.accelerator.reference_kernels import ReferenceLauncher
-from workers.cuda_graphs.fakes import RecordedGraphs, Recording
+from workers.cuda_graphs.fakes import OpRecorder, RecordedGraphs
 from workers.cuda_graphs.graphs import CaptureRefused
 from workers.sampling.fixed_shape import Needs
 from workers.step.last_tokens import HostIds
@@ -85,7 +85,7 @@ def test_a_step_that_ends_at_once_ends_after_the_one_before(folder_of):
 
 def captured(rank):
     works = rank.fixed._works.items()
-    return {key for key, work in works if isinstance(getattr(work, "__self__", None), Recording)}
+    return {key for key, work in works if isinstance(getattr(work, "__self__", None), OpRecorder)}
 
 
 def is_of_rank_0(key):

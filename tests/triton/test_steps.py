@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
-from coordinator.engine_messages import Cuts
+from coordinator.engine_messages import SpanLayout
 from longleaf.kernels.gpu import varlen
 from longleaf.kernels.gpu.backend import TritonKernels
 from longleaf.kernels.gpu.flash import FlashKernels
@@ -54,7 +54,7 @@ def test_decode_launches_few_kernels_per_layer(mix, folder_of):
 def test_rows_that_tell_of_their_attention_take_a_launch_more_per_layer_and_no_wait(mix, folder_of):
     """And memory for what is told is cleared once; it comes back in a copy of its own, behind the tokens."""
     case = MIXES[mix]._replace(settings=(*MIXES[mix].settings, ("max_draft_tokens", 0)))
-    plain, asking = (decoded(case._replace(cuts=cuts), folder_of, kernels) for cuts in (None, Cuts(64)))
+    plain, asking = (decoded(case._replace(cuts=cuts), folder_of, kernels) for cuts in (None, SpanLayout(64)))
     adding = {event.layer for event in asking.of("launch") if event.name == "add_shares"}
     before, after = plain.per_layer("launch"), asking.per_layer("launch")
     assert adding and after - before == Counter(adding) + Counter([min(adding)])

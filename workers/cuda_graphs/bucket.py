@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 from longleaf.attention.masks import Reads
-from longleaf.kernels.backend import FixedBackend, Numbers, Tables
-from longleaf.positions import OWN_ROPE, Reach, Rope
+from longleaf.kernels.backend import CapturableBackend, LaunchTables, Numbers
+from longleaf.positions import OWN_ROPE, AttentionSpan, Rope
 from workers.cuda_graphs.memory import laid_out
 from workers.sampling.acceptance import NO_DRAFT
 from workers.sampling.device_sampler import NUM_PARAMETERS
-from workers.step.draft_rollback import Keeper
+from workers.step.draft_rollback import StoredKvRecorder
 from workers.step.inputs import InputBuilder, Inputs, RowNumbers
 from workers.step.last_tokens import NOBODY
 from workers.step.layers import RowLayer
 
 DOUBLE = Rope(is_double=True)
-Forward = Callable[[Inputs[RowLayer], Keeper | None], Tensor | None]
+Forward = Callable[[Inputs[RowLayer], StoredKvRecorder | None], Tensor | None]
 """Has the device go through the model; on rank 0 it gives the logits [R, V] of the rows that are sampled."""
 
 
@@ -54,11 +54,11 @@ class Sampled(NamedTuple):
     draft_numbers: Sequence[int]
 
 
-class Variant(NamedTuple):
+class GraphVariant(NamedTuple):
     """Steps whose rows read much together, or little."""
 
-    tables: dict[Reach, Tables]
-    reads: dict[Reach, Reads]
+    tables: dict[AttentionSpan, LaunchTables]
+    reads: dict[AttentionSpan, Reads]
     """Bound to the tables."""
 
     @property
@@ -70,7 +70,7 @@ class Variant(NamedTuple):
         return sum(tables.num_numbers for tables in self.tables.values())
 
 
-class Bucket:
+class BatchBucket:
     """Steps of up to T rows, of which as many may be sampled. What is missing is filled up with rows that read nothing
     and whose keys go where nobody needs them."""
 
@@ -81,10 +81,10 @@ class Bucket:
         self._trash = builder.pool.trash_slot, builder.pool.window_trash_slot
         self._device = builder.pool.device
         self._ropes = {OWN_ROPE, DOUBLE} if may_be_double else {OWN_ROPE}
-        self.variants: list[Variant] = []
+        self.variants: list[GraphVariant] = []
         self.fields = fields_of(num_rows)
 
-    def try_out(self, backend: FixedBackend, forward: Forward) -> Tensor | None:
+    def try_out(self, backend: CapturableBackend, forward: Forward) -> Tensor | None:
         """Goes through the model with rows that read nothing: which tables its layers need shows there. Gives what
         `forward` does."""
         reads = {reach: Reads() for reach in self._builder.reaches}
@@ -94,7 +94,7 @@ class Bucket:
         logits_TV = forward(resolved(self.inputs(there_N, reads), there_N[self.fields.token_ids]), None)
         for is_shared in (False, True):
             tables = {reach: backend.tables(seen, is_shared=is_shared) for reach, seen in reads.items()}
-            variant = Variant(tables, {reach: Reads() for reach in reads})
+            variant = GraphVariant(tables, {reach: Reads() for reach in reads})
             if not self.variants or variant.most_rows > self.variants[0].most_rows:
                 self.variants.append(variant)
         self.fields = fields_of(self.num_rows, max(variant.num_numbers for variant in self.variants))
@@ -111,7 +111,7 @@ class Bucket:
             made.append(self.inputs(there_N, variant.reads))
         return made
 
-    def inputs(self, there_N: Tensor, reads: dict[Reach, Reads]) -> Inputs[RowLayer]:
+    def inputs(self, there_N: Tensor, reads: dict[AttentionSpan, Reads]) -> Inputs[RowLayer]:
         """Inputs whose numbers lie in `there_N`, but for what is read."""
         fields = self.fields
         is_double_T = there_N[fields.is_double]

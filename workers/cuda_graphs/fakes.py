@@ -58,7 +58,7 @@ class RecordedGraphs:
 
     def __init__(self, host: Iterable[Tensor] = ()) -> None:
         self.host = [*host]
-        self._recording: Recording | None = None
+        self._recording: OpRecorder | None = None
 
     def check_room(self) -> None:
         """There is always room."""
@@ -70,7 +70,7 @@ class RecordedGraphs:
         """Does again what `work` does, in the same memory. Raises CaptureRefused where a graph could not."""
         if self._recording is not None:
             raise CaptureRefused(f"a capture within a capture, at {site()}")
-        recording = self._recording = Recording(self.host)
+        recording = self._recording = OpRecorder(self.host)
         try:
             with torch.inference_mode(), recording, HostCalls(recording):
                 work()
@@ -99,7 +99,7 @@ class RecordedGraphs:
         return operation() if self._recording is None else self._recording.make(operation, used)
 
 
-class Recording(TorchDispatchMode):
+class OpRecorder(TorchDispatchMode):
     """What a function asks of the device while this mode is on, in order."""
 
     def __init__(self, host: Iterable[Tensor]) -> None:
@@ -237,7 +237,7 @@ def repeat(func: Any, args: Any, kwargs: dict[str, Any], outputs: Sequence[tuple
 class HostCalls(TorchFunctionMode):
     """Sees what operations do not show: numbers that are read on the host, and single ones that are set."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: OpRecorder) -> None:
         super().__init__()
         self._recording = recording
 

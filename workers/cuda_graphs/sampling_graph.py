@@ -10,8 +10,8 @@ from longleaf.rank_protocol.step import Row
 from longleaf.sampling import MAX_LOGPROBS
 from workers.cuda_graphs.bucket import Fields
 from workers.cuda_graphs.graphs import Work
-from workers.host_copies import ToHost, pinned
-from workers.sampling.acceptance import Drafts
+from workers.host_copies import AsyncHostCopy, pinned
+from workers.sampling.acceptance import DraftRows
 from workers.sampling.device_sampler import (
     NUM_PARAMETERS,
     Batch,
@@ -29,7 +29,7 @@ Tell = Callable[[Tensor], Tensor]
 """Tells all ranks the ids [T] of rank 0; those that others give are not looked at."""
 
 
-class Told:
+class TokenBuffer:
     """What is told of the tokens of R rows at most, on the device and twice on the host: see `StepMemory`."""
 
     def __init__(self, num_rows: int, num_columns: int, dtype: torch.dtype, device: str) -> None:
@@ -37,13 +37,13 @@ class Told:
         self.hosts_RN = [pinned(num_rows, num_columns, dtype=dtype, device=device) for _ in range(2)]
 
 
-class Telling:
+class TokenBroadcast:
     """All ranks are told the ids that were chosen, and remember the last ones."""
 
     def __init__(self, num_rows: int, last_ids: DeviceIds, tell: Tell, device: str) -> None:
         self.ids_R = torch.zeros(num_rows, dtype=torch.long, device=device)
         """On rank 0 those that were chosen."""
-        self._told = Told(num_rows, 1, torch.long, device)
+        self._told = TokenBuffer(num_rows, 1, torch.long, device)
         self._last_ids = last_ids
         self._tell = tell
 
@@ -57,12 +57,14 @@ class Telling:
 
         return tell
 
-    def told(self, num_positions: int, turn: int) -> ToHost:
+    def told(self, num_positions: int, turn: int) -> AsyncHostCopy:
         """What was told of so many positions, on its way to one of two places on the host."""
-        return ToHost(*(tensor[:num_positions, 0] for tensor in (self._told.there_RN, self._told.hosts_RN[turn])))
+        return AsyncHostCopy(
+            *(tensor[:num_positions, 0] for tensor in (self._told.there_RN, self._told.hosts_RN[turn]))
+        )
 
 
-class Choosing:
+class GraphSampler:
     """On rank 0 the sampler chooses, by operations of one of a few kinds."""
 
     def __init__(self, sampler: DeviceSampler, logits_RV: Tensor, ids_R: Tensor) -> None:
@@ -72,13 +74,13 @@ class Choosing:
         self.logits_RV = logits_RV
         (num_rows, size), device = logits_RV.shape, str(logits_RV.device)
         self._others_F = nobodys(size)
-        self._ids = Told(num_rows, 1, torch.long, device)
-        self._logprobs = Told(num_rows, 2 + 2 * min(MAX_LOGPROBS, size), torch.float64, device)
+        self._ids = TokenBuffer(num_rows, 1, torch.long, device)
+        self._logprobs = TokenBuffer(num_rows, 2 + 2 * min(MAX_LOGPROBS, size), torch.float64, device)
 
     def work(self, there_N: Tensor, fields: Fields, kind: Needs) -> Work:
         num_rows = fields.places.stop - fields.places.start
         numbers_FT = there_N[fields.parameters].view(NUM_PARAMETERS, num_rows)
-        drafts = Drafts(there_N[fields.drafts], there_N[fields.draft_numbers])
+        drafts = DraftRows(there_N[fields.drafts], there_N[fields.draft_numbers])
         told_TN, logits_TV = self._told(kind).there_RN[:num_rows], self.logits_RV[:num_rows]
 
         def choose() -> None:
@@ -104,5 +106,5 @@ class Choosing:
         told_RN, host_RN = told.there_RN[:num_positions], told.hosts_RN[turn][:num_positions]
         return DeviceChoice(rows, batch.choosers, told_RN, self._sampler.broken, host_RN)
 
-    def _told(self, kind: Needs) -> Told:
+    def _told(self, kind: Needs) -> TokenBuffer:
         return self._ids if kind.num_top < 0 else self._logprobs

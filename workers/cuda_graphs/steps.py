@@ -7,19 +7,19 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from longleaf.kernels.backend import FixedBackend
+from longleaf.kernels.backend import CapturableBackend
 from longleaf.rank_protocol.step import Row
-from workers.cuda_graphs.bucket import Bucket, Forward, Sampled, resolved
+from workers.cuda_graphs.bucket import BatchBucket, Forward, Sampled, resolved
 from workers.cuda_graphs.graphs import Agree, CaptureRefused, Graphs, SharedGraphs, Work
 from workers.cuda_graphs.memory import StepMemory
-from workers.cuda_graphs.sampling_graph import Choosing, Telling
+from workers.cuda_graphs.sampling_graph import GraphSampler, TokenBroadcast
 from workers.cuda_graphs.tokens import FixedTokens
-from workers.host_copies import Moment, ToHost
+from workers.host_copies import AsyncHostCopy, DeviceEvent
 from workers.sampling.acceptance import drafts_of
 from workers.sampling.device_sampler import Batch
 from workers.sampling.fixed_shape import KINDS, kind_of
 from workers.sampling.sampler import Choice
-from workers.step.attention_attribution import Told
+from workers.step.attention_attribution import SpanAttention
 from workers.step.draft_rollback import DraftedBlocks
 from workers.step.inputs import Inputs, RowNumbers
 from workers.step.last_tokens import DeviceIds
@@ -42,22 +42,22 @@ class Sent(NamedTuple):
 class Launched(NamedTuple):
     """A step that the device was told."""
 
-    end: Moment
+    end: DeviceEvent
     choice: Choice | None
     """On rank 0, if rows are sampled."""
     logits_RV: Tensor | None
     """Of these, on rank 0; valid until the next step is begun."""
-    scores: ToHost | None = None
+    scores: AsyncHostCopy | None = None
     """On rank 0, if tokens are scored: logprobs of those of all rows, in the order of the plan."""
-    told: Told | None = None
+    told: SpanAttention | None = None
     """On rank 0, if rows tell of their attention."""
-    ids: ToHost | None = None
+    ids: AsyncHostCopy | None = None
     """On other ranks, if rows have drafts: what was told of all positions."""
     blocks: DraftedBlocks | None = None
     """Into which drafts came, where that leaves more than their keys."""
 
 
-def try_out(buckets: Sequence[Bucket], backend: FixedBackend, forward: Forward) -> Tensor | None:
+def try_out(buckets: Sequence[BatchBucket], backend: CapturableBackend, forward: Forward) -> Tensor | None:
     """Gives the logits of the largest bucket, on rank 0."""
     return [bucket.try_out(backend, forward) for bucket in buckets][-1]
 
@@ -67,10 +67,10 @@ class FixedSteps:
 
     def __init__(
         self,
-        buckets: Sequence[Bucket],
+        buckets: Sequence[BatchBucket],
         last_ids: DeviceIds,
-        telling: Telling,
-        choosing: Choosing | None,
+        telling: TokenBroadcast,
+        choosing: GraphSampler | None,
         device: str,
         tokens: FixedTokens | None = None,
     ) -> None:
@@ -86,7 +86,7 @@ class FixedSteps:
         """By bucket and variant how to go through the model, by bucket and kind how to choose tokens, by bucket how to
         tell them."""
         self.num_captured = 0
-        self._ends: list[Moment] = []
+        self._ends: list[DeviceEvent] = []
         """Of the last two steps."""
 
     def prepare(self, forward: Forward, graphs: Graphs | None, agree: Agree) -> None:
@@ -109,14 +109,14 @@ class FixedSteps:
                     self.num_captured += 1
                 except CaptureRefused as error:
                     reasons[is_shared] = str(error)
-            Moment(self._memory.there_N.device).wait()  # before what was sent is overwritten
+            DeviceEvent(self._memory.there_N.device).wait()  # before what was sent is overwritten
         for reason in reasons.values():
             told = "graphs: %d of %d parts of decode steps are captured (the others are slower): %s"
             log.warning(told, self.num_captured, len(self._works), reason)
         if graphs is not None and not reasons:
             log.info("graphs: decode steps of up to %d rows", self._buckets[-1].num_rows)
 
-    def _all(self, bucket: Bucket, forward: Forward) -> Iterator[tuple[Hashable, Work, bool]]:
+    def _all(self, bucket: BatchBucket, forward: Forward) -> Iterator[tuple[Hashable, Work, bool]]:
         """The works of a bucket by their keys, and whether all ranks do them."""
         there_N, fields, num_rows = self._memory.there_N, bucket.fields, bucket.num_rows
         for number, inputs in enumerate(bucket.bind(there_N)):
@@ -161,11 +161,11 @@ class FixedSteps:
             self._works[bucket.num_rows]()
             if choice is None and rows.has_drafts:
                 ids = self._telling.told(len(rows.sample_rows), turn)
-        end = choice.arrival if choice else ids.arrival if ids else Moment(self._memory.there_N.device)
+        end = choice.arrival if choice else ids.arrival if ids else DeviceEvent(self._memory.there_N.device)
         self._ends.append(end)
         return Launched(end, choice, logits_RV, ids=ids, blocks=blocks)
 
-    def _send(self, bucket: Bucket, rows: RowNumbers, sampled: Sequence[Row]) -> Sent:
+    def _send(self, bucket: BatchBucket, rows: RowNumbers, sampled: Sequence[Row]) -> Sent:
         """Copies what a step needs to the device."""
         here_N, turn = self._memory.host(), self._memory.turn
         positions = Sampled(self._last_ids.places(sampled), *drafts_of(sampled))

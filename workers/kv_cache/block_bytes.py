@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from workers.host_copies import to_device
-from workers.kv_cache.slots import Slots
+from workers.kv_cache.slots import KvPool
 
 
 class Content:
     """The blocks of a pool that runs lie in or, with `of_windows`, those of layers whose blocks are others."""
 
-    def __init__(self, pool: Slots, *, of_windows: bool = False) -> None:
+    def __init__(self, pool: KvPool, *, of_windows: bool = False) -> None:
         self._device = pool.device
         self._tensors = [blocks.tensor for blocks in pool.blocks(of_windows=of_windows)]
         self._sizes = [tensor[:, 0].numel() * tensor.itemsize for tensor in self._tensors]

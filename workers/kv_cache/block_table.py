@@ -13,7 +13,7 @@ from longleaf.rank_protocol.step import Transfer
 from longleaf.runs import Extent, Run, extents, join, union, without
 
 
-class Part(NamedTuple):
+class SlotRun(NamedTuple):
     """Positions [start, end) of a segment that a path uses."""
 
     segment: int
@@ -21,7 +21,7 @@ class Part(NamedTuple):
     end: int
 
 
-class Held:
+class SegmentSlots:
     """The part of one segment that one rank holds, in position order."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Held:
             yield Extent(low, high, extent.slot + low - extent.start)
 
 
-class Ledger:
+class BlockTable:
     """Which runs of which segments lie here, and which on the other ranks: every plan tells of all.
 
     A path may use only the beginning of a segment: each part of a path ends where the next one starts. What lies on
@@ -81,7 +81,7 @@ class Ledger:
     def __init__(self, rank: int, block_size: int) -> None:
         self.rank = rank
         self._block_size = block_size
-        self._held: dict[int, dict[int, Held]] = {}
+        self._held: dict[int, dict[int, SegmentSlots]] = {}
         self._starts: dict[int, int] = {}
 
     def put(self, segment: int, runs: Sequence[Run], window_runs: Sequence[Run] = ()) -> None:
@@ -91,16 +91,16 @@ class Ledger:
         held = self._held.setdefault(segment, {})
         held.pop(EVERY_RANK, None)
         for run in (*runs, *window_runs):
-            held.setdefault(run.rank, Held()).put(run, self._block_size)
+            held.setdefault(run.rank, SegmentSlots()).put(run, self._block_size)
 
     def replace(self, segments: Sequence[SegmentLayout]) -> None:
         """Forgets everything, and notes what is held instead."""
         self.release([*self._held])
         for segment in segments:
             self._starts[segment.segment] = segment.start
-            held = self._held[segment.segment] = dict[int, Held]()
+            held = self._held[segment.segment] = dict[int, SegmentSlots]()
             for run in (*segment.runs, *segment.window_runs):
-                held.setdefault(run.rank, Held()).put(run, self._block_size)
+                held.setdefault(run.rank, SegmentSlots()).put(run, self._block_size)
 
     def move(self, transfers: Sequence[Transfer]) -> None:
         """Notes runs at their new places. Raises ValueError, and notes nothing, where one of them is not held at its
@@ -109,7 +109,7 @@ class Ledger:
         for transfer in transfers:
             held, source, target = self._held[transfer.segment], transfer.source, transfer.target
             held[source.rank].drop(source.start, source.end)
-            held.setdefault(target.rank, Held()).put(target, self._block_size)
+            held.setdefault(target.rank, SegmentSlots()).put(target, self._block_size)
 
     def check(self, transfers: Sequence[Transfer]) -> None:
         """Raises ValueError where a run that is to move is not held at its old place."""
@@ -127,7 +127,7 @@ class Ledger:
         if window_runs:
             held.pop(EVERY_RANK, None)
         for run in (*runs, *window_runs):
-            held.setdefault(run.rank, Held()).put(run, self._block_size)
+            held.setdefault(run.rank, SegmentSlots()).put(run, self._block_size)
 
     def check_free(self, segment: int, start: int, runs: Sequence[Run]) -> None:
         """Raises ValueError where positions of a segment are held, one comes twice, or it starts elsewhere."""
@@ -155,11 +155,11 @@ class Ledger:
             self._held.pop(segment, None)
             self._starts.pop(segment, None)
 
-    def parts(self, path: Sequence[int], end: int) -> list[Part]:
+    def parts(self, path: Sequence[int], end: int) -> list[SlotRun]:
         """What a path uses of its segments before the position `end`."""
         starts = [self._starts[segment] for segment in path]
         ends = [*(min(start, end) for start in starts[1:]), end]
-        return [Part(*part) for part in zip(path, starts, ends, strict=True) if part[1] < part[2]]
+        return [SlotRun(*part) for part in zip(path, starts, ends, strict=True) if part[1] < part[2]]
 
     def held(self, segment: int, start: int, end: int, rank: int | None = None) -> Iterator[Extent]:
         """What a rank, by default this one, holds of the positions [start, end) of a segment, in position order."""

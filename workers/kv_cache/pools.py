@@ -9,11 +9,11 @@ from longleaf import resources
 from longleaf.config import EngineConfig
 from longleaf.errors import StartError
 from longleaf.formatting import human_bytes
-from longleaf.positions import UNLIMITED_TOKENS, Windows
+from longleaf.positions import UNLIMITED_TOKENS, WindowSpec
 from longleaf.runs import ceil_div
 from longleaf.topology import count_ranks
 from workers.kv_cache.quantized import QuantizedPool
-from workers.kv_cache.slots import Pool
+from workers.kv_cache.slots import FloatKvPool
 from workers.kv_cache.workspace_estimate import workspace
 from workers.model import model as models
 from workers.model.model import LayerSpec
@@ -41,14 +41,14 @@ def sharded_layers(model: models.Model, config: EngineConfig) -> dict[int, Layer
 
 def make_pool(
     model: models.Model, config: EngineConfig, num_ranks_here: int, ranks_per_gpu: int = 1
-) -> tuple[Pool | QuantizedPool, Windows | None]:
+) -> tuple[FloatKvPool | QuantizedPool, WindowSpec | None]:
     """A pool of as many blocks as fit, and what is held of windowed layers if they have blocks of their own. Unless a
     size was asked for, the ranks of this machine, or of this GPU, share what is free. Raises StartError when there is
     no block, or no room for windows, and ModelRefused when they cannot be kept as asked."""
     kv_bytes = config.kv_bytes or default_kv_bytes(model, config, num_ranks_here, ranks_per_gpu)
     num_blocks, windows = share_out(model, config, kv_bytes)
     num_window_blocks = windows and windows.num_blocks
-    kind = QuantizedPool if config.kv_dtype == "int8" else Pool
+    kind = QuantizedPool if config.kv_dtype == "int8" else FloatKvPool
     size, dtype, device = config.block_size, model.dtype, model.device
     try:
         return kind(model.layers, num_blocks, size, dtype, device, num_window_blocks), windows
@@ -56,7 +56,7 @@ def make_pool(
         raise StartError(f"kv_bytes: a pool of {num_blocks:,} blocks cannot be allocated: {error}") from error
 
 
-def share_out(model: models.Model, config: EngineConfig, kv_bytes: int) -> tuple[int, Windows | None]:
+def share_out(model: models.Model, config: EngineConfig, kv_bytes: int) -> tuple[int, WindowSpec | None]:
     """How many blocks fit in so many bytes, and what is held of windowed layers if they have blocks of their own.
     Raises as `make_pool`."""
     windows = make_windows(model, config, kv_bytes)
@@ -69,7 +69,7 @@ def share_out(model: models.Model, config: EngineConfig, kv_bytes: int) -> tuple
     return num_blocks, windows
 
 
-def make_windows(model: models.Model, config: EngineConfig, kv_bytes: int) -> Windows | None:
+def make_windows(model: models.Model, config: EngineConfig, kv_bytes: int) -> WindowSpec | None:
     """How many blocks windowed layers have, if they have their own. Raises StartError when not even those of a context
     and a generation fit."""
     layers = windowed_layers(model, config)
@@ -93,9 +93,9 @@ def make_windows(model: models.Model, config: EngineConfig, kv_bytes: int) -> Wi
     return msgspec.structs.replace(windows, num_blocks=taken // size, bytes_per_token=per_token)
 
 
-def windows_of(layers: dict[int, LayerSpec]) -> Windows:
+def windows_of(layers: dict[int, LayerSpec]) -> WindowSpec:
     """How far layers see whose reach is limited, without blocks yet."""
-    return Windows(reaches=tuple(dict.fromkeys(spec.reach for spec in layers.values())))
+    return WindowSpec(reaches=tuple(dict.fromkeys(spec.reach for spec in layers.values())))
 
 
 def bytes_per_block(layers: dict[int, LayerSpec], dtype: torch.dtype, config: EngineConfig) -> int:

@@ -11,7 +11,7 @@ from longleaf.errors import ModelRefused
 from longleaf.kernels import int8
 from longleaf.kernels.backend import Backend
 from longleaf.runs import ceil_div
-from workers.kv_cache.slots import Blocks
+from workers.kv_cache.slots import BlockView
 from workers.model.model import LayerSpec
 
 
@@ -19,10 +19,9 @@ class QuantizedPool:
     """A pool in whose slots keys and values are rounded to 8 bits; those that come and go are of type `dtype`.
 
     Queries see the rounded keys only, of their own chunk too: what they see does not depend on where a key was
-    computed, or on which way a prompt is read. Where windows have blocks of their own (see `Pool`), fresh keys are seen
-    as they are: most of them are never stored. Raises ModelRefused for layers whose values lie in
-    their keys, or are of another dim.
-    """
+    computed, or on which way a prompt is read. Where windows have blocks of their own (see `FloatKvPool`), fresh keys
+    are seen as they are: most of them are never stored. Raises ModelRefused for layers whose values lie in their keys,
+    or are of another dim. """
 
     def __init__(
         self,
@@ -101,7 +100,7 @@ class QuantizedPool:
         """The partial of queries over what is kept in the slots of the reads."""
         return backend.attend_int8(q_THD, self._layers[layer], reads, scale, softcap)
 
-    def blocks(self, *, of_windows: bool) -> list[Blocks]:
+    def blocks(self, *, of_windows: bool) -> list[BlockView]:
         """All that is kept, of B blocks, the last of them trash; those of windows, or the others."""
         layers = {i: kept for i, kept in self._layers.items() if (i in self._windowed) == of_windows}
         size = (-1, self.block_size)
@@ -109,9 +108,9 @@ class QuantizedPool:
             blocks
             for i, kept in layers.items()
             for blocks in (
-                Blocks(f"{i}.keys", kept.keys_KSD.unflatten(1, size), has_slots=True),
-                Blocks(f"{i}.values", kept.values_KSD.unflatten(1, size), has_slots=True),
-                Blocks(f"{i}.exponents", kept.exponents_KBD, has_slots=False),
-                Blocks(f"{i}.scales", kept.scales_KS.unflatten(1, size), has_slots=True),
+                BlockView(f"{i}.keys", kept.keys_KSD.unflatten(1, size), has_slots=True),
+                BlockView(f"{i}.values", kept.values_KSD.unflatten(1, size), has_slots=True),
+                BlockView(f"{i}.exponents", kept.exponents_KBD, has_slots=False),
+                BlockView(f"{i}.scales", kept.scales_KS.unflatten(1, size), has_slots=True),
             )
         ]

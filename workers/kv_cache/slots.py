@@ -16,7 +16,7 @@ from longleaf.kernels.backend import Backend
 from workers.model.model import LayerSpec
 
 
-class Blocks(NamedTuple):
+class BlockView(NamedTuple):
     """A part of what is kept of a layer, by block."""
 
     name: str
@@ -27,7 +27,7 @@ class Blocks(NamedTuple):
     """Whether it is [K, B, block size, ...]; else there is one for each block as a whole."""
 
 
-class Slots(Protocol):
+class KvPool(Protocol):
     """Keys and values of all layers by slot, however they are kept: here, or in 8 bits in
     `workers.kv_cache.quantized`."""
 
@@ -75,12 +75,12 @@ class Slots(Protocol):
         """The partial of queries over what is kept in the slots of the reads."""
         ...
 
-    def blocks(self, *, of_windows: bool) -> list[Blocks]:
+    def blocks(self, *, of_windows: bool) -> list[BlockView]:
         """All that is kept; the blocks of layers that have others than the rest, or of the rest."""
         ...
 
 
-class Pool:
+class FloatKvPool:
     """Keys and values as they were computed. A slot past the last block takes what nobody needs (trash).
 
     In latent attention the values of a layer are a view of its keys. Layers with a limited reach have
@@ -151,13 +151,13 @@ class Pool:
         """The partial of queries over what is kept in the slots of the reads."""
         return backend.attend(q_THD, self.keys[layer], self.values[layer], reads, scale, softcap)
 
-    def blocks(self, *, of_windows: bool) -> list[Blocks]:
+    def blocks(self, *, of_windows: bool) -> list[BlockView]:
         """All that is stored, [K, B, block size, D] of B blocks; those of windows, or the others."""
         end = self.window_trash_slot if of_windows else self.trash_slot
         layers = {i: stored for i, stored in self._stored.items() if (i in self._windowed) == of_windows}
         size = (-1, self.block_size)
         return [
-            Blocks(f"{i}.{name}", tensor[:, :end].unflatten(1, size), has_slots=True)
+            BlockView(f"{i}.{name}", tensor[:, :end].unflatten(1, size), has_slots=True)
             for i, stored in layers.items()
             for name, tensor in zip(("keys", "values"), stored, strict=False)  # values may lie in the keys
         ]

@@ -8,10 +8,10 @@ from typing import NamedTuple
 from blake3 import blake3
 
 from longleaf.errors import DataLoss, NotFound, StorageUnavailable
-from workers.kv_io.store import Store
+from workers.kv_io.store import PieceStore
 
 
-def nowhere(url: str) -> Store:
+def nowhere(url: str) -> PieceStore:
     """An OpenStore where none can be opened."""
     raise StorageUnavailable(f"{url}: nothing is kept here")
 

@@ -9,7 +9,7 @@ Work = Callable[[], None]
 Clock = Callable[[], float]
 
 
-class Orders:
+class IoQueue:
     """A queue where fetches go before saves, since somebody waits for them, and where saves may have to rest. Any
     thread may call."""
 

@@ -19,10 +19,10 @@ import torch
 
 from longleaf.errors import DataLoss, LongleafError, NotFound, StorageUnavailable
 from longleaf.rank_protocol.snapshots import Failure, Fetch, Fetched, Outcome, Save, Saved
-from workers.kv_cache.slots import Slots
-from workers.kv_io.io_queue import Clock, Orders
-from workers.kv_io.kv_piece import Copy, Piece
-from workers.kv_io.store import OpenStore, Store
+from workers.kv_cache.slots import KvPool
+from workers.kv_io.io_queue import Clock, IoQueue
+from workers.kv_io.kv_piece import HostCopy, KvPiece
+from workers.kv_io.store import OpenStore, PieceStore
 
 NUM_THREADS = 2
 NICENESS = 15
@@ -42,7 +42,7 @@ DISCARDED = Failure("dropped", "it was discarded")
 log = logging.getLogger(__name__)
 
 
-class Desk:
+class KvIo:
     """Takes orders from the thread of the steps, which never waits here but for the copy of a piece, at an epoch's end.
 
     Each order is answered once, unless the desk is closed before.
@@ -57,7 +57,7 @@ class Desk:
         self._url = url
         self._open = open_store
         self._device = device
-        self._store: Store | None = None
+        self._store: PieceStore | None = None
         self._opening = threading.Lock()
         self._copying = threading.Lock()
         self._num_epochs = 0
@@ -66,11 +66,11 @@ class Desk:
         """Of what follows."""
         self._wanted = set[int]()
         """Tickets of fetches that are not answered, unless they were discarded."""
-        self._pieces: dict[int, Piece] = {}
+        self._pieces: dict[int, KvPiece] = {}
         self._is_stepping = False
         self._stepped = float("-inf")
         """When the last step has ended."""
-        self._orders = Orders(clock, lambda: self._limited(MAX_REST_SECONDS))  # one save at a time
+        self._orders = IoQueue(clock, lambda: self._limited(MAX_REST_SECONDS))  # one save at a time
         self._threads = [threading.Thread(target=self._work, name="snapshots", daemon=True) for _ in range(NUM_THREADS)]
 
     # --- the thread of the steps ---
@@ -84,12 +84,12 @@ class Desk:
         finally:
             self._stepped, self._is_stepping = self._clock(), False
 
-    def save(self, order: Save, pool: Slots, answer: Answer) -> None:
+    def save(self, order: Save, pool: KvPool, answer: Answer) -> None:
         """Writes what lies in blocks of the pool, unless the epoch ends before it is begun."""
         self._orders.put_save(partial(self._save, order, pool, self._num_epochs, answer))
         self._begin()
 
-    def fetch(self, order: Fetch, pool: Slots, answer: Answer) -> None:
+    def fetch(self, order: Fetch, pool: KvPool, answer: Answer) -> None:
         """Reads a piece for pools like this one."""
         with self._lock:
             self._wanted.add(order.ticket)
@@ -108,7 +108,7 @@ class Desk:
                 self._wanted.discard(ticket)
                 self._pieces.pop(ticket, None)
 
-    def piece(self, ticket: int) -> Piece | None:
+    def piece(self, ticket: int) -> KvPiece | None:
         """What was fetched, and is not discarded."""
         with self._lock:
             return self._pieces.get(ticket)
@@ -133,7 +133,7 @@ class Desk:
         while work := self._orders.take():
             work()
 
-    def _save(self, order: Save, pool: Slots, epoch: int, answer: Answer) -> None:
+    def _save(self, order: Save, pool: KvPool, epoch: int, answer: Answer) -> None:
         began = self._clock()
         saved = self._saved(order, pool, epoch)
         self._orders.rest(self._limited(REST * (self._clock() - began)))
@@ -144,18 +144,18 @@ class Desk:
         has_steps = self._is_stepping or self._clock() - self._stepped < BUSY_SECONDS
         return min(rest, MAX_REST_SECONDS) if has_steps and self._device == "cpu" else 0.0
 
-    def _saved(self, order: Save, pool: Slots, epoch: int) -> Saved:
+    def _saved(self, order: Save, pool: KvPool, epoch: int) -> Saved:
         try:
             with self._copying:
                 if epoch != self._num_epochs:
                     return Saved(self._member, order.ticket, failure=ENDED)
-                copy = Copy(pool, order.runs, of_windows=order.of_windows)
+                copy = HostCopy(pool, order.runs, of_windows=order.of_windows)
             written = self._opened().put(order.name, copy.parts())
             return Saved(self._member, order.ticket, written.num_bytes, written.digest)
         except Exception as error:
             return Saved(self._member, order.ticket, failure=failure_of(error))
 
-    def _fetched(self, order: Fetch, pool: Slots) -> Fetched:
+    def _fetched(self, order: Fetch, pool: KvPool) -> Fetched:
         failure = None if self._is_wanted(order) else DISCARDED
         try:
             if failure is None:
@@ -170,10 +170,10 @@ class Desk:
                 self._wanted.discard(order.ticket)
         return Fetched(self._member, order.ticket, failure)
 
-    def _keep(self, order: Fetch, data: bytes, pool: Slots) -> Failure | None:
+    def _keep(self, order: Fetch, data: bytes, pool: KvPool) -> Failure | None:
         if not self._is_wanted(order):  # a storage may take its time, and the rest takes more of it
             return DISCARDED
-        piece = Piece(order.name, data, pool, order.ranges, of_windows=order.of_windows)
+        piece = KvPiece(order.name, data, pool, order.ranges, of_windows=order.of_windows)
         with self._lock:
             if order.ticket not in self._wanted:
                 return DISCARDED
@@ -184,7 +184,7 @@ class Desk:
         with self._lock:
             return order.ticket in self._wanted
 
-    def _opened(self) -> Store:
+    def _opened(self) -> PieceStore:
         """Raises what the storage raises; then it is tried again with the next order."""
         if self._url is None:
             raise StorageUnavailable("snapshot_url: none was given")

@@ -18,8 +18,8 @@ from torch import Tensor
 from longleaf.errors import DataLoss
 from longleaf.rank_protocol.snapshots import MAX_PIECE_BYTES, Range, max_header_bytes
 from longleaf.runs import Run, ceil_div
-from workers.host_copies import ToHost, to_device
-from workers.kv_cache.slots import Slots
+from workers.host_copies import AsyncHostCopy, to_device
+from workers.kv_cache.slots import KvPool
 
 VERSION = "1"
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int8: "I8"}
@@ -29,7 +29,7 @@ ALIGNMENT = 8
 """Of what stands behind the header, in bytes."""
 
 
-def form_of(pool: Slots, *, of_windows: bool) -> str:
+def form_of(pool: KvPool, *, of_windows: bool) -> str:
     """What a pool must be like to take in what lies in this one: the names, types and sizes of all parts of a block.
     Empty where there are no such blocks."""
     parts = [
@@ -39,10 +39,10 @@ def form_of(pool: Slots, *, of_windows: bool) -> str:
     return "; ".join([f"blocks of {pool.block_size}", *parts]) if parts else ""
 
 
-class Copy:
+class HostCopy:
     """Blocks of a pool, copied to the host: nothing that happens to the pool afterwards changes them."""
 
-    def __init__(self, pool: Slots, runs: Sequence[Run], *, of_windows: bool) -> None:
+    def __init__(self, pool: KvPool, runs: Sequence[Run], *, of_windows: bool) -> None:
         """Raises ValueError for more than a piece may have."""
         self._form = form_of(pool, of_windows=of_windows)
         self._runs = runs
@@ -52,7 +52,7 @@ class Copy:
         if len(blocks) > 1 and len(blocks) * size > MAX_PIECE_BYTES and not of_windows:
             raise ValueError(f"{len(blocks)} blocks of {size} bytes are more than a piece may have")
         index_N = to_device(torch.tensor(blocks, dtype=torch.long), pool.device)
-        coming = [ToHost(tensor.transpose(0, 1).index_select(0, index_N)) for _, tensor, _ in found]
+        coming = [AsyncHostCopy(tensor.transpose(0, 1).index_select(0, index_N)) for _, tensor, _ in found]
         self._tensors = [(part.name, told.wait()) for part, told in zip(found, coming, strict=True)]
         for (_, copied), part in zip(self._tensors, found, strict=True):
             if part.has_slots:
@@ -80,10 +80,10 @@ class Copy:
         return [len(text).to_bytes(8, "little"), text, *views]
 
 
-class Piece:
+class KvPiece:
     """What was read of a piece, on the host, for a pool of the same form."""
 
-    def __init__(self, name: str, data: bytes, pool: Slots, ranges: Sequence[Range], *, of_windows: bool) -> None:
+    def __init__(self, name: str, data: bytes, pool: KvPool, ranges: Sequence[Range], *, of_windows: bool) -> None:
         """`ranges` are the positions [start, end) that the manifest names, and `of_windows` says which of the blocks of
         `pool` they go to.
 
@@ -136,7 +136,7 @@ class Piece:
                 found.append(number)
         return found
 
-    def restore(self, pool: Slots, numbers: Sequence[int], blocks: Sequence[int]) -> None:
+    def restore(self, pool: KvPool, numbers: Sequence[int], blocks: Sequence[int]) -> None:
         """Puts some of its blocks into blocks of a pool."""
         index_N = to_device(torch.tensor(blocks, dtype=torch.long), pool.device)
         first, count = numbers[0], len(numbers)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 
-class Written(Protocol):
+class WrittenPiece(Protocol):
     """What became of the parts of an object."""
 
     @property
@@ -16,11 +16,11 @@ class Written(Protocol):
         ...
 
 
-class Store(Protocol):
+class PieceStore(Protocol):
     """Objects by name. Both methods block, end in some time, may be called by many threads, and raise
     StorageUnavailable when the storage cannot be used."""
 
-    def put(self, name: str, parts: Sequence[bytes | memoryview]) -> Written:
+    def put(self, name: str, parts: Sequence[bytes | memoryview]) -> WrittenPiece:
         """Writes the parts, one after the other, as one object."""
         ...
 
@@ -29,5 +29,5 @@ class Store(Protocol):
         ...
 
 
-OpenStore = Callable[[str], Store]
+OpenStore = Callable[[str], PieceStore]
 """Opens the storage at a URL. Raises StorageUnavailable, and InvalidArgument for no such URL."""

@@ -36,7 +36,7 @@ class LayerCall(NamedTuple):
     unsupported: str | None
 
 
-class Offsets:
+class PositionCache:
     """Passes for a cache where a layer asks one at which position its rows are: it counts them from there.
 
     Holds nothing: keys and values come back as they were given.
@@ -64,7 +64,7 @@ def arguments(step: Handle, token_ids_T: Tensor, positions_T: Tensor, *, has_off
     return {
         "input_ids": token_ids_T[None],
         "position_ids": positions_1T,
-        "past_key_values": Offsets(positions_T) if has_offsets else None,
+        "past_key_values": PositionCache(positions_T) if has_offsets else None,
         "use_cache": False,
         "step": step,
     }

@@ -23,7 +23,7 @@ from transformers.utils import logging
 from longleaf.config import DtypeName
 from longleaf.errors import ModelRefused
 from longleaf.kernels.backend import lies_in
-from longleaf.positions import Reach, Rotary
+from longleaf.positions import AttentionSpan, Rotary
 from workers.model import hook, latent
 from workers.model.malloc_tuning import large_blocks_apart
 from workers.model.rotary import Ropes, replace_rotary
@@ -59,7 +59,7 @@ class LayerSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    reach: Reach
+    reach: AttentionSpan
     latent_dim: int | None = None
     """Values are the first so many dims of the keys, and are not stored again; None: they are stored beside them."""
     own_value_dim: int | None = None
@@ -166,7 +166,7 @@ def _is_alike(rows: Tensor, expected: Tensor) -> bool:
     return torch.allclose(rows, expected, rtol=0.01, atol=0.01 * float(rows.abs().max()))
 
 
-def reach_of(config: PreTrainedConfig, layer: int, window: int | None) -> Reach:
+def reach_of(config: PreTrainedConfig, layer: int, window: int | None) -> AttentionSpan:
     """How far back a layer sees that asks its attention function for `window`. Only the config tells of sections."""
     kinds: list[str] | None = getattr(config, "layer_types", None)
     kind = kinds[layer] if kinds else None
@@ -176,11 +176,11 @@ def reach_of(config: PreTrainedConfig, layer: int, window: int | None) -> Reach:
     if kind is None and window is None and stated and stated < getattr(config, "max_position_embeddings", 0):
         raise ModelRefused(f"sliding_window is {stated}, and attention layer {layer} asks for no window")
     if kind != "chunked_attention":
-        return Reach(window)
+        return AttentionSpan(window)
     section: int | None = getattr(config, "attention_chunk_size", None)
     if section is None:
         raise ModelRefused(f"attention layer {layer} is of type {kind}, and the config has no attention_chunk_size")
-    return Reach(section=section)
+    return AttentionSpan(section=section)
 
 
 def load(folder: str, dtype: DtypeName, device: str) -> Model:

@@ -20,7 +20,7 @@ NO_DRAFT = -3
 """No id, and nothing that stands for one."""
 
 
-class Drafts(NamedTuple):
+class DraftRows(NamedTuple):
     """What lies at the R positions of a step, int64: a sequence's first one, then those behind its drafts."""
 
     ids: Tensor
@@ -46,7 +46,7 @@ class Drafts(NamedTuple):
 
 
 def drafts_of(rows: Sequence[Row]) -> tuple[list[int], list[int]]:
-    """Drafts and numbers, see `Drafts`, of the positions of rows."""
+    """Drafts and numbers, see `DraftRows`, of the positions of rows."""
     ids = [draft for row in rows for draft in (*row.draft_ids, NO_DRAFT)]
     return ids, [number for row in rows for number in range(1 + len(row.draft_ids))]
 

@@ -10,10 +10,10 @@ from longleaf.config import MAX_DRAFT_TOKENS
 from longleaf.kernels.backend import Numbers
 from longleaf.rank_protocol.step import Row
 from longleaf.sampling import Sampling, Token
-from workers.host_copies import Moment, ToHost, to_device
-from workers.sampling.acceptance import NOT_REACHED, Drafts, drafts_of
+from workers.host_copies import AsyncHostCopy, DeviceEvent, to_device
+from workers.sampling.acceptance import NOT_REACHED, DraftRows, drafts_of
 from workers.sampling.fixed_shape import Needs, Parameters, choose, note
-from workers.sampling.history import NOBODY, Histories
+from workers.sampling.history import NOBODY, TokenHistories
 from workers.sampling.logprobs import told
 from workers.sampling.sampler import Choice, Sampler, first_positions
 from workers.sampling.uniforms import uniforms
@@ -27,7 +27,7 @@ UNIFORM = FLOATS.index("uniform")
 NUM_PARAMETERS = len(Parameters._fields)
 
 
-class Chooser:
+class DeviceSequenceSampler:
     """How the tokens of one sequence are chosen, and where its history lies."""
 
     def __init__(self, sampling: Sampling, place: int) -> None:
@@ -56,7 +56,7 @@ class Chooser:
 class Batch:
     """The parameters of the positions of a step, numbers [F, R] by field."""
 
-    def __init__(self, choosers: Sequence[Chooser], vocabulary_size: int) -> None:
+    def __init__(self, choosers: Sequence[DeviceSequenceSampler], vocabulary_size: int) -> None:
         self.choosers = choosers
         self.needs = needs_of([chooser.sampling for chooser in choosers])
         columns = [*zip(*(chooser.parameters(vocabulary_size) for chooser in choosers), strict=True)]
@@ -73,7 +73,7 @@ class Batch:
 
 def nobodys(vocabulary_size: int) -> Numbers:
     """The parameters [F] of rows of which nobody wants a token."""
-    return Batch([Chooser(Sampling(), NOBODY)], vocabulary_size).numbers([0])[:, 0]
+    return Batch([DeviceSequenceSampler(Sampling(), NOBODY)], vocabulary_size).numbers([0])[:, 0]
 
 
 def parameters_of(numbers_FR: Tensor) -> Parameters:
@@ -88,7 +88,7 @@ class DeviceChoice:
     def __init__(
         self,
         rows: Sequence[Row],
-        choosers: Sequence[Chooser],
+        choosers: Sequence[DeviceSequenceSampler],
         told_NC: Tensor,
         broken: set[int],
         host_NC: Tensor | None = None,
@@ -98,11 +98,11 @@ class DeviceChoice:
         self._rows = rows
         self._choosers = choosers
         self._told_NC = told_NC
-        self._arriving = ToHost(told_NC, host_NC)
+        self._arriving = AsyncHostCopy(told_NC, host_NC)
         self._broken = broken
 
     @property
-    def arrival(self) -> Moment:
+    def arrival(self) -> DeviceEvent:
         """When the tokens are on the host."""
         return self._arriving.arrival
 
@@ -130,8 +130,8 @@ class DeviceSampler:
         """Sequences whose logits were not finite: no token is chosen for them any more."""
         self._device = device
         self._num_sequences = num_sequences
-        self._choosers: dict[int, Chooser] = {}
-        self._histories: Histories | None = None
+        self._choosers: dict[int, DeviceSequenceSampler] = {}
+        self._histories: TokenHistories | None = None
         self._batch: Batch | None = None
         self._sent: tuple[Batch, Tensor] | None = None
         """The parameters that `start` has sent last."""
@@ -147,7 +147,7 @@ class DeviceSampler:
                 numbers = np.concatenate((numbers, drafts_of(rows)))
             there_FR = to_device(torch.from_numpy(numbers), self._device)
             self._sent = batch, there_FR[:NUM_PARAMETERS]
-            drafts = Drafts(*there_FR[NUM_PARAMETERS:]) if is_drafted else None
+            drafts = DraftRows(*there_FR[NUM_PARAMETERS:]) if is_drafted else None
         told_RN = self.choose(logits_RV, parameters_of(self._sent[1]), batch.needs, drafts)
         return DeviceChoice(rows, batch.choosers, told_RN, self.broken)
 
@@ -160,7 +160,9 @@ class DeviceSampler:
             self._batch = Batch(choosers, vocabulary_size)
         return self._batch
 
-    def choose(self, logits_RV: Tensor, parameters: Parameters, needs: Needs, drafts: Drafts | None = None) -> Tensor:
+    def choose(
+        self, logits_RV: Tensor, parameters: Parameters, needs: Needs, drafts: DraftRows | None = None
+    ) -> Tensor:
         """What `fixed_shape.note` tells of rows, chosen some after the others where they are many."""
         size = logits_RV.shape[-1]
         most, histories = max(1, MAX_LOGITS // size), self._there(size)
@@ -173,17 +175,17 @@ class DeviceSampler:
             found.append(choose(logits_RV[some], parameters.of(some), histories, needs, before_LM))
         return note(found[0] if len(found) == 1 else torch.cat(found), parameters, histories, needs, drafts)
 
-    def _there(self, vocabulary_size: int) -> Histories:
+    def _there(self, vocabulary_size: int) -> TokenHistories:
         """Where the histories lie, for good."""
-        self._histories = self._histories or Histories(vocabulary_size, self._num_sequences, self._device)
+        self._histories = self._histories or TokenHistories(vocabulary_size, self._num_sequences, self._device)
         return self._histories
 
-    def _chooser(self, row: Row, vocabulary_size: int) -> Chooser:
+    def _chooser(self, row: Row, vocabulary_size: int) -> DeviceSequenceSampler:
         """The chooser of the row's sequence, begun anew where the row tells its terms."""
         if row.terms is not None:
             self.forget([row.sequence])
             place = self._there(vocabulary_size).begin(row.terms)
-            self._choosers[row.sequence] = Chooser(row.terms.sampling, place)
+            self._choosers[row.sequence] = DeviceSequenceSampler(row.terms.sampling, place)
         return self._choosers[row.sequence]
 
     def forget(self, sequences: Iterable[int]) -> None:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from longleaf.sampling import MAX_LOGPROBS
-from workers.sampling.acceptance import NOT_FINITE, NOT_REACHED, Drafts
-from workers.sampling.history import NOBODY, Histories
+from workers.sampling.acceptance import NOT_FINITE, NOT_REACHED, DraftRows
+from workers.sampling.history import NOBODY, TokenHistories
 from workers.sampling.logprobs import top_logprobs
 
 COLUMNS = (slice(None), None)
@@ -91,7 +91,7 @@ class Parameters(NamedTuple):
 
 
 def choose(
-    logits_RV: Tensor, parameters: Parameters, histories: Histories, needs: Needs, before_RM: Tensor | None = None
+    logits_RV: Tensor, parameters: Parameters, histories: TokenHistories, needs: Needs, before_RM: Tensor | None = None
 ) -> Tensor:
     """The id of the next token of each row, from its logits [V], or NOT_FINITE: [R, 1], int64. With logprobs
     [R, 2 + 2 N], float64: the id, the logprob of it, those of the N likeliest tokens, and the ids of these.
@@ -109,7 +109,9 @@ def choose(
     return torch.cat((told_R1.double(), logprobs_RN, ids_RN.double()), dim=1)
 
 
-def note(told_RC: Tensor, parameters: Parameters, histories: Histories, needs: Needs, drafts: Drafts | None) -> Tensor:
+def note(
+    told_RC: Tensor, parameters: Parameters, histories: TokenHistories, needs: Needs, drafts: DraftRows | None
+) -> Tensor:
     """Notes what was chosen in the histories of its sequences. What `choose` tells, with the id NOT_REACHED behind
     drafts that are not accepted."""
     ids_R, places_R = told_RC[:, 0].long(), parameters.place
@@ -123,7 +125,7 @@ def note(told_RC: Tensor, parameters: Parameters, histories: Histories, needs: N
 
 
 def choose_adjusted(
-    logits_RV: Tensor, parameters_R1: Parameters, histories: Histories, needs: Needs, before_RM: Tensor | None
+    logits_RV: Tensor, parameters_R1: Parameters, histories: TokenHistories, needs: Needs, before_RM: Tensor | None
 ) -> Tensor:
     """Ids [R] after bias and penalties, greedy or drawn."""
     scores_RV = logits_RV.to(torch.float64, copy=True)
@@ -136,7 +138,7 @@ def choose_adjusted(
 
 
 def adjust(
-    scores_RV: Tensor, parameters_R1: Parameters, histories: Histories, needs: Needs, before_RM: Tensor | None
+    scores_RV: Tensor, parameters_R1: Parameters, histories: TokenHistories, needs: Needs, before_RM: Tensor | None
 ) -> None:
     """Adds biases and penalties in place, as `penalties.py` does; those that a row does not have leave its bits."""
     places_R = parameters_R1.place[:, 0]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from longleaf.rank_protocol.step import Seen, Terms
+from longleaf.rank_protocol.step import PenaltyHistory, SamplingTerms
 from longleaf.sampling import MAX_BIASES
 from workers.host_copies import to_device
 
@@ -14,7 +14,7 @@ NOBODY = 0
 """The place of rows without bias and penalties. What is noted there has no effect."""
 
 
-class Histories:
+class TokenHistories:
     """Which of V tokens P sequences have seen, how often their answers have them, and B biases of each, in memory of
     fixed address."""
 
@@ -29,12 +29,12 @@ class Histories:
         """Zeros, of which the bias is zero, fill it up."""
         self.biases_PB = torch.zeros(num_places, MAX_BIASES, dtype=torch.float64, device=device)
 
-    def begin(self, terms: Terms) -> int:
+    def begin(self, terms: SamplingTerms) -> int:
         """The place of a sequence, which must be given back. What has no logit is left out: an embedding may have more
         rows than the head."""
         if terms.seen is None and not terms.sampling.logit_bias:
             return NOBODY
-        place, seen, size = self._free.pop(), terms.seen or Seen((), ()), self._vocabulary_size
+        place, seen, size = self._free.pop(), terms.seen or PenaltyHistory((), ()), self._vocabulary_size
         counts = Counter(seen.generated)
         ids = [i for i in {*seen.token_ids, *counts} if i < size]
         bias = {i: bias for i, bias in terms.sampling.logit_bias.items() if i < size}

@@ -5,14 +5,14 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from longleaf.rank_protocol.step import Seen, Terms
+from longleaf.rank_protocol.step import PenaltyHistory, SamplingTerms
 from longleaf.sampling import Sampling
 
 
-class History:
+class PenaltyCounts:
     """What penalties must know of a sequence over a vocabulary of V tokens, on the CPU."""
 
-    def __init__(self, seen: Seen, vocabulary_size: int) -> None:
+    def __init__(self, seen: PenaltyHistory, vocabulary_size: int) -> None:
         self.seen_ids = _ids(seen.token_ids)
         """Ids in context, prompt or answer, each once. An embedding may have more rows than the head: what has no logit
         is left out."""
@@ -48,12 +48,12 @@ class History:
 class Penalties:
     """Bias and penalties of one sequence."""
 
-    def __init__(self, terms: Terms, vocabulary_size: int) -> None:
+    def __init__(self, terms: SamplingTerms, vocabulary_size: int) -> None:
         self._sampling: Sampling = terms.sampling
         bias = {i: b for i, b in terms.sampling.logit_bias.items() if i < vocabulary_size}
         self._biased_ids = _ids(bias.keys())
         self._biases = torch.tensor([*bias.values()], dtype=torch.float64)
-        self._history = History(terms.seen, vocabulary_size) if terms.seen is not None else None
+        self._history = PenaltyCounts(terms.seen, vocabulary_size) if terms.seen is not None else None
 
     def add(self, token_id: int) -> None:
         """Notes a generated token."""

@@ -9,7 +9,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from longleaf.rank_protocol.step import Row, Terms
+from longleaf.rank_protocol.step import Row, SamplingTerms
 from longleaf.sampling import Logprobs, Token
 from workers.sampling import distribution, draws
 from workers.sampling.acceptance import NOT_FINITE, NOT_REACHED
@@ -36,7 +36,7 @@ class Choice(Protocol):
         ...
 
 
-class Chosen:
+class SampledTokens:
     """Tokens that are on the host. Implements Choice."""
 
     def __init__(self, rows: Sequence[Row], tokens: list[tuple[Token, ...]]) -> None:
@@ -54,10 +54,10 @@ class Chosen:
         return self._tokens
 
 
-class Chooser:
+class CpuSequenceSampler:
     """How the tokens of one sequence are chosen: its terms, and what its penalties remember."""
 
-    def __init__(self, terms: Terms, vocabulary_size: int) -> None:
+    def __init__(self, terms: SamplingTerms, vocabulary_size: int) -> None:
         self.sampling = sampling = terms.sampling
         self.penalties = Penalties(terms, vocabulary_size)
         self.kind = -2 if sampling.is_argmax else -1 if sampling.is_greedy else sampling.top_k
@@ -70,7 +70,7 @@ class Sampler:
     def __init__(self) -> None:
         self.broken: set[int] = set()
         """Sequences whose logits were not finite: no token is chosen for them any more."""
-        self._choosers: dict[int, Chooser] = {}
+        self._choosers: dict[int, CpuSequenceSampler] = {}
 
     def start(self, rows: Sequence[Row], logits_RV: Tensor) -> Choice:
         """The next tokens of each row that can have some, from its logits [V], which those of its drafts follow.
@@ -90,7 +90,7 @@ class Sampler:
                 tokens[i] += (token,)
             turn += 1
             left = [i for i in left if is_accepted(rows[i], tokens[i]) and is_finite[firsts[i] + turn]]
-        return Chosen(rows, tokens)
+        return SampledTokens(rows, tokens)
 
     def choose(self, rows: Sequence[Row], logits_RV: Tensor) -> list[Token]:
         """The next token of each row, from its logits [V]."""
@@ -110,10 +110,10 @@ class Sampler:
                 told[i] = entry
         return list(map(Token, chosen, told))
 
-    def _chooser(self, row: Row, vocabulary_size: int) -> Chooser:
+    def _chooser(self, row: Row, vocabulary_size: int) -> CpuSequenceSampler:
         """The chooser of the row's sequence, begun anew where the row tells its terms."""
         if row.terms is not None:
-            self._choosers[row.sequence] = Chooser(row.terms, vocabulary_size)
+            self._choosers[row.sequence] = CpuSequenceSampler(row.terms, vocabulary_size)
         return self._choosers[row.sequence]
 
     def forget(self, sequences: Iterable[int]) -> None:
@@ -150,7 +150,7 @@ def take(logits_RV: Tensor, rows: Sequence[int]) -> Tensor:
     return logits_RV.index_select(0, torch.tensor(rows))
 
 
-def choose(logits_RV: Tensor, choosers: Sequence[Chooser], token_indices: Sequence[int]) -> list[int]:
+def choose(logits_RV: Tensor, choosers: Sequence[CpuSequenceSampler], token_indices: Sequence[int]) -> list[int]:
     """The next token ids from the logits [V] of rows of one kind."""
     first = choosers[0].sampling
     if first.is_argmax:
@@ -169,7 +169,7 @@ def choose(logits_RV: Tensor, choosers: Sequence[Chooser], token_indices: Sequen
     return [draw_alone(i) if token_id is None else token_id for i, token_id in enumerate(drawn)]
 
 
-def adjusted(logits_RV: Tensor, choosers: Sequence[Chooser]) -> Tensor:
+def adjusted(logits_RV: Tensor, choosers: Sequence[CpuSequenceSampler]) -> Tensor:
     """Logits [R, V], float64, after bias and penalties."""
     scores_RV = logits_RV.to(torch.float64, copy=True)
     for scores_V, chooser in zip(scores_RV, choosers, strict=True):
@@ -189,7 +189,9 @@ def highest_are_finite(logits_RV: Tensor) -> list[bool]:
     return [math.isfinite(highest) for highest in logits_RV.amax(dim=-1).tolist()]
 
 
-def _alike(choosers: Sequence[Chooser], kind: Callable[[Chooser], int | None], num_tokens: int) -> Iterator[list[int]]:
+def _alike(
+    choosers: Sequence[CpuSequenceSampler], kind: Callable[[CpuSequenceSampler], int | None], num_tokens: int
+) -> Iterator[list[int]]:
     """The rows of each kind but None, in lists that are not too long for a vocabulary of `num_tokens`."""
     most = max(1, MAX_LOGITS // num_tokens)
     alike: dict[int, list[int]] = {}

@@ -15,26 +15,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longleaf.attention.block_attribution import Columns
+from longleaf.attention.block_attribution import AttributionColumns
 from longleaf.attention.masks import hidden
 from longleaf.comm import Comm
-from longleaf.kernels.backend import TellingBackend
+from longleaf.kernels.backend import AttributionBackend
 from longleaf.rank_protocol.step import HEADS_PER_LAYER, Attention
 from longleaf.runs import ceil_div
-from workers.host_copies import ToHost, to_device
-from workers.kv_cache.slots import Slots
+from workers.host_copies import AsyncHostCopy, to_device
+from workers.kv_cache.slots import KvPool
 from workers.model.hook import LayerCall
-from workers.step.attribution_rows import SINK, Asked, Keys
+from workers.step.attribution_rows import SINK, AttributionGroup, SpanKeys
 from workers.step.block_plan import BlockPlan
 
 TILE_KEYS = 4096
 """Keys that are looked at together: their scores are written out."""
 
 
-class Sums:
+class SpanSums:
     """What of some sequences that are told together was counted so far, on one rank."""
 
-    def __init__(self, asked: Asked, device: str) -> None:
+    def __init__(self, asked: AttributionGroup, device: str) -> None:
         self.asked = asked
         rows = [row for _, run, _ in asked.tellers for row in range(run.row, run.row + run.end - run.start)]
         self.rows_R = to_device(torch.tensor(rows), device)
@@ -59,11 +59,11 @@ class Sums:
     def add_blocks(
         self,
         layer: int,
-        backend: TellingBackend,
+        backend: AttributionBackend,
         told_KE2: Tensor,
         lse_TH: Tensor,
         sink_H: Tensor | None,
-        columns: Columns,
+        columns: AttributionColumns,
     ) -> None:
         """The same of what kernels have told of blocks."""
         self.num_heads += lse_TH.shape[1]
@@ -77,12 +77,12 @@ class Sums:
         return torch.stack((self.means_AN / max(1, self.num_heads), self.largest_AN, heads_AN)).flatten(1)
 
 
-class Told:
+class SpanAttention:
     """What all ranks counted, on its way to the host."""
 
-    def __init__(self, groups: Sequence[Asked], numbers_3N: Tensor) -> None:
+    def __init__(self, groups: Sequence[AttributionGroup], numbers_3N: Tensor) -> None:
         self._groups = groups
-        self._arriving = ToHost(numbers_3N)
+        self._arriving = AsyncHostCopy(numbers_3N)
 
     def attention(self) -> dict[int, Attention]:
         """By sequence. Waits for what the device was told before."""
@@ -97,19 +97,21 @@ class Told:
         return found
 
 
-class Blocks(NamedTuple):
+class BlockAttention(NamedTuple):
     """What kernels tell of a step's blocks of keys, and who adds it up."""
 
-    backend: TellingBackend
+    backend: AttributionBackend
     plan: BlockPlan
 
 
-class Masses:
+class AttributionAccumulator:
     """Counts, layer by layer of one step, what falls on the columns of all rows that ask."""
 
-    def __init__(self, groups: Sequence[Asked], pool: Slots, comm: Comm | None, blocks: Blocks | None = None) -> None:
+    def __init__(
+        self, groups: Sequence[AttributionGroup], pool: KvPool, comm: Comm | None, blocks: BlockAttention | None = None
+    ) -> None:
         """Of all ranks the first one counts sinks."""
-        self._sums = [Sums(asked, pool.device) for asked in groups]
+        self._sums = [SpanSums(asked, pool.device) for asked in groups]
         self._pool = pool
         self._comm = comm
         self._blocks = blocks
@@ -129,7 +131,7 @@ class Masses:
             columns = self._blocks.plan.columns[number]
             sums.add_blocks(layer, self._blocks.backend, told_KE2, lse_TH, sinks, columns)
 
-    def told(self) -> Told | None:
+    def told(self) -> SpanAttention | None:
         """Has the ranks put together what they counted, all at the same time; the first one gets it."""
         numbers_3N = torch.cat([sums.numbers() for sums in self._sums], dim=1)
         if self._comm is not None:
@@ -139,9 +141,9 @@ class Masses:
             largest_N, ranks_N = found_W3N[:, 1].max(dim=0)
             heads_N = found_W3N[:, 2].gather(0, ranks_N[None])[0]
             numbers_3N = torch.stack((found_W3N[:, 0].sum(dim=0), largest_N, heads_N))
-        return Told([sums.asked for sums in self._sums], numbers_3N)
+        return SpanAttention([sums.asked for sums in self._sums], numbers_3N)
 
-    def _of_layer(self, layer: int, sums: Sums, q_THD: Tensor, lse_TH: Tensor, call: LayerCall) -> Tensor:
+    def _of_layer(self, layer: int, sums: SpanSums, q_THD: Tensor, lse_TH: Tensor, call: LayerCall) -> Tensor:
         """What of each row and head falls on the columns, [R, H, N], float32."""
         asked, num_kv_heads = sums.asked, self._pool.num_kv_heads(layer)
         q_RKGD = q_THD[sums.rows_R].unflatten(1, (num_kv_heads, -1)).float() * call.scale
@@ -165,7 +167,7 @@ class Masses:
         return masses_RHN
 
     def _weights(
-        self, layer: int, keys: Keys, q_KDM: Tensor, lse_K1M: Tensor, call: LayerCall, ahead: int, group: int
+        self, layer: int, keys: SpanKeys, q_KDM: Tensor, lse_K1M: Tensor, call: LayerCall, ahead: int, group: int
     ) -> Tensor:
         """The share of each key, [K, S, M]; `ahead` of them lie behind the first row."""
         k_KSD = self._pool.keys_between(layer, keys.slot, keys.slot + keys.num_keys)
@@ -179,11 +181,11 @@ class Masses:
         return scores_KSM.sub_(lse_K1M).exp_()
 
 
-def _tiles(found: Iterable[Keys]) -> Iterator[Keys]:
+def _tiles(found: Iterable[SpanKeys]) -> Iterator[SpanKeys]:
     return (tile for keys in found for tile in keys.tiles(TILE_KEYS))
 
 
-def _count(masses_KNM: Tensor, weights_KSM: Tensor, keys: Keys) -> None:
+def _count(masses_KNM: Tensor, weights_KSM: Tensor, keys: SpanKeys) -> None:
     """Adds up the keys of each column."""
     end = keys.before + keys.num_keys
     num_columns = ceil_div(end, keys.size)

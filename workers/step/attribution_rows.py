@@ -10,14 +10,14 @@ from typing import NamedTuple
 from longleaf.attention.masks import QueryRun
 from longleaf.rank_protocol.step import NUM_OTHER_SHARES, Positions, Row, Spans
 from longleaf.runs import ceil_div, joined, without
-from workers.kv_cache.block_table import Ledger, Part
+from workers.kv_cache.block_table import BlockTable, SlotRun
 from workers.step.row_grouping import Query
 
 PROMPT, ANSWER, SINK = 0, 1, 2
 """Columns behind the spans."""
 
 
-class Keys(NamedTuple):
+class SpanKeys(NamedTuple):
     """Keys in consecutive slots, of consecutive positions."""
 
     position: int
@@ -31,28 +31,28 @@ class Keys(NamedTuple):
     size: int
     """Keys of a column."""
 
-    def tiles(self, most: int) -> Iterator["Keys"]:
+    def tiles(self, most: int) -> Iterator["SpanKeys"]:
         """The same in parts of at most so many keys."""
         for low in range(0, self.num_keys, most):
             number, before = divmod(self.before + low, self.size)
             count = min(most, self.num_keys - low)
-            yield Keys(self.position + low, self.slot + low, count, self.column + number, before, self.size)
+            yield SpanKeys(self.position + low, self.slot + low, count, self.column + number, before, self.size)
 
 
-class Teller(NamedTuple):
+class AttributionRow(NamedTuple):
     """The rows of one sequence that tell of their attention; in the mean, if there are several."""
 
     sequence: int
     run: QueryRun
-    own: list[Keys]
+    own: list[SpanKeys]
     """Behind the context."""
 
 
-class View(NamedTuple):
+class SpanView(NamedTuple):
     """What sequences have in common whose rows are told together: they see a context alike, and the same layers
     count."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[SlotRun, ...]
     hidden: tuple[Positions, ...]
     size: int
     layers: tuple[int, ...]
@@ -62,21 +62,23 @@ class View(NamedTuple):
         return sum(ceil_div(part.end - part.start, self.size) for part in self.parts)
 
 
-class Asked(NamedTuple):
+class AttributionGroup(NamedTuple):
     """Sequences that are told together."""
 
-    view: View
-    context: list[Keys]
-    tellers: list[Teller]
+    view: SpanView
+    context: list[SpanKeys]
+    tellers: list[AttributionRow]
 
     @property
     def num_columns(self) -> int:
         return self.view.num_spans + NUM_OTHER_SHARES
 
 
-def asked(ledger: Ledger, queries: Iterable[tuple[Row, Query]], full_layers: Sequence[int]) -> list[Asked]:
+def asked(
+    ledger: BlockTable, queries: Iterable[tuple[Row, Query]], full_layers: Sequence[int]
+) -> list[AttributionGroup]:
     """Whatever rows tell, in an order that is the same on all ranks. Layers that do not see all keys never count."""
-    found: dict[View, Asked] = {}
+    found: dict[SpanView, AttributionGroup] = {}
     for row, query in queries:
         if row.spans is None or not (row.spans.of_all_rows or row.token_index >= 0):
             continue
@@ -85,12 +87,12 @@ def asked(ledger: Ledger, queries: Iterable[tuple[Row, Query]], full_layers: Seq
             continue
         segments = set(row.path[: row.spans.num_segments])
         parts = tuple(part for part in query.parts if part.segment in segments)
-        view = View(parts, row.hidden, row.spans.size, layers)
+        view = SpanView(parts, row.hidden, row.spans.size, layers)
         if view not in found:
-            found[view] = Asked(view, list(_context_keys(ledger, view)), [])
+            found[view] = AttributionGroup(view, list(_context_keys(ledger, view)), [])
         behind = [part for part in query.parts if part.segment not in segments]
         own = list(_own_keys(ledger, behind, row.spans, view.num_spans))
-        found[view].tellers.append(Teller(row.sequence, _counted(query.run, row.spans), own))
+        found[view].tellers.append(AttributionRow(row.sequence, _counted(query.run, row.spans), own))
     return list(found.values())
 
 
@@ -99,20 +101,20 @@ def _counted(run: QueryRun, spans: Spans) -> QueryRun:
     return run if spans.of_all_rows else QueryRun(run.end - 1, run.end, run.row + run.end - 1 - run.start)
 
 
-def _context_keys(ledger: Ledger, view: View) -> Iterator[Keys]:
+def _context_keys(ledger: BlockTable, view: SpanView) -> Iterator[SpanKeys]:
     column = 0
     for part in view.parts:
         for low, high in without(part.start, part.end, view.hidden):
             for held in joined(ledger.held(part.segment, low, high)):
                 number, before = divmod(held.start - part.start, view.size)
-                yield Keys(held.start, held.slot, held.end - held.start, column + number, before, view.size)
+                yield SpanKeys(held.start, held.slot, held.end - held.start, column + number, before, view.size)
         column += ceil_div(part.end - part.start, view.size)
 
 
-def _own_keys(ledger: Ledger, parts: Iterable[Part], spans: Spans, num_spans: int) -> Iterator[Keys]:
+def _own_keys(ledger: BlockTable, parts: Iterable[SlotRun], spans: Spans, num_spans: int) -> Iterator[SpanKeys]:
     for part in parts:
         edge = min(max(spans.prompt_end, part.start), part.end)
         for low, high, other in ((part.start, edge, PROMPT), (edge, part.end, ANSWER)):
             for held in joined(ledger.held(part.segment, low, high)):
                 count = held.end - held.start
-                yield Keys(held.start, held.slot, count, num_spans + other, 0, count)
+                yield SpanKeys(held.start, held.slot, count, num_spans + other, 0, count)

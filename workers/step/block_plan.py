@@ -7,34 +7,42 @@ kernel tells the two parts apart, at the read's edge.
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from longleaf.attention.block_attribution import BLOCK, NO_EDGE, BlockSums, Columns, ToldRead, table, told_read
+from longleaf.attention.block_attribution import (
+    BLOCK,
+    NO_EDGE,
+    AttributedRead,
+    AttributionColumns,
+    BlockSums,
+    table,
+    told_read,
+)
 from longleaf.attention.masks import Read
 from longleaf.runs import ceil_div
-from workers.step.attribution_rows import Asked, Keys, Teller
+from workers.step.attribution_rows import AttributionGroup, AttributionRow, SpanKeys
 
 
 class BlockPlan(NamedTuple):
     """What kernels are to tell in a step, and where it counts."""
 
     sums: BlockSums
-    columns: list[Columns]
+    columns: list[AttributionColumns]
     """Of each group of sequences that are told together."""
 
 
-class CutApart(Exception):
+class BlockSpansColumns(Exception):
     """Keys of one block count into several columns, and kernels do not tell them apart."""
 
 
-class Piece(NamedTuple):
+class ReadPiece(NamedTuple):
     """Slots [low, high) of a read that count into columns one after the other."""
 
     read: int
     low: int
     high: int
-    keys: Keys
+    keys: SpanKeys
 
 
-def block_plan(reads: Sequence[Read], groups: Sequence[Asked]) -> BlockPlan | None:
+def block_plan(reads: Sequence[Read], groups: Sequence[AttributionGroup]) -> BlockPlan | None:
     """None where spans are no whole blocks, or a block would have to be cut at several places to tell what is asked."""
     if any(asked.view.size % BLOCK for asked in groups):
         return None
@@ -50,11 +58,11 @@ def block_plan(reads: Sequence[Read], groups: Sequence[Asked]) -> BlockPlan | No
     told = list(_told(reads, rows, {read: min(found) for read, found in edges.items()}))
     try:
         return BlockPlan(BlockSums(told), [_columns(reads, told, seen, asked) for asked in groups])
-    except CutApart:
+    except BlockSpansColumns:
         return None
 
 
-def _rows(teller: Teller) -> range:
+def _rows(teller: AttributionRow) -> range:
     return range(teller.run.row, teller.run.row + teller.run.end - teller.run.start)
 
 
@@ -64,7 +72,7 @@ def _read_by(reads: Sequence[Read], row: int) -> list[int]:
     return sorted(found, key=lambda number: reads[number].slot_start)
 
 
-def _pieces(reads: Sequence[Read], numbers: Sequence[int], keys: Iterable[Keys]) -> Iterator[Piece]:
+def _pieces(reads: Sequence[Read], numbers: Sequence[int], keys: Iterable[SpanKeys]) -> Iterator[ReadPiece]:
     """Where keys lie in the reads of these numbers; both are in the order of slots, or are brought into it."""
     ahead = sorted(keys, key=lambda each: each.slot)
     first = 0
@@ -75,11 +83,11 @@ def _pieces(reads: Sequence[Read], numbers: Sequence[int], keys: Iterable[Keys])
         at = first
         while at < len(ahead) and ahead[at].slot < read.slot_end:
             low, high = max(read.slot_start, ahead[at].slot), ahead[at].slot + ahead[at].num_keys
-            yield Piece(number, low, min(read.slot_end, high), ahead[at])
+            yield ReadPiece(number, low, min(read.slot_end, high), ahead[at])
             at += 1
 
 
-def _told(reads: Sequence[Read], rows: Sequence[int], edges: dict[int, int]) -> Iterator[ToldRead]:
+def _told(reads: Sequence[Read], rows: Sequence[int], edges: dict[int, int]) -> Iterator[AttributedRead]:
     start = 0
     for number, read in enumerate(reads):
         asking = [row for row in rows if read.row_start <= row < read.row_end]
@@ -89,7 +97,9 @@ def _told(reads: Sequence[Read], rows: Sequence[int], edges: dict[int, int]) -> 
         start = told.end
 
 
-def _columns(reads: Sequence[Read], told: Sequence[ToldRead], seen: dict[int, list[int]], asked: Asked) -> Columns:
+def _columns(
+    reads: Sequence[Read], told: Sequence[AttributedRead], seen: dict[int, list[int]], asked: AttributionGroup
+) -> AttributionColumns:
     runs, tellers = list[tuple[int, ...]](), list[tuple[int, ...]]()
     context = dict[tuple[int, ...], list[tuple[int, ...]]]()
     for teller in asked.tellers:
@@ -104,14 +114,14 @@ def _columns(reads: Sequence[Read], told: Sequence[ToldRead], seen: dict[int, li
                 runs.append((row, read.start + (row - read.first_row) * read.num_entries, read.num_entries, *rest))
         rows = _rows(teller)
         tellers.append((rows.start, rows.stop, first, len(runs)))
-    return Columns(table(runs, 8), table(tellers, 4))
+    return AttributionColumns(table(runs, 8), table(tellers, 4))
 
 
-def _run(reads: Sequence[Read], told: Sequence[ToldRead], piece: Piece) -> tuple[int, ...]:
-    """The read's number, then what block_attribution.c is told of entries and columns. Raises CutApart."""
+def _run(reads: Sequence[Read], told: Sequence[AttributedRead], piece: ReadPiece) -> tuple[int, ...]:
+    """The read's number, then what block_attribution.c is told of entries and columns. Raises BlockSpansColumns."""
     read, edge, keys = reads[piece.read], told[piece.read].edge, piece.keys
     if piece.low not in (read.slot_start, edge) and piece.low % BLOCK:
-        raise CutApart
+        raise BlockSpansColumns
 
     def entry(slot: int) -> int:
         return slot // BLOCK - read.slot_start // BLOCK + (slot >= edge)
@@ -121,5 +131,5 @@ def _run(reads: Sequence[Read], told: Sequence[ToldRead], piece: Piece) -> tuple
     if number == 0 and keys.num_keys == keys.size:  # one column for all, however blocks lie
         before, per_column = 0, NO_EDGE
     elif piece.low < edge < piece.high:
-        raise CutApart
+        raise BlockSpansColumns
     return (piece.read, entry(piece.low), entry(piece.high - 1) + 1, keys.column + number, before // BLOCK, per_column)

@@ -37,7 +37,7 @@ def drafted_among(sampled: Sequence[Row], sample_rows: Sequence[int]) -> list[Dr
     ]
 
 
-class Stored(NamedTuple):
+class StoredKv(NamedTuple):
     """What a step of T rows stores in a layer."""
 
     slots_T: Tensor
@@ -45,15 +45,15 @@ class Stored(NamedTuple):
     v_KTV: Tensor
 
 
-class Keeper(Protocol):
+class StoredKvRecorder(Protocol):
     """Who keeps what a step stores until its drafts are accepted or not."""
 
-    def note(self, layer: int, stored: Stored) -> None:
+    def note(self, layer: int, stored: StoredKv) -> None:
         """Of each layer once in a step."""
         ...
 
 
-class Saved(NamedTuple):
+class SavedBlocks(NamedTuple):
     """Blocks of one kind as they were before a step."""
 
     owners: Sequence[int]
@@ -80,27 +80,27 @@ class DraftedBlocks:
         self._pool = pool
         self._backend = backend
         self._drafted = drafted
-        self.stored: dict[int, Stored] = {}
+        self.stored: dict[int, StoredKv] = {}
         """By layer."""
         self._saved = [
             self._save(slots, pool.trash_slot, of_windows=False),
             self._save(window_slots, pool.window_trash_slot, of_windows=True),
         ]
 
-    def _save(self, slots: Sequence[int], trash_slot: int, *, of_windows: bool) -> Saved:
+    def _save(self, slots: Sequence[int], trash_slot: int, *, of_windows: bool) -> SavedBlocks:
         found = sorted(self._blocks(slots, trash_slot)) if slots else []
         owners, blocks = [owner for owner, _ in found], [block for _, block in found]
         parts = [part.tensor for part in self._pool.blocks(of_windows=of_windows)] if blocks else []
         there = self._there(blocks)
-        return Saved(owners, blocks, [(part, part[:, there]) for part in parts])
+        return SavedBlocks(owners, blocks, [(part, part[:, there]) for part in parts])
 
     def _blocks(self, slots: Sequence[int], trash_slot: int) -> set[tuple[int, int]]:
         """Sequences and the blocks that they write to."""
         size = self._pool.block_size
         return {(row.sequence, slots[i] // size) for row, rows in self._drafted for i in rows if slots[i] != trash_slot}
 
-    def note(self, layer: int, stored: Stored) -> None:
-        """See `Keeper`."""
+    def note(self, layer: int, stored: StoredKv) -> None:
+        """See `StoredKvRecorder`."""
         self.stored[layer] = stored
 
     def put_back(self, num_left: Mapping[int, int]) -> None:

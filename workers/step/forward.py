@@ -14,10 +14,10 @@ from longleaf.attention.masks import Reads
 from longleaf.comm import Comm
 from longleaf.kernels.backend import Backend
 from longleaf.merge import Merge
-from workers.kv_cache.slots import Slots
+from workers.kv_cache.slots import KvPool
 from workers.model.hook import LayerCall
-from workers.step.attention_attribution import Masses
-from workers.step.draft_rollback import Keeper, Stored
+from workers.step.attention_attribution import AttributionAccumulator
+from workers.step.draft_rollback import StoredKv, StoredKvRecorder
 from workers.step.inputs import Inputs
 from workers.step.layers import ChunkLayer, Gathered, Replicated, Replicating, RowLayer, Sharded
 
@@ -37,7 +37,7 @@ class Peers:
 class LocalAttention:
     """Attention of queries over this rank's pool."""
 
-    def __init__(self, pool: Slots, backend: Backend, peers: Peers | None) -> None:
+    def __init__(self, pool: KvPool, backend: Backend, peers: Peers | None) -> None:
         self.pool = pool
         self.backend = backend
         self._has_sink = peers is None or peers.comm.rank == 0
@@ -68,11 +68,11 @@ class DecodeStep:
     def __init__(
         self,
         inputs: Inputs[RowLayer],
-        pool: Slots,
+        pool: KvPool,
         backend: Backend,
         peers: Peers | None,
-        masses: Masses | None = None,
-        keeper: Keeper | None = None,
+        masses: AttributionAccumulator | None = None,
+        keeper: StoredKvRecorder | None = None,
     ) -> None:
         """`masses` counts what rows tell of their attention, if any of them do; `keeper` notes what is stored, if that
         may have to be undone."""
@@ -86,7 +86,7 @@ class DecodeStep:
         work, local = self._layers[layer], self._local
         local.pool.store(local.backend, layer, work.slots_T, k_KTD, v_KTV)
         if self._keeper is not None:
-            self._keeper.note(layer, Stored(work.slots_T, k_KTD, v_KTV))
+            self._keeper.note(layer, StoredKv(work.slots_T, k_KTD, v_KTV))
         match work:
             case Sharded():
                 partial = local(layer, q_THD, work.reads, call)
@@ -103,7 +103,7 @@ class PrefillStep:
     before the pieces are gathered, or only the fresh ones of them, and nothing goes back."""
 
     def __init__(
-        self, inputs: Inputs[ChunkLayer], pool: Slots, backend: Backend, peers: Peers | None, last_layer: int
+        self, inputs: Inputs[ChunkLayer], pool: KvPool, backend: Backend, peers: Peers | None, last_layer: int
     ) -> None:
         self._inputs = inputs
         self._local = LocalAttention(pool, backend, peers)

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from longleaf.attention.masks import QueryRun, Read, Reads, reads_within
 from longleaf.config import PrefillName
-from longleaf.merge import Wire
-from longleaf.positions import Reach
+from longleaf.merge import PartialCodec
+from longleaf.positions import AttentionSpan
 from longleaf.rank_protocol.step import Prefill
 from longleaf.runs import Extent, Run, ceil_div, union, without
-from workers.kv_cache.block_table import Ledger
-from workers.kv_cache.slots import Slots
+from workers.kv_cache.block_table import BlockTable
+from workers.kv_cache.slots import KvPool
 from workers.kv_cache.workspace_estimate import MAX_GATHERED
 from workers.model.model import LayerSpec
 from workers.step.layers import ChunkLayer, Gathered
@@ -35,13 +35,13 @@ class PastBuilder:
 
     def __init__(
         self,
-        ledger: Ledger,
-        pool: Slots,
+        ledger: BlockTable,
+        pool: KvPool,
         layers: dict[int, LayerSpec],
         *,
         world_size: int,
         way: PrefillName,
-        wire: Wire,
+        wire: PartialCodec,
     ) -> None:
         self._ledger = ledger
         self._pool = pool
@@ -93,7 +93,7 @@ class PastBuilder:
         return torch.cat(slots).to(self._pool.device)
 
     def _reads(
-        self, pieces: Sequence[Run], shares: list[list[Extent]], longest: int, reach: Reach
+        self, pieces: Sequence[Run], shares: list[list[Extent]], longest: int, reach: AttentionSpan
     ) -> tuple[Reads, Reads]:
         """What the own piece reads from the gathered keys, and from itself."""
         before, own = list[Read](), list[Read]()
@@ -105,12 +105,12 @@ class PastBuilder:
         return Reads(before), Reads(own)
 
 
-def before_pieces(pieces: Sequence[Run], reach: Reach) -> list[tuple[int, int]]:
+def before_pieces(pieces: Sequence[Run], reach: AttentionSpan) -> list[tuple[int, int]]:
     """Positions [start, end) that lie before any piece and that it sees, in order, neighbours joined."""
     return union((reach.first(piece.start), piece.start) for piece in pieces)
 
 
-def past_reads(query: QueryRun, shares: list[list[Extent]], longest: int, reach: Reach) -> list[Read]:
+def past_reads(query: QueryRun, shares: list[list[Extent]], longest: int, reach: AttentionSpan) -> list[Read]:
     """What a piece reads from gathered shares: of each rank what lies before the piece.
 
     Without a limit that is the beginning of the share, in one read: order and gaps do not matter to rows that see all.

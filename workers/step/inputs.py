@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 
 from longleaf.attention.masks import QueryRun, Read, Reads, causal_reads, reads_within
-from longleaf.positions import EVERY_RANK, OWN_ROPE, Reach, Rope
+from longleaf.positions import EVERY_RANK, OWN_ROPE, AttentionSpan, Rope
 from longleaf.rank_protocol.step import Decode, Prefill, Row
 from longleaf.runs import Run
 from workers.host_copies import to_device
-from workers.kv_cache.block_table import Ledger, stretches
-from workers.kv_cache.slots import Slots
+from workers.kv_cache.block_table import BlockTable, stretches
+from workers.kv_cache.slots import KvPool
 from workers.model.model import LayerSpec
 from workers.model.rotary import Rows, row_ropes
-from workers.step.attribution_rows import Asked, asked
+from workers.step.attribution_rows import AttributionGroup, asked
 from workers.step.block_plan import BlockPlan, block_plan
 from workers.step.gathered_prefill import PastBuilder
-from workers.step.last_tokens import LastIds
+from workers.step.last_tokens import LastTokens
 from workers.step.layers import ChunkLayer, Replicated, RowLayer, Sharded
 from workers.step.row_grouping import Query, most_together, order, row_reads
 from workers.step.windows import WindowBuilder
@@ -55,7 +55,7 @@ class RowNumbers:
     """What a decode step is about, as numbers of the host, T of each but for the rows to sample from."""
 
     token_ids: Sequence[int]
-    """Those that are not known stand as `LastIds` tells them."""
+    """Those that are not known stand as `LastTokens` tells them."""
     positions: Sequence[int]
     slots: Sequence[int]
     """Of sharded keys; the trash slot for tokens that another rank owns."""
@@ -64,13 +64,13 @@ class RowNumbers:
     ropes: Sequence[Rope]
     sample_rows: Sequence[int]
     """Rows that are sampled from, in the order of the plan: each sequence's, and those of its drafts."""
-    reads: dict[Reach, Reads]
+    reads: dict[AttentionSpan, Reads]
     """From this rank's pool."""
     most_together: int
     """Rows that may read keys together, at most; the same on all ranks."""
     scored_rows: Sequence[int] = ()
     """Rows of which the next token is scored, in the order of the plan."""
-    asked: Sequence[Asked] = ()
+    asked: Sequence[AttributionGroup] = ()
     """Whatever rows tell of their attention."""
     blocks: BlockPlan | None = None
     """What kernels tell of it; None where they tell nothing."""
@@ -90,8 +90,8 @@ class InputBuilder:
 
     def __init__(
         self,
-        ledger: Ledger,
-        pool: Slots,
+        ledger: BlockTable,
+        pool: KvPool,
         layers: dict[int, LayerSpec],
         *,
         world_size: int,
@@ -139,11 +139,11 @@ class InputBuilder:
             ropes={work.rope: None},
         )
 
-    def decode(self, work: Decode, last_ids: LastIds) -> Inputs[RowLayer]:
+    def decode(self, work: Decode, last_ids: LastTokens) -> Inputs[RowLayer]:
         """All rows of all sequences. `last_ids` gives the token of rows that bring none."""
         return self.tensors(self.numbers(work, last_ids), last_ids)
 
-    def numbers(self, work: Decode, last_ids: LastIds) -> RowNumbers:
+    def numbers(self, work: Decode, last_ids: LastTokens) -> RowNumbers:
         """What there is to know of all rows of all sequences. Raises ValueError for drafts where there must be none."""
         for row in work.rows:
             check_drafts(row)
@@ -190,14 +190,14 @@ class InputBuilder:
             has_drafts=any(row.draft_ids for row in work.rows),
         )
 
-    def _blocks(self, reads: dict[Reach, Reads], told: Sequence[Asked]) -> BlockPlan | None:
+    def _blocks(self, reads: dict[AttentionSpan, Reads], told: Sequence[AttributionGroup]) -> BlockPlan | None:
         """Has kernels tell what is asked, if they can."""
-        plan = block_plan(reads[Reach()], told) if told and self._tells_blocks else None
+        plan = block_plan(reads[AttentionSpan()], told) if told and self._tells_blocks else None
         if plan is not None:
-            reads[Reach()].told = plan.sums
+            reads[AttentionSpan()].told = plan.sums
         return plan
 
-    def tensors(self, rows: RowNumbers, last_ids: LastIds) -> Inputs[RowLayer]:
+    def tensors(self, rows: RowNumbers, last_ids: LastTokens) -> Inputs[RowLayer]:
         """The inputs of a step, of which the numbers go to the device in one copy."""
         wanted = (*rows.sample_rows, *rows.scored_rows)
         parts = (rows.token_ids, rows.positions, rows.slots, rows.window_slots, wanted)
@@ -211,9 +211,11 @@ class InputBuilder:
             ropes=row_ropes(rows.ropes, self.pool.device),
         )
 
-    def row_layers(self, reads: dict[Reach, Reads], slots_T: Tensor, window_slots_T: Tensor) -> dict[int, RowLayer]:
+    def row_layers(
+        self, reads: dict[AttentionSpan, Reads], slots_T: Tensor, window_slots_T: Tensor
+    ) -> dict[int, RowLayer]:
         """What each layer does with rows that read such and whose keys go into these slots."""
-        made: dict[Reach, RowLayer] = {reach: Sharded(slots_T, found) for reach, found in reads.items()}
+        made: dict[AttentionSpan, RowLayer] = {reach: Sharded(slots_T, found) for reach, found in reads.items()}
         if self._windows:
             made |= {reach: Replicated(window_slots_T, reads[reach]) for reach in made if not reach.is_full}
         return {layer: made[reach] for layer, reach in self._reaches.items()}
@@ -223,7 +225,9 @@ class InputBuilder:
         once."""
         return sum(reads.num_keys * self._bytes_per_key[reach] for reach, reads in rows.reads.items())
 
-    def _chunk_reads(self, work: Prefill, runs: list[QueryRun], reach: Reach, past_row: tuple[int, int]) -> Reads:
+    def _chunk_reads(
+        self, work: Prefill, runs: list[QueryRun], reach: AttentionSpan, past_row: tuple[int, int]
+    ) -> Reads:
         """Reads of the query runs of a chunk, which are in position order."""
         return Reads(self._full_reads(work, runs, past_row) if reach.is_full else self._near(work, runs, reach))
 
@@ -238,7 +242,7 @@ class InputBuilder:
             for extent in self._ledger.extents(work.path, run.start, run.end):
                 yield from causal_reads(run, extent)
 
-    def _near(self, work: Prefill, runs: list[QueryRun], reach: Reach) -> Iterator[Read]:
+    def _near(self, work: Prefill, runs: list[QueryRun], reach: AttentionSpan) -> Iterator[Read]:
         for run in runs:
             for extent in self._ledger.extents(work.path, reach.first(run.start), run.end, hidden=work.hidden):
                 yield from reads_within(run, extent, reach)

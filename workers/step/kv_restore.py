@@ -10,24 +10,24 @@ from collections.abc import Callable
 import torch
 
 from longleaf.comm import Comm
-from longleaf.errors import KeysMissing
+from longleaf.errors import PieceNotFetched
 from longleaf.positions import EVERY_RANK
 from longleaf.rank_protocol.step import Restore
 from longleaf.runs import Run, ceil_div
-from workers.kv_cache.block_table import Ledger
-from workers.kv_cache.slots import Slots
-from workers.kv_io.kv_piece import Piece
+from workers.kv_cache.block_table import BlockTable
+from workers.kv_cache.slots import KvPool
+from workers.kv_io.kv_piece import KvPiece
 
 NONE = -1
 
-Find = Callable[[int], Piece | None]
+Find = Callable[[int], KvPiece | None]
 """What was fetched under a ticket."""
 
 
-def restore(work: Restore, comm: Comm | None, pool: Slots, ledger: Ledger, find: Find) -> None:
+def restore(work: Restore, comm: Comm | None, pool: KvPool, ledger: BlockTable, find: Find) -> None:
     """Carries out a restore; all ranks do at the same time. `comm` is None for a rank that is alone.
 
-    Raises ValueError for one that makes no sense, and KeysMissing, on every rank, where one has not fetched what it
+    Raises ValueError for one that makes no sense, and PieceNotFetched, on every rank, where one has not fetched what it
     needed: then the ledger says what it said before.
     """
     check(work, comm.world_size if comm else 1, pool.block_size)
@@ -62,7 +62,7 @@ def wanted(work: Restore, rank: int) -> list[tuple[int, tuple[Run, ...], bool]]:
     return [*own, (work.window_ticket, work.window_runs, True)] if work.window_runs else own
 
 
-def take_in(piece: Piece | None, runs: tuple[Run, ...], pool: Slots, *, of_windows: bool) -> bool:
+def take_in(piece: KvPiece | None, runs: tuple[Run, ...], pool: KvPool, *, of_windows: bool) -> bool:
     """Puts a part of a piece into the blocks of runs; whether it has that part."""
     if piece is None or piece.of_windows != of_windows or (numbers := piece.find(runs, pool.block_size)) is None:
         return False
@@ -71,8 +71,8 @@ def take_in(piece: Piece | None, runs: tuple[Run, ...], pool: Slots, *, of_windo
 
 
 def settle(comm: Comm | None, device: str, missing: int) -> None:
-    """Returns when all ranks are here, and none lacks anything. Raises KeysMissing otherwise."""
+    """Returns when all ranks are here, and none lacks anything. Raises PieceNotFetched otherwise."""
     told = torch.tensor([missing], device=device)
     for rank, ticket in enumerate((comm.all_gather(told) if comm else told).flatten().tolist()):
         if ticket != NONE:
-            raise KeysMissing(rank, ticket)
+            raise PieceNotFetched(rank, ticket)

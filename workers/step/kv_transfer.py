@@ -13,11 +13,11 @@ from blake3 import blake3
 from torch import Tensor
 
 from longleaf.comm import Comm
-from longleaf.errors import KeysDamaged
+from longleaf.errors import TransferCorrupted
 from longleaf.rank_protocol.step import Move, Transfer
 from workers.kv_cache.block_bytes import Content
-from workers.kv_cache.block_table import Ledger
-from workers.kv_cache.slots import Slots
+from workers.kv_cache.block_table import BlockTable
+from workers.kv_cache.slots import KvPool
 
 PIECE_BYTES = 16 << 20
 """Bytes that a rank sends at once, at most, unless a block has more of them. They are there some four times over."""
@@ -25,7 +25,7 @@ DIGEST_BYTES = 32
 NOBODY = -1
 
 
-class Parcel(NamedTuple):
+class BlockTransfer(NamedTuple):
     """Blocks that go from a rank to another one in a round."""
 
     source: int
@@ -34,20 +34,19 @@ class Parcel(NamedTuple):
     target_blocks: Sequence[int]
 
 
-def move(work: Move, comm: Comm | None, pool: Slots, ledger: Ledger) -> None:
+def move(work: Move, comm: Comm | None, pool: KvPool, ledger: BlockTable) -> None:
     """Carries out a move; all ranks do at the same time. `comm` is None for a rank that is alone.
 
-    Raises ValueError for a move that makes no sense, and KeysDamaged, on every rank, where something came otherwise
-    than it was sent: then the ledger says what it said before.
-    """
+    Raises ValueError for a move that makes no sense, and TransferCorrupted, on every rank, where something came
+    otherwise than it was sent: then the ledger says what it said before. """
     check(work.transfers, comm.world_size if comm else 1)
     ledger.check(work.transfers)
     if comm is not None:
-        carriage = Carriage(comm, Content(pool))
+        carriage = BlockExchange(comm, Content(pool))
         for parcels in rounds(work.transfers, carriage.most_blocks):
             carriage.exchange(parcels)
         blocks = [block for run in work.windows for block in run.blocks]
-        handing = Carriage(comm, Content(pool, of_windows=True))
+        handing = BlockExchange(comm, Content(pool, of_windows=True))
         for first in range(0, len(blocks), handing.most_blocks):
             handing.hand_out(blocks[first : first + handing.most_blocks])
         settle(comm, pool.device, max(carriage.damaged_by, handing.damaged_by))
@@ -67,7 +66,7 @@ def check(transfers: Sequence[Transfer], world_size: int) -> None:
             raise ValueError(f"a run cannot move from {source} to {target}")
 
 
-def rounds(transfers: Sequence[Transfer], most_blocks: int) -> Iterator[list[Parcel]]:
+def rounds(transfers: Sequence[Transfer], most_blocks: int) -> Iterator[list[BlockTransfer]]:
     """What goes in each round, up to so many blocks in a parcel. Of ranks that have more to do the longest lists go
     first."""
     left: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -75,17 +74,17 @@ def rounds(transfers: Sequence[Transfer], most_blocks: int) -> Iterator[list[Par
         source, target = transfer.source, transfer.target
         left.setdefault((source.rank, target.rank), []).extend(zip(source.blocks, target.blocks, strict=True))
     while left:
-        parcels: list[Parcel] = []
+        parcels: list[BlockTransfer] = []
         for source, target in sorted(left, key=lambda pair: (-len(left[pair]), pair)):
             if all(source != parcel.source and target != parcel.target for parcel in parcels):
                 pairs = left[source, target]
-                parcels.append(Parcel(source, target, *zip(*pairs[:most_blocks], strict=True)))
+                parcels.append(BlockTransfer(source, target, *zip(*pairs[:most_blocks], strict=True)))
                 left[source, target] = pairs[most_blocks:]
         left = {pair: blocks for pair, blocks in left.items() if blocks}
         yield parcels
 
 
-class Carriage:
+class BlockExchange:
     """One rank's end of the exchanges in which content travels."""
 
     def __init__(self, comm: Comm, content: Content) -> None:
@@ -95,7 +94,7 @@ class Carriage:
         self.damaged_by = NOBODY
         """A rank from which something came otherwise than it was sent."""
 
-    def exchange(self, parcels: Sequence[Parcel]) -> None:
+    def exchange(self, parcels: Sequence[BlockTransfer]) -> None:
         """Sends this rank's parcel of a round, if there is one, and takes in the one that comes here."""
         rank = self._comm.rank
         sent = next((parcel for parcel in parcels if parcel.source == rank), None)
@@ -136,7 +135,7 @@ def digest_of(content: Tensor) -> bytes:
 
 
 def settle(comm: Comm, device: str, damaged_by: int) -> None:
-    """Returns when all ranks are here, and none has been sent what was damaged. Raises KeysDamaged otherwise."""
+    """Returns when all ranks are here, and none has been sent what was damaged. Raises TransferCorrupted otherwise."""
     for target, source in enumerate(comm.all_gather(torch.tensor([damaged_by], device=device)).flatten().tolist()):
         if source != NOBODY:
-            raise KeysDamaged(source, target)
+            raise TransferCorrupted(source, target)

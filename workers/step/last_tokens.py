@@ -21,7 +21,7 @@ ANY = 0
 released."""
 
 
-class LastIds(Protocol):
+class LastTokens(Protocol):
     """What a rank remembers."""
 
     def __getitem__(self, sequence: int, /) -> int:
@@ -46,7 +46,7 @@ class LastIds(Protocol):
 
 
 class HostIds(dict[int, int]):
-    """Ids by sequence. Implements LastIds."""
+    """Ids by sequence. Implements LastTokens."""
 
     def resolve(self, token_ids_T: Tensor) -> Tensor:
         return token_ids_T
@@ -61,7 +61,7 @@ class HostIds(dict[int, int]):
 
 
 class DeviceIds:
-    """Ids in a tensor of fixed address, a place for each of so many sequences. Implements LastIds.
+    """Ids in a tensor of fixed address, a place for each of so many sequences. Implements LastTokens.
 
     Among token ids a place is told as a negative number: -1 - place.
     """

@@ -20,10 +20,10 @@ from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from longleaf.attention.masks import QueryRun, Read, Reads, causal_reads, reads_within
-from longleaf.positions import Reach
+from longleaf.positions import AttentionSpan
 from longleaf.rank_protocol.step import Positions
 from longleaf.runs import Extent, without
-from workers.kv_cache.block_table import Ledger, Part, stretches
+from workers.kv_cache.block_table import BlockTable, SlotRun, stretches
 
 MIN_SHARED = 128
 """Keys that neighbours with a limited reach must have in common to be read together: fewer cost more in reads than they
@@ -37,7 +37,7 @@ class Query(NamedTuple):
     """The rows of one sequence and what their path uses of its segments, up to the last of them."""
 
     run: QueryRun
-    parts: Sequence[Part]
+    parts: Sequence[SlotRun]
     hidden: tuple[Positions, ...] = ()
     """What of its path none of the rows reads, in order."""
 
@@ -45,7 +45,7 @@ class Query(NamedTuple):
     def row_end(self) -> int:
         return self.run.row + self.run.end - self.run.start
 
-    def seen(self, depth: int, reach: Reach) -> tuple[int, int]:
+    def seen(self, depth: int, reach: AttentionSpan) -> tuple[int, int]:
         """Positions [start, end) of a part that all of the rows see; empty if end <= start."""
         part = self.parts[depth]
         return max(part.start, reach.first(self.run.end - 1)), min(part.end, self.run.start + 1)
@@ -59,15 +59,15 @@ Users = tuple[int, list[Query]]
 """The depth of a segment, and the queries whose path leads through it."""
 
 
-def order(parts: Sequence[Part], start: int) -> tuple[tuple[int, int], ...]:
+def order(parts: Sequence[SlotRun], start: int) -> tuple[tuple[int, int], ...]:
     """Key by which rows at `start` are sorted: neighbours share as many segments as they can, those that see more of
     the last of them first."""
     return tuple((part.segment, -min(part.end, start + 1)) for part in parts)
 
 
 def row_reads(
-    ledger: Ledger, queries: Sequence[Query], reaches: Iterable[Reach], near_rank: int | None = None
-) -> dict[Reach, Reads]:
+    ledger: BlockTable, queries: Sequence[Query], reaches: Iterable[AttentionSpan], near_rank: int | None = None
+) -> dict[AttentionSpan, Reads]:
     """What sorted queries read from this rank's pool; with a limited reach, from what is held of `near_rank` there."""
     tree = list(_tree(queries))
     return {
@@ -84,7 +84,7 @@ def most_together(queries: Sequence[Query]) -> int:
     return max((users[-1].row_end - users[0].run.row for users in groups), default=0)
 
 
-def _full_reads(ledger: Ledger, queries: Sequence[Query], tree: Sequence[Users]) -> Iterator[Read]:
+def _full_reads(ledger: BlockTable, queries: Sequence[Query], tree: Sequence[Users]) -> Iterator[Read]:
     extents: dict[tuple[int, int], list[Extent]] = {}
     for depth, users in tree:
         for rows, low, high in _bands(users, depth):
@@ -101,7 +101,7 @@ def _bands(users: Sequence[Query], depth: int) -> Iterator[tuple[tuple[int, int]
     left = list(users)
     low = left[0].parts[depth].start
     while left:
-        high = left[-1].seen(depth, Reach())[1]
+        high = left[-1].seen(depth, AttentionSpan())[1]
         if low < high:
             yield from _shown(left, low, high)
             low = high
@@ -126,7 +126,7 @@ def _shown(users: Sequence[Query], low: int, high: int) -> Iterator[tuple[tuple[
                 yield (readers[0].run.row, readers[-1].row_end), start, end
 
 
-def _near_reads(ledger: Ledger, tree: Sequence[Users], reach: Reach, rank: int | None) -> Iterator[Read]:
+def _near_reads(ledger: BlockTable, tree: Sequence[Users], reach: AttentionSpan, rank: int | None) -> Iterator[Read]:
     for depth, users in tree:
         segment = users[0].parts[depth].segment
         for cluster, low, high in _clusters(users, depth, reach):
@@ -141,13 +141,15 @@ def _near_reads(ledger: Ledger, tree: Sequence[Users], reach: Reach, rank: int |
                         yield from reads_within(query.run, extent, reach)
 
 
-def _held(ledger: Ledger, query: Query, segment: int, bounds: tuple[int, int], rank: int | None) -> Iterator[Extent]:
+def _held(
+    ledger: BlockTable, query: Query, segment: int, bounds: tuple[int, int], rank: int | None
+) -> Iterator[Extent]:
     """What is held of positions [start, end) of a segment, without what the query hides."""
     for low, high in without(*bounds, query.hidden):
         yield from ledger.held(segment, low, high, rank)
 
 
-def _clusters(users: Sequence[Query], depth: int, reach: Reach) -> Iterator[tuple[list[Query], int, int]]:
+def _clusters(users: Sequence[Query], depth: int, reach: AttentionSpan) -> Iterator[tuple[list[Query], int, int]]:
     """Neighbours that see enough keys of a segment in common, with the positions [start, end) of those."""
     cluster, low, high = [users[0]], *users[0].seen(depth, reach)
     for query in users[1:]:

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from longleaf.attention.masks import QueryRun, Read, Reads, reads_within
-from longleaf.positions import EVERY_RANK, Reach
+from longleaf.positions import EVERY_RANK, AttentionSpan
 from longleaf.rank_protocol.step import Prefill, Row
 from longleaf.runs import Extent, Run, union
 from workers.host_copies import to_device
-from workers.kv_cache.block_table import Ledger, slots_of
+from workers.kv_cache.block_table import BlockTable, slots_of
 from workers.model.model import LayerSpec
 from workers.step.gathered_prefill import before_pieces, num_tokens, past_reads
 from workers.step.layers import Replicating
@@ -29,7 +29,7 @@ from workers.step.layers import Replicating
 class WindowBuilder:
     """Builds what windowed layers need of each chunk."""
 
-    def __init__(self, ledger: Ledger, layers: dict[int, LayerSpec], *, world_size: int, device: str) -> None:
+    def __init__(self, ledger: BlockTable, layers: dict[int, LayerSpec], *, world_size: int, device: str) -> None:
         self._ledger = ledger
         self._layers = layers
         self._world_size = world_size
@@ -49,7 +49,7 @@ class WindowBuilder:
             slots += slots_of(self._ledger.held(row.path[-1], row.start, row.start + row.num_tokens, EVERY_RANK))
         return slots
 
-    def _replicating(self, work: Prefill, reach: Reach) -> Replicating:
+    def _replicating(self, work: Prefill, reach: AttentionSpan) -> Replicating:
         end = work.start + len(work.token_ids)
         kept = list(self._ledger.held(work.path[-1], work.start, end, EVERY_RANK))
         wanted = union([*before_pieces(work.pieces, reach), *((extent.start, extent.end) for extent in kept)])
@@ -72,7 +72,7 @@ class WindowBuilder:
         )
 
     def _reads(
-        self, work: Prefill, shares: list[list[Extent]], longest: int, reach: Reach
+        self, work: Prefill, shares: list[list[Extent]], longest: int, reach: AttentionSpan
     ) -> tuple[Reads, Reads, Reads]:
         """What the own piece reads from the pool, from the gathered keys, and from itself."""
         pool, gathered, own = list[Read](), list[Read](), list[Read]()

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from coordinator.cluster.ports import EpochEnd
-from longleaf.errors import EpochBroken, LongleafError, WorkerLost
+from longleaf.errors import GroupFailed, LongleafError, RankLost
 
 GRACE_SECONDS = 0.5
 """How long further reports are gathered after a first one that does not say for sure who is gone. One rank's death
@@ -12,7 +12,7 @@ makes its peers raise, often sooner than the fleet sees the death; and one that 
 peers may believe that it is gone before it has said that it lives."""
 
 
-class Losses:
+class FailureCollector:
     """Gathers what is told of the members of one epoch, in rank order, into a `verdict`, a future that is set once.
 
     `kill(member, reason)` must see to it that the member is gone, and that `died` is called then. `under_way` tells
@@ -89,12 +89,12 @@ class Losses:
         else:
             member = next((one for one in self._broken if one not in self._accusers), next(iter(self._broken)))
             step, reason = self._broken[member]
-            self.conclude(EpochBroken(f"rank {self.members.index(member)}: {reason}"), steps_of(step))
+            self.conclude(GroupFailed(f"rank {self.members.index(member)}: {reason}"), steps_of(step))
 
     def _conclude_lost(self, member: int) -> None:
         reason = self._failed.get(member) or self._died[member]
         step = self.step or next((step for step, _ in self._broken.values()), 0)
-        self.conclude(WorkerLost(self.members.index(member), reason), steps_of(step) or self._under_way())
+        self.conclude(RankLost(self.members.index(member), reason), steps_of(step) or self._under_way())
 
     def conclude(self, error: LongleafError, steps: tuple[int, ...] = ()) -> None:
         """Settles the verdict, unless it is settled."""

@@ -4,19 +4,19 @@ import asyncio
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from coordinator.cluster.control_socket import Channel
-from coordinator.cluster.groups.failure_attribution import Losses
-from coordinator.cluster.groups.rendezvous import Meeting
-from coordinator.cluster.member_registry import Member, Roster
+from coordinator.cluster.control_socket import ControlSocket
+from coordinator.cluster.groups.failure_attribution import FailureCollector
+from coordinator.cluster.groups.rendezvous import Rendezvous
+from coordinator.cluster.member_registry import Member, MemberRegistry
 from coordinator.cluster.ports import EpochEnd, Formation
 from longleaf.config import EngineConfig
-from longleaf.errors import EpochBroken, LongleafError, StartError
+from longleaf.errors import GroupFailed, LongleafError, StartError
 from longleaf.formatting import human_seconds
 from longleaf.rank_protocol.group_messages import (
-    Broken,
-    Fence,
+    AbortExchanges,
+    GroupFailure,
     Join,
-    Layout,
+    KvLayout,
     MergeTiming,
     OpenStore,
     Ready,
@@ -26,7 +26,7 @@ from longleaf.rank_protocol.member_messages import Died
 from longleaf.rank_protocol.step import StepPlan, StepResult
 
 
-class UnderWay(NamedTuple):
+class PendingStep(NamedTuple):
     """A step that was sent."""
 
     result: asyncio.Future[StepResult]
@@ -34,12 +34,17 @@ class UnderWay(NamedTuple):
     """That it may take."""
 
 
-class Group:
+class RankGroup:
     """Epoch `epoch` of members in rank order; epoch 0, before the first one, is of those who will form that, and does
     nothing but see them lost. Needs a running event loop."""
 
     def __init__(
-        self, epoch: int, members: Sequence[Member], config: EngineConfig, channel: Channel, roster: Roster
+        self,
+        epoch: int,
+        members: Sequence[Member],
+        config: EngineConfig,
+        channel: ControlSocket,
+        roster: MemberRegistry,
     ) -> None:
         self.epoch = epoch
         self.members = tuple(member.number for member in members)
@@ -47,13 +52,13 @@ class Group:
         self._channel = channel
         self._roster = roster
         self._loop = asyncio.get_running_loop()
-        self._under_way: dict[int, UnderWay] = {}
+        self._under_way: dict[int, PendingStep] = {}
         """By the number of a step, in their order: an answer to any other is dropped."""
         self._deadline: asyncio.TimerHandle | None = None
         """When the first of these must be answered."""
-        self._losses = Losses(self.members, roster.end, self._unanswered)
+        self._losses = FailureCollector(self.members, roster.end, self._unanswered)
         self.verdict.add_done_callback(lambda _: self._end_steps())
-        self._meeting = Meeting(epoch, self.members)
+        self._meeting = Rendezvous(epoch, self.members)
         self._is_fenced = False
         for member in members:
             if member.end:
@@ -102,7 +107,7 @@ class Group:
 
     # --- work ---
 
-    async def lay_out(self, layout: Layout) -> None:
+    async def lay_out(self, layout: KvLayout) -> None:
         if self.is_suspected:
             raise (await self.wait_ended()).error
         self._channel.send(self.members, layout)
@@ -116,7 +121,7 @@ class Group:
         # Plain attention computes on one rank what the step shares, and in coarse types twice.
         num_tokens = plan.num_tokens + 2 * plan.num_reference * len(self.members)
         seconds = self._config.step_timeout + num_tokens * self._config.step_timeout_per_token
-        under_way = self._under_way[plan.step] = UnderWay(self._loop.create_future(), seconds)
+        under_way = self._under_way[plan.step] = PendingStep(self._loop.create_future(), seconds)
         under_way.result.add_done_callback(lambda _: self._forget(plan.step))
         if self.verdict.done():
             self._end_steps()
@@ -124,11 +129,11 @@ class Group:
             self._begin(plan.step, under_way)
         return under_way.result
 
-    def _begin(self, step: int, under_way: UnderWay) -> None:
+    def _begin(self, step: int, under_way: PendingStep) -> None:
         """The ranks begin a step."""
         self._deadline = self._loop.call_later(under_way.seconds, self._is_late, step, under_way)
 
-    def _is_late(self, step: int, under_way: UnderWay) -> None:
+    def _is_late(self, step: int, under_way: PendingStep) -> None:
         self._roster.run(self._blame_slow(step, under_way))
 
     def _forget(self, step: int) -> None:
@@ -146,7 +151,7 @@ class Group:
             if not result.done():
                 result.set_exception(self.verdict.result().error)
 
-    async def _blame_slow(self, step: int, under_way: UnderWay) -> None:
+    async def _blame_slow(self, step: int, under_way: PendingStep) -> None:
         """Kills who holds up the others; when nobody does, all give up the epoch."""
 
         def is_over() -> bool:
@@ -157,7 +162,7 @@ class Group:
             return
         reason = f"step {step} took longer than its {human_seconds(under_way.seconds)}"
         if behind is None:
-            self.conclude(EpochBroken(reason), (step,))
+            self.conclude(GroupFailed(reason), (step,))
         else:
             self._losses.step = step
             self._roster.end(behind.number, reason)
@@ -179,7 +184,7 @@ class Group:
         """Raises ValueError for what belongs to another epoch, or was said before."""
         self._meeting.take(message)
 
-    def take_broken(self, message: Broken) -> None:
+    def take_broken(self, message: GroupFailure) -> None:
         """One of an epoch before tells nothing new. Raises ValueError for what cannot be."""
         is_ours = message.epoch == self.epoch > 0
         if message.epoch > self.epoch or (message.epoch == self.epoch and not (is_ours and self._has(message))):
@@ -197,10 +202,10 @@ class Group:
         self._losses.failed(message.member, message.reason + self._roster.where(message.member), message.blamed)
         self._fence()
 
-    def _has(self, message: Broken | Died) -> bool:
+    def _has(self, message: GroupFailure | Died) -> bool:
         return message.member in self.members
 
-    def _check_blamed(self, message: Broken | Died) -> None:
+    def _check_blamed(self, message: GroupFailure | Died) -> None:
         if not 0 <= (message.blamed or 0) < len(self.members):
             raise ValueError(f"member {message.member} sends what it may not: blame for rank {message.blamed}")
 
@@ -221,5 +226,5 @@ class Group:
         not any more."""
         if self.is_suspected and not self._is_fenced and self.epoch:
             self._is_fenced = True
-            self._channel.send(self.members, Fence(self.epoch))
+            self._channel.send(self.members, AbortExchanges(self.epoch))
         self._roster.note_change()

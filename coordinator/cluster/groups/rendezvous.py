@@ -6,7 +6,7 @@ from coordinator.cluster.member_registry import Member
 from longleaf.rank_protocol.group_messages import Ready, StoreOpened
 
 
-class Meeting:
+class Rendezvous:
     """What members, in rank order, say while they form an epoch."""
 
     def __init__(self, epoch: int, members: Sequence[int]) -> None:

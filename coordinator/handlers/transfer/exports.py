@@ -4,15 +4,15 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import aclosing, contextmanager
 
-from coordinator.handlers.transfer.ports import House, Leaving
-from coordinator.text.tokenizer_pool import TextThreads
-from longleaf.context_archive.records import MAX_NAME, Head
-from longleaf.context_archive.writer import Packing
+from coordinator.handlers.transfer.ports import ExportHandle, TransferEngine
+from coordinator.text.tokenizer_pool import TokenizerPool
+from longleaf.context_archive.records import MAX_NAME, ContextHead
+from longleaf.context_archive.writer import ArchiveWriter
 from longleaf.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from longleaf.fingerprint import Fingerprint
-from longleaf.storage.manifest import Piece
+from longleaf.storage.manifest import PieceRef
 from longleaf.tenants import name_of, tenant_of
-from longleaf.types import Cluster, ExportContext, Parcel
+from longleaf.types import Cluster, ExportContext, ExportedArchive
 
 MAX_EXPORTS = 8
 """Those that are under way: each holds a piece of some ten megabytes."""
@@ -25,8 +25,8 @@ class Exports:
 
     def __init__(
         self,
-        house: House,
-        threads: TextThreads,
+        house: TransferEngine,
+        threads: TokenizerPool,
         cluster: Callable[[], Cluster],
         max_exports: int = MAX_EXPORTS,
         tenant_share: float = 1.0,
@@ -39,7 +39,7 @@ class Exports:
         self._num_open = Counter[str]()
         """By tenant."""
 
-    async def run(self, wanted: ExportContext) -> AsyncGenerator[Parcel | bytes, None]:
+    async def run(self, wanted: ExportContext) -> AsyncGenerator[ExportedArchive | bytes, None]:
         """What comes, and then its bytes from the offset on. Closing the iterator lets go of the context.
 
         Raises NotFound, ContextLost, CheckpointChanged, FailedPrecondition when the parcel is not that of the digest
@@ -50,7 +50,7 @@ class Exports:
             try:
                 packing = await self._pack(leaving)
                 _check(wanted, packing)
-                yield Parcel(packing.num_bytes, packing.digest)
+                yield ExportedArchive(packing.num_bytes, packing.digest)
                 async with aclosing(_bytes_of(leaving, packing, wanted.offset)) as chunks:
                     async for chunk in chunks:
                         yield chunk
@@ -70,14 +70,14 @@ class Exports:
             self._num_open[tenant] -= 1
             self._num_open += Counter()  # forgets those that have none
 
-    async def _pack(self, leaving: Leaving) -> Packing:
+    async def _pack(self, leaving: ExportHandle) -> ArchiveWriter:
         head = _head(leaving, await self._house.fingerprint(), self._cluster().model.name)
-        return await self._threads.run(Packing, head, leaving.segments, leaving.manifests)
+        return await self._threads.run(ArchiveWriter, head, leaving.segments, leaving.manifests)
 
 
-def _head(leaving: Leaving, fingerprint: Fingerprint, model: str) -> Head:
+def _head(leaving: ExportHandle, fingerprint: Fingerprint, model: str) -> ContextHead:
     context = leaving.context
-    return Head(
+    return ContextHead(
         fingerprint=fingerprint,
         model=model[:MAX_NAME],
         context=name_of(context.id),
@@ -92,7 +92,7 @@ def _head(leaving: Leaving, fingerprint: Fingerprint, model: str) -> Head:
     )
 
 
-def _check(wanted: ExportContext, packing: Packing) -> None:
+def _check(wanted: ExportContext, packing: ArchiveWriter) -> None:
     if wanted.digest and wanted.digest != packing.digest:
         told = "it has changed since that parcel was begun; export it anew"
         raise FailedPrecondition(f"contexts/{wanted.context}", told)
@@ -100,11 +100,11 @@ def _check(wanted: ExportContext, packing: Packing) -> None:
         raise InvalidArgument("offset", f"{wanted.offset:,} is after the end, at {packing.num_bytes:,}")
 
 
-async def _bytes_of(leaving: Leaving, packing: Packing, offset: int) -> AsyncGenerator[bytes, None]:
+async def _bytes_of(leaving: ExportHandle, packing: ArchiveWriter, offset: int) -> AsyncGenerator[bytes, None]:
     """In chunks that travel well, with one piece in memory at a time."""
     chunk = bytearray()
     for content, passed in packing.stretches(offset):
-        data = memoryview(await leaving.read(content)) if isinstance(content, Piece) else content
+        data = memoryview(await leaving.read(content)) if isinstance(content, PieceRef) else content
         for start in range(passed, len(data), CHUNK_BYTES):
             chunk += data[start : start + CHUNK_BYTES]
             if len(chunk) >= CHUNK_BYTES:

@@ -14,14 +14,14 @@ from longleaf.errors import (
     StorageUnavailable,
 )
 from longleaf.fingerprint import Fingerprint
-from longleaf.storage.manifest import Piece, SegmentManifest, decode_manifest
+from longleaf.storage.manifest import PieceRef, SegmentManifest, decode_manifest
 from longleaf.storage.names import Attempt
 from longleaf.types import Context
 
 BLOCK_SIZE = 4
 
 
-class Housed(NamedTuple):
+class StoredContext(NamedTuple):
     """A context of the house."""
 
     context: ContextRecord
@@ -29,7 +29,7 @@ class Housed(NamedTuple):
     manifests: Mapping[int, SegmentManifest]
 
 
-class FakeHouse:
+class FakeTransferEngine:
     """Contexts of the checkpoint `fingerprint`, and the objects of a storage that takes keys of one form."""
 
     def __init__(self, fingerprint: Fingerprint, form: str | None, service: str = "fake") -> None:
@@ -38,7 +38,7 @@ class FakeHouse:
         self.service = service
         self.is_durable = True
         self.max_positions = 1 << 20
-        self.contexts: dict[str, Housed] = {}
+        self.contexts: dict[str, StoredContext] = {}
         self.objects: dict[str, bytes] = {}
         self.num_open = 0
         """Contexts that leave now."""
@@ -94,7 +94,7 @@ class FakeHouse:
         self.num_arriving += 1
         return FakeArriving(self)
 
-    def _get(self, context_id: str) -> Housed:
+    def _get(self, context_id: str) -> StoredContext:
         if context_id not in self.contexts:
             raise NotFound(f"contexts/{context_id}")
         return self.contexts[context_id]
@@ -118,11 +118,11 @@ class FakeHouse:
 class FakeLeaving:
     """A context of a house that leaves."""
 
-    def __init__(self, house: FakeHouse, housed: Housed) -> None:
+    def __init__(self, house: FakeTransferEngine, housed: StoredContext) -> None:
         self._house, self._is_closed = house, False
         self.context, self.segments, self.manifests = housed
 
-    async def read(self, piece: Piece) -> bytes:
+    async def read(self, piece: PieceRef) -> bytes:
         assert not self._is_closed
         await self._house.answer()
         if piece.name not in self._house.objects:
@@ -137,7 +137,7 @@ class FakeLeaving:
 class FakeArriving:
     """A context that comes into a house."""
 
-    def __init__(self, house: FakeHouse) -> None:
+    def __init__(self, house: FakeTransferEngine) -> None:
         self._house, self._is_over = house, False
         self._names: set[str] = set()
 
@@ -178,7 +178,7 @@ class FakeArriving:
             raise AlreadyExists(f"contexts/{context.id}")
         objects = {snapshot.segment: (snapshot.manifest, house.objects[snapshot.manifest]) for snapshot in snapshots}
         manifests = {number: decode_manifest(content, name) for number, (name, content) in objects.items()}
-        house.contexts[context.id] = Housed(context, segments, manifests)
+        house.contexts[context.id] = StoredContext(context, segments, manifests)
         self._end()
         return house.get_context(context.id)
 

@@ -6,18 +6,18 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from coordinator.auth.quotas import UNLIMITED, Ledger
-from coordinator.handlers.transfer.ports import Arriving, House
+from coordinator.auth.quotas import UNLIMITED, QuotaEnforcer
+from coordinator.handlers.transfer.ports import ImportHandle, TransferEngine
 from coordinator.persistence.catalog.records import ContextRecord, SegmentRecord, SnapshotRecord
 from longleaf.context_archive.frames import FIELD
-from longleaf.context_archive.reader import Ids, Told, Unpacking
-from longleaf.context_archive.records import ID_BYTES, Head, Keys, Part, SegmentHead
+from longleaf.context_archive.reader import ArchiveReader, IdsSection, Told
+from longleaf.context_archive.records import ID_BYTES, ContextHead, KvPart, KvSection, SegmentHead
 from longleaf.context_archive.writer import little_endian
 from longleaf.errors import CheckpointChanged, ContextLost, InvalidArgument, NotFound
 from longleaf.fingerprint import TEXTS, Fingerprint
 from longleaf.formatting import human_seconds
 from longleaf.storage.context_note import sound_ends
-from longleaf.storage.manifest import Piece, SegmentManifest, encode_manifest
+from longleaf.storage.manifest import PieceRef, SegmentManifest, encode_manifest
 from longleaf.storage.names import Attempt
 from longleaf.tenants import scoped
 from longleaf.types import CONTEXT_ID, MAX_TIME, ImportHeader, ImportProgress
@@ -26,32 +26,32 @@ MAX_TOLD = 3
 """Files that differ, by their names."""
 
 
-class Arrival:
+class ContextImporter:
     """Takes the bytes of one parcel into a house. One call at a time, each to its end: what a call could not do, the
     next one does first. `wall_clock` counts seconds since the epoch."""
 
     def __init__(
         self,
-        house: House,
+        house: TransferEngine,
         header: ImportHeader,
         vocabulary_size: int,
         wall_clock: Callable[[], float],
-        ledger: Ledger = UNLIMITED,
+        ledger: QuotaEnforcer = UNLIMITED,
     ) -> None:
         self._ledger = ledger
         self._house = house
         self._header = header
         self._vocabulary_size = vocabulary_size
         self._wall_clock = wall_clock
-        self._unpacking = Unpacking()
+        self._unpacking = ArchiveReader()
         self._untaken: Told | None = None
         """What the parcel told last, until all is done that it asks for."""
         self._context: ContextRecord | None = None
-        self._arriving: Arriving | None = None
+        self._arriving: ImportHandle | None = None
         self._segments: list[SegmentRecord] = []
         self._num_used = 0
         """Tokens of the path up to the last of them."""
-        self._coming: _Coming | None = None
+        self._coming: _IncomingSegment | None = None
         """The segment whose ids or pieces come."""
         self._num_described = 0
         """Bytes of memory that what is said of segments takes, about."""
@@ -123,16 +123,16 @@ class Arrival:
 
     async def _follow(self, told: Told) -> None:
         match told:
-            case Head():
+            case ContextHead():
                 await self._open(told)
             case SegmentHead():
                 self._begin(told)
-            case Ids():
+            case IdsSection():
                 await self._extend(told.token_ids)
             case _:
                 await self._put(told)
 
-    async def _open(self, head: Head) -> None:
+    async def _open(self, head: ContextHead) -> None:
         name = self._header.context or scoped(self._header.tenant, _checked(head.context))
         if self._is_made(name):
             self.made = ImportProgress(received_bytes=self.num_bytes, context=self._house.get_context(name))
@@ -153,7 +153,7 @@ class Arrival:
 
     def _begin(self, head: SegmentHead) -> None:
         assert self._arriving is not None
-        self._coming = _Coming(self._arriving.new_segment(), head)
+        self._coming = _IncomingSegment(self._arriving.new_segment(), head)
         self._num_described += head.num_held_bytes
         if head.keys is not None:  # the manifest has them, too
             self._num_described += ID_BYTES * head.num_tokens
@@ -167,7 +167,7 @@ class Arrival:
         if len(coming.token_ids) == coming.head.num_tokens:
             await self._seal(coming)
 
-    async def _seal(self, coming: "_Coming") -> None:
+    async def _seal(self, coming: "_IncomingSegment") -> None:
         """All token ids of a segment are there."""
         assert self._arriving is not None
         before = self._segments[-1] if self._segments else None
@@ -193,7 +193,9 @@ class Arrival:
         self._segments.append(segment)
         self._num_used += coming.head.num_used
 
-    def _manifest(self, attempt: Attempt, segment: SegmentRecord, keys: Keys, parent: str | None) -> SegmentManifest:
+    def _manifest(
+        self, attempt: Attempt, segment: SegmentRecord, keys: KvSection, parent: str | None
+    ) -> SegmentManifest:
         assert self._arriving is not None
         manifest = SegmentManifest(
             service=attempt.service,
@@ -229,7 +231,7 @@ class Arrival:
         return sum(end - segment.start for segment, end in paths if segment.id in self._snapshots)
 
 
-class _Coming:
+class _IncomingSegment:
     """A segment while its token ids and pieces come."""
 
     def __init__(self, number: int, head: SegmentHead) -> None:
@@ -240,8 +242,8 @@ class _Coming:
         """Of the pieces that come yet and are put."""
 
 
-def _piece(name: str, part: Part) -> Piece:
-    return Piece(name, part.runs, part.num_bytes, part.digest)
+def _piece(name: str, part: KvPart) -> PieceRef:
+    return PieceRef(name, part.runs, part.num_bytes, part.digest)
 
 
 def _snapshot(number: int, attempt: Attempt, manifest: SegmentManifest) -> SnapshotRecord:
@@ -257,7 +259,7 @@ def _checked(name: str) -> str:
     return name
 
 
-def _record(name: str, head: Head, upload_id: str, now: float) -> ContextRecord:
+def _record(name: str, head: ContextHead, upload_id: str, now: float) -> ContextRecord:
     """What a context will be. Raises InvalidArgument where it cannot be."""
     times = (head.created, head.updated, *([] if head.expires is None else [head.expires]))
     if not all(0 <= time <= MAX_TIME for time in times):
@@ -280,7 +282,7 @@ def _record(name: str, head: Head, upload_id: str, now: float) -> ContextRecord:
     )
 
 
-def _check_fingerprint(name: str, head: Head, served: Fingerprint) -> None:
+def _check_fingerprint(name: str, head: ContextHead, served: Fingerprint) -> None:
     """Raises CheckpointChanged, which tells what differs."""
     given = head.fingerprint
     if given.digest == served.digest:

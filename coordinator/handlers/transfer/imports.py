@@ -8,11 +8,11 @@ from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import Any
 
-from coordinator.auth.quotas import UNLIMITED, Ledger
+from coordinator.auth.quotas import UNLIMITED, QuotaEnforcer
 from coordinator.handlers.fair_share import loser_of
 from coordinator.handlers.resumable_generations import CallLater, Timer, call_later
-from coordinator.handlers.transfer.importer import Arrival
-from coordinator.handlers.transfer.ports import House
+from coordinator.handlers.transfer.importer import ContextImporter
+from coordinator.handlers.transfer.ports import TransferEngine
 from longleaf.errors import (
     DeadlineExceeded,
     InvalidArgument,
@@ -21,7 +21,7 @@ from longleaf.errors import (
     Unavailable,
 )
 from longleaf.formatting import human_seconds
-from longleaf.types import ImportHeader, ImportProgress, ParcelPiece
+from longleaf.types import ArchiveChunk, ImportHeader, ImportProgress
 
 IDLE_SECONDS = 120.0
 """How long an open stream may send nothing."""
@@ -41,10 +41,10 @@ Key = tuple[str, str | None, str]
 """The tenant, the name that was asked for, and the upload id."""
 
 
-class Import:
+class ImportSession:
     """An import. The stream that came last owns it."""
 
-    def __init__(self, header: ImportHeader, arrival: Arrival) -> None:
+    def __init__(self, header: ImportHeader, arrival: ContextImporter) -> None:
         self.header = header
         self.arrival = arrival
         self.owner: object = None
@@ -87,7 +87,7 @@ class Import:
             await self.arrival.drop()
 
 
-class Imports:
+class ImportSessions:
     """Takes contexts into a house. `clock` counts seconds, `later` calls after so many, `wall_clock` counts them since
     the epoch.
 
@@ -97,13 +97,13 @@ class Imports:
 
     def __init__(
         self,
-        house: House,
+        house: TransferEngine,
         vocabulary_size: int,
         clock: Callable[[], float] = time.monotonic,
         later: CallLater = call_later,
         wall_clock: Callable[[], float] = time.time,
         *,
-        ledger: Ledger = UNLIMITED,
+        ledger: QuotaEnforcer = UNLIMITED,
         idle_seconds: float = IDLE_SECONDS,
         keep_seconds: float = KEEP_SECONDS,
         max_imports: int = MAX_IMPORTS,
@@ -117,16 +117,16 @@ class Imports:
         self._clock, self._later, self._wall_clock = clock, later, wall_clock
         self._idle_seconds, self._keep_seconds, self._max_imports = idle_seconds, keep_seconds, max_imports
         self._max_bytes = max_bytes
-        self._all: list[Import] = []
-        self._by_key: dict[Key, Import] = {}
+        self._all: list[ImportSession] = []
+        self._by_key: dict[Key, ImportSession] = {}
         self._drops: set[asyncio.Task[None]] = set()
         self._timer: Timer | None = None
 
-    async def run(self, pieces: AsyncIterator[ImportHeader | ParcelPiece]) -> AsyncGenerator[ImportProgress, None]:
+    async def run(self, pieces: AsyncIterator[ImportHeader | ArchiveChunk]) -> AsyncGenerator[ImportProgress, None]:
         """Progress, the last with the context. Closing the iterator gives the import up and leaves nothing behind,
         unless it has an upload id: then it can be resumed.
 
-        Raises what Arrival raises, ResourceExhausted, and DeadlineExceeded when nothing comes for too long.
+        Raises what ContextImporter raises, ResourceExhausted, and DeadlineExceeded when nothing comes for too long.
         """
         header = await self._next(pieces)
         if not isinstance(header, ImportHeader):
@@ -137,7 +137,7 @@ class Imports:
                 yield report
 
     async def _take(
-        self, found: Import, owner: object, pieces: AsyncIterator[ImportHeader | ParcelPiece]
+        self, found: ImportSession, owner: object, pieces: AsyncIterator[ImportHeader | ArchiveChunk]
     ) -> AsyncGenerator[ImportProgress, None]:
         arrival = found.arrival
         await found.work(owner, arrival.settle)
@@ -158,7 +158,7 @@ class Imports:
         assert arrival.made is not None
         yield arrival.made
 
-    async def _next(self, pieces: AsyncIterator[ImportHeader | ParcelPiece]) -> ImportHeader | ParcelPiece | None:
+    async def _next(self, pieces: AsyncIterator[ImportHeader | ArchiveChunk]) -> ImportHeader | ArchiveChunk | None:
         """None at the end. Raises DeadlineExceeded."""
         try:
             async with asyncio.timeout(self._idle_seconds):
@@ -169,7 +169,7 @@ class Imports:
 
     # --- which imports there are ---
 
-    def _find(self, header: ImportHeader) -> Import | None:
+    def _find(self, header: ImportHeader) -> ImportSession | None:
         """The import that is resumed. Raises InvalidArgument when it began in another way."""
         self._trim()
         found = self._by_key.get((header.tenant, header.context, header.upload_id)) if header.upload_id else None
@@ -192,7 +192,7 @@ class Imports:
         except LongleafError:
             return False
 
-    def _add(self, header: ImportHeader) -> Import:
+    def _add(self, header: ImportHeader) -> ImportSession:
         """Raises ResourceExhausted when there are too many."""
         self._ledger.check_upload()
         tenant, most = header.tenant, self._max_imports * self._tenant_share
@@ -204,7 +204,9 @@ class Imports:
         if len(self._all) >= self._max_imports and not self._make_room(held, tenant):
             told = f"{len(self._all)} are under way, and there may be no more"
             raise ResourceExhausted("imports", told, RETRY_SECONDS)
-        found = Import(header, Arrival(self._house, header, self._vocabulary_size, self._wall_clock, self._ledger))
+        found = ImportSession(
+            header, ContextImporter(self._house, header, self._vocabulary_size, self._wall_clock, self._ledger)
+        )
         self._all.append(found)
         if header.upload_id:
             self._by_key[found.key] = found
@@ -243,7 +245,7 @@ class Imports:
         return bool(idle)
 
     @asynccontextmanager
-    async def _owned(self, found: Import) -> AsyncGenerator[object, None]:
+    async def _owned(self, found: ImportSession) -> AsyncGenerator[object, None]:
         """A stream, its owner, goes on with an import in here. With it ends what cannot be resumed."""
         owner = found.owner = object()
         found.idle_since = None
@@ -260,7 +262,7 @@ class Imports:
                     self._forget(found)
                 self._trim()
 
-    def _forget(self, found: Import) -> None:
+    def _forget(self, found: ImportSession) -> None:
         """Nothing of it can be resumed any more."""
         if found in self._all:
             self._all.remove(found)
@@ -292,7 +294,7 @@ class Imports:
             await asyncio.wait(self._drops, timeout=LEAVE_SECONDS)
 
 
-async def _take(found: Import, piece: ImportHeader | ParcelPiece) -> None:
+async def _take(found: ImportSession, piece: ImportHeader | ArchiveChunk) -> None:
     """Takes what of a piece has not come before. Raises InvalidArgument, and as the arrival does."""
     if isinstance(piece, ImportHeader):
         raise InvalidArgument("config", "must be in the first request, and only there")
@@ -304,5 +306,5 @@ async def _take(found: Import, piece: ImportHeader | ParcelPiece) -> None:
     await found.arrival.take(piece.data[num_bytes - piece.offset :])
 
 
-def _idle_since(found: Import) -> float:
+def _idle_since(found: ImportSession) -> float:
     return found.idle_since or 0.0

@@ -9,12 +9,12 @@ from typing import Protocol
 
 from coordinator.persistence.catalog.records import ContextRecord, SegmentRecord, SnapshotRecord
 from longleaf.fingerprint import Fingerprint
-from longleaf.storage.manifest import Piece, SegmentManifest
+from longleaf.storage.manifest import PieceRef, SegmentManifest
 from longleaf.storage.names import Attempt
 from longleaf.types import Context
 
 
-class Leaving(Protocol):
+class ExportHandle(Protocol):
     """A context as it was when it was opened. What it names stays on storage until it is closed, whatever becomes of
     the context meanwhile."""
 
@@ -35,7 +35,7 @@ class Leaving(Protocol):
         token ids as its segment. Opened again while nothing has changed, these are equal, in the same order."""
         ...
 
-    async def read(self, piece: Piece) -> bytes:
+    async def read(self, piece: PieceRef) -> bytes:
         """An object that one of `manifests` names, as it was written: its digest is right. Another call may be under
         way. Raises StorageUnavailable, and DataLoss where it is damaged or missing."""
         ...
@@ -45,7 +45,7 @@ class Leaving(Protocol):
         ...
 
 
-class Arriving(Protocol):
+class ImportHandle(Protocol):
     """A context on its way into this service. Nobody sees anything of it before it is adopted, and nothing sweeps what
     was put for it before that or `drop`. One call at a time is under way."""
 
@@ -104,7 +104,7 @@ class Arriving(Protocol):
         ...
 
 
-class House(Protocol):
+class TransferEngine(Protocol):
     """The engine, as contexts that move see it. Faked by coordinator.handlers.transfer.fakes."""
 
     def get_context(self, context_id: str) -> Context:
@@ -119,7 +119,7 @@ class House(Protocol):
         """Of the checkpoint that is served. Raises Unavailable where it cannot be told yet."""
         ...
 
-    async def open_export(self, context_id: str, *, with_keys: bool) -> Leaving:
+    async def open_export(self, context_id: str, *, with_keys: bool) -> ExportHandle:
         """The context as it is now. With keys, and where snapshots may be written, it is on storage before this
         returns, as far as its keys and values are held; that may take minutes, and it may be cancelled meanwhile.
         Without, there are no manifests.
@@ -128,7 +128,7 @@ class House(Protocol):
         """
         ...
 
-    async def begin_import(self, context: ContextRecord) -> Arriving:
+    async def begin_import(self, context: ContextRecord) -> ImportHandle:
         """Room for a context like this. Its `segment` and the dates of its use mean nothing yet.
 
         Raises AlreadyExists where its name is taken, which is not reserved otherwise; InvalidArgument naming

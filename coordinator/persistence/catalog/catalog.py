@@ -14,7 +14,14 @@ from coordinator.persistence.catalog import writer
 from coordinator.persistence.catalog.database import BUSY_SECONDS, Database
 from coordinator.persistence.catalog.ports import NO_STARTS
 from coordinator.persistence.catalog.reader import load
-from coordinator.persistence.catalog.records import Change, Committed, Kept, Outgoing, UploadKey, UploadRecord
+from coordinator.persistence.catalog.records import (
+    CatalogContents,
+    Change,
+    CommitResult,
+    OutboxEntry,
+    UploadKey,
+    UploadRecord,
+)
 from coordinator.persistence.catalog.reserve import Reserve
 from coordinator.persistence.catalog.sqlite_errors import at_start, is_full
 from longleaf.errors import StorageUnavailable, Unavailable
@@ -50,17 +57,17 @@ class Catalog:
             raise
         return catalog
 
-    async def load(self) -> Kept:
+    async def load(self) -> CatalogContents:
         return await self._call(self._load)
 
-    def _load(self) -> Kept:
+    def _load(self) -> CatalogContents:
         with self._database.transaction(at_start) as connection:
             return load(self._database.path, connection)
 
-    async def commit(self, change: Change) -> Committed:
+    async def commit(self, change: Change) -> CommitResult:
         return await self._call(self._commit, change)
 
-    def _commit(self, change: Change) -> Committed:
+    def _commit(self, change: Change) -> CommitResult:
         write = self._write_at_any_rate if change.only_drops else self._write_if_room
         try:
             committed = write(writer.write_change, change)
@@ -97,7 +104,7 @@ class Catalog:
     async def drop_upload(self, key: UploadKey) -> None:
         await self.commit(Change(dropped_uploads=(key,)))
 
-    async def outgoing(self, limit: int, *, only_deletions: bool = False) -> list[tuple[int, Outgoing]]:
+    async def outgoing(self, limit: int, *, only_deletions: bool = False) -> list[tuple[int, OutboxEntry]]:
         return await self._call(self._write, writer.read_outgoing, limit, only_deletions)
 
     async def done(self, keys: Sequence[int]) -> None:
@@ -169,7 +176,7 @@ class Catalog:
         return self._thread.submit(function)
 
 
-def read_only_catalog(folder: Path) -> Kept:
+def read_only_catalog(folder: Path) -> CatalogContents:
     """What another folder keeps, whose service may run meanwhile; it is not locked, and nothing in it changes. Takes
     as long as reading it. Raises CatalogError."""
     database = Database(folder / DATABASE, is_read_only=True)

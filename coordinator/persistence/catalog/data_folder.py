@@ -24,7 +24,7 @@ JOURNAL = "journal"
 """The folder of what is kept of answers."""
 
 
-class Holder(msgspec.Struct, frozen=True):
+class LockHolder(msgspec.Struct, frozen=True):
     """The process that uses a folder."""
 
     pid: int
@@ -90,7 +90,7 @@ class DataFolder:
 
     def tell_address(self, address: str) -> None:
         """Who comes later and wants this folder is told where the service is. Raises OSError."""
-        write_whole(self.path / HOLDER, msgspec.json.encode(Holder(os.getpid(), socket.gethostname(), address)))
+        write_whole(self.path / HOLDER, msgspec.json.encode(LockHolder(os.getpid(), socket.gethostname(), address)))
 
     def siblings(self) -> list[tuple[Path, ModelFile]]:
         """The folders of other models in the data folder, in the order of their names; those that cannot be read are
@@ -127,7 +127,7 @@ def _locked(folder: Path) -> FileLock:
     try:
         lock.acquire()
     except Timeout as error:
-        holder = _read(folder / HOLDER, Holder) or "another process"
+        holder = _read(folder / HOLDER, LockHolder) or "another process"
         raise CatalogError(
             f"{folder} is used by {holder}: end that service, or give this one another --data-dir"
         ) from error

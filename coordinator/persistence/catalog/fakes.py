@@ -9,10 +9,10 @@ from msgspec.structs import replace
 
 from coordinator.persistence.catalog.ports import NO_STARTS
 from coordinator.persistence.catalog.records import (
+    CatalogContents,
     Change,
-    Committed,
-    Kept,
-    Outgoing,
+    CommitResult,
+    OutboxEntry,
     SegmentRecord,
     UploadKey,
     UploadRecord,
@@ -26,8 +26,8 @@ class FakeCatalog:
     """Implements the protocols of coordinator.persistence.catalog.ports. It may be told to fail, or to wait before it
     does what is called; `kept` is all that no crash would undo."""
 
-    def __init__(self, kept: Kept | None = None) -> None:
-        self.kept = kept or Kept(service_id="0" * 32)
+    def __init__(self, kept: CatalogContents | None = None) -> None:
+        self.kept = kept or CatalogContents(service_id="0" * 32)
         self.changes: list[Change] = []
         """That were committed."""
         self.failures: list[LongleafError] = []
@@ -35,7 +35,7 @@ class FakeCatalog:
         self.is_closed = False
         self._upload_ids: dict[UploadKey, array[int]] = {}
         self._upload_starts: dict[UploadKey, array[int]] = {}
-        self._outbox: dict[int, Outgoing] = {}
+        self._outbox: dict[int, OutboxEntry] = {}
         self._turn = asyncio.Lock()
         self._released = asyncio.Event()
         self._released.set()
@@ -47,10 +47,10 @@ class FakeCatalog:
     def release(self) -> None:
         self._released.set()
 
-    async def load(self) -> Kept:
+    async def load(self) -> CatalogContents:
         return self.kept
 
-    async def commit(self, change: Change) -> Committed:
+    async def commit(self, change: Change) -> CommitResult:
         return await self._do(self._commit, change)
 
     async def note_epoch(self, epoch: int) -> None:
@@ -70,7 +70,7 @@ class FakeCatalog:
     async def drop_upload(self, key: UploadKey) -> None:
         await self.commit(Change(dropped_uploads=(key,)))
 
-    async def outgoing(self, limit: int, *, only_deletions: bool = False) -> list[tuple[int, Outgoing]]:
+    async def outgoing(self, limit: int, *, only_deletions: bool = False) -> list[tuple[int, OutboxEntry]]:
         found = sorted(self._outbox.items())
         return [(key, each) for key, each in found if each.content is None or not only_deletions][:limit]
 
@@ -94,13 +94,13 @@ class FakeCatalog:
                 raise self.failures.pop(0)
             return function(*arguments)
 
-    def _commit(self, change: Change) -> Committed:
+    def _commit(self, change: Change) -> CommitResult:
         self.changes.append(change)
         self.kept, committed = changed(self.kept, change)
         left = {each.key for each in self.kept.uploads}
         self._upload_ids = {key: ids for key, ids in self._upload_ids.items() if key in left}
         self._upload_starts = {key: starts for key, starts in self._upload_starts.items() if key in left}
-        for outgoing in (*change.outgoing, *(Outgoing(name, None) for name in committed.manifests)):
+        for outgoing in (*change.outgoing, *(OutboxEntry(name, None) for name in committed.manifests)):
             self._outbox = {key: each for key, each in self._outbox.items() if each.name != outgoing.name}
             self._outbox[self.kept.next_outgoing] = outgoing
             self.kept = replace(self.kept, next_outgoing=self.kept.next_outgoing + 1)
@@ -125,7 +125,7 @@ class FakeCatalog:
             self._outbox.pop(key, None)
 
 
-def changed(kept: Kept, change: Change) -> tuple[Kept, Committed]:
+def changed(kept: CatalogContents, change: Change) -> tuple[CatalogContents, CommitResult]:
     """What is kept after a change, and what went with it."""
     contexts = {each.id: each for each in kept.contexts if each.id not in change.dropped_contexts}
     contexts |= {each.id: each for each in change.contexts}
@@ -149,7 +149,7 @@ def changed(kept: Kept, change: Change) -> tuple[Kept, Committed]:
         next_segment=max([kept.next_segment, change.next_segment, *(each.id + 1 for each in change.segments)]),
     )
     lost = manifests - {each.manifest for each in after.values()}
-    return after_kept, Committed(tuple(sorted(gone)), tuple(sorted(lost)))
+    return after_kept, CommitResult(tuple(sorted(gone)), tuple(sorted(lost)))
 
 
 def _reached(segments: dict[int, SegmentRecord], last: set[int]) -> set[int]:

@@ -10,7 +10,14 @@ from array import array
 from collections.abc import Sequence
 from typing import Protocol
 
-from coordinator.persistence.catalog.records import Change, Committed, Kept, Outgoing, UploadKey, UploadRecord
+from coordinator.persistence.catalog.records import (
+    CatalogContents,
+    Change,
+    CommitResult,
+    OutboxEntry,
+    UploadKey,
+    UploadRecord,
+)
 
 NO_STARTS = array("Q")
 
@@ -18,11 +25,11 @@ NO_STARTS = array("Q")
 class ContextCatalog(Protocol):
     """Keeps contexts."""
 
-    async def load(self) -> Kept:
+    async def load(self) -> CatalogContents:
         """All that is kept. Raises CatalogError, which says what to do, when it cannot be read."""
         ...
 
-    async def commit(self, change: Change) -> Committed:
+    async def commit(self, change: Change) -> CommitResult:
         """Keeps a change: once this returns, no crash undoes it, and token ids that went with it are nowhere on the
         disk (where they still are, because another process reads or the disk is full, that is logged, and the next
         commit tries again)."""
@@ -65,7 +72,7 @@ class Outbox(Protocol):
     """Keeps what is to be written to storage until it is there. One task at a time may send it: of several of one name
     the last one counts, and is handed out after those before it are done with."""
 
-    async def outgoing(self, limit: int, *, only_deletions: bool = False) -> list[tuple[int, Outgoing]]:
+    async def outgoing(self, limit: int, *, only_deletions: bool = False) -> list[tuple[int, OutboxEntry]]:
         """The oldest ones with their keys, at most `limit`; what is damaged is left out."""
         ...
 

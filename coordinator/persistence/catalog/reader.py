@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from sqlalchemy import Connection, Table, select
 
 from coordinator.persistence.catalog import row_codec
-from coordinator.persistence.catalog.records import Kept, SegmentRecord
+from coordinator.persistence.catalog.records import CatalogContents, SegmentRecord
 from coordinator.persistence.catalog.row_codec import Found
 from coordinator.persistence.catalog.sqlite_errors import damaged
 from coordinator.persistence.catalog.tables import (
@@ -28,7 +28,7 @@ T = TypeVar("T")
 DAMAGED_ROW = "its record is damaged"
 
 
-def load(path: Path, connection: Connection) -> Kept:
+def load(path: Path, connection: Connection) -> CatalogContents:
     """All of it. Raises CatalogError when the counters are damaged, without which ids would be given out twice."""
     state = connection.execute(select(service)).mappings().one_or_none()
     if state is None or not row_codec.is_whole(service, state):
@@ -44,7 +44,7 @@ def load(path: Path, connection: Connection) -> Kept:
     other += [f"upload {row['upload_id']} of contexts/{row['context']}" for row in lost]
     _, lost = _split(connection, outbox, row_codec.outgoing_of)
     other += [f"what is to be written to storage as {row['name']}" for row in lost]
-    return Kept(
+    return CatalogContents(
         segments=tuple(kept_segments),
         contexts=tuple(kept_contexts),
         snapshots=tuple(kept_snapshots),

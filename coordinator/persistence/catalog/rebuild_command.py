@@ -15,8 +15,8 @@ from coordinator.persistence.catalog.catalog import read_only_catalog
 from coordinator.persistence.catalog.data_folder import JOURNAL, DataFolder
 from coordinator.persistence.catalog.database import Database, sync_folder
 from coordinator.persistence.catalog.identity import read_identity
-from coordinator.persistence.catalog.rebuild_plan import Rebuilt, Stored, choose_service, rebuild
-from coordinator.persistence.catalog.records import Kept
+from coordinator.persistence.catalog.rebuild_plan import Rebuilt, StorageContents, choose_service, rebuild
+from coordinator.persistence.catalog.records import CatalogContents
 from coordinator.persistence.catalog.sqlite_errors import CatalogDamaged, at_start
 from coordinator.persistence.catalog.writer import write_rebuilt
 from longleaf.errors import CatalogError, DataLoss, InvalidArgument, LongleafError, Unavailable
@@ -27,7 +27,7 @@ from longleaf.storage.manifest import SegmentManifest
 from longleaf.storage.names import SERVICES
 from longleaf.storage.store import Store
 from longleaf.storage.urls import FIELD
-from longleaf.types import BroughtBack, Rebuild, RebuildReport
+from longleaf.types import Rebuild, RebuildReport, RestoredContext
 
 SIDES = ("", "-wal", "-shm")
 """How the names of a database's files end."""
@@ -68,14 +68,14 @@ def run(asked: Rebuild) -> RebuildReport:
     return RebuildReport(
         folder=str(folder.path),
         service=made.kept.service_id,
-        contexts=tuple(BroughtBack(*each) for each in ends),
+        contexts=tuple(RestoredContext(*each) for each in ends),
         left_out=tuple(made.left_out),
         other_manifests=made.num_others,
         moved=tuple(map(str, moved)),
     )
 
 
-def read_stored(store: Store, fingerprint: str) -> Stored:
+def read_stored(store: Store, fingerprint: str) -> StorageContents:
     """All that matters for a checkpoint. Raises StorageUnavailable."""
     found, damaged, others = dict[str, SegmentManifest](), dict[str, DataLoss](), list[str]()
     for name, manifest in read_manifests(store):
@@ -87,10 +87,10 @@ def read_stored(store: Store, fingerprint: str) -> Stored:
             found[name] = manifest
     entries = {entry.name: entry for entry in store.list(SERVICES)}
     known = {name: manifest for name, manifest in found.items() if name in entries}  # else it was swept meanwhile
-    return Stored(notes=read_notes(store), manifests=known, damaged=damaged, others=others, entries=entries)
+    return StorageContents(notes=read_notes(store), manifests=known, damaged=damaged, others=others, entries=entries)
 
 
-def _existing(folder: DataFolder, may_replace: bool) -> Kept | None:
+def _existing(folder: DataFolder, may_replace: bool) -> CatalogContents | None:
     """What the folder keeps; None where there is nothing, or nothing that could be used. Raises CatalogError where that
     may not be replaced."""
     if not folder.database.exists():
@@ -109,7 +109,7 @@ def _existing(folder: DataFolder, may_replace: bool) -> Kept | None:
     return kept
 
 
-def _counting_on(made: Rebuilt, before: Kept | None) -> Rebuilt:
+def _counting_on(made: Rebuilt, before: CatalogContents | None) -> Rebuilt:
     """What was counted before is counted on, if it is the same catalog."""
     if before is None or before.service_id != made.kept.service_id:
         return made

@@ -6,46 +6,46 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from coordinator.persistence.catalog.records import ContextRecord, Kept, SegmentRecord, SnapshotRecord
+from coordinator.persistence.catalog.records import CatalogContents, ContextRecord, SegmentRecord, SnapshotRecord
 from longleaf.errors import DataLoss, InvalidArgument
 from longleaf.formatting import human_count
 from longleaf.storage.context_note import ContextNote, sound_ends
-from longleaf.storage.files import Entry
-from longleaf.storage.inventory import Notes
-from longleaf.storage.manifest import Piece, SegmentManifest
+from longleaf.storage.files import ObjectInfo
+from longleaf.storage.inventory import NoteListing
+from longleaf.storage.manifest import PieceRef, SegmentManifest
 from longleaf.storage.names import attempt_of_manifest, place_of_note, segments_folder
-from longleaf.types import LeftOut
+from longleaf.types import SkippedContext
 
 SERVICE = "--service"
 
 
-class Stored(msgspec.Struct, frozen=True, kw_only=True):
+class StorageContents(msgspec.Struct, frozen=True, kw_only=True):
     """What lies on a storage, of every service."""
 
-    notes: Notes
+    notes: NoteListing
     manifests: Mapping[str, SegmentManifest]
     """Of the checkpoint, by their names."""
     damaged: Mapping[str, DataLoss]
     """Manifests that cannot be read, by their names."""
     others: Sequence[str]
     """Names of the manifests of other checkpoints."""
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, ObjectInfo]
     """All objects, by their names."""
 
 
 class Rebuilt(msgspec.Struct, frozen=True, kw_only=True):
     """What the new catalog holds."""
 
-    kept: Kept
+    kept: CatalogContents
     next_outgoing: int
     """Greater than the number of any note."""
-    left_out: Sequence[LeftOut]
+    left_out: Sequence[SkippedContext]
     """Contexts that are not brought back; those that were deleted are none."""
     num_others: int
     """Manifests of the service that another checkpoint's keys lie under."""
 
 
-def choose_service(stored: Stored, asked: str | None) -> str:
+def choose_service(stored: StorageContents, asked: str | None) -> str:
     """Whose catalog is made: the service that is asked for, or else the only one that has contexts of the checkpoint.
 
     Raises InvalidArgument, which lists the services, where there are several, or not that one.
@@ -62,17 +62,19 @@ def choose_service(stored: Stored, asked: str | None) -> str:
     raise InvalidArgument(SERVICE, f"one of these kept contexts of this checkpoint there: {told}")
 
 
-def _count(stored: Stored, service: str) -> str:
+def _count(stored: StorageContents, service: str) -> str:
     segments = {manifest.segment for manifest in stored.manifests.values()}
     notes = [note for (owner, _), note in stored.notes.newest.items() if owner == service]
     count = sum(not note.is_deleted and note.segment in segments for note in notes)
     return human_count(count, "context")
 
 
-def rebuild(stored: Stored, service: str) -> Rebuilt:
+def rebuild(stored: StorageContents, service: str) -> Rebuilt:
     """The catalog of a service, with all contexts whose whole path is there."""
-    sources = Sources(stored, service)
-    left_out = [LeftOut(_place(error)[1], str(error)) for error in stored.notes.damaged if _place(error)[0] == service]
+    sources = ManifestIndex(stored, service)
+    left_out = [
+        SkippedContext(_place(error)[1], str(error)) for error in stored.notes.damaged if _place(error)[0] == service
+    ]
     contexts, used = list[ContextRecord](), dict[str, SegmentManifest]()
     for (owner, name), note in sorted(stored.notes.newest.items()):
         if owner != service or note.is_deleted:
@@ -81,11 +83,11 @@ def rebuild(stored: Stored, service: str) -> Rebuilt:
             path = sources.path(note)
             contexts.append(_context(note, sources.number(path[-1][1].segment)))
         except DataLoss as error:
-            left_out.append(LeftOut(name, error.reason))
+            left_out.append(SkippedContext(name, error.reason))
         else:
             used |= path
     numbers = {sources.number(manifest.segment): name for name, manifest in used.items()}
-    kept = Kept(
+    kept = CatalogContents(
         service_id=service,
         contexts=tuple(contexts),
         segments=tuple(_segment(sources, used[numbers[number]]) for number in sorted(numbers)),
@@ -100,10 +102,10 @@ def rebuild(stored: Stored, service: str) -> Rebuilt:
     )
 
 
-class Sources:
+class ManifestIndex:
     """Which manifest tells each segment of a service."""
 
-    def __init__(self, stored: Stored, service: str) -> None:
+    def __init__(self, stored: StorageContents, service: str) -> None:
         self._service = service
         self._found = dict[str, tuple[str, SegmentManifest]]()
         self._faults = dict[str, str]()
@@ -156,7 +158,7 @@ def _lost(note: ContextNote, reason: str) -> DataLoss:
     return DataLoss(f"contexts/{note.context}", reason)
 
 
-def _fault(manifest: SegmentManifest, entries: Mapping[str, Entry]) -> str | None:
+def _fault(manifest: SegmentManifest, entries: Mapping[str, ObjectInfo]) -> str | None:
     """What of its objects is not there as it was written; None where all is."""
     for piece in _pieces(manifest):
         entry = entries.get(piece.name)
@@ -167,7 +169,7 @@ def _fault(manifest: SegmentManifest, entries: Mapping[str, Entry]) -> str | Non
     return None
 
 
-def _pieces(manifest: SegmentManifest) -> Sequence[Piece]:
+def _pieces(manifest: SegmentManifest) -> Sequence[PieceRef]:
     return manifest.pieces if manifest.windows is None else (*manifest.pieces, manifest.windows)
 
 
@@ -183,7 +185,7 @@ def _number(service: str, segment: str) -> int | None:
     return int(number) if segment != number and number.isdecimal() and number.isascii() else None
 
 
-def _numbers(stored: Stored, service: str) -> Iterator[int]:
+def _numbers(stored: StorageContents, service: str) -> Iterator[int]:
     """Of all segments of which anything is told."""
     folder = segments_folder(service) + "/"
     named = [name.removeprefix(folder).split("/")[0] for name in stored.entries if name.startswith(folder)]
@@ -192,7 +194,7 @@ def _numbers(stored: Stored, service: str) -> Iterator[int]:
     return (number for name in named if (number := _number(service, name)) is not None)
 
 
-def _note_numbers(stored: Stored, service: str) -> Iterator[int]:
+def _note_numbers(stored: StorageContents, service: str) -> Iterator[int]:
     places = map(place_of_note, stored.entries)
     return (place.number for place in places if place is not None and place.service == service)
 
@@ -217,7 +219,7 @@ def _context(note: ContextNote, segment: int) -> ContextRecord:
     )
 
 
-def _segment(sources: Sources, manifest: SegmentManifest) -> SegmentRecord:
+def _segment(sources: ManifestIndex, manifest: SegmentManifest) -> SegmentRecord:
     token_ids = array("I")
     token_ids.frombytes(manifest.token_ids)
     if sys.byteorder == "big":

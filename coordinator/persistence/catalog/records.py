@@ -86,7 +86,7 @@ UploadKey = tuple[str, str]
 """Context and upload id."""
 
 
-class Outgoing(msgspec.Struct, frozen=True):
+class OutboxEntry(msgspec.Struct, frozen=True):
     """A small object that is to be written to storage, or deleted there."""
 
     name: str
@@ -110,7 +110,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     """Those that became contexts, or that nobody will go on with."""
     next_segment: int = 0
     """Ids below are given out, whether or not segments with them are kept."""
-    outgoing: tuple[Outgoing, ...] = ()
+    outgoing: tuple[OutboxEntry, ...] = ()
     """Each one instead of an earlier one of the same name that still waits."""
 
     @property
@@ -120,7 +120,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
         return bool(drops) and not (self.segments or self.contexts or self.snapshots or self.next_segment)
 
 
-class Committed(msgspec.Struct, frozen=True):
+class CommitResult(msgspec.Struct, frozen=True):
     """What went with a change."""
 
     segments: tuple[int, ...] = ()
@@ -130,7 +130,7 @@ class Committed(msgspec.Struct, frozen=True):
     segments that are not there. That they are to be deleted is outgoing."""
 
 
-class Kept(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+class CatalogContents(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """All that a catalog holds, but for the ids of uploads and what is outgoing. Records are in the order of their
     keys. What is damaged is in none of them."""
 

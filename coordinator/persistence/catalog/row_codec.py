@@ -10,7 +10,13 @@ from blake3 import blake3
 from sqlalchemy import Table
 
 from coordinator.persistence.catalog import tables
-from coordinator.persistence.catalog.records import ContextRecord, Outgoing, SegmentRecord, SnapshotRecord, UploadRecord
+from coordinator.persistence.catalog.records import (
+    ContextRecord,
+    OutboxEntry,
+    SegmentRecord,
+    SnapshotRecord,
+    UploadRecord,
+)
 from longleaf.document_text import DocumentText
 from longleaf.positions import Rope
 
@@ -98,13 +104,13 @@ def upload_of(row: Found) -> UploadRecord:
     return UploadRecord(**fields | {"header": row["content"]})
 
 
-def outgoing_row(key: int, outgoing: Outgoing) -> Row:
+def outgoing_row(key: int, outgoing: OutboxEntry) -> Row:
     return signed(tables.outbox, {"key": key, "name": outgoing.name, "padding": PADDING, "content": outgoing.content})
 
 
-def outgoing_of(row: Found) -> tuple[int, Outgoing]:
+def outgoing_of(row: Found) -> tuple[int, OutboxEntry]:
     """With its key."""
-    return row["key"], Outgoing(row["name"], row["content"])
+    return row["key"], OutboxEntry(row["name"], row["content"])
 
 
 def piece_rows(table: Table, key: Row, numbers: "array[int]", start: int = 0) -> Iterator[Row]:

@@ -21,7 +21,7 @@ class CatalogDamaged(CatalogError):
     """The file is there, and is no catalog that could be used."""
 
 
-class Fault(NamedTuple):
+class SqliteErrorInfo(NamedTuple):
     """What an error of SQLite means."""
 
     reason: str
@@ -30,22 +30,24 @@ class Fault(NamedTuple):
     retry_seconds: float | None = None
 
 
-DAMAGED = Fault("it is damaged", REMEDY, is_damage=True)
-LOCKED = Fault("another process holds it locked", "end what else has it open", retry_seconds=RETRY_SECONDS)
+DAMAGED = SqliteErrorInfo("it is damaged", REMEDY, is_damage=True)
+LOCKED = SqliteErrorInfo("another process holds it locked", "end what else has it open", retry_seconds=RETRY_SECONDS)
 PERMISSION = "give this user the permission to read and write file and folder"
 FAULTS = {
-    sqlite3.SQLITE_FULL: Fault("the disk is full", "make room there"),
-    sqlite3.SQLITE_READONLY: Fault("it is read-only, or was moved", f"put it back, and {PERMISSION}"),
-    sqlite3.SQLITE_IOERR: Fault("its disk fails, or a quota is met", "look at disk, quota and the log of the kernel"),
+    sqlite3.SQLITE_FULL: SqliteErrorInfo("the disk is full", "make room there"),
+    sqlite3.SQLITE_READONLY: SqliteErrorInfo("it is read-only, or was moved", f"put it back, and {PERMISSION}"),
+    sqlite3.SQLITE_IOERR: SqliteErrorInfo(
+        "its disk fails, or a quota is met", "look at disk, quota and the log of the kernel"
+    ),
     sqlite3.SQLITE_BUSY: LOCKED,
     sqlite3.SQLITE_LOCKED: LOCKED,
     sqlite3.SQLITE_PROTOCOL: LOCKED,
-    sqlite3.SQLITE_CANTOPEN: Fault("it cannot be opened", f"put it back, and {PERMISSION}"),
-    sqlite3.SQLITE_PERM: Fault("it may not be opened", PERMISSION),
-    sqlite3.SQLITE_NOMEM: Fault("there is too little memory", "give the service more"),
+    sqlite3.SQLITE_CANTOPEN: SqliteErrorInfo("it cannot be opened", f"put it back, and {PERMISSION}"),
+    sqlite3.SQLITE_PERM: SqliteErrorInfo("it may not be opened", PERMISSION),
+    sqlite3.SQLITE_NOMEM: SqliteErrorInfo("there is too little memory", "give the service more"),
     sqlite3.SQLITE_CORRUPT: DAMAGED,
     sqlite3.SQLITE_NOTADB: DAMAGED,
-    sqlite3.SQLITE_CONSTRAINT: Fault("it does not hold what this builds upon", REMEDY, is_damage=True),
+    sqlite3.SQLITE_CONSTRAINT: SqliteErrorInfo("it does not hold what this builds upon", REMEDY, is_damage=True),
 }
 """By the primary code."""
 KEEPS_CONNECTION = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_CONSTRAINT}
@@ -61,10 +63,10 @@ def code_of(error: Exception) -> int:
     return getattr(cause, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
 
 
-def fault_of(error: Exception) -> Fault:
+def fault_of(error: Exception) -> SqliteErrorInfo:
     """What an error means, with the words of SQLite or of the system."""
     cause = getattr(error, "orig", None) or error
-    known = FAULTS.get(code_of(error), Fault("it cannot be used", "look at the disk and at the folder"))
+    known = FAULTS.get(code_of(error), SqliteErrorInfo("it cannot be used", "look at the disk and at the folder"))
     return known._replace(reason=f"{known.reason} ({cause})")
 
 

@@ -7,18 +7,18 @@ import msgspec
 
 from coordinator.persistence.catalog.catalog import read_only_catalog
 from coordinator.persistence.catalog.data_folder import DataFolder
-from coordinator.persistence.catalog.records import ContextRecord, Kept, SegmentRecord
+from coordinator.persistence.catalog.records import CatalogContents, ContextRecord, SegmentRecord
 from longleaf.errors import CatalogError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 """Where one of them is another one, the same ids are another text."""
 
 
-class EarlierContext(msgspec.Struct, frozen=True, kw_only=True):
+class StaleContext(msgspec.Struct, frozen=True, kw_only=True):
     """A context in the folder of an earlier checkpoint."""
 
     record: ContextRecord
-    kept: Kept
+    kept: CatalogContents
     """All that this folder keeps."""
     model: str
     """The folder of both checkpoints."""
@@ -44,10 +44,10 @@ class EarlierContext(msgspec.Struct, frozen=True, kw_only=True):
         return any(name in self.differing for name in TOKENIZER_FILES)
 
 
-def read_earlier(folder: DataFolder, model: str, facts: Mapping[str, str]) -> dict[str, EarlierContext]:
+def read_earlier(folder: DataFolder, model: str, facts: Mapping[str, str]) -> dict[str, StaleContext]:
     """By name, of several the one that was changed last. What cannot be read is left out: those folders are no business
     of this service."""
-    found = dict[str, EarlierContext]()
+    found = dict[str, StaleContext]()
     for context in _all(folder, model, facts):
         name = context.record.id
         if name not in found or found[name].record.updated < context.record.updated:
@@ -55,7 +55,7 @@ def read_earlier(folder: DataFolder, model: str, facts: Mapping[str, str]) -> di
     return found
 
 
-def _all(folder: DataFolder, model: str, facts: Mapping[str, str]) -> Iterator[EarlierContext]:
+def _all(folder: DataFolder, model: str, facts: Mapping[str, str]) -> Iterator[StaleContext]:
     for path, told in folder.siblings():
         if told.model != model:
             continue
@@ -63,4 +63,4 @@ def _all(folder: DataFolder, model: str, facts: Mapping[str, str]) -> Iterator[E
         with suppress(CatalogError):
             kept = read_only_catalog(path)
             for record in kept.contexts:
-                yield EarlierContext(record=record, kept=kept, model=model, differing=differing)
+                yield StaleContext(record=record, kept=kept, model=model, differing=differing)

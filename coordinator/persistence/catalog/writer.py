@@ -8,10 +8,10 @@ from sqlalchemy import Connection, Table, delete, insert, select, tuple_, update
 
 from coordinator.persistence.catalog import row_codec
 from coordinator.persistence.catalog.records import (
+    CatalogContents,
     Change,
-    Committed,
-    Kept,
-    Outgoing,
+    CommitResult,
+    OutboxEntry,
     SegmentRecord,
     SnapshotRecord,
     UploadKey,
@@ -36,7 +36,7 @@ AT_ONCE = 500
 """Keys of one statement, at most."""
 
 
-def write_change(connection: Connection, change: Change) -> Committed:
+def write_change(connection: Connection, change: Change) -> CommitResult:
     """Writes all of it; what comes of it."""
     anew = [record.segment for record in change.snapshots]
     manifests = _manifests(connection, [*change.dropped_snapshots, *anew])
@@ -55,8 +55,8 @@ def write_change(connection: Connection, change: Change) -> Committed:
     gone, swept = _sweep(connection) if _may_leave_segments(change) else ((), set[str]())
     manifests |= swept
     manifests.difference_update(connection.execute(select(snapshots.c.manifest)).scalars() if manifests else ())
-    _send(connection, [*change.outgoing, *(Outgoing(name, None) for name in sorted(manifests))])
-    return Committed(gone, tuple(sorted(manifests)))
+    _send(connection, [*change.outgoing, *(OutboxEntry(name, None) for name in sorted(manifests))])
+    return CommitResult(gone, tuple(sorted(manifests)))
 
 
 def _put_snapshots(connection: Connection, records: Sequence[SnapshotRecord]) -> set[str]:
@@ -136,7 +136,7 @@ def _set_state(connection: Connection, row: row_codec.Row) -> None:
     connection.execute(update(service), row_codec.signed(service, row))
 
 
-def write_rebuilt(connection: Connection, kept: Kept, next_outgoing: int) -> None:
+def write_rebuilt(connection: Connection, kept: CatalogContents, next_outgoing: int) -> None:
     """Writes all that a new database holds."""
     write_change(connection, Change(segments=kept.segments, contexts=kept.contexts, snapshots=kept.snapshots))
     counters = {"next_segment": kept.next_segment, "next_outgoing": next_outgoing, "epoch": kept.epoch}
@@ -219,7 +219,7 @@ def _lost_upload(key: UploadKey, reason: str) -> DataLoss:
 # --- what is to be written to storage ---
 
 
-def _send(connection: Connection, outgoing: Sequence[Outgoing]) -> None:
+def _send(connection: Connection, outgoing: Sequence[OutboxEntry]) -> None:
     if not outgoing:
         return
     state = _state(connection)
@@ -228,9 +228,9 @@ def _send(connection: Connection, outgoing: Sequence[Outgoing]) -> None:
     _set_state(connection, {**state, "next_outgoing": state["next_outgoing"] + len(outgoing)})
 
 
-def read_outgoing(connection: Connection, limit: int, only_deletions: bool) -> list[tuple[int, Outgoing]]:
+def read_outgoing(connection: Connection, limit: int, only_deletions: bool) -> list[tuple[int, OutboxEntry]]:
     """The oldest ones, but for those that are damaged."""
-    found: list[tuple[int, Outgoing]] = []
+    found: list[tuple[int, OutboxEntry]] = []
     chosen = select(outbox).order_by(outbox.c.key)
     if only_deletions:
         chosen = chosen.where(outbox.c.content.is_(None))

@@ -12,7 +12,7 @@ from coordinator.engine_messages import Admitted, Ended, Tokens
 from longleaf.types import Generate
 
 
-class Held(msgspec.Struct, frozen=True, kw_only=True):
+class GenerationEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A generation that is held: all that it takes to go on with it, but for what it has said."""
 
     request_id: str
@@ -35,10 +35,10 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
 
 Said = Admitted | Tokens | Ended
 """What is kept of what the engine says."""
-Entry = Held | Said
+Entry = GenerationEntry | Said
 _HEAD = Struct("<II")
 """Bytes that follow, and their CRC-32."""
-_KINDS: tuple[type[Entry], ...] = (Held, Admitted, Tokens, Ended)
+_KINDS: tuple[type[Entry], ...] = (GenerationEntry, Admitted, Tokens, Ended)
 """The first byte of an entry is the number of its kind: new ones come last."""
 _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
 _DECODERS = [msgspec.msgpack.Decoder(kind) for kind in _KINDS]

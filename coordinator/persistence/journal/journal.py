@@ -11,16 +11,16 @@ import msgspec
 from blake3 import blake3
 
 from coordinator.engine_messages import Admitted, Ended, Event, Tokens
-from coordinator.persistence.journal.entries import Entry, Held, Said, encode_entry, read_entries
+from coordinator.persistence.journal.entries import Entry, GenerationEntry, Said, encode_entry, read_entries
 from longleaf.errors import StorageUnavailable
 
 SUFFIX = ".journal"
 
 
-class Kept(NamedTuple):
+class JournaledGeneration(NamedTuple):
     """A generation that was held, and what it has said, in this order."""
 
-    held: Held
+    held: GenerationEntry
     said: list[Said]
 
 
@@ -41,10 +41,10 @@ class Journal:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             folder.chmod(0o700)
 
-    def begin(self, held: Held) -> "Record":
+    def begin(self, held: GenerationEntry) -> "JournalWriter":
         """The record of a new generation, instead of any that there was of this name. Raises StorageUnavailable."""
         self.remove(held.request_id)
-        record = Record(self._path(held.request_id), os.O_CREAT | os.O_EXCL)
+        record = JournalWriter(self._path(held.request_id), os.O_CREAT | os.O_EXCL)
         self._contexts[held.request_id] = held.request.context
         try:
             record.write(msgspec.structs.replace(held, checkpoint=self._checkpoint))
@@ -53,11 +53,11 @@ class Journal:
             raise
         return record
 
-    def go_on(self, request_id: str) -> "Record":
+    def go_on(self, request_id: str) -> "JournalWriter":
         """The record of a generation that there is. Raises StorageUnavailable."""
-        return Record(self._path(request_id))
+        return JournalWriter(self._path(request_id))
 
-    def load(self) -> Iterator[Kept]:
+    def load(self) -> Iterator[JournaledGeneration]:
         """What earlier services held, one after the other.
 
         A file is cut before its first entry that is torn or damaged. One of which nothing can be used, or that another
@@ -71,18 +71,18 @@ class Journal:
             self._contexts[kept.held.request_id] = kept.held.request.context
             yield kept
 
-    def _read(self, path: Path) -> Kept | None:
+    def _read(self, path: Path) -> JournaledGeneration | None:
         size, end, entries = path.stat().st_size, 0, list[Entry]()
         with path.open("rb") as file:
             for entry, end in read_entries(file, size):  # noqa: B007
                 entries.append(entry)
-        if not entries or not isinstance(held := entries[0], Held):
+        if not entries or not isinstance(held := entries[0], GenerationEntry):
             return None
         if held.checkpoint != self._checkpoint or path != self._path(held.request_id):
             return None
         if end < size:
             os.truncate(path, end)
-        return Kept(held, [entry for entry in entries if not isinstance(entry, Held)])
+        return JournaledGeneration(held, [entry for entry in entries if not isinstance(entry, GenerationEntry)])
 
     def remove(self, request_id: str) -> None:
         """Forgets a generation, which may go on unrecorded. Idempotent. Raises StorageUnavailable."""
@@ -100,7 +100,7 @@ class Journal:
         return self._folder / f"{blake3(request_id.encode()).hexdigest()}{SUFFIX}"
 
 
-class Record:
+class JournalWriter:
     """The end of one file, to which entries are appended. Once the file is removed, they go nowhere."""
 
     def __init__(self, path: Path, flags: int = 0) -> None:

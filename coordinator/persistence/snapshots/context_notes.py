@@ -5,18 +5,18 @@ from collections.abc import Set as AnySet
 
 from msgspec.structs import replace
 
-from coordinator.persistence.catalog.records import Change, ContextRecord, Kept, Outgoing
+from coordinator.persistence.catalog.records import CatalogContents, Change, ContextRecord, OutboxEntry
 from coordinator.persistence.snapshots.segment_writer import segment_name
 from longleaf.storage.context_note import ContextNote, encode_note
 
 
-class Notes:
+class ContextNotes:
     """What storage is told, or about to be, of the contexts of a catalog.
 
     Changes come one by one: the notes of one are made after the one before it is kept, or has failed.
     """
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, kept: CatalogContents) -> None:
         self._service = kept.service_id
         self._next_number = kept.next_outgoing
         """What is kept was outgoing, and counts there. What failed counts nowhere: else the numbers of the next service
@@ -24,13 +24,13 @@ class Notes:
         self._told = {context.id: _of_note(context) for context in kept.contexts}
         """As they were told last."""
 
-    def of(self, change: Change) -> tuple[Outgoing, ...]:
+    def of(self, change: Change) -> tuple[OutboxEntry, ...]:
         """Those of a change that is to be kept. What only tells of uses makes none."""
         dropped = [self._deletion(name) for name in change.dropped_contexts if name in self._told]
         changed = [self._note(one) for one in change.contexts if self._told.get(one.id) != _of_note(one)]
         return self._numbered([*dropped, *changed])
 
-    def again(self, noted: AnySet[str]) -> tuple[Outgoing, ...]:
+    def again(self, noted: AnySet[str]) -> tuple[OutboxEntry, ...]:
         """Those of all contexts but the ones of which storage has a note."""
         return self._numbered(self._note(record) for name, record in self._told.items() if name not in noted)
 
@@ -41,7 +41,7 @@ class Notes:
             self._told.pop(name, None)
         self._told |= {one.id: _of_note(one) for one in change.contexts}
 
-    def _numbered(self, notes: Iterable[ContextNote]) -> tuple[Outgoing, ...]:
+    def _numbered(self, notes: Iterable[ContextNote]) -> tuple[OutboxEntry, ...]:
         return tuple(_outgoing(replace(note, number=number)) for number, note in enumerate(notes, self._next_number))
 
     def _deletion(self, context: str) -> ContextNote:
@@ -64,8 +64,8 @@ class Notes:
         )
 
 
-def _outgoing(note: ContextNote) -> Outgoing:
-    return Outgoing(note.place.name, encode_note(note))
+def _outgoing(note: ContextNote) -> OutboxEntry:
+    return OutboxEntry(note.place.name, encode_note(note))
 
 
 def _of_note(record: ContextRecord) -> ContextRecord:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 from coordinator.kv_cache.token_paths import Segment
-from coordinator.persistence.snapshots.ports import ContextUse, Held
+from coordinator.persistence.snapshots.ports import ContextUse, HeldSegment
 from longleaf.errors import LongleafError
 from longleaf.rank_protocol.snapshots import Save, Saved
 from longleaf.runs import Run
@@ -18,7 +18,7 @@ class FakeRanks:
         self.store = store
         self.members = tuple(range(10, 10 + num_ranks))
         self.epoch = 1
-        self.segments: dict[int, Held] = {}
+        self.segments: dict[int, HeldSegment] = {}
         self.contexts: list[ContextUse] = []
         self.orders: list[tuple[int, Save]] = []
         """All that were given, with the member."""
@@ -31,9 +31,11 @@ class FakeRanks:
 
     def hold(self, segment: Segment, runs: Sequence[Run], window_runs: Sequence[Run] = (), version: int = 0) -> None:
         """Has a segment be held so."""
-        self.segments[segment.id] = Held(segment, tuple(runs), tuple(window_runs), self.members, self.epoch, version)
+        self.segments[segment.id] = HeldSegment(
+            segment, tuple(runs), tuple(window_runs), self.members, self.epoch, version
+        )
 
-    def held(self, segment_id: int) -> Held | None:
+    def held(self, segment_id: int) -> HeldSegment | None:
         return self.segments.get(segment_id)
 
     def uses(self) -> Sequence[ContextUse]:

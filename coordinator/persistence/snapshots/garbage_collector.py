@@ -5,10 +5,10 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from collections.abc import Set as AnySet
 
-from coordinator.persistence.catalog.records import Kept
+from coordinator.persistence.catalog.records import CatalogContents
 from coordinator.persistence.snapshots.ports import ContextUse
-from coordinator.persistence.snapshots.retention import Policy
-from coordinator.persistence.snapshots.snapshot_index import Records
+from coordinator.persistence.snapshots.retention import RetentionPolicy
+from coordinator.persistence.snapshots.snapshot_index import SnapshotIndex
 from coordinator.persistence.snapshots.storage_health import MOST_SECONDS
 from coordinator.persistence.snapshots.store import AsyncStore
 from longleaf.errors import LongleafError
@@ -19,7 +19,7 @@ SWEEP_SECONDS = 3600.0
 log = logging.getLogger(__name__)
 
 
-class Cleaner:
+class GarbageCollector:
     """Looks through the storage of one service at the start, and every hour.
 
     `drop` has snapshots of segments go, and `lose` those that are not there any more; `uses` tells when contexts were
@@ -30,9 +30,9 @@ class Cleaner:
     def __init__(
         self,
         store: AsyncStore,
-        kept: Kept,
-        records: Records,
-        policy: Policy,
+        kept: CatalogContents,
+        records: SnapshotIndex,
+        policy: RetentionPolicy,
         needed: Callable[[], AnySet[str]],
         drop: Callable[[Sequence[int]], Awaitable[None]],
         lose: Callable[[Sequence[int]], Awaitable[None]],

@@ -6,8 +6,8 @@ from collections import Counter
 from contextlib import suppress
 
 from coordinator.persistence.catalog.ports import Outbox
-from coordinator.persistence.catalog.records import Outgoing
-from coordinator.persistence.snapshots.storage_health import Trouble
+from coordinator.persistence.catalog.records import OutboxEntry
+from coordinator.persistence.snapshots.storage_health import StorageHealth
 from coordinator.persistence.snapshots.store import AsyncStore
 from longleaf.errors import DataLoss, LongleafError, StorageUnavailable
 from longleaf.storage.context_note import decode_note
@@ -17,13 +17,13 @@ AT_ONCE = 256
 log = logging.getLogger(__name__)
 
 
-class Sender:
+class OutboxSender:
     """Sends until it is cancelled; what it has not sent stays outgoing."""
 
     def __init__(self, store: AsyncStore, outbox: Outbox) -> None:
         self._store = store
         self._outbox = outbox
-        self.trouble = Trouble("telling storage of contexts")
+        self.trouble = StorageHealth("telling storage of contexts")
         self._there_is_more = asyncio.Event()
         self._held = Counter[str]()
         """Manifests, and how often they are held."""
@@ -93,7 +93,7 @@ class Sender:
                 await self._outbox.done(done)
         return done, failure
 
-    async def _send(self, outgoing: Outgoing) -> None:
+    async def _send(self, outgoing: OutboxEntry) -> None:
         if outgoing.content is not None:
             await self._store.put(outgoing.name, outgoing.content)
             if (deletion := _deletion(outgoing.name, outgoing.content)) is not None:

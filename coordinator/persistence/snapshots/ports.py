@@ -10,14 +10,14 @@ from coordinator.persistence.catalog.ports import ContextCatalog, Outbox
 from longleaf.errors import InvalidArgument
 from longleaf.rank_protocol.snapshots import Save, Saved, max_header_bytes
 from longleaf.runs import Run, ceil_div
-from longleaf.storage.manifest import Piece, SegmentManifest
+from longleaf.storage.manifest import PieceRef, SegmentManifest
 
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "I8": 1, "U8": 1}
 """Of the types in which keys and values are kept."""
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldSegment:
     """A sealed segment that is wholly held now. It was held all the time between two equal ones."""
 
     segment: Segment
@@ -33,7 +33,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Form:
+class KvFormat:
     """How the ranks hold keys and values."""
 
     text: str
@@ -45,7 +45,7 @@ class Form:
         """Of one block, over all layers, as the text tells them: `blocks of 16; keys.0 F32 8x16x64; ...`."""
         return sum(_part_bytes(self.text.partition("|")[0]))
 
-    def num_bytes(self, held: Held) -> int:
+    def num_bytes(self, held: HeldSegment) -> int:
         """Bytes of all pieces of a segment, without their headers."""
         sharded, _, windows = self.text.partition("|")
         found = 0
@@ -76,7 +76,7 @@ def _num_blocks(ranges: Sequence[tuple[int, int]], block_size: int) -> int:
     return sum(ceil_div(end - start, block_size) for start, end in ranges)
 
 
-def _check_size(piece: Piece, parts: Sequence[int], block_size: int, field: str) -> None:
+def _check_size(piece: PieceRef, parts: Sequence[int], block_size: int, field: str) -> None:
     num_blocks = _num_blocks(piece.runs, block_size)
     most = num_blocks * sum(parts) + max_header_bytes(len(parts), len(piece.runs))
     if piece.num_bytes > most:
@@ -93,10 +93,10 @@ class ContextUse:
     segments: tuple[int, ...]
 
 
-class Holdings(Protocol):
+class SegmentSource(Protocol):
     """What ranks hold."""
 
-    def held(self, segment_id: int) -> Held | None:
+    def held(self, segment_id: int) -> HeldSegment | None:
         """None: it is parked, or something of it is lost or moves, or nobody needs it."""
         ...
 

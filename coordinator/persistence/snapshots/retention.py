@@ -8,7 +8,7 @@ GRACE_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
-class Policy:
+class RetentionPolicy:
     """See the settings of the same names."""
 
     mode: SnapshotsChoice = "seal"
@@ -20,5 +20,5 @@ class Policy:
     """Seconds after which what nobody counts is swept: longer than anything takes to be saved."""
 
     @classmethod
-    def of(cls, config: DataConfig) -> "Policy":
+    def of(cls, config: DataConfig) -> "RetentionPolicy":
         return cls(config.snapshots, config.snapshot_quota, config.snapshot_expiry)

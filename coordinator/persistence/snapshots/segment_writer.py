@@ -9,12 +9,12 @@ from typing import Any
 
 from coordinator.persistence.catalog.row_codec import little_endian
 from coordinator.persistence.snapshots.chunking import cut_pieces
-from coordinator.persistence.snapshots.ports import Form, Held, Holdings, Savers
+from coordinator.persistence.snapshots.ports import HeldSegment, KvFormat, Savers, SegmentSource
 from coordinator.persistence.snapshots.store import AsyncStore
 from longleaf.errors import NotFound, StorageUnavailable, Unavailable
 from longleaf.rank_protocol.snapshots import Save, Saved
 from longleaf.runs import Run
-from longleaf.storage.manifest import Piece, SegmentManifest, encode_manifest
+from longleaf.storage.manifest import PieceRef, SegmentManifest, encode_manifest
 from longleaf.storage.names import Attempt
 
 MAX_ORDERS = 2
@@ -32,7 +32,7 @@ class Saver:
     """Saves segments of one service, with ranks of one form."""
 
     def __init__(
-        self, store: AsyncStore, service: str, fingerprint: str, form: Form, holdings: Holdings, ranks: Savers
+        self, store: AsyncStore, service: str, fingerprint: str, form: KvFormat, holdings: SegmentSource, ranks: Savers
     ) -> None:
         self._store = store
         self._service = service
@@ -46,10 +46,10 @@ class Saver:
         """Names that nobody has used; `name` is one that no attempt for this segment has had."""
         return Attempt(self._service, segment_name(self._service, segment_id), name or secrets.token_hex(8))
 
-    async def save(self, attempt: Attempt, held: Held) -> tuple[SegmentManifest, int]:
+    async def save(self, attempt: Attempt, held: HeldSegment) -> tuple[SegmentManifest, int]:
         """The manifest, which is on storage, and the bytes of all.
 
-        Raises StorageUnavailable, WorkerLost, and Unavailable where something of it has moved meanwhile: then nothing
+        Raises StorageUnavailable, RankLost, and Unavailable where something of it has moved meanwhile: then nothing
         counts of what was written.
         """
         pieces = cut_pieces(held.runs, self._form.block_size, self._form.block_bytes)
@@ -66,14 +66,16 @@ class Saver:
         await self._store.put(attempt.manifest, content, is_new=True)
         return manifest, len(content) + sum(piece.num_bytes for piece in found)
 
-    async def _save(self, saving: "_Saving", name: str, runs: tuple[Run, ...], of_windows: bool = False) -> Piece:
+    async def _save(self, saving: "_Saving", name: str, runs: tuple[Run, ...], of_windows: bool = False) -> PieceRef:
         rank, held = WINDOWS_RANK if of_windows else runs[0].rank, saving.held
         async with saving.turn(rank):
             order = Save(next(self._tickets), name, held.segment.id, runs, of_windows)
             saved: Saved = await self._ranks.save(held.members[rank], order)
-        return Piece(name, tuple((run.start, run.end) for run in runs), saved.num_bytes, saved.digest)
+        return PieceRef(name, tuple((run.start, run.end) for run in runs), saved.num_bytes, saved.digest)
 
-    async def _check_seen(self, held: Held, pieces: Sequence[tuple[Run, ...]], found: Sequence[Piece]) -> None:
+    async def _check_seen(
+        self, held: HeldSegment, pieces: Sequence[tuple[Run, ...]], found: Sequence[PieceRef]
+    ) -> None:
         """What ranks have written must be where this process reads: of each the last piece."""
         last = dict(zip([*(runs[0].rank for runs in pieces), WINDOWS_RANK], found, strict=False))
         for rank, piece in last.items():
@@ -86,7 +88,7 @@ class Saver:
                 remedy = "--snapshot-url must name a storage that all machines share"
                 raise StorageUnavailable(f"{self._store.store.url}: {told}; {remedy}")
 
-    def _manifest(self, attempt: Attempt, held: Held, found: Sequence[Piece]) -> SegmentManifest:
+    def _manifest(self, attempt: Attempt, held: HeldSegment, found: Sequence[PieceRef]) -> SegmentManifest:
         segment, before = held.segment, held.segment.before.segments
         num_pieces = len(found) - bool(held.window_runs)
         return SegmentManifest(
@@ -107,7 +109,7 @@ class Saver:
 class _Saving:
     """The pieces of one segment, of which ranks write some at a time."""
 
-    def __init__(self, held: Held) -> None:
+    def __init__(self, held: HeldSegment) -> None:
         self.held = held
         self._limits = [asyncio.Semaphore(MAX_ORDERS) for _ in held.members]
         self._failure: Exception | None = None
@@ -125,7 +127,7 @@ class _Saving:
                 self._failure = self._failure or error
                 raise
 
-    async def all(self, saves: Sequence[Coroutine[Any, Any, Piece]]) -> list[Piece]:
+    async def all(self, saves: Sequence[Coroutine[Any, Any, PieceRef]]) -> list[PieceRef]:
         """What they give. After a failure no more are begun, and it is raised when those that were have ended: what
         ranks write later than that nobody would delete."""
         tasks = [asyncio.ensure_future(save) for save in saves]

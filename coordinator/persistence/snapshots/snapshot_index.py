@@ -5,13 +5,13 @@ from math import inf
 
 from coordinator.persistence.catalog.records import SnapshotRecord
 from coordinator.persistence.snapshots.ports import ContextUse
-from coordinator.persistence.snapshots.retention import Policy
+from coordinator.persistence.snapshots.retention import RetentionPolicy
 
 
-class Records:
+class SnapshotIndex:
     """The snapshots of a catalog, by segment."""
 
-    def __init__(self, records: Iterable[SnapshotRecord], policy: Policy) -> None:
+    def __init__(self, records: Iterable[SnapshotRecord], policy: RetentionPolicy) -> None:
         self._policy = policy
         self._by_segment = {record.segment: record for record in records}
         self._dropped: dict[int, float] = {}

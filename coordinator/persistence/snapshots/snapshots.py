@@ -9,16 +9,23 @@ from typing import Any
 from msgspec.structs import replace
 
 from coordinator.kv_cache.token_paths import Segment
-from coordinator.persistence.catalog.records import Change, Committed, Kept, SnapshotRecord
+from coordinator.persistence.catalog.records import CatalogContents, Change, CommitResult, SnapshotRecord
 from coordinator.persistence.catalog.row_codec import little_endian
-from coordinator.persistence.snapshots.context_notes import Notes
-from coordinator.persistence.snapshots.garbage_collector import Cleaner
-from coordinator.persistence.snapshots.outbox_sender import Sender, delete_attempt
-from coordinator.persistence.snapshots.ports import ContextUse, Form, Held, Holdings, Savers, SnapshotCatalog
-from coordinator.persistence.snapshots.retention import Policy
+from coordinator.persistence.snapshots.context_notes import ContextNotes
+from coordinator.persistence.snapshots.garbage_collector import GarbageCollector
+from coordinator.persistence.snapshots.outbox_sender import OutboxSender, delete_attempt
+from coordinator.persistence.snapshots.ports import (
+    ContextUse,
+    HeldSegment,
+    KvFormat,
+    Savers,
+    SegmentSource,
+    SnapshotCatalog,
+)
+from coordinator.persistence.snapshots.retention import RetentionPolicy
 from coordinator.persistence.snapshots.segment_writer import Saver
-from coordinator.persistence.snapshots.snapshot_index import Records
-from coordinator.persistence.snapshots.storage_health import Trouble
+from coordinator.persistence.snapshots.snapshot_index import SnapshotIndex
+from coordinator.persistence.snapshots.storage_health import StorageHealth
 from coordinator.persistence.snapshots.store import AsyncStore
 from longleaf.errors import DataLoss, InvalidArgument, LongleafError, NotFound, StorageUnavailable, Unavailable
 from longleaf.storage.inventory import read_manifest
@@ -58,9 +65,9 @@ class Snapshots:
         self,
         store: Store,
         catalog: SnapshotCatalog,
-        kept: Kept,
+        kept: CatalogContents,
         fingerprint: str,
-        policy: Policy,
+        policy: RetentionPolicy,
         wall_clock: Callable[[], float],
         check_room: Callable[[int], None] = any_room,
     ) -> None:
@@ -72,16 +79,16 @@ class Snapshots:
         self._fingerprint = fingerprint
         self._policy = policy
         self._wall_clock = wall_clock
-        self._records = Records(kept.snapshots, policy)
-        self._notes = Notes(kept)
+        self._records = SnapshotIndex(kept.snapshots, policy)
+        self._notes = ContextNotes(kept)
         self._turn = asyncio.Lock()
         """Of changes that make notes: these are numbered as they are kept."""
-        self._sender = Sender(self._store, catalog)
-        self._trouble = Trouble("writing snapshots")
-        self._holdings: Holdings | None = None
+        self._sender = OutboxSender(self._store, catalog)
+        self._trouble = StorageHealth("writing snapshots")
+        self._holdings: SegmentSource | None = None
         self._saver: Saver | None = None
-        self._cleaner: Cleaner | None = None
-        self._form = Form("", 1)
+        self._cleaner: GarbageCollector | None = None
+        self._form = KvFormat("", 1)
         self._wanted = dict.fromkeys(segment.id for segment in kept.segments) if policy.mode == "seal" else {}
         """Segments that are to be saved, the first one first."""
         self._too_large = set[int]()
@@ -97,13 +104,13 @@ class Snapshots:
 
     # --- the start and the end ---
 
-    def begin(self, holdings: Holdings, ranks: Savers, form: Form, on_change: Callable[[], None]) -> None:
+    def begin(self, holdings: SegmentSource, ranks: Savers, form: KvFormat, on_change: Callable[[], None]) -> None:
         """Ranks of this form are there. `on_change` is called when `view` may answer otherwise than before."""
         for trouble in (self._trouble, self._sender.trouble):
             trouble.watch(on_change)
         self._holdings, self._form = holdings, form
         self._saver = Saver(self._store, self._kept.service_id, self._fingerprint, form, holdings, ranks)
-        self._cleaner = Cleaner(
+        self._cleaner = GarbageCollector(
             self._store,
             self._kept,
             self._records,
@@ -238,7 +245,7 @@ class Snapshots:
                 change = Change(outgoing=outgoing)
                 self._committed(change, await self._catalog.commit(change))
 
-    def _committed(self, change: Change, committed: Committed) -> None:
+    def _committed(self, change: Change, committed: CommitResult) -> None:
         """A change is kept."""
         self._notes.note(change)
         self._records.forget(committed.segments)
@@ -381,7 +388,7 @@ class Snapshots:
             self._wanted.pop(segment_id, None)
             self._answer(segment_id)
 
-    async def _check_segment(self, held: Held) -> StorageUnavailable | None:
+    async def _check_segment(self, held: HeldSegment) -> StorageUnavailable | None:
         """The error for a segment that does not fit on the disk, where others may. Raises StorageUnavailable where none
         fits."""
         try:
@@ -391,7 +398,7 @@ class Snapshots:
             return error
         return None
 
-    async def _save(self, held: Held) -> None:
+    async def _save(self, held: HeldSegment) -> None:
         assert self._saver is not None
         assert self._cleaner is not None
         attempt = self._saver.attempt(held.segment.id)

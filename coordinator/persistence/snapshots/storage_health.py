@@ -8,7 +8,7 @@ LEAST_SECONDS, MOST_SECONDS = 1.0, 60.0
 log = logging.getLogger(__name__)
 
 
-class Trouble:
+class StorageHealth:
     """What is wrong with a storage."""
 
     def __init__(self, what: str) -> None:

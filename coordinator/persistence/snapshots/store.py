@@ -8,7 +8,7 @@ from threading import Lock, Thread
 from typing import ParamSpec, TypeVar
 
 from longleaf.errors import StorageUnavailable
-from longleaf.storage.files import Entry
+from longleaf.storage.files import ObjectInfo
 from longleaf.storage.store import Store
 
 NUM_THREADS = 3
@@ -54,7 +54,7 @@ class AsyncStore:
     async def size(self, name: str) -> int:
         return await self.run(self.store.size, name)
 
-    async def list(self, folder: str) -> list[Entry]:
+    async def list(self, folder: str) -> list[ObjectInfo]:
         return await self.run(lambda: list(self.store.list(folder)))
 
     async def delete(self, names: Sequence[str]) -> None:

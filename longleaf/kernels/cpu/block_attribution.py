@@ -6,13 +6,13 @@ from pathlib import Path
 from torch import Tensor
 
 from longleaf import c_extension
-from longleaf.attention.block_attribution import Columns
+from longleaf.attention.block_attribution import AttributionColumns
 
 SOURCE = Path(__file__).with_name("block_attribution.c")
 FLAGS = ("-O3", "-march=native")
 
 
-class NativeShares:
+class NativeBlockAttribution:
     """What of rows' attention falls on columns, some twenty small torch operations in one call."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -21,22 +21,22 @@ class NativeShares:
         self._run.restype = None
 
     @staticmethod
-    def load() -> "NativeShares":
+    def load() -> "NativeBlockAttribution":
         """Compiled at the first call on this kind of processor. Raises OSError, as where there is no C compiler."""
-        return NativeShares(c_extension.load(SOURCE, FLAGS))
+        return NativeBlockAttribution(c_extension.load(SOURCE, FLAGS))
 
     def __call__(
         self,
         told_KE2: Tensor,
         lse_TH: Tensor,
         sink_H: Tensor | None,
-        columns: Columns,
+        columns: AttributionColumns,
         found: tuple[Tensor, Tensor, Tensor],
         *,
         sink_column: int,
         first_head: int,
     ) -> None:
-        """As `TellingBackend.add_shares`."""
+        """As `AttributionBackend.add_shares`."""
         (num_tellers, num_columns), num_kv_heads = found[0].shape, len(told_KE2)
         lse_TH, sink_H = lse_TH.contiguous(), sink_H if sink_H is None else sink_H.float().contiguous()
         room_N = found[0].new_empty(num_columns)

@@ -7,7 +7,7 @@ from torch import Tensor
 from longleaf.attention.masks import Read
 from longleaf.attention.partial import Partial
 from longleaf.kernels.backend import Int8Layer, check_shapes
-from longleaf.kernels.cpu.block_attribution import NativeShares
+from longleaf.kernels.cpu.block_attribution import NativeBlockAttribution
 from longleaf.kernels.cpu.decode import NativeDecode
 from longleaf.kernels.cpu.flash import Flash
 from longleaf.kernels.cpu.fold import NativeFold
@@ -23,7 +23,7 @@ class Compiled(Flash):
         super().__init__()
         self._decode = NativeDecode.load()
         self._fold = NativeFold.load()
-        self.add_shares = NativeShares.load()
+        self.add_shares = NativeBlockAttribution.load()
 
     def attend(
         self,

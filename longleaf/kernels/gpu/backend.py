@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from longleaf.attention import packed as packed_form
-from longleaf.attention.block_attribution import Columns
+from longleaf.attention.block_attribution import AttributionColumns
 from longleaf.attention.masks import Read, Reads
 from longleaf.attention.partial import Partial
 from longleaf.kernels.backend import Int8Layer, check_shapes, lies_in
@@ -20,7 +20,7 @@ from longleaf.kernels.gpu.device.fold import fold_items, fold_packed, pack_rows
 from longleaf.kernels.gpu.device.int8 import attend_items_int8
 from longleaf.kernels.gpu.device.store import store_int8, store_tokens
 from longleaf.kernels.gpu.launch import Launcher, launch
-from longleaf.kernels.gpu.tables import DeviceWork, Tables, ToldStretches, WorkKey
+from longleaf.kernels.gpu.tables import AttributedRanges, DeviceLaunchTables, DeviceWork, WorkKey
 from longleaf.kernels.gpu.work_items import Shape, work_of
 from longleaf.runs import ceil_div
 
@@ -157,13 +157,13 @@ class TritonKernels:
         told_KE2: Tensor,
         lse_TH: Tensor,
         sink_H: Tensor | None,
-        columns: Columns,
+        columns: AttributionColumns,
         found: tuple[Tensor, Tensor, Tensor],
         *,
         sink_column: int,
         first_head: int,
     ) -> None:
-        """See `TellingBackend`."""
+        """See `AttributionBackend`."""
         bags = bags_of(columns, found[0].shape[1], sink_column, told_KE2.device)
         num_kv_heads, num_heads = len(told_KE2), lse_TH.shape[1]
         self._launch(
@@ -174,9 +174,9 @@ class TritonKernels:
             **constants.add_shares(num_heads, has_sinks=sink_H is not None),
         )
 
-    def tables(self, seen: Reads, *, is_shared: bool) -> Tables:
-        """See `FixedBackend`."""
-        return Tables([key for key in seen.kept if isinstance(key, WorkKey)], is_shared=is_shared)
+    def tables(self, seen: Reads, *, is_shared: bool) -> DeviceLaunchTables:
+        """See `CapturableBackend`."""
+        return DeviceLaunchTables([key for key in seen.kept if isinstance(key, WorkKey)], is_shared=is_shared)
 
     def _work(
         self, reads: Sequence[Read], q_THD: Tensor, num_kv_heads: int, max_tile_rows: int, tile_keys: int
@@ -191,7 +191,7 @@ class TritonKernels:
             told = told_numbers(reads.told, reads, work.reads, shape.group) if reads.told else []
             numbers = torch.tensor(work.numbers + told, dtype=torch.long, pin_memory=q_THD.is_cuda)
             table, rest = numbers.to(q_THD.device, non_blocking=True).split([len(work.numbers), len(told)])
-            asked = ToldStretches(reads.told, rest) if reads.told else None
+            asked = AttributedRanges(reads.told, rest) if reads.told else None
             reads.kept[key] = DeviceWork(table, work.num_part_rows, work.tile_rows, asked)
         return reads.kept[key]
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longleaf.attention.block_attribution import BLOCK, BlockSums, Columns
+from longleaf.attention.block_attribution import BLOCK, AttributionColumns, BlockSums
 from longleaf.attention.masks import Read
 from longleaf.attention.partial import Partial
 from longleaf.kernels.gpu.tables import DeviceWork
@@ -18,11 +18,11 @@ BAG = 5
 """Numbers of a column."""
 
 
-class Bags(NamedTuple):
+class ColumnEntries(NamedTuple):
     """Which entries count into which columns, on the device."""
 
     entries_L: Tensor
-    """[L, 4] int64, those of a column side by side: the row, where its entries start (see `ToldRead`), the number
+    """[L, 4] int64, those of a column side by side: the row, where its entries start (see `AttributedRead`), the number
     of this one, and that of all."""
     bags_AN: Tensor
     """[A * N, BAG] int64, of each column: the first entry and the end of the entries; the first row and the end of the
@@ -50,7 +50,7 @@ def told_arguments(work: DeviceWork, parts: Partial, group: int, *, tells: bool)
     return work.told.numbers, told_KE2, told_KE2.stride(0)
 
 
-def bags_of(columns: Columns, num_columns: int, sink_column: int, device: torch.device) -> Bags:
+def bags_of(columns: AttributionColumns, num_columns: int, sink_column: int, device: torch.device) -> ColumnEntries:
     """Made once for all layers of a step, in one copy that nobody waits for."""
     if device not in columns.kept:
         entries_L, bounds_AN = _entries(columns, num_columns)
@@ -60,11 +60,11 @@ def bags_of(columns: Columns, num_columns: int, sink_column: int, device: torch.
         bags_AN[:, :, 4] = (columns.tellers[:, 1] - columns.tellers[:, 0])[:, None]
         flat = torch.cat((entries_L.flatten(), bags_AN.flatten()))
         there = (flat.pin_memory() if device.type == "cuda" else flat).to(device, non_blocking=True)
-        columns.kept[device] = Bags(there[: entries_L.numel()], there[entries_L.numel() :])
+        columns.kept[device] = ColumnEntries(there[: entries_L.numel()], there[entries_L.numel() :])
     return columns.kept[device]
 
 
-def _entries(columns: Columns, num_columns: int) -> tuple[Tensor, Tensor]:
+def _entries(columns: AttributionColumns, num_columns: int) -> tuple[Tensor, Tensor]:
     """Entries, by teller and column, and the bounds of each column's."""
     rows_R, starts_R, per_row_R, firsts_R, ends_R, columns_R, before_R, per_column_R = columns.runs.T
     _, _, first_runs_A, end_runs_A = columns.tellers.T

@@ -38,7 +38,7 @@ MIN_SIDE = 16
 """Sides of a matrix product have a power of two at least so large."""
 
 
-class Limits(NamedTuple):
+class KernelLimits(NamedTuple):
     """Sizes of tiles that fit into the registers, by what the compiler of a device makes of them."""
 
     max_tile_rows: int = MAX_TILE_ROWS
@@ -48,16 +48,23 @@ class Limits(NamedTuple):
     """Whether kernels may hold NVIDIA's assembly."""
 
 
-USUAL = Limits()
-AMPERE = Limits(int8_warps=8)
+USUAL = KernelLimits()
+AMPERE = KernelLimits(int8_warps=8)
 """Of compute capability 8."""
-BLACKWELL = Limits(MAX_TILE_ROWS // 2)
+BLACKWELL = KernelLimits(MAX_TILE_ROWS // 2)
 """Of compute capability 10: more would spill."""
-AMD = Limits(latent_warps=8, has_ptx=False)
+AMD = KernelLimits(latent_warps=8, has_ptx=False)
 
 
 def attend(
-    query: torch.dtype, kept: torch.dtype, dim: int, value_dim: int, limits: Limits, *, is_latent: bool, has_cap: bool
+    query: torch.dtype,
+    kept: torch.dtype,
+    dim: int,
+    value_dim: int,
+    limits: KernelLimits,
+    *,
+    is_latent: bool,
+    has_cap: bool,
 ) -> Constants:
     """Of `attend_items`, but for the rows of a tile. Types that differ meet in the one that holds both."""
     dtype = torch.promote_types(query, kept)
@@ -81,7 +88,7 @@ def attend(
     }
 
 
-def attend_int8(query: torch.dtype, dim: int, block_size: int, limits: Limits, *, has_cap: bool) -> Constants:
+def attend_int8(query: torch.dtype, dim: int, block_size: int, limits: KernelLimits, *, has_cap: bool) -> Constants:
     """Of `attend_items_int8`, but for the rows of a tile."""
     pairs, is_float32 = padded(ceil_div(dim, 2)), query == torch.float32
     most = tile_keys(4 * pairs, TILE_BYTES // 2 if is_float32 else TILE_BYTES)
@@ -154,21 +161,21 @@ def store_int8(dim: int, block_size: int) -> Constants:
     return {"DIM": dim, "DIM_PAD": padded(dim), "BLOCK": block_size, **tiles, "num_warps": 4}
 
 
-def max_tile_rows(dtype: torch.dtype, dim: int, limits: Limits, *, is_latent: bool = False) -> int:
+def max_tile_rows(dtype: torch.dtype, dim: int, limits: KernelLimits, *, is_latent: bool = False) -> int:
     """Rows of a tile at most, by the type of its products and the dim of its keys."""
     if dtype == torch.float32 or is_latent:
         return MAX_WIDE_TILE_ROWS
     return limits.max_tile_rows if padded(dim) <= MAX_NARROW_DIM else MAX_TILE_ROWS // 2
 
 
-def limits_here() -> Limits:
+def limits_here() -> KernelLimits:
     """The limits of the current GPU."""
     if torch.version.hip:
         return AMD
     return limits_of(torch.cuda.get_device_capability()[0]) if torch.cuda.is_available() else USUAL
 
 
-def limits_of(capability: int) -> Limits:
+def limits_of(capability: int) -> KernelLimits:
     """The limits of a device of NVIDIA's, by the first number of its compute capability."""
     return BLACKWELL if capability >= 10 else AMPERE if capability < 9 else USUAL
 

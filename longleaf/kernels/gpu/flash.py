@@ -131,7 +131,7 @@ def four(tensors: list[Tensor]) -> list[Tensor]:
     return tensors + tensors[:1] * (varlen_plan.MAX_ROUNDS - len(tensors))
 
 
-def on_device(plan: varlen_plan.Plan, num_rows: int, device: torch.device) -> DeviceRounds:
+def on_device(plan: varlen_plan.VarlenPlan, num_rows: int, device: torch.device) -> DeviceRounds:
     """The tables of the kernels, in one copy that nobody waits for."""
     pieces = [number for piece in varlen_plan.pieces(plan.rounds) for number in piece]
     sequences = [varlen_plan.sequences(one, num_rows) for one in plan.rounds]

@@ -33,7 +33,7 @@ none of which are neighbours."""
 STRETCHES_PER_TOKEN, CHAINS_PER_TOKEN = 16, 4
 
 
-class ToldStretches(NamedTuple):
+class AttributedRanges(NamedTuple):
     """What is told of the reads of each stretch."""
 
     sums: BlockSums
@@ -47,7 +47,7 @@ class DeviceWork(NamedTuple):
     table: Tensor
     num_part_rows: int
     tile_rows: int
-    told: ToldStretches | None = None
+    told: AttributedRanges | None = None
     """None where nothing is told."""
 
 
@@ -59,7 +59,7 @@ class WorkKey(NamedTuple):
     shape: Shape
 
 
-class Room(NamedTuple):
+class TableCapacity(NamedTuple):
     """What there is room for in the table of layers of one shape."""
 
     key: WorkKey
@@ -74,12 +74,12 @@ class Room(NamedTuple):
         return self.start + self.num_numbers
 
 
-class Tables:
+class DeviceLaunchTables:
     """The tables of layers that see alike, one for each shape among them. Tiles are those of single tokens, or, where
     rows read together (`is_shared`), those of all of them."""
 
     def __init__(self, keys: Sequence[WorkKey], *, is_shared: bool) -> None:
-        self._rooms: list[Room] = []
+        self._rooms: list[TableCapacity] = []
         for key in keys:
             self._rooms.append(room(key, self.num_numbers, is_shared=is_shared))
 
@@ -110,7 +110,7 @@ class Tables:
         return num_used
 
 
-def room(key: WorkKey, start: int, *, is_shared: bool) -> Room:
+def room(key: WorkKey, start: int, *, is_shared: bool) -> TableCapacity:
     """Room for what steps of so many tokens usually ask, with some to spare."""
     num_tokens, group, num_kv_heads = key.shape[:3]
     tile_rows = tile_of(num_tokens * group, key.shape) if is_shared else MIN_TILE_ROWS
@@ -121,4 +121,6 @@ def room(key: WorkKey, start: int, *, is_shared: bool) -> Room:
     num_shifts = num_tokens * (shared + CHAINS_PER_TOKEN)
     num_numbers = HEADER + ITEM * num_items + STRETCH * num_stretches + TOKEN * num_tokens + num_shifts
     num_part_rows = shared * tile_rows + alone * group
-    return Room(key, start, power_of_two(num_numbers, MIN_TABLE), power_of_two(num_part_rows, MIN_TILE_ROWS), tile_rows)
+    return TableCapacity(
+        key, start, power_of_two(num_numbers, MIN_TABLE), power_of_two(num_part_rows, MIN_TILE_ROWS), tile_rows
+    )

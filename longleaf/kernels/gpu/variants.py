@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from longleaf.kernels.gpu import constants, varlen
-from longleaf.kernels.gpu.constants import Constants, Limits
+from longleaf.kernels.gpu.constants import Constants, KernelLimits
 from longleaf.kernels.gpu.device.decode import attend_items
 from longleaf.kernels.gpu.device.fold import fold_items, fold_packed, pack_rows
 from longleaf.kernels.gpu.device.int8 import attend_items_int8
@@ -42,7 +42,7 @@ ATTENDING = {
 """Types of what all kernels of attention are given."""
 
 
-class Variant(NamedTuple):
+class KernelVariant(NamedTuple):
     """A kernel and what it is compiled with."""
 
     name: str
@@ -60,7 +60,7 @@ class Variant(NamedTuple):
         return [name for name, kind in self.signature.items() if kind.startswith("*") or "stride" in name]
 
 
-def variants(limits: Limits) -> Iterator[Variant]:
+def variants(limits: KernelLimits) -> Iterator[KernelVariant]:
     """All of them for a device of some limits."""
     for dtype, dim, has_cap in product(DTYPES, DIMS, (False, True)):
         for tile_rows in (16, 32, 64):
@@ -84,8 +84,8 @@ def variants(limits: Limits) -> Iterator[Variant]:
 
 
 def attend(
-    dtype: torch.dtype, dim: int, value_dim: int, tile_rows: int, limits: Limits, *, has_cap: bool = False
-) -> Variant:
+    dtype: torch.dtype, dim: int, value_dim: int, tile_rows: int, limits: KernelLimits, *, has_cap: bool = False
+) -> KernelVariant:
     """Attention over keys of a type."""
     is_latent = value_dim < dim
     chosen = constants.attend(dtype, dtype, dim, value_dim, limits, is_latent=is_latent, has_cap=has_cap)
@@ -94,7 +94,7 @@ def attend(
     return _variant(name, attend_items, types, constants.with_rows(chosen, tile_rows))
 
 
-def attend_int8(dtype: torch.dtype, dim: int, limits: Limits, *, has_cap: bool = False) -> Variant:
+def attend_int8(dtype: torch.dtype, dim: int, limits: KernelLimits, *, has_cap: bool = False) -> KernelVariant:
     """Attention over keys in 8 bits, of queries of a type."""
     chosen = constants.attend_int8(dtype, dim, BLOCK_SIZE, limits, has_cap=has_cap)
     types = {**ATTENDING, "q": dtype, "scales": torch.float32}
@@ -104,34 +104,34 @@ def attend_int8(dtype: torch.dtype, dim: int, limits: Limits, *, has_cap: bool =
     return _variant(name, attend_items_int8, types, constants.with_rows(chosen, tile_rows))
 
 
-def fold(dim: int) -> Variant:
+def fold(dim: int) -> KernelVariant:
     """The fold of work items."""
     types = {"table": torch.int64, **dict.fromkeys(("part_out", "part_lse", "out", "lse"), torch.float32)}
     return _variant(f"fold {dim}", fold_items, types, constants.fold_items(dim))
 
 
-def packed(dtype: torch.dtype, dim: int) -> Iterator[Variant]:
+def packed(dtype: torch.dtype, dim: int) -> Iterator[KernelVariant]:
     """What packs partials for the wire, and what folds them."""
     types = {"packed": dtype, "out": torch.float32, "lse": torch.float32}
     for kernel, verb in ((pack_rows, "pack"), (fold_packed, "fold packed")):
         yield _variant(f"{verb} {NAMES[dtype]} {dim}", kernel, types, constants.packed(dim, dtype))
 
 
-def store(dtype: torch.dtype, dim: int, value_dim: int) -> Variant:
+def store(dtype: torch.dtype, dim: int, value_dim: int) -> KernelVariant:
     """The store of keys, and of values where these do not lie in them."""
     types = {"slots": torch.int64, **dict.fromkeys(("k", "v", "kept_keys", "kept_values"), dtype)}
     chosen = constants.store(dim, value_dim, has_values=value_dim == dim)
     return _variant(f"store {NAMES[dtype]} {dim}", store_tokens, types, chosen)
 
 
-def store_in_int8(dtype: torch.dtype, dim: int) -> Variant:
+def store_in_int8(dtype: torch.dtype, dim: int) -> KernelVariant:
     """The store in 8 bits."""
     types = {"slots": torch.int64, "k": dtype, "v": dtype, "scales": torch.float32}
     types |= dict.fromkeys(("keys", "values", "exponents"), torch.int8)
     return _variant(f"store int8 {NAMES[dtype]} {dim}", store_int8, types, constants.store_int8(dim, BLOCK_SIZE))
 
 
-def around_rounds(dtype: torch.dtype, dim: int) -> Iterator[Variant]:
+def around_rounds(dtype: torch.dtype, dim: int) -> Iterator[KernelVariant]:
     """What flash kernels leave to be done, for queries and keys of a type."""
     sums = ("lse_0", "lse_1", "lse_2", "lse_3", "rest_out", "rest_lse", "out", "lse")
     types = {"pieces": torch.int32, "members": torch.int32, "k": dtype, **dict.fromkeys(sums, torch.float32)}
@@ -142,11 +142,11 @@ def around_rounds(dtype: torch.dtype, dim: int) -> Iterator[Variant]:
         yield _variant(name, fold_rounds, types, constants.fold_rounds(dim, has_rest=has_rest))
 
 
-def _variant(name: str, kernel: Kernel, types: dict[str, torch.dtype], chosen: Constants) -> Variant:
+def _variant(name: str, kernel: Kernel, types: dict[str, torch.dtype], chosen: Constants) -> KernelVariant:
     """`types` of what the pointers among the arguments point to; what else is no constant is a number."""
     values: dict[str, Any] = {key: value for key, value in chosen.items() if key.isupper()}
     signature = {argument: _kind(argument, types, values) for argument in kernel.arg_names}
-    return Variant(name, kernel, signature, values, chosen["num_warps"], chosen.get("num_stages", 2))
+    return KernelVariant(name, kernel, signature, values, chosen["num_warps"], chosen.get("num_stages", 2))
 
 
 def _kind(argument: str, types: dict[str, torch.dtype], values: dict[str, Any]) -> str:

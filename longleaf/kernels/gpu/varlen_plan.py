@@ -33,7 +33,7 @@ PIECE_KEYS = 4096
 """Keys that one program looks through for numbers that are not finite."""
 
 
-class Round(NamedTuple):
+class VarlenRound(NamedTuple):
     """Reads of one launch, in the order of their rows."""
 
     is_causal: bool
@@ -48,7 +48,7 @@ class Round(NamedTuple):
         return max(read.slot_end - read.slot_start for read in self.reads)
 
 
-class Sequences(NamedTuple):
+class VarlenSequences(NamedTuple):
     """A round as the kernels know it: rows [bounds[i], bounds[i + 1]) see keys [starts[i], starts[i] + lengths[i]).
 
     Rows without a read are sequences without keys. `starts` has one number more, as cumulative lengths have.
@@ -59,7 +59,7 @@ class Sequences(NamedTuple):
     lengths: list[int]
 
 
-class Piece(NamedTuple):
+class LaunchPiece(NamedTuple):
     """Some keys of a read, and who sees them."""
 
     slot_start: int
@@ -69,10 +69,10 @@ class Piece(NamedTuple):
     round: int
 
 
-class Plan(NamedTuple):
+class VarlenPlan(NamedTuple):
     """The rounds of a chunk, and the reads that are in none."""
 
-    rounds: Sequence[Round]
+    rounds: Sequence[VarlenRound]
     rest: Reads
 
 
@@ -94,20 +94,20 @@ class _Open:
         return True
 
 
-def plan(reads: Iterable[Read], num_heads: int, num_multiprocessors: int) -> Plan:
+def plan(reads: Iterable[Read], num_heads: int, num_multiprocessors: int) -> VarlenPlan:
     """The rounds of some reads for queries of so many heads on a device."""
     reads = [read for read in reads if read.row_start < read.row_end and read.slot_start < read.slot_end]
     opened: list[_Open] = []
     for read in sorted(filter(fits, reads), key=lambda read: -work_of(read)):
         if not any(one.takes(read) for one in opened) and len(opened) < MAX_ROUNDS:
             opened.append(_Open(read.is_causal, [read]))
-    rounds = [Round(one.is_causal, tuple(one.reads)) for one in opened]
+    rounds = [VarlenRound(one.is_causal, tuple(one.reads)) for one in opened]
     rounds = [one for one in rounds if fills(one, num_heads, num_multiprocessors)]
     taken = {read for one in rounds for read in one.reads}
     rest = [read for read in reads if read not in taken]
     if sum(map(work_of, taken)) < sum(map(work_of, rest)):
-        return Plan([], Reads(reads))
-    return Plan(rounds, Reads(rest))
+        return VarlenPlan([], Reads(reads))
+    return VarlenPlan(rounds, Reads(rest))
 
 
 def fits(read: Read) -> bool:
@@ -122,14 +122,14 @@ def work_of(read: Read) -> int:
     return rectangle // 2 if read.is_causal else rectangle
 
 
-def fills(one: Round, num_heads: int, num_multiprocessors: int) -> bool:
+def fills(one: VarlenRound, num_heads: int, num_multiprocessors: int) -> bool:
     """Whether a round keeps half of a device busy, or not for long: over sequences of several lengths the kernels do
     not split keys."""
     tiles = sum(ceil_div(read.row_end - read.row_start, TILE_ROWS) for read in one.reads)
     return 2 * tiles * num_heads >= num_multiprocessors or one.max_keys <= FEW_KEYS
 
 
-def sequences(one: Round, num_rows: int) -> Sequences:
+def sequences(one: VarlenRound, num_rows: int) -> VarlenSequences:
     """A round over queries of so many rows."""
     bounds, starts, lengths = [0], list[int](), list[int]()
     for read in (*one.reads, Read(num_rows, num_rows, 0, 0)):
@@ -141,18 +141,18 @@ def sequences(one: Round, num_rows: int) -> Sequences:
             bounds.append(read.row_end)
             starts.append(read.slot_start)
             lengths.append(read.slot_end - read.slot_start)
-    return Sequences(bounds, [*starts, 0], lengths)
+    return VarlenSequences(bounds, [*starts, 0], lengths)
 
 
-def pieces(rounds: Sequence[Round]) -> Iterator[Piece]:
+def pieces(rounds: Sequence[VarlenRound]) -> Iterator[LaunchPiece]:
     """All keys of all rounds."""
     for i, one in enumerate(rounds):
         for read in one.reads:
             for low in range(read.slot_start, read.slot_end, PIECE_KEYS):
-                yield Piece(low, min(low + PIECE_KEYS, read.slot_end), read.row_start, read.row_end, i)
+                yield LaunchPiece(low, min(low + PIECE_KEYS, read.slot_end), read.row_start, read.row_end, i)
 
 
-def members(rounds: Sequence[Round], num_rows: int) -> list[int]:
+def members(rounds: Sequence[VarlenRound], num_rows: int) -> list[int]:
     """Of each row a number whose bits tell in which rounds it is."""
     bits = [0] * num_rows
     for i, one in enumerate(rounds):

@@ -36,7 +36,7 @@ MIN_TABLE = 256
 """Numbers of the smallest table. Tables and partials are sized in powers of two, so that few sizes ever occur."""
 
 
-class Stretch(NamedTuple):
+class SlotRange(NamedTuple):
     """Slots [start, end), of which the row of token t sees s iff 0 <= ahead + t - s < window."""
 
     start: int
@@ -57,22 +57,22 @@ class Stretch(NamedTuple):
         return self.end - self.first
 
 
-class Chain(NamedTuple):
+class ReadChain(NamedTuple):
     """Tokens [start, end) and what their rows see, in the order of the reads."""
 
     start: int
     end: int
-    stretches: Sequence[Stretch]
+    stretches: Sequence[SlotRange]
 
     @property
     def num_keys(self) -> int:
         return sum(stretch.num_keys for stretch in self.stretches)
 
 
-class Piece(NamedTuple):
+class WorkPiece(NamedTuple):
     """A chain's tokens over some of what they see, and where the partials of their rows lie."""
 
-    chain: Chain
+    chain: ReadChain
     shift: int
 
 
@@ -111,15 +111,15 @@ def work_of(reads: Iterable[Read], shape: Shape, num_programs: int, tile_rows: i
     num_items = [ceil_div((chain.end - chain.start) * shape.group, tile_rows) * shape.num_kv_heads for chain in chains]
     size = piece_size([chain.num_keys for chain in chains], num_items, shape.tile_keys, num_programs)
     items: list[tuple[int, tuple[int, ...]]] = []
-    stretches: list[Stretch] = []
-    pieces: list[Piece] = []
+    stretches: list[SlotRange] = []
+    pieces: list[WorkPiece] = []
     num_part_rows = 0
     for chain in chains:
         first, last = chain.start * shape.group, chain.end * shape.group
         for part in cut(chain, size, shape.tile_keys):
             begin, shift = len(stretches), num_part_rows - first
             stretches += part
-            pieces.append(Piece(chain, shift))
+            pieces.append(WorkPiece(chain, shift))
             num_part_rows += last - first
             num_keys = sum(stretch.num_keys for stretch in part)
             for row in range(first, last, tile_rows):
@@ -137,17 +137,17 @@ def tile_of(num_rows: int, shape: Shape) -> int:
     return min(shape.max_tile_rows, power_of_two(num_rows, MIN_TILE_ROWS))
 
 
-def chains_of(reads: Iterable[Read]) -> list[Chain]:
+def chains_of(reads: Iterable[Read]) -> list[ReadChain]:
     """What rows see, without what none of them does. Reads of the same rows make one chain."""
-    found: dict[tuple[int, int], list[Stretch]] = {}
+    found: dict[tuple[int, int], list[SlotRange]] = {}
     for number, read in enumerate(reads):
         offset, window = read.mask
         ahead = offset - read.row_start + read.slot_start
         low = max(read.slot_start, ahead + read.row_start - window + 1)
         high = min(read.slot_end, ahead + read.row_end)
         if read.row_start < read.row_end and low < high:
-            found.setdefault(read[:2], []).append(Stretch(low, high, ahead, window, number))
-    return [Chain(*rows, stretches) for rows, stretches in found.items()]
+            found.setdefault(read[:2], []).append(SlotRange(low, high, ahead, window, number))
+    return [ReadChain(*rows, stretches) for rows, stretches in found.items()]
 
 
 def piece_size(num_keys: Sequence[int], num_items: Sequence[int], tile_keys: int, num_programs: int) -> int:
@@ -167,12 +167,12 @@ def piece_size(num_keys: Sequence[int], num_items: Sequence[int], tile_keys: int
     return (least + bisect_left(range(least, most), True, key=can_be)) * tile_keys
 
 
-def cut(chain: Chain, size: int, tile_keys: int) -> Iterator[list[Stretch]]:
+def cut(chain: ReadChain, size: int, tile_keys: int) -> Iterator[list[SlotRange]]:
     """The stretches of a chain in pieces of `size` keys, or up to the next multiple of BLOCK slots; the last one may be
     shorter."""
     num_pieces = ceil_div(chain.num_keys, size)
     size = ceil_div(ceil_div(chain.num_keys, num_pieces), tile_keys) * tile_keys
-    piece: list[Stretch] = []
+    piece: list[SlotRange] = []
     room = size
     for stretch in chain.stretches:
         low, first = stretch.start, stretch.first
@@ -193,7 +193,7 @@ def power_of_two(number: int, least: int) -> int:
     return max(least, 1 << max(0, number - 1).bit_length())
 
 
-def _table(items: list[int], stretches: Sequence[Stretch], pieces: Sequence[Piece], num_tokens: int) -> list[int]:
+def _table(items: list[int], stretches: Sequence[SlotRange], pieces: Sequence[WorkPiece], num_tokens: int) -> list[int]:
     tokens, shifts = _folds(pieces, num_tokens)
     flat = [number for stretch in stretches for number in stretch[:STRETCH]]
     stretches_at = HEADER + len(items)
@@ -203,15 +203,15 @@ def _table(items: list[int], stretches: Sequence[Stretch], pieces: Sequence[Piec
     return numbers + [0] * (power_of_two(len(numbers), MIN_TABLE) - len(numbers))
 
 
-def _folds(pieces: Sequence[Piece], num_tokens: int) -> tuple[list[int], list[int]]:
+def _folds(pieces: Sequence[WorkPiece], num_tokens: int) -> tuple[list[int], list[int]]:
     """Start and end of each token's shifts, and the shifts; tokens between two bounds of chains have the same."""
     bounds = sorted({0, num_tokens, *(bound for piece in pieces for bound in piece.chain[:2])})
-    starting: dict[int, list[Piece]] = {}
+    starting: dict[int, list[WorkPiece]] = {}
     for piece in pieces:
         starting.setdefault(piece.chain.start, []).append(piece)
     tokens: list[int] = []
     shifts: list[int] = []
-    seen: list[Piece] = []
+    seen: list[WorkPiece] = []
     for low, high in zip(bounds[:-1], bounds[1:], strict=True):
         seen = [piece for piece in seen if piece.chain.end > low] + starting.get(low, [])
         tokens += [len(shifts), len(shifts) + len(seen)] * (high - low)

@@ -10,7 +10,7 @@ import pytest
 from grpc import StatusCode
 
 from coordinator.auth.credentials import Credentials
-from coordinator.handlers.transfer.fakes import FakeHouse
+from coordinator.handlers.transfer.fakes import FakeTransferEngine
 from longleaf.tenants import DEFAULT_TENANT
 from tests.support.houses import house_of
 from tests.support.parcels import packable
@@ -47,12 +47,12 @@ NAMED: dict[str, tuple[str, ...]] = {
 
 
 @pytest.fixture
-def house() -> FakeHouse:
+def house() -> FakeTransferEngine:
     return house_of(packable(name="acme/book"))
 
 
 @pytest.fixture
-async def channel(house: FakeHouse, tmp_path: Path) -> AsyncIterator[grpc.aio.Channel]:
+async def channel(house: FakeTransferEngine, tmp_path: Path) -> AsyncIterator[grpc.aio.Channel]:
     """To a service in which acme has a book and a generation that is held."""
     engine = FakeEngine()
     engine.answer = (ids("hi"),)
@@ -137,7 +137,7 @@ async def test_a_document_goes_not_on_where_anothers_was_cut(channel: grpc.aio.C
 @pytest.mark.parametrize("tenant", ATTACKERS)
 @pytest.mark.parametrize("forged", ["acme/play", "acme/book", "../acme/play", "acme∕play", "", "play\n"])
 async def test_a_parcel_makes_no_context_of_another(
-    channel: grpc.aio.Channel, house: FakeHouse, tenant: str, forged: str
+    channel: grpc.aio.Channel, house: FakeTransferEngine, tenant: str, forged: str
 ) -> None:
     parcel = packable(name=forged, vocabulary=200).packed()
     pieces = {"piece": {"offset": 0, "data": parcel}}

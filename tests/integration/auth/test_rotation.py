@@ -12,7 +12,7 @@ from cryptography import x509
 from coordinator.grpc_server.certificates import Certificates
 from longleaf.client import AsyncClient
 from longleaf.pem import parse_pair
-from longleaf.reloading_files import LOOK_SECONDS, WatchedFiles
+from longleaf.reloading_files import LOOK_SECONDS, ReloadingFiles
 from longleaf.service_settings import SecurityConfig
 from tests.support.authority import Authority, shown_serial
 from tests.support.service import FakeEngine, serving
@@ -103,7 +103,7 @@ def test_a_pair_that_is_half_written_is_taken_once_it_is_whole(authority: Author
     now = [0.0]
     cert, key = authority.write("server")
     old = cert.read_bytes()
-    files = WatchedFiles({"tls_cert": str(cert), "tls_key": str(key)}, parse_pair, lambda: now[0])
+    files = ReloadingFiles({"tls_cert": str(cert), "tls_key": str(key)}, parse_pair, lambda: now[0])
     pair = authority.make()
     cert.write_bytes(pair[0])
     now[0] += LOOK_SECONDS

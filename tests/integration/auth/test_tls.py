@@ -15,10 +15,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc  # pyright: ignore[report
 
 from coordinator.auth.credentials import Credentials
 from coordinator.grpc_server.certificates import Certificates
-from coordinator.grpc_server.server import LIVENESS, MAX_METADATA_BYTES, Server
+from coordinator.grpc_server.server import LIVENESS, MAX_METADATA_BYTES, GrpcServer
 from longleaf.client import AsyncClient, Retry
 from longleaf.client.channels import MAX_CREDENTIAL, Access
-from longleaf.credentials import Entry, line_of
+from longleaf.credentials import CredentialEntry, line_of
 from longleaf.errors import InvalidArgument, StartError, Unauthenticated, Unavailable
 from longleaf.service_settings import SecurityConfig
 from longleaf.v1 import cluster_service_pb2, cluster_service_pb2_grpc
@@ -51,7 +51,7 @@ def _none_is_right(retry: Retry) -> None:
 
 
 @asynccontextmanager
-async def encrypted(authority: Authority, folder: Path, **options: Any) -> AsyncIterator[tuple[Server, str]]:
+async def encrypted(authority: Authority, folder: Path, **options: Any) -> AsyncIterator[tuple[GrpcServer, str]]:
     engine = FakeEngine()
     engine.contexts["acme/book"] = list(ids("acme's"))
     engine.contexts["robot/book"] = list(ids("of the robot"))
@@ -147,7 +147,7 @@ async def test_clients_without_a_certificate_do_not_get_in_where_one_is_asked_fo
 
 async def test_a_certificate_says_who_calls(authority: Authority, tmp_path: Path) -> None:
     file = tmp_path / "credentials"
-    file.write_text(line_of(Entry(tenant="robot", role="user", names=(f"uri:{ROBOT}",))))
+    file.write_text(line_of(CredentialEntry(tenant="robot", role="user", names=(f"uri:{ROBOT}",))))
     given = certificates_of(authority, authority.file)
     options = {"certificates": given, "authenticator": Credentials.of(str(file))}
     async with encrypted(authority, tmp_path, **options) as (_, address):

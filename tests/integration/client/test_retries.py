@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.handlers.document_tokenizer import Intake
+from coordinator.handlers.document_tokenizer import DocumentTokenizer
 from coordinator.handlers.uploads import Uploads
 from longleaf.client import AsyncClient, Client, Retries, Retry
 from longleaf.client.retries import FIRST_LIMIT
@@ -21,9 +21,9 @@ from longleaf.errors import (
     InvalidArgument,
     LongleafError,
     NotFound,
+    RankLost,
     ResourceExhausted,
     Unavailable,
-    WorkerLost,
 )
 from longleaf.types import Started
 from tests.support.network.proxy import breaking
@@ -88,7 +88,7 @@ async def watch(client: AsyncClient) -> object:
     return await anext(client.watch_cluster())
 
 
-@pytest.mark.parametrize("error", [FULL, Unavailable("starting"), WorkerLost(1, "killed")], ids=repr)
+@pytest.mark.parametrize("error", [FULL, Unavailable("starting"), RankLost(1, "killed")], ids=repr)
 @pytest.mark.parametrize("call", [generate, cluster, watch])
 async def test_what_never_began_is_tried_again(
     service: Served, call: Callable[[AsyncClient], Any], error: LongleafError
@@ -161,16 +161,16 @@ class Sent:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, refuse_after: int | None = None) -> None:
         self.num_bytes = 0
         self._refuse_after = refuse_after
-        receive = Intake.receive
+        receive = DocumentTokenizer.receive
 
-        def count(document: Intake, text: bytes) -> None:
+        def count(document: DocumentTokenizer, text: bytes) -> None:
             if self._refuse_after is not None and self.num_bytes >= self._refuse_after:
                 self._refuse_after = None
                 raise ResourceExhausted("uploads", "hold too much", 0.01)
             receive(document, text)
             self.num_bytes += len(text)
 
-        monkeypatch.setattr(Intake, "receive", count)
+        monkeypatch.setattr(DocumentTokenizer, "receive", count)
 
 
 def once(*parts: bytes) -> Iterator[bytes]:

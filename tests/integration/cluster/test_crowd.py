@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from coordinator.cluster.rank_manager import Control
+from coordinator.cluster.rank_manager import RankManager
 from coordinator.engine_messages import Prompt
 from longleaf.config import EngineConfig
 from longleaf.sampling import Sampling
@@ -28,7 +28,7 @@ SPARE_TASKS = 8
 
 
 @contextmanager
-def crowded(control: Control) -> Iterator[None]:
+def crowded(control: RankManager) -> Iterator[None]:
     """All of the crowd have come, and hammer until the end of the block."""
     server_key = control.invitations[0].server_key.decode()
     command = [sys.executable, "-m", crowd.__name__, control.address, server_key]
@@ -45,7 +45,7 @@ def crowded(control: Control) -> Iterator[None]:
 async def test_a_hundred_strangers_stop_no_heartbeat_and_no_step(caplog: pytest.LogCaptureFixture) -> None:
     config = EngineConfig(model="none", world_size=2, chunk_size=64, block_size=16, replicate_below=8)
     fleet = WatchedFleet(EchoMain())
-    control = Control(config, kill=fleet.kill)
+    control = RankManager(config, kill=fleet.kill)
     async with running_on(fleet, control, config) as found:
 
         def heard() -> list[int]:

@@ -7,22 +7,22 @@ import pytest
 from msgspec.structs import replace
 
 from coordinator.cluster import rank_manager as control_module
-from coordinator.cluster.ports import Joined, MemberEvent, MemberLost
-from coordinator.cluster.rank_manager import Control
+from coordinator.cluster.ports import MemberEvent, MemberJoined, MemberLost
+from coordinator.cluster.rank_manager import RankManager
 from longleaf.config import EngineConfig
-from longleaf.errors import EpochBroken, Unavailable, WorkerLost
+from longleaf.errors import GroupFailed, RankLost, Unavailable
 from longleaf.rank_protocol.encoding import ToRank
 from longleaf.rank_protocol.group_messages import (
-    Broken,
-    Fence,
+    AbortExchanges,
+    GroupFailure,
     Join,
-    Layout,
+    KvLayout,
     MergeTiming,
     OpenStore,
     Ready,
     StoreOpened,
 )
-from longleaf.rank_protocol.member_messages import Died, Progress
+from longleaf.rank_protocol.member_messages import Died, MemberProgress
 from longleaf.rank_protocol.step import Decode, StepPlan, StepResult
 from longleaf.sampling import Token
 from tests.support.members import ScriptedMember
@@ -35,7 +35,7 @@ class World:
 
     def __init__(self, world_size: int, nodes: str = "", *, has_late_pulses: bool = False, **settings: object) -> None:
         self.config = EngineConfig(model="none", world_size=world_size, **settings)  # type: ignore[arg-type]
-        self.control = Control(self.config, kill=self.kill)
+        self.control = RankManager(self.config, kill=self.kill)
         self.members: dict[int, ScriptedMember] = {}
         self.killed: list[int] = []
         self.events: list[MemberEvent] = []
@@ -71,11 +71,11 @@ class World:
 
     async def check(self, epoch: int, *members: int) -> None:
         """The epoch has these ranks: each is told a layout, and rank 0 answers a step."""
-        layout, plan = Layout(epoch, ()), StepPlan(epoch, 1, Decode(()))
+        layout, plan = KvLayout(epoch, ()), StepPlan(epoch, 1, Decode(()))
         await self.control.group.lay_out(layout)
         step = asyncio.ensure_future(self.control.group.step(plan))
         for rank, member in enumerate(members):
-            assert await self.hear(member, Layout) == layout
+            assert await self.hear(member, KvLayout) == layout
             assert await self.hear(member, StepPlan) == plan
             last = self.members[member].joins[-1]
             assert (last.epoch, last.rank, last.world_size) == (epoch, rank, len(members))
@@ -119,16 +119,16 @@ async def test_who_is_left_forms_the_next_epoch(make_world: MakeWorld, lost, lef
     for member in lost:
         world.control.lost(member, "was killed by signal 9")
     end = await world.control.group.wait_ended()
-    assert isinstance(end.error, WorkerLost)
+    assert isinstance(end.error, RankLost)
     assert (end.error.rank, end.steps) == (lost[0], (1,))
-    with pytest.raises(WorkerLost):
+    with pytest.raises(RankLost):
         await step
     formation = await world.control.form(2)
     assert (formation.epoch, formation.members) == (2, left)
     assert [hello.member for hello in formation.hellos] == list(left)
     assert [ready.member for ready in formation.readies] == list(left)
     await world.check(2, *left)
-    assert [world.members[member].fences for member in left] == [[Fence(1)]] * len(left)
+    assert [world.members[member].fences for member in left] == [[AbortExchanges(1)]] * len(left)
     assert world.events == [MemberLost(member, member, 1, "a", "was killed by signal 9", False) for member in lost]
     assert [(loss.member, loss.rank, loss.epoch, loss.slot) for loss in world.control.losses] == [
         (member, member, 1, "given_up") for member in lost
@@ -141,18 +141,18 @@ async def test_a_fence_that_was_sent_before_the_pulse_connects_is_sent_again(mak
     world.control.lost(1, "vanished")
     await world.control.group.wait_ended()
     member = world.members[0]
-    member.beat(Progress(1))
-    await until(lambda: member.fences == [Fence(1)])
+    member.beat(MemberProgress(1))
+    await until(lambda: member.fences == [AbortExchanges(1)])
     assert (await world.control.form(2)).members == (0,)
 
 
 async def test_a_member_that_does_not_hear_a_fence_is_told_again(make_world: MakeWorld) -> None:
     world = await make_world(2)
-    world.members[0].deaf_to = (Fence,)
-    world.members[0].beat(Progress(1))
+    world.members[0].deaf_to = (AbortExchanges,)
+    world.members[0].beat(MemberProgress(1))
     world.control.lost(1, "vanished")
     await until(lambda: world.members[0].num_fences > 2)
-    world.members[0].progress = Progress(2)
+    world.members[0].progress = MemberProgress(2)
     heard = next(member.num_pulses for member in world.control.roster)
     await world.control.roster.wait(lambda: all(member.num_pulses > heard + 1 for member in world.control.roster))
     num_fences = world.members[0].num_fences
@@ -171,10 +171,10 @@ async def test_a_verdict_is_that_of_its_epoch(make_world: MakeWorld) -> None:
         old = world.control.group
         await world.control.form(epoch + 1)
     await world.check(3, 2)
-    with pytest.raises(WorkerLost, match="rank 0 was lost: vanished"):
+    with pytest.raises(RankLost, match="rank 0 was lost: vanished"):
         await old.step(StepPlan(2, 9, Decode(())))
-    with pytest.raises(WorkerLost):
-        await old.lay_out(Layout(2, ()))
+    with pytest.raises(RankLost):
+        await old.lay_out(KvLayout(2, ()))
     assert [(loss.member, loss.rank, loss.epoch) for loss in world.control.losses] == [(0, 0, 1), (1, 0, 2)]
 
 
@@ -182,11 +182,11 @@ async def test_a_verdict_is_that_of_its_epoch(make_world: MakeWorld) -> None:
 async def test_an_epoch_that_breaks_is_formed_anew_with_all(make_world: MakeWorld, order: tuple[int, ...]) -> None:
     world = await make_world(3)
     for member in order:
-        own = Broken(1, 1, 4, "ValueError: no")
+        own = GroupFailure(1, 1, 4, "ValueError: no")
         # the others saw it leave the group
-        await world.members[member].send(own if member == 1 else Broken(member, 1, 4, "was left", blamed=1))
+        await world.members[member].send(own if member == 1 else GroupFailure(member, 1, 4, "was left", blamed=1))
     end = await world.control.group.wait_ended()
-    assert isinstance(end.error, EpochBroken)
+    assert isinstance(end.error, GroupFailed)
     assert (str(end.error), end.steps, world.killed) == ("rank 1: ValueError: no", (4,), [])
     assert (await world.control.form(2)).members == (0, 1, 2)
     await world.check(2, 0, 1, 2)
@@ -194,8 +194,8 @@ async def test_an_epoch_that_breaks_is_formed_anew_with_all(make_world: MakeWorl
 
 async def test_who_is_blamed_and_says_nothing_is_killed(make_world: MakeWorld) -> None:
     world = await make_world(3)
-    world.members[1].deaf_to = (Fence,)
-    await world.members[2].send(Broken(2, 1, 4, "was left", blamed=1))
+    world.members[1].deaf_to = (AbortExchanges,)
+    await world.members[2].send(GroupFailure(2, 1, 4, "was left", blamed=1))
     end = await world.control.group.wait_ended()
     assert (world.killed, str(end.error), end.steps) == ([1], "rank 1 was lost: was left", (4,))
     assert (await world.control.form(2)).members == (0, 2)
@@ -214,8 +214,8 @@ async def test_only_who_has_loaded_joins(make_world: MakeWorld) -> None:
     await world.control.roster.admit(number)
     await waiting
     assert (await world.control.form(3)).members == (0, 2)
-    assert world.events[-1] == Joined(2, 1, "b", 3)
-    assert world.members[0].fences == [Fence(1)], "an epoch that ends in order needs none"
+    assert world.events[-1] == MemberJoined(2, 1, "b", 3)
+    assert world.members[0].fences == [AbortExchanges(1)], "an epoch that ends in order needs none"
     await world.check(3, 0, 2)
     waiting = asyncio.create_task(world.control.wait_joinable())
     await asyncio.sleep(0)
@@ -260,8 +260,8 @@ async def test_who_is_silent_is_killed_first_and_then_lost(make_world: MakeWorld
 async def test_who_holds_up_the_others_is_killed(make_world: MakeWorld, behind: int) -> None:
     world = await make_world(3, step_timeout=0.1)
     for number, member in world.members.items():
-        member.beat(Progress(1, 1, 6 if number == behind else 7))
-    with pytest.raises(WorkerLost, match=r"step 1 took longer than its 100 ms") as caught:
+        member.beat(MemberProgress(1, 1, 6 if number == behind else 7))
+    with pytest.raises(RankLost, match=r"step 1 took longer than its 100 ms") as caught:
         await world.control.group.step(StepPlan(1, 1, Decode(())))
     assert (caught.value.rank, world.killed) == (behind, [behind])
     assert (await world.control.group.wait_ended()).steps == (1,)
@@ -272,12 +272,12 @@ async def test_who_holds_up_the_others_is_killed(make_world: MakeWorld, behind: 
 async def test_nobody_is_killed_where_several_are_behind(make_world: MakeWorld, counts) -> None:
     world = await make_world(3, step_timeout=0.1)
     for number, member in world.members.items():
-        member.beat(Progress(1, 1, counts[number]))
-    with pytest.raises(EpochBroken, match="step 1 took longer"):
+        member.beat(MemberProgress(1, 1, counts[number]))
+    with pytest.raises(GroupFailed, match="step 1 took longer"):
         await world.control.group.step(StepPlan(1, 1, Decode(())))
     assert ((await world.control.group.wait_ended()).steps, world.killed) == ((1,), [])
     assert (await world.control.form(2)).members == (0, 1, 2)
-    assert world.members[1].fences == [Fence(1)]
+    assert world.members[1].fences == [AbortExchanges(1)]
 
 
 async def test_an_answer_that_comes_after_all_counts(make_world: MakeWorld) -> None:
@@ -320,9 +320,9 @@ async def test_who_opens_no_store_because_it_is_lost(make_world: MakeWorld) -> N
 async def test_who_does_not_join_twice_is_killed(make_world: MakeWorld, monkeypatch) -> None:
     monkeypatch.setattr(control_module, "ANSWER_SECONDS", 0.3)
     world = await make_world(3, form_timeout=0.3)
-    world.members[1].deaf_to = (Join, Fence)
+    world.members[1].deaf_to = (Join, AbortExchanges)
     world.members[0].deaf_to = (Join,)  # it waits for the others until it is fenced
-    await world.members[2].send(Broken(2, 1, 1, "raised"))
+    await world.members[2].send(GroupFailure(2, 1, 1, "raised"))
     await world.control.group.wait_ended()
     forming = asyncio.create_task(world.control.form(2))
     await until(lambda: world.killed)
@@ -338,7 +338,7 @@ async def test_who_does_not_join_twice_is_killed(make_world: MakeWorld, monkeypa
 async def test_who_opens_no_store_twice_is_killed(make_world: MakeWorld, monkeypatch) -> None:
     monkeypatch.setattr(control_module, "ANSWER_SECONDS", 0.1)
     world = await make_world(3, form_timeout=0.3)
-    world.members[0].deaf_to = (OpenStore, Fence)
+    world.members[0].deaf_to = (OpenStore, AbortExchanges)
     assert (await world.control.form(2)).members == (1, 2)
     assert world.killed == [0]
 
@@ -348,7 +348,7 @@ async def test_nobody_is_killed_where_nobody_knows(make_world: MakeWorld, monkey
     monkeypatch.setattr(control_module, "MAX_ATTEMPTS", 3)
     world = await make_world(2, form_timeout=0.1)
     for member in world.members.values():
-        member.deaf_to = (Join, Fence)
+        member.deaf_to = (Join, AbortExchanges)
     with pytest.raises(Unavailable, match="could not be joined in 3 attempts"):
         await world.control.form(2)
     assert world.killed == []
@@ -397,7 +397,7 @@ async def test_all_are_lost(make_world: MakeWorld) -> None:
     for member in (0, 1):
         world.control.lost(member, "vanished")
     await world.control.group.wait_ended()
-    with pytest.raises(WorkerLost, match="rank 0 was lost: vanished"):
+    with pytest.raises(RankLost, match="rank 0 was lost: vanished"):
         await world.control.form(2)
     number, invitation = world.control.roster.invite()
     forming = asyncio.create_task(world.control.form(2))
@@ -414,10 +414,10 @@ async def test_what_belongs_to_another_epoch_is_not_heard(make_world: MakeWorld)
     await world.control.form(2)
     old: list[StoreOpened | Ready] = [Ready(2, "cpu", "float32", 4, 64, epoch=epoch) for epoch in (0, 1, 2, 3)]
     old += [StoreOpened(1, epoch, 5) for epoch in (1, 2, 3)] + [StoreOpened(2, 2, 5)]
-    for message in (*old, Broken(2, 3, 1, "a lie"), StepResult(2, 1, {})):
+    for message in (*old, GroupFailure(2, 3, 1, "a lie"), StepResult(2, 1, {})):
         await world.members[message.member if not isinstance(message, StepResult) else 2].send(message)
     await until(lambda: world.control.num_ignored == len(old) + 2)
-    await world.members[2].send(Broken(2, 1, 7, "late", blamed=0))  # true, but of an epoch before
+    await world.members[2].send(GroupFailure(2, 1, 7, "late", blamed=0))  # true, but of an epoch before
     await world.members[1].send(StepResult(1, 1, {0: (Token(666),)}))
     await world.check(2, 1, 2)
     assert world.control.num_ignored == len(old) + 2

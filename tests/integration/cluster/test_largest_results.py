@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from coordinator.cluster.rank_manager import Control
+from coordinator.cluster.rank_manager import RankManager
 from coordinator.scheduling.row_selection import MAX_PROBED
 from longleaf.config import EngineConfig
 from longleaf.rank_protocol.step import (
@@ -33,7 +33,7 @@ def attention(num_spans: int) -> Attention:
 @pytest.mark.parametrize("max_sequences", [1, 64])
 @pytest.mark.parametrize("max_drafts", [0, 31])
 async def test_the_largest_answer_to_a_step_is_heard(max_sequences: int, max_drafts: int) -> None:
-    control = Control(EngineConfig(model="none", max_sequences=max_sequences, max_draft_tokens=max_drafts))
+    control = RankManager(EngineConfig(model="none", max_sequences=max_sequences, max_draft_tokens=max_drafts))
     rank = ScriptedMember(control.invitations[0], 0)
     await control.start(1)
     step = asyncio.ensure_future(control.group.step(StepPlan(1, 1, Decode(()))))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.actor import CoordinatorActor, Reply
+from coordinator.actor import CoordinatorActor, StartResult
 from coordinator.cluster.local_fleet import LocalFleet
 from coordinator.settings import ServiceConfig
 from longleaf.client import AsyncClient
@@ -49,7 +49,7 @@ async def test_whoever_runs_a_service_is_told_of_a_loss_and_of_what_becomes_of_i
             f"member 2 on node {node} is rank 1 of epoch 3",
         ]
         await actor.end()
-        assert await actor.wait(until_news=True) == Reply()
+        assert await actor.wait(until_news=True) == StartResult()
     finally:
         await actor.stop()
     assert not logging.getLogger("coordinator").handlers
@@ -69,7 +69,7 @@ async def test_what_is_logged_while_a_service_is_taken_down_is_told_at_last(tmp_
             (line,) = (await waiting).notes
             assert line.startswith("call ended [tenant default, method /longleaf.v1.ClusterService/GetCluster, code OK")
             draining = asyncio.create_task(client.drain(wait=True))
-            assert await actor.wait(until_news=True) == Reply()
+            assert await actor.wait(until_news=True) == StartResult()
             notes = (await actor.stop()).notes
             await draining
         audited = [note for note in notes if note.startswith("drain [")]

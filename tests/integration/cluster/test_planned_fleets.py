@@ -8,8 +8,8 @@ from longleaf.cli.models import report
 from longleaf.client import Client
 from longleaf.config import EngineConfig, WindowKeys
 from longleaf.launch import ServiceProcess, coordinator_command
-from longleaf.model_report import Plan
-from longleaf.positions import Reach, Windows
+from longleaf.model_report import CapacityPlan
+from longleaf.positions import AttentionSpan, WindowSpec
 from longleaf.types import Cluster
 from tests.support import forked
 from tests.support.golden.states import running
@@ -21,7 +21,7 @@ from zoo.families import Family
 KV_BYTES = 3 << 20
 
 
-def plan_of(config: EngineConfig, plans: tuple[Plan, ...]) -> Plan:
+def plan_of(config: EngineConfig, plans: tuple[CapacityPlan, ...]) -> CapacityPlan:
     """That of the config's own mode; models without windows have no other than the first."""
     assert [plan.window_keys for plan in plans] == ["sharded", "replicated"][: len(plans)]
     return plans[-1] if config.window_keys == "replicated" else plans[0]
@@ -31,7 +31,7 @@ def told(fleet: Cluster) -> tuple[list[int], int]:
     return [worker.max_tokens for worker in fleet.workers], fleet.max_window_tokens
 
 
-def planned(plan: Plan) -> tuple[list[int], int]:
+def planned(plan: CapacityPlan) -> tuple[list[int], int]:
     return [room.tokens for room in plan.rooms], plan.window_tokens
 
 
@@ -78,7 +78,7 @@ def test_a_plan_is_what_a_service_tells(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("rest", [0, 3])
 def test_so_many_contexts_are_admitted_as_are_planned(span: int, block_size: int, num_blocks: int, rest: int) -> None:
-    windows = Windows(reaches=(Reach(span),), num_blocks=num_blocks)
+    windows = WindowSpec(reaches=(AttentionSpan(span),), num_blocks=num_blocks)
     sizes = {"block_size": block_size, "chunk_size": span, "max_positions": 10**6, "check_every": 1000}
     bench = Bench(windows=windows, blocks=(10**5, 10**5), **sizes)
     for number in range(num_ends(windows, block_size)):

@@ -13,12 +13,12 @@ import pytest
 
 from coordinator.cluster import fork_server
 from coordinator.cluster.local_fleet import LAST_WORD_SECONDS, LocalFleet
-from coordinator.cluster.ports import Fleet, GivenUp, MemberEvent
-from coordinator.cluster.rank_manager import Control
+from coordinator.cluster.ports import Fleet, MemberEvent, ReplacementAbandoned
+from coordinator.cluster.rank_manager import RankManager
 from coordinator.cluster.ray_fleet import RayFleet
-from coordinator.cluster.replacement_supervisor import Keeper
+from coordinator.cluster.replacement_supervisor import ReplacementSupervisor
 from longleaf.config import EngineConfig
-from longleaf.errors import StartError, WorkerLost
+from longleaf.errors import RankLost, StartError
 from longleaf.rank_protocol.rank_spec import RankSpec
 from tests.support.members import MemberActor, MemberMain
 from workers.fakes import EchoMain
@@ -37,17 +37,17 @@ class World:
     def __init__(self, fleet: Fleet, config: EngineConfig) -> None:
         self.fleet = fleet
         self.config = config
-        self.control = Control(config, kill=fleet.kill)
+        self.control = RankManager(config, kill=fleet.kill)
         self.events: list[MemberEvent] = []
         self.control.roster.watch(self.events.append)
-        self.keeper: Keeper | None = None
+        self.keeper: ReplacementSupervisor | None = None
 
     def process(self, member: int) -> psutil.Process:
         [pid] = [hello.pid for hello in self.control.hellos if hello.member == member]
         return psutil.Process(pid)
 
-    def keep(self, formation) -> Keeper:
-        self.keeper = Keeper(self.control.roster, self.fleet, self.config, formation.readies)
+    def keep(self, formation) -> ReplacementSupervisor:
+        self.keeper = ReplacementSupervisor(self.control.roster, self.fleet, self.config, formation.readies)
         return self.keeper
 
 
@@ -83,7 +83,7 @@ async def test_a_killed_member_is_replaced_in_its_slot(make_fleet: MakeFleet) ->
         for epoch, (lost, others, member) in enumerate([(1, (0, 2), 3), (0, (2, 3), 4), (3, (2, 4), 5)]):
             world.process(lost).send_signal(signal.SIGKILL)
             loss = await control.group.wait_ended()
-            assert isinstance(loss.error, WorkerLost)
+            assert isinstance(loss.error, RankLost)
             assert (await control.form(2 * epoch + 2)).members == others
             await control.wait_joinable()
             formation = await control.form(2 * epoch + 3)
@@ -138,9 +138,9 @@ async def test_a_replacement_that_dies_while_it_loads_is_given_up() -> None:
         world.keep(await world.control.start(1))
         world.process(1).send_signal(signal.SIGKILL)
         given_up = asyncio.Event()
-        world.control.roster.watch(lambda event: given_up.set() if isinstance(event, GivenUp) else None)
+        world.control.roster.watch(lambda event: given_up.set() if isinstance(event, ReplacementAbandoned) else None)
         await given_up.wait()
-        assert isinstance(world.events[-1], GivenUp)
+        assert isinstance(world.events[-1], ReplacementAbandoned)
         assert "the last: left with exit code 3" in world.events[-1].reason
 
 
@@ -180,7 +180,7 @@ def leave(spec: RankSpec) -> None:
 async def test_what_a_process_said_before_it_left_is_heard_first() -> None:
     """It says why it leaves, which may come later than its end is seen."""
     loop, config, fleet = asyncio.get_running_loop(), EngineConfig(model="none", world_size=1), LocalFleet(leave)
-    control, told = Control(config), loop.create_future()
+    control, told = RankManager(config), loop.create_future()
     try:
         await fleet.launch(config, control.invitations, lambda *death: told.set_result((loop.time(), *death)))
         place = fleet._places[0]
@@ -196,7 +196,7 @@ async def test_what_a_process_said_before_it_left_is_heard_first() -> None:
 
 async def test_who_is_started_while_the_fleet_ends_is_ended_too() -> None:
     fleet, config = LocalFleet(MemberMain()), EngineConfig(model="none", world_size=3)
-    control = Control(config)
+    control = RankManager(config)
     launching = asyncio.create_task(fleet.launch(config, control.invitations, control.lost))
     await asyncio.sleep(0)
     await fleet.shutdown()
@@ -214,7 +214,7 @@ async def test_an_end_while_the_fork_server_imports_says_nothing(
     server.ensure_running()
     os.kill(server._forkserver_pid, signal.SIGSTOP)  # answers as little as one that imports
     fleet, config = LocalFleet(MemberMain(), kill_server=fork_server.kill), EngineConfig(model="none", world_size=2)
-    control = Control(config)
+    control = RankManager(config)
     launching = asyncio.create_task(fleet.launch(config, control.invitations, control.lost))
     while not fleet._spawning.locked():  # noqa: ASYNC110  # it is a lock of threads
         await asyncio.sleep(0)

@@ -8,13 +8,13 @@ from threading import Thread
 
 import pytest
 
-from coordinator.cluster.rank_manager import Control
+from coordinator.cluster.rank_manager import RankManager
 from coordinator.engine.engine import Engine
 from coordinator.engine_messages import Prompt, Tokens
 from longleaf.config import EngineConfig
 from longleaf.rank_protocol.encoding import encode
 from longleaf.rank_protocol.group_messages import Join, Ready
-from longleaf.rank_protocol.log_messages import Logged, Record
+from longleaf.rank_protocol.log_messages import Logged, LogRecord
 from longleaf.rank_protocol.rank_spec import RankSpec
 from longleaf.rank_protocol.step import StepPlan
 from longleaf.sampling import Sampling
@@ -23,9 +23,9 @@ from tests.support.members import ScriptedMember
 from tests.support.running import WatchedFleet, running_on
 from workers.__main__ import live
 from workers.control import serve
-from workers.fakes import EchoMain, EchoRank, Fault
+from workers.fakes import EchoMain, EchoRank, RankFault
 from workers.log_buffer import MAX_KEPT
-from workers.pending import Pending
+from workers.pending import StepHandle
 
 pytestmark = pytest.mark.timeout(60)
 CONFIG = EngineConfig(model="none", chunk_size=64, block_size=16, replicate_below=8)
@@ -45,7 +45,7 @@ def texts(caplog: pytest.LogCaptureFixture) -> list[str]:
 async def engine_of(world_size: int, main: Callable[[RankSpec], None]) -> AsyncIterator[Engine]:
     config = EngineConfig(model="none", chunk_size=64, block_size=16, replicate_below=8, world_size=world_size)
     fleet = WatchedFleet(main)
-    async with running_on(fleet, Control(config, kill=fleet.kill), config) as found:
+    async with running_on(fleet, RankManager(config, kill=fleet.kill), config) as found:
         yield found.engine
 
 
@@ -57,7 +57,7 @@ async def answer(engine: Engine, max_tokens: int) -> list[int]:
 async def test_what_ends_an_epoch_is_told_with_its_traceback(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    async with engine_of(2, EchoMain(Fault(rank=1, kind="raise", step=20))) as engine:
+    async with engine_of(2, EchoMain(RankFault(rank=1, kind="raise", step=20))) as engine:
         assert len(await answer(engine, 200)) == 200
         await until(lambda: told(caplog))
         [node] = {worker.node for worker in engine.cluster().workers}
@@ -70,7 +70,7 @@ async def test_what_ends_an_epoch_is_told_with_its_traceback(
 
 
 async def test_the_last_word_of_a_member_that_fails_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    control, fleet = Control(CONFIG), WatchedFleet(EchoMain(Fault(rank=0, kind="raise", step=0)))
+    control, fleet = RankManager(CONFIG), WatchedFleet(EchoMain(RankFault(rank=0, kind="raise", step=0)))
     await fleet.launch(CONFIG, control.invitations, control.lost)
     with pytest.raises(Exception, match="was told to raise"):
         await control.start(1)
@@ -93,7 +93,7 @@ class Noisy(EchoRank):
 
 
 @asynccontextmanager
-async def alive(control: Control, make_rank: Callable[[RankSpec], EchoRank]) -> AsyncIterator[None]:
+async def alive(control: RankManager, make_rank: Callable[[RankSpec], EchoRank]) -> AsyncIterator[None]:
     """The first member lives as this rank, on a thread."""
     place = {"host": "127.0.0.1", "node": "here", "num_ranks_here": 1, "gpu": None}
     spec = RankSpec(member=0, config=CONFIG, invitation=control.invitations[0], **place)
@@ -107,7 +107,7 @@ async def alive(control: Control, make_rank: Callable[[RankSpec], EchoRank]) -> 
 
 
 async def test_what_people_are_told_of_the_start_is_not_told_twice(caplog: pytest.LogCaptureFixture) -> None:
-    control = Control(CONFIG)
+    control = RankManager(CONFIG)
     async with alive(control, Noisy):
         formation = await control.start(1)
         assert formation.readies[0].notes == ("shared memory is full (slower)", "epoch 1 is slow")
@@ -127,7 +127,7 @@ class MadMain:
 
 
 class MadRank(EchoRank):
-    def start(self, plan: StepPlan) -> Pending:
+    def start(self, plan: StepPlan) -> StepHandle:
         for _ in range(100):
             ours.error("mad")
         return super().start(plan)
@@ -149,13 +149,13 @@ async def test_a_rank_that_logs_without_end_goes_on_with_its_steps(caplog: pytes
 async def test_a_member_may_tell_it_on_both_connections_and_for_itself_alone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    control = Control(EngineConfig(model="none", world_size=2))
+    control = RankManager(EngineConfig(model="none", world_size=2))
     members = [ScriptedMember(invitation, number) for number, invitation in enumerate(control.invitations)]
     await control.start(1)
-    await members[1].send(Logged(1, (Record(30, "beside the steps"),)))
-    await members[1]._pulse.send(encode(Logged(1, (Record(30, "with the pulse"),))))
-    await members[1].send(Logged(0, (Record(30, "a lie"),)))
-    await members[1]._pulse.send(encode(Logged(1, (Record(10, "too little"),))))
+    await members[1].send(Logged(1, (LogRecord(30, "beside the steps"),)))
+    await members[1]._pulse.send(encode(Logged(1, (LogRecord(30, "with the pulse"),))))
+    await members[1].send(Logged(0, (LogRecord(30, "a lie"),)))
+    await members[1]._pulse.send(encode(Logged(1, (LogRecord(10, "too little"),))))
     await until(lambda: control.num_ignored == 2 and len(told(caplog)) == 2)
     assert sorted(texts(caplog)) == ["rank 1: beside the steps", "rank 1: with the pulse"]
     assert {(record.rank, record.node, record.epoch) for record in told(caplog)} == {(1, "node", 1)}  # type: ignore[attr-defined]

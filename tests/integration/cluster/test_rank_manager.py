@@ -13,14 +13,14 @@ import psutil
 import pytest
 
 from coordinator.cluster.local_fleet import LocalFleet
-from coordinator.cluster.rank_manager import Control
+from coordinator.cluster.rank_manager import RankManager
 from coordinator.engine.engine import Engine
 from coordinator.engine.stream import Stream
-from coordinator.engine_messages import Admitted, Document, Ended, Prompt, Tokens
+from coordinator.engine_messages import Admitted, DocumentPrompt, Ended, Prompt, Tokens
 from longleaf.config import EngineConfig
-from longleaf.errors import StartError, Unavailable, WorkerLost
+from longleaf.errors import RankLost, StartError, Unavailable
 from longleaf.rank_protocol.fakes import echo_token
-from longleaf.rank_protocol.group_messages import Join, Layout
+from longleaf.rank_protocol.group_messages import Join, KvLayout
 from longleaf.rank_protocol.member_messages import Load
 from longleaf.rank_protocol.rank_spec import RankSpec
 from longleaf.rank_protocol.step import Decode, Prefill, StepPlan, StepResult
@@ -31,7 +31,7 @@ from tests.support.gated import comes_to
 from tests.support.members import ScriptedMember
 from tests.support.running import WatchedFleet, running_on
 from workers.control import serve
-from workers.fakes import EchoMain, EchoRank, Fault
+from workers.fakes import EchoMain, EchoRank, RankFault
 from workers.member_process import taking_notes
 
 pytestmark = pytest.mark.timeout(60)
@@ -45,10 +45,10 @@ class Service:
 
 
 @asynccontextmanager
-async def serving(config: EngineConfig, fault: Fault | None = None) -> AsyncIterator[Service]:
+async def serving(config: EngineConfig, fault: RankFault | None = None) -> AsyncIterator[Service]:
     """A running engine; afterwards no process of it is left."""
     fleet = WatchedFleet(EchoMain(fault))
-    control = Control(config, kill=fleet.kill)
+    control = RankManager(config, kill=fleet.kill)
     try:
         async with running_on(fleet, control, config) as found:
             yield Service(found.engine, found.loop, [hello.pid for hello in control.hellos])
@@ -82,7 +82,7 @@ async def test_ingest_and_generate(world_size: int) -> None:
     async with serving(config(world_size=world_size)) as service:
         engine = service.engine
         document = list(range(200))
-        events = [event async for event in engine.ingest(Document(context="doc", token_ids=document))]
+        events = [event async for event in engine.ingest(DocumentPrompt(context="doc", token_ids=document))]
         assert events[-1] == Progress(200, 200)
         events = [event async for event in engine.submit(prompt(40, 20, "doc"))]
         assert events[0] == Admitted(240, 200)
@@ -102,7 +102,7 @@ async def test_ingest_and_generate(world_size: int) -> None:
 @pytest.mark.parametrize("kind", ["raise", "kill"])
 @pytest.mark.parametrize("rank", [0, 2])
 async def test_streams_go_on_with_those_that_live(rank: int, kind: str) -> None:
-    fault = Fault(rank=rank, kind=kind, step=40)  # type: ignore[arg-type]
+    fault = RankFault(rank=rank, kind=kind, step=40)  # type: ignore[arg-type]
     async with serving(config(world_size=3), fault) as service:
         streams = [service.engine.submit(prompt(4 + index, 200)) for index in range(3)]
         assert await asyncio.gather(*map(answer, streams)) == [expected(3 + index, 200) for index in range(3)]
@@ -117,12 +117,12 @@ async def test_streams_go_on_with_those_that_live(rank: int, kind: str) -> None:
 
 
 async def test_the_last_rank_is_named() -> None:
-    async with serving(config(), Fault(rank=0, kind="kill", step=4)) as service:
+    async with serving(config(), RankFault(rank=0, kind="kill", step=4)) as service:
         streams = [service.engine.submit(prompt(4, 1_000)) for _ in range(3)]
         for result in await asyncio.gather(*map(answer, streams), return_exceptions=True):
-            assert isinstance(result, WorkerLost)
+            assert isinstance(result, RankLost)
             assert (result.rank, result.reason) == (0, "was killed by signal 9")
-        with pytest.raises(WorkerLost):
+        with pytest.raises(RankLost):
             await service.loop
         with pytest.raises(Unavailable, match="rank 0"):
             service.engine.submit(prompt(4, 1))
@@ -132,9 +132,9 @@ async def test_the_last_rank_is_named() -> None:
 @pytest.mark.parametrize("at_close", ["raise", "hang", "grip"])
 async def test_a_rank_says_why_it_fails_before_it_closes(at_close: str) -> None:
     """And its process ends, by itself, however its close goes."""
-    fault = Fault(rank=0, kind="refuse", step=2, at_close=at_close)  # type: ignore[arg-type]
+    fault = RankFault(rank=0, kind="refuse", step=2, at_close=at_close)  # type: ignore[arg-type]
     settings = config(lost_after=1000.0)
-    control, fleet = Control(settings), LocalFleet(EchoMain(fault))
+    control, fleet = RankManager(settings), LocalFleet(EchoMain(fault))
     await fleet.launch(settings, control.invitations, control.lost)
     await control.start(1)
     process = psutil.Process(control.hellos[0].pid)
@@ -150,7 +150,7 @@ async def test_a_rank_says_why_it_fails_before_it_closes(at_close: str) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_who_hangs_past_the_deadline_is_killed(rank: int) -> None:
     """Its pulse lives on."""
-    fault = Fault(rank=rank, kind="hang", step=2)
+    fault = RankFault(rank=rank, kind="hang", step=2)
     async with serving(config(world_size=2, step_timeout=0.5), fault) as service:
         answered = await answer(service.engine.submit(prompt(4, 100)))
         assert answered == expected(3, 100)
@@ -177,16 +177,16 @@ async def test_who_is_lost_while_idle_is_told(number: signal.Signals, reason: st
         assert await answer(engine.submit(prompt(4, 9))) == expected(3, 9)
 
 
-@pytest.mark.parametrize(("kind", "error"), [("refuse", StartError), ("raise", WorkerLost), ("kill", WorkerLost)])
+@pytest.mark.parametrize(("kind", "error"), [("refuse", StartError), ("raise", RankLost), ("kill", RankLost)])
 async def test_start_fails(kind: str, error: type[Exception]) -> None:
-    fault = Fault(rank=1, kind=kind)  # type: ignore[arg-type]
+    fault = RankFault(rank=1, kind=kind)  # type: ignore[arg-type]
     with pytest.raises(error):
         async with serving(config(world_size=2), fault):
             pass
 
 
 async def test_start_timeout_names_the_rank() -> None:
-    fault = Fault(rank=1, kind="hang")
+    fault = RankFault(rank=1, kind="hang")
     with pytest.raises(StartError, match=r"rank .*1 did not start within 2"):
         async with serving(config(world_size=2, start_timeout=2.0), fault):
             pass
@@ -207,7 +207,7 @@ async def test_cancel_frees_everything() -> None:
 
 
 async def test_two_plans_are_sent_before_the_first_answer() -> None:
-    control = Control(config(step_timeout=0.3))
+    control = RankManager(config(step_timeout=0.3))
     rank = ScriptedMember(control.invitations[0], 0)
     await control.start(1)
     plans = [StepPlan(1, number, Decode(())) for number in (1, 2, 3, 4)]
@@ -218,14 +218,14 @@ async def test_two_plans_are_sent_before_the_first_answer() -> None:
     assert [(await step).tokens for step in steps] == [{1: (Token(1),)}, {2: (Token(2),)}]
     steps = [asyncio.ensure_future(control.group.step(plan)) for plan in plans[2:]]
     for step in steps:
-        with pytest.raises(WorkerLost, match="step 3 took longer"):
+        with pytest.raises(RankLost, match="step 3 took longer"):
             await step
     await rank.close()
     await control.close()
 
 
 async def test_an_answer_counts_for_its_own_epoch_alone() -> None:
-    control = Control(config())
+    control = RankManager(config())
     rank = ScriptedMember(control.invitations[0], 0)
     await control.start(3)
     assert rank.joins == [Join(3, 0, "127.0.0.1", 0, ("node",))]
@@ -244,12 +244,12 @@ async def test_an_answer_counts_for_its_own_epoch_alone() -> None:
         (0, Join(1, 0, "127.0.0.1", 0, ("here",))),
         (1, StepPlan(2, 1, Decode(()))),
         (1, Join(1, 0, "127.0.0.1", 0, ("here",))),
-        (1, Layout(2, ())),
+        (1, KvLayout(2, ())),
         (1, Load()),
     ],
 )
-async def test_a_message_out_of_place_ends_the_rank(joined: int, message: StepPlan | Load | Join | Layout) -> None:
-    control = Control(config())
+async def test_a_message_out_of_place_ends_the_rank(joined: int, message: StepPlan | Load | Join | KvLayout) -> None:
+    control = RankManager(config())
     place = {"host": "127.0.0.1", "node": "here", "num_ranks_here": 1, "gpu": None}
     spec = RankSpec(member=0, config=config(), invitation=control.invitations[0], **place)
     life = asyncio.create_task(asyncio.to_thread(serve, spec, EchoRank))
@@ -275,14 +275,14 @@ def test_what_the_library_logs_while_a_rank_starts_is_kept() -> None:
 
 ORPHANS = """
 import asyncio
-from coordinator.cluster.rank_manager import Control
+from coordinator.cluster.rank_manager import RankManager
 from coordinator.cluster.local_fleet import LocalFleet
 from longleaf.config import EngineConfig
 from workers.fakes import EchoMain
 
 async def main():
     config = EngineConfig(model="none", world_size=2)
-    control, fleet = Control(config), LocalFleet(EchoMain())
+    control, fleet = RankManager(config), LocalFleet(EchoMain())
     await fleet.launch(config, control.invitations, control.lost)
     await control.start(1)
     print(*(hello.pid for hello in control.hellos), flush=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from coordinator.cluster.rank_manager import Control
+from coordinator.cluster.rank_manager import RankManager
 from coordinator.cluster.ray_fleet import RayFleet
 from coordinator.engine.engine import Engine
 from coordinator.engine_messages import Prompt, Tokens
@@ -19,7 +19,7 @@ from longleaf.sampling import Sampling
 from tests.integration.cluster.test_rank_logs import told
 from tests.integration.cluster.test_strangers import until
 from tests.support.ray_calls import CountingActor, count_calls, stop_counting
-from workers.fakes import EchoActor, Fault
+from workers.fakes import EchoActor, RankFault
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
 
@@ -27,12 +27,12 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
 class Service:
     """An engine on a Ray fleet of its own; `stop` proves that no process of it is left and all slots are free."""
 
-    def __init__(self, world_size: int, fault: Fault | None = None, fleet: RayFleet | None = None) -> None:
+    def __init__(self, world_size: int, fault: RankFault | None = None, fleet: RayFleet | None = None) -> None:
         self.config = EngineConfig(
             model="none", chunk_size=64, block_size=16, replicate_below=8, world_size=world_size, step_timeout=5.0
         )
         self.fleet = fleet or RayFleet(EchoActor, fault)
-        self.control = Control(self.config)
+        self.control = RankManager(self.config)
         self.engine = Engine(self.control, self.config, max_positions=100_000)
         self.loop: asyncio.Task[None] | None = None
 
@@ -99,7 +99,7 @@ async def test_killed_rank_is_named_and_the_others_go_on(ray_cluster: int) -> No
 
 
 async def test_a_rank_that_raises_is_kept(ray_cluster: int) -> None:
-    service = Service(world_size=2, fault=Fault(rank=1, kind="raise", step=3))
+    service = Service(world_size=2, fault=RankFault(rank=1, kind="raise", step=3))
     try:
         await service.start()
         assert len(await service.answer(4, 100)) == 100
@@ -137,7 +137,7 @@ async def test_more_ranks_than_slots(ray_cluster: int) -> None:
 
 async def test_what_a_rank_warns_of_is_in_the_log(ray_cluster: int, caplog: pytest.LogCaptureFixture) -> None:
     """Not in a file of its worker."""
-    service = Service(world_size=2, fault=Fault(rank=1, kind="raise", step=20))
+    service = Service(world_size=2, fault=RankFault(rank=1, kind="raise", step=20))
     try:
         await service.start()
         assert len(await service.answer(100, 100)) == 100

@@ -20,9 +20,9 @@ RAY = str(Path(sys.executable).with_name("ray"))
 HERE = "127.0.0.1"
 SERVICE = """
 import asyncio, sys
-from coordinator.cluster.rank_manager import Control
-from coordinator.cluster.replacement_supervisor import Keeper
-from coordinator.cluster.ports import Delayed
+from coordinator.cluster.rank_manager import RankManager
+from coordinator.cluster.replacement_supervisor import ReplacementSupervisor
+from coordinator.cluster.ports import ReplacementDelayed
 from coordinator.cluster.ray_connection import connect
 from coordinator.cluster.ray_fleet import RayFleet
 from longleaf.config import EngineConfig
@@ -31,12 +31,12 @@ from tests.support.members import MemberActor
 async def main():
     config, fleet = EngineConfig(model="none", world_size=3, lost_after=60.0), RayFleet(MemberActor)
     host = await fleet.reserve(config, 60.0)
-    control = Control(config, host, fleet.kill, fleet.where)
+    control = RankManager(config, host, fleet.kill, fleet.where)
     delays = asyncio.Queue()
-    control.roster.watch(lambda event: delays.put_nowait(event) if isinstance(event, Delayed) else None)
+    control.roster.watch(lambda event: delays.put_nowait(event) if isinstance(event, ReplacementDelayed) else None)
     await fleet.launch(config, control.invitations, control.lost)
     formation = await control.start(1)
-    keeper = Keeper(control.roster, fleet, config, formation.readies)
+    keeper = ReplacementSupervisor(control.roster, fleet, config, formation.readies)
     print("started", [hello.pid for hello in formation.hellos], flush=True)
     loss = await control.group.wait_ended()
     print("lost", loss.error.rank, (await control.form(2)).members, flush=True)

@@ -17,9 +17,9 @@ from coordinator.cluster.ray_temp_dir import RayFolder
 from longleaf.errors import StartError
 
 MAKER = """
-from coordinator.cluster import ray_folder
-ray_folder.LEAVE_SECONDS = 1.0
-folder = ray_folder.RayFolder()
+from coordinator.cluster import ray_temp_dir
+ray_temp_dir.LEAVE_SECONDS = 1.0
+folder = ray_temp_dir.RayFolder()
 print(folder.path, flush=True)
 input()
 folder.close()

@@ -8,15 +8,22 @@ import msgspec
 import pytest
 
 from coordinator.cluster.fakes import FakeFleet
-from coordinator.cluster.ports import Delayed, GivenUp, Joined, MemberEvent, MemberLost, Replacing
-from coordinator.cluster.rank_manager import Control
-from coordinator.cluster.replacement_supervisor import Backoff, Keeper, pinned
+from coordinator.cluster.ports import (
+    MemberEvent,
+    MemberJoined,
+    MemberLost,
+    ReplacementAbandoned,
+    ReplacementDelayed,
+    ReplacementStarted,
+)
+from coordinator.cluster.rank_manager import RankManager
+from coordinator.cluster.replacement_supervisor import Backoff, ReplacementSupervisor, pinned
 from longleaf.config import EngineConfig, embedded_model
 from longleaf.errors import StartError
 from longleaf.fingerprint import read_fingerprint
-from longleaf.positions import Windows
+from longleaf.positions import WindowSpec
 from longleaf.rank_protocol.group_messages import Ready
-from longleaf.rank_protocol.rank_spec import Invitation
+from longleaf.rank_protocol.rank_spec import ConnectInfo
 from tests.support.members import ScriptedMember
 
 pytestmark = pytest.mark.timeout(60)
@@ -41,14 +48,14 @@ class Places(FakeFleet):
     async def kill(self, member: int) -> None:
         self.killed.append(member)
 
-    async def replace(self, lost: int, member: int, invitation: Invitation, config: EngineConfig) -> None:
+    async def replace(self, lost: int, member: int, invitation: ConnectInfo, config: EngineConfig) -> None:
         assert config == CONFIG
         if self.problem is not None:
             raise self.problem
         self.replaced.append((lost, member))
         self.start(member, invitation)
 
-    def start(self, member: int, invitation: Invitation) -> None:
+    def start(self, member: int, invitation: ConnectInfo) -> None:
         told = OTHER if member in self.strange else OWN
         self.members[member] = ScriptedMember(invitation, member, fingerprint=told)
         self.members[member].fails_to_load = member in self.failing
@@ -59,7 +66,7 @@ class Kept:
 
     def __init__(self) -> None:
         self.fleet = Places()
-        self.control = Control(CONFIG, kill=self.fleet.kill)
+        self.control = RankManager(CONFIG, kill=self.fleet.kill)
         self.events: list[MemberEvent] = []
         self.now = 0.0
         self.slept: list[float] = []
@@ -70,7 +77,9 @@ class Kept:
         for member, invitation in enumerate(self.control.invitations):
             self.fleet.start(member, invitation)
         formation = await self.control.start(1)
-        self.keeper = Keeper(self.control.roster, self.fleet, CONFIG, formation.readies, lambda: self.now, self._sleep)
+        self.keeper = ReplacementSupervisor(
+            self.control.roster, self.fleet, CONFIG, formation.readies, lambda: self.now, self._sleep
+        )
 
     async def _sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
@@ -110,20 +119,26 @@ async def test_who_is_lost_is_replaced(kept: Kept) -> None:
         assert kept.fleet.replaced[-1] == (lost, member)
         await kept.control.form(epoch)
     assert kept.slept == []
-    assert await kept.wait_for(Replacing) == [Replacing(2, 1), Replacing(3, 0), Replacing(4, 2)]
-    assert [event.member for event in await kept.wait_for(Joined)] == [2, 3, 4]
+    assert await kept.wait_for(ReplacementStarted) == [
+        ReplacementStarted(2, 1),
+        ReplacementStarted(3, 0),
+        ReplacementStarted(4, 2),
+    ]
+    assert [event.member for event in await kept.wait_for(MemberJoined)] == [2, 3, 4]
 
 
 async def test_too_many_losses_are_replaced_later(kept: Kept) -> None:
     for member in (1, 2, 3):
         kept.control.lost(member, "vanished")
-        await kept.wait_for(Replacing, member)
+        await kept.wait_for(ReplacementStarted, member)
         await kept.control.wait_joinable()
         await kept.control.form(member + 1)
         kept.now += 10.0
     kept.control.lost(4, "vanished")
-    assert await kept.wait_for(Delayed) == [Delayed(4, 30.0, "too many ranks were lost within a minute")]
-    await kept.wait_for(Replacing, 4)
+    assert await kept.wait_for(ReplacementDelayed) == [
+        ReplacementDelayed(4, 30.0, "too many ranks were lost within a minute")
+    ]
+    await kept.wait_for(ReplacementStarted, 4)
     assert kept.slept == [30.0]
 
 
@@ -131,14 +146,23 @@ async def test_a_slot_that_is_lost_while_it_loads_is_given_up_until_asked(kept: 
     kept.fleet.failing = {2, 3, 4}
     kept.control.lost(1, "vanished")
     reason = "3 replacements were lost before they were ranks; the last: no memory"
-    assert await kept.wait_for(GivenUp) == [GivenUp(4, reason)]
-    assert await kept.wait_for(Replacing) == [Replacing(2, 1), Replacing(3, 2), Replacing(4, 3)]
+    assert await kept.wait_for(ReplacementAbandoned) == [ReplacementAbandoned(4, reason)]
+    assert await kept.wait_for(ReplacementStarted) == [
+        ReplacementStarted(2, 1),
+        ReplacementStarted(3, 2),
+        ReplacementStarted(4, 3),
+    ]
     assert [event.member for event in await kept.wait_for(MemberLost)] == [1, 2, 3, 4]
     assert kept.fleet.killed == [], "they died of themselves"
     assert kept.keeper.refill() == 1
     assert kept.keeper.refill() == 0, "it is being filled"
     await kept.control.wait_joinable()
-    assert await kept.wait_for(Replacing, 4) == [Replacing(2, 1), Replacing(3, 2), Replacing(4, 3), Replacing(5, 4)]
+    assert await kept.wait_for(ReplacementStarted, 4) == [
+        ReplacementStarted(2, 1),
+        ReplacementStarted(3, 2),
+        ReplacementStarted(4, 3),
+        ReplacementStarted(5, 4),
+    ]
     assert (await kept.control.form(2)).members == (0, 5)
     assert kept.keeper.refill() == 0
     assert len(kept.fleet.replaced) == 4, "nobody is missing"
@@ -148,10 +172,10 @@ async def test_who_was_a_rank_once_has_not_failed_before(kept: Kept) -> None:
     kept.fleet.failing = {2, 3, 5, 6}
     for epoch, lost in ((2, 1), (3, 4)):
         kept.control.lost(lost, "vanished")
-        await kept.wait_for(Replacing, lost + 2 if lost > 1 else 3)
+        await kept.wait_for(ReplacementStarted, lost + 2 if lost > 1 else 3)
         await kept.control.wait_joinable()
         await kept.control.form(epoch)
-    assert not [event for event in kept.events if isinstance(event, GivenUp)]
+    assert not [event for event in kept.events if isinstance(event, ReplacementAbandoned)]
     assert [member for _, member in kept.fleet.replaced] == [2, 3, 4, 5, 6, 7]
 
 
@@ -159,17 +183,17 @@ async def test_a_slot_whose_replacements_load_and_never_join_is_given_up(kept: K
     for lost in (1, 2, 3, 4):
         kept.control.lost(lost, "did not join 2 epochs")
         if lost < 4:
-            await kept.wait_for(Replacing, lost)
+            await kept.wait_for(ReplacementStarted, lost)
             await kept.control.wait_joinable()
     reason = "3 replacements were lost before they were ranks; the last: did not join 2 epochs"
-    assert await kept.wait_for(GivenUp) == [GivenUp(4, reason)]
+    assert await kept.wait_for(ReplacementAbandoned) == [ReplacementAbandoned(4, reason)]
     assert kept.keeper.refill() == 1
 
 
 async def test_a_slot_that_stays_away_is_no_longer_waited_for_and_filled_when_it_comes(kept: Kept) -> None:
     kept.fleet.problem = StartError("no slot")
     kept.control.lost(1, "its node died")
-    [given_up] = await kept.wait_for(GivenUp)
+    [given_up] = await kept.wait_for(ReplacementAbandoned)
     told = "it was not there for 5 min, and is filled when it is: no slot"
     assert (given_up.lost, given_up.reason) == (1, told)
     assert kept.now >= CONFIG.start_timeout
@@ -177,14 +201,14 @@ async def test_a_slot_that_stays_away_is_no_longer_waited_for_and_filled_when_it
     assert kept.keeper.refill() == 0, "it is still looked for"
     kept.fleet.problem = None
     await kept.control.wait_joinable()
-    assert len([event for event in kept.events if isinstance(event, GivenUp)]) == 1, "told once"
+    assert len([event for event in kept.events if isinstance(event, ReplacementAbandoned)]) == 1, "told once"
     assert [loss.slot for loss in kept.control.losses] == ["filling"]
 
 
 async def test_a_replacement_has_the_model_of_the_others(kept: Kept) -> None:
     kept.fleet.strange = {2, 3, 4}
     kept.control.lost(1, "vanished")
-    [given_up] = await kept.wait_for(GivenUp)
+    [given_up] = await kept.wait_for(ReplacementAbandoned)
     assert given_up.reason.endswith("has another tokenizer.json than node node (127.0.0.1)")
     assert kept.fleet.killed == [2, 3, 4]
     told = list(kept.events)
@@ -201,15 +225,15 @@ async def test_a_replacement_has_the_model_of_the_others(kept: Kept) -> None:
 async def test_a_slot_that_cannot_be_filled_now_is_waited_for(kept: Kept, problem: Exception, told: str) -> None:
     kept.fleet.problem = problem
     kept.control.lost(1, "its node died")
-    assert await kept.wait_for(Delayed) == [Delayed(1, 5.0, told)]
+    assert await kept.wait_for(ReplacementDelayed) == [ReplacementDelayed(1, 5.0, told)]
     for _ in range(1000):  # it looks again and again
         await asyncio.sleep(0)
     assert set(kept.slept) == {5.0}
-    assert len(await kept.wait_for(Delayed)) == 1, "told once"
+    assert len(await kept.wait_for(ReplacementDelayed)) == 1, "told once"
     assert len(list(kept.control.roster)) <= 2, "nobody is waited for who was not started"
     kept.fleet.problem = None
     await kept.control.wait_joinable()
-    [replacing] = await kept.wait_for(Replacing)
+    [replacing] = await kept.wait_for(ReplacementStarted)
     assert (await kept.control.form(2)).members == (0, replacing.member)
 
 
@@ -238,7 +262,7 @@ def test_a_pool_has_the_size_of_the_one_before() -> None:
     config = EngineConfig(model="none", block_size=16)
     ready = Ready(0, "cpu", "float32", 100, 64)
     assert pinned(config, ready).kv_bytes == 100 * 16 * 64
-    windows = Windows(reaches=(), num_blocks=7, bytes_per_token=32)
+    windows = WindowSpec(reaches=(), num_blocks=7, bytes_per_token=32)
     both = pinned(config, msgspec.structs.replace(ready, windows=windows))
     assert (both.kv_bytes, both.window_bytes) == (100 * 16 * 64 + 7 * 16 * 32, 7 * 16 * 32)
     given = msgspec.structs.replace(config, kv_bytes=5)

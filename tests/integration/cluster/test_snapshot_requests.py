@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from coordinator.cluster.local_fleet import LocalFleet
-from coordinator.cluster.rank_manager import Control
+from coordinator.cluster.rank_manager import RankManager
 from longleaf.config import EngineConfig
-from longleaf.errors import DataLoss, EpochBroken, StorageUnavailable, Unavailable, WorkerLost
+from longleaf.errors import DataLoss, GroupFailed, RankLost, StorageUnavailable, Unavailable
 from longleaf.rank_protocol.encoding import ToRank
 from longleaf.rank_protocol.fakes import echo_token
-from longleaf.rank_protocol.group_messages import Layout
+from longleaf.rank_protocol.group_messages import KvLayout
 from longleaf.rank_protocol.snapshots import Discard, Failure, Fetch, Fetched, Save, Saved
-from longleaf.rank_protocol.step import Decode, Portion, Prefill, Restore, Row, StepPlan, Terms
+from longleaf.rank_protocol.step import Decode, Prefill, Restore, RestorePortion, Row, SamplingTerms, StepPlan
 from longleaf.runs import Run
 from longleaf.sampling import Sampling, Token
 from tests.support.members import ScriptedMember
@@ -27,7 +27,7 @@ SAVE, FETCH = Save(4, "contexts/1/a", 0, RUNS), Fetch(4, "contexts/1/a", 10, "ab
 
 class World:
     def __init__(self) -> None:
-        self.control = Control(EngineConfig(model="none", world_size=2))
+        self.control = RankManager(EngineConfig(model="none", world_size=2))
         invitations = enumerate(self.control.invitations)
         self.members = [ScriptedMember(invitation, number) for number, invitation in invitations]
 
@@ -87,8 +87,8 @@ async def test_who_is_lost_answers_nothing_any_more(world: World) -> None:
     await world.hear(1, Fetch)
     world.control.lost(1, "was killed by signal 9")
     for work in asked[1:]:
-        await fails(work, WorkerLost, "rank 1 was lost: was killed by signal 9")
-    await fails(world.control.fetch(1, FETCH), WorkerLost, "is gone")
+        await fails(work, RankLost, "rank 1 was lost: was killed by signal 9")
+    await fails(world.control.fetch(1, FETCH), RankLost, "is gone")
     assert not asked[0].done()
     await world.members[0].tell(Saved(0, 4))
     assert await asked[0] == Saved(0, 4)
@@ -146,7 +146,7 @@ async def test_members_without_a_model_save_and_restore(tmp_path: Path) -> None:
     """As processes: what one has written another one takes in, and nobody takes in what it has not fetched."""
     config = EngineConfig(model="none", world_size=2, block_size=4, snapshot_url=str(tmp_path))
     fleet = LocalFleet(EchoMain())
-    control = Control(config, kill=fleet.kill)
+    control = RankManager(config, kill=fleet.kill)
     try:
         await fleet.launch(config, control.invitations, control.lost)
         group = (await control.start(1)).group
@@ -158,13 +158,13 @@ async def test_members_without_a_model_save_and_restore(tmp_path: Path) -> None:
             await control.fetch(1, Fetch(ticket, f"p{ticket}", *found, ((run.start, run.end),)))
         await fails(control.fetch(1, Fetch(2, "p2", 1, "", ())), DataLoss, "p2")
         group = (await control.form(2)).group
-        await group.lay_out(Layout(2, ()))
-        portions = Portion(0, (Run(1, 0, 8, (1, 2)),)), Portion(1, (Run(1, 8, 14, (3, 4)),))
+        await group.lay_out(KvLayout(2, ()))
+        portions = RestorePortion(0, (Run(1, 0, 8, (1, 2)),)), RestorePortion(1, (Run(1, 8, 14, (3, 4)),))
         assert (await group.step(StepPlan(2, 1, Restore(4, 0, portions)))).step == 1
-        row = Row(1, (4, 9), 14, (5,), (Run(0, 14, 15, (0,)),), 0, Terms(Sampling()))
+        row = Row(1, (4, 9), 14, (5,), (Run(0, 14, 15, (0,)),), 0, SamplingTerms(Sampling()))
         assert (await group.step(StepPlan(2, 2, Decode((row,))))).tokens == {1: (Token(echo_token(5, 0)),)}
-        with pytest.raises(EpochBroken, match="what was not fetched is to be restored"):
-            await group.step(StepPlan(2, 3, Restore(5, 0, (Portion(0, (Run(0, 0, 8, (7, 8)),)),))))
+        with pytest.raises(GroupFailed, match="what was not fetched is to be restored"):
+            await group.step(StepPlan(2, 3, Restore(5, 0, (RestorePortion(0, (Run(0, 0, 8, (7, 8)),)),))))
     finally:
         await control.close()
         await fleet.shutdown()

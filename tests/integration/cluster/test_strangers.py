@@ -15,13 +15,13 @@ import zmq
 import zmq.asyncio
 
 from coordinator.cluster import control_socket, member_auth
-from coordinator.cluster.rank_manager import Control
+from coordinator.cluster.rank_manager import RankManager
 from longleaf.config import EngineConfig
-from longleaf.errors import WorkerLost
+from longleaf.errors import RankLost
 from longleaf.rank_protocol.encoding import FromRank, decode_to_rank, encode
-from longleaf.rank_protocol.group_messages import Broken, Join, OpenStore, Ready, StoreOpened
+from longleaf.rank_protocol.group_messages import GroupFailure, Join, OpenStore, Ready, StoreOpened
 from longleaf.rank_protocol.member_messages import Died, Heartbeat, Hello, Load, Loaded, Stop
-from longleaf.rank_protocol.rank_spec import Invitation
+from longleaf.rank_protocol.rank_spec import ConnectInfo
 from longleaf.rank_protocol.snapshots import Fetched, Saved
 from longleaf.rank_protocol.step import Decode, StepPlan, StepResult
 from longleaf.sampling import Token
@@ -41,7 +41,7 @@ LIES: tuple[FromRank, ...] = (
     Ready(0, "cpu", "float32", 666, 64),
     Died(0, "a lie"),
     Heartbeat(0),
-    Broken(0, 1, 1, "a lie"),
+    GroupFailure(0, 1, 1, "a lie"),
     StepResult(1, 1, {1: (Token(666),)}),
     Saved(0, 1, 666, "a lie"),
     Fetched(0, 1),
@@ -60,13 +60,13 @@ CONFIG = EngineConfig(model="none", world_size=2, start_timeout=40.0)
 
 
 @pytest.fixture
-async def control() -> AsyncIterator[Control]:
-    control = Control(CONFIG)
+async def control() -> AsyncIterator[RankManager]:
+    control = RankManager(CONFIG)
     yield control
     await control.close()
 
 
-def introduce(context: "zmq.Context[Socket]", control: Control, rank: int) -> Socket:
+def introduce(context: "zmq.Context[Socket]", control: RankManager, rank: int) -> Socket:
     """The connection of a rank that is ready."""
     invitation = control.invitations[rank]
     connection = connect(context, invitation, invitation.commands_id)
@@ -93,7 +93,7 @@ async def until(condition: Callable[[], object]) -> None:
         await asyncio.sleep(0.001)
 
 
-async def check_service(control: Control, ranks: Sequence[Socket]) -> None:
+async def check_service(control: RankManager, ranks: Sequence[Socket]) -> None:
     """The ranks are heard, nobody else was, and a step is answered by rank 0."""
     formation, _ = await asyncio.gather(control.start(1), asyncio.to_thread(form, ranks))
     assert [ready.num_blocks for ready in formation.readies] == [4, 4]
@@ -105,7 +105,7 @@ async def check_service(control: Control, ranks: Sequence[Socket]) -> None:
 
 
 async def test_the_channel_is_on_one_address_of_either_kind(context) -> None:
-    control = Control(CONFIG, "::1")
+    control = RankManager(CONFIG, "::1")
     assert re.fullmatch(r"tcp://\[::1\]:\d+", control.address)
     ranks = [introduce(context, control, rank) for rank in range(2)]
     await check_service(control, ranks)
@@ -114,7 +114,7 @@ async def test_the_channel_is_on_one_address_of_either_kind(context) -> None:
     await control.close()
 
 
-def stranger_without_a_key(context: "zmq.Context[Socket]", control: Control) -> Socket:
+def stranger_without_a_key(context: "zmq.Context[Socket]", control: RankManager) -> Socket:
     connection = context.socket(zmq.DEALER)
     connection.setsockopt(zmq.IDENTITY, b"rank-0")
     connection.setsockopt(zmq.LINGER, 0)  # what nobody takes would hold up the end of the test
@@ -122,21 +122,21 @@ def stranger_without_a_key(context: "zmq.Context[Socket]", control: Control) -> 
     return connection
 
 
-def stranger_with_a_key(context: "zmq.Context[Socket]", control: Control) -> Socket:
+def stranger_with_a_key(context: "zmq.Context[Socket]", control: RankManager) -> Socket:
     """It knows everything but a member's secret key."""
     public, secret = zmq.curve_keypair()
     invitation = msgspec.structs.replace(control.invitations[0], public_key=public, secret_key=secret)
     return connect(context, invitation, control.invitations[0].commands_id)
 
 
-def stranger_with_a_stolen_name(context: "zmq.Context[Socket]", control: Control) -> Socket:
+def stranger_with_a_stolen_name(context: "zmq.Context[Socket]", control: RankManager) -> Socket:
     """It claims to be rank 0 by its public key, whose secret it does not have."""
     invitation = msgspec.structs.replace(control.invitations[0], secret_key=zmq.curve_keypair()[1])
     return connect(context, invitation, invitation.commands_id)
 
 
 @pytest.mark.parametrize("enter", [stranger_without_a_key, stranger_with_a_key, stranger_with_a_stolen_name])
-async def test_a_stranger_is_refused_and_counted(context, control: Control, caplog, enter) -> None:
+async def test_a_stranger_is_refused_and_counted(context, control: RankManager, caplog, enter) -> None:
     stranger = enter(context, control)
     for message in (*LIES, StepResult(1, 1, {1: (Token(666),)})):
         stranger.send(encode(message))
@@ -149,7 +149,7 @@ async def test_a_stranger_is_refused_and_counted(context, control: Control, capl
     assert "refused connections of strangers to the control channel: 1 so far" in caplog.text
 
 
-async def test_a_rank_that_is_lost_is_no_stranger(context, control: Control) -> None:
+async def test_a_rank_that_is_lost_is_no_stranger(context, control: RankManager) -> None:
     """Not even as another one connects, before that has proven who it is."""
     ranks = [introduce(context, control, rank) for rank in range(2)]
     await check_service(control, ranks)
@@ -177,7 +177,7 @@ def is_ended(connection: socket.socket) -> bool:
 
 async def test_connections_that_say_nothing_or_rubbish_are_ended(context, monkeypatch) -> None:
     monkeypatch.setattr(member_auth, "HANDSHAKE_MILLISECONDS", 1000)
-    control = Control(CONFIG)
+    control = RankManager(CONFIG)
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
     endless = b"\x06" + (1 << 40).to_bytes(8, "big") + bytes(1000)
     rubbish = (b"", b"\0", b"GET / HTTP/1.1\r\n\r\n" * 9, greeting, greeting + endless)
@@ -194,13 +194,13 @@ async def test_connections_that_say_nothing_or_rubbish_are_ended(context, monkey
     await control.close()
 
 
-async def test_a_rank_is_heard_for_itself_alone(context, control: Control, caplog) -> None:
+async def test_a_rank_is_heard_for_itself_alone(context, control: RankManager, caplog) -> None:
     ranks = [introduce(context, control, rank) for rank in range(2)]
     for lie in LIES:
         ranks[1].send(encode(lie))
     rubbish = [b"", b"\xff", b"\x81\xa4type\xa1\xff", encode(Stop()), b"\x91" * 100_000]
     rubbish += [encode(Hello(1, "node", "6.6.6.6", 1)), encode(Loaded(1)), encode(StoreOpened(1, 1, 1))]
-    rubbish += [encode(Ready(1, "cpu", "float32", 4, 64, epoch=1)), encode(Broken(1, 1, 1, "a lie"))]
+    rubbish += [encode(Ready(1, "cpu", "float32", 4, 64, epoch=1)), encode(GroupFailure(1, 1, 1, "a lie"))]
     rubbish += [encode(Saved(1, 1)), encode(Fetched(1, 1))]
     rubbish += [encode(Heartbeat(1)), encode(Died(1, "a lie", blamed=7)), encode(Died(1, "a lie", blamed=-1))]
     for message in rubbish:
@@ -214,7 +214,7 @@ async def test_a_rank_is_heard_for_itself_alone(context, control: Control, caplo
 
 
 @pytest.mark.parametrize("name", ["commands_id", "pulse_id"])
-async def test_a_rank_cannot_take_the_connection_of_another(context, control: Control, name: str) -> None:
+async def test_a_rank_cannot_take_the_connection_of_another(context, control: RankManager, name: str) -> None:
     """It would have to guess the other's public key; and should it know it, its own key still tells who it is."""
     thief = connect(context, control.invitations[1], getattr(control.invitations[0], name))
     for lie in LIES:
@@ -226,7 +226,7 @@ async def test_a_rank_cannot_take_the_connection_of_another(context, control: Co
     assert control.hellos == ()
 
 
-async def test_a_second_connection_of_the_same_name_takes_nothing_over(context, control: Control) -> None:
+async def test_a_second_connection_of_the_same_name_takes_nothing_over(context, control: RankManager) -> None:
     ranks = [introduce(context, control, rank) for rank in range(2)]
     await check_service(control, ranks)
     replayed = connect(context, control.invitations[1], control.invitations[0].commands_id)
@@ -238,7 +238,7 @@ async def test_a_second_connection_of_the_same_name_takes_nothing_over(context, 
     assert replayed.poll(0) == 0
 
 
-async def test_a_member_that_was_lost_is_a_stranger_and_no_warning(context, control: Control, caplog) -> None:
+async def test_a_member_that_was_lost_is_a_stranger_and_no_warning(context, control: RankManager, caplog) -> None:
     ranks = [introduce(context, control, rank) for rank in range(2)]
     await check_service(control, ranks)
     control.lost(1, "vanished")
@@ -262,7 +262,7 @@ async def test_a_member_that_is_given_up_is_a_stranger_before_the_next_epoch(con
     async def kill(member: int) -> None:
         await is_gone.wait()
 
-    control = Control(CONFIG, kill=kill)
+    control = RankManager(CONFIG, kill=kill)
     ranks = [introduce(context, control, rank) for rank in range(2)]
     await check_service(control, ranks)
     assert decode_to_rank(ranks[1].recv()) == PLAN
@@ -283,7 +283,7 @@ async def test_a_member_that_is_given_up_is_a_stranger_before_the_next_epoch(con
     await control.close()
 
 
-async def test_one_that_never_ceases_to_speak_leaves_all_else_its_turns(context, control: Control) -> None:
+async def test_one_that_never_ceases_to_speak_leaves_all_else_its_turns(context, control: RankManager) -> None:
     connection = introduce(context, control, 1)
     await until(lambda: control.hellos)
     control.roster.lose(1, "vanished")
@@ -296,24 +296,24 @@ async def test_one_that_never_ceases_to_speak_leaves_all_else_its_turns(context,
     assert num_turns >= num_messages // control_socket.MAX_AT_ONCE
 
 
-async def test_a_message_too_large_for_any_rank_is_not_taken(context, control: Control) -> None:
+async def test_a_message_too_large_for_any_rank_is_not_taken(context, control: RankManager) -> None:
     ranks = [introduce(context, control, rank) for rank in range(2)]
     await check_service(control, ranks)
     ranks[1].send(encode(Died(1, "x" * (8 << 20))))
     ranks[0].send(encode(Died(0, "the last word")))
     error = (await control.group.wait_ended()).error
-    assert isinstance(error, WorkerLost)
+    assert isinstance(error, RankLost)
     assert (error.rank, error.reason) == (0, "the last word")
 
 
-async def test_keys_are_told_nowhere(context, control: Control, caplog) -> None:
+async def test_keys_are_told_nowhere(context, control: RankManager, caplog) -> None:
     caplog.set_level(logging.DEBUG)
     ranks = [introduce(context, control, rank) for rank in range(2)]
     await check_service(control, ranks)
     stranger_with_a_key(context, control)
     await until(lambda: control.num_refused)
     for invitation in control.invitations:
-        assert isinstance(invitation, Invitation)
+        assert isinstance(invitation, ConnectInfo)
         for secret in (invitation.secret_key.decode(), control._channel._members._secret_key.decode()):
             assert secret not in f"{invitation!r} {invitation} {invitation.__rich_repr__()} {caplog.text}"
 
@@ -337,7 +337,7 @@ async def test_nothing_of_a_closed_channel_is_left(context) -> None:
     await until(lambda: len(threads() - earlier) == 2)  # they name themselves, some time after they began
     before = left()
     for _ in range(3):
-        control = Control(CONFIG)
+        control = RankManager(CONFIG)
         stranger.connect(control.address)
         await until(lambda control=control: control.num_refused)
         await control.close()

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from door import app, callers
-from door.bodies import Bodies
+from door.bodies import BodyReader
 from tests.support.doors import opened, standing
 from tests.support.service import FakeEngine, Served, ids, serving
 
@@ -236,7 +236,7 @@ async def test_a_body_that_is_shorter_than_it_says_ends_quietly(service: Served,
 
 
 async def test_a_body_that_stays_away_is_not_waited_for(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "Bodies", partial(Bodies, part_seconds=0.2))
+    monkeypatch.setattr(app, "BodyReader", partial(BodyReader, part_seconds=0.2))
     async with opened(service.address) as url:
         host, _, port = url.removeprefix("http://").rpartition(":")
         for length in ("Content-Length: 99", "Transfer-Encoding: chunked"):
@@ -252,7 +252,7 @@ async def test_a_body_that_stays_away_is_not_waited_for(service: Served, monkeyp
 async def test_bodies_that_are_too_many_together_are_told_to_come_again(
     service: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app, "Bodies", partial(Bodies, 1000))
+    monkeypatch.setattr(app, "BodyReader", partial(BodyReader, 1000))
     async with opened(service.address) as url, httpx2.AsyncClient(base_url=url) as client:
         host, _, port = url.removeprefix("http://").rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))

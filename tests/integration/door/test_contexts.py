@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from longleaf.client.proxy_client import Relay
+from longleaf.client.proxy_client import ProxyClient
 from longleaf.errors import NotFound
 from longleaf.types import Drafting, IngestHeader
 from tests.support.doors import opened, standing
@@ -285,7 +285,7 @@ async def test_asking_for_an_upload_of_ids_leaves_it(service: Served, url: str) 
     header = IngestHeader("book", upload_id="u")
 
     async def received(*parts: tuple[int, ...]) -> int:
-        async with Relay(service.address) as relay, aclosing(relay.ingest_once(header, Ids(*parts))) as steps:
+        async with ProxyClient(service.address) as relay, aclosing(relay.ingest_once(header, Ids(*parts))) as steps:
             async for step in steps:
                 if step.received_tokens or not parts:
                     return step.received_tokens

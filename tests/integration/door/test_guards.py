@@ -12,8 +12,8 @@ import pytest
 from coordinator.auth.credentials import Credentials
 from door import protocol
 from door.server import listen
-from door.settings import DoorConfig
-from longleaf.credentials import Entry, digest_of, line_of, new_credential
+from door.settings import GatewayConfig
+from longleaf.credentials import CredentialEntry, digest_of, line_of, new_credential
 from longleaf.errors import InvalidArgument, StartError
 from longleaf.reloading_files import LOOK_SECONDS
 from tests.support.authority import Authority
@@ -170,7 +170,7 @@ async def test_a_new_certificate_is_shown_without_a_restart(service: Served, tmp
 async def test_settings_that_cannot_work_are_refused(service: Served) -> None:
     for settings in ({"host": "0.0.0.0"}, {"tls_cert": "x"}, {"public_url": "example"}, {"port": 70_000}):
         with pytest.raises(InvalidArgument):
-            DoorConfig(**settings).check()  # type: ignore[arg-type]
+            GatewayConfig(**settings).check()  # type: ignore[arg-type]
     async with opened(service.address) as url:
         with pytest.raises(StartError, match="cannot listen"):
             listen("127.0.0.1", int(url.rpartition(":")[2]))
@@ -188,7 +188,7 @@ def test_what_is_written_goes_at_once() -> None:
 async def test_each_caller_is_who_his_credential_says(tmp_path: Path) -> None:
     names = {name: new_credential() for name in ("acme", "other")}
     file = tmp_path / "credentials"
-    entries = [Entry(tenant=name, role="user", digests=(digest_of(each),)) for name, each in names.items()]
+    entries = [CredentialEntry(tenant=name, role="user", digests=(digest_of(each),)) for name, each in names.items()]
     file.write_text("".join(f"{line_of(entry)}\n" for entry in entries))
     served = serving(FakeEngine(), tmp_path / "model", authenticator=Credentials.of(str(file)))
     async with served as (_, address), opened(address) as url, httpx2.AsyncClient(base_url=url) as client:
@@ -215,7 +215,7 @@ async def test_each_caller_is_who_his_credential_says(tmp_path: Path) -> None:
 async def test_no_body_is_awaited_from_a_caller_without_a_credential(tmp_path: Path, request_line: str) -> None:
     """It would take its share of the memory that all bodies have."""
     credential, file = new_credential(), tmp_path / "credentials"
-    file.write_text(f"{line_of(Entry(tenant='acme', role='user', digests=(digest_of(credential),)))}\n")
+    file.write_text(f"{line_of(CredentialEntry(tenant='acme', role='user', digests=(digest_of(credential),)))}\n")
     served = serving(FakeEngine(), tmp_path / "model", authenticator=Credentials.of(str(file)))
     async with served as (_, address), opened(address) as url:
         host, _, port = url.removeprefix("http://").rpartition(":")
@@ -227,7 +227,7 @@ async def test_no_body_is_awaited_from_a_caller_without_a_credential(tmp_path: P
 
 async def test_nobody_without_a_credential_can_tell_the_name_of_the_model(tmp_path: Path) -> None:
     credential, file = new_credential(), tmp_path / "credentials"
-    file.write_text(f"{line_of(Entry(tenant='acme', role='user', digests=(digest_of(credential),)))}\n")
+    file.write_text(f"{line_of(CredentialEntry(tenant='acme', role='user', digests=(digest_of(credential),)))}\n")
     served = serving(FakeEngine(), tmp_path / "model", authenticator=Credentials.of(str(file)))
     async with served as (_, address), opened(address) as url, httpx2.AsyncClient(base_url=url) as client:
 

@@ -13,7 +13,7 @@ import pytest
 
 from coordinator.grpc_server.certificates import Certificates
 from door.server import serve
-from door.settings import DoorConfig
+from door.settings import GatewayConfig
 from longleaf.credentials import new_credential
 from longleaf.errors import InvalidArgument
 from longleaf.service_settings import SecurityConfig
@@ -131,5 +131,5 @@ async def test_files_that_cannot_be_used_end_the_start(tmp_path: Path) -> None:
         ({"tls_ca": cert, "server_tls_cert": cert, "server_tls_key": cert}, "tls_key"),
     ):
         with pytest.raises(InvalidArgument) as told:
-            await serve(DoorConfig(server="127.0.0.1:1", port=0, **settings), lambda *_: None)  # type: ignore[arg-type]
+            await serve(GatewayConfig(server="127.0.0.1:1", port=0, **settings), lambda *_: None)  # type: ignore[arg-type]
         assert told.value.field == field, settings

@@ -24,7 +24,7 @@ from coordinator.service import Service
 from coordinator.settings import ServiceConfig
 from longleaf.client import AsyncClient, Retry
 from longleaf.config import EngineConfig
-from longleaf.errors import ModelRefused, PermissionDenied, Unavailable, WorkerLost
+from longleaf.errors import ModelRefused, PermissionDenied, RankLost, Unavailable
 from longleaf.rank_protocol.rank_spec import RankSpec
 from longleaf.types import Delta, Draining, Finished
 from tests.support.network.deaf import Deaf
@@ -266,7 +266,7 @@ async def test_who_waits_is_told_when_all_ranks_are_lost_meanwhile(tmp_path: Pat
             assert not waiting.done()
         for worker in workers:
             os.kill(worker.pid, signal.SIGKILL)
-        with pytest.raises(WorkerLost, match="rank [01] was lost"):
+        with pytest.raises(RankLost, match="rank [01] was lost"):
             await found.service.wait()
         await found.service.stop()
         with pytest.raises(Unavailable, match="^the service did not drain: rank [01] was lost"):

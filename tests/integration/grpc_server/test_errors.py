@@ -9,14 +9,14 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 from coordinator.auth.credentials import Credentials
-from coordinator.grpc_server.server import Server
-from coordinator.handlers.application import UseCases
+from coordinator.grpc_server.server import GrpcServer
+from coordinator.handlers.application import Application
 from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.client import AsyncClient
 from longleaf.codec.status import DETAILS_KEY
 from longleaf.config import MAX_REQUEST_BYTES
-from longleaf.credentials import Entry, Role, digest_of, line_of, new_credential
+from longleaf.credentials import CredentialEntry, Role, digest_of, line_of, new_credential
 from longleaf.errors import (
     AlreadyExists,
     Cancelled,
@@ -27,11 +27,11 @@ from longleaf.errors import (
     InvalidArgument,
     LongleafError,
     NotFound,
+    RankLost,
     ResourceExhausted,
     StartError,
     StorageUnavailable,
     Unavailable,
-    WorkerLost,
 )
 from longleaf.v1 import generation_service_pb2 as service_pb
 from longleaf.v1.generation_service_pb2_grpc import GenerationServiceStub
@@ -49,7 +49,7 @@ ERRORS = [
     (ResourceExhausted("pool", "full"), grpc.StatusCode.RESOURCE_EXHAUSTED, [error_details_pb2.QuotaFailure]),
     (DeadlineExceeded("too late"), grpc.StatusCode.DEADLINE_EXCEEDED, [error_details_pb2.ErrorInfo]),
     (Cancelled("generations/x was cancelled"), grpc.StatusCode.ABORTED, [error_details_pb2.ErrorInfo]),
-    (WorkerLost(3, "gone ✝"), grpc.StatusCode.UNAVAILABLE, [error_details_pb2.ErrorInfo]),
+    (RankLost(3, "gone ✝"), grpc.StatusCode.UNAVAILABLE, [error_details_pb2.ErrorInfo]),
     (Unavailable("starting"), grpc.StatusCode.UNAVAILABLE, [error_details_pb2.ErrorInfo]),
     (
         Unavailable("recovering, for 2.5 s more", 2.5),
@@ -127,7 +127,9 @@ async def test_a_server_that_stops_in_the_middle_is_unavailable(service: Served)
 async def test_a_taken_port_is_named(service: Served, tmp_path: Path) -> None:
     port = int(service.address.rpartition(":")[2])
     engine = FakeEngine()
-    other = Server(UseCases(engine, Tokenizer.load(write_model(tmp_path / "other"), DirectRenderer()), engine.describe))
+    other = GrpcServer(
+        Application(engine, Tokenizer.load(write_model(tmp_path / "other"), DirectRenderer()), engine.describe)
+    )
     with pytest.raises(StartError, match=f"{port}: Address already in use"):
         await other.start("127.0.0.1", port)
     with pytest.raises(StartError, match=r"192\.0\.2\.1:0: Cannot assign"):
@@ -167,7 +169,10 @@ async def test_only_admins_are_told_where_the_service_keeps_things(
 ) -> None:
     credentials: dict[Role, str] = {"user": new_credential(), "admin": new_credential()}
     file = tmp_path / "credentials"
-    entries = [Entry(tenant=f"the-{role}", role=role, digests=(digest_of(each),)) for role, each in credentials.items()]
+    entries = [
+        CredentialEntry(tenant=f"the-{role}", role=role, digests=(digest_of(each),))
+        for role, each in credentials.items()
+    ]
     file.write_text("".join(f"{line_of(entry)}\n" for entry in entries))
     engine = FakeEngine()
     async with serving(engine, tmp_path / "model", authenticator=Credentials.of(str(file))) as (_, address):

@@ -9,7 +9,7 @@ import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from coordinator.__main__ import announce
-from coordinator.actor import Reply
+from coordinator.actor import StartResult
 from coordinator.grpc_server.server import SERVICES
 from coordinator.settings import ServiceConfig
 from longleaf.client import AsyncClient, Client
@@ -54,7 +54,7 @@ async def test_an_address_of_ipv6_is_announced_as_clients_take_it(
 ) -> None:
     async with serving(FakeEngine(), tmp_path / "model", "::1") as (_, address):
         config = ServiceConfig(engine=EngineConfig(model=""), host="::1")
-        announce(config, Reply(port=int(address.rpartition(":")[2])))
+        announce(config, StartResult(port=int(address.rpartition(":")[2])))
         announced = capsys.readouterr().out.removeprefix("listening on ").strip()
         async with AsyncClient(announced) as client:
             assert await client.is_healthy()

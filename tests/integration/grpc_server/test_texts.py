@@ -12,8 +12,8 @@ import pytest
 from tokenizers import Encoding
 from tokenizers import Tokenizer as FastTokenizer
 
-from coordinator.grpc_server.server import Server
-from coordinator.handlers.application import UseCases
+from coordinator.grpc_server.server import GrpcServer
+from coordinator.handlers.application import Application
 from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.client import AsyncClient
@@ -65,8 +65,8 @@ async def gated(tmp_path: Path) -> AsyncIterator[Gated]:
     engine.max_positions = engine.total_tokens = 1 << 23
     gate: Any = Gate(tokenizer._plain)
     tokenizer._plain = tokenizer._control = gate
-    use_cases = UseCases(engine, tokenizer, engine.describe)
-    server = Server(use_cases)
+    use_cases = Application(engine, tokenizer, engine.describe)
+    server = GrpcServer(use_cases)
     address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
     async with AsyncClient(address, retries=0) as client:
         gated = Gated(engine, server, address, client)

@@ -13,7 +13,7 @@ from coordinator.engine.engine import Engine
 from longleaf.client import AsyncClient
 from longleaf.credentials import Quotas
 from longleaf.errors import InvalidArgument, NotFound
-from longleaf.positions import Reach, Windows
+from longleaf.positions import AttentionSpan, WindowSpec
 from longleaf.rank_protocol.fakes import echo_attention, echo_scores, echo_spans
 from longleaf.rank_protocol.step import NUM_OTHER_SHARES, Decode, Prefill, Row
 from longleaf.runs import union
@@ -245,7 +245,7 @@ async def test_a_context_that_is_not_there_is_not_found(service: Service) -> Non
 
 
 async def test_of_a_model_without_a_layer_that_sees_all_nothing_can_be_told(tmp_path: Path) -> None:
-    ranks = FakeRanks(vocab=128, windows=Windows(reaches=(Reach(window=32),), num_blocks=100))
+    ranks = FakeRanks(vocab=128, windows=WindowSpec(reaches=(AttentionSpan(window=32),), num_blocks=100))
     async with (
         gated.serving(ranks, tmp_path / "model", block_size=64) as (_, address),
         AsyncClient(address) as client,

@@ -10,14 +10,14 @@ import grpc
 import pytest
 
 from coordinator.engine.views import view_context
-from coordinator.kv_cache.contexts import NamedPath
+from coordinator.kv_cache.contexts import NamedContext
 from longleaf import codec
 from longleaf.client import AsyncClient
 from longleaf.errors import (
     AlreadyExists,
     InvalidArgument,
     NotFound,
-    WorkerLost,
+    RankLost,
 )
 from longleaf.types import ContextSettings, IngestProgress
 from longleaf.v1 import context_service_pb2 as ingest_pb
@@ -145,8 +145,8 @@ async def test_a_cancelled_ingest_closes_the_engines_stream(service: Served) -> 
 
 
 async def test_a_lost_worker_breaks_an_ingest_with_its_rank(service: Served) -> None:
-    service.engine.late_error = WorkerLost(2, "killed")
-    with pytest.raises(WorkerLost, match="rank 2 was lost: killed"):
+    service.engine.late_error = RankLost(2, "killed")
+    with pytest.raises(RankLost, match="rank 2 was lost: killed"):
         await service.client.ingest("moby", "some text")
 
 
@@ -283,7 +283,7 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Ids of the contexts whose runs the engine walks."""
     found: list[str] = []
 
-    def look(context: NamedPath, *rest: object) -> object:
+    def look(context: NamedContext, *rest: object) -> object:
         found.append(context.id)
         return view_context(context, *rest)  # type: ignore[arg-type]
 

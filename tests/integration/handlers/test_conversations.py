@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from coordinator.grpc_server.server import Server
-from coordinator.handlers.application import UseCases
+from coordinator.grpc_server.server import GrpcServer
+from coordinator.handlers.application import Application
 from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.client import AsyncClient, Client
@@ -32,8 +32,8 @@ Ask = Callable[..., Awaitable[Any]]
 async def chatting(folder: Path, template: str | None) -> AsyncIterator[Served]:
     engine = FakeEngine()
     tokenizer = Tokenizer.load(write_model(folder, chat_tokenizer(), template), DirectRenderer())
-    use_cases = UseCases(engine, tokenizer, engine.describe)
-    server = Server(use_cases)
+    use_cases = Application(engine, tokenizer, engine.describe)
+    server = GrpcServer(use_cases)
     address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
     try:
         async with AsyncClient(address, retries=0) as client:

@@ -11,20 +11,20 @@ import pytest
 from msgspec.structs import replace
 
 from coordinator.auth.caller import CALLER, Caller
-from coordinator.auth.quotas import UNLIMITED, Ledger
-from coordinator.auth.tenant_usage import Usage
-from coordinator.handlers.document_tokenizer import Intake
-from coordinator.handlers.durable_uploads import KEEP_SECONDS, KeptUploads
+from coordinator.auth.quotas import UNLIMITED, QuotaEnforcer
+from coordinator.auth.tenant_usage import TenantUsage
+from coordinator.handlers.document_tokenizer import DocumentTokenizer
+from coordinator.handlers.durable_uploads import KEEP_SECONDS, DurableUploads
 from coordinator.handlers.ingest import Ingest
 from coordinator.handlers.uploads import Uploads
 from coordinator.persistence.catalog.catalog import Catalog
 from coordinator.persistence.catalog.fakes import FakeCatalog
 from coordinator.persistence.catalog.ports import NO_STARTS
 from coordinator.persistence.catalog.records import Change, UploadKey, UploadRecord
-from coordinator.text.encoder import Settled
+from coordinator.text.encoder import StablePrefix
 from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
-from coordinator.text.tokenizer_pool import TextThreads
+from coordinator.text.tokenizer_pool import TokenizerPool
 from longleaf.credentials import Quotas
 from longleaf.document_text import TextFile
 from longleaf.errors import InvalidArgument, NotFound, ResourceExhausted, StorageUnavailable
@@ -42,22 +42,22 @@ class Desk:
     def __init__(self, folder: Path, catalog: Catalog, records: Sequence[Any], date: float) -> None:
         self.engine = FakeEngine()
         self.engine.max_positions = self.engine.total_tokens = 1 << 23
-        self.threads = TextThreads()
+        self.threads = TokenizerPool()
         self.catalog = catalog
-        self.kept = KeptUploads(catalog, records, lambda: date)
+        self.kept = DurableUploads(catalog, records, lambda: date)
         self._tokenizer = Tokenizer.load(write_model(folder / "model"), DirectRenderer())
         self.ledger = UNLIMITED
         self.ingest = self.ingest_with(self.kept)
 
-    def ingest_with(self, kept: KeptUploads) -> Ingest:
+    def ingest_with(self, kept: DurableUploads) -> Ingest:
         """That of a service that has no document in memory."""
         self.uploads = Uploads(kept=kept)
         return Ingest(self.engine, self._tokenizer, self.threads, self.uploads, ledger=self.ledger)
 
     def use_quotas(self) -> None:
         """Those of the caller."""
-        self.ledger = Ledger(
-            lambda _: Usage(),
+        self.ledger = QuotaEnforcer(
+            lambda _: TenantUsage(),
             lambda: 0.0,
             num_uploads=lambda tenant: self.uploads.num_of(tenant),
             num_upload_tokens=lambda tenant: self.uploads.num_tokens_of(tenant),
@@ -175,7 +175,7 @@ async def test_what_could_not_be_kept_is_sent_again(tmp_path: Path, is_another_s
     """Also where what came behind it could be, and when the service that had it in memory has let it go."""
     expected = await whole(tmp_path, cut(TEXT))
     async with desk(tmp_path) as one:
-        one.kept = KeptUploads(failing := Failing(one.catalog), ())
+        one.kept = DurableUploads(failing := Failing(one.catalog), ())
         one.ingest = one.ingest_with(one.kept)
         await one.run(HEADER, *cut(TEXT[:400_000]), ends=False)
         assert failing.num_calls > 1
@@ -249,7 +249,7 @@ async def test_an_upload_whose_context_is_deleted_is_not_called_damaged(
 ) -> None:
     """What still comes of it is dropped, and nothing of it is kept again."""
     catalog = await Catalog.open(tmp_path / "catalog.db")
-    kept = KeptUploads(catalog, ())
+    kept = DurableUploads(catalog, ())
     record = UploadRecord(context="moby", upload_id="mine", header=b"x", settled_bytes=5, updated=1.0)
     for start in (0, 5, 10):
         kept._num_kept.setdefault(record.key, start + 5)
@@ -339,7 +339,7 @@ async def test_files_stay_those_that_an_upload_began_with(tmp_path: Path) -> Non
 class Arrived:
     """A document of so many tokens."""
 
-    settled = Settled(0, 0)
+    settled = StablePrefix(0, 0)
     starts = array("Q")
 
     def __init__(self, num_tokens: int) -> None:
@@ -353,7 +353,7 @@ class Arrived:
 @pytest.mark.timeout(60)
 async def test_a_call_that_is_cancelled_ends_nothing_of_others() -> None:
     catalog = FakeCatalog()
-    kept = KeptUploads(catalog, (), lambda: 5.0)
+    kept = DurableUploads(catalog, (), lambda: 5.0)
     catalog.hold()
     kept.keep(acme(1), Arrived(100))  # type: ignore[arg-type]
     asking = asyncio.create_task(kept.take_up(acme(1), Arrived(0)))  # type: ignore[arg-type]
@@ -371,7 +371,7 @@ async def test_a_call_that_is_cancelled_ends_nothing_of_others() -> None:
 @pytest.mark.timeout(60)
 async def test_an_upload_that_was_dropped_as_old_can_begin_anew() -> None:
     now = [0.0]
-    kept = KeptUploads(FakeCatalog(), (), lambda: now[0])
+    kept = DurableUploads(FakeCatalog(), (), lambda: now[0])
     kept.keep(acme(1), Arrived(100))  # type: ignore[arg-type]
     await comes(lambda: kept.has(acme(1)))
     now[0] = KEEP_SECONDS + 1
@@ -385,19 +385,19 @@ async def test_an_upload_that_was_dropped_as_old_can_begin_anew() -> None:
 
 async def test_tokens_of_work_that_a_stream_left_behind_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
-    monkeypatch.setattr(Ledger, "take_in", lambda _, num_tokens: taken.append(num_tokens))
+    monkeypatch.setattr(QuotaEnforcer, "take_in", lambda _, num_tokens: taken.append(num_tokens))
     async with desk(tmp_path) as one:
         one.use_quotas()
-        digest = Intake.digest
+        digest = DocumentTokenizer.digest
         with monkeypatch.context() as patch:
             leaving: list[Callable[[], object]] = []
             loop = asyncio.get_running_loop()
 
-            def leave(intake: Intake) -> None:
+            def leave(intake: DocumentTokenizer) -> None:
                 loop.call_soon_threadsafe(leaving[0])
                 digest(intake)
 
-            patch.setattr(Intake, "digest", leave)
+            patch.setattr(DocumentTokenizer, "digest", leave)
 
             async def read() -> None:
                 async for _ in one.ingest.run(sending(HEADER, TEXT[: 1 << 17])):

@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from coordinator.handlers.transfer.fakes import FakeHouse
-from coordinator.handlers.transfer.imports import Imports
+from coordinator.handlers.transfer.fakes import FakeTransferEngine
+from coordinator.handlers.transfer.imports import ImportSessions
 from longleaf.errors import (
     AlreadyExists,
     CheckpointChanged,
@@ -61,8 +61,8 @@ async def test_an_archive_is_taken_in_as_a_whole_or_refused_without_a_trace(coun
     form = "|".join(form_of(slots, of_windows=of_windows) for of_windows in (False, True))
     ends, peak = Counter[str](), 0
     for number, seed in enumerate(seeds(count)):
-        house = FakeHouse(FINGERPRINT, form)
-        imports = Imports(house, VOCABULARY, wall_clock=lambda: 12.0)
+        house = FakeTransferEngine(FINGERPRINT, form)
+        imports = ImportSessions(house, VOCABULARY, wall_clock=lambda: 12.0)
         try:
             context = await arrive(imports, forge(seed, slots, FINGERPRINT))
         except TOLD as error:

@@ -13,8 +13,8 @@ import pytest
 from tokenizers import decoders
 
 from coordinator import engine_messages
-from coordinator.grpc_server.server import Server
-from coordinator.handlers.application import UseCases
+from coordinator.grpc_server.server import GrpcServer
+from coordinator.handlers.application import Application
 from coordinator.text.detokenizer import Alphabet, ids_before
 from coordinator.text.encoder import Encoder
 from coordinator.text.template import DirectRenderer
@@ -155,8 +155,8 @@ async def test_a_continuation_keeps_its_first_space(kind: str, tmp_path: Path) -
     engine.answer = ((there,), (hi,))
     template = "{{ '<|user|>' + messages[0].content + '<|assistant|>' }}"
     tokenizer = Tokenizer.load(write_model(tmp_path, fast, template), DirectRenderer())
-    use_cases = UseCases(engine, tokenizer, engine.describe)
-    server = Server(use_cases)
+    use_cases = Application(engine, tokenizer, engine.describe)
+    server = GrpcServer(use_cases)
     options: dict[str, Any] = {"max_tokens": 2, "num_logprobs": 0, "with_token_bytes": True}
     async with AsyncClient(f"127.0.0.1:{await server.start('127.0.0.1', 0)}") as client:
         for is_chat, wanted in ((True, "thereHi"), (False, " thereHi")):
@@ -182,8 +182,8 @@ async def test_bytes_that_no_token_has_alone_are_refused(service: Served, tmp_pa
     suffixes.decoder = decoders.BPEDecoder()
     engine = FakeEngine()
     tokenizer = Tokenizer.load(write_model(tmp_path / "other", suffixes), DirectRenderer())
-    use_cases = UseCases(engine, tokenizer, engine.describe)
-    server = Server(use_cases)
+    use_cases = Application(engine, tokenizer, engine.describe)
+    server = GrpcServer(use_cases)
     async with AsyncClient(f"127.0.0.1:{await server.start('127.0.0.1', 0)}") as client:
         with pytest.raises(InvalidArgument, match="text of its tokens together only") as caught:
             await collect(client.generate("x", num_logprobs=0, with_token_bytes=True))

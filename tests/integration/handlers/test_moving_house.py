@@ -10,8 +10,8 @@ import grpc
 import pytest
 from msgspec.structs import replace
 
-from coordinator.handlers.transfer.fakes import FakeHouse
-from coordinator.handlers.transfer.imports import Imports
+from coordinator.handlers.transfer.fakes import FakeTransferEngine
+from coordinator.handlers.transfer.imports import ImportSessions
 from longleaf import codec
 from longleaf.client import AsyncClient, Client, Retries
 from longleaf.codec.status import decode_error
@@ -26,7 +26,7 @@ from longleaf.errors import (
     Unavailable,
 )
 from longleaf.fingerprint import Fingerprint
-from longleaf.types import ExportContext, ExportProgress, ImportHeader, ImportProgress, Parcel, ParcelPiece
+from longleaf.types import ArchiveChunk, ExportContext, ExportedArchive, ExportProgress, ImportHeader, ImportProgress
 from longleaf.v1 import context_service_pb2 as context_pb
 from longleaf.v1.context_service_pb2_grpc import ContextServiceStub
 from tests.support.houses import empty_house, house_of
@@ -42,7 +42,7 @@ QUICK = Retries(first_delay=0.0)
 
 
 @pytest.fixture
-async def old(tmp_path: Path) -> AsyncIterator[tuple[FakeHouse, str]]:
+async def old(tmp_path: Path) -> AsyncIterator[tuple[FakeTransferEngine, str]]:
     """A service with the context, and its address."""
     house = house_of(MOBY)
     async with serving(FakeEngine(), tmp_path / "old", house=house) as (_, address):
@@ -50,14 +50,14 @@ async def old(tmp_path: Path) -> AsyncIterator[tuple[FakeHouse, str]]:
 
 
 @pytest.fixture
-async def new(tmp_path: Path) -> AsyncIterator[tuple[FakeHouse, str]]:
+async def new(tmp_path: Path) -> AsyncIterator[tuple[FakeTransferEngine, str]]:
     """A service without any, and its address."""
     house = empty_house()
     async with serving(FakeEngine(), tmp_path / "new", house=house) as (_, address):
         yield house, address
 
 
-def keys_of(house: FakeHouse, name: str = "moby") -> list[bytes]:
+def keys_of(house: FakeTransferEngine, name: str = "moby") -> list[bytes]:
     """What lies on storage of a context, in order."""
     housed = house.contexts[name]
     manifests = [housed.manifests[segment.id] for segment in housed.segments if segment.id in housed.manifests]
@@ -69,7 +69,7 @@ def files_of(folder: Path) -> list[str]:
 
 
 async def test_a_context_moves_from_service_to_service(
-    old: tuple[FakeHouse, str], new: tuple[FakeHouse, str], tmp_path: Path
+    old: tuple[FakeTransferEngine, str], new: tuple[FakeTransferEngine, str], tmp_path: Path
 ) -> None:
     path, seen, arrived = tmp_path / "moby.context", list[ExportProgress](), list[ImportProgress]()
     async with AsyncClient(old[1]) as client:
@@ -86,7 +86,7 @@ async def test_a_context_moves_from_service_to_service(
 
 
 async def test_the_sync_client_moves_contexts_too(
-    old: tuple[FakeHouse, str], new: tuple[FakeHouse, str], tmp_path: Path
+    old: tuple[FakeTransferEngine, str], new: tuple[FakeTransferEngine, str], tmp_path: Path
 ) -> None:
     def move() -> None:
         with Client(old[1]) as client:
@@ -99,7 +99,7 @@ async def test_the_sync_client_moves_contexts_too(
     assert (len(seen), arrived[-1].key_tokens, new[0].objects) == (1, 0, {})
 
 
-async def test_an_export_goes_on_over_a_new_connection(old: tuple[FakeHouse, str], tmp_path: Path) -> None:
+async def test_an_export_goes_on_over_a_new_connection(old: tuple[FakeTransferEngine, str], tmp_path: Path) -> None:
     for target in (tmp_path / "moby", io.BytesIO()):
         async with breaking(old[1]) as (proxy, address), AsyncClient(address, retries=QUICK) as client:
             drops = [1 << 20, 3 << 20]
@@ -114,7 +114,9 @@ async def test_an_export_goes_on_over_a_new_connection(old: tuple[FakeHouse, str
         assert (target.read_bytes() if isinstance(target, Path) else target.getvalue()) == WHOLE
 
 
-async def test_a_later_call_goes_on_with_what_is_in_the_file(old: tuple[FakeHouse, str], tmp_path: Path) -> None:
+async def test_a_later_call_goes_on_with_what_is_in_the_file(
+    old: tuple[FakeTransferEngine, str], tmp_path: Path
+) -> None:
     path, offsets = tmp_path / "moby", list[int]()
     part = tmp_path / "moby.part"
 
@@ -135,7 +137,7 @@ async def test_a_later_call_goes_on_with_what_is_in_the_file(old: tuple[FakeHous
 
 
 async def test_a_file_is_not_gone_on_with_when_the_context_has_changed(
-    old: tuple[FakeHouse, str], tmp_path: Path
+    old: tuple[FakeTransferEngine, str], tmp_path: Path
 ) -> None:
     path = tmp_path / "moby"
 
@@ -155,7 +157,7 @@ async def test_a_file_is_not_gone_on_with_when_the_context_has_changed(
     assert not (tmp_path / "moby.part").exists()
 
 
-async def test_files_are_not_written_over(old: tuple[FakeHouse, str], tmp_path: Path) -> None:
+async def test_files_are_not_written_over(old: tuple[FakeTransferEngine, str], tmp_path: Path) -> None:
     (tmp_path / "moby").write_text("mine")
     async with AsyncClient(old[1]) as client:
         with pytest.raises(InvalidArgument, match="file: .*moby is there already"):
@@ -167,7 +169,7 @@ async def test_files_are_not_written_over(old: tuple[FakeHouse, str], tmp_path: 
     assert (tmp_path / "moby").read_text() == "mine"
 
 
-async def test_an_export_raises_what_the_service_says(old: tuple[FakeHouse, str]) -> None:
+async def test_an_export_raises_what_the_service_says(old: tuple[FakeTransferEngine, str]) -> None:
     async with AsyncClient(old[1], retries=0) as client:
         with pytest.raises(NotFound, match="contexts/dick"):
             await client.export_context("dick", io.BytesIO())
@@ -181,7 +183,7 @@ async def test_an_export_raises_what_the_service_says(old: tuple[FakeHouse, str]
         assert target.getvalue() == WHOLE
 
 
-async def test_an_import_goes_on_over_a_new_connection(new: tuple[FakeHouse, str], tmp_path: Path) -> None:
+async def test_an_import_goes_on_over_a_new_connection(new: tuple[FakeTransferEngine, str], tmp_path: Path) -> None:
     path = tmp_path / "moby"
     path.write_bytes(WHOLE)
     for name, source in (("file", path), ("pipe", io.BytesIO(WHOLE))):
@@ -196,10 +198,10 @@ async def test_an_import_goes_on_over_a_new_connection(new: tuple[FakeHouse, str
 
 
 async def test_what_a_service_keeps_no_more_is_sent_again_where_it_can_be_read_again(
-    new: tuple[FakeHouse, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    new: tuple[FakeTransferEngine, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "moby").write_bytes(WHOLE)
-    monkeypatch.setattr(Imports, "_find", lambda *_: None)
+    monkeypatch.setattr(ImportSessions, "_find", lambda *_: None)
     calls, answer = iter(range(1000)), new[0].answer
 
     async def failing() -> None:
@@ -216,14 +218,14 @@ async def test_what_a_service_keeps_no_more_is_sent_again_where_it_can_be_read_a
     assert keys_of(new[0], "file") == list(MOBY.objects.values())
 
 
-async def test_an_import_outlives_a_storage_that_is_away(new: tuple[FakeHouse, str]) -> None:
+async def test_an_import_outlives_a_storage_that_is_away(new: tuple[FakeTransferEngine, str]) -> None:
     async with AsyncClient(new[1], retries=QUICK) as client:
         new[0].failures = [StorageUnavailable("away")] * 3
         await client.import_context(io.BytesIO(WHOLE))
     assert keys_of(new[0]) == list(MOBY.objects.values())
 
 
-async def test_an_import_that_was_made_is_told_again(new: tuple[FakeHouse, str]) -> None:
+async def test_an_import_that_was_made_is_told_again(new: tuple[FakeTransferEngine, str]) -> None:
     async with AsyncClient(new[1]) as client:
         first = await client.import_context(io.BytesIO(WHOLE), upload_id="mine")
         assert await client.import_context(io.BytesIO(WHOLE), upload_id="mine") == first
@@ -246,7 +248,7 @@ DAMAGED = WHOLE[:2_000_000] + b"?" + WHOLE[2_000_001:]
     ids=["empty", "text", "cut", "longer", "damaged"],
 )
 async def test_what_is_no_parcel_is_told_and_leaves_nothing(
-    new: tuple[FakeHouse, str], data: bytes, error: type[LongleafError], told: str, tmp_path: Path
+    new: tuple[FakeTransferEngine, str], data: bytes, error: type[LongleafError], told: str, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_bytes(data)
     async with AsyncClient(new[1]) as client:
@@ -256,7 +258,7 @@ async def test_what_is_no_parcel_is_told_and_leaves_nothing(
     assert (new[0].contexts, new[0].objects, new[0].num_arriving) == ({}, {}, 0)
 
 
-async def test_another_model_is_told_before_all_is_sent(new: tuple[FakeHouse, str]) -> None:
+async def test_another_model_is_told_before_all_is_sent(new: tuple[FakeTransferEngine, str]) -> None:
     given, seen = packable(piece_bytes=700_000, vocabulary=256), list[int]()
     given.head = replace(given.head, fingerprint=Fingerprint("cd" * 32, {"config.json": "02"}))
     async with AsyncClient(new[1]) as client:
@@ -285,7 +287,7 @@ async def test_a_service_that_moves_nothing_says_so(tmp_path: Path) -> None:
     ],
 )
 async def test_wrong_requests_for_a_parcel_name_the_field(
-    old: tuple[FakeHouse, str], request_: dict[str, Any], field: str
+    old: tuple[FakeTransferEngine, str], request_: dict[str, Any], field: str
 ) -> None:
     async with grpc.aio.insecure_channel(old[1]) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -313,7 +315,7 @@ async def test_wrong_requests_for_a_parcel_name_the_field(
     ids=lambda value: value if isinstance(value, str) else "",
 )
 async def test_wrong_imports_name_the_field(
-    new: tuple[FakeHouse, str], requests: list[dict[str, Any]], field: str
+    new: tuple[FakeTransferEngine, str], requests: list[dict[str, Any]], field: str
 ) -> None:
     async def upward() -> AsyncIterator[context_pb.ImportContextRequest]:
         for each in requests:
@@ -327,7 +329,7 @@ async def test_wrong_imports_name_the_field(
     assert error.field == field
 
 
-async def test_a_service_that_breaks_off_is_not_asked_for_ever(new: tuple[FakeHouse, str]) -> None:
+async def test_a_service_that_breaks_off_is_not_asked_for_ever(new: tuple[FakeTransferEngine, str]) -> None:
     quick = Retries(limit=2, first_delay=0.0)
     async with breaking(new[1], *[100] * 50) as (_, address), AsyncClient(address, retries=quick) as client:
         with pytest.raises(Unavailable):
@@ -340,11 +342,11 @@ async def test_a_service_that_breaks_off_is_not_asked_for_ever(new: tuple[FakeHo
     ("encode", "decode", "message"),
     [
         (codec.encode_export, codec.decode_export, ExportContext(context="a", offset=3, digest="d", with_keys=False)),
-        (codec.encode_exported, codec.decode_exported, Parcel(1 << 40, "d")),
+        (codec.encode_exported, codec.decode_exported, ExportedArchive(1 << 40, "d")),
         (codec.encode_exported, codec.decode_exported, b"bytes"),
         (codec.encode_import_piece, codec.decode_import_piece, ImportHeader(context="a", upload_id="b", total_bytes=0)),
         (codec.encode_import_piece, codec.decode_import_piece, ImportHeader()),
-        (codec.encode_import_piece, codec.decode_import_piece, ParcelPiece(1 << 40, b"x")),
+        (codec.encode_import_piece, codec.decode_import_piece, ArchiveChunk(1 << 40, b"x")),
         (codec.encode_import_progress, codec.decode_import_progress, ImportProgress(received_bytes=1, key_tokens=0)),
         (codec.encode_import_progress, codec.decode_import_progress, ImportProgress(received_bytes=0)),
     ],

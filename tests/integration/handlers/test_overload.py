@@ -11,10 +11,10 @@ import psutil
 import pytest
 
 from coordinator.cluster.local_fleet import LocalFleet
-from coordinator.cluster.rank_manager import Control
+from coordinator.cluster.rank_manager import RankManager
 from coordinator.engine.engine import Engine
-from coordinator.grpc_server.server import Server
-from coordinator.handlers.application import UseCases
+from coordinator.grpc_server.server import GrpcServer
+from coordinator.handlers.application import Application
 from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.client import AsyncClient, Client
@@ -61,13 +61,13 @@ async def serving(**changes: object) -> AsyncIterator[Served]:
     settings: dict[str, object] = {"world_size": 2, "max_sequences": CAPACITY // 2, "max_waiting": CAPACITY // 2}
     settings |= {"model": str(embedded_model()), "kv_bytes": 64 * MIB, "merge": "gather"}
     config = EngineConfig(**(settings | changes))  # type: ignore[arg-type]
-    control, fleet = Control(config), LocalFleet(worker_main)
+    control, fleet = RankManager(config), LocalFleet(worker_main)
     async with running_on(fleet, control, config, max_positions=1 << 20) as found:
         engine = found.engine
         model = ModelInfo(name="embedded")
         tokenizer = Tokenizer.load(Path(config.model), DirectRenderer())
-        use_cases = UseCases(engine, tokenizer, lambda: engine.cluster(model, "local"))
-        server = Server(use_cases)
+        use_cases = Application(engine, tokenizer, lambda: engine.cluster(model, "local"))
+        server = GrpcServer(use_cases)
         address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
         async with AsyncClient(address, retries=0) as client:
             yield Served(engine, address, client)

@@ -7,11 +7,11 @@ from pathlib import Path
 import grpc
 import pytest
 
-from coordinator.auth.quotas import Ledger
+from coordinator.auth.quotas import QuotaEnforcer
 from coordinator.cluster.fakes import FakeRanks
 from coordinator.engine.engine import Engine
-from coordinator.grpc_server.server import Server
-from coordinator.handlers.application import UseCases
+from coordinator.grpc_server.server import GrpcServer
+from coordinator.handlers.application import Application
 from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.client import AsyncClient
@@ -51,8 +51,8 @@ async def serving(folder: Path, *, allow_long: bool = False) -> AsyncIterator[Ru
     async with running(engine):
         model = engine.positions.describe_model(ModelInfo(name="fake"))
         tokenizer = Tokenizer.load(write_model(folder / "model"), DirectRenderer())
-        use_cases = UseCases(engine, tokenizer, lambda: engine.cluster(model, "local"))
-        server = Server(use_cases)
+        use_cases = Application(engine, tokenizer, lambda: engine.cluster(model, "local"))
+        server = GrpcServer(use_cases)
         address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
         try:
             async with AsyncClient(address) as client:
@@ -140,7 +140,7 @@ async def test_what_a_question_computes_anew_is_announced_and_counted(
 ) -> None:
     """Up to 64 tokens have one scaling, and more another. Finished says what was held of 50 whenever it was needed."""
     counted: list[int] = []
-    monkeypatch.setattr(Ledger, "take_in", lambda _, num_tokens: counted.append(num_tokens))
+    monkeypatch.setattr(QuotaEnforcer, "take_in", lambda _, num_tokens: counted.append(num_tokens))
     async with serving(tmp_path) as service:
         await service.client.ingest("short", (1,) * 50)
         await service.client.ingest("long", (2,) * 50, capacity=100)

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.handlers.durable_uploads import KeptUploads
+from coordinator.handlers.durable_uploads import DurableUploads
 from coordinator.handlers.ingest import Ingest
 from coordinator.handlers.uploads import Uploads
 from coordinator.persistence.catalog.catalog import Catalog
 from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
-from coordinator.text.tokenizer_pool import TextThreads
+from coordinator.text.tokenizer_pool import TokenizerPool
 from longleaf.errors import InvalidArgument
 from longleaf.types import IngestHeader, IngestPiece
 from tests.support.chat_templates import CHATML, FOLDING, GEMMA, MISTRAL, chat_tokenizer
@@ -29,11 +29,11 @@ TEXT = ("Call me Ishmael. Some years ago, never mind how long precisely. \U0001f
 class Desk:
     """The ingests of a service."""
 
-    def __init__(self, folder: Path, template: str | None, catalog: Catalog, kept: KeptUploads) -> None:
+    def __init__(self, folder: Path, template: str | None, catalog: Catalog, kept: DurableUploads) -> None:
         self.engine = FakeEngine()
         self.engine.max_positions = self.engine.total_tokens = 1 << 23
         self.tokenizer = Tokenizer.load(write_model(folder / "model", chat_tokenizer(), template), DirectRenderer())
-        self.threads = TextThreads()
+        self.threads = TokenizerPool()
         self.catalog, self.kept = catalog, kept
         self.ingest = Ingest(self.engine, self.tokenizer, self.threads, Uploads(kept=kept))
 
@@ -64,7 +64,7 @@ class Desk:
 async def desk(folder: Path, template: str | None = CHATML) -> AsyncIterator[Desk]:
     """As long as the block; then everything is dead but the catalog."""
     catalog = await Catalog.open(folder / "catalog.db")
-    kept = KeptUploads(catalog, (await catalog.load()).uploads)
+    kept = DurableUploads(catalog, (await catalog.load()).uploads)
     found = Desk(folder, template, catalog, kept)
     try:
         yield found

@@ -10,8 +10,8 @@ import grpc
 import pytest
 
 from coordinator.engine.engine import Engine
-from coordinator.grpc_server.server import Server
-from coordinator.handlers.application import UseCases
+from coordinator.grpc_server.server import GrpcServer
+from coordinator.handlers.application import Application
 from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf import codec
@@ -345,8 +345,8 @@ async def test_names_of_generations_are_checked_before_they_are_sent(resumable: 
 async def test_what_is_held_is_found_through_every_door(tmp_path: Path) -> None:
     engine = FakeEngine()
     engine.is_endless = True
-    use_cases = UseCases(engine, Tokenizer.load(write_model(tmp_path), DirectRenderer()), engine.describe)
-    doors = [Server(use_cases), Server(use_cases)]
+    use_cases = Application(engine, Tokenizer.load(write_model(tmp_path), DirectRenderer()), engine.describe)
+    doors = [GrpcServer(use_cases), GrpcServer(use_cases)]
     here, there = [f"127.0.0.1:{await door.start('127.0.0.1', 0)}" for door in doors]
     async with (
         AsyncClient(here) as client,

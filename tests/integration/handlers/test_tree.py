@@ -9,8 +9,8 @@ import pytest
 
 from coordinator.cluster.fakes import FakeRanks
 from coordinator.engine.engine import Engine
-from coordinator.grpc_server.server import Server
-from coordinator.handlers.application import UseCases
+from coordinator.grpc_server.server import GrpcServer
+from coordinator.handlers.application import Application
 from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.client import AsyncClient
@@ -33,10 +33,10 @@ async def engine() -> AsyncIterator[Engine]:
 
 @pytest.fixture
 async def address(tmp_path: Path, engine: Engine) -> AsyncIterator[str]:
-    use_cases = UseCases(
+    use_cases = Application(
         engine, Tokenizer.load(write_model(tmp_path / "model"), DirectRenderer()), FakeEngine().describe
     )
-    server = Server(use_cases)
+    server = GrpcServer(use_cases)
     port = await server.start("127.0.0.1", 0)
     yield f"127.0.0.1:{port}"
     await server.stop(None)

@@ -22,8 +22,8 @@ from bench.harness.memory import parse
 from coordinator.cluster.fakes import FakeRanks
 from coordinator.engine.engine import Engine
 from coordinator.grpc_server.request_limiter import MAX_PIECE_BYTES
-from coordinator.grpc_server.server import Server
-from coordinator.handlers.application import UseCases
+from coordinator.grpc_server.server import GrpcServer
+from coordinator.handlers.application import Application
 from coordinator.speculation.ngram_index import MAX_BYTES
 from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
@@ -74,8 +74,8 @@ async def serve_on(ranks: Hasher, pipe: Connection) -> None:
     engine, model = Engine(ranks, config, max_positions=1 << 28), ModelInfo(name="embedded")
     async with running(engine):
         tokenizer = Tokenizer.load(embedded_model(), DirectRenderer())
-        use_cases = UseCases(engine, tokenizer, lambda: engine.cluster(model, "local"))
-        server = Server(use_cases)
+        use_cases = Application(engine, tokenizer, lambda: engine.cluster(model, "local"))
+        server = GrpcServer(use_cases)
         pipe.send(f"127.0.0.1:{await server.start('127.0.0.1', 0)}")
         while await asyncio.to_thread(pipe.recv) == TRIM:
             gc.collect()

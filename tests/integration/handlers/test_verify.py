@@ -15,23 +15,23 @@ from coordinator.service import Service
 from coordinator.settings import ServiceConfig
 from longleaf.client import AsyncClient
 from longleaf.config import EngineConfig, embedded_model
-from longleaf.errors import InvalidArgument, LongleafError, ResourceExhausted, WorkerLost
+from longleaf.errors import InvalidArgument, LongleafError, RankLost, ResourceExhausted
 from longleaf.kernels.backend import Backend
 from longleaf.rank_protocol.rank_spec import RankSpec
-from longleaf.rank_protocol.step import Comparison
+from longleaf.rank_protocol.step import ComparisonRow
 from longleaf.types import Delta
 from tests.support.service import Served, ids
 from workers.__main__ import live, main
-from workers.kv_cache.slots import Pool
+from workers.kv_cache.slots import FloatKvPool
 from workers.rank import Rank
 
-GOOD = Comparison(
+GOOD = ComparisonRow(
     max_difference=0.0009, max_logit=10.0, worst_index=3, num_tokens=8, num_equal=7, num_ranks=1, dtype="float32"
 )
 
 
-def struct(**changes: object) -> Comparison:
-    return Comparison(**{field: getattr(GOOD, field) for field in GOOD.__struct_fields__} | changes)
+def struct(**changes: object) -> ComparisonRow:
+    return ComparisonRow(**{field: getattr(GOOD, field) for field in GOOD.__struct_fields__} | changes)
 
 
 async def test_what_the_ranks_found_arrives(service: Served) -> None:
@@ -129,11 +129,11 @@ async def test_one_runs_at_a_time_and_leaving_makes_room(service: Served) -> Non
 
 
 async def test_a_lost_rank_is_named(service: Served) -> None:
-    service.engine.late_error = WorkerLost(1, "was told to die")
+    service.engine.late_error = RankLost(1, "was told to die")
     async with AsyncClient(service.address, retries=0) as client:
         with pytest.raises(LongleafError) as lost:
             await client.verify()
-    assert isinstance(lost.value, WorkerLost)
+    assert isinstance(lost.value, RankLost)
 
 
 class ForgetfulRank(Rank):
@@ -148,7 +148,7 @@ class ForgetfulRank(Rank):
 class Perturbed:
     """Stores as a pool does, then spoils one token's values in one layer."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: FloatKvPool) -> None:
         self._pool = pool
         self._store = pool.store
 

@@ -8,8 +8,8 @@ import pytest
 import torch.distributed
 
 from longleaf.comm import process_group
-from longleaf.comm.process_group import Carrier, connect_store, open_store
-from longleaf.comm.shared_memory import Word
+from longleaf.comm.process_group import TransportChoice, connect_store, open_store
+from longleaf.comm.shared_memory import JoinMessage
 from tests.support.processes import TIMEOUT, run_ranks
 
 
@@ -49,11 +49,11 @@ def test_ranks_of_one_machine_exchange_no_pickle_and_listen_on_the_loopback_alon
 
 
 def tell(rank, owner):
-    return process_group._tell_all(Word("/a/path", "why " * rank))
+    return process_group._tell_all(JoinMessage("/a/path", "why " * rank))
 
 
 def test_every_rank_hears_the_words_of_all() -> None:
-    words = [Word("/a/path", "why " * rank) for rank in range(3)]
+    words = [JoinMessage("/a/path", "why " * rank) for rank in range(3)]
     assert run_ranks("abc", tell) == [words] * 3
 
 
@@ -65,4 +65,4 @@ def limits(rank, owner):
 
 def test_operations_in_nodes_and_on_rails_take_no_longer_than_others() -> None:
     """Left to itself torch gives groups that are made later half an hour."""
-    assert run_ranks("aabb", limits, carrier=Carrier("gloo")) == [[timedelta(seconds=TIMEOUT)] * 3] * 4
+    assert run_ranks("aabb", limits, carrier=TransportChoice("gloo")) == [[timedelta(seconds=TIMEOUT)] * 3] * 4

@@ -16,12 +16,12 @@ import torch
 from longleaf.attention import merge_all
 from longleaf.comm import shared_memory
 from longleaf.comm.counting import counting
-from longleaf.comm.process_group import Carrier
-from longleaf.comm.shared_memory import CAPACITY, Entrance, share_memory
-from longleaf.comm.shm_cleanup import FOLDER, Maker, started_at
-from longleaf.errors import RanksDisagree, WorkerLost
+from longleaf.comm.process_group import TransportChoice
+from longleaf.comm.shared_memory import CAPACITY, SegmentSetup, share_memory
+from longleaf.comm.shm_cleanup import FOLDER, ProcessIdentity, started_at
+from longleaf.errors import CollectiveMismatch, RankLost
 from longleaf.kernels.cpu.compiled import Compiled
-from longleaf.merge import MERGES, Wire, make_merge
+from longleaf.merge import MERGES, PartialCodec, make_merge
 from tests.support.attention.partials import random_partials
 from tests.support.processes import run_ranks, start_ranks
 
@@ -44,7 +44,7 @@ def merge_everything(rank, owner):
             torch.stack([p.out_THD.double() for p in parts]), torch.stack([p.lse_TH.double() for p in parts])
         )
         for name in MERGES:
-            merge = make_merge(name, groups, Wire(Compiled()))
+            merge = make_merge(name, groups, PartialCodec(Compiled()))
             found = [merge.to_all(parts[rank]) for _ in range(2)]  # the first must outlive the second's exchanges
             close(found[0], wanted)
             assert torch.equal(found[0].out_THD, found[1].out_THD) or name not in SAME_BITS
@@ -135,7 +135,7 @@ def test_a_dead_rank_is_named_before_anybody_reaps_it(machines, method):
     processes = start_ranks(machines, die_at_an_exchange, method=method)
     for rank in range(2) if machines == "aaa" else [1]:
         error = processes[rank].result()
-        assert isinstance(error, WorkerLost)
+        assert isinstance(error, RankLost)
         assert error.rank == 2 and "died" in error.reason
     assert method == "forkserver" or psutil.pid_exists(processes[2].process.pid), "it is a zombie still"
     assert [process.end() for process in processes] == [0, 0, -signal.SIGKILL]
@@ -161,7 +161,7 @@ def test_a_dead_rank_is_named_although_a_forked_child_of_it_lives():
         assert psutil.Process(child).is_running()
     finally:
         os.kill(child, signal.SIGKILL)
-    assert isinstance(error, WorkerLost)
+    assert isinstance(error, RankLost)
     assert (error.rank, error.reason) == (1, "died or left the group")
     assert [process.end() for process in processes] == [0, -signal.SIGKILL]
 
@@ -172,7 +172,7 @@ def come_late(rank, owner):
     if rank == 1:
         owner.pipe.recv()
         comm.all_gather(torch.ones(3))  # what the others wrote before they gave up is still there
-    with pytest.raises(WorkerLost) as raised:
+    with pytest.raises(RankLost) as raised:
         comm.all_gather(torch.ones(3))
     with pytest.raises(RuntimeError, match="left"):
         comm.all_gather(torch.ones(3))
@@ -191,7 +191,7 @@ def test_a_rank_that_does_not_come_is_named_by_all():
 
 
 def send_unequal(rank, owner):
-    with pytest.raises(RanksDisagree) as raised:
+    with pytest.raises(CollectiveMismatch) as raised:
         owner.groups.world.all_gather(torch.ones(3 if rank else 5))
     return str(raised.value)
 
@@ -219,7 +219,7 @@ def disagree(rank, owner):
     told = []
     for pair in PAIRS:
         comm = share_memory((0, 1), rank, agree, epoch=2, timeout=10)
-        with pytest.raises(RanksDisagree) as raised:
+        with pytest.raises(CollectiveMismatch) as raised:
             OPERATIONS[pair[rank]](comm)
         told.append(str(raised.value))
     return told
@@ -258,7 +258,7 @@ def made_by(pids, names):
 
 def make_and_wait(pipe):
     """The node's first rank, between the making of its segment and the taking away of its name."""
-    entrance = Entrance((0, 1), 0, epoch=1, timeout=10)
+    entrance = SegmentSetup((0, 1), 0, epoch=1, timeout=10)
     entrance.make()
     pipe.send(entrance.path)
     pipe.recv()
@@ -280,7 +280,7 @@ def maker():
 
 def start_again():
     """What a later start of a rank does, without what it makes itself."""
-    entrance = Entrance((0, 1), 0, epoch=1, timeout=10)
+    entrance = SegmentSetup((0, 1), 0, epoch=1, timeout=10)
     entrance.make()
     entrance.path.unlink()
 
@@ -308,7 +308,7 @@ def test_a_process_that_nobody_reaped_is_gone():
 @pytest.mark.parametrize("field", ["pid", "started", "namespace"])
 def test_the_maker_is_known_by_its_start_and_its_namespace(field):
     """The number of a process is given again, and each namespace counts for itself."""
-    here = Maker.here()
+    here = ProcessIdentity.here()
     other = here._replace(**{field: 2**22 + 1 if field == "pid" else getattr(here, field) + 1})
     path = FOLDER / other.name(1)
     path.touch()
@@ -321,7 +321,7 @@ def test_the_maker_is_known_by_its_start_and_its_namespace(field):
 
 @pytest.mark.parametrize("kind", ["link", "folder", "another's", "another name"])
 def test_nothing_else_is_swept(kind, tmp_path):
-    dead = Maker.here()._replace(pid=2**22 + 1)
+    dead = ProcessIdentity.here()._replace(pid=2**22 + 1)
     path, target = FOLDER / dead.name(1), tmp_path / "target"
     target.touch()
     if kind == "link":
@@ -374,7 +374,7 @@ def fail_to_enter(rank):
 
     Warnings()
     if rank == 1:
-        shared_memory.Entrance.enter = enter
+        shared_memory.SegmentSetup.enter = enter
 
 
 def tell_transport(rank, owner):
@@ -438,7 +438,7 @@ def count_bytes(rank, owner):
     partial = random_partials(2, rows=4)[rank]
     counted = {}
     for name in MERGES:
-        make_merge(name, groups, Wire(Compiled())).to_all(partial)
+        make_merge(name, groups, PartialCodec(Compiled())).to_all(partial)
         counted[name] = (counter.num_operations, counter.bytes_sent)
         counter.reset()
     groups.world.broadcast(torch.zeros(2))
@@ -449,7 +449,7 @@ def count_bytes(rank, owner):
 def test_what_merges_send_is_counted(shared):
     out, lse = 4 * 3 * 5 * 4, 4 * 3 * 4  # rows, heads, dim, bytes
     half = 4 * 2 * 6 * 4  # three heads in two parts: two heads each
-    carrier = Carrier("shared_memory" if shared else "gloo")
+    carrier = TransportChoice("shared_memory" if shared else "gloo")
     (counted, first), (same, second) = run_ranks("aa", count_bytes, carrier=carrier)
     packed = {
         "gather": (1, out + lse),

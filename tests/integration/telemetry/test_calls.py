@@ -13,8 +13,8 @@ import pytest
 from grpc import StatusCode
 
 from coordinator.telemetry.observers import Observers
-from coordinator.telemetry.telemetry import Watching
-from longleaf.errors import NotFinite, WorkerLost
+from coordinator.telemetry.telemetry import Telemetry
+from longleaf.errors import NotFinite, RankLost
 from longleaf.service_settings import TelemetryConfig
 from longleaf.types import Draining
 from tests.support.houses import house_of
@@ -70,7 +70,7 @@ async def watched(folder: Path, engine: FakeEngine, **telemetry: Any) -> AsyncGe
     """A channel to a service with credentials; acme has a book in it."""
     engine.contexts[f"{ACME}/book"] = list(ids("book"))
     engine.earlier = {f"{ACME}/old": list(ids("old"))}
-    watching = Watching(
+    watching = Telemetry(
         TelemetryConfig(**{"log_format": "json", "log_level": "info"} | telemetry), "fake", "local", False
     )
     calls = OpenCalls()
@@ -172,7 +172,7 @@ async def test_of_an_error_of_ours_the_place_is_logged_and_not_what_it_quotes(
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(NotFinite("token 3"), "DATA_LOSS"), (WorkerLost(1, "was killed"), "UNAVAILABLE")]
+    ("error", "code"), [(NotFinite("token 3"), "DATA_LOSS"), (RankLost(1, "was killed"), "UNAVAILABLE")]
 )
 async def test_how_a_generation_failed_is_told(tmp_path: Path, told: Told, error: Exception, code: str) -> None:
     engine = FakeEngine()
@@ -220,7 +220,7 @@ async def test_a_flood_of_refused_calls_writes_few_lines(tmp_path: Path, told: T
 
 @pytest.mark.parametrize(("is_open", "telemetry"), [(True, {}), (False, {}), (True, {"log_level": "info"})])
 async def test_who_asked_for_nothing_reads_of_no_call(is_open: bool, telemetry: dict[str, Any]) -> None:
-    watching = Watching(TelemetryConfig(**telemetry), "fake", "local", is_open)
+    watching = Telemetry(TelemetryConfig(**telemetry), "fake", "local", is_open)
     observers = await watching.start()
     try:
         assert bool(observers._observers) == (not is_open or bool(telemetry))

@@ -15,7 +15,7 @@ from grpc import StatusCode
 from prometheus_client import CollectorRegistry, generate_latest
 
 from coordinator.cluster.fakes import FakeFleet
-from coordinator.handlers.application import UseCases
+from coordinator.handlers.application import Application
 from coordinator.service import Service
 from coordinator.settings import ServiceConfig
 from coordinator.telemetry.observers import Observers
@@ -150,11 +150,11 @@ NOT_IMPORTED = """
 import asyncio
 import sys
 from coordinator.service import Service
-from coordinator.telemetry.telemetry import Watching
+from coordinator.telemetry.telemetry import Telemetry
 from longleaf.service_settings import TelemetryConfig
 
 def start(port):
-    asyncio.run(Watching(TelemetryConfig(metrics_port=port), "none", "local", True).start())
+    asyncio.run(Telemetry(TelemetryConfig(metrics_port=port), "none", "local", True).start())
 
 start(None)
 assert not any(name.startswith("prometheus_client") for name in sys.modules)
@@ -172,7 +172,7 @@ async def test_an_answer_that_its_text_ends_is_completed_though_the_engine_never
     engine.answer, engine.is_endless = tuple(ids(each) for each in ("one", " two", " END", " three")), True
     tokenizer = Tokenizer.load(write_model(tmp_path), DirectRenderer())
     observers = Observers([RequestMetrics(registry, "echo")])
-    use_cases = UseCases(engine, tokenizer, engine.describe, observers=observers)
+    use_cases = Application(engine, tokenizer, engine.describe, observers=observers)
     request = Generate(input="count", sampling=Sampling(max_tokens=100, stop=("END",)), tenant=ACME)
     async with aclosing(use_cases.generation.run(request)) as answer:
         text, finished = await collect(answer)

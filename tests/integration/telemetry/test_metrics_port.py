@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from longleaf.errors import StartError
-from longleaf.metrics_server import MAX_CONNECTIONS, MAX_REQUEST_BYTES, MetricsPort
+from longleaf.metrics_server import MAX_CONNECTIONS, MAX_REQUEST_BYTES, MetricsServer
 
 pytestmark = pytest.mark.timeout(60)
 GET = b"GET /metrics HTTP/1.1\r\nHost: here\r\n\r\n"
@@ -34,7 +34,7 @@ class Rendering:
 
 @asynccontextmanager
 async def listening(rendering: Rendering, seconds: float = 30.0) -> AsyncIterator[int]:
-    port = MetricsPort(rendering, "text/plain", seconds)
+    port = MetricsServer(rendering, "text/plain", seconds)
     try:
         yield await port.start("127.0.0.1", 0)
     finally:
@@ -184,9 +184,9 @@ async def test_a_port_that_is_taken_is_named() -> None:
         with pytest.raises(
             StartError, match=f"metrics_port: cannot listen on 127.0.0.1:{number}: Address already in use"
         ):
-            await MetricsPort(Rendering(), "text/plain").start("127.0.0.1", number)
+            await MetricsServer(Rendering(), "text/plain").start("127.0.0.1", number)
 
 
 async def test_an_address_that_is_nobodys_is_named() -> None:
     with pytest.raises(StartError, match=r"metrics_port: cannot listen on 192\.0\.2\.1:0: "):
-        await MetricsPort(Rendering(), "text/plain").start("192.0.2.1", 0)
+        await MetricsServer(Rendering(), "text/plain").start("192.0.2.1", 0)

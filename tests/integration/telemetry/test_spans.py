@@ -16,7 +16,7 @@ from opentelemetry.trace import StatusCode as SpanStatus
 
 from coordinator.telemetry.access_log import AccessLog
 from coordinator.telemetry.observers import Observers
-from coordinator.telemetry.otlp_tracing import Traces
+from coordinator.telemetry.otlp_tracing import OtlpTraces
 from longleaf.errors import NotFinite
 from tests.support.open_calls import OpenCalls
 from tests.support.service import FakeEngine, ids, serving
@@ -35,7 +35,7 @@ async def traced(folder: Path, engine: FakeEngine) -> AsyncGenerator[tuple[grpc.
     exporter = InMemorySpanExporter()
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    traces = Traces("lookup", lambda: provider)
+    traces = OtlpTraces("lookup", lambda: provider)
     await traces.start()
     calls = OpenCalls()
     options = {"authenticator": credentials(folder), "observers": Observers((calls, AccessLog(), traces))}

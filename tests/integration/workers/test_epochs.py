@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from longleaf.config import EngineConfig
-from longleaf.rank_protocol.group_messages import Fence, Join, Layout, SegmentLayout
-from longleaf.rank_protocol.step import Decode, Prefill, Row, StepPlan, StepResult, Terms
+from longleaf.rank_protocol.group_messages import AbortExchanges, Join, KvLayout, SegmentLayout
+from longleaf.rank_protocol.step import Decode, Prefill, Row, SamplingTerms, StepPlan, StepResult
 from longleaf.runs import Run
 from longleaf.sampling import Sampling
 from tests.support.lives import FREEZE, KEEP, KILL, RAISE, VICTIM, Members
@@ -44,7 +44,7 @@ def chunk(epoch: int, step: int, *pieces: Run) -> StepPlan:
 
 def asked(epoch: int, step: int, rank: int = 0) -> StepPlan:
     """A question about all that is read."""
-    run, terms = Run(rank, 96, 99, (9,)), Terms(Sampling(max_tokens=NUM_TOKENS))
+    run, terms = Run(rank, 96, 99, (9,)), SamplingTerms(Sampling(max_tokens=NUM_TOKENS))
     return StepPlan(epoch, step, Decode((Row(7, (0, 1), 96, QUESTION, (run,), 0, terms),)))
 
 
@@ -78,7 +78,7 @@ def answer(members: Members, ranks: list[int], epoch: int) -> list[int]:
 
 
 PIECES = Run(0, 0, 32, (0, 1)), Run(1, 32, 64, (0, 1)), Run(2, 64, 96, (0, 1))
-HELD = Layout(2, (SegmentLayout(0, 0, (Run(1, 0, 32, (0, 1)), Run(0, 32, 64, (0, 1)))),))
+HELD = KvLayout(2, (SegmentLayout(0, 0, (Run(1, 0, 32, (0, 1)), Run(0, 32, 64, (0, 1)))),))
 """By the survivors, whose ranks have changed."""
 LOST = Run(0, 64, 80, (2,)), Run(1, 80, 96, (2,))
 
@@ -116,7 +116,7 @@ def test_a_fence_frees_those_who_wait_for_a_stopped_rank(members, expected):
     for member in (0, 1):  # a member that is fenced earlier is in no exchange with the stopped rank
         members.wait_for_step(member, 1, FREEZE)
     for member in (0, 1):
-        members.say(member, Fence(1))
+        members.say(member, AbortExchanges(1))
     broken = [members.broken(member) for member in (0, 1)]
     assert [(one.epoch, one.step) for one in broken] == [(1, FREEZE)] * 2
     # the first to leave was freed by its fence; the other may notice that before its own fence arrives
@@ -133,7 +133,7 @@ def test_all_go_on_after_one_has_raised(members, expected):
     assert [one.step for one in broken] == [RAISE] * 3
     assert broken[VICTIM].reason == "RuntimeError: was told to raise"
     runs = tuple(Run((piece.rank + 1) % 3, piece.start, piece.end, piece.blocks) for piece in PIECES)
-    members.form(2, [2, 0, 1], Layout(2, (SegmentLayout(0, 0, runs),)), merges=merges)
+    members.form(2, [2, 0, 1], KvLayout(2, (SegmentLayout(0, 0, runs),)), merges=merges)
     assert answer(members, [2, 0, 1], 2) == expected
     for member in (0, 1):
         assert members.is_alive(member)
@@ -147,9 +147,9 @@ def test_a_fence_frees_those_who_wait_for_a_rank_that_does_not_join(members, exp
     members.invite(2, [0, 1, 2], merges)
     for member in (0, 1):
         assert members.wait_for_beat(member)
-        members.say(member, Fence(2))
+        members.say(member, AbortExchanges(2))
         assert members.broken(member).epoch == 2
-    members.form(3, [1, 0], Layout(3, HELD.segments), merges=merges)
+    members.form(3, [1, 0], KvLayout(3, HELD.segments), merges=merges)
     members.tell([1, 0], chunk(3, 1, *LOST))
     assert members.hear(StepResult, 1).epoch == 3
     assert answer(members, [1, 0], 3) == expected

@@ -6,20 +6,20 @@ import torch
 from longleaf.comm.base import Groups
 from longleaf.comm.shared_memory import CAPACITY
 from longleaf.comm.staged import staged
-from longleaf.positions import EVERY_RANK, Reach
+from longleaf.positions import EVERY_RANK, AttentionSpan
 from longleaf.rank_protocol.group_messages import SegmentLayout
 from longleaf.rank_protocol.step import Move, Transfer
 from longleaf.runs import Run
 from tests.support.nccl import Fleet
 from tests.support.processes import run_ranks
 from workers.kv_cache.block_bytes import Content
-from workers.kv_cache.block_table import Ledger
-from workers.kv_cache.slots import Pool
+from workers.kv_cache.block_table import BlockTable
+from workers.kv_cache.slots import FloatKvPool
 from workers.model.model import LayerSpec
 from workers.step.kv_transfer import move
 
 BLOCK, NUM_BLOCKS = 64, 24
-LAYERS = {0: LayerSpec(8, 4, 64, Reach()), 1: LayerSpec(8, 4, 64, Reach(100))}
+LAYERS = {0: LayerSpec(8, 4, 64, AttentionSpan()), 1: LayerSpec(8, 4, 64, AttentionSpan(100))}
 FIRST, SECOND = Run(0, 0, 1000, tuple(range(16))), Run(2, 1000, 1500, tuple(range(8)))
 LAYOUT = SegmentLayout(7, 0, (FIRST, SECOND))
 TARGETS = (Run(1, 0, 1000, tuple(range(23, 7, -1))), Run(0, 1000, 1500, tuple(range(16, 24))))
@@ -29,19 +29,19 @@ MOVE = Move((Transfer(7, FIRST, TARGETS[0]), Transfer(7, SECOND, TARGETS[1])), W
 
 def bits(rank: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(rank)
-    pool = Pool(LAYERS, NUM_BLOCKS, BLOCK, torch.float32, "cpu", NUM_BLOCKS)
+    pool = FloatKvPool(LAYERS, NUM_BLOCKS, BLOCK, torch.float32, "cpu", NUM_BLOCKS)
     shape = (NUM_BLOCKS, Content(pool).bytes_per_block)
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
 
 
 def carry_out(rank: int, groups: Groups) -> bool:
     """Whether the rank then has what it should, and knows where all is."""
-    pool = Pool(LAYERS, NUM_BLOCKS, BLOCK, torch.float32, "cpu", NUM_BLOCKS)
+    pool = FloatKvPool(LAYERS, NUM_BLOCKS, BLOCK, torch.float32, "cpu", NUM_BLOCKS)
     sharded, windows = Content(pool), Content(pool, of_windows=True)
     assert sharded.bytes_per_block * len(FIRST.blocks) > CAPACITY
     sharded.restore(range(NUM_BLOCKS), bits(rank))
     windows.restore(range(NUM_BLOCKS), bits(10 + rank))
-    ledger = Ledger(rank, BLOCK)
+    ledger = BlockTable(rank, BLOCK)
     ledger.replace([LAYOUT])
     move(MOVE, groups.world, pool, ledger)
     wanted, wanted_windows = bits(rank), bits(10 + rank)

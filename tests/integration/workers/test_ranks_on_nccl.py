@@ -9,7 +9,7 @@ import pytest
 
 from longleaf.comm import process_group
 from longleaf.comm.fakes import FakeDistributed
-from longleaf.errors import RanksDisagree
+from longleaf.errors import CollectiveMismatch
 from longleaf.rank_protocol.group_messages import Join
 from longleaf.rank_protocol.step import Decode, Prefill
 from tests.support.scheduling import Bench
@@ -83,7 +83,7 @@ def test_ranks_make_the_same_calls_from_their_joining_to_their_end(folder, machi
 
 
 def test_a_rank_that_leaves_out_a_step_is_found(folder):
-    with pytest.raises(RanksDisagree, match="rank 1 waits"):
+    with pytest.raises(CollectiveMismatch, match="rank 1 waits"):
         Fleet(folder, "aaa", merge="gather").live(forgetful=2)
 
 

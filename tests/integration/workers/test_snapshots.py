@@ -10,9 +10,18 @@ import msgspec
 import pytest
 
 from longleaf.config import EngineConfig
-from longleaf.rank_protocol.group_messages import Join, Layout
+from longleaf.rank_protocol.group_messages import Join, KvLayout
 from longleaf.rank_protocol.snapshots import Discard, Fetch, Fetched, Save, Saved
-from longleaf.rank_protocol.step import Decode, Portion, Prefill, Restore, Row, StepPlan, StepResult, Terms
+from longleaf.rank_protocol.step import (
+    Decode,
+    Prefill,
+    Restore,
+    RestorePortion,
+    Row,
+    SamplingTerms,
+    StepPlan,
+    StepResult,
+)
 from longleaf.runs import Run
 from longleaf.sampling import Sampling
 from tests.support.lives import Members
@@ -54,7 +63,7 @@ def read(epoch: int, step: int, *pieces: Run) -> StepPlan:
 
 
 def questions(epoch: int, step: int, segment: int = 0) -> list[StepPlan]:
-    terms = Terms(Sampling(max_tokens=NUM_TOKENS))
+    terms = SamplingTerms(Sampling(max_tokens=NUM_TOKENS))
     rows = [Row(7, (segment, 5), 90, (5, 17, 31), (Run(0, 90, 93, (9,)),), 0, terms)]
     rows += [Row(7, (), 92 + index, (), (Run(0, 90, 93 + index, (9,)),), index) for index in range(1, NUM_TOKENS)]
     return [StepPlan(epoch, step + index, Decode((row,))) for index, row in enumerate(rows)]
@@ -102,20 +111,20 @@ def test_others_take_back_what_was_saved(members: Members, expected: list[int]) 
     """In other blocks, under another number, as other ranks, and then one of them alone."""
     parts = saved(members)
     assert answer(members, [0, 1], 1, 2) == expected
-    members.form(2, [1, 0], Layout(2, ()))
+    members.form(2, [1, 0], KvLayout(2, ()))
     fetch(members, 0, 1, 0, parts[0])
     fetch(members, 0, 2, 1, parts[1])
     fetch(members, 1, 2, 1, parts[1])
     portions = (
-        Portion(1, (Run(1, 0, 48, (8, 11, 3)),)),
-        Portion(2, (Run(1, 48, 64, (1,)), Run(1, 80, 90, (7,)))),
-        Portion(2, (Run(0, 64, 80, (1,)),)),
+        RestorePortion(1, (Run(1, 0, 48, (8, 11, 3)),)),
+        RestorePortion(2, (Run(1, 48, 64, (1,)), Run(1, 80, 90, (7,)))),
+        RestorePortion(2, (Run(0, 64, 80, (1,)),)),
     )
     members.tell([1, 0], StepPlan(2, 1, Restore(4, 0, portions)))
     assert members.hear(StepResult, 1).step == 1
     assert answer(members, [1, 0], 2, 2, segment=4) == expected
-    members.form(3, [0], Layout(3, ()))
-    portions = (Portion(1, (Run(0, 0, 48, (20, 21, 22)),)), Portion(2, (Run(0, 48, 90, (1, 2, 3)),)))
+    members.form(3, [0], KvLayout(3, ()))
+    portions = (RestorePortion(1, (Run(0, 0, 48, (20, 21, 22)),)), RestorePortion(2, (Run(0, 48, 90, (1, 2, 3)),)))
     members.tell([0], StepPlan(3, 1, Restore(6, 0, portions)))
     assert members.hear(StepResult, 0).step == 1
     assert answer(members, [0], 3, 2, segment=6) == expected
@@ -125,7 +134,7 @@ def test_what_was_discarded_ends_the_epoch_of_who_wants_it(members: Members) -> 
     parts = saved(members)
     fetch(members, 1, 9, 0, parts[0])
     members.say(1, Discard((9,)))
-    members.tell([0, 1], StepPlan(1, 2, Restore(4, 0, (Portion(9, (Run(1, 0, 48, (8, 11, 3)),)),))))
+    members.tell([0, 1], StepPlan(1, 2, Restore(4, 0, (RestorePortion(9, (Run(1, 0, 48, (8, 11, 3)),)),))))
     for member in (0, 1):
         broken = members.broken(member)
         assert (broken.step, broken.blamed) == (2, None)
@@ -142,7 +151,7 @@ def test_a_slow_storage_holds_up_neither_steps_nor_pulses_nor_epochs(
     members.wait_for_step(1, 1, 1 + NUM_TOKENS)
     while not (storage / "waiting").exists():  # what has not begun is dropped with its epoch
         time.sleep(0.01)
-    members.form(2, [1], Layout(2, ()))
+    members.form(2, [1], KvLayout(2, ()))
     members.say(1, Save(5, "gone", 0, PARTS[1]))
     dropped = members.hear(Saved, 1)
     assert (dropped.ticket, dropped.failure and dropped.failure.trouble) == (5, "dropped")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from bench.attention.ring import QueryRing, Ring
 from longleaf.attention.reference import attend
 from longleaf.comm.loopback import loopback
-from longleaf.comm.process_group import Carrier, ProcessGroupComm
+from longleaf.comm.process_group import ProcessGroupComm, TransportChoice
 from longleaf.kernels.cpu.compiled import Compiled
 from tests.support.on_threads import on_ends
 from tests.support.processes import run_ranks
@@ -96,4 +96,4 @@ def ring_over_gloo(rank, owner):
 
 @pytest.mark.bench
 def test_rings_over_gloo_processes():
-    run_ranks("aaaa", ring_over_gloo, carrier=Carrier("gloo"))
+    run_ranks("aaaa", ring_over_gloo, carrier=TransportChoice("gloo"))

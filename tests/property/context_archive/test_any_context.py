@@ -5,7 +5,7 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longleaf.context_archive.reader import Ids
+from longleaf.context_archive.reader import IdsSection
 from longleaf.context_archive.records import SegmentHead
 from tests.support.parcels import packable, unpack
 
@@ -29,7 +29,7 @@ def test_a_parcel_carries_all_of_its_context(
     ]
     ids = array("I")
     for one in told:
-        if isinstance(one, Ids):
+        if isinstance(one, IdsSection):
             ids += one.token_ids
     expected = array("I")
     for segment, (_, used) in zip(context.path, sizes, strict=True):

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from coordinator import engine_messages
-from coordinator.handlers.attribution import Sums, attribution, candidates, spans_of, top
-from coordinator.handlers.attribution_tracing import Tracing
-from coordinator.handlers.response_assembler import Answer
+from coordinator.handlers.attribution import AttentionAccumulator, attribution, candidates, spans_of, top
+from coordinator.handlers.attribution_tracing import AttributionTracer
+from coordinator.handlers.response_assembler import ResponseAssembler
 from coordinator.text.detokenizer import Alphabet
 from longleaf.errors import InvalidArgument
 from longleaf.rank_protocol.fakes import echo_attention, echo_spans
@@ -22,7 +22,7 @@ from longleaf.types import Delta, Finished, Generate, Provenance
 from tests.support.service import byte_tokenizer
 
 SPANS = echo_spans((0, 40), 90, 32)
-GROUNDS = engine_messages.Grounds(
+GROUNDS = engine_messages.AttributionContext(
     segments=(1, 2), ends=(40, 90), last_ids=(), block_size=64, full_layers=(3,), can_cut=True
 )
 LETTERS = "abc"
@@ -62,8 +62,8 @@ def test_exactly_what_is_told_is_counted(
     samples, said = telling
     sampling = Sampling(max_tokens=20, stop=tuple(stops))
     request = Generate(input="", context="doc", sampling=sampling, num_samples=len(samples), provenance=Provenance())
-    tracing = Tracing(request, Provenance())
-    answer = Answer("", request, alphabet(), frozenset(), lambda: 0.0, True, tracing)
+    tracing = AttributionTracer(request, Provenance())
+    answer = ResponseAssembler("", request, alphabet(), frozenset(), lambda: 0.0, True, tracing)
     deltas, ends, kept = list[Delta](), list[Finished](), dict[tuple[int, int], bool]()
     for number, event in enumerate(said):
         if isinstance(event, engine_messages.Tokens):
@@ -90,7 +90,7 @@ MASSES = st.lists(st.integers(0, 9), min_size=6, max_size=6)
 
 @given(st.lists(st.tuples(MASSES, MASSES, st.lists(st.integers(0, 5), min_size=6, max_size=6)), min_size=1, max_size=5))
 def test_the_largest_is_that_of_any_token_with_its_head(tellings: list[tuple[list[int], list[int], list[int]]]) -> None:
-    sums = Sums()
+    sums = AttentionAccumulator()
     for means, largest, heads in tellings:
         numbers = np.array(means, np.float32) / max(1, sum(means))
         tops, numbered = np.array(largest[:3], np.float32), np.array(heads[:3], np.int32) + (7 << 16)
@@ -118,9 +118,9 @@ def test_spans_begin_anew_with_each_segment() -> None:
     spans = spans_of(Provenance(span_tokens=32), GROUNDS)
     assert list(spans.bounds) == SPANS == [(0, 32), (32, 40), (40, 72), (72, 90)]
     assert spans_of(Provenance(), GROUNDS).cuts.size == 64
-    assert GROUNDS.cut(40) == engine_messages.Beginning((1,), 40)
-    assert GROUNDS.cut(41) == engine_messages.Beginning((1, 2), 41)
-    assert attribution(Sums(), spans, []).num_tokens == 0
+    assert GROUNDS.cut(40) == engine_messages.ContinuationPoint((1,), 40)
+    assert GROUNDS.cut(41) == engine_messages.ContinuationPoint((1, 2), 41)
+    assert attribution(AttentionAccumulator(), spans, []).num_tokens == 0
 
 
 @pytest.mark.parametrize("ends", [(32 * MAX_TOLD_SPANS + 1,), range(1, MAX_TOLD_SPANS + 2)])

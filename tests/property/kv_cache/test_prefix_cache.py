@@ -5,14 +5,14 @@ from array import array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.kv_cache.prefix_cache import Prefixes
-from coordinator.kv_cache.segment_placement import Holdings
-from coordinator.kv_cache.token_paths import Path, Segment
+from coordinator.kv_cache.prefix_cache import PrefixIndex
+from coordinator.kv_cache.segment_placement import SegmentPlacements
+from coordinator.kv_cache.token_paths import Segment, TokenPath
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=12)
 
 
-def segment_of(number: int, before: Path, token_ids: list[int]) -> Segment:
+def segment_of(number: int, before: TokenPath, token_ids: list[int]) -> Segment:
     segment = Segment(number, before)
     segment.extend(token_ids)
     segment.is_sealed = True
@@ -24,7 +24,7 @@ def forests(draw: st.DrawFn) -> list[Segment]:
     """Segments that continue nothing, or an earlier one from any position of it on."""
     segments: list[Segment] = []
     for number in range(draw(st.integers(1, 7))):
-        before = Path()
+        before = TokenPath()
         if segments and draw(st.booleans()):
             parent = draw(st.sampled_from(segments))
             before = parent.path.cut(draw(st.integers(parent.start + 1, parent.end)))
@@ -41,7 +41,7 @@ def num_common(a: list[int], b: list[int]) -> int:
 def test_the_longest_held_beginning_is_found(
     segments: list[Segment], block_size: int, blocks_at_once: int, prompt: list[int], data: st.DataObject
 ) -> None:
-    index = Prefixes(block_size, Holdings(), blocks_at_once)
+    index = PrefixIndex(block_size, SegmentPlacements(), blocks_at_once)
     for segment in segments:
         index.add(segment)
     index.audit(segments)
@@ -63,7 +63,7 @@ def test_the_longest_held_beginning_is_found(
 
 @given(forests(), st.lists(st.integers(0, 1), max_size=20))
 def test_equal_hashes_deceive_nobody(segments: list[Segment], prompt: list[int]) -> None:
-    index = Prefixes(2, Holdings())
+    index = PrefixIndex(2, SegmentPlacements())
     index._chain = lambda link, token_ids: iter([7] * (len(token_ids) // 2))  # type: ignore[method-assign]
     for segment in segments:
         index.add(segment)
@@ -73,4 +73,4 @@ def test_equal_hashes_deceive_nobody(segments: list[Segment], prompt: list[int])
 
 @given(TOKENS, TOKENS)
 def test_ids_in_common(a: list[int], b: list[int]) -> None:
-    assert Path((segment_of(0, Path(), a),), len(a)).num_common(array("I", b)) == num_common(a, b)
+    assert TokenPath((segment_of(0, TokenPath(), a),), len(a)).num_common(array("I", b)) == num_common(a, b)

@@ -5,10 +5,10 @@ from bisect import bisect_left, bisect_right
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.kv_cache.block_placer import Blocks, Placer, count_blocks
-from coordinator.kv_cache.segment_placement import Holding, Holdings
-from coordinator.kv_cache.token_paths import Path, Segment
-from longleaf.positions import Windows
+from coordinator.kv_cache.block_placer import BlockCount, BlockPlacer, count_blocks
+from coordinator.kv_cache.segment_placement import SegmentPlacement, SegmentPlacements
+from coordinator.kv_cache.token_paths import Segment, TokenPath
+from longleaf.positions import WindowSpec
 from longleaf.runs import Run
 from tests.support.window_ledger import windows_of
 
@@ -23,9 +23,9 @@ def positions(runs: tuple[Run, ...]) -> set[int]:
 @settings(max_examples=1000)
 @given(WINDOWS, st.integers(1, 5), st.integers(0, 20), STEPS, st.booleans())
 def test_growth_keeps_what_is_seen_and_its_promise(
-    windows: Windows, block_size: int, start: int, steps: list[int], is_chunk: bool
+    windows: WindowSpec, block_size: int, start: int, steps: list[int], is_chunk: bool
 ) -> None:
-    placer = Placer([200], block_size, windows)
+    placer = BlockPlacer([200], block_size, windows)
     count, first = sum(steps), start
     prefill, rows = (count, 0) if is_chunk else (0, count)
     reservation = placer.reserve(placer.blocks_needed(prefill, rows, num_at_once=max(steps)))
@@ -46,20 +46,20 @@ def test_growth_keeps_what_is_seen_and_its_promise(
     assert positions(runs) >= set(range(max(first, windows.first(start)), start))
     assert count_blocks(runs) <= -(-(windows.span - 1) // block_size) + 1
     placer.release(reservation)
-    assert placer.num_free == placer.num_blocks - Blocks(windows=count_blocks(runs))
+    assert placer.num_free == placer.num_blocks - BlockCount(windows=count_blocks(runs))
     placer.audit(runs)
 
 
 @st.composite
-def paths(draw: st.DrawFn, windows: Windows) -> tuple[Path, Holdings]:
+def paths(draw: st.DrawFn, windows: WindowSpec) -> tuple[TokenPath, SegmentPlacements]:
     """A path that branches off its segments wherever they can be continued, and what is held of these."""
-    placer = Placer([100], draw(st.integers(1, 5)), windows)
+    placer = BlockPlacer([100], draw(st.integers(1, 5)), windows)
     reservation = placer.reserve(placer.num_blocks)
     assert reservation is not None
-    path, holdings = Path(), Holdings(windows)
+    path, holdings = TokenPath(), SegmentPlacements(windows)
     for number in range(draw(st.integers(1, 4))):
         segment = Segment(number, path)
-        holdings.add(holding := Holding(segment))
+        holdings.add(holding := SegmentPlacement(segment))
         for step in draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)):
             start, end = segment.end, segment.end + step
             runs = placer.roll(holding.window_runs, start, end, reservation, is_chunk=draw(st.booleans()))
@@ -74,7 +74,7 @@ def paths(draw: st.DrawFn, windows: Windows) -> tuple[Path, Holdings]:
 
 @settings(max_examples=300)
 @given(WINDOWS, st.data())
-def test_seams_are_where_all_that_is_seen_is_held(windows: Windows, data: st.DataObject) -> None:
+def test_seams_are_where_all_that_is_seen_is_held(windows: WindowSpec, data: st.DataObject) -> None:
     path, holdings = data.draw(paths(windows))
     holdings.audit(path)
     held = {p for segment, _, end in path.parts() for p in positions(holdings[segment].window_runs) if p < end}
@@ -83,4 +83,4 @@ def test_seams_are_where_all_that_is_seen_is_held(windows: Windows, data: st.Dat
         below, above = holdings.seams(path, position)
         assert below == seams[bisect_right(seams, position) - 1]
         assert above == seams[bisect_left(seams, position)]
-    assert Holdings().seams(path, path.end // 2) == (path.end // 2, path.end // 2)
+    assert SegmentPlacements().seams(path, path.end // 2) == (path.end // 2, path.end // 2)

@@ -4,10 +4,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longleaf.attention.block_attribution import BLOCK, BlockSums, Columns, table, told_read
+from longleaf.attention.block_attribution import BLOCK, AttributionColumns, BlockSums, table, told_read
 from longleaf.attention.masks import Reads
 from longleaf.kernels import int8
-from longleaf.kernels.cpu.block_attribution import NativeShares
+from longleaf.kernels.cpu.block_attribution import NativeBlockAttribution
 from longleaf.kernels.cpu.decode import NativeDecode
 from tests.support.attention.partials import seeds
 from tests.support.attention.told import Dense, check_told, drawn_reads
@@ -63,9 +63,9 @@ def test_shares_add_up_by_column_head_and_teller():
     sums.copy_(torch.rand(sums.shape, generator=generator))
     lse, sinks = torch.full((num_rows, 4), 3.0), torch.arange(4.0)
     runs = [(row, row * num_entries, num_entries, 0, 6, 1, 1, 2) for row in range(num_rows)]
-    columns = Columns(table(runs, 8), table([(0, 1, 0, 1), (1, 3, 1, 3)], 4))
+    columns = AttributionColumns(table(runs, 8), table([(0, 1, 0, 1), (1, 3, 1, 3)], 4))
     found = (torch.zeros(2, 6), torch.full((2, 6), -1.0), torch.zeros(2, 6, dtype=torch.int32))
-    NativeShares.load()(told.take(), lse, sinks, columns, found, sink_column=5, first_head=100)
+    NativeBlockAttribution.load()(told.take(), lse, sinks, columns, found, sink_column=5, first_head=100)
 
     shares = (sums * (peaks - 3.0).exp()).view(KV_HEADS, num_rows, group, num_entries).transpose(0, 1).flatten(1, 2)
     wanted = torch.zeros(num_rows, 4, 6)

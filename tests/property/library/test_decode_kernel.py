@@ -12,7 +12,7 @@ from longleaf.attention import reference
 from longleaf.attention.masks import Read, Reads
 from longleaf.kernels.backend import Int8Layer
 from longleaf.kernels.cpu.decode import FLAGS, SOURCE, NativeDecode
-from longleaf.positions import Reach
+from longleaf.positions import AttentionSpan
 from tests.support.attention.dense import visible
 from tests.support.attention.partials import assert_same, seeds
 
@@ -98,7 +98,7 @@ def test_the_kernels_are_right_on_processors_of_any_age(architecture, tmp_path, 
     for num_rows, dim, softcap in ((1, 64, None), (3, 40, 5.0), (9, 128, None), (40, 64, 5.0)):
         q = torch.randn(num_rows, 4, dim, generator=generator)
         k, v = (torch.randn(2, 200, dim, generator=generator) for _ in range(2))
-        seen = visible(range(150, 150 + num_rows), range(200), Reach(window=120))
+        seen = visible(range(150, 150 + num_rows), range(200), AttentionSpan(window=120))
         found = decode(q, k, v, [Read(0, num_rows, 0, 200, 150, 120)], 0.2, softcap)
         assert_same(found, reference.attend(q, k.transpose(0, 1), v.transpose(0, 1), seen, 0.2, softcap=softcap))
         k[0, 140, 3] = float("-inf")

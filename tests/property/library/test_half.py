@@ -15,8 +15,8 @@ from longleaf.kernels.cpu import flash
 from longleaf.kernels.cpu.compiled import Compiled
 from longleaf.kernels.cpu.decode import FLAGS, SOURCE, NativeDecode
 from longleaf.kernels.dense import Dense
-from longleaf.merge import MERGES, Wire
-from longleaf.positions import Reach
+from longleaf.merge import MERGES, PartialCodec
+from longleaf.positions import AttentionSpan
 from longleaf.runs import Extent
 from tests.support.attention.dealt import cases, decode, prefill
 from tests.support.attention.dense import visible
@@ -46,13 +46,15 @@ def on_ranks(attend, q, reach, num_keys, num_ranks):
     query = QueryRun(num_keys - len(q), num_keys, 0)
     extents = [Extent(low, high, low) for low, high in zip(bounds[:-1], bounds[1:], strict=True)]
     parts = [attend(q, list(reads_within(query, extent, reach))) for extent in extents]
-    wire = Wire(Dense())
+    wire = PartialCodec(Dense())
     return wire.fold(torch.stack([wire.pack(part) for part in parts]))
 
 
 @HALVES
 @pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize(("num_rows", "reach"), [(1, Reach()), (160, Reach()), (160, Reach(window=100))])
+@pytest.mark.parametrize(
+    ("num_rows", "reach"), [(1, AttentionSpan()), (160, AttentionSpan()), (160, AttentionSpan(window=100))]
+)
 def test_one_rank_or_eight_give_the_same_numbers(name, num_rows, reach, dtype):
     """But for one in 200, which lies so near the edge between two numbers of its type that float32's rounding tells."""
     q, k, v = layer(dtype, num_rows=num_rows)
@@ -74,7 +76,7 @@ def test_so_do_queries_of_16_bits_over_keys_of_8(name, dtype):
     def attend(q, reads):
         return backend.attend_int8(q, kept, reads, 0.2)
 
-    one, eight = (on_ranks(attend, q, Reach(), 512, n) for n in (1, NUM_RANKS))
+    one, eight = (on_ranks(attend, q, AttentionSpan(), 512, n) for n in (1, NUM_RANKS))
     assert differing(one, eight, dtype) <= 0.005
     assert_same(one, backend.attend_int8(q.float(), kept, [Read(0, 8, 0, 504), Read(0, 8, 504, 512, 0)], 0.2))
 
@@ -98,7 +100,7 @@ def test_kernels_agree_with_float64_over_the_same_keys(
     q = torch.randn(num_rows, 2 * group, dim, generator=generator)
     k, v = (torch.randn(2, num_rows + num_keys, dim, generator=generator).to(dtype) for _ in range(2))
     query, total = QueryRun(num_keys, num_keys + num_rows, 0), num_keys + num_rows
-    reach = Reach(window=window)
+    reach = AttentionSpan(window=window)
     reads = list(reads_within(query, Extent(0, num_keys // 2, 0), reach)) if num_keys > 1 else []
     reads += reads_within(query, Extent(num_keys // 2, total, num_keys // 2), reach)
     mask = visible(range(num_keys, total), range(total), reach)

@@ -9,7 +9,7 @@ from longleaf.attention import masks, reference
 from longleaf.attention.masks import QueryRun, Read, band, cut, hidden, reads_within
 from longleaf.kernels import dense, int8
 from longleaf.kernels.cpu import flash
-from longleaf.positions import Reach
+from longleaf.positions import AttentionSpan
 from longleaf.runs import Extent
 from tests.support.attention.dense import visible
 from tests.support.attention.largest import Largest
@@ -77,7 +77,7 @@ def windowed(num_rows, past, window, dim=8):
     """Queries, keys, and the reads of rows after `past` keys."""
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(n, past + num_rows, dim, generator=generator) for n in (2, 1))
-    query, reach = QueryRun(past, past + num_rows, 0), Reach(window=window)
+    query, reach = QueryRun(past, past + num_rows, 0), AttentionSpan(window=window)
     extents = (Extent(0, past, 0), Extent(past, past + num_rows, past))
     reads = [read for extent in extents for read in reads_within(query, extent, reach)]
     return q[:, past:].transpose(0, 1), k, reads
@@ -95,7 +95,7 @@ def test_masks_of_a_long_window_are_few_and_made_once_for_all_layers(made):
     assert_same(kernel(q, k, k, reads, 0.3), first, atol=0)
     assert len(made) == num_made, "the second layer uses those of the first"
     some = slice(None, None, 97)
-    seen = visible(range(4096, 8192)[some], range(8192), Reach(window=4096))
+    seen = visible(range(4096, 8192)[some], range(8192), AttentionSpan(window=4096))
     wanted = reference.attend(q[some], k.transpose(0, 1), k.transpose(0, 1), seen, 0.3)
     assert_same(type(first)(first.out_THD[some], first.lse_TH[some]), wanted)
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from longleaf.attention import merge_all
 from longleaf.comm import process_group
-from longleaf.comm.fakes import Call, FakeDistributed
-from longleaf.comm.process_group import Carrier, ProcessGroups, epoch_store
-from longleaf.errors import RanksDisagree, StartError
+from longleaf.comm.fakes import CollectiveCall, FakeDistributed
+from longleaf.comm.process_group import ProcessGroups, TransportChoice, epoch_store
+from longleaf.errors import CollectiveMismatch, StartError
 from longleaf.kernels.dense import Dense
-from longleaf.merge import MERGES, Wire, choose_merge, make_merge
+from longleaf.merge import MERGES, PartialCodec, choose_merge, make_merge
 from tests.support.attention.dealt import cases, decode, prefill
 from tests.support.attention.partials import random_partials
 from tests.support.nccl import DEVICE, Fleet
@@ -37,7 +37,7 @@ def merge_both_ways(name: str, parts):
     """Work of a rank that merges for all, and for the owners."""
 
     def work(rank, groups):
-        merge = make_merge(name, groups, Wire(BACKEND))
+        merge = make_merge(name, groups, PartialCodec(BACKEND))
         return merge.to_all(parts[rank]), merge.to_owner(parts[rank])
 
     return work
@@ -73,7 +73,7 @@ def test_every_merge_on_any_machines(name, machines):
 @given(machines=layouts(least=2))
 def test_the_fastest_merge_is_measured_alike_on_all_ranks(machines):
     def work(rank, groups):
-        wire = Wire(BACKEND)
+        wire = PartialCodec(BACKEND)
         wire.agree(groups.world, DEVICE)
         return [timing.merge for timing in choose_merge(groups, wire, 2, 4, DEVICE).timings]
 
@@ -153,7 +153,7 @@ FAULTS = (another_operation, another_size, another_type, the_node_first, nothing
 @pytest.mark.parametrize("name", MERGES)
 @pytest.mark.parametrize("num_epochs", [1, 2])
 def test_a_rank_that_does_something_else_is_found(fault, name, num_epochs):
-    with pytest.raises(RanksDisagree, match="rank"):
+    with pytest.raises(CollectiveMismatch, match="rank"):
         faulty(fault, name=name, num_epochs=num_epochs)
 
 
@@ -195,7 +195,7 @@ def test_a_rank_that_leaves_out_one_call_is_found(name, number):
     fleet = Fleet("aaaaa")
     try:
         fleet.run(work, num_epochs=1)
-    except RanksDisagree:
+    except CollectiveMismatch:
         assert left_out
     else:
         assert not left_out, "the merge has fewer calls"
@@ -206,7 +206,7 @@ def test_sends_that_not_all_ranks_join_need_a_group_that_is_formed(world_size):
     """Which is what the exchange at the start is for, and the device that the world is bound to."""
 
     def work(rank, groups):
-        return make_merge("butterfly", groups, Wire(BACKEND)).to_all(random_partials(world_size, rows=1)[rank])
+        return make_merge("butterfly", groups, PartialCodec(BACKEND)).to_all(random_partials(world_size, rows=1)[rank])
 
     Fleet("a" * world_size).run(work)
     unbound, init = Fleet("a" * world_size), FakeDistributed.init_process_group
@@ -216,7 +216,7 @@ def test_sends_that_not_all_ranks_join_need_a_group_that_is_formed(world_size):
 
     with patch.object(FakeDistributed, "init_process_group", lazily):
         Fleet("a" * world_size).run(work)  # the first batch is joined by all
-        with patch.object(process_group, "connect"), pytest.raises(RanksDisagree, match="first batch"):
+        with patch.object(process_group, "connect"), pytest.raises(CollectiveMismatch, match="first batch"):
             unbound.run(work)
 
 
@@ -226,7 +226,7 @@ def test_who_gives_up_waits_for_nobody_that_is_gone():
 
     def leave(owner_of_end):
         def work(rank):
-            carrier = process_group.Carrier("nccl", DEVICE)
+            carrier = process_group.TransportChoice("nccl", DEVICE)
             owner = process_group.ProcessGroups(
                 rank, fleet.topology, fleet.calls.store, epoch=1, timeout=60, carrier=carrier
             )
@@ -260,7 +260,7 @@ def test_ranks_that_share_a_gpu_are_told_alike():
 
     with patch.object(process_group, "place_of", str):
         found = fake.run(work)
-    assert found == [process_group.Carrier("gloo", f"GPU-{rank // 2}") for rank in range(3)]
+    assert found == [process_group.TransportChoice("gloo", f"GPU-{rank // 2}") for rank in range(3)]
 
 
 def test_calls_that_differ_are_told():
@@ -268,8 +268,8 @@ def test_calls_that_differ_are_told():
     with patch.object(process_group, "dist", calls):
         options = {"store": calls.store, "world_size": 2, "timeout": None}
         calls.run(lambda rank: calls.init_process_group("nccl", rank=rank, **options))
-    calls.groups[0].calls[1].append(Call("broadcast"))
-    with pytest.raises(RanksDisagree, match="rank 1 calls"):
+    calls.groups[0].calls[1].append(CollectiveCall("broadcast"))
+    with pytest.raises(CollectiveMismatch, match="rank 1 calls"):
         calls.check()
 
 
@@ -285,7 +285,9 @@ def test_a_fence_aborts_all_groups_of_a_rank_once():
 
         def work(rank):
             store = epoch_store(fleet.calls.store, 1)
-            owner = ProcessGroups(rank, fleet.topology, store, epoch=1, timeout=60, carrier=Carrier("nccl", DEVICE))
+            owner = ProcessGroups(
+                rank, fleet.topology, store, epoch=1, timeout=60, carrier=TransportChoice("nccl", DEVICE)
+            )
 
             def fence():
                 fleet.calls._here.rank, fleet.calls._here.world = rank, None

@@ -5,8 +5,8 @@ from hypothesis import given
 
 from longleaf.attention.masks import QueryRun, Read, reads_within
 from longleaf.kernels.gpu import varlen_plan
-from longleaf.kernels.gpu.varlen_plan import Round, Sequences, plan
-from longleaf.positions import Reach
+from longleaf.kernels.gpu.varlen_plan import VarlenRound, VarlenSequences, plan
+from longleaf.positions import AttentionSpan
 from longleaf.runs import Extent
 from tests.support.attention.rectangles import rectangles
 
@@ -69,20 +69,20 @@ def test_members_and_pieces_tell_which_rows_see_keys_in_which_round(reads):
 
 def test_pieces_of_long_reads_are_short_and_leave_nothing_out():
     size = varlen_plan.PIECE_KEYS
-    one = Round(False, [Read(0, 9, 5, 5 + 2 * size + 1)])
+    one = VarlenRound(False, [Read(0, 9, 5, 5 + 2 * size + 1)])
     assert [piece[:2] for piece in varlen_plan.pieces([one])] == [
         (5, 5 + size), (5 + size, 5 + 2 * size), (5 + 2 * size, 5 + 2 * size + 1)
     ]  # fmt: skip
 
 
 def test_rows_without_keys_are_sequences_too():
-    one = Round(False, [Read(3, 5, 40, 47), Read(5, 6, 10, 12)])
-    assert varlen_plan.sequences(one, 9) == Sequences([0, 3, 5, 6, 9], [0, 40, 10, 0, 0], [0, 7, 2, 0])
+    one = VarlenRound(False, [Read(3, 5, 40, 47), Read(5, 6, 10, 12)])
+    assert varlen_plan.sequences(one, 9) == VarlenSequences([0, 3, 5, 6, 9], [0, 40, 10, 0, 0], [0, 7, 2, 0])
 
 
 def test_a_chunk_behind_a_long_past_takes_two_rounds():
     past, own = Read(0, 2048, 0, 131_072), Read(0, 2048, 131_072, 133_120, offset=0)
-    assert planned([past, own]) == ([Round(False, (past,)), Round(True, (own,))], ())
+    assert planned([past, own]) == ([VarlenRound(False, (past,)), VarlenRound(True, (own,))], ())
 
 
 def test_pieces_of_many_ranks_take_no_more_rounds_than_one():
@@ -93,7 +93,7 @@ def test_pieces_of_many_ranks_take_no_more_rounds_than_one():
     own = Extent(5 * size, 6 * size, 50_000)
     for piece in range(num_ranks):
         row = (num_ranks - 1 - piece) * size  # in whichever order
-        reads += reads_within(QueryRun(piece * size, (piece + 1) * size, row), own, Reach())
+        reads += reads_within(QueryRun(piece * size, (piece + 1) * size, row), own, AttentionSpan())
     found = planned(reads)
     assert [len(one.reads) for one in found.rounds] == [1, num_ranks - 6, 1]
     assert not found.rest
@@ -128,4 +128,4 @@ def test_what_flash_kernels_do_not_do_well_is_left_to_others(read):
 
 def test_few_rows_with_few_keys_are_taken():
     read = Read(0, 256, 0, 2048)
-    assert planned([read]).rounds == [Round(False, (read,))]
+    assert planned([read]).rounds == [VarlenRound(False, (read,))]

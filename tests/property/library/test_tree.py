@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from longleaf.attention import Partial, merge_all
 from longleaf.comm.loopback import loopback_groups
-from longleaf.comm.process_group import Carrier
+from longleaf.comm.process_group import TransportChoice
 from longleaf.kernels.cpu.compiled import Compiled
-from longleaf.merge import MERGES, Wire, choose_merge, make_merge
+from longleaf.merge import MERGES, PartialCodec, choose_merge, make_merge
 from longleaf.merge.autotune import choose, describe
 from longleaf.merge.base import join_heads, split_heads
-from longleaf.merge.butterfly import Then, rounds
+from longleaf.merge.butterfly import NextAction, rounds
 from longleaf.rank_protocol.group_messages import MergeTiming
 from longleaf.topology import Topology
 from tests.support.attention.partials import random_partials
@@ -38,7 +38,9 @@ def assert_close(found, wanted, tolerance=2e-6):
 
 
 def merged(name, topology, parts, dtype=torch.float32):
-    return on_groups(topology, lambda rank, groups: make_merge(name, groups, Wire(BACKEND, dtype)).to_all(parts[rank]))
+    return on_groups(
+        topology, lambda rank, groups: make_merge(name, groups, PartialCodec(BACKEND, dtype)).to_all(parts[rank])
+    )
 
 
 @pytest.mark.parametrize("name", MERGES)
@@ -53,7 +55,7 @@ def test_merges_on_loopback(name, machines, empty):
         assert_close(found, wanted)
 
     def own(rank, groups):
-        return make_merge(name, groups, Wire(BACKEND)).to_owner(parts[rank])
+        return make_merge(name, groups, PartialCodec(BACKEND)).to_owner(parts[rank])
 
     for rank, found in enumerate(on_groups(topology, own)):
         assert_close(found, wanted.rows(2 * rank, 2 * rank + 2))
@@ -103,13 +105,13 @@ def test_bfloat16_partials_are_off_by_their_rounding_only(name):
 
 def test_partials_travel_in_two_types_only():
     with pytest.raises(ValueError, match="float16"):
-        Wire(BACKEND, torch.float16)
+        PartialCodec(BACKEND, torch.float16)
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 9), st.integers(1, 9), st.sampled_from([torch.float32, torch.bfloat16]))
 def test_joining_heads_undoes_splitting_them(heads, num_parts, dtype):
-    part, wire = random_partials(1, rows=3, heads=heads)[0], Wire(BACKEND, dtype)
+    part, wire = random_partials(1, rows=3, heads=heads)[0], PartialCodec(BACKEND, dtype)
     found = join_heads(split_heads(part, num_parts, wire), heads, wire)
     assert torch.equal(found.out_THD, part.out_THD.to(dtype).float())
     assert torch.equal(found.lse_TH, part.lse_TH)
@@ -124,10 +126,10 @@ def test_butterfly_rounds_match_and_join_every_rank_once(world_size):
         assert all(step[to].source == rank for rank, (to, _, _) in enumerate(step) if to != rank)
         before = [list(ranks) for ranks in seen]
         for rank, (_, source, then) in enumerate(step):
-            assert then is Then.KEEP_OWN or step[source].to == rank, "who receives is sent to"
-            if then is Then.TAKE:
+            assert then is NextAction.KEEP_OWN or step[source].to == rank, "who receives is sent to"
+            if then is NextAction.TAKE:
                 seen[rank] = before[source]
-            elif then is not Then.KEEP_OWN:
+            elif then is not NextAction.KEEP_OWN:
                 seen[rank] = before[rank] + before[source]
     assert all(sorted(ranks) == list(range(world_size)) for ranks in seen)
 
@@ -138,7 +140,7 @@ def test_all_ranks_choose_alike_and_merge_right_with_it(machines):
     parts = {rows: random_partials(world_size, rows) for rows in (1, 5, 64, 65)}
 
     def work(rank, groups):
-        chosen = choose_merge(groups, Wire(BACKEND), num_heads=3, dim=5, device="cpu")
+        chosen = choose_merge(groups, PartialCodec(BACKEND), num_heads=3, dim=5, device="cpu")
         return chosen.timings, {rows: chosen.to_all(part[rank]) for rows, part in parts.items()}
 
     found = on_groups(topology, work)
@@ -169,7 +171,7 @@ def test_what_other_groups_measured_is_believed(machines, names, monkeypatch):
     parts = {rows: random_partials(len(machines), rows) for rows in (1, 5, 9)}
 
     def work(rank, groups):
-        chosen = choose_merge(groups, Wire(BACKEND), 3, 5, "cpu", MEASURED)
+        chosen = choose_merge(groups, PartialCodec(BACKEND), 3, 5, "cpu", MEASURED)
         return chosen.timings, {rows: chosen.to_all(part[rank]) for rows, part in parts.items()}
 
     for timings, results in on_groups(Topology(tuple(machines)), work):
@@ -184,7 +186,7 @@ def test_a_merge_that_hiccups_once_is_not_given_up(monkeypatch):
     turns = {"gather": itertools.chain([3e-3], itertools.repeat(2e-4)), "packed": itertools.repeat(1e-3)}
     turns |= {"paper": itertools.repeat(8e-3)}
     (groups,) = loopback_groups(Topology(("a",)))
-    merges = {name: make_merge(name, groups, Wire(BACKEND)) for name in turns}
+    merges = {name: make_merge(name, groups, PartialCodec(BACKEND)) for name in turns}
     names, counts = {merge: name for name, merge in merges.items()}, dict.fromkeys(turns, 0)
 
     def turn(merge, partial):
@@ -204,7 +206,7 @@ def test_a_rank_that_fails_is_told_and_holds_up_nobody():
     def work(rank, groups):
         if rank == 3:
             raise KeyError("the fourth gave up")
-        return make_merge("hierarchy", groups, Wire(BACKEND)).to_all(random_partials(4, rows=1)[rank])
+        return make_merge("hierarchy", groups, PartialCodec(BACKEND)).to_all(random_partials(4, rows=1)[rank])
 
     with pytest.raises(KeyError, match="the fourth gave up"):
         on_groups(Topology(tuple("aabb")), work)
@@ -215,7 +217,7 @@ def merge_over_gloo(rank, owner):
     parts = random_partials(world_size, rows=2 * world_size, empty=(1,))
     wanted = expected(parts)
     for name in MERGES:
-        merge = make_merge(name, owner.groups, Wire(BACKEND))
+        merge = make_merge(name, owner.groups, PartialCodec(BACKEND))
         assert_close(merge.to_all(parts[rank]), wanted)
         assert_close(merge.to_owner(parts[rank]), wanted.rows(2 * rank, 2 * rank + 2))
     assert {owner.groups.world.transport, owner.groups.node.transport} == {"gloo"}
@@ -228,7 +230,7 @@ def merged_bits(rank, owner):
     largest = max(part.out_THD.abs().max().item() for part in parts)
     bits = []
     for name, dtype in itertools.product(SAME_BITS, (torch.float32, torch.bfloat16)):
-        found = make_merge(name, owner.groups, Wire(BACKEND, dtype)).to_all(parts[rank])
+        found = make_merge(name, owner.groups, PartialCodec(BACKEND, dtype)).to_all(parts[rank])
         assert_close(found, expected(parts), tolerance=2e-6 if dtype == torch.float32 else 4 * largest * 2**-8)
         bits.append(found.out_THD.numpy().tobytes() + found.lse_TH.numpy().tobytes())
     return bits
@@ -236,14 +238,16 @@ def merged_bits(rank, owner):
 
 @pytest.mark.parametrize("machines", [pytest.param("aa", marks=pytest.mark.slow), "aaa", "aabb", "aaab"])
 def test_merges_over_gloo_processes(machines):
-    results = run_ranks(machines, merge_over_gloo, carrier=Carrier("gloo"))
+    results = run_ranks(machines, merge_over_gloo, carrier=TransportChoice("gloo"))
     assert [first for first, _ in results] == [40] * len(machines)
     assert all(bits == results[0][1] for _, bits in results)
 
 
 @pytest.mark.parametrize("machines", [pytest.param("aaa", marks=pytest.mark.slow), "aaab"])
 def test_ranks_get_the_same_bits_through_shared_memory_as_over_gloo(machines):
-    shared, plain = (run_ranks(machines, merged_bits, carrier=Carrier(way)) for way in ("shared_memory", "gloo"))
+    shared, plain = (
+        run_ranks(machines, merged_bits, carrier=TransportChoice(way)) for way in ("shared_memory", "gloo")
+    )
     assert all(bits == plain[0] for bits in (*shared, *plain))
 
 
@@ -256,6 +260,6 @@ def merged_in_stages(rank, owner):
 
 def test_ranks_get_the_same_bits_through_copies_on_the_host() -> None:
     """As tensors of a GPU travel that ranks share; here they lie on the CPU, under another name."""
-    staged = run_ranks("aaab", merged_in_stages, carrier=Carrier("gloo", "cpu:0"))
-    [plain, *_] = run_ranks("aaab", merged_bits, carrier=Carrier("gloo"))
+    staged = run_ranks("aaab", merged_in_stages, carrier=TransportChoice("gloo", "cpu:0"))
+    [plain, *_] = run_ranks("aaab", merged_bits, carrier=TransportChoice("gloo"))
     assert staged == [({"StagedComm"}, plain)] * 4

@@ -5,13 +5,13 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.engine_messages import Claim, Document, Prompt
-from coordinator.kv_cache.block_placer import Blocks
+from coordinator.engine_messages import DocumentPrompt, Prompt, SchedulingClaim
+from coordinator.kv_cache.block_placer import BlockCount
 from coordinator.kv_cache.positions import UNLIMITED, Ropes
-from coordinator.kv_cache.token_paths import Path
+from coordinator.kv_cache.token_paths import TokenPath
 from coordinator.scheduling.jobs import IngestJob, Job, Request, as_victims
-from coordinator.scheduling.preemption import Crowd
-from coordinator.scheduling.prefill_cursor import Reading
+from coordinator.scheduling.preemption import RunningSet
+from coordinator.scheduling.prefill_cursor import PrefillCursor
 from coordinator.scheduling.sequences import Sequence
 from longleaf.positions import OWN_ROPE
 from longleaf.sampling import Sampling
@@ -20,15 +20,15 @@ from longleaf.sampling import Sampling
 @st.composite
 def jobs(draw: st.DrawFn, job_id: int) -> Job:
     """A job that runs, or waits."""
-    claim = Claim(priority=draw(st.integers(-1, 2)), tenant=draw(st.sampled_from(["acme", "bolt"])))
-    request = Request(job_id, claim, Path(), Ropes(OWN_ROPE, OWN_ROPE), UNLIMITED)
+    claim = SchedulingClaim(priority=draw(st.integers(-1, 2)), tenant=draw(st.sampled_from(["acme", "bolt"])))
+    request = Request(job_id, claim, TokenPath(), Ropes(OWN_ROPE, OWN_ROPE), UNLIMITED)
     request.is_paused = draw(st.booleans()) and draw(st.booleans())
-    reading = Reading(Path(), array("I", [1]), 0)
+    reading = PrefillCursor(TokenPath(), array("I", [1]), 0)
     if draw(st.booleans()):
-        job: Job = IngestJob(request, Document(context="doc", token_ids=[1], claim=claim), reading, Blocks())
+        job: Job = IngestJob(request, DocumentPrompt(context="doc", token_ids=[1], claim=claim), reading, BlockCount())
     else:
         prompt = Prompt(context=None, token_ids=(1,), sampling=Sampling(max_tokens=1), claim=claim)
-        job = Sequence(request, prompt, reading, Blocks(), range(1))
+        job = Sequence(request, prompt, reading, BlockCount(), range(1))
     passed = frozenset(draw(st.lists(st.integers(0, 9), max_size=2)))
     job.take_turn(passed, is_spared=draw(st.booleans()))
     return job
@@ -36,7 +36,7 @@ def jobs(draw: st.DrawFn, job_id: int) -> Job:
 
 @given(st.integers(0, 4).flatmap(lambda count: st.tuples(*(jobs(i) for i in range(count)))), st.data())
 def test_a_crowd_yields_where_one_of_it_does(running: tuple[Job, ...], data: st.DataObject) -> None:
-    crowd = Crowd(running)
+    crowd = RunningSet(running)
     assert crowd.num_tails == sum(other.num_tails for other in running)
     assert crowd.sequences == [other for other in running if isinstance(other, Sequence)]
     for job_id in range(10):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from coordinator.engine_messages import Claim
+from coordinator.engine_messages import SchedulingClaim
 from tests.support.scheduler_machine import SchedulerMachine, runs
 
 
@@ -18,8 +18,8 @@ class TestSchedulerMachineExtended(SchedulerMachine.TestCase):
 def test_samples_of_a_prompt_that_is_read_pass_nobody() -> None:
     machine = SchedulerMachine()
     machine.begin([4], 1, 1, 0, 2, 1, None, 0, "found")
-    urgent = Claim(priority=2)
-    machine.ask([0], 1, None, 1, Claim(), False)
+    urgent = SchedulingClaim(priority=2)
+    machine.ask([0], 1, None, 1, SchedulingClaim(), False)
     machine.ask([0], 1, None, 1, urgent, False)
     machine.schedule()
     machine._pause(1, True)

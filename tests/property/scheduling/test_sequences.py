@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from coordinator.kv_cache.windows import WindowPool
+from coordinator.kv_cache.windows import WindowBlockPool
 from coordinator.scheduling.sequences import Sequence
 from longleaf.errors import LongleafError
-from longleaf.positions import OWN_ROPE, Reach, Rope, Rotary, Windows
+from longleaf.positions import OWN_ROPE, AttentionSpan, Rope, Rotary, WindowSpec
 from longleaf.rank_protocol.encoding import decode_to_rank, encode
-from longleaf.rank_protocol.row_delta import Sequences, growth
+from longleaf.rank_protocol.row_delta import RowState, growth
 from longleaf.rank_protocol.step import Decode, Prefill, Row, StepPlan
 from longleaf.runs import Run
 from tests.support.scheduling import Bench
@@ -28,10 +28,10 @@ class Watched(Bench):
     """Notes the whole rows of each plan when it is made, and holds against them what each rank makes of the plan, in
     its turn and from its bytes."""
 
-    def __init__(self, windows: Windows | None = None, **changes: object) -> None:
+    def __init__(self, windows: WindowSpec | None = None, **changes: object) -> None:
         rotary = Rotary(kind="longrope", scaled_from=SCALED_FROM)
         super().__init__(blocks=(24, 24), windows=windows, rotary=rotary, check_every=50, **changes)
-        self.ranks = [Sequences(self.config.block_size) for _ in range(NUM_RANKS)]
+        self.ranks = [RowState(self.config.block_size) for _ in range(NUM_RANKS)]
         self.under_way: deque[tuple[StepPlan, StepPlan]] = deque()
         self.num_first = Counter[int]()
         """By sequence, the rows that told everything."""
@@ -103,7 +103,7 @@ def act(bench: Watched, action: tuple) -> None:  # type: ignore[type-arg]
 )
 @settings(max_examples=150, deadline=None)
 def test_ranks_know_what_whole_rows_would_have_said(
-    windows: Windows | None,
+    windows: WindowSpec | None,
     max_sequences: int,
     actions: list[tuple],  # type: ignore[type-arg]
 ) -> None:
@@ -117,8 +117,10 @@ def test_ranks_know_what_whole_rows_would_have_said(
     bench.scheduler.audit()
 
 
-@pytest.mark.parametrize("windows", [None, Windows(reaches=(Reach(8),), num_blocks=60)], ids=["sharded", "replicated"])
-def test_an_answer_that_is_preempted_tells_everything_again(windows: Windows | None) -> None:
+@pytest.mark.parametrize(
+    "windows", [None, WindowSpec(reaches=(AttentionSpan(8),), num_blocks=60)], ids=["sharded", "replicated"]
+)
+def test_an_answer_that_is_preempted_tells_everything_again(windows: WindowSpec | None) -> None:
     bench = Watched(windows, max_sequences=2)
     job = bench.ask(SCALED_FROM + 1, max_tokens=20, num_samples=2)
     bench.steps(9, 2)
@@ -137,9 +139,9 @@ def test_an_answer_that_is_preempted_tells_everything_again(windows: Windows | N
 )
 @settings(max_examples=200, deadline=None)
 def test_windows_end_where_accepted_drafts_end(
-    windows: Windows, block_size: int, start: int, steps: list[tuple[int, int]]
+    windows: WindowSpec, block_size: int, start: int, steps: list[tuple[int, int]]
 ) -> None:
-    pool, told, known = WindowPool(windows, block_size), Sequences(block_size), ()
+    pool, told, known = WindowBlockPool(windows, block_size), RowState(block_size), ()
     for index, (num_drafts, num_accepted) in enumerate(steps):
         runs = pool.grow(pool.trim(known, start), start, start + 1 + num_drafts)
         row = Row(7, () if index else (4,), start, (), (), index, window_runs=runs, draft_ids=(1,) * num_drafts)
@@ -153,7 +155,7 @@ def test_windows_end_where_accepted_drafts_end(
 
 def size(num_segments: int, window: int = 0) -> int:
     """Bytes of the last step of an answer after a path of so many segments, and so many tokens of it in a window."""
-    windows = Windows(reaches=(Reach(window),), num_blocks=400) if window else None
+    windows = WindowSpec(reaches=(AttentionSpan(window),), num_blocks=400) if window else None
     bench = Bench(windows=windows, max_positions=4000, blocks=(400,), check_every=200)
     for number in range(num_segments):
         bench.ingest("doc", 12, append=number > 0)
@@ -179,7 +181,7 @@ def step(*rows: Row, release: tuple[int, ...] = ()) -> StepPlan:
 
 
 def test_what_was_not_told_is_refused() -> None:
-    told = Sequences(4)
+    told = RowState(4)
     with pytest.raises(ValueError, match="sequence 7, of which nothing was told"):
         told.complete(step(NEXT))
     assert told.complete(step(FIRST)) == step(FIRST)
@@ -190,7 +192,7 @@ def test_what_was_not_told_is_refused() -> None:
 
 
 def test_a_sequence_begins_anew_in_the_plan_that_releases_it() -> None:
-    told, again = Sequences(4), Row(7, (1, 3), 40, (5,), (Run(0, 40, 41, (8,)),), 0)
+    told, again = RowState(4), Row(7, (1, 3), 40, (5,), (Run(0, 40, 41, (8,)),), 0)
     told.complete(step(FIRST))
     assert told.complete(step(again, release=(7,))) == step(again, release=(7,))
     assert told.complete(step(NEXT)).work.rows[0].rope == OWN_ROPE  # type: ignore[union-attr]

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.expiry_heap import Deadlines
+from coordinator.expiry_heap import ExpiryHeap
 
 KEYS = st.integers(0, 9)
 TIMES = st.sampled_from([0.0, 1.0, 1.5, 2.0, 7.0])
@@ -12,7 +12,7 @@ OPERATIONS = st.lists(st.tuples(KEYS, st.none() | TIMES, st.booleans()), max_siz
 
 @given(OPERATIONS, TIMES)
 def test_deadlines_are_those_that_were_set_last(operations: list[tuple[int, float | None, bool]], now: float) -> None:
-    deadlines, expected = Deadlines[int](), dict[int, float]()
+    deadlines, expected = ExpiryHeap[int](), dict[int, float]()
     for key, deadline, is_discarded in operations:
         expected.pop(key, None)
         if is_discarded:
@@ -29,7 +29,7 @@ def test_deadlines_are_those_that_were_set_last(operations: list[tuple[int, floa
 
 
 def test_what_is_set_again_and_again_takes_no_room() -> None:
-    deadlines = Deadlines[str]()
+    deadlines = ExpiryHeap[str]()
     for number in range(1000):
         deadlines.add("a", 1000.0 - number)
         deadlines.add("b", 1000.0 + number)

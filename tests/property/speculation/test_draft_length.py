@@ -5,10 +5,10 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.speculation.acceptance import Acceptance, Comparison
-from coordinator.speculation.draft_length import LEAST_CHANCE, Policy
+from coordinator.speculation.acceptance import Acceptance, ShadowDrafts
+from coordinator.speculation.draft_length import LEAST_CHANCE, DraftLengthPolicy
 from coordinator.speculation.ngram_drafter import NO_DRAFT, Draft
-from coordinator.speculation.step_cost_model import FORGOTTEN_AFTER, StepCosts
+from coordinator.speculation.step_cost_model import FORGOTTEN_AFTER, StepCostModel
 
 MAX_DRAFTS = 7
 SECONDS = st.floats(1e-4, 10.0)
@@ -17,8 +17,8 @@ FEW_CHANCES = CHANCES.map(lambda chances: chances[:3])
 RATIOS = st.lists(st.floats(0, 0.8), min_size=MAX_DRAFTS, max_size=MAX_DRAFTS)
 
 
-def costs_of(num_sequences: int, seconds: float, measured: dict[int, float]) -> StepCosts:
-    costs = StepCosts()
+def costs_of(num_sequences: int, seconds: float, measured: dict[int, float]) -> StepCostModel:
+    costs = StepCostModel()
     costs.measure(num_sequences, 0, seconds)
     for num_drafts, ratio in measured.items():
         costs.measure(num_sequences, num_drafts, seconds * ratio)
@@ -28,7 +28,7 @@ def costs_of(num_sequences: int, seconds: float, measured: dict[int, float]) -> 
 @given(st.lists(CHANCES, min_size=1, max_size=5), st.integers(1, 12), SECONDS, st.data())
 def test_no_limit_is_passed(offered: list[list[float]], max_rows: int, seconds: float, data: st.DataObject) -> None:
     measured = data.draw(st.dictionaries(st.integers(1, 30), st.floats(0.5, 5.0), max_size=5))
-    policy = Policy(max_rows, 4, costs_of(len(offered), seconds, measured))
+    policy = DraftLengthPolicy(max_rows, 4, costs_of(len(offered), seconds, measured))
     lengths = policy.lengths(offered)
     assert lengths == policy.lengths(offered)
     assert all(0 <= length <= min(4, len(chances)) for length, chances in zip(lengths, offered, strict=True))
@@ -53,7 +53,7 @@ def test_no_other_lengths_give_more_tokens_per_second(
     likely = [sum(chance >= LEAST_CHANCE for chance in chances) for chances in offered]
     choices = product(*(range(count + 1) for count in likely))
     best = max(rate(each) for each in choices if sum(each) <= max_rows - len(offered))
-    lengths = Policy(max_rows, 3, costs).lengths(offered)
+    lengths = DraftLengthPolicy(max_rows, 3, costs).lengths(offered)
     assert rate(tuple(lengths)) >= best * (1 - 1e-9)
 
 
@@ -64,10 +64,10 @@ class Loop:
         self.seconds = seconds
         self.num_right = num_right
         """Tokens that are right of each draft."""
-        self.costs = StepCosts()
-        self.policy = Policy(64, MAX_DRAFTS, self.costs)
+        self.costs = StepCostModel()
+        self.policy = DraftLengthPolicy(64, MAX_DRAFTS, self.costs)
         self.acceptance = Acceptance(MAX_DRAFTS)
-        self.comparison = Comparison(self.acceptance)
+        self.comparison = ShadowDrafts(self.acceptance)
         self.num_said = 0
 
     def draft(self) -> Draft:

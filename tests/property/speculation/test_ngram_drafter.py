@@ -4,14 +4,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.kv_cache.token_paths import Path, Segment
-from coordinator.speculation.ngram_drafter import Draft, Drafts, Indexes
+from coordinator.kv_cache.token_paths import Segment, TokenPath
+from coordinator.speculation.ngram_drafter import Draft, NgramDrafter, NgramIndexes
 from coordinator.speculation.ngram_index import MAX_BYTES, MAX_SIZE, SegmentIndex
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 
 
-def segment_of(number: int, before: Path, token_ids: list[int]) -> Segment:
+def segment_of(number: int, before: TokenPath, token_ids: list[int]) -> Segment:
     segment = Segment(number, before)
     segment.extend(token_ids)
     return segment
@@ -33,7 +33,7 @@ def longest(parts: list[tuple[int, int]], token_ids: list[int]) -> tuple[int, in
 @st.composite
 def tails(draw: st.DrawFn) -> Segment:
     """A segment that grows on a path; some of its segments go on after the path has left them."""
-    before = Path()
+    before = TokenPath()
     for number in range(draw(st.integers(0, 4))):
         segment = segment_of(number, before, draw(TOKENS))
         before = segment.path.cut(draw(st.integers(segment.start + 1, segment.end)))
@@ -43,11 +43,11 @@ def tails(draw: st.DrawFn) -> Segment:
 @settings(max_examples=300)
 @given(tails(), st.integers(1, 20))
 def test_a_draft_goes_on_like_the_longest_ngram_and_of_those_the_last(tail: Segment, count: int) -> None:
-    indexes = Indexes()
+    indexes = NgramIndexes()
     for segment in tail.before.segments:
         indexes.enter(segment, segment.end)
     text = tail.path.token_ids().tolist()
-    draft = Drafts(tail, indexes).draft(tail.end, count)
+    draft = NgramDrafter(tail, indexes).draft(tail.end, count)
     size, place = longest([(start, end) for _, start, end in tail.path.parts()], text)
     expected = list[int]()
     while size and len(expected) < count:
@@ -59,16 +59,16 @@ def test_a_draft_goes_on_like_the_longest_ngram_and_of_those_the_last(tail: Segm
 def test_a_growing_tail_is_looked_through_up_to_where_it_is_known(
     tail: Segment, more: list[int], data: st.DataObject
 ) -> None:
-    text, indexes = tail.path.token_ids().tolist(), Indexes()
+    text, indexes = tail.path.token_ids().tolist(), NgramIndexes()
     for segment in tail.before.segments:
         indexes.enter(segment, segment.end)
-    drafts = Drafts(tail, indexes)
+    drafts = NgramDrafter(tail, indexes)
     for token_id in more:
-        assert drafts.draft(tail.end, 3) == Drafts(tail, indexes).draft(tail.end, 3)
+        assert drafts.draft(tail.end, 3) == NgramDrafter(tail, indexes).draft(tail.end, 3)
         known = tail.end
         refused = data.draw(TOKENS)
         tail.extend(refused)
-        assert drafts.draft(known, 3) == Drafts(tail, indexes).draft(known, 3)
+        assert drafts.draft(known, 3) == NgramDrafter(tail, indexes).draft(known, 3)
         tail.cut(known)
         tail.extend([token_id])
         text.append(token_id)
@@ -84,7 +84,7 @@ def test_a_growing_tail_is_looked_through_up_to_where_it_is_known(
 )
 def test_tables_take_eight_bytes_per_token_whenever_one_looks(seed: int, vocabulary: int, chunks: list[int]) -> None:
     token_ids = np.random.default_rng(seed).integers(0, vocabulary, sum(chunks)).tolist()
-    segment = segment_of(0, Path(), token_ids)
+    segment = segment_of(0, TokenPath(), token_ids)
     index, count = SegmentIndex(segment.token_ids), 0
     for chunk in chunks:
         count += chunk
@@ -107,13 +107,13 @@ def test_drafts_from_tables_are_text_that_the_fork_has(seed: int, vocabulary: in
     end = 1 + int(share * (count - 1))
     text = random.integers(0, vocabulary, end).tolist()
     later = [text[i % end] if i % 4 else 100_000 + i for i in range(count - end)]
-    parent = segment_of(0, Path(), text + later)
-    indexes = Indexes()
+    parent = segment_of(0, TokenPath(), text + later)
+    indexes = NgramIndexes()
     for stop in (*range(0, count, 1700), count):
         indexes.enter(parent, stop)
     place = int(random.integers(0, end))
     tail = segment_of(1, parent.path.cut(end), text[max(0, place - 20) : place + 1])
-    draft = Drafts(tail, indexes).draft(tail.end, 5)
+    draft = NgramDrafter(tail, indexes).draft(tail.end, 5)
     whole = text + list(tail.token_ids)
     suffix, found = whole[len(whole) - draft.size :], list(draft.token_ids)
     places = [i for i in range(len(whole) - draft.size) if whole[i : i + draft.size] == suffix]

@@ -10,7 +10,7 @@ from longleaf.errors import DataLoss, InvalidArgument
 from longleaf.positions import Rope
 from longleaf.storage.context_note import ContextNote, decode_note, encode_note
 from longleaf.storage.envelope import seal, unseal
-from longleaf.storage.manifest import KIND, VERSION, Piece, SegmentManifest, decode_manifest, encode_manifest
+from longleaf.storage.manifest import KIND, VERSION, PieceRef, SegmentManifest, decode_manifest, encode_manifest
 from longleaf.storage.names import Attempt, NotePlace, attempt_of_manifest, attempt_of_piece, place_of_note
 from tests.support.kept_segments import manifest_of
 
@@ -29,7 +29,7 @@ def manifests(draw) -> SegmentManifest:
     for run in zip(bounds[:-1], bounds[1:], strict=True):
         runs.setdefault(draw(st.integers(0, 3)), []).append(run)
     attempt = Attempt(draw(IDS), draw(IDS), draw(IDS))
-    windows = Piece(
+    windows = PieceRef(
         attempt.windows(0), ((draw(st.integers(start, start + num_tokens - 1)), start + num_tokens),), 1, "ff"
     )
     return SegmentManifest(
@@ -41,7 +41,7 @@ def manifests(draw) -> SegmentManifest:
         start=start,
         num_tokens=num_tokens,
         rope=Rope(draw(st.integers(0, 2**31)), draw(st.booleans())),
-        pieces=tuple(Piece(attempt.piece(i), tuple(some), 7, "aa") for i, some in runs.items()),
+        pieces=tuple(PieceRef(attempt.piece(i), tuple(some), 7, "aa") for i, some in runs.items()),
         windows=draw(st.sampled_from([None, windows])),
         token_ids=draw(st.binary(min_size=4 * num_tokens, max_size=4 * num_tokens)),
     )
@@ -84,7 +84,7 @@ def test_what_contradicts_itself_is_refused(manifest):
         "start": {"parent": None if manifest.start else "before"},
         "token_ids": {"token_ids": manifest.token_ids[:-1]},
         "pieces": {"pieces": (stranger, *pieces[1:])},
-        "windows": {"windows": Piece(Attempt(manifest.service, manifest.segment, "1").windows(0), (), 1, "")},
+        "windows": {"windows": PieceRef(Attempt(manifest.service, manifest.segment, "1").windows(0), (), 1, "")},
     }
     for field, change in wrong.items():
         with pytest.raises(InvalidArgument) as caught:
@@ -104,7 +104,7 @@ def test_windows_of_other_segments_are_refused(manifest, past):
     start, end = manifest.start, manifest.start + manifest.num_tokens
     for run in ((start - past, end), (start - past, start), (start, end + past)):
         with pytest.raises(InvalidArgument, match="windows: ") as caught:
-            replace(manifest, windows=Piece(name, (run,), 1, "")).check()
+            replace(manifest, windows=PieceRef(name, (run,), 1, "")).check()
         assert caught.value.field == "windows"
 
 

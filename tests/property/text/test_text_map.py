@@ -16,7 +16,7 @@ from coordinator.text.checkpoint import Checkpoint
 from coordinator.text.encoder import Encoder, WindowSizes
 from coordinator.text.template import DirectRenderer
 from coordinator.text.text_map import TextMap
-from coordinator.text.token_offsets import Starts
+from coordinator.text.token_offsets import TokenOffsets
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.config import embedded_model
 from longleaf.document_text import DocumentText, packed
@@ -56,7 +56,7 @@ def texts() -> st.SearchStrategy[str]:
 def document(name: str, text: str, cuts: list[int], lead: int) -> DocumentPart:
     """A text as it is ingested in these pieces, with so many ids before it."""
     tokenizer = tokenizer_of(name)
-    encoder = Encoder(tokenizer._plain, [0] * lead, sizes=SMALL, starts=Starts(lead, tokenizer.alphabet.spell))
+    encoder = Encoder(tokenizer._plain, [0] * lead, sizes=SMALL, starts=TokenOffsets(lead, tokenizer.alphabet.spell))
     ends = sorted(cut % (len(text) + 1) for cut in cuts)
     for start, end in zip([0, *ends], [*ends, len(text)], strict=True):
         encoder.push(text[start:end])
@@ -162,7 +162,7 @@ def test_another_intake_goes_on(text: str, cut: int) -> None:
     whole = document(name, text, [], 2)
 
     def encoder() -> Encoder:
-        return Encoder(tokenizer._plain, [0, 0], sizes=SMALL, starts=Starts(2, tokenizer.alphabet.spell))
+        return Encoder(tokenizer._plain, [0, 0], sizes=SMALL, starts=TokenOffsets(2, tokenizer.alphabet.spell))
 
     first, second = encoder(), encoder()
     first.push(text[: cut % (len(text) + 1)])

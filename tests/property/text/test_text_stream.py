@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 
-from coordinator.text.detokenizer import MAX_OPEN_TOKENS, MAX_SILENT_TOKENS, Alphabet, Piece, TextStream
+from coordinator.text.detokenizer import MAX_OPEN_TOKENS, MAX_SILENT_TOKENS, Alphabet, TextDelta, TextStream
 from coordinator.text.stop_strings import Match, StopStrings
 from tests.support.service import byte_tokenizer
 from tests.support.tokenizers import MERGES, metaspace_tokenizer
@@ -34,9 +34,9 @@ IDS = {
 cases = st.sampled_from(sorted(TOKENIZERS)).flatmap(lambda name: st.tuples(st.just(name), IDS[name]))
 
 
-def stream(alphabet: Alphabet, token_ids: list[int], stops: tuple[str, ...] = ()) -> tuple[list[Piece], str]:
+def stream(alphabet: Alphabet, token_ids: list[int], stops: tuple[str, ...] = ()) -> tuple[list[TextDelta], str]:
     text = TextStream(alphabet, stops)
-    pieces: list[Piece] = []
+    pieces: list[TextDelta] = []
     for token_id in token_ids:
         if (piece := text.push(token_id)) is not None:
             pieces.append(piece)
@@ -168,4 +168,4 @@ def test_text_comes_as_soon_as_it_is_certain() -> None:
     text = TextStream(alphabet_of(tokenizer), ("stop",))
     told = [text.push(token_id) for token_id in tokenizer.encode("é, st").ids]
     assert [piece.text if piece else None for piece in told] == ["é", ",", " ", None, None]
-    assert text.finish() == Piece(3, tuple(tokenizer.encode("st").ids), "st")
+    assert text.finish() == TextDelta(3, tuple(tokenizer.encode("st").ids), "st")

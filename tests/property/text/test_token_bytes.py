@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders as decoding
 
 from coordinator import engine_messages
-from coordinator.handlers.response_assembler import Answer
+from coordinator.handlers.response_assembler import ResponseAssembler
 from coordinator.text.detokenizer import Alphabet
 from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
@@ -74,7 +74,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]
 def joined(alphabet: Alphabet, token_ids: list[int], end_tokens: frozenset[int] = frozenset()) -> tuple[bytes, str]:
     """The bytes that a client is told, and the text, of an answer of these ids."""
     request = Generate(input="", sampling=Sampling(num_logprobs=1), with_token_bytes=True)
-    answer = Answer("id", request, alphabet, end_tokens, lambda: 0.0, exactness_note="")
+    answer = ResponseAssembler("id", request, alphabet, end_tokens, lambda: 0.0, exactness_note="")
     told = [Token(token_id, Logprobs(-1.0, (TokenLogprob(token_id, -1.0),))) for token_id in token_ids]
     said = [engine_messages.Tokens(i, (token,)) for i, token in enumerate(told)]
     found = [m for event in [*said, engine_messages.Ended("length", 1, 0, 1, 0, 0, 0)] for m in answer.take(event)]
@@ -152,7 +152,7 @@ def test_no_bytes_are_made_when_nobody_asks() -> None:
 
     alphabet = Alphabet(decode=lambda token_ids: "x" * len(token_ids), spell=spell)
     request = Generate(input="", sampling=Sampling(num_logprobs=1))
-    answer = Answer("id", request, alphabet, frozenset(), lambda: 0.0, exactness_note="")
+    answer = ResponseAssembler("id", request, alphabet, frozenset(), lambda: 0.0, exactness_note="")
     [delta] = answer.take(engine_messages.Tokens(0, (Token(5, Logprobs(-1.0, (TokenLogprob(5, -1.0),))),)))
     assert isinstance(delta, Delta)
     assert (delta.logprobs[0].token_bytes, delta.logprobs[0].top[0].token_bytes) == (None, None)

@@ -8,7 +8,7 @@ from longleaf.positions import EVERY_RANK
 from longleaf.rank_protocol.group_messages import SegmentLayout
 from longleaf.rank_protocol.step import Transfer
 from longleaf.runs import Run, ceil_div
-from workers.kv_cache.block_table import Held, Ledger
+from workers.kv_cache.block_table import BlockTable, SegmentSlots
 
 BLOCK = 4
 RANGES = st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda pair: (pair[0], pair[0] + pair[1]))
@@ -34,7 +34,7 @@ def slots_of(run):
     st.tuples(st.integers(-1, 90), st.integers(-1, 90)),
 )
 def test_what_is_held_is_what_was_put_last(puts, asked):
-    held, model = Held(), dict[int, int]()
+    held, model = SegmentSlots(), dict[int, int]()
     for number, ((start, end), is_put, step) in enumerate(puts):
         model = {slot: position for slot, position in model.items() if not start <= position < end}
         if is_put:
@@ -51,7 +51,7 @@ def test_what_is_held_is_what_was_put_last(puts, asked):
 
 def test_a_run_that_comes_in_the_middle_leaves_those_behind_it():
     """What vanished here was missing in every answer, without an error."""
-    held = Held()
+    held = SegmentSlots()
     for start in (0, 256, 512, 768, 128):
         held.put(run_at(start, start + 128, first_block=start), BLOCK)
     assert [(extent.start, extent.end) for extent in held.extents] == [
@@ -62,7 +62,7 @@ def test_a_run_that_comes_in_the_middle_leaves_those_behind_it():
 
 
 def test_a_run_that_grew_is_there_once():
-    held = Held()
+    held = SegmentSlots()
     held.put(Run(0, 5, 8, (7,)), BLOCK)
     held.put(Run(0, 5, 12, (7, 3)), BLOCK)
     assert table_of(held.extents) == {28: 5, 29: 6, 30: 7, 31: 8, 12: 9, 13: 10, 14: 11}
@@ -76,7 +76,7 @@ def positions(ledger, path, end, rank):
 
 
 def test_a_segment_starts_where_the_layout_says_though_its_first_run_was_lost():
-    ledger = Ledger(0, BLOCK)
+    ledger = BlockTable(0, BLOCK)
     ledger.replace([SegmentLayout(3, 0, (SECOND,)), SegmentLayout(4, 12, ())])
     assert ledger.parts((3, 4), 20) == [(3, 0, 12), (4, 12, 20)]
     assert positions(ledger, (3, 4), 20, 0) == [8, 9, 10, 11]
@@ -86,7 +86,7 @@ def test_a_segment_starts_where_the_layout_says_though_its_first_run_was_lost():
 
 def test_what_is_read_again_is_seen_once_the_layout_told_the_start_and_not_when_it_is_guessed():
     """A guess from the runs that were left: the keys of the first one are there, and nobody looks for them."""
-    told, guessed = Ledger(0, BLOCK), Ledger(0, BLOCK)
+    told, guessed = BlockTable(0, BLOCK), BlockTable(0, BLOCK)
     told.replace([SegmentLayout(3, 0, (SECOND,))])
     guessed.put(3, [SECOND])
     seen = []
@@ -98,7 +98,7 @@ def test_what_is_read_again_is_seen_once_the_layout_told_the_start_and_not_when_
 
 
 def test_a_layout_is_all_that_is_held():
-    ledger = Ledger(0, BLOCK)
+    ledger = BlockTable(0, BLOCK)
     ledger.put(3, [FIRST], [run_at(4, 8, EVERY_RANK)])
     ledger.put(5, [run_at(0, 8, 0, 30)])
     ledger.replace([SegmentLayout(3, 0, (SECOND, THIRD), (run_at(10, 20, EVERY_RANK, 2),))])
@@ -112,7 +112,7 @@ def test_a_layout_is_all_that_is_held():
 
 
 def test_runs_move_to_where_they_are_told_and_no_others():
-    ledger = Ledger(0, BLOCK)
+    ledger = BlockTable(0, BLOCK)
     ledger.replace([SegmentLayout(3, 0, (FIRST, SECOND, THIRD))])
     half = Transfer(3, Run(0, 12, 16, (2,)), Run(2, 12, 16, (6,)))
     ledger.move([half, Transfer(3, FIRST, Run(0, 0, 8, (11, 30)))])
@@ -125,7 +125,7 @@ def test_runs_move_to_where_they_are_told_and_no_others():
 
 
 def test_a_run_that_moved_grows_at_its_new_place():
-    ledger = Ledger(0, BLOCK)
+    ledger = BlockTable(0, BLOCK)
     ledger.replace([SegmentLayout(3, 0, (FIRST, SECOND, THIRD))])
     ledger.move([Transfer(3, THIRD, Run(0, 16, 20, (7,)))])
     ledger.put(3, [grown := Run(0, 16, 22, (7, 8))])
@@ -144,7 +144,7 @@ def test_a_run_that_moved_grows_at_its_new_place():
     ids=["of another rank", "in other blocks", "longer than it is", "of a segment that is none"],
 )
 def test_nothing_moves_when_one_run_is_not_there(wrong):
-    ledger = Ledger(0, BLOCK)
+    ledger = BlockTable(0, BLOCK)
     ledger.replace([SegmentLayout(3, 0, (FIRST, SECOND, THIRD))])
     before = [list(ledger.extents((3,), 0, 20, rank)) for rank in range(2)]
     with pytest.raises(ValueError, match="not there"):
@@ -155,7 +155,7 @@ def test_nothing_moves_when_one_run_is_not_there(wrong):
 @given(RANGES.filter(lambda pair: pair[0] < pair[1]), st.integers(0, 90), st.booleans())
 def test_what_was_cut_back_is_held_nowhere(positions, end, is_window):
     start, last = positions
-    ledger, runs = Ledger(0, BLOCK), (run_at(start, last, rank=0), run_at(last, last + 3, rank=1, first_block=50))
+    ledger, runs = BlockTable(0, BLOCK), (run_at(start, last, rank=0), run_at(last, last + 3, rank=1, first_block=50))
     windows = (run_at(start, last + 3, EVERY_RANK, 80),) if is_window else ()
     ledger.put(7, runs, windows)
     ledger.put(8, (run_at(0, 9, rank=1),))
@@ -168,7 +168,7 @@ def test_what_was_cut_back_is_held_nowhere(positions, end, is_window):
 
 
 def test_a_segment_is_cut_back_of_which_a_rank_has_given_everything_away():
-    ledger = Ledger(0, BLOCK)
+    ledger = BlockTable(0, BLOCK)
     ledger.put(3, (FIRST, SECOND))
     ledger.move([Transfer(3, FIRST, Run(0, FIRST.start, FIRST.end, (8, 9)))])
     ledger.cut_back(3, 9)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.sampling.one_by_one import History, adjusted
-from longleaf.rank_protocol.step import Row, Seen, Terms
+from longleaf.rank_protocol.step import PenaltyHistory, Row, SamplingTerms
 from longleaf.sampling import Sampling
 from workers.sampling import distribution
 from workers.sampling.device_sampler import DeviceSampler
@@ -34,11 +34,11 @@ logits = st.one_of(
     st.lists(st.floats(-30, 30, width=32), min_size=V, max_size=V),
     st.lists(st.sampled_from([0.0, torch.nan, torch.inf, -torch.inf]), min_size=V, max_size=V),
 )
-seen = st.builds(Seen, st.sets(ids, max_size=5).map(tuple), st.lists(ids, max_size=5).map(tuple))
+seen = st.builds(PenaltyHistory, st.sets(ids, max_size=5).map(tuple), st.lists(ids, max_size=5).map(tuple))
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 
 
-def defined(logits_V: torch.Tensor, sampling: Sampling, told: Seen, token_index: int) -> int:
+def defined(logits_V: torch.Tensor, sampling: Sampling, told: PenaltyHistory, token_index: int) -> int:
     scores_V = adjusted(logits_V, sampling, History(told, V) if sampling.has_penalties else None)
     if sampling.is_greedy:
         return int(scores_V.argmax())
@@ -50,10 +50,10 @@ def defined(logits_V: torch.Tensor, sampling: Sampling, told: Seen, token_index:
 )
 @settings(max_examples=200, deadline=None)
 def test_rows_drawn_together_are_those_of_the_definition(
-    asked: list[tuple[Sampling, list[float], Seen]], index: int, dtype: torch.dtype
+    asked: list[tuple[Sampling, list[float], PenaltyHistory]], index: int, dtype: torch.dtype
 ) -> None:
     rows = [
-        Row(i, (0,), index, (), (), index, Terms(sampling, told if sampling.has_penalties else None))
+        Row(i, (0,), index, (), (), index, SamplingTerms(sampling, told if sampling.has_penalties else None))
         for i, (sampling, _, told) in enumerate(asked)
     ]
     logits_RV = torch.tensor([values for _, values, _ in asked]).to(dtype)

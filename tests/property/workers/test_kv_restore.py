@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 
 from longleaf.comm.counting import CountingComm
 from longleaf.comm.loopback import loopback
-from longleaf.errors import KeysMissing
+from longleaf.errors import PieceNotFetched
 from longleaf.positions import EVERY_RANK
-from longleaf.rank_protocol.step import Portion, Restore
+from longleaf.rank_protocol.step import Restore, RestorePortion
 from longleaf.runs import Run, ceil_div
 from tests.support.on_threads import on_ends
 from tests.support.pools import BLOCK, NUM_BLOCKS, NUM_WINDOW_BLOCKS, POOLS, filled
 from workers.kv_cache.block_bytes import Content
-from workers.kv_cache.block_table import Ledger
-from workers.kv_io.kv_piece import Copy, Piece
+from workers.kv_cache.block_table import BlockTable
+from workers.kv_io.kv_piece import HostCopy, KvPiece
 from workers.step.kv_restore import restore
 
 SEGMENT, START, BEFORE = 4, 7, 3
@@ -27,7 +27,7 @@ WINDOWED = ("windows apart", "int8 windows apart", "windows alone")
 class Rank:
     def __init__(self, name, seed, number):
         self.pool = filled(POOLS[name], seed)
-        self.ledger = Ledger(number, BLOCK)
+        self.ledger = BlockTable(number, BLOCK)
         self.pieces = {}
 
     def slots(self, end, rank):
@@ -67,12 +67,12 @@ def windows(dice, end):
 
 
 def saved(rank, runs, of_windows=False):
-    return b"".join(Copy(rank.pool, runs, of_windows=of_windows).parts())
+    return b"".join(HostCopy(rank.pool, runs, of_windows=of_windows).parts())
 
 
 def fetch(rank, ticket, data, runs, of_windows=False):
     ranges = [(run.start, run.end) for run in runs]
-    rank.pieces[ticket] = Piece("piece", data, rank.pool, ranges, of_windows=of_windows)
+    rank.pieces[ticket] = KvPiece("piece", data, rank.pool, ranges, of_windows=of_windows)
 
 
 def pieces_of(dice, name, length, num_ranks):
@@ -106,7 +106,7 @@ def portions_of(dice, pieces, num_ranks):
                 rank = dice.choice([rank for rank in range(num_ranks) if free[rank]])
                 new = Run(rank, start, min(start + BLOCK, run.end), (free[rank].pop(),))
                 found.setdefault((ticket, rank), []).append(new)
-    portions = [Portion(ticket, tuple(runs)) for (ticket, _), runs in found.items()]
+    portions = [RestorePortion(ticket, tuple(runs)) for (ticket, _), runs in found.items()]
     return tuple(dice.sample(portions, len(portions)))
 
 
@@ -187,9 +187,9 @@ def group(size=2):
 @pytest.mark.parametrize(
     ("portions", "told"),
     [
-        ((Portion(0, (RUN,)), Portion(3, (OTHER,))), "rank 1 has not fetched under ticket 3"),
-        ((Portion(0, (Run(0, START, START + 5, (1, 2)),)),), "rank 0 has not fetched under ticket 0"),
-        ((Portion(0, (Run(1, START + 6, START + 9, (1,)),)),), "rank 1 has not fetched under ticket 0"),
+        ((RestorePortion(0, (RUN,)), RestorePortion(3, (OTHER,))), "rank 1 has not fetched under ticket 3"),
+        ((RestorePortion(0, (Run(0, START, START + 5, (1, 2)),)),), "rank 0 has not fetched under ticket 0"),
+        ((RestorePortion(0, (Run(1, START + 6, START + 9, (1,)),)),), "rank 1 has not fetched under ticket 0"),
     ],
     ids=["another ticket", "a part of a block", "past its end"],
 )
@@ -198,30 +198,30 @@ def test_what_was_not_fetched_is_named_on_every_rank(portions, told):
 
     def refused(comm):
         rank = ranks[comm.rank]
-        with pytest.raises(KeysMissing, match=told):
+        with pytest.raises(PieceNotFetched, match=told):
             restore(Restore(SEGMENT, START, portions), comm, rank.pool, rank.ledger, rank.pieces.get)
 
     on_ends(loopback(2), refused)
     assert [rank.ledger.parts((BEFORE,), 99) for rank in ranks] == [[(BEFORE, 0, 99)]] * 2
-    carry_out(Restore(SEGMENT, START, (Portion(0, (RUN,)), Portion(0, (OTHER,)))), ranks)
+    carry_out(Restore(SEGMENT, START, (RestorePortion(0, (RUN,)), RestorePortion(0, (OTHER,)))), ranks)
 
 
 def test_a_window_is_not_taken_for_something_else():
     ranks = group(1)
-    with pytest.raises(KeysMissing):
+    with pytest.raises(PieceNotFetched):
         carry_out(Restore(SEGMENT, START, (), (Run(EVERY_RANK, START, START + 6, (1, 2)),), 0), ranks)
 
 
 @pytest.mark.parametrize(
     "portions",
     [
-        (Portion(0, (RUN, OTHER)),),
-        (Portion(0, ()),),
-        (Portion(0, (Run(2, START, START + 6, (1, 2)),)),),
-        (Portion(0, (RUN,)), Portion(1, (Run(0, START + 6, START + 8, (2,)),))),
-        (Portion(0, (RUN,)), Portion(1, (Run(1, START, START + 6, (1, 2)),))),
-        (Portion(0, (Run(0, START, START + 6, (1,)),)),),
-        (Portion(0, (Run(0, START - 1, START + 2, (1,)),)),),
+        (RestorePortion(0, (RUN, OTHER)),),
+        (RestorePortion(0, ()),),
+        (RestorePortion(0, (Run(2, START, START + 6, (1, 2)),)),),
+        (RestorePortion(0, (RUN,)), RestorePortion(1, (Run(0, START + 6, START + 8, (2,)),))),
+        (RestorePortion(0, (RUN,)), RestorePortion(1, (Run(1, START, START + 6, (1, 2)),))),
+        (RestorePortion(0, (Run(0, START, START + 6, (1,)),)),),
+        (RestorePortion(0, (Run(0, START - 1, START + 2, (1,)),)),),
     ],
     ids=["two ranks", "nothing", "nobody", "a block twice", "positions twice", "too few blocks", "before it starts"],
 )
@@ -242,10 +242,10 @@ def test_what_makes_no_sense_restores_nothing(portions):
 
 def test_what_is_held_is_not_restored():
     ranks = group()
-    carry_out(Restore(SEGMENT, START, (Portion(0, (RUN,)),)), ranks)
+    carry_out(Restore(SEGMENT, START, (RestorePortion(0, (RUN,)),)), ranks)
     for start, portion in [
-        (START, Portion(0, (Run(1, START + 3, START + 6, (1,)),))),
-        (START + 1, Portion(0, (OTHER,))),
+        (START, RestorePortion(0, (Run(1, START + 3, START + 6, (1,)),))),
+        (START + 1, RestorePortion(0, (OTHER,))),
     ]:
         with pytest.raises(ValueError, match="is held where|does not start"):
             carry_out(Restore(SEGMENT, start, (portion,)), ranks)

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.kv_cache.block_placer import Placer
+from coordinator.kv_cache.block_placer import BlockPlacer
 from longleaf.runs import Run
-from workers.kv_cache.block_table import Ledger, stretches
+from workers.kv_cache.block_table import BlockTable, stretches
 
 BLOCK = 3
 NUM_BLOCKS = 200
@@ -38,7 +38,7 @@ class Tree:
 def trees(draw: st.DrawFn) -> Tree:
     """Each new segment continues an earlier one, from any position of it on."""
     world_size = draw(st.integers(1, 3))
-    placer = Placer([NUM_BLOCKS] * world_size, BLOCK)
+    placer = BlockPlacer([NUM_BLOCKS] * world_size, BLOCK)
     reservation = placer.reserve(placer.num_blocks)
     assert reservation is not None
     tree = Tree(world_size, [], [], [], [])
@@ -60,8 +60,8 @@ def trees(draw: st.DrawFn) -> Tree:
     return tree
 
 
-def told(tree: Tree, rank: int) -> Ledger:
-    ledger = Ledger(rank, BLOCK)
+def told(tree: Tree, rank: int) -> BlockTable:
+    ledger = BlockTable(rank, BLOCK)
     for number, runs in enumerate(tree.runs):
         for run in runs:
             ledger.put(number, [run])
@@ -95,7 +95,7 @@ def test_stretches_hold_each_position_of_a_path_once(tree: Tree, data: st.DataOb
 
 
 def test_a_segment_that_was_released_may_come_again_elsewhere() -> None:
-    ledger = Ledger(0, BLOCK)
+    ledger = BlockTable(0, BLOCK)
     ledger.put(7, [Run(0, 5, 8, (1,))])
     ledger.release([7])
     ledger.put(1, [Run(0, 0, 6, (2, 3))])

@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from longleaf.merge import MERGES
-from longleaf.positions import Reach
+from longleaf.positions import AttentionSpan
 from longleaf.runs import Run
 from tests.support.attention.dealt import Case, cases, decode, lose, prefill, read
 from tests.support.attention.dense import reaches, visible
@@ -45,9 +45,9 @@ FULL = {"seed": 0, "softcap": None, "has_sink": False, "world_size": 3}
 
 @settings(max_examples=60, deadline=None)
 @given(case=cases(most_new=60), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
-@example(Case(lengths=(36,), spec=LayerSpec(8, 1, 16, Reach()), **FULL), torch.float32)
-@example(Case(lengths=(90, 6), spec=LayerSpec(2, 2, 16, Reach()), **FULL), torch.float32)
-@example(Case(lengths=(90, 6), spec=LayerSpec(4, 1, 16, Reach(), latent_dim=8), **FULL), torch.float32)
+@example(Case(lengths=(36,), spec=LayerSpec(8, 1, 16, AttentionSpan()), **FULL), torch.float32)
+@example(Case(lengths=(90, 6), spec=LayerSpec(2, 2, 16, AttentionSpan()), **FULL), torch.float32)
+@example(Case(lengths=(90, 6), spec=LayerSpec(4, 1, 16, AttentionSpan(), latent_dim=8), **FULL), torch.float32)
 def test_auto_sends_what_is_fewer_bytes(case, dtype):
     queries, keys, auto = (prefill(case, way, dtype=dtype)[1] for way in ("queries", "keys", "auto"))
     assert len(queries) == len(keys) == 1, "all ranks send alike"
@@ -55,7 +55,7 @@ def test_auto_sends_what_is_fewer_bytes(case, dtype):
 
 
 def test_beyond_what_may_be_gathered_the_queries_travel(monkeypatch):
-    case = Case(lengths=(36,), spec=LayerSpec(8, 1, 16, Reach()), **FULL)
+    case = Case(lengths=(36,), spec=LayerSpec(8, 1, 16, AttentionSpan()), **FULL)
     queries, keys = (prefill(case, way)[1] for way in ("queries", "keys"))
     assert min(keys) < min(queries)
     monkeypatch.setattr("workers.step.gathered_prefill.MAX_GATHERED", 3 * 12 - 1)

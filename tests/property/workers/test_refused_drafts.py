@@ -8,15 +8,15 @@ from torch.nn.functional import pad
 
 from longleaf.kernels.cpu.compiled import Compiled
 from longleaf.kernels.cpu.flash import Flash
-from longleaf.positions import Reach
+from longleaf.positions import AttentionSpan
 from longleaf.rank_protocol.step import Row
 from workers.cuda_graphs.tokens import FixedTokens
 from workers.kv_cache.quantized import QuantizedPool
 from workers.model.model import LayerSpec
-from workers.step.draft_rollback import DraftedBlocks, Stored, drafted_among
+from workers.step.draft_rollback import DraftedBlocks, StoredKv, drafted_among
 
 BLOCK, NUM_BLOCKS, HEADS, DIM = 8, 6, 2, 16
-LAYERS = {0: LayerSpec(4, HEADS, DIM, Reach()), 1: LayerSpec(4, HEADS, DIM, Reach(window=6))}
+LAYERS = {0: LayerSpec(4, HEADS, DIM, AttentionSpan()), 1: LayerSpec(4, HEADS, DIM, AttentionSpan(window=6))}
 BUCKET = 32
 BACKENDS = pytest.mark.parametrize("backend", [Compiled(), Flash()], ids=lambda backend: backend.name)
 SEQUENCES = st.lists(
@@ -55,7 +55,7 @@ def fixed_tokens(seed):
     fixed, generator = FixedTokens(), torch.Generator().manual_seed(seed)
     for layer in LAYERS:
         parts = (torch.randn(HEADS, 2 * BUCKET, DIM, generator=generator) for _ in range(2))
-        fixed.note(layer, Stored(torch.zeros(2 * BUCKET, dtype=torch.long), *parts))
+        fixed.note(layer, StoredKv(torch.zeros(2 * BUCKET, dtype=torch.long), *parts))
     return fixed
 
 
@@ -107,11 +107,11 @@ def test_a_pool_is_as_if_refused_drafts_had_never_been_stored(backend, asked, se
         is_windowed = layer == 1 and window_blocks is not None
         slots_T = torch.tensor(window_slots if is_windowed else slots)
         pool.store(backend, layer, slots_T, k, v)
-        drafted.note(layer, Stored(slots_T, k, v))
+        drafted.note(layer, StoredKv(slots_T, k, v))
         trash = pool.window_trash_slot if is_windowed else pool.trash_slot
         padding = BUCKET - len(slots_T)
         fixed.note(
-            layer, Stored(pad(slots_T, (0, padding), value=trash), *(pad(t, (0, 0, 0, padding)) for t in (k, v)))
+            layer, StoredKv(pad(slots_T, (0, padding), value=trash), *(pad(t, (0, 0, 0, padding)) for t in (k, v)))
         )
     if is_fixed:
         drafted.stored = fixed.of(BUCKET)

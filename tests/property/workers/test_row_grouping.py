@@ -9,16 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from coordinator.kv_cache.block_placer import Placer
+from coordinator.kv_cache.block_placer import BlockPlacer
 from longleaf.attention.masks import Reads
 from longleaf.kernels.dense import Dense
-from longleaf.merge import Wire
-from longleaf.positions import Reach
+from longleaf.merge import PartialCodec
+from longleaf.positions import AttentionSpan
 from longleaf.rank_protocol.step import Decode, Positions, Row
 from longleaf.runs import Run
 from tests.support.attention.dense import reaches, visible
-from workers.kv_cache.block_table import Ledger
-from workers.kv_cache.slots import Pool
+from workers.kv_cache.block_table import BlockTable
+from workers.kv_cache.slots import FloatKvPool
 from workers.model.model import LayerSpec
 from workers.step.gathered_prefill import PastBuilder
 from workers.step.inputs import InputBuilder, Inputs
@@ -38,7 +38,7 @@ class Forest:
         self.can_hide = can_hide
         self.world_size = world_size
         self.dice = random.Random(seed)
-        self.placer = Placer([NUM_BLOCKS] * world_size, BLOCK)
+        self.placer = BlockPlacer([NUM_BLOCKS] * world_size, BLOCK)
         self.reservation = self.placer.reserve(self.placer.num_blocks)
         self.paths: list[tuple[int, ...]] = []
         self.runs: list[tuple[Run, ...]] = []
@@ -73,20 +73,20 @@ class Forest:
         edges = sorted(self.dice.sample(range(end + 1), min(end + 1, 2 * self.dice.randint(0, 3))))
         return tuple(zip(edges[::2], edges[1::2], strict=False))
 
-    def inputs(self, rank: int, reach: Reach) -> Inputs:
+    def inputs(self, rank: int, reach: AttentionSpan) -> Inputs:
         make, last_ids = self.builder(rank, reach), self.last_ids()
         return make.decode(Decode(tuple(self.rows)), last_ids)
 
     def last_ids(self) -> HostIds:
         return HostIds({row.sequence: row.sequence * IDS for row in self.rows})
 
-    def builder(self, rank: int, reach: Reach) -> InputBuilder:
+    def builder(self, rank: int, reach: AttentionSpan) -> InputBuilder:
         layers = {0: LayerSpec(2, 1, 8, reach)}
-        pool, ledger = Pool(layers, NUM_BLOCKS, BLOCK, torch.float32, "cpu"), Ledger(rank, BLOCK)
+        pool, ledger = FloatKvPool(layers, NUM_BLOCKS, BLOCK, torch.float32, "cpu"), BlockTable(rank, BLOCK)
         for path, runs in zip(self.paths, self.runs, strict=True):
             ledger.put(path[-1], runs)
         size = self.world_size
-        pasts = PastBuilder(ledger, pool, layers, world_size=size, way="auto", wire=Wire(Dense()))
+        pasts = PastBuilder(ledger, pool, layers, world_size=size, way="auto", wire=PartialCodec(Dense()))
         return InputBuilder(ledger, pool, layers, world_size=size, pasts=pasts)
 
     def slots(self, row: Row, rank: int) -> dict[int, int]:
@@ -134,7 +134,7 @@ def tokens(forest: Forest, inputs: Inputs) -> list[tuple[Row, int]]:
     return [(forest.rows[number], forest.rows[number].start + i) for number, i in by_id]
 
 
-def check(forest: Forest, reach: Reach) -> list[Inputs]:
+def check(forest: Forest, reach: AttentionSpan) -> list[Inputs]:
     """On every rank each row reads each key that it sees, once. Gives the inputs by rank."""
     found = [forest.inputs(rank, reach) for rank in range(forest.world_size)]
     for rank, inputs in enumerate(found):
@@ -189,7 +189,7 @@ def test_each_row_of_a_wide_reach_reads_nothing_that_is_hidden_from_it(forest, r
 @settings(max_examples=120, deadline=None)
 @given(forests())
 def test_keys_that_many_sequences_see_are_in_one_read(forest):
-    for inputs in check(forest, Reach()):
+    for inputs in check(forest, AttentionSpan()):
         sequences: dict[int, set[int]] = {}
         for row, slot in shown(inputs.layers[0].reads):
             sequences.setdefault(slot, set()).add(tokens(forest, inputs)[row][0].sequence)
@@ -200,7 +200,7 @@ def test_keys_that_many_sequences_see_are_in_one_read(forest):
 @settings(max_examples=60, deadline=None)
 @given(forests())
 def test_what_belongs_to_a_row_follows_it(forest):
-    for rank, inputs in enumerate(check(forest, Reach())):
+    for rank, inputs in enumerate(check(forest, AttentionSpan())):
         rows = tokens(forest, inputs)
         assert inputs.positions_T.tolist() == [position for _, position in rows]
         trash = NUM_BLOCKS * BLOCK
@@ -216,7 +216,7 @@ def test_what_rows_see_together_is_read_once_though_they_hide_different_things()
     for i in range(4):
         forest.add_row(document, 3, 1, at_end=True)
         forest.rows[-1] = replace(forest.rows[-1], hidden=((100 * i, 100 * i + 50),))
-    (inputs,) = check(forest, Reach())
+    (inputs,) = check(forest, AttentionSpan())
     num_apart = 2 * 50  # by the rows before and behind the one that hides, except for the first and the last one
     assert inputs.layers[0].reads.num_keys == 1000 + num_apart + 4 * 4
 
@@ -229,17 +229,17 @@ def test_rows_that_hide_many_different_things_have_no_more_reads_together_than_a
         edges = sorted(dice.sample(range(7000), 512))
         hidden = tuple(zip(edges[::2], edges[1::2], strict=True))
         forest.rows[-1] = replace(forest.rows[-1], hidden=hidden)
-    (inputs,) = check(forest, Reach())
+    (inputs,) = check(forest, AttentionSpan())
     tails = 2
     assert len(inputs.layers[0].reads) <= 16 * (256 + 1 + tails)
 
 
 SHARED = [
-    (Reach(), True),
-    (Reach(2 * MIN_SHARED), True),
-    (Reach(MIN_SHARED), False),
-    (Reach(section=4 * MIN_SHARED), True),
-    (Reach(section=2 * MIN_SHARED), False),
+    (AttentionSpan(), True),
+    (AttentionSpan(2 * MIN_SHARED), True),
+    (AttentionSpan(MIN_SHARED), False),
+    (AttentionSpan(section=4 * MIN_SHARED), True),
+    (AttentionSpan(section=2 * MIN_SHARED), False),
 ]
 
 

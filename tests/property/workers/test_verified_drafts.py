@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longleaf.rank_protocol.step import Row, Seen, Terms
+from longleaf.rank_protocol.step import PenaltyHistory, Row, SamplingTerms
 from longleaf.sampling import Sampling
 from workers.sampling.acceptance import NOT_FINITE, NOT_REACHED, reached_ids
 from workers.sampling.device_sampler import DeviceSampler
@@ -39,8 +39,8 @@ def logits_of(num_sequences, seed, broken):
 
 
 def row(sequence, index, sampling=None, draft_ids=()):
-    seen = Seen((1, 2, 3), (4, 4)) if sampling and sampling.has_penalties else None
-    terms = Terms(sampling, seen) if sampling else None
+    seen = PenaltyHistory((1, 2, 3), (4, 4)) if sampling and sampling.has_penalties else None
+    terms = SamplingTerms(sampling, seen) if sampling else None
     return Row(sequence, (0,), 9, (), (), index, terms, draft_ids=draft_ids)
 
 

@@ -9,20 +9,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.kv_cache.block_placer import Placer
+from coordinator.kv_cache.block_placer import BlockPlacer
 from longleaf.attention import reference
 from longleaf.comm.counting import CountingComm
 from longleaf.comm.loopback import loopback_groups
 from longleaf.kernels.backend import lies_in
 from longleaf.kernels.cpu.compiled import Compiled
-from longleaf.merge import Wire, make_merge
-from longleaf.positions import Reach, Windows
+from longleaf.merge import PartialCodec, make_merge
+from longleaf.positions import AttentionSpan, WindowSpec
 from longleaf.rank_protocol.step import Decode, Prefill, Row
 from longleaf.topology import Topology
 from tests.support.attention.dense import reaches, visible
-from workers.kv_cache.block_table import Ledger
+from workers.kv_cache.block_table import BlockTable
 from workers.kv_cache.quantized import QuantizedPool
-from workers.kv_cache.slots import Pool
+from workers.kv_cache.slots import FloatKvPool
 from workers.model.hook import LayerCall
 from workers.model.model import LayerSpec
 from workers.step.forward import DecodeStep, Peers, PrefillDone, PrefillStep
@@ -52,7 +52,7 @@ class Move(NamedTuple):
 class Case:
     world_size: int
     seed: int
-    reaches: tuple[Reach, ...]
+    reaches: tuple[AttentionSpan, ...]
     """Of each layer."""
     moves: tuple[Move, ...]
     latent_dim: int | None = None
@@ -69,9 +69,9 @@ class Case:
         return {i: spec for i, spec in self.layers.items() if not spec.reach.is_full}
 
     @property
-    def windows(self) -> Windows:
+    def windows(self) -> WindowSpec:
         reaches = tuple(reach for reach in self.reaches if not reach.is_full)
-        return Windows(reaches=reaches, num_blocks=NUM_BLOCKS)
+        return WindowSpec(reaches=reaches, num_blocks=NUM_BLOCKS)
 
 
 class Rank:
@@ -79,16 +79,18 @@ class Rank:
 
     def __init__(self, case, rank, groups, kind):
         self.pool = kind(case.layers, NUM_BLOCKS, BLOCK, torch.float32, "cpu", NUM_BLOCKS)
-        for tensor in (*self.pool.keys.values(), *self.pool.values.values()) if kind is Pool else ():
+        for tensor in (*self.pool.keys.values(), *self.pool.values.values()) if kind is FloatKvPool else ():
             tensor.fill_(float("nan"))
-        ledger, size = Ledger(rank, BLOCK), case.world_size
+        ledger, size = BlockTable(rank, BLOCK), case.world_size
         sharded = {i: spec for i, spec in case.layers.items() if i not in case.windowed}
         windows = WindowBuilder(ledger, case.windowed, world_size=size, device="cpu")
-        pasts = PastBuilder(ledger, self.pool, sharded, world_size=size, way="auto", wire=Wire(BACKEND))
+        pasts = PastBuilder(ledger, self.pool, sharded, world_size=size, way="auto", wire=PartialCodec(BACKEND))
         self.inputs = InputBuilder(ledger, self.pool, case.layers, world_size=size, pasts=pasts, windows=windows)
         self.comm = CountingComm(groups.world)
         counted = type(groups)(groups.topology, self.comm, self.comm, None)
-        self.peers = Peers(self.comm, make_merge("gather", counted, Wire(BACKEND))) if case.world_size > 1 else None
+        self.peers = (
+            Peers(self.comm, make_merge("gather", counted, PartialCodec(BACKEND))) if case.world_size > 1 else None
+        )
 
     def execute(self, work, tokens):
         """Positions of the rows here, with what each layer finds for them and the bytes that it sent; `tokens` are the
@@ -119,11 +121,11 @@ class Rank:
 class Story:
     """Follows the moves of a case on all ranks."""
 
-    def __init__(self, case, kind=Pool):
+    def __init__(self, case, kind=FloatKvPool):
         self.case = case
         groups = loopback_groups(Topology(("here",) * case.world_size))
         self.ranks = [Rank(case, rank, group, kind) for rank, group in enumerate(groups)]
-        self.placer = Placer([NUM_BLOCKS] * case.world_size, BLOCK, case.windows)
+        self.placer = BlockPlacer([NUM_BLOCKS] * case.world_size, BLOCK, case.windows)
         self.reservation = self.placer.reserve(self.placer.num_blocks)
         self.generator = torch.Generator().manual_seed(case.seed)
         self.paths, self.ends = [], []
@@ -217,7 +219,12 @@ def test_keys_in_8_bits_stay_close_while_blocks_roll(case):
 
 
 def test_rows_exchange_nothing_in_windowed_layers():
-    case = Case(3, 0, (Reach(10), Reach(), Reach(section=10)), (Move(True, 30, -1), *[Move(False, 3, None)] * 4))
+    case = Case(
+        3,
+        0,
+        (AttentionSpan(10), AttentionSpan(), AttentionSpan(section=10)),
+        (Move(True, 30, -1), *[Move(False, 3, None)] * 4),
+    )
     sent = [set(), set(), set()]
     for layer, found, _, num_bytes in list(Story(case).follow()):
         if len(found) == 3:
@@ -227,7 +234,7 @@ def test_rows_exchange_nothing_in_windowed_layers():
 
 
 @pytest.mark.parametrize("length", [61, 400])
-@pytest.mark.parametrize("reach", [Reach(10), Reach(section=10)])
+@pytest.mark.parametrize("reach", [AttentionSpan(10), AttentionSpan(section=10)])
 def test_a_rank_sends_no_more_of_a_chunk_than_a_window(reach, length):
     """What the next piece sees of its own, or what comes next sees of the last one: 9 tokens at most, to 2 others."""
     case = Case(3, 0, (reach, reach), (Move(True, length, -1),))

@@ -22,10 +22,10 @@ from longleaf.rank_protocol.rank_spec import RankSpec
 from longleaf.rank_protocol.step import StepPlan, StepResult
 from longleaf.topology import Topology
 from tests.support.threads import config_for, make_spec
-from workers.cuda_graphs.fakes import RecordedGraphs, Recording
+from workers.cuda_graphs.fakes import OpRecorder, RecordedGraphs
 from workers.cuda_graphs.steps import FixedSteps
 from workers.kv_cache.quantized import QuantizedPool
-from workers.pending import Pending
+from workers.pending import StepHandle
 from workers.rank import Rank
 from workers.sampling.device_sampler import DeviceSampler
 from workers.step.last_tokens import DeviceIds
@@ -60,9 +60,9 @@ class DeviceRank(Rank):
             groups = Groups(groups.topology, comm, comm, None)
         return super().connect(groups, merges)
 
-    def start(self, plan: StepPlan) -> Pending:
+    def start(self, plan: StepPlan) -> StepHandle:
         """Is never done before somebody waits for it, as if the device was slow."""
-        return Pending(lambda: False, super().start(plan).result)
+        return StepHandle(lambda: False, super().start(plan).result)
 
     @property
     def fixed(self) -> FixedSteps | None:
@@ -104,7 +104,7 @@ class DeviceFleet:
             return rank.join(Join(1, 0, "", 0, ("here",)))
         return rank.connect(groups[self.ranks.index(rank)])
 
-    def start(self, plan: StepPlan) -> list[Pending]:
+    def start(self, plan: StepPlan) -> list[StepHandle]:
         return self._together(lambda rank: rank.start(plan))
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -127,7 +127,7 @@ class DeviceFleet:
     def num_captured(self) -> int:
         """Of which so many are replayed."""
         works = [work for rank in self.ranks if rank.fixed for work in rank.fixed._works.values()]
-        return sum(isinstance(getattr(work, "__self__", None), Recording) for work in works)
+        return sum(isinstance(getattr(work, "__self__", None), OpRecorder) for work in works)
 
     @property
     def logits(self) -> torch.Tensor:

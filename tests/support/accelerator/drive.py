@@ -19,7 +19,7 @@ from longleaf.sampling import Sampling
 from tests.support.accelerator.captured import DeviceFleet
 from tests.support.golden.short import shorten
 from tests.support.scheduling import Bench
-from workers.pending import Pending
+from workers.pending import StepHandle
 from zoo.checkpoints import make_checkpoint
 from zoo.families import Family
 
@@ -94,7 +94,7 @@ class Drive:
         self.seen = Counter[str]()
         self._num_contexts = 0
         self._under_way: list[tuple[StepPlan, StepResult]] = []
-        self._pending: list[tuple[list[Pending], StepResult]] = []
+        self._pending: list[tuple[list[StepHandle], StepResult]] = []
         self._ropes: dict[int, Rope] = {}
 
     def run(self, num_steps: int) -> None:

@@ -14,7 +14,7 @@ import torch
 from msgspec.structs import replace
 
 from bench.gpu.plans import with_drafts
-from coordinator.engine_messages import Cuts
+from coordinator.engine_messages import SpanLayout
 from longleaf.attention import Partial
 from longleaf.kernels.dense import Dense
 from longleaf.rank_protocol.step import Decode, Prefill
@@ -77,7 +77,7 @@ class Case(NamedTuple):
     settings: tuple[tuple[str, object], ...] = ()
     samplings: tuple[Sampling, ...] = (Sampling(),)
     """Of the prompts in turn."""
-    cuts: Cuts | None = None
+    cuts: SpanLayout | None = None
     """Of the book, where prompts tell of their attention."""
     rank: int = 0
     is_captured: bool = False

@@ -7,20 +7,20 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
-from coordinator.kv_cache.block_placer import Placer
+from coordinator.kv_cache.block_placer import BlockPlacer
 from longleaf.attention import reference
 from longleaf.comm.counting import CountingComm
 from longleaf.comm.loopback import loopback_groups
 from longleaf.config import MergeName
 from longleaf.kernels.cpu.compiled import Compiled
-from longleaf.merge import Wire, make_merge
+from longleaf.merge import PartialCodec, make_merge
 from longleaf.rank_protocol.group_messages import SegmentLayout
 from longleaf.rank_protocol.step import Decode, Prefill, Row
 from longleaf.runs import Run
 from longleaf.topology import Topology
 from tests.support.attention.dense import reaches, visible
-from workers.kv_cache.block_table import Ledger
-from workers.kv_cache.slots import Pool
+from workers.kv_cache.block_table import BlockTable
+from workers.kv_cache.slots import FloatKvPool
 from workers.model.hook import LayerCall
 from workers.model.model import LayerSpec
 from workers.step.forward import DecodeStep, Peers, PrefillStep
@@ -77,7 +77,7 @@ class Case:
 
     def runs(self, *, in_rows: bool) -> list[tuple[Run, ...]]:
         """Runs of each segment: chunks of any size, or rows where the new tokens are rows."""
-        dice, placer = random.Random(self.seed), Placer([NUM_BLOCKS] * self.world_size, BLOCK)
+        dice, placer = random.Random(self.seed), BlockPlacer([NUM_BLOCKS] * self.world_size, BLOCK)
         reservation = placer.reserve(placer.num_blocks)
         assert reservation is not None
         found, start = [], 0
@@ -108,7 +108,7 @@ def lose(case):
     """The new tokens, of which some runs were lost: what is held then, and pieces that read them again, at most one per
     rank and on other ranks than before."""
     dice = random.Random(case.seed)
-    placer = Placer([4 * NUM_BLOCKS] * case.world_size, BLOCK)
+    placer = BlockPlacer([4 * NUM_BLOCKS] * case.world_size, BLOCK)
     reservation = placer.reserve(placer.num_blocks)
     assert reservation is not None
     runs, start = [], 0
@@ -129,12 +129,12 @@ def lose(case):
     return [*held[:-1], SegmentLayout(held[-1].segment, held[-1].start, kept)], pieces
 
 
-def builder(case, rank, held, way, dtype=torch.float32, kind=Pool, num_blocks=NUM_BLOCKS):
+def builder(case, rank, held, way, dtype=torch.float32, kind=FloatKvPool, num_blocks=NUM_BLOCKS):
     """One rank's inputs, and its pool with the keys and values that are held; NaN is what nobody may read."""
     layers = {0: case.spec}
-    pool, ledger = kind(layers, num_blocks, BLOCK, dtype, "cpu"), Ledger(rank, BLOCK)
+    pool, ledger = kind(layers, num_blocks, BLOCK, dtype, "cpu"), BlockTable(rank, BLOCK)
     _, k, v = case.tensors(dtype)
-    for tensor in (pool.keys[0], pool.values[0]) if kind is Pool else ():
+    for tensor in (pool.keys[0], pool.values[0]) if kind is FloatKvPool else ():
         tensor.fill_(float("nan"))
     ledger.replace(held)
     for run in (run for layout in held for run in layout.runs):
@@ -143,7 +143,7 @@ def builder(case, rank, held, way, dtype=torch.float32, kind=Pool, num_blocks=NU
             keys, values = (t[run.start : run.end].transpose(0, 1) for t in (k, v))
             pool.store(BACKEND, 0, torch.tensor(slots), keys, values)
     size = case.world_size
-    pasts = PastBuilder(ledger, pool, layers, world_size=size, way=way, wire=Wire(BACKEND))
+    pasts = PastBuilder(ledger, pool, layers, world_size=size, way=way, wire=PartialCodec(BACKEND))
     return InputBuilder(ledger, pool, layers, world_size=size, pasts=pasts), pool
 
 
@@ -153,13 +153,13 @@ def on_ranks(case, work):
         return list(threads.map(work, range(case.world_size), groups))
 
 
-def prefill(case, way, merge: MergeName = "gather", dtype=torch.float32, kind=Pool):
+def prefill(case, way, merge: MergeName = "gather", dtype=torch.float32, kind=FloatKvPool):
     """Out of the new tokens as a chunk, [T, H, D], and the bytes that each rank sent."""
     runs = case.runs(in_rows=False)
     return read(case, layouts(runs[:-1]), runs[-1], way, merge, dtype, kind)
 
 
-def read(case, held, pieces, way, merge: MergeName, dtype=torch.float32, kind=Pool):
+def read(case, held, pieces, way, merge: MergeName, dtype=torch.float32, kind=FloatKvPool):
     """Out of the tokens of pieces, [T, H, D], where some keys are held, and the bytes that each rank sent."""
     ids = tuple(position for piece in pieces for position in range(piece.start, piece.end))
     chunk = Prefill(case.path, pieces[0].start, ids, pieces)
@@ -170,7 +170,7 @@ def read(case, held, pieces, way, merge: MergeName, dtype=torch.float32, kind=Po
         mine = inputs.num_own_tokens
         assert inputs.token_ids_T[:mine].tolist() == inputs.positions_T[:mine].tolist()
         counted = type(groups)(groups.topology, comm, comm, None)
-        peers = Peers(comm, make_merge(merge, counted, Wire(BACKEND))) if case.world_size > 1 else None
+        peers = Peers(comm, make_merge(merge, counted, PartialCodec(BACKEND))) if case.world_size > 1 else None
         step = PrefillStep(inputs, pool, BACKEND, peers, last_layer=1)
         q, k, v = case.rows(inputs.positions_T, dtype)
         return step.attend(0, q, k, v, case.call()), comm.bytes_sent
@@ -179,7 +179,7 @@ def read(case, held, pieces, way, merge: MergeName, dtype=torch.float32, kind=Po
     return torch.cat([found[run.rank][0][: len(run)] for run in pieces]), {sent for _, sent in found}
 
 
-def decode(case, merge, kind=Pool, dtype=torch.float32):
+def decode(case, merge, kind=FloatKvPool, dtype=torch.float32):
     """Out of the new tokens as rows, [T, H, D], from each rank."""
     runs = case.runs(in_rows=True)
     ids = tuple(range(case.start, case.end))
@@ -188,7 +188,7 @@ def decode(case, merge, kind=Pool, dtype=torch.float32):
     def work(rank, groups):
         make, pool = builder(case, rank, layouts(runs[:-1]), "auto", dtype, kind)
         inputs = make.decode(rows, HostIds())
-        peers = Peers(groups.world, make_merge(merge, groups, Wire(BACKEND))) if case.world_size > 1 else None
+        peers = Peers(groups.world, make_merge(merge, groups, PartialCodec(BACKEND))) if case.world_size > 1 else None
         step = DecodeStep(inputs, pool, BACKEND, peers)
         q, k, v = case.rows(inputs.positions_T, dtype)
         return step.attend(0, q, k, v, case.call())

@@ -3,10 +3,10 @@
 import torch
 from hypothesis import strategies as st
 
-from longleaf.positions import Reach
+from longleaf.positions import AttentionSpan
 
 
-def visible(queries: range, keys: range, reach: Reach) -> torch.Tensor:
+def visible(queries: range, keys: range, reach: AttentionSpan) -> torch.Tensor:
     """[Q, S], true where the query at a position sees the key at a position."""
     query_Q1, key_1S = torch.tensor(queries)[:, None], torch.tensor(keys)[None]
     seen_QS = key_1S <= query_Q1
@@ -19,7 +19,9 @@ def visible(queries: range, keys: range, reach: Reach) -> torch.Tensor:
     return seen_QS
 
 
-def reaches(least: int = 1, most: int = 40) -> st.SearchStrategy[Reach]:
+def reaches(least: int = 1, most: int = 40) -> st.SearchStrategy[AttentionSpan]:
     """Everything, windows and sections."""
     sizes = st.integers(least, most)
-    return st.one_of(st.just(Reach()), sizes.map(Reach), sizes.map(lambda size: Reach(section=size)))
+    return st.one_of(
+        st.just(AttentionSpan()), sizes.map(AttentionSpan), sizes.map(lambda size: AttentionSpan(section=size))
+    )

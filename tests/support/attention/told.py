@@ -8,14 +8,14 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from longleaf.attention.block_attribution import BLOCK, NO_EDGE, BlockSums, ToldRead, told_read
+from longleaf.attention.block_attribution import BLOCK, NO_EDGE, AttributedRead, BlockSums, told_read
 from longleaf.attention.masks import Read
 from longleaf.attention.partial import Partial
 
 
-def drawn_reads(data: Any, num_rows: int) -> tuple[list[Read], list[ToldRead], int]:
+def drawn_reads(data: Any, num_rows: int) -> tuple[list[Read], list[AttributedRead], int]:
     """Reads of slots one after the other, what is told of them, and how many slots there are."""
-    reads, told, slot, start = list[Read](), list[ToldRead](), data.draw(st.integers(0, 40)), 0
+    reads, told, slot, start = list[Read](), list[AttributedRead](), data.draw(st.integers(0, 40)), 0
     for _ in range(data.draw(st.integers(1, 4))):
         rows = sorted(data.draw(st.lists(st.integers(0, num_rows), min_size=2, max_size=2, unique=True)))
         end = slot + data.draw(st.integers(1, 140))
@@ -58,7 +58,7 @@ def check_told(dense: Dense, reads: Sequence[Read], sums: BlockSums, told_KE2: T
                     _check_row(read, each, dense.shares(read, row, head, lse), found)
 
 
-def _check_row(read: Read, each: ToldRead, wanted_S: Tensor, found_E: Tensor) -> None:
+def _check_row(read: Read, each: AttributedRead, wanted_S: Tensor, found_E: Tensor) -> None:
     cuts = _bounds(read, each)
     assert len(cuts) == each.num_entries
     for (low, high), share in zip(cuts, found_E.tolist(), strict=True):
@@ -67,7 +67,7 @@ def _check_row(read: Read, each: ToldRead, wanted_S: Tensor, found_E: Tensor) ->
             assert share == pytest.approx(right, abs=3e-5)
 
 
-def _bounds(read: Read, told: ToldRead) -> list[tuple[int, int]]:
+def _bounds(read: Read, told: AttributedRead) -> list[tuple[int, int]]:
     """Slots [low, high) of each entry of a row."""
     edge = {told.edge} if told.edge != NO_EDGE else set[int]()
     first = read.slot_start // BLOCK * BLOCK + BLOCK
@@ -78,7 +78,7 @@ def _bounds(read: Read, told: ToldRead) -> list[tuple[int, int]]:
     return found
 
 
-def _entries(told_KE2: Tensor, each: ToldRead, row: int, head: int, group: int, lse: float) -> Tensor:
+def _entries(told_KE2: Tensor, each: AttributedRead, row: int, head: int, group: int, lse: float) -> Tensor:
     """The shares of the entries of a row and head, float64."""
     k, g = divmod(head, group)
     place = (each.start + (row - each.first_row) * each.num_entries) * group + g * each.num_entries

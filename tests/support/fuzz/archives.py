@@ -18,10 +18,10 @@ from blake3 import blake3
 
 from longleaf.context_archive.frames import PREAMBLE, Frame, Kind
 from longleaf.fingerprint import Fingerprint
-from longleaf.positions import EVERY_RANK, Reach
+from longleaf.positions import EVERY_RANK, AttentionSpan
 from longleaf.runs import Run, ceil_div
-from workers.kv_cache.slots import Pool, Slots
-from workers.kv_io.kv_piece import Copy, form_of
+from workers.kv_cache.slots import FloatKvPool, KvPool
+from workers.kv_io.kv_piece import HostCopy, form_of
 from workers.model.model import LayerSpec
 
 BLOCK, NUM_BLOCKS, NUM_WINDOW_BLOCKS = 4, 100, 64
@@ -54,11 +54,11 @@ ODD: tuple[Any, ...] = (
 Tree = dict[str, Any]
 
 
-def pool(*, windows: bool, seed: int = 1) -> Slots:
+def pool(*, windows: bool, seed: int = 1) -> KvPool:
     """A small pool, in whose blocks anything lies; with `windows` one layer sees the last keys alone."""
-    full, near = LayerSpec(2, 1, 4, Reach()), LayerSpec(2, 1, 4, Reach(window=WINDOW))
+    full, near = LayerSpec(2, 1, 4, AttentionSpan()), LayerSpec(2, 1, 4, AttentionSpan(window=WINDOW))
     layers, num_window_blocks = {0: full, 1: near if windows else full}, NUM_WINDOW_BLOCKS if windows else None
-    made = Pool(layers, NUM_BLOCKS, BLOCK, torch.float32, "cpu", num_window_blocks)
+    made = FloatKvPool(layers, NUM_BLOCKS, BLOCK, torch.float32, "cpu", num_window_blocks)
     generator = torch.Generator().manual_seed(seed)
     for of_windows in (False, True):
         for _, tensor, _ in made.blocks(of_windows=of_windows):
@@ -69,7 +69,7 @@ def pool(*, windows: bool, seed: int = 1) -> Slots:
 class Archive:
     """An archive of two segments, as a tree of plain values."""
 
-    def __init__(self, slots: Slots, fingerprint: Fingerprint, seed: int, name: str) -> None:
+    def __init__(self, slots: KvPool, fingerprint: Fingerprint, seed: int, name: str) -> None:
         self.rng = random.Random(seed)
         self._slots = slots
         sizes = [self.rng.randint(1, 40) for _ in range(self.rng.randint(1, 3))]
@@ -111,7 +111,7 @@ class Archive:
     def _add(self, parts: list[Tree], contents: list[bytes], low: int, high: int, *, of_windows: bool) -> None:
         count, rank = ceil_div(high - low, BLOCK), EVERY_RANK if of_windows else 0
         run = Run(rank, low, high, tuple(self.rng.sample(range(NUM_WINDOW_BLOCKS), count)))
-        content = b"".join(Copy(self._slots, [run], of_windows=of_windows).parts())
+        content = b"".join(HostCopy(self._slots, [run], of_windows=of_windows).parts())
         parts.append({"runs": [[low, high]], "num_bytes": len(content), "digest": blake3(content).hexdigest()})
         contents.append(content)
 
@@ -337,7 +337,7 @@ CHANGES: tuple[Callable[[Archive], None], ...] = (
 )
 
 
-def forge(seed: int, slots: Slots, fingerprint: Fingerprint, name: str = "book") -> bytes:
+def forge(seed: int, slots: KvPool, fingerprint: Fingerprint, name: str = "book") -> bytes:
     """The archive of a seed, for a service with such a pool and checkpoint. One in sixteen is not forged."""
     archive = Archive(slots, fingerprint, seed, name)
     rng = archive.rng

@@ -7,22 +7,22 @@ from msgspec.structs import replace
 
 from coordinator.cluster.ports import Formation
 from coordinator.engine_messages import Prompt, Tokens
-from coordinator.handlers.transfer.imports import Imports
-from coordinator.persistence.snapshots.retention import Policy
-from longleaf.errors import DataLoss, EpochBroken, NotFound
-from longleaf.positions import Reach, Windows
+from coordinator.handlers.transfer.imports import ImportSessions
+from coordinator.persistence.snapshots.retention import RetentionPolicy
+from longleaf.errors import DataLoss, GroupFailed, NotFound
+from longleaf.positions import AttentionSpan, WindowSpec
 from longleaf.rank_protocol.snapshots import Fetch
 from longleaf.rank_protocol.step import Restore
 from longleaf.sampling import Sampling
 from longleaf.storage.store import Store
-from longleaf.types import Context, ImportHeader, ParcelPiece
+from longleaf.types import ArchiveChunk, Context, ImportHeader
 from tests.support.fuzz.archives import BLOCK, NUM_WINDOW_BLOCKS, VOCABULARY, WINDOW, forge, pool
 from tests.support.parcels import FINGERPRINT
 from tests.support.storing import NOW, Service, Storage, StoringRanks, ingest, serving
-from workers.kv_io.kv_piece import Piece, form_of
+from workers.kv_io.kv_piece import KvPiece, form_of
 from workers.step.kv_restore import check, take_in
 
-WINDOWS = Windows(reaches=(Reach(window=WINDOW),), num_blocks=NUM_WINDOW_BLOCKS)
+WINDOWS = WindowSpec(reaches=(AttentionSpan(window=WINDOW),), num_blocks=NUM_WINDOW_BLOCKS)
 AT_ONCE = 500
 """Bytes of a request."""
 
@@ -34,7 +34,7 @@ class PieceRanks(StoringRanks):
         super().__init__(store, windows=WINDOWS if windows else None)
         self.slots = pool(windows=windows)
         self.num_restored = 0
-        self._there: dict[tuple[int, int], Piece] = {}
+        self._there: dict[tuple[int, int], KvPiece] = {}
 
     async def form(self, epoch: int) -> Formation:
         formation = await super().form(epoch)
@@ -49,7 +49,7 @@ class PieceRanks(StoringRanks):
             raise DataLoss(order.name, "it is not there") from error
         if len(data) != order.num_bytes:
             raise DataLoss(order.name, "it has another size")
-        self._there[member, order.ticket] = Piece(
+        self._there[member, order.ticket] = KvPiece(
             order.name, data, self.slots, order.ranges, of_windows=order.of_windows
         )
 
@@ -64,7 +64,7 @@ class PieceRanks(StoringRanks):
                     raise ValueError(f"ticket {ticket} has no {runs}")
         except Exception as error:
             self.break_epoch(f"{type(error).__name__}: {error}", self.plans[-1].step)
-            raise EpochBroken(str(error)) from error
+            raise GroupFailed(str(error)) from error
         self.num_restored += 1
 
 
@@ -73,19 +73,19 @@ async def importing(*, windows: bool) -> AsyncGenerator[tuple[Service, PieceRank
     """A service with a context `victim`."""
     storage = Storage()
     ranks = PieceRanks(storage.store, windows=windows)
-    async with serving(storage, ranks, Policy("demand", grace=NOW)) as service:
+    async with serving(storage, ranks, RetentionPolicy("demand", grace=NOW)) as service:
         service.engine.house._fingerprint = FINGERPRINT
         await ingest(service.engine, range(50), "victim")
         yield service, ranks
 
 
-async def arrive(imports: Imports, data: bytes) -> Context | None:
+async def arrive(imports: ImportSessions, data: bytes) -> Context | None:
     """Imports an archive. Raises what the client is told."""
 
-    async def sent() -> AsyncIterator[ImportHeader | ParcelPiece]:
+    async def sent() -> AsyncIterator[ImportHeader | ArchiveChunk]:
         yield ImportHeader()
         for at in range(0, len(data), AT_ONCE):
-            yield ParcelPiece(at, data[at : at + AT_ONCE])
+            yield ArchiveChunk(at, data[at : at + AT_ONCE])
 
     async with aclosing(imports.run(sent())) as reports:
         return [report async for report in reports][-1].context
@@ -101,5 +101,5 @@ def archive(seed: int, ranks: PieceRanks) -> bytes:
     return forge(seed, ranks.slots, FINGERPRINT)
 
 
-def imports_of(service: Service) -> Imports:
-    return Imports(service.engine.house, VOCABULARY, wall_clock=lambda: 12.0)
+def imports_of(service: Service) -> ImportSessions:
+    return ImportSessions(service.engine.house, VOCABULARY, wall_clock=lambda: 12.0)

@@ -18,9 +18,9 @@ from google.rpc import error_details_pb2, status_pb2
 from coordinator.cluster.fakes import FakeRanks
 from coordinator.cluster.local_fleet import LocalFleet
 from coordinator.engine.engine import Engine
-from coordinator.engine_messages import Document, Prompt, Tokens
-from coordinator.grpc_server.server import Server
-from coordinator.handlers.application import UseCases
+from coordinator.engine_messages import DocumentPrompt, Prompt, Tokens
+from coordinator.grpc_server.server import GrpcServer
+from coordinator.handlers.application import Application
 from coordinator.service import Service
 from coordinator.settings import ServiceConfig
 from coordinator.text.template import DirectRenderer
@@ -112,7 +112,7 @@ class Target:
     async def bear(self, *calls: Call) -> None:
         """Makes the calls at once, checks how each ends, and that the service is as it was."""
         if HELD not in [view.id for view in self._engine.list_contexts()]:
-            async for _ in self._engine.ingest(Document(context=HELD, token_ids=list(range(20)))):
+            async for _ in self._engine.ingest(DocumentPrompt(context=HELD, token_ids=list(range(20)))):
                 pass
         for call, refusal in zip(calls, await asyncio.gather(*map(self.try_, calls)), strict=True):
             check_refusal(call, refusal)
@@ -230,8 +230,8 @@ async def fuzzed(folder: Path) -> AsyncIterator[Target]:
     engine = Engine(FakeRanks(2, num_blocks=48, vocab=vocabulary), config, max_positions=300)
     async with running(engine) as found:
         house = house_of(packable(vocabulary=vocabulary, name=HELD))
-        use_cases = UseCases(engine, tokenizer, lambda: engine.cluster(ModelInfo(name="fake"), "ray"), house=house)
-        server = Server(use_cases, drain=stay, refill=int)
+        use_cases = Application(engine, tokenizer, lambda: engine.cluster(ModelInfo(name="fake"), "ray"), house=house)
+        server = GrpcServer(use_cases, drain=stay, refill=int)
         port = await server.start("127.0.0.1", 0)
         target = Target(engine, f"127.0.0.1:{port}", echoes(4, vocabulary))
         try:

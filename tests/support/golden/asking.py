@@ -1,7 +1,7 @@
 """What is asked of an engine, and what it says."""
 
 from coordinator.engine.engine import Engine
-from coordinator.engine_messages import Document, Ended, Prompt, Tokens
+from coordinator.engine_messages import DocumentPrompt, Ended, Prompt, Tokens
 from longleaf.sampling import Sampling
 from longleaf.types import ContextSettings
 from tests.support.golden.plain import NEW_TOKENS
@@ -26,7 +26,7 @@ async def ingest(engine: Engine, context: str, token_ids: Ids, capacity: int = C
     _ = [
         event
         async for event in engine.ingest(
-            Document(context=context, token_ids=token_ids, append=not is_new, settings=settings)
+            DocumentPrompt(context=context, token_ids=token_ids, append=not is_new, settings=settings)
         )
     ]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from longleaf.positions import EVERY_RANK, OWN_ROPE
 from longleaf.rank_protocol.row_delta import growth
-from longleaf.rank_protocol.step import Decode, Row, Seen, StepResult, Terms
+from longleaf.rank_protocol.step import Decode, PenaltyHistory, Row, SamplingTerms, StepResult
 from longleaf.runs import Run, join, until
 from longleaf.sampling import Sampling, Token
 from tests.support.golden.epochs import Service
@@ -59,12 +59,12 @@ class Drafting:
 
     def ask(self, path: Ids, question: Ids, start: int, sampling: Sampling, before: Ids = ()) -> Row:
         """The first row of one more sequence. Its answer is compared, if it is told what is before the question."""
-        seen = Seen(question, ()) if sampling.has_penalties else None
+        seen = PenaltyHistory(question, ()) if sampling.has_penalties else None
         row = self._service.begin(path, question, start, 0)
         self.sequences.append(row.sequence)
         self.told.append([])
         self._is_compared.append(bool(before))
-        return replace(row, terms=Terms(sampling, seen, before and before + question))
+        return replace(row, terms=SamplingTerms(sampling, seen, before and before + question))
 
     def answer(self, rows: Sequence[Row], count: int) -> list[Ids]:
         """So many tokens of each."""

@@ -8,20 +8,20 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from coordinator.kv_cache.block_allocator import BlockPool
-from coordinator.kv_cache.windows import WindowPool
+from coordinator.kv_cache.block_allocator import BlockAllocator
+from coordinator.kv_cache.windows import WindowBlockPool
 from longleaf.comm.loopback import LoopbackComm, loopback_groups
 from longleaf.config import EngineConfig
-from longleaf.rank_protocol.group_messages import Join, Layout, SegmentLayout
+from longleaf.rank_protocol.group_messages import Join, KvLayout, SegmentLayout
 from longleaf.rank_protocol.step import (
     Decode,
     Move,
     Positions,
     Prefill,
     Row,
+    SamplingTerms,
     StepPlan,
     StepResult,
-    Terms,
     Transfer,
     Work,
 )
@@ -32,7 +32,7 @@ from tests.support.golden.states import Logits
 from tests.support.on_threads import on_ends
 from tests.support.threads import make_spec
 from workers.kv_cache.block_bytes import Content
-from workers.kv_cache.slots import Slots
+from workers.kv_cache.slots import KvPool
 from workers.rank import Rank
 
 Ids = tuple[int, ...]
@@ -56,7 +56,7 @@ class Epoch:
         else:
             ranks[0].join(Join(number, 0, "", 0, ("here",)))
         for rank in ranks:
-            rank.take(Layout(number, tuple(segments)))
+            rank.take(KvLayout(number, tuple(segments)))
 
     def execute(self, work: Work, release: Ids = ()) -> StepResult:
         """Rank 0's answer; the others have none."""
@@ -104,8 +104,8 @@ class Service:
         self.segments: dict[int, Segment] = {}
         self._size = config.block_size
         self._windows = self.members[0]._ready.windows
-        self._window_pool = WindowPool(self._windows, self._size)
-        self._pools = [BlockPool(NUM_BLOCKS) for _ in self.members]
+        self._window_pool = WindowBlockPool(self._windows, self._size)
+        self._pools = [BlockAllocator(NUM_BLOCKS) for _ in self.members]
         self._number, self._sequence = 0, 0
         self._tails: dict[int, Segment] = {}
         self.enter(self.alive)
@@ -142,7 +142,7 @@ class Service:
         self._sequence += 1
         number, answer = 1000 + self._sequence, list[int]()
         tail = Segment((*path, number), question, start)
-        sent, terms = question, Terms(Sampling(max_tokens=count, ignore_end_token=True))
+        sent, terms = question, SamplingTerms(Sampling(max_tokens=count, ignore_end_token=True))
         for index in range(count):
             runs = self._grow(tail, start, max(1, len(sent)), index % len(self.alive))
             row = Row(self._sequence, tail.path, start, sent, runs, index, terms, window_runs=tail.window_runs)
@@ -159,7 +159,7 @@ class Service:
         self._sequence += 1
         tail = self._tails[self._sequence] = Segment((*path, 1000 + self._sequence), token_ids, start)
         runs = self._grow(tail, start, len(token_ids), self._sequence % len(self.alive))
-        terms = Terms(Sampling(max_tokens=100, ignore_end_token=True)) if index >= 0 else None
+        terms = SamplingTerms(Sampling(max_tokens=100, ignore_end_token=True)) if index >= 0 else None
         return Row(
             self._sequence, tail.path, start, token_ids, runs, index, terms, window_runs=tail.window_runs, **told
         )
@@ -178,7 +178,7 @@ class Service:
         lost: dict[int, list[Run]] = {}
         for member in members:
             wipe(self.members[member].pool)
-            self._pools[member] = BlockPool(NUM_BLOCKS)
+            self._pools[member] = BlockAllocator(NUM_BLOCKS)
         for number, segment in self.segments.items():
             lost[number] = [run for run in segment.runs if self.alive[run.rank] in members]
             segment.put((), lost[number])
@@ -273,7 +273,7 @@ class Service:
             segment.window_runs = self._window_pool.grow(kept, first, end)
 
 
-def wipe(pool: Slots, blocks: Sequence[int] | None = None) -> None:
+def wipe(pool: KvPool, blocks: Sequence[int] | None = None) -> None:
     """Makes all that some blocks hold something that shows whoever reads it; by default all."""
     for of_windows in (False, True) if blocks is None else (False,):
         for _, tensor, _ in pool.blocks(of_windows=of_windows):

@@ -3,7 +3,7 @@
 import contextlib
 
 from coordinator.engine.engine import Engine
-from coordinator.engine_messages import Document
+from coordinator.engine_messages import DocumentPrompt
 from longleaf.rank_protocol.step import Decode
 from tests.support.running import running
 from tests.support.threads import ThreadRanks, config_for
@@ -37,7 +37,7 @@ async def holding(golden, **settings):
             _ = [
                 event
                 async for event in engine.ingest(
-                    Document(context="book", token_ids=golden.prompt[start:end], append=start > 0)
+                    DocumentPrompt(context="book", token_ids=golden.prompt[start:end], append=start > 0)
                 )
             ]
         yield engine, ranks

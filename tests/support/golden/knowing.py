@@ -6,7 +6,7 @@ from collections.abc import Sequence as Several
 from coordinator.scheduling.sequences import Sequence
 from coordinator.scheduling.speculation import Drafter
 from coordinator.speculation.ngram_drafter import NO_DRAFT, Draft
-from coordinator.speculation.sequence_drafter import Guesses
+from coordinator.speculation.sequence_drafter import SequenceDrafter
 from tests.support.random_drafter import RandomPolicy
 
 MOST = 7
@@ -24,9 +24,9 @@ class KnowingDrafter(Drafter):
         self._policy = RandomPolicy(self._random)
         self.num_right = self.num_wrong = 0
 
-    def _guesses_of(self, job: Sequence) -> Guesses | None:
+    def _guesses_of(self, job: Sequence) -> SequenceDrafter | None:
         if job.guesses is None:
-            job.guesses = Guesses(job.tail.segment, self._indexes, MOST)
+            job.guesses = SequenceDrafter(job.tail.segment, self._indexes, MOST)
         job.guesses.follow(job.tail.segment)
         return job.guesses
 

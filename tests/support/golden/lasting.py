@@ -11,9 +11,9 @@ from msgspec.structs import replace
 from safetensors import safe_open
 
 from coordinator.cluster.local_fleet import LocalFleet
-from coordinator.cluster.rank_manager import Control
+from coordinator.cluster.rank_manager import RankManager
 from coordinator.engine.engine import Engine
-from coordinator.persistence.open import Durability
+from coordinator.persistence.open import PersistentState
 from longleaf.config import DataConfig, EngineConfig
 from longleaf.rank_protocol.step import Prefill, Restore, StepPlan
 from tests.support.running import Running, running
@@ -25,7 +25,7 @@ class Lasting:
     """An engine over a data folder, on ranks that are processes, and the plans that they have done."""
 
     engine: Engine
-    durability: Durability
+    durability: PersistentState
     folder: Path
     plans: list[StepPlan] = field(default_factory=list)
 
@@ -56,10 +56,10 @@ class Lasting:
 
 @contextlib.asynccontextmanager
 async def serving(data_dir: Path, config: EngineConfig) -> AsyncIterator[Lasting]:
-    durability = await Durability.open(DataConfig(data_dir=str(data_dir), snapshots="demand"), config)
+    durability = await PersistentState.open(DataConfig(data_dir=str(data_dir), snapshots="demand"), config)
     config = replace(config, snapshot_url=durability.snapshot_url)
     fleet = LocalFleet(main)
-    control = Control(config, await fleet.reserve(config))
+    control = RankManager(config, await fleet.reserve(config))
     plans = list[StepPlan]()
     engine = Engine(control, config, 8192, observe=lambda plan, _: plans.append(plan), durability=durability)
     try:

@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from door.settings import DEFAULT_HTTP_PORT, DoorConfig
+from door.settings import DEFAULT_HTTP_PORT, GatewayConfig
 from longleaf.config import DEFAULT_PORT
 from longleaf.errors import InvalidArgument
 from tests.support.manifests.doors import CERTIFICATE_KEYS, secret_file
@@ -19,15 +19,15 @@ PROBES = {"readinessProbe": "/readyz", "livenessProbe": "/healthz"}
 STREAMS = "longleaf_door_streams"
 
 
-def config_of(pod: Pod) -> DoorConfig:
+def config_of(pod: Pod) -> GatewayConfig:
     """What its command tells a door. Raises msgspec.ValidationError for what that does not know."""
     container = pod.container("door")
     names = [word.partition("=")[2] for word in container["args"] if word.startswith("--allow-host=")]
     given: dict[str, Any] = {name.replace("-", "_"): value for name, value in options(container).items()}
     given |= {"allow_host": names} | ({"insecure": True} if "insecure" in given else {})
-    if unknown := given.keys() - set(DoorConfig.__struct_fields__):
+    if unknown := given.keys() - set(GatewayConfig.__struct_fields__):
         raise msgspec.ValidationError(f"--{min(unknown)} is no option of a door")
-    return msgspec.convert(given, DoorConfig, strict=False)
+    return msgspec.convert(given, GatewayConfig, strict=False)
 
 
 def door_may_listen(documents: Documents) -> Iterator[str]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from cryptography import x509
 
-from longleaf.credentials import Entry, Role, digest_of, line_of, new_credential
+from longleaf.credentials import CredentialEntry, Role, digest_of, line_of, new_credential
 from tests.support.authority import Authority
 from tests.support.manifests.kubelet import Secrets
 
@@ -14,7 +14,8 @@ def closed(folder: Path) -> tuple[Secrets, dict[Role, str]]:
     authority = Authority(folder)
     credentials: dict[Role, str] = {"user": new_credential(), "admin": new_credential()}
     entries = [
-        Entry(tenant=f"some-{role}", role=role, digests=(digest_of(each),)) for role, each in credentials.items()
+        CredentialEntry(tenant=f"some-{role}", role=role, digests=(digest_of(each),))
+        for role, each in credentials.items()
     ]
     listed = "".join(f"{line_of(entry)}\n" for entry in entries)
     found: Secrets = {

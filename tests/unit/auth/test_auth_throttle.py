@@ -1,13 +1,13 @@
 """How long those are kept waiting who guess credentials."""
 
-from coordinator.auth.auth_throttle import FREE_PER_SECOND, MAX_WAITING, WAIT_SECONDS, Refusals
+from coordinator.auth.auth_throttle import FREE_PER_SECOND, MAX_WAITING, WAIT_SECONDS, AuthFailureThrottle
 from tests.unit.auth.test_credentials import Clock
 
 
 def test_some_are_told_at_once_and_a_flood_waits() -> None:
     clock = Clock()
     clock.now = 10.0
-    refusals = Refusals(clock)
+    refusals = AuthFailureThrottle(clock)
     assert [refusals.note() for _ in range(FREE_PER_SECOND)] == [0.0] * FREE_PER_SECOND
     assert refusals.note() == WAIT_SECONDS
     clock.now += 1.0
@@ -15,7 +15,7 @@ def test_some_are_told_at_once_and_a_flood_waits() -> None:
 
 
 def test_no_more_wait_than_fit() -> None:
-    refusals = Refusals(Clock())
+    refusals = AuthFailureThrottle(Clock())
     for _ in range(FREE_PER_SECOND):
         refusals.note()
     contexts = [refusals.waiting() for _ in range(MAX_WAITING)]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.auth.authenticator import Anybody
+from coordinator.auth.authenticator import AllowAnonymous
 from coordinator.auth.credentials import Credentials
 from longleaf.credentials import (
-    Entry,
+    CredentialEntry,
     Quotas,
     _check_new,
     digest_of,
@@ -19,7 +19,7 @@ from longleaf.credentials import (
     parse_credentials,
 )
 from longleaf.errors import InvalidArgument, Unauthenticated
-from longleaf.reloading_files import LOOK_SECONDS, WatchedFiles
+from longleaf.reloading_files import LOOK_SECONDS, ReloadingFiles
 
 SECRET = "longleaf-" + "x" * 43  # workers of a test run must agree on it
 A, B = (hashlib.sha256(text).hexdigest() for text in (b"a", b"b"))
@@ -38,7 +38,7 @@ def bearer(credential: str) -> dict[str, str | bytes]:
 
 
 def test_lines_survive() -> None:
-    entry = Entry(
+    entry = CredentialEntry(
         tenant="acme",
         role="admin",
         digests=(digest_of("a"), digest_of("b")),
@@ -108,7 +108,7 @@ def test_large_files_are_read_in_no_time_that_is_felt() -> None:
 
     owners = dict[bytes | str, str]()
     for number in range(1000):
-        _check_new(Entry(tenant=f"t{number}", role="user", digests=(Digest(b"%d" % number),)), owners, number)
+        _check_new(CredentialEntry(tenant=f"t{number}", role="user", digests=(Digest(b"%d" % number),)), owners, number)
     assert num_looks == 1000
 
 
@@ -149,7 +149,7 @@ def test_others_are_refused_and_counted(file: Path, headers: dict[str, str | byt
 
 
 def test_without_a_file_everybody_is_the_one_who_serves() -> None:
-    assert Anybody().authenticate({}, []).is_admin
+    assert AllowAnonymous().authenticate({}, []).is_admin
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 def test_a_file_is_read_again_when_its_content_changes(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
-    watched = WatchedFiles({"credentials": str(file)}, parse_credentials, clock)
+    watched = ReloadingFiles({"credentials": str(file)}, parse_credentials, clock)
     credentials = Credentials(watched)
     file.write_text(f"bolt user sha256:{A}")
     assert credentials.authenticate(bearer("a"), []).tenant == "acme"  # nobody looked yet
@@ -171,7 +171,7 @@ def test_a_file_is_read_again_when_its_content_changes(file: Path, caplog: pytes
 
 def test_a_broken_file_changes_nothing_and_is_told_once(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
-    credentials = Credentials(WatchedFiles({"credentials": str(file)}, parse_credentials, clock))
+    credentials = Credentials(ReloadingFiles({"credentials": str(file)}, parse_credentials, clock))
     file.write_text("half a line")
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
@@ -192,7 +192,7 @@ def test_a_broken_file_changes_nothing_and_is_told_once(file: Path, caplog: pyte
 
 def test_a_pipe_in_place_of_the_file_holds_up_nobody(file: Path) -> None:
     clock = Clock()
-    credentials = Credentials(WatchedFiles({"credentials": str(file)}, parse_credentials, clock))
+    credentials = Credentials(ReloadingFiles({"credentials": str(file)}, parse_credentials, clock))
     file.unlink()
     os.mkfifo(file)
     clock.now += LOOK_SECONDS
@@ -205,12 +205,12 @@ def test_whatever_goes_wrong_while_a_file_is_read_again_is_a_failed_reload(
 ) -> None:
     clock = Clock()
 
-    def parse(data: bytes) -> tuple[Entry, ...]:
+    def parse(data: bytes) -> tuple[CredentialEntry, ...]:
         if b"secret" in data:
             raise ZeroDivisionError(data)
         return parse_credentials(data)
 
-    credentials = Credentials(WatchedFiles({"credentials": str(file)}, parse, clock))
+    credentials = Credentials(ReloadingFiles({"credentials": str(file)}, parse, clock))
     file.write_text("secret")
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
@@ -223,7 +223,7 @@ def test_whatever_goes_wrong_while_a_file_is_read_again_is_a_failed_reload(
 
 def test_what_is_mended_is_told_as_loudly_as_what_was_broken(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     clock, before = Clock(), file.read_text()
-    watched = WatchedFiles({"credentials": str(file)}, parse_credentials, clock)
+    watched = ReloadingFiles({"credentials": str(file)}, parse_credentials, clock)
     with caplog.at_level(logging.WARNING):
         for text in ("half a line", before, before, f"bolt user sha256:{A}"):
             file.write_text(text)

@@ -8,37 +8,39 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.auth.caller import CALLER, Caller
-from coordinator.auth.leaky_bucket import Bucket
-from coordinator.auth.quotas import Ledger
-from coordinator.auth.tenant_usage import Usage
+from coordinator.auth.leaky_bucket import LeakyBucket
+from coordinator.auth.quotas import QuotaEnforcer
+from coordinator.auth.tenant_usage import TenantUsage
 from coordinator.engine_messages import Tokens
 from longleaf.credentials import Quotas
 from longleaf.errors import ResourceExhausted
 from longleaf.sampling import Token
 from tests.unit.auth.test_credentials import Clock
 
-USAGE = Usage(contexts=3, tokens=100, running=2, waiting=1, uploads=1)
+USAGE = TenantUsage(contexts=3, tokens=100, running=2, waiting=1, uploads=1)
 
 
-def ledger(clock: Clock | None = None, usage: Usage = USAGE, **quotas: int) -> Ledger:
+def ledger(clock: Clock | None = None, usage: TenantUsage = USAGE, **quotas: int) -> QuotaEnforcer:
     CALLER.set(Caller(tenant="acme", quotas=Quotas(**quotas)))
-    return Ledger(lambda tenant: usage if tenant == "acme" else Usage(), clock or Clock(), lambda _: 2, lambda _: 1000)
+    return QuotaEnforcer(
+        lambda tenant: usage if tenant == "acme" else TenantUsage(), clock or Clock(), lambda _: 2, lambda _: 1000
+    )
 
 
-def generation(num_tokens: int) -> Callable[[Ledger], None]:
+def generation(num_tokens: int) -> Callable[[QuotaEnforcer], None]:
     """Begins one."""
 
-    def begin(it: Ledger) -> None:
+    def begin(it: QuotaEnforcer) -> None:
         with it.begin_generation(num_tokens):
             pass
 
     return begin
 
 
-def document(num_contexts: int, num_tokens: int) -> Callable[[Ledger], None]:
+def document(num_contexts: int, num_tokens: int) -> Callable[[QuotaEnforcer], None]:
     """Begins one."""
 
-    def begin(it: Ledger) -> None:
+    def begin(it: QuotaEnforcer) -> None:
         with it.begin_document(num_contexts, num_tokens):
             pass
 
@@ -61,7 +63,9 @@ def document(num_contexts: int, num_tokens: int) -> Callable[[Ledger], None]:
         ({"tokens_out_per_minute": 0}, generation(1), "tokens_out_per_minute", False),
     ],
 )
-def test_each_quota_is_named(quotas: dict[str, int], begin: Callable[[Ledger], None], name: str, helps: bool) -> None:
+def test_each_quota_is_named(
+    quotas: dict[str, int], begin: Callable[[QuotaEnforcer], None], name: str, helps: bool
+) -> None:
     with pytest.raises(ResourceExhausted) as refused:
         begin(ledger(**quotas))
     assert refused.value.subject == f"quotas/{name}"
@@ -85,7 +89,7 @@ def test_each_quota_is_named(quotas: dict[str, int], begin: Callable[[Ledger], N
         ({}, lambda it: (it.check_rate_in(), it.check_upload())),
     ],
 )
-def test_what_is_within_them_passes(quotas: dict[str, int], begin: Callable[[Ledger], None]) -> None:
+def test_what_is_within_them_passes(quotas: dict[str, int], begin: Callable[[QuotaEnforcer], None]) -> None:
     begin(ledger(**quotas))
 
 
@@ -126,7 +130,7 @@ def test_what_is_being_made_counts() -> None:
 
 
 @pytest.mark.parametrize("begins", [lambda it: it.begin_generation(1000), lambda it: it.begin_document(1, 1000)])
-def test_what_is_refused_costs_nothing(begins: Callable[[Ledger], AbstractContextManager[None]]) -> None:
+def test_what_is_refused_costs_nothing(begins: Callable[[QuotaEnforcer], AbstractContextManager[None]]) -> None:
     it = ledger(tokens_in_per_minute=10)
     for _ in range(3):
         with pytest.raises(ResourceExhausted, match="queue"), begins(it):
@@ -155,7 +159,7 @@ def test_what_comes_out_counts() -> None:
 def test_no_more_comes_out_of_a_bucket_than_its_rate_and_one_excess(takes: list[tuple[int, float]], rate: int) -> None:
     """Whoever takes only when it is free has at most a minute's worth more than the rate, and the last amount."""
     clock = Clock()
-    bucket, taken, last = Bucket(clock), 0, 0
+    bucket, taken, last = LeakyBucket(clock), 0, 0
     for amount, seconds in takes:
         clock.now += seconds
         if bucket.seconds_until_free(rate) == 0.0:
@@ -167,7 +171,7 @@ def test_no_more_comes_out_of_a_bucket_than_its_rate_and_one_excess(takes: list[
 @given(st.integers(1, 10**6), st.integers(0, 10**8))
 def test_after_the_wait_that_was_told_it_is_free(rate: int, amount: int) -> None:
     clock = Clock()
-    bucket = Bucket(clock)
+    bucket = LeakyBucket(clock)
     bucket.take(amount, rate)
     clock.now += bucket.seconds_until_free(rate) * (1 + 1e-9) + 1e-6
     assert bucket.seconds_until_free(rate) == 0.0

@@ -33,10 +33,10 @@ from longleaf.errors import (
     InvalidArgument,
     LongleafError,
     NotFound,
+    RankLost,
     ResourceExhausted,
     StartError,
     Unavailable,
-    WorkerLost,
 )
 from longleaf.launch import coordinator_command
 from longleaf.positions import UNLIMITED_TOKENS
@@ -335,7 +335,7 @@ def test_no_server_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[str
         (AlreadyExists("a"), 2),
         (StartError("a"), 2),
         (Unavailable("a"), 1),
-        (WorkerLost(1, "a"), 1),
+        (RankLost(1, "a"), 1),
         (ResourceExhausted("a", "b"), 1),
         (ResourceExhausted("quotas/generations", "2 run", 2.0), 1),
         (ResourceExhausted("quotas/generations", "none may run"), 2),

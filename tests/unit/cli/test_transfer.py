@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.handlers.transfer.fakes import FakeHouse
+from coordinator.handlers.transfer.fakes import FakeTransferEngine
 from longleaf.cli.transfer import told
 from longleaf.types import Context
 from tests.support.houses import empty_house, house_of
@@ -21,29 +21,33 @@ WHOLE = MOBY.packed()
 
 
 @pytest.fixture
-def old() -> FakeHouse:
+def old() -> FakeTransferEngine:
     return house_of(MOBY)
 
 
 @pytest.fixture
-def new() -> FakeHouse:
+def new() -> FakeTransferEngine:
     return empty_house()
 
 
 @pytest.fixture
-async def leaving(old: FakeHouse, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> AsyncIterator[Terminal]:
+async def leaving(
+    old: FakeTransferEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> AsyncIterator[Terminal]:
     async with serving(FakeEngine(), tmp_path / "old-model", house=old) as (_, address):
         yield Terminal(address, FakeEngine(), capsys)
 
 
 @pytest.fixture
-async def arriving(new: FakeHouse, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> AsyncIterator[Terminal]:
+async def arriving(
+    new: FakeTransferEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> AsyncIterator[Terminal]:
     async with serving(FakeEngine(), tmp_path / "new-model", house=new) as (_, address):
         yield Terminal(address, FakeEngine(), capsys)
 
 
 async def test_a_context_is_exported_and_imported(
-    leaving: Terminal, arriving: Terminal, new: FakeHouse, tmp_path: Path
+    leaving: Terminal, arriving: Terminal, new: FakeTransferEngine, tmp_path: Path
 ) -> None:
     file = tmp_path / "moby.context"
     code, out, _ = await leaving.run("contexts", "export", "moby", str(file))
@@ -58,7 +62,7 @@ async def test_a_context_is_exported_and_imported(
 
 
 async def test_they_tell_programs_what_they_did(
-    leaving: Terminal, arriving: Terminal, new: FakeHouse, tmp_path: Path
+    leaving: Terminal, arriving: Terminal, new: FakeTransferEngine, tmp_path: Path
 ) -> None:
     path = tmp_path / "moby"
     file = str(path)
@@ -71,7 +75,7 @@ async def test_they_tell_programs_what_they_did(
 
 
 async def test_pipes_carry_nothing_else(
-    leaving: Terminal, arriving: Terminal, new: FakeHouse, monkeypatch: pytest.MonkeyPatch
+    leaving: Terminal, arriving: Terminal, new: FakeTransferEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipe = io.BytesIO()
     with monkeypatch.context() as patched:
@@ -122,7 +126,7 @@ async def test_what_cannot_be_done_is_one_line(
     assert not any(name.startswith("file") for name in os.listdir(tmp_path))
 
 
-async def test_files_that_are_no_contexts_are_told(arriving: Terminal, new: FakeHouse, tmp_path: Path) -> None:
+async def test_files_that_are_no_contexts_are_told(arriving: Terminal, new: FakeTransferEngine, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(b"Call me Ishmael. Some years ago")
     code, _, err = await arriving.run("contexts", "import", str(file))

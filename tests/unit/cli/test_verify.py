@@ -2,11 +2,11 @@
 
 import json
 
-from longleaf.rank_protocol.step import Comparison
+from longleaf.rank_protocol.step import ComparisonRow
 from tests.support.terminal import Terminal
 
-GOOD = Comparison(max_difference=0.0005, max_logit=10.0, num_tokens=8, num_equal=8, num_ranks=1, dtype="float32")
-BAD = Comparison(max_difference=0.5, max_logit=10.0, num_tokens=8, num_equal=3, num_ranks=1, dtype="float32")
+GOOD = ComparisonRow(max_difference=0.0005, max_logit=10.0, num_tokens=8, num_equal=8, num_ranks=1, dtype="float32")
+BAD = ComparisonRow(max_difference=0.5, max_logit=10.0, num_tokens=8, num_equal=3, num_ranks=1, dtype="float32")
 
 
 async def test_what_passes_ends_with_0(terminal: Terminal) -> None:
@@ -20,7 +20,7 @@ async def test_what_passes_ends_with_0(terminal: Terminal) -> None:
 
 async def test_small_differences_are_written_out(terminal: Terminal) -> None:
     found = {"max_difference": 7.629e-6, "max_logit": 0.04, "num_tokens": 8, "num_equal": 8, "num_ranks": 1}
-    terminal.engine.comparison = Comparison(**found, dtype="float32")
+    terminal.engine.comparison = ComparisonRow(**found, dtype="float32")
     _, out, _ = await terminal.run("verify")
     assert out.splitlines()[0] == "FAILED: the logits differ by at most 0.00000763, 0.000004 is allowed"
     assert "by 0.00000763, token" in out
@@ -36,7 +36,7 @@ async def test_what_fails_ends_with_3(terminal: Terminal) -> None:
 
 async def test_what_is_not_conclusive_ends_with_4(terminal: Terminal) -> None:
     rounded = {"distance": 0.1, "plain_distance": 0.125, "dtype": "int8", "plain_dtype": "bfloat16"}
-    terminal.engine.comparison = Comparison(max_difference=0.5, max_logit=10.0, num_tokens=8, **rounded)
+    terminal.engine.comparison = ComparisonRow(max_difference=0.5, max_logit=10.0, num_tokens=8, **rounded)
     code, out, _ = await terminal.run("verify")
     assert code == 4
     assert out.splitlines()[0] == (
@@ -46,7 +46,7 @@ async def test_what_is_not_conclusive_ends_with_4(terminal: Terminal) -> None:
 
 
 async def test_what_cannot_be_compared_says_why(terminal: Terminal) -> None:
-    terminal.engine.comparison = Comparison(failure="plain attention failed: no memory")
+    terminal.engine.comparison = ComparisonRow(failure="plain attention failed: no memory")
     code, out, _ = await terminal.run("verify", "--text", "hello")
     assert (code, out) == (3, "FAILED: plain attention failed: no memory\n")
 

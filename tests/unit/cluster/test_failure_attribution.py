@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 import pytest
 
-from coordinator.cluster.groups.failure_attribution import Losses
-from longleaf.errors import EpochBroken, WorkerLost
+from coordinator.cluster.groups.failure_attribution import FailureCollector
+from longleaf.errors import GroupFailed, RankLost
 
 MEMBERS = (4, 7, 2)
 """Ranks 0, 1 and 2."""
-Report = Callable[[Losses], None]
+Report = Callable[[FailureCollector], None]
 
 
 def died(member: int) -> Report:
@@ -29,7 +29,7 @@ class Judged:
 
     def __init__(self, reports: list[Report], under_way: tuple[int, ...] = ()) -> None:
         self.killed: list[int] = []
-        self.losses = Losses(MEMBERS, self.kill, lambda: under_way)
+        self.losses = FailureCollector(MEMBERS, self.kill, lambda: under_way)
         for report in reports:
             report(self.losses)
 
@@ -62,7 +62,7 @@ class Judged:
 async def test_the_verdict_names_one_rank(reports: list[Report], rank: int, reason: str) -> None:
     judged = Judged(reports)
     loss = await judged.losses.verdict
-    assert isinstance(loss.error, WorkerLost)
+    assert isinstance(loss.error, RankLost)
     assert (loss.error.rank, loss.error.reason) == (rank, reason)
     assert judged.killed == []
 
@@ -88,7 +88,7 @@ async def test_who_others_saw_gone_and_who_says_nothing_is_killed() -> None:
 async def test_who_raises_lives_though_its_peers_saw_it_leave(reports: list[Report]) -> None:
     judged = Judged(reports)
     loss = await judged.losses.verdict
-    assert isinstance(loss.error, EpochBroken)
+    assert isinstance(loss.error, GroupFailed)
     assert (loss.steps, judged.killed) == ((5,), [])
 
 

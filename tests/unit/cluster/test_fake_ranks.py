@@ -3,10 +3,10 @@
 import pytest
 
 from coordinator.cluster.fakes import FakeRanks
-from longleaf.errors import DataLoss, StorageUnavailable, WorkerLost
+from longleaf.errors import DataLoss, RankLost, StorageUnavailable
 from longleaf.positions import EVERY_RANK
 from longleaf.rank_protocol.snapshots import Fetch, Save
-from longleaf.rank_protocol.step import Portion, Restore, StepPlan
+from longleaf.rank_protocol.step import Restore, RestorePortion, StepPlan
 from longleaf.runs import Run
 
 RUN = Run(1, 0, 8, (3, 4))
@@ -18,7 +18,7 @@ async def fetched(ranks: FakeRanks, member: int, ticket: int, name: str = "p", n
 
 
 def restore(*runs: Run, ticket: int = 5) -> StepPlan:
-    return StepPlan(1, 1, Restore(7, 0, (Portion(ticket, runs),)))
+    return StepPlan(1, 1, Restore(7, 0, (RestorePortion(ticket, runs),)))
 
 
 async def test_what_was_saved_is_restored_by_who_has_fetched_it() -> None:
@@ -68,5 +68,5 @@ async def test_storages_and_members_that_fail() -> None:
     with pytest.raises(StorageUnavailable, match="full"):
         await ranks.save(1, Save(1, "p", 7, (RUN,)))
     ranks.lose(1, "died")
-    with pytest.raises(WorkerLost):
+    with pytest.raises(RankLost):
         await fetched(ranks, 1, 5)

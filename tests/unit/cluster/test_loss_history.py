@@ -2,8 +2,15 @@
 
 import pytest
 
-from coordinator.cluster.loss_history import MAX_REMEMBERED, History
-from coordinator.cluster.ports import Delayed, GivenUp, Joined, MemberEvent, MemberLost, Replacing
+from coordinator.cluster.loss_history import MAX_REMEMBERED, LossHistory
+from coordinator.cluster.ports import (
+    MemberEvent,
+    MemberJoined,
+    MemberLost,
+    ReplacementAbandoned,
+    ReplacementDelayed,
+    ReplacementStarted,
+)
 
 
 def lost(member: int, rank: int | None = None, *, is_replaced: bool = True) -> MemberLost:
@@ -11,7 +18,7 @@ def lost(member: int, rank: int | None = None, *, is_replaced: bool = True) -> M
 
 
 def told(*events: MemberEvent) -> list[tuple[int, str, float | None, str]]:
-    history = History(lambda: 100.0)
+    history = LossHistory(lambda: 100.0)
     for event in events:
         history.take(event)
     assert all(loss.time == 100.0 for loss in history.losses)
@@ -19,22 +26,29 @@ def told(*events: MemberEvent) -> list[tuple[int, str, float | None, str]]:
 
 
 def test_a_place_is_filled_step_by_step() -> None:
-    events = [lost(1, 1), Delayed(1, 30.0, "too many"), Replacing(2, 1), Joined(2, 1, "node", 5)]
+    events = [
+        lost(1, 1),
+        ReplacementDelayed(1, 30.0, "too many"),
+        ReplacementStarted(2, 1),
+        MemberJoined(2, 1, "node", 5),
+    ]
     states = [("waiting", None), ("waiting", 130.0), ("filling", None), ("filled", None)]
     for count, (slot, refill_time) in enumerate(states, start=1):
         assert told(*events[:count]) == [(1, slot, refill_time, "")]
 
 
 def test_a_place_that_was_filled_is_another_matter_when_it_is_lost_again() -> None:
-    events = (lost(1, 1), Replacing(2, 1), Joined(2, 1, "node", 5), lost(2, 1), Replacing(3, 2))
+    events = (lost(1, 1), ReplacementStarted(2, 1), MemberJoined(2, 1, "node", 5), lost(2, 1), ReplacementStarted(3, 2))
     assert told(*events) == [(1, "filled", None, ""), (2, "filling", None, "")]
 
 
 def test_who_is_lost_before_it_has_a_rank_leaves_the_place_as_empty_as_before() -> None:
-    events = (lost(1, 1), Replacing(2, 1), lost(2), Replacing(3, 2), lost(3))
+    events = (lost(1, 1), ReplacementStarted(2, 1), lost(2), ReplacementStarted(3, 2), lost(3))
     assert told(*events) == [(1, "waiting", None, ""), (2, "waiting", None, ""), (3, "waiting", None, "")]
-    assert [slot for _, slot, _, _ in told(*events, Replacing(4, 3), Joined(4, 1, "node", 5))] == ["filled"] * 3
-    assert told(*events, GivenUp(3, "no memory"))[0] == (1, "given_up", None, "no memory")
+    assert [slot for _, slot, _, _ in told(*events, ReplacementStarted(4, 3), MemberJoined(4, 1, "node", 5))] == [
+        "filled"
+    ] * 3
+    assert told(*events, ReplacementAbandoned(3, "no memory"))[0] == (1, "given_up", None, "no memory")
 
 
 def test_where_nobody_replaces_ranks_it_is_said() -> None:
@@ -51,10 +65,10 @@ def test_only_the_latest_are_remembered() -> None:
         (lost(1, 2), "member 1 on node node, rank 2 of epoch 4, was lost: died"),
         (lost(5), "member 5 on node node was lost: died"),
         (MemberLost(5, None, 0, "", "no room", True), "member 5 was lost: no room"),
-        (Replacing(6, 5), "member 6 was started in the place of member 5"),
-        (Delayed(5, 30.0, "too many"), "the place of member 5 stays empty for 30 s at least: too many"),
-        (GivenUp(5, "no memory"), "the place of member 5 stays empty: no memory"),
-        (Joined(6, 2, "b", 5), "member 6 on node b is rank 2 of epoch 5"),
+        (ReplacementStarted(6, 5), "member 6 was started in the place of member 5"),
+        (ReplacementDelayed(5, 30.0, "too many"), "the place of member 5 stays empty for 30 s at least: too many"),
+        (ReplacementAbandoned(5, "no memory"), "the place of member 5 stays empty: no memory"),
+        (MemberJoined(6, 2, "b", 5), "member 6 on node b is rank 2 of epoch 5"),
     ],
 )
 def test_who_runs_the_service_is_told(event: MemberEvent, text: str) -> None:

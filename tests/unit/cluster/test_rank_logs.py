@@ -8,12 +8,12 @@ import pytest
 
 from coordinator.cluster.member_registry import Member
 from coordinator.cluster.ports import MemberEvent, MemberLost
-from coordinator.cluster.rank_logs import MAX_AT_ONCE, NO_RANK, PER_SECOND, Records
+from coordinator.cluster.rank_logs import MAX_AT_ONCE, NO_RANK, PER_SECOND, RankLogForwarder
 from longleaf.rank_protocol.encoding import decode_from_rank, encode
-from longleaf.rank_protocol.log_messages import MAX_RECORDS, MAX_TEXT_BYTES, MAX_TRACEBACK_BYTES, Logged, Record
+from longleaf.rank_protocol.log_messages import MAX_RECORDS, MAX_TEXT_BYTES, MAX_TRACEBACK_BYTES, Logged, LogRecord
 from longleaf.rank_protocol.member_messages import Hello
 
-SLOWER = Record(30, "slower", is_note=True)
+SLOWER = LogRecord(30, "slower", is_note=True)
 
 
 class House:
@@ -23,12 +23,12 @@ class House:
         self.epoch, self.ranks = 4, (5, 6)
         self.now = 100.0
         self.watchers: list[Callable[[MemberEvent], None]] = []
-        self.records = Records(self, lambda: self.now)
+        self.records = RankLogForwarder(self, lambda: self.now)
 
     def watch(self, observer: Callable[[MemberEvent], None]) -> None:
         self.watchers.append(observer)
 
-    def tell(self, number: int, *records: Record, num_dropped: int = 0) -> None:
+    def tell(self, number: int, *records: LogRecord, num_dropped: int = 0) -> None:
         member = Member(number, hello=Hello(number, f"node-{number}", "127.0.0.1", 1))
         self.records.take(member, Logged(number, records, num_dropped))
 
@@ -50,8 +50,8 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_a_record_tells_who_has_logged_it_and_how_bad_it_is(house: House, caplog: pytest.LogCaptureFixture) -> None:
-    house.tell(6, Record(30, "a warning"), Record(50, "it failed", "Traceback\nValueError: 5% of it"))
-    house.tell(7, Record(40, "cannot load"))
+    house.tell(6, LogRecord(30, "a warning"), LogRecord(50, "it failed", "Traceback\nValueError: 5% of it"))
+    house.tell(7, LogRecord(40, "cannot load"))
     found = [(record.levelno, record.rank, record.node, record.epoch) for record in caplog.records]  # type: ignore[attr-defined]
     assert found == [(30, 1, "node-6", 4), (50, 1, "node-6", 4), (40, NO_RANK, "node-7", 4)]
     assert told(caplog) == [
@@ -63,11 +63,11 @@ def test_a_record_tells_who_has_logged_it_and_how_bad_it_is(house: House, caplog
 
 def test_one_that_logs_without_end_fills_no_log(house: House, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(1000):
-        house.tell(5, *[Record(30, "mad")] * MAX_RECORDS)
-    house.tell(6, Record(30, "sane"))
+        house.tell(5, *[LogRecord(30, "mad")] * MAX_RECORDS)
+    house.tell(6, LogRecord(30, "sane"))
     assert told(caplog) == ["rank 0: mad"] * MAX_AT_ONCE + ["rank 1: sane"]
     house.now += 2 / PER_SECOND
-    house.tell(5, Record(30, "still mad"), Record(30, "and again"), Record(30, "and again"))
+    house.tell(5, LogRecord(30, "still mad"), LogRecord(30, "and again"), LogRecord(30, "and again"))
     num_left_out = 1000 * MAX_RECORDS - MAX_AT_ONCE
     assert told(caplog) == [
         f"rank 0: {num_left_out} more records were left out",
@@ -75,20 +75,20 @@ def test_one_that_logs_without_end_fills_no_log(house: House, caplog: pytest.Log
         "rank 0: and again",
     ]
     house.now += 1e6
-    house.tell(5, *[Record(30, "rested")] * (MAX_AT_ONCE + 1))
+    house.tell(5, *[LogRecord(30, "rested")] * (MAX_AT_ONCE + 1))
     assert len(told(caplog)) == MAX_AT_ONCE + 1, "one tells what was left out"
 
 
 def test_what_a_rank_has_dropped_itself_is_told(house: House, caplog: pytest.LogCaptureFixture) -> None:
-    house.tell(5, Record(30, "first"), num_dropped=7)
+    house.tell(5, LogRecord(30, "first"), num_dropped=7)
     assert told(caplog) == ["rank 0: first"]
-    house.tell(5, Record(30, "second"))
-    house.tell(5, Record(30, "third"))
+    house.tell(5, LogRecord(30, "second"))
+    house.tell(5, LogRecord(30, "third"))
     assert told(caplog) == ["rank 0: 7 more records were left out", "rank 0: second", "rank 0: third"]
 
 
 def test_of_one_that_is_lost_nothing_is_kept(house: House, caplog: pytest.LogCaptureFixture) -> None:
-    house.tell(5, Record(30, "first"), num_dropped=7)
+    house.tell(5, LogRecord(30, "first"), num_dropped=7)
     house.lose(5)
     house.lose(6)
     assert told(caplog) == ["rank 0: first", "rank 0: 7 more records were left out"]
@@ -97,24 +97,24 @@ def test_of_one_that_is_lost_nothing_is_kept(house: House, caplog: pytest.LogCap
 
 def test_what_people_were_told_as_a_note_is_not_told_again(house: House, caplog: pytest.LogCaptureFixture) -> None:
     long = "é" * MAX_TEXT_BYTES
-    house.tell(5, SLOWER, Record(30, "no note"))
+    house.tell(5, SLOWER, LogRecord(30, "no note"))
     house.records.know(["slower", "a choice", long])
-    house.tell(5, SLOWER, Record(30, long[: MAX_TEXT_BYTES // 2], is_note=True), Record(30, "new", is_note=True))
-    house.tell(6, Record(30, "slower"))
+    house.tell(5, SLOWER, LogRecord(30, long[: MAX_TEXT_BYTES // 2], is_note=True), LogRecord(30, "new", is_note=True))
+    house.tell(6, LogRecord(30, "slower"))
     assert told(caplog) == ["rank 0: no note", "rank 0: new", "rank 1: slower"]
 
 
 @pytest.mark.parametrize(
     ("message", "what"),
     [
-        (Logged(1, (Record(20, "text"),)), "int` >= 30"),
-        (Logged(1, (Record(51, "text"),)), "int` <= 50"),
-        (Logged(1, (Record(30, "x" * (MAX_TEXT_BYTES + 1)),)), "length <= 1024"),
-        (Logged(1, (Record(30, "", "x" * (MAX_TRACEBACK_BYTES + 1)),)), "length <= 4096"),
-        (Logged(1, (Record(30, ""),) * (MAX_RECORDS + 1)), "length <= 32"),
+        (Logged(1, (LogRecord(20, "text"),)), "int` >= 30"),
+        (Logged(1, (LogRecord(51, "text"),)), "int` <= 50"),
+        (Logged(1, (LogRecord(30, "x" * (MAX_TEXT_BYTES + 1)),)), "length <= 1024"),
+        (Logged(1, (LogRecord(30, "", "x" * (MAX_TRACEBACK_BYTES + 1)),)), "length <= 4096"),
+        (Logged(1, (LogRecord(30, ""),) * (MAX_RECORDS + 1)), "length <= 32"),
         (Logged(1, (), -1), "int` >= 0"),
-        (Logged(1, (Record("30", "text"),)), "Expected `int`"),  # type: ignore[arg-type]
-        (Logged(1, (Record(30, b"text"),)), "Expected `str`"),  # type: ignore[arg-type]
+        (Logged(1, (LogRecord("30", "text"),)), "Expected `int`"),  # type: ignore[arg-type]
+        (Logged(1, (LogRecord(30, b"text"),)), "Expected `str`"),  # type: ignore[arg-type]
     ],
 )
 def test_what_no_rank_says_is_refused(message: Logged, what: str) -> None:
@@ -124,6 +124,6 @@ def test_what_no_rank_says_is_refused(message: Logged, what: str) -> None:
 
 
 def test_the_largest_of_each_is_not() -> None:
-    largest = Record(logging.CRITICAL, "x" * MAX_TEXT_BYTES, "x" * MAX_TRACEBACK_BYTES, True)
+    largest = LogRecord(logging.CRITICAL, "x" * MAX_TEXT_BYTES, "x" * MAX_TRACEBACK_BYTES, True)
     message = Logged(1, (largest,) * MAX_RECORDS, 1 << 40)
     assert decode_from_rank(encode(message)) == message

@@ -10,12 +10,12 @@ from blake3 import blake3
 from msgspec.structs import replace
 
 from longleaf.context_archive.frames import FRAME_BYTES, MAGIC, PREAMBLE, Frame
-from longleaf.context_archive.reader import Ids, Unpacking
+from longleaf.context_archive.reader import ArchiveReader, IdsSection
 from longleaf.context_archive.records import (
     MAX_HEAD_BYTES,
-    Head,
-    Keys,
-    Part,
+    ContextHead,
+    KvPart,
+    KvSection,
     SegmentHead,
     decode_segment,
     encode,
@@ -44,7 +44,7 @@ def test_what_is_unpacked_is_what_was_packed() -> None:
         (5, 5, False),
         (8, 8, False),  # its keys come whole, and would tell what another context says behind
     ]
-    ids = [one.token_ids for one in told if isinstance(one, Ids)]
+    ids = [one.token_ids for one in told if isinstance(one, IdsSection)]
     assert ids == [given.path[0].token_ids, given.path[1].token_ids, given.path[2].token_ids[:8]]
     assert [bytes(one) for one in told if isinstance(one, bytearray)] == [
         given.objects[name] for name in given.manifests[given.path[0].id].objects
@@ -162,7 +162,7 @@ def test_ids_and_pieces_have_the_sizes_that_were_told() -> None:
         (replace(HEAD, display_name="x" * 257), "more than 256 characters"),
     ],
 )
-def test_heads_that_make_no_sense_are_told(head: Head, told: str) -> None:
+def test_heads_that_make_no_sense_are_told(head: ContextHead, told: str) -> None:
     with pytest.raises(InvalidArgument, match=told):
         unpack(PREAMBLE + record("head", encode(head)))
 
@@ -176,9 +176,9 @@ RUN = ((0, 1),)
 
 
 def with_keys(*runs: tuple[tuple[int, int], ...], windows: Any = None, form: str = FORM) -> SegmentHead:
-    parts = tuple(Part(some, 1, "0" * 64) for some in runs)
-    windows = windows and Part(windows, 1, "0" * 64)
-    return SegmentHead(num_used=11, num_tokens=11, rope=ROPE, keys=Keys(form, parts, windows))
+    parts = tuple(KvPart(some, 1, "0" * 64) for some in runs)
+    windows = windows and KvPart(windows, 1, "0" * 64)
+    return SegmentHead(num_used=11, num_tokens=11, rope=ROPE, keys=KvSection(form, parts, windows))
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_a_later_version_and_other_files_are_told_from_damage() -> None:
 
 
 def test_no_more_than_a_record_is_held() -> None:
-    given, unpacking, most = packable(piece_bytes=5000), Unpacking(), 0
+    given, unpacking, most = packable(piece_bytes=5000), ArchiveReader(), 0
     data = memoryview(given.packed())
     while data:
         count, _ = unpacking.take(data[:100])

@@ -14,10 +14,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from coordinator.engine_messages import Admitted, Ended, Tokens
 from coordinator.telemetry.collector import Gauges
 from coordinator.telemetry.counters import Counts
-from coordinator.telemetry.metric_sources import Sources
+from coordinator.telemetry.metric_sources import MetricSources
 from coordinator.telemetry.observers import CallRecord
 from coordinator.telemetry.request_metrics import RequestMetrics
-from door.metrics import Metrics
+from door.metrics import GatewayMetrics
 from longleaf.rank_protocol.group_messages import MergeTiming
 from longleaf.sampling import Token
 from tests.support.service import FakeEngine
@@ -41,7 +41,7 @@ def exported() -> dict[str, Metric]:
         saw(Tokens(1, (Token(1),)))
         saw(Ended("length", 1, 0, 2, 0.0, 0.0, 0.0))
     counts.add_step("decode", 1.0, 8)
-    sources = Sources(
+    sources = MetricSources(
         cluster=lambda: changed(FakeEngine().cluster(), merge_timings=(MergeTiming(1, "gather", {"gather": 1.0}),)),
         counts=lambda: counts,
         ranks_lost=lambda: 0,
@@ -63,7 +63,7 @@ async def exported_by_door() -> dict[str, Metric]:
 
     async def nobody(*_: object) -> None: ...
 
-    metrics = Metrics(nobody)
+    metrics = GatewayMetrics(nobody)
     await metrics({"type": "http", "method": "GET"}, nobody, nobody)
     families = list(text_string_to_metric_families((await metrics.render()).decode()))
     return {family.name + ("_total" if family.type == "counter" else ""): family for family in families}

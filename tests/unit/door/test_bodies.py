@@ -7,8 +7,8 @@ import pytest
 from starlette.requests import Request
 
 from door import bodies
-from door.bodies import Bodies
-from door.errors import Problem
+from door.bodies import BodyReader
+from door.errors import HttpProblem
 
 MOST = 100
 GOOD = b'{"a": 1}'
@@ -39,7 +39,7 @@ class Sending:
         return self
 
 
-def problem(told: pytest.ExceptionInfo[Problem]) -> tuple[int, str | None, str, str | None]:
+def problem(told: pytest.ExceptionInfo[HttpProblem]) -> tuple[int, str | None, str, str | None]:
     error = told.value
     return error.status, error.code, error.kind, error.headers.get("retry-after")
 
@@ -66,16 +66,16 @@ FULL = (503, "unavailable", "server_error", "1")
 )
 async def test_what_is_held_is_given_back_however_a_body_ends(sending, status):
     most = 2 * bodies.MAX_JSON_BYTES if status == 413 else MOST
-    held = Bodies(most, part_seconds=0.05)
+    held = BodyReader(most, part_seconds=0.05)
     reading = asyncio.ensure_future(held.read_json(sending().request))
     await asyncio.wait([reading])
     error = reading.exception()
-    assert (error.status if isinstance(error, Problem) else 200) == status
+    assert (error.status if isinstance(error, HttpProblem) else 200) == status
     held.audit()
 
 
 async def test_what_is_held_is_given_back_when_who_waits_is_ended():
-    held, sending = Bodies(MOST), Sending(50)
+    held, sending = BodyReader(MOST), Sending(50)
     reading = asyncio.create_task(held.read_json(sending.request))
     await sending.asked.acquire()
     reading.cancel()
@@ -84,10 +84,10 @@ async def test_what_is_held_is_given_back_when_who_waits_is_ended():
 
 
 async def test_one_body_too_many_is_refused_before_it_is_read():
-    held, first, second = Bodies(MOST), Sending(60), Sending(60)
+    held, first, second = BodyReader(MOST), Sending(60), Sending(60)
     reading = asyncio.create_task(held.read_json(first.request))
     await first.asked.acquire()
-    with pytest.raises(Problem) as told:
+    with pytest.raises(HttpProblem) as told:
         await held.read_json(second.send(GOOD).request)
     assert problem(told) == FULL and second.num_asked == 0
     assert await held.read_json(Sending(len(GOOD)).send(GOOD).request) == {"a": 1}  # there is room for less
@@ -98,11 +98,11 @@ async def test_one_body_too_many_is_refused_before_it_is_read():
 
 
 async def test_bodies_of_no_told_length_are_counted_as_they_come():
-    held, first, second = Bodies(MOST), Sending(), Sending()
+    held, first, second = BodyReader(MOST), Sending(), Sending()
     reading = asyncio.create_task(held.read_json(first.send(b" " * 90, more=True).request))
     for _ in range(2):  # the first part has been read
         await first.asked.acquire()
-    with pytest.raises(Problem) as told:
+    with pytest.raises(HttpProblem) as told:
         await held.read_json(second.send(b" " * 11, more=True).request)
     assert problem(told) == FULL
     first.send(GOOD)
@@ -112,7 +112,7 @@ async def test_bodies_of_no_told_length_are_counted_as_they_come():
 
 async def test_a_body_is_held_until_it_is_decoded(monkeypatch):
     large = b" " * bodies.LARGE_BYTES + GOOD
-    held, may_end, begun = Bodies(2 * len(large) - 1), asyncio.Event(), asyncio.Event()
+    held, may_end, begun = BodyReader(2 * len(large) - 1), asyncio.Event(), asyncio.Event()
     loop, decode = asyncio.get_running_loop(), bodies.decode
 
     def decoded(content):
@@ -123,7 +123,7 @@ async def test_a_body_is_held_until_it_is_decoded(monkeypatch):
     monkeypatch.setattr(bodies, "decode", decoded)
     reading = asyncio.create_task(held.read_json(Sending(len(large)).send(large).request))
     await begun.wait()
-    with pytest.raises(Problem) as told:
+    with pytest.raises(HttpProblem) as told:
         await held.read_json(Sending(len(large)).request)
     assert problem(told) == FULL
     may_end.set()
@@ -132,12 +132,12 @@ async def test_a_body_is_held_until_it_is_decoded(monkeypatch):
 
 
 async def test_a_body_that_comes_and_comes_is_not_waited_for_for_ever():
-    held, sending = Bodies(MOST, part_seconds=3600, seconds=0.05), Sending()
+    held, sending = BodyReader(MOST, part_seconds=3600, seconds=0.05), Sending()
     reading = asyncio.create_task(held.read_json(sending.request))
     while not reading.done():  # each part is in time
         sending.send(b"", more=True)
         await asyncio.sleep(0.001)
-    with pytest.raises(Problem) as told:
+    with pytest.raises(HttpProblem) as told:
         await reading
     assert told.value.status == 408 and told.value.headers["connection"] == "close"
     held.audit()

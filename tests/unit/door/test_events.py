@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from door.events import EventResponse, event
-from door.openai.answers import Waiting
+from door.openai.answers import WaitStatus
 from longleaf.types import Progress, Recovering, Started
 
 OFTEN = 0.005
@@ -45,7 +45,7 @@ class Reading:
 
 
 async def test_comments_tell_what_is_waited_for_and_events_go_on():
-    waiting, may_go_on = Waiting(), asyncio.Event()
+    waiting, may_go_on = WaitStatus(), asyncio.Event()
 
     async def events() -> AsyncGenerator[bytes, None]:
         await may_go_on.wait()

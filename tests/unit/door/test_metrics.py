@@ -9,8 +9,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from door.events import EventResponse, event
-from door.metrics import Metrics
-from door.settings import DoorConfig
+from door.metrics import GatewayMetrics
+from door.settings import GatewayConfig
 from longleaf.errors import InvalidArgument
 
 ROUTES = "longleaf_door_requests_total"
@@ -61,10 +61,10 @@ def metrics(may_end):
         raise RuntimeError
 
     routes = [Route("/stream", streamed), Route("/echo/{id}", echo, methods=["POST"]), Route("/broken", broken)]
-    return Metrics(Starlette(routes=routes))
+    return GatewayMetrics(Starlette(routes=routes))
 
 
-async def told(metrics: Metrics) -> dict[str, float]:
+async def told(metrics: GatewayMetrics) -> dict[str, float]:
     lines = [line for line in (await metrics.render()).decode().splitlines() if not line.startswith("#")]
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
 
@@ -118,5 +118,5 @@ async def test_what_fails_is_counted_too(metrics):
 def test_settings_that_make_no_sense_are_named(setting):
     (name,) = setting
     with pytest.raises(InvalidArgument) as told:
-        DoorConfig(**setting).check()
+        GatewayConfig(**setting).check()
     assert told.value.field == name

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from coordinator.cluster.fakes import FakeRanks
 from coordinator.engine.engine import Engine
 from coordinator.engine.record_mapping import renumbered
-from coordinator.engine_messages import Document, Prompt, Tokens
+from coordinator.engine_messages import DocumentPrompt, Prompt, Tokens
 from coordinator.persistence.catalog.records import SegmentRecord, SnapshotRecord
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, NotFound, StorageUnavailable
@@ -41,7 +41,7 @@ async def running(lasting: MemoryLasting | None, ranks: FakeRanks | None = None)
 
 
 async def ingest(engine: Engine, name: str, ids: list[int]) -> None:
-    async for _ in engine.ingest(Document(context=name, token_ids=ids)):
+    async for _ in engine.ingest(DocumentPrompt(context=name, token_ids=ids)):
         pass
 
 
@@ -163,7 +163,7 @@ async def test_an_ingest_that_took_the_name_and_fails_leaves_nothing_behind() ->
         adopting = asyncio.create_task(engine._keeping.adopt(BOOK, PATH))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        stream = engine.ingest(Document(context="book", token_ids=[1, 2, 3]))
+        stream = engine.ingest(DocumentPrompt(context="book", token_ids=[1, 2, 3]))
         lasting.catalog.release()
         with pytest.raises(AlreadyExists):
             await adopting

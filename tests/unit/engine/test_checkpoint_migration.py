@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from coordinator.engine.checkpoint_migration import anew
 from coordinator.kv_cache.positions import Positions
-from coordinator.persistence.catalog.records import Kept, SegmentRecord
-from coordinator.persistence.catalog.stale_contexts import EarlierContext
+from coordinator.persistence.catalog.records import CatalogContents, SegmentRecord
+from coordinator.persistence.catalog.stale_contexts import StaleContext
 from longleaf.errors import AlreadyExists, CheckpointChanged, DataLoss, NotFound, ResourceExhausted
 from longleaf.positions import Rope, Rotary
 from tests.support.catalog import context
@@ -25,15 +25,15 @@ SEGMENTS = (
 )
 BOOK = context("book", 9, 40, ends=(20, 40), display_name="a book", capacity=2_000)
 TWIG = context("twig", 7, 12)
-KEPT = Kept(service_id="0" * 32, segments=SEGMENTS, contexts=(BOOK, TWIG))
+KEPT = CatalogContents(service_id="0" * 32, segments=SEGMENTS, contexts=(BOOK, TWIG))
 POSITIONS = Positions(Rotary(), 3_000)
 
 
-def earlier(record=BOOK, *differing: str, kept: Kept = KEPT) -> EarlierContext:
-    return EarlierContext(record=record, kept=kept, model="/model", differing=differing or ("model.safetensors",))
+def earlier(record=BOOK, *differing: str, kept: CatalogContents = KEPT) -> StaleContext:
+    return StaleContext(record=record, kept=kept, model="/model", differing=differing or ("model.safetensors",))
 
 
-def of(*found: EarlierContext) -> MemoryLasting:
+def of(*found: StaleContext) -> MemoryLasting:
     lasting = MemoryLasting()
     lasting.earlier = {each.record.id: each for each in found}
     return lasting
@@ -156,7 +156,7 @@ async def test_readings_that_nobody_waits_for_any_more_are_not_begun_anew() -> N
     lasting, gate = of(earlier()), threading.Event()
     read = lasting.read_earlier
 
-    def slowly() -> dict[str, EarlierContext]:
+    def slowly() -> dict[str, StaleContext]:
         found = read()
         assert gate.wait(30)
         return found

@@ -11,7 +11,7 @@ from coordinator.cluster.fakes import FakeRanks
 from coordinator.cluster.ports import Formation
 from coordinator.engine.engine import Engine
 from coordinator.engine.epochs import FIRST_EPOCH
-from coordinator.engine_messages import Document, Prompt, Tokens
+from coordinator.engine_messages import DocumentPrompt, Prompt, Tokens
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, NotFound, ResourceExhausted, StorageUnavailable
 from longleaf.sampling import Sampling
@@ -36,7 +36,7 @@ async def running(
 
 async def ingest(engine: Engine, context: str, count: int, append: bool = False, first: int = 0) -> None:
     ids = list(range(first, first + count))
-    async for _ in engine.ingest(Document(context=context, token_ids=ids, append=append)):
+    async for _ in engine.ingest(DocumentPrompt(context=context, token_ids=ids, append=append)):
         pass
 
 
@@ -239,8 +239,8 @@ async def test_a_document_that_is_given_up_while_it_is_kept_is_not_there() -> No
         await ingest(engine, "book", 8)
         lasting.catalog.hold()
         for document in (
-            Document(context="new", token_ids=[1, 2, 3]),
-            Document(context="book", token_ids=[1, 2, 3], append=True),
+            DocumentPrompt(context="new", token_ids=[1, 2, 3]),
+            DocumentPrompt(context="book", token_ids=[1, 2, 3], append=True),
         ):
             stream = engine.ingest(document)
             await comes_to(engine, lambda: stream_is_read(engine) == [False])

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from coordinator.cluster.fakes import FakeRanks
 from coordinator.engine.engine import Engine
-from coordinator.engine_messages import Claim, Document, Prompt
+from coordinator.engine_messages import DocumentPrompt, Prompt, SchedulingClaim
 from coordinator.scheduling.speculation_stats import DraftCounts
 from coordinator.telemetry.counters import STEP_SECONDS, StepTimes
 from longleaf.config import EngineConfig
@@ -23,11 +23,13 @@ CONFIG = EngineConfig(model="none", world_size=2, chunk_size=32, block_size=4, r
 
 def prompt(count: int, max_tokens: int, context: str | None = None, priority: int = 0) -> Prompt:
     sampling = Sampling(max_tokens=max_tokens)
-    return Prompt(context=context, token_ids=tuple(range(count)), sampling=sampling, claim=Claim(priority=priority))
+    return Prompt(
+        context=context, token_ids=tuple(range(count)), sampling=sampling, claim=SchedulingClaim(priority=priority)
+    )
 
 
 async def ingest(engine: Engine, context: str, count: int = 96) -> None:
-    [_ async for _ in engine.ingest(Document(context=context, token_ids=list(range(count))))]
+    [_ async for _ in engine.ingest(DocumentPrompt(context=context, token_ids=list(range(count))))]
 
 
 def test_a_step_counts_in_the_first_bucket_whose_bound_it_keeps() -> None:

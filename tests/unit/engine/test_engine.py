@@ -12,12 +12,12 @@ import pytest
 from coordinator.cluster.fakes import FakeRanks
 from coordinator.engine.engine import Engine
 from coordinator.engine.stream import MAX_UNREAD, Stream
-from coordinator.engine_messages import Admitted, Claim, Document, Ended, Prompt, Tokens
-from coordinator.kv_cache.block_placer import Placer
+from coordinator.engine_messages import Admitted, DocumentPrompt, Ended, Prompt, SchedulingClaim, Tokens
+from coordinator.kv_cache.block_placer import BlockPlacer
 from coordinator.scheduling.sequences import Sequence
 from longleaf.config import EngineConfig
-from longleaf.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, NotFound, Unavailable, WorkerLost
-from longleaf.positions import Reach, Windows
+from longleaf.errors import AlreadyExists, DeadlineExceeded, InvalidArgument, NotFound, RankLost, Unavailable
+from longleaf.positions import AttentionSpan, WindowSpec
 from longleaf.rank_protocol.fakes import echo_token
 from longleaf.rank_protocol.step import Row, StepPlan, StepResult
 from longleaf.sampling import Sampling
@@ -49,7 +49,7 @@ def prompt(count: int, max_tokens: int, context: str | None = None) -> Prompt:
 
 async def test_views_and_streams() -> None:
     async with running(FakeRanks(2, 100)) as (engine, _):
-        events = [event async for event in engine.ingest(Document(context="doc", token_ids=list(range(64))))]
+        events = [event async for event in engine.ingest(DocumentPrompt(context="doc", token_ids=list(range(64))))]
         assert events[-1] == Progress(64, 64)
         view = engine.get_context("doc")
         assert (view.tokens, view.kv_bytes, view.created) == (64, 64 * 64, 12.0)
@@ -72,9 +72,9 @@ async def test_views_and_streams() -> None:
 
 
 async def test_views_tell_of_windows_on_every_rank() -> None:
-    windows = Windows(reaches=(Reach(5),), num_blocks=10, bytes_per_token=8)
+    windows = WindowSpec(reaches=(AttentionSpan(5),), num_blocks=10, bytes_per_token=8)
     async with running(FakeRanks(2, 100, windows=windows)) as (engine, _):
-        _ = [event async for event in engine.ingest(Document(context="doc", token_ids=list(range(64))))]
+        _ = [event async for event in engine.ingest(DocumentPrompt(context="doc", token_ids=list(range(64))))]
         view = engine.get_context("doc")
         assert view.shares == (RankShare(0, 32, 32 * 64 + 4 * 8), RankShare(1, 32, 32 * 64 + 4 * 8))
         assert view.kv_bytes == 64 * 64 + 2 * 4 * 8
@@ -88,17 +88,17 @@ async def test_errors_are_raised_at_once() -> None:
         for call, error in (
             (lambda: engine.submit(prompt(3, 4, "doc")), NotFound),
             (lambda: engine.submit(prompt(0, 4)), InvalidArgument),
-            (lambda: engine.ingest(Document(context="doc", token_ids=[])), InvalidArgument),
-            (lambda: engine.ingest(Document(context="doc", token_ids=[1], append=True)), NotFound),
+            (lambda: engine.ingest(DocumentPrompt(context="doc", token_ids=[])), InvalidArgument),
+            (lambda: engine.ingest(DocumentPrompt(context="doc", token_ids=[1], append=True)), NotFound),
             (lambda: engine.get_context("doc"), NotFound),
         ):
             with pytest.raises(error):
                 call()
         with pytest.raises(NotFound):
             await engine.delete_context("doc")
-        [_ async for _ in engine.ingest(Document(context="doc", token_ids=[1]))]
+        [_ async for _ in engine.ingest(DocumentPrompt(context="doc", token_ids=[1]))]
         with pytest.raises(AlreadyExists):
-            engine.ingest(Document(context="doc", token_ids=[1]))
+            engine.ingest(DocumentPrompt(context="doc", token_ids=[1]))
 
 
 async def test_slow_reader_gets_joined_tokens() -> None:
@@ -115,7 +115,7 @@ async def test_slow_reader_gets_joined_tokens() -> None:
 async def test_an_observer_sees_every_step_with_its_answer() -> None:
     ranks, seen = FakeRanks(2, 100), list[tuple[StepPlan, StepResult]]()
     async with running(ranks, observe=lambda plan, result: seen.append((plan, result))) as (engine, _):
-        [_ async for _ in engine.ingest(Document(context="doc", token_ids=range(64)))]
+        [_ async for _ in engine.ingest(DocumentPrompt(context="doc", token_ids=range(64)))]
         streams = [engine.submit(prompt(3, 5, "doc")), engine.submit(prompt(20, 9))]
         for stream in streams:
             [_ async for _ in stream]
@@ -194,14 +194,14 @@ async def test_those_that_wait_are_told_their_place() -> None:
 async def test_a_deadline_ends_a_job_while_nothing_else_happens() -> None:
     now = [0.0]
     async with running(FakeRanks(2, 1000), clock=lambda: now[0]) as (engine, _):
-        stream = engine.submit(msgspec.structs.replace(prompt(3, 2000), claim=Claim(deadline=0.001)))
+        stream = engine.submit(msgspec.structs.replace(prompt(3, 2000), claim=SchedulingClaim(deadline=0.001)))
         assert await collect(engine.submit(prompt(3, 1000))) == 1000  # by then the other one's reader is behind
         assert stream.is_full
         now[0] = 1.0
         with pytest.raises(DeadlineExceeded):
             await collect(stream)
         with pytest.raises(DeadlineExceeded):
-            engine.submit(msgspec.structs.replace(prompt(3, 1), claim=Claim(deadline=0.5)))
+            engine.submit(msgspec.structs.replace(prompt(3, 1), claim=SchedulingClaim(deadline=0.5)))
         assert engine.cluster().running == 0
 
 
@@ -220,8 +220,8 @@ async def test_cancel_by_leaving() -> None:
 
 async def test_deleted_context_fails_its_ingest() -> None:
     async with running(FakeRanks(2, 1000)) as (engine, _):
-        [_ async for _ in engine.ingest(Document(context="doc", token_ids=[1]))]
-        stream = engine.ingest(Document(context="doc", token_ids=list(range(500)), append=True))
+        [_ async for _ in engine.ingest(DocumentPrompt(context="doc", token_ids=[1]))]
+        stream = engine.ingest(DocumentPrompt(context="doc", token_ids=list(range(500)), append=True))
         await engine.delete_context("doc")
         with pytest.raises(NotFound):
             [_ async for _ in stream]
@@ -236,8 +236,8 @@ async def test_the_last_rank_fails_every_stream() -> None:
         results = await asyncio.gather(
             collect(engine.submit(prompt(3, 1000))), collect(engine.submit(prompt(3, 2000))), return_exceptions=True
         )
-        assert [(type(result), getattr(result, "rank", None)) for result in results] == [(WorkerLost, 0)] * 2
-        with pytest.raises(WorkerLost):
+        assert [(type(result), getattr(result, "rank", None)) for result in results] == [(RankLost, 0)] * 2
+        with pytest.raises(RankLost):
             await loop
         with pytest.raises(Unavailable, match="rank 0 was lost") as refused:
             engine.submit(prompt(3, 1))
@@ -250,7 +250,7 @@ async def test_the_last_rank_is_lost_between_steps() -> None:
     async with running(ranks) as (engine, loop):
         await collect(engine.submit(prompt(3, 1)))
         ranks.lose(0, "vanished")
-        with pytest.raises(WorkerLost, match="vanished"):
+        with pytest.raises(RankLost, match="vanished"):
             await loop
 
 
@@ -293,7 +293,7 @@ async def test_contexts_expire() -> None:
             ("never", ContextSettings()),
             ("pinned", ContextSettings(ttl=10.0, is_pinned=True)),
         ):
-            [_ async for _ in engine.ingest(Document(context=name, token_ids=list(range(8)), settings=settings))]
+            [_ async for _ in engine.ingest(DocumentPrompt(context=name, token_ids=list(range(8)), settings=settings))]
         view = engine.get_context("early")
         assert (view.expires, view.display_name, view.is_pinned) == (1010.0, "E", False)
         days.now = 1009.9
@@ -322,7 +322,12 @@ async def test_an_idle_engine_wakes_when_a_context_expires() -> None:
         return now
 
     async with running(FakeRanks(2, 100), clock) as (engine, _):
-        [_ async for _ in engine.ingest(Document(context="doc", token_ids=[1, 2], settings=ContextSettings(ttl=0.05)))]
+        [
+            _
+            async for _ in engine.ingest(
+                DocumentPrompt(context="doc", token_ids=[1, 2], settings=ContextSettings(ttl=0.05))
+            )
+        ]
         assert engine._scheduler is not None
         await has_passed.wait()  # the engine looked for itself: nobody else asks
         assert "doc" not in engine._scheduler.contexts
@@ -335,10 +340,10 @@ async def test_an_ingest_ends_when_its_context_would_have_expired(is_waiting: bo
     async with running(ranks, days) as (engine, _):
         others = [engine.submit(prompt(2, 230)) for _ in range(4 if is_waiting else 0)]
         stream = engine.ingest(
-            Document(context="doc", token_ids=list(range(200)), settings=ContextSettings(expires=1010.0))
+            DocumentPrompt(context="doc", token_ids=list(range(200)), settings=ContextSettings(expires=1010.0))
         )
         pinned = ContextSettings(expires=1010.0, is_pinned=True)
-        kept = engine.ingest(Document(context="kept", token_ids=list(range(8)), settings=pinned))
+        kept = engine.ingest(DocumentPrompt(context="kept", token_ids=list(range(8)), settings=pinned))
         ranks.allow(2)
         await comes_to(engine, lambda: len(ranks.plans) == 2)
         assert engine.cluster().waiting == int(is_waiting)
@@ -357,7 +362,7 @@ async def test_an_ingest_ends_when_its_context_would_have_expired(is_waiting: bo
 async def test_an_idle_engine_wakes_when_an_ingest_expires() -> None:
     async with running(GatedRanks(), time.time) as (engine, _):
         soon = ContextSettings(expires=time.time() + 0.05)
-        stream = engine.ingest(Document(context="doc", token_ids=list(range(200)), settings=soon))
+        stream = engine.ingest(DocumentPrompt(context="doc", token_ids=list(range(200)), settings=soon))
         with pytest.raises(InvalidArgument, match=r"config\.expire_time"):
             [_ async for _ in stream]
 
@@ -365,10 +370,15 @@ async def test_an_idle_engine_wakes_when_an_ingest_expires() -> None:
 async def test_what_runs_on_an_expired_context_finishes_and_what_is_appended_fails() -> None:
     days = Days()
     async with running(FakeRanks(2, 1000), days) as (engine, _):
-        [_ async for _ in engine.ingest(Document(context="doc", token_ids=[1], settings=ContextSettings(ttl=10.0)))]
+        [
+            _
+            async for _ in engine.ingest(
+                DocumentPrompt(context="doc", token_ids=[1], settings=ContextSettings(ttl=10.0))
+            )
+        ]
         answer, append = (
             engine.submit(prompt(3, 5, "doc")),
-            engine.ingest(Document(context="doc", token_ids=list(range(500)), append=True)),
+            engine.ingest(DocumentPrompt(context="doc", token_ids=list(range(500)), append=True)),
         )
         assert isinstance(await anext(answer), Admitted)
         days.now = 1010.0
@@ -380,8 +390,13 @@ async def test_what_runs_on_an_expired_context_finishes_and_what_is_appended_fai
 
 async def test_an_append_leaves_the_settings_and_a_time_that_passed_is_refused() -> None:
     async with running(FakeRanks(2, 100)) as (engine, _):
-        [_ async for _ in engine.ingest(Document(context="doc", token_ids=[1], settings=ContextSettings(ttl=10.0)))]
-        [_ async for _ in engine.ingest(Document(context="doc", token_ids=[1], append=True))]
+        [
+            _
+            async for _ in engine.ingest(
+                DocumentPrompt(context="doc", token_ids=[1], settings=ContextSettings(ttl=10.0))
+            )
+        ]
+        [_ async for _ in engine.ingest(DocumentPrompt(context="doc", token_ids=[1], append=True))]
         assert engine.get_context("doc").expires == 22.0
         for settings in (ContextSettings(expires=12.0), ContextSettings(ttl=1e12)):
             with pytest.raises(InvalidArgument, match=r"context\.(expire_time|ttl)"):
@@ -395,7 +410,7 @@ async def test_an_unexpected_error_of_one_job_ends_its_stream_and_not_the_servic
 ) -> None:
     next_row = Sequence.next_row
 
-    def fail(self: Sequence, placer: Placer) -> Row:
+    def fail(self: Sequence, placer: BlockPlacer) -> Row:
         if self.prompt.max_tokens == 7:
             raise IndexError("a secret of the inside")
         return next_row(self, placer)

@@ -11,7 +11,7 @@ from coordinator.cluster.fakes import FakeRanks
 from coordinator.engine.engine import Engine
 from coordinator.engine.epoch import Epoch
 from coordinator.engine.stream import Stream
-from coordinator.engine_messages import Document, Prompt, Tokens
+from coordinator.engine_messages import DocumentPrompt, Prompt, Tokens
 from longleaf.config import EngineConfig
 from longleaf.errors import ContextLost, NotFound, Unavailable
 from longleaf.rank_protocol.fakes import echo_token
@@ -35,7 +35,7 @@ def engine_of(ranks: FakeRanks) -> Engine:
 
 
 async def ingest(engine: Engine, context: str = "doc") -> None:
-    [_ async for _ in engine.ingest(Document(context=context, token_ids=DOCUMENT))]
+    [_ async for _ in engine.ingest(DocumentPrompt(context=context, token_ids=DOCUMENT))]
 
 
 async def read(stream: Stream) -> tuple[list[int], list[Any]]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.persistence.snapshots.retention import Policy
+from coordinator.persistence.snapshots.retention import RetentionPolicy
 from longleaf.errors import DataLoss, NotFound, StorageUnavailable
 from longleaf.fingerprint import read_fingerprint
 from tests.support.coming import comes
@@ -13,7 +13,7 @@ from tests.support.service import write_model
 from tests.support.storing import NOW, Service, Storage, ingest_two, serving
 
 pytestmark = pytest.mark.timeout(60)
-DEMAND = Policy("demand", grace=NOW)
+DEMAND = RetentionPolicy("demand", grace=NOW)
 
 
 def held(service: Service) -> list[str]:
@@ -65,7 +65,7 @@ async def test_what_is_parked_leaves_with_what_storage_has() -> None:
 
 
 async def test_where_nothing_is_written_contexts_leave_without_keys() -> None:
-    async with serving(Storage(), policy=Policy("off", grace=NOW)) as service:
+    async with serving(Storage(), policy=RetentionPolicy("off", grace=NOW)) as service:
         await ingest_two(service.engine)
         leaving = await service.engine.house.open_export("book", with_keys=True)
         assert not leaving.manifests

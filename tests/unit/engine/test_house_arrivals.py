@@ -6,18 +6,18 @@ import pytest
 from msgspec.structs import replace
 
 from coordinator.cluster.fakes import FakeRanks
-from coordinator.engine.context_transfer import EngineArriving, EngineLeaving
+from coordinator.engine.context_transfer import ContextExport, ContextImport
 from coordinator.engine.engine import Engine
-from coordinator.kv_cache.contexts import Contexts, NamedPath
+from coordinator.kv_cache.contexts import ContextTable, NamedContext
 from coordinator.persistence.catalog.records import ContextRecord, SegmentRecord, SnapshotRecord
-from coordinator.persistence.snapshots.ports import Form
-from coordinator.persistence.snapshots.retention import Policy
+from coordinator.persistence.snapshots.ports import KvFormat
+from coordinator.persistence.snapshots.retention import RetentionPolicy
 from longleaf.config import EngineConfig
 from longleaf.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, StorageUnavailable
 from longleaf.positions import Rope
 from longleaf.rank_protocol.snapshots import max_header_bytes
 from longleaf.rank_protocol.step import Prefill, Restore
-from longleaf.storage.manifest import Piece, SegmentManifest, encode_manifest
+from longleaf.storage.manifest import PieceRef, SegmentManifest, encode_manifest
 from longleaf.storage.names import Attempt
 from tests.support.catalog import context, segment
 from tests.support.coming import comes
@@ -25,12 +25,12 @@ from tests.support.running import running
 from tests.support.storing import FORM, NOW, Service, Storage, ask, ingest, ingest_two, serving
 
 pytestmark = pytest.mark.timeout(60)
-DEMAND = Policy("demand", grace=NOW)
+DEMAND = RetentionPolicy("demand", grace=NOW)
 AWAY = StorageUnavailable("the disk is full")
 BOOK = context("book", 7, 30, capacity=2_000)
 
 
-async def move(leaving: EngineLeaving, arriving: EngineArriving, storage: Storage) -> list[SegmentRecord]:
+async def move(leaving: ContextExport, arriving: ContextImport, storage: Storage) -> list[SegmentRecord]:
     """Puts all that leaves where it arrives; what its segments are there. What is put becomes known to the ranks."""
     found = list[SegmentRecord]()
     for each in leaving.segments:
@@ -78,7 +78,7 @@ async def test_what_has_come_rests_and_is_restored_when_it_is_asked() -> None:
 
 
 def test_pieces_that_no_rank_could_take_in_are_told_apart() -> None:
-    form, place = Form("blocks of 4; 0.keys F32 2x4x8|blocks of 4; 1.keys F16 1x4x8", 4), Attempt("s", "s-1", "a")
+    form, place = KvFormat("blocks of 4; 0.keys F32 2x4x8|blocks of 4; 1.keys F16 1x4x8", 4), Attempt("s", "s-1", "a")
     most = 3 * 4 * 64 + max_header_bytes(1, 1)
     manifest = SegmentManifest(
         service="s",
@@ -89,8 +89,8 @@ def test_pieces_that_no_rank_could_take_in_are_told_apart() -> None:
         start=6,
         num_tokens=9,
         rope=Rope(),
-        pieces=(Piece(place.piece(0), ((6, 15),), most, ""),),
-        windows=Piece(place.windows(0), ((9, 15),), 2 * 64 + max_header_bytes(1, 1), ""),
+        pieces=(PieceRef(place.piece(0), ((6, 15),), most, ""),),
+        windows=PieceRef(place.windows(0), ((9, 15),), 2 * 64 + max_header_bytes(1, 1), ""),
         token_ids=bytes(36),
     )
     assert manifest.windows is not None
@@ -103,9 +103,9 @@ def test_pieces_that_no_rank_could_take_in_are_told_apart() -> None:
     with pytest.raises(InvalidArgument, match="windows: 2 blocks have at most"):
         form.check(larger)
     with pytest.raises(InvalidArgument, match="windows: these ranks hold none"):
-        Form("blocks of 4; 0.keys F32 2x4x8|", 4).check(manifest)
+        KvFormat("blocks of 4; 0.keys F32 2x4x8|", 4).check(manifest)
     with pytest.raises(InvalidArgument, match="pieces: .* whole blocks of 2"):
-        Form(form.text, 2).check(replace(manifest, pieces=(replace(manifest.pieces[0], runs=((6, 9), (9, 15))),)))
+        KvFormat(form.text, 2).check(replace(manifest, pieces=(replace(manifest.pieces[0], runs=((6, 9), (9, 15))),)))
 
 
 async def test_a_context_whose_pieces_end_within_a_block_is_read_again_and_asked_like_any_other() -> None:
@@ -114,7 +114,7 @@ async def test_a_context_whose_pieces_end_within_a_block_is_read_again_and_asked
         arriving = await arrive(service)
         told = segment(number := arriving.new_segment(), BOOK.num_tokens)
         attempt, runs = arriving.new_attempt(number), [(0, 5), (5, 30)]
-        pieces = tuple(Piece(attempt.piece(i), (run,), run[1] - run[0], "00") for i, run in enumerate(runs))
+        pieces = tuple(PieceRef(attempt.piece(i), (run,), run[1] - run[0], "00") for i, run in enumerate(runs))
         storage.pieces |= {piece.name: frozenset(range(*piece.runs[0])) for piece in pieces}
         manifest = SegmentManifest(
             service=attempt.service,
@@ -182,7 +182,7 @@ async def test_what_an_import_left_on_storage_is_never_taken_for_another_segment
         assert f"{service.snapshots.service_id}-{number}" not in left
 
 
-async def arrive_as(service: Service, name: str) -> EngineArriving:
+async def arrive_as(service: Service, name: str) -> ContextImport:
     return await service.engine.house.begin_import(replace(BOOK, id=name))
 
 
@@ -202,17 +202,17 @@ async def test_nothing_is_put_whose_number_cannot_be_noted() -> None:
 async def test_a_kept_context_that_cannot_be_taken_up_stops_no_start(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    storage, adopt_context = Storage(), Contexts.adopt
+    storage, adopt_context = Storage(), ContextTable.adopt
     async with serving(storage, policy=DEMAND) as service:
         await ingest_two(service.engine)
         await ingest(service.engine, range(40), "other")
 
-    def fail(self: Contexts, found: NamedPath) -> None:
+    def fail(self: ContextTable, found: NamedContext) -> None:
         if found.id == "book":
             raise KeyError("what an archive made of it")
         adopt_context(self, found)
 
-    monkeypatch.setattr(Contexts, "adopt", fail)
+    monkeypatch.setattr(ContextTable, "adopt", fail)
     async with serving(storage, policy=DEMAND) as service:
         service.engine.warm()
         assert [each.id for each in service.engine.list_contexts()] == ["other"]
@@ -223,12 +223,12 @@ async def test_a_kept_context_that_cannot_be_taken_up_stops_no_start(
         assert len(await ask(service.engine)) == 4, "it is still kept"
 
 
-async def arrive(service: Service) -> EngineArriving:
+async def arrive(service: Service) -> ContextImport:
     """A context of one segment without keys is about to come."""
     return await service.engine.house.begin_import(BOOK)
 
 
-async def adopt(arriving: EngineArriving, rope: Rope | None = None) -> ContextRecord:
+async def adopt(arriving: ContextImport, rope: Rope | None = None) -> ContextRecord:
     """It is there."""
     number = arriving.new_segment()
     record = replace(BOOK, segment=number)
@@ -327,7 +327,7 @@ async def test_contexts_that_are_too_long_are_refused_before_anything_comes(
 
 
 async def test_keys_come_only_where_they_could_be_restored() -> None:
-    async with serving(Storage(), policy=Policy("off", grace=NOW)) as service:
+    async with serving(Storage(), policy=RetentionPolicy("off", grace=NOW)) as service:
         arriving = await arrive(service)
         assert arriving.form is None
         await adopt(arriving)

@@ -6,9 +6,9 @@ import pytest
 from msgspec.structs import replace
 
 from coordinator.engine.record_mapping import context_of, segment_of
-from coordinator.kv_cache.block_placer import Placer
-from coordinator.kv_cache.contexts import LAST_ENDS, Contexts
-from coordinator.kv_cache.segments import Segments
+from coordinator.kv_cache.block_placer import BlockPlacer
+from coordinator.kv_cache.contexts import LAST_ENDS, ContextTable
+from coordinator.kv_cache.segments import SegmentStore
 from coordinator.kv_cache.token_paths import NOWHERE
 from coordinator.persistence.catalog.records import SegmentRecord
 from tests.support.catalog import context
@@ -26,8 +26,8 @@ from tests.support.catalog import context
     ],
 )
 def test_a_context_has_ends_to_go_on_from(ends: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    segments = Segments(Placer([64], 4))
-    contexts = Contexts(segments)
+    segments = SegmentStore(BlockPlacer([64], 4))
+    contexts = ContextTable(segments)
     record = replace(context("book", 7, 30, capacity=2_000), ends=ends)
     segment = segment_of(SegmentRecord(id=7, token_ids=array("I", range(30))), NOWHERE, "default")
     segments.adopt(segment)

@@ -2,19 +2,19 @@
 
 import pytest
 
-from coordinator.engine.recovery_status import Recoveries
-from coordinator.engine_messages import GivenUp
+from coordinator.engine.recovery_status import RecoveryStatus
+from coordinator.engine_messages import ContextDropped
 from longleaf.types import Recovering
 
 
 def test_what_is_lost_and_held_again_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     now = 10.0
-    recoveries = Recoveries(lambda: now)
+    recoveries = RecoveryStatus(lambda: now)
     recoveries.begin(2, 10.0)
     for done in (0, 1000, 2000):
         recoveries.see(Recovering(0, done, 3000), [])
     now = 14.0
-    recoveries.see(Recovering(0, 2000, 5000), [GivenUp("book", 1234, "no room")])
+    recoveries.see(Recovering(0, 2000, 5000), [ContextDropped("book", 1234, "no room")])
     recoveries.see(None, [])
     recoveries.see(None, [])
     assert [record.message for record in caplog.records] == [
@@ -26,7 +26,7 @@ def test_what_is_lost_and_held_again_is_logged_once(caplog: pytest.LogCaptureFix
 
 
 def test_where_nothing_was_held_there_is_nothing_to_say(caplog: pytest.LogCaptureFixture) -> None:
-    recoveries = Recoveries(lambda: 1.0)
+    recoveries = RecoveryStatus(lambda: 1.0)
     recoveries.begin(2, 0.0)
     recoveries.see(None, [])
     assert recoveries.latest is not None

@@ -6,13 +6,13 @@ from collections.abc import Callable
 import pytest
 
 from coordinator.engine.engine import Engine
-from coordinator.engine.snapshot_coordinator import Storing
-from coordinator.engine_messages import Document, Prompt, Tokens
+from coordinator.engine.snapshot_coordinator import SnapshotCoordinator
+from coordinator.engine_messages import DocumentPrompt, Prompt, Tokens
 from coordinator.persistence.catalog.records import Change
-from coordinator.persistence.snapshots.ports import ContextUse, Held
-from coordinator.persistence.snapshots.retention import Policy
+from coordinator.persistence.snapshots.ports import ContextUse, HeldSegment
+from coordinator.persistence.snapshots.retention import RetentionPolicy
 from longleaf.errors import StorageUnavailable, Unavailable
-from longleaf.positions import EVERY_RANK, Reach, Windows
+from longleaf.positions import EVERY_RANK, AttentionSpan, WindowSpec
 from longleaf.rank_protocol.step import Prefill, Restore
 from longleaf.sampling import Sampling
 from longleaf.types import ContextSettings
@@ -21,14 +21,14 @@ from tests.support.storing import FORM, NOW, Service, Storage, serving
 
 pytestmark = pytest.mark.timeout(60)
 IDS = list(range(96))
-WINDOWS = Windows(reaches=(Reach(window=4),), num_blocks=32)
-DEMAND = Policy("demand", grace=1e12)
+WINDOWS = WindowSpec(reaches=(AttentionSpan(window=4),), num_blocks=32)
+DEMAND = RetentionPolicy("demand", grace=1e12)
 
 
 async def ingest(engine: Engine, name: str = "book", ids: list[int] = IDS) -> int:
     """The id of the context's last segment."""
     is_there = any(context.id == name for context in engine.list_contexts())
-    async for _ in engine.ingest(Document(context=name, token_ids=ids, append=is_there)):
+    async for _ in engine.ingest(DocumentPrompt(context=name, token_ids=ids, append=is_there)):
         pass
     return engine.named(name).path.ids[-1]
 
@@ -39,12 +39,12 @@ async def ask(engine: Engine, name: str = "book") -> list[int]:
     return [token for event in events if isinstance(event, Tokens) for token in event.token_ids]
 
 
-def storing(service: Service) -> Storing:
+def storing(service: Service) -> SnapshotCoordinator:
     assert service.engine._storing is not None
     return service.engine._storing
 
 
-def held(service: Service, segment: int) -> Held | None:
+def held(service: Service, segment: int) -> HeldSegment | None:
     return storing(service).held(segment)
 
 
@@ -146,7 +146,7 @@ async def test_nothing_is_held_while_runs_move_to_who_came() -> None:
     ],
 )
 async def test_the_form_is_that_of_all_pools_and_none_where_ranks_cannot_save(
-    form: str, windows: Windows | None, told: str
+    form: str, windows: WindowSpec | None, told: str
 ) -> None:
     storage = Storage()
     async with serving(storage, storage.ranks(windows=windows, form=form), DEMAND) as service:
@@ -305,7 +305,7 @@ async def test_one_timer_retries_segments_that_do_not_fit(monkeypatch: pytest.Mo
         if num_bytes:
             raise StorageUnavailable("the disk lacks room")
 
-    async with serving(Storage(), policy=Policy(grace=NOW), check_room=check_room) as service:
+    async with serving(Storage(), policy=RetentionPolicy(grace=NOW), check_room=check_room) as service:
         monkeypatch.setattr(loop, "call_later", record)
         for number in range(4):
             await ingest(service.engine, f"book{number}")

@@ -8,21 +8,21 @@ import pytest
 from msgspec.structs import replace
 
 from coordinator.engine import snapshot_fetcher
-from coordinator.kv_cache.block_placer import Blocks
-from coordinator.kv_cache.rank_mapping import Ranking
-from coordinator.kv_cache.segment_placement import Holding
+from coordinator.kv_cache.block_placer import BlockCount
+from coordinator.kv_cache.rank_mapping import RankMapping
+from coordinator.kv_cache.segment_placement import SegmentPlacement
 from coordinator.recovery.fault_score import BREAK
 from longleaf.errors import DataLoss, LongleafError, NotFound, ResourceExhausted
-from longleaf.positions import Reach, Windows
+from longleaf.positions import AttentionSpan, WindowSpec
 from longleaf.rank_protocol.step import Prefill, Restore
 from tests.support.coming import comes
 from tests.support.returning import AWAY, BLOCK, TOKENS, Members, opened
 
 pytestmark = pytest.mark.timeout(60)
-WINDOWS = Windows(reaches=(Reach(window=4),), num_blocks=16)
+WINDOWS = WindowSpec(reaches=(AttentionSpan(window=4),), num_blocks=16)
 
 
-def promised(holding: Holding) -> bool:
+def promised(holding: SegmentPlacement) -> bool:
     """Whether it may come from storage yet."""
     return holding.loss is not None and holding.loss.may_return
 
@@ -154,7 +154,7 @@ async def test_pieces_that_end_within_a_block_are_read_again_in_the_blocks_that_
             bench.recovery.commit()
             bench.turn()
         assert sum(len(run.blocks) for run in holding.runs) == TOKENS // BLOCK
-        assert bench.placer.num_reserved == Blocks()
+        assert bench.placer.num_reserved == BlockCount()
 
 
 @pytest.mark.parametrize("trouble", ["manifest", "piece", "epoch"])
@@ -175,7 +175,7 @@ async def test_after_one_damaged_restore_nothing_more_of_that_archive_comes_from
             first = bench.segments.holdings.find(work.segment)
             assert first is not None
             bench.recovery.undo([work], BREAK)
-            bench.recovery.change_ranks(Ranking(2, (0, 1), (32, 32)))
+            bench.recovery.change_ranks(RankMapping(2, (0, 1), (32, 32)))
         await bench.until(lambda: not (promised(first) or any(map(promised, others))))
         last = [bench.call(segments[number]) for number in (6, 12)]
         await bench.until(lambda: len(bench.archive.forgotten) == 9)
@@ -196,7 +196,7 @@ async def test_an_epoch_that_breaks_in_a_restore_of_own_snapshots_costs_only_wha
         work = bench.recovery.plan([], TOKENS)
         assert isinstance(work, Restore)
         bench.recovery.undo([work], BREAK)
-        bench.recovery.change_ranks(Ranking(2, (0, 1), (32, 32)))
+        bench.recovery.change_ranks(RankMapping(2, (0, 1), (32, 32)))
         await bench.turn_often()
         assert [promised(one) for one in holdings] == [one.segment.id != work.segment for one in holdings]
         assert not bench.archive.forgotten

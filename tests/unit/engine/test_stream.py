@@ -3,7 +3,7 @@
 import pytest
 
 from coordinator.engine.stream import MAX_UNREAD, Stream
-from coordinator.engine.stream_registry import Readers
+from coordinator.engine.stream_registry import StreamRegistry
 from coordinator.engine_messages import Admitted, Ended, Event, Tokens
 from longleaf.errors import Unavailable
 from longleaf.types import Progress, Recovering
@@ -69,7 +69,7 @@ async def test_tokens_of_one_step_count_one_by_one_until_the_reader_is_behind() 
 
 
 async def test_it_reaches_the_reader_of_its_request_and_nobody_falls_behind() -> None:
-    readers, others = Readers(lambda: 0.0), stream()
+    readers, others = StreamRegistry(lambda: 0.0), stream()
     made = stream()
     readers.add(5, made, 1)
     readers.add(6, others, 1)

@@ -6,8 +6,8 @@ from typing import Any, cast
 
 import pytest
 
-from coordinator.grpc_server.readiness_gate import Lobby
-from coordinator.handlers.application import UseCases
+from coordinator.grpc_server.readiness_gate import ReadinessGate
+from coordinator.handlers.application import Application
 from longleaf.errors import Unavailable
 
 GENERATE, WATCH, DRAIN, HEALTH = (
@@ -16,15 +16,15 @@ GENERATE, WATCH, DRAIN, HEALTH = (
     "/longleaf.v1.ClusterService/Drain",
     "/grpc.health.v1.Health/Check",
 )
-NOTHING = cast(UseCases, object())
+NOTHING = cast(Application, object())
 STOPPING = Unavailable("stopping", 1.0)
 
 
-def loading_lobby() -> Lobby:
-    return Lobby(lambda: Unavailable("loading", 2.0))
+def loading_lobby() -> ReadinessGate:
+    return ReadinessGate(lambda: Unavailable("loading", 2.0))
 
 
-def refusal(lobby: Lobby, method: str) -> str | None:
+def refusal(lobby: ReadinessGate, method: str) -> str | None:
     try:
         with lobby.visit(method):
             return None
@@ -32,7 +32,7 @@ def refusal(lobby: Lobby, method: str) -> str | None:
         return str(error)
 
 
-async def call(lobby: Lobby, end: asyncio.Event) -> None:
+async def call(lobby: ReadinessGate, end: asyncio.Event) -> None:
     with lobby.visit(GENERATE):
         await end.wait()
 

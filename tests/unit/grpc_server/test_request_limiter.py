@@ -10,7 +10,7 @@ import pytest
 from google.protobuf.message import DecodeError
 
 from coordinator.auth.caller import CALLER, Caller
-from coordinator.grpc_server.request_limiter import EOF, MAX_FIELDS, MAX_PIECE_BYTES, MAX_SMALL_BYTES, Gate
+from coordinator.grpc_server.request_limiter import EOF, MAX_FIELDS, MAX_PIECE_BYTES, MAX_SMALL_BYTES, RequestLimiter
 from coordinator.telemetry.observers import CURRENT, CallRecord
 from longleaf.codec import has_more_fields
 from longleaf.config import MAX_REQUEST_BYTES
@@ -50,7 +50,7 @@ def call(*requests: bytes) -> SimpleNamespace:
 async def refused(method: str, data: bytes) -> str:
     """Why a request is refused, which must not have come to the parser, alone or in a stream."""
     parser = Parser()
-    with Gate().of(method, parser, HOST) as incoming:
+    with RequestLimiter().of(method, parser, HOST) as incoming:
         with pytest.raises(InvalidArgument) as caught:
             await incoming.one(call(data))
         with pytest.raises(InvalidArgument):
@@ -97,13 +97,13 @@ async def test_many_fields_of_a_message_inside_are_refused(field: bytes) -> None
 @pytest.mark.parametrize("data", [LARGE, b"", b"\x0a\x00" * MAX_FIELDS, b"\x80" * (MAX_SMALL_BYTES + 1)])
 async def test_what_is_within_the_limits_is_parsed(data: bytes) -> None:
     parser = Parser()
-    with Gate().of(GENERATE, parser, HOST) as incoming:
+    with RequestLimiter().of(GENERATE, parser, HOST) as incoming:
         assert await incoming.one(call(data)) == data
         assert [request async for request in incoming.all(call(data, b"x"))] == [data, b"x"]
 
 
 async def test_what_is_missing_or_no_message_is_told() -> None:
-    with Gate().of(GENERATE, Parser(), HOST) as incoming:
+    with RequestLimiter().of(GENERATE, Parser(), HOST) as incoming:
         with pytest.raises(InvalidArgument, match="request: is missing"):
             await incoming.one(call())
         with pytest.raises(InvalidArgument, match="request: is not a valid message"):
@@ -125,7 +125,7 @@ class SlowParser(Parser):
 
 
 async def test_while_a_large_request_is_parsed_the_event_loop_serves_others() -> None:
-    parser, requests = SlowParser(), Gate()
+    parser, requests = SlowParser(), RequestLimiter()
 
     async def read(data: bytes, host: str = HOST) -> None:
         CURRENT.set(CallRecord(GENERATE, host, {}))
@@ -149,7 +149,7 @@ async def test_while_a_large_request_is_parsed_the_event_loop_serves_others() ->
 
 
 async def test_a_tenant_has_one_turn_whatever_the_number_of_its_hosts() -> None:
-    parser, requests = SlowParser(), Gate()
+    parser, requests = SlowParser(), RequestLimiter()
 
     async def read(tenant: str, host: int) -> None:
         CALLER.set(Caller(tenant=tenant, is_alone=False))
@@ -168,7 +168,7 @@ async def test_a_tenant_has_one_turn_whatever_the_number_of_its_hosts() -> None:
 
 
 async def test_large_requests_that_wait_for_an_answer_have_a_limit() -> None:
-    requests = Gate(max_held_bytes=len(LARGE), share=1)
+    requests = RequestLimiter(max_held_bytes=len(LARGE), share=1)
     with requests.of(GENERATE, Parser(), HOST) as first, requests.of(GENERATE, Parser(), HOST) as second:
         await first.one(call(LARGE))
         with pytest.raises(
@@ -184,7 +184,7 @@ async def test_large_requests_that_wait_for_an_answer_have_a_limit() -> None:
 
 
 async def test_large_requests_of_a_tenant_leave_room_to_others() -> None:
-    requests = Gate(max_held_bytes=4 * len(LARGE))
+    requests = RequestLimiter(max_held_bytes=4 * len(LARGE))
 
     async def hold(tenant: str, stack: ExitStack) -> None:
         CALLER.set(Caller(tenant=tenant, is_alone=False))
@@ -203,7 +203,7 @@ async def test_large_requests_of_a_tenant_leave_room_to_others() -> None:
 
 
 async def test_open_calls_have_a_limit() -> None:
-    requests = Gate(max_calls=1)
+    requests = RequestLimiter(max_calls=1)
     with (
         requests.of(GENERATE, Parser(), HOST),
         pytest.raises(ResourceExhausted, match="calls: 1 are open") as caught,
@@ -216,7 +216,7 @@ async def test_open_calls_have_a_limit() -> None:
 
 
 async def test_one_host_leaves_calls_to_others() -> None:
-    requests, most = Gate(max_calls=4), 3
+    requests, most = RequestLimiter(max_calls=4), 3
     with ExitStack() as stack:
         for _ in range(most):
             stack.enter_context(requests.of(GENERATE, Parser(), HOST))
@@ -252,7 +252,7 @@ async def test_nothing_of_a_piece_is_held_while_its_stream_is_silent() -> None:
             await asyncio.Event().wait()
         return make()
 
-    with Gate().of(INGEST, SimpleNamespace(request_deserializer=lambda data: make()), HOST) as incoming:
+    with RequestLimiter().of(INGEST, SimpleNamespace(request_deserializer=lambda data: make()), HOST) as incoming:
         requests = incoming.all(SimpleNamespace(read=read))
         assert isinstance(await anext(requests), Weighty)
         silent = asyncio.ensure_future(anext(requests))
@@ -264,7 +264,7 @@ async def test_nothing_of_a_piece_is_held_while_its_stream_is_silent() -> None:
 async def test_a_request_that_does_not_come_ends_its_call() -> None:
     never = SimpleNamespace(read=asyncio.Event().wait)
     with (
-        Gate(arrival_seconds=0.001).of(GENERATE, Parser(), HOST) as incoming,
+        RequestLimiter(arrival_seconds=0.001).of(GENERATE, Parser(), HOST) as incoming,
         pytest.raises(DeadlineExceeded, match="no request came within"),
     ):
         await incoming.one(never)

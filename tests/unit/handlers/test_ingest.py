@@ -14,15 +14,15 @@ from msgspec.structs import replace
 
 from coordinator import engine_messages
 from coordinator.auth.caller import CALLER, OWNER, Caller
-from coordinator.auth.quotas import UNLIMITED, Ledger
-from coordinator.auth.tenant_usage import Usage
+from coordinator.auth.quotas import UNLIMITED, QuotaEnforcer
+from coordinator.auth.tenant_usage import TenantUsage
 from coordinator.grpc_server.servicers import _pieces
-from coordinator.handlers.document_tokenizer import Intake
+from coordinator.handlers.document_tokenizer import DocumentTokenizer
 from coordinator.handlers.ingest import Ingest
 from coordinator.handlers.uploads import Uploads
 from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
-from coordinator.text.tokenizer_pool import TextThreads
+from coordinator.text.tokenizer_pool import TokenizerPool
 from longleaf.credentials import Quotas
 from longleaf.errors import (
     CheckpointChanged,
@@ -44,8 +44,8 @@ SILENCE = 0.05
 class Made:
     """Ingests of an engine, and what they hold."""
 
-    def __init__(self, folder: Path, idle_seconds: float, ledger: Ledger = UNLIMITED, **limits: int) -> None:
-        self.engine, self.threads = FakeEngine(), TextThreads()
+    def __init__(self, folder: Path, idle_seconds: float, ledger: QuotaEnforcer = UNLIMITED, **limits: int) -> None:
+        self.engine, self.threads = FakeEngine(), TokenizerPool()
         self.engine.max_positions = 1 << 20
         self.uploads = Uploads(**limits)
         self.date = 1000.0
@@ -123,7 +123,7 @@ async def test_an_ingest_tells_of_a_recovery(made: Made) -> None:
     """Each report as it comes: a slow stream gets the last one alone."""
     lost = Recovering(8, 32, 64)
     made.engine.interlude = (lost, Progress(3, 4))
-    engine_stream = made.engine.ingest(engine_messages.Document(context="moby", token_ids=(1, 2, 3, 4)))
+    engine_stream = made.engine.ingest(engine_messages.DocumentPrompt(context="moby", token_ids=(1, 2, 3, 4)))
     begun = IngestProgress(phase="prefilling", total=4)
     reports = [report async for report in made.ingest._reports(header(), engine_stream, begun)]
     told = [(report.phase, report.processed, report.recovering) for report in reports]
@@ -171,8 +171,8 @@ async def test_a_piece_counts_before_it_is_taken(made: Made, monkeypatch: pytest
     def take(*_: object) -> None:
         raise AssertionError("a piece is taken for which there is no room")
 
-    monkeypatch.setattr(Intake, "add_ids", take)
-    monkeypatch.setattr(Intake, "receive", take)
+    monkeypatch.setattr(DocumentTokenizer, "add_ids", take)
+    monkeypatch.setattr(DocumentTokenizer, "receive", take)
     for piece in (b"a" * 40_001, array("I", [5]) * 10_001):
         with pytest.raises(ResourceExhausted, match="at most 40,000 are for client"):
             await made.run(header(), piece)
@@ -200,7 +200,7 @@ async def test_a_document_for_which_there_is_no_room_goes_on_when_there_is(tmp_p
 
 async def test_tokens_of_a_document_that_waits_for_room_are_taken_once(tmp_path: Path) -> None:
     CALLER.set(Caller(quotas=Quotas(tokens_in_per_minute=5)))
-    made = Made(tmp_path, 60.0, ledger=Ledger(lambda _: Usage(), lambda: 0.0))
+    made = Made(tmp_path, 60.0, ledger=QuotaEnforcer(lambda _: TenantUsage(), lambda: 0.0))
     made.engine.error = ResourceExhausted("queue", "others wait already", 1.0)
     for ids in ([(1,) * 10], [], []):
         with pytest.raises(ResourceExhausted, match="queue"):
@@ -233,7 +233,7 @@ async def test_more_than_the_size_is_refused_before_it_is_taken(made: Made, monk
     def decode(*_: object) -> None:
         raise AssertionError("text is taken that is too much")
 
-    monkeypatch.setattr(Intake, "_decode", decode)
+    monkeypatch.setattr(DocumentTokenizer, "_decode", decode)
     with pytest.raises(InvalidArgument, match=r"config\.total_size_bytes: 6 bytes are declared, and 7 have come"):
         await made.run(header("mine", size=6), b"call me")
     assert made.uploads.num_bytes == 0

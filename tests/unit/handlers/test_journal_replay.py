@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from coordinator.engine_messages import Admitted, Ended, Prompt, Tokens
 from coordinator.handlers.journal_replay import retell
-from coordinator.handlers.response_assembler import Answer
+from coordinator.handlers.response_assembler import ResponseAssembler
 from coordinator.persistence.journal.entries import Said, encode_entry, read_entries
 from coordinator.text.detokenizer import Alphabet
 from longleaf.sampling import Sampling, Token
@@ -21,9 +21,9 @@ SAMPLING = Sampling(max_tokens=20, stop=("bc", "dd"), stop_tokens=tuple(ids("!")
 PROMPT = Prompt(context=None, token_ids=(1, 2), sampling=SAMPLING, end_tokens=frozenset({END}), num_samples=2)
 
 
-def answer() -> Answer:
+def answer() -> ResponseAssembler:
     request = Generate(input="", sampling=SAMPLING, num_samples=2)
-    return Answer("id", request, ALPHABET, frozenset({END}), lambda: 0.0, exactness_note="")
+    return ResponseAssembler("id", request, ALPHABET, frozenset({END}), lambda: 0.0, exactness_note="")
 
 
 @st.composite

@@ -11,12 +11,12 @@ from blake3 import blake3
 from msgspec.structs import replace
 
 from coordinator.auth.caller import CALLER, Caller
-from coordinator.auth.quotas import Ledger
-from coordinator.auth.tenant_usage import Usage
+from coordinator.auth.quotas import QuotaEnforcer
+from coordinator.auth.tenant_usage import TenantUsage
 from coordinator.handlers.transfer.exports import Exports
-from coordinator.handlers.transfer.fakes import FakeHouse
-from coordinator.handlers.transfer.imports import KEEP_SECONDS, TRIM_SECONDS, Imports
-from coordinator.text.tokenizer_pool import TextThreads
+from coordinator.handlers.transfer.fakes import FakeTransferEngine
+from coordinator.handlers.transfer.imports import KEEP_SECONDS, TRIM_SECONDS, ImportSessions
+from coordinator.text.tokenizer_pool import TokenizerPool
 from longleaf.context_archive import reader
 from longleaf.context_archive.records import PIECE_BYTES, RUN_BYTES, SEGMENT_BYTES
 from longleaf.credentials import Quotas
@@ -35,7 +35,7 @@ from longleaf.errors import (
 )
 from longleaf.fingerprint import Fingerprint
 from longleaf.storage.manifest import SegmentManifest, decode_manifest
-from longleaf.types import ExportContext, ImportHeader, ImportProgress, Parcel
+from longleaf.types import ExportContext, ExportedArchive, ImportHeader, ImportProgress
 from tests.support.houses import empty_house, house_of, sending
 from tests.support.parcels import FORM, Packable, packable, packed_early
 from tests.support.service import FakeEngine
@@ -47,12 +47,12 @@ VOCABULARY = 1 << 17
 NOW = 10.0
 MOBY = packable()
 WHOLE = MOBY.packed()
-Into = Callable[..., Imports]
+Into = Callable[..., ImportSessions]
 
 
 @pytest.fixture
-async def threads() -> AsyncIterator[TextThreads]:
-    threads = TextThreads(1)
+async def threads() -> AsyncIterator[TokenizerPool]:
+    threads = TokenizerPool(1)
     yield threads
     await threads.close()
 
@@ -60,11 +60,11 @@ async def threads() -> AsyncIterator[TextThreads]:
 @pytest.fixture
 async def into() -> AsyncIterator[Into]:
     """Makes imports into a house, on clocks that stand still."""
-    made = list[Imports]()
+    made = list[ImportSessions]()
 
-    def imports(house: FakeHouse, timers: Timers | None = None, **limits: Any) -> Imports:
+    def imports(house: FakeTransferEngine, timers: Timers | None = None, **limits: Any) -> ImportSessions:
         timers = timers or Timers()
-        made.append(Imports(house, VOCABULARY, lambda: timers.now, timers, lambda: NOW, **limits))
+        made.append(ImportSessions(house, VOCABULARY, lambda: timers.now, timers, lambda: NOW, **limits))
         return made[-1]
 
     yield imports
@@ -73,25 +73,27 @@ async def into() -> AsyncIterator[Into]:
 
 
 @pytest.fixture
-def leave(threads: TextThreads) -> Callable[..., Any]:
+def leave(threads: TokenizerPool) -> Callable[..., Any]:
     """Has a context leave a house; its parcel, and the bytes that came."""
 
-    async def run(house: FakeHouse, context: str = "moby", **options: Any) -> tuple[Parcel, bytes]:
+    async def run(house: FakeTransferEngine, context: str = "moby", **options: Any) -> tuple[ExportedArchive, bytes]:
         exports = Exports(house, threads, FakeEngine().describe)
         parcel, *data = [one async for one in exports.run(ExportContext(context=context, **options))]
-        assert isinstance(parcel, Parcel)
+        assert isinstance(parcel, ExportedArchive)
         assert house.num_open == 0
         return parcel, b"".join(one for one in data if isinstance(one, bytes))
 
     return run
 
 
-async def arrive(imports: Imports, data: bytes, header: ImportHeader | None = None, **cut: int) -> list[ImportProgress]:
+async def arrive(
+    imports: ImportSessions, data: bytes, header: ImportHeader | None = None, **cut: int
+) -> list[ImportProgress]:
     async with aclosing(imports.run(sending(header or ImportHeader(), data, **cut))) as reports:
         return [report async for report in reports]
 
 
-async def breaking(imports: Imports, data: bytes, header: ImportHeader, end: int, start: int = 0) -> int:
+async def breaking(imports: ImportSessions, data: bytes, header: ImportHeader, end: int, start: int = 0) -> int:
     """A stream whose client vanishes behind `end` bytes; from where it began to send."""
     has_sent = asyncio.Event()
 
@@ -116,7 +118,7 @@ async def breaking(imports: Imports, data: bytes, header: ImportHeader, end: int
     return reports[0].received_bytes
 
 
-def check_moved(old: Packable, house: FakeHouse, name: str = "moby") -> None:
+def check_moved(old: Packable, house: FakeTransferEngine, name: str = "moby") -> None:
     """The context is in the house as it was, with its keys, under names of this house alone."""
     record, segments, manifests = house.contexts[name]
     head = old.head
@@ -183,7 +185,7 @@ async def test_what_only_tells_of_use_is_no_change(leave: Any) -> None:
     assert (await leave(old))[0] == parcel
 
 
-async def test_exports_raise_what_the_house_raises(leave: Any, threads: TextThreads) -> None:
+async def test_exports_raise_what_the_house_raises(leave: Any, threads: TokenizerPool) -> None:
     old = house_of(MOBY)
     with pytest.raises(NotFound):
         await leave(old, "dick")
@@ -196,7 +198,7 @@ async def test_exports_raise_what_the_house_raises(leave: Any, threads: TextThre
     assert old.num_open == 0
 
 
-async def test_only_so_many_contexts_leave_at_once(threads: TextThreads) -> None:
+async def test_only_so_many_contexts_leave_at_once(threads: TokenizerPool) -> None:
     old = house_of(MOBY)
     exports = Exports(old, threads, FakeEngine().describe, max_exports=1)
     async with aclosing(exports.run(ExportContext(context="moby"))) as first:
@@ -242,7 +244,9 @@ async def test_another_name_is_taken(into: Into) -> None:
 # --- what is wrong ---
 
 
-async def refused(imports: Imports, house: FakeHouse, data: bytes, error: type[LongleafError], told: str) -> None:
+async def refused(
+    imports: ImportSessions, house: FakeTransferEngine, data: bytes, error: type[LongleafError], told: str
+) -> None:
     for upload_id in ("", "one"):
         with pytest.raises(error, match=told):
             await arrive(imports, data, ImportHeader(upload_id=upload_id))
@@ -560,7 +564,7 @@ async def test_only_so_many_contexts_arrive_at_once(into: Into) -> None:
 async def test_contexts_that_arrive_together_keep_to_the_quota(into: Into) -> None:
     CALLER.set(Caller(tenant="acme", quotas=Quotas(contexts=1)))
     house = empty_house()
-    imports = into(house, ledger=Ledger(lambda _: Usage(contexts=len(house.contexts))))
+    imports = into(house, ledger=QuotaEnforcer(lambda _: TenantUsage(contexts=len(house.contexts))))
     house.is_answering.clear()
     coming = [asyncio.create_task(arrive(imports, WHOLE, ImportHeader(context=name))) for name in ("a", "b")]
     for _ in range(100):
@@ -590,7 +594,7 @@ async def test_a_tenant_leaves_room_for_the_contexts_of_others(into: Into) -> No
         await stream.aclose()
 
 
-async def test_a_tenant_leaves_room_for_exports_of_others(threads: TextThreads) -> None:
+async def test_a_tenant_leaves_room_for_exports_of_others(threads: TokenizerPool) -> None:
     old = house_of(*(packable(name=name) for name in ("acme/a", "acme/b", "bolt/a")))
     exports = Exports(old, threads, FakeEngine().describe, max_exports=2, tenant_share=1 / 2)
     async with aclosing(exports.run(ExportContext(context="acme/a"))) as first:

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from coordinator.auth.caller import CALLER, Caller
-from coordinator.auth.quotas import Ledger
-from coordinator.auth.tenant_usage import Usage
-from coordinator.handlers.application import UseCases
+from coordinator.auth.quotas import QuotaEnforcer
+from coordinator.auth.tenant_usage import TenantUsage
+from coordinator.handlers.application import Application
 from coordinator.handlers.prompt_encoder import Prompts
-from coordinator.handlers.transfer.imports import Imports
+from coordinator.handlers.transfer.imports import ImportSessions
 from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.credentials import Quotas
@@ -33,12 +33,12 @@ class House:
 
     def __init__(self, **quotas: int) -> None:
         self.quotas, self.house = Quotas(**quotas), empty_house()
-        self.ledger = Ledger(self._usage, lambda: 0.0, lambda tenant: self.imports.num_of(tenant))
-        self.imports = Imports(self.house, 1 << 17, wall_clock=lambda: 10.0, ledger=self.ledger, max_imports=2)
+        self.ledger = QuotaEnforcer(self._usage, lambda: 0.0, lambda tenant: self.imports.num_of(tenant))
+        self.imports = ImportSessions(self.house, 1 << 17, wall_clock=lambda: 10.0, ledger=self.ledger, max_imports=2)
 
-    def _usage(self, _: str) -> Usage:
+    def _usage(self, _: str) -> TenantUsage:
         contexts = [housed.context for housed in self.house.contexts.values()]
-        return Usage(contexts=len(contexts), tokens=sum(context.num_tokens for context in contexts))
+        return TenantUsage(contexts=len(contexts), tokens=sum(context.num_tokens for context in contexts))
 
     async def arrive(self, name: str, upload_id: str = "", end: int | None = None) -> list[ImportProgress]:
         CALLER.set(Caller(tenant="acme", quotas=self.quotas))
@@ -82,10 +82,10 @@ async def test_who_may_have_no_more_uploads_takes_no_place_of_another() -> None:
 
 
 @pytest.fixture
-async def use_cases(tmp_path: Path) -> AsyncIterator[tuple[FakeEngine, UseCases]]:
+async def use_cases(tmp_path: Path) -> AsyncIterator[tuple[FakeEngine, Application]]:
     engine, house = FakeEngine(), empty_house()
     tokenizer = Tokenizer.load(write_model(tmp_path), DirectRenderer())
-    made = UseCases(engine, tokenizer, engine.describe, house=house)
+    made = Application(engine, tokenizer, engine.describe, house=house)
     yield engine, made
     await made.close()
 
@@ -101,7 +101,7 @@ async def silent(*pieces: IngestPiece) -> AsyncIterator[IngestPiece]:
     await asyncio.Event().wait()
 
 
-async def test_ingests_and_imports_count_together(use_cases: tuple[FakeEngine, UseCases]) -> None:
+async def test_ingests_and_imports_count_together(use_cases: tuple[FakeEngine, Application]) -> None:
     _, calls = use_cases
     CALLER.set(Caller(tenant="acme", quotas=Quotas(uploads=2)))
     ingest = calls.ingest.run(silent(IngestHeader("acme/one", tenant="acme")))
@@ -118,7 +118,7 @@ async def test_ingests_and_imports_count_together(use_cases: tuple[FakeEngine, U
 
 @pytest.mark.parametrize("is_alone", [True, False])
 async def test_the_engine_learns_whether_others_may_come(
-    use_cases: tuple[FakeEngine, UseCases], is_alone: bool
+    use_cases: tuple[FakeEngine, Application], is_alone: bool
 ) -> None:
     engine, calls = use_cases
     CALLER.set(Caller(tenant="acme", is_alone=is_alone))
@@ -132,7 +132,7 @@ async def test_the_engine_learns_whether_others_may_come(
     assert [engine.prompts[-1].claim.is_alone, engine.claims[-1].is_alone] == [is_alone] * 2
 
 
-async def test_what_is_read_anew_counts_as_a_context(use_cases: tuple[FakeEngine, UseCases]) -> None:
+async def test_what_is_read_anew_counts_as_a_context(use_cases: tuple[FakeEngine, Application]) -> None:
     engine, calls = use_cases
     engine.earlier = {f"acme/{name}": [1, 2, 3] for name in ("one", "two", "three")}
     CALLER.set(Caller(tenant="acme", quotas=Quotas(tokens=7)))
@@ -148,7 +148,7 @@ async def test_what_is_read_anew_counts_as_a_context(use_cases: tuple[FakeEngine
 
 @pytest.mark.parametrize("quotas", [{"generations": 0}, {"tokens_out_per_minute": 0}, {"tokens_in_per_minute": 0}])
 async def test_a_prompt_that_quotas_refuse_is_not_made(
-    quotas: dict[str, int], use_cases: tuple[FakeEngine, UseCases], monkeypatch: pytest.MonkeyPatch
+    quotas: dict[str, int], use_cases: tuple[FakeEngine, Application], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def ids_of(*_: object) -> None:
         raise AssertionError("a conversation of megabytes would be rendered and encoded")

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator import engine_messages
-from coordinator.handlers.response_assembler import Answer
+from coordinator.handlers.response_assembler import ResponseAssembler
 from coordinator.text.detokenizer import Alphabet
 from longleaf.sampling import Logprobs, Sampling, Token
 from longleaf.types import Delta, Event, Finished, Generate, Recovering, Started, Usage
@@ -28,16 +28,16 @@ class Ticks:
         return self.now
 
 
-def answer(num_samples: int = 1, **sampling: object) -> Answer:
+def answer(num_samples: int = 1, **sampling: object) -> ResponseAssembler:
     request = Generate(input="", sampling=Sampling(**sampling), num_samples=num_samples)  # type: ignore[arg-type]
-    return Answer("id", request, ALPHABET, frozenset({END}), Ticks(), exactness_note="")
+    return ResponseAssembler("id", request, ALPHABET, frozenset({END}), Ticks(), exactness_note="")
 
 
 def ended(sample: int = 0, reason: engine_messages.EndReason = "length") -> engine_messages.Ended:
     return engine_messages.Ended(reason, 5, 3, 2, 0.5, 1.5, 2.0, sample)
 
 
-def told(answer: Answer, *said: engine_messages.Event) -> list[Event]:
+def told(answer: ResponseAssembler, *said: engine_messages.Event) -> list[Event]:
     return [message for event in said for message in answer.take(event)]
 
 

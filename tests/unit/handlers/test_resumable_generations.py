@@ -13,11 +13,11 @@ from msgspec.structs import replace
 
 from coordinator.handlers import resumable_generations as replays
 from coordinator.handlers.generation import Generation
-from coordinator.handlers.resumable_generations import Replay, Replays
+from coordinator.handlers.resumable_generations import ResumableGeneration, ResumableGenerations
 from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
-from coordinator.text.tokenizer_pool import TextThreads
-from longleaf.errors import Cancelled, InvalidArgument, NotFound, ResourceExhausted, Unavailable, WorkerLost
+from coordinator.text.tokenizer_pool import TokenizerPool
+from longleaf.errors import Cancelled, InvalidArgument, NotFound, RankLost, ResourceExhausted, Unavailable
 from longleaf.sampling import Logprobs, Sampling, TokenLogprob
 from longleaf.types import Delta, Event, Finished, Generate, Progress, Recovering, Started
 from tests.support.service import FakeEngine, write_model
@@ -64,12 +64,12 @@ class Source:
             self.is_closed.set()
 
 
-def hold(source: Source, timers: Timers) -> tuple[Replays, Replay]:
-    held = Replays(timers)
+def hold(source: Source, timers: Timers) -> tuple[ResumableGenerations, ResumableGeneration]:
+    held = ResumableGenerations(timers)
     return held, held.hold("id", REQUEST, source.events())
 
 
-async def read(replay: Replay, count: int, token_index: int = 0) -> list[Event]:
+async def read(replay: ResumableGeneration, count: int, token_index: int = 0) -> list[Event]:
     """The first `count` events, as of a client whose stream breaks then."""
     found: list[Event] = []
     async with aclosing(replay.read(token_index)) as events:
@@ -254,10 +254,10 @@ async def test_a_finished_one_may_be_read_again_for_a_while() -> None:
 
 async def test_a_failed_one_is_not_held() -> None:
     timers = Timers()
-    source = Source([*HEAD], WorkerLost(1, "gone"))
+    source = Source([*HEAD], RankLost(1, "gone"))
     held, replay = hold(source, timers)
     source.allow()
-    with pytest.raises(WorkerLost):
+    with pytest.raises(RankLost):
         await read(replay, 99)
     assert held.get("id") is None
     again = held.hold("id", REQUEST, Source([]).events())
@@ -268,7 +268,7 @@ async def test_a_failed_one_is_not_held() -> None:
 class Failing:
     """A generation that waits before it fails, and whose reader has left meanwhile."""
 
-    def __init__(self, held: Replays) -> None:
+    def __init__(self, held: ResumableGenerations) -> None:
         self._held = held
         self._is_waiting, self._gate = asyncio.Event(), asyncio.Event()
 
@@ -276,7 +276,7 @@ class Failing:
         yield HEAD[0]
         self._is_waiting.set()
         await self._gate.wait()
-        raise WorkerLost(1, "gone")
+        raise RankLost(1, "gone")
 
     async def fail_next(self) -> None:
         """It fails in the next turn of the loop."""
@@ -292,7 +292,7 @@ async def test_one_that_fails_as_its_time_is_up_leaves_its_successor_alone(num_t
     """The name is taken anew so many turns of the loop later."""
     timers, told = Timers(), list[object]()
     asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
-    held = Replays(timers)
+    held = ResumableGenerations(timers)
     await Failing(held).fail_next()
     timers.advance(30.0)
     for _ in range(num_turns):
@@ -308,7 +308,7 @@ async def test_one_that_fails_as_its_time_is_up_leaves_its_successor_alone(num_t
 
 async def test_a_name_is_free_as_soon_as_its_time_is_up(tmp_path: Path) -> None:
     """What the one before held is still being given back, and it waits for its next token."""
-    engine, timers, threads = FakeEngine(), Timers(), TextThreads()
+    engine, timers, threads = FakeEngine(), Timers(), TokenizerPool()
     engine.is_endless = True
     tokenizer = Tokenizer.load(write_model(tmp_path), DirectRenderer())
     generation = Generation(engine, tokenizer, threads, later=timers)
@@ -382,7 +382,7 @@ async def test_a_reader_that_is_left_behind_is_told(monkeypatch: pytest.MonkeyPa
 
 
 async def test_a_client_holds_only_its_share() -> None:
-    held = Replays(Timers(), max_held=3)
+    held = ResumableGenerations(Timers(), max_held=3)
     greedy, other = (Generate(input="x", sampling=Sampling(), resume_seconds=30.0, client=c) for c in ("greedy", "b"))
     for number in range(2):
         held.hold(f"greedy {number}", greedy, Source([]).events())
@@ -397,7 +397,7 @@ async def test_a_client_holds_only_its_share() -> None:
 
 
 async def test_a_tenant_holds_only_its_share_whatever_it_calls_its_clients() -> None:
-    held = Replays(Timers(), max_held=4, tenant_share=1 / 2)
+    held = ResumableGenerations(Timers(), max_held=4, tenant_share=1 / 2)
     asked = Generate(input="x", sampling=Sampling(), resume_seconds=30.0, tenant="acme")
     for client in ("a", "b"):
         held.hold(client, replace(asked, client=client), Source([]).events())
@@ -407,7 +407,7 @@ async def test_a_tenant_holds_only_its_share_whatever_it_calls_its_clients() -> 
 
 
 async def test_how_many_are_held_is_bounded() -> None:
-    held = Replays(Timers(), max_held=1)
+    held = ResumableGenerations(Timers(), max_held=1)
     held.hold("id", replace(REQUEST, client="another"), Source([]).events())
     with pytest.raises(ResourceExhausted) as caught:
         held.hold("other", REQUEST, Source([]).events())

@@ -10,17 +10,17 @@ import msgspec
 import pytest
 
 from coordinator.cluster.fakes import FakeRanks
-from coordinator.engine_messages import Document
+from coordinator.engine_messages import DocumentPrompt
 from coordinator.persistence.journal.journal import Journal
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.errors import (
     DeadlineExceeded,
     InvalidArgument,
     NotFound,
+    RankLost,
     ResourceExhausted,
     StorageUnavailable,
     Unavailable,
-    WorkerLost,
 )
 from longleaf.rank_protocol.step import Decode, Row, StepPlan, StepResult
 from longleaf.sampling import Sampling
@@ -156,7 +156,7 @@ async def test_who_comes_for_one_whose_context_is_gone_is_told(folder: Path, tok
 
 
 async def ingest(service: Served) -> None:
-    _ = [event async for event in service.engine.ingest(Document(context="doc", token_ids=list(range(50))))]
+    _ = [event async for event in service.engine.ingest(DocumentPrompt(context="doc", token_ids=list(range(50))))]
 
 
 async def test_one_that_asks_a_context_goes_on_with_it(folder: Path, tokenizer: Tokenizer) -> None:
@@ -180,7 +180,7 @@ async def test_one_that_fails_by_itself_is_forgotten(folder: Path, tokenizer: To
 
 async def test_one_that_is_cut_off_goes_on_in_the_next_service(folder: Path, tokenizer: Tokenizer) -> None:
     """Its client saw the last rank die."""
-    with pytest.raises(WorkerLost):
+    with pytest.raises(RankLost):
         async with serving(folder, tokenizer, FakeRanks(vocab=VOCAB, lose_at=12)) as service:
             await service.read(asked(SAMPLING))
     assert files(folder)

@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.cluster.fakes import FakeRanks
 from coordinator.engine.stream import Stream
-from coordinator.engine_messages import Document, Prompt
+from coordinator.engine_messages import DocumentPrompt, Prompt
 from coordinator.text.tokenizer import Tokenizer
 from longleaf.errors import ResourceExhausted
 from longleaf.rank_protocol.step import Decode
@@ -32,7 +32,7 @@ async def test_what_goes_on_tells_where_its_own_tokens_come_from(folder: Path, t
     request = msgspec.structs.replace(
         asked(SAMPLING, context="doc"), provenance=Provenance(span_tokens=32, num_spans=2, confirm=True)
     )
-    document = Document(context="doc", token_ids=tuple(range(100)))
+    document = DocumentPrompt(context="doc", token_ids=tuple(range(100)))
     seen = list[list[Event]]()
     for one in ranks:
         async with serving(folder, tokenizer, one, config) as service:
@@ -59,7 +59,11 @@ async def test_what_goes_on_tells_of_the_context_as_it_was_when_it_began_to_wait
 ) -> None:
     config = msgspec.structs.replace(CONFIG, block_size=32)
     asks = msgspec.structs.replace(asked(SAMPLING, context="doc"), provenance=Provenance(span_tokens=32))
-    is_asked, is_free, document = asyncio.Event(), asyncio.Event(), Document(context="doc", token_ids=tuple(range(100)))
+    is_asked, is_free, document = (
+        asyncio.Event(),
+        asyncio.Event(),
+        DocumentPrompt(context="doc", token_ids=tuple(range(100))),
+    )
     async with serving(folder, tokenizer, FakeRanks(num_blocks=256, vocab=VOCAB), config) as service:
         await read_in(service, document)
         await service.read(asks, 8)
@@ -76,13 +80,13 @@ async def test_what_goes_on_tells_of_the_context_as_it_was_when_it_began_to_wait
         monkeypatch.setattr(service.engine, "submit", submit_once_free)
         reading = asyncio.create_task(service.read(asks))
         await is_asked.wait()
-        await read_in(service, Document(context="doc", token_ids=tuple(range(40)), append=True))
+        await read_in(service, DocumentPrompt(context="doc", token_ids=tuple(range(40)), append=True))
         is_free.set()
         [end] = [event for event in await reading if isinstance(event, Finished)]
     assert end.attribution is not None
     assert sorted(source.token_end for source in end.attribution.sources) == [32, 64, 96, 100]
 
 
-async def read_in(service: Served, document: Document) -> None:
+async def read_in(service: Served, document: DocumentPrompt) -> None:
     async for _ in service.engine.ingest(document):
         pass

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.handlers.document_tokenizer import Intake
-from coordinator.handlers.size_limits import TextLimit
+from coordinator.handlers.document_tokenizer import DocumentTokenizer
+from coordinator.handlers.size_limits import SizeLimit
 from coordinator.handlers.uploads import PrefillTask, Upload, Uploads
 from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
-from coordinator.text.tokenizer_pool import TextThreads
+from coordinator.text.tokenizer_pool import TokenizerPool
 from longleaf.errors import InvalidArgument, ResourceExhausted, Unavailable
 from longleaf.types import IngestHeader, IngestProgress
 from tests.support.service import FakeEngine, FakeStream, write_model
@@ -50,19 +50,19 @@ def uploads_on(clock: Clock, **limits: float) -> Uploads:
 
 
 @pytest.fixture
-async def threads() -> AsyncIterator[TextThreads]:
-    threads = TextThreads(1)
+async def threads() -> AsyncIterator[TokenizerPool]:
+    threads = TokenizerPool(1)
     yield threads
     await threads.close()
 
 
 @pytest.fixture
-def make(tmp_path: Path, threads: TextThreads) -> Callable[..., Upload]:
+def make(tmp_path: Path, threads: TokenizerPool) -> Callable[..., Upload]:
     tokenizer = Tokenizer.load(write_model(tmp_path / "model"), DirectRenderer())
-    limit = TextLimit(FakeEngine(), None)
+    limit = SizeLimit(FakeEngine(), None)
 
     def upload(upload_id: str, num_tokens: int = 0, client: str = "", tenant: str = "default") -> Upload:
-        document = Intake(tokenizer.document_encoder(is_first=True), limit, tokenizer.vocabulary_size)
+        document = DocumentTokenizer(tokenizer.document_encoder(is_first=True), limit, tokenizer.vocabulary_size)
         if num_tokens:
             document.add_ids([1] * num_tokens)
         header = IngestHeader("moby", upload_id=upload_id, client=client, tenant=tenant)
@@ -161,7 +161,7 @@ async def begin(work: Coroutine[None, None, None]) -> "asyncio.Task[None]":
 
 
 async def test_work_that_waits_is_dropped_with_its_stream_and_a_new_stream_goes_on(
-    make: Callable[..., Upload], threads: TextThreads
+    make: Callable[..., Upload], threads: TokenizerPool
 ) -> None:
     upload, blocked = make("a"), Blocked()
     assert upload.document is not None

@@ -4,18 +4,18 @@ import itertools
 
 import pytest
 
-from coordinator.kv_cache.block_allocator import BlockPool
-from coordinator.kv_cache.block_placer import Blocks, Placer, Reservation
+from coordinator.kv_cache.block_allocator import BlockAllocator
+from coordinator.kv_cache.block_placer import BlockCount, BlockPlacer, Reservation
 from longleaf.errors import ResourceExhausted
 from longleaf.runs import Run
 
 
-def placer(*num_blocks: int, block_size: int = 4) -> Placer:
-    return Placer(num_blocks, block_size)
+def placer(*num_blocks: int, block_size: int = 4) -> BlockPlacer:
+    return BlockPlacer(num_blocks, block_size)
 
 
-def reserve(placer: Placer, num_blocks: int) -> Reservation:
-    reservation = placer.reserve(Blocks(num_blocks))
+def reserve(placer: BlockPlacer, num_blocks: int) -> Reservation:
+    reservation = placer.reserve(BlockCount(num_blocks))
     assert reservation is not None
     return reservation
 
@@ -25,7 +25,7 @@ def extents(runs: tuple[Run, ...]) -> list[tuple[int, int, int]]:
 
 
 def test_allocation_prefers_the_smallest_stretch_that_fits() -> None:
-    pool = BlockPool(12)
+    pool = BlockAllocator(12)
     pool.allocate(12)
     pool.free([0, 1, 2, 5, 6, 9, 10, 11])
     pool.audit()
@@ -35,7 +35,7 @@ def test_allocation_prefers_the_smallest_stretch_that_fits() -> None:
 
 
 def test_allocation_joins_stretches_when_none_fits() -> None:
-    pool = BlockPool(10)
+    pool = BlockAllocator(10)
     pool.allocate(10)
     pool.free([1, 2, 3, 6, 9])
     assert sorted(pool.allocate(5)) == [1, 2, 3, 6, 9]
@@ -44,7 +44,7 @@ def test_allocation_joins_stretches_when_none_fits() -> None:
 
 
 def test_free_joins_neighbours_again() -> None:
-    pool = BlockPool(8)
+    pool = BlockAllocator(8)
     pool.allocate(8)
     for block in (3, 5, 4, 0, 7, 1, 6, 2):
         pool.free([block])
@@ -53,7 +53,7 @@ def test_free_joins_neighbours_again() -> None:
 
 
 def test_too_many_blocks_take_nothing() -> None:
-    pool = BlockPool(3)
+    pool = BlockAllocator(3)
     with pytest.raises(ResourceExhausted):
         pool.allocate(4)
     assert pool.num_free == 3
@@ -62,7 +62,7 @@ def test_too_many_blocks_take_nothing() -> None:
 
 @pytest.mark.parametrize("ids", [[0], [4], [5], [1, 1]])
 def test_free_of_what_is_not_in_use(ids: list[int]) -> None:
-    pool = BlockPool(5)
+    pool = BlockAllocator(5)
     pool.allocate(3)
     pool.free([0])
     with pytest.raises(ValueError, match="not all in use"):
@@ -96,7 +96,7 @@ def test_chunk_moves_to_ranks_that_have_room() -> None:
     runs = place.place_chunk(100, 123, 0, reserve(place, 6))
     assert extents(runs) == [(0, 100, 104), (2, 104, 123)]
     place.audit(runs)
-    assert place.num_free == Blocks()
+    assert place.num_free == BlockCount()
 
 
 def test_growth_fills_the_last_run_first() -> None:
@@ -113,11 +113,11 @@ def test_growth_fills_the_last_run_first() -> None:
 def test_promises_are_kept() -> None:
     place = placer(2, 2)
     first = reserve(place, 3)
-    assert place.reserve(Blocks(2)) is None
+    assert place.reserve(BlockCount(2)) is None
     with pytest.raises(ResourceExhausted):
         place.place_chunk(0, 16, 0, first)
     place.release(first)
-    assert place.num_free == Blocks(4)
+    assert place.num_free == BlockCount(4)
 
 
 @pytest.mark.parametrize("num_prefill", [0, 1, 4, 9, 10, 11, 20, 27])
@@ -136,5 +136,5 @@ def test_blocks_needed_is_exact(num_prefill: int, num_rows: int) -> None:
     for position in range(num_prefill, num_prefill + num_rows):
         grown = place.grow(rows[-1] if rows else None, position, 1, reservation)
         rows = [*(run for run in rows if run.start != grown[0].start), *grown]
-    assert reservation.left == Blocks()
+    assert reservation.left == BlockCount()
     place.audit([*runs, *rows])

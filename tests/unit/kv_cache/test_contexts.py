@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from coordinator.kv_cache.block_placer import Blocks, Placer
-from coordinator.kv_cache.contexts import Contexts, NamedPath
-from coordinator.kv_cache.segments import Segments
-from coordinator.kv_cache.token_paths import Path, Segment
+from coordinator.kv_cache.block_placer import BlockCount, BlockPlacer
+from coordinator.kv_cache.contexts import ContextTable, NamedContext
+from coordinator.kv_cache.segments import SegmentStore
+from coordinator.kv_cache.token_paths import Segment, TokenPath
 from longleaf.errors import AlreadyExists, InvalidArgument, NotFound
 from longleaf.tenants import DEFAULT_TENANT
 from longleaf.types import ContextSettings
@@ -15,11 +15,11 @@ from longleaf.types import ContextSettings
 
 class Store:
     def __init__(self) -> None:
-        self.placer = Placer([8, 8], 4)
-        self.segments = Segments(self.placer)
-        self.contexts = Contexts(self.segments)
+        self.placer = BlockPlacer([8, 8], 4)
+        self.segments = SegmentStore(self.placer)
+        self.contexts = ContextTable(self.segments)
 
-    def segment(self, before: Path, count: int) -> Segment:
+    def segment(self, before: TokenPath, count: int) -> Segment:
         """With one reference, from `create`."""
         holding, start = self.segments.create(before), before.end
         reservation = self.placer.reserve(self.placer.blocks_needed(count, 0))
@@ -27,7 +27,7 @@ class Store:
         holding.extend(range(count), self.placer.place_chunk(start, start + count, 0, reservation))
         return holding.segment
 
-    def append(self, context: str, before: Path, count: int, now: float = 0.0) -> None:
+    def append(self, context: str, before: TokenPath, count: int, now: float = 0.0) -> None:
         segment = self.segment(before, count)
         self.contexts.append(context, segment, now)
         self.segments.drop(segment)
@@ -37,13 +37,13 @@ class Store:
         self.contexts.audit()
         self.placer.audit(run for holding in self.segments.holdings for run in holding.runs)
 
-    def shares(self, context: NamedPath) -> list[int]:
+    def shares(self, context: NamedContext) -> list[int]:
         return self.segments.holdings.shares(context.path, 2)
 
 
 def test_context_grows_by_sealed_segments() -> None:
     store = Store()
-    store.append("a", Path(), 10, now=5.0)
+    store.append("a", TokenPath(), 10, now=5.0)
     store.append("a", store.contexts.get("a").path, 3, now=7.0)
     context = store.contexts.get("a")
     assert (context.num_tokens, context.created, context.updated) == (13, 5.0, 7.0)
@@ -54,21 +54,21 @@ def test_context_grows_by_sealed_segments() -> None:
 
 def test_deleted_context_lives_as_long_as_somebody_reads_it() -> None:
     store = Store()
-    store.append("a", Path(), 10, now=0.0)
+    store.append("a", TokenPath(), 10, now=0.0)
     path = store.contexts.get("a").path
     store.segments.retain(path)
     store.contexts.delete("a")
     store.audit()
-    assert (store.placer.num_free, store.segments.take_forgotten()) == (Blocks(13), ())
+    assert (store.placer.num_free, store.segments.take_forgotten()) == (BlockCount(13), ())
     store.segments.release(path)
     store.audit()
-    assert (store.placer.num_free, store.segments.take_forgotten()) == (Blocks(16), (path.segments[0].id,))
+    assert (store.placer.num_free, store.segments.take_forgotten()) == (BlockCount(16), (path.segments[0].id,))
     assert store.segments.take_forgotten() == ()
 
 
 def test_segment_that_no_rank_knows_is_not_forgotten() -> None:
     store = Store()
-    store.segments.drop(store.segments.create(Path()).segment)
+    store.segments.drop(store.segments.create(TokenPath()).segment)
     assert store.segments.take_forgotten() == ()
 
 
@@ -82,7 +82,7 @@ def test_missing_context() -> None:
 def test_contexts_are_listed_by_id() -> None:
     store = Store()
     for name in "cab":
-        store.append(name, Path(), 1, now=0.0)
+        store.append(name, TokenPath(), 1, now=0.0)
     assert [context.id for context in store.contexts.list()] == ["a", "b", "c"]
     assert [context.id for context in store.contexts.of_tenant(DEFAULT_TENANT, "a", 1)] == ["b"]
     assert [context.id for context in store.contexts.of_tenant(DEFAULT_TENANT, "aa")] == ["b", "c"]
@@ -96,7 +96,7 @@ def test_contexts_are_listed_by_id() -> None:
 def forked_store() -> Store:
     """`a` of segments [0, 10) and [10, 13)."""
     store = Store()
-    store.append("a", Path(), 10, now=5.0)
+    store.append("a", TokenPath(), 10, now=5.0)
     store.append("a", store.contexts.get("a").path, 3, now=7.0)
     return store
 
@@ -128,9 +128,9 @@ def test_fork_outlives_its_source_and_goes_on_by_itself() -> None:
     assert (fork.num_tokens, sum(store.shares(fork)), fork.updated) == (9, 9, 11.0)
     branch = store.contexts.fork("b", "c", 3, now=12.0)
     store.contexts.delete("b")
-    assert branch.path == Path((first,), 3)
+    assert branch.path == TokenPath((first,), 3)
     store.contexts.delete("c")
-    assert store.placer.num_free == Blocks(16)
+    assert store.placer.num_free == BlockCount(16)
 
 
 def test_wrong_forks_name_what_is_wrong() -> None:
@@ -148,7 +148,7 @@ def test_wrong_forks_name_what_is_wrong() -> None:
     store.audit()
 
 
-class Unwalked(dict[str, NamedPath]):
+class Unwalked(dict[str, NamedContext]):
     """Gives what is asked for by its key, and not all that there is."""
 
     def __iter__(self) -> Iterator[str]:
@@ -160,7 +160,7 @@ class Unwalked(dict[str, NamedPath]):
 def test_expiries_are_found_without_walking_through_all_contexts() -> None:
     store = Store()
     for name, ttl in (("a", 3.0), ("b", 1.0), ("c", 2.0), ("d", None)):
-        store.append(name, Path(), 1)
+        store.append(name, TokenPath(), 1)
         store.contexts.change(name, ContextSettings(ttl=ttl) if ttl else ContextSettings(), now=0.0)
     contexts = store.contexts
     contexts._by_id = Unwalked(contexts._by_id)

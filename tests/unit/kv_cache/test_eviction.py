@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from coordinator.kv_cache.block_placer import Blocks, Placer
-from coordinator.kv_cache.contexts import Contexts
-from coordinator.kv_cache.eviction import Parking
-from coordinator.kv_cache.segment_placement import Holding
-from coordinator.kv_cache.segments import Segments
+from coordinator.kv_cache.block_placer import BlockCount, BlockPlacer
+from coordinator.kv_cache.contexts import ContextTable
+from coordinator.kv_cache.eviction import ContextEvictor
+from coordinator.kv_cache.segment_placement import SegmentPlacement
+from coordinator.kv_cache.segments import SegmentStore
 from coordinator.kv_cache.token_paths import NOWHERE
 
 SIZE = 4
@@ -18,11 +18,11 @@ class House:
     """Contexts over two pools, without ranks."""
 
     def __init__(self, num_blocks: int = 20) -> None:
-        self.placer = Placer([num_blocks, num_blocks], SIZE)
-        self.segments = Segments(self.placer)
-        self.contexts = Contexts(self.segments)
+        self.placer = BlockPlacer([num_blocks, num_blocks], SIZE)
+        self.segments = SegmentStore(self.placer)
+        self.contexts = ContextTable(self.segments)
         self.in_use = set[str | None]()
-        self.parking = Parking(self.placer, self.segments, self.contexts, lambda: self.in_use)
+        self.parking = ContextEvictor(self.placer, self.segments, self.contexts, lambda: self.in_use)
 
     def append(self, context: str, count: int) -> None:
         known = self.contexts.find(context)
@@ -47,7 +47,7 @@ class House:
         self.contexts.rest(self.contexts.get(context))
         self.audit()
 
-    def wake(self, context: str) -> Sequence[Holding]:
+    def wake(self, context: str) -> Sequence[SegmentPlacement]:
         found = self.contexts.wake(self.contexts.get(context))
         for holding in found:
             self.segments.call(holding)
@@ -100,11 +100,11 @@ def test_room_is_made_by_those_that_were_used_least_recently() -> None:
     house.contexts.use(house.contexts.get("a"))
     house.contexts.get("b").is_pinned = True
     house.in_use = {"c"}
-    assert house.parking.num_spare == Blocks(4)
-    assert not house.segments.make_room(Blocks(9))
+    assert house.parking.num_spare == BlockCount(4)
+    assert not house.segments.make_room(BlockCount(9))
     assert [house.parked(name) for name in "abcd"] == [[], [], [], []], "nothing is parked in vain"
-    assert not house.segments.make_room(Blocks(5), may_park=False)
-    assert house.segments.make_room(Blocks(5))
+    assert not house.segments.make_room(BlockCount(5), may_park=False)
+    assert house.segments.make_room(BlockCount(5))
     assert [house.parked(name) for name in "abcd"] == [[], [], [], [3]]
     house.audit()
 

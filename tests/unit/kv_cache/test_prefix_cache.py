@@ -4,17 +4,17 @@ from array import array
 
 import pytest
 
-from coordinator.kv_cache.block_placer import Placer
-from coordinator.kv_cache.segments import Segments
-from coordinator.kv_cache.token_paths import Path, Segment
+from coordinator.kv_cache.block_placer import BlockPlacer
+from coordinator.kv_cache.segments import SegmentStore
+from coordinator.kv_cache.token_paths import Segment, TokenPath
 
 IDS = array("I", range(12))
 OTHER = array("I", range(100, 112))
 
 
-def taken_in(segments: Segments, number: int, tenant: str, ids: "array[int]") -> Segment:
+def taken_in(segments: SegmentStore, number: int, tenant: str, ids: "array[int]") -> Segment:
     """A segment that came from elsewhere, as those of imports do."""
-    segment = Segment(number, Path(), tenant=tenant)
+    segment = Segment(number, TokenPath(), tenant=tenant)
     segment.extend(ids)
     segments.adopt(segment)
     segments.call(segments.holdings[segment])  # it is about to be held
@@ -22,7 +22,7 @@ def taken_in(segments: Segments, number: int, tenant: str, ids: "array[int]") ->
     return segment
 
 
-def read(segments: Segments, before: Path, tenant: str, ids: "array[int]") -> Segment:
+def read(segments: SegmentStore, before: TokenPath, tenant: str, ids: "array[int]") -> Segment:
     segment = segments.create(before, tenant=tenant).segment
     segment.extend(ids)
     segments.seal(segment)
@@ -31,8 +31,8 @@ def read(segments: Segments, before: Path, tenant: str, ids: "array[int]") -> Se
 
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_nothing_on_a_path_that_was_adopted_is_found_by_another_tenant(is_shared: bool) -> None:
-    segments = Segments(Placer((64,), 4), share_prefixes=is_shared)
-    own = read(segments, Path(), "acme", OTHER)
+    segments = SegmentStore(BlockPlacer((64,), 4), share_prefixes=is_shared)
+    own = read(segments, TokenPath(), "acme", OTHER)
     adopted = taken_in(segments, 40, "acme", IDS)
     behind = read(segments, adopted.path, "acme", OTHER)
     for tenant in ("acme", "bolt"):
@@ -40,7 +40,7 @@ def test_nothing_on_a_path_that_was_adopted_is_found_by_another_tenant(is_shared
         assert segments.match(OTHER, tenant=tenant).end == (own.end if is_theirs or is_shared else 0)
         assert segments.match(IDS, tenant=tenant).end == (adopted.end if is_theirs else 0)
         assert segments.match(IDS + OTHER, tenant=tenant).end == (behind.end if is_theirs else 0)
-    read(segments, Path(), "bolt", IDS)
+    read(segments, TokenPath(), "bolt", IDS)
     assert segments.match(IDS, tenant="bolt").end == len(IDS)
     assert adopted not in segments.match(IDS, tenant="bolt").segments
     segments._prefixes.audit(holding.segment for holding in segments.holdings)

@@ -2,22 +2,22 @@
 
 import pytest
 
-from coordinator.kv_cache.block_placer import Blocks
+from coordinator.kv_cache.block_placer import BlockCount
 from coordinator.kv_cache.contexts import LAST_ENDS
 from longleaf.errors import InvalidArgument, ResourceExhausted
-from longleaf.positions import EVERY_RANK, Reach, Windows
-from longleaf.rank_protocol.row_delta import Sequences
+from longleaf.positions import EVERY_RANK, AttentionSpan, WindowSpec
+from longleaf.rank_protocol.row_delta import RowState
 from longleaf.rank_protocol.step import Decode, Prefill, StepPlan
 from longleaf.runs import Run
 from tests.support.scheduling import Asker, kinds
 
-WINDOW = Windows(reaches=(Reach(8),), num_blocks=40)
+WINDOW = WindowSpec(reaches=(AttentionSpan(8),), num_blocks=40)
 
 
 def window_runs(plans: list[StepPlan]) -> list[list[tuple[int, int, int]]]:
     """First position, end and number of blocks of each run, by plan."""
     found: list[list[tuple[int, int, int]]] = []
-    for plan in map(Sequences(4).complete, plans):
+    for plan in map(RowState(4).complete, plans):
         work = plan.work if isinstance(plan.work, Prefill) else plan.work.rows[0]
         assert all(run.rank == EVERY_RANK for run in work.window_runs)
         found.append([(run.start, run.end, len(run.blocks)) for run in work.window_runs])
@@ -31,7 +31,7 @@ def test_a_document_leaves_the_window_before_its_end() -> None:
     assert window_runs(bench.run()) == [[(25, 32, 2)], [(25, 32, 2), (33, 40, 2)]]
     (segment,) = bench.scheduler.contexts.get("doc").path.segments
     assert [(run.start, run.end) for run in bench.scheduler.segments.holdings[segment].window_runs] == [(33, 40)]
-    assert bench.placer.num_free == bench.placer.num_blocks - Blocks(10, 2)
+    assert bench.placer.num_free == bench.placer.num_blocks - BlockCount(10, 2)
 
 
 def test_chunks_shorter_than_the_window_share_a_run() -> None:
@@ -53,7 +53,7 @@ def test_an_answer_rolls_by_whole_blocks() -> None:
 
 
 def test_sections_leave_nothing_at_their_ends() -> None:
-    bench = Asker(windows=Windows(reaches=(Reach(section=16),), num_blocks=40))
+    bench = Asker(windows=WindowSpec(reaches=(AttentionSpan(section=16),), num_blocks=40))
     bench.ingest("doc", 32)
     assert window_runs(bench.run()) == [[]]
     job = bench.ask(3, context="doc")
@@ -62,7 +62,7 @@ def test_sections_leave_nothing_at_their_ends() -> None:
 
 
 def test_where_sections_begin_paths_part() -> None:
-    bench = Asker(windows=Windows(reaches=(Reach(section=8), Reach(section=12)), num_blocks=40))
+    bench = Asker(windows=WindowSpec(reaches=(AttentionSpan(section=8), AttentionSpan(section=12)), num_blocks=40))
     bench.ingest("doc", 61)
     bench.run()
     bench.scheduler.fork_context("doc", "fork", 24)
@@ -133,14 +133,14 @@ def test_samples_roll_windows_of_their_own() -> None:
     bench = Asker(windows=WINDOW)
     job = bench.prompt(range(41), max_tokens=12, num_samples=3)
     plans = bench.run()
-    rows = list(map(Sequences(4).complete, plans))[-1].work
+    rows = list(map(RowState(4).complete, plans))[-1].work
     assert isinstance(rows, Decode)
     assert len({block for row in rows.rows for run in row.window_runs for block in run.blocks}) == 3 * 2
     assert [bench.answer(job, sample) for sample in range(3)] == [bench.answer(job)] * 3
 
 
 def test_a_windows_pool_that_is_too_small_is_named() -> None:
-    bench = Asker(windows=Windows(reaches=(Reach(8),), num_blocks=9))
+    bench = Asker(windows=WindowSpec(reaches=(AttentionSpan(8),), num_blocks=9))
     with pytest.raises(InvalidArgument, match="the windows' pool holds 36 tokens.*--window-bytes") as caught:
         bench.prompt(range(41), max_tokens=40)
     assert caught.value.field == "sampling.max_token_count"
@@ -155,7 +155,7 @@ def test_a_windows_pool_that_is_too_small_is_named() -> None:
 
 def test_what_only_chunks_needed_lets_others_begin() -> None:
     """Two prompts need 5 + 2 blocks each while they are read, and 2 + 2 while they answer."""
-    bench = Asker(windows=Windows(reaches=(Reach(8),), num_blocks=11))
+    bench = Asker(windows=WindowSpec(reaches=(AttentionSpan(8),), num_blocks=11))
     for start in (0, 500):
         bench.prompt(range(start, start + 41), max_tokens=8)
     seen: list[int] = []
@@ -169,8 +169,8 @@ def test_what_only_chunks_needed_lets_others_begin() -> None:
 def test_a_pool_has_room_for_what_is_read_again() -> None:
     """3 tokens and 40 of an answer are rows in 4 blocks; preempted after 20, they are a chunk in 5 and rows in 4."""
     with pytest.raises(InvalidArgument, match="holds 36 tokens, in blocks of 4, and 40 are needed"):
-        Asker(windows=Windows(reaches=(Reach(8),), num_blocks=9)).ask(3, max_tokens=40)
-    bench = Asker(windows=Windows(reaches=(Reach(8),), num_blocks=10), max_sequences=1)
+        Asker(windows=WindowSpec(reaches=(AttentionSpan(8),), num_blocks=9)).ask(3, max_tokens=40)
+    bench = Asker(windows=WindowSpec(reaches=(AttentionSpan(8),), num_blocks=10), max_sequences=1)
     low = bench.ask(3, max_tokens=40)
     for _ in range(20):
         plan = bench.schedule()
@@ -184,7 +184,7 @@ def test_a_pool_has_room_for_what_is_read_again() -> None:
 
 def test_a_run_begins_anew_where_nothing_of_the_last_one_is_seen() -> None:
     bench = Asker(windows=WINDOW)
-    reservation = bench.placer.reserve(Blocks(0, 5))
+    reservation = bench.placer.reserve(BlockCount(0, 5))
     assert reservation is not None
     runs = bench.placer.roll((), 0, 10, reservation, is_chunk=True)
     assert runs == (Run(EVERY_RANK, 3, 10, (0, 1)),)
@@ -192,7 +192,7 @@ def test_a_run_begins_anew_where_nothing_of_the_last_one_is_seen() -> None:
     assert runs == (Run(EVERY_RANK, 3, 10, (0, 1)), Run(EVERY_RANK, 23, 30, (2, 3)))
     runs = bench.placer.roll(runs, 30, 31, reservation, is_chunk=False)
     assert runs == (Run(EVERY_RANK, 23, 31, (2, 3)),)
-    assert reservation.left == Blocks(0, 3)
+    assert reservation.left == BlockCount(0, 3)
 
 
 def append(bench: Asker, *counts: int, context: str = "doc") -> None:
@@ -209,7 +209,10 @@ def num_window_blocks(bench: Asker) -> int:
 @pytest.mark.parametrize("num_appends", [600, pytest.param(3000, marks=pytest.mark.slow)])
 def test_thousands_of_tiny_appends_keep_what_the_last_ends_see(num_appends: int) -> None:
     """Each piece lies in a block of its own, of which the next token sees 7."""
-    windows, rest = Windows(reaches=(Reach(8),), num_blocks=24), {"max_positions": 5000, "check_every": 3 * num_appends}
+    windows, rest = (
+        WindowSpec(reaches=(AttentionSpan(8),), num_blocks=24),
+        {"max_positions": 5000, "check_every": 3 * num_appends},
+    )
     bench = Asker(blocks=(2100, 2100), windows=windows, **rest)
     append(bench, *[1] * num_appends)
     assert num_window_blocks(bench) == 7 + LAST_ENDS - 1
@@ -224,7 +227,7 @@ def test_thousands_of_tiny_appends_keep_what_the_last_ends_see(num_appends: int)
 
 
 def test_a_context_forks_at_its_last_ends_and_says_which_they_are() -> None:
-    bench = Asker(windows=Windows(reaches=(Reach(8),), num_blocks=60), blocks=(200, 200))
+    bench = Asker(windows=WindowSpec(reaches=(AttentionSpan(8),), num_blocks=60), blocks=(200, 200))
     append(bench, *[20] * (LAST_ENDS + 2))
     ends = [20 * number for number in range(3, LAST_ENDS + 3)]
     assert num_window_blocks(bench) == 2 * LAST_ENDS
@@ -240,7 +243,7 @@ def test_a_context_forks_at_its_last_ends_and_says_which_they_are() -> None:
 
 
 def test_a_fork_keeps_the_ends_that_are_before_its_own() -> None:
-    bench = Asker(windows=Windows(reaches=(Reach(8),), num_blocks=60), blocks=(200, 200))
+    bench = Asker(windows=WindowSpec(reaches=(AttentionSpan(8),), num_blocks=60), blocks=(200, 200))
     append(bench, 20, 20, 20)
     bench.scheduler.fork_context("doc", "fork", 40)
     bench.scheduler.delete_context("doc")
@@ -256,7 +259,7 @@ def test_a_fork_keeps_the_ends_that_are_before_its_own() -> None:
 
 def test_what_waits_or_runs_on_an_end_keeps_its_windows() -> None:
     """An answer from the first end, preempted and begun again when the context has long gone on."""
-    bench = Asker(windows=Windows(reaches=(Reach(8),), num_blocks=80), blocks=(200, 200), max_sequences=1)
+    bench = Asker(windows=WindowSpec(reaches=(AttentionSpan(8),), num_blocks=80), blocks=(200, 200), max_sequences=1)
     append(bench, 20)
     low = bench.ask(9, max_tokens=40, context="doc")
     waiting = bench.ask(5, context="doc")
@@ -276,7 +279,7 @@ def test_what_waits_or_runs_on_an_end_keeps_its_windows() -> None:
 
 def test_prompts_go_on_from_a_context_whose_ends_are_gone() -> None:
     """What is kept of a prompt that began like a context keeps what the prompt's end sees of it."""
-    bench = Asker(windows=Windows(reaches=(Reach(16),), num_blocks=100), blocks=(200, 200))
+    bench = Asker(windows=WindowSpec(reaches=(AttentionSpan(16),), num_blocks=100), blocks=(200, 200))
     append(bench, 20)
     first = bench.prompt([*range(20), *range(500, 508)])  # of 27 tokens that are kept the next one sees 12 on
     bench.run()
@@ -293,7 +296,7 @@ def test_prompts_go_on_from_a_context_whose_ends_are_gone() -> None:
 
 def test_an_append_is_refused_before_the_windows_pool_is_full() -> None:
     """Of tokens in blocks of their own the next one sees 7, and the ends before them 3 more: 10 blocks."""
-    bench = Asker(windows=Windows(reaches=(Reach(8),), num_blocks=20), blocks=(400, 400))
+    bench = Asker(windows=WindowSpec(reaches=(AttentionSpan(8),), num_blocks=20), blocks=(400, 400))
     append(bench, *[1] * 40, context="tiny")
     append(bench, *[1] * 9, context="other")
     num_free, paths = bench.placer.num_free, [context.path for context in bench.scheduler.contexts.list()]
@@ -310,7 +313,7 @@ def test_an_append_is_refused_before_the_windows_pool_is_full() -> None:
 
 
 def test_what_a_context_itself_keeps_is_no_fault_of_the_text() -> None:
-    bench = Asker(windows=Windows(reaches=(Reach(8),), num_blocks=10), blocks=(400, 400))
+    bench = Asker(windows=WindowSpec(reaches=(AttentionSpan(8),), num_blocks=10), blocks=(400, 400))
     append(bench, *[1] * 9)
     for refused in (lambda: bench.ingest("doc", 1, append=True), lambda: bench.ask(5, context="doc")):
         with pytest.raises(ResourceExhausted, match="of 40 contexts keep too many; delete a context") as caught:

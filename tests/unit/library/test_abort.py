@@ -5,15 +5,15 @@ import threading
 
 import pytest
 
-from longleaf.comm.abort import Fence, Sockets
-from longleaf.errors import Fenced
+from longleaf.comm.abort import ExchangeAborter, Sockets
+from longleaf.errors import ExchangeAborted
 
 
 def test_what_is_begun_before_is_freed_and_what_comes_later_is_not_begun():
-    fence, freed = Fence(), []
+    fence, freed = ExchangeAborter(), []
     fence.add(lambda: freed.append("early"))
     fence.put_up()
-    with pytest.raises(Fenced):
+    with pytest.raises(ExchangeAborted):
         fence.add(lambda: freed.append("late"))
     assert freed == ["early"]
     fence.take_down()

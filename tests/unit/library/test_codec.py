@@ -22,10 +22,10 @@ from longleaf.errors import (
     ModelRefused,
     NotFinite,
     NotFound,
+    RankLost,
     ResourceExhausted,
     StartError,
     Unavailable,
-    WorkerLost,
 )
 from longleaf.rank_protocol.group_messages import MergeTiming
 from longleaf.sampling import Logprobs, Sampling, TokenLogprob
@@ -45,17 +45,17 @@ from longleaf.types import (
     IngestPhase,
     IngestPiece,
     IngestProgress,
-    LeftOut,
     Loss,
     ModelInfo,
     PositionInfo,
     Progress,
     Provenance,
     RankShare,
+    RecomputeResult,
     Recovering,
     Recovery,
-    Reread,
     Resume,
+    SkippedContext,
     SlotState,
     Source,
     Started,
@@ -135,14 +135,14 @@ def test_forks_survive(fork: ForkContext) -> None:
 @pytest.mark.parametrize(
     "reread",
     [
-        Reread(contexts=(), left_out=()),
-        Reread(
+        RecomputeResult(contexts=(), left_out=()),
+        RecomputeResult(
             contexts=(Context(id="a", tokens=3, kv_bytes=0, created=1.5, updated=2.5, shares=()),),
-            left_out=(LeftOut("b", "its tokenizer is another one — 白鯨"),),
+            left_out=(SkippedContext("b", "its tokenizer is another one — 白鯨"),),
         ),
     ],
 )
-def test_what_is_read_anew_survives(reread: Reread) -> None:
+def test_what_is_read_anew_survives(reread: RecomputeResult) -> None:
     data = codec.encode_reread(reread).SerializeToString()
     assert codec.decode_reread(ingest_pb.RereadContextsResponse.FromString(data)) == reread
 
@@ -517,7 +517,7 @@ def test_a_name_without_bounds_is_cut_in_the_message() -> None:
         NotFound("€" * 10_000),
         AlreadyExists("contexts/" + "a" * 10_000),
         ResourceExhausted("pool", "x" * 10_000, 1.5),
-        WorkerLost(3, "\ud800" * 10_000),
+        RankLost(3, "\ud800" * 10_000),
         NotFinite("x" * 10_000),
         ContextLost("contexts/" + "ü" * 10_000, "\ud800" * 10_000),
         Unavailable("x" * 10_000),

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from longleaf.client.documents import Source
+from longleaf.client.documents import UploadSource
 
 NUM_PIECES = 8
 
@@ -16,13 +16,13 @@ async def pieces() -> AsyncIterator[bytes]:
         yield b"piece"
 
 
-async def read_all(source: Source) -> int:
+async def read_all(source: UploadSource) -> int:
     return len([piece async for piece in source.pieces_from(0)])
 
 
 @pytest.mark.parametrize("num_turns", range(6 * NUM_PIECES))
 async def test_a_document_may_be_ended_at_any_turn_of_its_reader(num_turns: int) -> None:
-    source = Source(pieces())
+    source = UploadSource(pieces())
     reader = asyncio.create_task(read_all(source))
     for _ in range(num_turns):
         await asyncio.sleep(0)
@@ -32,4 +32,4 @@ async def test_a_document_may_be_ended_at_any_turn_of_its_reader(num_turns: int)
 
 
 async def test_a_document_that_is_not_ended_is_read_to_its_end() -> None:
-    assert await read_all(Source(pieces())) == NUM_PIECES
+    assert await read_all(UploadSource(pieces())) == NUM_PIECES

@@ -2,7 +2,7 @@
 
 import pytest
 
-from longleaf.client.generation_stream import Reception
+from longleaf.client.generation_stream import GenerationStream
 from longleaf.errors import LongleafError
 from longleaf.types import Started
 
@@ -10,7 +10,7 @@ from longleaf.types import Started
 @pytest.mark.parametrize("position", [0, 3])
 def test_a_service_that_reads_what_it_was_to_hide_is_told_of(position: int) -> None:
     earlier, later = (Started(10, 8, position, "id", is_exact=is_exact) for is_exact in (True, False))
-    assert Reception("why?", "book", {"hidden": [(0, 4)]}).take(later)
-    assert Reception("why?", "book", {}).take(earlier)
+    assert GenerationStream("why?", "book", {"hidden": [(0, 4)]}).take(later)
+    assert GenerationStream("why?", "book", {}).take(earlier)
     with pytest.raises(LongleafError, match="earlier version"):
-        Reception("why?", "book", {"hidden": [(0, 4)]}).take(earlier)
+        GenerationStream("why?", "book", {"hidden": [(0, 4)]}).take(earlier)

@@ -26,11 +26,11 @@ def test_no_child_can_read_what_is_typed() -> None:
     """Neither the service nor a compiler: nobody looks at what they might ask."""
     code = """
 import os, sys
-from longleaf import launch, native
+from longleaf import c_extension, launch
 tell = "import os; print('listening on', os.readlink('/proc/self/fd/0'), flush=True)"
 with launch.ServiceProcess([sys.executable, "-c", tell]) as service:
     print(service.wait_ready(60))
-print(native._run(sys.executable, "-c", tell).split()[-1])
+print(c_extension._run(sys.executable, "-c", tell).split()[-1])
 print(os.readlink("/proc/self/fd/0").split(":")[0])
 """
     found = subprocess.run(python(code), input="y\n", capture_output=True, text=True, timeout=120, check=True)

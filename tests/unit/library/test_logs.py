@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from longleaf.logs import REPEAT_SECONDS, JsonFormatter, LineFormatter, Repeats, TextFormatter
+from longleaf.logs import REPEAT_SECONDS, JsonFormatter, LineFormatter, RepeatSuppressor, TextFormatter
 
 
 def record(message: str, *arguments: object, error: bool = False) -> logging.LogRecord:
@@ -14,7 +14,7 @@ def record(message: str, *arguments: object, error: bool = False) -> logging.Log
 
 def test_a_line_that_is_said_again_and_again_passes_once_in_a_while():
     now = 0.0
-    repeats = Repeats(lambda: now)
+    repeats = RepeatSuppressor(lambda: now)
     assert repeats.filter(record("gone: %s", 1))
     assert not repeats.filter(record("gone: %s", 1))
     assert not repeats.filter(record("gone: %s", 2))  # whatever it says beside
@@ -25,7 +25,7 @@ def test_a_line_that_is_said_again_and_again_passes_once_in_a_while():
 
 
 def test_failures_are_each_told():
-    repeats = Repeats(lambda: 0.0)
+    repeats = RepeatSuppressor(lambda: 0.0)
     assert all(repeats.filter(record("failed", error=True)) for _ in range(3))
 
 

@@ -5,7 +5,7 @@ from msgspec.structs import replace
 
 from longleaf.positions import EVERY_RANK
 from longleaf.rank_protocol.encoding import decode_to_rank, encode
-from longleaf.rank_protocol.row_delta import Sequences
+from longleaf.rank_protocol.row_delta import RowState
 from longleaf.rank_protocol.step import Decode, Move, Prefill, Row, StepPlan, Transfer
 from longleaf.runs import Run
 
@@ -34,12 +34,12 @@ def test_drafts_are_tokens_that_are_computed():
     plan = replace(
         PLAN, work=Decode((replace(ROW, draft_ids=(7, 8, 9)), replace(ROW, token_ids=(4, 5), draft_ids=(6,))))
     )
-    assert decode_to_rank(encode(plan)) == plan == Sequences(4).complete(plan)
+    assert decode_to_rank(encode(plan)) == plan == RowState(4).complete(plan)
     assert [(row.num_known, row.num_tokens) for row in plan.work.rows] == [(1, 4), (2, 3)]
     assert (plan.num_tokens, plan.num_drafts) == (7, 4)
 
 
 def test_a_move_is_told_as_it_is_and_counts_the_tokens_that_go():
     plan = replace(PLAN, work=MOVE)
-    assert decode_to_rank(encode(plan)) == plan == Sequences(4).complete(plan)
+    assert decode_to_rank(encode(plan)) == plan == RowState(4).complete(plan)
     assert (plan.num_tokens, plan.num_reference) == (6 + 11, 0)

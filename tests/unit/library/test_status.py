@@ -11,27 +11,27 @@ from longleaf.errors import (
     Cancelled,
     CatalogError,
     CheckpointChanged,
+    CollectiveMismatch,
     ContextLost,
     DataLoss,
     DeadlineExceeded,
-    EpochBroken,
+    ExchangeAborted,
     FailedPrecondition,
-    Fenced,
+    GroupFailed,
     InvalidArgument,
-    KeysDamaged,
-    KeysMissing,
     LongleafError,
     ModelRefused,
     NotFinite,
     NotFound,
     PermissionDenied,
-    RanksDisagree,
+    PieceNotFetched,
+    RankLost,
     ResourceExhausted,
     StartError,
     StorageUnavailable,
+    TransferCorrupted,
     Unauthenticated,
     Unavailable,
-    WorkerLost,
 )
 
 EXAMPLES = [
@@ -50,8 +50,8 @@ EXAMPLES = [
     StorageUnavailable("no space left on device"),
     StorageUnavailable("no space left on device", 2.5),
     CatalogError("a later version wrote it"),
-    WorkerLost(3, "died"),
-    EpochBroken("rank 1: raised"),
+    RankLost(3, "died"),
+    GroupFailed("rank 1: raised"),
     PermissionDenied("not from there"),
     Unauthenticated("nobody has these credentials"),
     Unavailable("starting"),
@@ -77,7 +77,7 @@ def test_an_error_is_the_same_on_the_other_side(error: LongleafError) -> None:
 def test_every_type_of_error_has_its_kind_before_those_that_it_is_one_of() -> None:
     known = {kind.error for kind in KINDS}
     types = {found for found in vars(errors).values() if isinstance(found, type)}
-    assert types - known == {LongleafError, RanksDisagree, Fenced, KeysDamaged, KeysMissing}, (
+    assert types - known == {LongleafError, CollectiveMismatch, ExchangeAborted, TransferCorrupted, PieceNotFetched}, (
         "the root, and what only ranks meet"
     )
     assert known == {type(example) for example in EXAMPLES}
@@ -86,6 +86,6 @@ def test_every_type_of_error_has_its_kind_before_those_that_it_is_one_of() -> No
 
 
 def test_what_has_no_kind_is_unknown() -> None:
-    assert encode_error(RanksDisagree("two do other things")).code == code_pb2.UNKNOWN
+    assert encode_error(CollectiveMismatch("two do other things")).code == code_pb2.UNKNOWN
     read = decode_error(raised(LongleafError("odd")), "here")
     assert (type(read), str(read)) == (LongleafError, "odd")

@@ -6,19 +6,19 @@ from typing import Any
 import pytest
 
 from coordinator.engine_messages import Failed
-from coordinator.kv_cache.block_placer import Placer
-from coordinator.recovery.recompute import Rereading
+from coordinator.kv_cache.block_placer import BlockPlacer
+from coordinator.recovery.recompute import RecomputePlanner
 from coordinator.scheduling.jobs import IngestJob
 from coordinator.scheduling.sequences import Sequence
 from longleaf.errors import LongleafError, ResourceExhausted, Unavailable
-from longleaf.positions import Reach, Windows
+from longleaf.positions import AttentionSpan, WindowSpec
 from tests.support.scheduling import Bench
 
 NO_BLOCKS = ResourceExhausted(
     "blocks", "Blocks(sharded=1, windows=0) are needed, Blocks(sharded=0, windows=0) are left"
 )
 ERRORS = [NO_BLOCKS, AssertionError("a promise"), KeyError(7)]
-WINDOWS = Windows(reaches=(Reach(window=4),), num_blocks=64)
+WINDOWS = WindowSpec(reaches=(AttentionSpan(window=4),), num_blocks=64)
 
 
 def failing(
@@ -90,7 +90,7 @@ def test_an_answer_that_cannot_be_taken_in_ends_its_request_alone(
     assert [bench.tokens(job) for job in jobs] == [bench.alone(5, 9)] * 2
 
 
-def parked(windows: Windows | None = None) -> Bench:
+def parked(windows: WindowSpec | None = None) -> Bench:
     """Two contexts that rest, and an answer that runs."""
     bench = Bench(is_durable=True, windows=windows, blocks=(256, 256))
     for name in ("bad", "good"):
@@ -103,11 +103,13 @@ def parked(windows: Windows | None = None) -> Bench:
 
 @pytest.mark.parametrize("windows", [None, WINDOWS], ids=["sharded", "replicated"])
 @pytest.mark.parametrize(
-    ("kind", "method"), [(Placer, "place_again"), (Placer, "roll_again"), (Rereading, "commit")], ids=lambda x: str(x)
+    ("kind", "method"),
+    [(BlockPlacer, "place_again"), (BlockPlacer, "roll_again"), (RecomputePlanner, "commit")],
+    ids=lambda x: str(x),
 )
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_what_cannot_be_recomputed_ends_those_who_ask_it_alone(
-    monkeypatch: pytest.MonkeyPatch, windows: Windows | None, kind: type, method: str, error: Exception
+    monkeypatch: pytest.MonkeyPatch, windows: WindowSpec | None, kind: type, method: str, error: Exception
 ) -> None:
     bench = parked(windows)
     running = bench.ask(5, max_tokens=60)
@@ -156,7 +158,7 @@ def test_a_context_that_cannot_be_activated_keeps_no_other_from_it(monkeypatch: 
 
 
 def test_blocks_are_spent_at_once_or_not_at_all() -> None:
-    placer = Placer([8, 8], 4, WINDOWS)
+    placer = BlockPlacer([8, 8], 4, WINDOWS)
     promise = placer.reserve(few := placer.num_free.__class__(1, 1))
     assert promise is not None
     calls: list[Callable[[], object]] = [

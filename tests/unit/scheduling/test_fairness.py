@@ -4,24 +4,24 @@ from array import array
 
 import pytest
 
-from coordinator.engine_messages import Admitted, Claim, Document, Ended, Prompt, Tokens
-from coordinator.kv_cache.block_placer import Blocks, Placer
+from coordinator.engine_messages import Admitted, DocumentPrompt, Ended, Prompt, SchedulingClaim, Tokens
+from coordinator.kv_cache.block_placer import BlockCount, BlockPlacer
 from coordinator.kv_cache.positions import UNLIMITED, Positions, Ropes
-from coordinator.kv_cache.token_paths import Path
+from coordinator.kv_cache.token_paths import TokenPath
 from coordinator.scheduling.fair_queue import AGEING
 from coordinator.scheduling.jobs import Job, Request
 from coordinator.scheduling.planner import Budget
-from coordinator.scheduling.prefill_cursor import Reading
+from coordinator.scheduling.prefill_cursor import PrefillCursor
 from coordinator.scheduling.scheduler import Scheduler
 from coordinator.scheduling.throughput import UNKNOWN_RETRY_SECONDS, Speeds
 from longleaf.config import EngineConfig
 from longleaf.errors import DeadlineExceeded, ResourceExhausted
 from longleaf.positions import OWN_ROPE, Rotary
 from longleaf.rank_protocol.fakes import echo_token
-from longleaf.rank_protocol.row_delta import Sequences
+from longleaf.rank_protocol.row_delta import RowState
 from longleaf.rank_protocol.step import Decode, Prefill, StepPlan, StepResult
 from longleaf.sampling import Sampling
-from workers.fakes import EchoLedger
+from workers.fakes import EchoBlockTable
 
 
 class Bench:
@@ -30,8 +30,8 @@ class Bench:
     def __init__(self, *, blocks: tuple[int, ...] = (64, 64), per_token: float = 0.001, **changes: object) -> None:
         settings: dict[str, object] = {"model": "none", "chunk_size": 32, "block_size": 4, "replicate_below": 8}
         self.config = EngineConfig(**(settings | changes))  # type: ignore[arg-type]
-        self.scheduler = Scheduler(self.config, Placer(blocks, 4), Positions(Rotary(), 2000), epoch=1)
-        self.sequences, self.ledger = Sequences(4), EchoLedger(4)
+        self.scheduler = Scheduler(self.config, BlockPlacer(blocks, 4), Positions(Rotary(), 2000), epoch=1)
+        self.sequences, self.ledger = RowState(4), EchoBlockTable(4)
         self.per_token = per_token
         self.now = 0.0
         self.began: list[int] = []
@@ -44,7 +44,7 @@ class Bench:
             token_ids=tuple(range(first, first + count)),
             sampling=Sampling(max_tokens=max_tokens),
             num_samples=num_samples,
-            claim=Claim(**claim),  # type: ignore[arg-type]
+            claim=SchedulingClaim(**claim),  # type: ignore[arg-type]
         )
         return self.admit(prompt)
 
@@ -55,8 +55,8 @@ class Bench:
 
     def ingest(self, count: int, **claim: object) -> None:
         """Under the id 100."""
-        claimed = Claim(**claim)  # type: ignore[arg-type]
-        self.scheduler.admit(100, Document(context="doc", token_ids=range(count), claim=claimed))
+        claimed = SchedulingClaim(**claim)  # type: ignore[arg-type]
+        self.scheduler.admit(100, DocumentPrompt(context="doc", token_ids=range(count), claim=claimed))
 
     def step(self) -> StepPlan | None:
         plan = self.scheduler.schedule(self.now)
@@ -349,7 +349,7 @@ def test_a_deadline_that_cannot_be_met_is_refused() -> None:
         bench.ask(4, deadline=bench.now)
     with pytest.raises(DeadlineExceeded):
         bench.ask(4, max_tokens=500, deadline=bench.now + 0.2)
-    claim, sampling = Claim(deadline=bench.now + 0.2), Sampling(max_tokens=500)
+    claim, sampling = SchedulingClaim(deadline=bench.now + 0.2), Sampling(max_tokens=500)
     bench.admit(Prompt(context=None, token_ids=range(4), sampling=sampling, end_tokens=frozenset([1]), claim=claim))
     bench.ask(100, deadline=bench.now + 0.5)
     bench.scheduler.audit()
@@ -391,8 +391,8 @@ def test_chunks_beside_streams_are_as_long_as_the_target_allows(
 ) -> None:
     speeds = Speeds()
     budget = Budget(EngineConfig(model="none", target_itl_ms=100.0), 2, speeds)
-    request = Request(0, Claim(), Path(), Ropes(OWN_ROPE, OWN_ROPE), UNLIMITED)
-    job = Job(request, 0, Reading(Path(), array("I", range(9999)), 9999), Blocks())
+    request = Request(0, SchedulingClaim(), TokenPath(), Ropes(OWN_ROPE, OWN_ROPE), UNLIMITED)
+    job = Job(request, 0, PrefillCursor(TokenPath(), array("I", range(9999)), 9999), BlockCount())
     if per_token:
         speeds.prefill_token.add(per_token * 500, 500)
     speeds.decode_step.add(step, 1)

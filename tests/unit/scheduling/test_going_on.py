@@ -2,7 +2,7 @@
 
 import pytest
 
-from coordinator.engine_messages import Admitted, Claim, Ended, Prompt, Tokens
+from coordinator.engine_messages import Admitted, Ended, Prompt, SchedulingClaim, Tokens
 from longleaf.errors import DeadlineExceeded
 from longleaf.sampling import Sampling
 from tests.support.scheduling import Bench
@@ -18,7 +18,7 @@ def going_on(count: int, told: dict[int, int], num_samples: int, max_tokens: int
         token_ids=tuple(range(count)),
         sampling=Sampling(max_tokens=max_tokens),
         num_samples=num_samples,
-        claim=Claim(**claims),  # type: ignore[arg-type]
+        claim=SchedulingClaim(**claims),  # type: ignore[arg-type]
         generated={sample: answer[:size] for sample, size in told.items()},
     )
 

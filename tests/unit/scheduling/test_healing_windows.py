@@ -3,7 +3,7 @@
 import pytest
 
 from longleaf.errors import Unavailable
-from longleaf.positions import Reach, Windows
+from longleaf.positions import AttentionSpan, WindowSpec
 from longleaf.rank_protocol.step import Move, Prefill, StepPlan
 from tests.support.ranks_that_change import Group
 
@@ -13,7 +13,7 @@ def reread(plans: list[StepPlan]) -> list[Prefill]:
 
 
 def test_replicated_windows_are_read_again_from_the_nearest_place_where_all_is_there() -> None:
-    group = Group(windows=Windows(reaches=(Reach(window=6),), num_blocks=64))
+    group = Group(windows=WindowSpec(reaches=(AttentionSpan(window=6),), num_blocks=64))
     group.document("a", 64)
     group.document("a", 64, append=True)
     lost_from = 64
@@ -28,7 +28,7 @@ def test_replicated_windows_are_read_again_from_the_nearest_place_where_all_is_t
 
 
 def test_who_comes_is_handed_the_windows_before_anything_else() -> None:
-    group = Group(num_ranks=2, windows=Windows(reaches=(Reach(window=6),), num_blocks=64))
+    group = Group(num_ranks=2, windows=WindowSpec(reaches=(AttentionSpan(window=6),), num_blocks=64))
     group.document("a", 64)
     job = group.ask(20, max_tokens=2, context="a")
     group.change(0, 1, None)
@@ -39,7 +39,7 @@ def test_who_comes_is_handed_the_windows_before_anything_else() -> None:
 
 
 def test_windows_that_cannot_be_handed_out_are_read_again() -> None:
-    group = Group(num_ranks=2, windows=Windows(reaches=(Reach(window=6),), num_blocks=64))
+    group = Group(num_ranks=2, windows=WindowSpec(reaches=(AttentionSpan(window=6),), num_blocks=64))
     group.document("a", 64)
     group.change(0, 1, None)
     for _ in range(2):
@@ -54,7 +54,7 @@ def test_windows_that_cannot_be_handed_out_are_read_again() -> None:
 
 
 def test_a_fork_finds_its_windows_again_however_the_document_is_cut_then() -> None:
-    group = Group(windows=Windows(reaches=(Reach(window=6),), num_blocks=64), chunk_size=64)
+    group = Group(windows=WindowSpec(reaches=(AttentionSpan(window=6),), num_blocks=64), chunk_size=64)
     group.seconds_per_token = 1.0
     group.ask(4, max_tokens=40)
     while len(group.seen) < 1 or not group.tokens(0):
@@ -83,7 +83,7 @@ def _until_there(group: Group, context: str, count: int) -> list[StepPlan]:
 
 
 def test_nobody_branches_off_where_windows_are_held_only_until_more_is_read_again() -> None:
-    group = Group(windows=Windows(reaches=(Reach(window=6),), num_blocks=64), chunk_size=16)
+    group = Group(windows=WindowSpec(reaches=(AttentionSpan(window=6),), num_blocks=64), chunk_size=16)
     group.document("a", 64)
     group.document("b", 48)
     path = group.scheduler.contexts.get("a").path

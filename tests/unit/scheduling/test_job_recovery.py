@@ -2,7 +2,7 @@
 
 import pytest
 
-from coordinator.engine_messages import Claim, Prompt
+from coordinator.engine_messages import Prompt, SchedulingClaim
 from longleaf.errors import InvalidArgument, ResourceExhausted, Unavailable
 from longleaf.rank_protocol.step import Decode, Move, Prefill, StepPlan
 from longleaf.sampling import Sampling
@@ -249,7 +249,7 @@ def test_a_deadline_that_only_recovery_breaks_says_when_to_come_again() -> None:
         context="a",
         token_ids=(1, 2),
         sampling=Sampling(max_tokens=1),
-        claim=Claim(deadline=0.1),
+        claim=SchedulingClaim(deadline=0.1),
         end_tokens=frozenset(),
     )
     with pytest.raises(Unavailable) as caught:

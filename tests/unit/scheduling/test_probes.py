@@ -3,15 +3,15 @@
 import pytest
 from msgspec.structs import replace
 
-from coordinator.engine_messages import Beginning, Claim, Cuts, Ended, Found, Prompt
-from coordinator.kv_cache.contexts import NamedPath
-from coordinator.kv_cache.token_paths import Path, Segment
+from coordinator.engine_messages import ContinuationPoint, Ended, ProbeResult, Prompt, SchedulingClaim, SpanLayout
+from coordinator.kv_cache.contexts import NamedContext
+from coordinator.kv_cache.token_paths import Segment, TokenPath
 from coordinator.scheduling.planner import Budget
 from coordinator.scheduling.scheduler import Scheduler
 from coordinator.scheduling.throughput import Speeds
 from longleaf.config import EngineConfig
 from longleaf.errors import DeadlineExceeded, InvalidArgument, NotFound
-from longleaf.positions import Reach, Windows
+from longleaf.positions import AttentionSpan, WindowSpec
 from longleaf.rank_protocol.step import MAX_TOLD_SPANS, Attention, Decode, Prefill, Row, StepPlan, StepResult
 from longleaf.sampling import Sampling
 from tests.support.scheduling import Bench, kinds
@@ -39,7 +39,7 @@ class ProbeBench(Bench):
     def submit(self, prompt: Prompt) -> int:
         return self._admitted(lambda job: self.scheduler.admit(job, prompt))
 
-    def found(self, job: int) -> Found:
+    def found(self, job: int) -> ProbeResult:
         [ended] = [event for event in self.seen[job] if isinstance(event, Ended)]
         assert ended.found is not None
         return ended.found
@@ -51,7 +51,7 @@ def told(row: Row) -> Attention:
 
 def probe(count: int, num_scored: int = 0, **changes: object) -> Prompt:
     prompt = Prompt(
-        context="doc", token_ids=tuple(range(count)), sampling=Sampling(max_tokens=1), is_probe=True, cuts=Cuts(4)
+        context="doc", token_ids=tuple(range(count)), sampling=Sampling(max_tokens=1), is_probe=True, cuts=SpanLayout(4)
     )
     return replace(prompt, num_scored=num_scored, **changes)
 
@@ -68,8 +68,8 @@ def bench() -> ProbeBench:
     return bench
 
 
-def path_of(scheduler: Scheduler, end: int) -> Beginning:
-    return Beginning(scheduler.contexts.get("doc").path.cut(end).ids, end)
+def path_of(scheduler: Scheduler, end: int) -> ContinuationPoint:
+    return ContinuationPoint(scheduler.contexts.get("doc").path.cut(end).ids, end)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_probes_are_not_taken_for_free_where_other_rows_have_become_faster() -> 
 
 
 def test_sequences_take_turns_where_more_spans_are_told_than_fit_into_an_answer(bench: ProbeBench) -> None:
-    cuts = Cuts(4, num_spans=MAX_TOLD_SPANS // 2)
+    cuts = SpanLayout(4, num_spans=MAX_TOLD_SPANS // 2)
     prompt = Prompt(context="doc", token_ids=(1, 2), sampling=Sampling(max_tokens=6), cuts=cuts)
     jobs = [bench.submit(prompt) for _ in range(5)]
     plain = bench.ask(2, max_tokens=15)
@@ -164,11 +164,11 @@ def test_what_is_hidden_is_hidden_from_chunks_too_and_again_after_a_preemption()
     bench.run()
     hidden = ((3, 9), (11, 12))
     prompt = Prompt(
-        context="doc", token_ids=tuple(range(12)), sampling=Sampling(max_tokens=6), hidden=hidden, cuts=Cuts(4)
+        context="doc", token_ids=tuple(range(12)), sampling=Sampling(max_tokens=6), hidden=hidden, cuts=SpanLayout(4)
     )
     job = bench.submit(prompt)
     first = [bench.step() for _ in range(4)]
-    bench.submit(probe(5, 2, claim=Claim(priority=1)))
+    bench.submit(probe(5, 2, claim=SchedulingClaim(priority=1)))
     plans = [plan for plan in [*first, *bench.run()] if plan is not None]
     works = [plan.work for plan in plans]
     chunks = [work for work in works if isinstance(work, Prefill)]
@@ -201,17 +201,19 @@ def test_a_probe_goes_on_in_a_context_as_it_was(bench: ProbeBench) -> None:
         bench.submit(probe(3, 2, beginning=beginning))
 
 
-@pytest.mark.parametrize("windows", [None, Windows(reaches=(Reach(8),), num_blocks=60)], ids=["sharded", "replicated"])
-def test_a_prompt_goes_on_where_a_parked_context_ends(windows: Windows | None) -> None:
+@pytest.mark.parametrize(
+    "windows", [None, WindowSpec(reaches=(AttentionSpan(8),), num_blocks=60)], ids=["sharded", "replicated"]
+)
+def test_a_prompt_goes_on_where_a_parked_context_ends(windows: WindowSpec | None) -> None:
     """As after a restart or an import: nothing of it is held yet, the windows' keys neither."""
     bench = ProbeBench(windows=windows, blocks=(100, 100))
-    path, ends = Path(), (24, 40)
+    path, ends = TokenPath(), (24, 40)
     for number, end in enumerate(ends):
         segment = Segment(number, path)
         segment.extend(range(path.end, end))
         bench.scheduler.segments.adopt(segment)
         path = segment.path
-    context = NamedPath("doc", 1.0, path, 100)
+    context = NamedContext("doc", 1.0, path, 100)
     context.ends = ends
     bench.scheduler.contexts.adopt(context)
     assert bench.scheduler.segments.holdings.parked(context.path)
@@ -220,7 +222,7 @@ def test_a_prompt_goes_on_where_a_parked_context_ends(windows: Windows | None) -
         bench.run()
         assert bench.tokens(job)
     with pytest.raises(NotFound):
-        bench.submit(probe(3, beginning=Beginning((1,), 40)))
+        bench.submit(probe(3, beginning=ContinuationPoint((1,), 40)))
 
 
 @pytest.mark.parametrize(("hidden", "field"), [(((0, 41),), "hidden[0]"), (((0, 1), (39, 41)), "hidden[1]")])
@@ -232,7 +234,7 @@ def test_only_the_context_can_be_hidden(bench: ProbeBench, hidden: tuple[tuple[i
 
 def test_no_guess_of_what_it_takes_ends_an_answer_that_was_given(bench: ProbeBench) -> None:
     bench.scheduler.speeds.job.add(100.0, 1)
-    claim = Claim(deadline=50.0)
+    claim = SchedulingClaim(deadline=50.0)
     jobs = [bench.submit(probe(6, 5, claim=claim)) for _ in range(3)]
     bench.run()
     assert all(len(bench.found(job).scores) == 5 for job in jobs)

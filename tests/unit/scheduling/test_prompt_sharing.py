@@ -3,7 +3,7 @@
 import pytest
 
 from coordinator.engine_messages import Ended
-from coordinator.kv_cache.block_placer import Blocks
+from coordinator.kv_cache.block_placer import BlockCount
 from longleaf.errors import InvalidArgument, ResourceExhausted
 from longleaf.rank_protocol.step import Decode
 from tests.support.scheduling import Asker, kinds
@@ -99,7 +99,7 @@ def test_what_is_kept_makes_room_in_the_order_of_its_last_use() -> None:
         bench.run()
     bench.prompt(range(33), max_tokens=1)
     bench.run()
-    assert bench.scheduler.segments.num_reclaimable == Blocks(24)
+    assert bench.scheduler.segments.num_reclaimable == BlockCount(24)
     bench.prompt(range(300, 333), max_tokens=1)  # 9 blocks, of which 6 are free
     bench.run()
     cached: list[int] = []
@@ -117,7 +117,7 @@ def test_what_is_kept_refuses_nobody_and_lets_nobody_wait() -> None:
     bench = Asker(blocks=(5, 5))
     bench.prompt(range(33), max_tokens=1)
     bench.run()
-    assert (bench.scheduler.segments.num_reclaimable, bench.placer.num_free) == (Blocks(8), Blocks(2))
+    assert (bench.scheduler.segments.num_reclaimable, bench.placer.num_free) == (BlockCount(8), BlockCount(2))
     bench.ingest("doc", 36)
     assert bench.schedule() is not None
     assert bench.scheduler.num_waiting == 0

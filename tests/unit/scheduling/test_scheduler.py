@@ -5,7 +5,7 @@ import pytest
 from coordinator.engine_messages import Admitted, Ended, Prompt
 from longleaf.rank_protocol.encoding import encode
 from longleaf.rank_protocol.fakes import echo_token
-from longleaf.rank_protocol.step import Decode, Prefill, Seen
+from longleaf.rank_protocol.step import Decode, PenaltyHistory, Prefill
 from longleaf.sampling import Sampling
 from longleaf.types import Progress
 from tests.support.scheduling import Bench, kinds
@@ -136,11 +136,13 @@ def test_a_chunk_read_before_a_preemption_is_not_counted_after_it() -> None:
     ("penalty", "told"),
     [
         ({}, None),
-        ({"presence_penalty": 1.0}, Seen((), ())),
-        ({"repetition_penalty": 1.5}, Seen(tuple(range(40)), ())),
+        ({"presence_penalty": 1.0}, PenaltyHistory((), ())),
+        ({"repetition_penalty": 1.5}, PenaltyHistory(tuple(range(40)), ())),
     ],
 )
-def test_penalties_are_told_what_was_seen_with_the_first_row(penalty: dict[str, float], told: Seen | None) -> None:
+def test_penalties_are_told_what_was_seen_with_the_first_row(
+    penalty: dict[str, float], told: PenaltyHistory | None
+) -> None:
     bench = Bench()
     bench.ingest("book", 40)
     bench.run()

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from coordinator.scheduling.speculation import MAX_COMPARED, TURN_STEPS
 from coordinator.speculation.ngram_drafter import Draft
-from coordinator.speculation.sequence_drafter import Guesses
+from coordinator.speculation.sequence_drafter import SequenceDrafter
 from longleaf.config import MIN_ROWS
 from longleaf.errors import DeadlineExceeded
 from longleaf.rank_protocol.fakes import echo_token
@@ -27,13 +27,13 @@ def steps_of(bench: Bench) -> Iterator[StepPlan]:
 
 @pytest.mark.parametrize(("num_sequences", "is_full"), [(MIN_ROWS, True), (2, False)])
 def test_a_full_batch_looks_for_no_drafts(monkeypatch: pytest.MonkeyPatch, num_sequences: int, is_full: bool) -> None:
-    found, draft = list[Draft](), Guesses.draft
+    found, draft = list[Draft](), SequenceDrafter.draft
 
-    def look(guesses: Guesses, end: int, count: int) -> Draft:
+    def look(guesses: SequenceDrafter, end: int, count: int) -> Draft:
         found.append(draft(guesses, end, count))
         return found[-1]
 
-    monkeypatch.setattr(Guesses, "draft", look)
+    monkeypatch.setattr(SequenceDrafter, "draft", look)
     bench = Bench(blocks=(1000,), max_sequences=MIN_ROWS, max_draft_tokens=7)
     for _ in range(num_sequences):
         bench.ask(5, max_tokens=20, max_draft_tokens=7)
@@ -43,14 +43,14 @@ def test_a_full_batch_looks_for_no_drafts(monkeypatch: pytest.MonkeyPatch, num_s
 
 
 def test_of_many_sequences_some_are_compared_in_a_step_and_all_in_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, compare, in_step = Counter[int](), Guesses.compare, list[int]()
+    seen, compare, in_step = Counter[int](), SequenceDrafter.compare, list[int]()
 
-    def count(guesses: Guesses, token_id: int, end: int) -> None:
+    def count(guesses: SequenceDrafter, token_id: int, end: int) -> None:
         seen[guesses.tail.id] += 1
         in_step.append(guesses.tail.id)
         compare(guesses, token_id, end)
 
-    monkeypatch.setattr(Guesses, "compare", count)
+    monkeypatch.setattr(SequenceDrafter, "compare", count)
     count_sequences = 2 * MAX_COMPARED + 3
     bench = Bench(blocks=(1000, 1000), max_sequences=2 * count_sequences, max_draft_tokens=7, check_every=50)
     for _ in range(count_sequences):
@@ -86,13 +86,13 @@ class EvenBench(Bench):
 def test_who_asks_what_others_asked_has_drafts_behind_its_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
     num_context, num_question = 40, 5
 
-    def know(guesses: Guesses, end: int, count: int) -> Draft:
+    def know(guesses: SequenceDrafter, end: int, count: int) -> Draft:
         last, found = guesses.tail.token_ids[end - guesses.tail.start - 1], list[int]()
         for index in range(end - num_context - num_question, end - num_context - num_question + count):
             found.append(last := echo_token(last, index))
         return Draft(1, tuple(found))
 
-    monkeypatch.setattr(Guesses, "draft", know)
+    monkeypatch.setattr(SequenceDrafter, "draft", know)
     bench, drafted = EvenBench(block_size=64, max_draft_tokens=7), list[list[int]]()
     bench.ingest("c", num_context)
     bench.counts()

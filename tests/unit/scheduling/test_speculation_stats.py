@@ -6,7 +6,7 @@ from coordinator.engine_messages import Ended, Prompt, Tokens
 from coordinator.kv_cache.positions import Positions
 from coordinator.scheduling.scheduler import Scheduler
 from coordinator.scheduling.speculation_stats import DraftCounts
-from coordinator.speculation.draft_length import Policy
+from coordinator.speculation.draft_length import DraftLengthPolicy
 from longleaf.positions import Rotary
 from longleaf.sampling import Sampling
 from tests.support.random_drafter import RandomDrafter
@@ -15,7 +15,7 @@ from tests.support.scheduling import Bench
 NUM_DRAFTS = 7
 
 
-class Longest(Policy):
+class Longest(DraftLengthPolicy):
     """Takes all that is offered, whatever it costs."""
 
     def __init__(self) -> None:

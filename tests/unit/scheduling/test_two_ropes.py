@@ -2,7 +2,7 @@
 
 import pytest
 
-from coordinator.engine_messages import Admitted, Document, Ended, Prompt, Tokens
+from coordinator.engine_messages import Admitted, DocumentPrompt, Ended, Prompt, Tokens
 from longleaf.errors import InvalidArgument, ResourceExhausted
 from longleaf.positions import OWN_ROPE, Rope, Rotary
 from longleaf.rank_protocol.step import Decode, Prefill, StepPlan
@@ -176,7 +176,7 @@ def test_what_is_computed_anew_needs_room_beside_the_context(num_blocks: int) ->
 
 def test_a_context_that_was_created_for_less_keeps_to_its_capacity() -> None:
     bench = Watched()
-    document = Document(context="book", token_ids=[1] * 10, settings=ContextSettings(capacity=BORDER - 1))
+    document = DocumentPrompt(context="book", token_ids=[1] * 10, settings=ContextSettings(capacity=BORDER - 1))
     bench.scheduler.admit(0, document)
     bench.num_jobs = 1
     bench.run()

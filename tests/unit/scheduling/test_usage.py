@@ -3,7 +3,7 @@
 import sys
 from types import FrameType
 
-from coordinator.auth.tenant_usage import Usage
+from coordinator.auth.tenant_usage import TenantUsage
 from tests.support.scheduling import Bench
 
 NAMES = [str(number) for number in range(40)]
@@ -25,12 +25,12 @@ def test_usage_counts_contexts_and_documents_that_are_being_read() -> None:
     bench.ingest("book", 5, append=True)
     bench.ask(3, max_tokens=5, context="0")
     usage = bench.scheduler.usage("default")
-    assert usage == Usage(contexts=4, tokens=20 + 10 + 10 + 30 + 5, waiting=1, uploads=2)
+    assert usage == TenantUsage(contexts=4, tokens=20 + 10 + 10 + 30 + 5, waiting=1, uploads=2)
     bench.run()
-    assert bench.scheduler.usage("default") == Usage(contexts=4, tokens=75)
+    assert bench.scheduler.usage("default") == TenantUsage(contexts=4, tokens=75)
     bench.scheduler.delete_context("book")
-    assert bench.scheduler.usage("default") == Usage(contexts=3, tokens=50)
-    assert bench.scheduler.usage("acme") == Usage(contexts=1, tokens=7)
+    assert bench.scheduler.usage("default") == TenantUsage(contexts=3, tokens=50)
+    assert bench.scheduler.usage("acme") == TenantUsage(contexts=1, tokens=7)
 
 
 def test_usage_costs_the_same_however_many_contexts_there_are() -> None:

@@ -5,14 +5,14 @@ from contextlib import aclosing
 
 import pytest
 
-from coordinator.change_feed import Changes, Watch
+from coordinator.change_feed import ChangeCounter, CoalescingWatch
 from longleaf.errors import ResourceExhausted, Unavailable
 
 pytestmark = pytest.mark.timeout(60)
 
 
 async def test_all_who_wait_are_woken_by_one_change() -> None:
-    changes = Changes()
+    changes = ChangeCounter()
     waiting = [asyncio.create_task(changes.after(0)) for _ in range(3)]
     late = asyncio.create_task(changes.after(1))
     await asyncio.sleep(0)
@@ -25,13 +25,13 @@ async def test_all_who_wait_are_woken_by_one_change() -> None:
 
 
 async def test_what_has_changed_already_is_not_waited_for() -> None:
-    changes = Changes()
+    changes = ChangeCounter()
     changes.note()
     await changes.after(0)
 
 
 async def test_a_pause_ends_with_the_service() -> None:
-    changes = Changes()
+    changes = ChangeCounter()
     pause = asyncio.create_task(changes.pause(3600))
     await asyncio.sleep(0)
     changes.end()
@@ -40,13 +40,13 @@ async def test_a_pause_ends_with_the_service() -> None:
 
 
 async def test_a_watch_shows_what_differs_and_joins_what_came_meanwhile() -> None:
-    changes, seen, looks = Changes(), [1], asyncio.Semaphore(0)
+    changes, seen, looks = ChangeCounter(), [1], asyncio.Semaphore(0)
 
     def look() -> int:
         looks.release()
         return seen[0]
 
-    async with aclosing(Watch(look, changes).values(0.001)) as values:
+    async with aclosing(CoalescingWatch(look, changes).values(0.001)) as values:
         assert await anext(values) == 1
         following = asyncio.ensure_future(anext(values))
         for value in (2, 3, 4):  # all before the watch can look again
@@ -64,14 +64,14 @@ async def test_a_watch_shows_what_differs_and_joins_what_came_meanwhile() -> Non
 
 
 async def test_a_watch_ends_with_what_look_raises() -> None:
-    changes, failure = Changes(), []
+    changes, failure = ChangeCounter(), []
 
     def look() -> int:
         if failure:
             raise failure[0]
         return 1
 
-    async with aclosing(Watch(look, changes).values(3600)) as values:
+    async with aclosing(CoalescingWatch(look, changes).values(3600)) as values:
         await anext(values)
         following = asyncio.ensure_future(anext(values))
         await asyncio.sleep(0)
@@ -82,13 +82,13 @@ async def test_a_watch_ends_with_what_look_raises() -> None:
 
 
 async def test_one_look_serves_all_who_watch() -> None:
-    changes, looks, watchers = Changes(), [0], 100
+    changes, looks, watchers = ChangeCounter(), [0], 100
 
     def look() -> int:
         looks[0] += 1
         return changes.count
 
-    watch = Watch(look, changes, spacing=0.00001)
+    watch = CoalescingWatch(look, changes, spacing=0.00001)
     values = [watch.values(0.001) for _ in range(watchers)]
     assert await asyncio.gather(*map(anext, values)) == [0] * watchers
     following = [asyncio.ensure_future(anext(value)) for value in values]
@@ -100,8 +100,8 @@ async def test_one_look_serves_all_who_watch() -> None:
 
 
 async def test_the_more_watch_the_less_often_each_is_told() -> None:
-    now, changes = [0.0], Changes()
-    watch = Watch(lambda: changes.count, changes, spacing=3600.0, clock=lambda: now[0])
+    now, changes = [0.0], ChangeCounter()
+    watch = CoalescingWatch(lambda: changes.count, changes, spacing=3600.0, clock=lambda: now[0])
     first, second = watch.values(0.001), watch.values(0.001)
     assert await anext(first) == 0
     changes.note()
@@ -120,7 +120,7 @@ async def test_the_more_watch_the_less_often_each_is_told() -> None:
 
 
 async def test_those_who_watch_have_a_limit() -> None:
-    watch = Watch(lambda: 1, Changes(), max_watchers=1)
+    watch = CoalescingWatch(lambda: 1, ChangeCounter(), max_watchers=1)
     async with aclosing(watch.values(1.0)) as first:
         assert await anext(first) == 1
         with pytest.raises(ResourceExhausted, match="watchers: 1 watch already") as caught:

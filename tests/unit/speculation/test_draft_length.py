@@ -4,45 +4,45 @@ import math
 
 import pytest
 
-from coordinator.speculation.acceptance import Acceptance, Comparison
-from coordinator.speculation.draft_length import Policy
+from coordinator.speculation.acceptance import Acceptance, ShadowDrafts
+from coordinator.speculation.draft_length import DraftLengthPolicy
 from coordinator.speculation.ngram_drafter import NO_DRAFT, Draft
-from coordinator.speculation.step_cost_model import FORGOTTEN_AFTER, GAP_AFTER, GAP_AHEAD, HOPEFUL_EVERY, StepCosts
+from coordinator.speculation.step_cost_model import FORGOTTEN_AFTER, GAP_AFTER, GAP_AHEAD, HOPEFUL_EVERY, StepCostModel
 
 SURE = [1.0] * 15
 
 
-def tiled(num_sequences: int, tile: int = 8, seconds: float = 0.01) -> StepCosts:
+def tiled(num_sequences: int, tile: int = 8, seconds: float = 0.01) -> StepCostModel:
     """Rows are computed in tiles, each of which takes as long, however few rows it has."""
-    costs = StepCosts()
+    costs = StepCostModel()
     for num_drafts in range(16):
         costs.measure(num_sequences, num_drafts, seconds * math.ceil((num_sequences + num_drafts) / tile))
     return costs
 
 
 def test_a_tile_is_filled_and_no_other_is_begun() -> None:
-    assert Policy(64, 8, tiled(1)).lengths([SURE]) == [7]
-    assert Policy(64, 8, tiled(2)).lengths([SURE, [0.5] * 8]) == [6, 0]
-    assert Policy(64, 3, tiled(2)).lengths([SURE, [0.5] * 8]) == [3, 3]
+    assert DraftLengthPolicy(64, 8, tiled(1)).lengths([SURE]) == [7]
+    assert DraftLengthPolicy(64, 8, tiled(2)).lengths([SURE, [0.5] * 8]) == [6, 0]
+    assert DraftLengthPolicy(64, 3, tiled(2)).lengths([SURE, [0.5] * 8]) == [3, 3]
 
 
 def test_of_equally_likely_drafts_the_first_sequence_has_more() -> None:
-    assert Policy(5, 8, tiled(2)).lengths([[0.5, 0.5], [0.5, 0.5]]) == [2, 1]
+    assert DraftLengthPolicy(5, 8, tiled(2)).lengths([[0.5, 0.5], [0.5, 0.5]]) == [2, 1]
 
 
 def test_all_sequences_of_a_step_must_gain() -> None:
-    costs = StepCosts()
+    costs = StepCostModel()
     for num_sequences in (1, 8):
         costs.measure(num_sequences, 0, 0.01)
         costs.measure(num_sequences, 4, 0.015)
-    assert Policy(64, 4, costs).is_worth_waiting([[0.8] * 4])
-    assert not Policy(64, 4, costs).is_worth_waiting([[0.8] * 4] + [[]] * 7)
+    assert DraftLengthPolicy(64, 4, costs).is_worth_waiting([[0.8] * 4])
+    assert not DraftLengthPolicy(64, 4, costs).is_worth_waiting([[0.8] * 4] + [[]] * 7)
 
 
 def test_a_step_waits_only_where_that_outweighs_the_gap() -> None:
-    costs = StepCosts()
+    costs = StepCostModel()
     costs.measure(1, 0, 0.001)
-    policy, chances = Policy(64, 4, costs), [[0.4]]
+    policy, chances = DraftLengthPolicy(64, 4, costs), [[0.4]]
     assert (costs.gap(is_ahead=True), costs.gap(is_ahead=False)) == (GAP_AHEAD, GAP_AFTER)
     assert not policy.is_worth_waiting(chances)  # 1.4 tokens in 1.6 ms, or 1 in 1.1
     assert policy.lengths(chances) == [1]  # who has waited already
@@ -53,16 +53,16 @@ def test_a_step_waits_only_where_that_outweighs_the_gap() -> None:
 
 
 def test_nothing_is_drafted_where_the_batch_is_full_or_no_step_was_measured() -> None:
-    assert not Policy(2, 8, tiled(2)).is_worth_waiting([SURE, SURE])
-    assert Policy(2, 8, tiled(2)).lengths([SURE, SURE]) == [0, 0]
-    assert not Policy(64, 8, tiled(2)).is_worth_waiting([SURE])
-    assert Policy(64, 8, tiled(2)).lengths([SURE]) == [0]
-    assert Policy(64, 8, tiled(2)).lengths([[], []]) == [0, 0]
-    assert Policy(64, 8, StepCosts()).lengths([]) == []
+    assert not DraftLengthPolicy(2, 8, tiled(2)).is_worth_waiting([SURE, SURE])
+    assert DraftLengthPolicy(2, 8, tiled(2)).lengths([SURE, SURE]) == [0, 0]
+    assert not DraftLengthPolicy(64, 8, tiled(2)).is_worth_waiting([SURE])
+    assert DraftLengthPolicy(64, 8, tiled(2)).lengths([SURE]) == [0]
+    assert DraftLengthPolicy(64, 8, tiled(2)).lengths([[], []]) == [0, 0]
+    assert DraftLengthPolicy(64, 8, StepCostModel()).lengths([]) == []
 
 
 def test_times_between_those_that_were_measured_lie_between_them_but_now_and_then_a_tile_is_looked_for() -> None:
-    costs = StepCosts()
+    costs = StepCostModel()
     costs.measure(1, 0, 1.0)
     costs.measure(1, 4, 3.0)
     costs.measure(1, 0, 0.0)  # was not measured
@@ -75,7 +75,7 @@ def test_times_between_those_that_were_measured_lie_between_them_but_now_and_the
 
 
 def test_steps_with_drafts_tell_how_long_those_without_take_now() -> None:
-    costs = StepCosts()
+    costs = StepCostModel()
     costs.measure(1, 0, 1.0)
     costs.measure(1, 4, 1.5)
     for _ in range(40):
@@ -85,7 +85,7 @@ def test_steps_with_drafts_tell_how_long_those_without_take_now() -> None:
 
 
 def test_what_was_slow_once_is_forgotten() -> None:
-    costs = StepCosts()
+    costs = StepCostModel()
     costs.measure(1, 0, 1.0)
     costs.measure(1, 4, 100.0)
     for _ in range(FORGOTTEN_AFTER):
@@ -120,7 +120,7 @@ def test_a_place_that_was_never_reached_is_as_likely_as_the_one_before() -> None
 
 def test_what_came_is_compared_with_what_would_have_been_drafted() -> None:
     compared, verified = Acceptance(3), Acceptance(3)
-    comparison = Comparison(compared)
+    comparison = ShadowDrafts(compared)
     drafts = iter([Draft(2, (11, 12, 99)), Draft(5, (15, 16)), NO_DRAFT, Draft(1, (20,))])
     for token_id in (10, 11, 12, 13, 15, 16, 17, 18):  # 13 is in place of 99, 17 comes with the second draft
         comparison.take(token_id, lambda: next(drafts))

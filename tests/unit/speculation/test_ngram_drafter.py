@@ -5,9 +5,9 @@ from array import array
 import numpy as np
 import pytest
 
-from coordinator.kv_cache.token_paths import NOWHERE, Path, Segment
+from coordinator.kv_cache.token_paths import NOWHERE, Segment, TokenPath
 from coordinator.speculation import ngram_index
-from coordinator.speculation.ngram_drafter import ENTERED_AT_ONCE, MAX_SHORT, NO_DRAFT, Drafts, Indexes
+from coordinator.speculation.ngram_drafter import ENTERED_AT_ONCE, MAX_SHORT, NO_DRAFT, NgramDrafter, NgramIndexes
 from coordinator.speculation.ngram_index import MAX_SIZE, REST_TOKENS, TABLE_TOKENS, SegmentIndex
 
 
@@ -15,14 +15,14 @@ def random_ids(count: int, vocabulary: int = 50_000, seed: int = 0) -> list[int]
     return np.random.default_rng(seed).integers(0, vocabulary, count).tolist()
 
 
-def segment_of(number: int, before: Path, token_ids: list[int]) -> Segment:
+def segment_of(number: int, before: TokenPath, token_ids: list[int]) -> Segment:
     segment = Segment(number, before)
     segment.extend(token_ids)
     return segment
 
 
-def entered(segment: Segment) -> Indexes:
-    indexes = Indexes()
+def entered(segment: Segment) -> NgramIndexes:
+    indexes = NgramIndexes()
     for end in range(segment.start, segment.end, 2048):
         indexes.enter(segment, end)
     indexes.enter(segment, segment.end)
@@ -34,7 +34,7 @@ def test_a_quote_is_found_wherever_it_comes_from() -> None:
     indexes = entered(document)
     for place in range(20, document.end - 8, 997):
         tail = segment_of(1, document.path, document.token_ids[place - MAX_SIZE : place].tolist())
-        draft = Drafts(tail, indexes).draft(tail.end, 7)
+        draft = NgramDrafter(tail, indexes).draft(tail.end, 7)
         assert draft.size == MAX_SIZE
         assert draft.token_ids == tuple(document.token_ids[place : place + 7])
 
@@ -48,29 +48,29 @@ def test_of_equal_long_ngrams_in_a_table_the_last_one_before_the_end_of_the_fork
     indexes = entered(parent)
     for end, expected in ((3400, 60_000), (3550, 60_001), (3650, 60_002), (3709, 60_002), (3710, 7), (3711, 60_003)):
         tail = segment_of(1, parent.path.cut(end), [7, *quote])
-        assert Drafts(tail, indexes).draft(tail.end, 1).token_ids == (expected,)
+        assert NgramDrafter(tail, indexes).draft(tail.end, 1).token_ids == (expected,)
 
 
 def test_a_match_runs_on_into_the_next_segments_and_then_into_itself() -> None:
     first = segment_of(0, NOWHERE, [1, 2, 3, 4])
     second = segment_of(1, first.path.cut(3), [5])
     tail = segment_of(2, second.path, [6, 1, 2])
-    indexes = Indexes()
+    indexes = NgramIndexes()
     indexes.enter(first, first.end)
     indexes.enter(second, second.end)
-    assert Drafts(tail, indexes).draft(tail.end, 9).token_ids == (3, 5, 6, 1, 2, 3, 5, 6, 1)
+    assert NgramDrafter(tail, indexes).draft(tail.end, 9).token_ids == (3, 5, 6, 1, 2, 3, 5, 6, 1)
 
 
 def test_the_query_reaches_back_into_the_path() -> None:
     document = segment_of(0, NOWHERE, [1, 2, 3, 4, 9, 2, 3])
     tail = segment_of(1, document.path, [4])
-    assert Drafts(tail, entered(document)).draft(tail.end, 1) == (3, (9,))
+    assert NgramDrafter(tail, entered(document)).draft(tail.end, 1) == (3, (9,))
 
 
 def test_what_was_never_said_has_no_draft() -> None:
     document = segment_of(0, NOWHERE, random_ids(5000))
     tail = segment_of(1, document.path, [60_000])
-    assert Drafts(tail, entered(document)).draft(tail.end, 7) is NO_DRAFT
+    assert NgramDrafter(tail, entered(document)).draft(tail.end, 7) is NO_DRAFT
 
 
 def test_equal_hashes_deceive_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,15 +78,15 @@ def test_equal_hashes_deceive_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     document = segment_of(0, NOWHERE, random_ids(5000))
     indexes = entered(document)
     tail = segment_of(1, document.path, document.token_ids[4090:4096].tolist())
-    assert Drafts(tail, indexes).draft(tail.end, 7).size in (0, 6)
+    assert NgramDrafter(tail, indexes).draft(tail.end, 7).size in (0, 6)
     tail = segment_of(1, document.path, [60_000])
-    assert Drafts(tail, indexes).draft(tail.end, 7) is NO_DRAFT
+    assert NgramDrafter(tail, indexes).draft(tail.end, 7) is NO_DRAFT
 
 
 def test_a_text_of_one_token_is_searched_as_quickly_as_another() -> None:
     document = segment_of(0, NOWHERE, [3] * 9000 + [4] + [3] * 9000)
     tail = segment_of(1, document.path, [3] * 5)
-    draft = Drafts(tail, entered(document)).draft(tail.end, 4)
+    draft = NgramDrafter(tail, entered(document)).draft(tail.end, 4)
     assert draft == (MAX_SIZE, (3, 3, 3, 3))
 
 
@@ -140,9 +140,9 @@ def test_entering_by_chunks_finds_what_entering_at_once_does() -> None:
 def test_what_was_not_entered_when_it_was_read_is_entered_later_and_by_and_by() -> None:
     first = segment_of(0, NOWHERE, random_ids(5000, seed=1))
     second = segment_of(1, first.path.cut(4000), random_ids(3000, seed=2))
-    indexes = Indexes()
+    indexes = NgramIndexes()
     tail = segment_of(2, second.path, first.token_ids[1000:1010].tolist())
-    drafts = Drafts(tail, indexes)
+    drafts = NgramDrafter(tail, indexes)
     assert drafts.draft(tail.end, 3) is NO_DRAFT
     assert not drafts.enter(2000)
     assert not drafts.enter(2000)
@@ -156,8 +156,8 @@ def test_what_was_not_entered_when_it_was_read_is_entered_later_and_by_and_by() 
 
 def test_a_long_tail_is_entered_in_turns() -> None:
     tail = segment_of(0, NOWHERE, random_ids(3 * ENTERED_AT_ONCE))
-    indexes = Indexes()
-    drafts = Drafts(tail, indexes)
+    indexes = NgramIndexes()
+    drafts = NgramDrafter(tail, indexes)
     for turn in range(1, 4):
         drafts.draft(tail.end, 1)
         assert indexes.of(tail).count == min(turn * ENTERED_AT_ONCE, tail.end - 1)
@@ -172,18 +172,18 @@ def test_of_a_path_of_many_segments_the_last_are_looked_at_and_the_long_ones() -
         indexes.enter(segments[-1], path.end)
     for number, is_found in ((4, False), (5, True), (MAX_SHORT + 4, True)):
         tail = segment_of(999, path, [60_000 + 3 * number])
-        found = Drafts(tail, indexes).draft(tail.end, 1).token_ids
+        found = NgramDrafter(tail, indexes).draft(tail.end, 1).token_ids
         assert found == ((60_001 + 3 * number,) if is_found else ())
     tail = segment_of(999, path, document.token_ids[4990:4998].tolist())
     after = (*document.token_ids[4998:], 60_000, 60_001, 60_003)
-    assert Drafts(tail, indexes).draft(tail.end, 5) == (8, after)
+    assert NgramDrafter(tail, indexes).draft(tail.end, 5) == (8, after)
 
 
 def test_an_index_is_gone_with_its_segment_and_never_keeps_it_from_growing() -> None:
-    indexes, segment = Indexes(), segment_of(0, NOWHERE, random_ids(REST_TOKENS))
+    indexes, segment = NgramIndexes(), segment_of(0, NOWHERE, random_ids(REST_TOKENS))
     tail = segment_of(1, segment.path, [1])
     indexes.enter(segment, segment.end)
-    drafts = Drafts(tail, indexes)
+    drafts = NgramDrafter(tail, indexes)
     drafts.draft(tail.end, 1)
     segment.extend([1, 2])  # an array that somebody views cannot grow
     tail.extend([3])
@@ -198,15 +198,15 @@ def test_an_ngram_is_found_that_ends_with_the_first_token_that_is_in_no_table() 
     text = random_ids(REST_TOKENS + 9)
     text[-2] = text[REST_TOKENS]
     document = segment_of(0, NOWHERE, text)
-    indexes = Indexes()
+    indexes = NgramIndexes()
     indexes.enter(document, REST_TOKENS)
     indexes.enter(document, document.end)
     tail = segment_of(1, document.path, text[REST_TOKENS - 4 : REST_TOKENS + 1])
-    assert Drafts(tail, indexes).draft(tail.end, 1) == (5, (text[REST_TOKENS + 1],))
+    assert NgramDrafter(tail, indexes).draft(tail.end, 1) == (5, (text[REST_TOKENS + 1],))
 
 
 def test_the_last_tokens_are_not_found_themselves_though_they_are_entered() -> None:
     tail = segment_of(0, NOWHERE, [5, 6, 7, 8, 6, 7])
-    indexes = Indexes()
+    indexes = NgramIndexes()
     indexes.enter(tail, tail.end)
-    assert Drafts(tail, indexes).draft(tail.end, 2) == (2, (8, 6))
+    assert NgramDrafter(tail, indexes).draft(tail.end, 2) == (2, (8, 6))

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from coordinator.telemetry.collector import Gauges
 from coordinator.telemetry.counters import STEP_SECONDS, Counts
-from coordinator.telemetry.metric_sources import Sources
+from coordinator.telemetry.metric_sources import MetricSources
 from longleaf.errors import Unavailable
 from longleaf.rank_protocol.group_messages import MergeTiming
 from longleaf.types import Cluster
@@ -15,10 +15,10 @@ from tests.support.scraping import Scraped
 from tests.support.service import FakeEngine
 
 CLUSTER = FakeEngine().cluster()
-SOURCES = Sources(cluster=lambda: CLUSTER, counts=Counts, ranks_lost=lambda: 0)
+SOURCES = MetricSources(cluster=lambda: CLUSTER, counts=Counts, ranks_lost=lambda: 0)
 
 
-def read(sources: Sources) -> Scraped:
+def read(sources: MetricSources) -> Scraped:
     registry, gauges = CollectorRegistry(), Gauges(sources, "lama", {"version": "7", "launcher": "local"})
     registry.register(gauges)
     gauges.look()

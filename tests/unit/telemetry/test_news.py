@@ -4,7 +4,7 @@ import asyncio
 import logging
 import threading
 
-from coordinator.actor import News
+from coordinator.actor import StartupLogBuffer
 from longleaf.logs import TextFormatter
 
 
@@ -13,7 +13,7 @@ def line(text: str) -> logging.LogRecord:
 
 
 async def test_a_flood_while_nobody_asks_leaves_the_last_lines_and_how_many_were_before() -> None:
-    news = News(TextFormatter(), limit=3)
+    news = StartupLogBuffer(TextFormatter(), limit=3)
     for number in range(10_000):
         news.handle(line(str(number)))
     dropped, *last = news.take()
@@ -23,7 +23,7 @@ async def test_a_flood_while_nobody_asks_leaves_the_last_lines_and_how_many_were
 
 
 async def test_lines_of_another_thread_wake_who_waits() -> None:
-    news = News(TextFormatter())
+    news = StartupLogBuffer(TextFormatter())
     waiting = asyncio.create_task(news.wait())
     for text in ("one", "two"):
         thread = threading.Thread(target=news.handle, args=(line(text),))
@@ -34,7 +34,7 @@ async def test_lines_of_another_thread_wake_who_waits() -> None:
 
 
 async def test_who_asks_again_waits_for_what_is_new() -> None:
-    news = News(TextFormatter())
+    news = StartupLogBuffer(TextFormatter())
     news.handle(line("one"))
     news.take()
     await asyncio.sleep(0)  # what would have told of it has run

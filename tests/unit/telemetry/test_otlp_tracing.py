@@ -22,8 +22,8 @@ from opentelemetry.trace import StatusCode
 from coordinator.engine_messages import Admitted, Ended, Event, Tokens
 from coordinator.telemetry.observers import CallRecord
 from coordinator.telemetry.otlp_errors import ExportTrouble
-from coordinator.telemetry.otlp_tracing import Traces, provider_of_environment
-from coordinator.telemetry.telemetry import Watching
+from coordinator.telemetry.otlp_tracing import OtlpTraces, provider_of_environment
+from coordinator.telemetry.telemetry import Telemetry
 from longleaf.errors import InvalidArgument, NotFinite
 from longleaf.service_settings import TelemetryConfig
 from longleaf.types import Progress, Recovering
@@ -45,7 +45,7 @@ def ended(sample: int = 0, reason: str = "length", completion: int = 2) -> Ended
 async def seen(events: Sequence[Event], error: BaseException | None = None) -> dict[str, list[ReadableSpan]]:
     """The spans of a generation, by name."""
     exporter = InMemorySpanExporter()
-    traces = Traces("lookup", lambda: memory(exporter))
+    traces = OtlpTraces("lookup", lambda: memory(exporter))
     await traces.start()
     with nullcontext() if error is None else pytest.raises(type(error)), traces.generation("acme/one", "acme") as saw:
         for event in events:
@@ -113,7 +113,7 @@ async def test_each_sample_says_why_it_ended() -> None:
 
 async def test_what_begins_after_a_call_is_no_part_of_it() -> None:
     exporter = InMemorySpanExporter()
-    traces = Traces("lookup", lambda: memory(exporter))
+    traces = OtlpTraces("lookup", lambda: memory(exporter))
     await traces.start()
     for name in ("one", "two"):
         with traces.call(CallRecord(f"/longleaf.v1.X/{name}", "ipv4:1.1.1.1:1", {}, code="OK")):
@@ -149,7 +149,7 @@ async def test_all_spans_end_however_a_generation_does(error: BaseException, rea
 async def test_without_the_extra_the_setting_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "coordinator.telemetry.otlp_tracing")
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    watching = Watching(TelemetryConfig(traces=True), "lookup", "local", True)
+    watching = Telemetry(TelemetryConfig(traces=True), "lookup", "local", True)
     try:
         with pytest.raises(InvalidArgument, match=r"traces: .*pip install 'longleaf\[otel\]'"):
             await watching.start()
@@ -196,7 +196,7 @@ async def test_a_collector_that_does_not_answer_holds_up_the_end_only_so_long() 
     exporter = Stuck()
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter))
-    traces = Traces("lookup", lambda: provider, stop_seconds=0.2)
+    traces = OtlpTraces("lookup", lambda: provider, stop_seconds=0.2)
     await traces.start()
     with traces.generation("one", "default"):
         pass
@@ -213,7 +213,7 @@ async def test_what_was_not_sent_is_sent_at_the_end() -> None:
     exporter = InMemorySpanExporter()
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=1e6))
-    traces = Traces("lookup", lambda: provider)
+    traces = OtlpTraces("lookup", lambda: provider)
     await traces.start()
     with traces.generation("one", "default"):
         pass
@@ -244,7 +244,7 @@ async def test_headers_that_cannot_be_read_are_not_quoted(
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "a secret")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
-    traces = Traces("lookup")
+    traces = OtlpTraces("lookup")
     try:
         await traces.start()
     finally:

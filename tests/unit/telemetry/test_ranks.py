@@ -8,12 +8,12 @@ import pytest
 from longleaf.logs import Logs
 from longleaf.rank_protocol.group_messages import Join
 from longleaf.service_settings import TelemetryConfig
-from workers.__main__ import LOGGERS, Place
+from workers.__main__ import LOGGERS, ProcessContext
 from workers.member_process import taking_notes
 
 
 def test_lines_say_which_rank_of_which_epoch_they_are_of(capsys: pytest.CaptureFixture[str]) -> None:
-    place = Place("n1")
+    place = ProcessContext("n1")
     logs = Logs(TelemetryConfig(log_format="json"), LOGGERS, place.facts)
     try:
         logging.getLogger("workers.member_process").warning("one")

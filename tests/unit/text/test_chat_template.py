@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.text.chat_template import ConversationRefused, Said
-from coordinator.text.control_tokens import NONCHARACTERS, ControlTokens, Marks, Piece
+from coordinator.text.control_tokens import NONCHARACTERS, ControlTokens, Marks, TemplatePiece
 from coordinator.text.renderer import Renderer
 from coordinator.text.template import DirectRenderer
 from coordinator.text.tokenizer import Tokenizer
@@ -41,7 +41,7 @@ def test_a_document_has_its_place_in_the_first_question(template: str, before: s
     made = load(tmp_path, template).chat_template
     assert made is not None
     assert made.before_document == before
-    assert made.question(said((U, "Why?")), {}) == [Piece(f"\n\nWhy?{after}")]
+    assert made.question(said((U, "Why?")), {}) == [TemplatePiece(f"\n\nWhy?{after}")]
 
 
 def test_what_comes_before_a_document_is_encoded_together_with_it(tmp_path: Path) -> None:
@@ -139,8 +139,8 @@ def test_the_date_is_the_one_of_the_start(tmp_path: Path) -> None:
 def test_variables_reach_the_template(tmp_path: Path) -> None:
     made = load(tmp_path, "{{ messages[0].content }}{{ '<think>' if enable_thinking else '' }}").chat_template
     assert made is not None
-    assert made.conversation(said((U, "x")), {"enable_thinking": True}) == [Piece("x<think>")]
-    assert made.conversation(said((U, "x")), {"messages": "none", "enable_thinking": False}) == [Piece("x")]
+    assert made.conversation(said((U, "x")), {"enable_thinking": True}) == [TemplatePiece("x<think>")]
+    assert made.conversation(said((U, "x")), {"messages": "none", "enable_thinking": False}) == [TemplatePiece("x")]
 
 
 def test_texts_of_a_conversation_have_a_limit(tmp_path: Path) -> None:
@@ -171,13 +171,13 @@ def test_marks_are_characters_that_no_text_has() -> None:
 
 def test_marks_without_a_partner_are_left_out() -> None:
     control, marks = ControlTokens(["b", "<b>"]), Marks("1", "2", "3", "4")
-    assert control.split("a1b2c", marks) == [Piece("a"), Piece("b", True), Piece("c")]
-    assert control.split("1b", marks) == [Piece("b")]
-    assert control.split("a21b2", marks) == [Piece("a"), Piece("b", True)]
+    assert control.split("a1b2c", marks) == [TemplatePiece("a"), TemplatePiece("b", True), TemplatePiece("c")]
+    assert control.split("1b", marks) == [TemplatePiece("b")]
+    assert control.split("a21b2", marks) == [TemplatePiece("a"), TemplatePiece("b", True)]
     assert control.split("", marks) == []
     # what a template writes between two halves of a text that it has split
-    assert control.split("1\n<b>\n2", marks) == [Piece("\n<b>\n")]
-    assert ControlTokens([]).split("a1b2", marks) == [Piece("a"), Piece("b")]
+    assert control.split("1\n<b>\n2", marks) == [TemplatePiece("\n<b>\n")]
+    assert ControlTokens([]).split("a1b2", marks) == [TemplatePiece("a"), TemplatePiece("b")]
 
 
 def test_a_control_token_that_the_template_writes_between_two_texts_is_one(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from contextvars import ContextVar
 
 import pytest
 
-from coordinator.text.tokenizer_pool import STEP_CHARACTERS, TextThreads
+from coordinator.text.tokenizer_pool import STEP_CHARACTERS, TokenizerPool
 from longleaf.errors import Unavailable
 
 pytestmark = pytest.mark.timeout(60)
@@ -48,8 +48,8 @@ class Encoder:
 
 
 @pytest.fixture
-async def threads() -> AsyncIterator[TextThreads]:
-    threads = TextThreads(1)
+async def threads() -> AsyncIterator[TokenizerPool]:
+    threads = TokenizerPool(1)
     yield threads
     await threads.close()
 
@@ -58,7 +58,7 @@ async def until_begun(recorder: Recorder) -> None:
     assert await asyncio.to_thread(recorder.begun.acquire, timeout=30)
 
 
-async def begin(threads: TextThreads, recorder: Recorder, *names: str) -> list[asyncio.Task[None]]:
+async def begin(threads: TokenizerPool, recorder: Recorder, *names: str) -> list[asyncio.Task[None]]:
     """Long texts that take turns; the step of the first one has begun."""
     tasks = [asyncio.create_task(threads.encode(Encoder(name, recorder), "x" * LONG)) for name in names]
     await until_begun(recorder)
@@ -66,7 +66,7 @@ async def begin(threads: TextThreads, recorder: Recorder, *names: str) -> list[a
 
 
 @pytest.mark.parametrize("size", [0, 1, STEP_CHARACTERS, STEP_CHARACTERS + 1, LONG])
-async def test_a_text_is_given_whole(threads: TextThreads, size: int) -> None:
+async def test_a_text_is_given_whole(threads: TokenizerPool, size: int) -> None:
     recorder, steps = Recorder(), []
     recorder.allow(10)
     encoder = Encoder("a", recorder)
@@ -76,7 +76,7 @@ async def test_a_text_is_given_whole(threads: TextThreads, size: int) -> None:
     assert len(steps) == max(1, -(-size // STEP_CHARACTERS))
 
 
-async def test_a_short_text_waits_for_one_step_of_each_long_one(threads: TextThreads) -> None:
+async def test_a_short_text_waits_for_one_step_of_each_long_one(threads: TokenizerPool) -> None:
     recorder = Recorder()
     long = await begin(threads, recorder, "a", "b")
     short = asyncio.create_task(threads.encode(Encoder("short", recorder), "x"))
@@ -91,7 +91,7 @@ async def test_a_short_text_waits_for_one_step_of_each_long_one(threads: TextThr
 async def test_tenants_take_turns() -> None:
     """However many texts one of them sends."""
     names = ContextVar("names", default="")
-    recorder, threads = Recorder(), TextThreads(1, tenant=names.get)
+    recorder, threads = Recorder(), TokenizerPool(1, tenant=names.get)
 
     def run(name: str, tenant: str) -> asyncio.Task[None]:
         token = names.set(tenant)
@@ -111,7 +111,7 @@ async def test_tenants_take_turns() -> None:
     await threads.close()
 
 
-async def test_what_is_cancelled_takes_no_further_step(threads: TextThreads) -> None:
+async def test_what_is_cancelled_takes_no_further_step(threads: TokenizerPool) -> None:
     recorder = Recorder()
     tasks = await begin(threads, recorder, "a", "b", "c")
     for task in tasks:
@@ -122,7 +122,7 @@ async def test_what_is_cancelled_takes_no_further_step(threads: TextThreads) -> 
     assert recorder.turns == ["a", "next"]
 
 
-async def test_an_error_after_a_step_ends_the_text(threads: TextThreads) -> None:
+async def test_an_error_after_a_step_ends_the_text(threads: TokenizerPool) -> None:
     recorder = Recorder()
     recorder.allow(9)
 
@@ -135,7 +135,7 @@ async def test_an_error_after_a_step_ends_the_text(threads: TextThreads) -> None
 
 
 async def test_the_end_drops_what_waits_and_is_not_held_by_a_step_that_takes_long() -> None:
-    recorder, threads = Recorder(), TextThreads(1, leave_seconds=0.01)
+    recorder, threads = Recorder(), TokenizerPool(1, leave_seconds=0.01)
     tasks = await begin(threads, recorder, "a", "b")
     await threads.close()
     with pytest.raises(Unavailable, match="stopping"):
@@ -175,13 +175,13 @@ class Listed:
         ([5, 2 * STEP_CHARACTERS], [5, "end", STEP_CHARACTERS - 5, "step", STEP_CHARACTERS, "step", 5, "end", "step"]),
     ],
 )
-async def test_short_texts_share_a_step(threads: TextThreads, lengths: list[int], expected: list[object]) -> None:
+async def test_short_texts_share_a_step(threads: TokenizerPool, lengths: list[int], expected: list[object]) -> None:
     said: list[object] = []
     await threads.encode_all([(Listed(said), "x" * length) for length in lengths], lambda: said.append("step"))
     assert said == expected
 
 
-async def test_what_takes_long_keeps_no_step_waiting(threads: TextThreads) -> None:
+async def test_what_takes_long_keeps_no_step_waiting(threads: TokenizerPool) -> None:
     gate, order = threading.Event(), list[int]()
 
     def wait(number: int) -> None:
@@ -198,7 +198,7 @@ async def test_what_takes_long_keeps_no_step_waiting(threads: TextThreads) -> No
     assert order == [0, 2], "one after the other, and none that nobody waits for"
 
 
-async def test_a_short_text_does_not_wait_for_a_long_one_that_takes_long(threads: TextThreads) -> None:
+async def test_a_short_text_does_not_wait_for_a_long_one_that_takes_long(threads: TokenizerPool) -> None:
     gate = threading.Event()
     long = asyncio.create_task(threads.run_long(STEP_CHARACTERS + 1, gate.wait, 30))
     await asyncio.sleep(0)
@@ -208,7 +208,7 @@ async def test_a_short_text_does_not_wait_for_a_long_one_that_takes_long(threads
     assert await long
 
 
-async def test_nothing_long_begins_once_they_are_closed(threads: TextThreads) -> None:
+async def test_nothing_long_begins_once_they_are_closed(threads: TokenizerPool) -> None:
     assert await threads.run_long(5, lambda: 7) == 7
     await threads.close()
     with pytest.raises(Unavailable):

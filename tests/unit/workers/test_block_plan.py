@@ -2,8 +2,8 @@
 
 from longleaf.attention.block_attribution import NO_EDGE
 from longleaf.attention.masks import QueryRun, Read
-from workers.kv_cache.block_table import Part
-from workers.step.attribution_rows import Asked, Keys, Teller, View
+from workers.kv_cache.block_table import SlotRun
+from workers.step.attribution_rows import AttributionGroup, AttributionRow, SpanKeys, SpanView
 from workers.step.block_plan import block_plan
 
 LAYERS = (3,)
@@ -13,20 +13,20 @@ TAIL = 6400
 
 def asked(*edges, size=64):
     """A context of 100 spans in slots from 0 on; of each row, whose prompt ends in slot `edge`, a tail behind it."""
-    view = View((Part(0, 0, TAIL),), (), size, LAYERS)
+    view = SpanView((SlotRun(0, 0, TAIL),), (), size, LAYERS)
     tellers = [
-        Teller(row, QueryRun(TAIL + 99, TAIL + 100, row), [prompt(TAIL, edge), answer(edge, TAIL + 100)])
+        AttributionRow(row, QueryRun(TAIL + 99, TAIL + 100, row), [prompt(TAIL, edge), answer(edge, TAIL + 100)])
         for row, edge in enumerate(edges)
     ]
-    return Asked(view, [Keys(0, 0, TAIL, 0, 0, size)], tellers)
+    return AttributionGroup(view, [SpanKeys(0, 0, TAIL, 0, 0, size)], tellers)
 
 
 def prompt(start, end):
-    return Keys(start, start, end - start, 100, 0, end - start)
+    return SpanKeys(start, start, end - start, 100, 0, end - start)
 
 
 def answer(start, end):
-    return Keys(start, start, end - start, 101, 0, end - start)
+    return SpanKeys(start, start, end - start, 101, 0, end - start)
 
 
 def test_spans_and_what_is_behind_them_have_their_blocks():
@@ -45,8 +45,8 @@ def test_spans_and_what_is_behind_them_have_their_blocks():
 def test_rows_of_a_read_have_their_entries_one_after_the_other():
     reads = [Read(0, 2, 0, TAIL), Read(0, 1, TAIL, TAIL + 32), Read(1, 2, TAIL + 64, TAIL + 96)]
     group = asked(TAIL + 32, TAIL + 96)
-    second = Teller(1, group.tellers[1].run, [prompt(TAIL + 64, TAIL + 96)])
-    first = Teller(0, group.tellers[0].run, [prompt(TAIL, TAIL + 32)])
+    second = AttributionRow(1, group.tellers[1].run, [prompt(TAIL + 64, TAIL + 96)])
+    first = AttributionRow(0, group.tellers[0].run, [prompt(TAIL, TAIL + 32)])
     plan = block_plan(reads, [group._replace(tellers=[first, second])])
     assert plan is not None
     assert [told.start for told in plan.sums.reads] == [0, 400, 401]
@@ -62,7 +62,7 @@ def test_nothing_is_told_that_would_cut_a_block_twice():
 
 def test_nothing_is_told_where_another_row_would_cut_a_span():
     reads = [Read(0, 2, 0, TAIL + 100)]
-    longer = asked(TAIL + 100)._replace(context=[Keys(0, 0, TAIL + 100, 0, 0, 64)], tellers=[])
-    one = longer._replace(tellers=[Teller(1, QueryRun(TAIL + 99, TAIL + 100, 1), [])])
+    longer = asked(TAIL + 100)._replace(context=[SpanKeys(0, 0, TAIL + 100, 0, 0, 64)], tellers=[])
+    one = longer._replace(tellers=[AttributionRow(1, QueryRun(TAIL + 99, TAIL + 100, 1), [])])
     assert block_plan(reads, [one]) is not None
     assert block_plan(reads, [asked(TAIL + 40), one]) is None

@@ -6,13 +6,13 @@ import random
 import pytest
 import torch
 
-from longleaf.rank_protocol.step import Row, Seen, Terms
+from longleaf.rank_protocol.step import PenaltyHistory, Row, SamplingTerms
 from longleaf.sampling import Sampling
 from workers.sampling import device_sampler, distribution
 from workers.sampling.acceptance import NOT_FINITE
 from workers.sampling.device_sampler import DeviceSampler, make_sampler
 from workers.sampling.fixed_shape import Parameters
-from workers.sampling.history import Histories
+from workers.sampling.history import TokenHistories
 from workers.sampling.sampler import Sampler
 from workers.sampling.uniforms import uniform, uniforms
 
@@ -79,9 +79,9 @@ class Service:
     def _begin(self, sequence: int) -> Row:
         sampling, first = next(self._kinds), self._random.choice([0, 0, 5])
         drawn = [self._random.randrange(self._size + 9) for _ in range(30)]  # some have no logit
-        seen = Seen(tuple({*drawn[:20]}), tuple(i % self._size for i in drawn[: 2 * first]))
+        seen = PenaltyHistory(tuple({*drawn[:20]}), tuple(i % self._size for i in drawn[: 2 * first]))
         # few seeds: where they are equal, so are the numbers
-        terms = Terms(sampling.of_sample(sequence % 7), seen if sampling.has_penalties else None)
+        terms = SamplingTerms(sampling.of_sample(sequence % 7), seen if sampling.has_penalties else None)
         self._live[sequence] = first + 1
         return Row(sequence, (0,), first, (), (), first, terms)
 
@@ -145,7 +145,9 @@ def test_at_the_ends_of_what_can_be_asked_a_token_that_is_kept_is_drawn(cut, dra
     for step in range(1, 40):
         logits_RV = logits(6, 50, step).nan_to_num(0.0, 9.0, -torch.inf)
         logits_RV[:, -9:] = -torch.inf
-        found = DeviceSampler("cpu", 512).start([row(i, 0, Terms(sampling)) for i in range(6)], logits_RV).tokens()
+        found = (
+            DeviceSampler("cpu", 512).start([row(i, 0, SamplingTerms(sampling)) for i in range(6)], logits_RV).tokens()
+        )
         assert [token.id for [token] in found] == [
             distribution.draw(logits_V, sampling, drawn) for logits_V in logits_RV.double()
         ]
@@ -156,7 +158,7 @@ def test_all_settings_are_mixed():
     assert len(set(map(str, kinds))) == len(kinds) == 480
 
 
-def row(sequence: int, index: int, terms: Terms | None = None) -> Row:
+def row(sequence: int, index: int, terms: SamplingTerms | None = None) -> Row:
     return Row(sequence, (0,), index, (), (), index, terms)
 
 
@@ -164,7 +166,7 @@ def test_the_other_ranks_are_told_where_there_is_no_token():
     sampler = DeviceSampler("cpu", 512)
     logits_RV = torch.tensor([[0.0, 1.0], [torch.nan, 0.0], [-torch.inf, -torch.inf]])
     for index, sampling in enumerate([Sampling(), Sampling(temperature=1.0, num_logprobs=1)]):
-        choice = sampler.start([row(i, index, Terms(sampling)) for i in range(3)], logits_RV)
+        choice = sampler.start([row(i, index, SamplingTerms(sampling)) for i in range(3)], logits_RV)
         assert [[token.id for token in found] for found in choice.tokens()] == [[1], [], []]
         assert choice.ids().tolist() == [1, NOT_FINITE, NOT_FINITE]
         assert choice.ids().dtype == torch.long
@@ -172,10 +174,10 @@ def test_the_other_ranks_are_told_where_there_is_no_token():
 
 def test_a_sequence_that_was_broken_gets_no_token_any_more_until_it_is_forgotten():
     sampler, sampling = DeviceSampler("cpu", 512), Sampling()
-    assert sampler.start([row(4, 0, Terms(sampling))], torch.tensor([[torch.nan, 0.0]])).tokens() == [()]
+    assert sampler.start([row(4, 0, SamplingTerms(sampling))], torch.tensor([[torch.nan, 0.0]])).tokens() == [()]
     assert sampler.start([row(4, 1)], torch.tensor([[1.0, 0.0]])).tokens() == [()]
     sampler.forget([4])
-    [[token]] = sampler.start([row(4, 0, Terms(sampling))], torch.tensor([[1.0, 0.0]])).tokens()
+    [[token]] = sampler.start([row(4, 0, SamplingTerms(sampling))], torch.tensor([[1.0, 0.0]])).tokens()
     assert token.id == 0
 
 
@@ -185,17 +187,17 @@ def test_the_parameters_of_a_step_go_there_only_if_they_are_others(monkeypatch):
     sampler, logits_RV = DeviceSampler("cpu", 512), torch.randn(3, 20, generator=torch.Generator().manual_seed(0))
     greedy = [Sampling(), Sampling(logit_bias={3: 1.0}), Sampling(num_logprobs=3)]
     for index in range(4):
-        sampler.start([row(i, index, None if index else Terms(s)) for i, s in enumerate(greedy)], logits_RV)
+        sampler.start([row(i, index, None if index else SamplingTerms(s)) for i, s in enumerate(greedy)], logits_RV)
     assert len(copies) == 1
     sampler.start([row(i, 4) for i in (2, 0)], logits_RV[:2])
     assert copies == [(len(Parameters._fields), 3), (len(Parameters._fields), 2)]
     for index in range(5):  # a random number for each token
-        sampler.start([row(7, index, None if index else Terms(Sampling(temperature=1.0)))], logits_RV[:1])
+        sampler.start([row(7, index, None if index else SamplingTerms(Sampling(temperature=1.0)))], logits_RV[:1])
     assert len(copies) == 7
 
 
 def test_rows_that_are_too_many_to_be_computed_on_together_get_the_same_tokens(monkeypatch):
-    asked = [row(i, 0, Terms(Sampling(temperature=1.0, seed=i, num_logprobs=2))) for i in range(10)]
+    asked = [row(i, 0, SamplingTerms(Sampling(temperature=1.0, seed=i, num_logprobs=2))) for i in range(10)]
     logits_RV = logits(10, 300, 1)
     together = DeviceSampler("cpu", 512).start(asked, logits_RV).tokens()
     monkeypatch.setattr(device_sampler, "MAX_LOGITS", 950)
@@ -203,9 +205,9 @@ def test_rows_that_are_too_many_to_be_computed_on_together_get_the_same_tokens(m
 
 
 def test_places_are_given_back_and_begun_anew():
-    histories = Histories(10, 11, "cpu")
-    terms = Terms(Sampling(presence_penalty=1.0, logit_bias={2: 1.0}), Seen((1, 30), (4, 4)))
-    assert histories.begin(Terms(Sampling(temperature=1.0))) == 0
+    histories = TokenHistories(10, 11, "cpu")
+    terms = SamplingTerms(Sampling(presence_penalty=1.0, logit_bias={2: 1.0}), PenaltyHistory((1, 30), (4, 4)))
+    assert histories.begin(SamplingTerms(Sampling(temperature=1.0))) == 0
     first, second = histories.begin(terms), histories.begin(terms)
     assert first != second
     assert histories.is_seen_PV[second].nonzero().flatten().tolist() == [1, 4]
@@ -214,7 +216,7 @@ def test_places_are_given_back_and_begun_anew():
     assert histories.counts_PV[second, 9] == 1
     histories.end(second)
     histories.end(0)
-    assert histories.begin(Terms(Sampling(logit_bias={5: 2.0}))) == second
+    assert histories.begin(SamplingTerms(Sampling(logit_bias={5: 2.0}))) == second
     assert not histories.is_seen_PV[second].any()
     assert not histories.counts_PV[second].any()
     assert histories.bias_ids_PB[second].nonzero().flatten().tolist() == [0]

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.sampling import one_by_one
-from longleaf.rank_protocol.step import Row, Seen, Terms
+from longleaf.rank_protocol.step import PenaltyHistory, Row, SamplingTerms
 from longleaf.sampling import Sampling
 from workers.sampling import distribution, draws
 from workers.sampling.sampler import Sampler
@@ -33,10 +33,18 @@ def logits(rows: int = ROWS, size: int = V, spread: float = 3.0, seed: int = 0) 
     return torch.randn(rows, size, generator=torch.Generator().manual_seed(seed)) * spread
 
 
-def rows(*samplings: Sampling, seen: Seen | None = None) -> list[Row]:
+def rows(*samplings: Sampling, seen: PenaltyHistory | None = None) -> list[Row]:
     """A first row for each of the sequences."""
     return [
-        Row(i, (0,), 0, (), (), 0, Terms(sampling, (seen or Seen((), ())) if sampling.has_penalties else None))
+        Row(
+            i,
+            (0,),
+            0,
+            (),
+            (),
+            0,
+            SamplingTerms(sampling, (seen or PenaltyHistory((), ())) if sampling.has_penalties else None),
+        )
         for i, sampling in enumerate(samplings)
     ]
 
@@ -57,7 +65,7 @@ def test_the_probabilities_of_all_rows_are_made_together():
 
 
 def test_penalties_touch_the_tokens_that_were_seen_alone():
-    seen = Seen(tuple(range(0, 200, 2)), (3, 5, 5))
+    seen = PenaltyHistory(tuple(range(0, 200, 2)), (3, 5, 5))
     asked = rows(Sampling(repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.5), seen=seen)
     logits_RV = logits(1)
     with Watch("nonzero", "where", "mul", "gt", "sub", "add") as watch:
@@ -78,7 +86,7 @@ def test_of_tokens_equally_likely_top_p_keeps_those_of_larger_ids(dtype):
 
 
 def every_draw(sampling: Sampling, count: int) -> list[Row]:
-    return [Row(1, (0,), index, (), (), index, Terms(sampling)) for index in range(count)]
+    return [Row(1, (0,), index, (), (), index, SamplingTerms(sampling)) for index in range(count)]
 
 
 def settings() -> list[Sampling]:
@@ -136,7 +144,7 @@ def test_tokens_are_those_of_one_row_after_the_other(monkeypatch, num_steps):
     found, wanted = Sampler(), one_by_one.Sampler()
     fixed = logits(4, 3000).repeat_interleave(3, dim=0)
     asked = [*settings(), *itertools.chain(*(at_a_limit(fixed[3 * i], 2 + i) for i in range(4)))]
-    first = rows(*asked, seen=Seen(tuple(range(0, 3000, 5)), (1, 2, 2)))
+    first = rows(*asked, seen=PenaltyHistory(tuple(range(0, 3000, 5)), (1, 2, 2)))
     for step in range(num_steps):
         logits_RV = torch.cat((logits(36, 3000, spread=[0.5, 2.0, 4.0, 8.0][step % 4], seed=step), fixed))
         if step % 50 == 7:

@@ -14,7 +14,7 @@ from longleaf.fingerprint import read_fingerprint
 from longleaf.kernels import registry
 from tests.support.threads import config_for, make_spec
 from workers import exactness, rank, verification
-from workers.exactness import Records, check_exact, record_key, verify_model
+from workers.exactness import ExactnessRecords, check_exact, record_key, verify_model
 from workers.model import hook, model
 from workers.model.hook import LayerCall
 from workers.rank import Rank
@@ -128,7 +128,10 @@ def first_rank(folder, records, **settings):
 
 
 def test_a_checkpoint_is_compared_once_for_each_type_of_numbers(tmp_path, compared):
-    folder, records = make_checkpoint(tmp_path / "model", "llama", num_layers=1), Records(tmp_path / "cache" / "exact")
+    folder, records = (
+        make_checkpoint(tmp_path / "model", "llama", num_layers=1),
+        ExactnessRecords(tmp_path / "cache" / "exact"),
+    )
     for dtype, num_compared in (("float32", 1), ("float32", 1), ("bfloat16", 2), ("float32", 2)):
         made = first_rank(folder, records, dtype=dtype)
         made.greet()
@@ -154,7 +157,7 @@ def test_a_record_depends_on_versions_and_kernels(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("outcome", ["refused", "not verified"])
 def test_what_was_not_found_exact_is_not_recorded(tmp_path, monkeypatch, outcome):
-    folder, records = make_checkpoint(tmp_path / "model", "llama", num_layers=1), Records(tmp_path / "exact")
+    folder, records = make_checkpoint(tmp_path / "model", "llama", num_layers=1), ExactnessRecords(tmp_path / "exact")
     loaded, backend = model.load(str(folder), "float32", "cpu"), registry.choose("auto", "cpu", torch.float32)
 
     def found(*_):
@@ -174,7 +177,10 @@ def test_what_was_not_found_exact_is_not_recorded(tmp_path, monkeypatch, outcome
 
 def test_a_folder_of_records_that_cannot_be_written_is_no_error(tmp_path, compared):
     (tmp_path / "file").touch()
-    folder, records = make_checkpoint(tmp_path / "model", "llama", num_layers=1), Records(tmp_path / "file" / "exact")
+    folder, records = (
+        make_checkpoint(tmp_path / "model", "llama", num_layers=1),
+        ExactnessRecords(tmp_path / "file" / "exact"),
+    )
     for num_compared in (1, 2):
         made = first_rank(folder, records)
         made.greet()

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from workers.kv_io.io_queue import Orders
+from workers.kv_io.io_queue import IoQueue
 
 SECONDS = 30
 
@@ -39,7 +39,7 @@ def clock():
 
 
 def test_somebody_waits_for_fetches_and_nobody_for_saves(clock):
-    orders = Orders(clock)
+    orders = IoQueue(clock)
     for name in ("save 1", "save 2"):
         orders.put_save(work(name))
     for name in ("fetch 1", "fetch 2"):
@@ -48,7 +48,7 @@ def test_somebody_waits_for_fetches_and_nobody_for_saves(clock):
 
 
 def test_saves_rest_and_fetches_do_not(clock):
-    orders = Orders(clock)
+    orders = IoQueue(clock)
     orders.put_save(work("save"))
     orders.rest(3600.0)
     thread, found = taken(orders)
@@ -60,7 +60,7 @@ def test_saves_rest_and_fetches_do_not(clock):
 
 
 def test_who_takes_a_save_has_others_wait_at_once(clock):
-    orders = Orders(clock, lambda: 5.0)
+    orders = IoQueue(clock, lambda: 5.0)
     for name in ("save 1", "save 2"):
         orders.put_save(work(name))
     assert orders.take().__name__ == "save 1"
@@ -74,7 +74,7 @@ def test_who_takes_a_save_has_others_wait_at_once(clock):
 
 def test_the_last_word_on_a_rest_counts(clock):
     """Who waits for the end of a long one is told of a shorter one."""
-    orders = Orders(clock)
+    orders = IoQueue(clock)
     orders.put_save(work("save"))
     orders.rest(3600.0)
     thread, found = taken(orders)
@@ -84,14 +84,14 @@ def test_the_last_word_on_a_rest_counts(clock):
 
 
 def test_a_rest_ends_by_itself():
-    orders = Orders()
+    orders = IoQueue()
     orders.rest(0.05)
     orders.put_save(work("save"))
     assert orders.take().__name__ == "save"
 
 
 def test_what_waits_at_the_end_is_dropped(clock):
-    orders = Orders(clock)
+    orders = IoQueue(clock)
     waiting = [taken(orders) for _ in range(2)]
     orders.close()
     orders.close()

@@ -13,8 +13,8 @@ from tests.support.pools import BLOCK, POOLS, filled
 from workers.kv_cache.block_bytes import Content
 from workers.kv_io import kv_io as desks
 from workers.kv_io.fakes import FolderStore, nowhere
-from workers.kv_io.kv_io import BUSY_SECONDS, DISCARDED, ENDED, NUM_THREADS, REST, Desk
-from workers.kv_io.kv_piece import Copy, Piece
+from workers.kv_io.kv_io import BUSY_SECONDS, DISCARDED, ENDED, NUM_THREADS, REST, KvIo
+from workers.kv_io.kv_piece import HostCopy, KvPiece
 
 RUNS = (Run(0, 0, 6, (3, 1)),)
 RANGES = ((0, 6),)
@@ -26,7 +26,7 @@ class World:
         self.store = FolderStore(str(folder))
         self.pool = filled(POOLS["plain"], 1)
         self.answers = queue.Queue()
-        self.desk = Desk(5, url, open_store or (lambda _: self.store), device, clock)
+        self.desk = KvIo(5, url, open_store or (lambda _: self.store), device, clock)
 
     def save(self, ticket):
         self.desk.save(Save(ticket, f"pieces/{ticket}", 0, RUNS), self.pool, self.answers.put)
@@ -57,11 +57,11 @@ def test_what_is_saved_is_fetched(world, tmp_path):
     saved = world.answer()
     data = (tmp_path / "pieces/1").read_bytes()
     assert (saved.member, saved.ticket, saved.num_bytes, saved.failure) == (5, 1, len(data), None)
-    assert data == b"".join(Copy(world.pool, RUNS, of_windows=False).parts())
+    assert data == b"".join(HostCopy(world.pool, RUNS, of_windows=False).parts())
     world.fetch(7, saved)
     assert world.answer() == Fetched(5, 7)
     piece = world.desk.piece(7)
-    assert isinstance(piece, Piece)
+    assert isinstance(piece, KvPiece)
     target = filled(POOLS["plain"], 2)
     piece.restore(target, piece.find(RUNS, BLOCK), [0, 2])
     assert torch.equal(Content(target).export([0, 2]), Content(world.pool).export([3, 1]))
@@ -74,7 +74,7 @@ def test_what_is_saved_is_fetched(world, tmp_path):
 def test_a_slow_storage_holds_up_nobody_at_an_epochs_end(world):
     """What was copied by then is written as it was; what was not is dropped."""
     world.store.gate.clear()
-    before = b"".join(Copy(world.pool, RUNS, of_windows=False).parts())
+    before = b"".join(HostCopy(world.pool, RUNS, of_windows=False).parts())
     for ticket in range(NUM_THREADS + 2):
         world.save(ticket)
     world.wait_for_calls(NUM_THREADS)
@@ -93,13 +93,13 @@ def test_a_slow_storage_holds_up_nobody_at_an_epochs_end(world):
 def test_who_ends_an_epoch_waits_for_the_copy_alone(world, monkeypatch):
     began, may_go_on, ended = threading.Event(), threading.Event(), threading.Event()
 
-    class SlowCopy(Copy):
+    class SlowCopy(HostCopy):
         def __init__(self, *args, **options):
             began.set()
             may_go_on.wait(SECONDS)
             super().__init__(*args, **options)
 
-    monkeypatch.setattr(desks, "Copy", SlowCopy)
+    monkeypatch.setattr(desks, "HostCopy", SlowCopy)
     for ticket in (0, 1):
         world.save(ticket)
     assert began.wait(SECONDS)
@@ -136,7 +136,7 @@ def test_what_is_discarded_while_it_is_read_is_not_parsed(world, monkeypatch):
     saved = world.answer()
     world.wait_for_calls(1)
     parsed = []
-    monkeypatch.setattr(desks, "Piece", lambda *_, **__: parsed.append(1))
+    monkeypatch.setattr(desks, "KvPiece", lambda *_, **__: parsed.append(1))
     world.store.gate.clear()
     world.fetch(1, saved)
     world.wait_for_calls(1)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from longleaf.comm.counting import CountingComm
 from longleaf.comm.loopback import loopback
-from longleaf.errors import KeysDamaged
+from longleaf.errors import TransferCorrupted
 from longleaf.kernels.cpu.compiled import Compiled
 from longleaf.positions import EVERY_RANK
 from longleaf.rank_protocol.group_messages import SegmentLayout
@@ -18,7 +18,7 @@ from longleaf.runs import Run, ceil_div
 from tests.support.on_threads import on_ends
 from tests.support.pools import BLOCK, FULL, NUM_BLOCKS, NUM_WINDOW_BLOCKS, POOLS, filled
 from workers.kv_cache.block_bytes import Content
-from workers.kv_cache.block_table import Ledger
+from workers.kv_cache.block_table import BlockTable
 from workers.kv_cache.quantized import QuantizedPool
 from workers.step import kv_transfer
 from workers.step.kv_transfer import DIGEST_BYTES, move, rounds
@@ -27,7 +27,7 @@ from workers.step.kv_transfer import DIGEST_BYTES, move, rounds
 class Rank:
     def __init__(self, make, number, layout=()):
         self.pool = filled(make, number)
-        self.ledger = Ledger(number, BLOCK)
+        self.ledger = BlockTable(number, BLOCK)
         self.ledger.replace(layout)
 
     def places(self, segment, end, num_ranks):
@@ -164,7 +164,7 @@ def test_a_flipped_bit_is_found_and_all_ranks_say_whose(at, number, monkeypatch)
 
     def told(comm):
         comm_here = FlippingComm(comm, at, number) if comm.rank == 2 else comm
-        with pytest.raises(KeysDamaged, match="rank 2 otherwise than rank 0 sent") as raised:
+        with pytest.raises(TransferCorrupted, match="rank 2 otherwise than rank 0 sent") as raised:
             move(Move(transfers), comm_here, ranks[comm.rank].pool, ranks[comm.rank].ledger)
         return raised.value.source, raised.value.target
 
@@ -194,7 +194,7 @@ def test_windows_are_handed_out_by_rank_0(name, monkeypatch):
 
 def test_windows_that_came_damaged_are_found():
     ranks = [Rank(POOLS["windows apart"], number) for number in range(2)]
-    with pytest.raises(KeysDamaged, match="rank 1 otherwise than rank 0"):
+    with pytest.raises(TransferCorrupted, match="rank 1 otherwise than rank 0"):
         carry_out(
             Move((), (Run(EVERY_RANK, 0, 3, (2,)),)), ranks, lambda comm: FlippingComm(comm, 40) if comm.rank else comm
         )

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 
 from longleaf.rank_protocol.encoding import decode_from_rank, encode
-from longleaf.rank_protocol.log_messages import MAX_RECORDS, MAX_TEXT_BYTES, MAX_TRACEBACK_BYTES, Logged, Record
-from workers.log_buffer import MAX_KEPT, Records
+from longleaf.rank_protocol.log_messages import MAX_RECORDS, MAX_TEXT_BYTES, MAX_TRACEBACK_BYTES, Logged, LogRecord
+from workers.log_buffer import MAX_KEPT, RankLogBuffer
 from workers.member_process import taking_notes
 
 LARGEST = 240 << 10
@@ -17,13 +17,13 @@ library = logging.getLogger("longleaf.some.module")
 
 
 @pytest.fixture
-def records() -> Iterator[Records]:
-    records = Records()
+def records() -> Iterator[RankLogBuffer]:
+    records = RankLogBuffer()
     with records.listening():
         yield records
 
 
-def taken(records: Records) -> list[Logged]:
+def taken(records: RankLogBuffer) -> list[Logged]:
     """All messages, as they arrive."""
     found: list[Logged] = []
     while (logged := records.take(3)) is not None:
@@ -33,29 +33,31 @@ def taken(records: Records) -> list[Logged]:
     return found
 
 
-def texts(records: Records) -> list[tuple[int, str]]:
+def texts(records: RankLogBuffer) -> list[tuple[int, str]]:
     return [(record.level, record.text) for logged in taken(records) for record in logged.records]
 
 
-def test_warnings_of_ours_are_kept_in_order(records: Records) -> None:
+def test_warnings_of_ours_are_kept_in_order(records: RankLogBuffer) -> None:
     ours.info("too little")
     ours.warning("%d of %d", 1, 2)
     library.error("an error")
     logging.getLogger("another.library").critical("of no interest")
     logging.getLogger("workersfriend").critical("of no interest")
     ours.log(70, "worse than all")
-    assert records.take(3) == Logged(3, (Record(30, "1 of 2"), Record(40, "an error"), Record(50, "worse than all")))
+    assert records.take(3) == Logged(
+        3, (LogRecord(30, "1 of 2"), LogRecord(40, "an error"), LogRecord(50, "worse than all"))
+    )
     assert records.take(3) is None
 
 
 @pytest.mark.parametrize("exc_info", [False, None, True])
-def test_a_record_may_have_no_exception(records: Records, exc_info: bool | None) -> None:
+def test_a_record_may_have_no_exception(records: RankLogBuffer, exc_info: bool | None) -> None:
     ours.warning("epoch %d is broken", 3, exc_info=exc_info)
     assert texts(records) == [(30, "epoch 3 is broken")]
 
 
-def test_nothing_is_kept_of_what_comes_later(records: Records) -> None:
-    other = Records()
+def test_nothing_is_kept_of_what_comes_later(records: RankLogBuffer) -> None:
+    other = RankLogBuffer()
     with other.listening():
         ours.warning("while both listen")
     ours.warning("later")
@@ -63,7 +65,7 @@ def test_nothing_is_kept_of_what_comes_later(records: Records) -> None:
     assert [text for _, text in texts(records)] == ["while both listen", "later"]
 
 
-def test_what_is_not_kept_is_counted_once(records: Records) -> None:
+def test_what_is_not_kept_is_counted_once(records: RankLogBuffer) -> None:
     for number in range(MAX_KEPT + 7):
         ours.warning("record %d", number)
     found = taken(records)
@@ -72,10 +74,10 @@ def test_what_is_not_kept_is_counted_once(records: Records) -> None:
     ]
     assert [logged.num_dropped for logged in found] == [0] * (len(found) - 1) + [7]
     ours.warning("there is room again")
-    assert records.take(3) == Logged(3, (Record(30, "there is room again"),))
+    assert records.take(3) == Logged(3, (LogRecord(30, "there is room again"),))
 
 
-def test_the_end_of_a_traceback_is_told(records: Records) -> None:
+def test_the_end_of_a_traceback_is_told(records: RankLogBuffer) -> None:
     try:
         raise ValueError("at the bottom")
     except ValueError:
@@ -92,7 +94,7 @@ def test_the_end_of_a_traceback_is_told(records: Records) -> None:
     assert long.traceback.endswith("éat the end")
 
 
-def test_the_longest_records_are_a_message_that_the_channel_takes(records: Records) -> None:
+def test_the_longest_records_are_a_message_that_the_channel_takes(records: RankLogBuffer) -> None:
     for _ in range(MAX_RECORDS):
         try:
             raise ValueError("\x00" * MAX_TRACEBACK_BYTES)
@@ -105,14 +107,14 @@ def test_the_longest_records_are_a_message_that_the_channel_takes(records: Recor
     assert len(encode(logged)) < LARGEST
 
 
-def test_names_of_files_that_are_no_text_can_be_told(records: Records, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_files_that_are_no_text_can_be_told(records: RankLogBuffer, monkeypatch: pytest.MonkeyPatch) -> None:
     for handler in logging.getLogger().handlers:  # what those of the tests catch is sent as text
         monkeypatch.setattr(handler, "emit", lambda record: None)
     ours.warning("cannot read %s", "a\udcff")
     assert texts(records) == [(30, "cannot read a\\udcff")]
 
 
-def test_what_cannot_be_told_raises_nothing(records: Records, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_told_raises_nothing(records: RankLogBuffer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging, "raiseExceptions", False)
     for handler in logging.getLogger().handlers:  # those of the tests themselves raise
         monkeypatch.setattr(handler, "emit", lambda record: None)
@@ -120,7 +122,7 @@ def test_what_cannot_be_told_raises_nothing(records: Records, monkeypatch: pytes
     assert records.take(3) is None
 
 
-def test_what_is_a_note_too_is_marked(records: Records) -> None:
+def test_what_is_a_note_too_is_marked(records: RankLogBuffer) -> None:
     with taking_notes() as notes:
         library.warning("slower")
         library.info("a choice")
@@ -128,5 +130,5 @@ def test_what_is_a_note_too_is_marked(records: Records) -> None:
     library.warning("too late")
     assert notes == ["slower", "a choice"]
     assert records.take(3) == Logged(
-        3, (Record(30, "slower", is_note=True), Record(30, "no note"), Record(30, "too late"))
+        3, (LogRecord(30, "slower", is_note=True), LogRecord(30, "no note"), LogRecord(30, "too late"))
     )

@@ -7,14 +7,14 @@ from collections.abc import Callable
 import pytest
 
 from longleaf.config import EngineConfig
-from longleaf.errors import Fenced, ModelRefused, WorkerLost
-from longleaf.rank_protocol.group_messages import Broken, Join, Layout, OpenStore, Ready, StoreOpened
-from longleaf.rank_protocol.member_messages import Hello, Load, Progress, Stop
+from longleaf.errors import ExchangeAborted, ModelRefused, RankLost
+from longleaf.rank_protocol.group_messages import GroupFailure, Join, KvLayout, OpenStore, Ready, StoreOpened
+from longleaf.rank_protocol.member_messages import Hello, Load, MemberProgress, Stop
 from longleaf.rank_protocol.snapshots import Discard, Fetch, Fetched, Order, Outcome, Save
 from longleaf.rank_protocol.step import Decode, Prefill, StepPlan, StepResult
 from tests.support.threads import make_spec
-from workers.member_process import Life, Standing
-from workers.pending import Pending, done
+from workers.member_process import MemberProcess, MemberStatus
+from workers.pending import StepHandle, done
 
 PLAN = Decode(())
 CHUNK = Prefill((0,), 0, (1,), ())
@@ -50,7 +50,7 @@ class ScriptedChannel:
                 self._log.append(("answer", message.step))
             case Ready() | StoreOpened():
                 self._log.append((type(message).__name__.lower(), message.epoch))
-            case Broken():
+            case GroupFailure():
                 self._log.append(("broken", message.epoch, message.step, message.reason, message.blamed))
 
 
@@ -85,7 +85,7 @@ class ScriptedRank:
         self._do("join", join.epoch)
         return Ready(self._rank, "cpu", "float32", 8, 64, epoch=join.epoch)
 
-    def take(self, layout: Layout) -> None:
+    def take(self, layout: KvLayout) -> None:
         self._do("take", layout.epoch)
 
     def leave(self) -> None:
@@ -102,7 +102,7 @@ class ScriptedRank:
         if isinstance(order, Fetch):
             answer(Fetched(self._rank, order.ticket))
 
-    def start(self, plan: StepPlan) -> Pending:
+    def start(self, plan: StepPlan) -> StepHandle:
         self._log.append(("begin", plan.step))
         looks = deque(range(self._looks or 0))
 
@@ -115,7 +115,7 @@ class ScriptedRank:
             self._do("end", plan.step)
             return StepResult(plan.epoch, plan.step, {}) if self._rank == 0 else None
 
-        return Pending(is_done, finish)
+        return StepHandle(is_done, finish)
 
 
 def plan(step: int, work: Decode | Prefill = PLAN, epoch: int = 1, **released: tuple[int, ...]) -> StepPlan:
@@ -126,12 +126,14 @@ def join(epoch: int, rank: int = 0) -> Join:
     return Join(epoch, rank, "", 0, ("here", "here"))
 
 
-def live(log: list, *messages: object, standing: Standing | None = None, **how: object) -> list:
+def live(log: list, *messages: object, standing: MemberStatus | None = None, **how: object) -> list:
     """What is done and said, in `log`."""
     spec = make_spec(0, EngineConfig(model="none", world_size=2))
     channel = ScriptedChannel(log, Load(), *messages, Stop())
     rank = ScriptedRank(log, **{"looks": 0, **how})
-    Life(spec, rank, channel, standing or Standing(), lambda outcome: log.append(("told", outcome.ticket))).run()
+    MemberProcess(
+        spec, rank, channel, standing or MemberStatus(), lambda outcome: log.append(("told", outcome.ticket))
+    ).run()
     return log
 
 
@@ -178,7 +180,7 @@ def test_other_ranks_wait_as_much_and_say_nothing():
 
 def test_a_result_is_made_once():
     made = []
-    pending = Pending(lambda: False, lambda: made.append(1))
+    pending = StepHandle(lambda: False, lambda: made.append(1))
     assert not pending.is_done
     assert pending.result() is pending.result() is None
     assert pending.is_done
@@ -192,8 +194,8 @@ AGAIN = [("join", 2), ("ready", 2)]
 
 def test_what_is_raised_in_a_step_ends_the_epoch_and_not_the_member():
     """Of the plans that were sent before the coordinator knew, none is done."""
-    errors = {2: WorkerLost(1, "died")}
-    late = (plan(3), plan(4), Layout(1, ()), OpenStore(1), join(1))
+    errors = {2: RankLost(1, "died")}
+    late = (plan(3), plan(4), KvLayout(1, ()), OpenStore(1), join(1))
     log = live([], join(1), plan(1), plan(2), *late, join(2), plan(5), plan(6, epoch=2), errors=errors)
     broken = [("begin", 2), ("end", 2), ("broken", 1, 2, "died", 1), *LEFT]
     assert log == [*JOINED, ("begin", 1), *of(1), *broken, *AGAIN, ("begin", 6), *of(6)]
@@ -238,19 +240,19 @@ def test_who_cannot_leave_or_work_ends(errors, raised):
 
 
 def test_a_layout_is_taken_in_its_epoch():
-    log = live([], join(2), Layout(1, ()), Layout(2, ()), plan(1, epoch=2))
+    log = live([], join(2), KvLayout(1, ()), KvLayout(2, ()), plan(1, epoch=2))
     assert log == [*AGAIN, ("take", 2), ("begin", 1), *of(1)]
 
 
 def test_an_epoch_that_has_ended_for_all_is_not_joined():
-    standing, log = Standing(), []
+    standing, log = MemberStatus(), []
     live(log, lambda: standing.fence(2), join(1), join(2), plan(1, epoch=2), join(3), standing=standing)
     assert log == [("join", 3), ("ready", 3)]
 
 
 def test_what_a_device_says_after_the_end_of_its_epoch_is_not_told():
     """Who is freed from an exchange goes on as if something had come."""
-    standing, log = Standing(), []
+    standing, log = MemberStatus(), []
     fence = lambda: standing.fence(1)  # noqa: E731
     live(log, join(1), plan(1), fence, plan(2), join(2), standing=standing, looks=None)
     freed = [("fence",), ("begin", 2), ("end", 1), ("broken", 1, 1, "epoch 1 was ended", None), *LEFT]
@@ -258,16 +260,16 @@ def test_what_a_device_says_after_the_end_of_its_epoch_is_not_told():
 
 
 def test_a_pulse_tells_how_far_a_member_has_come():
-    standing, log, seen = Standing(), [], []
+    standing, log, seen = MemberStatus(), [], []
     rank = ScriptedRank(log, None)
     standing.fence(1)
-    with pytest.raises(Fenced):
+    with pytest.raises(ExchangeAborted):
         standing.enter(1, rank)
     for deed in (lambda: standing.enter(2, rank), lambda: standing.begin(2, 5, rank), standing.leave):
         deed()
         rank.num_exchanges += 7
         seen.append(standing.progress)
-    assert seen == [Progress(2, 0, 7), Progress(2, 5, 7), Progress()]
+    assert seen == [MemberProgress(2, 0, 7), MemberProgress(2, 5, 7), MemberProgress()]
 
 
 SAVE, FETCH = Save(1, "a", 0, ()), Fetch(2, "b", 0, "", ())
@@ -280,6 +282,6 @@ def test_orders_are_passed_on_between_steps_and_answered_by_others():
 
 
 def test_who_is_in_no_epoch_takes_orders_too():
-    log = live([], FETCH, join(1), plan(1), SAVE, errors={1: WorkerLost(1, "died")})
+    log = live([], FETCH, join(1), plan(1), SAVE, errors={1: RankLost(1, "died")})
     left = [("end", 1), ("broken", 1, 1, "died", 1), *LEFT]
     assert log == [("fetch", 2), ("told", 2), *JOINED, ("begin", 1), *left, ("save", 1)]

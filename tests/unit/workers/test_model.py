@@ -35,7 +35,7 @@ from transformers import (
 from coordinator.engine.engine import Engine
 from coordinator.engine_messages import Prompt, Tokens
 from longleaf.errors import InvalidArgument, ModelRefused
-from longleaf.positions import Reach
+from longleaf.positions import AttentionSpan
 from longleaf.sampling import Sampling
 from tests.support.running import running
 from tests.support.threads import ThreadRanks, config_for
@@ -131,11 +131,11 @@ def test_the_preflight_takes_tokens_that_are_neither_special_nor_alike():
 @pytest.mark.parametrize(
     ("settings", "window", "reach"),
     [
-        ({}, None, Reach()),
-        ({}, 7, Reach(7)),
-        ({"layer_types": ["sliding_attention"]}, 7, Reach(7)),
-        ({"layer_types": ["chunked_attention"], "attention_chunk_size": 9}, None, Reach(section=9)),
-        ({"layer_types": ["full_attention"], "attention_chunk_size": 9}, None, Reach()),
+        ({}, None, AttentionSpan()),
+        ({}, 7, AttentionSpan(7)),
+        ({"layer_types": ["sliding_attention"]}, 7, AttentionSpan(7)),
+        ({"layer_types": ["chunked_attention"], "attention_chunk_size": 9}, None, AttentionSpan(section=9)),
+        ({"layer_types": ["full_attention"], "attention_chunk_size": 9}, None, AttentionSpan()),
     ],
 )
 def test_how_far_a_layer_sees_is_told_by_its_call_and_the_config(settings, window, reach):
@@ -155,18 +155,18 @@ def test_a_window_of_the_config_that_no_layer_asks_for_is_refused():
     config = PreTrainedConfig(sliding_window=8, num_hidden_layers=1, max_position_embeddings=16)
     with pytest.raises(ModelRefused, match="sliding_window is 8, and attention layer 0 asks for no window"):
         reach_of(config, 0, None)
-    assert reach_of(config, 0, 8) == Reach(8)
+    assert reach_of(config, 0, 8) == AttentionSpan(8)
     config.sliding_window = 16
-    assert reach_of(config, 0, None) == Reach()
+    assert reach_of(config, 0, None) == AttentionSpan()
 
 
 @pytest.mark.parametrize(
     ("family", "reaches"),
     [
-        ("mistral", [Reach(WINDOW)] * 4),
-        ("qwen2", [Reach()] * 2 + [Reach(WINDOW)] * 2),
-        ("gemma3", [Reach(WINDOW), Reach()] * 2),
-        ("llama4", [Reach(section=SECTION)] * 3 + [Reach()]),
+        ("mistral", [AttentionSpan(WINDOW)] * 4),
+        ("qwen2", [AttentionSpan()] * 2 + [AttentionSpan(WINDOW)] * 2),
+        ("gemma3", [AttentionSpan(WINDOW), AttentionSpan()] * 2),
+        ("llama4", [AttentionSpan(section=SECTION)] * 3 + [AttentionSpan()]),
     ],
 )
 def test_a_loaded_model_knows_how_far_its_layers_see(tmp_path, family, reaches):

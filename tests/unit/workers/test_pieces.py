@@ -15,7 +15,7 @@ from tests.support.pools import BLOCK, NUM_BLOCKS, POOLS, filled
 from workers.kv_cache.block_bytes import Content
 from workers.kv_io import kv_piece as pieces
 from workers.kv_io.fakes import FolderStore
-from workers.kv_io.kv_piece import Copy, Piece, form_of
+from workers.kv_io.kv_piece import HostCopy, KvPiece, form_of
 
 WINDOWED = {"windows apart", "int8 windows apart", "windows alone"}
 KINDS = [(name, False) for name in POOLS if name != "windows alone"] + [(name, True) for name in sorted(WINDOWED)]
@@ -27,11 +27,11 @@ RANGES = tuple((run.start, run.end) for run in RUNS)
 
 
 def written(pool, runs=RUNS, of_windows=False):
-    return b"".join(Copy(pool, runs, of_windows=of_windows).parts())
+    return b"".join(HostCopy(pool, runs, of_windows=of_windows).parts())
 
 
 def read(data, pool, ranges=RANGES, of_windows=False):
-    return Piece("p", data, pool, ranges, of_windows=of_windows)
+    return KvPiece("p", data, pool, ranges, of_windows=of_windows)
 
 
 @pytest.mark.parametrize(("name", "of_windows"), KINDS)
@@ -224,7 +224,7 @@ def test_a_header_longer_than_any_that_is_written_is_not_parsed():
 
 def test_any_flipped_byte_is_found(tmp_path):
     store, pool = FolderStore(str(tmp_path)), filled(POOLS["half"], 1)
-    written = store.put("p", Copy(pool, RUNS, of_windows=False).parts())
+    written = store.put("p", HostCopy(pool, RUNS, of_windows=False).parts())
     path, generator = tmp_path / "p", torch.Generator().manual_seed(1)
     data = path.read_bytes()
     assert store.get("p", written.digest) == data
@@ -241,13 +241,13 @@ def test_more_than_a_piece_may_have_is_refused(monkeypatch):
     assert len(written(pool)) > size
     monkeypatch.setattr(pieces, "MAX_PIECE_BYTES", size - 1)
     with pytest.raises(ValueError, match="more than a piece may have"):
-        Copy(pool, RUNS, of_windows=False)
-    Copy(pool, [Run(0, 0, 3, (NUM_BLOCKS - 1,))], of_windows=False)
+        HostCopy(pool, RUNS, of_windows=False)
+    HostCopy(pool, [Run(0, 0, 3, (NUM_BLOCKS - 1,))], of_windows=False)
 
 
 def test_what_happens_to_a_pool_does_not_change_a_copy():
     pool = filled(POOLS["plain"], 1)
-    copy, before = Copy(pool, RUNS, of_windows=False), written(pool)
+    copy, before = HostCopy(pool, RUNS, of_windows=False), written(pool)
     for part in pool.blocks(of_windows=False):
         part.tensor.zero_()
     assert b"".join(copy.parts()) == before

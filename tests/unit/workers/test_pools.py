@@ -6,7 +6,7 @@ import pytest
 from longleaf import resources
 from longleaf.config import EngineConfig
 from longleaf.errors import ModelRefused, StartError
-from longleaf.positions import Reach, Windows
+from longleaf.positions import AttentionSpan, WindowSpec
 from tests.support.scheduling import Asker
 from tests.support.threads import make_spec
 from workers.compat_check import kv_bytes_beside, outline
@@ -50,7 +50,7 @@ def test_windows_take_what_generations_and_contexts_need(pool_of):
     """Layers 0 and 2 of 4 have windows; a path may need two of them, which begin within blocks."""
     pool, windows = pool_of("gemma3", kv_bytes=64 << 20, max_sequences=8)
     num_blocks = 2 * 8 * (2 * WINDOW // BLOCK + 2)
-    assert windows == Windows(reaches=(Reach(WINDOW),), num_blocks=num_blocks, bytes_per_token=2 * LAYER)
+    assert windows == WindowSpec(reaches=(AttentionSpan(WINDOW),), num_blocks=num_blocks, bytes_per_token=2 * LAYER)
     assert pool.num_blocks == ((64 << 20) - num_blocks * 2 * LAYER * BLOCK) // (2 * LAYER * BLOCK)
     assert [pool.keys[layer].shape[1] for layer in range(4)] == [
         num_blocks * BLOCK + 1,
@@ -60,7 +60,7 @@ def test_windows_take_what_generations_and_contexts_need(pool_of):
 
 def test_windows_take_half_at_most(pool_of):
     pool, windows = pool_of("llama4", kv_bytes=4 << 20, max_sequences=64)
-    assert windows.reaches == (Reach(section=SECTION),)
+    assert windows.reaches == (AttentionSpan(section=SECTION),)
     assert windows.num_blocks == (2 << 20) // (3 * LAYER * BLOCK)
     assert pool.num_blocks == ((4 << 20) - windows.num_blocks * 3 * LAYER * BLOCK) // (LAYER * BLOCK)
 

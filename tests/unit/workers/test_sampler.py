@@ -17,7 +17,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from longleaf.rank_protocol.step import Row, Seen, Terms
+from longleaf.rank_protocol.step import PenaltyHistory, Row, SamplingTerms
 from longleaf.sampling import MAX_LOGPROBS, Sampling
 from workers.sampling.distribution import distribution
 from workers.sampling.logprobs import logprobs, logprobs_of
@@ -47,10 +47,10 @@ def transformers_says(logits_V: Tensor, sampling: Sampling, token_ids: list[int]
     return torch.softmax(LogitsProcessorList(processors)(ids, logits_V[None].double())[0], dim=-1)
 
 
-def adjusted(logits_V: Tensor, sampling: Sampling, told: Seen | None = None) -> Tensor:
+def adjusted(logits_V: Tensor, sampling: Sampling, told: PenaltyHistory | None = None) -> Tensor:
     """Logits [V], float64, after bias and penalties."""
     scores_V = logits_V.double()
-    Penalties(Terms(sampling, told), len(logits_V)).adjust(scores_V)
+    Penalties(SamplingTerms(sampling, told), len(logits_V)).adjust(scores_V)
     return scores_V
 
 
@@ -58,8 +58,8 @@ def sample(logits_V: Tensor, sampling: Sampling, token_index: int) -> int:
     return Sampler().choose([row(1, sampling, token_index)], logits_V[None])[0].id
 
 
-def seen(prompt: list[int], answer: list[int]) -> Seen:
-    return Seen(tuple(set(prompt)), tuple(answer))
+def seen(prompt: list[int], answer: list[int]) -> PenaltyHistory:
+    return PenaltyHistory(tuple(set(prompt)), tuple(answer))
 
 
 token_lists = st.lists(st.integers(0, V - 1), max_size=8)
@@ -123,9 +123,9 @@ def test_ids_that_have_no_logit_are_left_alone() -> None:
     torch.testing.assert_close(found, torch.softmax(LOGITS.double(), 0))
 
 
-def row(sequence: int, sampling: Sampling | None, index: int = 0, told: Seen | None = None) -> Row:
+def row(sequence: int, sampling: Sampling | None, index: int = 0, told: PenaltyHistory | None = None) -> Row:
     """One that tells the sequence's terms, unless `sampling` is None."""
-    return Row(sequence, (0,), index, (), (), index, Terms(sampling, told) if sampling else None)
+    return Row(sequence, (0,), index, (), (), index, SamplingTerms(sampling, told) if sampling else None)
 
 
 def test_a_step_mixes_all_kinds_of_rows() -> None:
@@ -134,7 +134,7 @@ def test_a_step_mixes_all_kinds_of_rows() -> None:
         row(1, Sampling()),
         row(2, Sampling(logit_bias={3: 50.0}, num_logprobs=2)),
         row(3, Sampling(temperature=1.0, seed=3, num_logprobs=0)),
-        row(4, Sampling(presence_penalty=2.0), told=Seen((), (4,))),
+        row(4, Sampling(presence_penalty=2.0), told=PenaltyHistory((), (4,))),
     ]
     tokens = sampler.choose(rows, LOGITS.repeat(4, 1))
     assert [token.id for token in tokens] == [4, 3, sample(LOGITS, Sampling(temperature=1.0, seed=3), 0), 0]
@@ -151,7 +151,9 @@ def test_penalties_follow_what_was_sampled_until_the_sequence_is_forgotten() -> 
     sampler = Sampler()
     sampling = Sampling(frequency_penalty=2.0)
     chosen = [
-        sampler.choose([row(7, *((None, index) if index else (sampling, 0, Seen((), ()))))], LOGITS[None])[0].id
+        sampler.choose([row(7, *((None, index) if index else (sampling, 0, PenaltyHistory((), ()))))], LOGITS[None])[
+            0
+        ].id
         for index in range(5)
     ]
     scores, wanted = LOGITS.tolist(), []
@@ -159,10 +161,10 @@ def test_penalties_follow_what_was_sampled_until_the_sequence_is_forgotten() -> 
         wanted.append(max(range(V), key=lambda i: scores[i]))
         scores[wanted[-1]] -= 2.0
     assert chosen == wanted
-    resumed = Sampler().choose([row(7, sampling, 3, Seen((), tuple(chosen[:3])))], LOGITS[None])[0].id
+    resumed = Sampler().choose([row(7, sampling, 3, PenaltyHistory((), tuple(chosen[:3])))], LOGITS[None])[0].id
     assert resumed == chosen[3]
     sampler.forget([7, 8])
-    assert sampler.choose([row(7, sampling, 0, Seen((), ()))], LOGITS[None])[0].id == chosen[0]
+    assert sampler.choose([row(7, sampling, 0, PenaltyHistory((), ()))], LOGITS[None])[0].id == chosen[0]
 
 
 def test_logprobs_are_those_of_the_model() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from workers.cuda_graphs.bucket import fields_of
-from workers.cuda_graphs.sampling_graph import Choosing
+from workers.cuda_graphs.sampling_graph import GraphSampler
 from workers.sampling.device_sampler import DeviceSampler
 from workers.sampling.fixed_shape import KINDS
 
@@ -14,7 +14,7 @@ def test_what_is_captured_has_parameters_of_nobody(kind):
     """Those that memory is made with, zeros, no row may have: the 0 likeliest tokens are none."""
     num_rows, size = 4, 50
     ids = torch.full((num_rows,), -5)
-    choosing = Choosing(DeviceSampler("cpu", 4), torch.zeros(num_rows, size), ids)
+    choosing = GraphSampler(DeviceSampler("cpu", 4), torch.zeros(num_rows, size), ids)
     fields = fields_of(num_rows)
     numbers_N = torch.zeros(fields.tables.start, dtype=torch.long)
     assert choosing.fill(numbers_N.numpy(), fields, ()) is None

@@ -15,7 +15,7 @@ from random import Random
 import pytest
 
 from coordinator.persistence.catalog.catalog import DATABASE, Catalog, read_only_catalog
-from coordinator.persistence.catalog.records import Change, Outgoing, SnapshotRecord
+from coordinator.persistence.catalog.records import Change, OutboxEntry, SnapshotRecord
 from coordinator.persistence.catalog.row_codec import PIECE_IDS
 from coordinator.persistence.catalog.schema import revision_of
 from coordinator.persistence.catalog.tables import HEAD, metadata
@@ -100,7 +100,7 @@ async def test_what_is_kept_no_more_is_to_be_deleted_on_storage(tmp_path: Path) 
         Change(snapshots=(SnapshotRecord(segment=0, manifest="m/1", form="f", num_bytes=1),))
     )
     assert committed.manifests == ("m/1",)
-    assert [each for _, each in await catalog.outgoing(9)] == [Outgoing("m/0", None), Outgoing("m/1", None)]
+    assert [each for _, each in await catalog.outgoing(9)] == [OutboxEntry("m/0", None), OutboxEntry("m/1", None)]
     kept = await catalog.load()
     assert (kept.snapshots, kept.next_outgoing) == ((), 2)
     await catalog.close()
@@ -179,13 +179,13 @@ async def test_texts_of_clients_leave_nothing_when_trees_are_balanced(tmp_path: 
 async def test_ids_in_what_is_outgoing_go_with_the_context(tmp_path: Path) -> None:
     catalog = await Catalog.open(tmp_path / DATABASE)
     content = ids(0, 500).tobytes()
-    await catalog.commit(Change(outgoing=(Outgoing("m", content),)))
+    await catalog.commit(Change(outgoing=(OutboxEntry("m", content),)))
     assert remains(tmp_path, ids(0, 500))
     (first,) = await catalog.outgoing(9)
-    await catalog.commit(Change(outgoing=(Outgoing("m", None),)))
+    await catalog.commit(Change(outgoing=(OutboxEntry("m", None),)))
     assert not remains(tmp_path, ids(0, 500))
     await catalog.done([first[0]])  # it was on its way when it was replaced
-    assert [each for _, each in await catalog.outgoing(9)] == [Outgoing("m", None)]
+    assert [each for _, each in await catalog.outgoing(9)] == [OutboxEntry("m", None)]
     await catalog.close()
 
 

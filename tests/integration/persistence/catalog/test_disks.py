@@ -15,7 +15,7 @@ import pytest
 
 from coordinator.persistence.catalog.catalog import DATABASE, Catalog, read_only_catalog
 from coordinator.persistence.catalog.data_folder import DataFolder
-from coordinator.persistence.catalog.records import Change, Outgoing, UploadRecord
+from coordinator.persistence.catalog.records import Change, OutboxEntry, UploadRecord
 from coordinator.persistence.catalog.reserve import Reserve
 from longleaf.errors import CatalogError, StorageUnavailable
 from tests.support.catalog import context, document
@@ -119,7 +119,7 @@ async def test_who_fills_the_disk_between_deletions_leaves_room_for_the_next_one
 async def test_what_is_sent_to_storage_leaves_room_for_the_next_deletion(disk: Path) -> None:
     async with opened(disk) as (_, catalog):
         await catalog.commit(document("book", 0, 20_000))
-        await catalog.commit(Change(outgoing=tuple(Outgoing(f"{number:0200}", None) for number in range(1000))))
+        await catalog.commit(Change(outgoing=tuple(OutboxEntry(f"{number:0200}", None) for number in range(1000))))
         keys = [key for key, _ in await catalog.outgoing(256)]
         for start in range(0, len(keys), 64):
             fill(disk / f"other{start}")

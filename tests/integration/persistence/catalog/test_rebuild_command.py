@@ -17,7 +17,7 @@ from coordinator.persistence.catalog.data_folder import DataFolder
 from coordinator.persistence.catalog.fakes import FakeCatalog
 from coordinator.persistence.catalog.identity import Identity, read_identity
 from coordinator.persistence.catalog.rebuild_command import run
-from coordinator.persistence.catalog.records import Change, Kept, Outgoing, SnapshotRecord
+from coordinator.persistence.catalog.records import CatalogContents, Change, OutboxEntry, SnapshotRecord
 from longleaf.config import EngineConfig, embedded_model
 from longleaf.errors import CatalogError, InvalidArgument
 from longleaf.positions import Rope
@@ -74,7 +74,7 @@ class Service:
         self.store, self.identity = Store.open(self.url), identity
         self.kept = asyncio.run(self._live())
 
-    async def _live(self) -> Kept:
+    async def _live(self) -> CatalogContents:
         folder = DataFolder.open(self.data_dir, self.identity.digest, str(MODEL), self.identity.facts)
         catalog = await Catalog.open(folder.database)
         self.service_id = (await catalog.load()).service_id
@@ -107,7 +107,7 @@ class Service:
         for path in self.folder.iterdir():
             path.unlink()
 
-    async def load(self) -> Kept:
+    async def load(self) -> CatalogContents:
         catalog = await Catalog.open(self.folder / "catalog.db")
         kept = await catalog.load()
         await catalog.close()
@@ -119,7 +119,7 @@ def service_of(tmp_path: Path, identity: Identity) -> Service:
     return Service(tmp_path, identity)
 
 
-def same(kept: Kept) -> Kept:
+def same(kept: CatalogContents) -> CatalogContents:
     """But for the last epoch and what was outgoing, which storage does not tell."""
     return replace(kept, epoch=0, next_outgoing=0)
 
@@ -155,7 +155,7 @@ def test_what_is_written_next_is_numbered_on(service: Service) -> None:
 
     async def goes_on() -> None:
         catalog = await Catalog.open(service.folder / "catalog.db")
-        await catalog.commit(replace(document("new", 4), outgoing=(Outgoing("a", b"b"),)))
+        await catalog.commit(replace(document("new", 4), outgoing=(OutboxEntry("a", b"b"),)))
         [(key, _)] = await catalog.outgoing(10)
         assert key == 6, "greater than that of any note"
         assert [each.id for each in (await catalog.load()).contexts] == ["book", "new", "twig"]

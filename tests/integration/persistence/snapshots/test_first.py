@@ -8,7 +8,7 @@ import torch
 from coordinator.persistence.catalog.rebuild_command import read_stored
 from coordinator.persistence.catalog.rebuild_plan import choose_service, rebuild
 from longleaf.storage.inventory import read_manifest
-from longleaf.storage.manifest import Piece as Told
+from longleaf.storage.manifest import PieceRef as Told
 from longleaf.storage.store import Store
 from tests.support.first_snapshots import (
     CHECKPOINT,
@@ -24,8 +24,8 @@ from tests.support.first_snapshots import (
     write_first,
 )
 from tests.support.pools import BLOCK, POOLS
-from workers.kv_cache.slots import Slots
-from workers.kv_io.kv_piece import Piece
+from workers.kv_cache.slots import KvPool
+from workers.kv_io.kv_piece import KvPiece
 
 FIXTURE = Path(__file__).parents[2] / "fixtures" / "snapshots" / "first"
 
@@ -34,9 +34,9 @@ def first() -> Store:
     return Store.open(str(FIXTURE), is_tried=False)
 
 
-def restore(pool: Slots, told: Told, runs: tuple) -> None:
+def restore(pool: KvPool, told: Told, runs: tuple) -> None:
     of_windows = runs == WINDOWS
-    piece = Piece(told.name, first().get(told.name, told.digest), pool, told.runs, of_windows=of_windows)
+    piece = KvPiece(told.name, first().get(told.name, told.digest), pool, told.runs, of_windows=of_windows)
     assert told.runs == tuple((run.start, run.end) for run in runs)
     numbers = piece.find(runs, BLOCK)
     assert numbers is not None

@@ -14,18 +14,18 @@ from coordinator.kv_cache.token_paths import NOWHERE, Segment
 from coordinator.persistence.catalog.fakes import FakeCatalog
 from coordinator.persistence.catalog.records import Change, ContextRecord, SegmentRecord
 from coordinator.persistence.snapshots.fakes import FakeRanks
-from coordinator.persistence.snapshots.ports import ContextUse, Form
-from coordinator.persistence.snapshots.retention import Policy
+from coordinator.persistence.snapshots.ports import ContextUse, KvFormat
+from coordinator.persistence.snapshots.retention import RetentionPolicy
 from coordinator.persistence.snapshots.snapshots import Snapshots
-from longleaf.errors import DataLoss, InvalidArgument, NotFound, StorageUnavailable, Unavailable, WorkerLost
+from longleaf.errors import DataLoss, InvalidArgument, NotFound, RankLost, StorageUnavailable, Unavailable
 from longleaf.runs import Run
 from longleaf.storage.inventory import read_notes
 from longleaf.storage.local import LocalFiles
 from longleaf.storage.names import segments_folder
-from longleaf.storage.store import Buffer, Store, Written
+from longleaf.storage.store import Buffer, Store, WriteResult
 from longleaf.types import Storage
 
-FORM = Form("blocks of 4; keys.0 F32 2x4x1048576", 4)
+FORM = KvFormat("blocks of 4; keys.0 F32 2x4x1048576", 4)
 SERVICE = "0" * 32
 
 
@@ -54,7 +54,7 @@ def change(number: int, name: str, num_tokens: int = 10) -> Change:
 class Bench:
     """Snapshots, what they are over, and whoever changes contexts."""
 
-    def __init__(self, folder: Path, policy: Policy, catalog: FakeCatalog | None = None) -> None:
+    def __init__(self, folder: Path, policy: RetentionPolicy, catalog: FakeCatalog | None = None) -> None:
         self.store = Store.open(str(folder))
         self.folder = folder
         self.catalog = catalog or FakeCatalog()
@@ -90,9 +90,9 @@ async def until(is_so: Callable[[], Any]) -> None:
 
 @asynccontextmanager
 async def opened(
-    folder: Path, policy: Policy | None = None, catalog: FakeCatalog | None = None
+    folder: Path, policy: RetentionPolicy | None = None, catalog: FakeCatalog | None = None
 ) -> AsyncIterator[Bench]:
-    bench = Bench(folder, policy or Policy(), catalog)
+    bench = Bench(folder, policy or RetentionPolicy(), catalog)
     bench.snapshots.begin(bench.ranks, bench.ranks, FORM, lambda: bench.views.append(bench.snapshots.view()))
     try:
         yield bench
@@ -117,7 +117,7 @@ async def test_what_is_sealed_is_saved_and_can_be_read(tmp_path: Path) -> None:
 
 
 async def test_on_demand_all_who_ask_are_answered_once(tmp_path: Path) -> None:
-    async with opened(tmp_path, Policy("demand")) as bench:
+    async with opened(tmp_path, RetentionPolicy("demand")) as bench:
         await bench.ingest(3)
         assert not bench.snapshots.is_usable(3)
         await asyncio.gather(*(bench.snapshots.save([3]) for _ in range(20)))
@@ -127,7 +127,7 @@ async def test_on_demand_all_who_ask_are_answered_once(tmp_path: Path) -> None:
 
 
 async def test_nothing_is_written_where_that_is_off(tmp_path: Path) -> None:
-    async with opened(tmp_path, Policy("off")) as bench:
+    async with opened(tmp_path, RetentionPolicy("off")) as bench:
         await bench.ingest(3)
         with pytest.raises(InvalidArgument, match="--snapshots off"):
             await bench.snapshots.save([3])
@@ -148,7 +148,7 @@ async def test_what_moves_while_it_is_saved_is_saved_again(tmp_path: Path) -> No
 class SlowStore(Store):
     """One that takes its time to write."""
 
-    def put(self, name: str, parts: Sequence[Buffer], *, is_new: bool = False) -> Written:
+    def put(self, name: str, parts: Sequence[Buffer], *, is_new: bool = False) -> WriteResult:
         time.sleep(0.2)
         return super().put(name, parts, is_new=is_new)
 
@@ -216,7 +216,7 @@ async def test_what_leaves_is_held_back_from_deletion(tmp_path: Path) -> None:
 
 
 async def test_a_storage_that_is_away_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async with opened(tmp_path, Policy(grace=1e12)) as bench:
+    async with opened(tmp_path, RetentionPolicy(grace=1e12)) as bench:
         bench.ranks.failures = [StorageUnavailable("it is away")]
         await bench.ingest(3)
         await until(lambda: bench.snapshots.view().trouble)
@@ -240,7 +240,7 @@ async def test_trouble_ends_with_what_met_it(tmp_path: Path) -> None:
 
 async def test_a_lost_rank_is_no_trouble_of_storage(tmp_path: Path) -> None:
     async with opened(tmp_path) as bench:
-        bench.ranks.failures = [WorkerLost(1, "it died")]
+        bench.ranks.failures = [RankLost(1, "it died")]
         await bench.ingest(3)
         await until(lambda: not bench.ranks.failures)
         assert not bench.snapshots.view().trouble

@@ -15,11 +15,11 @@ from msgspec.structs import replace
 from coordinator.persistence.catalog.catalog import DATABASE, Catalog, read_only_catalog
 from coordinator.persistence.catalog.fakes import FakeCatalog
 from coordinator.persistence.catalog.records import (
+    CatalogContents,
     Change,
-    Committed,
+    CommitResult,
     ContextRecord,
-    Kept,
-    Outgoing,
+    OutboxEntry,
     SegmentRecord,
     SnapshotRecord,
     UploadRecord,
@@ -58,10 +58,10 @@ class CatalogMachine(RuleBasedStateMachine):
         return self.runner.run(call)
 
     @property
-    def kept(self) -> Kept:
+    def kept(self) -> CatalogContents:
         return self.fake.kept
 
-    def commit(self, **fields: object) -> Committed:
+    def commit(self, **fields: object) -> CommitResult:
         change = Change(**fields)
         before = {each.id: each for each in self.kept.segments}
         expected = self.run(self.fake.commit(change))
@@ -140,7 +140,7 @@ class CatalogMachine(RuleBasedStateMachine):
 
     @rule(name=OBJECTS, content=st.none() | st.binary())
     def send(self, name: str, content: bytes | None) -> None:
-        self.commit(outgoing=(Outgoing(name, content),))
+        self.commit(outgoing=(OutboxEntry(name, content),))
 
     @rule(limit=st.integers(0, 3))
     def sent(self, limit: int) -> None:

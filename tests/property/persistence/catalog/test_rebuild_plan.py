@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from coordinator.persistence.catalog.fakes import changed
-from coordinator.persistence.catalog.rebuild_plan import Stored, rebuild
-from coordinator.persistence.catalog.records import Change, ContextRecord, Kept, SegmentRecord
+from coordinator.persistence.catalog.rebuild_plan import StorageContents, rebuild
+from coordinator.persistence.catalog.records import CatalogContents, Change, ContextRecord, SegmentRecord
 from longleaf.storage.context_note import ContextNote
-from longleaf.storage.files import Entry
-from longleaf.storage.inventory import Notes
+from longleaf.storage.files import ObjectInfo
+from longleaf.storage.inventory import NoteListing
 from tests.support.catalog import context, segment
 from tests.support.stored_contexts import SERVICE, deletion, manifest_name, manifest_of, note_of
 
@@ -22,7 +22,7 @@ NAMES = st.sampled_from("a b c d".split())
 class History:
     """A catalog, and all that was ever written to storage of it."""
 
-    kept: Kept = field(default_factory=lambda: Kept(service_id=SERVICE))
+    kept: CatalogContents = field(default_factory=lambda: CatalogContents(service_id=SERVICE))
     notes: list[ContextNote] = field(default_factory=list)
     segments: list[SegmentRecord] = field(default_factory=list)
 
@@ -57,16 +57,16 @@ class History:
         self.kept, _ = changed(self.kept, Change(segments=segments, contexts=(record,)))
 
     @property
-    def stored(self) -> Stored:
+    def stored(self) -> StorageContents:
         manifests = {manifest_name(each): each for each in map(manifest_of, self.segments)}
         pieces = {piece.name: piece.num_bytes for each in manifests.values() for piece in each.pieces}
         objects = {**pieces, **dict.fromkeys(manifests, 9), **{note.place.name: 9 for note in self.notes}}
-        return Stored(
-            notes=Notes({(SERVICE, note.context): note for note in self.notes}, []),
+        return StorageContents(
+            notes=NoteListing({(SERVICE, note.context): note for note in self.notes}, []),
             manifests=manifests,
             damaged={},
             others=(),
-            entries={name: Entry(name, size, 0.0) for name, size in objects.items()},
+            entries={name: ObjectInfo(name, size, 0.0) for name, size in objects.items()},
         )
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.engine_messages import Admitted, Ended, Tokens
-from coordinator.persistence.journal.entries import Entry, Held, Said, encode_entry, read_entries
+from coordinator.persistence.journal.entries import Entry, GenerationEntry, Said, encode_entry, read_entries
 from coordinator.persistence.journal.journal import Journal
 from longleaf.sampling import Logprobs, Sampling, Token, TokenLogprob
 from longleaf.types import Generate
@@ -36,7 +36,7 @@ SAMPLINGS = st.builds(
     num_logprobs=st.none() | st.integers(0, 20),
 )
 HELD = st.builds(
-    Held,
+    GenerationEntry,
     request_id=st.text("abc.-_", min_size=1, max_size=9),
     request=st.builds(
         Generate,
@@ -90,7 +90,7 @@ def test_one_byte_that_changes_ends_the_reading_before_its_entry(
 )
 @settings(max_examples=60)
 def test_what_goes_on_after_a_torn_entry_is_read_with_what_was_before(
-    held: Held, said: list[Said], more: list[Said], torn: bytes, cut: float
+    held: GenerationEntry, said: list[Said], more: list[Said], torn: bytes, cut: float
 ) -> None:
     last = encode_entry(Tokens(7, (Token(7),)))
     with TemporaryDirectory() as name:

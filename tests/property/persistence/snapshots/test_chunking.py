@@ -9,7 +9,7 @@ from coordinator.persistence.snapshots.chunking import MIN_PIECE_BYTES, NUM_PIEC
 from longleaf.positions import OWN_ROPE
 from longleaf.rank_protocol.snapshots import MAX_PIECE_BYTES
 from longleaf.runs import Run, ceil_div
-from longleaf.storage.manifest import Piece, SegmentManifest
+from longleaf.storage.manifest import PieceRef, SegmentManifest
 from longleaf.storage.names import Attempt
 
 
@@ -34,7 +34,7 @@ def test_pieces_hold_each_position_once(found: tuple[list[Run], int], block_byte
     pieces = cut_pieces(runs, size, block_bytes)
     start, end = runs[0].start, runs[-1].end
     attempt = Attempt("service", "service-1", "a")
-    told = [Piece(attempt.piece(i), tuple((r.start, r.end) for r in piece), 1, "") for i, piece in enumerate(pieces)]
+    told = [PieceRef(attempt.piece(i), tuple((r.start, r.end) for r in piece), 1, "") for i, piece in enumerate(pieces)]
     SegmentManifest(
         service="service",
         fingerprint="",

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 import pytest
 from msgspec.structs import replace
 
-from coordinator.persistence.catalog.rebuild_plan import Rebuilt, Stored, choose_service, rebuild
+from coordinator.persistence.catalog.rebuild_plan import Rebuilt, StorageContents, choose_service, rebuild
 from coordinator.persistence.catalog.records import SnapshotRecord
 from longleaf.errors import DataLoss, InvalidArgument
 from longleaf.positions import Rope
 from longleaf.storage.context_note import ContextNote
-from longleaf.storage.files import Entry
-from longleaf.storage.inventory import Notes
+from longleaf.storage.files import ObjectInfo
+from longleaf.storage.inventory import NoteListing
 from longleaf.storage.manifest import SegmentManifest
 from longleaf.storage.names import NotePlace
 from tests.support.catalog import context, segment
@@ -52,17 +52,17 @@ class Place:
         return name
 
     @property
-    def stored(self) -> Stored:
+    def stored(self) -> StorageContents:
         newest = dict[tuple[str, str], ContextNote]()
         for note in sorted(self.notes, key=lambda note: note.number):
             newest[note.service, note.context] = note
         pieces = [piece for manifest in self.manifests.values() for piece in manifest.pieces]
-        entries = {piece.name: Entry(piece.name, PIECE_BYTES - (piece.name in self.cut), 0.0) for piece in pieces}
+        entries = {piece.name: ObjectInfo(piece.name, PIECE_BYTES - (piece.name in self.cut), 0.0) for piece in pieces}
         named = [note.place.name for note in self.notes] + [place.name for place in self.damaged_notes]
         for name in (*self.manifests, *self.damaged, *self.others, *named, *self.further):
-            entries[name] = Entry(name, 10, self.modified.get(name, 0.0))
-        return Stored(
-            notes=Notes(newest, [DataLoss(place.name, "its checksum is wrong") for place in self.damaged_notes]),
+            entries[name] = ObjectInfo(name, 10, self.modified.get(name, 0.0))
+        return StorageContents(
+            notes=NoteListing(newest, [DataLoss(place.name, "its checksum is wrong") for place in self.damaged_notes]),
             manifests=self.manifests,
             damaged={name: DataLoss(name, "its checksum is wrong") for name in self.damaged},
             others=self.others,

@@ -8,12 +8,12 @@ import pytest
 from msgspec.structs import replace
 
 from coordinator.persistence.catalog import row_codec, tables
-from coordinator.persistence.catalog.records import Kept
+from coordinator.persistence.catalog.records import CatalogContents
 from coordinator.persistence.catalog.sqlite_errors import at_start, while_running
 from longleaf.errors import CatalogError, DataLoss, StorageUnavailable
 from tests.support.catalog import FIRST, context, ids, segment
 
-KEPT = Kept(segments=FIRST.segments, contexts=FIRST.contexts, service_id="")
+KEPT = CatalogContents(segments=FIRST.segments, contexts=FIRST.contexts, service_id="")
 
 
 def test_a_path_leads_from_position_0_on() -> None:
@@ -36,7 +36,7 @@ def test_a_path_leads_from_position_0_on() -> None:
         (replace(KEPT, segments=(FIRST.segments[0], segment(7, 30, start=50))), "does not begin at position 0"),
     ],
 )
-def test_no_path_leads_through_what_is_damaged(kept: Kept, reason: str) -> None:
+def test_no_path_leads_through_what_is_damaged(kept: CatalogContents, reason: str) -> None:
     with pytest.raises(DataLoss, match=f"contexts/fork is damaged: .*{reason}.*delete it"):
         kept.path(FIRST.contexts[1])
 

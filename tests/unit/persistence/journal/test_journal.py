@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.engine_messages import Admitted, Tokens
-from coordinator.persistence.journal.entries import Held
+from coordinator.persistence.journal.entries import GenerationEntry
 from coordinator.persistence.journal.journal import Journal
 from longleaf.errors import StorageUnavailable
 from longleaf.sampling import Sampling, Token
@@ -20,12 +20,14 @@ SAID = [Admitted(5, 3), Tokens(0, (Token(7), Token(8))), Tokens(2, (Token(9),), 
 SECRET = "what nobody else may know"
 
 
-def held(request_id: str = "one", context: str | None = None, ids: tuple[int, ...] = (1, 2, 3)) -> Held:
+def held(request_id: str = "one", context: str | None = None, ids: tuple[int, ...] = (1, 2, 3)) -> GenerationEntry:
     request = Generate(input="", context=context, sampling=Sampling(seed=5, stop=(SECRET,)), resume_seconds=9.0)
-    return Held(request_id=request_id, request=request, question=b"q", prompt=array("I", ids).tobytes(), deadline=4.5)
+    return GenerationEntry(
+        request_id=request_id, request=request, question=b"q", prompt=array("I", ids).tobytes(), deadline=4.5
+    )
 
 
-def write(journal: Journal, one: Held) -> None:
+def write(journal: Journal, one: GenerationEntry) -> None:
     with journal.begin(one) as record:
         for event in SAID:
             record.append(event)

@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from coordinator.persistence.catalog.fakes import FakeCatalog
-from coordinator.persistence.catalog.records import Change, Outgoing
+from coordinator.persistence.catalog.records import Change, OutboxEntry
 from coordinator.persistence.snapshots import storage_health
-from coordinator.persistence.snapshots.outbox_sender import AT_ONCE, Sender
+from coordinator.persistence.snapshots.outbox_sender import AT_ONCE, OutboxSender
 from coordinator.persistence.snapshots.store import AsyncStore
 from longleaf.errors import DataLoss, StorageUnavailable
 from longleaf.storage.context_note import ContextNote, encode_note
@@ -59,9 +59,9 @@ class Sending:
         self.files = FlakyFiles(self.memory)
         self.catalog = FakeCatalog()
         self.store = AsyncStore(Store(self.files, "memory"))
-        self.sender = Sender(self.store, self.catalog)
+        self.sender = OutboxSender(self.store, self.catalog)
 
-    async def put(self, *outgoing: Outgoing) -> None:
+    async def put(self, *outgoing: OutboxEntry) -> None:
         await self.catalog.commit(Change(outgoing=outgoing))
         self.sender.wake()
 
@@ -87,8 +87,8 @@ async def sending() -> AsyncIterator[Sending]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-def note(number: int, content: bytes | None = b"x") -> Outgoing:
-    return Outgoing(f"services/s/notes/c/{number:020}", content)
+def note(number: int, content: bytes | None = b"x") -> OutboxEntry:
+    return OutboxEntry(f"services/s/notes/c/{number:020}", content)
 
 
 def attempt(number: int) -> Attempt:
@@ -146,7 +146,7 @@ async def test_a_catalog_that_cannot_be_read_is_asked_again_when_there_is_more()
     class Damaged(FakeCatalog):
         is_damaged = True
 
-        async def outgoing(self, limit: int, *, only_deletions: bool = False) -> list[tuple[int, Outgoing]]:
+        async def outgoing(self, limit: int, *, only_deletions: bool = False) -> list[tuple[int, OutboxEntry]]:
             if self.is_damaged:
                 self.is_damaged = False
                 raise DataLoss("the catalog", "its pages are torn")
@@ -154,7 +154,7 @@ async def test_a_catalog_that_cannot_be_read_is_asked_again_when_there_is_more()
 
     found = Sending()
     catalog = Damaged()
-    sender = Sender(found.store, catalog)
+    sender = OutboxSender(found.store, catalog)
     task = asyncio.create_task(sender.run())
     await catalog.commit(Change(outgoing=(note(1),)))
     await comes(lambda: not catalog.is_damaged)
@@ -172,7 +172,7 @@ async def test_an_attempt_is_deleted_with_its_pieces_and_the_manifest_goes_first
             for name in (each.piece(0), each.piece(1), each.windows(0), each.manifest):
                 found.keep(name)
         found.memory.done.clear()
-        await found.put(Outgoing(one.manifest, None))
+        await found.put(OutboxEntry(one.manifest, None))
         await found.all_sent()
         assert found.memory.done[0] == f"-{one.manifest}"
         assert found.names == {other.piece(0), other.piece(1), other.windows(0), other.manifest}
@@ -185,7 +185,7 @@ async def test_what_is_held_stays_and_what_comes_behind_it_goes() -> None:
             found.keep(each.manifest)
         for _ in range(2):
             found.sender.hold(one.manifest)
-        await found.put(Outgoing(one.manifest, None), note(1), Outgoing(other.manifest, None))
+        await found.put(OutboxEntry(one.manifest, None), note(1), OutboxEntry(other.manifest, None))
         await comes(lambda: len(found.catalog._outbox) == 1)
         assert found.names == {one.manifest, note(1).name}
         found.sender.release(one.manifest)
@@ -202,18 +202,18 @@ async def test_ever_so_many_that_are_held_keep_nothing_waiting() -> None:
         many = [attempt(number) for number in range(AT_ONCE + 1)]
         for each in many:
             found.sender.hold(each.manifest)
-        await found.put(*(Outgoing(each.manifest, None) for each in many), note(1))
+        await found.put(*(OutboxEntry(each.manifest, None) for each in many), note(1))
         await comes(lambda: note(1).name in found.names)
 
 
 async def test_with_the_note_of_a_deletion_those_before_it_go() -> None:
     """They tell the display name; a later context of the same name keeps its own."""
 
-    def note(context: str, number: int, *, is_deleted: bool = False) -> Outgoing:
+    def note(context: str, number: int, *, is_deleted: bool = False) -> OutboxEntry:
         told = ContextNote(
             service=SERVICE, context=context, number=number, is_deleted=is_deleted, display_name="secret"
         )
-        return Outgoing(told.place.name, encode_note(told))
+        return OutboxEntry(told.place.name, encode_note(told))
 
     async with sending() as found:
         for context, number in (("moby", 1), ("moby", 3), ("moby 2", 2)):
@@ -230,6 +230,6 @@ async def test_notes_that_cannot_be_deleted_now_are_deleted_later() -> None:
     async with sending() as found:
         found.keep(NotePlace(SERVICE, "moby", 1).name)
         found.memory.num_refused = 2
-        await found.put(Outgoing(deletion.place.name, encode_note(deletion)))
+        await found.put(OutboxEntry(deletion.place.name, encode_note(deletion)))
         await found.all_sent()
         assert found.names == {deletion.place.name}

@@ -2,12 +2,14 @@
 
 from coordinator.persistence.catalog.records import SnapshotRecord
 from coordinator.persistence.snapshots.ports import ContextUse
-from coordinator.persistence.snapshots.retention import Policy
-from coordinator.persistence.snapshots.snapshot_index import Records
+from coordinator.persistence.snapshots.retention import RetentionPolicy
+from coordinator.persistence.snapshots.snapshot_index import SnapshotIndex
 
 
-def records(policy: Policy, *segments: int) -> Records:
-    return Records([SnapshotRecord(segment=s, manifest=f"m{s}", form="f", num_bytes=10) for s in segments], policy)
+def records(policy: RetentionPolicy, *segments: int) -> SnapshotIndex:
+    return SnapshotIndex(
+        [SnapshotRecord(segment=s, manifest=f"m{s}", form="f", num_bytes=10) for s in segments], policy
+    )
 
 
 def use(name: str, last_used: float, *segments: int, is_pinned: bool = False) -> ContextUse:
@@ -15,31 +17,31 @@ def use(name: str, last_used: float, *segments: int, is_pinned: bool = False) ->
 
 
 def test_what_was_used_longest_ago_goes_first_when_there_is_too_much() -> None:
-    found = records(Policy(quota=20), 1, 2, 3)
+    found = records(RetentionPolicy(quota=20), 1, 2, 3)
     uses = [use("a", 5.0, 1), use("b", 3.0, 2), use("c", 9.0, 3)]
     assert found.surplus(uses, 10.0) == [2]
 
 
 def test_what_two_contexts_share_is_as_recent_as_the_later_one() -> None:
-    found = records(Policy(quota=10), 1, 2)
+    found = records(RetentionPolicy(quota=10), 1, 2)
     uses = [use("a", 1.0, 1), use("fork", 9.0, 1), use("b", 5.0, 2)]
     assert found.surplus(uses, 10.0) == [2]
 
 
 def test_pinned_contexts_go_last_and_never_expire() -> None:
-    found = records(Policy(quota=20, expiry=5.0), 1, 2, 3)
+    found = records(RetentionPolicy(quota=20, expiry=5.0), 1, 2, 3)
     uses = [use("a", 0.0, 1, is_pinned=True), use("b", 99.0, 2), use("c", 98.0, 3)]
     assert found.surplus(uses, 100.0) == [3]
-    assert records(Policy(expiry=5.0), 1).surplus(uses[:1], 1e9) == []
+    assert records(RetentionPolicy(expiry=5.0), 1).surplus(uses[:1], 1e9) == []
 
 
 def test_what_nobody_has_used_for_long_goes() -> None:
     uses = [use("a", 90.0, 1), use("b", 94.0, 2)]
-    assert records(Policy(expiry=8.0), 1, 2).surplus(uses, 100.0) == [1]
+    assert records(RetentionPolicy(expiry=8.0), 1, 2).surplus(uses, 100.0) == [1]
 
 
 def test_what_went_is_made_again_once_it_was_used() -> None:
-    found = records(Policy(quota=5), 1)
+    found = records(RetentionPolicy(quota=5), 1)
     uses = [use("a", 3.0, 1)]
     assert not found.may_be_saved(1, uses)
     assert found.surplus(uses, 10.0) == [1]

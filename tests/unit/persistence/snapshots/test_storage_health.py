@@ -5,13 +5,13 @@ import logging
 
 import pytest
 
-from coordinator.persistence.snapshots.storage_health import MOST_SECONDS, Trouble
+from coordinator.persistence.snapshots.storage_health import MOST_SECONDS, StorageHealth
 
 
 def test_only_changes_are_told(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     told = list[str]()
-    trouble = Trouble("writing")
+    trouble = StorageHealth("writing")
     trouble.watch(lambda: told.append(trouble.reason))
     trouble.end()
     for reason in ("it is full", "it is full", "it is away"):
@@ -36,7 +36,7 @@ async def test_each_wait_is_longer_until_it_has_ended(monkeypatch: pytest.Monkey
         waits.append(seconds)
 
     monkeypatch.setattr(asyncio, "sleep", sleep)
-    trouble = Trouble("writing")
+    trouble = StorageHealth("writing")
     for _ in range(8):
         await trouble.wait()
     trouble.end()
