@@ -52,17 +52,17 @@ KINDS = {"facts": (facts, FACTS), "numbered": (numbered, NUMBERED)}
 
 def measure(client: Client, kind: str, count: int, documents: int, seed: int) -> dict[str, Any]:
     """The row of one number of facts."""
-    right = ended = asked = 0
+    right = ended = requested = 0
     for number in range(documents):
         rng = random.Random(f"{seed} {kind} {count} {number}")
         text, questions = KINDS[kind][0](rng, count)
         client.ingest(CONTEXT, text)
         for question in rng.sample(questions, min(QUESTIONS, count)):
             answer, has_ended = ask(client, question.text)
-            right, ended, asked = right + question.is_answered(answer), ended + has_ended, asked + 1
+            right, ended, requested = right + question.is_answered(answer), ended + has_ended, requested + 1
         client.delete_context(CONTEXT)
-    low, high = wilson(right, asked)
-    row = {"bench": "bare", "kind": kind, "facts": count, "documents": documents, "asked": asked, "right": right}
+    low, high = wilson(right, requested)
+    row = {"bench": "bare", "kind": kind, "facts": count, "documents": documents, "asked": requested, "right": right}
     return row | {"low": round(low, 4), "high": round(high, 4), "ended": ended}
 
 

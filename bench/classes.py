@@ -54,9 +54,9 @@ def find(model_type: str) -> Finding:
 
 def write(findings: Sequence[Finding]) -> None:
     """Replaces the rows of these classes, and drops those of classes that transformers no longer has."""
-    kept = {found.model_type: found for found in read().findings} if models.CLASSES.is_file() else {}
-    kept |= {found.model_type: found for found in findings}
-    walked = Walk(version("transformers"), tuple(kept[name] for name in KINDS if name in kept))
+    retained = {found.model_type: found for found in read().findings} if models.CLASSES.is_file() else {}
+    retained |= {found.model_type: found for found in findings}
+    walked = Walk(version("transformers"), tuple(retained[name] for name in KINDS if name in retained))
     models.CLASSES.write_text(_encode(walked) + "\n")
     models.write([])
 

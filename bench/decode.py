@@ -57,10 +57,10 @@ def row(
     is_real = length <= LONGEST_REAL_PREFILL
     texts = [measured.tokens(length, seed=i) for i in range(num_contexts)]
     tell(f"{measured.name}, {num_contexts} x {length} tokens, batch {batch}: ingesting")
-    held = [f"decode-{i}" for i in range(num_contexts)]
-    for context, ids in zip(held, texts, strict=True):
+    resident = [f"decode-{i}" for i in range(num_contexts)]
+    for context, ids in zip(resident, texts, strict=True):
         service.ingest(context, ids)
-    contexts = [held[i % num_contexts] for i in range(batch)]
+    contexts = [resident[i % num_contexts] for i in range(batch)]
     begun = [texts[i % num_contexts] for i in range(batch)]
     questions = [measured.tokens(1, seed=1000 + i) for i in range(batch)]
     prompts = [a + b for a, b in zip(begun, questions, strict=True)]
@@ -71,7 +71,7 @@ def row(
         ours.append(service.decode_together(contexts, questions, arguments.tokens))
         theirs.append(baseline.decode_together(prompts, cache, arguments.tokens))
         tell(f"  {'warm-up' if i == 0 else i}: {ours[-1].decode_rate:.1f} and {theirs[-1].decode_rate:.1f} tokens/s")
-    for context in held:
+    for context in resident:
         service.delete(context)
     wall = compare([d.wall_rate for d in ours[1:]], [d.wall_rate for d in theirs[1:]])
     pairs = zip(ours[-1].answers, theirs[-1].answers, strict=True)

@@ -102,9 +102,9 @@ def over_int8(backend: Backend, q_THD: Tensor, kept: Int8Layer, reads: Reads) ->
 def quantized(k_KSD: Tensor, v_KSD: Tensor) -> Int8Layer:
     """The same keys and values in 8 bits."""
     kv_heads, num_keys, dim = k_KSD.shape
-    kept = int8.empty(kv_heads, num_keys // BLOCK, BLOCK, dim)
-    int8.write(kept, torch.arange(num_keys), k_KSD, v_KSD)
-    return kept
+    retained = int8.empty(kv_heads, num_keys // BLOCK, BLOCK, dim)
+    int8.write(retained, torch.arange(num_keys), k_KSD, v_KSD)
+    return retained
 
 
 def differing(backend: Backend, step: "partial[Partial]", num_keys: int, dtype: torch.dtype) -> float:

@@ -71,7 +71,7 @@ async def scraped(num_ranks: int, num_tenants: int, num_contexts: int, repeats: 
         sources = MetricSources(cluster=engine.cluster, counts=lambda: engine.counts, ranks_lost=lambda: 0)
         url = await metrics.start(sources, "127.0.0.1", 0)
         answers = [await timed(int(url.split(":")[2].partition("/")[0])) for _ in range(repeats + 1)][1:]
-        held = [seconds_of(metrics.look) for _ in range(repeats)]
+        resident = [seconds_of(metrics.look) for _ in range(repeats)]
     finally:
         await metrics.stop()
         await engine.close()
@@ -80,7 +80,7 @@ async def scraped(num_ranks: int, num_tenants: int, num_contexts: int, repeats: 
     sizes = {"ranks": num_ranks, "tenants": num_tenants, "contexts": num_contexts, "bytes": len(text)}
     sizes |= {"series": sum(not line.startswith(b"#") for line in text.splitlines())}
     times = percentiles("ms", [seconds for seconds, _ in answers])
-    return sizes | times | {"event_loop_ms": round(median(held) * 1e3, 3)}
+    return sizes | times | {"event_loop_ms": round(median(resident) * 1e3, 3)}
 
 
 def use(metrics: Metrics, tenant: str) -> None:
@@ -90,10 +90,10 @@ def use(metrics: Metrics, tenant: str) -> None:
             record = CallRecord(f"/longleaf.v1.SomeService/{method}", "", {})
             with metrics.observer.call(record):
                 record.tenant, record.code = tenant, code
-    with metrics.observer.generation("", tenant) as saw:
-        saw(Admitted(10, 5))
+    with metrics.observer.generation("", tenant) as emit:
+        emit(Admitted(10, 5))
         for index in range(10):
-            saw(Tokens(index, (Token(1),)))
+            emit(Tokens(index, (Token(1),)))
 
 
 async def timed(port: int) -> tuple[float, bytes]:
@@ -125,13 +125,13 @@ def per_event(count: int) -> dict[str, float]:
             pass
 
     def generation() -> None:
-        with observer.generation("", "acme") as saw:
-            saw(Admitted(10, 5))
-            saw(Ended("length", 10, 5, 1, 0.0, 0.0, 0.0))
+        with observer.generation("", "acme") as emit:
+            emit(Admitted(10, 5))
+            emit(Ended("length", 10, 5, 1, 0.0, 0.0, 0.0))
 
-    with Observers([observer]).generation("", "acme") as saw, Observers().generation("", "acme") as unseen:
+    with Observers([observer]).generation("", "acme") as emit, Observers().generation("", "acme") as unseen:
         kinds: dict[str, Callable[[], object]] = {
-            "token": lambda: saw(tokens),
+            "token": lambda: emit(tokens),
             "token_without_metrics": lambda: unseen(tokens),
             "call": call,
             "generation": generation,

@@ -148,9 +148,11 @@ def rounded(world_sizes: Sequence[int], ratio: float | None = None, failure: str
 
 def write(rows: list[Row]) -> None:
     """What is new takes the place of what was found in the same family and type."""
-    kept: dict[str, Row] = {row["family"]: row for row in json.loads(RESULTS.read_text())} if RESULTS.is_file() else {}
-    kept |= {row["family"]: kept.get(row["family"], {}) | row for row in rows}
-    ordered = [kept[family] for family in (*FAMILIES, *REFUSED) if family in kept]
+    retained: dict[str, Row] = (
+        {row["family"]: row for row in json.loads(RESULTS.read_text())} if RESULTS.is_file() else {}
+    )
+    retained |= {row["family"]: retained.get(row["family"], {}) | row for row in rows}
+    ordered = [retained[family] for family in (*FAMILIES, *REFUSED) if family in retained]
     RESULTS.write_text(json.dumps(ordered, indent=2) + "\n")
     PAGE.write_text(page(ordered, json.loads(CLASSES.read_text())))
 
@@ -159,10 +161,10 @@ def page(rows: list[Row], walk: Row) -> str:
     """The text of docs/models.md, from the rows of families and from what `bench.classes` found."""
     refused = [row for row in rows if row.get("refused") is not None]
     served = [row for row in rows if row.get("refused") is None]
-    told = {"states": STATES, "seeing": SEEING, "allowed": ALLOWED, "half": half}
+    reported = {"states": STATES, "seeing": SEEING, "allowed": ALLOWED, "half": half}
     counts = Counter(found["result"] for found in walk["findings"])
     classes = {"walk": walk, "counts": counts, "describe_result": describe_result}
-    return render("models", served=served, refused=refused, **told, **classes)
+    return render("models", served=served, refused=refused, **reported, **classes)
 
 
 def describe_result(found: Row) -> str:

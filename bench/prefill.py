@@ -63,15 +63,15 @@ class Reader:
     def __init__(self, rank: int, model: models.Model, groups: Groups, past: int, chunk: int) -> None:
         self._model = model
         world_size = groups.world.world_size
-        self._work, held = plan(past, chunk, world_size)
-        num_blocks = 1 + max(block for run in (*held, *self._work.pieces) for block in run.blocks)
+        self._work, resident = plan(past, chunk, world_size)
+        num_blocks = 1 + max(block for run in (*resident, *self._work.pieces) for block in run.blocks)
         self._pool = FloatKvPool(model.layers, num_blocks, BLOCK_SIZE, model.dtype, model.device)
         generator = torch.Generator().manual_seed(rank)
         for tensor in (*self._pool.keys.values(), *self._pool.values.values()):
             tensor.normal_(generator=generator)
         self._ledger = BlockTable(rank, BLOCK_SIZE)
-        if held:
-            self._ledger.put(PAST, held)
+        if resident:
+            self._ledger.put(PAST, resident)
         self._backend = registry.choose("auto", model.device, model.dtype)
         self.comm = CountingComm(groups.world)
         merge = make_merge("gather", Groups(groups.topology, self.comm, self.comm, None), PartialCodec(self._backend))

@@ -187,9 +187,9 @@ def summary(found: Measured) -> dict[str, object]:
     equal = columns.pop("is_equal")
     medians = {field: round(median(values), 3) for field, values in columns.items()}
     high = {f"{field}_p95": round(percentile(columns[field]), 3) for field in ("noticed_s", "formed_s")}
-    told = {"full_ingest_s": round(found.full_ingest_s, 3), "kills": len(found.kills), "equal_streams": sum(equal)}
+    reported = {"full_ingest_s": round(found.full_ingest_s, 3), "kills": len(found.kills), "equal_streams": sum(equal)}
     ratio = round(medians["recovery_s"] / found.full_ingest_s, 3)
-    return medians | high | told | {"near_ties": found.near_ties, "ratio": ratio}
+    return medians | high | reported | {"near_ties": found.near_ties, "ratio": ratio}
 
 
 def percentile(values: list[float]) -> float:
@@ -214,17 +214,17 @@ async def measure(address: str, measured: Subject, num_tokens: int, repeats: int
 
 async def lose_in_turns(client: AsyncClient, full_ingest_s: float, repeats: int, hurt: Hurt) -> Measured:
     """The losses of a service that holds the document, each of another rank."""
-    expected = [told async for told in stream(client)]
-    near_ties = sum(told.margin < NEAR_TIE for told in expected)
-    tokens = [told.token for told in expected]
+    expected = [reported async for reported in stream(client)]
+    near_ties = sum(reported.margin < NEAR_TIE for reported in expected)
+    tokens = [reported.token for reported in expected]
     kills = [await lose(client, turn, hurt, tokens) for turn in range(repeats)]
     return Measured(full_ingest_s, near_ties, kills)
 
 
 async def stream(client: AsyncClient) -> AsyncIterator[Told]:
     """A greedy answer."""
-    asked = client.generate(QUESTION, context=CONTEXT, max_tokens=STREAMED, ignore_end_token=True, num_logprobs=2)
-    async for event in asked:
+    requested = client.generate(QUESTION, context=CONTEXT, max_tokens=STREAMED, ignore_end_token=True, num_logprobs=2)
+    async for event in requested:
         if isinstance(event, Delta):
             for token, logprobs in zip(event.token_ids, event.logprobs, strict=True):
                 best, second = logprobs.top
@@ -256,12 +256,12 @@ class Watch:
 async def lose(client: AsyncClient, turn: int, hurt: Hurt, expected: list[int]) -> Kill:
     """Loses ranks under a stream, and waits until everything is as before."""
     before, watch = await client.cluster(), Watch(client)
-    told, enough = list[Told](), asyncio.Event()
+    reported, enough = list[Told](), asyncio.Event()
 
     async def read() -> None:
         async for one in stream(client):
-            told.append(one)
-            if len(told) >= BEFORE:
+            reported.append(one)
+            if len(reported) >= BEFORE:
                 enough.set()
 
     reading = asyncio.create_task(read())
@@ -282,11 +282,11 @@ async def lose(client: AsyncClient, turn: int, hurt: Hurt, expected: list[int]) 
         noticed_s=noticed - killed,
         formed_s=formed - noticed,
         recovery_s=recovered - killed,
-        stall_s=longest_gap([one.time for one in told], killed),
+        stall_s=longest_gap([one.time for one in reported], killed),
         restored_world_s=restored - killed,
         lost_tokens=recovery.lost_tokens,
         reingested_tokens=recovery.recovered_tokens,
-        is_equal=[one.token for one in told] == expected,
+        is_equal=[one.token for one in reported] == expected,
     )
 
 

@@ -93,8 +93,8 @@ def parse(arguments: list[str]) -> ServiceConfig:
 
 def _of_option(error: msgspec.ValidationError) -> str:
     """What does not fit, after the option instead of with the path."""
-    told, _, path = str(error).rpartition(" - at ")
-    return f"--{path.strip('`').rpartition('.')[2].replace('_', '-')}: {told}"
+    reported, _, path = str(error).rpartition(" - at ")
+    return f"--{path.strip('`').rpartition('.')[2].replace('_', '-')}: {reported}"
 
 
 def tell_notes(reply: StartResult) -> None:
@@ -105,11 +105,11 @@ def tell_notes(reply: StartResult) -> None:
 def announce(config: ServiceConfig, reply: StartResult) -> None:
     tell_notes(reply)
     address = join_address(config.host, reply.port)
-    told = msgspec.json.encode({"address": address}).decode() if config.as_json else f"{LISTENING}{address}"
-    print(told, flush=True)
+    message = msgspec.json.encode({"address": address}).decode() if config.as_json else f"{LISTENING}{address}"
+    print(message, flush=True)
     if reply.http:
-        told = f"page and HTTP: {reply.http} (base_url of OpenAI's clients: {reply.http}/v1)"
-        print(msgspec.json.encode({"http": reply.http}).decode() if config.as_json else told, flush=True)
+        message = f"page and HTTP: {reply.http} (base_url of OpenAI's clients: {reply.http}/v1)"
+        print(msgspec.json.encode({"http": reply.http}).decode() if config.as_json else message, flush=True)
 
 
 def report(reply: StartResult, telemetry: TelemetryConfig = SILENT) -> int:
@@ -181,10 +181,10 @@ class WaitReporter:
             return
         self._next = now + TELL_SECONDS
         seconds, limit = round(now - self._began), self._config.wait_for_ranks
-        told = {"waiting_for": what, **facts, "seconds": seconds, "limit_seconds": limit}
+        reported = {"waiting_for": what, **facts, "seconds": seconds, "limit_seconds": limit}
         line = f"waiting for {what}, since {human_seconds(seconds)}"
         is_json = self._config.as_json or self._config.telemetry.log_format == "json"
-        print(msgspec.json.encode(told).decode() if is_json else line, file=sys.stderr, flush=True)
+        print(msgspec.json.encode(reported).decode() if is_json else line, file=sys.stderr, flush=True)
 
 
 def serve_on_ray(config: ServiceConfig) -> StartResult:
@@ -265,11 +265,11 @@ def _follow(
     meanwhile: Callable[[], None] = lambda: None,
 ) -> StartResult:
     """The call's reply. The actor is told of every signal, and given up when it does not end in `most_seconds`."""
-    ray, num_told = ray_package(), 0
+    ray, num_reported = ray_package(), 0
     while True:
-        while num_told < signals.count:
+        while num_reported < signals.count:
             actor.end.remote()
-            num_told += 1
+            num_reported += 1
         done, _ = ray.wait([reference], timeout=POLL_SECONDS)
         if done:
             return ray.get(reference)

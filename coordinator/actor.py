@@ -47,11 +47,11 @@ def describe(error: Exception) -> StartResult:
     """Settings that cannot work are the user's to change (exit code 2); everything else is a failure (1)."""
     if not isinstance(error, LongleafError):
         return StartResult(error=repr(error), exit_code=FAILED)
-    told = str(error)
+    message = str(error)
     if isinstance(error, InvalidArgument) and error.field in SETTINGS:
-        told = f"{flag_of(error.field)}: {error.description}"
+        message = f"{flag_of(error.field)}: {error.description}"
     code = FAILED if isinstance(error, RankLost | GroupFailed) else BAD_INPUT
-    return StartResult(error=in_flags(told, SETTINGS), exit_code=code)
+    return StartResult(error=in_flags(message, SETTINGS), exit_code=code)
 
 
 class StartupLogBuffer(logging.Handler):
@@ -96,8 +96,8 @@ class StartupLogBuffer(logging.Handler):
         return (self._say_dropped(num_dropped), *lines) if num_dropped else lines
 
     def _say_dropped(self, count: int) -> str:
-        told = f"{count:,} lines before these are lost: more were logged than anybody took"
-        return self.format(logging.LogRecord(__name__, logging.WARNING, "", 0, told, None, None))
+        message = f"{count:,} lines before these are lost: more were logged than anybody took"
+        return self.format(logging.LogRecord(__name__, logging.WARNING, "", 0, message, None, None))
 
 
 class CoordinatorActor:

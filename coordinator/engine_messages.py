@@ -156,8 +156,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_left(self) -> int:
         """Tokens that each of these may still have, at most."""
-        told = () if self.generated is None else self.generated.values()
-        return self.sampling.max_tokens - min(map(len, told), default=0)
+        reported = () if self.generated is None else self.generated.values()
+        return self.sampling.max_tokens - min(map(len, reported), default=0)
 
     def end_reason(self, token_id: int, num_generated: int) -> EndReason | None:
         """Why `token_id` ends an answer that has `num_generated` tokens with it; None when it does not."""

@@ -121,8 +121,8 @@ class Service:
         port = await self._server.start(self._config.host, self._config.port, unix)
         if self._door is not None:
             self.http = await self._door.start()
-        told = await self._start_health(self._server)
-        told += await self._watching.tell(self._sources(authenticator, certificates))
+        reported = await self._start_health(self._server)
+        reported += await self._watching.tell(self._sources(authenticator, certificates))
         tokenizer = await self._load_tokenizer(config)
         if self._config.sampling_defaults == "model":
             self._sampling_defaults = read_sampling(tokenizer.checkpoint.folder)
@@ -137,13 +137,13 @@ class Service:
         await self._fleet.launch(config, self._control.invitations, self._control.lost)
         readies = await self._engine.start()
         self._keeper = ReplacementSupervisor(self._control.roster, self._fleet, config, readies)
-        kept = self._durability.notes if self._durability else (NOTHING_KEPT,)
+        retained = self._durability.notes if self._durability else (NOTHING_KEPT,)
         if self._durability is not None and isinstance(authenticator, Credentials):
-            kept += unreachable((each.id for each in self._durability.kept.contexts), authenticator.tenants)
+            retained += unreachable((each.id for each in self._durability.kept.contexts), authenticator.tenants)
         if self._config.launcher == "local":
             devices = [ready.device for ready in readies]
-            told += idle_processors(config.world_size, config.threads_per_rank, devices, num_processors())
-        self.notes = (*dict.fromkeys(note for ready in readies for note in ready.notes), *kept, *told)
+            reported += idle_processors(config.world_size, config.threads_per_rank, devices, num_processors())
+        self.notes = (*dict.fromkeys(note for ready in readies for note in ready.notes), *retained, *reported)
         self._loop = asyncio.create_task(self._engine.run())
         model = self._describe(self._engine, tokenizer, readies[0])
         describe = partial(self._engine.cluster, model, self._config.launcher)

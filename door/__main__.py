@@ -80,8 +80,8 @@ def parse(arguments: list[str]) -> GatewayConfig:
     try:
         return msgspec.convert(vars(parser.parse_args(arguments)), GatewayConfig, strict=False)
     except msgspec.ValidationError as error:
-        told, _, path = str(error).rpartition(" - at ")
-        parser.error(f"--{path.strip('`$.').replace('_', '-')}: {told}")
+        reported, _, path = str(error).rpartition(" - at ")
+        parser.error(f"--{path.strip('`$.').replace('_', '-')}: {reported}")
 
 
 if __name__ == "__main__":

@@ -84,11 +84,11 @@ async def _on_error(request: Request, error: LongleafError) -> Response:
 
 async def _on_http(request: Request, error: HTTPException) -> Response:
     allowed = (error.headers or {}).get("Allow", "")
-    told = {404: "there is nothing at this path", 405: f"{request.method} is not for this path, but {allowed}"}
+    reported = {404: "there is nothing at this path", 405: f"{request.method} is not for this path, but {allowed}"}
     if error.status_code == 404 and any(path == f"/v1{request.url.path}" for path, *_ in ROUTES):
-        told[404] += f": it is at /v1{request.url.path} (base_url ends with /v1)"
+        reported[404] += f": it is at /v1{request.url.path} (base_url ends with /v1)"
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-    message = told.get(error.status_code, str(error.detail))
+    message = reported.get(error.status_code, str(error.detail))
     return await _on_problem(request, HttpProblem(error.status_code, message, code=code, headers=error.headers))
 
 

@@ -130,8 +130,8 @@ class MemoryLease:
         """The same for a body that has been decoded."""
         more = max(0, num_bytes - self._num_bytes)
         if self._held.num_bytes + more > self._held.max_bytes:
-            told = "the door takes in as much as it can, come again"
-            raise unavailable(told)
+            message = "the door takes in as much as it can, come again"
+            raise unavailable(message)
         self._num_bytes += more
         self._held.num_bytes += more
 
@@ -188,8 +188,8 @@ def answered(body: object, status: int = 200) -> Response:
 
 
 def too_large() -> HttpProblem:
-    told = f"the body has more than {MAX_JSON_BYTES:,} bytes; a document goes to POST /v1/contexts/NAME"
-    return HttpProblem(413, told)  # what still comes is thrown away: a closed connection would not let this be read
+    message = f"the body has more than {MAX_JSON_BYTES:,} bytes; a document goes to POST /v1/contexts/NAME"
+    return HttpProblem(413, message)  # what still comes is thrown away: a closed connection would not let this be read
 
 
 def decode(content: bytes | bytearray) -> object:
@@ -220,8 +220,8 @@ def _check_size(content: bytes | bytearray) -> None:
         num_values += outside.count(b"[") + outside.count(b"{")
         num_commas = outside.count(b",")
     if num_values > MAX_VALUES or num_commas > MAX_COMMAS:
-        told = f"the body has more than {MAX_VALUES:,} texts, objects and arrays, or {MAX_COMMAS:,} numbers"
-        raise HttpProblem(413, told)
+        message = f"the body has more than {MAX_VALUES:,} texts, objects and arrays, or {MAX_COMMAS:,} numbers"
+        raise HttpProblem(413, message)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -260,8 +260,8 @@ def converted(raw: object, kind: type[Body], parent: str = "") -> Body:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
         match = PATH.match(str(error))
-        path, told = (match["path"] or "", match["told"]) if match is not None else ("", str(error))
+        path, reported = (match["path"] or "", match["told"]) if match is not None else ("", str(error))
         param = ".".join(filter(None, (parent, path))) or None
-        raise HttpProblem(400, f"{param or 'the body'}: {told}", param=param, code="invalid_type") from None
+        raise HttpProblem(400, f"{param or 'the body'}: {reported}", param=param, code="invalid_type") from None
     except (OverflowError, RecursionError) as error:
         raise HttpProblem(400, f"the body: {error}") from None

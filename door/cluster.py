@@ -83,9 +83,9 @@ async def cluster(request: Request) -> Response:
         return answered(described(await in_time(client.cluster())))
     if request.method == "HEAD":  # a stream would go on for ever, and tell nothing
         await in_time(client.cluster())
-        told = Response()
-        told.raw_headers = list(HEADERS)
-        return told
+        reported = Response()
+        reported.raw_headers = list(HEADERS)
+        return reported
     watching = client.watch_cluster(min_interval=INTERVAL_SECONDS)
     try:
         first = await in_time(anext(watching))

@@ -68,8 +68,8 @@ class OriginGuardMiddleware:
             return HttpProblem(400, "give one Host")
         host = hosts[0].lower() if hosts else "localhost"
         if not self._is_ours(host):
-            told = "is no address of this door, and not among the names of --allow-host"
-            return HttpProblem(421, f"Host: {host[:100]} {told}", code="misdirected")
+            message = "is no address of this door, and not among the names of --allow-host"
+            return HttpProblem(421, f"Host: {host[:100]} {message}", code="misdirected")
         origins = [value.decode("latin-1").lower() for name, value in scope["headers"] if name == b"origin"]
         own = (f"{scope['scheme']}://{host}", self._origin)
         if any(origin not in own for origin in origins):

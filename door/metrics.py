@@ -25,14 +25,14 @@ class GatewayMetrics:
         disable_created_metrics()
         registry = CollectorRegistry(auto_describe=False)
         self._app, self._registry = app, registry
-        told = "Responses of events that are open: answers, uploads, and watches of the cluster."
-        self._streams = Gauge("longleaf_door_streams", told, registry=registry)
+        message = "Responses of events that are open: answers, uploads, and watches of the cluster."
+        self._streams = Gauge("longleaf_door_streams", message, registry=registry)
         names = ("method", "route", "code")
         self._requests = Counter("longleaf_door_requests_total", "Requests that have ended.", names, registry=registry)
-        told = "Bytes of bodies that came from callers."
-        self._received = Counter("longleaf_door_received_bytes_total", told, registry=registry)
-        told = "Bytes of bodies that went to callers."
-        self._sent = Counter("longleaf_door_sent_bytes_total", told, registry=registry)
+        message = "Bytes of bodies that came from callers."
+        self._received = Counter("longleaf_door_received_bytes_total", message, registry=registry)
+        message = "Bytes of bodies that went to callers."
+        self._sent = Counter("longleaf_door_sent_bytes_total", message, registry=registry)
         self._port = MetricsServer(self.render, CONTENT_TYPE_PLAIN_0_0_4)
 
     async def start(self, host: str, port: int) -> str:

@@ -25,8 +25,8 @@ class ModelNameCache:
 
     def name_for(self, caller: int) -> str | None:
         """None where the service is to be asked."""
-        name, told = self._told.get(caller, (None, 0.0))
-        return name if time.monotonic() - told < KNOWN_SECONDS else None
+        name, reported = self._told.get(caller, (None, 0.0))
+        return name if time.monotonic() - reported < KNOWN_SECONDS else None
 
 
 async def model_name(request: Request, client: AsyncClient) -> str:

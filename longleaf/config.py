@@ -212,8 +212,8 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.snapshot_quota is not None and self.snapshot_quota < 1:
             raise InvalidArgument("snapshot_quota", f"{self.snapshot_quota} is not a positive number of bytes")
         if self.snapshot_expiry is not None and not 0 < self.snapshot_expiry <= MAX_SECONDS:
-            told = f"{human_seconds(self.snapshot_expiry)} is not above 0 and at most {human_seconds(MAX_SECONDS)}"
-            raise InvalidArgument("snapshot_expiry", told)
+            message = f"{human_seconds(self.snapshot_expiry)} is not above 0 and at most {human_seconds(MAX_SECONDS)}"
+            raise InvalidArgument("snapshot_expiry", message)
 
 
 def check_model_name(name: str) -> None:

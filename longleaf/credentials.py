@@ -104,8 +104,8 @@ def parse_credentials(data: bytes) -> tuple[CredentialEntry, ...]:
 def check_tenant(tenant: str, field: str = "tenant") -> str:
     """`tenant`. Raises InvalidArgument naming `field` where nobody may be called so."""
     if TENANT.fullmatch(tenant) is None or tenant in RESERVED:
-        told = "must be 1 to 63 of a-z 0-9 -, a letter or digit first and last"
-        raise InvalidArgument(field, f"{told}, and none of {', '.join(sorted(RESERVED))}")
+        message = "must be 1 to 63 of a-z 0-9 -, a letter or digit first and last"
+        raise InvalidArgument(field, f"{message}, and none of {', '.join(sorted(RESERVED))}")
     return tenant
 
 
@@ -117,8 +117,8 @@ def looks_secret(text: str) -> bool:
 def _entry(words: list[str], number: int) -> CredentialEntry:
     for place, word in enumerate(words, 1):
         if looks_secret(word):
-            told = "put the line of `longleaf credentials new` here"
-            raise _bad(number, f"its word {place} looks like a credential itself: {told}")
+            message = "put the line of `longleaf credentials new` here"
+            raise _bad(number, f"its word {place} looks like a credential itself: {message}")
     if len(words) < 2 or words[1] not in get_args(Role):
         raise _bad(number, f"is not TENANT ROLE ...; a role is one of {', '.join(get_args(Role))}")
     try:

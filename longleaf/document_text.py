@@ -63,12 +63,12 @@ class DocumentText(msgspec.Struct, frozen=True, kw_only=True):
 
     def cut(self, num_tokens: int) -> "DocumentText":
         """Of the first `num_tokens` tokens, as far as that is told without the ids."""
-        num_kept = count_starts(num_tokens)
-        num_bytes = self.start(num_kept) if num_kept < self.num_starts else self.num_bytes
+        num_retained = count_starts(num_tokens)
+        num_bytes = self.start(num_retained) if num_retained < self.num_starts else self.num_bytes
         files = tuple(file for file in self.files if file.start < num_bytes)
         return DocumentText(
             num_lead=min(self.num_lead, num_tokens),
-            starts=self.starts[: num_kept * OFFSET_BYTES],
+            starts=self.starts[: num_retained * OFFSET_BYTES],
             num_bytes=num_bytes,
             files=files,
             is_cut=True,
@@ -117,8 +117,8 @@ def check_files(files: Sequence[TextFile], field: str) -> None:
         if num_name_bytes > MAX_FILE_NAMES:
             raise InvalidArgument(field, f"have names of over {MAX_FILE_NAMES:,} bytes together")
         if file.start <= before:
-            told = f"{file.start} is negative" if file.start < 0 else f"{file.start} does not come after {before}"
-            raise InvalidArgument(f"{field}[{i}].byte_start", told)
+            message = f"{file.start} is negative" if file.start < 0 else f"{file.start} does not come after {before}"
+            raise InvalidArgument(f"{field}[{i}].byte_start", message)
         before = file.start
 
 

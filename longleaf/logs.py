@@ -50,9 +50,9 @@ class JsonFormatter(LineFormatter):
     """One object per record, on one line, in ASCII."""
 
     def format(self, record: logging.LogRecord) -> str:
-        moment = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        event = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         line: dict[str, object] = {
-            "ts": moment.replace("+00:00", "Z"),
+            "ts": event.replace("+00:00", "Z"),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
@@ -99,15 +99,15 @@ def _escaped_character(character: str) -> str:
 
 def _without_messages(error: BaseException) -> str:
     """Where it was raised, and what came before it."""
-    told, chain = list[str](), [error]
+    reported, chain = list[str](), [error]
     while True:
         error = chain[-1]
         kind = type(error)
         places = "".join(format_tb(error.__traceback__))
-        told.append(f"{places}{kind.__module__}.{kind.__qualname__}: its message is not logged")
+        reported.append(f"{places}{kind.__module__}.{kind.__qualname__}: its message is not logged")
         before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
         if before is None or any(before is each for each in chain):
-            return "\nraised after:\n".join(told)
+            return "\nraised after:\n".join(reported)
         chain.append(before)
 
 

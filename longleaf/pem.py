@@ -89,12 +89,12 @@ def _taken(key: PublicKeyTypes, field: str) -> PublicKeyTypes:
         case ec.EllipticCurvePublicKey() if key.curve.name in CURVES:
             return key
         case rsa.RSAPublicKey():
-            told = f"is an RSA key of {key.key_size:,} bits"
+            message = f"is an RSA key of {key.key_size:,} bits"
         case ec.EllipticCurvePublicKey():
-            told = f"is a key over {key.curve.name}"
+            message = f"is a key over {key.curve.name}"
         case _:
-            told = "is neither an RSA nor an ECDSA key"
-    raise InvalidArgument(field, f"{told}; {KEYS_TOLD}")
+            message = "is neither an RSA nor an ECDSA key"
+    raise InvalidArgument(field, f"{message}; {KEYS_TOLD}")
 
 
 def _der(key: PublicKeyTypes) -> bytes:

@@ -96,20 +96,20 @@ def _own_groups(root: Path) -> Iterator[tuple[str, PurePosixPath]]:
 
 def _group_memory(folder: Path) -> Memory | None:
     """None without a limit."""
-    limits = [int(told) for name in MEMORY_LIMITS if (told := _read(folder / name)).isdigit()]
+    limits = [int(reported) for name in MEMORY_LIMITS if (reported := _read(folder / name)).isdigit()]
     if not limits:
         return None
     used = max(int(_read(folder / name) or 0) for name in MEMORY_USED)
     stat = dict(line.split(" ", 1) for line in _read(folder / "memory.stat").splitlines())
     # the first version has the sums over the groups inside under names of their own
-    kept = sum(int(stat.get(f"total_{name}", stat.get(name, 0))) for name in KEPT)
-    return Memory(min(limits), max(0, min(limits) - max(0, used - kept)))
+    retained = sum(int(stat.get(f"total_{name}", stat.get(name, 0))) for name in KEPT)
+    return Memory(min(limits), max(0, min(limits) - max(0, used - retained)))
 
 
 def _group_processors(folder: Path) -> float | None:
     """None without a limit."""
-    told = _read(folder / "cpu.max").split()
-    quota, period = told or [_read(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+    reported = _read(folder / "cpu.max").split()
+    quota, period = reported or [_read(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
     return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
 
 

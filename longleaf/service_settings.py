@@ -46,8 +46,8 @@ class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.tls_client_ca is not None and "credentials" in missing:
             missing.remove("credentials")
         if missing:
-            told = " and ".join(map(flag_of, missing))
-            rule = f"{host} can be reached from other machines: give {told}, or say --insecure"
+            message = " and ".join(map(flag_of, missing))
+            rule = f"{host} can be reached from other machines: give {message}, or say --insecure"
             raise InvalidArgument("host", rule)
 
 
@@ -75,8 +75,8 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.public_url is not None:
             check_public_url(self.public_url)
         if self.http is not None and security.tls_client_ca is not None and security.credentials is None:
-            told = "asks nobody for a certificate: with tls_client_ca it needs credentials"
-            raise InvalidArgument("http", told)
+            message = "asks nobody for a certificate: with tls_client_ca it needs credentials"
+            raise InvalidArgument("http", message)
 
 
 class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True):

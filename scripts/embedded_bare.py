@@ -83,11 +83,11 @@ class BareDocuments:
         if self.rng.random() < 0.3:
             found.add(self.filler(1.8) + b"\n")
         room = phase.length - sum(len(f.question.encode()) + len(f.expected.encode()) + 3 for f, _ in found.asked) - 8
-        kept = 0
-        while kept < len(present) and len(found.data) + len(present[kept].sentence.encode()) < room:
-            found.add(present[kept].sentence.encode() + b"\n", kept)
-            kept += 1
-        found.asked = [(fact, index) for fact, index in found.asked if index < kept]
+        retained = 0
+        while retained < len(present) and len(found.data) + len(present[retained].sentence.encode()) < room:
+            found.add(present[retained].sentence.encode() + b"\n", retained)
+            retained += 1
+        found.asked = [(fact, index) for fact, index in found.asked if index < retained]
         if self.rng.random() < 0.5 and len(found.data) + 1 < room:
             found.add(self.text.filler(self.rng.randint(1, room - len(found.data))))
         return found

@@ -119,19 +119,19 @@ class Sampler:
         if self.rng.random() < phase.repeats:
             return self.repetition(phase)
         present = self.facts.document_facts(phase)
-        asked = self.facts.questions(phase, present)
-        size = phase.length - sum(len(f.question.encode()) + len(f.expected.encode()) + 3 for f, _ in asked)
+        requested = self.facts.questions(phase, present)
+        size = phase.length - sum(len(f.question.encode()) + len(f.expected.encode()) + 3 for f, _ in requested)
         data, owners = self.document(size, present)
-        return self.asked(data, owners, [(fact, index) for fact, index in asked if index < len(present)], phase)
+        return self.asked(data, owners, [(fact, index) for fact, index in requested if index < len(present)], phase)
 
     def bare_sequence(self, document: Bare, is_alone: bool, phase: Phase) -> Sequence:
         """The document, cut if it is too long, with as many of its questions as there is room for."""
         room = phase.length - len(document.data) - 1
-        kept: list[tuple[Fact, int]] = []
+        retained: list[tuple[Fact, int]] = []
         for fact, index in document.asked:
             room -= len(fact.question.encode()) + len(fact.expected.encode()) + 3
-            kept += [(fact, index)] if room >= 0 else []
-        found = self.asked(document.data[: phase.length], document.owners[: phase.length], kept, phase)
+            retained += [(fact, index)] if room >= 0 else []
+        found = self.asked(document.data[: phase.length], document.owners[: phase.length], retained, phase)
         found.is_alone = is_alone
         if is_alone:  # nothing competes in what is seen but what is there
             found.copies = [(0.0, 0.0)] * len(found.copies)
@@ -218,6 +218,6 @@ def attention_mask(batch: Batch, rows: Tensor) -> Tensor:
     read = (segment[:, None] > 0) & (segments[None] == 0) & (same | others)
     copies = batch.copies[sequence, segment]
     bias = torch.where(owners[None] == FILLER, copies[:, :1], copies[:, 1:])
-    asked = same & (owners[None] == batch.asked[sequence, segment][:, None])
-    bias = bias.masked_fill(own | asked | (owners[None] == OUTSIDE), 0.0)
+    requested = same & (owners[None] == batch.asked[sequence, segment][:, None])
+    bias = bias.masked_fill(own | requested | (owners[None] == OUTSIDE), 0.0)
     return bias.masked_fill(~(own | read), -math.inf)

@@ -118,12 +118,12 @@ class Facts:
 
     def questions(self, phase: Phase, present: list[Fact]) -> list[tuple[Fact, int]]:
         """Questions with the index of the fact each asks for, or -1 for an absent key."""
-        asked: list[tuple[Fact, int]] = []
+        requested: list[tuple[Fact, int]] = []
         for _ in range(phase.questions):
             if self.rng.random() < 0.65:
                 index = self.rng.randrange(len(present))
-                asked.append((present[index], index))
+                requested.append((present[index], index))
                 continue
             like = [fact.key for fact in present] if self.rng.random() < 0.4 else []
-            asked.append((words.without_value(self.fact(self.new_key(phase, like), phase)), -1))
-        return asked
+            requested.append((words.without_value(self.fact(self.new_key(phase, like), phase)), -1))
+        return requested

@@ -14,9 +14,9 @@ def main() -> None:
     lines = subprocess.run(
         freeze, check=True, stdin=subprocess.DEVNULL, capture_output=True, text=True
     ).stdout.splitlines()
-    kept = [line for line in lines if "==" in line and not line.startswith(MACHINE_DEPENDENT)]
-    LOCK.write_text(HEAD + "\n".join(kept) + "\n")
-    print(f"{LOCK.name}: {len(kept)} packages")
+    retained = [line for line in lines if "==" in line and not line.startswith(MACHINE_DEPENDENT)]
+    LOCK.write_text(HEAD + "\n".join(retained) + "\n")
+    print(f"{LOCK.name}: {len(retained)} packages")
 
 
 if __name__ == "__main__":

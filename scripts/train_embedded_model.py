@@ -78,10 +78,10 @@ class Progress:
 
     def add(self, done: int, loss: float, right: float) -> None:
         """Counts one step; `right` is its share of values found."""
-        now, news = time.monotonic(), [loss, right]
-        news.append(now - self.last)
+        now, updates = time.monotonic(), [loss, right]
+        updates.append(now - self.last)
         self.last = now
-        self.means = [0.9 * a + 0.1 * b for a, b in zip(self.means or news, news, strict=True)]
+        self.means = [0.9 * a + 0.1 * b for a, b in zip(self.means or updates, updates, strict=True)]
         if done % 10 == 0:
             mean_loss, mean_right, seconds = self.means
             left = seconds * (self.steps - done) / 60

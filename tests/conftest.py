@@ -44,9 +44,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for members in cases.values():
         (count,) = members[0].get_closest_marker("sampled").args
-        kept = sample([parameter_values(item) for item in members], count)
+        retained = sample([parameter_values(item) for item in members], count)
         for number, item in enumerate(members):
-            if number not in kept:
+            if number not in retained:
                 item.add_marker(pytest.mark.extended)
 
 

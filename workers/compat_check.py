@@ -91,7 +91,9 @@ def plan(model: Model, config: EngineConfig, window_keys: WindowKeys, pools: Seq
     except StartError as error:
         return CapacityPlan(window_keys=window_keys, reason=str(error))
     # the blocks of windows are the same on every rank, so they are as many as the rank has that has the fewest
-    windows = min((held for _, held in shares if held), key=lambda held: held.num_blocks, default=None)
+    windows = min(
+        (resident for _, resident in shares if resident), key=lambda resident: resident.num_blocks, default=None
+    )
     rooms = tuple(
         RankPlan(rank=rank, kv_bytes=kv_bytes, tokens=num_blocks * size)
         for rank, (kv_bytes, (num_blocks, _)) in enumerate(zip(pools, shares, strict=True))

@@ -155,11 +155,11 @@ def serve(
     The process ends when `is_orphan()` returns true, or when closing times out.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    standing, records = MemberStatus(), RankLogBuffer()
-    channel, pulse = RankControlSocket(context, spec), HeartbeatThread(context, spec, standing, records, is_orphan)
+    status, records = MemberStatus(), RankLogBuffer()
+    channel, pulse = RankControlSocket(context, spec), HeartbeatThread(context, spec, status, records, is_orphan)
     pulse.start()
     try:
-        return _live(spec, make_rank, channel, standing, records, pulse.tell)
+        return _live(spec, make_rank, channel, status, records, pulse.tell)
     finally:
         pulse.stop()
         channel.close()

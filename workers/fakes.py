@@ -130,9 +130,9 @@ class EchoBlockTable:
 
     def save(self, order: Save) -> Content:
         """What is written as a piece."""
-        known, held = self._token_ids[order.segment], self._segments[order.segment]
+        known, resident = self._token_ids[order.segment], self._segments[order.segment]
         for run in order.runs:
-            (whole,) = (other for other in held if other.rank == run.rank and other.start <= run.start < other.end)
+            (whole,) = (other for other in resident if other.rank == run.rank and other.start <= run.start < other.end)
             first, rest = divmod(run.start - whole.start, self._block_size)
             there = rest == 0 and whole.blocks[first : first + len(run.blocks)] == run.blocks and run.end <= whole.end
             assert there, "what is not held is to be saved"
@@ -152,8 +152,8 @@ class EchoBlockTable:
                     positions = range(run.start, run.end)
                     assert content.keys() >= set(positions), "the piece has no such positions"
                     known.update({position: content[position] for position in positions})
-                held = self._segments[work.segment]
-                is_free = all(run.end <= other.start or other.end <= run.start for other in held)
+                resident = self._segments[work.segment]
+                is_free = all(run.end <= other.start or other.end <= run.start for other in resident)
                 assert is_free, "positions are held twice"
                 self._put(work.segment, run)
         self._audit_blocks()
@@ -186,23 +186,25 @@ class EchoBlockTable:
         assert runs[0].start <= start < runs[0].end
         for run in runs:
             assert self._put(segment, run) == max(start, run.start), "a run has tokens that nobody brought"
-        held = self._held(path, runs[-1].end)
-        assert [run.start for run in held] == [0, *(run.end for run in held)][:-1], "keys are read that are not there"
+        resident = self._held(path, runs[-1].end)
+        assert [run.start for run in resident] == [0, *(run.end for run in resident)][:-1], (
+            "keys are read that are not there"
+        )
         known = self._token_ids.setdefault(segment, {})
         known.update(enumerate(token_ids, start))
         self._audit_blocks()
 
     def _put(self, segment: int, run: Run) -> int:
         """Puts a run in its place, or in that of itself before it grew; its first position that was not held."""
-        held = self._segments[segment]
-        grown = next((other for other in held if other.start == run.start), None)
+        resident = self._segments[segment]
+        grown = next((other for other in resident if other.start == run.start), None)
         if grown is not None:
             assert (grown.rank, grown.blocks) == (run.rank, run.blocks[: len(grown.blocks)])
             assert grown.end < run.end
-            held.remove(grown)
+            resident.remove(grown)
         assert len(run)
-        assert all(run.end <= other.start or other.end <= run.start for other in held), "positions are held twice"
-        bisect.insort(held, run, key=lambda run: run.start)
+        assert all(run.end <= other.start or other.end <= run.start for other in resident), "positions are held twice"
+        bisect.insort(resident, run, key=lambda run: run.start)
         return grown.end if grown is not None else run.start
 
     def token_ids(self, path: tuple[int, ...]) -> list[int]:

@@ -144,12 +144,12 @@ class GroupSession:
         may_be_double = bool(rotary.kind) and (self._means.config.allow_long or rotary.trained > FLOAT32_POSITIONS)
         buckets = [BatchBucket(size, self._inputs, may_be_double=may_be_double) for size in sizes]
         logits_RV = try_out(buckets, backend, self._logits)
-        telling, choosing = TokenBroadcast(sizes[-1], last_ids, self._tell, self._means.device), None
+        reporting, choosing = TokenBroadcast(sizes[-1], last_ids, self._tell, self._means.device), None
         if logits_RV is not None and isinstance(sampler, DeviceSampler):
-            choosing = GraphSampler(sampler, torch.zeros_like(logits_RV), telling.ids_R)
+            choosing = GraphSampler(sampler, torch.zeros_like(logits_RV), reporting.ids_R)
         keeps = isinstance(self._means.pool, QuantizedPool) and self._means.config.max_draft_tokens > 0
         tokens = FixedTokens() if keeps else None
-        self._fixed = FixedSteps(buckets, last_ids, telling, choosing, self._means.device, tokens)
+        self._fixed = FixedSteps(buckets, last_ids, reporting, choosing, self._means.device, tokens)
         self._fixed.prepare(self._logits, self._graphs, self._agree)
         self._merge_bytes()  # those of no step
 
@@ -195,15 +195,15 @@ class GroupSession:
         step = PrefillStep(inputs, self._means.pool, self._means.backend, self.peers, self._means.model.last_layer)
         with contextlib.suppress(PrefillDone):
             self._forward(self._means.model.decoder, inputs, step)
-        told = AsyncHostCopy(step.has_finite_keys())
+        reported = AsyncHostCopy(step.has_finite_keys())
         result = msgspec.structs.replace(result, merge_bytes=self._merge_bytes())
 
         def finish() -> StepResult | None:
-            has_finite_keys = bool(told.wait())
+            has_finite_keys = bool(reported.wait())
             is_first = self._number == 0
             return msgspec.structs.replace(result, has_finite_keys=has_finite_keys) if is_first else None
 
-        return StepHandle(lambda: told.arrival.is_past, finish)
+        return StepHandle(lambda: reported.arrival.is_past, finish)
 
     def _merge_bytes(self) -> int:
         """Since the step before. Of a step that is replayed nothing is counted."""
@@ -241,9 +241,9 @@ class GroupSession:
     ) -> Launched:
         """A step of any shape, over tensors of its own."""
         inputs = self._inputs.tensors(rows, self._means.last_ids)
-        masses = self._masses(rows) if rows.asked else None
-        logits_RV = self._logits(inputs, blocks, masses)
-        told = masses.told() if masses else None
+        accumulator = self._masses(rows) if rows.asked else None
+        logits_RV = self._logits(inputs, blocks, accumulator)
+        reported = accumulator.told() if accumulator else None
         scores = None
         if logits_RV is not None and scored:
             logits_RV, scored_SV = logits_RV.split([len(rows.sample_rows), len(rows.scored_rows)])
@@ -251,11 +251,11 @@ class GroupSession:
                 logprobs_of(scored_SV, [t for row in scored for t in row.token_ids[-row.num_scored :]])
             )
         choice = self._means.sampler.start(sampled, logits_RV) if sampled and logits_RV is not None else None
-        told_N = self._tell_all(sampled, choice) if sampled else None
-        ids = AsyncHostCopy(told_N) if told_N is not None and choice is None and rows.has_drafts else None
-        arriving = choice if isinstance(choice, DeviceChoice) else ids
-        end = arriving.arrival if arriving else DeviceEvent(torch.device(self._means.device))
-        return Launched(end, choice, logits_RV, scores, told, ids, blocks)
+        reported_N = self._tell_all(sampled, choice) if sampled else None
+        ids = AsyncHostCopy(reported_N) if reported_N is not None and choice is None and rows.has_drafts else None
+        importing = choice if isinstance(choice, DeviceChoice) else ids
+        end = importing.arrival if importing else DeviceEvent(torch.device(self._means.device))
+        return Launched(end, choice, logits_RV, scores, reported, ids, blocks)
 
     def _masses(self, rows: RowNumbers) -> AttributionAccumulator:
         comm, backend = self.peers.comm if self.peers else None, self._means.backend
@@ -275,9 +275,9 @@ class GroupSession:
         """All ranks learn from the first one, which has the choice, what was chosen: what is told of all positions."""
         num_positions = sum(1 + len(row.draft_ids) for row in sampled)
         nothing = torch.zeros(num_positions, dtype=torch.long, device=self._means.device)
-        told_N = self._tell(nothing if choice is None else choice.ids())
-        self._means.last_ids.note(sampled, told_N)
-        return told_N
+        reported_N = self._tell(nothing if choice is None else choice.ids())
+        self._means.last_ids.note(sampled, reported_N)
+        return reported_N
 
     def _cut_back(self, rows: Sequence[Row], ids: Iterable[Sequence[object]], blocks: DraftedBlocks | None) -> None:
         """Forgets what follows the drafts that were accepted, of rows that were told these ids, or tokens."""
@@ -318,8 +318,8 @@ class GroupSession:
         """Whether it is so on all ranks, which ask at the same time."""
         if self.peers is None:
             return is_so
-        told = self.peers.comm.all_gather(torch.tensor([is_so], dtype=torch.long, device=self._means.device))
-        return is_so and bool(told.min())
+        reported = self.peers.comm.all_gather(torch.tensor([is_so], dtype=torch.long, device=self._means.device))
+        return is_so and bool(reported.min())
 
     def _tell(self, ids_T: Tensor) -> Tensor:
         """The ids that rank 0 has chosen."""
@@ -328,11 +328,11 @@ class GroupSession:
     def _logits(
         self,
         inputs: Inputs[RowLayer],
-        keeper: StoredKvRecorder | None = None,
-        masses: AttributionAccumulator | None = None,
+        supervisor: StoredKvRecorder | None = None,
+        accumulator: AttributionAccumulator | None = None,
     ) -> Tensor | None:
         """Goes through the model. On rank 0 logits [R, V] of the R rows of which they are wanted."""
-        step = DecodeStep(inputs, self._means.pool, self._means.backend, self.peers, masses, keeper)
+        step = DecodeStep(inputs, self._means.pool, self._means.backend, self.peers, accumulator, supervisor)
         if self._number != 0:
             self._forward(self._means.model.decoder, inputs, step)
             return None

@@ -125,8 +125,8 @@ def reason_of(error: Exception) -> str:
 def ending_in_time() -> Iterator[None]:
     """The process ends if what is done meanwhile takes too long: a timer of the interpreter's own sees to it, since
     what blocks may let no other thread run."""
-    with open(os.devnull, "w") as nobody:
-        faulthandler.dump_traceback_later(CLOSE_SECONDS, exit=True, file=nobody)
+    with open(os.devnull, "w") as no_client:
+        faulthandler.dump_traceback_later(CLOSE_SECONDS, exit=True, file=no_client)
         try:
             yield
         finally:

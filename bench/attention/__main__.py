@@ -98,12 +98,12 @@ def on_ray(options: argparse.Namespace) -> Iterator[Row]:
     """The rows of ranks that Ray places."""
     with joined(options.ray_address):
         for world_size in options.world_sizes:
-            fitting = sizes_of(options.lengths, world_size, options)
-            if not fitting:
+            shrink = sizes_of(options.lengths, world_size, options)
+            if not shrink:
                 continue
-            placement, found = run_on_ray(steps.measure, world_size, "cpu", fitting, options.repeats, options.seconds)
+            placement, found = run_on_ray(steps.measure, world_size, "cpu", shrink, options.repeats, options.seconds)
             tell(f"{title(placement.network)}, {placement.topology}")
-            for i, size in enumerate(fitting):
+            for i, size in enumerate(shrink):
                 yield from rows_of(placement, size, [rank[i] for rank in found])
 
 
@@ -136,13 +136,13 @@ def on_network(name: str, options: argparse.Namespace) -> Iterator[Row]:
 
 def measure(placement: Placement, lengths: list[int], options: argparse.Namespace) -> list[Row]:
     """The rows of one world size on one network."""
-    fitting = sizes_of(lengths, placement.world_size, options)
-    tokens = ", ".join(f"{size.context_tokens:,}" for size in fitting)
+    shrink = sizes_of(lengths, placement.world_size, options)
+    tokens = ", ".join(f"{size.context_tokens:,}" for size in shrink)
     tell(f"{title(placement.network)}, {placement.topology}: {tokens} tokens")
-    if not fitting:
+    if not shrink:
         return []
-    found = run(steps.measure, placement, fitting, options.repeats, options.seconds)
-    return [row for i, size in enumerate(fitting) for row in rows_of(placement, size, [rank[i] for rank in found])]
+    found = run(steps.measure, placement, shrink, options.repeats, options.seconds)
+    return [row for i, size in enumerate(shrink) for row in rows_of(placement, size, [rank[i] for rank in found])]
 
 
 def sizes_of(lengths: list[int], world_size: int, options: argparse.Namespace) -> list[Size]:

@@ -44,9 +44,9 @@ class Turn(NamedTuple):
 
 def measure(client: Client, subject: Subject, kind: str, tokens: int, repeats: int) -> Row:
     """Tokens per second of the answers to all questions, without drafts and with them."""
-    asked = _asked(client, subject, kind, tokens)
-    client.ingest(CONTEXT, asked.document)
-    pairs = list(_pairs(client, asked, MOST_TOKENS[kind], repeats))
+    requested = _asked(client, subject, kind, tokens)
+    client.ingest(CONTEXT, requested.document)
+    pairs = list(_pairs(client, requested, MOST_TOKENS[kind], repeats))
     client.delete_context(CONTEXT)
     off, on = ([turn for turn in turns if turn.tokens > 1] for turns in zip(*pairs, strict=True))
     ratios = [a.seconds / b.seconds for a, b in pairs if a.tokens == b.tokens > 1]

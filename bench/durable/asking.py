@@ -26,8 +26,8 @@ class Answered(NamedTuple):
 async def ask(client: AsyncClient, context: str | None, num_tokens: int = ANSWERED) -> Answered:
     """A greedy answer to a short question."""
     began, back, first, lost, ids = time.perf_counter(), 0.0, 0.0, 0, tuple[int, ...]()
-    asked = client.generate(QUESTION, context=context, max_tokens=num_tokens, ignore_end_token=True)
-    async for event in asked:
+    requested = client.generate(QUESTION, context=context, max_tokens=num_tokens, ignore_end_token=True)
+    async for event in requested:
         now = time.perf_counter() - began
         if isinstance(event, Recovering):
             back, lost = now, max(lost, event.lost_tokens)

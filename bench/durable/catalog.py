@@ -63,11 +63,11 @@ async def load(path: Path, num_contexts: int) -> float:
     began = time.perf_counter()
     catalog = await Catalog.open(path)
     try:
-        kept = await catalog.load()
+        retained = await catalog.load()
         seconds = time.perf_counter() - began
     finally:
         await catalog.close()
-    assert len(kept.contexts) == num_contexts and not kept.damaged
+    assert len(retained.contexts) == num_contexts and not retained.damaged
     return seconds
 
 

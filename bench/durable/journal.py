@@ -41,12 +41,12 @@ def measure(options: Options) -> Row:
         line = command(measured.folder, Path(folder) / "data", world_size=options.world_size, snapshots="off")
         with KeptService(line) as service:
             address = service.wait_ready(START_SECONDS)
-            held, others = asyncio.run(step_seconds(address, measured, options))
-    share = median(appended) / median(held)
+            resident, others = asyncio.run(step_seconds(address, measured, options))
+    share = median(appended) / median(resident)
     figures = {
         "generations": GENERATIONS,
         "append_us": round(median(appended) * 1e6, 1),
-        "step_ms": round(median(held) * 1e3, 3),
+        "step_ms": round(median(resident) * 1e3, 3),
         "step_not_held_ms": round(median(others) * 1e3, 3),
     }
     return result(options, figures, [Goal("journal_share", share, MOST_SHARE)])
@@ -72,24 +72,26 @@ def records(journal: Journal) -> Iterator[list[JournalWriter]]:
         for number in range(GENERATIONS):
             request = Generate(input="", context=CONTEXT, sampling=Sampling(), resume_seconds=HELD_SECONDS)
             prompt = array("I", QUESTION).tobytes()
-            held = GenerationEntry(request_id=f"{number}", request=request, question=b"", prompt=prompt, deadline=None)
-            opened.append(stack.enter_context(journal.begin(held)))
+            resident = GenerationEntry(
+                request_id=f"{number}", request=request, question=b"", prompt=prompt, deadline=None
+            )
+            opened.append(stack.enter_context(journal.begin(resident)))
             opened[-1].append(Admitted(len(QUESTION), 0))
         yield opened
 
 
 async def step_seconds(address: str, measured: Subject, options: Options) -> tuple[list[float], list[float]]:
     """Seconds per step while all generations run: of those that are held, and of others, in turns."""
-    held, others = list[float](), list[float]()
+    resident, others = list[float](), list[float]()
     async with AsyncClient(address) as client:
         await client.ingest(CONTEXT, tuple(measured.tokens(options.tokens)))
         for turn in range(options.repeats + 1):
-            both = [await stream_all(client, is_held=is_held) for is_held in (True, False)]
+            both = [await stream_all(client, is_held=is_resident) for is_resident in (True, False)]
             if turn:
                 tell(f"{GENERATIONS} generations: a step takes {both[0] * 1e3:.2f} ms held, {both[1] * 1e3:.2f} ms not")
-                held.append(both[0])
+                resident.append(both[0])
                 others.append(both[1])
-    return held, others
+    return resident, others
 
 
 async def stream_all(client: AsyncClient, *, is_held: bool) -> float:
@@ -99,9 +101,11 @@ async def stream_all(client: AsyncClient, *, is_held: bool) -> float:
 
 async def _stream(client: AsyncClient, is_held: bool) -> float:
     """Seconds between two tokens of one generation, on average."""
-    asked = client.generate(QUESTION, context=CONTEXT, max_tokens=STREAMED, ignore_end_token=True, resumable=is_held)
+    requested = client.generate(
+        QUESTION, context=CONTEXT, max_tokens=STREAMED, ignore_end_token=True, resumable=is_held
+    )
     request_id = ""
-    async for event in asked:
+    async for event in requested:
         if isinstance(event, Started):
             request_id = event.request_id
         if isinstance(event, Finished):

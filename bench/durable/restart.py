@@ -60,7 +60,7 @@ def measure(options: Options) -> Row:
     """Starts with what is kept, and with an empty folder, in turns."""
     with subject(EMBEDDED) as measured, TemporaryDirectory(prefix="longleaf-bench-") as place:
         folder = Path(place)
-        kept = keep(measured, folder / "kept", options)
+        retained = keep(measured, folder / "kept", options)
         empty, again = list[Start](), list[Start]()
         num_equal = 0
         for turn in range(options.repeats):
@@ -68,19 +68,19 @@ def measure(options: Options) -> Row:
             shutil.rmtree(folder / f"empty-{turn}")
             started, answered = start(measured, folder / "kept", options, CONTEXT)
             again.append(started)
-            num_equal += answered.token_ids == kept.answer
+            num_equal += answered.token_ids == retained.answer
             tell(f"turn {turn + 1}: {started.total_s:.2f} s, with an empty folder {empty[-1].total_s:.2f} s")
-    return result(options, figures(kept, empty, again, num_equal), [goal(kept, empty, again)])
+    return result(options, figures(retained, empty, again, num_equal), [goal(retained, empty, again)])
 
 
 def keep(measured: Subject, data_dir: Path, options: Options) -> Kept:
     """Reads a document into a folder, asks it, and kills the service once its snapshot is complete."""
     with _serving(measured, data_dir, options) as (service, _):
         address = service.wait_ready(START_SECONDS)
-        kept = asyncio.run(_keep(address, measured, data_dir, options.tokens))
-        tell(f"{options.tokens:,} tokens are read in {kept.full_ingest_s:.2f} s")
+        retained = asyncio.run(_keep(address, measured, data_dir, options.tokens))
+        tell(f"{options.tokens:,} tokens are read in {retained.full_ingest_s:.2f} s")
         service.kill()
-    return kept
+    return retained
 
 
 async def _keep(address: str, measured: Subject, data_dir: Path, num_tokens: int) -> Kept:

@@ -166,11 +166,11 @@ class Times:
 async def streaming(client: AsyncClient) -> AsyncGenerator[Times, None]:
     """A stream that goes on as long as the block."""
     times, has_begun = Times(), asyncio.Event()
-    asked = client.generate(QUESTION, context=STREAM, max_tokens=LONGEST_STREAM, ignore_end_token=True)
+    requested = client.generate(QUESTION, context=STREAM, max_tokens=LONGEST_STREAM, ignore_end_token=True)
 
     async def watch() -> None:
-        async with aclosing(asked):
-            async for event in asked:
+        async with aclosing(requested):
+            async for event in requested:
                 if isinstance(event, Delta):
                     times.note(len(event.token_ids))
                     has_begun.set()
@@ -213,7 +213,7 @@ def row(options: Options, plain: Sequence[float], saved: Sequence[Saved], stream
     copy_s = median(one.copy_s for one in saved)
     slower = [one.saved_s / one.copy_s for one in saved]
     slower_beside = [one.saved_s / copy_s for one in streams]
-    kept = [one.beside / one.alone for one in streams]
+    retained = [one.beside / one.alone for one in streams]
     figures |= {f"seal_{name}": value for name, value in medians([one.seconds for one in saved]).items()}
     figures |= {"snapshot_bytes": saved[-1].num_bytes}
     figures |= {"stream_alone_tokens_per_s": round(median(one.alone for one in streams), 1)}
@@ -227,5 +227,5 @@ def row(options: Options, plain: Sequence[float], saved: Sequence[Saved], stream
     ):
         figures |= spread(name, ratios)
         goals.append(Goal(name, median(ratios), most))
-    figures |= spread("stream_ratio", kept)
-    return result(options, figures, [*goals, Goal("stream_ratio", median(kept), LEAST_RATE, is_least=True)])
+    figures |= spread("stream_ratio", retained)
+    return result(options, figures, [*goals, Goal("stream_ratio", median(retained), LEAST_RATE, is_least=True)])

@@ -53,8 +53,8 @@ def lacking(wanted: Versions) -> list[str]:
     for name, least in wanted.items():
         have = installed(name)
         if have is None or numbers(have) < least:
-            asked = f" >= {'.'.join(map(str, least))}" if least else ""
-            found.append(f"{name}{asked}" + (f" (here: {have})" if have else ""))
+            requested = f" >= {'.'.join(map(str, least))}" if least else ""
+            found.append(f"{name}{requested}" + (f" (here: {have})" if have else ""))
     return found
 
 

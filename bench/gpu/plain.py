@@ -46,14 +46,14 @@ class Plain:
     def _milliseconds(self, attention: str, cache: str, num_keys: int, warm_up: int, num_steps: int) -> float:
         """Of a step, on average."""
         self._module.set_attn_implementation(attention)
-        held = self._filled(cache, num_keys, warm_up + num_steps)
+        resident = self._filled(cache, num_keys, warm_up + num_steps)
         token_11 = torch.zeros(1, 1, dtype=torch.long, device=self._device)
         for _ in range(warm_up):
-            token_11 = self._step(token_11, held)
+            token_11 = self._step(token_11, resident)
         self._wait()
         begin = time.perf_counter()
         for _ in range(num_steps):
-            token_11 = self._step(token_11, held)
+            token_11 = self._step(token_11, resident)
         self._wait()
         return (time.perf_counter() - begin) / num_steps * 1e3
 
@@ -77,10 +77,10 @@ class Plain:
         device = torch.device(self._device)
         made.early_initialization(1, config.num_key_value_heads, config.head_dim, self._module.dtype, device)
         for each in made.layers:
-            held: Any = each
-            held.keys.normal_()
-            held.values.normal_()
-            held.cumulative_length.fill_(num_keys)
+            resident: Any = each
+            resident.keys.normal_()
+            resident.values.normal_()
+            resident.cumulative_length.fill_(num_keys)
         return made
 
     def _wait(self) -> None:

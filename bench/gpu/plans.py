@@ -29,10 +29,10 @@ def over_keys(
     The first plan tells where the contexts lie: it has a row of each, their last tokens, and nothing is sampled.
     """
     each = ceil_div(num_keys, block_size)
-    tellers = tuple(range(num_rows, num_rows + num_contexts))
+    attribution_rows = tuple(range(num_rows, num_rows + num_contexts))
     runs = [Run(0, 0, num_keys, tuple(range(i * each, (i + 1) * each))) for i in range(num_contexts)]
-    told = [Row(tellers[i], (i,), num_keys - 1, (1,), (run,), -1) for i, run in enumerate(runs)]
-    yield StepPlan(EPOCH, 0, Decode(tuple(told)))
+    reported = [Row(attribution_rows[i], (i,), num_keys - 1, (1,), (run,), -1) for i, run in enumerate(runs)]
+    yield StepPlan(EPOCH, 0, Decode(tuple(reported)))
     tails = num_contexts * each
     for index in count():
         end, rows = num_keys + index + 1, list[Row]()
@@ -42,7 +42,7 @@ def over_keys(
             path, ids = (() if index else (i % num_contexts, num_contexts + i)), (() if index else (3 + i,))
             terms = None if index else SamplingTerms(Sampling())
             rows.append(with_drafts(Row(i, path, end - 1, ids, (run,), index, terms), (REFUSED,) * num_drafts))
-        yield StepPlan(EPOCH, 1 + index, Decode(tuple(rows)), release_sequences=() if index else tellers)
+        yield StepPlan(EPOCH, 1 + index, Decode(tuple(rows)), release_sequences=() if index else attribution_rows)
 
 
 def with_drafts(row: Row, draft_ids: Sequence[int]) -> Row:

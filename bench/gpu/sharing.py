@@ -69,12 +69,12 @@ class Ranks:
 
     def _hear(self, number: int, end: Connection) -> None:
         try:
-            said = end.recv()
+            output = end.recv()
         except EOFError:
             raise RuntimeError(f"rank {number} has ended") from None
-        if isinstance(said, Failure):
-            raise RuntimeError(f"rank {number} failed:\n{said.told}")
-        self._heard[number].append(said)
+        if isinstance(output, Failure):
+            raise RuntimeError(f"rank {number} failed:\n{output.told}")
+        self._heard[number].append(output)
 
 
 @contextmanager
@@ -179,9 +179,9 @@ def answered(case: Share, num_ranks: int, device: str, shape: "Shape") -> tuple[
 
     most = shape.vocabulary
     prompts = [tuple((i * 31 + j * 7) % most for j in range(case.num_prompt)) for i in range(case.num_rows)]
-    asked = [plans.Asked(prompt, case.num_tokens) for prompt in prompts]
+    requested = [plans.Asked(prompt, case.num_tokens) for prompt in prompts]
     with running(num_ranks, device, shape) as ranks:
-        found = collected(ranks, plans.answers(asked, num_ranks, BLOCK_SIZE))
+        found = collected(ranks, plans.answers(requested, num_ranks, BLOCK_SIZE))
         return found, ranks.readies[0].transport, ranks.readies[0].kernels
 
 

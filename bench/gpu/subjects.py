@@ -73,8 +73,12 @@ class Subjects:
         return lambda: self._backend.attend(q_THD, k_KSD, v_KSV, reads, scale)
 
     def _attend_int8(self, case: Attend) -> Call:
-        q, kept, reads = self._drawn(case.num_rows, KEY_HEADS * GROUP, DIM), self._kept(case.num_keys), reads_of(case)
-        return lambda: self._backend.attend_int8(q, kept, reads, DIM**-0.5)
+        q, retained, reads = (
+            self._drawn(case.num_rows, KEY_HEADS * GROUP, DIM),
+            self._kept(case.num_keys),
+            reads_of(case),
+        )
+        return lambda: self._backend.attend_int8(q, retained, reads, DIM**-0.5)
 
     def _move(self, case: Move) -> Call:
         rows, backend = case.num_rows, self._backend
@@ -82,8 +86,8 @@ class Subjects:
             k, v = (self._drawn(KEY_HEADS, rows, DIM) for _ in range(2))
             slots = torch.arange(rows, device=self._device)
             if case.name == "store_int8":
-                kept = self._kept(ceil_div(rows, BLOCK_SIZE) * BLOCK_SIZE)
-                return lambda: backend.store_int8(kept, slots, k, v)
+                retained = self._kept(ceil_div(rows, BLOCK_SIZE) * BLOCK_SIZE)
+                return lambda: backend.store_int8(retained, slots, k, v)
             pools = [torch.empty_like(k) for _ in range(2)]
             return lambda: backend.store(pools, slots, (k, v))
         shape = (rows, KEY_HEADS * GROUP)

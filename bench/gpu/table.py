@@ -100,23 +100,23 @@ def step_cells(row: Row) -> Sequence[str]:
 
 def steps_told(rows: Sequence[Row]) -> Iterator[str]:
     """Why steps were not captured; by which attention and cache transformers is fastest, and what the others took."""
-    told: list[str] = []
+    reported: list[str] = []
     for row in rows:
         if row["case"] == "step" and not row["is_captured"]:
-            told.append(f"- {row['what']}: not captured: {row['why_eager']}")
+            reported.append(f"- {row['what']}: not captured: {row['why_eager']}")
         if row["case"] == "step" and "reason" not in (theirs := row["transformers"]):
             others = ", ".join(f"{name}: {took}" for name, took in theirs["others"].items())
-            told.append(f"- {row['what']}: transformers is fastest by {theirs['way']} (ms: {others})")
+            reported.append(f"- {row['what']}: transformers is fastest by {theirs['way']} (ms: {others})")
         elif row["case"] == "step":
-            told.append(f"- {row['what']}: nothing of transformers: {row['transformers']['reason']}")
-    yield from ["", *told] if told else ()
+            reported.append(f"- {row['what']}: nothing of transformers: {row['transformers']['reason']}")
+    yield from ["", *reported] if reported else ()
 
 
 def choice_cells(row: Row) -> Sequence[str]:
     counts = row["counts"]
-    told = (f"{counts[name]}" if counts else "not told" for name in ("launches", "copies", "waits"))
+    reported = (f"{counts[name]}" if counts else "not told" for name in ("launches", "copies", "waits"))
     times = (f"{row[name]:,.0f}" for name in ("captured_us", "called_us", "to_the_host_us"))
-    return row["what"], *times, *told
+    return row["what"], *times, *reported
 
 
 def sharing_cells(row: Row) -> Sequence[str]:
@@ -131,10 +131,10 @@ def target(row: Row) -> str:
 
 
 def not_measured(rows: Sequence[Row]) -> Iterator[str]:
-    told = [(row["what"], why, row[why]) for row in rows for why in ("left_out", "failed") if why in row]
-    if told:
+    reported = [(row["what"], why, row[why]) for row in rows for why in ("left_out", "failed") if why in row]
+    if reported:
         yield ""
-    for what, why, reason in told:
+    for what, why, reason in reported:
         yield f"- {why.replace('_', ' ').capitalize()}: {what}: {reason}"
 
 

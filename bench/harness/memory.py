@@ -24,9 +24,9 @@ def peak_bytes(call: Callable[[], object]) -> int | None:
     except (AttributeError, OSError):
         return None
     before = parse((PROCESS / "status").read_text(), "VmRSS")
-    kept = call()
+    retained = call()
     peak = parse((PROCESS / "status").read_text(), "VmHWM")
-    del kept
+    del retained
     return max(0, peak - before)
 
 

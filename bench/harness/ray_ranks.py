@@ -64,13 +64,15 @@ class RankActor:
         self._store = open_store(host)
         return host, self._store.port
 
-    def live(self, rank: int, placement: Placement, host: str, meeting: tuple[str, int], work: Work, args: Any) -> Any:
+    def live(
+        self, rank: int, placement: Placement, host: str, rendezvous: tuple[str, int], work: Work, args: Any
+    ) -> Any:
         """What `work(rank, *args)` returns."""
         apply_environment(network_environment(interface_of(host)))
         torch.set_num_threads(1)
         if placement.device == "cuda":
             torch.cuda.set_device(0)  # Ray shows each rank its own alone
-        one = Rank(rank, placement, self._store or connect_store(*meeting), gpu=0)
+        one = Rank(rank, placement, self._store or connect_store(*rendezvous), gpu=0)
         with torch.inference_mode():
             found = work(one, *args)
         one.barrier()
@@ -95,10 +97,10 @@ def run_on_ray(work: Work, world_size: int, device: DeviceName, *args: Any) -> t
         placement = Placement(world_size, 0, NETWORK, device, nodes=tuple(bundle.node for bundle in bundles))
         variables = rank_environment(1)
         actors += [in_bundle(RankActor, group, each.index, resources, variables).remote() for each in bundles]
-        meeting = ray.get(actors[0].open_store.remote(bundles[0].host))
+        rendezvous = ray.get(actors[0].open_store.remote(bundles[0].host))
         given = zip(actors, bundles, strict=True)
         runs = [
-            actor.live.remote(rank, placement, bundle.host, meeting, work, args)
+            actor.live.remote(rank, placement, bundle.host, rendezvous, work, args)
             for rank, (actor, bundle) in enumerate(given)
         ]
         waiting = list(runs)

@@ -99,7 +99,7 @@ def longest_gap(times: Sequence[float], began: float, ended: float) -> float:
     last = max((at for at in times if at <= began), default=began)
     inside = [at for at in times if began < at < ended]
     after = min((at for at in times if at >= ended), default=ended)
-    return max(later - earlier for earlier, later in pairwise([last, *inside, after]))
+    return max(later - previous for previous, later in pairwise([last, *inside, after]))
 
 
 async def serve(config: ServiceConfig, folder: Path) -> StartResult:

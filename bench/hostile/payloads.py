@@ -48,14 +48,14 @@ def conversation(number: int) -> bytes:
     roles = [generation_pb2.ROLE_USER, generation_pb2.ROLE_ASSISTANT, generation_pb2.ROLE_SYSTEM]
     turns = [roles[number // 3**place % 3] for place in range(16)] + [generation_pb2.ROLE_USER]
     messages = [generation_pb2.Message(role=role, parts=[generation_pb2.Part(text="x")]) for role in turns]
-    asked = generation_pb2.Conversation(messages=messages)
-    return generation_service_pb2.GenerateRequest(conversation=asked).SerializeToString()
+    requested = generation_pb2.Conversation(messages=messages)
+    return generation_service_pb2.GenerateRequest(conversation=requested).SerializeToString()
 
 
 def import_runs() -> list[bytes]:
     """An import whose one segment has a piece of millions of runs."""
     runs = msgspec.msgpack.encode([0, 1]) * (RECORD_BYTES // 3)
-    told = msgspec.msgpack.encode({"num_used": 20, "num_tokens": 20, "rope": Rope()})
+    reported = msgspec.msgpack.encode({"num_used": 20, "num_tokens": 20, "rope": Rope()})
     piece = (
         b"\x83"
         + b"".join(map(msgspec.msgpack.encode, ["num_bytes", 9, "digest", "0" * 64, "runs"]))
@@ -64,7 +64,7 @@ def import_runs() -> list[bytes]:
         + runs
     )
     keys = b"\x83" + b"".join(map(msgspec.msgpack.encode, ["form", "", "windows", None, "pieces"])) + b"\x91" + piece
-    record = b"\x84" + told[1:] + msgspec.msgpack.encode("keys") + keys
+    record = b"\x84" + reported[1:] + msgspec.msgpack.encode("keys") + keys
     return _import(_record("head", _head(20, (20,))) + _record("segment", record))
 
 

@@ -57,20 +57,20 @@ class Asker:
 
     def _examine(self, title: str, document: Document, tokens: int, number: int, density: int) -> None:
         place = Place(self._model, self._options.seed, tokens, number, density, "", 0)
-        first, later = (self._open(asked, place) for asked in (document.questions, document.later_questions))
+        first, later = (self._open(requested, place) for requested in (document.questions, document.later_questions))
         if not first and not later:
             return
         name = "needle"
         if any(context.id == name for context in self._client.list_contexts()):
             self._client.delete_context(name)
         began = time.perf_counter()
-        held = self._client.ingest(name, document.text).tokens
-        speed = held / (time.perf_counter() - began)
-        tell(f"{title}: {held:,} tokens read at {speed:,.0f}/s")
-        self._ask_all(name, first, held, speed)
+        resident = self._client.ingest(name, document.text).tokens
+        speed = resident / (time.perf_counter() - began)
+        tell(f"{title}: {resident:,} tokens read at {speed:,.0f}/s")
+        self._ask_all(name, first, resident, speed)
         if later:
-            held = self._client.ingest(name, document.appended, append=True).tokens
-            self._ask_all(name, later, held, speed)
+            resident = self._client.ingest(name, document.appended, append=True).tokens
+            self._ask_all(name, later, resident, speed)
         self._client.delete_context(name)
 
     def _open(self, asked: tuple[Question, ...], document: Place) -> list[tuple[Place, Question]]:

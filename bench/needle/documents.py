@@ -93,8 +93,8 @@ def pairs(rng: random.Random, size: int, count: int) -> Document:
 
     found = {identifier(): identifier() for _ in range(max(size // 80, count))}
     text = json.dumps(found, indent=0)
-    asked = rng.sample(sorted(found), count)
-    facts = [Fact(key, found[key], key, f'What is the value stored under "{key}"?', "") for key in asked]
+    requested = rng.sample(sorted(found), count)
+    facts = [Fact(key, found[key], key, f'What is the value stored under "{key}"?', "") for key in requested]
     return Document(text, tuple(_ask("key_value", facts, text)))
 
 

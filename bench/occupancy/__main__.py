@@ -88,13 +88,13 @@ def main() -> int:
     options = parse()
     names = [name for name in all_names() if re.fullmatch(options.only, name)]
     if not (options.fresh or options.write):
-        kept = golden.read()
-        print("\n".join(bounds({name: kept[name] for name in names}, options.target)))
+        retained = golden.read()
+        print("\n".join(bounds({name: retained[name] for name in names}, options.target)))
         return 0
     table, num_refused = fresh(names, options.target, options.jobs)
     if options.write:
-        kept = golden.read() if golden.PATH.exists() else {}
-        table = {name: kept.get(name, {}) | table.get(name, {}) for name in all_names()}
+        retained = golden.read() if golden.PATH.exists() else {}
+        table = {name: retained.get(name, {}) | table.get(name, {}) for name in all_names()}
         golden.PATH.write_text(golden.written(table, triton.__version__))
     else:
         print(golden.written(table, triton.__version__), end="")

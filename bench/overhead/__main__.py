@@ -93,8 +93,8 @@ async def measure(
                     steps.append(decodes.by_rows[batch][WARM_UP_STEPS:])
                     deltas.append(messages / (batch * num_tokens))
         ranks = read(Path(folder), world_size)
-    told = zip(batches, steps, deltas, strict=True)
-    return [row(gaps(ranks, full), batch) | {"deltas_per_token": delta} for batch, full, delta in told]
+    reported = zip(batches, steps, deltas, strict=True)
+    return [row(gaps(ranks, full), batch) | {"deltas_per_token": delta} for batch, full, delta in reported]
 
 
 def row(found: list[Gap], batch: int) -> dict[str, float]:

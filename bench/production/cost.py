@@ -58,8 +58,8 @@ def measure(options: Options) -> Row:
 def _round(number: int, options: Options) -> tuple[Measured, ...]:
     with TemporaryDirectory(prefix="longleaf-bench-") as folder, ExitStack() as stack:
         authority = Authority(Path(folder) / "ca")
-        told = everything_off(), production(authority, Path(folder)), everything_off()
-        services = [stack.enter_context(running(settings, options.world_size)) for settings in told]
+        reported = everything_off(), production(authority, Path(folder)), everything_off()
+        services = [stack.enter_context(running(settings, options.world_size)) for settings in reported]
         found = tuple(Measured() for _ in services)
         for turn in range(TURNS + 1):
             order = [(number + turn + place) % len(services) for place in range(len(services))]

@@ -93,7 +93,7 @@ class Flood:
     async def _calls(self, turns: Turns, rate: float, nice: int) -> AsyncIterator[None]:
         """They are made while the block runs; it must take as long as a turn. Raises OSError."""
         access = self._service.settings.access
-        asked = Asked(
+        requested = Asked(
             address=self._service.address,
             tls_ca=str(access.get("tls_ca")),
             host=ELSEWHERE,
@@ -102,19 +102,19 @@ class Flood:
             rate=rate,
             seconds=self._seconds + 2 * LEAD_SECONDS,
         )
-        calling = asyncio.get_running_loop().run_in_executor(self._callers[nice], call, asked)
+        calling = asyncio.get_running_loop().run_in_executor(self._callers[nice], call, requested)
         await asyncio.sleep(LEAD_SECONDS)
         try:
             yield
         finally:
             called: Called = await calling
-            turns.caller_cores.append(called.cpu_seconds / asked.seconds)
+            turns.caller_cores.append(called.cpu_seconds / requested.seconds)
 
     async def _codes(self) -> Counter[str]:
         """Calls of the method that have ended, by their codes, as the service counts them."""
-        told = await scrape(f"http://127.0.0.1:{self._service.settings.telemetry.metrics_port}/metrics")
+        reported = await scrape(f"http://127.0.0.1:{self._service.settings.telemetry.metrics_port}/metrics")
         codes = Counter[str]()
-        for (name, labels), value in told.samples.items():
+        for (name, labels), value in reported.samples.items():
             found = dict(labels)
             if name == "longleaf_requests_total" and found["kind"] == METHOD:
                 codes[found["code"]] += int(value)

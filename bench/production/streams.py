@@ -70,8 +70,8 @@ class Streams:
     async def _read(self, number: int, begun: asyncio.Event) -> None:
         while True:
             try:
-                asked = self._client.generate([65 + number % 26], max_tokens=STREAM_TOKENS, ignore_end_token=True)
-                async for event in asked:
+                requested = self._client.generate([65 + number % 26], max_tokens=STREAM_TOKENS, ignore_end_token=True)
+                async for event in requested:
                     if isinstance(event, Delta):
                         self._num_tokens += len(event.token_ids)
                         begun.set()

@@ -80,11 +80,11 @@ def examine(client: Client, tokens: int, count: int) -> Iterator[Asked]:
     for number in range(ceil_div(count, most)):
         num_here = min(most, count - number * most)
         document = prose(random.Random(f"provenance {tokens} {number}"), size, num_here)
-        held = client.ingest(CONTEXT, document.text).tokens
+        resident = client.ingest(CONTEXT, document.text).tokens
         found = list(_ask_all(client, document.text, document.questions, tokens))
         client.delete_context(CONTEXT)
         right = sum(each.rank == 0 and each.method == "raw" for each in found)
-        tell(f"{tokens:,} tokens, document {number + 1} ({held:,} tokens): the first source is right {right} times")
+        tell(f"{tokens:,} tokens, document {number + 1} ({resident:,} tokens): the first source is right {right} times")
         yield from found
 
 

@@ -58,9 +58,9 @@ def _found(axis: Any, rows: Sequence[Row]) -> None:
         lengths = sorted({row["tokens"] for row in here})
         shares, below, above = list[float](), list[float](), list[float]()
         for tokens in lengths:
-            found, asked = _sums(here, tokens, column)
-            low, high = wilson(found, asked)
-            shares.append(found / asked)
+            found, requested = _sums(here, tokens, column)
+            low, high = wilson(found, requested)
+            shares.append(found / requested)
             below.append(shares[-1] - low)
             above.append(max(0.0, high - shares[-1]))  # rounded, it may end below a share of 1
         where = _shifted(lengths, place)

@@ -15,9 +15,9 @@ def rows(asked: Iterable[Asked]) -> list[Row]:
     for each in asked:
         if each.task != "absent":
             groups.setdefault((each.tokens, each.method, each.task, each.is_right), []).append(each)
-    told = [_row(*key, found) for key, found in sorted(groups.items())]
+    reported = [_row(*key, found) for key, found in sorted(groups.items())]
     lengths = sorted({(each.tokens, each.method) for each in asked})
-    return told + [row for key in lengths if (row := _apart(*key, asked)) is not None]
+    return reported + [row for key in lengths if (row := _apart(*key, asked)) is not None]
 
 
 def _row(tokens: int, method: str, task: str, is_right: bool, found: Sequence[Asked]) -> Row:
@@ -36,14 +36,14 @@ def _row(tokens: int, method: str, task: str, is_right: bool, found: Sequence[As
 def _apart(tokens: int, method: str, asked: Iterable[Asked]) -> Row | None:
     """Area under the curve of share, and of drop: right answers from a text against keys that are not in it."""
     here = [each for each in asked if (each.tokens, each.method) == (tokens, method)]
-    held = [each for each in here if each.task != "absent" and each.is_right]
+    resident = [each for each in here if each.task != "absent" and each.is_right]
     absent = [each for each in here if each.task == "absent"]
-    if not held or not absent:
+    if not resident or not absent:
         return None
-    by_share = area([each.share for each in held], [each.share for each in absent])
-    by_drop = area([each.drop for each in held], [each.drop for each in absent])
+    by_share = area([each.share for each in resident], [each.share for each in absent])
+    by_drop = area([each.drop for each in resident], [each.drop for each in absent])
     row = {"tokens": tokens, "task": "held_or_absent", "method": method}
-    row |= {"area_by_share": round(by_share, 4), "area_by_drop": round(by_drop, 4), "of": len(held) + len(absent)}
+    row |= {"area_by_share": round(by_share, 4), "area_by_drop": round(by_drop, 4), "of": len(resident) + len(absent)}
     return row | {"absent": len(absent), "invented": sum(not each.is_right for each in absent)}
 
 

@@ -52,13 +52,15 @@ class Credentials:
         given = metadata.get(HEADER)
         if given is None:
             found = self._named(frozenset(names))
-            told = "no credentials came: --credential-file, LONGLEAF_CREDENTIAL or the argument `credential` give them"
+            message = (
+                "no credentials came: --credential-file, LONGLEAF_CREDENTIAL or the argument `credential` give them"
+            )
         else:
             found = self._bearer(str(given))
-            told = "nobody has these credentials"
+            message = "nobody has these credentials"
         if found is None:
             self.num_refused += 1
-            raise Unauthenticated(told)
+            raise Unauthenticated(message)
         is_alone = len(self._file.value) == 1
         return Caller(tenant=found.tenant, role=found.role, quotas=found.quotas, is_alone=is_alone)
 
@@ -82,11 +84,13 @@ def unreachable(contexts: Iterable[str], tenants: AnySet[str]) -> tuple[str, ...
     """What a start says of contexts whose tenant has no credential, as after the first credentials of a service."""
     lost = Counter(tenant for each in contexts if (tenant := tenant_of(each)) not in tenants)
     names = sorted(lost)
-    told = [
+    reported = [
         f"{human_count(lost[name], 'context')} of the tenant {name} cannot be reached: no credential is its own "
         f"(longleaf credentials new {name})"
         for name in names[:MAX_NAMED]
     ]
     if rest := names[MAX_NAMED:]:
-        told.append(f"and {human_count(sum(lost[name] for name in rest), 'context')} of {len(rest):,} other tenants")
-    return tuple(told)
+        reported.append(
+            f"and {human_count(sum(lost[name] for name in rest), 'context')} of {len(rest):,} other tenants"
+        )
+    return tuple(reported)

@@ -54,8 +54,8 @@ class QuotaEnforcer:
             usage = self._usage(caller.tenant)
             if usage.running + usage.waiting >= quotas.generations + quotas.waiting:
                 limit = f"{quotas.waiting} may wait beside {quotas.generations} that run"
-                told = f"{usage.running} run and {usage.waiting} wait, and at most {limit}"
-                _refuse(caller, "waiting" if quotas.waiting else "generations", told, RETRY_SECONDS)
+                message = f"{usage.running} run and {usage.waiting} wait, and at most {limit}"
+                _refuse(caller, "waiting" if quotas.waiting else "generations", message, RETRY_SECONDS)
         self._check_rate(caller, "tokens_out_per_minute", self._outs)
         self.check_rate_in()
 
@@ -78,18 +78,20 @@ class QuotaEnforcer:
         if quotas.contexts is None and quotas.tokens is None and quotas.storage_bytes is None:
             return
         usage, coming = self._usage(caller.tenant), self._coming[caller.tenant]
-        held = usage.tokens + coming["tokens"] + self._num_upload_tokens(caller.tenant)
-        num_held = usage.contexts + coming["contexts"]
-        if quotas.contexts is not None and num_contexts and num_held + num_contexts > quotas.contexts:
-            _refuse(caller, "contexts", f"there are {num_held:,}, at most {quotas.contexts:,} may be")
-        if quotas.tokens is not None and held + num_tokens > quotas.tokens:
-            told = f"its contexts and uploads have {held:,} tokens, {num_tokens:,} more are over {quotas.tokens:,}"
-            _refuse(caller, "tokens", told)
+        resident = usage.tokens + coming["tokens"] + self._num_upload_tokens(caller.tenant)
+        num_resident = usage.contexts + coming["contexts"]
+        if quotas.contexts is not None and num_contexts and num_resident + num_contexts > quotas.contexts:
+            _refuse(caller, "contexts", f"there are {num_resident:,}, at most {quotas.contexts:,} may be")
+        if quotas.tokens is not None and resident + num_tokens > quotas.tokens:
+            message = (
+                f"its contexts and uploads have {resident:,} tokens, {num_tokens:,} more are over {quotas.tokens:,}"
+            )
+            _refuse(caller, "tokens", message)
         if quotas.storage_bytes is not None:
-            kept = self._storage_bytes(caller.tenant)
-            if kept >= quotas.storage_bytes:
-                told = f"its contexts take {kept:,} bytes on storage, at most {quotas.storage_bytes:,} may be"
-                _refuse(caller, "storage_bytes", told)
+            retained = self._storage_bytes(caller.tenant)
+            if retained >= quotas.storage_bytes:
+                message = f"its contexts take {retained:,} bytes on storage, at most {quotas.storage_bytes:,} may be"
+                _refuse(caller, "storage_bytes", message)
 
     @contextmanager
     def making(self, num_contexts: int, num_tokens: int) -> Generator[None, None, None]:
@@ -111,15 +113,15 @@ class QuotaEnforcer:
             yield
         self.take_in(num_tokens)
 
-    def check_upload(self, num_kept: int = 0) -> None:
+    def check_upload(self, num_retained: int = 0) -> None:
         """Another ingest or import; one that was kept goes on beside `num_kept` that nobody sends. Raises
         ResourceExhausted."""
         caller = self._caller
         if caller.quotas.uploads is None:
             return
-        if (num_open := self._num_uploads(caller.tenant) - num_kept) >= caller.quotas.uploads:
-            told = f"{num_open} are open or kept to be resumed, at most {caller.quotas.uploads} may be"
-            _refuse(caller, "uploads", told, RETRY_SECONDS)
+        if (num_open := self._num_uploads(caller.tenant) - num_retained) >= caller.quotas.uploads:
+            message = f"{num_open} are open or kept to be resumed, at most {caller.quotas.uploads} may be"
+            _refuse(caller, "uploads", message, RETRY_SECONDS)
 
     def check_rate_in(self) -> None:
         """Whether more may be read. Raises ResourceExhausted."""

@@ -149,10 +149,10 @@ class FakeRanks:
         found = dict[int, Attention]()
         for row in rows.rows:
             self._starts.setdefault(row.path[-1], row.start)
-            if (asked := row.spans) is None:
+            if (requested := row.spans) is None:
                 continue
-            starts = [self._starts[segment] for segment in row.path[: asked.num_segments + 1]]
-            spans = echo_spans(starts[:-1], starts[-1], asked.size)
+            starts = [self._starts[segment] for segment in row.path[: requested.num_segments + 1]]
+            spans = echo_spans(starts[:-1], starts[-1], requested.size)
             found[row.sequence] = echo_attention(spans, row.hidden, row.start + row.num_tokens - 1)
         return found
 

@@ -148,14 +148,14 @@ class MemberAuthenticator:
     async def _count(self) -> None:
         """Counts connections. What is no member's is told by no event of its own."""
         while True:
-            told = parse_monitor_message(await self._monitor.recv_multipart())
-            match told["event"]:
+            reported = parse_monitor_message(await self._monitor.recv_multipart())
+            match reported["event"]:
                 case zmq.EVENT_ACCEPTED:
-                    self._connections.accepted(told["value"])
+                    self._connections.accepted(reported["value"])
                 case zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     self._connections.settle()
                 case _:
-                    self._connections.ended(told["value"])
+                    self._connections.ended(reported["value"])
             self._refused.set(self._connections.num_refused, "no key of a member")
             self._returned.set(self._connections.num_former, "its key was struck out")
 

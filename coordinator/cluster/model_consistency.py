@@ -19,12 +19,12 @@ async def check_models(hellos: Sequence[Hello], folder: Path) -> None:
 
     The coordinator reads the model's texts in the `folder` of its own machine; they are held against theirs.
     """
-    told = [(hello, hello.fingerprint) for hello in hellos if hello.fingerprint is not None]
+    reported = [(hello, hello.fingerprint) for hello in hellos if hello.fingerprint is not None]
     faults = [f"{_place(hello)}: {hello.missing}" for hello in hellos if hello.missing]
-    if told:
-        commonest = Counter(fingerprint.digest for _, fingerprint in told).most_common(1)[0][0]
-        first, expected = next(pair for pair in told if pair[1].digest == commonest)
-        others = [(_place(hello), one) for hello, one in told if one.digest != commonest]
+    if reported:
+        commonest = Counter(fingerprint.digest for _, fingerprint in reported).most_common(1)[0][0]
+        first, expected = next(pair for pair in reported if pair[1].digest == commonest)
+        others = [(_place(hello), one) for hello, one in reported if one.digest != commonest]
         faults += [_difference(where, one.files, _place(first), expected.files) for where, one in others]
         own = await asyncio.to_thread(read_texts, folder)
         texts = texts_of(expected)

@@ -30,14 +30,14 @@ class RankLogForwarder:
     """Logs what members tell, as of the logger `coordinator.cluster`: in its level, with the attributes `rank` (an int,
     NO_RANK for who has none), `node` and `epoch`."""
 
-    def __init__(self, roster: MemberRegistry, clock: Callable[[], float] = time.monotonic) -> None:
-        self._roster = roster
+    def __init__(self, registry: MemberRegistry, clock: Callable[[], float] = time.monotonic) -> None:
+        self._roster = registry
         self._clock = clock
         self._shares: dict[int, _Share] = {}
         """By member."""
         self._known: frozenset[str] | None = None
         """Notes that people were told; None until they are."""
-        roster.watch(self._watch)
+        registry.watch(self._watch)
 
     def know(self, notes: Iterable[str]) -> None:
         """People are told these notes: what is logged in the same words is not told again."""

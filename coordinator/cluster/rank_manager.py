@@ -197,10 +197,10 @@ class RankManager:
     async def _wait_loaded(self, verdict: asyncio.Future[EpochEnd]) -> list[Member]:
         """Those that can join, once those are gone that are being killed, and somebody has loaded the model. Raises the
         verdict of the epoch before when nobody will."""
-        roster = self.roster
-        await roster.settle()
-        await roster.wait(lambda: roster.loaded() or not (list(roster) or self._history.is_filling))
-        if not (loaded := roster.loaded()):
+        registry = self.roster
+        await registry.settle()
+        await registry.wait(lambda: registry.loaded() or not (list(registry) or self._history.is_filling))
+        if not (loaded := registry.loaded()):
             raise (await asyncio.shield(verdict)).error
         return loaded
 

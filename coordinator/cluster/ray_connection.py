@@ -123,8 +123,10 @@ def _check_is_open(address: str) -> None:
         socket.create_connection((LOOPBACK, int(port)), timeout=ANSWER_SECONDS).close()
     except OSError:
         return
-    told = f"at {address} nobody answers, but at {join_address(LOOPBACK, int(port))}, which other machines cannot reach"
-    raise StartError(f"ray_address: {told}: start Ray's head with --node-ip-address={host}")
+    message = (
+        f"at {address} nobody answers, but at {join_address(LOOPBACK, int(port))}, which other machines cannot reach"
+    )
+    raise StartError(f"ray_address: {message}: start Ray's head with --node-ip-address={host}")
 
 
 def _parts(address: str) -> tuple[str, str]:

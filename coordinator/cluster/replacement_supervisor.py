@@ -75,24 +75,24 @@ class ReplacementSupervisor:
 
     def __init__(
         self,
-        roster: MemberRegistry,
+        registry: MemberRegistry,
         fleet: Fleet,
         config: EngineConfig,
         readies: Sequence[Ready],
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self._roster = roster
+        self._roster = registry
         self._fleet = fleet
         self._start_timeout = config.start_timeout
         self._clock = clock
         self._sleep = sleep
         self._backoff = Backoff(config.max_losses_per_minute)
         self._slots = [Slot(ready.member, pinned(config, ready)) for ready in readies]
-        roster.is_kept = True
-        roster.watch(self._take)
+        registry.is_kept = True
+        registry.watch(self._take)
         for slot in self._slots:
-            if roster.get(slot.member) is None:  # lost before anybody watched
+            if registry.get(slot.member) is None:  # lost before anybody watched
                 self._fill(slot)
 
     def refill(self) -> int:
@@ -159,10 +159,10 @@ class ReplacementSupervisor:
     async def _begin(self, slot: Slot) -> int:
         """The number of a member whose process was started in the slot, once that is there. Nobody else waits for one
         that stays away longer than a start may take."""
-        began, is_told = self._clock(), False
+        began, is_reported = self._clock(), False
         while (number := await self._start(slot)) is None:
-            if not is_told and self._clock() - began >= self._start_timeout:
-                is_told = True
+            if not is_reported and self._clock() - began >= self._start_timeout:
+                is_reported = True
                 absence = f"it was not there for {human_seconds(self._start_timeout)}, and is filled when it is"
                 self._roster.tell(ReplacementAbandoned(slot.member, f"{absence}: {slot.reason}"))
             await self._sleep(AGAIN_SECONDS)

@@ -16,11 +16,11 @@ Key = tuple[int, type[Outcome], int]
 class SnapshotRequests:
     """Orders that are not answered yet. Whoever waits for one may be cancelled; then the answer is dropped."""
 
-    def __init__(self, channel: ControlSocket, roster: MemberRegistry) -> None:
+    def __init__(self, channel: ControlSocket, registry: MemberRegistry) -> None:
         self._channel = channel
-        self._roster = roster
+        self._roster = registry
         self._waiting: dict[Key, asyncio.Future[Outcome]] = {}
-        roster.watch(self._take_loss)
+        registry.watch(self._take_loss)
 
     async def save(self, member: int, order: Save) -> Saved:
         """Raises as `Ranks.save`."""

@@ -21,12 +21,12 @@ class CheckpointMigration:
     by."""
 
     def __init__(
-        self, lasting: Persistence | None, keeping: ContextPersistence, wall_clock: Callable[[], float]
+        self, persistence: Persistence | None, keeping: ContextPersistence, wall_clock: Callable[[], float]
     ) -> None:
-        self._lasting = lasting
+        self._lasting = persistence
         self._keeping = keeping
         self._wall_clock = wall_clock
-        self._names = frozenset(lasting.changed) if lasting is not None else frozenset[str]()
+        self._names = frozenset(persistence.changed) if persistence is not None else frozenset[str]()
         """Of all that was there when the service began."""
         self._reading: asyncio.Task[Mapping[str, StaleContext]] | None = None
         """All folders are read whole, also for a tenant that has little there: once for all who wait, and to its end
@@ -99,8 +99,8 @@ def anew(
     declared = record.capacity if record.capacity <= positions.limit else None
     capacity = positions.capacity(record.num_tokens, declared)
     if capacity < record.num_tokens:
-        told = f"it has {record.num_tokens:,} tokens, and this one takes {capacity:,}, {positions.limit_name}"
-        raise CheckpointChanged(name, told)
+        message = f"it has {record.num_tokens:,} tokens, and this one takes {capacity:,}, {positions.limit_name}"
+        raise CheckpointChanged(name, message)
     rope, ends = positions.rope(capacity), [*(segment.start for segment in path[1:]), record.num_tokens]
     cut = [replace(_cut(each, end), rope=rope) for each, end in zip(path, ends, strict=True)]
     if (largest := max(max(each.token_ids) for each in cut)) >= vocabulary_size:

@@ -45,12 +45,12 @@ class ContextPersistence:
 
     def __init__(
         self,
-        lasting: Persistence | None,
+        persistence: Persistence | None,
         delete: Callable[[Scheduler, str], None],
         wall_clock: Callable[[], float],
         on_change: Callable[[], None],
     ) -> None:
-        self._lasting = lasting
+        self._lasting = persistence
         self._delete = delete
         self._wall_clock = wall_clock
         self._on_change = on_change

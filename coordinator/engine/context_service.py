@@ -159,8 +159,8 @@ class ContextService(ABC):
         """All contexts of a tenant that earlier checkpoints have read."""
         self._open()
         adopted, refused = await self._earlier.adopt_all(self.positions, vocabulary_size, tenant, room)
-        told = tuple(SkippedContext(name, str(error)) for name, error in refused.items())
-        return types.RecomputeResult(contexts=tuple(map(self.welcome, adopted)), left_out=told)
+        reported = tuple(SkippedContext(name, str(error)) for name, error in refused.items())
+        return types.RecomputeResult(contexts=tuple(map(self.welcome, adopted)), left_out=reported)
 
     async def update_context(self, context_id: str, settings: ContextSettings) -> types.Context:
         """Raises NotFound, InvalidArgument for a time that has passed, and StorageUnavailable."""

@@ -55,10 +55,10 @@ class ContextTransfer:
     leave."""
 
     def __init__(
-        self, engine: ContextSource, keeping: ContextPersistence, snapshots: Snapshots | None, model: Path
+        self, engine: ContextSource, persistence: ContextPersistence, snapshots: Snapshots | None, model: Path
     ) -> None:
         self._engine = engine
-        self._keeping = keeping
+        self._keeping = persistence
         self._snapshots = snapshots
         self._model = model
         self._fingerprint: Fingerprint | None = None
@@ -77,17 +77,17 @@ class ContextTransfer:
     async def open_export(self, context_id: str, *, with_keys: bool) -> "ContextExport":
         context = self._engine.named(context_id)
         record, path = context_record(context), context.path
-        leaving = ContextExport(record, list(map(segment_record, path.segments)), self._snapshots)
+        exporting = ContextExport(record, list(map(segment_record, path.segments)), self._snapshots)
         if with_keys and self._snapshots is not None:
             try:
                 for segment in path.segments:
                     await self._save(self._snapshots, segment.id)
                 for segment in path.segments:
-                    await leaving.hold(segment)
+                    await exporting.hold(segment)
             except BaseException:
-                await leaving.close()
+                await exporting.close()
                 raise
-        return leaving
+        return exporting
 
     async def _save(self, snapshots: Snapshots, segment_id: int) -> None:
         """What is not held, or not to be written, leaves without its keys. Raises StorageUnavailable."""
@@ -100,14 +100,14 @@ class ContextTransfer:
 
     async def begin_import(self, context: ContextRecord) -> "ContextImport":
         if self._snapshots is None:
-            told = "this service keeps nothing that is not held: serve with --data-dir"
-            raise FailedPrecondition(f"contexts/{context.id}", told)
+            message = "this service keeps nothing that is not held: serve with --data-dir"
+            raise FailedPrecondition(f"contexts/{context.id}", message)
         self._keeping.check_free(context.id)
         positions = self._engine.positions
         positions.check_capacity(context.capacity)
         if context.num_tokens > positions.limit:
-            told = f"{context.num_tokens:,} is more than {positions.limit:,} positions, {positions.limit_name}"
-            raise InvalidArgument("num_tokens", told)
+            message = f"{context.num_tokens:,} is more than {positions.limit:,} positions, {positions.limit_name}"
+            raise InvalidArgument("num_tokens", message)
         return ContextImport(self._engine, self._keeping, self._snapshots)
 
 
@@ -153,9 +153,9 @@ class ContextExport:
 class ContextImport:
     """Implements coordinator.handlers.transfer.ports.ImportHandle."""
 
-    def __init__(self, engine: ContextSource, keeping: ContextPersistence, snapshots: Snapshots) -> None:
+    def __init__(self, engine: ContextSource, persistence: ContextPersistence, snapshots: Snapshots) -> None:
         self._engine = engine
-        self._keeping = keeping
+        self._keeping = persistence
         self._snapshots = snapshots
         self._archive = secrets.token_hex(8)
         """A name that no other archive has had here."""
@@ -195,8 +195,8 @@ class ContextImport:
     ) -> Context:
         rope = self._engine.positions.rope(context.capacity)
         if any(segment.rope != rope for segment in segments):
-            told = f"this service does not rotate contexts of {context.capacity:,} positions as where it was read"
-            raise InvalidArgument("rope", f"{told}: ingest the text anew, or serve with the same --allow-long")
+            message = f"this service does not rotate contexts of {context.capacity:,} positions as where it was read"
+            raise InvalidArgument("rope", f"{message}: ingest the text anew, or serve with the same --allow-long")
         change = Change(segments=tuple(segments), contexts=(context,), snapshots=tuple(snapshots))
         adopted = await self._keeping.adopt_as(change)
         self._is_over = True

@@ -321,11 +321,11 @@ class Engine(ContextService):
         """Tells the readers what happened."""
         for fault in scheduler.take_faults():
             log.error("an unexpected error ended what it came from, and nothing else", exc_info=fault)
-        told = [*outcomes, *scheduler.drain()]
-        for request_id, outcome in told:
+        reported = [*outcomes, *scheduler.drain()]
+        for request_id, outcome in reported:
             if isinstance(outcome, Sealed):
                 self._keeping.seal(request_id)
-        for request_id in self._readers.publish(told):
+        for request_id in self._readers.publish(reported):
             self._pause(request_id, True)
         if scheduler.num_waiting:
             self._readers.tell_positions(scheduler.positions)

@@ -150,9 +150,9 @@ class SnapshotFetcher:
             restoring.tell(part.ticket, is_there=False)
             return
         members = tuple(self._members())
-        told = members if part.rank == EVERY_RANK else (members[part.rank],)
-        self._sent[part.ticket] = told
-        self._start(self._fetch(restoring, part, piece, told))
+        reported = members if part.rank == EVERY_RANK else (members[part.rank],)
+        self._sent[part.ticket] = reported
+        self._start(self._fetch(restoring, part, piece, reported))
 
     async def _fetch(
         self, restoring: RestorePlanner, part: RestoreChunk, piece: PieceRef, members: Sequence[int]

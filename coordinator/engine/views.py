@@ -26,8 +26,8 @@ def view_context(
     storage_bytes: int,
 ) -> types.Context:
     ready, num_windowed = readies[0], holdings.num_window_tokens(context.path)
-    held = enumerate(holdings.shares(context.path, len(readies)))
-    shares = tuple(types.RankShare(rank, tokens, _kv_bytes(ready, tokens, num_windowed)) for rank, tokens in held)
+    resident = enumerate(holdings.shares(context.path, len(readies)))
+    shares = tuple(types.RankShare(rank, tokens, _kv_bytes(ready, tokens, num_windowed)) for rank, tokens in resident)
     return types.Context(
         id=context.id,
         tokens=context.num_tokens,
@@ -59,9 +59,9 @@ def view_cluster(
 ) -> types.Cluster:
     """The ranks that live, and the load; without what the engine does not know itself."""
     readies = epoch.formation.readies
-    held, windowed = scheduler.segments.tokens_by_rank(), scheduler.segments.num_window_tokens
+    resident, windowed = scheduler.segments.tokens_by_rank(), scheduler.segments.num_window_tokens
     size, gone = config.block_size, {loss.member for loss in losses}
-    workers = view_workers(epoch.formation, gone, held, windowed, size)
+    workers = view_workers(epoch.formation, gone, resident, windowed, size)
     return types.Cluster(
         model=types.ModelInfo(name=""),
         workers=workers,

@@ -63,15 +63,15 @@ class GatewayProcess:
             line = await asyncio.wait_for(process.stdout.readline(), START_SECONDS)
         except TimeoutError:
             line = b""
-        told = (
+        message = (
             msgspec.json.decode(line, type=GatewayAnnouncement) if line else GatewayAnnouncement(error="said nothing")
         )
-        if told.error:
+        if message.error:
             with suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
-            raise StartError(f"the door for HTTP: {told.error}")
-        return told.http
+            raise StartError(f"the door for HTTP: {message.error}")
+        return message.http
 
     def _command(self, port: int) -> list[str]:
         config, security = self._config, self._config.security

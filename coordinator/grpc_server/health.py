@@ -37,11 +37,11 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
         return Response(status=self._status(request.service))
 
     async def Watch(self, request: Request, context: object) -> AsyncGenerator[Response, None]:
-        told: int | None = None
+        reported: int | None = None
         while True:
             count, status = self._changes.count, self._status(request.service)
-            if status != told:
-                told = status
+            if status != reported:
+                reported = status
                 yield Response(status=status)
             if self._changes.is_over:
                 return

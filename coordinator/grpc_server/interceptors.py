@@ -39,13 +39,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # pyright: ignore[reportMiss
 
     def __init__(
         self,
-        lobby: ReadinessGate,
+        readiness: ReadinessGate,
         gate: RequestLimiter,
         unread_timeout: float,
         authenticator: Authenticator,
         observers: Observers,
     ) -> None:
-        self._lobby = lobby
+        self._lobby = readiness
         self._gate = gate
         self._anteroom = UnauthenticatedCallLimiter()
         self._unread_timeout = unread_timeout

@@ -216,8 +216,8 @@ def _client_key() -> str:
 def _parse_large(waiting: list[bytes], descriptor: MethodDescriptor, handler: Handler) -> object:
     [data] = waiting
     if has_more_fields(data, descriptor.input_type, MAX_FIELDS, FIELDS_APART.get(descriptor.name, {})):
-        told = f"has {len(data):,} bytes and more than {MAX_FIELDS:,} fields; numbers must be packed"
-        raise InvalidArgument("request", told)
+        message = f"has {len(data):,} bytes and more than {MAX_FIELDS:,} fields; numbers must be packed"
+        raise InvalidArgument("request", message)
     return _parse(data, handler)
 
 
@@ -225,5 +225,5 @@ def _parse(data: bytes, handler: Handler) -> object:
     try:
         return handler.request_deserializer(data)
     except DecodeError as error:
-        told = f"is not a valid message (strings must be UTF-8): {error}"
-        raise InvalidArgument("request", told) from None
+        message = f"is not a valid message (strings must be UTF-8): {error}"
+        raise InvalidArgument("request", message) from None

@@ -99,20 +99,20 @@ class GrpcServer:
         observers: Observers = NOBODY,
         certificates: Certificates | None = None,
     ) -> None:
-        self._lobby = lobby = ReadinessGate(loading)
+        self._lobby = readiness = ReadinessGate(loading)
         if use_cases is not None:
-            lobby.open(use_cases)
+            readiness.open(use_cases)
         self._interceptor = interceptor = CallInterceptor(
-            lobby, RequestLimiter(), unread_timeout, authenticator, observers
+            readiness, RequestLimiter(), unread_timeout, authenticator, observers
         )
         self._health = health_servicer = HealthServicer()
 
         def make() -> grpc.aio.Server:
             server = _make(interceptor)
-            _add(server, generation_service_pb2_grpc, "GenerationService", GenerationServicer(lobby))
-            _add(server, context_service_pb2_grpc, "ContextService", ContextServicer(lobby))
-            _add(server, tokenizer_service_pb2_grpc, "TokenizerService", TokenizerServicer(lobby))
-            _add(server, cluster_service_pb2_grpc, "ClusterService", ClusterServicer(lobby, drain, refill))
+            _add(server, generation_service_pb2_grpc, "GenerationService", GenerationServicer(readiness))
+            _add(server, context_service_pb2_grpc, "ContextService", ContextServicer(readiness))
+            _add(server, tokenizer_service_pb2_grpc, "TokenizerService", TokenizerServicer(readiness))
+            _add(server, cluster_service_pb2_grpc, "ClusterService", ClusterServicer(readiness, drain, refill))
             _add(server, health_pb2_grpc, "Health", health_servicer)
             if authenticator.is_open:  # else strangers need not know what there is to call
                 untyped: Any = health

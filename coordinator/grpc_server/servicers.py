@@ -81,8 +81,8 @@ def random_seed() -> int:
 class GenerationServicer(GenerationServiceServicer):
     """Streams generations, and ends those that are held."""
 
-    def __init__(self, lobby: ReadinessGate, seed: Callable[[], int] = random_seed) -> None:
-        self._lobby = lobby
+    def __init__(self, readiness: ReadinessGate, seed: Callable[[], int] = random_seed) -> None:
+        self._lobby = readiness
         self._seed = seed
 
     async def Generate(
@@ -109,8 +109,8 @@ class GenerationServicer(GenerationServiceServicer):
 class ContextServicer(ContextServiceServicer):
     """Creates, reads, changes, forks and deletes contexts, and has them move."""
 
-    def __init__(self, lobby: ReadinessGate) -> None:
-        self._lobby = lobby
+    def __init__(self, readiness: ReadinessGate) -> None:
+        self._lobby = readiness
 
     @property
     def _contexts(self) -> ContextStore:
@@ -171,8 +171,8 @@ class ContextServicer(ContextServiceServicer):
     async def RereadContexts(
         self, request: ingest_pb.RereadContextsRequest, context: object
     ) -> ingest_pb.RereadContextsResponse:
-        reread = await self._lobby.use_cases.reread_contexts(tenant_scoping.tenant())
-        return codec.encode_reread(tenant_scoping.shown_reread(reread))
+        recomputed = await self._lobby.use_cases.reread_contexts(tenant_scoping.tenant())
+        return codec.encode_reread(tenant_scoping.shown_reread(recomputed))
 
     async def DeleteContext(self, request: ingest_pb.DeleteContextRequest, context: object) -> Empty:
         await self._contexts.delete_context(tenant_scoping.scope_context(codec.context_id(request.name)))
@@ -182,9 +182,9 @@ class ContextServicer(ContextServiceServicer):
         self, request: ingest_pb.ExportContextRequest, context: object
     ) -> AsyncGenerator[ingest_pb.ExportContextResponse, None]:
         wanted = tenant_scoping.scope_export(codec.decode_export(request))
-        async with aclosing(self._lobby.use_cases.exports.run(wanted)) as parcel:
-            async for news in parcel:
-                yield codec.encode_exported(news)
+        async with aclosing(self._lobby.use_cases.exports.run(wanted)) as archive:
+            async for updates in archive:
+                yield codec.encode_exported(updates)
 
     async def ImportContext(
         self, request_iterator: AsyncIterable[ingest_pb.ImportContextRequest], context: object
@@ -231,8 +231,8 @@ def _decode_page_token(token: str) -> str:
 class TokenizerServicer(TokenizerServiceServicer):
     """Turns texts into ids and back, and counts."""
 
-    def __init__(self, lobby: ReadinessGate) -> None:
-        self._lobby = lobby
+    def __init__(self, readiness: ReadinessGate) -> None:
+        self._lobby = readiness
 
     @property
     def _tokenization(self) -> Tokenization:
@@ -263,8 +263,8 @@ class ClusterServicer(ClusterServiceServicer):
     """Describes, verifies and ends the cluster. `drain` begins the end, whatever runs; told to wait, it returns when
     all that ran has ended or was told. `refill` starts ranks in places that were given up, and tells in how many."""
 
-    def __init__(self, lobby: ReadinessGate, drain: Drain, refill: Refill) -> None:
-        self._lobby = lobby
+    def __init__(self, readiness: ReadinessGate, drain: Drain, refill: Refill) -> None:
+        self._lobby = readiness
         self._drain = drain
         self._refill = refill
 

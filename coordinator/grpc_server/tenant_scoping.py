@@ -144,8 +144,8 @@ def shown_error(error: LongleafError) -> LongleafError:
         return error
     match error:
         case StorageUnavailable():
-            told = "the service cannot write or read what it keeps now; its log says why"
-            return StorageUnavailable(told, error.retry_seconds)
+            message = "the service cannot write or read what it keeps now; its log says why"
+            return StorageUnavailable(message, error.retry_seconds)
         case DataLoss() if error.name.startswith(OF_TENANTS):
             return DataLoss(error.name, _without_folders(error.reason))
         case DataLoss():
@@ -160,12 +160,12 @@ def _without_folders(text: str) -> str:
     return _PATH.sub(lambda path: path[0].rpartition("/")[2], text)
 
 
-def shown_reread(reread: RecomputeResult) -> RecomputeResult:
+def shown_reread(recomputed: RecomputeResult) -> RecomputeResult:
     is_admin = CALLER.get().is_admin
-    reasons = [each.reason if is_admin else _without_folders(each.reason) for each in reread.left_out]
-    pairs = zip(reread.left_out, reasons, strict=True)
+    reasons = [each.reason if is_admin else _without_folders(each.reason) for each in recomputed.left_out]
+    pairs = zip(recomputed.left_out, reasons, strict=True)
     left_out = tuple(SkippedContext(name_of(each.name), unscoped(reason, tenant())) for each, reason in pairs)
-    return replace(reread, contexts=tuple(map(shown, reread.contexts)), left_out=left_out)
+    return replace(recomputed, contexts=tuple(map(shown, recomputed.contexts)), left_out=left_out)
 
 
 def shown_cluster(cluster: Cluster) -> Cluster:

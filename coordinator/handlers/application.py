@@ -142,8 +142,8 @@ class Application:
 
     async def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> Context:
         """Raises NotFound, AlreadyExists, InvalidArgument, ResourceExhausted, Unavailable or StorageUnavailable."""
-        held = self.contexts.get_context(source).tokens
-        self._ledger.check_context(1, held if num_tokens is None else min(held, num_tokens))
+        resident = self.contexts.get_context(source).tokens
+        self._ledger.check_context(1, resident if num_tokens is None else min(resident, num_tokens))
         return await self.contexts.fork_context(source, context_id, num_tokens)
 
     async def reread_context(self, context_id: str) -> Context:

@@ -56,33 +56,33 @@ class SpanTable:
         return len(self.bounds)
 
 
-def spans_of(provenance: Provenance, grounds: AttributionContext) -> SpanTable:
+def spans_of(provenance: Provenance, attribution_context: AttributionContext) -> SpanTable:
     """Raises InvalidArgument naming what cannot be told of such a context."""
-    size, block = provenance.span_tokens, grounds.block_size
-    if not grounds.full_layers:
+    size, block = provenance.span_tokens, attribution_context.block_size
+    if not attribution_context.full_layers:
         raise InvalidArgument("provenance", "no layer of the model sees all keys")
     if size is None:
         size = next((size for size in (DEFAULT_SPAN, MIN_SPAN_TOKENS) if block % size == 0), 0)
     if not size or block % size:
-        told = f"{size:,} does" if size else f"none from {MIN_SPAN_TOKENS} on does"
-        raise InvalidArgument("provenance.span_token_count", f"{told} not divide the {block:,} tokens of a block")
+        message = f"{size:,} does" if size else f"none from {MIN_SPAN_TOKENS} on does"
+        raise InvalidArgument("provenance.span_token_count", f"{message} not divide the {block:,} tokens of a block")
     for i, layer in enumerate(provenance.layers):
-        if layer not in grounds.full_layers:
-            those = ", ".join(map(str, grounds.full_layers))
+        if layer not in attribution_context.full_layers:
+            those = ", ".join(map(str, attribution_context.full_layers))
             raise InvalidArgument(f"provenance.layers[{i}]", f"{layer} is no layer that sees all keys: {those} are")
-    if provenance.ranking == "contrast" and not grounds.can_cut:
-        told = "contrast goes on from inside of the context, which replicated windows do not allow"
-        raise InvalidArgument("provenance.ranking", told)
+    if provenance.ranking == "contrast" and not attribution_context.can_cut:
+        message = "contrast goes on from inside of the context, which replicated windows do not allow"
+        raise InvalidArgument("provenance.ranking", message)
     bounds = [
         (at, min(at + size, end))
-        for start, end in zip((0, *grounds.ends[:-1]), grounds.ends, strict=True)
+        for start, end in zip((0, *attribution_context.ends[:-1]), attribution_context.ends, strict=True)
         for at in range(start, end, size)
     ]
     if len(bounds) > MAX_TOLD_SPANS:
-        told = f"the context would have {len(bounds):,} spans of {size:,} tokens, and {MAX_TOLD_SPANS:,} can be told"
-        raise InvalidArgument("provenance.span_token_count", told)
+        message = f"the context would have {len(bounds):,} spans of {size:,} tokens, and {MAX_TOLD_SPANS:,} can be told"
+        raise InvalidArgument("provenance.span_token_count", message)
     layers = tuple(sorted(set(provenance.layers)))
-    return SpanTable(bounds, SpanLayout(size, layers, len(bounds)), grounds)
+    return SpanTable(bounds, SpanLayout(size, layers, len(bounds)), attribution_context)
 
 
 class AttentionAccumulator:

@@ -81,8 +81,8 @@ class AttributionTracer:
         if self._provenance.confirm:
             self._token_ids = prompt.token_ids
         self._claim, self._num_open = prompt.claim, prompt.num_open
-        grounds = self._spans.grounds
-        return replace(prompt, cuts=self._spans.cuts, beginning=grounds.cut(grounds.end))
+        attribution_context = self._spans.grounds
+        return replace(prompt, cuts=self._spans.cuts, beginning=attribution_context.cut(attribution_context.end))
 
     def told(self, sample: int) -> AttentionTotals:
         """What of a sample is told."""
@@ -100,18 +100,18 @@ class AttributionTracer:
     async def finished(self, finished: Finished) -> Finished:
         """The end of an answer, with where it comes from. Raises what prompts raise that cannot be read."""
         self._num_open -= 1
-        told = self._told[finished.sample]
-        if self._spans is None or not told.sums.num_tokens:
+        reported = self._told[finished.sample]
+        if self._spans is None or not reported.sums.num_tokens:
             return replace(finished, attribution=Attribution())
-        provenance, shares = self._provenance, told.sums.shares
+        provenance, shares = self._provenance, reported.sums.shares
         contrast = await self._contrast(shares) if provenance.confirm or provenance.ranking == "contrast" else None
         ranked = contrast if provenance.ranking == "contrast" and contrast is not None else shares
         chosen, drops = top(ranked, provenance.num_spans), None
         if provenance.confirm:
             chosen = candidates(shares, contrast, provenance.num_spans)
             chosen.sort(key=lambda span: (-ranked[span], span))
-            drops = dict(zip(chosen, await self._drops(told.token_ids, chosen), strict=True))
-        found = attribution(told.sums, self._spans, chosen, contrast=contrast, drops=drops, text=self._text)
+            drops = dict(zip(chosen, await self._drops(reported.token_ids, chosen), strict=True))
+        found = attribution(reported.sums, self._spans, chosen, contrast=contrast, drops=drops, text=self._text)
         return replace(finished, attribution=found)
 
     async def _contrast(self, shares: Shares) -> Shares | None:

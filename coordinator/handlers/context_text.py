@@ -86,8 +86,8 @@ def _check(wanted: GetContextText, found: TextMap) -> None:
         if not most:
             raise FailedPrecondition(name, "its tokens were given as ids: bytes of a text are not known")
     if not 0 <= wanted.start <= wanted.end <= most:
-        told = f"[{wanted.start:,}, {wanted.end:,}) is not in [0, {most:,}), the {wanted.unit} of {name}"
-        raise InvalidArgument(field, told)
+        message = f"[{wanted.start:,}, {wanted.end:,}) is not in [0, {most:,}), the {wanted.unit} of {name}"
+        raise InvalidArgument(field, message)
     if wanted.end - wanted.start > longest:
-        told = f"has {wanted.end - wanted.start:,} {wanted.unit}, at most {longest:,} are told at once"
-        raise InvalidArgument(field, told)
+        message = f"has {wanted.end - wanted.start:,} {wanted.unit}, at most {longest:,} are told at once"
+        raise InvalidArgument(field, message)

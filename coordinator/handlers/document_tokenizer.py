@@ -64,8 +64,8 @@ class DocumentTokenizer:
         """How far `token_ids` reach that can be kept; of ids as far as they have come. None while nothing can be."""
         if self._ids:
             return StablePrefix(0, 0)
-        settled = self._encoder.settled
-        return settled if settled.num_bytes and not self._is_complete else None
+        stable = self._encoder.settled
+        return stable if stable.num_bytes and not self._is_complete else None
 
     @property
     def starts(self) -> "array[int]":
@@ -168,8 +168,8 @@ class DocumentTokenizer:
         self._encoder.finish()
         self._check_text()
         if self._files and self._files[-1].start > self.num_bytes:
-            told = f"{self._files[-1].start:,} is behind the text, which has {self.num_bytes:,} bytes"
-            raise InvalidArgument(f"{FILES}[{len(self._files) - 1}].byte_start", told)
+            message = f"{self._files[-1].start:,} is behind the text, which has {self.num_bytes:,} bytes"
+            raise InvalidArgument(f"{FILES}[{len(self._files) - 1}].byte_start", message)
         if not self.num_tokens:
             raise InvalidArgument("text", "has no tokens" if self.num_bytes else "the document is empty")
         self._is_complete = True
@@ -179,11 +179,11 @@ class DocumentTokenizer:
             raise InvalidArgument(field, "the document is complete: nothing can follow")
 
     def _decode(self, text: bytes, is_last: bool = False) -> None:
-        held = len(self._decoder.getstate()[0])  # the start of a character, kept from the piece before
+        resident = len(self._decoder.getstate()[0])  # the start of a character, kept from the piece before
         try:
             decoded = self._decoder.decode(text, is_last)
         except UnicodeDecodeError as error:
-            offset = self.num_bytes - held + error.start
+            offset = self.num_bytes - resident + error.start
             raise InvalidArgument("text", f"is not UTF-8 at byte {offset}: {error.reason}") from None
         self._waiting.append(decoded)
         self._num_waiting += len(decoded)

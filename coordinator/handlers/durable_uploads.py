@@ -102,8 +102,8 @@ class DurableUploads:
 
     def tokens_of(self, tenant: str, besides: Container[UploadKey]) -> list[int]:
         """Tokens of each upload of a tenant, but for some."""
-        kept = self._tokens.get(tenant, {})
-        return [num_tokens for key, num_tokens in kept.items() if key not in besides]
+        retained = self._tokens.get(tenant, {})
+        return [num_tokens for key, num_tokens in retained.items() if key not in besides]
 
     def _put(self, record: UploadRecord, num_tokens: int) -> None:
         self._records[record.key] = record
@@ -121,20 +121,20 @@ class DurableUploads:
 
     def keep(self, header: IngestHeader, document: DocumentTokenizer) -> None:
         """Takes note of how far a document has come."""
-        key, settled = _key(header), document.settled
-        num_kept = self._num_kept.get(key, 0)
-        if settled is None or not header.upload_id or document.num_tokens <= num_kept:
+        key, stable = _key(header), document.settled
+        num_retained = self._num_kept.get(key, 0)
+        if stable is None or not header.upload_id or document.num_tokens <= num_retained:
             return
-        ids, self._num_kept[key] = document.token_ids[num_kept:], document.num_tokens
-        starts = document.starts[count_starts(num_kept) :]
+        ids, self._num_kept[key] = document.token_ids[num_retained:], document.num_tokens
+        starts = document.starts[count_starts(num_retained) :]
         record = UploadRecord(
             context=header.context,
             upload_id=header.upload_id,
-            header=msgspec.msgpack.encode(UploadState(header, settled.num_lead, document.num_tokens)),
-            settled_bytes=settled.num_bytes,
+            header=msgspec.msgpack.encode(UploadState(header, stable.num_lead, document.num_tokens)),
+            settled_bytes=stable.num_bytes,
             updated=self._wall_clock(),
         )
-        self._start(key, self._append(record, num_kept, ids, starts))
+        self._start(key, self._append(record, num_retained, ids, starts))
 
     def _start(self, key: UploadKey, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -165,11 +165,11 @@ class DurableUploads:
     def forget(self, header: IngestHeader) -> bool:
         """A document is part of its context, or nobody will go on with it. Says whether something of it was kept."""
         key = _key(header)
-        is_kept = self._pop(key)
-        is_kept = self._num_kept.pop(key, 0) > 0 or is_kept
-        if is_kept:
+        is_retained = self._pop(key)
+        is_retained = self._num_kept.pop(key, 0) > 0 or is_retained
+        if is_retained:
             self._start(key, self._drop(key))
-        return is_kept
+        return is_retained
 
     async def _drop(self, key: UploadKey) -> None:
         try:

@@ -80,10 +80,10 @@ class Generation:
             return self._replays.find(request.request_id).read(request.token_index)
         request_id = request.request_id or scoped(request.tenant, random_id())
         _note(request_id)
-        if (held := self._replays.get(request.request_id)) is not None:
-            if not held.answers(request):
+        if (resident := self._replays.get(request.request_id)) is not None:
+            if not resident.answers(request):
                 raise InvalidArgument("request_id", f"{request.request_id} is the name of another request")
-            return held.read()
+            return resident.read()
         deadline = None if seconds is None else self._clock() + seconds + request.resume_seconds
         self._check_free(request_id)
         answer = self._events(request_id, request, deadline)
@@ -103,13 +103,15 @@ class Generation:
     async def take_up(self) -> None:
         """Holds what earlier services held, each from now on for as long as its request says. It goes on after its last
         token once somebody reads it. Raises StorageUnavailable."""
-        for held, said in self._journal.load() if self._journal is not None else ():
-            request, request_id = held.request, held.request_id
+        for resident, output in self._journal.load() if self._journal is not None else ():
+            request, request_id = resident.request, resident.request_id
             tracing = _tracing(request)
-            answer = self._answer(request_id, request, tracing, held.token_ids)
-            told, generated = await self._threads.run(retell, said, self._prompt(request, held.token_ids), answer)
-            going_on = self._go_on(held, answer, tracing, generated)
-            self._replays.take_up(request_id, request, held.question, going_on, told)
+            answer = self._answer(request_id, request, tracing, resident.token_ids)
+            reported, generated = await self._threads.run(
+                retell, output, self._prompt(request, resident.token_ids), answer
+            )
+            going_on = self._go_on(resident, answer, tracing, generated)
+            self._replays.take_up(request_id, request, resident.question, going_on, reported)
 
     async def _events(self, request_id: str, request: Generate, deadline: float | None) -> AsyncGenerator[Event, None]:
         tracing = _tracing(request)
@@ -121,16 +123,16 @@ class Generation:
         prompt = self._prompt(request, token_ids, deadline)
         if tracing is not None:
             prompt = tracing.begin(self._engine, prompt, self._text_maps, self._ledger.take_in)
-        with self._observers.generation(request_id, request.tenant) as saw:
+        with self._observers.generation(request_id, request.tenant) as emit:
             with self._ledger.begin_generation(len(token_ids)):
                 begun = self._engine.submit(prompt)
             async with aclosing(begun) as stream:
                 with self._begin_record(request_id, request, token_ids, deadline) as record:
                     if request.context is not None:
-                        saw = _counting_copies(saw, len(token_ids), self._ledger.take_in)
+                        emit = _counting_copies(emit, len(token_ids), self._ledger.take_in)
                     del request, token_ids, prompt  # the text may be large, and the answer long
-                    async with aclosing(self._told(stream, record, answer, tracing, saw)) as told:
-                        async for message in told:
+                    async with aclosing(self._told(stream, record, answer, tracing, emit)) as reported:
+                        async for message in reported:
                             yield message
 
     async def _go_on(
@@ -150,12 +152,12 @@ class Generation:
             prompt = msgspec.structs.replace(prompt, generated=generated)
         if tracing is not None:
             prompt = tracing.begin(self._engine, prompt, self._text_maps, self._ledger.take_in)
-        with self._observers.generation(held.request_id, held.request.tenant) as saw:
+        with self._observers.generation(held.request_id, held.request.tenant) as emit:
             async with aclosing(await submit_patiently(self._engine, prompt)) as stream:
                 with self._journal.go_on(held.request_id) as record:
                     del held, prompt, generated
-                    async with aclosing(self._told(stream, record, answer, tracing, saw)) as told:
-                        async for message in told:
+                    async with aclosing(self._told(stream, record, answer, tracing, emit)) as reported:
+                        async for message in reported:
                             yield message
 
     async def _told(
@@ -164,13 +166,13 @@ class Generation:
         record: JournalWriter | None,
         answer: ResponseAssembler,
         tracing: AttributionTracer | None,
-        saw: Saw,
+        emit: Saw,
     ) -> AsyncGenerator[Event, None]:
         """What the client is told, after it was written down."""
         async for event in stream:
             if record is not None:
                 record.append(event)
-            saw(event)
+            emit(event)
             for message in answer.take(event):
                 if isinstance(message, Finished) and message.reason == "stop":
                     stream.cancel_sample(message.sample)
@@ -187,14 +189,14 @@ class Generation:
         """The record of a generation that is held. Raises StorageUnavailable."""
         if self._journal is None or not request.resume_seconds:
             return nullcontext()
-        held = GenerationEntry(
+        resident = GenerationEntry(
             request_id=request_id,
             request=msgspec.structs.replace(request, input=""),
             question=question_of(request),
             prompt=array("I", token_ids).tobytes(),
             deadline=None if deadline is None else self._wall_clock() + deadline - self._clock(),
         )
-        return self._journal.begin(held)
+        return self._journal.begin(resident)
 
     async def _alone(self, request_id: str, answer: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
         """The events of a generation that is not held. Raises AlreadyExists when another one of this id runs."""
@@ -221,7 +223,7 @@ class Generation:
     def _prompt(
         self, request: Generate, token_ids: Sequence[int], deadline: float | None = None
     ) -> engine_messages.Prompt:
-        is_held, most = request.resume_seconds > 0, self._engine.max_draft_tokens
+        is_resident, most = request.resume_seconds > 0, self._engine.max_draft_tokens
         tenant, client, caller = request.tenant, request.client, CALLER.get(OWNER)
         claim = engine_messages.SchedulingClaim(
             priority=request.priority,
@@ -230,7 +232,7 @@ class Generation:
             at_once=caller.quotas.generations,
             is_alone=caller.is_alone,
             deadline=deadline,
-            is_held=is_held,
+            is_held=is_resident,
         )
         return engine_messages.Prompt(
             context=request.context,
@@ -268,16 +270,16 @@ def _is_whole(request: Generate) -> bool:
     return request.provenance is None and not request.hidden
 
 
-def _counting_copies(saw: Saw, num_asked: int, take_in: Callable[[int], None]) -> Saw:
+def _counting_copies(emit: Saw, num_requested: int, take_in: Callable[[int], None]) -> Saw:
     """Also takes in the tokens of the context that are computed anew for a question of `num_asked` tokens, because the
     context's keys are rotated for another length."""
     num_taken = 0
 
     def saw_all(event: engine_messages.Event) -> None:
         nonlocal num_taken
-        saw(event)
+        emit(event)
         if isinstance(event, engine_messages.Admitted) and event.queue_position == 0:
-            num_copied = event.prompt_tokens - num_asked - event.cached_tokens
+            num_copied = event.prompt_tokens - num_requested - event.cached_tokens
             if num_copied > num_taken:
                 take_in(num_copied - num_taken)
                 num_taken = num_copied

@@ -161,22 +161,22 @@ class Ingest:
         if header.settings.capacity is not UNSET:
             self._engine.check_capacity(header.settings.capacity)
         limit = self._limit(header)
-        kept = self._uploads.kept
-        is_kept = kept is not None and kept.has(header)
+        retained = self._uploads.kept
+        is_retained = retained is not None and retained.has(header)
         self._ledger.check_rate_in()
         self._check_tokens(header, 1)
-        self._check_upload(header, is_kept)
+        self._check_upload(header, is_retained)
         opening = await self._prompts.opening(header.system, limit) if header.system else None
         if header.upload_id and (known := self._known(header)) is not None:
             return known  # another stream of it has come meanwhile
         encoder = self._tokenizer.document_encoder(is_first=not header.append, opening=opening)
         document = DocumentTokenizer(encoder, limit, self._tokenizer.vocabulary_size, header.files)
-        if kept is not None:
-            await kept.take_up(header, document)
+        if retained is not None:
+            await retained.take_up(header, document)
         document.expect(header.total_bytes)
         # What can be resumed goes on when its client has waited long enough for now.
         upload = Upload(header, document, self._threads, None if header.upload_id else deadline)
-        self._check_upload(header, is_kept)  # others may have begun meanwhile
+        self._check_upload(header, is_retained)  # others may have begun meanwhile
         self._uploads.add(upload)
         return upload
 
@@ -191,15 +191,15 @@ class Ingest:
     def _limit(self, header: IngestHeader) -> SizeLimit:
         """What the document may be at most."""
         try:
-            held = self._engine.num_tokens(header.context)
+            resident = self._engine.num_tokens(header.context)
         except (NotFound, ContextLost, CheckpointChanged):
             if header.append:
                 raise
-            held = 0
+            resident = 0
         else:
             if not header.append:
                 raise AlreadyExists(f"contexts/{header.context}")
-        return SizeLimit(self._engine, self._tokenizer.max_bytes_per_token, held)
+        return SizeLimit(self._engine, self._tokenizer.max_bytes_per_token, resident)
 
     async def _go_on(
         self, owner: UploadLease, pieces: AsyncIterator[IngestPiece]
@@ -260,8 +260,8 @@ class Ingest:
         except TimeoutError:
             if left < self._idle_seconds:
                 raise expired() from None
-            told = f"the stream of this ingest sent nothing for {human_seconds(self._idle_seconds)}"
-            raise DeadlineExceeded(told) from None
+            message = f"the stream of this ingest sent nothing for {human_seconds(self._idle_seconds)}"
+            raise DeadlineExceeded(message) from None
 
     def _prefill(self, upload: Upload, document: DocumentTokenizer) -> PrefillTask:
         """Raises AlreadyExists, NotFound, InvalidArgument, ResourceExhausted, DeadlineExceeded or Unavailable."""
@@ -273,7 +273,7 @@ class Ingest:
             is_alone=CALLER.get(OWNER).is_alone,
             deadline=upload.deadline,
         )
-        asked = engine_messages.DocumentPrompt(
+        requested = engine_messages.DocumentPrompt(
             context=header.context,
             token_ids=document.token_ids,
             append=header.append,
@@ -283,7 +283,7 @@ class Ingest:
             claim=claim,
         )
         self._check_tokens(header)
-        stream = self._engine.ingest(asked)
+        stream = self._engine.ingest(requested)
         begun = _report("prefilling", document, total=document.num_tokens)
         return PrefillTask(stream, self._reports(header, stream, begun))
 

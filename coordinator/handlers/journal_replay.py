@@ -21,17 +21,17 @@ class ReplayedState(NamedTuple):
 def retell(said: Sequence[Said], prompt: Prompt, answer: ResponseAssembler) -> ReplayedState:
     """Has `answer`, which is new, take what was said. What clients are told of it is the same as before, in the same
     pieces, but for times."""
-    told: list[Event] = []
+    reported: list[Event] = []
     generated = {sample: array("I") for sample in range(prompt.num_samples)}
     for event in said:
-        told += answer.take(event)
+        reported += answer.take(event)
         if isinstance(event, Tokens):
             generated[event.sample].extend(event.token_ids)
     for sample, token_ids in generated.items():
         reason = prompt.end_reason(token_ids[-1], len(token_ids)) if token_ids else None
         if reason is not None:  # the process may have died between the last token and the end
-            told += answer.take(_ended(said, sample, reason, len(token_ids)))
-    return ReplayedState(told, {sample: generated[sample] for sample in answer.open_samples})
+            reported += answer.take(_ended(said, sample, reason, len(token_ids)))
+    return ReplayedState(reported, {sample: generated[sample] for sample in answer.open_samples})
 
 
 def _ended(said: Sequence[Said], sample: int, reason: EndReason, num_generated: int) -> Ended:

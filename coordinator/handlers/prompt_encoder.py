@@ -41,7 +41,7 @@ class Prompts:
 
     async def ids_of(self, request: Generate) -> Sequence[int]:
         """Raises InvalidArgument, NotFound, or Unavailable at the end of the service."""
-        held = self._capacity.num_tokens(request.context) if request.context is not None else 0
+        resident = self._capacity.num_tokens(request.context) if request.context is not None else 0
         size = self._tokenizer.vocabulary_size
         if request.with_token_bytes and self._tokenizer.alphabet.spell is None:
             raise InvalidArgument("return_token_bytes", "the model's tokenizer makes text of its tokens together only")
@@ -51,7 +51,7 @@ class Prompts:
             return await self._threads.run(check_ids, request.input, size)
         if request.use_chat_template and request.context is None and not self._tokenizer.has_chat_template:
             raise InvalidArgument("use_chat_template", "the model has no chat template")
-        limit = SizeLimit(self._capacity, self._tokenizer.max_bytes_per_token, held)
+        limit = SizeLimit(self._capacity, self._tokenizer.max_bytes_per_token, resident)
         if isinstance(request.input, Conversation):
             return await self._conversation_ids(request, request.input, limit)
         return await self._text_ids(request, request.input, limit)
@@ -70,11 +70,13 @@ class Prompts:
     async def _conversation_ids(self, request: Generate, conversation: Conversation, limit: SizeLimit) -> Sequence[int]:
         has_context = request.context is not None
         limit.check("conversation", sum(len(message.text.encode()) for message in conversation.messages))
-        asked = _lay_out(conversation, has_context, self._tokenizer.has_chat_template)
+        requested = _lay_out(conversation, has_context, self._tokenizer.has_chat_template)
         if not has_context and not self._tokenizer.has_chat_template:
-            return await self._encode("conversation", self._tokenizer.prompt_encoders(asked.messages[0].text), limit)
+            return await self._encode(
+                "conversation", self._tokenizer.prompt_encoders(requested.messages[0].text), limit
+            )
         variables = request.chat_template_kwargs
-        pieces = await self._pieces(asked.messages, has_context, variables, "conversation", asked.field)
+        pieces = await self._pieces(requested.messages, has_context, variables, "conversation", requested.field)
         return await self._encode("conversation", await self._encoders(pieces, has_context), limit)
 
     async def opening(self, system: str, limit: SizeLimit) -> Opening:
@@ -87,8 +89,8 @@ class Prompts:
             pieces = await self._rendered(len(system), template.opening, system)
         except ConversationRefused as error:
             raise InvalidArgument(SYSTEM, f"cannot be put before the document: {error}") from None
-        settled, tail = await self._threads.run_long(len(system), self._tokenizer.cut_tail, pieces)
-        token_ids = await self._encoded(SYSTEM, await self._encoders(settled, False), limit)
+        stable, tail = await self._threads.run_long(len(system), self._tokenizer.cut_tail, pieces)
+        token_ids = await self._encoded(SYSTEM, await self._encoders(stable, False), limit)
         limit.check_tokens(SYSTEM, len(token_ids))
         return Opening(tuple(token_ids), tail)
 
@@ -107,7 +109,7 @@ class Prompts:
             return await self._threads.run_long(len(text), self._tokenizer.plain_question, text)
         try:
             render = template.question if has_context else template.conversation
-            size = sum(len(said.text) for said in messages)
+            size = sum(len(output.text) for output in messages)
             return await self._rendered(size, render, messages, variables)
         except ConversationRefused as error:
             raise InvalidArgument(field_of(error.message), str(error)) from None
@@ -155,16 +157,16 @@ def _lay_out(conversation: Conversation, has_context: bool, has_template: bool) 
     if has_context or not has_template:
         first = next((i for i, message in enumerate(messages) if message.role != "system"), len(messages) - 1)
     if has_context and messages[first].role != "user":
-        told = f"is the {messages[first].role}'s, and the first after the context must be the user's"
-        raise InvalidArgument(f"conversation.messages[{first}].role", told)
-    said = [Said(message.role, message.text) for message in messages[first:]]
+        text = f"is the {messages[first].role}'s, and the first after the context must be the user's"
+        raise InvalidArgument(f"conversation.messages[{first}].role", text)
+    output = [Said(message.role, message.text) for message in messages[first:]]
     prefaces = [message.text for message in messages[:first] if message.text]
-    said[0] = Said(said[0].role, EMPTY_LINE.join([*prefaces, said[0].text]))
-    if not has_template and (len(said) > 1 or said[0].role != "user"):
-        number = first + next((i for i, each in enumerate(said) if i or each.role != "user"), 0)
-        told = "the model has no chat template: it can be asked one question alone"
-        raise InvalidArgument(f"conversation.messages[{number}]", told)
-    return _Asked(said, first)
+    output[0] = Said(output[0].role, EMPTY_LINE.join([*prefaces, output[0].text]))
+    if not has_template and (len(output) > 1 or output[0].role != "user"):
+        number = first + next((i for i, each in enumerate(output) if i or each.role != "user"), 0)
+        text = "the model has no chat template: it can be asked one question alone"
+        raise InvalidArgument(f"conversation.messages[{number}]", text)
+    return _Asked(output, first)
 
 
 def check_ids(token_ids: Sequence[int], vocabulary_size: int, field: str = "token_ids") -> Sequence[int]:

@@ -160,9 +160,9 @@ class SampleAssembler:
         num_before, pieces = self._num_tokens, self._push(event.tokens)
         self._num_drafted += event.num_drafted
         # accepted ones come first in their step, and what is behind a stop string is no part of the answer
-        num_told = self._num_tokens - num_before
-        num_steps_told = bisect_right(event.step_ends, num_told)
-        self._num_accepted += min(event.num_accepted, num_told - num_steps_told)
+        num_reported = self._num_tokens - num_before
+        num_steps_told = bisect_right(event.step_ends, num_reported)
+        self._num_accepted += min(event.num_accepted, num_reported - num_steps_told)
         return [*self._delta(pieces), *([self._stop()] if self._text.matched_stop else [])]
 
     def _push(self, tokens: Sequence[Token]) -> list[TextDelta]:

@@ -200,12 +200,12 @@ def question_of(request: Generate) -> bytes:
     minutes."""
     match request.input:
         case str(text):
-            kind, asked = "text", text.encode()
+            kind, requested = "text", text.encode()
         case Conversation(messages):
-            kind, asked = "conversation", b"".join(map(_told_apart, messages))
+            kind, requested = "conversation", b"".join(map(_told_apart, messages))
         case token_ids:
-            kind, asked = "ids", array("I", token_ids).tobytes()
-    return blake3(f"{kind} {request.context}\n".encode()).update(asked).digest()
+            kind, requested = "ids", array("I", token_ids).tobytes()
+    return blake3(f"{kind} {request.context}\n".encode()).update(requested).digest()
 
 
 def _told_apart(message: Message) -> bytes:
@@ -258,8 +258,8 @@ class ResumableGenerations:
         for share in shares_of(request.account, self._tenant_share):
             count = sum(share.is_theirs(replay.account) for replay in self._by_id.values())
             if count >= self._max_held * share.part:
-                told = f"{share.whose} holds {count} to be resumed already, its share of all {self._max_held}"
-                raise ResourceExhausted("generations", told, RETRY_SECONDS)
+                message = f"{share.whose} holds {count} to be resumed already, its share of all {self._max_held}"
+                raise ResourceExhausted("generations", message, RETRY_SECONDS)
         if len(self._by_id) >= self._max_held:
             raise ResourceExhausted("generations", f"{self._max_held} are held to be resumed already", RETRY_SECONDS)
         return self._add(request_id, request, question_of(request), events)

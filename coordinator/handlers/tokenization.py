@@ -41,8 +41,8 @@ class Tokenization:
         """Raises InvalidArgument for a text that is too long, or has too many tokens."""
         size = len(text.encode())
         if size > MAX_TEXT_BYTES:
-            told = f"has {size:,} bytes, at most {MAX_TEXT_BYTES:,} are tokenized at once; CountTokens takes more"
-            raise InvalidArgument("text", told)
+            message = f"has {size:,} bytes, at most {MAX_TEXT_BYTES:,} are tokenized at once; CountTokens takes more"
+            raise InvalidArgument("text", message)
         encoder = self._tokenizer.plain_encoder(has_opening=add_special)
         encoder.spans = [(0, 0)] * len(encoder.token_ids) if has_spans else None
         await self._threads.encode(encoder, text, lambda: _check_count(encoder))
@@ -54,8 +54,8 @@ class Tokenization:
             raise InvalidArgument("token_ids", f"are {len(token_ids):,}, at most {MAX_TOKENS:,} are taken at once")
         text = await self._threads.run(self._decode, token_ids, keep_special)
         if len(text.encode()) > MAX_ANSWER_BYTES:
-            told = f"make {len(text.encode()):,} bytes of text, at most {MAX_ANSWER_BYTES:,} are answered at once"
-            raise InvalidArgument("token_ids", told)
+            message = f"make {len(text.encode()):,} bytes of text, at most {MAX_ANSWER_BYTES:,} are answered at once"
+            raise InvalidArgument("token_ids", message)
         return text
 
     def _decode(self, token_ids: Sequence[int], keep_special: bool) -> str:

@@ -55,12 +55,12 @@ class PrefillTask:
 
     async def follow(self) -> AsyncIterator[IngestProgress]:
         """The reports from now on; a slow reader gets the latest ones. Raises what ended the prefill."""
-        told = None
+        reported = None
         while True:
             count, is_over = self._changes.count, self.is_over
-            if self.latest is not None and self.latest is not told:
-                told = self.latest
-                yield told
+            if self.latest is not None and self.latest is not reported:
+                reported = self.latest
+                yield reported
             elif self._error is not None:
                 raise self._error
             elif is_over:
@@ -236,12 +236,12 @@ class Uploads:
             count = sum(share.is_theirs(other.header.account) for other in self._all)
             most = self._max_uploads * share.part
             if count >= most and not self._drop_oldest(share.is_theirs):
-                told = f"{count} of {share.whose} are open or kept to be resumed, at most {int(most)} may be"
-                raise ResourceExhausted("uploads", told, RETRY_SECONDS)
-        held = Counter(other.header.tenant for other in self._all)
-        if len(self._all) >= self._max_uploads and not self._make_room(held, upload.header.tenant):
-            told = f"{len(self._all)} are open, and there may be no more"
-            raise ResourceExhausted("uploads", told, RETRY_SECONDS)
+                message = f"{count} of {share.whose} are open or kept to be resumed, at most {int(most)} may be"
+                raise ResourceExhausted("uploads", message, RETRY_SECONDS)
+        resident = Counter(other.header.tenant for other in self._all)
+        if len(self._all) >= self._max_uploads and not self._make_room(resident, upload.header.tenant):
+            message = f"{len(self._all)} are open, and there may be no more"
+            raise ResourceExhausted("uploads", message, RETRY_SECONDS)
         self._all.add(upload)
         if upload.header.upload_id:
             self._by_key[_key(upload.header)] = upload
@@ -253,16 +253,16 @@ class Uploads:
         for share in shares_of(upload.header.account, self._tenant_share):
             most = int(self._max_bytes * share.part)
             if upload.num_counted > most:
-                told = f"one holds {upload.num_counted:,} bytes, at most {most:,} are for {share.whose}"
-                raise ResourceExhausted("uploads", told)
-            while (held := self._num_bytes_of(share.is_theirs)) > most:
+                message = f"one holds {upload.num_counted:,} bytes, at most {most:,} are for {share.whose}"
+                raise ResourceExhausted("uploads", message)
+            while (resident := self._num_bytes_of(share.is_theirs)) > most:
                 if not self._drop_oldest(share.is_theirs):
-                    told = f"those of {share.whose} hold {held:,} bytes, at most {most:,} may be held"
-                    raise ResourceExhausted("uploads", told, RETRY_SECONDS)
+                    message = f"those of {share.whose} hold {resident:,} bytes, at most {most:,} may be held"
+                    raise ResourceExhausted("uploads", message, RETRY_SECONDS)
         while self.num_bytes > self._max_bytes:
             if not self._make_room(self._bytes_by_tenant(), upload.header.tenant):
-                told = f"all together hold too much, at most {self._max_bytes:,} bytes may be held"
-                raise ResourceExhausted("uploads", told, RETRY_SECONDS)
+                message = f"all together hold too much, at most {self._max_bytes:,} bytes may be held"
+                raise ResourceExhausted("uploads", message, RETRY_SECONDS)
 
     def _count(self, upload: Upload, num_bytes: int) -> None:
         self._num_bytes[upload.header.account] += num_bytes - upload.num_counted
@@ -313,8 +313,8 @@ class Uploads:
 
     def _kept(self) -> list[Upload]:
         """Uploads that wait to be resumed, the oldest first."""
-        kept = [(upload.idle_since, upload) for upload in self._by_key.values() if upload.idle_since is not None]
-        ordered = sorted(kept, key=lambda entry: entry[0])
+        retained = [(upload.idle_since, upload) for upload in self._by_key.values() if upload.idle_since is not None]
+        ordered = sorted(retained, key=lambda entry: entry[0])
         return [upload for _, upload in ordered if not upload.is_prefilling]
 
     def _drop_oldest(self, is_theirs: Callable[[Account], bool]) -> bool:
@@ -333,10 +333,10 @@ class Uploads:
         return sum(count for account, count in self._num_bytes.items() if is_theirs(account))
 
     def _bytes_by_tenant(self) -> Counter[str]:
-        held = Counter[str]()
+        resident = Counter[str]()
         for (tenant, _), count in self._num_bytes.items():
-            held[tenant] += count
-        return held
+            resident[tenant] += count
+        return resident
 
     def _trim(self) -> None:
         now = self.clock()

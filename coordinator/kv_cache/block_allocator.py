@@ -37,9 +37,9 @@ class BlockAllocator:
 
     def _take(self, wanted: int) -> range:
         """Takes up to `wanted` blocks from one stretch."""
-        fitting = [i for i, (_, length) in enumerate(self._free) if length >= wanted]
+        shrink = [i for i, (_, length) in enumerate(self._free) if length >= wanted]
         by_length = [length for _, length in self._free]
-        index = min(fitting, key=by_length.__getitem__) if fitting else by_length.index(max(by_length))
+        index = min(shrink, key=by_length.__getitem__) if shrink else by_length.index(max(by_length))
         first, length = self._free[index]
         count = min(wanted, length)
         self._free[index : index + 1] = [(first + count, length - count)] if count < length else []

@@ -164,10 +164,10 @@ class BlockPlacer:
     def _roll(
         self, runs: tuple[Run, ...], place: int, fresh: tuple[int, int], reservation: Reservation
     ) -> tuple[Run, ...]:
-        kept, freed = self.window_pool.split(runs, place)
-        self._spend(reservation, BlockCount(windows=self.window_pool.num_more(kept, *fresh) - len(freed)))
+        retained, freed = self.window_pool.split(runs, place)
+        self._spend(reservation, BlockCount(windows=self.window_pool.num_more(retained, *fresh) - len(freed)))
         self.window_pool.free(freed)
-        return self.window_pool.grow(kept, *fresh)
+        return self.window_pool.grow(retained, *fresh)
 
     def take_back(self, runs: Sequence[Run], reservation: Reservation) -> None:
         """Frees runs that nothing was written to for good: their blocks are promised again."""
@@ -178,12 +178,12 @@ class BlockPlacer:
 
     def roll_back(self, runs: tuple[Run, ...], end: int, reservation: Reservation | None) -> tuple[Run, ...]:
         """Window runs without what lies from position `end` on; with a reservation these blocks are promised again."""
-        kept = self.window_pool.cut(runs, end)
+        retained = self.window_pool.cut(runs, end)
         if reservation is not None:
-            freed = BlockCount(windows=count_blocks(runs) - count_blocks(kept))
+            freed = BlockCount(windows=count_blocks(runs) - count_blocks(retained))
             reservation.left += freed
             self.num_reserved += freed
-        return kept
+        return retained
 
     def place_again(self, ranges: Iterable[tuple[int, int]], size: int, reservation: Reservation) -> tuple[Run, ...]:
         """Runs for the first `size` tokens of some ranges, whole blocks of each from its start on: in order, at most
@@ -269,10 +269,10 @@ class BlockPlacer:
 
     def audit(self, runs: Iterable[Run]) -> None:
         """Every used block belongs to exactly one of `runs` (all runs there are), and promises can be kept."""
-        held = [(run.rank, block) for run in runs for block in run.blocks]
-        assert len(held) == len(set(held)), "a block is in two runs"
+        resident = [(run.rank, block) for run in runs for block in run.blocks]
+        assert len(resident) == len(set(resident)), "a block is in two runs"
         for rank, pool in [*enumerate(self.pools), (EVERY_RANK, self.window_pool)]:
             pool.audit()
-            assert pool.num_used == sum(1 for holder, _ in held if holder == rank)
+            assert pool.num_used == sum(1 for holder, _ in resident if holder == rank)
         assert BlockCount().fits(self.num_reserved)
         assert BlockCount().fits(self.num_free)

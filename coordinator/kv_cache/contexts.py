@@ -269,8 +269,10 @@ class ContextTable:
         below, above = holdings.seams(path, position)
         if below == above:
             if position > holdings.whole_end(path) and any(path.seen(position, windows)):
-                told = f"contexts/{context.id} is read again after a loss, and cannot be cut at {position:,} meanwhile"
-                raise Unavailable(told, RETRY_SECONDS)
+                message = (
+                    f"contexts/{context.id} is read again after a loss, and cannot be cut at {position:,} meanwhile"
+                )
+                raise Unavailable(message, RETRY_SECONDS)
             return
         why = "where every rank holds only the last keys of windowed layers, a context can be forked where one of its"
         where = f"last {LAST_ENDS} documents ended (at {_one_of(context.ends)})"

@@ -130,8 +130,8 @@ class Positions:
     def check_capacity(self, declared: int) -> None:
         """Raises InvalidArgument for a capacity past the limit."""
         if declared > self.limit:
-            told = f"{declared:,} is more than {self.limit:,} positions, {self.limit_name}"
-            raise InvalidArgument(CAPACITY_FIELD, told)
+            message = f"{declared:,} is more than {self.limit:,} positions, {self.limit_name}"
+            raise InvalidArgument(CAPACITY_FIELD, message)
 
     def error(self, rope: Rope, num_positions: int) -> float:
         """Radians by which phases are off at most."""

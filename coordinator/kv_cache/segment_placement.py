@@ -49,8 +49,8 @@ class SegmentPlacement:
     def num_promised(self) -> BlockCount:
         """Blocks that are held for it otherwise than in runs: those of a plan under way, and those promised for what is
         lost."""
-        arriving = BlockCount(sum(len(run.blocks) for run in self.arriving))
-        return arriving + self.loss.promise.left if self.loss and self.loss.promise else arriving
+        importing = BlockCount(sum(len(run.blocks) for run in self.arriving))
+        return importing + self.loss.promise.left if self.loss and self.loss.promise else importing
 
     def num_wanted(self, block_size: int) -> BlockCount:
         """Its blocks once nothing of it is lost."""
@@ -246,11 +246,11 @@ class SegmentPlacements:
 
     def shares(self, path: TokenPath, world_size: int) -> list[int]:
         """Tokens of a path that each rank holds."""
-        held = [0] * world_size
+        resident = [0] * world_size
         for segment, _, end in path.parts():
             for run in self[segment].runs:
-                held[run.rank] += max(0, min(run.end, end) - run.start)
-        return held
+                resident[run.rank] += max(0, min(run.end, end) - run.start)
+        return resident
 
     def num_window_tokens(self, path: TokenPath) -> int:
         """Tokens of a path that lie in the windows' pool."""
@@ -274,16 +274,18 @@ class SegmentPlacements:
 
     def _windows_of(self, path: TokenPath) -> list[tuple[int, int]]:
         """Stretches of positions that lie in the windows' pool, in order; empty ones where a part ends without."""
-        held = [(0, 0)]
+        resident = [(0, 0)]
         for segment, _, part_end in path.parts():
-            held += [(run.start, min(run.end, part_end)) for run in self[segment].window_runs if run.start < part_end]
-            held.append((part_end, part_end))
-        return join(held)
+            resident += [
+                (run.start, min(run.end, part_end)) for run in self[segment].window_runs if run.start < part_end
+            ]
+            resident.append((part_end, part_end))
+        return join(resident)
 
     def audit(self, path: TokenPath) -> None:
         """A path is sound and can be continued: what its next token sees is held."""
         path.audit()
         if self.windows is not None and self.holds(path):
             runs = [(run, end) for segment, _, end in path.parts() for run in self[segment].window_runs]
-            held = {position for run, end in runs for position in range(run.start, min(run.end, end))}
-            assert held.issuperset(range(self.windows.first(path.end), path.end))
+            resident = {position for run, end in runs for position in range(run.start, min(run.end, end))}
+            assert resident.issuperset(range(self.windows.first(path.end), path.end))

@@ -250,10 +250,10 @@ class SegmentStore:
 
     def tokens_by_rank(self) -> list[int]:
         """Tokens whose keys and values each rank holds for contexts and jobs: what is only kept is as good as free."""
-        held = [0] * len(self._placer.pools)
+        resident = [0] * len(self._placer.pools)
         for run in (run for holding in self._needed() for run in holding.runs):
-            held[run.rank] += len(run)
-        return held
+            resident[run.rank] += len(run)
+        return resident
 
     @property
     def kept(self) -> Iterator[Segment]:
@@ -312,7 +312,9 @@ class SegmentStore:
             return False
         while not blocks.fits(self._placer.num_free):
             self._forget_kept(
-                next(kept.segment for kept in self._kept.values() if kept.num_kept == kept.num_references)
+                next(
+                    retained.segment for retained in self._kept.values() if retained.num_kept == retained.num_references
+                )
             )
         return True
 
@@ -324,7 +326,7 @@ class SegmentStore:
 
     def audit(self) -> None:
         """Segments and what is held of them are sound; what they continue is alive; what is kept is counted."""
-        kept = [part.id for segment in self.kept for part in segment.path.segments]
+        retained = [part.id for segment in self.kept for part in segment.path.segments]
         for holding in self.holdings:
             segment = holding.segment
             segment.audit()
@@ -333,8 +335,8 @@ class SegmentStore:
             path.audit() if segment.is_sealed else self.holdings.audit(path)
             before = self.holdings.of(segment.before.segments)
             assert all(part.num_references >= holding.num_references for part in before)
-            assert holding.num_kept == kept.count(segment.id)
+            assert holding.num_kept == retained.count(segment.id)
         alive = [holding.segment for holding in self.holdings]
         self._prefixes.audit(alive)
-        assert set(kept) <= {segment.id for segment in alive}
+        assert set(retained) <= {segment.id for segment in alive}
         assert self.num_reclaimable == sum((holding.num_reclaimable for holding in self.holdings), BlockCount())

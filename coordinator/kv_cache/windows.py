@@ -35,31 +35,31 @@ class WindowBlockPool(BlockAllocator):
 
     def trim(self, runs: tuple[Run, ...], position: int) -> tuple[Run, ...]:
         """`runs` without the leading blocks of which a token at `position` sees nothing; these are freed."""
-        kept, freed = self.split(runs, position)
+        retained, freed = self.split(runs, position)
         self.free(freed)
-        return kept
+        return retained
 
     def split(self, runs: tuple[Run, ...], position: int) -> tuple[tuple[Run, ...], list[int]]:
         """`runs` without the leading blocks of which a token at `position` sees nothing, and these blocks."""
         if not self._windows:
             return (), []
-        first, kept, unseen = self._windows.first(position), list[Run](), list[int]()
+        first, retained, unseen = self._windows.first(position), list[Run](), list[int]()
         for run in runs:
             count = len(run.blocks) if run.end <= first else max(0, first - run.start) // self._block_size
             unseen += run.blocks[:count]
             if count < len(run.blocks):
-                kept.append(Run(run.rank, run.start + count * self._block_size, run.end, run.blocks[count:]))
-        return tuple(kept), unseen
+                retained.append(Run(run.rank, run.start + count * self._block_size, run.end, run.blocks[count:]))
+        return tuple(retained), unseen
 
     def cut(self, runs: tuple[Run, ...], end: int) -> tuple[Run, ...]:
         """`runs` up to position `end`; blocks that hold nothing before it are freed."""
-        kept = list[Run]()
+        retained = list[Run]()
         for run in runs:
             left = until(run, end, self._block_size)
             self.free(run.blocks[len(left.blocks) :])
             if left.blocks:
-                kept.append(left)
-        return tuple(kept)
+                retained.append(left)
+        return tuple(retained)
 
     def grow(self, runs: tuple[Run, ...], start: int, end: int) -> tuple[Run, ...]:
         """`runs` and positions [start, end), in the last run if it ends there. Raises ResourceExhausted."""

@@ -61,10 +61,10 @@ class PersistentState:
         folder = await asyncio.to_thread(DataFolder.open, Path(data.data_dir), model.digest, config.model, model.facts)
         try:
             catalog = await Catalog.open(folder.database, reserve=folder.reserve)
-            kept = await catalog.load()
+            retained = await catalog.load()
             journal = await asyncio.to_thread(Journal, folder.path / JOURNAL, model.digest)
-            earlier = partial(read_earlier, folder, config.model, model.facts)
-            changed = {name: each.changes for name, each in (await asyncio.to_thread(earlier)).items()}
+            previous = partial(read_earlier, folder, config.model, model.facts)
+            changed = {name: each.changes for name, each in (await asyncio.to_thread(previous)).items()}
             url = config.snapshot_url or str(folder.path / SNAPSHOTS)
             # a storage of its own may be filled: deletions need room in the data folder
             rooms = () if config.snapshot_url else (folder.reserve.check,)
@@ -75,8 +75,8 @@ class PersistentState:
         except BaseException:
             folder.close()
             raise
-        snapshots = Snapshots(store, catalog, kept, model.digest, RetentionPolicy.of(data), time.time, *rooms)
-        return cls(folder, catalog, kept, journal, changed, snapshots, url, earlier)
+        snapshots = Snapshots(store, catalog, retained, model.digest, RetentionPolicy.of(data), time.time, *rooms)
+        return cls(folder, catalog, retained, journal, changed, snapshots, url, previous)
 
     async def tell_address(self, address: str) -> None:
         """Has others who want the folder be told who has it."""
@@ -88,10 +88,10 @@ class PersistentState:
     @property
     def notes(self) -> tuple[str, ...]:
         """What is there, and what is damaged, for people."""
-        kept = self.kept
-        num_tokens = sum(len(segment.token_ids) for segment in kept.segments)
-        contexts = human_count(len(kept.contexts), "context")
-        return (f"{self._folder.path} keeps {contexts}, {num_tokens:,} tokens", *damages(kept))
+        retained = self.kept
+        num_tokens = sum(len(segment.token_ids) for segment in retained.segments)
+        contexts = human_count(len(retained.contexts), "context")
+        return (f"{self._folder.path} keeps {contexts}, {num_tokens:,} tokens", *damages(retained))
 
     async def close(self) -> None:
         """Ends when all is written."""

@@ -97,11 +97,11 @@ class RecoveryManager:
         is_suspected, is_certain = any(work is self._work for work in ended), len(ended) == 1
         self._work = None
         amount = suspicion if is_suspected else 0
-        reread = self._rereading.undo(amount, is_certain=is_certain) if self._rereading.is_under_way else None
+        recomputed = self._rereading.undo(amount, is_certain=is_certain) if self._rereading.is_under_way else None
         self.restoring.undo(has_broken=amount >= BREAK)
         if self._moving.is_under_way:
             self._moving.undo(has_broken=amount >= BREAK and is_certain)
-        return reread if is_suspected else None
+        return recomputed if is_suspected else None
 
     def fail(self) -> SegmentPlacement | None:
         """What was under way is no use. Gives the segment of which it read, if anybody still needs it."""
@@ -120,11 +120,11 @@ class RecoveryManager:
         self._losses = {holding.segment.id: holding.loss for holding in self._holdings.lossy if holding.loss}
         self.is_over = False
 
-    def call(self, parked: Sequence[SegmentPlacement]) -> None:
+    def call(self, evicted: Sequence[SegmentPlacement]) -> None:
         """Has what is parked be read again; each comes after what it continues."""
-        call(self._placer, self._segments, parked)
-        self._losses |= {holding.segment.id: holding.loss for holding in parked if holding.loss}
-        self.is_over = self.is_over and not parked
+        call(self._placer, self._segments, evicted)
+        self._losses |= {holding.segment.id: holding.loss for holding in evicted if holding.loss}
+        self.is_over = self.is_over and not evicted
 
     def promise(self, paths: Sequence[TokenPath]) -> None:
         """Promises blocks for what is lost, first for what these paths need, as far as there is room; and orders what

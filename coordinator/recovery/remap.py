@@ -141,9 +141,9 @@ class _Rolled:
             loss.window_blocks += pool.chunk_blocks(end + pool.num_blocks * size)
 
 
-def call(placer: BlockPlacer, segments: SegmentStore, parked: Iterable[SegmentPlacement]) -> None:
+def call(placer: BlockPlacer, segments: SegmentStore, evicted: Iterable[SegmentPlacement]) -> None:
     """Has what is parked, each after what it continues, be lost instead: then it is read again."""
-    for holding in parked:
+    for holding in evicted:
         segments.call(holding)
         if placer.windows is not None:
             _Rolled(placer, segments).count(holding)
@@ -152,10 +152,10 @@ def call(placer: BlockPlacer, segments: SegmentStore, parked: Iterable[SegmentPl
 def lay_out(segments: SegmentStore) -> tuple[SegmentLayout, ...]:
     """All that is held, or was and is lost. What was freed before need not be told any more."""
     segments.take_forgotten()
-    told = [one for one in segments.holdings if one.segment.token_ids and not one.is_parked]
-    for holding in told:
+    reported = [one for one in segments.holdings if one.segment.token_ids and not one.is_parked]
+    for holding in reported:
         holding.is_told = True
     return tuple(
         SegmentLayout(holding.segment.id, holding.segment.start, tuple(holding.runs), holding.window_runs)
-        for holding in told
+        for holding in reported
     )

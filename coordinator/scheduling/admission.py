@@ -67,8 +67,8 @@ class Admission:
         goes_on = isinstance(asked, Prompt) and asked.generated is not None
         if self._trouble_in_line(asked.claim):
             begin_waiting()  # they only wait for the next step
-        if not goes_on and (told := self._trouble_in_line(asked.claim)):
-            raise ResourceExhausted("queue", told, self._speeds.retry_seconds(self._requests.in_line().total()))
+        if not goes_on and (reported := self._trouble_in_line(asked.claim)):
+            raise ResourceExhausted("queue", reported, self._speeds.retry_seconds(self._requests.in_line().total()))
         jobs = list(self._requests.jobs())
         self._check_room(job, jobs)
         is_probe = isinstance(asked, Prompt) and asked.is_probe  # its answer was given: no guess shall end that
@@ -141,8 +141,8 @@ class Admission:
             path = path.cut(beginning.end)
         for i, (start, end) in enumerate(prompt.hidden):
             if end > path.end:
-                told = f"tokens {start:,} to {end:,} are not in the context, which has {path.end:,}"
-                raise InvalidArgument(f"hidden[{i}]", told)
+                message = f"tokens {start:,} to {end:,} are not in the context, which has {path.end:,}"
+                raise InvalidArgument(f"hidden[{i}]", message)
         return path
 
     def _ingest(self, request_id: int, document: DocumentPrompt) -> IngestJob:
@@ -170,18 +170,20 @@ class Admission:
 
         Whoever is behind in the queue may come to be in front, so it does not matter who was there first.
         """
-        kept = self._lasting([job, *jobs])
+        retained = self._lasting([job, *jobs])
         answers = [other for other in jobs if isinstance(other, Sequence)]
-        leaving = {s.id: s for path in self._asked(answers) for s in path.segments if s.id not in kept}
+        exporting = {s.id: s for path in self._asked(answers) for s in path.segments if s.id not in retained}
         coming = sum((other.num_blocks for other in jobs if isinstance(other, IngestJob)), BlockCount())
         holdings = self._segments.holdings
-        held = self._limits.wanted(holdings.of(kept.values())) + coming + self._limits.rolling
-        self._limits.check_room(job.num_blocks, held, None)
-        held += self._limits.wanted(holdings.of(leaving.values()))
+        resident = self._limits.wanted(holdings.of(retained.values())) + coming + self._limits.rolling
+        self._limits.check_room(job.num_blocks, resident, None)
+        resident += self._limits.wanted(holdings.of(exporting.values()))
         if isinstance(job, IngestJob):
             needs = [other.num_blocks for other in answers]
-            held += BlockCount(max((n.sharded for n in needs), default=0), max((n.windows for n in needs), default=0))
-        self._limits.check_room(job.num_blocks, held, self._speeds.retry_seconds(len(jobs)))
+            resident += BlockCount(
+                max((n.sharded for n in needs), default=0), max((n.windows for n in needs), default=0)
+            )
+        self._limits.check_room(job.num_blocks, resident, self._speeds.retry_seconds(len(jobs)))
 
     def _asked(self, answers: list[Sequence]) -> list[TokenPath]:
         """What is held while these go on."""
@@ -194,9 +196,9 @@ class Admission:
         contexts = self._contexts.list()
         if not self._can_park:
             return {s.id: s for context in contexts for s in context.path.segments}
-        lasting = [job for i, job in enumerate(jobs) if i == 0 or isinstance(job, IngestJob)]
-        origins = [job.request.origin for job in lasting]
-        origins += [context.path for context in self._contexts.bound({job.context for job in lasting})]
+        persistence = [job for i, job in enumerate(jobs) if i == 0 or isinstance(job, IngestJob)]
+        origins = [job.request.origin for job in persistence]
+        origins += [context.path for context in self._contexts.bound({job.context for job in persistence})]
         return {s.id: s for path in origins for s in path.segments}
 
     def _check_time(self, job: Job, jobs: list[Job], left: float) -> None:
@@ -206,8 +208,8 @@ class Admission:
         num_lost = self._segments.holdings.num_lost(job.request.origin)
         lost_seconds = self._speeds.read_seconds(num_lost)
         if 0 < left and needed <= left < needed + lost_seconds:
-            told = f"{num_lost:,} tokens are not held and must be read again"
-            raise Unavailable(f"{told}; {human_seconds(left)} are left", lost_seconds)
+            message = f"{num_lost:,} tokens are not held and must be read again"
+            raise Unavailable(f"{message}; {human_seconds(left)} are left", lost_seconds)
         if left <= 0 or needed > left:
             raise DeadlineExceeded(
                 f"{human_seconds(max(0.0, left))} are left, and {human_seconds(needed)} are needed at least"

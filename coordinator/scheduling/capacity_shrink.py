@@ -48,25 +48,25 @@ class CapacityShrink:
             )
         ) is not None:
             return hopeless
-        total, kept = self._placer.num_blocks, self._kept()
-        victims = self._victims(jobs, self._wanted(kept), total)
+        total, retained = self._placer.num_blocks, self._kept()
+        victims = self._victims(jobs, self._wanted(retained), total)
         if victims is None:
             return None
         contexts = [context for context in self._contexts.list() if not context.is_resting]
-        asked = {id(context) for context in contexts if any(asks(job, context) for job in jobs)}
-        spare = [context for context in contexts if not context.is_pinned and id(context) not in asked]
+        requested = {id(context) for context in contexts if any(asks(job, context) for job in jobs)}
+        spare = [context for context in contexts if not context.is_pinned and id(context) not in requested]
         if spare:
             return min(spare, key=lambda context: context.last_use)
-        if jobs and (not contexts or self._wanted(kept).fits(total)):
+        if jobs and (not contexts or self._wanted(retained).fits(total)):
             return as_victims(victims or jobs)[0]
-        return min(contexts, key=lambda context: (context.is_pinned, id(context) in asked, context.last_use))
+        return min(contexts, key=lambda context: (context.is_pinned, id(context) in requested, context.last_use))
 
     def _victims(self, jobs: list[Job], held: BlockCount, total: BlockCount) -> list[Job] | None:
         """The jobs for which there is no room beside what is held; None when there is room for all."""
         answers = [job for job in jobs if isinstance(job, Sequence)]
-        kept = {holding.segment.id for holding in self._kept()}
-        leaving = {s: None for job in answers for s in job.request.origin.segments if s.id not in kept}
-        held += self._limits.wanted(self._segments.holdings.of(leaving))
+        retained = {holding.segment.id for holding in self._kept()}
+        exporting = {s: None for job in answers for s in job.request.origin.segments if s.id not in retained}
+        held += self._limits.wanted(self._segments.holdings.of(exporting))
         for job in jobs:
             if isinstance(job, IngestJob):
                 held += job.num_blocks

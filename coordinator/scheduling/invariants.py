@@ -40,8 +40,8 @@ def audit_holdings(
     places += [(path, path.end) for job in jobs for path in (job.request.origin, job.reading.path)]
     places += recovery.fronts
     places += [(one.segment.before, one.segment.start) for one in holdings if one.is_parked]
-    resting = Counter(s.id for context in contexts.list() if context.is_resting for s in context.path.segments)
-    assert resting == Counter({one.segment.id: one.num_resting for one in holdings if one.num_resting})
+    evicted = Counter(s.id for context in contexts.list() if context.is_resting for s in context.path.segments)
+    assert evicted == Counter({one.segment.id: one.num_resting for one in holdings if one.num_resting})
     _audit_seams(holdings, placer, [*places, *((segment.path, segment.end) for segment in segments.kept)])
     promised = [holding.loss.promise for holding in holdings.lossy if holding.loss]
     reservations = [*(job.tail.reservation for job in running), *(one for one in promised if one)]
@@ -51,11 +51,11 @@ def audit_holdings(
 def _audit_seams(holdings: SegmentPlacements, placer: BlockPlacer, places: Iterable[tuple[TokenPath, int]]) -> None:
     """Each place holds the windows before it, and nothing else is held of what is sealed, and not being read again: the
     first block of each run is seen."""
-    held: dict[int, Counter[int]] = {}
+    resident: dict[int, Counter[int]] = {}
     for path, end in places:
         for segment in path.seen(end, placer.windows):
-            held.setdefault(segment.id, Counter())[end] += 1
-    assert held == {holding.segment.id: holding.seams for holding in holdings if holding.seams}
+            resident.setdefault(segment.id, Counter())[end] += 1
+    assert resident == {holding.segment.id: holding.seams for holding in holdings if holding.seams}
     for holding in holdings:
         if placer.windows and holding.segment.is_sealed and holding.window_runs and holding.loss is None:
             first = placer.windows.first(min(holding.seams))

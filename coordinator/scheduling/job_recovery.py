@@ -35,8 +35,8 @@ class JobRecovery:
         contexts: ContextTable,
         limits: JobLimits,
         recovery: RecoveryManager,
-        lives: JobLifecycle,
-        parking: ContextEvictor | None,
+        lifecycle: JobLifecycle,
+        evictor: ContextEvictor | None,
     ) -> None:
         """Without `parking`, what cannot be held is given up."""
         self._placer = placer
@@ -45,8 +45,8 @@ class JobRecovery:
         self._contexts = contexts
         self._limits = limits
         self._recovery = recovery
-        self._lives = lives
-        self._parking = parking
+        self._lives = lifecycle
+        self._parking = evictor
         self._fitting = CapacityShrink(placer, segments, contexts, limits, recovery)
         self._given_up: list[ContextDropped] = []
         self.is_between_epochs = False
@@ -59,17 +59,17 @@ class JobRecovery:
     def roll_back(self, steps: tuple[int, ...], suspicion: int) -> None:
         """Undoes what is under way. `steps` are those in one of which the epoch ended, if it was in one."""
         self.is_between_epochs = True
-        lives = self._lives
-        works, guilty = lives.planner.roll_back(steps, suspicion, set(lives.requests.jobs()))
-        reread = self._recovery.undo(works, suspicion)
+        lifecycle = self._lives
+        works, guilty = lifecycle.planner.roll_back(steps, suspicion, set(lifecycle.requests.jobs()))
+        recomputed = self._recovery.undo(works, suspicion)
         for job in self._running_sequences():
-            lives.preempt(job)
+            lifecycle.preempt(job)
         for job in self._ingests():
             job.roll_back(self._placer)
         for job, work in guilty:
-            lives.fail(job, job.poisoned(work))
-        if reread and reread.loss and reread.loss.suspicion >= GUILTY:
-            self._give_up_all(reread.segment, "the ranks broke whenever it was read again")
+            lifecycle.fail(job, job.poisoned(work))
+        if recomputed and recomputed.loss and recomputed.loss.suspicion >= GUILTY:
+            self._give_up_all(recomputed.segment, "the ranks broke whenever it was read again")
 
     def change_ranks(self, ranking: RankMapping, *, may_grow: bool) -> None:
         """Has the books be those of other ranks; documents under way wait until they have room again."""
@@ -110,10 +110,10 @@ class JobRecovery:
 
     # --- until all is held again ---
 
-    def call(self, parked: Several[SegmentPlacement]) -> None:
+    def call(self, evicted: Several[SegmentPlacement]) -> None:
         """Somebody needs what is parked: it is read again, each after what it continues."""
-        self._recovery.call(parked)
-        self.is_over = self.is_over and not parked
+        self._recovery.call(evicted)
+        self.is_over = self.is_over and not evicted
 
     def go_on(self) -> None:
         """Takes what room there is, for what is lost and for documents under way: these go on when nothing of their
@@ -158,8 +158,10 @@ class JobRecovery:
     @property
     def has_room(self) -> bool:
         """Whether all contexts that do not rest, and what is read again, have room at a time."""
-        kept = {s: None for context in self._contexts.list() if not context.is_resting for s in context.path.segments}
-        wanted = self._limits.wanted(self._holdings.of(kept)) + self._limits.rolling
+        retained = {
+            s: None for context in self._contexts.list() if not context.is_resting for s in context.path.segments
+        }
+        wanted = self._limits.wanted(self._holdings.of(retained)) + self._limits.rolling
         return wanted.fits(self._placer.num_blocks)
 
     def is_ready(self, job: Job) -> bool:
@@ -190,11 +192,11 @@ class JobRecovery:
 
     def tell(self) -> None:
         """Tells those that wait for what is lost."""
-        told: dict[int, Recovering] = {}
+        reported: dict[int, Recovering] = {}
         for job, path in self._waiting():
             if (progress := self._recovery.progress(path)) is not None:
-                told[job.request.id] = progress
-        self._lives.outcomes += told.items()
+                reported[job.request.id] = progress
+        self._lives.outcomes += reported.items()
 
     # --- what cannot be held ---
 

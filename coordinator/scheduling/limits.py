@@ -74,10 +74,10 @@ class JobLimits:
         blocks = self.most_blocks(reading, max_tokens, num_tails)
         if limit := self._too_small(reading.path, blocks):
             limit += _most(field, self._most_tokens(reading, max_tokens, num_tails))
-            told = f"{_sum(reading, field, max_tokens, num_tails)}; {limit}"
+            message = f"{_sum(reading, field, max_tokens, num_tails)}; {limit}"
             if self.may_grow:
-                raise ResourceExhausted("pool", f"{told} until a lost rank is replaced", REPLACED_SECONDS)
-            raise InvalidArgument(field, told)
+                raise ResourceExhausted("pool", f"{message} until a lost rank is replaced", REPLACED_SECONDS)
+            raise InvalidArgument(field, message)
         return blocks
 
     def _most_tokens(self, reading: PrefillCursor, max_tokens: int, num_tails: int) -> int:
@@ -94,14 +94,14 @@ class JobLimits:
 
     def _too_small(self, path: TokenPath, blocks: BlockCount) -> str:
         """What cannot hold so many blocks beside a path, if anything."""
-        held = self.wanted(self._holdings.of(path.segments))
-        needed = blocks + BlockCount(held.sharded, min(held.windows, self._placer.window_pool.seen_blocks))
+        resident = self.wanted(self._holdings.of(path.segments))
+        needed = blocks + BlockCount(resident.sharded, min(resident.windows, self._placer.window_pool.seen_blocks))
         total, size = self._placer.num_blocks, self._placer.block_size
         if needed.sharded > total.sharded:
             return f"the pool of all ranks holds {total.sharded * size:,}, in blocks of {size:,}"
         if needed.windows > total.windows:
-            held = f"the windows' pool holds {total.windows * size:,} tokens, in blocks of {size:,}"
-            return f"{held}, and {needed.windows * size:,} are needed: --window-bytes sets its size"
+            resident = f"the windows' pool holds {total.windows * size:,} tokens, in blocks of {size:,}"
+            return f"{resident}, and {needed.windows * size:,} are needed: --window-bytes sets its size"
         return ""
 
     def check_room(self, needed: BlockCount, held: BlockCount, retry_seconds: float | None) -> None:
@@ -117,11 +117,11 @@ class JobLimits:
                 continue
             more = ", or serve with more --window-bytes" if pool == "window pool" else ""
             # How many they keep is for admins: it would tell a tenant what others do.
-            kept = f"{tokens:,} tokens are needed, and of {room:,} contexts keep too many"
-            text = f"{kept}; delete a context{more}"
+            retained = f"{tokens:,} tokens are needed, and of {room:,} contexts keep too many"
+            text = f"{retained}; delete a context{more}"
             if self.may_grow:
-                told = f"{kept} until a lost rank is replaced"
-                raise ResourceExhausted(pool, told, retry_seconds or REPLACED_SECONDS)
+                message = f"{retained} until a lost rank is replaced"
+                raise ResourceExhausted(pool, message, retry_seconds or REPLACED_SECONDS)
             if retry_seconds is not None:
                 text = f"{tokens:,} tokens are needed, and of {room:,} contexts and generations under way need too many"
             raise ResourceExhausted(pool, text, retry_seconds)
@@ -156,9 +156,9 @@ def _most(field: str, num_tokens: int) -> str:
 
 def _sum(reading: PrefillCursor, field: str, max_tokens: int, num_tails: int) -> str:
     own = "text" if field == "text" else "input"
-    held, read = reading.path.end, len(reading.token_ids)
+    resident, read = reading.path.end, len(reading.token_ids)
     each = f"{num_tails} times " if num_tails > 1 else ""
     more = f" and {each}{max_tokens:,} to generate" if max_tokens else ""
-    total = held + read + num_tails * num_fed(max_tokens)
+    total = resident + read + num_tails * num_fed(max_tokens)
     last = ", since the last token generated takes no position" if max_tokens else ""
-    return f"{held:,} tokens of context and {read:,} of {own}{more} make {total:,}{last}"
+    return f"{resident:,} tokens of context and {read:,} of {own}{more} make {total:,}{last}"

@@ -47,30 +47,30 @@ class Preemption:
     """Finds blocks and places among the sequences that run."""
 
     def __init__(
-        self, max_sequences: int, placer: BlockPlacer, segments: SegmentStore, parking: ContextEvictor | None = None
+        self, max_sequences: int, placer: BlockPlacer, segments: SegmentStore, evictor: ContextEvictor | None = None
     ) -> None:
-        self._parking = parking
+        self._parking = evictor
         self._max_sequences = max_sequences
         self._placer = placer
         self._segments = segments
 
-    def has_places(self, job: Job, crowd: RunningSet) -> bool:
+    def has_places(self, job: Job, running_set: RunningSet) -> bool:
         """Whether so many answers may run at once."""
-        return self._num_places_lacking(job, crowd) <= 0
+        return self._num_places_lacking(job, running_set) <= 0
 
-    def _num_places_lacking(self, job: Job, crowd: RunningSet) -> int:
-        return crowd.num_tails + job.num_tails - self._max_sequences if job.num_tails else 0
+    def _num_places_lacking(self, job: Job, running_set: RunningSet) -> int:
+        return running_set.num_tails + job.num_tails - self._max_sequences if job.num_tails else 0
 
-    def victims(self, job: Job, crowd: RunningSet) -> list[Sequence] | None:
+    def victims(self, job: Job, running_set: RunningSet) -> list[Sequence] | None:
         """Sequences that must give way so that a job that has no room can begin, None when it is no use.
 
         Whoever does not read gives way to everybody, and whoever passed the job gives way to it; else only to a higher
         priority of the same tenant. The lowest and youngest are first.
         """
-        if not crowd.may_yield_to(job):
+        if not running_set.may_yield_to(job):
             return None  # the usual case, and many jobs may wait
-        candidates = [other for other in crowd.sequences if job.may_preempt(other)]
-        places = self._num_places_lacking(job, crowd)
+        candidates = [other for other in running_set.sequences if job.may_preempt(other)]
+        places = self._num_places_lacking(job, running_set)
         lacking = job.num_blocks - self._placer.num_free - self._segments.num_reclaimable
         if self._parking is not None:
             lacking -= self._parking.num_spare

@@ -84,9 +84,9 @@ class Scheduler(AcrossEpochs, Documents):
         limits = JobLimits(config, placer, self.segments.holdings, positions)
         self._is_durable = is_durable
         self._resting = ContextActivation(self.contexts, self._requests)
-        parking = ContextEvictor(placer, self.segments, self.contexts, self._resting.in_use) if is_durable else None
+        evictor = ContextEvictor(placer, self.segments, self.contexts, self._resting.in_use) if is_durable else None
         self._sharing = Sharing(self.segments, placer, limits)
-        self._preemption = Preemption(config.max_sequences, placer, self.segments, parking)
+        self._preemption = Preemption(config.max_sequences, placer, self.segments, evictor)
         self._admission = Admission(
             config, limits, self.contexts, self.segments, self._requests, self.speeds, can_park=is_durable
         )
@@ -100,7 +100,7 @@ class Scheduler(AcrossEpochs, Documents):
         self._faults: list[Exception] = []
         self._running = self._lives.running
         self._outcomes = self._lives.outcomes
-        self._healing = JobRecovery(placer, self.segments, self.contexts, limits, self._recovery, self._lives, parking)
+        self._healing = JobRecovery(placer, self.segments, self.contexts, limits, self._recovery, self._lives, evictor)
 
     @property
     def num_waiting(self) -> int:
@@ -141,13 +141,13 @@ class Scheduler(AcrossEpochs, Documents):
     def positions(self) -> dict[int, Admitted]:
         """What the generations in the queue are told, by request: 1 is the next one of its tenant, which hears nothing
         of others."""
-        told, places = dict[int, Admitted](), Counter[str]()
+        reported, places = dict[int, Admitted](), Counter[str]()
         for job in self._queue.order():
             tenant = job.request.claim.tenant
             places[tenant] += 1
             if isinstance(job, Sequence) and job.speaks_for_all:
-                told[job.request.id] = job.admitted(places[tenant])
-        return told
+                reported[job.request.id] = job.admitted(places[tenant])
+        return reported
 
     # --- admit ---
 
@@ -210,8 +210,10 @@ class Scheduler(AcrossEpochs, Documents):
             self._healing.go_on()
         is_healing = not self._healing.is_over
         while self._lives.may_begin:
-            crowd = RunningSet(self._running.values())
-            if (job := self._queue.take(partial(self._reserve, crowd), partial(self._is_ready, crowd))) is None:
+            running_set = RunningSet(self._running.values())
+            if (
+                job := self._queue.take(partial(self._reserve, running_set), partial(self._is_ready, running_set))
+            ) is None:
                 may_wait = self._running or is_healing or not self._healing.is_settled or not self._queue.order()
                 if not may_wait and self._resting.is_held_up:
                     return  # whoever begins next may find room
@@ -226,16 +228,16 @@ class Scheduler(AcrossEpochs, Documents):
             if isinstance(job, Sequence):
                 self._start(job)
 
-    def _is_ready(self, crowd: RunningSet, job: Job) -> bool:
+    def _is_ready(self, running_set: RunningSet, job: Job) -> bool:
         """Whether a job may begin, if there is room for it."""
-        return crowd.is_allowed(job) and (self._healing.is_over or self._healing.is_ready(job))
+        return running_set.is_allowed(job) and (self._healing.is_over or self._healing.is_ready(job))
 
-    def _reserve(self, crowd: RunningSet, job: Job) -> bool:
+    def _reserve(self, running_set: RunningSet, job: Job) -> bool:
         """Whether there is room for the job, perhaps after others have given way: then it begins."""
-        has_places = self._preemption.has_places(job, crowd)
+        has_places = self._preemption.has_places(job, running_set)
         reservation = self._sharing.reserve(job) if has_places else None
         if reservation is None:
-            if (victims := self._preemption.victims(job, crowd)) is None:
+            if (victims := self._preemption.victims(job, running_set)) is None:
                 return False
             for victim in victims:
                 self._lives.preempt(victim)
@@ -336,10 +338,10 @@ class Scheduler(AcrossEpochs, Documents):
                 tokens.append(token)
                 if (reason := job.take(token.id)) is not None:
                     break  # what was sampled behind the end of the answer is nobody's
-            told = () if attention is None else (attention,)
+            reported = () if attention is None else (attention,)
             counts = (self._drafter.take(job, sampled), min(len(tokens), len(sampled) - 1))
             self.drafts.add(*counts, len(tokens))
-            self._outcomes.append((request_id, Tokens(index, tuple(tokens), job.sample, told, *counts)))
+            self._outcomes.append((request_id, Tokens(index, tuple(tokens), job.sample, reported, *counts)))
         if reason is not None:
             self._outcomes.append((request_id, job.ended(reason, result)))
             self._lives.finish(job)
@@ -388,8 +390,8 @@ class Scheduler(AcrossEpochs, Documents):
         self._requests.pause(request, is_paused)
         self._lives.may_begin = True
         while (surplus := self._requests.surplus) is not None:
-            told = f"more than {self._requests.max_unread} are not read, and this one the longest of its client's"
-            self._end_unread(surplus, told)
+            message = f"more than {self._requests.max_unread} are not read, and this one the longest of its client's"
+            self._end_unread(surplus, message)
 
     def _end_unread(self, request: Request, reason: str) -> None:
         self._outcomes.append((request.id, ResourceExhausted("stream", reason)))

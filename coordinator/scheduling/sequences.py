@@ -218,10 +218,10 @@ class Sequence(Job):
         num_segments, is_probe = len(self.request.origin.segments), self.prompt.is_probe
         return Spans(cuts.size, num_segments, self.num_prompt, cuts.layers, is_probe)
 
-    def _num_reference(self, num_asked: int) -> int:
+    def _num_reference(self, num_requested: int) -> int:
         """Tokens to compute once more when so many of the answer have been asked for, and these are all."""
-        is_complete = num_asked == self.sampling.max_tokens
-        return self.num_prompt + num_asked - 1 if self.prompt.is_compared and is_complete else 0
+        is_complete = num_requested == self.sampling.max_tokens
+        return self.num_prompt + num_requested - 1 if self.prompt.is_compared and is_complete else 0
 
     @property
     def may_draft(self) -> bool:

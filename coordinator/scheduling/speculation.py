@@ -46,8 +46,8 @@ class Drafter:
         """Whether the next step of these is to have drafts, for which the result of the one before must be there."""
         if not (self._max_drafts and self._policy.has_room(len(jobs))):
             return False
-        guesses = map(self._guesses_of, jobs)  # of one that begins, too: others may have asked the same context
-        return self._policy.is_worth_waiting([each.acceptance.expected() if each else [] for each in guesses])
+        drafts = map(self._guesses_of, jobs)  # of one that begins, too: others may have asked the same context
+        return self._policy.is_worth_waiting([each.acceptance.expected() if each else [] for each in drafts])
 
     def draft(self, jobs: Several[Sequence], rows: Several[Row]) -> tuple[Row, ...]:
         """The rows with drafts, where they pay; nothing else of these sequences is under way."""
@@ -60,8 +60,8 @@ class Drafter:
     def _look(self, job: Sequence) -> Draft:
         """What may follow the token that was placed just now."""
         most = min(self._max_drafts, job.most_drafts(self._block_size))
-        guesses = self._guesses_of(job) if most > 0 else None
-        return guesses.draft(job.tail.segment.end, most) if guesses else NO_DRAFT
+        drafts = self._guesses_of(job) if most > 0 else None
+        return drafts.draft(job.tail.segment.end, most) if drafts else NO_DRAFT
 
     def _guesses_of(self, job: Sequence) -> SequenceDrafter | None:
         if not (self._max_drafts and job.may_draft):
@@ -95,10 +95,10 @@ class Drafter:
 
     def take(self, job: Sequence, tokens: Several[Token]) -> int:
         """The step under way gave these tokens, which the job has taken; how many drafts it had for them."""
-        if (guesses := self._guesses_of(job)) is None:
+        if (drafts := self._guesses_of(job)) is None:
             return 0
-        if num_drafts := len(guesses.drafted.token_ids):
-            guesses.verified(len(tokens) - 1)
+        if num_drafts := len(drafts.drafted.token_ids):
+            drafts.verified(len(tokens) - 1)
         else:
             self._came.append((job, tokens[-1].id, job.num_prompt + job.num_generated))
         return num_drafts

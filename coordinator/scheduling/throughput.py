@@ -80,7 +80,7 @@ class Speeds:
         low, high = RETRY_SECONDS
         return min(high, max(low, per_job * num_waiting / 2))
 
-    def least_seconds(self, job: Job, num_held: int, others: Collection[Job]) -> float:
+    def least_seconds(self, job: Job, num_resident: int, others: Collection[Job]) -> float:
         """What a new job takes at least: those in the queue that surely go first, its share of the prefill, its answer.
 
         `num_held` of its tokens need not be read; `others` wait or run.
@@ -92,7 +92,7 @@ class Speeds:
         running = (other for other in others if other.is_running)
         rivals = [other for other in running if not job.request.claim.outranks(other.request.claim)]
         # Chunks are read in turn, so that nobody waits for more tokens of another than it has itself.
-        own = max(0, job.reading.num_prefill - num_held)
+        own = max(0, job.reading.num_prefill - num_resident)
         tokens = own + sum(min(other.reading.num_prefill - other.reading.num_placed, own) for other in rivals)
         return first * (self.job.value or 0.0) + tokens * token + _least_steps(job) * step
 

@@ -28,7 +28,7 @@ class AccessLog:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, later: Later = call_later) -> None:
         self._clock = clock
-        self._refused = RefusalLog(lambda told: audit.warning("%s", told), clock, later)
+        self._refused = RefusalLog(lambda reported: audit.warning("%s", reported), clock, later)
 
     async def start(self) -> None:
         """There is nothing to begin."""

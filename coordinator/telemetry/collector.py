@@ -66,8 +66,8 @@ class Gauges:
         """Where the ranks measured the ways to merge, to choose one."""
         if not cluster.merge_timings:
             return []
-        told = "Median seconds to merge the partials of one layer, measured by the ranks at the start; fewest rows."
-        family = GaugeMetricFamily("longleaf_merge_seconds", told, labels=("model", "kind"))
+        message = "Median seconds to merge the partials of one layer, measured by the ranks at the start; fewest rows."
+        family = GaugeMetricFamily("longleaf_merge_seconds", message, labels=("model", "kind"))
         fewest = min(cluster.merge_timings, key=lambda timing: timing.rows)
         for merge, microseconds in sorted(fewest.microseconds.items()):
             family.add_metric((self._model, merge), microseconds / 1e6)
@@ -78,8 +78,8 @@ class Gauges:
     def _of_counts(self, counts: Counts) -> list[Metric]:
         labels = ("model", "kind")
         steps = CounterMetricFamily("longleaf_steps", "Steps that the ranks have done.", labels=labels)
-        told = "How long rank 0 computed in a step."
-        seconds = HistogramMetricFamily("longleaf_step_seconds", told, labels=labels)
+        message = "How long rank 0 computed in a step."
+        seconds = HistogramMetricFamily("longleaf_step_seconds", message, labels=labels)
         for kind, times in sorted(counts.steps.items()):
             steps.add_metric((self._model, kind), times.count)
             buckets = list(zip(BOUNDS, map(float, accumulate(times.buckets)), strict=True))
@@ -98,8 +98,8 @@ class Gauges:
             self._gauge("contexts", "Contexts that there are.", {}, counts.num_contexts),
         ]
         if counts.snapshot_bytes is not None:
-            told = "Bytes of keys and values of contexts on storage."
-            found.append(self._gauge("snapshot_bytes", told, {}, counts.snapshot_bytes))
+            message = "Bytes of keys and values of contexts on storage."
+            found.append(self._gauge("snapshot_bytes", message, {}, counts.snapshot_bytes))
         return found
 
     def _of_drafts(self, counts: Counts) -> list[Metric]:
@@ -118,26 +118,26 @@ class Gauges:
     def _of_trouble(self) -> list[Metric]:
         sources = self._sources
         found: list[Metric] = [self._counter("ranks_lost", "Members that were lost.", sources.ranks_lost())]
-        told = "Times that a file was changed and could not be used: what it said before goes on."
-        reloads = CounterMetricFamily("longleaf_reload_failures", told, labels=("model", "file"))
+        message = "Times that a file was changed and could not be used: what it said before goes on."
+        reloads = CounterMetricFamily("longleaf_reload_failures", message, labels=("model", "file"))
         for file, count in sorted(sources.failed_reloads.items()):
             reloads.add_metric((self._model, file), count())
         if sources.failed_reloads:
             found.append(reloads)
-        told = "1 while a file cannot be used as it is: what it said before goes on."
-        unusable = GaugeMetricFamily("longleaf_file_unusable", told, labels=("model", "file"))
+        message = "1 while a file cannot be used as it is: what it said before goes on."
+        unusable = GaugeMetricFamily("longleaf_file_unusable", message, labels=("model", "file"))
         for file, is_unusable in sorted(sources.unusable_files.items()):
             unusable.add_metric((self._model, file), is_unusable())
         if sources.unusable_files:
             found.append(unusable)
-        told = "Calls without credentials, or with those of nobody."
-        found += self._optional("refused_credentials", told, sources.refused_credentials)
-        told = "Connections to the control channel of no member, and messages of former members; all were dropped."
-        found += self._optional("refused_frames", told, sources.refused_frames)
+        message = "Calls without credentials, or with those of nobody."
+        found += self._optional("refused_credentials", message, sources.refused_credentials)
+        message = "Connections to the control channel of no member, and messages of former members; all were dropped."
+        found += self._optional("refused_frames", message, sources.refused_frames)
         expiry = None if sources.certificate_expiry is None else sources.certificate_expiry()
         if expiry is not None:
-            told = "When the certificate that clients are shown ends, in seconds since the epoch."
-            found.append(self._gauge("certificate_expiry_timestamp_seconds", told, {}, expiry))
+            message = "When the certificate that clients are shown ends, in seconds since the epoch."
+            found.append(self._gauge("certificate_expiry_timestamp_seconds", message, {}, expiry))
         return found
 
     def _optional(self, name: str, told: str, count: Count | None) -> list[Metric]:

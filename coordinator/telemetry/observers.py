@@ -77,10 +77,10 @@ class Observers:
     def generation(self, request_id: str, tenant: str) -> Generator[Saw, None, None]:
         """As of each."""
         with ExitStack() as stack:
-            told = [stack.enter_context(observer.generation(request_id, tenant)) for observer in self._observers]
+            reported = [stack.enter_context(observer.generation(request_id, tenant)) for observer in self._observers]
 
             def saw(event: Event) -> None:
-                for tell in told:
+                for tell in reported:
                     tell(event)
 
             yield saw

@@ -27,10 +27,10 @@ class ExportTrouble(logging.Handler):
         if self._told is not None and now - self._told < QUIET_SECONDS:
             self._num_more += 1
             return
-        told = record.getMessage() if record.name.startswith(HARMLESS) else record.name
+        reported = record.getMessage() if record.name.startswith(HARMLESS) else record.name
         more = f" ({self._num_more:,} more since the last line)" if self._num_more else ""
         self._told, self._num_more = now, 0
-        log.warning("traces: %s%s", told, more)
+        log.warning("traces: %s%s", reported, more)
 
     def set_up(self) -> None:
         """From now on."""

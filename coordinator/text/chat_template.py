@@ -74,7 +74,7 @@ class ChatTemplate:
     def conversation(self, messages: Sequence[Said], variables: dict[str, Any]) -> list[TemplatePiece]:
         """The prompt of a conversation. `variables` are further names that the template can use. Raises
         ConversationRefused, InvalidArgument, and what the renderer raises."""
-        marks = Marks.beside(said.text for said in messages)
+        marks = Marks.beside(output.text for output in messages)
         return self._control.split(self._render(messages, variables, marks, 0, ""), marks)
 
     def question(self, messages: Sequence[Said], variables: dict[str, Any]) -> list[TemplatePiece]:
@@ -91,16 +91,16 @@ class ChatTemplate:
         then ends a question in another way."""
         marks, around = self._around_document([Said("system", system), Said("user", "")], {}, "")
         if around.after != self._after_document:
-            told = "it changes what the chat template writes after questions, which are asked without it"
-            raise ConversationRefused(told, None)
+            message = "it changes what the chat template writes after questions, which are asked without it"
+            raise ConversationRefused(message, None)
         return self._control.split(around.before, marks)
 
     def _around_document(
         self, messages: Sequence[Said], variables: dict[str, Any], separator: str
     ) -> tuple[Marks, AroundDocument]:
         """With the document, and the separator, at the start of the first message of a user."""
-        marks = Marks.beside(said.text for said in messages)
-        number = next(i for i, said in enumerate(messages) if said.role == "user")
+        marks = Marks.beside(output.text for output in messages)
+        number = next(i for i, output in enumerate(messages) if output.role == "user")
         parts = self._render(messages, variables, marks, number, marks.document + separator).split(marks.document)
         if len(parts) != 2:
             did = "leaves out" if len(parts) == 1 else "repeats"
@@ -111,11 +111,11 @@ class ChatTemplate:
         self, messages: Sequence[Said], variables: dict[str, Any], marks: Marks, number: int, before: str
     ) -> str:
         """The prompt with marks; `before` comes before the text of message `number`."""
-        size = sum(len(said.text.encode()) for said in messages)
+        size = sum(len(output.text.encode()) for output in messages)
         if size > MAX_BYTES:
-            told = f"has {size:,} bytes of text, at most {MAX_BYTES:,}: ingest a long text as a context"
-            raise InvalidArgument("conversation", told)
-        texts = [self._control.mark(said.text, marks) for said in messages]
+            message = f"has {size:,} bytes of text, at most {MAX_BYTES:,}: ingest a long text as a context"
+            raise InvalidArgument("conversation", message)
+        texts = [self._control.mark(output.text, marks) for output in messages]
         edged = [self._control.mark_edges(text, marks) for text in texts]
         variants = [texts] if edged == texts else [texts, edged]
         found = self._ask([self._messages(messages, each, number, before) for each in variants], variables)
@@ -130,10 +130,10 @@ class ChatTemplate:
     @staticmethod
     def _check_system(messages: Sequence[Said], texts: Sequence[str], rendered: str) -> None:
         """A template may leave out what was said before; instructions that nobody reads are an error."""
-        for number, (said, text) in enumerate(zip(messages, texts, strict=True)):
+        for number, (output, text) in enumerate(zip(messages, texts, strict=True)):
             shown = text.strip()
             forms = (shown, json.dumps(shown, ensure_ascii=False)[1:-1], json.dumps(shown)[1:-1])
-            if said.role == "system" and not any(form in rendered for form in forms):
+            if output.role == "system" and not any(form in rendered for form in forms):
                 raise ConversationRefused("the chat template leaves out the system's message", number)
 
     def _ask(self, conversations: Sequence[Messages], variables: dict[str, Any]) -> list[Rendering]:
@@ -143,4 +143,4 @@ class ChatTemplate:
         contents: list[Any] = [before + text if i == number else text for i, text in enumerate(texts)]
         if self._has_parts:
             contents = [[{"type": "text", "text": content}] for content in contents]
-        return [{"role": said.role, "content": each} for said, each in zip(messages, contents, strict=True)]
+        return [{"role": output.role, "content": each} for output, each in zip(messages, contents, strict=True)]

@@ -78,8 +78,8 @@ def read_sampling(folder: Path) -> Sampling:
         sampling = Sampling(**given)
         sampling.check()
     except msgspec.ValidationError as error:
-        told, _, field = str(error).rpartition(" - at ")
-        raise ModelRefused(f"{path}: {field.strip('`').removeprefix('$.')}: {told}") from error
+        reported, _, field = str(error).rpartition(" - at ")
+        raise ModelRefused(f"{path}: {field.strip('`').removeprefix('$.')}: {reported}") from error
     except InvalidArgument as error:
         raise ModelRefused(f"{path}: {str(error).removeprefix('sampling.')}") from error
     return sampling
@@ -129,8 +129,8 @@ def _special_tokens(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
     values = {name: value for name, value in settings.items() if name.endswith("_token")}
     values |= _as_dict(settings.get("extra_special_tokens"))
     if "added_tokens_decoder" not in settings:  # an earlier format
-        earlier = _read_json(folder / "special_tokens_map.json")
-        values |= {name: value for name, value in earlier.items() if name in SPECIAL_TOKENS}
-        values |= _as_dict(earlier.get("extra_special_tokens"))
+        previous = _read_json(folder / "special_tokens_map.json")
+        values |= {name: value for name, value in previous.items() if name in SPECIAL_TOKENS}
+        values |= _as_dict(previous.get("extra_special_tokens"))
     texts = {name: _as_dict(value).get("content", value) for name, value in values.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}

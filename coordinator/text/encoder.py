@@ -155,8 +155,8 @@ class Encoder:
         cut = self._find_cut(window, encoding)
         if cut is None:
             if self._wanted >= self._sizes.longest or seconds > LONGEST_SECONDS:
-                told = f"{self._wanted:,} characters in a row between which the tokenizer cannot be cut"
-                raise InvalidArgument("text", f"has {told}")
+                message = f"{self._wanted:,} characters in a row between which the tokenizer cannot be cut"
+                raise InvalidArgument("text", f"has {message}")
             self._wanted = min(2 * self._wanted, self._sizes.longest)
             return
         self._settle(encoding, window, cut.index)

@@ -89,9 +89,9 @@ class TokenByteDecoder:
         if token.logprobs is None:
             return token
         top = tuple(TokenLogprob(one.token_id, one.logprob, self._bytes(one.token_id)) for one in token.logprobs.top)
-        spelled = replace(token.logprobs, top=top, token_bytes=self._bytes(token.id))
+        text_bytes = replace(token.logprobs, top=top, token_bytes=self._bytes(token.id))
         self._is_first = self._is_first and token.id in self._silent
-        return replace(token, logprobs=spelled)
+        return replace(token, logprobs=text_bytes)
 
     def _bytes(self, token_id: int) -> bytes:
         is_silent = token_id in self._silent or token_id in self._end_tokens

@@ -64,9 +64,9 @@ class TokenOffsets:
             return None
         known = {token_id: self._spell(token_id, False) for token_id in set(ids)}
         parts = [known[token_id] for token_id in ids]
-        spelled = b"".join(parts)
-        has_space = len(spelled) == len(window) + 1 and spelled.startswith(b" ")
-        if spelled[has_space:] != window:
+        text_bytes = b"".join(parts)
+        has_space = len(text_bytes) == len(window) + 1 and text_bytes.startswith(b" ")
+        if text_bytes[has_space:] != window:
             return None
         ends = list(accumulate(map(len, parts), initial=0))
         return [max(0, ends[index] - has_space) for index in wanted]

@@ -130,14 +130,14 @@ class Tokenizer:
         together with the document. Empty where that would be too long."""
         if not pieces or pieces[-1].is_plain:
             return [*pieces], ""
-        *settled, (text, _) = pieces
+        *stable, (text, _) = pieces
         encoding = self._control.encode(text[-2 * MAX_TAIL :], add_special_tokens=False)
         added = self._control.get_added_tokens_decoder()
         ends = (span[1] for each, span in zip(encoding.ids, encoding.offsets, strict=True) if each in added)
         size = min(len(text), 2 * MAX_TAIL) - max(ends, default=0)
         if size > MAX_TAIL or size == 0:
             return [*pieces], ""
-        return [*settled, TemplatePiece(text[:-size])] if size < len(text) else settled, text[-size:]
+        return [*stable, TemplatePiece(text[:-size])] if size < len(text) else stable, text[-size:]
 
     def encoders(self, pieces: Sequence[TemplatePiece], *, is_continued: bool = False) -> list[tuple[Encoder, str]]:
         """An encoder for each piece, and its text: the ids of all, one after the other, are those of the prompt. With

@@ -66,8 +66,8 @@ def context_problem(error: LongleafError) -> HttpProblem:
 def check_new(name: str) -> None:
     """Raises HttpProblem for what a new context cannot be called."""
     if CONTEXT_ID.fullmatch(name) is None:
-        told = f"id: {name[:100]} is no name: 1 to 63 of a-z, 0-9, '.', '_' and '-', first and last a-z or 0-9"
-        raise HttpProblem(400, told, param="id", code="invalid_value")
+        message = f"id: {name[:100]} is no name: 1 to 63 of a-z, 0-9, '.', '_' and '-', first and last a-z or 0-9"
+        raise HttpProblem(400, message, param="id", code="invalid_value")
 
 
 def named(request: Request) -> str:

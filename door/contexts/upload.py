@@ -116,9 +116,9 @@ async def upload(request: Request) -> Response:
     try:
         first = await anext(steps)
         if first.phase == "receiving" and first.received_bytes != offset:
-            told = f"Upload-Offset: the service has {first.received_bytes:,} bytes of it, go on from there"
+            message = f"Upload-Offset: the service has {first.received_bytes:,} bytes of it, go on from there"
             headers = {"upload-offset": str(first.received_bytes)}
-            raise HttpProblem(409, told, param="Upload-Offset", code="wrong_offset", headers=headers)
+            raise HttpProblem(409, message, param="Upload-Offset", code="wrong_offset", headers=headers)
         if first.phase == "receiving":  # what can be known before the first byte of the answer is a status
             declared = _number(request, "content-length")
             await body.begin(header.total_bytes is None or header.total_bytes == offset + (declared or 0))
@@ -127,10 +127,10 @@ async def upload(request: Request) -> Response:
         if isinstance(error, LongleafError):
             raise context_problem(error) from None
         raise
-    telling = UploadEvents(model, header, body, first)
+    reporting = UploadEvents(model, header, body, first)
     left = body.leave if first.phase == "receiving" else gone  # what is there already is not read again
     # EventResponse is called as a response is, and has nothing else of one
-    return cast(Response, EventResponse(telling.events(steps), telling.waiting, left))
+    return cast(Response, EventResponse(reporting.events(steps), reporting.waiting, left))
 
 
 class UploadEvents:
@@ -160,7 +160,7 @@ class UploadEvents:
         return event(problem_of(error, NAMES).body, "error")
 
     def _told(self, progress: IngestProgress) -> dict[str, Any]:
-        told: dict[str, Any] = {
+        reported: dict[str, Any] = {
             "phase": progress.phase,
             "received_bytes": progress.received_bytes,
             "received_tokens": progress.received_tokens,
@@ -169,8 +169,8 @@ class UploadEvents:
             "tokens_per_second": progress.tokens_per_second,
         }
         if progress.context is not None:
-            told["context"] = described(progress.context, self._model)
-        return told
+            reported["context"] = described(progress.context, self._model)
+        return reported
 
 
 async def uploaded(request: Request) -> Response:

@@ -94,7 +94,7 @@ class PendingCompletion(NamedTuple):
 async def answer(request: Request, asking: PendingCompletion, share: MemoryLease) -> Response:
     """The answer, streamed or whole. What goes wrong before its first byte is a status. `share` is given back with the
     first event: nothing of the prompt is held from then on. Raises HttpProblem."""
-    events, teller, is_streamed, names = asking
+    events, attribution_row, is_streamed, names = asking
     try:
         try:
             first = await until_left(request, anext(events))
@@ -102,7 +102,7 @@ async def answer(request: Request, asking: PendingCompletion, share: MemoryLease
             raise Unavailable("the service ended the answer before it began") from None
         share.give_back()
         if not is_streamed:
-            return answered(await until_left(request, _whole(events, teller)))
+            return answered(await until_left(request, _whole(events, attribution_row)))
     except LongleafError as error:
         await events.aclose()
         raise _problem(error, names) from None
@@ -112,7 +112,7 @@ async def answer(request: Request, asking: PendingCompletion, share: MemoryLease
     waiting = WaitStatus()
     waiting.note(first)
     # EventResponse is called as a response is, and has nothing else of one
-    return cast(Response, EventResponse(_told(first, events, teller, waiting.note, names), waiting))
+    return cast(Response, EventResponse(_told(first, events, attribution_row, waiting.note, names), waiting))
 
 
 def _problem(error: LongleafError, names: Names) -> HttpProblem:
@@ -122,51 +122,51 @@ def _problem(error: LongleafError, names: Names) -> HttpProblem:
 async def _told(
     first: Event,
     events: AsyncGenerator[Event, None],
-    teller: ChunkFormatter,
+    attribution_row: ChunkFormatter,
     note: Callable[[Event], None],
     names: Names,
 ) -> AsyncGenerator[bytes, None]:
     del first  # it says that the request was admitted, and waiting has told its place
-    for chunk in teller.begin():
+    for chunk in attribution_row.begin():
         yield event(chunk)
     ends = list[Finished]()
     try:
         async with aclosing(events):
-            async for told in events:
-                match told:
-                    case Delta() if told.text or any(spelled([told])):
-                        yield event(teller.delta(told))
+            async for reported in events:
+                match reported:
+                    case Delta() if reported.text or any(spelled([reported])):
+                        yield event(attribution_row.delta(reported))
                     case Finished():
-                        ends.append(told)
-                        yield event(teller.finish(told))
+                        ends.append(reported)
+                        yield event(attribution_row.finish(reported))
                     case _:
-                        note(told)
-        if len(ends) < teller.num_samples:
+                        note(reported)
+        if len(ends) < attribution_row.num_samples:
             raise Unavailable("the service ended the answer before its end")
     except LongleafError as error:
         yield event(_problem(error, names).body, "error")
         return
-    if teller.with_usage:
-        yield event(teller.last(usage_of(ends), exactness_of(ends)))
+    if attribution_row.with_usage:
+        yield event(attribution_row.last(usage_of(ends), exactness_of(ends)))
     yield DONE
 
 
-async def _whole(events: AsyncGenerator[Event, None], teller: ChunkFormatter) -> dict[str, Any]:
-    deltas: list[list[Delta]] = [[] for _ in range(teller.num_samples)]
+async def _whole(events: AsyncGenerator[Event, None], attribution_row: ChunkFormatter) -> dict[str, Any]:
+    deltas: list[list[Delta]] = [[] for _ in range(attribution_row.num_samples)]
     ends = dict[int, Finished]()
     async with aclosing(events):
-        async for told in events:
-            match told:
+        async for reported in events:
+            match reported:
                 case Delta(sample=sample):
-                    deltas[sample].append(told)
+                    deltas[sample].append(reported)
                 case Finished(sample=sample):
-                    ends[sample] = told
+                    ends[sample] = reported
                 case _:
                     pass
-    if len(ends) < teller.num_samples:
+    if len(ends) < attribution_row.num_samples:
         raise Unavailable("the service ended the answer before its end")
     ordered = [ends[sample] for sample in sorted(ends)]
-    return teller.whole(deltas, ordered, usage_of(ordered)) | exactness_of(ordered)
+    return attribution_row.whole(deltas, ordered, usage_of(ordered)) | exactness_of(ordered)
 
 
 def exactness_of(ends: list[Finished]) -> dict[str, Any]:
@@ -205,4 +205,4 @@ def finite(logprob: float) -> float:
 
 def spelled(deltas: Iterable[Delta]) -> Iterator[Logprobs]:
     """The logprobs of tokens that are text. The end's token is none, and has no place in an answer."""
-    return (told for delta in deltas for told in delta.logprobs if told.token_bytes)
+    return (reported for delta in deltas for reported in delta.logprobs if reported.token_bytes)

@@ -27,19 +27,19 @@ async def _ask(request: Request, share: MemoryLease) -> PendingCompletion:
     """The conversation is held by what it returns alone."""
     client = client_of(request)
     await model_name(request, client)  # no body is awaited from a caller that the service does not let in
-    asked, conversation = await body_of(request, share, decode_chat)
-    target = await target_of(request, client, asked.model, asked.context)
-    given = asked.max_completion_tokens if asked.max_tokens is None else asked.max_tokens
-    options = with_length(asked.options(peer_of(request)), given)
-    if asked.chat_template_kwargs is not None:
-        options |= {"chat_template_kwargs": asked.chat_template_kwargs}
-    if asked.logprobs:
-        options |= {"num_logprobs": asked.top_logprobs or 0, "with_token_bytes": True}
+    requested, conversation = await body_of(request, share, decode_chat)
+    target = await target_of(request, client, requested.model, requested.context)
+    given = requested.max_completion_tokens if requested.max_tokens is None else requested.max_tokens
+    options = with_length(requested.options(peer_of(request)), given)
+    if requested.chat_template_kwargs is not None:
+        options |= {"chat_template_kwargs": requested.chat_template_kwargs}
+    if requested.logprobs:
+        options |= {"num_logprobs": requested.top_logprobs or 0, "with_token_bytes": True}
     events = client.generate(conversation, context=target.context, **options)
-    names = NAMES | {"context": "model" if asked.context is None else "context"}
-    if asked.max_tokens is None and asked.max_completion_tokens is not None:
+    names = NAMES | {"context": "model" if requested.context is None else "context"}
+    if requested.max_tokens is None and requested.max_completion_tokens is not None:
         names["sampling.max_token_count"] = "max_completion_tokens"
-    return PendingCompletion(events, ChatChunkFormatter(target.model, asked), asked.stream, names)
+    return PendingCompletion(events, ChatChunkFormatter(target.model, requested), requested.stream, names)
 
 
 class ChatChunkFormatter:
@@ -76,11 +76,11 @@ class ChatChunkFormatter:
         choices = [
             {
                 "index": i,
-                "message": {"role": "assistant", "content": "".join(d.text for d in told), "refusal": None},
-                "logprobs": _logprobs(told) if self._has_logprobs else None,
+                "message": {"role": "assistant", "content": "".join(d.text for d in reported), "refusal": None},
+                "logprobs": _logprobs(reported) if self._has_logprobs else None,
                 "finish_reason": reason_of(end),
             }
-            for i, (told, end) in enumerate(zip(deltas, ends, strict=True))
+            for i, (reported, end) in enumerate(zip(deltas, ends, strict=True))
         ]
         base = {**self._base, "object": "chat.completion", "system_fingerprint": None}
         return {**base, "choices": choices, "usage": usage}

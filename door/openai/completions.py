@@ -35,16 +35,16 @@ async def _ask(request: Request, share: MemoryLease) -> PendingCompletion:
     """The prompt is held by what it returns alone."""
     client = client_of(request)
     await model_name(request, client)  # no body is awaited from a caller that the service does not let in
-    asked, prompt = await body_of(request, share, decode_text)
-    target = await target_of(request, client, asked.model, asked.context)
-    options = with_length(asked.options(peer_of(request)), asked.max_tokens)
-    if asked.logprobs is not None:
-        options |= {"num_logprobs": asked.logprobs, "with_token_bytes": True}
+    requested, prompt = await body_of(request, share, decode_text)
+    target = await target_of(request, client, requested.model, requested.context)
+    options = with_length(requested.options(peer_of(request)), requested.max_tokens)
+    if requested.logprobs is not None:
+        options |= {"num_logprobs": requested.logprobs, "with_token_bytes": True}
     if target.context is None:
         options |= {"use_chat_template": False}
     events = client.generate(prompt, context=target.context, **options)
-    names = NAMES | {"context": "model" if asked.context is None else "context"}
-    return PendingCompletion(events, TextChunkFormatter(target.model, asked), asked.stream, names)
+    names = NAMES | {"context": "model" if requested.context is None else "context"}
+    return PendingCompletion(events, TextChunkFormatter(target.model, requested), requested.stream, names)
 
 
 class TextChunkFormatter:
@@ -75,12 +75,12 @@ class TextChunkFormatter:
 
     def _logprobs(self, sample: int, deltas: list[Delta]) -> dict[str, Any]:
         found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for told in spelled(deltas):
-            found["tokens"].append(_text(told.token_bytes))
-            found["token_logprobs"].append(finite(told.logprob))
-            found["top_logprobs"].append(_tops(told.top))
+        for reported in spelled(deltas):
+            found["tokens"].append(_text(reported.token_bytes))
+            found["token_logprobs"].append(finite(reported.logprob))
+            found["top_logprobs"].append(_tops(reported.top))
             found["text_offset"].append(self._lengths[sample].num_characters)
-            self._lengths[sample].add(told.token_bytes or b"")
+            self._lengths[sample].add(reported.token_bytes or b"")
         return found
 
     def finish(self, finished: Finished) -> dict[str, Any]:

@@ -32,15 +32,15 @@ async def list_models(request: Request) -> Response:
 
 
 async def get_model(request: Request) -> Response:
-    client, asked = client_of(request), request.path_params["id"]
+    client, requested = client_of(request), request.path_params["id"]
     cluster = await in_time(client.cluster())
-    target = _split(asked, cluster.model.name)
+    target = _split(requested, cluster.model.name)
     if target.context is None:
         return answered(_model(target.model))
     try:
         return answered(_of_context(cluster.model.name, await in_time(client.get_context(target.context))))
     except NotFound:
-        raise _missing(asked) from None
+        raise _missing(requested) from None
 
 
 def _model(name: str, created: float = 0) -> dict[str, Any]:
@@ -58,8 +58,8 @@ async def target_of(request: Request, client: AsyncClient, model: str, context: 
     if context is None or target.context == context:
         return target
     if target.context is not None:
-        told = f"context: is {context[:100]}, and model names {target.context}"
-        raise HttpProblem(400, told, param="context", code="invalid_value")
+        message = f"context: is {context[:100]}, and model names {target.context}"
+        raise HttpProblem(400, message, param="context", code="invalid_value")
     if CONTEXT_ID.fullmatch(context) is None:
         raise HttpProblem(400, "context: is no name of a context", param="context", code="invalid_value")
     return ModelTarget(model, context)

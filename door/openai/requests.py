@@ -140,25 +140,25 @@ def decode_chat(raw: dict[str, Any]) -> Chat:
         raise HttpProblem(400, "messages: give at least one", param="messages", code="invalid_value")
     turns = cast(list[object], messages)
     if len(turns) > MAX_MESSAGES:
-        told = f"messages: are {len(turns):,}, and must be 1 to {MAX_MESSAGES}"
-        raise HttpProblem(400, told, param="messages", code="invalid_value")
-    asked = converted(given, ChatCompletionRequest)
-    if asked.top_logprobs is not None and not asked.logprobs:
+        message = f"messages: are {len(turns):,}, and must be 1 to {MAX_MESSAGES}"
+        raise HttpProblem(400, message, param="messages", code="invalid_value")
+    requested = converted(given, ChatCompletionRequest)
+    if requested.top_logprobs is not None and not requested.logprobs:
         raise HttpProblem(400, "top_logprobs: needs logprobs", param="top_logprobs", code="invalid_value")
-    if asked.max_tokens is not None and asked.max_completion_tokens not in (None, asked.max_tokens):
-        told = "max_completion_tokens: says something else than max_tokens"
-        raise HttpProblem(400, told, param="max_completion_tokens", code="invalid_value")
-    check_stream(asked)
-    return Chat(asked, Conversation(tuple(_message(turn, f"messages[{i}]") for i, turn in enumerate(turns))))
+    if requested.max_tokens is not None and requested.max_completion_tokens not in (None, requested.max_tokens):
+        message = "max_completion_tokens: says something else than max_tokens"
+        raise HttpProblem(400, message, param="max_completion_tokens", code="invalid_value")
+    check_stream(requested)
+    return Chat(requested, Conversation(tuple(_message(turn, f"messages[{i}]") for i, turn in enumerate(turns))))
 
 
 def decode_text(raw: dict[str, Any]) -> Text:
     """Raises HttpProblem that names the field."""
     given = cleaned(raw, TextCompletionRequest.__struct_fields__, {"prompt"})
     prompt = _prompt(converted({name: given.pop(name) for name in given.keys() & {"prompt"}}, Prompt).prompt)
-    asked = converted(given, TextCompletionRequest)
-    check_stream(asked)
-    return Text(asked, prompt)
+    requested = converted(given, TextCompletionRequest)
+    check_stream(requested)
+    return Text(requested, prompt)
 
 
 def _prompt(prompt: str | list[str | int]) -> "str | array[int]":
@@ -189,8 +189,8 @@ def cleaned(raw: dict[str, Any], known: tuple[str, ...], more: set[str] | None =
         if value is None or name in HARMLESS or value in MEANINGLESS.get(name, ()):
             continue
         if name in MEANINGLESS:
-            told = f"{name}: cannot be done here" if name not in ("echo", "best_of") else f"{name}: must be left out"
-            raise HttpProblem(400, told, param=name, code="unsupported_parameter")
+            message = f"{name}: cannot be done here" if name not in ("echo", "best_of") else f"{name}: must be left out"
+            raise HttpProblem(400, message, param=name, code="unsupported_parameter")
         if name not in known and name not in (more or ()):
             raise HttpProblem(400, f"{name[:100]}: is not known here", param=name[:100], code="unknown_parameter")
         found[name] = _integer(value)
@@ -223,8 +223,8 @@ def _text_of(parts: list[dict[str, Any]], path: str) -> str:
     for i, part in enumerate(parts):
         kind, text = part.get("type"), part.get("text")
         if kind != "text":
-            told = f"{path}[{i}].type: is not text, and there is nothing else here"
-            raise HttpProblem(400, told, param=f"{path}[{i}].type", code="unsupported_value")
+            message = f"{path}[{i}].type: is not text, and there is nothing else here"
+            raise HttpProblem(400, message, param=f"{path}[{i}].type", code="unsupported_value")
         if not isinstance(text, str):
             raise HttpProblem(400, f"{path}[{i}].text: is no text", param=f"{path}[{i}].text", code="invalid_type")
         for name in part.keys() - {"type", "text"}:

@@ -101,5 +101,5 @@ class BlockSums:
 
     def take(self) -> Tensor | None:
         """What was told of the last layer; None where its kernel does not tell. It is overwritten by the next one."""
-        is_told, self._is_told = self._is_told, False
-        return self._room_KE2 if is_told else None
+        is_reported, self._is_told = self._is_told, False
+        return self._room_KE2 if is_reported else None

@@ -68,13 +68,15 @@ def shown(found: Cluster) -> object:
     """For programs: null where the service hides it."""
     if not is_hidden(found):
         return found
-    told: dict[str, Any] = msgspec.to_builtins(found)
-    told |= dict.fromkeys(("running", "waiting", "window_tokens"))
-    told["workers"] = [worker | dict.fromkeys(("pid", "address", "tokens", "kv_bytes")) for worker in told["workers"]]
+    reported: dict[str, Any] = msgspec.to_builtins(found)
+    reported |= dict.fromkeys(("running", "waiting", "window_tokens"))
+    reported["workers"] = [
+        worker | dict.fromkeys(("pid", "address", "tokens", "kv_bytes")) for worker in reported["workers"]
+    ]
     for part, names in (("storage", ("url", "trouble")), ("recovery", ("lost_tokens", "recovered_tokens"))):
-        if told[part] is not None:
-            told[part] |= dict.fromkeys(names)
-    return told
+        if reported[part] is not None:
+            reported[part] |= dict.fromkeys(names)
+    return reported
 
 
 def lines_of(found: Cluster, now: float) -> list[str]:
@@ -145,8 +147,8 @@ def window_lines(found: Cluster) -> list[str]:
     """What lies on every rank."""
     if not found.max_window_tokens:
         return []
-    held = "" if is_hidden(found) else f"{found.window_tokens:,} of "
-    return [f"keys of windowed layers on every rank, {held}{found.max_window_tokens:,} tokens"]
+    resident = "" if is_hidden(found) else f"{found.window_tokens:,} of "
+    return [f"keys of windowed layers on every rank, {resident}{found.max_window_tokens:,} tokens"]
 
 
 def drafting_lines(drafting: Drafting | None) -> list[str]:
@@ -161,8 +163,8 @@ def storage_lines(storage: Storage | None) -> list[str]:
     """Where contexts lie beside the ranks, and what is wrong there."""
     if storage is None:
         return ["contexts end with the service: it has no --data-dir"]
-    trouble = [f"  nothing can be written there now: {storage.trouble}"] if storage.trouble else []
-    return [f"snapshots {storage.snapshots}" + (f", storage {storage.url}" if storage.url else ""), *trouble]
+    outage = [f"  nothing can be written there now: {storage.trouble}"] if storage.trouble else []
+    return [f"snapshots {storage.snapshots}" + (f", storage {storage.url}" if storage.url else ""), *outage]
 
 
 def recovery_lines(recovery: Recovery | None) -> list[str]:
@@ -172,8 +174,8 @@ def recovery_lines(recovery: Recovery | None) -> list[str]:
     tokens = f"{recovery.recovered_tokens:,} of {recovery.lost_tokens:,}" if recovery.lost_tokens else "all"
     taken = human_seconds(recovery.seconds)
     under_way = f"recovering: {tokens} tokens, {taken}" if recovery.lost_tokens else f"recovering: {taken}"
-    told = f"recovered {tokens} lost tokens in {taken}" if recovery.is_over else under_way
-    return [told, *([f"  given up for want of room: {', '.join(recovery.given_up)}"] if recovery.given_up else [])]
+    message = f"recovered {tokens} lost tokens in {taken}" if recovery.is_over else under_way
+    return [message, *([f"  given up for want of room: {', '.join(recovery.given_up)}"] if recovery.given_up else [])]
 
 
 def loss_lines(losses: Sequence[Loss], now: float) -> list[str]:
@@ -217,12 +219,12 @@ def workers_table(found: Cluster) -> Table:
     table = Table(*place, "tokens held", "of", "keys and values")
     for worker in found.workers:
         address = (worker.address,) if has_several else ()
-        pid, *held = map(str, (worker.pid, f"{worker.tokens:,}", human_bytes(worker.kv_bytes)))
+        pid, *resident = map(str, (worker.pid, f"{worker.tokens:,}", human_bytes(worker.kv_bytes)))
         if not worker.pid:
-            pid = held[0] = held[1] = "hidden"
+            pid = resident[0] = resident[1] = "hidden"
         most = "no limit" if worker.max_tokens >= UNLIMITED_TOKENS else f"{worker.max_tokens:,}"
         table.add_row(
             *(str(worker.rank), worker.node, *address, pid, worker.device, worker.kernels),
-            *(held[0], most, held[1]),
+            *(resident[0], most, resident[1]),
         )
     return table

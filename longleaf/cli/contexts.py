@@ -199,8 +199,8 @@ def use(context: Context) -> str:
         "restoring": "coming back to the ranks",
         "unspecified": "in a state that this version does not know",
     }
-    kept = f", {human_bytes(context.storage_bytes)} kept on disk" if context.storage_bytes else ""
-    return f"{where[context.state]}{kept}; last used {_date(context.used)}, asked {context.hits:,} times"
+    retained = f", {human_bytes(context.storage_bytes)} kept on disk" if context.storage_bytes else ""
+    return f"{where[context.state]}{retained}; last used {_date(context.used)}, asked {context.hits:,} times"
 
 
 def positions(info: PositionInfo) -> str:

@@ -77,5 +77,5 @@ def _quotas(entry: CredentialEntry) -> dict[str, int]:
 
 
 def _told(entry: CredentialEntry) -> dict[str, object]:
-    told: dict[str, object] = {"tenant": entry.tenant, "role": entry.role, "credentials": len(entry.digests)}
-    return told | {"certificates": entry.names, "quotas": _quotas(entry)}
+    reported: dict[str, object] = {"tenant": entry.tenant, "role": entry.role, "credentials": len(entry.digests)}
+    return reported | {"certificates": entry.names, "quotas": _quotas(entry)}

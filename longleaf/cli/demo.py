@@ -138,11 +138,11 @@ class _Screen:
 def _told(source: Source, found: Excerpt) -> Text:
     """Where a source is, its share, and its text, all in one line."""
     place = "" if found.own.line is None else f" on line {found.own.line:,}"
-    told = Text.assemble((f"{source.share:.1%} of the attention{place}: ", "cyan"), ("…", "dim"))
+    reported = Text.assemble((f"{source.share:.1%} of the attention{place}: ", "cyan"), ("…", "dim"))
     for part, style in found.parts:
         flat = re.sub(r"\s+", " ", part).translate(CONTROLS)
-        told.append(flat.lstrip() if told.plain.endswith(" ") else flat, style)
-    return told.append("…", "dim")
+        reported.append(flat.lstrip() if reported.plain.endswith(" ") else flat, style)
+    return reported.append("…", "dim")
 
 
 def _print_report(report: Report) -> None:

@@ -21,7 +21,7 @@ def objection(files: Sequence[str]) -> InvalidArgument | None:
     """Names the first file that keeps these from being one UTF-8 text, and the byte in that file. None where there is
     none, or where a file cannot be read again, such as `-`."""
     decoder, start, path = getincrementaldecoder("utf-8")(), 0, Path()
-    held = 0
+    resident = 0
     """Bytes of a character that the last piece has cut."""
     try:
         for path in map(Path, files):
@@ -31,24 +31,24 @@ def objection(files: Sequence[str]) -> InvalidArgument | None:
                 start, head = 0, file.read(PIECE_BYTES)
                 piece = head
                 while piece:
-                    held = len(decoder.getstate()[0])
+                    resident = len(decoder.getstate()[0])
                     try:
                         decoder.decode(piece)
                     except UnicodeDecodeError as error:
-                        return InvalidArgument(str(path), _reason(head, start - held + error.start, error.reason))
+                        return InvalidArgument(str(path), _reason(head, start - resident + error.start, error.reason))
                     start += len(piece)
                     piece = file.read(PIECE_BYTES)
-        held = len(decoder.getstate()[0])
+        resident = len(decoder.getstate()[0])
         decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
-        return InvalidArgument(str(path), f"is not UTF-8 at byte {start - held}: {error.reason}")
+        return InvalidArgument(str(path), f"is not UTF-8 at byte {start - resident}: {error.reason}")
     except OSError:
         return None
     return None
 
 
 def _reason(head: bytes, place: int, reason: str) -> str:
-    known = next((told for begin, told in KINDS if head.startswith(begin)), None)
+    known = next((reported for begin, reported in KINDS if head.startswith(begin)), None)
     return known or f"is not UTF-8 at byte {max(0, place)}: {reason}"
 
 

@@ -73,12 +73,12 @@ class DoorFlags:
 
     def options(self) -> list[str]:
         """For the door."""
-        told = list[str]()
+        reported = list[str]()
         for field in fields(self):
             value = getattr(self, field.name)
             several = cast(list[object], value) if isinstance(value, list) else [value]
-            told += [f"--{field.name.replace('_', '-')}={each}" for each in several if each is not None]
-        return told
+            reported += [f"--{field.name.replace('_', '-')}={each}" for each in several if each is not None]
+        return reported
 
 
 @takes_flags(DoorFlags)

@@ -88,12 +88,12 @@ def show(
 def _noted(answer: Iterable[Event]) -> Generator[Event, None, None]:
     """The events. Says on stderr that they may lead beyond what the model was trained for, once, and while they wait
     for a recovery how far that is."""
-    is_told, line = False, RecoveryLine(sys.stderr)
+    is_reported, line = False, RecoveryLine(sys.stderr)
     try:
         for event in answer:
-            if isinstance(event, Started) and event.is_beyond_trained and not is_told:
+            if isinstance(event, Started) and event.is_beyond_trained and not is_reported:
                 print("note: this may go beyond the length that the model was trained for", file=sys.stderr)
-                is_told = True
+                is_reported = True
             if isinstance(event, Recovering):
                 line.show(event)
             else:
@@ -118,13 +118,13 @@ class RecoveryLine:
             counts.append(f"{recovering.recovered_tokens:,} of {recovering.total_tokens:,} tokens")
         if recovering.lost_tokens:
             counts.append(f"{recovering.lost_tokens:,} to go for this answer")
-        told = f"recovering: {', '.join(counts)}"
+        message = f"recovering: {', '.join(counts)}"
         if self._is_terminal:
             width = shutil.get_terminal_size().columns - 1
-            self._out.write(f"{MAKE_ROOM}{SAVE}{BELOW}{told[:width]}{RESTORE}")
+            self._out.write(f"{MAKE_ROOM}{SAVE}{BELOW}{message[:width]}{RESTORE}")
             self._out.flush()
         elif not self._has_shown:
-            print(told, file=self._out, flush=True)
+            print(message, file=self._out, flush=True)
         self._has_shown = self._is_shown = True
 
     def hide(self) -> None:
@@ -139,16 +139,16 @@ def _print_json(answer: Iterable[Event], num_samples: int) -> None:
     for event in answer:
         match event:
             case Delta():
-                told: dict[str, object] = {"text": event.text, "token_ids": event.token_ids}
-                told |= {"logprobs": event.logprobs} if event.logprobs else {}
+                reported: dict[str, object] = {"text": event.text, "token_ids": event.token_ids}
+                reported |= {"logprobs": event.logprobs} if event.logprobs else {}
             case Finished():
-                told = {"finish_reason": event.reason, "usage": event.usage, "is_exact": event.is_exact}
-                told |= {} if event.is_exact else {"exactness_note": event.exactness_note}
-                told |= {"attribution": event.attribution} if event.attribution else {}
+                reported = {"finish_reason": event.reason, "usage": event.usage, "is_exact": event.is_exact}
+                reported |= {} if event.is_exact else {"exactness_note": event.exactness_note}
+                reported |= {"attribution": event.attribution} if event.attribution else {}
                 num_open -= 1
             case _:
                 continue
-        print_json(told | ({"sample": event.sample} if num_samples > 1 else {}))
+        print_json(reported | ({"sample": event.sample} if num_samples > 1 else {}))
         if not num_open:
             return
     raise Unavailable("the answer broke off")

@@ -113,10 +113,10 @@ def _files_named(files: list[str]) -> Generator[None, None, None]:
 
 
 def summary(context: Context) -> str:
-    held = human_bytes(context.kv_bytes)
+    resident = human_bytes(context.kv_bytes)
     ranks = f" on {count_ranks(sum(share.tokens > 0 for share in context.shares))}" if context.shares else ""
     called = f" ({context.display_name})" if context.display_name else ""
-    return f"{context.id}{called}: {context.tokens:,} tokens, {held} of keys and values{ranks}"
+    return f"{context.id}{called}: {context.tokens:,} tokens, {resident} of keys and values{ranks}"
 
 
 @contextmanager

@@ -166,8 +166,8 @@ def show(found: ModelReport, *, is_running: bool) -> None:
     sizes.add_row("keys and values", f"{human_bytes(attention.bytes_per_token)} per token")
     if attention.replicated is not None:
         per_token, per_window = map(human_bytes, msgspec.structs.astuple(attention.replicated))
-        told = f"{per_token} per token, and {per_window} on each rank for each end of a context"
-        sizes.add_row("", f"{told}, with --window-keys replicated")
+        message = f"{per_token} per token, and {per_window} on each rank for each end of a context"
+        sizes.add_row("", f"{message}, with --window-keys replicated")
     read = "" if attention.has_weights else "; not read, --load does"
     sizes.add_row("weights", f"{human_bytes(attention.weight_bytes)} on each rank{read}")
     for number, plan in enumerate(found.plans):
@@ -222,5 +222,5 @@ def _told(plan: CapacityPlan, is_running: bool) -> str:
 def spans(layers: tuple[int, ...]) -> str:
     """Layers in short: 0-3, or 0 2 4 … 30 where they are many and apart."""
     joined = join((layer, layer + 1) for layer in layers)
-    told = [str(low) if low + 1 == end else f"{low}-{end - 1}" for low, end in joined]
-    return " ".join(told if len(told) <= 6 else [*told[:3], "…", told[-1]])
+    reported = [str(low) if low + 1 == end else f"{low}-{end - 1}" for low, end in joined]
+    return " ".join(reported if len(reported) <= 6 else [*reported[:3], "…", reported[-1]])

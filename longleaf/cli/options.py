@@ -63,11 +63,11 @@ class ServerOptions:
         try:
             text = self.credential_file.read_text("utf-8-sig").strip()
         except (OSError, UnicodeDecodeError) as error:
-            told = error.strerror if isinstance(error, OSError) else "is not UTF-8"
+            message = error.strerror if isinstance(error, OSError) else "is not UTF-8"
             if looks_secret(str(self.credential_file)):
-                told = "that looks like a credential itself: put it in a file, and name the file"
-                raise InvalidArgument("credential", told) from None
-            raise InvalidArgument("credential", f"{self.credential_file}: {told}") from None
+                message = "that looks like a credential itself: put it in a file, and name the file"
+                raise InvalidArgument("credential", message) from None
+            raise InvalidArgument("credential", f"{self.credential_file}: {message}") from None
         if not text:
             raise InvalidArgument("credential", f"{self.credential_file} is empty")
         if text.startswith("{") or len(text.split()) > 1:

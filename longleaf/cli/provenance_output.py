@@ -128,23 +128,23 @@ class SourceList:
         num_tokens = self._client.get_context(self._context).tokens
         for source in joined(attribution.sources):
             self._console.print(self._told(source, num_tokens))
-        told = f"{attribution.context_share:.1%} on the context, {attribution.prompt_share:.1%} on the prompt, "
-        told += f"{attribution.answer_share:.1%} on the answer, {attribution.sink_share:.1%} on sinks"
-        self._console.print(Text(f"[attention: {told}]", style="dim"))
+        message = f"{attribution.context_share:.1%} on the context, {attribution.prompt_share:.1%} on the prompt, "
+        message += f"{attribution.answer_share:.1%} on the answer, {attribution.sink_share:.1%} on sinks"
+        self._console.print(Text(f"[attention: {message}]", style="dim"))
 
     def _told(self, source: Source, num_tokens: int) -> Text:
         found = excerpt(self._client, self._context, source, num_tokens)
         if found is None:
             return Text(f"{_place(source, None)}  {_numbers(source)}")
-        told = Text(f"{_place(source, found.own)}  {_numbers(source)}\n", style="cyan")
+        reported = Text(f"{_place(source, found.own)}  {_numbers(source)}\n", style="cyan")
         body = Text()
         for part, style in found.parts:
             body.append(part.translate(CONTROLS), style)
         for line in body.split("\n", allow_blank=True):
-            told.append("    ")
-            told.append_text(line)
-            told.append("\n")
-        return told
+            reported.append("    ")
+            reported.append_text(line)
+            reported.append("\n")
+        return reported
 
 
 def _place(source: Source, text: ContextText | None) -> str:

@@ -50,7 +50,7 @@ def rebuild(
 
     Example: longleaf contexts rebuild --from s3://bucket/longleaf --data-dir ~/.longleaf --model ./Qwen3-0.6B
     """
-    asked = Rebuild(
+    requested = Rebuild(
         url=url,
         data_dir=os.path.abspath(data_dir),
         model=os.path.abspath(model or embedded_model()),
@@ -58,12 +58,12 @@ def rebuild(
         service=service,
         may_replace=replace,
     )
-    report = _run(asked)
+    report = _run(requested)
     if as_json:
         print_json(report)
     else:
         _show(report)
-        print(f"start the service over it: longleaf serve {_serve_options(asked, report)}")
+        print(f"start the service over it: longleaf serve {_serve_options(requested, report)}")
 
 
 def _serve_options(asked: Rebuild, report: RebuildReport) -> str:

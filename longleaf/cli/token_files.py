@@ -46,13 +46,13 @@ def _from_json(data: bytes) -> Sequence[int]:
 def _from_numbers(file: BinaryIO, format: str) -> Iterator[Sequence[int]]:
     """Raises ValueError when the file ends inside a number."""
     type_code = TYPE_CODES[format]
-    size, held = array(type_code).itemsize, b""
+    size, resident = array(type_code).itemsize, b""
     while data := file.read(PIECE_BYTES):
-        data = held + data
+        data = resident + data
         whole = len(data) - len(data) % size
-        held, numbers = data[whole:], array(type_code, data[:whole])
+        resident, numbers = data[whole:], array(type_code, data[:whole])
         if sys.byteorder == "big":
             numbers.byteswap()
         yield numbers
-    if held:
+    if resident:
         raise ValueError(f"ends inside a token id: {format} takes {size} bytes each")

@@ -53,13 +53,13 @@ def export_context(
             show(progress.received_bytes, progress.parcel.num_bytes)
 
         target = sys.stdout.buffer if is_piped else Path(file)
-        parcel = client.export_context(
+        archive = client.export_context(
             name, target, with_keys=not without_keys, resume=resume, on_progress=on_progress, timeout=timeout
         )
     if as_json:
-        print_json({"context": name, "file": file, "num_bytes": parcel.num_bytes, "digest": parcel.digest})
+        print_json({"context": name, "file": file, "num_bytes": archive.num_bytes, "digest": archive.digest})
     elif not is_piped:
-        print(f"{name}: {human_bytes(parcel.num_bytes)} in {file}")
+        print(f"{name}: {human_bytes(archive.num_bytes)} in {file}")
 
 
 @takes_server

@@ -71,8 +71,8 @@ def show(found: Verification) -> None:
         "farthest apart", f"by {human_rounded(found.max_difference)}, token {found.worst_index} of the answer"
     )
     table.add_row("greedy choice", f"the same for {found.equal_tokens} of {found.compared_tokens} tokens")
-    held = f"keys on {found.holding_ranks} of {count_ranks(found.world_size)}"
-    table.add_row("prompt", f"{found.prompt_tokens:,} tokens; {held}")
+    resident = f"keys on {found.holding_ranks} of {count_ranks(found.world_size)}"
+    table.add_row("prompt", f"{found.prompt_tokens:,} tokens; {resident}")
     table.add_row("plain attention", f"{human_seconds(found.plain_seconds)}, in which other streams waited")
     Console(highlight=False).print(table)
 
@@ -82,10 +82,10 @@ def measured(found: Verification) -> str:
     if not found.plain_distance:  # nothing is rounded, and every logit counts
         furthest, allowed = human_rounded(found.max_difference), human_rounded(found.tolerance)
         return f"the logits differ by at most {furthest}, {allowed} is allowed"
-    told = (
+    message = (
         f"the logits are {found.distance:.2%} of their spread off float32, {found.tolerance:.2%} is allowed, "
         f"as plain attention in {found.plain_dtype} is {found.plain_distance:.2%} off"
     )
     if found.is_conclusive:
-        return told
-    return f"{told}: wrong ranks might pass too; serve with --dtype float32 --kv-dtype auto to be sure"
+        return message
+    return f"{message}: wrong ranks might pass too; serve with --dtype float32 --kv-dtype auto to be sure"

@@ -222,8 +222,8 @@ class AsyncClient(ContextMethods):
                             yield progress
                     return
                 except LongleafError as error:
-                    is_kept = header.upload_id and (may_go_on(error) or was_refused(error))
-                    if source.error or (furthest >= 0 and not is_kept):
+                    is_retained = header.upload_id and (may_go_on(error) or was_refused(error))
+                    if source.error or (furthest >= 0 and not is_retained):
                         raise
                     await attempts.wait(error, is_repeatable=True)
 

@@ -83,17 +83,17 @@ class FileTarget(ArchiveTarget):
     def _open(cls, path: Path, resume: bool) -> "FileTarget":
         if path.exists():
             raise InvalidArgument("file", f"{path} is there already; move it away, or name another one")
-        part, noted = _beside(path, PART), _beside(path, DIGEST)
-        if resume and not (part.exists() and noted.exists()):
+        part, recorded = _beside(path, PART), _beside(path, DIGEST)
+        if resume and not (part.exists() and recorded.exists()):
             raise InvalidArgument("resume", f"there is no {part} to go on with")
-        digest = noted.read_text().strip() if resume else ""
+        digest = recorded.read_text().strip() if resume else ""
         if resume and not _DIGEST.fullmatch(digest):
-            raise InvalidArgument("resume", f"{noted} does not say what {part} is of; export it anew, without it")
+            raise InvalidArgument("resume", f"{recorded} does not say what {part} is of; export it anew, without it")
         target = cls(path, part.open("ab" if resume else "wb"))
         if resume:
             target.num_bytes, target.digest = part.stat().st_size, digest
         else:
-            noted.unlink(missing_ok=True)
+            recorded.unlink(missing_ok=True)
         return target
 
     async def begin(self, parcel: ExportedArchive) -> None:
@@ -143,39 +143,39 @@ async def export(
     timeout: float | None,
 ) -> AsyncGenerator[ExportProgress, None]:
     """Writes a parcel to its target, from where that is, over as many streams as it takes."""
-    attempts, parcel = calls.attempts("ExportContext", timeout), None
+    attempts, archive = calls.attempts("ExportContext", timeout), None
     while True:
         request = codec.encode_export(replace(wanted, offset=target.num_bytes, digest=target.digest))
         begun = target.num_bytes
         try:
             stream = calls.stream(method, request, attempts, codec.decode_exported)
             async with aclosing(stream):
-                async for news in stream:
-                    if isinstance(news, ExportedArchive):
-                        parcel = _checked(news, parcel, calls.server)
-                        await target.begin(news)
-                    elif parcel is not None and news:
-                        if target.num_bytes + len(news) > parcel.num_bytes:
+                async for updates in stream:
+                    if isinstance(updates, ExportedArchive):
+                        archive = _checked(updates, archive, calls.server)
+                        await target.begin(updates)
+                    elif archive is not None and updates:
+                        if target.num_bytes + len(updates) > archive.num_bytes:
                             raise LongleafError(f"{calls.server} sends more than it said")
-                        await target.write(news)
+                        await target.write(updates)
                         attempts.renew()
-                        yield ExportProgress(target.num_bytes, parcel)
-            if parcel is None or target.num_bytes != parcel.num_bytes:
+                        yield ExportProgress(target.num_bytes, archive)
+            if archive is None or target.num_bytes != archive.num_bytes:
                 raise Unavailable(f"{calls.server} ended the export before its end")
             await target.finish()
             return
         except LongleafError as error:
             if _was_slow(error) and target.num_bytes > begun:
                 continue
-            if not (parcel is not None and may_go_on(error)):
+            if not (archive is not None and may_go_on(error)):
                 raise
             await attempts.wait(error, is_repeatable=True)
 
 
-def _checked(news: ExportedArchive, before: ExportedArchive | None, server: str) -> ExportedArchive:
-    if before not in (None, news):
+def _checked(updates: ExportedArchive, before: ExportedArchive | None, server: str) -> ExportedArchive:
+    if before not in (None, updates):
         raise LongleafError(f"{server} goes on with another parcel than it began with")
-    return news
+    return updates
 
 
 def _was_slow(error: LongleafError) -> bool:

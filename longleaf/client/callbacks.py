@@ -12,8 +12,8 @@ Callback = Callable[[T], Awaitable[None] | None]
 OnProgress = Callable[[IngestProgress], None]
 
 
-async def tell(callback: Callback[T], news: T) -> None:
+async def tell(callback: Callback[T], updates: T) -> None:
     """Raises what the callback raises."""
-    answer = callback(news)
+    answer = callback(updates)
     if inspect.isawaitable(answer):
         await answer

@@ -62,8 +62,8 @@ class Calls:
         if not self._is_plain:
             return Unavailable(f"{error}: it may ask for a client certificate, of an authority that it accepts: {OWN}")
         if await speaks_tls(self.server):
-            told = f"{self.called} serves encrypted connections alone: name its authority here or in LONGLEAF_TLS_CA"
-            return InvalidArgument("tls_ca", told)
+            message = f"{self.called} serves encrypted connections alone: name its authority here or in LONGLEAF_TLS_CA"
+            return InvalidArgument("tls_ca", message)
         return error
 
     @contextmanager

@@ -92,8 +92,8 @@ async def _pieces_of_part(part: object) -> AsyncGenerator[IngestPiece, None]:
         case Sequence():
             source = _cut(cast(Sequence[int], part), PIECE_TOKENS)
         case _:
-            told = f"{type(part).__name__} is neither text, bytes, a path, an open file nor a sequence of token ids"
-            raise InvalidArgument("document", told)
+            message = f"{type(part).__name__} is neither text, bytes, a path, an open file nor a sequence of token ids"
+            raise InvalidArgument("document", message)
     if isinstance(source, AsyncIterable):
         async for piece in source:
             yield piece
@@ -147,8 +147,10 @@ class UploadSource:
     async def _begin_anew(self) -> None:
         """Raises Unavailable."""
         if self._document is None:
-            told = "the service does not hold any more what it had acknowledged, and the document cannot be read again"
-            self.error = Unavailable(told)
+            message = (
+                "the service does not hold any more what it had acknowledged, and the document cannot be read again"
+            )
+            self.error = Unavailable(message)
             raise self.error
         await self._close()
         self._kept.clear()

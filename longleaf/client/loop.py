@@ -93,19 +93,19 @@ class LoopThread:
             with suppress(Cancelled):
                 self.run(function)
 
-    async def tell(self, callback: Callable[[T], None], news: T) -> None:
+    async def tell(self, callback: Callable[[T], None], updates: T) -> None:
         """Has the thread that waits for the running task call `callback`. Background tasks tell nobody."""
         task = asyncio.current_task()
         if task is None or task not in self._calls:
             return
-        call, told = self._calls[task], asyncio.Event()
+        call, reported = self._calls[task], asyncio.Event()
 
         def job() -> None:
-            callback(news)
-            self._post(told.set)
+            callback(updates)
+            self._post(reported.set)
 
         call.jobs.put(job)
-        await told.wait()
+        await reported.wait()
 
     def end(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Takes no more work, runs `last`, cancels what is left and ends the thread. Idempotent; a forked process

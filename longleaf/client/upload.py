@@ -147,9 +147,9 @@ async def upload(
             ending = CallOutcome(call)
             try:
                 async for response in call:
-                    told = calls.decoded(decode, response)
-                    sending.take(told)
-                    yield told
+                    reported = calls.decoded(decode, response)
+                    sending.take(reported)
+                    yield reported
             except grpc.RpcError as error:
                 raise await ending.error(error) from None
     except LongleafError:

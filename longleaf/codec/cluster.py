@@ -245,8 +245,8 @@ def encode_verification(found: Verification) -> cluster_pb.VerifyClusterResponse
 
 
 def decode_verification(message: cluster_pb.VerifyClusterResponse) -> Verification:
-    told = {_VERIFICATION_NAMES.get(field, field): getattr(message, field) for field in _verification_fields()}
-    return Verification(**told, plain_seconds=decode_seconds(message.plain_duration))
+    reported = {_VERIFICATION_NAMES.get(field, field): getattr(message, field) for field in _verification_fields()}
+    return Verification(**reported, plain_seconds=decode_seconds(message.plain_duration))
 
 
 def _verification_fields() -> list[str]:

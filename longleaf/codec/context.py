@@ -137,9 +137,11 @@ def decode_fork(message: ingest_pb.ForkContextRequest) -> ForkContext:
     )
 
 
-def encode_reread(reread: RecomputeResult) -> ingest_pb.RereadContextsResponse:
-    left_out = (ingest_pb.LeftOutContext(name=context_name(each.name), reason=each.reason) for each in reread.left_out)
-    return ingest_pb.RereadContextsResponse(contexts=map(encode_context, reread.contexts), left_out=left_out)
+def encode_reread(recomputed: RecomputeResult) -> ingest_pb.RereadContextsResponse:
+    left_out = (
+        ingest_pb.LeftOutContext(name=context_name(each.name), reason=each.reason) for each in recomputed.left_out
+    )
+    return ingest_pb.RereadContextsResponse(contexts=map(encode_context, recomputed.contexts), left_out=left_out)
 
 
 def decode_reread(message: ingest_pb.RereadContextsResponse) -> RecomputeResult:
@@ -209,8 +211,8 @@ def _decode_settings(
     message: context_pb.Context | ingest_pb.IngestConfig, paths: list[str], parent: str
 ) -> ContextSettings:
     if len(message.display_name) > MAX_DISPLAY_NAME:
-        told = f"has {len(message.display_name):,} characters, at most {MAX_DISPLAY_NAME} are allowed"
-        raise InvalidArgument(f"{parent}.display_name", told)
+        text = f"has {len(message.display_name):,} characters, at most {MAX_DISPLAY_NAME} are allowed"
+        raise InvalidArgument(f"{parent}.display_name", text)
     if {"ttl", "expire_time"} <= set(paths):
         raise InvalidArgument(f"{parent}.ttl", "cannot be given together with expire_time")
     has_ttl = "ttl" in paths and message.HasField("ttl")
@@ -288,8 +290,8 @@ def _decode_prefaced(prefaced: ingest_pb.PrefacedIngestConfig) -> IngestHeader:
     if header.append:
         raise InvalidArgument("prefaced_config.system", "is for new contexts: it comes before all that they hold")
     if (size := len(prefaced.system.encode())) > MAX_SYSTEM_BYTES:
-        told = f"has {size:,} bytes, at most {MAX_SYSTEM_BYTES:,} are taken"
-        raise InvalidArgument("prefaced_config.system", told)
+        message = f"has {size:,} bytes, at most {MAX_SYSTEM_BYTES:,} are taken"
+        raise InvalidArgument("prefaced_config.system", message)
     return replace(header, system=prefaced.system)
 
 

@@ -30,12 +30,12 @@ def decode_conversation(message: generation_pb.Conversation) -> Conversation:
     """Raises InvalidArgument naming the field."""
     num_messages = len(message.messages)
     if not 1 <= num_messages <= MAX_MESSAGES:
-        told = f"are {num_messages:,}, and must be 1 to {MAX_MESSAGES}"
-        raise InvalidArgument("conversation.messages", told)
+        text = f"are {num_messages:,}, and must be 1 to {MAX_MESSAGES}"
+        raise InvalidArgument("conversation.messages", text)
     messages = tuple(_decode_message(f"conversation.messages[{i}]", each) for i, each in enumerate(message.messages))
     if messages[-1].role != "user":
-        told = f"is the {messages[-1].role}'s, and the last message must be the user's: the model answers it"
-        raise InvalidArgument(f"conversation.messages[{num_messages - 1}].role", told)
+        text = f"is the {messages[-1].role}'s, and the last message must be the user's: the model answers it"
+        raise InvalidArgument(f"conversation.messages[{num_messages - 1}].role", text)
     return Conversation(messages)
 
 

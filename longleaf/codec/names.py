@@ -77,8 +77,8 @@ def as_bytes(value: BytesLike, field: str) -> memoryview:
     """The bytes, uncopied. Raises InvalidArgument naming `field` for a view of larger items or many dimensions."""
     view = memoryview(value)
     if view.itemsize != 1 or view.ndim != 1:
-        told = f"memoryview of shape {view.shape} with items of {view.itemsize} bytes is no text"
-        raise InvalidArgument(field, told)
+        message = f"memoryview of shape {view.shape} with items of {view.itemsize} bytes is no text"
+        raise InvalidArgument(field, message)
     return view
 
 
@@ -99,8 +99,8 @@ def encode_ids(token_ids: Iterable[int]) -> generation_pb.TokenIds:
         if place is None:
             raise InvalidArgument("token_ids", str(error)) from None
         wrong = given[place]
-        told = str(wrong) if type(wrong) is int else type(wrong).__name__
-        raise InvalidArgument(f"token_ids.ids[{place}]", f"{told} is no token id") from None
+        message = str(wrong) if type(wrong) is int else type(wrong).__name__
+        raise InvalidArgument(f"token_ids.ids[{place}]", f"{message} is no token id") from None
 
 
 def _is_id(value: object) -> bool:

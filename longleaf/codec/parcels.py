@@ -33,11 +33,11 @@ def decode_export(message: context_pb.ExportContextRequest) -> ExportContext:
     )
 
 
-def encode_exported(news: ExportedArchive | bytes) -> context_pb.ExportContextResponse:
-    if isinstance(news, bytes):
-        return context_pb.ExportContextResponse(data=news)
-    told = context_pb.Parcel(total_size_bytes=news.num_bytes, digest=news.digest)
-    return context_pb.ExportContextResponse(parcel=told)
+def encode_exported(updates: ExportedArchive | bytes) -> context_pb.ExportContextResponse:
+    if isinstance(updates, bytes):
+        return context_pb.ExportContextResponse(data=updates)
+    reported = context_pb.Parcel(total_size_bytes=updates.num_bytes, digest=updates.digest)
+    return context_pb.ExportContextResponse(parcel=reported)
 
 
 def decode_exported(message: context_pb.ExportContextResponse) -> ExportedArchive | bytes:
@@ -49,8 +49,8 @@ def decode_exported(message: context_pb.ExportContextResponse) -> ExportedArchiv
 
 def encode_import_piece(piece: ImportHeader | ArchiveChunk) -> context_pb.ImportContextRequest:
     if isinstance(piece, ArchiveChunk):
-        told = context_pb.ParcelPiece(offset=piece.offset, data=piece.data)
-        return context_pb.ImportContextRequest(piece=told)
+        reported = context_pb.ParcelPiece(offset=piece.offset, data=piece.data)
+        return context_pb.ImportContextRequest(piece=reported)
     config = context_pb.ImportConfig(
         name="" if piece.context is None else context_name(piece.context),
         upload_id=encodable(piece.upload_id, "upload_id"),
@@ -72,8 +72,8 @@ def decode_import_piece(message: context_pb.ImportContextRequest) -> ImportHeade
 
 def _decode_header(config: context_pb.ImportConfig) -> ImportHeader:
     if len(config.upload_id) > MAX_UPLOAD_ID:
-        told = f"has {len(config.upload_id):,} characters, at most {MAX_UPLOAD_ID} are allowed"
-        raise InvalidArgument("config.upload_id", told)
+        message = f"has {len(config.upload_id):,} characters, at most {MAX_UPLOAD_ID} are allowed"
+        raise InvalidArgument("config.upload_id", message)
     if config.total_size_bytes < 0:
         raise InvalidArgument("config.total_size_bytes", f"{config.total_size_bytes} is negative")
     return ImportHeader(

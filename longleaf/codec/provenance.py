@@ -74,11 +74,11 @@ def decode_hidden(message: service_pb.GenerateRequest) -> tuple[TokenRange, ...]
     found = tuple((each.token_start, each.token_end) for each in message.hidden)
     last = 0
     for i, (start, end) in enumerate(found):
-        told = f"tokens {start:,} to {end:,}"
+        text = f"tokens {start:,} to {end:,}"
         if not 0 <= start < end:
-            raise InvalidArgument(f"hidden[{i}]", f"{told} are none")
+            raise InvalidArgument(f"hidden[{i}]", f"{text} are none")
         if start < last:
-            raise InvalidArgument(f"hidden[{i}]", f"{told} begin before those of the range before it end")
+            raise InvalidArgument(f"hidden[{i}]", f"{text} begin before those of the range before it end")
         last = end
     return found
 

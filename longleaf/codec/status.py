@@ -122,14 +122,14 @@ def _status_of(error: grpc.RpcError) -> status_pb2.Status:
 
 def _of_library(status: status_pb2.Status, server: str) -> LongleafError | None:
     """What the library itself says of a call; None for what comes from the service."""
-    is_told = _find(status, error_details_pb2.ErrorInfo) is not None
+    is_reported = _find(status, error_details_pb2.ErrorInfo) is not None
     match grpc_code(status):
         case StatusCode.RESOURCE_EXHAUSTED if sizes := TOO_LARGE.search(status.message):
-            told = f"has {int(sizes[1]):,} bytes, at most {int(sizes[2]):,} fit in one message"
-            return InvalidArgument("request", told)
-        case StatusCode.UNAVAILABLE if not is_told:
+            message = f"has {int(sizes[1]):,} bytes, at most {int(sizes[2]):,} fit in one message"
+            return InvalidArgument("request", message)
+        case StatusCode.UNAVAILABLE if not is_reported:
             return _of_connection(status.message, server)
-        case StatusCode.DEADLINE_EXCEEDED if not is_told:
+        case StatusCode.DEADLINE_EXCEEDED if not is_reported:
             return DeadlineExceeded(f"{server} did not answer in time")
         case StatusCode.CANCELLED:  # not by us: that would be a CancelledError
             return Unavailable(f"{server} ended the call")
@@ -144,16 +144,16 @@ def _of_library(status: status_pb2.Status, server: str) -> LongleafError | None:
 def _of_connection(message: str, server: str) -> LongleafError:
     """What became of a connection; the library's own words tell only those who know it."""
     if message.startswith(NO_CONNECTION):
-        for sign, told in MISTAKES:
+        for sign, reported in MISTAKES:
             if sign in message:
-                return InvalidArgument("tls_ca", f"{server} {told} ({message})")
+                return InvalidArgument("tls_ca", f"{server} {reported} ({message})")
     return Unavailable(f"the server at {server} does not answer ({message})")
 
 
 def is_cut_off(error: LongleafError) -> bool:
     """Whether the service ended a connection before anything was said on it."""
-    told = str(error)
-    return isinstance(error, Unavailable) and NO_CONNECTION in told and any(sign in told for sign in CUT_OFF)
+    message = str(error)
+    return isinstance(error, Unavailable) and NO_CONNECTION in message and any(sign in message for sign in CUT_OFF)
 
 
 def _find(status: status_pb2.Status, kind: type[Detail]) -> Detail | None:

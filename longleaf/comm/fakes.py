@@ -1,7 +1,7 @@
 """torch.distributed for ranks that are threads: calls are carried out as NCCL would, and written down.
 
 Where NCCL would hang, mix up numbers or leave open what happens, CollectiveMismatch is raised on all ranks, and without
-a time limit: as soon as every rank waits for another. Stands for `dist` in `longleaf.comm.process_group`. """
+a time limit: as soon as every rank waits for another. Stands for `dist` in `longleaf.comm.process_group`."""
 
 import threading
 from collections import defaultdict
@@ -143,8 +143,8 @@ class FakeDistributed:
                     raise CollectiveMismatch(f"{group}: rank {rank} calls {calls}, rank {group.members[0]} {first}")
             for pair in {*group.sent, *group.awaited}:
                 if len(group.sent[pair]) != group.awaited[pair]:
-                    told = f"{len(group.sent[pair])} tensors are sent and {group.awaited[pair]} awaited"
-                    raise CollectiveMismatch(f"{group}: from rank {pair[0]} to {pair[1]} {told}")
+                    message = f"{len(group.sent[pair])} tensors are sent and {group.awaited[pair]} awaited"
+                    raise CollectiveMismatch(f"{group}: from rank {pair[0]} to {pair[1]} {message}")
 
     # --- what torch.distributed offers ---
 

@@ -21,11 +21,11 @@ class ThreadRendezvous:
 class LoopbackComm:
     """One thread's end of a Meeting."""
 
-    def __init__(self, rank: int, world_size: int, meeting: ThreadRendezvous) -> None:
+    def __init__(self, rank: int, world_size: int, rendezvous: ThreadRendezvous) -> None:
         self.transport: Transport = "loopback"
         self.rank = rank
         self.world_size = world_size
-        self._meeting = meeting
+        self._meeting = rendezvous
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         return self._exchange(tensor, lambda tensors: torch.stack(tensors))
@@ -49,11 +49,11 @@ class LoopbackComm:
         return Transfer(())
 
     def _exchange(self, tensor: Tensor, read: Callable[[list[Tensor]], Tensor]) -> Tensor:
-        meeting = self._meeting
-        meeting.tensors[self.rank] = tensor
-        meeting.barrier.wait()
-        result = read([t for t in meeting.tensors if t is not None])
-        meeting.barrier.wait()  # nobody may write its next tensor before all have read this one
+        rendezvous = self._meeting
+        rendezvous.tensors[self.rank] = tensor
+        rendezvous.barrier.wait()
+        result = read([t for t in rendezvous.tensors if t is not None])
+        rendezvous.barrier.wait()  # nobody may write its next tensor before all have read this one
         return result
 
     def abort(self) -> None:
@@ -63,8 +63,8 @@ class LoopbackComm:
 
 def loopback(world_size: int) -> list[LoopbackComm]:
     """The ends of a new group, one per thread."""
-    meeting = ThreadRendezvous(world_size)
-    return [LoopbackComm(rank, world_size, meeting) for rank in range(world_size)]
+    rendezvous = ThreadRendezvous(world_size)
+    return [LoopbackComm(rank, world_size, rendezvous) for rank in range(world_size)]
 
 
 def loopback_groups(topology: Topology) -> list[Groups]:

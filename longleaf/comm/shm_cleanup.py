@@ -49,10 +49,10 @@ class ProcessIdentity(NamedTuple):
 def started_at(pid: int) -> int | None:
     """When a process started; None when there is none, or only what is left of one. Raises OSError without /proc."""
     try:
-        told = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        reported = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return None if told[STATE].decode() in GONE else int(told[STARTED])
+    return None if reported[STATE].decode() in GONE else int(reported[STARTED])
 
 
 def sweep(here: ProcessIdentity) -> None:

@@ -35,19 +35,19 @@ class Frame(NamedTuple):
         return cls(kind, memoryview(content).nbytes, blake3(content).hexdigest())
 
     def encode(self) -> bytes:
-        told = self.kind.encode().ljust(KIND_BYTES, b"\0") + self.num_bytes.to_bytes(LENGTH_BYTES, "little")
-        told += bytes.fromhex(self.digest)
-        return told + _check(told)
+        reported = self.kind.encode().ljust(KIND_BYTES, b"\0") + self.num_bytes.to_bytes(LENGTH_BYTES, "little")
+        reported += bytes.fromhex(self.digest)
+        return reported + _check(reported)
 
     @classmethod
     def decode(cls, data: bytes) -> "Frame":
         """Raises InvalidArgument where it is damaged, or none."""
-        told, check = data[:-CHECK_BYTES], data[-CHECK_BYTES:]
-        if len(data) != FRAME_BYTES or _check(told) != check:
+        reported, check = data[:-CHECK_BYTES], data[-CHECK_BYTES:]
+        if len(data) != FRAME_BYTES or _check(reported) != check:
             raise InvalidArgument(FIELD, "what begins a record is damaged")
-        kind = told[:KIND_BYTES].rstrip(b"\0").decode(errors="replace")
-        length = int.from_bytes(told[KIND_BYTES:][:LENGTH_BYTES], "little")
-        return cls(kind, length, told[-DIGEST_BYTES:].hex())
+        kind = reported[:KIND_BYTES].rstrip(b"\0").decode(errors="replace")
+        length = int.from_bytes(reported[KIND_BYTES:][:LENGTH_BYTES], "little")
+        return cls(kind, length, reported[-DIGEST_BYTES:].hex())
 
 
 def check_preamble(data: bytes) -> None:

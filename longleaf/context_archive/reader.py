@@ -86,8 +86,8 @@ class ArchiveReader:
         if self._frame is not None:
             self._content_digest.update(data[:count])
         self.num_bytes += count
-        told = self._complete() if len(self._content) == self._num_wanted else None
-        return count, told
+        reported = self._complete() if len(self._content) == self._num_wanted else None
+        return count, reported
 
     def check_complete(self) -> None:
         """Raises InvalidArgument where no more bytes come, and the end is missing."""
@@ -149,8 +149,8 @@ class ArchiveReader:
             case "head":
                 return self._take_head(decode(content, ContextHead))
             case "segment":
-                told = decode_segment(content, self._num_tokens_left, self._form, self._block_size)
-                return self._take_segment(told)
+                reported = decode_segment(content, self._num_tokens_left, self._form, self._block_size)
+                return self._take_segment(reported)
             case "ids":
                 self._num_ids_left -= len(content) // ID_BYTES
                 return _ids_of(content)

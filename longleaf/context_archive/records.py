@@ -64,8 +64,8 @@ class ContextHead(msgspec.Struct, frozen=True, kw_only=True):
         if not 0 < self.num_tokens <= self.capacity <= MAX_TOKENS:
             raise InvalidArgument(FIELD, f"it has {self.num_tokens} tokens, and a capacity of {self.capacity}")
         if sound_ends(self.ends, self.num_tokens) is None:
-            told = f"its ends do not rise up to {self.num_tokens:,}, or are more than {MAX_ENDS}"
-            raise InvalidArgument(FIELD, told)
+            message = f"its ends do not rise up to {self.num_tokens:,}, or are more than {MAX_ENDS}"
+            raise InvalidArgument(FIELD, message)
         if len(self.fingerprint.files) > MAX_FINGERPRINT_FILES:
             raise InvalidArgument(FIELD, f"its checkpoint has more than {MAX_FINGERPRINT_FILES:,} files")
         if max(map(len, (self.context, self.display_name, self.model))) > MAX_NAME:
@@ -125,10 +125,10 @@ class SegmentHead(msgspec.Struct, frozen=True, kw_only=True):
     def num_held_bytes(self) -> int:
         """Memory that it takes, about."""
         parts = () if self.keys is None else self.keys.parts
-        held = SEGMENT_BYTES + PIECE_BYTES * len(parts) + RUN_BYTES * sum(len(part.runs) for part in parts)
+        resident = SEGMENT_BYTES + PIECE_BYTES * len(parts) + RUN_BYTES * sum(len(part.runs) for part in parts)
         if self.text is not None:
-            held += len(self.text.starts) + sum(FILE_BYTES + len(file.name) for file in self.text.files)
-        return held
+            resident += len(self.text.starts) + sum(FILE_BYTES + len(file.name) for file in self.text.files)
+        return resident
 
 
 class _RawPart(msgspec.Struct, frozen=True):
@@ -178,8 +178,8 @@ def decode_segment(content: bytes | bytearray, num_left: int, form: str | None, 
     limits = {"keys": (raw.keys, _max_keys_bytes(num_tokens)), "text": (raw.text, _max_text_bytes(num_tokens))}
     for name, (part, most) in limits.items():
         if (num_bytes := memoryview(part).nbytes) > most:
-            told = f"{num_bytes:,} bytes tell of its {name}, and at most {most:,} do of {num_tokens:,} tokens"
-            raise InvalidArgument(FIELD, told)
+            message = f"{num_bytes:,} bytes tell of its {name}, and at most {most:,} do of {num_tokens:,} tokens"
+            raise InvalidArgument(FIELD, message)
     num_blocks = -(-num_tokens // block_size)
     return SegmentHead(
         num_used=raw.num_used,
@@ -201,8 +201,8 @@ def _decode_keys(raw: _RawKeys, form: str | None, num_blocks: int) -> KvSection:
     num_runs = sum(_count(part.runs) for part in raw.pieces)
     num_windows = 0 if raw.windows is None else _count(raw.windows.runs)
     if num_runs > num_blocks or num_windows > num_blocks + MAX_WINDOW_RUNS:
-        told = f"a segment of {num_blocks:,} blocks has {num_runs:,} runs, and {num_windows:,} of windows"
-        raise InvalidArgument(FIELD, told)
+        message = f"a segment of {num_blocks:,} blocks has {num_runs:,} runs, and {num_windows:,} of windows"
+        raise InvalidArgument(FIELD, message)
     windows = None if raw.windows is None else _decode_part(raw.windows)
     return KvSection(raw.form, tuple(map(_decode_part, raw.pieces)), windows)
 

@@ -88,8 +88,8 @@ class ArchiveWriter:
         if num_used < len(segment.token_ids):
             manifest, text = None, text and text.cut(num_used)
         keys = None if manifest is None else keys_of(manifest)
-        told = encode(SegmentHead(num_used=num_used, num_tokens=num_used, rope=segment.rope, keys=keys, text=text))
-        self._add_record(Frame.of("segment", told), memoryview(told))
+        reported = encode(SegmentHead(num_used=num_used, num_tokens=num_used, rope=segment.rope, keys=keys, text=text))
+        self._add_record(Frame.of("segment", reported), memoryview(reported))
         for first in range(0, num_used, IDS_PER_RECORD):
             ids = little_endian(segment.token_ids, first, min(first + IDS_PER_RECORD, num_used))
             self._add_record(Frame.of("ids", ids), ids)
@@ -98,9 +98,9 @@ class ArchiveWriter:
                 self._add_record(Frame("piece", piece.num_bytes, piece.digest), piece)
 
     def _add_record(self, frame: Frame, content: Content) -> None:
-        told = frame.encode()
-        self._digest.update(told)
-        self._add(memoryview(told))
+        reported = frame.encode()
+        self._digest.update(reported)
+        self._add(memoryview(reported))
         self._add(content)
 
     def _add(self, content: Content) -> None:

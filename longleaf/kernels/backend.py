@@ -103,7 +103,7 @@ class AttributionBackend(Backend, Protocol):
 
     def add_shares(
         self,
-        told_KE2: Tensor,
+        reported_KE2: Tensor,
         lse_TH: Tensor,
         sink_H: Tensor | None,
         columns: AttributionColumns,

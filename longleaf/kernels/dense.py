@@ -104,12 +104,12 @@ def _dense_tile(
     q_KTGD: Tensor, k_KSD: Tensor, v_KSV: Tensor, read: Read, scale: float, softcap: float | None
 ) -> Partial:
     scores = torch.einsum("ktgd,ksd->ktgs", q_KTGD, k_KSD.float()) * scale
-    witness = scores.sum(dim=-1)  # no finite number if one of the scores is none: -inf alone would be a weight of 0
+    score_sum = scores.sum(dim=-1)  # no finite number if one of the scores is none: -inf alone would be a weight of 0
     if softcap is not None:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
     if read.offset is not None:
         hidden_QS = hidden(q_KTGD.shape[1], k_KSD.shape[1], read.offset, read.window, str(scores.device))
         scores.masked_fill_(hidden_QS[None, :, None, :], torch.finfo(torch.float32).min)
-    lse = torch.logsumexp(scores, dim=-1) + (witness - witness)
+    lse = torch.logsumexp(scores, dim=-1) + (score_sum - score_sum)
     out = torch.einsum("ktgs,ksv->ktgv", scores.sub_(lse[..., None]).exp_(), v_KSV.float())
     return Partial(*sanitise(out, lse))

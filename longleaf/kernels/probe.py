@@ -151,11 +151,11 @@ def _int8(bench: ProbeCase) -> Iterator[str]:
     """Stored in two goes; later keys of the first block are larger than its first ones."""
     q, k, v = _drawn(bench, FEW)
     k[:, 5:9] *= 8
-    kept = int8.empty(KEY_HEADS, NUM_SLOTS // BLOCK_SIZE, BLOCK_SIZE, DIM, bench.device)
+    retained = int8.empty(KEY_HEADS, NUM_SLOTS // BLOCK_SIZE, BLOCK_SIZE, DIM, bench.device)
     slots = torch.arange(NUM_SLOTS, device=bench.device)
     for part in (slice(0, 5), slice(5, NUM_SLOTS)):
-        bench.backend.store_int8(kept, slots[part], k[:, part].to(bench.device), v[:, part].to(bench.device))
-    keys, values = (t.cpu() for t in int8.read(kept, slots, torch.float32))
+        bench.backend.store_int8(retained, slots[part], k[:, part].to(bench.device), v[:, part].to(bench.device))
+    keys, values = (t.cpu() for t in int8.read(retained, slots, torch.float32))
     largest = k.float().view(KEY_HEADS, -1, BLOCK_SIZE, DIM).abs().amax(dim=2).repeat_interleave(BLOCK_SIZE, 1)
     steps = ((keys - k).abs() / (largest / 128), (values - v).abs() / (v.float().abs().amax(2, keepdim=True) / 254))
     for name, step in zip(("keys", "values"), steps, strict=True):
@@ -163,7 +163,7 @@ def _int8(bench: ProbeCase) -> Iterator[str]:
             yield f"store_int8 rounds {name} by {human_rounded(step.max().item(), 2)} times what 8 bits explain"
     reads, keys, values = _reads(FEW), keys.transpose(0, 1), values.transpose(0, 1)
     wanted = reference.attend(q, keys, values, _seen(reads, FEW), _scale(q), softcap=CAP)
-    found = bench.backend.attend_int8(q.to(bench.device), kept, reads, _scale(q), CAP)
+    found = bench.backend.attend_int8(q.to(bench.device), retained, reads, _scale(q), CAP)
     yield from bench.compare("attend_int8", found, wanted, bench.tolerance)
 
 

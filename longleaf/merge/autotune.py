@@ -40,8 +40,8 @@ class AutotunedMerge:
 
     def to_all(self, partial: Partial) -> Partial:
         num_rows = partial.lse_TH.shape[0]
-        fitting = (merge for rows, merge in self._by_rows if num_rows <= rows)
-        return next(fitting, self._by_rows[-1][1]).to_all(partial)
+        shrink = (merge for rows, merge in self._by_rows if num_rows <= rows)
+        return next(shrink, self._by_rows[-1][1]).to_all(partial)
 
     def to_owner(self, partial: Partial) -> Partial:
         return self._of_owners.to_owner(partial)

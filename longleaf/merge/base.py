@@ -58,8 +58,8 @@ class PartialCodec:
     def agree(self, comm: Comm, device: str) -> None:
         """Has all ranks fold in torch unless all have the same kernels: the last bits of a fold differ from one to
         another. All ranks call it at the same time, before they merge partials; those lie on `device`."""
-        told_NC = comm.all_gather(torch.tensor([*self._name.encode().ljust(NAME_BYTES)], device=device))
-        names = [bytes(map(int, told_C)).decode().rstrip() for told_C in told_NC.cpu()]
+        reported_NC = comm.all_gather(torch.tensor([*self._name.encode().ljust(NAME_BYTES)], device=device))
+        names = [bytes(map(int, told_C)).decode().rstrip() for told_C in reported_NC.cpu()]
         if len(set(names)) == 1:
             return
         if comm.rank == 0:

@@ -28,22 +28,22 @@ class RowState:
 
     def cut_back(self, sequence: int, end: int) -> None:
         """The last row of a sequence ends there: drafts behind it were refused."""
-        told = self._told[sequence]
-        window_runs = tuple(until(run, end, self._block_size) for run in told.window_runs)
-        self._told[sequence] = replace(told, window_runs=window_runs)
+        reported = self._told[sequence]
+        window_runs = tuple(until(run, end, self._block_size) for run in reported.window_runs)
+        self._told[sequence] = replace(reported, window_runs=window_runs)
 
     def _begin(self, row: Row) -> Row:
         self._told[row.sequence] = replace(row, token_ids=(), terms=None)  # which may be many, and are told once
         return row
 
     def _go_on(self, row: Row) -> Row:
-        told = self._told.get(row.sequence)
-        if told is None:
+        reported = self._told.get(row.sequence)
+        if reported is None:
             raise ValueError(f"a row goes on with sequence {row.sequence}, of which nothing was told")
         if not row.window_runs:
-            return replace(row, path=told.path, rope=told.rope, spans=told.spans, hidden=told.hidden)
-        window_runs = _grown(told.window_runs, row.window_runs, self._block_size)
-        row = replace(row, path=told.path, rope=told.rope, spans=told.spans, hidden=told.hidden)
+            return replace(row, path=reported.path, rope=reported.rope, spans=reported.spans, hidden=reported.hidden)
+        window_runs = _grown(reported.window_runs, row.window_runs, self._block_size)
+        row = replace(row, path=reported.path, rope=reported.rope, spans=reported.spans, hidden=reported.hidden)
         self._told[row.sequence] = row = replace(row, window_runs=window_runs)
         return row
 
@@ -52,12 +52,12 @@ def growth(known: Sequence[Run], runs: Sequence[Run], block_size: int) -> tuple[
     """What to tell of the one run of a window to whoever knows it as it was, before it grew behind and perhaps lost
     blocks in front: of its blocks only the new ones."""
     [last], [run] = known, runs
-    num_kept = len(last.blocks) - (run.start - last.start) // block_size if run.start < last.end else 0
-    return (Run(run.rank, run.start, run.end, run.blocks[num_kept:]),)
+    num_retained = len(last.blocks) - (run.start - last.start) // block_size if run.start < last.end else 0
+    return (Run(run.rank, run.start, run.end, run.blocks[num_retained:]),)
 
 
 def _grown(known: Sequence[Run], growth: Sequence[Run], block_size: int) -> tuple[Run, ...]:
     """The run of which `growth` was told."""
     [last], [run] = known, growth
-    kept = last.blocks[(run.start - last.start) // block_size :] if run.start < last.end else ()
-    return (Run(run.rank, run.start, run.end, kept + run.blocks),)
+    retained = last.blocks[(run.start - last.start) // block_size :] if run.start < last.end else ()
+    return (Run(run.rank, run.start, run.end, retained + run.blocks),)

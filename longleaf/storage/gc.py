@@ -39,10 +39,10 @@ def sweep(store: Store, service: str, now: float, grace: float, live: AnySet[str
     if not is_id(service):
         raise InvalidArgument("service", f"{service!r} is not the id of a service")
     before = now - grace
-    kept = [entry for entry in store.list(segments_folder(service)) if entry.name not in live]
+    retained = [entry for entry in store.list(segments_folder(service)) if entry.name not in live]
     notes = list(store.list(notes_folder(service)))
     unfinished = [entry for entry in notes if entry.name.endswith(PART)]
-    found = [entry for entry in (*kept, *unfinished) if entry.modified < before]
+    found = [entry for entry in (*retained, *unfinished) if entry.modified < before]
     found += _superseded(notes, before)
     # without its manifest a piece is nothing, but a manifest without its pieces would be believed
     found.sort(key=lambda entry: attempt_of_manifest(entry.name) is None)

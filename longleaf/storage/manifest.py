@@ -85,10 +85,10 @@ class SegmentManifest(msgspec.Struct, frozen=True, kw_only=True):
         does."""
         for start, end in (run for piece in self.pieces for run in piece.runs):
             if (start - self.start) % block_size or ((end - self.start) % block_size and end != self.end):
-                told = (
+                message = (
                     f"positions {start} to {end} of a segment from {self.start} on are not whole blocks of {block_size}"
                 )
-                raise InvalidArgument("pieces", told)
+                raise InvalidArgument("pieces", message)
 
     def _all_pieces(self) -> Sequence[PieceRef]:
         return self.pieces if self.windows is None else (*self.pieces, self.windows)

@@ -45,11 +45,11 @@ class RemoteFiles:
 
     def find(self, name: str) -> ObjectInfo | None:
         try:
-            told = self._files.info(self._path(name))
+            reported = self._files.info(self._path(name))
         except FileNotFoundError as error:
             _check_bucket(error)
             return None
-        return _entry(name, told) if told["type"] == "file" else None
+        return _entry(name, reported) if reported["type"] == "file" else None
 
     def list(self, folder: str) -> Iterator[ObjectInfo]:
         path = self._path(folder) if folder else self._root
@@ -58,9 +58,9 @@ class RemoteFiles:
         except FileNotFoundError as error:
             _check_bucket(error)
             return
-        for name, told in sorted(found.items()):
-            if told["type"] == "file":
-                yield _entry(name[len(self._root) + 1 :], told)
+        for name, reported in sorted(found.items()):
+            if reported["type"] == "file":
+                yield _entry(name[len(self._root) + 1 :], reported)
 
     def remove(self, name: str) -> None:
         try:

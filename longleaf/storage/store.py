@@ -154,11 +154,11 @@ def _reason(error: Exception) -> str:
         return "it is read-only; mount it for writing"
     if isinstance(error, PermissionError):
         return "it is denied; check the credentials, and what they allow"
-    told = (error.strerror if isinstance(error, OSError) else "") or f"{error}" or type(error).__name__
-    told = re.sub(r"://[^/\s@]*@", "://", told)  # drivers tell URLs with their passwords
+    reported = (error.strerror if isinstance(error, OSError) else "") or f"{error}" or type(error).__name__
+    reported = re.sub(r"://[^/\s@]*@", "://", reported)  # drivers tell URLs with their passwords
     if isinstance(error, StorageTimeout):
-        return f"{told}; check that it can be reached from this machine"
-    return f"{told}; check that it is there, and can be reached from this machine"
+        return f"{reported}; check that it can be reached from this machine"
+    return f"{reported}; check that it is there, and can be reached from this machine"
 
 
 def _is_full(error: BaseException | None) -> bool:

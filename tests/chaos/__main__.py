@@ -64,8 +64,8 @@ class ProbedEngine(Engine):
         segments = scheduler.segments
         segments._begin_parking = partial(self._pass, PARK, segments._begin_parking)
         segments.call = partial(self._pass, CALL, segments.call)
-        keeping: Any = self._keeping
-        keeping._commit = partial(self._keep, keeping._commit)
+        persistence: Any = self._keeping
+        persistence._commit = partial(self._keep, persistence._commit)
         look = partial(self._look_on, asyncio.get_running_loop())
         Probe(self._folder, {"arm": self._points.arm, "look": look}).start()
         return readies

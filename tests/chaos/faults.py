@@ -200,12 +200,12 @@ async def end_everything(
         harm(folder_of(service.data), scene.random)
     await service.begin_again()
     found = {context.id for context in await service.client.list_contexts()}
-    kept = {known.context for known in service.reference.known if known.context != VISITOR}
-    missing, wrong = (kept | load.made) - load.unsure - found, found - kept - load.made - load.unsure
+    retained = {known.context for known in service.reference.known if known.context != VISITOR}
+    missing, wrong = (retained | load.made) - load.unsure - found, found - retained - load.made - load.unsure
     wrong = {name for name in wrong if not name.startswith(CROWD)}
     assert not missing, f"acknowledged, and gone: {missing}"
     assert not wrong, f"deleted, or never there: {wrong}"
-    for name in found - kept:
+    for name in found - retained:
         await service.client.delete_context(name)
     gone = set(scene.pids)
     if again:

@@ -72,9 +72,9 @@ class ChaosRank(Rank):
         self._points.reach(BROADCAST)
         return tell()(ids_T)
 
-    def _settle(self, settle: Any, *arguments: object) -> None:
+    def _settle(self, commit: Any, *arguments: object) -> None:
         self._points.reach(MOVE)
-        settle(*arguments)
+        commit(*arguments)
 
     def take(self, layout: KvLayout) -> None:
         self._points.reach(LAYOUT)
@@ -104,8 +104,11 @@ class ChaosRank(Rank):
         """Of each segment where it starts, and what each rank holds of it."""
         ledger: Any = self._joined._ledger
         return {
-            segment: (ledger._starts[segment], {rank: [tuple(e) for e in one.extents] for rank, one in held.items()})
-            for segment, held in ledger._held.items()
+            segment: (
+                ledger._starts[segment],
+                {rank: [tuple(e) for e in one.extents] for rank, one in resident.items()},
+            )
+            for segment, resident in ledger._held.items()
         }
 
     @torch.inference_mode()

@@ -158,8 +158,8 @@ class Service:
     async def bring_back(self) -> float:
         """Has all that is kept held by the ranks. The largest difference of a logprob, as a share of what is
         allowed."""
-        kept = [known for known in self.reference.known if known.context in self._keys]
-        return max([check(await answer(self.client, known, Counter()), known) for known in kept])
+        retained = [known for known in self.reference.known if known.context in self._keys]
+        return max([check(await answer(self.client, known, Counter()), known) for known in retained])
 
     @asynccontextmanager
     async def crowd(self) -> AsyncGenerator[None, None]:

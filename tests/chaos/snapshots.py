@@ -92,10 +92,10 @@ def check_snapshots(data: Path, look: Look) -> None:
 def orphans(data: Path, look: Look) -> set[str]:
     """Folders of attempts that nothing tells of."""
     folder = folder_of(data)
-    told = {name.rpartition("/")[0] for name in look.snapshots.values()}
+    reported = {name.rpartition("/")[0] for name in look.snapshots.values()}
     service = next(iter(look.snapshots.values())).split("/")[1]
     found = {str(path.parent.relative_to(folder)) for path in (folder / segments_folder(service)).glob("*/*/*")}
-    return found - told
+    return found - reported
 
 
 # --- what is done to it while no service is there ---

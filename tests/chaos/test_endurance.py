@@ -32,12 +32,12 @@ async def go_through(service: Service, turns: int, spared: int | None, random: R
     known = [one for one in service.reference.asks(LONG) if not one.options]
     for turn in range(turns):
         epoch, pids = (await service.client.cluster()).epoch, await service.pids()
-        asked = known[turn % len(known)]
-        stream = asyncio.create_task(answer(service.client, asked, Counter()))
+        requested = known[turn % len(known)]
+        stream = asyncio.create_task(answer(service.client, requested, Counter()))
         scene = Scene(service, pids, random)
         outcome = await (fail(scene) if spared is None else kill_another(scene, spared))
         await service.wait_healed(set(outcome.gone), epoch + outcome.num_epochs)
-        check(await stream, asked)
+        check(await stream, requested)
         sizes.append({pid: size_of(pid) for pid in (service.process.pid, *await service.pids())})
     return sizes
 

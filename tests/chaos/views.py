@@ -50,11 +50,11 @@ def check_book(rank: int, found: Told, look: Look, block_size: int) -> None:
     wanted.replace(look.layout)
     missing = wanted._held.keys() - found.keys()
     assert not missing, f"rank {rank} does not know of segments {sorted(missing)}"
-    for segment, (start, held) in found.items():
+    for segment, (start, resident) in found.items():
         if segment not in look.forgotten:
             assert segment in wanted._held, f"rank {rank} knows of segment {segment}, and the coordinator does not"
             extents = {number: [tuple(e) for e in one.extents] for number, one in wanted._held[segment].items()}
-            found_slots, slots_wanted = slots(held), slots(extents)
+            found_slots, slots_wanted = slots(resident), slots(extents)
             windows = slots_wanted.pop(EVERY_RANK, {}).items()
             # what no token to come sees of windows is given up without a word: a rank never reads that
             are_there = windows <= found_slots.pop(EVERY_RANK, {}).items()
@@ -69,13 +69,13 @@ def keys_of(folder: Path, look: Look, context: str, pids: list[int]) -> Keys:
     for segment, start, end in look.paths[context]:
         for run in layouts[segment].runs:
             if run.start < end and run.end > start:
-                held = ask(folder, pids[run.rank], "keys", [run])
-                pieces.append((run.start, max(start, run.start), min(end, run.end), held))
+                resident = ask(folder, pids[run.rank], "keys", [run])
+                pieces.append((run.start, max(start, run.start), min(end, run.end), resident))
     ends = [0, *(end for _, _, end, _ in pieces)]
     assert [start for _, start, _, _ in pieces] == ends[:-1], f"{context}: not all is held, or in another order"
     layers = pieces[0][3]
     return {
-        layer: np.concatenate([held[layer][low - first : high - first] for first, low, high, held in pieces])
+        layer: np.concatenate([resident[layer][low - first : high - first] for first, low, high, resident in pieces])
         for layer in layers
     }
 

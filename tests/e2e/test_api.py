@@ -33,7 +33,7 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 def test_the_examples_run(embedded: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LONGLEAF_SERVER", embedded.address)
-    told: list[str] = []
+    reported: list[str] = []
     runner = doctest.DocTestRunner()
     names: dict[str, Any] = {}
     text = API.read_text()
@@ -42,11 +42,11 @@ def test_the_examples_run(embedded: Served, monkeypatch: pytest.MonkeyPatch) -> 
         if block["language"] == "python":
             example = doctest.DocTestParser().get_doctest(block["body"], names, "api.md", str(API), line)
             assert example.examples, f"line {line} has no example"
-            runner.run(example, out=told.append, clear_globs=False)
+            runner.run(example, out=reported.append, clear_globs=False)
             names = example.globs
         else:
             call_as_grpcurl(block["body"], embedded.address)
-    assert runner.summarize(verbose=False).failed == 0, "".join(told)
+    assert runner.summarize(verbose=False).failed == 0, "".join(reported)
 
 
 def call_as_grpcurl(command: str, address: str) -> None:

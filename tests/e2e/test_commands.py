@@ -170,8 +170,8 @@ def test_the_choice_of_kernels_and_merge_and_its_reason_are_told(served: Served)
     for timing in cluster["merge_timings"]:
         chosen = timing["merge"]
         assert set(timing["microseconds"]) == {"paper", "packed", "gather", "exchange", "butterfly"}
-        told = f"merge for up to {timing['rows']} rows: {chosen}, {timing['microseconds'][chosen]:,.0f} us ("
-        assert told in served.output
+        message = f"merge for up to {timing['rows']} rows: {chosen}, {timing['microseconds'][chosen]:,.0f} us ("
+        assert message in served.output
 
 
 BAD_INPUT = [
@@ -228,9 +228,9 @@ def test_the_embedded_model_finds_facts_in_every_numeric_type(dtype: str, kv_dty
         cluster = service.json("cluster")
         assert service.stop() == 0
     assert answer.stdout == "jade-7 is 0815\n"
-    kept = dtype if kv_dtype == "auto" else kv_dtype
-    assert (cluster["model"]["dtype"], cluster["model"]["kv_dtype"]) == (dtype, kept)
+    retained = dtype if kv_dtype == "auto" else kv_dtype
+    assert (cluster["model"]["dtype"], cluster["model"]["kv_dtype"]) == (dtype, retained)
     is_exact = kv_dtype == "auto"
     assert made["is_exact"] is cluster["is_exact"] is is_exact
-    told = "exact" if is_exact else "not exact (keys and values are rounded to int8)"
-    assert answer.stderr.rstrip().endswith(f"; {told}]")
+    message = "exact" if is_exact else "not exact (keys and values are rounded to int8)"
+    assert answer.stderr.rstrip().endswith(f"; {message}]")

@@ -32,7 +32,7 @@ def check(client: Client, name: str, text: bytes, file: str, begins: int) -> Non
 
 @pytest.mark.extended
 def test_text_lasts_and_moves_with_its_context(tmp_path: Path) -> None:
-    book, notes, parcel = tmp_path / "book.txt", tmp_path / "notes.txt", tmp_path / "twig.parcel"
+    book, notes, archive = tmp_path / "book.txt", tmp_path / "notes.txt", tmp_path / "twig.parcel"
     book.write_bytes(PROSE)
     notes.write_bytes(NOTES)
     with serving(tmp_path / "data", 2) as (service, client):
@@ -41,19 +41,19 @@ def test_text_lasts_and_moves_with_its_context(tmp_path: Path) -> None:
         cut = client.get_context_text("book", byte_start=0, byte_end=1_003).token_end
         client.fork_context("book", "twig", num_tokens=cut)
         client.ingest("twig", notes, append=True)
-        held = client.get_context_text("book", 0, cut).byte_end
-        assert held is not None and held < len(PROSE)
-        twig = PROSE[:held] + NOTES
-        check(client, "twig", twig, str(notes), held)
+        resident = client.get_context_text("book", 0, cut).byte_end
+        assert resident is not None and resident < len(PROSE)
+        twig = PROSE[:resident] + NOTES
+        check(client, "twig", twig, str(notes), resident)
         service.kill()
     with serving(tmp_path / "data", 1) as (_, client):
         check(client, "book", PROSE + NOTES, str(notes), len(PROSE))
-        check(client, "twig", twig, str(notes), held)
-        client.export_context("twig", parcel, with_keys=False)
+        check(client, "twig", twig, str(notes), resident)
+        client.export_context("twig", archive, with_keys=False)
     with serving(tmp_path / "there", 1) as (_, client):
-        client.import_context(parcel, "came")
-        check(client, "came", twig, str(notes), held)
-        given = ("contexts", "text", "came", "--bytes", f"{held}-{held + 12}", "--server", client.server)
+        client.import_context(archive, "came")
+        check(client, "came", twig, str(notes), resident)
+        given = ("contexts", "text", "came", "--bytes", f"{resident}-{resident + 12}", "--server", client.server)
         assert longleaf(*given) == NOTES[:12].decode() + "\n"
-        told = json.loads(longleaf(*given, "--json"))
-        assert (told["file"], told["line"], told["byte_start"]) == (str(notes), 1, held)
+        reported = json.loads(longleaf(*given, "--json"))
+        assert (reported["file"], reported["line"], reported["byte_start"]) == (str(notes), 1, resident)

@@ -43,13 +43,13 @@ def test_the_demo_finds_its_facts():
 @pytest.mark.extended
 def test_the_demo_shows_the_text_that_answers_come_from() -> None:
     found = run("--tokens", "2000", "--world-size", "1", "--launcher", "local")
-    asked = re.split(r"^\? ", found, flags=re.MULTILINE)[1:]
+    requested = re.split(r"^\? ", found, flags=re.MULTILINE)[1:]
     shown = re.compile(
         r"\n  [^\n]+? is ([^\n]+)   right\n    [\d.]+% of the attention on line [\d,]+: (.+?…)\n\n", re.DOTALL
     )
-    told = [match for each in asked if (match := shown.search(each))]
-    assert len(told) >= 6
-    for match in told:
+    reported = [match for each in requested if (match := shown.search(each))]
+    assert len(reported) >= 6
+    for match in reported:
         answer, text = match.groups()
         assert answer in " ".join(text.split()) or answer == "not found"
     assert all(len(line) <= 80 for line in found.splitlines())

@@ -51,8 +51,8 @@ def url(served: Served) -> str:
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_answers_are_those_of_ask(served: Served, url: str, options: dict[str, Any], is_streamed: bool) -> None:
     with Client(served.address) as client:
-        told = client.ask("book", QUESTION, max_tokens=24, **options)
-        asked = "".join(event.text for event in told if isinstance(event, Delta))
+        reported = client.ask("book", QUESTION, max_tokens=24, **options)
+        requested = "".join(event.text for event in reported if isinstance(event, Delta))
     with OpenAI(base_url=f"{url}/v1", api_key="none") as client:
         messages: Any = [{"role": "user", "content": QUESTION}]
         create: Any = client.chat.completions.create
@@ -63,7 +63,7 @@ def test_answers_are_those_of_ask(served: Served, url: str, options: dict[str, A
         else:
             text = answer.choices[0].message.content
             assert answer.usage.prompt_tokens_details.cached_tokens > 0
-    assert text == asked
+    assert text == requested
 
 
 def test_a_door_that_dies_is_started_again(served: Served, url: str) -> None:
@@ -113,8 +113,8 @@ def test_a_service_that_is_gone_and_comes_back_is_asked_again() -> None:
             lines = stream.iter_lines()
             assert next(lines).startswith("data: ")
             behind.lose_service()
-            told = [line for line in lines if line]
-        assert told[-2] == "event: error" and '"code":"unavailable"' in told[-1]
+            reported = [line for line in lines if line]
+        assert reported[-2] == "event: error" and '"code":"unavailable"' in reported[-1]
         for _ in range(3):
             gone, readiness = ask(), client.get("/readyz")
             assert (gone.status_code, readiness.status_code) == (503, 503)
@@ -129,8 +129,8 @@ def test_a_service_that_is_gone_and_comes_back_is_asked_again() -> None:
 def test_a_taken_port_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        told = forked.run([*CLI, "serve", "--port", "0", "--launcher", "local", "--http", port])
-    assert told.returncode == 2 and f"cannot listen on 127.0.0.1:{port}" in told.stderr
+        reported = forked.run([*CLI, "serve", "--port", "0", "--launcher", "local", "--http", port])
+    assert reported.returncode == 2 and f"cannot listen on 127.0.0.1:{port}" in reported.stderr
 
 
 def test_the_door_alone_tells_its_address_and_ends_with_a_signal() -> None:
@@ -162,9 +162,9 @@ def test_who_leaves_ends_the_generation_after_few_tokens() -> None:
             (line,) = [line for line in lines if line.startswith("longleaf_generated_tokens_total")] or ["0 0"]
             return int(float(line.split()[-1]))
 
-        asked = {"model": "lookup", "prompt": "a", "stream": True, "max_tokens": MAX_TOKENS, "logprobs": 0}
-        asked["logit_bias"] = {str(token): -100 for token in range(256, 264)}  # it does not end of itself
-        with httpx2.stream("POST", f"{url_of(service)}/v1/completions", json=asked, timeout=60) as stream:
+        requested = {"model": "lookup", "prompt": "a", "stream": True, "max_tokens": MAX_TOKENS, "logprobs": 0}
+        requested["logit_bias"] = {str(token): -100 for token in range(256, 264)}  # it does not end of itself
+        with httpx2.stream("POST", f"{url_of(service)}/v1/completions", json=requested, timeout=60) as stream:
             lines, num_read = stream.iter_lines(), 0
             while num_read < 20:
                 if (line := next(lines)).startswith("data: {"):

@@ -97,10 +97,10 @@ class Running:
     def probe(self, name: str) -> int:
         """The status that a kubelet sees, 0 for none."""
         container = self.door.pod.container("door")
-        asked = container[name]["httpGet"]
-        (port,) = [one["containerPort"] for one in container["ports"] if one["name"] == asked["port"]]
-        scheme = asked.get("scheme", "HTTP").lower()
-        url = f"{scheme}://{self.door.address}:{port}{asked['path']}"
+        requested = container[name]["httpGet"]
+        (port,) = [one["containerPort"] for one in container["ports"] if one["name"] == requested["port"]]
+        scheme = requested.get("scheme", "HTTP").lower()
+        url = f"{scheme}://{self.door.address}:{port}{requested['path']}"
         return int(_told(self.door.execute("door", [sys.executable, "-c", PROBE, url])))
 
     def wait_ready(self) -> None:
@@ -166,9 +166,9 @@ def test_a_pod_of_the_door_answers_for_its_service_and_lets_what_runs_end(runnin
     began = time.monotonic()
     with ThreadPoolExecutor(1) as kubelet:
         stopped = kubelet.submit(running.door.stop, "door")
-        told = uploader.stdout.read()
+        reported = uploader.stdout.read()
         assert stopped.result() == (0, 0)
-    assert uploader.wait(timeout=60) == 0 and '"phase":"ready"' in told, told
+    assert uploader.wait(timeout=60) == 0 and '"phase":"ready"' in reported, reported
     drain = float(options(running.door.pod.container("door"))["drain-seconds"])
     assert time.monotonic() - began < drain  # it ended with its last stream, not by its own clock
 

@@ -215,18 +215,18 @@ def without_tracebacks(lines: list[str], warnings: tuple[str, ...]) -> list[str]
 
 
 def check_told(
-    service: Served, stream: subprocess.Popen, news: tuple[str, ...] = (), warnings: tuple[str, ...] = ()
+    service: Served, stream: subprocess.Popen, updates: tuple[str, ...] = (), warnings: tuple[str, ...] = ()
 ) -> None:
     """The open answer ended with the reason; the service itself had nothing to complain about, and has told what begins
     like `news`, and perhaps like `warnings`."""
     _, errors = stream.communicate(timeout=60)
     assert stream.returncode == 1
-    told = "the service is stopping, and waited 2 s for calls to end\n"
-    assert errors == f"error: {told}"
+    message = "the service is stopping, and waited 2 s for calls to end\n"
+    assert errors == f"error: {message}"
     assert service.process.stdout is not None
-    others = [line for line in service.process.stdout if not line.endswith(told)]
-    assert [line for line in without_tracebacks(others, warnings) if not line.startswith(news + warnings)] == []
-    assert all(any(line.startswith(one) for line in others) for one in news)
+    others = [line for line in service.process.stdout if not line.endswith(message)]
+    assert [line for line in without_tracebacks(others, warnings) if not line.startswith(updates + warnings)] == []
+    assert all(any(line.startswith(one) for line in others) for one in updates)
 
 
 @pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.extended])])
@@ -293,8 +293,8 @@ def test_a_service_goes_on_when_the_server_that_forks_its_ranks_is_killed(checkp
     ranks[1].suspend()
     server.kill()
     assert psutil.wait_procs(ranks, timeout=20)[1] == []
-    asked = forked.run([*CLI, "generate", "--prompt", "x", "--max-tokens", "3", "--server", address])
-    assert asked.returncode == 0, asked.stderr
+    requested = forked.run([*CLI, "generate", "--prompt", "x", "--max-tokens", "3", "--server", address])
+    assert requested.returncode == 0, requested.stderr
     left = Left(process)
     process.kill()
     left.audit()

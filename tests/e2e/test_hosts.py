@@ -52,8 +52,8 @@ def check_together(nodes: RayNodes, service: Served, sizes: list[int]) -> None:
     assert {worker["address"] for worker in workers} == set(nodes.network.addresses)
     assert (found["inside_transport"], found["between_transport"]) == ("shared_memory", "gloo")
     chosen = [timing["merge"] for timing in found["merge_timings"]]
-    told = [("exchange", "gather") if merge == "hierarchy" else ("", merge) for merge in chosen]
-    assert [(tier["inside"], tier["between"]) for tier in found["tier_merges"]] == told
+    reported = [("exchange", "gather") if merge == "hierarchy" else ("", merge) for merge in chosen]
+    assert [(tier["inside"], tier["between"]) for tier in found["tier_merges"]] == reported
     verified = service.run("verify")
     assert verified.returncode == 0, verified.stdout + verified.stderr
     assert verified.stdout.startswith("passed: ")
@@ -75,8 +75,8 @@ def test_two_ranks_on_each_of_two_hosts_answer_like_one(
         assert "shared_memory inside nodes, gloo between 2 nodes x 2 ranks = 4" in service.run("cluster").stdout
         check_a_second_one_is_refused(nodes, checkpoint)
         processes = nodes.service()
-        told = "ranks, the coordinator, the command that started it, and what renders its chat template"
-        assert len(processes) == 2 * SLOTS + 3, told
+        message = "ranks, the coordinator, the command that started it, and what renders its chat template"
+        assert len(processes) == 2 * SLOTS + 3, message
         check_a_lost_rank_is_replaced(nodes, service)
         stream = start_stream(service, started, nodes.on(0))
         assert service.stop() == 0
@@ -86,12 +86,12 @@ def test_two_ranks_on_each_of_two_hosts_answer_like_one(
 
 def check_a_lost_rank_is_replaced(nodes: RayNodes, service: Served) -> None:
     """Whole hosts: test_hosts_lost."""
-    with Witness(service.address, nodes.on(0)) as witness:
-        witness.under_way()
+    with Witness(service.address, nodes.on(0)) as score_sum:
+        score_sum.under_way()
         nodes.kill(1, "ray::WorkerActo")
-        [loss] = witness.healed(2 * SLOTS, 1)["losses"]
+        [loss] = score_sum.healed(2 * SLOTS, 1)["losses"]
         assert loss["rank"] in (2, 3)
-        witness.check()
+        score_sum.check()
 
 
 def check_a_second_one_is_refused(nodes: RayNodes, checkpoint: Path) -> None:
@@ -99,8 +99,8 @@ def check_a_second_one_is_refused(nodes: RayNodes, checkpoint: Path) -> None:
     command = [*nodes.on(0), *CLI, "serve", *options]
     second = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert second.returncode == 2
-    told = "error: --ray-address: this Ray cluster runs a coordinator already, and takes one alone"
-    assert second.stderr.splitlines()[1:] == [told]
+    message = "error: --ray-address: this Ray cluster runs a coordinator already, and takes one alone"
+    assert second.stderr.splitlines()[1:] == [message]
 
 
 @pytest.mark.slow

@@ -38,20 +38,20 @@ def test_a_service_goes_on_without_a_host_and_takes_it_back(
 ):
     with serve(hurt, checkpoint, 2 * SLOTS, "--lost-after", "3") as service:
         num_processes, [here, away] = len(hurt.service()), hurt.network.addresses
-        with Witness(service.address, hurt.on(0)) as witness:
+        with Witness(service.address, hurt.on(0)) as score_sum:
             [node] = {one["node"] for one in service.json("cluster")["workers"] if one["address"] == away}
-            witness.under_way()
+            score_sum.under_way()
             hurting(hurt)
-            found = witness.cluster(lambda found: found["world_size"] == SLOTS)
+            found = score_sum.cluster(lambda found: found["world_size"] == SLOTS)
             assert {worker["address"] for worker in found["workers"]} == {here}
             for _ in range(2):
-                witness.under_way()
+                score_sum.under_way()
             hurt.mend() if hurting is cut else hurt.start(1)
-            found = witness.healed(2 * SLOTS, SLOTS)
+            found = score_sum.healed(2 * SLOTS, SLOTS)
             assert {worker["address"] for worker in found["workers"]} == {here, away}
             assert [(loss["rank"] in (2, 3), loss["node"]) for loss in found["losses"]] == [(True, node)] * SLOTS
-            witness.under_way()
-            witness.check()
+            score_sum.under_way()
+            score_sum.check()
         processes = hurt.service()
         assert len(processes) == num_processes, "of those that were lost nobody is left"
         assert service.stop() == 0
@@ -77,8 +77,8 @@ def test_a_host_that_is_lost_while_its_ranks_begin_is_named(
     hurt.kill(1, "raylet")
     output, _ = service.communicate(timeout=200)
     assert service.returncode == 1
-    [told] = output.splitlines()
-    check_named(hurt, told)
+    [reported] = output.splitlines()
+    check_named(hurt, reported)
     assert psutil.wait_procs(processes, timeout=60)[1] == []
 
 

@@ -25,12 +25,12 @@ def test_the_examples_of_the_page_run(
                 exec(compile(code, "docs/http.md", "exec"), names)
             else:
                 tool("curl")
-                told = subprocess.run(["bash", "-ec", code], capture_output=True, text=True, check=True)
-                events = [line for line in told.stdout.splitlines() if line.startswith("data: ")]
-                assert '"phase":"ready"' in events[-1], told.stdout
+                reported = subprocess.run(["bash", "-ec", code], capture_output=True, text=True, check=True)
+                events = [line for line in reported.stdout.splitlines() if line.startswith("data: ")]
+                assert '"phase":"ready"' in events[-1], reported.stdout
         names["http"].close()  # type: ignore[attr-defined]
         names["client"].close()  # type: ignore[attr-defined]
-    said = capsys.readouterr().out
-    assert said.count("amber falcon is 4711\n") == 2 and " tokens were held before\n" in said, said
+    output = capsys.readouterr().out
+    assert output.count("amber falcon is 4711\n") == 2 and " tokens were held before\n" in output, output
     for line in ("True\n100\n204\n", '"phase":"incomplete"', '"phase":"ready"', "model_not_found"):
-        assert line in said
+        assert line in output

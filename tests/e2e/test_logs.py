@@ -147,8 +147,8 @@ def test_every_line_is_an_object_and_every_call_has_one(used: tuple[dict[str, st
 
 
 def test_what_becomes_of_a_lost_rank_is_told_once(used: tuple[dict[str, str], Written]) -> None:
-    told = [line["message"] for line in used[1].lines if "was lost" in line["message"]]
-    assert len(told) == 1, told
+    reported = [line["message"] for line in used[1].lines if "was lost" in line["message"]]
+    assert len(reported) == 1, reported
     assert [line["level"] for line in used[1].of("coordinator.notes")], "notes on the start"
 
 

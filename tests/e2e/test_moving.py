@@ -28,22 +28,22 @@ def export(client: Client, context: str, file: Path) -> None:
 
 @pytest.mark.extended
 def test_a_context_moves_to_a_service_with_other_ranks(tmp_path: Path) -> None:
-    parcel, again = tmp_path / "book.parcel", tmp_path / "again.parcel"
+    archive, again = tmp_path / "book.parcel", tmp_path / "again.parcel"
     with serving(tmp_path / "here", 2) as (_, client):
         client.ingest("book", HAYSTACK.text, display_name="a book")
         expected, _ = ask(client, "book", QUESTION)
-        export(client, "book", parcel)
+        export(client, "book", archive)
     with serving(tmp_path / "there", 1) as (_, client):
-        longleaf("contexts", "import", str(parcel), "--name", "copy", "--server", client.server)
+        longleaf("contexts", "import", str(archive), "--name", "copy", "--server", client.server)
         copy = client.get_context("copy")
-        assert (copy.state, copy.display_name, copy.storage_bytes > parcel.stat().st_size // 2) == (
+        assert (copy.state, copy.display_name, copy.storage_bytes > archive.stat().st_size // 2) == (
             "parked",
             "a book",
             True,
         )
         assert ask(client, "copy", QUESTION) == (expected, True)
         export(client, "copy", again)
-        assert abs(again.stat().st_size - parcel.stat().st_size) < 4096, (
+        assert abs(again.stat().st_size - archive.stat().st_size) < 4096, (
             "its keys were restored, and leave as they came"
         )
         client.delete_context("copy")

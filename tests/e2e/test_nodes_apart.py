@@ -32,17 +32,17 @@ def refused(nodes: RayNodes, model: Path, *options: str, token: str = TOKEN) -> 
 
 
 def test_slots_that_did_not_come_are_told(nodes: RayNodes, checkpoint: Path) -> None:
-    told = refused(nodes, checkpoint, "--world-size", "5", "--wait-for-ranks", "1")
-    assert told == "world size 5 needs 5 slots, the cluster has 4, and --wait-for-ranks is over"
+    reported = refused(nodes, checkpoint, "--world-size", "5", "--wait-for-ranks", "1")
+    assert reported == "world size 5 needs 5 slots, the cluster has 4, and --wait-for-ranks is over"
 
 
 @pytest.mark.parametrize(("token", "why"), [("", "and there is no token"), ("another", "it refuses the token")])
 def test_a_token_that_is_missing_or_wrong_is_told(nodes: RayNodes, checkpoint: Path, token: str, why: str) -> None:
     """All that can be wrong with it: test_ray_tokens."""
-    told = refused(nodes, checkpoint, token=token)
-    assert told.startswith(f"--ray-address: the Ray cluster at {nodes.address} cannot be joined: ")
-    assert why in told
-    assert told.endswith("RAY_AUTH_TOKEN, or in the file RAY_AUTH_TOKEN_PATH")
+    reported = refused(nodes, checkpoint, token=token)
+    assert reported.startswith(f"--ray-address: the Ray cluster at {nodes.address} cannot be joined: ")
+    assert why in reported
+    assert reported.endswith("RAY_AUTH_TOKEN, or in the file RAY_AUTH_TOKEN_PATH")
 
 
 def another(folder: Path) -> None:
@@ -65,9 +65,9 @@ def test_a_host_with_another_model_is_refused_by_name(
     for folder in folders:
         shutil.copytree(checkpoint, folder)
     change(folders[1])
-    told = refused(nodes, folders[0], "--world-size", str(SLOTS + 1))
-    assert told.startswith("model: node ")
-    assert f"({nodes.network.addresses[1]}){expected.format(folder=folders[0])}" in told
+    reported = refused(nodes, folders[0], "--world-size", str(SLOTS + 1))
+    assert reported.startswith("model: node ")
+    assert f"({nodes.network.addresses[1]}){expected.format(folder=folders[0])}" in reported
 
 
 def measure(nodes: RayNodes, name: str, *options: str) -> list[dict]:

@@ -110,8 +110,8 @@ def start_ray(pod: RunningPod, head: RunningPod | None) -> None:
 
 def probe(head: RunningPod, name: str) -> str:
     """What a probe of `serve` is answered, empty when it is not."""
-    asked = head.pod.container("serve")[name]["grpc"]
-    command = [sys.executable, "-c", PROBE, f"{head.address}:{asked['port']}", asked["service"]]
+    requested = head.pod.container("serve")[name]["grpc"]
+    command = [sys.executable, "-c", PROBE, f"{head.address}:{requested['port']}", requested["service"]]
     output, _ = head.execute("serve", command).communicate(timeout=60)
     return output.strip().rpartition("\n")[2]
 
@@ -180,13 +180,13 @@ def test_closed_pods_let_in_whom_they_know_are_watched_and_end_by_their_own_hook
 ):
     (tmp_path / "closed").mkdir()
     documents = with_these(tmp_path / "closed", "cpu", ["certificates", "credentials", "monitoring"], CLOSING)
-    told, credentials = secrets
-    head, _ = bring_up(place(pods(documents)[0], 0, told), place, credentials["admin"])
+    reported, credentials = secrets
+    head, _ = bring_up(place(pods(documents)[0], 0, reported), place, credentials["admin"])
     assert probe(head, "livenessProbe") == probe(head, "readinessProbe") == "SERVING"
-    for nobody in ([], ["env", "LONGLEAF_TLS_CA="], known(new_credential()), known(credentials["user"])):
-        stranger = head.execute("serve", [*nobody, "longleaf", "drain"])
-        output, _ = stranger.communicate(timeout=60)
-        assert stranger.returncode != 0, output
+    for no_client in ([], ["env", "LONGLEAF_TLS_CA="], known(new_credential()), known(credentials["user"])):
+        intruder = head.execute("serve", [*no_client, "longleaf", "drain"])
+        output, _ = intruder.communicate(timeout=60)
+        assert intruder.returncode != 0, output
     port = options(head.pod.container("serve"))["metrics-port"]
     assert "longleaf_build_info{" in run(head, sys.executable, "-c", READER, f"http://{head.address}:{port}/metrics")
     talkers = head.execute(
@@ -208,17 +208,17 @@ def test_closed_pods_let_in_whom_they_know_are_watched_and_end_by_their_own_hook
 @pytest.mark.timeout(600)
 def test_a_service_heals_when_a_pod_of_ranks_is_lost_and_made_again(running: Running, place: Place):
     head, members = running
-    with Witness(f"{head.address}:{DEFAULT_PORT}", head.inside) as witness:
-        witness.under_way()
+    with Witness(f"{head.address}:{DEFAULT_PORT}", head.inside) as score_sum:
+        score_sum.under_way()
         members[0].delete()
         num_lost = 4 // NUM_PODS
-        witness.cluster(lambda found: found["world_size"] == 4 - num_lost)
-        witness.under_way()
+        score_sum.cluster(lambda found: found["world_size"] == 4 - num_lost)
+        score_sum.under_way()
         start_ray(place(RANKS, 1), head)
-        found = witness.healed(4, num_lost)
+        found = score_sum.healed(4, num_lost)
         assert len({worker["node"] for worker in found["workers"]}) == NUM_PODS
-        witness.under_way()
-        witness.check()
+        score_sum.under_way()
+        score_sum.check()
     assert probe(head, "readinessProbe") == probe(head, "livenessProbe") == "SERVING"
     hook, code = head.stop("serve")
     assert (hook, code) == (0, 0)

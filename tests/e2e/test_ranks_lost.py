@@ -58,39 +58,39 @@ class Healing:
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_whichever_rank_dies_another_takes_its_place(checkpoint: Path, started: ExitStack, launcher: str):
-    healing = Healing(started, checkpoint, launcher, 2)
+    job_recovery = Healing(started, checkpoint, launcher, 2)
     for turn, rank in enumerate((1, 0), start=1):
-        losses = healing.heal(*healing.hurt(signal.SIGKILL, rank))
+        losses = job_recovery.heal(*job_recovery.hurt(signal.SIGKILL, rank))
         assert [loss["rank"] for loss in losses[turn - 1 :]] == [rank]
-    healing.end()
+    job_recovery.end()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", BOTH)
 def test_several_ranks_die_at_once_and_one_after_the_other(checkpoint: Path, started: ExitStack, launcher: str):
-    healing = Healing(started, checkpoint, launcher, 3)
-    healing.heal(*healing.hurt(signal.SIGKILL, 0, 1, 2))
-    lost = healing.hurt(signal.SIGKILL, 2)
-    found = healing.witness.cluster(lambda found: found["world_size"] == 2)
-    healing.pids = [worker["pid"] for worker in found["workers"]]
-    healing.heal(*lost, *healing.hurt(signal.SIGKILL, 0))
-    healing.end()
+    job_recovery = Healing(started, checkpoint, launcher, 3)
+    job_recovery.heal(*job_recovery.hurt(signal.SIGKILL, 0, 1, 2))
+    lost = job_recovery.hurt(signal.SIGKILL, 2)
+    found = job_recovery.witness.cluster(lambda found: found["world_size"] == 2)
+    job_recovery.pids = [worker["pid"] for worker in found["workers"]]
+    job_recovery.heal(*lost, *job_recovery.hurt(signal.SIGKILL, 0))
+    job_recovery.end()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", BOTH)
 def test_a_rank_that_is_stopped_too_long_is_ended(checkpoint: Path, started: ExitStack, launcher: str):
-    healing = Healing(started, checkpoint, launcher, 2, "--lost-after", "2")
+    job_recovery = Healing(started, checkpoint, launcher, 2, "--lost-after", "2")
     for turn, rank in enumerate((0, 1), start=1):
-        losses = healing.heal(*healing.hurt(signal.SIGSTOP, rank))
-        [(told, reason)] = [(loss["rank"], loss["reason"]) for loss in losses[turn - 1 :]]
-        assert (told, reason) == (rank, "has been silent for 2 s")
-    healing.end()
+        losses = job_recovery.heal(*job_recovery.hurt(signal.SIGSTOP, rank))
+        [(reported, reason)] = [(loss["rank"], loss["reason"]) for loss in losses[turn - 1 :]]
+        assert (reported, reason) == (rank, "has been silent for 2 s")
+    job_recovery.end()
 
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_past_a_deadline_is_ended(checkpoint: Path, started: ExitStack):
-    healing = Healing(started, checkpoint, "local", 2, "--step-timeout", "3", "--lost-after", "60")
-    [loss] = healing.heal(*healing.hurt(signal.SIGSTOP, 1))
+    job_recovery = Healing(started, checkpoint, "local", 2, "--step-timeout", "3", "--lost-after", "60")
+    [loss] = job_recovery.heal(*job_recovery.hurt(signal.SIGSTOP, 1))
     assert loss["rank"] == 1 and "took longer than its 3" in loss["reason"]
-    healing.end()
+    job_recovery.end()

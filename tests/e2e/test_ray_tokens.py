@@ -88,11 +88,11 @@ def refused(cluster: Head, checkpoint: Path, **variables: str) -> str:
         check=False,
     )
     assert (found.returncode, found.stdout) == (2, "")
-    *others, told = found.stderr.splitlines()
+    *others, reported = found.stderr.splitlines()
     assert others == ["starting 1 rank (ray) …"], "neither a traceback nor what Ray says"
     prefix = f"error: --ray-address: the Ray cluster at {cluster.address} cannot be joined: "
-    assert told.startswith(prefix)
-    return told.removeprefix(prefix)
+    assert reported.startswith(prefix)
+    return reported.removeprefix(prefix)
 
 
 def check_serves(cluster: Head, checkpoint: Path, started: ExitStack, **variables: str) -> list[dict[str, str]]:
@@ -154,7 +154,7 @@ def test_a_cluster_without_a_token_is_joined_without(checkpoint: Path, started: 
     with short_folder() as home, head(home, RAY_AUTH_MODE="disabled") as cluster:
         unasked = "it asks for no token, and RAY_AUTH_MODE=token does here: start it with RAY_AUTH_MODE=token"
         for token in ({}, {"RAY_AUTH_TOKEN": "another"}):
-            told = refused(cluster, checkpoint, RAY_AUTH_MODE="token", **token)
-            assert told == f"{unasked}, or unset RAY_AUTH_MODE"
+            reported = refused(cluster, checkpoint, RAY_AUTH_MODE="token", **token)
+            assert reported == f"{unasked}, or unset RAY_AUTH_MODE"
         for found in check_serves(cluster, checkpoint, started):
             assert found.get("RAY_AUTH_MODE") != "token"

@@ -121,8 +121,8 @@ def test_a_folder_is_for_one_service_and_one_user(tmp_path: Path) -> None:
     data_dir = tmp_path / "some" / "data"
     with serving(data_dir, 1) as (service, client):
         client.ingest("book", "a short text")
-        told = f"used by process {service._process.pid} on .*, serving 127.0.0.1:"
-        with pytest.raises(StartError, match=told), serving(data_dir, 1):
+        message = f"used by process {service._process.pid} on .*, serving 127.0.0.1:"
+        with pytest.raises(StartError, match=message), serving(data_dir, 1):
             pass
         modes = {path: path.stat().st_mode & 0o777 for path in [data_dir, *data_dir.rglob("*")]}
         assert {mode for path, mode in modes.items() if path.is_dir()} == {0o700}
@@ -151,7 +151,7 @@ def test_what_is_deleted_is_gone_from_the_disk(tmp_path: Path) -> None:
 
 def test_a_held_answer_goes_on_in_another_service(tmp_path: Path) -> None:
     options = {"max_tokens": 200, "temperature": 0.8, "seed": 11, "ignore_end_token": True}
-    question, told = "How was it?", list[Delta]()
+    question, reported = "How was it?", list[Delta]()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with serving(tmp_path, 2, port=port) as (service, client):
@@ -159,15 +159,15 @@ def test_a_held_answer_goes_on_in_another_service(tmp_path: Path) -> None:
         whole = [event for event in client.ask("book", question, **options) if isinstance(event, Delta)]  # type: ignore[arg-type]
         with Client(f"127.0.0.1:{port}") as reader:
             stream = reader.ask("book", question, request_id="mine", resumable=True, **options)  # type: ignore[arg-type]
-            while len(told) < 20:
-                told += [event for event in [next(stream)] if isinstance(event, Delta)]
+            while len(reported) < 20:
+                reported += [event for event in [next(stream)] if isinstance(event, Delta)]
             service.kill()
             with serving(tmp_path, 1, port=port) as (_, client):
-                told += [event for event in stream if isinstance(event, Delta)]
-                assert [delta.index for delta in told] == sorted({delta.index for delta in told})
-                ids = [token for delta in told for token in delta.token_ids]
+                reported += [event for event in stream if isinstance(event, Delta)]
+                assert [delta.index for delta in reported] == sorted({delta.index for delta in reported})
+                ids = [token for delta in reported for token in delta.token_ids]
                 assert ids == [token for delta in whole for token in delta.token_ids]
-                assert "".join(delta.text for delta in told) == "".join(delta.text for delta in whole)
+                assert "".join(delta.text for delta in reported) == "".join(delta.text for delta in whole)
                 client.cancel_generation("mine")
                 assert not list(tmp_path.rglob("*.journal"))
 

@@ -272,9 +272,9 @@ def reading(address: str, context: str) -> Iterator[Reader]:
 
 @pytest.mark.extended
 @pytest.mark.parametrize(
-    "trouble", [Switch.refuse, pytest.param(Switch.hang, marks=pytest.mark.slow)], ids=["refuses", "hangs"]
+    "outage", [Switch.refuse, pytest.param(Switch.hang, marks=pytest.mark.slow)], ids=["refuses", "hangs"]
 )
-def test_a_server_that_is_away_holds_up_nobody_else(tmp_path: Path, trouble: Callable[[Switch], None]) -> None:
+def test_a_server_that_is_away_holds_up_nobody_else(tmp_path: Path, outage: Callable[[Switch], None]) -> None:
     """The server comes back only when all calls have ended."""
     with object_store() as store, switch(int(store.endpoint.rpartition(":")[2])) as way:
         folder = Objects(store)
@@ -284,14 +284,14 @@ def test_a_server_that_is_away_holds_up_nobody_else(tmp_path: Path, trouble: Cal
             wait_until(lambda: len(folder.manifests) == 2)
             service.kill()
         (dropped,) = [name for name in folder.manifests if name.split("/")[-3].endswith("-1")]
-        trouble(way)
+        outage(way)
         with serving(tmp_path, url=store.url) as (service, client):
             before |= ingest(client, ["new"])
             client.delete_context("dropped")
             with reading(service.address, "new") as reader:
                 num_before = reader.num_events
                 assert ask(client, "parked", QUESTION) == (before["parked"], True)
-                if trouble is Switch.hang:  # meanwhile its keys are waited for, for half a minute
+                if outage is Switch.hang:  # meanwhile its keys are waited for, for half a minute
                     assert reader.num_events > num_before + NUM_EVENTS
                 wait_until(lambda: service.num_said(AWAY) == 2, 150)
                 assert ask(client, "new", QUESTION)[0] == before["new"]
@@ -302,7 +302,7 @@ def test_a_server_that_is_away_holds_up_nobody_else(tmp_path: Path, trouble: Cal
             wait_until(lambda: len(folder.manifests) == 2 and dropped not in folder.manifests, 150)
             wait_until(lambda: service.num_said(AGAIN) == 2, 150)
             assert service.num_said(AWAY) == 2, "once each"
-            trouble(way)
+            outage(way)
             client.ingest("last", f"{BOOK.text[:1000]} {QUESTION}")
         assert service._process.returncode == 0, "no process waits for a storage when it ends"
 

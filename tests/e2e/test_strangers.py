@@ -130,8 +130,10 @@ def check_ray(service: Served, found: set[Door]) -> None:
     # not the ranks: beside Ray's doors, which are the coordinator's too, they have gloo's, which never answer
     answers = knock(service, "", {door for door in found if door.owner != "ray::WorkerActor.run"})
     refused = {door for door, answer in answers.items() if answer in (["401"], ["UNAUTHENTICATED", "UNIMPLEMENTED"])}
-    told = {(door.owner, answer[0][:6]) for door, answer in answers.items() if door not in refused}
-    assert told == {(owner, "# HELP") for owner in FIGURES} | {("ray::CoordinatorActor.wait", "")}, "ZMQ says nothing"
+    reported = {(door.owner, answer[0][:6]) for door, answer in answers.items() if door not in refused}
+    assert reported == {(owner, "# HELP") for owner in FIGURES} | {("ray::CoordinatorActor.wait", "")}, (
+        "ZMQ says nothing"
+    )
     assert {"gcs_server", "raylet", "ray::CoordinatorActor.wait"} <= {door.owner for door in refused}
     gcs = {door for door in found if door.owner == "gcs_server"}
     assert [answer[:1] for answer in knock(service, KNOWN, gcs).values()] == [["UNAUTHENTICATED"]]
@@ -142,8 +144,8 @@ def knock(service: Served, token: str, found: set[Door]) -> dict[Door, list[str]
     """What a process that is in the service's network, and has this token or none, is answered; see stranger.py."""
     enter = ["nsenter", "--target", str(service.process.pid), "--user", "--net", "--preserve-credentials"]
     command = [*enter, sys.executable, stranger.__file__, token, *map(str, found)]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    answers = json.loads(told)
+    reported = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    answers = json.loads(reported)
     return {door: answers[str(door)] for door in found}
 
 

@@ -55,10 +55,10 @@ def test_each_is_answered_of_its_own_book(service: Tenanted, checkpoint: Path) -
 def test_each_lists_its_own_and_an_admin_has_no_more(service: Tenanted) -> None:
     service.ingest(BOLT, "play", "of bolt alone")
     assert (service.names(ACME), service.names(BOLT), service.names(OPS)) == (["book"], ["book", "play"], [])
-    told = service.run_as(ACME, "contexts", "show", "play")
+    reported = service.run_as(ACME, "contexts", "show", "play")
     missing = service.run_as(ACME, "contexts", "show", "none")
-    assert (told.returncode, missing.returncode) == (2, 2)
-    assert told.stderr.replace("play", "none") == missing.stderr
+    assert (reported.returncode, missing.returncode) == (2, 2)
+    assert reported.stderr.replace("play", "none") == missing.stderr
     service.run_as(BOLT, "contexts", "delete", "play")
 
 
@@ -73,9 +73,12 @@ def test_a_credential_in_the_environment_says_who_calls(service: Tenanted) -> No
 def test_who_has_no_right_credential_learns_so_in_one_line(service: Tenanted, tmp_path: Path) -> None:
     ca = str(service.authority.file)
     wrong = {"LONGLEAF_CREDENTIAL": "longleaf-another"}
-    for environment, told in ((wrong, "nobody has these credentials"), ({}, "no credentials came: --credential-file")):
+    for environment, reported in (
+        (wrong, "nobody has these credentials"),
+        ({}, "no credentials came: --credential-file"),
+    ):
         found = service.run("contexts", "list", "--tls-ca", ca, **environment)
-        check_line(found, 2, told)
+        check_line(found, 2, reported)
         assert "longleaf-another" not in found.stderr
     check_line(service.run("contexts", "list", "--tls-ca", ca, "--credential-file", str(tmp_path / "none")), 2, "none")
 
@@ -108,7 +111,7 @@ def check_line(found: subprocess.CompletedProcess[str], code: int, told: str) ->
 
 
 @pytest.mark.parametrize(
-    ("made", "told"),
+    ("made", "message"),
     [
         ("another's", "--tls-key: is not the key of the certificate in --tls-cert"),
         ("missing", "--tls-key: "),
@@ -117,7 +120,7 @@ def check_line(found: subprocess.CompletedProcess[str], code: int, told: str) ->
     ],
 )
 def test_keys_that_cannot_serve_are_named_by_their_option(
-    checkpoint: Path, tmp_path: Path, made: str, told: str
+    checkpoint: Path, tmp_path: Path, made: str, message: str
 ) -> None:
     authority = Authority(tmp_path)
     cert, key = authority.write("server")
@@ -130,7 +133,7 @@ def test_keys_that_cannot_serve_are_named_by_their_option(
         cert, key = authority.write("server", (authority.make(key=secret)[0], pem_of(secret, b"passphrase")))
     else:
         cert, key = authority.write("server", authority.make(life=-DAY))
-    check_does_not_start(checkpoint, told, "--tls-cert", str(cert), "--tls-key", str(key))
+    check_does_not_start(checkpoint, message, "--tls-cert", str(cert), "--tls-key", str(key))
 
 
 @pytest.mark.parametrize("has_credentials", [False, True])

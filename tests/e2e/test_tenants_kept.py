@@ -60,7 +60,7 @@ def test_each_has_its_own_again_and_what_was_nobodys_is_the_defaults(checkpoint:
 @pytest.mark.slow
 def test_a_parcel_becomes_whose_who_takes_it_and_tells_of_nothing_else(checkpoint: Path, tmp_path: Path) -> None:
     """Of acme's `secret`, of which `excerpt` is the first part, nothing that is behind goes along."""
-    draw, parcel, whole = random.Random(5), tmp_path / "excerpt.parcel", tmp_path / "secret.parcel"
+    draw, archive, whole = random.Random(5), tmp_path / "excerpt.parcel", tmp_path / "secret.parcel"
     with Tenanted(tmp_path, *options(checkpoint, tmp_path / "data")) as tenanted:
         with tenanted.client(ACME) as acme, tenanted.client(BOLT) as bolt:
             ids = [draw.randrange(3, 500) for _ in range(400)]
@@ -68,13 +68,13 @@ def test_a_parcel_becomes_whose_who_takes_it_and_tells_of_nothing_else(checkpoin
             acme.ingest("other", TEXTS[BOLT])
             acme.fork_context("secret", "excerpt", num_tokens=len(ids) * 3 // 4)
             acme.export_context("secret", whole)
-            acme.export_context("excerpt", parcel)
+            acme.export_context("excerpt", archive)
             expected, _ = ask(acme, "excerpt", QUESTION)
             bolt.ingest("excerpt", TEXTS[BOLT])
             with pytest.raises(AlreadyExists):
-                bolt.import_context(parcel)
+                bolt.import_context(archive)
             bolt.delete_context("excerpt")
-            assert bolt.import_context(parcel).id == "excerpt"
+            assert bolt.import_context(archive).id == "excerpt"
             assert (names(bolt), names(acme)) == (["excerpt"], ["excerpt", "other", "secret"])
             assert ask(bolt, "excerpt", QUESTION)[0] == expected
             acme.delete_context("excerpt")
@@ -84,7 +84,7 @@ def test_a_parcel_becomes_whose_who_takes_it_and_tells_of_nothing_else(checkpoin
         assert tenanted.served.stop() == 0
     tail = array("I", ids[-20:]).tobytes()
     assert tail in whole.read_bytes()
-    told = parcel.read_bytes()
-    assert tail not in told
+    reported = archive.read_bytes()
+    assert tail not in reported
     for word in (b"acme", b"secret", b"other", str(tmp_path).encode()):
-        assert word not in told, word
+        assert word not in reported, word

@@ -90,9 +90,9 @@ def test_a_collector_gets_all_spans_before_a_service_has_ended(checkpoint: Path)
         "text_completion small",
     ]
     (whole,) = [span for span in collector.spans if span.name == "text_completion small"]
-    told = {each.key: each.value for each in whole.attributes}
-    assert told["gen_ai.usage.output_tokens"].int_value == 3
-    assert told["gen_ai.response.finish_reasons"].array_value.values[0].string_value == "length"
+    reported = {each.key: each.value for each in whole.attributes}
+    assert reported["gen_ai.usage.output_tokens"].int_value == 3
+    assert reported["gen_ai.response.finish_reasons"].array_value.values[0].string_value == "length"
     assert collector.services == {"longleaf"}
     assert TEXT not in "".join(map(str, collector.spans))
 
@@ -103,6 +103,6 @@ def test_a_collector_that_is_not_there_is_one_line_and_ends_nothing(checkpoint: 
     with collecting() as (_, address):
         pass
     errors = serve_and_ask(checkpoint, address)
-    told = [line for line in errors.splitlines() if line.startswith("traces: ")]
-    assert len(told) == 1, errors
-    assert "UNAVAILABLE" in told[0]
+    reported = [line for line in errors.splitlines() if line.startswith("traces: ")]
+    assert len(reported) == 1, errors
+    assert "UNAVAILABLE" in reported[0]

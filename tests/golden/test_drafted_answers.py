@@ -61,8 +61,10 @@ def check_same(found, wanted):
         assert [token.id for token in tokens] == [token.id for token in others]
         logprobs = torch.tensor([[token.logprobs.logprob for token in each] for each in (tokens, others)])
         assert (logprobs[0] - logprobs[1]).abs().max() <= LOGPROB_TOLERANCE
-        told = [[(end.reason, end.completion_tokens, end.prompt_tokens) for end in each] for each in (ends, other_ends)]
-        assert told[0] == told[1]
+        reported = [
+            [(end.reason, end.completion_tokens, end.prompt_tokens) for end in each] for each in (ends, other_ends)
+        ]
+        assert reported[0] == reported[1]
 
 
 @pytest.mark.sampled(4)

@@ -63,10 +63,13 @@ def check_same(found, wanted, golden):
         assert (logprobs[0] - logprobs[1]).abs().max() <= 2 * LOGIT_TOLERANCE * golden.logits_TV.std()
     for sequence in range(len(found.sequences)):
         keys = wanted.keys(sequence)
-        for place, kept in found.keys(sequence).items():
-            assert kept.shape == keys[place].shape
-            if kept.numel():
-                assert (kept - keys[place]).abs().max() <= KEY_TOLERANCE * keys[place].abs().max(), (sequence, place)
+        for place, retained in found.keys(sequence).items():
+            assert retained.shape == keys[place].shape
+            if retained.numel():
+                assert (retained - keys[place]).abs().max() <= KEY_TOLERANCE * keys[place].abs().max(), (
+                    sequence,
+                    place,
+                )
 
 
 def compare(golden, world_size, kind, **settings):

@@ -126,11 +126,11 @@ async def test_penalties_and_logprobs_are_those_of_generate(goldens, world_size)
         stream = engine.submit(Prompt(context="book", token_ids=prompt[70:], sampling=sampling))
         events = [event async for event in stream if isinstance(event, Tokens)]
     assert tuple(i for event in events for i in event.token_ids) == wanted
-    told = [token.logprobs for event in events for token in event.tokens]
+    reported = [token.logprobs for event in events for token in event.tokens]
     logprobs_TV = torch.log_softmax(torch.stack(found.logits)[:, 0].double(), dim=-1)
     chosen_T = logprobs_TV.gather(1, torch.tensor(wanted)[:, None])[:, 0]
-    torch.testing.assert_close(torch.tensor([e.logprob for e in told]).double(), chosen_T, atol=1e-4, rtol=0)
-    assert [[top.token_id for top in entry.top] for entry in told] == logprobs_TV.topk(2).indices.tolist()
+    torch.testing.assert_close(torch.tensor([e.logprob for e in reported]).double(), chosen_T, atol=1e-4, rtol=0)
+    assert [[top.token_id for top in entry.top] for entry in reported] == logprobs_TV.topk(2).indices.tolist()
 
 
 @pytest.mark.sampled(2)

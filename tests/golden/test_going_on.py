@@ -26,11 +26,11 @@ COVER = [(*WAYS[i % 4], list(SAMPLINGS)[i % 3]) for i in range(12)]
 
 async def read(engine, prompt):
     """Tokens by sample; the indices go on from what was told."""
-    told = dict.fromkeys(range(prompt.num_samples), ()) if prompt.generated is None else prompt.generated
-    found = {sample: [] for sample in told}
+    reported = dict.fromkeys(range(prompt.num_samples), ()) if prompt.generated is None else prompt.generated
+    found = {sample: [] for sample in reported}
     async for event in engine.submit(prompt):
         if isinstance(event, Tokens):
-            assert event.index == len(told[event.sample]) + len(found[event.sample])
+            assert event.index == len(reported[event.sample]) + len(found[event.sample])
             found[event.sample] += event.tokens
     return found
 
@@ -39,9 +39,9 @@ async def prompt_in(engine, golden, state, options):
     context = None if state == "plain" else "book"
     if context is not None:
         await ingest(engine, context, golden.prompt[:KEPT])
-    asked = golden.prompt if context is None else golden.prompt[KEPT:]
+    requested = golden.prompt if context is None else golden.prompt[KEPT:]
     sampling = Sampling(max_tokens=NEW_TOKENS, ignore_end_token=True, num_logprobs=2, **options)
-    return Prompt(context=context, token_ids=asked, sampling=sampling, num_samples=2)
+    return Prompt(context=context, token_ids=requested, sampling=sampling, num_samples=2)
 
 
 def check_same(found, wanted):
@@ -63,8 +63,8 @@ async def test_an_answer_goes_on_in_another_engine(goldens, family, world_size, 
     async with running(config) as engine:
         whole = await prompt_in(engine, golden, state, options)
         for counts in CUTS:
-            told = {sample: count for sample, count in enumerate(counts) if count is not None}
-            generated = {sample: [token.id for token in wanted[sample][:count]] for sample, count in told.items()}
+            reported = {sample: count for sample, count in enumerate(counts) if count is not None}
+            generated = {sample: [token.id for token in wanted[sample][:count]] for sample, count in reported.items()}
             prompt = Prompt(
                 context=whole.context,
                 token_ids=whole.token_ids,
@@ -73,6 +73,6 @@ async def test_an_answer_goes_on_in_another_engine(goldens, family, world_size, 
                 generated=generated,
             )
             found = await read(engine, prompt)
-            assert found.keys() == told.keys()
-            for sample, count in told.items():
+            assert found.keys() == reported.keys()
+            for sample, count in reported.items():
                 check_same(found[sample], wanted[sample][count:])

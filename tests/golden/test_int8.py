@@ -61,8 +61,8 @@ async def test_the_embedded_model_still_finds_facts(world_size):
                 context="book", token_ids=ids, sampling=Sampling(max_tokens=60), end_tokens=tokenizer.end_tokens
             )
             events = [event async for event in engine.submit(prompt) if isinstance(event, Tokens)]
-            said = bytes(token for event in events for token in event.token_ids if token < 256)
-            assert is_correct(said.decode(errors="replace"), fact)
+            output = bytes(token for event in events for token in event.token_ids if token < 256)
+            assert is_correct(output.decode(errors="replace"), fact)
 
 
 async def test_tokens_take_a_quarter_of_their_bytes(goldens):

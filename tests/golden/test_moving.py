@@ -22,10 +22,10 @@ CUT = 300
 
 async def leave(found: Lasting, threads: TokenizerPool) -> bytes:
     """The parcel of the context."""
-    parcel = bytearray()
+    archive = bytearray()
     async for part in Exports(found.engine.house, threads, found.engine.cluster).run(ExportContext(context="book")):
-        parcel += b"" if isinstance(part, ExportedArchive) else part
-    return bytes(parcel)
+        archive += b"" if isinstance(part, ExportedArchive) else part
+    return bytes(archive)
 
 
 async def arrive(found: Lasting, parcel: bytes) -> ImportProgress:
@@ -65,9 +65,9 @@ async def test_what_arrives_is_what_left(goldens, tmp_path, family, here, there,
         await ingest(first.engine, "book", golden.prompt[:CUT])
         await ingest(first.engine, "book", golden.prompt[CUT:KEPT])
         before = await answer(first.engine, golden.prompt[KEPT:], "book")
-        parcel = await leave(first, threads)
+        archive = await leave(first, threads)
     async with serving(tmp_path / "there", replace(config, world_size=3, **there)) as second:
-        arrived = await arrive(second, parcel)
+        arrived = await arrive(second, archive)
         assert arrived.context is not None
         assert (arrived.context.tokens, arrived.context.state) == (KEPT, "parked")
         assert arrived.key_tokens == (KEPT if is_same else 0)

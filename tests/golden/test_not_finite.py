@@ -78,8 +78,8 @@ async def test_logits_that_are_not_finite_end_their_sequence_alone(goldens, worl
     golden = goldens("llama")
     config = config_for(golden.folder, world_size=world_size, chunk_size=300)
     async with running(config, Logits(1, token_index, spoil).watch) as engine:
-        asked = [ask(engine, golden.prompt) for _ in range(3)]
-        first, broken, last = await asyncio.gather(*asked)
+        requested = [ask(engine, golden.prompt) for _ in range(3)]
+        first, broken, last = await asyncio.gather(*requested)
         assert first == last == ({0: golden.tokens}, [0], "")
         assert broken[1:] == ([], f"token {token_index} of the answer")
         assert broken[0].get(0, ()) == golden.tokens[:token_index]
@@ -154,7 +154,7 @@ async def test_a_document_of_which_a_key_is_not_finite_is_not_acknowledged(golde
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    ("stored", "value", "kept", "tokens"),
+    ("stored", "value", "retained", "tokens"),
     [
         ("keys", NAN, 981, "token 0 of the answer"),
         ("keys", -INF, 981, "token 0 of the answer"),
@@ -162,7 +162,7 @@ async def test_a_document_of_which_a_key_is_not_finite_is_not_acknowledged(golde
         ("values", INF, 981, "token 0 of the answer"),
     ],
 )
-async def test_what_spoils_a_held_context_ends_the_answers_over_it_alone(goldens, stored, value, kept, tokens):
+async def test_what_spoils_a_held_context_ends_the_answers_over_it_alone(goldens, stored, value, retained, tokens):
     golden, pools = goldens("llama"), {}
 
     def watch(index, rank):
@@ -170,10 +170,10 @@ async def test_what_spoils_a_held_context_ends_the_answers_over_it_alone(goldens
         pools[index] = rank.pool
 
     async with running(config_for(golden.folder, world_size=2, chunk_size=300), watch) as engine:
-        await ingest(engine, "spoilt", golden.prompt[:kept])
-        await ingest(engine, "book", golden.prompt[:kept])
+        await ingest(engine, "spoilt", golden.prompt[:retained])
+        await ingest(engine, "book", golden.prompt[:retained])
         getattr(pools[1], stored)[2][1, 5, 3] = value
-        asked = [ask(engine, golden.prompt[kept:], name) for name in ("book", "spoilt", "book")]
-        first, broken, last = await asyncio.gather(*asked)
+        requested = [ask(engine, golden.prompt[retained:], name) for name in ("book", "spoilt", "book")]
+        first, broken, last = await asyncio.gather(*requested)
     assert first == last == ({0: golden.tokens}, [0], "")
     assert broken == ({}, [], tokens)

@@ -193,7 +193,7 @@ SHORT, LONG = None, 400
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    ("capacity", "num_held", "num_asked", "cached"),
+    ("capacity", "num_resident", "num_requested", "cached"),
     [
         (SHORT, 40, BORDER - NEW_TOKENS - 39, 40),
         (SHORT, 40, 40, 0),
@@ -203,18 +203,18 @@ SHORT, LONG = None, 400
         (LONG, 40, BORDER - 39, 40),
     ],
 )
-async def test_questions_have_the_factors_of_their_length(phi, capacity, num_held, num_asked, cached):
+async def test_questions_have_the_factors_of_their_length(phi, capacity, num_resident, num_requested, cached):
     """What a context holds with the other factors is computed anew: at once, or when the answer becomes too long."""
-    prompt = ids_of(num_held + num_asked)
+    prompt = ids_of(num_resident + num_requested)
     settings = ContextSettings() if capacity is None else ContextSettings(capacity=capacity)
     async with running(config_for(phi, world_size=2, block_size=8, chunk_size=32)) as engine:
-        await ingest(engine, "book", prompt[:num_held], settings=settings)
+        await ingest(engine, "book", prompt[:num_resident], settings=settings)
         await engine.fork_context("book", "fork")
-        assert engine.scaling_note("book", num_asked, NEW_TOKENS) == ""
-        assert await ask(engine, prompt[num_held:], "book") == (generate(phi, prompt), cached)
+        assert engine.scaling_note("book", num_requested, NEW_TOKENS) == ""
+        assert await ask(engine, prompt[num_resident:], "book") == (generate(phi, prompt), cached)
         view = engine.get_context("fork")
         assert view.positions.scaled_for == (BORDER + 1 if capacity else 0)
-        assert (await ask(engine, prompt[num_held:], "fork"))[0] == generate(phi, prompt)
+        assert (await ask(engine, prompt[num_resident:], "fork"))[0] == generate(phi, prompt)
 
 
 @pytest.mark.extended
@@ -228,9 +228,9 @@ async def test_questions_have_the_factors_of_their_length_after_a_restore(phi, t
         await first.save()
     async with serving(tmp_path, replace(config, world_size=3)) as second:
         assert second.engine.get_context("book").state == "parked"
-        asked = [prompt[40:end] for end in (60, 80, 120)]
-        found = await asyncio.gather(*(ask(second.engine, question, "book") for question in asked))
-        assert [tokens for tokens, _ in found] == [generate(phi, prompt[:40] + question) for question in asked]
+        requested = [prompt[40:end] for end in (60, 80, 120)]
+        found = await asyncio.gather(*(ask(second.engine, question, "book") for question in requested))
+        assert [tokens for tokens, _ in found] == [generate(phi, prompt[:40] + question) for question in requested]
 
 
 async def test_a_text_that_is_not_copied_keeps_the_factors_of_the_context(phi):
@@ -240,8 +240,8 @@ async def test_a_text_that_is_not_copied_keeps_the_factors_of_the_context(phi):
         await ingest(engine, "long", prompt[:40], settings=ContextSettings(capacity=LONG))
         assert "from the first token on" in engine.scaling_note("long", 20, 8, is_whole=False)
         sampling = Sampling(max_tokens=8, ignore_end_token=True)
-        asked = Prompt(context="long", token_ids=prompt[40:], sampling=sampling, hidden=((3, 4),))
-        [end] = [event async for event in engine.submit(asked) if isinstance(event, Ended)]
+        requested = Prompt(context="long", token_ids=prompt[40:], sampling=sampling, hidden=((3, 4),))
+        [end] = [event async for event in engine.submit(requested) if isinstance(event, Ended)]
         assert end.cached_tokens == 40
 
 
@@ -281,9 +281,9 @@ async def test_a_context_keeps_its_rope_and_ends_at_its_capacity(scaled):
         assert (short.rope, short.precision) == ("longrope", "float32")
         with pytest.raises(InvalidArgument, match="make 1,000; the context was created for 512 positions"):
             engine.ingest(DocumentPrompt(context="short", token_ids=prompt[400:1000], append=True))
-        asked = [await ask(engine, prompt[400:450], name) for name in ("short", "long")]
+        requested = [await ask(engine, prompt[400:450], name) for name in ("short", "long")]
         expected = generate(scaled("longrope"), prompt[:450])
-        assert asked == [(expected, 400), (expected, 400)], "the second finds what is kept of the first"
+        assert requested == [(expected, 400), (expected, 400)], "the second finds what is kept of the first"
         await ingest(engine, "long", prompt[400:-20], append=True)
         assert (await ask(engine, prompt[-20:], "long"))[0] == generate(scaled("longrope"), prompt)
         assert (await engine.fork_context("long", "twig", 300)).positions.scaled_for == 513
@@ -321,8 +321,8 @@ async def test_float64_is_for_what_is_declared_long(scaled):
         far, near = (engine.get_context(name).positions for name in ("far", "near"))
         assert (far.precision, near.precision) == ("float64", "float32")
         assert far.phase_error < 1e-11 < 1e-5 < near.phase_error
-        asked = await asyncio.gather(*(ask(engine, prompt[-20:], name) for name in ("far", "near", "far")))
-        assert [tokens for tokens, _ in asked] == [generate(scaled("llama3"), prompt)] * 3
+        requested = await asyncio.gather(*(ask(engine, prompt[-20:], name) for name in ("far", "near", "far")))
+        assert [tokens for tokens, _ in requested] == [generate(scaled("llama3"), prompt)] * 3
         assert (await ask(engine, prompt))[1] == len(prompt) - 20, "prompts that are short share what has their rope"
         await engine.delete_context("near")
 

@@ -39,5 +39,5 @@ async def test_tokens_equal_generate(goldens, window_keys):
     config = config_for(golden.folder, world_size=3, chunk_size=300, merge="gather", window_keys=window_keys)
     async with running(config) as engine:
         await ingest(engine, "book", golden.prompt[:KEPT])
-        asked = answer(engine, golden.prompt[KEPT:], "book"), answer(engine, golden.prompt)
-        assert await asyncio.gather(*asked) == [golden.tokens] * 2
+        requested = answer(engine, golden.prompt[KEPT:], "book"), answer(engine, golden.prompt)
+        assert await asyncio.gather(*requested) == [golden.tokens] * 2

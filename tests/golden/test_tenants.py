@@ -79,15 +79,15 @@ class Reader:
             config = {"name": f"contexts/{name}", "append": append} | ({} if append else {"capacity_token_count": 4096})
             given = ({"config": config}, {"token_ids": {"ids": part}})
             requests = [request_of("IngestContext", **each) for each in given]
-            code, _, told = await self._caller.call("IngestContext", requests)
-            assert code == StatusCode.OK, told
+            code, _, reported = await self._caller.call("IngestContext", requests)
+            assert code == StatusCode.OK, reported
 
     async def ask(self, name: str, request_id: str) -> Ids:
         sampling = {"max_token_count": NUM_NEW, "ignore_end_token": True, "temperature": 0.0}
         fields: dict[str, Any] = {"context": f"contexts/{name}", "sampling": sampling, "request_id": request_id}
         fields |= {"token_ids": {"ids": self._goldens[name][0][-NUM_QUESTION:]}, "resume_duration": {"seconds": 60}}
-        code, responses, told = await self._caller.call("Generate", [request_of("Generate", **fields)])
-        assert code == StatusCode.OK, told
+        code, responses, reported = await self._caller.call("Generate", [request_of("Generate", **fields)])
+        assert code == StatusCode.OK, reported
         return tuple(token_id for each in responses for token_id in each.delta.token_ids)
 
     async def work(self) -> dict[str, Ids]:
@@ -104,7 +104,8 @@ async def test_each_tenants_tokens_equal_generate_of_its_own_text(checkpoint: Pa
     seeds = itertools.count(11)
     goldens = {
         tenant: {
-            name: clear_prompt(checkpoint, held + NUM_QUESTION, seeds) for name, held in zip(NAMES, HELD, strict=True)
+            name: clear_prompt(checkpoint, resident + NUM_QUESTION, seeds)
+            for name, resident in zip(NAMES, HELD, strict=True)
         }
         for tenant in (ACME, BOLT)
     }

@@ -17,8 +17,8 @@ async def test_tokens_equal_generate_however_many_ask(goldens, family):
     golden = goldens(family)
     async with holding(golden, world_size=2, chunk_size=1000) as (engine, _):
         others = [answer(engine, golden.prompt[10 * i : 10 * i + 20 * i + 5], "book") for i in range(2)]
-        asked = [answer(engine, golden.prompt[BOUNDS[-1] :], "book") for _ in range(NUM_TOGETHER)]
-        _, _, *answers = await asyncio.gather(*others, *asked)
+        requested = [answer(engine, golden.prompt[BOUNDS[-1] :], "book") for _ in range(NUM_TOGETHER)]
+        _, _, *answers = await asyncio.gather(*others, *requested)
     assert answers == [golden.tokens] * NUM_TOGETHER
 
 
@@ -32,7 +32,7 @@ async def test_keys_read_per_step_do_not_grow_with_the_generations(goldens, worl
         ranks.steps.clear()
         await asyncio.gather(*(answer(engine, question, "book") for _ in range(NUM_TOGETHER)))
         together = max(count for rows, count in ranks.steps if rows == NUM_TOGETHER)
-        held = engine.get_context("book")
-    own = (len(question) + len(golden.tokens)) * held.kv_bytes // held.tokens
-    assert alone >= held.kv_bytes * 0.8 / world_size
+        resident = engine.get_context("book")
+    own = (len(question) + len(golden.tokens)) * resident.kv_bytes // resident.tokens
+    assert alone >= resident.kv_bytes * 0.8 / world_size
     assert together <= alone + NUM_TOGETHER * own

@@ -69,8 +69,8 @@ def deaf(index, rank):
 def forgetful(index, rank):
     """Rank 1 does not keep the first of its keys: it finds zeros there."""
     if index == 1:
-        for kept in (*rank.pool.keys.values(), *rank.pool.values.values()):
-            kept[:, 0].zero_()  # what memory holds before anything is stored may be anything
+        for retained in (*rank.pool.keys.values(), *rank.pool.values.values()):
+            retained[:, 0].zero_()  # what memory holds before anything is stored may be anything
         store = rank.pool.store
         rank.pool.store = lambda backend, layer, slots_T, *kv: store(
             backend, layer, torch.where(slots_T == 0, 1, slots_T), *kv

@@ -126,19 +126,19 @@ async def test_a_preempted_answer_goes_on_as_it_began(goldens):
     golden = goldens("gemma3")
     sampling = Sampling(max_tokens=NEW_TOKENS, ignore_end_token=True)
     async with running(replicated(golden, world_size=2, max_sequences=1, chunk_size=300)) as engine:
-        said, urgent = [], []
+        output, urgent = [], []
         async for event in engine.submit(
             Prompt(context=None, token_ids=golden.prompt, sampling=sampling, claim=SchedulingClaim(priority=-1))
         ):
-            said += event.token_ids if isinstance(event, Tokens) else ()
-            if said and not urgent:
+            output += event.token_ids if isinstance(event, Tokens) else ()
+            if output and not urgent:
                 urgent.append(
                     engine.submit(
                         Prompt(context=None, token_ids=(5, 6, 7), sampling=sampling, claim=SchedulingClaim(priority=1))
                     )
                 )
         assert any([isinstance(event, Tokens) async for event in urgent[0]])
-    assert tuple(said) == golden.tokens
+    assert tuple(output) == golden.tokens
 
 
 BLOCK_BYTES = {"gemma3": 32 << 10, "llama4": 48 << 10, "mistral": 64 << 10}

@@ -99,10 +99,10 @@ def keys_in_8_bits(place: Place) -> None:
         tolerance = TOLERANCES[torch.float32 if dtype == torch.float32 else torch.float16]
         for dim in (64, 128):
             q, k, v = tensors(place, dim, dtype)
-            kept = int8.empty(KEY_HEADS, num_slots // BLOCK_SIZE, BLOCK_SIZE, dim, place.device)
-            place.kernels.store_int8(kept, slots, k[:, :num_slots], v[:, :num_slots])
-            right = wanted(q, *int8.read(kept, slots, torch.float32), reads)
-            assert_close(place.kernels.attend_int8(q, kept, Reads(reads), scale_of(q)), right, 2 * tolerance)
+            retained = int8.empty(KEY_HEADS, num_slots // BLOCK_SIZE, BLOCK_SIZE, dim, place.device)
+            place.kernels.store_int8(retained, slots, k[:, :num_slots], v[:, :num_slots])
+            right = wanted(q, *int8.read(retained, slots, torch.float32), reads)
+            assert_close(place.kernels.attend_int8(q, retained, Reads(reads), scale_of(q)), right, 2 * tolerance)
 
 
 def blocks_are_told_of(place: Place) -> None:
@@ -116,24 +116,24 @@ def blocks_are_told_of(place: Place) -> None:
             assert_same_bits(found.out_THD, plain.out_THD)
             assert_same_bits(found.lse_TH, plain.lse_TH)
             assert asking.told is not None
-            told_KE2 = asking.told.take()
-            assert told_KE2 is not None
+            reported_KE2 = asking.told.take()
+            assert reported_KE2 is not None
             for read, each in zip(reads, asking.told.reads, strict=True):
-                told_KRGE2 = told_KE2[:, each.start * GROUPS[dim] : each.end * GROUPS[dim]]
-                told_KRGE2 = told_KRGE2.unflatten(1, (-1, GROUPS[dim], each.num_entries)).double()
-                check_shares(read, told_KRGE2, q, k, found.lse_TH)
+                reported_KRGE2 = reported_KE2[:, each.start * GROUPS[dim] : each.end * GROUPS[dim]]
+                reported_KRGE2 = reported_KRGE2.unflatten(1, (-1, GROUPS[dim], each.num_entries)).double()
+                check_shares(read, reported_KRGE2, q, k, found.lse_TH)
 
 
 def asked(reads: list[Read]) -> Reads:
     """All rows of some reads are told of."""
-    found, told = Reads(reads), list[AttributedRead]()
+    found, reported = Reads(reads), list[AttributedRead]()
     for read in reads:
-        told.append(told_read(read[2:4], told[-1].end if told else 0, read[:2]))
-    found.told = BlockSums(told)
+        reported.append(told_read(read[2:4], reported[-1].end if reported else 0, read[:2]))
+    found.told = BlockSums(reported)
     return found
 
 
-def check_shares(read: Read, told_KRGE2: Tensor, q_THD: Tensor, k_KSD: Tensor, lse_TH: Tensor) -> None:
+def check_shares(read: Read, reported_KRGE2: Tensor, q_THD: Tensor, k_KSD: Tensor, lse_TH: Tensor) -> None:
     """What is told of a read, [K, rows, G, entries, 2] in float64."""
     rows, slots = slice(read.row_start, read.row_end), slice(read.slot_start, read.slot_end)
     sizes, ends = (KEY_HEADS, -1), (read.slot_start % BLOCK, -read.slot_end % BLOCK)
@@ -143,7 +143,7 @@ def check_shares(read: Read, told_KRGE2: Tensor, q_THD: Tensor, k_KSD: Tensor, l
     seen_RS = seen_through([read], len(q_THD), k_KSD.shape[1], str(q_THD.device))[rows, slots]
     shares_KRGS = torch.where(seen_RS[:, None], (scores_KRGS - lse_KRG1).exp(), 0.0)
     right_KRGE = torch.nn.functional.pad(shares_KRGS, ends).unflatten(3, (-1, BLOCK)).sum(dim=4)
-    peaks_KRGE, sums_KRGE = told_KRGE2.unbind(dim=4)
+    peaks_KRGE, sums_KRGE = reported_KRGE2.unbind(dim=4)
     found_KRGE = torch.where(sums_KRGE == 0, 0.0, sums_KRGE * (peaks_KRGE - lse_KRG1).exp())
     torch.testing.assert_close(found_KRGE, right_KRGE, atol=1e-4, rtol=1e-3)
 

@@ -96,7 +96,7 @@ def work(place: Place) -> "Iterator[StepPlan]":
     ids = tuple(3 + i * 7 % 400 for i in range(place.num_prompt))
     drawn = Sampling(temperature=0.9, top_p=0.9, num_logprobs=3, seed=1)
     adjusted = Sampling(temperature=0.7, min_p=0.05, logit_bias={5: 1.0}, seed=2)
-    asked = [
+    requested = [
         Asked(ids, 6, 0, Sampling(num_logprobs=5)),
         Asked(ids[:5], 2, 0),
         Asked(ids[:9], 4, 1, drawn),
@@ -104,7 +104,7 @@ def work(place: Place) -> "Iterator[StepPlan]":
         Asked(ids[:2], 1, 4),
         Asked(ids[1:8], 2, 7),
     ]
-    return answers(asked, 1, BLOCK_SIZE)
+    return answers(requested, 1, BLOCK_SIZE)
 
 
 def one_behind(rank: "Rank", work: "Iterable[StepPlan]") -> "Iterator[StepResult | None]":

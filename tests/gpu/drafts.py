@@ -30,13 +30,13 @@ def drafts_change_no_token(place: Place) -> None:
     drawn = Sampling(temperature=0.9, top_p=0.9, num_logprobs=3, seed=1)
     penalized = Sampling(repetition_penalty=1.2, frequency_penalty=0.5, logit_bias={5: 1.0}, num_logprobs=0)
     samplings = (Sampling(num_logprobs=5), drawn, penalized)
-    asked = [Asked(ids[: len(ids) - i], NUM_TOKENS, 0, sampling) for i, sampling in enumerate(samplings)]
-    rank, wanted = watched(place, is_captured=True).rank, [list["Token"]() for _ in asked]
-    for plan in answers(asked, 1, BLOCK_SIZE):
+    requested = [Asked(ids[: len(ids) - i], NUM_TOKENS, 0, sampling) for i, sampling in enumerate(samplings)]
+    rank, wanted = watched(place, is_captured=True).rank, [list["Token"]() for _ in requested]
+    for plan in answers(requested, 1, BLOCK_SIZE):
         result = rank.execute(plan)
         for sequence, tokens in result.tokens.items() if result else ():
             wanted[sequence] += tokens
-    found = drafted(place, asked, wanted)
+    found = drafted(place, requested, wanted)
     for mine, theirs in zip(found, wanted, strict=True):
         assert [token.id for token in mine] == [token.id for token in theirs]
         pairs = [(a.logprobs, b.logprobs) for a, b in zip(mine, theirs, strict=True)]
@@ -79,5 +79,5 @@ def row(
     index = len(said)
     plain = plans.row(sequence, one, index, 1, BLOCK_SIZE, sequence * each)
     room = min(BLOCK_SIZE - 1 - index % BLOCK_SIZE, one.num_tokens - index - 1, MOST_DRAFTS if index else 0)
-    guesses = [token.id if dice.random() < SHARE else token.id ^ 1 for token in known[index : index + room]]
-    return plans.with_drafts(plain, guesses)
+    drafts = [token.id if dice.random() < SHARE else token.id ^ 1 for token in known[index : index + room]]
+    return plans.with_drafts(plain, drafts)

@@ -41,15 +41,17 @@ def same_8_bits_as_the_cpu(place: Place) -> None:
         k, v = (place.drawn(i, HEADS, num_slots, DIM) for i in (1, 2))
         k = (k * 10 ** place.drawn(3, HEADS, 1, DIM).clamp(-2, 2)).to(dtype)
         v = v.to(dtype)
-        kept, right = (int8.empty(HEADS, num_slots // BLOCK_SIZE, BLOCK_SIZE, DIM, d) for d in (place.device, "cpu"))
-        for layer in (kept, right):
+        retained, right = (
+            int8.empty(HEADS, num_slots // BLOCK_SIZE, BLOCK_SIZE, DIM, d) for d in (place.device, "cpu")
+        )
+        for layer in (retained, right):
             for tensor in layer[:4]:
                 tensor.zero_()
         for low, high in ((0, 3), (3, num_slots // 3), (num_slots // 3, num_slots)):
             slots = torch.arange(low, high)
-            place.kernels.store_int8(kept, slots.to(place.device), k[:, low:high], v[:, low:high])
+            place.kernels.store_int8(retained, slots.to(place.device), k[:, low:high], v[:, low:high])
             int8.write(right, slots, k[:, low:high].cpu(), v[:, low:high].cpu())
-        for found, wanted in zip(kept[:4], right[:4], strict=True):
+        for found, wanted in zip(retained[:4], right[:4], strict=True):
             assert_same_bits(found, wanted)
 
 
@@ -77,8 +79,8 @@ def folds_to_the_same_bits(place: Place) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         stacked = torch.stack([place.kernels.pack(part, dtype) for part in parts(place, 5, place.num_rows)])
         found = place.kernels.fold(stacked)
-        told = packed.unpack(stacked)
-        assert_close(found, merge_all(told.out_THD.double(), told.lse_TH.double()), 1e-5)
+        reported = packed.unpack(stacked)
+        assert_close(found, merge_all(reported.out_THD.double(), reported.lse_TH.double()), 1e-5)
         for rows in (slice(0, 1), slice(1, place.num_rows), slice(0, place.num_rows)):
             again = place.kernels.fold(stacked[:, rows].contiguous())
             assert_same_bits(again.out_THD, found.out_THD[rows])

@@ -20,16 +20,16 @@ def no_call_waits(place: Place) -> None:
     num_slots = place.num_keys // BLOCK_SIZE * BLOCK_SIZE
     q = place.drawn(0, 8, KEY_HEADS * GROUP, DIM, dtype=torch.bfloat16)
     k, v = (place.drawn(i, KEY_HEADS, num_slots, DIM, dtype=torch.bfloat16) for i in (1, 2))
-    kept = int8.empty(KEY_HEADS, num_slots // BLOCK_SIZE, BLOCK_SIZE, DIM, place.device)
+    retained = int8.empty(KEY_HEADS, num_slots // BLOCK_SIZE, BLOCK_SIZE, DIM, place.device)
     slots, kernels, scale = torch.arange(num_slots, device=place.device), place.kernels, scale_of(q)
 
     def step() -> None:
         reads = asked([Read(0, 8, 0, num_slots - 8), Read(3, 4, num_slots - 8, num_slots)])
         kernels.store((k, v), slots[:8], (k[:, -8:], v[:, -8:]))
-        kernels.store_int8(kept, slots, k, v)
+        kernels.store_int8(retained, slots, k, v)
         for softcap in (None, CAP):
             partial = kernels.attend(q, k, v, reads, scale, softcap)
-            kernels.attend_int8(q, kept, reads, scale, softcap)
+            kernels.attend_int8(q, retained, reads, scale, softcap)
             add_shares(place, reads, partial)
         kernels.fold(torch.stack([kernels.pack(partial, torch.bfloat16)] * 4))
 
@@ -41,14 +41,14 @@ def no_call_waits(place: Place) -> None:
 def add_shares(place: Place, reads: Reads, partial: Partial) -> None:
     """Of what the first row told of the last layer, in two columns."""
     assert reads.told is not None
-    told_KE2, num_entries = reads.told.take(), reads.told.reads[0].num_entries
-    assert told_KE2 is not None
+    reported_KE2, num_entries = reads.told.take(), reads.told.reads[0].num_entries
+    assert reported_KE2 is not None
     bounds = ((0, num_entries - 1, 0), (num_entries - 1, num_entries, 1))
     runs = [(0, 0, num_entries, *bound, 0, NO_EDGE) for bound in bounds]
     columns = AttributionColumns(block_attribution.table(runs, 8), block_attribution.table([(0, 1, 0, 2)], 4))
     means, largest = torch.zeros(2, 1, 3, device=place.device)
     found = (means, largest, torch.zeros(1, 3, dtype=torch.int32, device=place.device))
-    place.kernels.add_shares(told_KE2, partial.lse_TH, None, columns, found, sink_column=2, first_head=0)
+    place.kernels.add_shares(reported_KE2, partial.lse_TH, None, columns, found, sink_column=2, first_head=0)
 
 
 def a_graph_serves_any_mix(place: Place) -> None:

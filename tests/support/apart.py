@@ -65,32 +65,32 @@ def _plain(value: Any) -> Any:
 
 async def play(address: str, tenant: str, script: Sequence[Step]) -> Said:
     """What the tenant hears of its script."""
-    said: Said = []
+    output: Said = []
     async with grpc.aio.insecure_channel(address) as channel:
         caller = Caller(channel, tenant)
         for name, requests in script:
-            code, responses, told = await caller.call(name, [request_of(name, **fields) for fields in requests])
+            code, responses, reported = await caller.call(name, [request_of(name, **fields) for fields in requests])
             found = [_plain(MessageToDict(response)) for response in responses]
             if name in ("Generate", "IngestContext"):
                 found = [*_joined(_steady(found)), {"totals": _totals(found)}]
-            said.append((name, code, found, told))
-    return said
+            output.append((name, code, found, reported))
+    return output
 
 
 def _steady(found: list[Any]) -> list[Any]:
     """Without progress, since how it is cut depends on steps, and whether the tenant, which asks one thing at a time,
     had to wait: then it was the next one, however many others waited, and is told once more when it is admitted."""
-    told = [each for each in found if each and (not {"progress", "phase"} & set(each) or "context" in each)]
-    places = [each["started"].pop("queuePosition", 0) for each in told if "started" in each]
+    reported = [each for each in found if each and (not {"progress", "phase"} & set(each) or "context" in each)]
+    places = [each["started"].pop("queuePosition", 0) for each in reported if "started" in each]
     assert set(places) <= {0, 1}, places
-    started = [i for i, each in enumerate(told) if "started" in each]
-    return [each for i, each in enumerate(told) if i not in started[:-1]]
+    started = [i for i, each in enumerate(reported) if "started" in each]
+    return [each for i, each in enumerate(reported) if i not in started[:-1]]
 
 
 def _totals(found: list[Any]) -> list[int]:
     """All that progress was told to be of."""
-    told = [each.get("progress", each) for each in found]
-    return sorted({int(each["totalTokenCount"]) for each in told if "totalTokenCount" in each})
+    reported = [each.get("progress", each) for each in found]
+    return sorted({int(each["totalTokenCount"]) for each in reported if "totalTokenCount" in each})
 
 
 def _joined(found: list[Any]) -> list[Any]:

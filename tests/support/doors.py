@@ -19,14 +19,14 @@ T = TypeVar("T")
 async def opened(server: str, **settings: Any) -> AsyncGenerator[str, None]:
     """A door in front of the service at `server`; gives its URL."""
     loop = asyncio.get_running_loop()
-    told, end = loop.create_future(), asyncio.Event()
+    reported, end = loop.create_future(), asyncio.Event()
     config = GatewayConfig(server=server, port=0, **settings)
-    serving = asyncio.create_task(serve(config, lambda url, _: told.set_result(url), end))
+    serving = asyncio.create_task(serve(config, lambda url, _: reported.set_result(url), end))
     try:
-        await asyncio.wait([told, serving], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([reported, serving], return_when=asyncio.FIRST_COMPLETED)
         if serving.done():
             await serving
-        yield await told
+        yield await reported
     finally:
         end.set()
         await asyncio.wait([serving])

@@ -113,9 +113,9 @@ def revive(old: Scheduler, new: Scheduler, next_segment: int) -> None:
     """Has a scheduler take in the contexts of another one, as from a catalog."""
     new.segments.begin_ids(next_segment)
     contexts = old.contexts.list()
-    kept = {segment.id: segment for context in contexts for segment in context.path.segments}
+    retained = {segment.id: segment for context in contexts for segment in context.path.segments}
     segments: dict[int, Segment] = {}
-    for segment in sorted(kept.values(), key=lambda segment: segment.id):
+    for segment in sorted(retained.values(), key=lambda segment: segment.id):
         before = TokenPath(tuple(segments[part.id] for part in segment.before.segments), segment.before.end)
         segments[segment.id] = found = Segment(segment.id, before, segment.rope, segment.tenant)
         found.extend(segment.token_ids)

@@ -15,7 +15,7 @@ def empty_house(form: str | None = FORM, service: str = "new") -> FakeTransferEn
 
 def house_of(*contexts: Packable) -> FakeTransferEngine:
     """A house with these contexts."""
-    house = empty_house(service="old")
+    transfers = empty_house(service="old")
     for packable in contexts:
         head = packable.head
         record = ContextRecord(
@@ -32,9 +32,9 @@ def house_of(*contexts: Packable) -> FakeTransferEngine:
             last_used=3.5,
             num_hits=4,
         )
-        house.contexts[head.context] = StoredContext(record, packable.path, packable.manifests)
-        house.objects |= packable.objects
-    return house
+        transfers.contexts[head.context] = StoredContext(record, packable.path, packable.manifests)
+        transfers.objects |= packable.objects
+    return transfers
 
 
 async def sending(

@@ -222,9 +222,12 @@ class KeyLedger:
         book, content = self.books[order.segment], Content()
         for run in order.runs:
             whole = book.window_runs if order.of_windows else book.runs
-            (held,) = (one for one in whole if one.rank == run.rank and one.start <= run.start < one.end)
+            (resident,) = (one for one in whole if one.rank == run.rank and one.start <= run.start < one.end)
             assert run.rank == (EVERY_RANK if order.of_windows else self.members.index(member))
-            assert list(self._slots(run)) == list(self._slots(held))[run.start - held.start : run.end - held.start]
+            assert (
+                list(self._slots(run))
+                == list(self._slots(resident))[run.start - resident.start : run.end - resident.start]
+            )
             for position in range(run.start, run.end):
                 key = self._keys[member, order.of_windows, self._slot(run, position)]
                 assert key is not None, "a key of a broken step is saved"
@@ -270,9 +273,9 @@ class KeyLedger:
         assert self._windows is not None
         book, start = self.books[work.path[-1]], work.start
         seen_from = max(start, self._windows.first(end)) if isinstance(work, Prefill) else start
-        held = {position for run in book.window_runs for position in range(run.start, run.end)}
-        assert held.issuperset(range(seen_from, end))
-        for position in (position for position in held if start <= position < end):
+        resident = {position for run in book.window_runs for position in range(run.start, run.end)}
+        assert resident.issuperset(range(seen_from, end))
+        for position in (position for position in resident if start <= position < end):
             for member in self.members:
                 self._keys[member, True, self._window_slot(book, position)] = chain[position]
 

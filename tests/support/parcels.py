@@ -43,24 +43,24 @@ class Packable:
 
 def packed_early(given: Packable) -> bytes:
     """Its parcel as early versions wrote it: with whole segments, their keys too, where the context uses a part."""
-    parcel, digest = bytearray(PREAMBLE), blake3(PREAMBLE)
+    archive, digest = bytearray(PREAMBLE), blake3(PREAMBLE)
 
     def add(kind: Kind, content: bytes) -> None:
         frame = Frame.of(kind, content).encode()
         digest.update(frame)
-        parcel.extend(frame + content)
+        archive.extend(frame + content)
 
     add("head", encode(given.head))
     ends = [*(segment.start for segment in given.path[1:]), given.head.num_tokens]
     for segment, end in zip(given.path, ends, strict=True):
         keys, num_tokens = keys_of(given.manifests[segment.id]), len(segment.token_ids)
-        told = SegmentHead(num_used=end - segment.start, num_tokens=num_tokens, rope=segment.rope, keys=keys)
-        add("segment", encode(told))
+        reported = SegmentHead(num_used=end - segment.start, num_tokens=num_tokens, rope=segment.rope, keys=keys)
+        add("segment", encode(reported))
         add("ids", segment.token_ids.tobytes())
         for name in given.manifests[segment.id].objects:
             add("piece", given.objects[name])
     add("end", digest.digest())
-    return bytes(parcel)
+    return bytes(archive)
 
 
 def bytes_from(packing: ArchiveWriter, objects: dict[str, bytes], offset: int = 0) -> bytes:
@@ -89,8 +89,8 @@ def packable(
         parent = path[-1].id if path else None
         rope = Rope(scaled_for=number, is_double=bool(number))
         text = document_text(num_tokens) if number % 2 else None
-        told = {"id": 7 + 3 * number, "parent": parent, "start": start}
-        path.append(SegmentRecord(**told, rope=rope, token_ids=ids, text=text))
+        reported = {"id": 7 + 3 * number, "parent": parent, "start": start}
+        path.append(SegmentRecord(**reported, rope=rope, token_ids=ids, text=text))
         start += num_used
     head = ContextHead(
         fingerprint=FINGERPRINT,
@@ -152,8 +152,8 @@ def unpack(parcel: bytes, cuts: Sequence[int] = ()) -> list[Told]:
     for start, end in zip(bounds[:-1], bounds[1:], strict=True):
         data = memoryview(parcel)[start:end]
         while data:
-            count, told = unpacking.take(data)
+            count, reported = unpacking.take(data)
             data = data[count:]
-            found += [] if told is None else [told]
+            found += [] if reported is None else [reported]
     unpacking.check_complete()
     return found

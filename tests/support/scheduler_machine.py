@@ -461,10 +461,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         drafted = {row.sequence: len(row.draft_ids) for row in rows}
         for job, outcome in outcomes:
             if isinstance(outcome, Tokens):
-                sequence, num_told = job + outcome.sample, len(outcome.tokens)
+                sequence, num_reported = job + outcome.sample, len(outcome.tokens)
                 assert outcome.num_drafted == drafted[sequence]
-                assert outcome.num_accepted == min(num_told, len(tokens[sequence]) - 1) <= outcome.num_drafted
-                counted.add(outcome.num_drafted, outcome.num_accepted, num_told)
+                assert outcome.num_accepted == min(num_reported, len(tokens[sequence]) - 1) <= outcome.num_drafted
+                counted.add(outcome.num_drafted, outcome.num_accepted, num_reported)
         assert self.scheduler.drafts == counted
 
     def _see(self, outcomes: list[Outcome]) -> None:
@@ -480,8 +480,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert self.answers[job + outcome.sample] == self.expected[job + outcome.sample]
                 self._ended(job, outcome.sample)
             if isinstance(outcome, Failed):
-                told = self.answers[job + outcome.sample]
-                assert told == self.expected[job + outcome.sample][: len(told)]
+                reported = self.answers[job + outcome.sample]
+                assert reported == self.expected[job + outcome.sample][: len(reported)]
                 self._ended(job, outcome.sample)
             if isinstance(outcome, Admitted):
                 assert outcome.cached_tokens < outcome.prompt_tokens == len(self.prompts[job])

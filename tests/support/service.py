@@ -171,25 +171,27 @@ class FakeEngine:
         self.prompts.append(prompt)
         if self.error is not None:
             raise self.error
-        held = len(self.get_context(prompt.context).shares) if prompt.context else 0
-        num_prompt = held + len(prompt.token_ids)
+        resident = len(self.get_context(prompt.context).shares) if prompt.context else 0
+        num_prompt = resident + len(prompt.token_ids)
         spans = echo_spans((0,), self.num_tokens(prompt.context or ""), prompt.cuts.size) if prompt.cuts else []
         if prompt.is_probe:
             found = engine_messages.ProbeResult(echo_scores(prompt.token_ids[-prompt.num_scored :], prompt.hidden))
-            return self._stream([engine_messages.Ended("length", num_prompt, held, 0, 0.0, 0.0, 0.0, found=found)])
+            return self._stream([engine_messages.Ended("length", num_prompt, resident, 0, 0.0, 0.0, 0.0, found=found)])
         script: list[engine_messages.Event] = [
-            engine_messages.Admitted(num_prompt, held),
+            engine_messages.Admitted(num_prompt, resident),
             Progress(num_prompt, num_prompt),
         ]
         index = 0
         for token_ids in self.answer:
-            told = tuple(echo_attention(spans, (), num_prompt + index + i) for i in range(len(token_ids)))
-            script.append(engine_messages.Tokens(index, tokens(token_ids), 0, told if spans else ()))
+            reported = tuple(echo_attention(spans, (), num_prompt + index + i) for i in range(len(token_ids)))
+            script.append(engine_messages.Tokens(index, tokens(token_ids), 0, reported if spans else ()))
             index += len(token_ids)
         script += self.script
         if not self.is_endless and self.late_error is None and not self.script:
             comparison = self.comparison if prompt.is_compared else None
-            script.append(engine_messages.Ended(self.reason, num_prompt, held, index, 0.5, 1.5, 2.25, 0, comparison))
+            script.append(
+                engine_messages.Ended(self.reason, num_prompt, resident, index, 0.5, 1.5, 2.25, 0, comparison)
+            )
         return self._stream(script)
 
     def ingest(self, document: engine_messages.DocumentPrompt) -> FakeStream:
@@ -212,8 +214,8 @@ class FakeEngine:
         self.settings.setdefault(context, settings)
 
     def answer_room(self, context: str | None, num_tokens: int, num_samples: int, *, is_whole: bool = True) -> int:
-        held = len(self.contexts[context]) if context is not None else 0
-        return min(self.max_positions - held - num_tokens, self.total_tokens // num_samples)
+        resident = len(self.contexts[context]) if context is not None else 0
+        return min(self.max_positions - resident - num_tokens, self.total_tokens // num_samples)
 
     def scaling_note(self, context: str | None, num_tokens: int, max_tokens: int, *, is_whole: bool = True) -> str:
         return self.scaling
@@ -234,8 +236,10 @@ class FakeEngine:
 
     def text_parts(self, context_id: str) -> list[engine_messages.DocumentPart]:
         self.get_context(context_id)
-        held = array("I", self.contexts[context_id])
-        return [engine_messages.DocumentPart(token_ids=held, num_tokens=len(held), text=self.texts.get(context_id))]
+        resident = array("I", self.contexts[context_id])
+        return [
+            engine_messages.DocumentPart(token_ids=resident, num_tokens=len(resident), text=self.texts.get(context_id))
+        ]
 
     def made_by(self, context_id: str) -> str:
         self.get_context(context_id)

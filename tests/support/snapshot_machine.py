@@ -58,8 +58,8 @@ class SnapshotMachine(DurableMachine):
     def _may_be_saved(self) -> list[SegmentPlacement]:
         """Segments of contexts that are wholly held."""
         contexts = self.scheduler.contexts.list()
-        kept = dict.fromkeys(segment for context in contexts for segment in context.path.segments)
-        holdings = self.scheduler.segments.holdings.of(kept)
+        retained = dict.fromkeys(segment for context in contexts for segment in context.path.segments)
+        holdings = self.scheduler.segments.holdings.of(retained)
         return [one for one in holdings if one.loss is None and not one.is_parked]
 
     def _saved(self, holding: SegmentPlacement, size: int) -> Snapshot:
@@ -100,7 +100,7 @@ class SnapshotMachine(DurableMachine):
         self.fetching += restoring.take_ordered()
         discarded = set(restoring.take_discarded())
         self.fetching = [part for part in self.fetching if part.ticket not in discarded]
-        self.keys.fetched = {key: held for key, held in self.keys.fetched.items() if key[1] not in discarded}
+        self.keys.fetched = {key: resident for key, resident in self.keys.fetched.items() if key[1] not in discarded}
 
     @rule(data=st.data(), is_there=st.sampled_from([True, True, True, False]))
     def fetch(self, data: st.DataObject, is_there: bool) -> None:

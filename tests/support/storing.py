@@ -117,19 +117,19 @@ async def serving(
     model: str = "none",
     check_room: Callable[[int], None] = any_room,
 ) -> AsyncGenerator[Service, None]:
-    ranks, lasting = ranks or storage.ranks(), storage.lasting
+    ranks, persistence = ranks or storage.ranks(), storage.lasting
     config = EngineConfig(model=model, world_size=ranks.world_size, chunk_size=32, block_size=4, replicate_below=8)
     snapshots = Snapshots(
         storage.store,
-        lasting.catalog,
-        lasting.kept,
+        persistence.catalog,
+        persistence.kept,
         "checkpoint",
         policy or RetentionPolicy(grace=NOW),
         lambda: NOW,
         check_room,
     )
-    lasting.snapshots = snapshots
-    async with running(Engine(ranks, config, 3000, durability=lasting, wall_clock=lambda: 12.0)) as found:
+    persistence.snapshots = snapshots
+    async with running(Engine(ranks, config, 3000, durability=persistence, wall_clock=lambda: 12.0)) as found:
         yield Service(found.engine, ranks, snapshots)
 
 

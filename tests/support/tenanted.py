@@ -59,8 +59,8 @@ class Tenanted(AbstractContextManager["Tenanted"]):
         """What a command of a tenant that succeeds prints with --json; of several lines, a list."""
         found = self.run_as(tenant, *arguments, "--json")
         assert found.returncode == 0, found.stderr
-        told = [json.loads(line) for line in found.stdout.splitlines()]
-        return told[0] if len(told) == 1 else told
+        reported = [json.loads(line) for line in found.stdout.splitlines()]
+        return reported[0] if len(reported) == 1 else reported
 
     def ingest(self, tenant: str, name: str, text: str) -> None:
         file = self._folder / f"{tenant}-{name}.txt"

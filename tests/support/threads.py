@@ -28,9 +28,9 @@ Spoil = Callable[[int, Rank], None]
 
 
 def make_spec(rank: int, config: EngineConfig) -> RankSpec:
-    nobody = ConnectInfo(address="", server_key=b"", public_key=b"", secret_key=b"")
+    no_client = ConnectInfo(address="", server_key=b"", public_key=b"", secret_key=b"")
     place = {"host": "127.0.0.1", "node": "here", "num_ranks_here": config.world_size, "gpu": 0}
-    return RankSpec(member=rank, config=config, invitation=nobody, **place)
+    return RankSpec(member=rank, config=config, invitation=no_client, **place)
 
 
 class ThreadRanks:
@@ -110,10 +110,10 @@ class ThreadRanks:
         self._orders[member, Saved if isinstance(order, Save) else Fetched, order.ticket] = outcome
         self._plans[member].put(encode(order))
         async with asyncio.timeout(120):
-            told = await asyncio.wrap_future(outcome)
-        if told.failure is not None:
-            raise error_of(order.name, told.failure)
-        return told
+            reported = await asyncio.wrap_future(outcome)
+        if reported.failure is not None:
+            raise error_of(order.name, reported.failure)
+        return reported
 
     def _tell(self, outcome: Outcome) -> None:
         self._orders.pop((outcome.member, type(outcome), outcome.ticket)).set_result(outcome)

@@ -22,8 +22,8 @@ def wheel(package: str) -> zipfile.ZipFile:
     version = re.search(r"==(\S+)", pinned)
     assert version
     path = FOLDER / f"{package.replace('-', '_')}-{version[1]}-py3-none-any.whl"
-    kept = _download("--no-index") if path.exists() else None
-    failed = _download() if kept is None or kept.returncode else kept
+    retained = _download("--no-index") if path.exists() else None
+    failed = _download() if retained is None or retained.returncode else retained
     if failed.returncode:
         reason = f"{package} cannot be downloaded: {failed.stdout.strip().splitlines()[-1]}"
         (pytest.fail if os.environ.get("REQUIRE_WHEELS") else pytest.skip)(reason)

@@ -43,7 +43,7 @@ class Witness:
 
     def __enter__(self) -> Self:
         self._process = subprocess.Popen(self._command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self.expected = self.until(lambda told: "answer" in told)["answer"]
+        self.expected = self.until(lambda reported: "answer" in reported)["answer"]
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -64,11 +64,11 @@ class Witness:
 
     def under_way(self) -> None:
         """Waits until an answer is."""
-        self.until(lambda told: "begun" in told)
+        self.until(lambda reported: "begun" in reported)
 
     def cluster(self, is_so: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         """Waits until the cluster is so, as WatchCluster tells it from here on."""
-        return self.until(lambda told: "cluster" in told and is_so(told["cluster"]))["cluster"]
+        return self.until(lambda reported: "cluster" in reported and is_so(reported["cluster"]))["cluster"]
 
     def healed(self, world_size: int, num_losses: int) -> dict[str, Any]:
         """Waits until there are as many ranks again, all that was lost is held, and runs have moved to those that are
@@ -89,9 +89,9 @@ class Witness:
         assert self._process.stdout is not None
         self.told += map(json.loads, self._process.stdout)
         assert self._process.wait(timeout=SECONDS) == 0
-        assert [told for told in self.told if "error" in told] == []
-        assert all(told["answer"] == self.expected for told in self.told if "answer" in told)
-        assert {told["health"] for told in self.told if "health" in told} == {"SERVING"}
+        assert [reported for reported in self.told if "error" in reported] == []
+        assert all(reported["answer"] == self.expected for reported in self.told if "answer" in reported)
+        assert {reported["health"] for reported in self.told if "health" in reported} == {"SERVING"}
 
 
 # --- the process ---

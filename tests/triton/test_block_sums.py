@@ -65,9 +65,9 @@ def test_blocks_have_the_shares_of_dense_attention_and_change_no_bit(
     kind, dtype, data, seed, num_rows, group, dim, cap, tile_keys, num_multiprocessors
 ):
     """Of tiles and pieces of any size, and in memory in which another layer was told of."""
-    reads, told, num_slots = drawn_reads(data, num_rows)
+    reads, reported, num_slots = drawn_reads(data, num_rows)
     layer, before = (Layer(seed + i, num_rows, group, dim, kind, dtype, num_slots) for i in range(2))
-    kernels, sums = TritonKernels(num_multiprocessors), BlockSums(told)
+    kernels, sums = TritonKernels(num_multiprocessors), BlockSums(reported)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("longleaf.kernels.gpu.constants.MAX_TILE_KEYS", tile_keys)
         plain, asking = layer.attend(Reads(reads), cap, kernels), Reads(reads)
@@ -75,17 +75,17 @@ def test_blocks_have_the_shares_of_dense_attention_and_change_no_bit(
         before.attend(asking, cap, kernels)
         partial = layer.attend(asking, cap, kernels)
     assert torch.equal(partial.out_THD, plain.out_THD) and torch.equal(partial.lse_TH, plain.lse_TH)
-    told_KE2 = sums.take()
-    assert told_KE2 is not None and sums.take() is None
-    check_told(Dense(layer.q, layer.keys, SCALE, cap), reads, sums, told_KE2, partial)
+    reported_KE2 = sums.take()
+    assert reported_KE2 is not None and sums.take() is None
+    check_told(Dense(layer.q, layer.keys, SCALE, cap), reads, sums, reported_KE2, partial)
 
 
 def asked(*reads):
     """All rows of some reads are told of."""
-    found, told = Reads(reads), []
+    found, reported = Reads(reads), []
     for read in reads:
-        told.append(told_read(read[2:4], told[-1].end if told else 0, read[:2]))
-    found.told = BlockSums(told)
+        reported.append(told_read(read[2:4], reported[-1].end if reported else 0, read[:2]))
+    found.told = BlockSums(reported)
     return found
 
 
@@ -111,16 +111,16 @@ def test_blocks_that_lie_in_no_tile_are_not_told_of(monkeypatch):
 
 
 def test_nor_are_blocks_of_keys_in_8_bits_that_begin_elsewhere():
-    kept = int8.empty(KEY_HEADS, 5, 20, 16)
-    int8.write(kept, torch.arange(100), *torch.ones(2, KEY_HEADS, 100, 16))
+    retained = int8.empty(KEY_HEADS, 5, 20, 16)
+    int8.write(retained, torch.arange(100), *torch.ones(2, KEY_HEADS, 100, 16))
     reads = asked(Read(0, 2, 3, 90))
-    KERNELS.attend_int8(torch.ones(2, KEY_HEADS, 16), kept, reads, SCALE)
+    KERNELS.attend_int8(torch.ones(2, KEY_HEADS, 16), retained, reads, SCALE)
     assert reads.told.take() is None
 
 
 def drawn_columns(data, num_rows, num_entries):
     """Of some tellers, whose rows have some runs of their entries count into some columns."""
-    runs, tellers, row = [], [], 0
+    runs, attribution_rows, row = [], [], 0
     while row < num_rows:
         end, first_run = data.draw(st.integers(row + 1, num_rows)), len(runs)
         for one in range(row, end):
@@ -130,9 +130,9 @@ def drawn_columns(data, num_rows, num_entries):
                 before = data.draw(st.integers(0, min(per_column, 40) - 1))
                 column = data.draw(st.integers(0, 3))
                 runs.append((one, one * num_entries, num_entries, first, last, column, before, per_column))
-        tellers.append((row, end, first_run, len(runs)))
+        attribution_rows.append((row, end, first_run, len(runs)))
         row = end
-    return AttributionColumns(table(runs, 8), table(tellers, 4))
+    return AttributionColumns(table(runs, 8), table(attribution_rows, 4))
 
 
 @settings(max_examples=25, deadline=None)
@@ -147,8 +147,8 @@ def drawn_columns(data, num_rows, num_entries):
 def test_shares_add_up_as_those_of_the_cpu(data, seed, num_rows, num_entries, group, has_sinks):
     generator, columns = torch.Generator().manual_seed(seed), drawn_columns(data, num_rows, num_entries)
     sums = BlockSums([told_read((0, num_entries * BLOCK), 0, (0, num_rows))])
-    told_KE2 = sums.room(KEY_HEADS, group)
-    told_KE2.copy_(torch.rand(told_KE2.shape, generator=generator))
+    reported_KE2 = sums.room(KEY_HEADS, group)
+    reported_KE2.copy_(torch.rand(reported_KE2.shape, generator=generator))
     lse = torch.randn(KEY_HEADS * group, num_rows, generator=generator).T  # as merges hand it over
     sinks = torch.randn(KEY_HEADS * group, generator=generator) if has_sinks else None
     shape, found = (len(columns.tellers), 50), []
@@ -156,7 +156,7 @@ def test_shares_add_up_as_those_of_the_cpu(data, seed, num_rows, num_entries, gr
         found.append((torch.zeros(shape), torch.full(shape, -1.0), torch.zeros(shape, dtype=torch.int32)))
         for layer in range(2):
             place = {"sink_column": 49, "first_head": layer << 16}
-            add(told_KE2 + layer * 0.1, lse, sinks, columns, found[-1], **place)
+            add(reported_KE2 + layer * 0.1, lse, sinks, columns, found[-1], **place)
     (means, largest, heads), (other_means, other_largest, other_heads) = found
     torch.testing.assert_close(other_means, means, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(other_largest, largest, atol=1e-5, rtol=1e-5)
@@ -165,9 +165,9 @@ def test_shares_add_up_as_those_of_the_cpu(data, seed, num_rows, num_entries, gr
 
 def test_what_was_not_seen_has_no_share_whatever_is_written_there():
     columns = AttributionColumns(table([(0, 0, 2, 0, 2, 0, 0, 1)], 8), table([(0, 1, 0, 1)], 4))
-    told_KE2 = torch.tensor([[[900.0, 0.0], [-5.0, 1.0]]])
+    reported_KE2 = torch.tensor([[[900.0, 0.0], [-5.0, 1.0]]])
     found = (torch.zeros(1, 3), torch.full((1, 3), -1.0), torch.zeros(1, 3, dtype=torch.int32))
-    KERNELS.add_shares(told_KE2, torch.full((1, 1), -5.0), None, columns, found, sink_column=2, first_head=7)
+    KERNELS.add_shares(reported_KE2, torch.full((1, 1), -5.0), None, columns, found, sink_column=2, first_head=7)
     assert found[0].tolist() == found[1].tolist() == [[0.0, 1.0, 0.0]] and found[2].tolist() == [[7, 7, 7]]
 
 

@@ -135,8 +135,8 @@ async def check_golden(short, state, **settings):
     config = config_for(short.folder, **{**SETTINGS, "merge": "exchange", "max_sequences": 4, **settings})
     engine = Engine(ThreadRanks(config, make_rank=make), config, max_positions=8192)
     async with running(engine):
-        said = await state(engine, short)
-    assert [tokens for _, tokens in said] == [golden.tokens for golden, _ in said]
+        output = await state(engine, short)
+    assert [tokens for _, tokens in output] == [golden.tokens for golden, _ in output]
 
 
 @pytest.mark.parametrize("state", STATES)

@@ -50,8 +50,8 @@ async def served(short, state, make=triton, **settings):
     config = config_for(short.folder, **{**SETTINGS, "merge": "exchange", **settings})
     with served_by(make) as launches:
         async with running(config, sampled.watch) as engine:
-            said = await state(engine, short)
-    return said, sampled, launches.names
+            output = await state(engine, short)
+    return output, sampled, launches.names
 
 
 def largest_error(said, sampled):
@@ -61,10 +61,10 @@ def largest_error(said, sampled):
 
 
 async def check_row(short, state, world_size, **settings):
-    said, sampled, names = await served(short, state, world_size=world_size, **settings)
-    assert [tokens for _, tokens in said] == [golden.tokens for golden, _ in said]
-    assert largest_error(said, sampled) <= LOGIT_TOLERANCE
-    assert sampled.most_rows == min(2, len(said))
+    output, sampled, names = await served(short, state, world_size=world_size, **settings)
+    assert [tokens for _, tokens in output] == [golden.tokens for golden, _ in output]
+    assert largest_error(output, sampled) <= LOGIT_TOLERANCE
+    assert sampled.most_rows == min(2, len(output))
     assert names - MERGING == ATTENDING
     assert world_size == 1 or names >= MERGING
 
@@ -120,10 +120,10 @@ async def test_keys_that_are_split_say_the_same(shorts, family):
     async with running(config, watch) as engine:
         await ingest(engine, "book", golden.prompt[:-QUESTION])
         ranks[0].backend = triton(launches)
-        said = [await say(engine, golden, LONG - QUESTION, "book")]
+        output = [await say(engine, golden, LONG - QUESTION, "book")]
     assert launches.names == ATTENDING
-    assert said[0][1] == golden.tokens
-    assert largest_error(said, sampled) <= LOGIT_TOLERANCE
+    assert output[0][1] == golden.tokens
+    assert largest_error(output, sampled) <= LOGIT_TOLERANCE
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ class Forgetful(TritonKernels):
 
 @pytest.mark.parametrize(("family", "wrong", "world_size"), [("gemma2", Capless, 1), ("gpt_oss", Forgetful, 2)])
 async def test_kernels_that_lose_something_are_noticed(shorts, family, wrong, world_size):
-    said, sampled, _ = await served(
+    output, sampled, _ = await served(
         shorts(family), STATES["fresh"], lambda launcher: wrong(NUM_MULTIPROCESSORS, launcher), world_size=world_size
     )
-    assert largest_error(said, sampled) > 100 * LOGIT_TOLERANCE
+    assert largest_error(output, sampled) > 100 * LOGIT_TOLERANCE

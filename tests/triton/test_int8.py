@@ -31,10 +31,10 @@ def tokens(seed, num_tokens, dim=16, dtype=torch.float32):
 
 def layer(block_size, dim=16):
     """Slots in which anything may lie, the same each time."""
-    kept = int8.empty(HEADS, NUM_BLOCKS, block_size, dim)
-    for tensor in kept[:4]:
+    retained = int8.empty(HEADS, NUM_BLOCKS, block_size, dim)
+    for tensor in retained[:4]:
         tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) % 13)
-    return kept
+    return retained
 
 
 def assert_same_bits(a, b):
@@ -94,12 +94,12 @@ READS = [
 def check(block_size, dim, group, dtype, softcap=None, atol=5e-6):
     num_slots = NUM_BLOCKS * block_size
     reads = [read for read in READS if read.slot_end <= num_slots]
-    kept = layer(block_size, dim)
+    retained = layer(block_size, dim)
     k, v = tokens(0, num_slots, dim)
-    int8.write(kept, torch.arange(num_slots), k / k.abs().amax(), v / 100)
+    int8.write(retained, torch.arange(num_slots), k / k.abs().amax(), v / 100)
     q = torch.randn(6, HEADS * group, dim, generator=torch.Generator().manual_seed(1)).to(dtype)
-    wanted = expected(q, *int8.read(kept, torch.arange(num_slots), torch.float32), reads, SCALE, softcap)
-    found = KERNELS.attend_int8(q, kept, Reads(reads), SCALE, softcap)
+    wanted = expected(q, *int8.read(retained, torch.arange(num_slots), torch.float32), reads, SCALE, softcap)
+    found = KERNELS.attend_int8(q, retained, Reads(reads), SCALE, softcap)
     assert_same(found, wanted, atol=atol)
 
 
@@ -115,22 +115,22 @@ def test_attention_is_exact_over_what_is_kept(block_size, dim, group, dtype, ato
 def test_queries_of_any_size_are_exact(dtype, size):
     """Queries are scaled before they become float16, which holds neither of these sizes; but keys may grow so little
     that scores stay what softmax tells apart."""
-    kept, slots = layer(128), torch.arange(200)
+    retained, slots = layer(128), torch.arange(200)
     k, v = tokens(0, 200)
-    int8.write(kept, slots, k / k.abs().amax() / max(size, 1.0), v / 100)
+    int8.write(retained, slots, k / k.abs().amax() / max(size, 1.0), v / 100)
     q = (size * torch.randn(3, HEADS, 16, generator=torch.Generator().manual_seed(1))).to(dtype)
     reads = [Read(0, 3, 0, 200)]
-    wanted = expected(q, *int8.read(kept, slots, torch.float32), reads, SCALE, None)
+    wanted = expected(q, *int8.read(retained, slots, torch.float32), reads, SCALE, None)
     assert_same(
-        KERNELS.attend_int8(q, kept, Reads(reads), SCALE), wanted, atol=5e-6 if dtype == torch.float32 else 2e-3
+        KERNELS.attend_int8(q, retained, Reads(reads), SCALE), wanted, atol=5e-6 if dtype == torch.float32 else 2e-3
     )
 
 
 def test_values_of_zero_are_zero():
-    kept, slots = layer(32), torch.arange(60)
+    retained, slots = layer(32), torch.arange(60)
     k, v = tokens(0, 60)
-    int8.write(kept, slots, k, 0 * v)
-    found = KERNELS.attend_int8(torch.zeros(1, HEADS, 16), kept, Reads([Read(0, 1, 0, 60)]), SCALE)
+    int8.write(retained, slots, k, 0 * v)
+    found = KERNELS.attend_int8(torch.zeros(1, HEADS, 16), retained, Reads([Read(0, 1, 0, 60)]), SCALE)
     assert not found.out_THD.any()
     torch.testing.assert_close(found.lse_TH, torch.full((1, HEADS), 60.0).log())
 
@@ -165,10 +165,10 @@ INSTRUCTIONS = {
 
 @INVALID
 def test_a_token_that_was_not_finite_shows_to_those_that_see_it():
-    kept, slots = layer(32), torch.arange(60)
+    retained, slots = layer(32), torch.arange(60)
     k, v = tokens(0, 60)
     k[0, 30, 3] = torch.inf
-    int8.write(kept, slots, k.clamp(-9, torch.inf), v)
+    int8.write(retained, slots, k.clamp(-9, torch.inf), v)
     reads = [Read(0, 2, 0, 30), Read(1, 3, 30, 60), Read(3, 4, 31, 60)]
-    found = KERNELS.attend_int8(torch.randn(4, HEADS, 16), kept, Reads(reads), SCALE, None)
+    found = KERNELS.attend_int8(torch.randn(4, HEADS, 16), retained, Reads(reads), SCALE, None)
     assert found.out_THD.isfinite().all(dim=2).tolist() == [[True, True], [False, True], [False, True], [True, True]]

@@ -69,7 +69,7 @@ def test_nothing_is_asked_of_the_device():
         assert partial.out_THD.shape == (3, 8, 48)
         kernels.fold(torch.stack([kernels.pack(partial, torch.float32)] * 4))
         keys = torch.empty(2, 128, 64, dtype=torch.int8)
-        kept = Int8Layer(keys, keys, torch.empty(2, 4, 64, dtype=torch.int8), torch.empty(2, 128), 32)
-        kernels.store_int8(kept, slots, k[:, :3], k[:, :3])
-        kernels.attend_int8(q, kept, Reads(LAYER_READS), 0.1)
+        retained = Int8Layer(keys, keys, torch.empty(2, 4, 64, dtype=torch.int8), torch.empty(2, 128), 32)
+        kernels.store_int8(retained, slots, k[:, :3], k[:, :3])
+        kernels.attend_int8(q, retained, Reads(LAYER_READS), 0.1)
     assert len(launches.names) == 10

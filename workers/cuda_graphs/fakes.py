@@ -140,9 +140,9 @@ class OpRecorder(TorchDispatchMode):
         self._check_places(used, "an exchange")
         with self.paused():
             made = operation().clone()
-            kept = made.detach()
+            retained = made.detach()
         self._own([made])
-        self._operations.append(lambda: kept.copy_(operation()))
+        self._operations.append(lambda: retained.copy_(operation()))
         return made
 
     @contextmanager

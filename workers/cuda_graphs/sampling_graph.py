@@ -102,9 +102,9 @@ class GraphSampler:
 
     def choice(self, rows: Sequence[Row], batch: Batch, kind: Needs, turn: int) -> DeviceChoice:
         """Tokens that were chosen, on their way to one of two places on the host."""
-        told, num_positions = self._told(kind), len(batch.choosers)
-        told_RN, host_RN = told.there_RN[:num_positions], told.hosts_RN[turn][:num_positions]
-        return DeviceChoice(rows, batch.choosers, told_RN, self._sampler.broken, host_RN)
+        reported, num_positions = self._told(kind), len(batch.choosers)
+        reported_RN, host_RN = reported.there_RN[:num_positions], reported.hosts_RN[turn][:num_positions]
+        return DeviceChoice(rows, batch.choosers, reported_RN, self._sampler.broken, host_RN)
 
     def _told(self, kind: Needs) -> TokenBuffer:
         return self._ids if kind.num_top < 0 else self._logprobs

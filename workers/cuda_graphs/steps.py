@@ -69,7 +69,7 @@ class FixedSteps:
         self,
         buckets: Sequence[BatchBucket],
         last_ids: DeviceIds,
-        telling: TokenBroadcast,
+        reporting: TokenBroadcast,
         choosing: GraphSampler | None,
         device: str,
         tokens: FixedTokens | None = None,
@@ -79,7 +79,7 @@ class FixedSteps:
         self._buckets = buckets
         self._memory = StepMemory(max(bucket.fields.tables.stop for bucket in buckets), device)
         self._last_ids = last_ids
-        self._telling = telling
+        self._telling = reporting
         self._choosing = choosing
         self._tokens = tokens
         self._works: dict[Hashable, Work] = {}
@@ -111,8 +111,8 @@ class FixedSteps:
                     reasons[is_shared] = str(error)
             DeviceEvent(self._memory.there_N.device).wait()  # before what was sent is overwritten
         for reason in reasons.values():
-            told = "graphs: %d of %d parts of decode steps are captured (the others are slower): %s"
-            log.warning(told, self.num_captured, len(self._works), reason)
+            message = "graphs: %d of %d parts of decode steps are captured (the others are slower): %s"
+            log.warning(message, self.num_captured, len(self._works), reason)
         if graphs is not None and not reasons:
             log.info("graphs: decode steps of up to %d rows", self._buckets[-1].num_rows)
 

@@ -29,13 +29,13 @@ class SegmentSlots:
 
     def put(self, run: Run, block_size: int) -> None:
         """Notes a run, in place of all that was noted of its positions: of itself, before it grew."""
-        held = self.extents
-        if held and held[-1].end > run.start:
-            if held[-1].start != run.start or held[-1].end > run.end:
+        resident = self.extents
+        if resident and resident[-1].end > run.start:
+            if resident[-1].start != run.start or resident[-1].end > run.end:
                 self._replace(run.start, run.end, extents(run, block_size))
                 return
-            held.pop()  # as it is with rows, in every step: the last one has grown
-        held.extend(extents(run, block_size))
+            resident.pop()  # as it is with rows, in every step: the last one has grown
+        resident.extend(extents(run, block_size))
 
     @property
     def end(self) -> int:
@@ -48,18 +48,20 @@ class SegmentSlots:
 
     def _replace(self, start: int, end: int, found: Iterable[Extent]) -> None:
         """Has `found` be all that is held of the positions [start, end)."""
-        held = self.extents
-        low = high = bisect.bisect_left(held, (start,))
-        if high < len(held):
-            high = bisect.bisect_left(held, (end,), low)
-        if low and held[low - 1].end > start:
+        resident = self.extents
+        low = high = bisect.bisect_left(resident, (start,))
+        if high < len(resident):
+            high = bisect.bisect_left(resident, (end,), low)
+        if low and resident[low - 1].end > start:
             low -= 1
-        if low < high and (held[low].start < start or held[high - 1].end > end):  # what is held of them goes on outside
-            first, last = held[low], held[high - 1]
+        if low < high and (
+            resident[low].start < start or resident[high - 1].end > end
+        ):  # what is held of them goes on outside
+            first, last = resident[low], resident[high - 1]
             before = [Extent(first.start, start, first.slot)] if first.start < start else []
             behind = [Extent(end, last.end, last.slot + end - last.start)] if last.end > end else []
             found = [*before, *found, *behind]
-        held[low:high] = found
+        resident[low:high] = found
 
     def within(self, start: int, end: int) -> Iterator[Extent]:
         """What is held of the positions [start, end)."""
@@ -88,28 +90,28 @@ class BlockTable:
         """Notes the runs of a step. Those of the first step of a segment begin where it starts; those of windows
         replace what was noted of them before."""
         self._starts.setdefault(segment, runs[0].start)
-        held = self._held.setdefault(segment, {})
-        held.pop(EVERY_RANK, None)
+        resident = self._held.setdefault(segment, {})
+        resident.pop(EVERY_RANK, None)
         for run in (*runs, *window_runs):
-            held.setdefault(run.rank, SegmentSlots()).put(run, self._block_size)
+            resident.setdefault(run.rank, SegmentSlots()).put(run, self._block_size)
 
     def replace(self, segments: Sequence[SegmentLayout]) -> None:
         """Forgets everything, and notes what is held instead."""
         self.release([*self._held])
         for segment in segments:
             self._starts[segment.segment] = segment.start
-            held = self._held[segment.segment] = dict[int, SegmentSlots]()
+            resident = self._held[segment.segment] = dict[int, SegmentSlots]()
             for run in (*segment.runs, *segment.window_runs):
-                held.setdefault(run.rank, SegmentSlots()).put(run, self._block_size)
+                resident.setdefault(run.rank, SegmentSlots()).put(run, self._block_size)
 
     def move(self, transfers: Sequence[Transfer]) -> None:
         """Notes runs at their new places. Raises ValueError, and notes nothing, where one of them is not held at its
         old one."""
         self.check(transfers)
         for transfer in transfers:
-            held, source, target = self._held[transfer.segment], transfer.source, transfer.target
-            held[source.rank].drop(source.start, source.end)
-            held.setdefault(target.rank, SegmentSlots()).put(target, self._block_size)
+            resident, source, target = self._held[transfer.segment], transfer.source, transfer.target
+            resident[source.rank].drop(source.start, source.end)
+            resident.setdefault(target.rank, SegmentSlots()).put(target, self._block_size)
 
     def check(self, transfers: Sequence[Transfer]) -> None:
         """Raises ValueError where a run that is to move is not held at its old place."""
@@ -123,11 +125,11 @@ class BlockTable:
         `check_free`, and notes nothing then."""
         self.check_free(segment, start, runs)
         self._starts[segment] = start
-        held = self._held.setdefault(segment, {})
+        resident = self._held.setdefault(segment, {})
         if window_runs:
-            held.pop(EVERY_RANK, None)
+            resident.pop(EVERY_RANK, None)
         for run in (*runs, *window_runs):
-            held.setdefault(run.rank, SegmentSlots()).put(run, self._block_size)
+            resident.setdefault(run.rank, SegmentSlots()).put(run, self._block_size)
 
     def check_free(self, segment: int, start: int, runs: Sequence[Run]) -> None:
         """Raises ValueError where positions of a segment are held, one comes twice, or it starts elsewhere."""
@@ -146,8 +148,8 @@ class BlockTable:
 
     def cut_back(self, segment: int, end: int) -> None:
         """Forgets what follows position `end` of a segment, on all ranks: drafts that were refused."""
-        for held in self._held[segment].values():
-            held.drop(end, max(end, held.end))
+        for resident in self._held[segment].values():
+            resident.drop(end, max(end, resident.end))
 
     def release(self, segments: Sequence[int]) -> None:
         """Forgets segments."""
@@ -163,8 +165,8 @@ class BlockTable:
 
     def held(self, segment: int, start: int, end: int, rank: int | None = None) -> Iterator[Extent]:
         """What a rank, by default this one, holds of the positions [start, end) of a segment, in position order."""
-        held = self._held[segment].get(self.rank if rank is None else rank)
-        return held.within(start, end) if held else iter(())
+        resident = self._held[segment].get(self.rank if rank is None else rank)
+        return resident.within(start, end) if resident else iter(())
 
     def extents(
         self,

@@ -21,7 +21,7 @@ class QuantizedPool:
     Queries see the rounded keys only, of their own chunk too: what they see does not depend on where a key was
     computed, or on which way a prompt is read. Where windows have blocks of their own (see `FloatKvPool`), fresh keys
     are seen as they are: most of them are never stored. Raises ModelRefused for layers whose values lie in their keys,
-    or are of another dim. """
+    or are of another dim."""
 
     def __init__(
         self,
@@ -102,15 +102,15 @@ class QuantizedPool:
 
     def blocks(self, *, of_windows: bool) -> list[BlockView]:
         """All that is kept, of B blocks, the last of them trash; those of windows, or the others."""
-        layers = {i: kept for i, kept in self._layers.items() if (i in self._windowed) == of_windows}
+        layers = {i: retained for i, retained in self._layers.items() if (i in self._windowed) == of_windows}
         size = (-1, self.block_size)
         return [
             blocks
-            for i, kept in layers.items()
+            for i, retained in layers.items()
             for blocks in (
-                BlockView(f"{i}.keys", kept.keys_KSD.unflatten(1, size), has_slots=True),
-                BlockView(f"{i}.values", kept.values_KSD.unflatten(1, size), has_slots=True),
-                BlockView(f"{i}.exponents", kept.exponents_KBD, has_slots=False),
-                BlockView(f"{i}.scales", kept.scales_KS.unflatten(1, size), has_slots=True),
+                BlockView(f"{i}.keys", retained.keys_KSD.unflatten(1, size), has_slots=True),
+                BlockView(f"{i}.values", retained.values_KSD.unflatten(1, size), has_slots=True),
+                BlockView(f"{i}.exponents", retained.exponents_KBD, has_slots=False),
+                BlockView(f"{i}.scales", retained.scales_KS.unflatten(1, size), has_slots=True),
             )
         ]

@@ -114,8 +114,8 @@ def _in_model(model: Model, num_rows: int) -> int:
 
 def num_copies(text: PreTrainedConfig) -> int:
     """How often a row is in the widest tensors: once for each expert that it is sent to."""
-    told = [getattr(text, name, None) for name in ("num_experts_per_tok", "moe_topk", "top_k_experts")]
-    return max([1, *(int(number) for number in told if number)])
+    reported = [getattr(text, name, None) for name in ("num_experts_per_tok", "moe_topk", "top_k_experts")]
+    return max([1, *(int(number) for number in reported if number)])
 
 
 def widest(model: Model) -> int:

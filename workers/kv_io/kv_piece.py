@@ -53,7 +53,7 @@ class HostCopy:
             raise ValueError(f"{len(blocks)} blocks of {size} bytes are more than a piece may have")
         index_N = to_device(torch.tensor(blocks, dtype=torch.long), pool.device)
         coming = [AsyncHostCopy(tensor.transpose(0, 1).index_select(0, index_N)) for _, tensor, _ in found]
-        self._tensors = [(part.name, told.wait()) for part, told in zip(found, coming, strict=True)]
+        self._tensors = [(part.name, reported.wait()) for part, reported in zip(found, coming, strict=True)]
         for (_, copied), part in zip(self._tensors, found, strict=True):
             if part.has_slots:
                 self._blank(copied, pool.block_size)
@@ -109,8 +109,8 @@ class KvPiece:
         if positions != _format_positions(ranges):
             raise DataLoss(name, "its positions are not those of its manifest")
         if len(data) - _end_of_header(data) != size:
-            told = f"its tensors have {len(data) - _end_of_header(data):,} bytes"
-            raise DataLoss(name, f"{told}, and {num_blocks:,} blocks have {size:,}")
+            message = f"its tensors have {len(data) - _end_of_header(data):,} bytes"
+            raise DataLoss(name, f"{message}, and {num_blocks:,} blocks have {size:,}")
         expected, end = dict[str, _Described](), 0
         for part in parts:
             shape = [num_blocks, len(part.tensor), *part.tensor.shape[2:]]
@@ -142,8 +142,8 @@ class KvPiece:
         first, count = numbers[0], len(numbers)
         are_neighbours = list(numbers) == list(range(first, first + count))
         for name, tensor, _ in pool.blocks(of_windows=self.of_windows):
-            kept = self._tensors[name]
-            chosen = kept[first : first + count] if are_neighbours else kept[list(numbers)]
+            retained = self._tensors[name]
+            chosen = retained[first : first + count] if are_neighbours else retained[list(numbers)]
             tensor.index_copy_(1, index_N, to_device(chosen, pool.device).transpose(0, 1))
 
 

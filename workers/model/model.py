@@ -388,11 +388,11 @@ def probe_ids(module: PreTrainedModel, count: int, *, has_weights: bool = True) 
     if has_weights and isinstance(weight, Tensor):
         rows = weight[torch.tensor(candidates, device=weight.device)].float()
         usable = rows.isfinite().all(dim=1) & rows.any(dim=1)
-        kept = list[int]()
+        retained = list[int]()
         for i in usable.nonzero().flatten().tolist():
-            if not any(torch.equal(rows[i], rows[other]) for other in kept):
-                kept.append(i)
-        candidates = [candidates[i] for i in kept]
+            if not any(torch.equal(rows[i], rows[other]) for other in retained):
+                retained.append(i)
+        candidates = [candidates[i] for i in retained]
     if len(candidates) < 2:
         raise ModelRefused("the embeddings of its tokens are zero, all the same or not finite")
     step = max(1, len(candidates) // count)

@@ -46,11 +46,20 @@ class DeviceSequenceSampler:
 
     def parameters(self, vocabulary_size: int) -> Sequence[float | int]:
         """Those of a row, in the order of Parameters, without the random number."""
-        asked = self.sampling
-        dropped = 1 - asked.top_p if asked.top_p < 1.0 else -1.0
-        penalties = (asked.repetition_penalty, asked.presence_penalty, asked.frequency_penalty)
-        top_k = min(asked.top_k or vocabulary_size, vocabulary_size)
-        return (asked.temperature or 1.0, dropped, asked.min_p, *penalties, 0.0, top_k, asked.is_greedy, self.place)
+        requested = self.sampling
+        dropped = 1 - requested.top_p if requested.top_p < 1.0 else -1.0
+        penalties = (requested.repetition_penalty, requested.presence_penalty, requested.frequency_penalty)
+        top_k = min(requested.top_k or vocabulary_size, vocabulary_size)
+        return (
+            requested.temperature or 1.0,
+            dropped,
+            requested.min_p,
+            *penalties,
+            0.0,
+            top_k,
+            requested.is_greedy,
+            self.place,
+        )
 
 
 class Batch:
@@ -89,7 +98,7 @@ class DeviceChoice:
         self,
         rows: Sequence[Row],
         choosers: Sequence[DeviceSequenceSampler],
-        told_NC: Tensor,
+        reported_NC: Tensor,
         broken: set[int],
         host_NC: Tensor | None = None,
     ) -> None:
@@ -97,8 +106,8 @@ class DeviceChoice:
         is given."""
         self._rows = rows
         self._choosers = choosers
-        self._told_NC = told_NC
-        self._arriving = AsyncHostCopy(told_NC, host_NC)
+        self._told_NC = reported_NC
+        self._arriving = AsyncHostCopy(reported_NC, host_NC)
         self._broken = broken
 
     @property
@@ -111,12 +120,12 @@ class DeviceChoice:
 
     def tokens(self) -> list[tuple[Token, ...]]:
         """Waits for what the device was told so far."""
-        told, firsts = self._arriving.wait().tolist(), first_positions(self._rows)
-        self._broken.update(row.sequence for row, i in zip(self._rows, firsts, strict=True) if told[i][0] < 0)
+        reported, firsts = self._arriving.wait().tolist(), first_positions(self._rows)
+        self._broken.update(row.sequence for row, i in zip(self._rows, firsts, strict=True) if reported[i][0] < 0)
         return [
             ()
             if row.sequence in self._broken
-            else reached(self._choosers[i].sampling, told[i : i + 1 + len(row.draft_ids)])
+            else reached(self._choosers[i].sampling, reported[i : i + 1 + len(row.draft_ids)])
             for row, i in zip(self._rows, firsts, strict=True)
         ]
 
@@ -148,8 +157,8 @@ class DeviceSampler:
             there_FR = to_device(torch.from_numpy(numbers), self._device)
             self._sent = batch, there_FR[:NUM_PARAMETERS]
             drafts = DraftRows(*there_FR[NUM_PARAMETERS:]) if is_drafted else None
-        told_RN = self.choose(logits_RV, parameters_of(self._sent[1]), batch.needs, drafts)
-        return DeviceChoice(rows, batch.choosers, told_RN, self.broken)
+        reported_RN = self.choose(logits_RV, parameters_of(self._sent[1]), batch.needs, drafts)
+        return DeviceChoice(rows, batch.choosers, reported_RN, self.broken)
 
     def batch(self, rows: Sequence[Row], vocabulary_size: int) -> Batch:
         """How the tokens of rows are chosen, and those behind their drafts: the batch before, where that is the
@@ -200,9 +209,9 @@ class DeviceSampler:
         self.forget([*self._choosers, *self.broken])
 
 
-def ids_of(told_RN: Tensor) -> Tensor:
+def ids_of(reported_RN: Tensor) -> Tensor:
     """The ids [R], int64, of what `fixed_shape.note` tells, and what stands for some of them."""
-    return told_RN[:, 0].long()
+    return reported_RN[:, 0].long()
 
 
 def token_indices(rows: Sequence[Row]) -> list[int]:

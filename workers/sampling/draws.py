@@ -53,8 +53,8 @@ def draw(logits_RV: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[fl
     found_R1, is_clear_R = invert(shares_RN, logits_RV.new_tensor([[uniform] for uniform in uniforms]), margin)
     if ids_RN is not None:
         found_R1 = ids_RN.gather(1, found_R1)
-    told = zip(found_R1[:, 0].tolist(), (is_sure_R & is_clear_R).tolist(), strict=True)
-    return [token_id if is_certain else None for token_id, is_certain in told]
+    reported = zip(found_R1[:, 0].tolist(), (is_sure_R & is_clear_R).tolist(), strict=True)
+    return [token_id if is_certain else None for token_id, is_certain in reported]
 
 
 def highest(logits_RV: Tensor, num: int) -> tuple[Tensor, Tensor]:
@@ -115,10 +115,10 @@ def cut_levels(shares_N: Tensor, scores_N: Tensor, top_p: float, margin: float) 
     shares = shares_N[ids].numpy()[order]
     limits = np.concatenate((reached_L[level - 1 : level], shares)).cumsum()  # before the first of them too, if any is
     reached = limits[-len(ids) :]
-    num_kept = min(1 + int((reached < top_p).sum()), len(ids))
-    functional.threshold(shares_N, float(shares[num_kept - 1]) * (1 - NEAR), 0.0, inplace=True)
-    shares_N[ids[torch.from_numpy(order[num_kept:].copy())]] = 0.0
-    difference = float(shares_N.sum()) - reached[num_kept - 1]
+    num_retained = min(1 + int((reached < top_p).sum()), len(ids))
+    functional.threshold(shares_N, float(shares[num_retained - 1]) * (1 - NEAR), 0.0, inplace=True)
+    shares_N[ids[torch.from_numpy(order[num_retained:].copy())]] = 0.0
+    difference = float(shares_N.sum()) - reached[num_retained - 1]
     return bool(abs(limits - top_p).min() > margin and abs(difference) < margin)
 
 

@@ -102,13 +102,13 @@ class Sampler:
             for i, token_id in zip(some, found, strict=True):
                 chosen[i] = token_id
                 choosers[i].penalties.add(token_id)
-        told: list[Logprobs | None] = [None] * len(rows)
+        reported: list[Logprobs | None] = [None] * len(rows)
         for some in _alike(choosers, lambda chooser: chooser.sampling.num_logprobs, logits_RV.shape[-1]):
             num_top = choosers[some[0]].sampling.num_logprobs
             entries = logprobs(take(logits_RV, some), [chosen[i] for i in some], num_top or 0)
             for i, entry in zip(some, entries, strict=True):
-                told[i] = entry
-        return list(map(Token, chosen, told))
+                reported[i] = entry
+        return list(map(Token, chosen, reported))
 
     def _chooser(self, row: Row, vocabulary_size: int) -> CpuSequenceSampler:
         """The chooser of the row's sequence, begun anew where the row tells its terms."""

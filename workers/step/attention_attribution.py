@@ -60,7 +60,7 @@ class SpanSums:
         self,
         layer: int,
         backend: AttributionBackend,
-        told_KE2: Tensor,
+        reported_KE2: Tensor,
         lse_TH: Tensor,
         sink_H: Tensor | None,
         columns: AttributionColumns,
@@ -69,7 +69,7 @@ class SpanSums:
         self.num_heads += lse_TH.shape[1]
         found, sink_column = (self.means_AN, self.largest_AN, self.heads_AN), self.asked.view.num_spans + SINK
         place = {"sink_column": sink_column, "first_head": layer * HEADS_PER_LAYER}
-        backend.add_shares(told_KE2, lse_TH, sink_H, columns, found, **place)
+        backend.add_shares(reported_KE2, lse_TH, sink_H, columns, found, **place)
 
     def numbers(self) -> Tensor:
         """Means, largest and, bit for bit, heads: [3, A * N], float32."""
@@ -87,13 +87,13 @@ class SpanAttention:
     def attention(self) -> dict[int, Attention]:
         """By sequence. Waits for what the device was told before."""
         rest_3N, found = self._arriving.wait(), dict[int, Attention]()
-        for asked in self._groups:
-            for teller in asked.tellers:
-                num_spans = asked.view.num_spans
-                means_N, largest_N, heads_N = rest_3N[:, : asked.num_columns]
-                rest_3N = rest_3N[:, asked.num_columns :]
+        for requested in self._groups:
+            for attribution_row in requested.tellers:
+                num_spans = requested.view.num_spans
+                means_N, largest_N, heads_N = rest_3N[:, : requested.num_columns]
+                rest_3N = rest_3N[:, requested.num_columns :]
                 numbers = (means_N, largest_N[:num_spans], heads_N[:num_spans].view(torch.int32))
-                found[teller.sequence] = Attention(*(each.numpy().tobytes() for each in numbers))
+                found[attribution_row.sequence] = Attention(*(each.numpy().tobytes() for each in numbers))
         return found
 
 
@@ -111,7 +111,7 @@ class AttributionAccumulator:
         self, groups: Sequence[AttributionGroup], pool: KvPool, comm: Comm | None, blocks: BlockAttention | None = None
     ) -> None:
         """Of all ranks the first one counts sinks."""
-        self._sums = [SpanSums(asked, pool.device) for asked in groups]
+        self._sums = [SpanSums(requested, pool.device) for requested in groups]
         self._pool = pool
         self._comm = comm
         self._blocks = blocks
@@ -120,16 +120,16 @@ class AttributionAccumulator:
     def add(self, layer: int, q_THD: Tensor, lse_TH: Tensor, call: LayerCall) -> None:
         """Counts a layer that sees all keys, if it counts: queries as attention gets them, and the natural-log
         logsumexp of all that they see."""
-        told_KE2 = self._blocks.plan.sums.take() if self._blocks else None
+        reported_KE2 = self._blocks.plan.sums.take() if self._blocks else None
         for number, sums in enumerate(self._sums):
             if layer not in sums.asked.view.layers:
                 continue
-            if self._blocks is None or told_KE2 is None:
+            if self._blocks is None or reported_KE2 is None:
                 sums.add(layer, self._of_layer(layer, sums, q_THD, lse_TH, call))
                 continue
             sinks = call.sink_H if self._has_sink else None
             columns = self._blocks.plan.columns[number]
-            sums.add_blocks(layer, self._blocks.backend, told_KE2, lse_TH, sinks, columns)
+            sums.add_blocks(layer, self._blocks.backend, reported_KE2, lse_TH, sinks, columns)
 
     def told(self) -> SpanAttention | None:
         """Has the ranks put together what they counted, all at the same time; the first one gets it."""
@@ -145,16 +145,16 @@ class AttributionAccumulator:
 
     def _of_layer(self, layer: int, sums: SpanSums, q_THD: Tensor, lse_TH: Tensor, call: LayerCall) -> Tensor:
         """What of each row and head falls on the columns, [R, H, N], float32."""
-        asked, num_kv_heads = sums.asked, self._pool.num_kv_heads(layer)
+        requested, num_kv_heads = sums.asked, self._pool.num_kv_heads(layer)
         q_RKGD = q_THD[sums.rows_R].unflatten(1, (num_kv_heads, -1)).float() * call.scale
         num_rows, _, group, _ = q_RKGD.shape
         q_KDM = q_RKGD.transpose(0, 1).flatten(1, 2).transpose(1, 2)
         lse_K1M = lse_TH[sums.rows_R].unflatten(1, (num_kv_heads, -1)).transpose(0, 1).flatten(1, 2).unsqueeze(1)
-        masses_KNM = q_KDM.new_zeros(num_kv_heads, asked.num_columns, num_rows * group)
-        for keys in _tiles(asked.context):
+        masses_KNM = q_KDM.new_zeros(num_kv_heads, requested.num_columns, num_rows * group)
+        for keys in _tiles(requested.context):
             _count(masses_KNM, self._weights(layer, keys, q_KDM, lse_K1M, call, 0, group), keys)
         first = 0
-        for _, run, own in asked.tellers:
+        for _, run, own in requested.tellers:
             some = slice(first, first + (run.end - run.start) * group)
             for keys in _tiles(own):
                 ahead = keys.position + keys.num_keys - 1 - run.start
@@ -163,7 +163,7 @@ class AttributionAccumulator:
             first = some.stop
         masses_RHN = masses_KNM.unflatten(2, (num_rows, group)).permute(2, 0, 3, 1).flatten(1, 2)
         if call.sink_H is not None and self._has_sink:
-            masses_RHN[..., asked.view.num_spans + SINK] = (call.sink_H.float() - lse_TH[sums.rows_R]).exp_()
+            masses_RHN[..., requested.view.num_spans + SINK] = (call.sink_H.float() - lse_TH[sums.rows_R]).exp_()
         return masses_RHN
 
     def _weights(

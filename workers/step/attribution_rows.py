@@ -105,9 +105,11 @@ def _context_keys(ledger: BlockTable, view: SpanView) -> Iterator[SpanKeys]:
     column = 0
     for part in view.parts:
         for low, high in without(part.start, part.end, view.hidden):
-            for held in joined(ledger.held(part.segment, low, high)):
-                number, before = divmod(held.start - part.start, view.size)
-                yield SpanKeys(held.start, held.slot, held.end - held.start, column + number, before, view.size)
+            for resident in joined(ledger.held(part.segment, low, high)):
+                number, before = divmod(resident.start - part.start, view.size)
+                yield SpanKeys(
+                    resident.start, resident.slot, resident.end - resident.start, column + number, before, view.size
+                )
         column += ceil_div(part.end - part.start, view.size)
 
 
@@ -115,6 +117,6 @@ def _own_keys(ledger: BlockTable, parts: Iterable[SlotRun], spans: Spans, num_sp
     for part in parts:
         edge = min(max(spans.prompt_end, part.start), part.end)
         for low, high, other in ((part.start, edge, PROMPT), (edge, part.end, ANSWER)):
-            for held in joined(ledger.held(part.segment, low, high)):
-                count = held.end - held.start
-                yield SpanKeys(held.start, held.slot, count, num_spans + other, 0, count)
+            for resident in joined(ledger.held(part.segment, low, high)):
+                count = resident.end - resident.start
+                yield SpanKeys(resident.start, resident.slot, count, num_spans + other, 0, count)

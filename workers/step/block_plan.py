@@ -44,26 +44,28 @@ class ReadPiece(NamedTuple):
 
 def block_plan(reads: Sequence[Read], groups: Sequence[AttributionGroup]) -> BlockPlan | None:
     """None where spans are no whole blocks, or a block would have to be cut at several places to tell what is asked."""
-    if any(asked.view.size % BLOCK for asked in groups):
+    if any(requested.view.size % BLOCK for requested in groups):
         return None
-    rows = sorted({row for asked in groups for teller in asked.tellers for row in _rows(teller)})
+    rows = sorted(
+        {row for requested in groups for attribution_row in requested.tellers for row in _rows(attribution_row)}
+    )
     seen = {row: _read_by(reads, row) for row in rows}
     edges: dict[int, set[int]] = {}
-    for asked in groups:
-        for teller in asked.tellers:
-            for row in _rows(teller):
-                for piece in _pieces(reads, seen[row], teller.own):
+    for requested in groups:
+        for attribution_row in requested.tellers:
+            for row in _rows(attribution_row):
+                for piece in _pieces(reads, seen[row], attribution_row.own):
                     if reads[piece.read].slot_start < piece.low and piece.low % BLOCK:
                         edges.setdefault(piece.read, set()).add(piece.low)
-    told = list(_told(reads, rows, {read: min(found) for read, found in edges.items()}))
+    reported = list(_told(reads, rows, {read: min(found) for read, found in edges.items()}))
     try:
-        return BlockPlan(BlockSums(told), [_columns(reads, told, seen, asked) for asked in groups])
+        return BlockPlan(BlockSums(reported), [_columns(reads, reported, seen, requested) for requested in groups])
     except BlockSpansColumns:
         return None
 
 
-def _rows(teller: AttributionRow) -> range:
-    return range(teller.run.row, teller.run.row + teller.run.end - teller.run.start)
+def _rows(attribution_row: AttributionRow) -> range:
+    return range(attribution_row.run.row, attribution_row.run.row + attribution_row.run.end - attribution_row.run.start)
 
 
 def _read_by(reads: Sequence[Read], row: int) -> list[int]:
@@ -92,29 +94,29 @@ def _told(reads: Sequence[Read], rows: Sequence[int], edges: dict[int, int]) -> 
     for number, read in enumerate(reads):
         asking = [row for row in rows if read.row_start <= row < read.row_end]
         span = (asking[0], asking[-1] + 1) if asking else (0, 0)
-        told = told_read((read.slot_start, read.slot_end), start, span, edges.get(number, NO_EDGE))
-        yield told
-        start = told.end
+        reported = told_read((read.slot_start, read.slot_end), start, span, edges.get(number, NO_EDGE))
+        yield reported
+        start = reported.end
 
 
 def _columns(
     reads: Sequence[Read], told: Sequence[AttributedRead], seen: dict[int, list[int]], asked: AttributionGroup
 ) -> AttributionColumns:
-    runs, tellers = list[tuple[int, ...]](), list[tuple[int, ...]]()
+    runs, attribution_rows = list[tuple[int, ...]](), list[tuple[int, ...]]()
     context = dict[tuple[int, ...], list[tuple[int, ...]]]()
-    for teller in asked.tellers:
+    for attribution_row in asked.tellers:
         first = len(runs)
-        for row in _rows(teller):
+        for row in _rows(attribution_row):
             alike = tuple(seen[row])
             if alike not in context:
                 context[alike] = [_run(reads, told, piece) for piece in _pieces(reads, alike, asked.context)]
-            own = [_run(reads, told, piece) for piece in _pieces(reads, alike, teller.own)]
+            own = [_run(reads, told, piece) for piece in _pieces(reads, alike, attribution_row.own)]
             for number, *rest in (*context[alike], *own):
                 read = told[number]
                 runs.append((row, read.start + (row - read.first_row) * read.num_entries, read.num_entries, *rest))
-        rows = _rows(teller)
-        tellers.append((rows.start, rows.stop, first, len(runs)))
-    return AttributionColumns(table(runs, 8), table(tellers, 4))
+        rows = _rows(attribution_row)
+        attribution_rows.append((rows.start, rows.stop, first, len(runs)))
+    return AttributionColumns(table(runs, 8), table(attribution_rows, 4))
 
 
 def _run(reads: Sequence[Read], told: Sequence[AttributedRead], piece: ReadPiece) -> tuple[int, ...]:

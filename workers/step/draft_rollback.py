@@ -105,10 +105,10 @@ class DraftedBlocks:
 
     def put_back(self, num_left: Mapping[int, int]) -> None:
         """Has the blocks of sequences be as if no more than so many of their tokens had been stored."""
-        for owners, blocks, kept in self._saved:
+        for owners, blocks, retained in self._saved:
             places = [place for place, owner in enumerate(owners) if owner in num_left]
             to, source = self._there([blocks[place] for place in places]), self._there(places)
-            for part, before in kept if places else ():
+            for part, before in retained if places else ():
                 part[:, to] = before[:, source]
         rows_L = self._there([*self._left(num_left)])
         for layer, (slots_T, k_KTD, v_KTV) in self.stored.items() if len(rows_L) else ():

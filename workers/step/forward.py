@@ -71,16 +71,16 @@ class DecodeStep:
         pool: KvPool,
         backend: Backend,
         peers: Peers | None,
-        masses: AttributionAccumulator | None = None,
-        keeper: StoredKvRecorder | None = None,
+        accumulator: AttributionAccumulator | None = None,
+        supervisor: StoredKvRecorder | None = None,
     ) -> None:
         """`masses` counts what rows tell of their attention, if any of them do; `keeper` notes what is stored, if that
         may have to be undone."""
         self._layers = inputs.layers
         self._local = LocalAttention(pool, backend, peers)
         self._peers = peers
-        self._masses = masses
-        self._keeper = keeper
+        self._masses = accumulator
+        self._keeper = supervisor
 
     def attend(self, layer: int, q_THD: Tensor, k_KTD: Tensor, v_KTV: Tensor, call: LayerCall) -> Tensor:
         work, local = self._layers[layer], self._local

@@ -168,7 +168,7 @@ class InputBuilder:
         near_rank = EVERY_RANK if self._windows else self._rank
         scored = [last_rows[row.sequence] - i for row in work.rows for i in range(row.num_scored, 0, -1)]
         reads = row_reads(self._ledger, queries, self.reaches, near_rank)
-        told = asked(self._ledger, zip((row for row, _ in found), queries, strict=True), self._full_layers)
+        reported = asked(self._ledger, zip((row for row, _ in found), queries, strict=True), self._full_layers)
         return RowNumbers(
             token_ids=ids,
             positions=positions,
@@ -184,9 +184,9 @@ class InputBuilder:
             reads=reads,
             most_together=most_together(queries),
             scored_rows=scored,
-            asked=told,
-            blocks=self._blocks(reads, told),
-            is_plain=not (told or scored or any(row.hidden for row in work.rows)),
+            asked=reported,
+            blocks=self._blocks(reads, reported),
+            is_plain=not (reported or scored or any(row.hidden for row in work.rows)),
             has_drafts=any(row.draft_ids for row in work.rows),
         )
 

@@ -72,7 +72,7 @@ def take_in(piece: KvPiece | None, runs: tuple[Run, ...], pool: KvPool, *, of_wi
 
 def settle(comm: Comm | None, device: str, missing: int) -> None:
     """Returns when all ranks are here, and none lacks anything. Raises PieceNotFetched otherwise."""
-    told = torch.tensor([missing], device=device)
-    for rank, ticket in enumerate((comm.all_gather(told) if comm else told).flatten().tolist()):
+    reported = torch.tensor([missing], device=device)
+    for rank, ticket in enumerate((comm.all_gather(reported) if comm else reported).flatten().tolist()):
         if ticket != NONE:
             raise PieceNotFetched(rank, ticket)

@@ -38,13 +38,13 @@ def move(work: Move, comm: Comm | None, pool: KvPool, ledger: BlockTable) -> Non
     """Carries out a move; all ranks do at the same time. `comm` is None for a rank that is alone.
 
     Raises ValueError for a move that makes no sense, and TransferCorrupted, on every rank, where something came
-    otherwise than it was sent: then the ledger says what it said before. """
+    otherwise than it was sent: then the ledger says what it said before."""
     check(work.transfers, comm.world_size if comm else 1)
     ledger.check(work.transfers)
     if comm is not None:
         carriage = BlockExchange(comm, Content(pool))
-        for parcels in rounds(work.transfers, carriage.most_blocks):
-            carriage.exchange(parcels)
+        for archives in rounds(work.transfers, carriage.most_blocks):
+            carriage.exchange(archives)
         blocks = [block for run in work.windows for block in run.blocks]
         handing = BlockExchange(comm, Content(pool, of_windows=True))
         for first in range(0, len(blocks), handing.most_blocks):
@@ -74,14 +74,14 @@ def rounds(transfers: Sequence[Transfer], most_blocks: int) -> Iterator[list[Blo
         source, target = transfer.source, transfer.target
         left.setdefault((source.rank, target.rank), []).extend(zip(source.blocks, target.blocks, strict=True))
     while left:
-        parcels: list[BlockTransfer] = []
+        archives: list[BlockTransfer] = []
         for source, target in sorted(left, key=lambda pair: (-len(left[pair]), pair)):
-            if all(source != parcel.source and target != parcel.target for parcel in parcels):
+            if all(source != archive.source and target != archive.target for archive in archives):
                 pairs = left[source, target]
-                parcels.append(BlockTransfer(source, target, *zip(*pairs[:most_blocks], strict=True)))
+                archives.append(BlockTransfer(source, target, *zip(*pairs[:most_blocks], strict=True)))
                 left[source, target] = pairs[most_blocks:]
         left = {pair: blocks for pair, blocks in left.items() if blocks}
-        yield parcels
+        yield archives
 
 
 class BlockExchange:
@@ -94,12 +94,12 @@ class BlockExchange:
         self.damaged_by = NOBODY
         """A rank from which something came otherwise than it was sent."""
 
-    def exchange(self, parcels: Sequence[BlockTransfer]) -> None:
+    def exchange(self, archives: Sequence[BlockTransfer]) -> None:
         """Sends this rank's parcel of a round, if there is one, and takes in the one that comes here."""
         rank = self._comm.rank
-        sent = next((parcel for parcel in parcels if parcel.source == rank), None)
-        coming = next((parcel for parcel in parcels if parcel.target == rank), None)
-        packed = self._pack(sent.source_blocks if sent else (), max(len(parcel.source_blocks) for parcel in parcels))
+        sent = next((archive for archive in archives if archive.source == rank), None)
+        coming = next((archive for archive in archives if archive.target == rank), None)
+        packed = self._pack(sent.source_blocks if sent else (), max(len(archive.source_blocks) for archive in archives))
         to, source = sent.target if sent else rank, coming.source if coming else rank
         received = self._comm.permute(packed, to, source)
         if coming:

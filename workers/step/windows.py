@@ -51,8 +51,8 @@ class WindowBuilder:
 
     def _replicating(self, work: Prefill, reach: AttentionSpan) -> Replicating:
         end = work.start + len(work.token_ids)
-        kept = list(self._ledger.held(work.path[-1], work.start, end, EVERY_RANK))
-        wanted = union([*before_pieces(work.pieces, reach), *((extent.start, extent.end) for extent in kept)])
+        retained = list(self._ledger.held(work.path[-1], work.start, end, EVERY_RANK))
+        wanted = union([*before_pieces(work.pieces, reach), *((extent.start, extent.end) for extent in retained)])
         shares = [self._share(work.pieces, wanted, rank) for rank in range(self._world_size)]
         longest = max(map(num_tokens, shares))
         gathered_at = {
@@ -67,8 +67,8 @@ class WindowBuilder:
             pool_reads=pool_reads,
             gathered_reads=gathered_reads,
             own_reads=own_reads,
-            kept_S=self._tensor([gathered_at[position] for position in positions_of(kept)]),
-            slots_S=self._tensor(slots_of(kept)),
+            kept_S=self._tensor([gathered_at[position] for position in positions_of(retained)]),
+            slots_S=self._tensor(slots_of(retained)),
         )
 
     def _reads(

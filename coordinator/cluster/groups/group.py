@@ -44,19 +44,19 @@ class RankGroup:
         members: Sequence[Member],
         config: EngineConfig,
         channel: ControlSocket,
-        roster: MemberRegistry,
+        registry: MemberRegistry,
     ) -> None:
         self.epoch = epoch
         self.members = tuple(member.number for member in members)
         self._config = config
         self._channel = channel
-        self._roster = roster
+        self._roster = registry
         self._loop = asyncio.get_running_loop()
         self._under_way: dict[int, PendingStep] = {}
         """By the number of a step, in their order: an answer to any other is dropped."""
         self._deadline: asyncio.TimerHandle | None = None
         """When the first of these must be answered."""
-        self._losses = FailureCollector(self.members, roster.end, self._unanswered)
+        self._losses = FailureCollector(self.members, registry.end, self._unanswered)
         self.verdict.add_done_callback(lambda _: self._end_steps())
         self._meeting = Rendezvous(epoch, self.members)
         self._is_fenced = False
@@ -82,22 +82,22 @@ class RankGroup:
     async def meet(self, members: Sequence[Member], merges: tuple[MergeTiming, ...]) -> Formation:
         """Tells the members where they meet, and waits until they have. Raises what ended the epoch."""
         hellos = tuple(member.hello for member in members if member.hello is not None)
-        meeting, wait = self._meeting, self._roster.wait
+        rendezvous, wait = self._meeting, self._roster.wait
         if len(members) > 1:
             self._channel.send(self.members[:1], OpenStore(self.epoch))
-            await wait(lambda: meeting.port is not None, self.verdict)
+            await wait(lambda: rendezvous.port is not None, self.verdict)
         nodes = tuple(hello.node for hello in hellos)
         for rank, member in enumerate(self.members):
-            join = Join(self.epoch, rank, hellos[0].host, meeting.port or 0, nodes, merges)
+            join = Join(self.epoch, rank, hellos[0].host, rendezvous.port or 0, nodes, merges)
             self._channel.send([member], join)
-        await wait(lambda: meeting.is_complete, self.verdict)
-        readies = tuple(meeting.readies[member] for member in self.members)
+        await wait(lambda: rendezvous.is_complete, self.verdict)
+        readies = tuple(rendezvous.readies[member] for member in self.members)
         return Formation(self.epoch, hellos, readies, self)
 
     def late(self) -> list[int]:
         """Members that the others wait for: they have neither come nor given the epoch up."""
-        asked = self.members if self._meeting.port is not None else self.members[:1]
-        missing = [one for one in asked if one not in self._meeting.readies and not self._losses.has_answered(one)]
+        requested = self.members if self._meeting.port is not None else self.members[:1]
+        missing = [one for one in requested if one not in self._meeting.readies and not self._losses.has_answered(one)]
         return [one for one in missing if self._roster.get(one) is not None]
 
     @property

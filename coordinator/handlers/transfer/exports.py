@@ -46,23 +46,23 @@ class Exports:
         any more, InvalidArgument, ResourceExhausted, DataLoss, StorageUnavailable or Unavailable.
         """
         with self._counted(tenant_of(wanted.context)):
-            leaving = await self._house.open_export(wanted.context, with_keys=wanted.with_keys)
+            exporting = await self._house.open_export(wanted.context, with_keys=wanted.with_keys)
             try:
-                packing = await self._pack(leaving)
+                packing = await self._pack(exporting)
                 _check(wanted, packing)
                 yield ExportedArchive(packing.num_bytes, packing.digest)
-                async with aclosing(_bytes_of(leaving, packing, wanted.offset)) as chunks:
+                async with aclosing(_bytes_of(exporting, packing, wanted.offset)) as chunks:
                     async for chunk in chunks:
                         yield chunk
             finally:
-                await leaving.close()
+                await exporting.close()
 
     @contextmanager
     def _counted(self, tenant: str) -> Generator[None, None, None]:
         own, count = self._num_open[tenant], self._num_open.total()
         if count >= self._max_exports or own >= self._max_exports * self._tenant_share:
-            told = f"{own} of the tenant {tenant}" if count < self._max_exports else f"{count}"
-            raise ResourceExhausted("exports", f"{told} are under way, and there may be no more", RETRY_SECONDS)
+            message = f"{own} of the tenant {tenant}" if count < self._max_exports else f"{count}"
+            raise ResourceExhausted("exports", f"{message} are under way, and there may be no more", RETRY_SECONDS)
         self._num_open[tenant] += 1
         try:
             yield
@@ -70,13 +70,13 @@ class Exports:
             self._num_open[tenant] -= 1
             self._num_open += Counter()  # forgets those that have none
 
-    async def _pack(self, leaving: ExportHandle) -> ArchiveWriter:
-        head = _head(leaving, await self._house.fingerprint(), self._cluster().model.name)
-        return await self._threads.run(ArchiveWriter, head, leaving.segments, leaving.manifests)
+    async def _pack(self, exporting: ExportHandle) -> ArchiveWriter:
+        head = _head(exporting, await self._house.fingerprint(), self._cluster().model.name)
+        return await self._threads.run(ArchiveWriter, head, exporting.segments, exporting.manifests)
 
 
-def _head(leaving: ExportHandle, fingerprint: Fingerprint, model: str) -> ContextHead:
-    context = leaving.context
+def _head(exporting: ExportHandle, fingerprint: Fingerprint, model: str) -> ContextHead:
+    context = exporting.context
     return ContextHead(
         fingerprint=fingerprint,
         model=model[:MAX_NAME],
@@ -94,17 +94,17 @@ def _head(leaving: ExportHandle, fingerprint: Fingerprint, model: str) -> Contex
 
 def _check(wanted: ExportContext, packing: ArchiveWriter) -> None:
     if wanted.digest and wanted.digest != packing.digest:
-        told = "it has changed since that parcel was begun; export it anew"
-        raise FailedPrecondition(f"contexts/{wanted.context}", told)
+        message = "it has changed since that parcel was begun; export it anew"
+        raise FailedPrecondition(f"contexts/{wanted.context}", message)
     if wanted.offset > packing.num_bytes:
         raise InvalidArgument("offset", f"{wanted.offset:,} is after the end, at {packing.num_bytes:,}")
 
 
-async def _bytes_of(leaving: ExportHandle, packing: ArchiveWriter, offset: int) -> AsyncGenerator[bytes, None]:
+async def _bytes_of(exporting: ExportHandle, packing: ArchiveWriter, offset: int) -> AsyncGenerator[bytes, None]:
     """In chunks that travel well, with one piece in memory at a time."""
     chunk = bytearray()
     for content, passed in packing.stretches(offset):
-        data = memoryview(await leaving.read(content)) if isinstance(content, PieceRef) else content
+        data = memoryview(await exporting.read(content)) if isinstance(content, PieceRef) else content
         for start in range(passed, len(data), CHUNK_BYTES):
             chunk += data[start : start + CHUNK_BYTES]
             if len(chunk) >= CHUNK_BYTES:

@@ -80,9 +80,9 @@ class FakeTransferEngine:
         return self._fingerprint.digest
 
     async def open_export(self, context_id: str, *, with_keys: bool) -> "FakeLeaving":
-        housed = self._get(context_id)
+        stored = self._get(context_id)
         self.num_open += 1
-        return FakeLeaving(self, housed if with_keys else housed._replace(manifests={}))
+        return FakeLeaving(self, stored if with_keys else stored._replace(manifests={}))
 
     async def begin_import(self, context: ContextRecord) -> "FakeArriving":
         if not self.is_durable:
@@ -118,9 +118,9 @@ class FakeTransferEngine:
 class FakeLeaving:
     """A context of a house that leaves."""
 
-    def __init__(self, house: FakeTransferEngine, housed: StoredContext) -> None:
+    def __init__(self, house: FakeTransferEngine, stored: StoredContext) -> None:
         self._house, self._is_closed = house, False
-        self.context, self.segments, self.manifests = housed
+        self.context, self.segments, self.manifests = stored
 
     async def read(self, piece: PieceRef) -> bytes:
         assert not self._is_closed
@@ -172,15 +172,17 @@ class FakeArriving:
     async def adopt(
         self, context: ContextRecord, segments: Sequence[SegmentRecord], snapshots: Sequence[SnapshotRecord]
     ) -> Context:
-        house = self._house
-        await house.answer()
-        if context.id in house.contexts:
+        transfers = self._house
+        await transfers.answer()
+        if context.id in transfers.contexts:
             raise AlreadyExists(f"contexts/{context.id}")
-        objects = {snapshot.segment: (snapshot.manifest, house.objects[snapshot.manifest]) for snapshot in snapshots}
+        objects = {
+            snapshot.segment: (snapshot.manifest, transfers.objects[snapshot.manifest]) for snapshot in snapshots
+        }
         manifests = {number: decode_manifest(content, name) for number, (name, content) in objects.items()}
-        house.contexts[context.id] = StoredContext(context, segments, manifests)
+        transfers.contexts[context.id] = StoredContext(context, segments, manifests)
         self._end()
-        return house.get_context(context.id)
+        return transfers.get_context(context.id)
 
     async def drop(self) -> None:
         if not self._is_over:

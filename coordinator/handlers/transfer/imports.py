@@ -141,15 +141,15 @@ class ImportSessions:
     ) -> AsyncGenerator[ImportProgress, None]:
         arrival = found.arrival
         await found.work(owner, arrival.settle)
-        told = arrival.num_bytes
+        reported = arrival.num_bytes
         if arrival.made is None:
-            yield ImportProgress(received_bytes=told)
+            yield ImportProgress(received_bytes=reported)
         while arrival.made is None and (piece := await self._next(pieces)) is not None:
             await found.work(owner, partial(_take, found, piece))
             self._check_room(found.header.tenant)
-            if arrival.num_bytes - told >= REPORT_BYTES:
-                told = arrival.num_bytes
-                yield ImportProgress(received_bytes=told)
+            if arrival.num_bytes - reported >= REPORT_BYTES:
+                reported = arrival.num_bytes
+                yield ImportProgress(received_bytes=reported)
             del piece
         if arrival.made is None:
             # Only once this has gone out, the end of the pieces was the client's, and not that of a broken stream.
@@ -164,8 +164,8 @@ class ImportSessions:
             async with asyncio.timeout(self._idle_seconds):
                 return await anext(pieces, None)
         except TimeoutError:
-            told = f"the stream of this import sent nothing for {human_seconds(self._idle_seconds)}"
-            raise DeadlineExceeded(told) from None
+            message = f"the stream of this import sent nothing for {human_seconds(self._idle_seconds)}"
+            raise DeadlineExceeded(message) from None
 
     # --- which imports there are ---
 
@@ -198,12 +198,12 @@ class ImportSessions:
         tenant, most = header.tenant, self._max_imports * self._tenant_share
         count = self.num_of(tenant)
         if most < self._max_imports and count >= most and not self._forget_oldest(tenant):
-            told = f"{count} of the tenant {tenant} are under way, at most {int(most)} may be"
-            raise ResourceExhausted("imports", told, RETRY_SECONDS)
-        held = Counter(other.header.tenant for other in self._all)
-        if len(self._all) >= self._max_imports and not self._make_room(held, tenant):
-            told = f"{len(self._all)} are under way, and there may be no more"
-            raise ResourceExhausted("imports", told, RETRY_SECONDS)
+            message = f"{count} of the tenant {tenant} are under way, at most {int(most)} may be"
+            raise ResourceExhausted("imports", message, RETRY_SECONDS)
+        resident = Counter(other.header.tenant for other in self._all)
+        if len(self._all) >= self._max_imports and not self._make_room(resident, tenant):
+            message = f"{len(self._all)} are under way, and there may be no more"
+            raise ResourceExhausted("imports", message, RETRY_SECONDS)
         found = ImportSession(
             header, ContextImporter(self._house, header, self._vocabulary_size, self._wall_clock, self._ledger)
         )
@@ -217,19 +217,19 @@ class ImportSessions:
         most = self._max_bytes * self._tenant_share
         while self._bytes_by_tenant()[tenant] > most:
             if not self._forget_oldest(tenant):
-                whose = "all together" if most == self._max_bytes else f"those of the tenant {tenant}"
-                told = f"{whose} hold too much, at most {int(most):,} bytes may be held"
-                raise ResourceExhausted("imports", told, RETRY_SECONDS)
-        while (held := self._bytes_by_tenant()).total() > self._max_bytes:
-            if not self._make_room(held, tenant):
-                told = f"all together hold too much, at most {self._max_bytes:,} bytes may be held"
-                raise ResourceExhausted("imports", told, RETRY_SECONDS)
+                owner = "all together" if most == self._max_bytes else f"those of the tenant {tenant}"
+                message = f"{owner} hold too much, at most {int(most):,} bytes may be held"
+                raise ResourceExhausted("imports", message, RETRY_SECONDS)
+        while (resident := self._bytes_by_tenant()).total() > self._max_bytes:
+            if not self._make_room(resident, tenant):
+                message = f"all together hold too much, at most {self._max_bytes:,} bytes may be held"
+                raise ResourceExhausted("imports", message, RETRY_SECONDS)
 
     def _bytes_by_tenant(self) -> Counter[str]:
-        held = Counter[str]()
+        resident = Counter[str]()
         for found in self._all:
-            held[found.header.tenant] += found.arrival.num_held_bytes
-        return held
+            resident[found.header.tenant] += found.arrival.num_held_bytes
+        return resident
 
     def _make_room(self, held: Counter[str], tenant: str) -> bool:
         """Drops what nobody listens to, of the tenant that has most by `held`; of others than `tenant` only where they

@@ -74,9 +74,9 @@ class DataFolder:
             raise _unusable(data_dir, error) from error
         folder.reserve.prepare_start()
         try:
-            told = ModelFile(model, fingerprint, facts)
-            if _read(path / MODEL, ModelFile) != told:
-                write_whole(path / MODEL, msgspec.json.encode(told))
+            reported = ModelFile(model, fingerprint, facts)
+            if _read(path / MODEL, ModelFile) != reported:
+                write_whole(path / MODEL, msgspec.json.encode(reported))
             folder.tell_address("")
         except OSError as error:
             folder.close()
@@ -96,7 +96,7 @@ class DataFolder:
         """The folders of other models in the data folder, in the order of their names; those that cannot be read are
         left out."""
         others = [folder for folder in sorted(self.path.parent.iterdir()) if folder != self.path]
-        return [(folder, told) for folder in others if (told := _read(folder / MODEL, ModelFile)) is not None]
+        return [(folder, reported) for folder in others if (reported := _read(folder / MODEL, ModelFile)) is not None]
 
     def close(self) -> None:
         """Another service may use it from now on. Idempotent."""

@@ -65,14 +65,14 @@ def _rows(connection: Connection, table: Table) -> Iterator[Found]:
 
 def _split(connection: Connection, table: Table, make: Callable[[Found], T]) -> tuple[list[T], list[Found]]:
     """Records, and the rows that are damaged."""
-    kept: list[T] = []
+    retained: list[T] = []
     lost: list[Found] = []
     for row in _rows(connection, table):
         if row_codec.is_whole(table, row):
-            kept.append(make(row))
+            retained.append(make(row))
         else:
             lost.append(row)
-    return kept, lost
+    return retained, lost
 
 
 def _segments(connection: Connection, texts: Mapping[int, DocumentText]) -> tuple[list[SegmentRecord], dict[int, str]]:
@@ -81,14 +81,14 @@ def _segments(connection: Connection, texts: Mapping[int, DocumentText]) -> tupl
     for piece in _rows(connection, segment_ids):
         pieces[piece["segment"]].append(piece)
     whole, lost_rows = _split(connection, segments, lambda row: row)
-    kept: list[SegmentRecord] = []
+    retained: list[SegmentRecord] = []
     lost = {row["id"]: DAMAGED_ROW for row in lost_rows}
     for row in whole:
         try:
-            kept.append(row_codec.segment_of(row, _take(pieces, row), texts.get(row["id"])))
+            retained.append(row_codec.segment_of(row, _take(pieces, row), texts.get(row["id"])))
         except ValueError as error:
             lost[row["id"]] = str(error)
-    return kept, lost
+    return retained, lost
 
 
 def _take(pieces: "defaultdict[Any, list[Found]]", row: Found) -> "array[int]":

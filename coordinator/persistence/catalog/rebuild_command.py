@@ -96,25 +96,25 @@ def _existing(folder: DataFolder, may_replace: bool) -> CatalogContents | None:
     if not folder.database.exists():
         return None
     try:
-        kept = read_only_catalog(folder.path)
+        retained = read_only_catalog(folder.path)
     except CatalogDamaged:
         return None
     except CatalogError:
         if not may_replace:
             raise
         return None
-    if kept.contexts and not may_replace:
-        contexts = human_count(len(kept.contexts), "context")
+    if retained.contexts and not may_replace:
+        contexts = human_count(len(retained.contexts), "context")
         raise CatalogError(f"catalog {folder.database} keeps {contexts}: --replace moves it aside all the same")
-    return kept
+    return retained
 
 
 def _counting_on(made: Rebuilt, before: CatalogContents | None) -> Rebuilt:
     """What was counted before is counted on, if it is the same catalog."""
     if before is None or before.service_id != made.kept.service_id:
         return made
-    kept = made.kept
-    counted = replace(kept, next_segment=max(kept.next_segment, before.next_segment), epoch=before.epoch)
+    retained = made.kept
+    counted = replace(retained, next_segment=max(retained.next_segment, before.next_segment), epoch=before.epoch)
     return replace(made, kept=counted)
 
 

@@ -50,16 +50,16 @@ def choose_service(stored: StorageContents, asked: str | None) -> str:
 
     Raises InvalidArgument, which lists the services, where there are several, or not that one.
     """
-    noted = {service for service, _ in stored.notes.newest} | {_place(error)[0] for error in stored.notes.damaged}
-    found = sorted(noted & {manifest.service for manifest in stored.manifests.values()})
+    recorded = {service for service, _ in stored.notes.newest} | {_place(error)[0] for error in stored.notes.damaged}
+    found = sorted(recorded & {manifest.service for manifest in stored.manifests.values()})
     if asked is None and len(found) == 1:
         return found[0]
     if asked in found:
         return asked
     if not found:
         raise InvalidArgument("--from", "nothing lies there that this checkpoint in this numeric type has read")
-    told = ", ".join(f"{service} ({_count(stored, service)})" for service in found)
-    raise InvalidArgument(SERVICE, f"one of these kept contexts of this checkpoint there: {told}")
+    message = ", ".join(f"{service} ({_count(stored, service)})" for service in found)
+    raise InvalidArgument(SERVICE, f"one of these kept contexts of this checkpoint there: {message}")
 
 
 def _count(stored: StorageContents, service: str) -> str:
@@ -87,7 +87,7 @@ def rebuild(stored: StorageContents, service: str) -> Rebuilt:
         else:
             used |= path
     numbers = {sources.number(manifest.segment): name for name, manifest in used.items()}
-    kept = CatalogContents(
+    retained = CatalogContents(
         service_id=service,
         contexts=tuple(contexts),
         segments=tuple(_segment(sources, used[numbers[number]]) for number in sorted(numbers)),
@@ -95,7 +95,7 @@ def rebuild(stored: StorageContents, service: str) -> Rebuilt:
         next_segment=1 + max(_numbers(stored, service), default=-1),
     )
     return Rebuilt(
-        kept=kept,
+        kept=retained,
         next_outgoing=1 + max(_note_numbers(stored, service), default=-1),
         left_out=sorted(left_out, key=lambda each: each.name),
         num_others=sum(name.startswith(segments_folder(service) + "/") for name in stored.others),
@@ -134,14 +134,14 @@ class ManifestIndex:
         found: list[tuple[str, SegmentManifest]] = []
         segment, end = note.segment, note.num_tokens
         while segment is not None:
-            told = self._found.get(segment)
-            if told is None:
+            reported = self._found.get(segment)
+            if reported is None:
                 raise _lost(note, f"{segment}: {self._faults.get(segment, 'storage has no manifest of it')}")
-            if not told[1].start < end <= told[1].end or (found and told[1].rope != found[0][1].rope):
+            if not reported[1].start < end <= reported[1].end or (found and reported[1].rope != found[0][1].rope):
                 raise _lost(note, f"{segment} is not what its path goes on from")
             self.number(segment)
-            found.append(told)
-            segment, end = told[1].parent, told[1].start
+            found.append(reported)
+            segment, end = reported[1].parent, reported[1].start
         if not found or end:
             raise _lost(note, "its path does not begin at position 0")
         return found[::-1]

@@ -103,8 +103,8 @@ class Reserve:
         free, least = self._free(), LEAST_FREE * self._size
         if free - num_bytes < least:
             needed = f", {human_bytes(num_bytes)} are needed" if num_bytes else ""
-            told = f"its disk has {human_bytes(free)} free{needed}, and {human_bytes(least)} are kept for deletions"
-            raise StorageUnavailable(f"{self._path.parent}: {told}; make room there")
+            message = f"its disk has {human_bytes(free)} free{needed}, and {human_bytes(least)} are kept for deletions"
+            raise StorageUnavailable(f"{self._path.parent}: {message}; make room there")
 
     def _free(self) -> int:
         with suppress(OSError):

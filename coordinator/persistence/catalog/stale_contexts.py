@@ -56,11 +56,13 @@ def read_earlier(folder: DataFolder, model: str, facts: Mapping[str, str]) -> di
 
 
 def _all(folder: DataFolder, model: str, facts: Mapping[str, str]) -> Iterator[StaleContext]:
-    for path, told in folder.siblings():
-        if told.model != model:
+    for path, reported in folder.siblings():
+        if reported.model != model:
             continue
-        differing = tuple(sorted(name for name in {*facts, *told.facts} if facts.get(name) != told.facts.get(name)))
+        differing = tuple(
+            sorted(name for name in {*facts, *reported.facts} if facts.get(name) != reported.facts.get(name))
+        )
         with suppress(CatalogError):
-            kept = read_only_catalog(path)
-            for record in kept.contexts:
-                yield StaleContext(record=record, kept=kept, model=model, differing=differing)
+            retained = read_only_catalog(path)
+            for record in retained.contexts:
+                yield StaleContext(record=record, kept=retained, model=model, differing=differing)

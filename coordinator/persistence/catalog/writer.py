@@ -38,8 +38,8 @@ AT_ONCE = 500
 
 def write_change(connection: Connection, change: Change) -> CommitResult:
     """Writes all of it; what comes of it."""
-    anew = [record.segment for record in change.snapshots]
-    manifests = _manifests(connection, [*change.dropped_snapshots, *anew])
+    again = [record.segment for record in change.snapshots]
+    manifests = _manifests(connection, [*change.dropped_snapshots, *again])
     _drop(connection, contexts, change.dropped_contexts)
     _drop(connection, snapshots, change.dropped_snapshots)
     for context in change.dropped_contexts:

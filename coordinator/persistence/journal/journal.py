@@ -65,24 +65,24 @@ class Journal:
         """
         for path in sorted(self._folder.glob(f"*{SUFFIX}")):
             with _storing(path):
-                if (kept := self._read(path)) is None:
+                if (retained := self._read(path)) is None:
                     path.unlink()
                     continue
-            self._contexts[kept.held.request_id] = kept.held.request.context
-            yield kept
+            self._contexts[retained.held.request_id] = retained.held.request.context
+            yield retained
 
     def _read(self, path: Path) -> JournaledGeneration | None:
         size, end, entries = path.stat().st_size, 0, list[Entry]()
         with path.open("rb") as file:
             for entry, end in read_entries(file, size):  # noqa: B007
                 entries.append(entry)
-        if not entries or not isinstance(held := entries[0], GenerationEntry):
+        if not entries or not isinstance(resident := entries[0], GenerationEntry):
             return None
-        if held.checkpoint != self._checkpoint or path != self._path(held.request_id):
+        if resident.checkpoint != self._checkpoint or path != self._path(resident.request_id):
             return None
         if end < size:
             os.truncate(path, end)
-        return JournaledGeneration(held, [entry for entry in entries if not isinstance(entry, GenerationEntry)])
+        return JournaledGeneration(resident, [entry for entry in entries if not isinstance(entry, GenerationEntry)])
 
     def remove(self, request_id: str) -> None:
         """Forgets a generation, which may go on unrecorded. Idempotent. Raises StorageUnavailable."""
@@ -93,7 +93,7 @@ class Journal:
 
     def remove_of_context(self, context: str) -> None:
         """Forgets the generations that ask a context. Raises StorageUnavailable."""
-        for request_id in [request_id for request_id, asked in self._contexts.items() if asked == context]:
+        for request_id in [request_id for request_id, requested in self._contexts.items() if requested == context]:
             self.remove(request_id)
 
     def _path(self, request_id: str) -> Path:

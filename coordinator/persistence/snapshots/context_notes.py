@@ -30,9 +30,9 @@ class ContextNotes:
         changed = [self._note(one) for one in change.contexts if self._told.get(one.id) != _of_note(one)]
         return self._numbered([*dropped, *changed])
 
-    def again(self, noted: AnySet[str]) -> tuple[OutboxEntry, ...]:
+    def again(self, recorded: AnySet[str]) -> tuple[OutboxEntry, ...]:
         """Those of all contexts but the ones of which storage has a note."""
-        return self._numbered(self._note(record) for name, record in self._told.items() if name not in noted)
+        return self._numbered(self._note(record) for name, record in self._told.items() if name not in recorded)
 
     def note(self, change: Change) -> None:
         """A change is kept, with its notes."""

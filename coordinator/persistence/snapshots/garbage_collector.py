@@ -77,14 +77,14 @@ class GarbageCollector:
         another one than before."""
         service = self._kept.service_id
         entries = await self._store.list(notes_folder(service))
-        noted = {place.context for entry in entries if (place := place_of_note(entry.name)) is not None}
+        recorded = {place.context for entry in entries if (place := place_of_note(entry.name)) is not None}
         names = {entry.name for entry in await self._store.list(segments_folder(service))}
-        kept = {record.segment: record.manifest for record in self._kept.snapshots}
-        lost = [segment for segment, manifest in kept.items() if manifest not in names and segment in self._records]
+        retained = {record.segment: record.manifest for record in self._kept.snapshots}
+        lost = [segment for segment, manifest in retained.items() if manifest not in names and segment in self._records]
         if lost:
             log.warning("%d snapshots are not at %s any more", len(lost), self._store.store.url)
             await self._lose(lost)
-        await self._tell_again(noted)
+        await self._tell_again(recorded)
 
     async def _sweep(self) -> None:
         live = _Live({record.manifest.rpartition("/")[0] for record in self._records.all} | self._needed())

@@ -67,10 +67,10 @@ class Saver:
         return manifest, len(content) + sum(piece.num_bytes for piece in found)
 
     async def _save(self, saving: "_Saving", name: str, runs: tuple[Run, ...], of_windows: bool = False) -> PieceRef:
-        rank, held = WINDOWS_RANK if of_windows else runs[0].rank, saving.held
+        rank, resident = WINDOWS_RANK if of_windows else runs[0].rank, saving.held
         async with saving.turn(rank):
-            order = Save(next(self._tickets), name, held.segment.id, runs, of_windows)
-            saved: Saved = await self._ranks.save(held.members[rank], order)
+            order = Save(next(self._tickets), name, resident.segment.id, runs, of_windows)
+            saved: Saved = await self._ranks.save(resident.members[rank], order)
         return PieceRef(name, tuple((run.start, run.end) for run in runs), saved.num_bytes, saved.digest)
 
     async def _check_seen(
@@ -84,9 +84,9 @@ class Saver:
             except NotFound:
                 size = -1
             if size != piece.num_bytes:
-                told = f"rank {rank}, member {held.members[rank]}, wrote {piece.name}, and it is not there"
+                message = f"rank {rank}, member {held.members[rank]}, wrote {piece.name}, and it is not there"
                 remedy = "--snapshot-url must name a storage that all machines share"
-                raise StorageUnavailable(f"{self._store.store.url}: {told}; {remedy}")
+                raise StorageUnavailable(f"{self._store.store.url}: {message}; {remedy}")
 
     def _manifest(self, attempt: Attempt, held: HeldSegment, found: Sequence[PieceRef]) -> SegmentManifest:
         segment, before = held.segment, held.segment.before.segments

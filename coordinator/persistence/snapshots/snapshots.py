@@ -106,8 +106,8 @@ class Snapshots:
 
     def begin(self, holdings: SegmentSource, ranks: Savers, form: KvFormat, on_change: Callable[[], None]) -> None:
         """Ranks of this form are there. `on_change` is called when `view` may answer otherwise than before."""
-        for trouble in (self._trouble, self._sender.trouble):
-            trouble.watch(on_change)
+        for outage in (self._trouble, self._sender.trouble):
+            outage.watch(on_change)
         self._holdings, self._form = holdings, form
         self._saver = Saver(self._store, self._kept.service_id, self._fingerprint, form, holdings, ranks)
         self._cleaner = GarbageCollector(
@@ -168,8 +168,8 @@ class Snapshots:
 
     def view(self) -> Storage:
         """The storage, as clients see it."""
-        trouble = self._trouble.reason or self._sender.trouble.reason
-        return Storage(snapshots=self._policy.mode, url=self._store.store.url, trouble=trouble)
+        outage = self._trouble.reason or self._sender.trouble.reason
+        return Storage(snapshots=self._policy.mode, url=self._store.store.url, trouble=outage)
 
     def is_usable(self, segment_id: int) -> bool:
         """Whether a segment is there in the form of these ranks."""
@@ -196,9 +196,9 @@ class Snapshots:
 
     def _read_manifest(self, record: SnapshotRecord, segment: Segment) -> SegmentManifest:
         found = read_manifest(self._store.store, record.manifest)
-        told = (found.fingerprint, found.form, found.start, found.rope, found.token_ids)
+        reported = (found.fingerprint, found.form, found.start, found.rope, found.token_ids)
         ids = little_endian(segment.token_ids).tobytes()
-        if told != (self._fingerprint, record.form, segment.start, segment.rope, ids):
+        if reported != (self._fingerprint, record.form, segment.start, segment.rope, ids):
             raise DataLoss(record.manifest, f"it is not of segment {segment.id} as it is kept")
         if record.form == self._form.text:  # another one is not restored here
             try:
@@ -238,10 +238,10 @@ class Snapshots:
             change = replace(change, outgoing=self._notes.of(change))
             self._committed(change, await self._catalog.commit(change))
 
-    async def _tell_again(self, noted: AnySet[str]) -> None:
+    async def _tell_again(self, recorded: AnySet[str]) -> None:
         """Tells storage of all contexts but those of which it has a note."""
         async with self._turn:
-            if outgoing := self._notes.again(noted):
+            if outgoing := self._notes.again(recorded):
                 change = Change(outgoing=outgoing)
                 self._committed(change, await self._catalog.commit(change))
 
@@ -282,8 +282,8 @@ class Snapshots:
         StorageUnavailable."""
         for reason, segment_ids in _by_reason(damaged).items():
             what = ("the snapshot of segment", "is") if len(segment_ids) == 1 else ("snapshots of segments", "are")
-            told = ", ".join(map(str, segment_ids[:MAX_LISTED])) + (", ..." if segment_ids[MAX_LISTED:] else "")
-            log.warning("%s %s %s damaged, and its tokens are read again: %s", what[0], told, what[1], reason)
+            message = ", ".join(map(str, segment_ids[:MAX_LISTED])) + (", ..." if segment_ids[MAX_LISTED:] else "")
+            log.warning("%s %s %s damaged, and its tokens are read again: %s", what[0], message, what[1], reason)
         await self._lose(list(damaged))
 
     async def _lose(self, segment_ids: Sequence[int]) -> None:
@@ -358,27 +358,27 @@ class Snapshots:
     async def _save_one(self, segment_id: int, uses: Sequence[ContextUse]) -> None:
         """Raises StorageUnavailable; what cannot be saved for other reasons is tried again when something is held."""
         assert self._holdings is not None
-        is_asked, held = segment_id in self._asked, self._holdings.held(segment_id)
-        if held is None and not is_asked and segment_id not in self._records:
+        is_requested, resident = segment_id in self._asked, self._holdings.held(segment_id)
+        if resident is None and not is_requested and segment_id not in self._records:
             return  # mostly, for many may be parked
-        if self.is_usable(segment_id) or not (is_asked or self._records.may_be_saved(segment_id, uses)):
+        if self.is_usable(segment_id) or not (is_requested or self._records.may_be_saved(segment_id, uses)):
             self._wanted.pop(segment_id, None)
             self._answer(segment_id)
             return
         try:
-            if held is None:
+            if resident is None:
                 raise Unavailable(f"segment {segment_id} is not held now: ask its context, and try again")
-            if (error := await self._check_segment(held)) is not None:
+            if (error := await self._check_segment(resident)) is not None:
                 self._too_large.add(segment_id)
                 self._trouble.begin(str(error))
                 self._answer(segment_id, error)
                 return
-            await self._save(held)
+            await self._save(resident)
         except StorageUnavailable:
             raise
         except Unavailable as error:
             self._answer(segment_id, error)
-            if self._holdings.held(segment_id) not in (None, held):
+            if self._holdings.held(segment_id) not in (None, resident):
                 self.wake()  # nobody else will: it lies elsewhere already
         except Exception as error:
             log.error("segment %d is not saved", segment_id, exc_info=error)

@@ -120,9 +120,9 @@ class NativeDecode:
 
 def _told(reads: Sequence[Read], sizes: Sequence[int]) -> tuple[int | None, int | None, int]:
     """What is told of blocks of keys: the table of reads, where entries go, and how many each key head has."""
-    told = reads.told if isinstance(reads, Reads) else None
-    if told is None:
+    reported = reads.told if isinstance(reads, Reads) else None
+    if reported is None:
         return None, None, 0
     _, _, num_kv_heads, group, *_ = sizes
-    room_KE2 = told.room(num_kv_heads, group)
-    return told.table.data_ptr(), room_KE2.data_ptr(), room_KE2.shape[1]
+    room_KE2 = reported.room(num_kv_heads, group)
+    return reported.table.data_ptr(), room_KE2.data_ptr(), room_KE2.shape[1]

@@ -154,7 +154,7 @@ class TritonKernels:
 
     def add_shares(
         self,
-        told_KE2: Tensor,
+        reported_KE2: Tensor,
         lse_TH: Tensor,
         sink_H: Tensor | None,
         columns: AttributionColumns,
@@ -164,13 +164,13 @@ class TritonKernels:
         first_head: int,
     ) -> None:
         """See `AttributionBackend`."""
-        bags = bags_of(columns, found[0].shape[1], sink_column, told_KE2.device)
-        num_kv_heads, num_heads = len(told_KE2), lse_TH.shape[1]
+        bags = bags_of(columns, found[0].shape[1], sink_column, reported_KE2.device)
+        num_kv_heads, num_heads = len(reported_KE2), lse_TH.shape[1]
         self._launch(
             add_shares,
             (found[0].numel(),),
-            *(*bags, told_KE2, lse_TH, lse_TH if sink_H is None else together(sink_H), *found),
-            *(num_heads // num_kv_heads, num_heads, told_KE2.stride(0), *lse_TH.stride(), first_head),
+            *(*bags, reported_KE2, lse_TH, lse_TH if sink_H is None else together(sink_H), *found),
+            *(num_heads // num_kv_heads, num_heads, reported_KE2.stride(0), *lse_TH.stride(), first_head),
             **constants.add_shares(num_heads, has_sinks=sink_H is not None),
         )
 
@@ -188,11 +188,11 @@ class TritonKernels:
         if key not in reads.kept:
             work = work_of(reads, shape, self._num_programs)
             # from pinned memory the copy waits for nothing; other accelerators copy what is small at once
-            told = told_numbers(reads.told, reads, work.reads, shape.group) if reads.told else []
-            numbers = torch.tensor(work.numbers + told, dtype=torch.long, pin_memory=q_THD.is_cuda)
-            table, rest = numbers.to(q_THD.device, non_blocking=True).split([len(work.numbers), len(told)])
-            asked = AttributedRanges(reads.told, rest) if reads.told else None
-            reads.kept[key] = DeviceWork(table, work.num_part_rows, work.tile_rows, asked)
+            reported = told_numbers(reads.told, reads, work.reads, shape.group) if reads.told else []
+            numbers = torch.tensor(work.numbers + reported, dtype=torch.long, pin_memory=q_THD.is_cuda)
+            table, rest = numbers.to(q_THD.device, non_blocking=True).split([len(work.numbers), len(reported)])
+            requested = AttributedRanges(reads.told, rest) if reads.told else None
+            reads.kept[key] = DeviceWork(table, work.num_part_rows, work.tile_rows, requested)
         return reads.kept[key]
 
     def _folded(self, q_THD: Tensor, work: DeviceWork, parts: Partial) -> Partial:

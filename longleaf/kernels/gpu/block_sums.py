@@ -46,8 +46,8 @@ def told_arguments(work: DeviceWork, parts: Partial, group: int, *, tells: bool)
     between key heads. What stands for these where nothing is told is not looked at."""
     if not tells or work.told is None:
         return work.table, parts.lse_TH, 0
-    told_KE2 = work.told.sums.room(parts.lse_TH.shape[1], group, work.table.device)
-    return work.told.numbers, told_KE2, told_KE2.stride(0)
+    reported_KE2 = work.told.sums.room(parts.lse_TH.shape[1], group, work.table.device)
+    return work.told.numbers, reported_KE2, reported_KE2.stride(0)
 
 
 def bags_of(columns: AttributionColumns, num_columns: int, sink_column: int, device: torch.device) -> ColumnEntries:

@@ -72,8 +72,8 @@ def test_a_question_goes_along_with_what_was_said_before_unless_the_reader_does_
         assert page.locator(".answer").last.inner_text().strip() == "jade-7 is 0815"
         page.get_by_role("button", name="Begin anew").click()
         assert page.locator(".question").count() == 0
-        said = [[(each["role"], each["content"].strip()) for each in messages] for messages in asked_of(reader)]
-        assert said == [
+        output = [[(each["role"], each["content"].strip()) for each in messages] for messages in asked_of(reader)]
+        assert output == [
             [("user", first)],
             [("user", first), ("assistant", answer), ("user", second)],
             [("user", second)],

@@ -89,8 +89,8 @@ def test_a_credential_is_asked_for_refused_and_taken(browser: Any, guarded: Behi
         page.get_by_label("Credential").fill(credential_of(BOLT))
         page.keyboard.press("Enter")
         page.get_by_role("heading", name="notes is not on the shelf").wait_for()
-        kept = page.evaluate("JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie])")
-        assert "secret-of" not in kept + page.content()
+        retained = page.evaluate("JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie])")
+        assert "secret-of" not in retained + page.content()
         page.reload()
         page.get_by_role("dialog", name="Who is reading?").wait_for()
         reader.audit(OF_A_STATUS.format(401))
@@ -116,7 +116,7 @@ def test_who_gives_no_credential_is_told_and_may_give_it_later(browser: Any, gua
 
 
 @pytest.mark.parametrize(
-    ("status", "code", "wait", "told"),
+    ("status", "code", "wait", "message"),
     [
         (400, "", None, "The service does not take this: why."),
         (404, "context_not_found", None, "add its file again"),
@@ -130,13 +130,13 @@ def test_who_gives_no_credential_is_told_and_may_give_it_later(browser: Any, gua
         (500, "", None, "The service says: why."),
     ],
 )
-def test_errors_are_sentences_with_what_to_do(reader: Reader, status: int, code: str, wait: str | None, told: str):
+def test_errors_are_sentences_with_what_to_do(reader: Reader, status: int, code: str, wait: str | None, message: str):
     headers = {} if wait is None else {"retry-after": wait}
     script = """async ([status, code, headers]) => {
       const { Refusal, sentence } = await import('/page/errors.js');
       return sentence(new Refusal(status, { message: 'why', code }, new Headers(headers)));
     }"""
-    assert told in reader.page.evaluate(script, [status, code, headers])
+    assert message in reader.page.evaluate(script, [status, code, headers])
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.error.__name__)
@@ -161,8 +161,8 @@ def test_an_answer_that_fails_in_the_middle_keeps_what_came_and_says_why(reader:
     page.route("**/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
     page.locator("#question").fill(QUESTION)
     page.keyboard.press("Enter")
-    told = page.get_by_role("alert").inner_text()
-    assert told.startswith("What was kept of this is damaged: the ranks that held it are gone. Add the file again.")
+    reported = page.get_by_role("alert").inner_text()
+    assert reported.startswith("What was kept of this is damaged: the ranks that held it are gone. Add the file again.")
     assert page.locator(".answer").inner_text() == "amber-12 is"
     page.unroute("**/chat/completions")
     page.get_by_role("button", name="Ask again").click()

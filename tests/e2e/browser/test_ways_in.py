@@ -137,9 +137,9 @@ def test_a_screen_reader_hears_what_happens_and_no_single_token(reader: Reader):
     reader.add(("stock.txt", TEXT))
     page.locator("#question").wait_for()
     answer = reader.ask("What is the value of amber-12?")
-    said = [sentence.strip() for sentence in page.evaluate("said")]
-    assert said[-2:] == ["Asked.", f"Answered: {answer}"]
-    assert "stock.txt has been read." in said and len(said) < 10
+    output = [sentence.strip() for sentence in page.evaluate("said")]
+    assert output[-2:] == ["Asked.", f"Answered: {answer}"]
+    assert "stock.txt has been read." in output and len(output) < 10
     reader.audit()
 
 

@@ -51,15 +51,15 @@ def test_a_quota_of_one_changes_nothing_for_the_other(
     quotas = {BOLT: Quotas(contexts=most, generations=1, waiting=most)}
     together = asyncio.run(served(tmp_path, {ACME: acme, BOLT: bolt}, **quotas))
     assert together[ACME] == asyncio.run(served(tmp_path, {ACME: acme}))[ACME]
-    for name, code, _, told in together[BOLT]:
+    for name, code, _, reported in together[BOLT]:
         if code == StatusCode.RESOURCE_EXHAUSTED:
-            assert told.startswith("quotas/"), (name, told)
+            assert reported.startswith("quotas/"), (name, reported)
 
 
 async def test_beginnings_are_shared_only_where_that_is_allowed(tmp_path: Path) -> None:
     """Bolt asks what acme has just asked; the answer tells how much of it was held."""
     step = generate(None, TEXTS[0], "one")
-    for shares, held in ((False, 0), (True, len(TEXTS[0]) // 4 * 4)):
+    for shares, resident in ((False, 0), (True, len(TEXTS[0]) // 4 * 4)):
         ranks = FakeRanks(1, 400, vocab=gated.VOCAB)
         options: dict[str, Any] = {"chunk_size": 8, "replicate_below": 4, "share_prefixes": shares}
         folder = tmp_path / str(shares)
@@ -69,7 +69,7 @@ async def test_beginnings_are_shared_only_where_that_is_allowed(tmp_path: Path) 
             [(_, _, again, _)] = await play(address, BOLT, [generate(None, TEXTS[0], "two")])
         assert code == StatusCode.OK
         cached = [each["started"].get("cachedTokenCount", 0) for each in found if "started" in each]
-        assert [bool(count) for count in cached] == [bool(held)] * len(cached)
+        assert [bool(count) for count in cached] == [bool(resident)] * len(cached)
         assert any(each["started"].get("cachedTokenCount", 0) for each in again if "started" in each)
 
 
@@ -87,7 +87,7 @@ async def test_the_lists_of_each_have_its_own_alone(tmp_path: Path, tenant: str)
 
 async def test_what_finds_no_room_is_told_no_figures_of_others(tmp_path: Path) -> None:
     """Whatever acme keeps, bolt hears the same of a document for which it leaves no room."""
-    told = set[str]()
+    reported = set[str]()
     for size in (400, 900):
         steps = {ACME: ingest("contexts/book", "a" * size), BOLT: ingest("contexts/book", "b" * 2900)}
         ranks = FakeRanks(2, 400, vocab=gated.VOCAB)
@@ -99,5 +99,5 @@ async def test_what_finds_no_room_is_told_no_figures_of_others(tmp_path: Path) -
             assert code == StatusCode.OK
             [(_, code, _, text)] = await play(address, BOLT, [steps[BOLT]])
         assert code == StatusCode.RESOURCE_EXHAUSTED
-        told.add(text)
-    assert len(told) == 1, told
+        reported.add(text)
+    assert len(reported) == 1, reported

@@ -70,10 +70,10 @@ async def channel(house: FakeTransferEngine, tmp_path: Path) -> AsyncIterator[gr
 async def code_of(channel: grpc.aio.Channel, tenant: str, name: str, *requests: dict[str, Any]) -> StatusCode:
     """Of a call, which says nothing of acme's but what its caller has said."""
     given = [request_of(name, **fields) for fields in requests]
-    code, responses, told = await Caller(channel, tenant).call(name, given)
-    said = f"{texts_in(responses)}{told}"
-    assert "of acme" not in said
-    assert tenant == ACME or "acme" not in said or "acme" in texts_in(given)
+    code, responses, reported = await Caller(channel, tenant).call(name, given)
+    text = f"{texts_in(responses)}{reported}"
+    assert "of acme" not in text
+    assert tenant == ACME or "acme" not in text or "acme" in texts_in(given)
     return code
 
 
@@ -128,10 +128,10 @@ async def test_a_document_goes_not_on_where_anothers_was_cut(channel: grpc.aio.C
     config = {"name": "contexts/play", "upload_id": "mine", "total_size_bytes": 100}
     half = {"config": config}, {"text": b"secret" * 5}
     await Caller(channel, ACME).call("IngestContext", [request_of("IngestContext", **each) for each in half])
-    for who, held in ((tenant, 0), (ACME, 30)):
+    for who, resident in ((tenant, 0), (ACME, 30)):
         requests = [request_of("IngestContext", config=config)]
         _, responses, _ = await Caller(channel, who).call("IngestContext", requests)
-        assert responses[0].received_size_bytes == held, who
+        assert responses[0].received_size_bytes == resident, who
 
 
 @pytest.mark.parametrize("tenant", ATTACKERS)
@@ -139,8 +139,8 @@ async def test_a_document_goes_not_on_where_anothers_was_cut(channel: grpc.aio.C
 async def test_a_parcel_makes_no_context_of_another(
     channel: grpc.aio.Channel, house: FakeTransferEngine, tenant: str, forged: str
 ) -> None:
-    parcel = packable(name=forged, vocabulary=200).packed()
-    pieces = {"piece": {"offset": 0, "data": parcel}}
+    archive = packable(name=forged, vocabulary=200).packed()
+    pieces = {"piece": {"offset": 0, "data": archive}}
     before = set(house.contexts)
     assert await code_of(channel, tenant, "ImportContext", {"config": {}}, pieces) == StatusCode.INVALID_ARGUMENT
     assert set(house.contexts) == before

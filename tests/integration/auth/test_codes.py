@@ -79,9 +79,9 @@ async def address(tmp_path: Path) -> AsyncIterator[str]:
     engine.answer = (ids("hi"),)
     engine.contexts["acme/book"] = list(ids(SECRET))
     engine.earlier = {"acme/old": list(ids("old")), "acme/gone": CheckpointChanged("contexts/acme/gone", "all of it")}
-    house = house_of(packable(name="acme/book"))
+    transfers = house_of(packable(name="acme/book"))
     options = {"authenticator": credentials(tmp_path), "drain": drained, "refill": lambda: 1}
-    async with serving(engine, tmp_path / "model", house=house, **options) as (_, address):
+    async with serving(engine, tmp_path / "model", house=transfers, **options) as (_, address):
         async with grpc.aio.insecure_channel(address) as channel:
             fields = {"text": "a", "request_id": "held", "resume_duration": {"seconds": 60}, "sampling": SAMPLING}
             code, *_ = await Caller(channel, ACME).call("Generate", [request_of("Generate", **fields)])
@@ -104,12 +104,12 @@ async def test_who_gets_which_code(address: str, name: str) -> None:
     wanted = {None: StatusCode.UNAUTHENTICATED, BOLT: row.bolt, OPS: row.ops, ACME: row.acme}
     async with grpc.aio.insecure_channel(address) as channel:
         for tenant, code in wanted.items():
-            found, responses, told = await Caller(channel, tenant).call(name, requests_of(name))
-            assert found == code, (tenant, told)
-            said = f"{texts_in(responses)}\n{told}"
-            assert "acme/" not in said, "ids are told as tenants call them"
+            found, responses, reported = await Caller(channel, tenant).call(name, requests_of(name))
+            assert found == code, (tenant, reported)
+            text = f"{texts_in(responses)}\n{reported}"
+            assert "acme/" not in text, "ids are told as tenants call them"
             if tenant != ACME:
-                assert "acme" not in said
+                assert "acme" not in text
 
 
 @pytest.mark.parametrize("name", sorted(name for name, row in ROWS.items() if row.bolt == NOT_FOUND))
@@ -124,12 +124,12 @@ async def test_another_tenants_and_a_missing_one_are_told_alike(address: str, na
 
     async with grpc.aio.insecure_channel(address) as channel:
         bolt = Caller(channel, BOLT)
-        code, _, told = await bolt.call(name, requests_of(name))
+        code, _, reported = await bolt.call(name, requests_of(name))
         other_code, _, other_told = await bolt.call(name, list(map(nobodys, requests_of(name))))
     assert code == other_code
     for known in ("book", "held", "old"):
-        told = told.replace(known, "x" * len(known))
-    assert told == other_told
+        reported = reported.replace(known, "x" * len(known))
+    assert reported == other_told
 
 
 @pytest.mark.parametrize("change", [lambda text: text.upper(), lambda text: text + "x", lambda _: ""])

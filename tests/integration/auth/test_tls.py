@@ -93,12 +93,12 @@ async def test_plain_clients_and_those_that_trust_others_learn_it_for_certain(
     other = Authority(tmp_path / "other")
     async with encrypted(authority, tmp_path) as (_, address):
         address = f"{host}:{address.rpartition(':')[2]}"
-        for access, told in (
+        for access, reported in (
             (PLAIN, "tls_ca: .* serves encrypted connections alone: name"),
             (other.access(), "tls_ca: .* has a certificate for which no authority .* vouches"),
         ):
             for _ in range(3):
-                with pytest.raises(InvalidArgument, match=told):
+                with pytest.raises(InvalidArgument, match=reported):
                     await num_tokens(address, access, retries=3)
         assert await num_tokens(address, authority.access()) == len("anybody's")
 
@@ -133,10 +133,10 @@ async def test_clients_without_a_certificate_do_not_get_in_where_one_is_asked_fo
     authority: Authority, tmp_path: Path
 ) -> None:
     given = certificates_of(authority, authority.file)
-    stranger = Authority(tmp_path / "other").access("robot", ROBOT)
-    stranger["tls_ca"] = authority.file
+    intruder = Authority(tmp_path / "other").access("robot", ROBOT)
+    intruder["tls_ca"] = authority.file
     async with encrypted(authority, tmp_path, certificates=given) as (_, address):
-        for access in (authority.access(), stranger):
+        for access in (authority.access(), intruder):
             with pytest.raises(Unavailable, match="may ask for a client certificate.*--tls-cert") as caught:
                 await num_tokens(address, access)
             assert "--tls-ca" not in str(caught.value)
@@ -231,7 +231,7 @@ async def test_connections_that_never_shake_hands_hold_up_nobody(authority: Auth
 
 
 @pytest.mark.parametrize(
-    ("field", "access", "told"),
+    ("field", "access", "message"),
     [
         ("tls_cert", {"tls_cert": "a.pem"}, "needs tls_key"),
         ("tls_key", {"tls_key": "a.key"}, "needs tls_cert"),
@@ -243,8 +243,8 @@ async def test_connections_that_never_shake_hands_hold_up_nobody(authority: Auth
         ("credential", {"credential": "a" * (MAX_CREDENTIAL + 1)}, "4,096"),
     ],
 )
-async def test_what_a_client_cannot_use_is_named_at_once(field: str, access: Access, told: str) -> None:
-    with pytest.raises(InvalidArgument, match=told) as caught:
+async def test_what_a_client_cannot_use_is_named_at_once(field: str, access: Access, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message) as caught:
         AsyncClient("127.0.0.1:1", **(PLAIN | access))
     assert caught.value.field == field
     assert (access.get("credential") or "-") not in str(caught.value)

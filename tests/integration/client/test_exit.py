@@ -117,12 +117,12 @@ class Script:
     async def end(self, seconds: float = 8.0) -> tuple[int | None, str, str]:
         """Its exit code and what it said."""
         try:
-            said = await asyncio.wait_for(self._process.communicate(), seconds)
+            output = await asyncio.wait_for(self._process.communicate(), seconds)
         except TimeoutError:
             os.killpg(self._process.pid, signal.SIGKILL)
-            said = await self._process.communicate()
-            pytest.fail(f"the script does not end: {said}")
-        return self._process.returncode, said[0].decode(), said[1].decode()
+            output = await self._process.communicate()
+            pytest.fail(f"the script does not end: {output}")
+        return self._process.returncode, output[0].decode(), output[1].decode()
 
     async def interrupt(self) -> None:
         """Ctrl-C, once it has said something."""
@@ -166,18 +166,18 @@ async def test_an_error_in_the_middle_of_a_stream_is_the_last_word(endless: Serv
     script = await Script.start(f"{PLAIN}for event in client.generate('x'):\n    sys.exit(3)", endless.address)
     assert await script.end() == (3, "", "")
     script = await Script.start(f"{PLAIN}stream = begin(client)\nraise ValueError('mine')", endless.address)
-    code, out, said = await script.end()
-    assert (code, out, said.splitlines()[-1], said.count("Traceback")) == (1, "", "ValueError: mine", 1)
+    code, out, output = await script.end()
+    assert (code, out, output.splitlines()[-1], output.count("Traceback")) == (1, "", "ValueError: mine", 1)
     await check_left_nothing(endless, 2)
 
 
-@pytest.mark.parametrize("held", ["stream", "list(begin(client))"])
-async def test_an_interrupt_in_the_middle_of_a_stream_ends_a_script(endless: Served, held: str) -> None:
-    code = f"stream = begin(client)\nprint('reading', flush=True)\nfor _ in {held}:\n    pass"
+@pytest.mark.parametrize("resident", ["stream", "list(begin(client))"])
+async def test_an_interrupt_in_the_middle_of_a_stream_ends_a_script(endless: Served, resident: str) -> None:
+    code = f"stream = begin(client)\nprint('reading', flush=True)\nfor _ in {resident}:\n    pass"
     script = await Script.start(PLAIN + code, endless.address)
     await script.interrupt()
-    code, _, said = await script.end()
-    assert (code, said.splitlines()[-1], said.count("Traceback")) == (-signal.SIGINT, "KeyboardInterrupt", 1)
+    code, _, output = await script.end()
+    assert (code, output.splitlines()[-1], output.count("Traceback")) == (-signal.SIGINT, "KeyboardInterrupt", 1)
     await check_left_nothing(endless, len(endless.engine.streams))
 
 
@@ -199,7 +199,7 @@ async def test_a_forked_child_leaves_the_client_to_its_parent(endless: Served) -
         other = begin(client)
     """
     script = await Script.start(PLAIN + dedent(code), endless.address)
-    code, out, said = await script.end()
-    assert (code, said) == (0, "")
+    code, out, output = await script.end()
+    assert (code, output) == (0, "")
     assert [line.split()[0] for line in out.splitlines()] == ["the", "the", "the", "3"]
     await check_left_nothing(endless, 2)

@@ -237,8 +237,8 @@ def odd_details() -> list[bytes | None]:
 async def test_every_status_is_a_typed_error(served: Served, name: str) -> None:
     codes = [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK]
     for code, details in [*((code, None) for code in codes), *((codes[0], details) for details in odd_details())]:
-        for told in ("", "x" * 3000, "ü\0\n"):
-            assert await served.outcome(CALLS[name], failing(code, told, details)) is not None
+        for reported in ("", "x" * 3000, "ü\0\n"):
+            assert await served.outcome(CALLS[name], failing(code, reported, details)) is not None
     for code in codes:
         error = await served.outcome(CALLS[name], failing(code, "later", None, b""))
         assert error is not None or name in ("GetCluster", "CancelGeneration")

@@ -59,18 +59,18 @@ async def closed(service: Served, number: int) -> None:
 
 async def test_what_is_told_of_progress_may_call_the_client(service: Served) -> None:
     def work() -> None:
-        told: list[tuple[int, int, str]] = []
+        reported: list[tuple[int, int, str]] = []
 
         def on_progress(progress: IngestProgress) -> None:
             text = "".join(event.text for event in client.generate("x") if isinstance(event, Delta))
-            told.append((threading.get_ident(), client.count_tokens(progress.phase), text))
+            reported.append((threading.get_ident(), client.count_tokens(progress.phase), text))
 
         with Client(service.address) as client:
             assert client.ingest("moby", "some text", on_progress=on_progress).id == "moby"
-        assert {thread for thread, _, _ in told} == {threading.get_ident()}
-        assert {text for _, _, text in told} == {"two words"}
-        assert told[0][1] == len("receiving")
-        assert told[-1][1] == len("ready")
+        assert {thread for thread, _, _ in reported} == {threading.get_ident()}
+        assert {text for _, _, text in reported} == {"two words"}
+        assert reported[0][1] == len("receiving")
+        assert reported[-1][1] == len("ready")
 
     await use(work)
 

@@ -71,5 +71,5 @@ async def test_a_hundred_strangers_stop_no_heartbeat_and_no_step(caplog: pytest.
         await until(lambda: process.num_fds() <= num_files and not connections._candidates)
         assert len(asyncio.all_tasks()) <= num_tasks + SPARE_TASKS
         assert (found.engine.cluster().epoch, control.num_ignored) == (1, 0)
-    told = [record for record in caplog.records if "refused connections" in record.message]
-    assert len(told) <= control.num_refused.bit_length()
+    reported = [record for record in caplog.records if "refused connections" in record.message]
+    assert len(reported) <= control.num_refused.bit_length()

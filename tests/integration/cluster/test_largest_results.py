@@ -38,15 +38,15 @@ async def test_the_largest_answer_to_a_step_is_heard(max_sequences: int, max_dra
     await control.start(1)
     step = asyncio.ensure_future(control.group.step(StepPlan(1, 1, Decode(()))))
     tokens = (Token(LARGEST, Logprobs(-1e300, ALTERNATIVES)),) * (1 + max_drafts)
-    told = StepResult(
+    reported = StepResult(
         1,
         1,
         tokens=dict.fromkeys(range(LARGEST, LARGEST + max_sequences), tokens),
         attention=dict.fromkeys(range(LARGEST, LARGEST + max_sequences), attention(MAX_TOLD_SPANS // max_sequences)),
         scores=dict.fromkeys(range(LARGEST, LARGEST + max_sequences), (-1e300,) * (MAX_PROBED // max_sequences)),
     )
-    await rank.send(told)
+    await rank.send(reported)
     async with asyncio.timeout(10):
-        assert await step == told
+        assert await step == reported
     await rank.close()
     await control.close()

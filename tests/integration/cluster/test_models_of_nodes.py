@@ -64,9 +64,9 @@ async def test_a_node_with_another_model_is_refused_by_name(
     config = EngineConfig(model=str(embedded_model()), world_size=2, kv_bytes=1 << 20)
     actor = CoordinatorActor(ServiceConfig(engine=config, launcher="local"), lambda: fleet)
     reply = await actor.start()
-    told = expected.format(folder=tmp_path / "other")
-    separator = "" if told.startswith(":") else " "
-    assert reply.error == f"model: node node-1 (127.0.0.1){separator}{told}"
+    message = expected.format(folder=tmp_path / "other")
+    separator = "" if message.startswith(":") else " "
+    assert reply.error == f"model: node node-1 (127.0.0.1){separator}{message}"
     assert reply.exit_code == BAD_INPUT
     assert len(fleet.children) == 2
     assert not [process for process in fleet.children if process.is_running()]

@@ -180,13 +180,13 @@ def leave(spec: RankSpec) -> None:
 async def test_what_a_process_said_before_it_left_is_heard_first() -> None:
     """It says why it leaves, which may come later than its end is seen."""
     loop, config, fleet = asyncio.get_running_loop(), EngineConfig(model="none", world_size=1), LocalFleet(leave)
-    control, told = RankManager(config), loop.create_future()
+    control, reported = RankManager(config), loop.create_future()
     try:
-        await fleet.launch(config, control.invitations, lambda *death: told.set_result((loop.time(), *death)))
+        await fleet.launch(config, control.invitations, lambda *death: reported.set_result((loop.time(), *death)))
         place = fleet._places[0]
         await place.has_ended.wait()
         ended = loop.time()
-        time, member, reason = await told
+        time, member, reason = await reported
         assert (member, reason) == (0, "left with exit code 3")
         assert time >= ended + LAST_WORD_SECONDS / 2
     finally:

@@ -252,13 +252,13 @@ async def test_a_message_out_of_place_ends_the_rank(joined: int, message: StepPl
     control = RankManager(config())
     place = {"host": "127.0.0.1", "node": "here", "num_ranks_here": 1, "gpu": None}
     spec = RankSpec(member=0, config=config(), invitation=control.invitations[0], **place)
-    life = asyncio.create_task(asyncio.to_thread(serve, spec, EchoRank))
+    process = asyncio.create_task(asyncio.to_thread(serve, spec, EchoRank))
     await (control.start(joined) if joined else control.roster.wait(lambda: control.hellos))
     control._channel.send([0], message)
     where = f"out of place in epoch {joined}" if joined else "before the model is loaded"
-    told = str((await control.group.wait_ended()).error)
-    assert told.endswith(f"{where}: {type(message).__name__}"), "nothing of what is in it"
-    assert await life == 1
+    text = str((await control.group.wait_ended()).error)
+    assert text.endswith(f"{where}: {type(message).__name__}"), "nothing of what is in it"
+    assert await process == 1
     await control.close()
 
 

@@ -93,8 +93,8 @@ def test_the_slot_of_a_dead_node_comes_back_with_another(
     other = [*node, "--num-cpus=1", "--address", address]
     second, _ = start(started, other, "Ray runtime started")
     (script := tmp_path / "service.py").write_text(SERVICE)
-    service, told = start(started, [sys.executable, str(script), address], "started")
-    pids = [int(pid) for pid in told.partition("[")[2].strip(" ]\n").split(",")]
+    service, reported = start(started, [sys.executable, str(script), address], "started")
+    pids = [int(pid) for pid in reported.partition("[")[2].strip(" ]\n").split(",")]
     below = psutil.Process(second.pid).children(recursive=True)
     lost = [member for member, pid in enumerate(pids) if pid in {process.pid for process in below}]
     assert len(lost) == 1

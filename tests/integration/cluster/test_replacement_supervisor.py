@@ -56,8 +56,8 @@ class Places(FakeFleet):
         self.start(member, invitation)
 
     def start(self, member: int, invitation: ConnectInfo) -> None:
-        told = OTHER if member in self.strange else OWN
-        self.members[member] = ScriptedMember(invitation, member, fingerprint=told)
+        reported = OTHER if member in self.strange else OWN
+        self.members[member] = ScriptedMember(invitation, member, fingerprint=reported)
         self.members[member].fails_to_load = member in self.failing
 
 
@@ -106,10 +106,10 @@ class Kept:
 
 @pytest.fixture
 async def kept() -> AsyncIterator[Kept]:
-    kept = Kept()
-    await kept.start()
-    yield kept
-    await kept.close()
+    retained = Kept()
+    await retained.start()
+    yield retained
+    await retained.close()
 
 
 async def test_who_is_lost_is_replaced(kept: Kept) -> None:
@@ -194,8 +194,8 @@ async def test_a_slot_that_stays_away_is_no_longer_waited_for_and_filled_when_it
     kept.fleet.problem = StartError("no slot")
     kept.control.lost(1, "its node died")
     [given_up] = await kept.wait_for(ReplacementAbandoned)
-    told = "it was not there for 5 min, and is filled when it is: no slot"
-    assert (given_up.lost, given_up.reason) == (1, told)
+    message = "it was not there for 5 min, and is filled when it is: no slot"
+    assert (given_up.lost, given_up.reason) == (1, message)
     assert kept.now >= CONFIG.start_timeout
     await kept.control.wait_settled()
     assert kept.keeper.refill() == 0, "it is still looked for"
@@ -211,21 +211,21 @@ async def test_a_replacement_has_the_model_of_the_others(kept: Kept) -> None:
     [given_up] = await kept.wait_for(ReplacementAbandoned)
     assert given_up.reason.endswith("has another tokenizer.json than node node (127.0.0.1)")
     assert kept.fleet.killed == [2, 3, 4]
-    told = list(kept.events)
-    assert told[-2:] == [MemberLost(4, None, 0, "node", given_up.reason.partition("the last: ")[2], True), given_up]
+    reported = list(kept.events)
+    assert reported[-2:] == [MemberLost(4, None, 0, "node", given_up.reason.partition("the last: ")[2], True), given_up]
     assert [loss.slot for loss in kept.control.losses] == ["given_up"] * 4
     await kept.keeper.close()
-    assert kept.events == told, "it is told once"
+    assert kept.events == reported, "it is told once"
 
 
 @pytest.mark.parametrize(
-    ("problem", "told"),
+    ("problem", "message"),
     [(StartError("no slot"), "no slot"), (BlockingIOError("no process"), "BlockingIOError: no process")],
 )
-async def test_a_slot_that_cannot_be_filled_now_is_waited_for(kept: Kept, problem: Exception, told: str) -> None:
+async def test_a_slot_that_cannot_be_filled_now_is_waited_for(kept: Kept, problem: Exception, message: str) -> None:
     kept.fleet.problem = problem
     kept.control.lost(1, "its node died")
-    assert await kept.wait_for(ReplacementDelayed) == [ReplacementDelayed(1, 5.0, told)]
+    assert await kept.wait_for(ReplacementDelayed) == [ReplacementDelayed(1, 5.0, message)]
     for _ in range(1000):  # it looks again and again
         await asyncio.sleep(0)
     assert set(kept.slept) == {5.0}

@@ -71,44 +71,44 @@ async def test_each_outcome_goes_to_who_asked(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    ("trouble", "kind"), [("unavailable", StorageUnavailable), ("damaged", DataLoss), ("dropped", Unavailable)]
+    ("outage", "kind"), [("unavailable", StorageUnavailable), ("damaged", DataLoss), ("dropped", Unavailable)]
 )
-async def test_failures_are_raised_as_what_they_are(world: World, trouble, kind) -> None:
+async def test_failures_are_raised_as_what_they_are(world: World, outage, kind) -> None:
     for work, outcome in [(world.control.save(0, SAVE), Saved), (world.control.fetch(0, FETCH), Fetched)]:
-        asked = asyncio.create_task(work)
+        requested = asyncio.create_task(work)
         await world.hear(0, Save | Fetch)
-        await world.members[0].tell(outcome(0, 4, failure=Failure(trouble, "why")))
-        await fails(asked, kind, "contexts/1/a.*why")
+        await world.members[0].tell(outcome(0, 4, failure=Failure(outage, "why")))
+        await fails(requested, kind, "contexts/1/a.*why")
 
 
 async def test_who_is_lost_answers_nothing_any_more(world: World) -> None:
-    asked = [asyncio.create_task(world.control.save(member, SAVE)) for member in (0, 1)]
-    asked.append(asyncio.create_task(world.control.fetch(1, FETCH)))
+    requested = [asyncio.create_task(world.control.save(member, SAVE)) for member in (0, 1)]
+    requested.append(asyncio.create_task(world.control.fetch(1, FETCH)))
     await world.hear(1, Fetch)
     world.control.lost(1, "was killed by signal 9")
-    for work in asked[1:]:
+    for work in requested[1:]:
         await fails(work, RankLost, "rank 1 was lost: was killed by signal 9")
     await fails(world.control.fetch(1, FETCH), RankLost, "is gone")
-    assert not asked[0].done()
+    assert not requested[0].done()
     await world.members[0].tell(Saved(0, 4))
-    assert await asked[0] == Saved(0, 4)
+    assert await requested[0] == Saved(0, 4)
 
 
 async def test_orders_outlive_an_epoch(world: World) -> None:
-    asked = asyncio.create_task(world.control.fetch(0, FETCH))
+    requested = asyncio.create_task(world.control.fetch(0, FETCH))
     await world.hear(0, Fetch)
     world.control.lost(1, "was killed by signal 9")
     assert (await world.control.form(2)).members == (0,)
     await world.members[0].tell(Fetched(0, 4))
-    await asked
+    await requested
 
 
 async def test_who_asks_may_lose_interest(world: World) -> None:
-    asked = asyncio.create_task(world.control.save(0, SAVE))
+    requested = asyncio.create_task(world.control.save(0, SAVE))
     await world.hear(0, Save)
-    asked.cancel()
+    requested.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await asked
+        await requested
     again = asyncio.create_task(world.control.fetch(0, FETCH))
     await world.hear(0, Fetch)
     await world.members[0].tell(Saved(0, 4))
@@ -117,29 +117,29 @@ async def test_who_asks_may_lose_interest(world: World) -> None:
 
 
 async def test_a_ticket_is_used_once_at_a_time(world: World) -> None:
-    asked = asyncio.create_task(world.control.save(0, SAVE))
+    requested = asyncio.create_task(world.control.save(0, SAVE))
     await world.hear(0, Save)
     with pytest.raises(ValueError, match="ticket 4 of member 0 is in use"):
         await world.control.save(0, SAVE)
     await world.members[0].tell(Saved(0, 4))
-    assert await asked == Saved(0, 4)
+    assert await requested == Saved(0, 4)
 
 
 async def test_orders_of_many_runs_arrive(world: World) -> None:
     runs = tuple(Run(0, 16 * i, 16 * i + 16, (7 * i,)) for i in range(20_000))
-    asked = asyncio.create_task(world.control.save(0, Save(1, "p", 0, runs)))
+    requested = asyncio.create_task(world.control.save(0, Save(1, "p", 0, runs)))
     heard = await world.hear(0, Save)
     assert isinstance(heard, Save)
     assert heard.runs == runs
     await world.members[0].tell(Saved(0, 1))
-    await asked
+    await requested
 
 
 async def test_who_closes_leaves_nobody_waiting(world: World) -> None:
-    asked = asyncio.create_task(world.control.save(0, SAVE))
+    requested = asyncio.create_task(world.control.save(0, SAVE))
     await world.hear(0, Save)
     await world.control.close()
-    await fails(asked, Unavailable, "the service ends")
+    await fails(requested, Unavailable, "the service ends")
 
 
 async def test_members_without_a_model_save_and_restore(tmp_path: Path) -> None:

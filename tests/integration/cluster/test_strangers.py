@@ -137,15 +137,15 @@ def stranger_with_a_stolen_name(context: "zmq.Context[Socket]", control: RankMan
 
 @pytest.mark.parametrize("enter", [stranger_without_a_key, stranger_with_a_key, stranger_with_a_stolen_name])
 async def test_a_stranger_is_refused_and_counted(context, control: RankManager, caplog, enter) -> None:
-    stranger = enter(context, control)
+    intruder = enter(context, control)
     for message in (*LIES, StepResult(1, 1, {1: (Token(666),)})):
-        stranger.send(encode(message))
-    stranger.send(b"\xff" * 1000)
+        intruder.send(encode(message))
+    intruder.send(b"\xff" * 1000)
     await until(lambda: control.num_refused)
     ranks = [introduce(context, control, rank) for rank in range(2)]
     await check_service(control, ranks)
     assert control.num_ignored == 0, "nothing of it was even read"
-    assert stranger.poll(0) == 0, "it was told nothing"
+    assert intruder.poll(0) == 0, "it was told nothing"
     assert "refused connections of strangers to the control channel: 1 so far" in caplog.text
 
 
@@ -161,9 +161,9 @@ async def test_a_rank_that_is_lost_is_no_stranger(context, control: RankManager)
         ranks[1].send(encode(Hello(number, "node", "127.0.0.1", 1)))
         await until(lambda expected=number: control.hellos[-1].member == expected)
     assert control.num_refused == 0
-    stranger = stranger_with_a_key(context, control)
+    intruder = stranger_with_a_key(context, control)
     await until(lambda: control.num_refused)
-    stranger.close()
+    intruder.close()
 
 
 def is_ended(connection: socket.socket) -> bool:
@@ -182,15 +182,15 @@ async def test_connections_that_say_nothing_or_rubbish_are_ended(context, monkey
     endless = b"\x06" + (1 << 40).to_bytes(8, "big") + bytes(1000)
     rubbish = (b"", b"\0", b"GET / HTTP/1.1\r\n\r\n" * 9, greeting, greeting + endless)
     host, port = control.address.removeprefix("tcp://").split(":")
-    strangers = [socket.create_connection((host, int(port))) for _ in rubbish]
-    for stranger, said in zip(strangers, rubbish, strict=True):
-        stranger.sendall(said)
+    intruders = [socket.create_connection((host, int(port))) for _ in rubbish]
+    for intruder, output in zip(intruders, rubbish, strict=True):
+        intruder.sendall(output)
     ranks = [introduce(context, control, rank) for rank in range(2)]
     await check_service(control, ranks)
-    assert await asyncio.to_thread(lambda: all(map(is_ended, strangers)))
+    assert await asyncio.to_thread(lambda: all(map(is_ended, intruders)))
     await until(lambda: control.num_refused >= len(rubbish))
-    for stranger in strangers:
-        stranger.close()
+    for intruder in intruders:
+        intruder.close()
     await control.close()
 
 
@@ -208,9 +208,9 @@ async def test_a_rank_is_heard_for_itself_alone(context, control: RankManager, c
     ranks[1].send_multipart([b"two", encode(Hello(1, "node", "127.0.0.1", 1))])
     await until(lambda: control.num_ignored == len(LIES) + len(rubbish) + 1)
     await check_service(control, ranks)
-    told = [record.message for record in caplog.records if "ignored messages of members" in record.message]
-    assert len(told) == 5, "at 1, 2, 4, 8 and 16"
-    assert told[0] == "ignored messages of members: 1 so far; the last: member 1 sends what it may not: Hello for 7"
+    reported = [record.message for record in caplog.records if "ignored messages of members" in record.message]
+    assert len(reported) == 5, "at 1, 2, 4, 8 and 16"
+    assert reported[0] == "ignored messages of members: 1 so far; the last: member 1 sends what it may not: Hello for 7"
 
 
 @pytest.mark.parametrize("name", ["commands_id", "pulse_id"])
@@ -331,15 +331,15 @@ async def test_nothing_of_a_closed_channel_is_left(context) -> None:
         return len(threads()), len(list(Path("/proc/self/fd").iterdir()))
 
     gc.collect()  # of earlier tests
-    earlier = threads()
-    stranger = context.socket(zmq.DEALER)  # this context's threads are there from now on
-    stranger.setsockopt(zmq.LINGER, 0)
-    await until(lambda: len(threads() - earlier) == 2)  # they name themselves, some time after they began
+    previous = threads()
+    intruder = context.socket(zmq.DEALER)  # this context's threads are there from now on
+    intruder.setsockopt(zmq.LINGER, 0)
+    await until(lambda: len(threads() - previous) == 2)  # they name themselves, some time after they began
     before = left()
     for _ in range(3):
         control = RankManager(CONFIG)
-        stranger.connect(control.address)
+        intruder.connect(control.address)
         await until(lambda control=control: control.num_refused)
         await control.close()
-        stranger.disconnect(control.address)
+        intruder.disconnect(control.address)
     await until(lambda: all(now <= then for now, then in zip(left(), before, strict=True)))

@@ -203,8 +203,8 @@ async def test_no_error_tells_where_the_service_is(tmp_path: Path, monkeypatch: 
             answer = await client.get(path)
             assert answer.status_code == 503
             assert "the service" in answer.text and "hidden-name" not in answer.text and "unix:" not in answer.text
-        told = await client.post("/v1/contexts/book", content=b"x", headers={"content-type": "text/plain"})
-        assert "unix:" not in told.text
+        reported = await client.post("/v1/contexts/book", content=b"x", headers={"content-type": "text/plain"})
+        assert "unix:" not in reported.text
 
 
 async def test_a_service_that_is_gone_is_said_to_be(tmp_path: Path) -> None:

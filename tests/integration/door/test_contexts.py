@@ -31,11 +31,13 @@ async def test_a_document_becomes_a_context(service: Served, url: str) -> None:
     async with httpx2.AsyncClient(base_url=url) as client:
         parameters = {"display_name": "Moby", "pinned": "true"}
         answer = await client.post("/v1/contexts/book", params=parameters, content=TEXT.encode(), headers=PLAIN)
-        told = events_of(answer)
+        reported = events_of(answer)
         assert answer.headers["content-type"].startswith("text/event-stream")
-        assert [each["phase"] for each in told][:2] == ["receiving", "tokenizing"] and told[-1]["phase"] == "ready"
+        assert [each["phase"] for each in reported][:2] == ["receiving", "tokenizing"] and reported[-1][
+            "phase"
+        ] == "ready"
         context = (await client.get("/v1/contexts/book")).json()
-        assert told[-1]["context"] == context and (context["id"], context["model"]) == ("book", "fake:book")
+        assert reported[-1]["context"] == context and (context["id"], context["model"]) == ("book", "fake:book")
         assert (context["display_name"], context["pinned"], context["expires"]) == ("Moby", True, None)
         assert (await client.get("/v1/contexts")).json() == {"object": "list", "data": [context]}
         again = await client.post("/v1/contexts/book", content=b"x", headers=PLAIN)
@@ -59,9 +61,9 @@ async def test_all_that_is_asked_of_an_upload_reaches_the_engine(service: Served
     given, (claim,) = service.engine.settings["book"], service.engine.claims
     assert (given.display_name, given.is_pinned, given.ttl, given.capacity) == ("Moby", True, 1000, 4000)
     assert (claim.priority, claim.client) == (3, "127.0.0.1")
-    held = service.engine.contexts["book"]
-    beginning = held.index(ids("Be short.")[0])
-    assert tuple(held[beginning:]) == (*ids("Be short."), *ids(TEXT))
+    resident = service.engine.contexts["book"]
+    beginning = resident.index(ids("Be short.")[0])
+    assert tuple(resident[beginning:]) == (*ids("Be short."), *ids(TEXT))
 
 
 async def test_contexts_are_changed_forked_and_deleted(service: Served, url: str) -> None:
@@ -156,10 +158,10 @@ async def test_documents_that_are_none_are_refused(url: str) -> None:
             answer = await client.patch("/v1/contexts/x", json=change)
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, *change)
             assert len(answer.text) < 300
-        for content, told in ((b"", "body: the document is empty"), (b"ab\xff", "body: is not UTF-8 at byte 2")):
+        for content, reported in ((b"", "body: the document is empty"), (b"ab\xff", "body: is not UTF-8 at byte 2")):
             answer = await client.post("/v1/contexts/x", content=content, headers=PLAIN)
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, "body")
-            assert told in answer.json()["error"]["message"]
+            assert reported in answer.json()["error"]["message"]
         slices = {**PLAIN, "Upload-Length": "2"}
         await client.post("/v1/contexts/x?upload_id=u", content=b"a", headers=slices)
         late = await client.post("/v1/contexts/x?upload_id=u", content=b"\xff", headers=slices | {"Upload-Offset": "1"})
@@ -240,9 +242,9 @@ async def test_the_cluster_is_told_once_and_at_every_change(service: Served, url
             service.engine.drafting = Drafting(drafted_tokens=9, accepted_tokens=6, tokens_per_step=1.5)
             service.engine.changes.note()
             assert await anext(lines) == ""
-            told = json.loads((await anext(lines)).removeprefix("data: "))
-            assert told["running"] == 4
-            assert told["drafting"] == {"drafted_tokens": 9, "accepted_tokens": 6, "tokens_per_step": 1.5}
+            reported = json.loads((await anext(lines)).removeprefix("data: "))
+            assert reported["running"] == 4
+            assert reported["drafting"] == {"drafted_tokens": 9, "accepted_tokens": 6, "tokens_per_step": 1.5}
 
 
 async def test_the_head_of_the_cluster_is_that_of_its_events_and_ends(url: str) -> None:

@@ -47,8 +47,8 @@ async def test_whatever_signal_ends_it_what_runs_goes_on(service: Served, number
         async with httpx2.AsyncClient(base_url=url) as other:
             await until_refused(other)
         service.engine.streams[0].released.set()
-        told = [line async for line in lines if line]  # an end that is none would raise
-        assert told[-2] == "event: error" and "ended the stream before the answer's end" in told[-1]
+        reported = [line async for line in lines if line]  # an end that is none would raise
+        assert reported[-2] == "event: error" and "ended the stream before the answer's end" in reported[-1]
         assert await asyncio.wait_for(process.wait(), 30) == 0
 
 
@@ -75,9 +75,9 @@ async def test_who_is_cut_is_told(service: Served, number: signal.Signals) -> No
             lines = aiter(stream.aiter_lines())
             assert (await anext(lines)).startswith("data: ")
             process.send_signal(number)
-            told = [line async for line in lines if line]
-        assert told[-2] == "event: error"
-        error = json.loads(told[-1].removeprefix("data: "))["error"]
+            reported = [line async for line in lines if line]
+        assert reported[-2] == "event: error"
+        error = json.loads(reported[-1].removeprefix("data: "))["error"]
         assert (error["code"], error["message"]) == ("unavailable", "the door is stopping")
         answer = await whole
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")

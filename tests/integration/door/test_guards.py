@@ -100,14 +100,14 @@ async def test_paths_and_methods_that_are_none_are_told_what_there_is(url: str) 
 async def test_heads_are_bounded(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.3)
     host, _, port = url.removeprefix("http://").rpartition(":")
-    for sent, told in (
+    for sent, reported in (
         (b"GET / HTTP/1.1\r\nX: " + b"x" * 99_999, b"431"),
         (b"nonsense\r\n\r\n", b"400"),
         (b"GET /", b""),
     ):
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(sent)
-        assert told in (await asyncio.wait_for(reader.read(), 10))[:20]
+        assert reported in (await asyncio.wait_for(reader.read(), 10))[:20]
         writer.close()
 
 
@@ -133,8 +133,8 @@ async def test_connections_are_bounded(service: Served) -> None:
             for asking in (client.get("/healthz"), client.post("/v1/completions", content=b"x" * 1_000_000)):
                 answer = await asking
                 assert answer.status_code == 503 and answer.json()["error"]["code"] == "unavailable"
-                told = [answer.headers[name] for name in ("retry-after", "x-content-type-options", "connection")]
-                assert told == ["1", "nosniff", "close"]
+                reported = [answer.headers[name] for name in ("retry-after", "x-content-type-options", "connection")]
+                assert reported == ["1", "nosniff", "close"]
         late = await connect()
         for each in two:
             await is_answered(*each)

@@ -31,9 +31,9 @@ async def test_models_are_the_model_and_its_contexts(service: Served, url: str) 
     async with asking(url) as client:
         assert [model.id async for model in await client.models.list()] == ["fake", "fake:book"]
         assert (await client.models.retrieve("fake:book")).id == "fake:book"
-        with pytest.raises(openai.NotFoundError) as told:
+        with pytest.raises(openai.NotFoundError) as reported:
             await client.models.retrieve("fake:none")
-    assert (told.value.code, told.value.param) == ("model_not_found", "model")
+    assert (reported.value.code, reported.value.param) == ("model_not_found", "model")
 
 
 async def test_a_chat_is_answered_whole(service: Served, url: str) -> None:
@@ -48,18 +48,24 @@ async def test_a_chat_is_answered_whole(service: Served, url: str) -> None:
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])
 async def test_an_answer_that_is_not_exact_says_why(service: Served, url: str, path: str) -> None:
     service.engine.exactness_note = "not verified"
-    asked = {"messages": QUESTION} if path == "chat/completions" else {"prompt": "who?"}
+    requested = {"messages": QUESTION} if path == "chat/completions" else {"prompt": "who?"}
     async with httpx2.AsyncClient(base_url=f"{url}/v1/") as client:
-        whole = await client.post(path, json={"model": "fake", "max_tokens": 9, **asked})
+        whole = await client.post(path, json={"model": "fake", "max_tokens": 9, **requested})
         stream = await client.post(
             path,
-            json={"model": "fake", "max_tokens": 9, "stream": True, "stream_options": {"include_usage": True}, **asked},
+            json={
+                "model": "fake",
+                "max_tokens": 9,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+                **requested,
+            },
         )
         cluster = await client.get("cluster", params={"once": "true"})
     lines = [line.removeprefix("data: ") for line in stream.text.splitlines() if line.startswith("data: {")]
-    told = [chunk for chunk in map(json.loads, lines) if "exact" in chunk]
-    assert len(told) == 2
-    for found in (whole.json(), cluster.json(), *told):
+    reported = [chunk for chunk in map(json.loads, lines) if "exact" in chunk]
+    assert len(reported) == 2
+    for found in (whole.json(), cluster.json(), *reported):
         assert (found["exact"], found["exactness_note"]) == (False, "not verified")
 
 
@@ -93,9 +99,9 @@ async def test_a_context_is_named_by_the_model_or_beside_it(service: Served, url
         for model, more in (("fake:book", {}), ("fake", {"context": "book"}), ("fake:book", {"context": "book"})):
             await client.chat.completions.create(model=model, messages=QUESTION, extra_body=more)
             assert service.engine.prompts[-1].context == "book"
-        with pytest.raises(openai.BadRequestError) as told:
+        with pytest.raises(openai.BadRequestError) as reported:
             await client.chat.completions.create(model="fake:book", messages=QUESTION, extra_body={"context": "other"})
-        assert told.value.param == "context"
+        assert reported.value.param == "context"
         for model, more in (("fake:other", {}), ("fake", {"context": "other"}), ("gpt", {})):
             with pytest.raises(openai.NotFoundError) as missing:
                 await client.chat.completions.create(model=model, messages=QUESTION, extra_body=more)
@@ -204,8 +210,8 @@ async def test_an_answer_may_be_as_long_as_there_is_room_for(service: Served, ur
 
 async def test_logprobs_are_told_in_both_ways(service: Served, url: str) -> None:
     (token,) = ids("a")
-    told = Logprobs(-0.5, (TokenLogprob(token, -0.5, b"a"),), b"a")
-    service.engine.answer, service.engine.script = (), (Tokens(0, (Token(token, told),)),)
+    reported = Logprobs(-0.5, (TokenLogprob(token, -0.5, b"a"),), b"a")
+    service.engine.answer, service.engine.script = (), (Tokens(0, (Token(token, reported),)),)
     service.engine.late_error = Unavailable("over")
     async with asking(url) as client:
         chunks = await client.chat.completions.create(
@@ -230,20 +236,22 @@ def special(name: str) -> int:
 
 def said(content: str, *others: int) -> tuple[Tokens | Ended, ...]:
     """As an engine tells an answer of these tokens and the end's, each the likeliest, before `others`."""
-    told = list[Token]()
+    reported = list[Token]()
     for token in (*ids(content), special(END)):
         tops = [TokenLogprob(each, -0.5 * (i + 1)) for i, each in enumerate((token, *others))]
-        told.append(Token(token, Logprobs(-0.5, tuple(tops))))
-    return Tokens(0, tuple(told)), Ended("end_token", 3, 0, len(told), 0.5, 1.5, 2.25)
+        reported.append(Token(token, Logprobs(-0.5, tuple(tops))))
+    return Tokens(0, tuple(reported)), Ended("end_token", 3, 0, len(reported), 0.5, 1.5, 2.25)
 
 
 async def test_tokens_that_are_no_whole_characters_are_told_by_their_bytes(service: Served, url: str) -> None:
     """And places count characters, whether they come together or not."""
     service.engine.answer, service.engine.script = (), said("aдb", *ids("д"))
-    asked: Any = {"model": "fake", "prompt": "So", "logprobs": 3}
+    requested: Any = {"model": "fake", "prompt": "So", "logprobs": 3}
     async with asking(url) as client:
-        logprobs = (await client.completions.create(**asked)).choices[0].logprobs
-        chunks = [chunk.choices[0].logprobs async for chunk in await client.completions.create(**asked, stream=True)]
+        logprobs = (await client.completions.create(**requested)).choices[0].logprobs
+        chunks = [
+            chunk.choices[0].logprobs async for chunk in await client.completions.create(**requested, stream=True)
+        ]
     assert logprobs is not None and logprobs.top_logprobs is not None
     assert (logprobs.tokens, logprobs.text_offset) == (["a", "bytes:\\xd0", "bytes:\\xb4", "b"], [0, 1, 1, 2])
     assert logprobs.top_logprobs[0] == {"a": -0.5, "bytes:\\xd0": -1.0, "bytes:\\xb4": -1.5}
@@ -265,8 +273,8 @@ async def test_a_logprob_of_minus_infinity_is_a_number(service: Served, url: str
     """JSON has no infinities, and OpenAI's type has no null."""
     other, token = ids("ab")
     tops = (TokenLogprob(other, 0.0), TokenLogprob(token, -math.inf))
-    told = Tokens(0, (Token(token, Logprobs(-math.inf, tops)),))
-    service.engine.answer, service.engine.script = (), (told, Ended("length", 3, 0, 1, 0.5, 1.5, 2.25))
+    reported = Tokens(0, (Token(token, Logprobs(-math.inf, tops)),))
+    service.engine.answer, service.engine.script = (), (reported, Ended("length", 3, 0, 1, 0.5, 1.5, 2.25))
     async with asking(url) as client:
         chat = await client.chat.completions.create(model="fake", messages=QUESTION, logprobs=True, top_logprobs=2)
         text = await client.completions.create(model="fake", prompt="So", logprobs=2)
@@ -296,13 +304,13 @@ async def test_line_separators_do_not_split_events(service: Served, url: str) ->
 
 async def test_the_end_has_no_entry(service: Served, url: str) -> None:
     service.engine.answer, service.engine.script = (), said("ab")
-    asked: Any = {"model": "fake", "messages": QUESTION, "logprobs": True}
+    requested: Any = {"model": "fake", "messages": QUESTION, "logprobs": True}
     async with asking(url) as client:
-        answer = await client.chat.completions.create(**asked)
-        chunks = [chunk async for chunk in await client.chat.completions.create(**asked, stream=True)]
+        answer = await client.chat.completions.create(**requested)
+        chunks = [chunk async for chunk in await client.chat.completions.create(**requested, stream=True)]
         text = await client.completions.create(model="fake", prompt="So", logprobs=0)
-    told = [answer.choices[0].logprobs, *(choice.logprobs for chunk in chunks for choice in chunk.choices)]
-    entries = [[entry.token for entry in each.content or ()] for each in told if each is not None]
+    reported = [answer.choices[0].logprobs, *(choice.logprobs for chunk in chunks for choice in chunk.choices)]
+    entries = [[entry.token for entry in each.content or ()] for each in reported if each is not None]
     assert entries[0] == ["a", "b"] == [token for each in entries[1:] for token in each] and all(entries)
     assert text.choices[0].logprobs is not None and text.choices[0].logprobs.tokens == ["a", "b"]
 
@@ -326,7 +334,7 @@ def three(num_samples: int) -> list[Tokens | Ended]:
 async def test_several_answers_are_streamed_side_by_side(service: Served, url: str, num_samples: int) -> None:
     service.engine.answer, service.engine.script = (), tuple(three(num_samples))
     body = {"model": "fake", "n": num_samples, "stream": True, "stream_options": {"include_usage": True}}
-    num_said = sum(len(ids(text)) for text in ANSWERS[:num_samples])
+    num_output = sum(len(ids(text)) for text in ANSWERS[:num_samples])
     async with httpx2.AsyncClient(base_url=f"{url}/v1") as client:
         for path, more in (("/chat/completions", {"messages": QUESTION}), ("/completions", {"prompt": "Who?"})):
             lines = (await client.post(path, json=body | more)).text.split("\n\n")
@@ -344,22 +352,26 @@ async def test_several_answers_are_streamed_side_by_side(service: Served, url: s
             assert chunks[-1]["choices"] == []
             assert chunks[-1]["usage"] == {
                 "prompt_tokens": 9,
-                "completion_tokens": num_said,
-                "total_tokens": 9 + num_said,
+                "completion_tokens": num_output,
+                "total_tokens": 9 + num_output,
                 "prompt_tokens_details": {"cached_tokens": 4},
                 "completion_tokens_details": {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0},
             }
 
 
 async def test_drafts_are_told_as_predictions(service: Served, url: str) -> None:
-    said = [Tokens(0, tokens(ids("ab")), sample, (), 7, 1 + sample) for sample in range(2)]
+    output = [Tokens(0, tokens(ids("ab")), sample, (), 7, 1 + sample) for sample in range(2)]
     service.engine.answer = ()
-    service.engine.script = (*said, *(Ended("length", 9, 4, 2, 0.0, 0.0, 0.0, sample) for sample in range(2)))
+    service.engine.script = (*output, *(Ended("length", 9, 4, 2, 0.0, 0.0, 0.0, sample) for sample in range(2)))
     async with asking(url) as client:
         answer = await client.chat.completions.create(model="fake", messages=QUESTION, n=2)
     assert answer.usage is not None and answer.usage.completion_tokens_details is not None
-    told = answer.usage.completion_tokens_details
-    assert (answer.usage.completion_tokens, told.accepted_prediction_tokens, told.rejected_prediction_tokens) == (
+    reported = answer.usage.completion_tokens_details
+    assert (
+        answer.usage.completion_tokens,
+        reported.accepted_prediction_tokens,
+        reported.rejected_prediction_tokens,
+    ) == (
         4,
         3,
         11,
@@ -369,9 +381,9 @@ async def test_drafts_are_told_as_predictions(service: Served, url: str) -> None
 async def test_every_chunk_of_a_text_is_one_of_openais(service: Served, url: str) -> None:
     """But for `finish_reason`: the package's type has no null, which OpenAI sends in all chunks but a choice's last."""
     service.engine.answer, service.engine.script = (), said("aдb", *ids("д"))
-    asked: Any = {"model": "fake", "prompt": "So", "logprobs": 3, "stream": True}
+    requested: Any = {"model": "fake", "prompt": "So", "logprobs": 3, "stream": True}
     async with asking(url) as client:
-        stream = await client.completions.create(**asked, stream_options={"include_usage": True})
+        stream = await client.completions.create(**requested, stream_options={"include_usage": True})
         chunks = [chunk.model_dump() async for chunk in stream]
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["stop"]
@@ -385,9 +397,9 @@ async def test_every_chunk_of_a_text_is_one_of_openais(service: Served, url: str
 async def test_what_fails_after_the_first_byte_is_an_event_named_error(service: Served, url: str) -> None:
     service.engine.late_error = Unavailable("over")
     async with httpx2.AsyncClient(base_url=f"{url}/v1") as client:
-        for path, asked in (("/chat/completions", {"messages": QUESTION}), ("/completions", {"prompt": "Who?"})):
-            told = (await client.post(path, json={"model": "fake", "stream": True, **asked})).text.strip()
-            assert told.split("\n\n")[-1].startswith('event: error\ndata: {"error":{"message":"over"')
+        for path, requested in (("/chat/completions", {"messages": QUESTION}), ("/completions", {"prompt": "Who?"})):
+            message = (await client.post(path, json={"model": "fake", "stream": True, **requested})).text.strip()
+            assert message.split("\n\n")[-1].startswith('event: error\ndata: {"error":{"message":"over"')
     async with asking(url) as openais:
         stream = await openais.completions.create(model="fake", prompt="Who?", stream=True)
         with pytest.raises(openai.APIError, match="over"):
@@ -417,10 +429,10 @@ async def test_errors_are_openais(service: Served, url: str) -> None:
     async with asking(url) as client:
         for error, kind, code, retry, should_retry in cases:
             service.engine.error = error
-            with pytest.raises(kind) as told:
+            with pytest.raises(kind) as reported:
                 await client.chat.completions.create(model="fake", messages=QUESTION, stream=True)
-            headers = told.value.response.headers
-            found = (told.value.code, headers.get("retry-after"), headers.get("x-should-retry"))
+            headers = reported.value.response.headers
+            found = (reported.value.code, headers.get("retry-after"), headers.get("x-should-retry"))
             assert found == (code, retry, should_retry)
 
 

@@ -42,8 +42,8 @@ class Clusters(cluster_service_pb2_grpc.ClusterServiceServicer):
     """Has a name."""
 
     async def GetCluster(self, request: Any, context: Any) -> Any:
-        told = Cluster(model=ModelInfo(name="m"), workers=(), world_size=1, epoch=1, launcher="local", merge="auto")
-        return codec.encode_cluster(told)
+        reported = Cluster(model=ModelInfo(name="m"), workers=(), world_size=1, epoch=1, launcher="local", merge="auto")
+        return codec.encode_cluster(reported)
 
 
 class Door(NamedTuple):
@@ -100,8 +100,8 @@ class Texts:
 async def test_who_reads_slowly_holds_up_nobody_and_gets_all_of_it() -> None:
     async with door() as (url, process, generations), httpx2.AsyncClient(base_url=url, timeout=60) as client:
         slow, quick = Texts(), Texts()
-        async with client.stream("POST", "/v1/chat/completions", json=ASKED) as standing:
-            slow_lines = standing.aiter_lines()
+        async with client.stream("POST", "/v1/chat/completions", json=ASKED) as status:
+            slow_lines = status.aiter_lines()
             slow.see(await anext(slow_lines))
             before = most = process.memory_info().rss
             async with client.stream("POST", "/v1/chat/completions", json=ASKED) as stream:

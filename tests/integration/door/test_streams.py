@@ -25,7 +25,7 @@ async def until(lines: Any, line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("happens", "told"),
+    ("happens", "message"),
     [
         (engine_messages.Admitted(9, 0, queue_position=3), ": queued 3"),
         (Progress(4096, 60_000), ": read 4096 of 60000 tokens"),
@@ -33,14 +33,14 @@ async def until(lines: Any, line: str) -> None:
     ids=["waits", "reads"],
 )
 async def test_an_answer_that_has_not_begun_tells_why(
-    service: Served, url: str, happens: Any, told: str, monkeypatch: pytest.MonkeyPatch
+    service: Served, url: str, happens: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(answers, "EventResponse", partial(EventResponse, heartbeat=0.01))
     service.engine.script, service.engine.is_endless = (happens,), True
     async with httpx2.AsyncClient(base_url=url) as client:
         for path, body in (("chat/completions", QUESTION), ("completions", {"prompt": "Who?", "stream": True})):
             async with client.stream("POST", f"/v1/{path}", json={"model": "fake", **body}) as stream:
-                await until(aiter(stream.aiter_lines()), told)
+                await until(aiter(stream.aiter_lines()), message)
 
 
 async def test_a_document_that_is_read_tells_how_far(

@@ -69,7 +69,7 @@ class Files:
 
 
 @pytest.mark.parametrize(
-    ("service", "told", "why"),
+    ("service", "message", "why"),
     [
         ("encrypted", "nothing", "serves encrypted connections alone"),
         ("encrypted", "theirs", "no authority"),
@@ -80,13 +80,16 @@ class Files:
     ],
 )
 async def test_callers_are_told_that_the_service_is_away_and_operators_why(
-    service: str, told: str, why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    service: str, message: str, why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     files, credential = Files(tmp_path), new_credential()
     caplog.set_level(logging.WARNING, "door")
     async with files.service(tmp_path / "model", service) as address:
         bearer = {"authorization": f"Bearer {credential}"}
-        async with opened(address, **files.told(told)) as url, httpx2.AsyncClient(base_url=url, timeout=20) as client:
+        async with (
+            opened(address, **files.told(message)) as url,
+            httpx2.AsyncClient(base_url=url, timeout=20) as client,
+        ):
             for method, path, sent in CALLS:
                 sent = sent | {"headers": sent.get("headers", {}) | bearer}
                 answer = await client.request(method, path, **sent)
@@ -111,8 +114,8 @@ async def test_who_runs_a_door_reads_why_once(tmp_path: Path) -> None:
             for _ in range(5):
                 assert (await client.get("/v1/models")).status_code == 503
         door.terminate()
-        _, told = await door.communicate()
-    (line,) = told.decode().splitlines()
+        _, reported = await door.communicate()
+    (line,) = reported.decode().splitlines()
     assert "no authority given here" in line and "the service cannot be reached" in line
 
 
@@ -130,6 +133,6 @@ async def test_files_that_cannot_be_used_end_the_start(tmp_path: Path) -> None:
         ({"tls_ca": cert, "server_tls_cert": str(empty), "server_tls_key": key}, "tls_cert"),
         ({"tls_ca": cert, "server_tls_cert": cert, "server_tls_key": cert}, "tls_key"),
     ):
-        with pytest.raises(InvalidArgument) as told:
+        with pytest.raises(InvalidArgument) as reported:
             await serve(GatewayConfig(server="127.0.0.1:1", port=0, **settings), lambda *_: None)  # type: ignore[arg-type]
-        assert told.value.field == field, settings
+        assert reported.value.field == field, settings

@@ -118,8 +118,8 @@ async def test_calls_are_told_how_many_ranks_are_ready(tmp_path: Path) -> None:
         while found.service.loading.num_ready < 1:
             assert await found.health() == (False, True)
             assert not found.starting.done()
-        told = await found.refusal()
-        assert (str(told), told.retry_seconds) == ("loading, 1 of 2 ranks ready", 2.0)
+        reported = await found.refusal()
+        assert (str(reported), reported.retry_seconds) == ("loading, 1 of 2 ranks ready", 2.0)
         await asyncio.to_thread(pipe.write_bytes, b"go on")
         await found.starting
         assert await found.health() == (True, True)
@@ -178,8 +178,8 @@ async def test_what_runs_may_end_and_nothing_new_begins(tmp_path: Path) -> None:
         ending = asyncio.create_task(found.service.wait())
         assert (await found.client.drain()).limit == 60
         assert await found.health() == (False, True)
-        told = await found.refusal()
-        assert (str(told), told.retry_seconds) == ("the service is stopping, and takes no new calls", 1.0)
+        reported = await found.refusal()
+        assert (str(reported), reported.retry_seconds) == ("the service is stopping, and takes no new calls", 1.0)
         events = [event async for event in answer]
         assert isinstance(events[-1], Finished)
         assert sum(len(event.token_ids) for event in events if isinstance(event, Delta)) == 200

@@ -182,9 +182,9 @@ async def test_only_admins_are_told_where_the_service_keeps_things(
             async with AsyncClient(address, credential=credential, retries=0) as client:
                 with pytest.raises(type(error)) as caught:
                     await collect(client.generate("x"))
-            told = str(caught.value)
-            assert (str(error) == told) == (role == "admin")
+            message = str(caught.value)
+            assert (str(error) == message) == (role == "admin")
             if role == "user":
-                assert not any(place in told for place in ("/srv", "s3:", "bucket"))
+                assert not any(place in message for place in ("/srv", "s3:", "bucket"))
                 assert str(error) in caplog.text
                 assert getattr(caught.value, "retry_seconds", None) == getattr(error, "retry_seconds", None)

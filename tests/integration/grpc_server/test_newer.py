@@ -157,8 +157,8 @@ async def test_an_answer_that_breaks_off_in_a_recovery_goes_on_at_the_next_token
 
 
 async def test_an_ingest_tells_of_a_recovery(later: LaterService, client: Both) -> None:
-    told = [progress(1), progress(5, recovering=RECOVERING, processed_token_count=3), progress(4, context=CONTEXT)]
-    later.say("IngestContext", *told)
+    reported = [progress(1), progress(5, recovering=RECOVERING, processed_token_count=3), progress(4, context=CONTEXT)]
+    later.say("IngestContext", *reported)
     found: list[IngestProgress] = await client.list("ingest_steps", "book", b"")
     assert [(step.phase, step.recovering) for step in found] == [
         ("receiving", None),

@@ -29,8 +29,8 @@ MANY = 2 * unauthenticated_limiter.MAX_CALLS
 async def poisoned(address: str) -> AsyncGenerator[None, None]:
     """After a call whose path is no UTF-8 has closed a port, and it is open again."""
     host, _, port = address.rpartition(":")
-    async with Deaf(address) as stranger:
-        await stranger.call(NO_UTF8)
+    async with Deaf(address) as intruder:
+        await intruder.call(NO_UTF8)
         await until(lambda: not is_open(host, int(port)))
     await until(lambda: is_open(host, int(port)))
     yield
@@ -78,9 +78,9 @@ async def test_those_who_hold_health_checks_open_keep_nobody_from_being_answered
     request = health_pb2.HealthCheckRequest().SerializeToString()
     async with AsyncExitStack() as stack:
         for _ in range(4):
-            stranger = await stack.enter_async_context(Deaf(service.address))
+            intruder = await stack.enter_async_context(Deaf(service.address))
             for _ in range(MANY // 4):
-                await stranger.call(method, request)
+                await intruder.call(method, request)
         assert await service.client.is_healthy()
         assert await service.client.list_contexts() == []
 
@@ -142,7 +142,7 @@ async def silent(address: str, count: int) -> AsyncIterator[set[socket.socket]]:
 async def test_headers_that_are_no_text_are_not_logged(service: Served, caplog: pytest.LogCaptureFixture) -> None:
     secret = b"Bearer longleaf-\xe9".decode(errors="surrogateescape")
     with caplog.at_level(logging.DEBUG):
-        async with Deaf(service.address) as stranger:
-            await stranger.call("/longleaf.v1.ContextService/ListContexts", authorization=secret)
+        async with Deaf(service.address) as intruder:
+            await intruder.call("/longleaf.v1.ContextService/ListContexts", authorization=secret)
             assert await service.client.list_contexts() == []
     assert "longleaf-" not in caplog.text

@@ -44,9 +44,9 @@ async def refill(port: int) -> str:
     process = await asyncio.create_subprocess_exec(
         *CLI, "refill", "--server", f"127.0.0.1:{port}", stdout=asyncio.subprocess.PIPE
     )
-    told, _ = await process.communicate()
+    reported, _ = await process.communicate()
     assert process.returncode == 0
-    return told.decode()
+    return reported.decode()
 
 
 async def test_a_place_that_was_given_up_is_filled_when_asked(tmp_path: Path) -> None:

@@ -163,9 +163,9 @@ async def test_a_stub_of_asyncio_that_is_waited_for_is_told_why(service: Served,
 
 
 def soon(seconds: float) -> Timestamp:
-    moment = Timestamp()
-    moment.FromNanoseconds(time.time_ns() + int(seconds * 1e9))
-    return moment
+    event = Timestamp()
+    event.FromNanoseconds(time.time_ns() + int(seconds * 1e9))
+    return event
 
 
 async def test_a_stub_of_asyncio_that_never_ends_is_told_in_the_end(

@@ -94,7 +94,7 @@ async def test_what_are_no_ids_is_told_as_such(service: Served, token_ids: Any, 
 
 
 @pytest.mark.parametrize(
-    ("method", "request_", "told"),
+    ("method", "request_", "message"),
     [
         ("Tokenize", tokenizer_pb.TokenizeRequest(text="a" * (1 << 20) + "b"), "text: has 1,048,577 bytes"),
         ("Detokenize", tokenizer_pb.DetokenizeRequest(token_ids={"ids": [1, 999]}), r"token_ids\.ids\[1\]: 999"),
@@ -106,8 +106,8 @@ async def test_what_are_no_ids_is_told_as_such(service: Served, token_ids: Any, 
     ],
 )
 async def test_what_is_too_large_is_refused(
-    stub: TokenizerServiceStub, method: str, request_: object, told: str
+    stub: TokenizerServiceStub, method: str, request_: object, message: str
 ) -> None:
-    with pytest.raises(grpc.aio.AioRpcError, match=told) as caught:
+    with pytest.raises(grpc.aio.AioRpcError, match=message) as caught:
         await getattr(stub, method)(request_)
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT

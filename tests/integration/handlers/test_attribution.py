@@ -75,8 +75,8 @@ def attribution(event: Finished | Delta) -> Attribution:
 def mean(first: int, count: int, hidden: Sequence[tuple[int, int]] = ()) -> np.ndarray[Any, Any]:
     """What the tokens of an answer, from one on, tell of it."""
     position = END + len(QUESTION) - 1 + first
-    told = [echo_attention(SPANS, hidden, position + i) for i in range(count)]
-    return np.mean([np.frombuffer(each.means, np.float32) for each in told], axis=0)
+    reported = [echo_attention(SPANS, hidden, position + i) for i in range(count)]
+    return np.mean([np.frombuffer(each.means, np.float32) for each in reported], axis=0)
 
 
 def shares(sources: Sequence[Source]) -> dict[tuple[int, int], float]:
@@ -102,8 +102,8 @@ async def test_an_answer_tells_where_its_tokens_come_from(service: Service) -> N
     largest = max(np.frombuffer(echo_attention(SPANS, (), END + 2 + i).largest, np.float32)[0] for i in range(9))
     assert next(s for s in found.sources if not s.token_start).largest_share == pytest.approx(largest)
     assert {event.attribution for event in events if isinstance(event, Delta)} == {None}
-    asked = [row.spans for row in service.rows if row.spans is not None]
-    assert [(each.size, each.num_segments, each.prompt_end) for each in asked] == [(SIZE, 2, END + len(QUESTION))]
+    requested = [row.spans for row in service.rows if row.spans is not None]
+    assert [(each.size, each.num_segments, each.prompt_end) for each in requested] == [(SIZE, 2, END + len(QUESTION))]
 
 
 async def test_without_being_asked_nothing_is_told_and_nothing_is_done_for_it(service: Service) -> None:
@@ -157,8 +157,8 @@ async def test_what_is_hidden_is_told_to_ranks_and_the_answer_is_not_exact(servi
 
 @pytest.mark.parametrize("hidden", [(), ((64, 96),)])
 async def test_sources_are_confirmed_by_hiding_each(service: Service, hidden: tuple[tuple[int, int], ...]) -> None:
-    asked = Provenance(span_tokens=SIZE, num_spans=3, confirm=True)
-    events = await service.ask(asked, max_tokens=5, hidden=hidden)
+    requested = Provenance(span_tokens=SIZE, num_spans=3, confirm=True)
+    events = await service.ask(requested, max_tokens=5, hidden=hidden)
     found, token_ids = attribution(finished(events)), answer(events)
     assert len(found.sources) == 3
     for source in found.sources:
@@ -176,8 +176,8 @@ async def test_sources_are_confirmed_by_hiding_each(service: Service, hidden: tu
 
 
 async def test_contrast_is_less_what_tokens_before_the_question_read(service: Service) -> None:
-    asked = Provenance(span_tokens=SIZE, num_spans=64, ranking="contrast")
-    found = attribution(finished(await service.ask(asked, max_tokens=4)))
+    requested = Provenance(span_tokens=SIZE, num_spans=64, ranking="contrast")
+    found = attribution(finished(await service.ask(requested, max_tokens=4)))
     cut = END - 16
     [probe] = [row for row in service.rows if row.spans is not None and row.spans.of_all_rows]
     assert (probe.start, len(probe.token_ids), probe.token_index) == (cut, 16, -1)
@@ -194,8 +194,8 @@ async def test_contrast_is_less_what_tokens_before_the_question_read(service: Se
 
 async def test_a_short_context_has_nothing_to_contrast_with(service: Service) -> None:
     await service.client.ingest("short", [1] * 31)
-    asked = Provenance(ranking="contrast")
-    events = [e async for e in service.client.generate(QUESTION, context="short", provenance=asked, max_tokens=2)]
+    requested = Provenance(ranking="contrast")
+    events = [e async for e in service.client.generate(QUESTION, context="short", provenance=requested, max_tokens=2)]
     [source] = attribution(finished(events)).sources
     assert source.contrast == source.share
     assert (source.token_start, source.token_end) == (0, 31)
@@ -211,9 +211,9 @@ async def test_an_answer_that_is_resumed_counts_each_token_once(service: Service
 
 
 async def test_all_is_free_again_after_probes(service: Service) -> None:
-    held = [worker.tokens for worker in (await service.client.cluster()).workers]
+    resident = [worker.tokens for worker in (await service.client.cluster()).workers]
     await service.ask(Provenance(span_tokens=SIZE, confirm=True, ranking="contrast"), max_tokens=3, num_samples=2)
-    assert [worker.tokens for worker in (await service.client.cluster()).workers] == held
+    assert [worker.tokens for worker in (await service.client.cluster()).workers] == resident
 
 
 @pytest.mark.parametrize(
@@ -233,9 +233,9 @@ async def test_all_is_free_again_after_probes(service: Service) -> None:
 async def test_what_is_wrong_is_named(
     service: Service, provenance: Provenance | None, options: dict[str, Any], field: str
 ) -> None:
-    asked = {"context": "moby", "provenance": provenance, "max_tokens": 2} | options
+    requested = {"context": "moby", "provenance": provenance, "max_tokens": 2} | options
     with pytest.raises(InvalidArgument) as caught:
-        _ = [event async for event in service.client.generate(QUESTION, **asked)]
+        _ = [event async for event in service.client.generate(QUESTION, **requested)]
     assert caught.value.field == field
 
 
@@ -268,9 +268,9 @@ async def test_who_may_run_one_answer_at_a_time_has_several_samples_confirmed(tm
         plain = [event async for event in client.generate(QUESTION, context="moby", max_tokens=6)]
         stop = "".join(event.text for event in plain if isinstance(event, Delta))[-2:]
         options: dict[str, Any] = {"max_tokens": 1000, "stop": [stop], "num_samples": 2}
-        asked = Provenance(span_tokens=SIZE, num_spans=2, confirm=True)
+        requested = Provenance(span_tokens=SIZE, num_spans=2, confirm=True)
         async with asyncio.timeout(20):
-            events = [e async for e in client.generate(QUESTION, context="moby", provenance=asked, **options)]
+            events = [e async for e in client.generate(QUESTION, context="moby", provenance=requested, **options)]
     for sample in range(2):
         end = finished(events, sample)
         assert end.reason == "stop"

@@ -57,7 +57,7 @@ async def test_token_ids_are_ingested_as_they_are(service: Served) -> None:
 
 
 @pytest.mark.parametrize(
-    ("document", "field", "told"),
+    ("document", "field", "message"),
     [
         ("", "text", "empty"),
         (b"abc\xff", "text", "byte 3"),
@@ -70,8 +70,8 @@ async def test_token_ids_are_ingested_as_they_are(service: Served) -> None:
         (Path("/nowhere/to/be/found"), "file", "/nowhere"),
     ],
 )
-async def test_wrong_documents_name_the_field(service: Served, document: Any, field: str, told: str) -> None:
-    with pytest.raises(InvalidArgument, match=told) as caught:
+async def test_wrong_documents_name_the_field(service: Served, document: Any, field: str, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message) as caught:
         await service.client.ingest("moby", document)
     assert caught.value.field == field
     assert not service.engine.contexts

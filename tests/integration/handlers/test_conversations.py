@@ -121,8 +121,8 @@ async def test_a_context_stands_before_the_first_question(service: Served) -> No
     found = await ids_of(service, ASKED, SAID, MORE, context="book")
     alone = await ids_of(service, ASKED, SAID, MORE)
     opening = alone[: -len(turns(ASKED, SAID, MORE)) + len(control("<|im_start|>user\n"))]
-    held = service.engine.contexts["book"]
-    assert held == [*opening, *plain("Call me Ishmael.")]
+    resident = service.engine.contexts["book"]
+    assert resident == [*opening, *plain("Call me Ishmael.")]
     assert found == [*control("\n\n"), *alone[len(opening) :]]
 
 
@@ -167,7 +167,7 @@ async def test_names_for_the_template_come_with_a_request(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ({"messages": []}, "has 'messages', which cannot be set"),
         ({"a b": 1}, "has 'a b', which cannot be set"),
@@ -176,9 +176,11 @@ async def test_names_for_the_template_come_with_a_request(tmp_path: Path) -> Non
         ({"x": object()}, "cannot be sent"),
     ],
 )
-async def test_names_that_no_template_may_have_are_refused(given: dict[str, Any], told: str, service: Served) -> None:
+async def test_names_that_no_template_may_have_are_refused(
+    given: dict[str, Any], message: str, service: Served
+) -> None:
     error = await refused(service, ASKED, chat_template_kwargs=given)
-    assert (error.field, told in error.description) == ("chat_template_kwargs", True), error
+    assert (error.field, message in error.description) == ("chat_template_kwargs", True), error
 
 
 async def test_names_without_a_template_to_use_them_are_refused(service: Served) -> None:
@@ -193,7 +195,7 @@ BEGINS_ANEW = "{% if messages | length > 1 %}A chat: {% endif %}" + CHATML
 
 
 @pytest.mark.parametrize(
-    ("template", "messages", "context", "field", "told"),
+    ("template", "messages", "context", "field", "message"),
     [
         (GEMMA, [SYSTEM, ASKED], None, "conversation.messages[0]", "System role not supported"),
         (GEMMA, [ASKED, SAID, MORE, MORE], None, "conversation.messages[3]", "roles must alternate"),
@@ -209,14 +211,14 @@ BEGINS_ANEW = "{% if messages | length > 1 %}A chat: {% endif %}" + CHATML
     ],
 )  # fmt: skip
 async def test_what_cannot_be_rendered_is_named(
-    template: str, messages: Sequence[Message], context: str | None, field: str, told: str, tmp_path: Path
+    template: str, messages: Sequence[Message], context: str | None, field: str, message: str, tmp_path: Path
 ) -> None:
     async with chatting(tmp_path, template) as service:
         if context is not None:
             await service.client.ingest(context, "Call me Ishmael.")
         error = await refused(service, *messages, context=context)
         assert error.field == field
-        assert told in error.description
+        assert message in error.description
         assert await ids_of(service, ASKED), "a single question can be asked all the same"
 
 

@@ -240,8 +240,8 @@ async def test_who_sends_many_documents_at_once_keeps_to_the_quota(tmp_path: Pat
             await one.run(each, array("I", range(5)), ends=False)
     async with desk(tmp_path) as one:  # where each has to be looked for first
         one.use_quotas()
-        told = await asyncio.gather(*(one.run(each, array("I", [5]), ends=False) for each in headers))
-        assert [bool(reports) for reports in told].count(True) == 2
+        reported = await asyncio.gather(*(one.run(each, array("I", [5]), ends=False) for each in headers))
+        assert [bool(reports) for reports in reported].count(True) == 2
 
 
 async def test_an_upload_whose_context_is_deleted_is_not_called_damaged(
@@ -249,11 +249,11 @@ async def test_an_upload_whose_context_is_deleted_is_not_called_damaged(
 ) -> None:
     """What still comes of it is dropped, and nothing of it is kept again."""
     catalog = await Catalog.open(tmp_path / "catalog.db")
-    kept = DurableUploads(catalog, ())
+    retained = DurableUploads(catalog, ())
     record = UploadRecord(context="moby", upload_id="mine", header=b"x", settled_bytes=5, updated=1.0)
     for start in (0, 5, 10):
-        kept._num_kept.setdefault(record.key, start + 5)
-        await kept._append(record, start, array("I", range(5)), NO_STARTS)
+        retained._num_kept.setdefault(record.key, start + 5)
+        await retained._append(record, start, array("I", range(5)), NO_STARTS)
         await catalog.commit(Change(dropped_contexts=("moby",)))
     assert caplog.text == ""
     assert (await catalog.load()).uploads == ()
@@ -353,34 +353,34 @@ class Arrived:
 @pytest.mark.timeout(60)
 async def test_a_call_that_is_cancelled_ends_nothing_of_others() -> None:
     catalog = FakeCatalog()
-    kept = DurableUploads(catalog, (), lambda: 5.0)
+    retained = DurableUploads(catalog, (), lambda: 5.0)
     catalog.hold()
-    kept.keep(acme(1), Arrived(100))  # type: ignore[arg-type]
-    asking = asyncio.create_task(kept.take_up(acme(1), Arrived(0)))  # type: ignore[arg-type]
+    retained.keep(acme(1), Arrived(100))  # type: ignore[arg-type]
+    asking = asyncio.create_task(retained.take_up(acme(1), Arrived(0)))  # type: ignore[arg-type]
     await asyncio.sleep(0)
     asking.cancel()
     await asyncio.wait([asking])
-    other = asyncio.create_task(kept.take_up(acme(2), Arrived(0)))  # type: ignore[arg-type]
+    other = asyncio.create_task(retained.take_up(acme(2), Arrived(0)))  # type: ignore[arg-type]
     await other  # what is written of others does not hold it up
     catalog.release()
-    await comes(lambda: kept.has(acme(1)))
-    assert kept.tokens_of("acme", ()) == [100]
-    await kept.close()
+    await comes(lambda: retained.has(acme(1)))
+    assert retained.tokens_of("acme", ()) == [100]
+    await retained.close()
 
 
 @pytest.mark.timeout(60)
 async def test_an_upload_that_was_dropped_as_old_can_begin_anew() -> None:
     now = [0.0]
-    kept = DurableUploads(FakeCatalog(), (), lambda: now[0])
-    kept.keep(acme(1), Arrived(100))  # type: ignore[arg-type]
-    await comes(lambda: kept.has(acme(1)))
+    retained = DurableUploads(FakeCatalog(), (), lambda: now[0])
+    retained.keep(acme(1), Arrived(100))  # type: ignore[arg-type]
+    await comes(lambda: retained.has(acme(1)))
     now[0] = KEEP_SECONDS + 1
-    kept.drop_old()
-    await kept.take_up(acme(1), Arrived(0))  # type: ignore[arg-type]
-    kept.keep(acme(1), Arrived(50))  # type: ignore[arg-type]
-    await comes(lambda: kept.has(acme(1)))
-    assert kept.tokens_of("acme", ()) == [50]
-    await kept.close()
+    retained.drop_old()
+    await retained.take_up(acme(1), Arrived(0))  # type: ignore[arg-type]
+    retained.keep(acme(1), Arrived(50))  # type: ignore[arg-type]
+    await comes(lambda: retained.has(acme(1)))
+    assert retained.tokens_of("acme", ()) == [50]
+    await retained.close()
 
 
 async def test_tokens_of_work_that_a_stream_left_behind_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,11 +390,11 @@ async def test_tokens_of_work_that_a_stream_left_behind_count(tmp_path: Path, mo
         one.use_quotas()
         digest = DocumentTokenizer.digest
         with monkeypatch.context() as patch:
-            leaving: list[Callable[[], object]] = []
+            exporting: list[Callable[[], object]] = []
             loop = asyncio.get_running_loop()
 
             def leave(intake: DocumentTokenizer) -> None:
-                loop.call_soon_threadsafe(leaving[0])
+                loop.call_soon_threadsafe(exporting[0])
                 digest(intake)
 
             patch.setattr(DocumentTokenizer, "digest", leave)
@@ -404,7 +404,7 @@ async def test_tokens_of_work_that_a_stream_left_behind_count(tmp_path: Path, mo
                     pass
 
             reading = asyncio.create_task(read())
-            leaving.append(reading.cancel)
+            exporting.append(reading.cancel)
             await asyncio.wait([reading])
         await one.run(HEADER, ends=False)
         (upload,) = one.uploads._all

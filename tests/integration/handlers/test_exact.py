@@ -22,12 +22,12 @@ async def responses(settings: dict[str, Any], folder: Path) -> list[Any]:
         AsyncClient(address) as client,
     ):
         made = [await client.ingest("moby", tuple(range(40))), await client.fork_context("moby", "ahab", num_tokens=20)]
-        asked = [event async for event in client.ask("moby", "who?", max_tokens=9)]
-        text = "".join(event.text for event in asked if isinstance(event, Delta))
+        requested = [event async for event in client.ask("moby", "who?", max_tokens=9)]
+        text = "".join(event.text for event in requested if isinstance(event, Delta))
         stopped = [event async for event in client.ask("moby", "who?", max_tokens=9, stop=[text[0]])]
         made += [await client.get_context("ahab"), *await client.list_contexts(), await client.cluster()]
     assert [event.reason for event in stopped if isinstance(event, Finished)] == ["stop"]
-    return made + [event for event in (*asked, *stopped) if isinstance(event, Started | Finished)]
+    return made + [event for event in (*requested, *stopped) if isinstance(event, Started | Finished)]
 
 
 @pytest.mark.parametrize(
@@ -65,5 +65,5 @@ async def test_what_a_rank_could_not_verify_is_not_exact(tmp_path: Path) -> None
     async with gated.serving(ranks, tmp_path / "model") as (_, address), AsyncClient(address) as client:
         found = [await client.ingest("moby", tuple(range(40))), await client.cluster()]
         found += [event async for event in client.ask("moby", "who?", max_tokens=2)]
-    told = [event for event in found if hasattr(event, "is_exact")]
-    assert [(event.is_exact, event.exactness_note) for event in told] == [(False, note)] * len(told)
+    reported = [event for event in found if hasattr(event, "is_exact")]
+    assert [(event.is_exact, event.exactness_note) for event in reported] == [(False, note)] * len(reported)

@@ -61,20 +61,20 @@ async def test_an_archive_is_taken_in_as_a_whole_or_refused_without_a_trace(coun
     form = "|".join(form_of(slots, of_windows=of_windows) for of_windows in (False, True))
     ends, peak = Counter[str](), 0
     for number, seed in enumerate(seeds(count)):
-        house = FakeTransferEngine(FINGERPRINT, form)
-        imports = ImportSessions(house, VOCABULARY, wall_clock=lambda: 12.0)
+        transfers = FakeTransferEngine(FINGERPRINT, form)
+        imports = ImportSessions(transfers, VOCABULARY, wall_clock=lambda: 12.0)
         try:
             context = await arrive(imports, forge(seed, slots, FINGERPRINT))
         except TOLD as error:
             ends[type(error).__name__] += 1
         else:
-            assert context is not None and context.tokens == house.contexts[context.id].context.num_tokens, seed
-            for manifest in house.contexts[context.id].manifests.values():
+            assert context is not None and context.tokens == transfers.contexts[context.id].context.num_tokens, seed
+            for manifest in transfers.contexts[context.id].manifests.values():
                 manifest.check_blocks(4)
-            house.objects.clear()
+            transfers.objects.clear()
             ends["imported"] += 1
         await imports.close()
-        assert (house.num_arriving, house.objects) == (0, {}), seed
+        assert (transfers.num_arriving, transfers.objects) == (0, {}), seed
         peak = peak_bytes() if number == 16 else peak
     assert peak_bytes() - peak < GROWTH
     assert ends["imported"] > count // 16

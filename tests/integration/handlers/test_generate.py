@@ -92,8 +92,8 @@ async def test_priority_client_samples_and_deadline_reach_the_engine(
 async def test_samples_come_interleaved_and_a_stop_string_ends_its_own(
     service: Served, channel: grpc.aio.Channel
 ) -> None:
-    said = [(0, 0, "one "), (1, 0, "two"), (1, 3, "END"), (0, 4, "more"), (1, 6, "lost")]
-    parts = (engine_messages.Tokens(index, tokens(ids(text)), sample) for sample, index, text in said)
+    output = [(0, 0, "one "), (1, 0, "two"), (1, 3, "END"), (0, 4, "more"), (1, 6, "lost")]
+    parts = (engine_messages.Tokens(index, tokens(ids(text)), sample) for sample, index, text in output)
     service.engine.script = (*parts, engine_messages.Ended("length", 9, 0, 8, 0.5, 1.5, 2.0, 0))
     request = codec.encode_generate(
         "x", context=None, use_chat_template=None, sampling={"stop": ["END"]}, num_samples=2
@@ -132,9 +132,9 @@ async def test_bytes_of_tokens_come_when_they_are_asked_for(service: Served) -> 
     parts = [engine_messages.Tokens(i, (Token(token_ids[i], entries[i]),)) for i in range(len(token_ids))]
     service.engine.script = (*parts, engine_messages.Ended("length", 1, 0, len(token_ids), 0.0, 0.0, 0.0))
     answer = service.client.generate("x", num_logprobs=2, with_token_bytes=True)
-    told = [entry for event in [e async for e in answer] if isinstance(event, Delta) for entry in event.logprobs]
-    assert [entry.token_bytes for entry in told] == [b"\xc3", b"\xa9", b"!"]
-    assert [[one.token_bytes for one in entry.top] for entry in told] == [
+    reported = [entry for event in [e async for e in answer] if isinstance(event, Delta) for entry in event.logprobs]
+    assert [entry.token_bytes for entry in reported] == [b"\xc3", b"\xa9", b"!"]
+    assert [[one.token_bytes for one in entry.top] for entry in reported] == [
         [b"\xc3", b"a"],
         [b"\xa9", b"a"],
         [b"!", b"a"],

@@ -44,23 +44,23 @@ QUICK = Retries(first_delay=0.0)
 @pytest.fixture
 async def old(tmp_path: Path) -> AsyncIterator[tuple[FakeTransferEngine, str]]:
     """A service with the context, and its address."""
-    house = house_of(MOBY)
-    async with serving(FakeEngine(), tmp_path / "old", house=house) as (_, address):
-        yield house, address
+    transfers = house_of(MOBY)
+    async with serving(FakeEngine(), tmp_path / "old", house=transfers) as (_, address):
+        yield transfers, address
 
 
 @pytest.fixture
 async def new(tmp_path: Path) -> AsyncIterator[tuple[FakeTransferEngine, str]]:
     """A service without any, and its address."""
-    house = empty_house()
-    async with serving(FakeEngine(), tmp_path / "new", house=house) as (_, address):
-        yield house, address
+    transfers = empty_house()
+    async with serving(FakeEngine(), tmp_path / "new", house=transfers) as (_, address):
+        yield transfers, address
 
 
 def keys_of(house: FakeTransferEngine, name: str = "moby") -> list[bytes]:
     """What lies on storage of a context, in order."""
-    housed = house.contexts[name]
-    manifests = [housed.manifests[segment.id] for segment in housed.segments if segment.id in housed.manifests]
+    stored = house.contexts[name]
+    manifests = [stored.manifests[segment.id] for segment in stored.segments if segment.id in stored.manifests]
     return [house.objects[name] for manifest in manifests for name in manifest.objects]
 
 
@@ -73,10 +73,10 @@ async def test_a_context_moves_from_service_to_service(
 ) -> None:
     path, seen, arrived = tmp_path / "moby.context", list[ExportProgress](), list[ImportProgress]()
     async with AsyncClient(old[1]) as client:
-        parcel = await client.export_context("moby", path, on_progress=seen.append)
-    assert (path.read_bytes(), parcel.num_bytes) == (WHOLE, len(WHOLE))
+        archive = await client.export_context("moby", path, on_progress=seen.append)
+    assert (path.read_bytes(), archive.num_bytes) == (WHOLE, len(WHOLE))
     assert files_of(tmp_path) == ["moby.context"]
-    assert (seen[-1], len(seen) > 10) == (ExportProgress(len(WHOLE), parcel), True)
+    assert (seen[-1], len(seen) > 10) == (ExportProgress(len(WHOLE), archive), True)
     async with AsyncClient(new[1]) as client:
         context = await client.import_context(path, "dick", on_progress=arrived.append)
     assert (context.id, context.tokens, context.display_name, context.state) == ("dick", 11, "Moby-Dick", "parked")
@@ -126,13 +126,13 @@ async def test_a_later_call_goes_on_with_what_is_in_the_file(
     async with AsyncClient(old[1]) as client:
         with pytest.raises(RuntimeError):
             await client.export_context("moby", path, on_progress=fail)
-        kept = part.stat().st_size
-        assert 0 < kept < len(WHOLE)
+        retained = part.stat().st_size
+        assert 0 < retained < len(WHOLE)
         await client.export_context(
             "moby", path, resume=True, on_progress=lambda each: offsets.append(each.received_bytes)
         )
     assert path.read_bytes() == WHOLE
-    assert offsets[0] > kept
+    assert offsets[0] > retained
     assert files_of(tmp_path) == ["moby"]
 
 
@@ -237,7 +237,7 @@ DAMAGED = WHOLE[:2_000_000] + b"?" + WHOLE[2_000_001:]
 
 
 @pytest.mark.parametrize(
-    ("data", "error", "told"),
+    ("data", "error", "message"),
     [
         (b"", InvalidArgument, "parcel: it was cut"),
         (b"Call me Ishmael. " * 9, InvalidArgument, "parcel: this is no exported context"),
@@ -248,12 +248,12 @@ DAMAGED = WHOLE[:2_000_000] + b"?" + WHOLE[2_000_001:]
     ids=["empty", "text", "cut", "longer", "damaged"],
 )
 async def test_what_is_no_parcel_is_told_and_leaves_nothing(
-    new: tuple[FakeTransferEngine, str], data: bytes, error: type[LongleafError], told: str, tmp_path: Path
+    new: tuple[FakeTransferEngine, str], data: bytes, error: type[LongleafError], message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_bytes(data)
     async with AsyncClient(new[1]) as client:
         for source in (tmp_path / "file", io.BytesIO(data)):
-            with pytest.raises(error, match=told):
+            with pytest.raises(error, match=message):
                 await client.import_context(source)
     assert (new[0].contexts, new[0].objects, new[0].num_arriving) == ({}, {}, 0)
 

@@ -57,10 +57,10 @@ async def test_an_answer_ends_at_its_token_and_others_go_on(tmp_path: Path, inde
 
 
 async def test_of_several_samples_only_the_broken_one_ends(tmp_path: Path) -> None:
-    asked = {"max_tokens": 9, "num_samples": 3, "ignore_end_token": True}
+    requested = {"max_tokens": 9, "num_samples": 3, "ignore_end_token": True}
     async with serving(tmp_path, {(3 + 1, 2)}) as (client, _):
-        whole, _, _ = await read(client.generate(PROMPT, **asked))
-        ids, ended, tokens = await read(client.generate(PROMPT, **asked))
+        whole, _, _ = await read(client.generate(PROMPT, **requested))
+        ids, ended, tokens = await read(client.generate(PROMPT, **requested))
         assert sorted(ended) == [0, 2]
         assert (ids[0], ids[2]) == (whole[0], whole[2])
         assert tokens == "token 2 of answer 1"

@@ -52,8 +52,8 @@ class Served:
         """Waits until no job is left, and checks that nothing is held for one."""
         await until(lambda: not self.engine.cluster().running + self.engine.cluster().waiting)
         self.engine.audit()
-        held = sum(context.tokens for context in self.engine.list_contexts())
-        assert sum(worker.tokens for worker in self.engine.cluster().workers) == held
+        resident = sum(context.tokens for context in self.engine.list_contexts())
+        assert sum(worker.tokens for worker in self.engine.cluster().workers) == resident
 
 
 @asynccontextmanager

@@ -118,7 +118,7 @@ async def test_a_context_tells_its_rope_and_hands_it_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("context", "num_asked", "num_samples", "cached", "taken"),
+    ("context", "num_requested", "num_samples", "cached", "taken"),
     [
         ("short", 5, 1, 50, []),
         ("short", 15, 1, 0, [50]),
@@ -133,7 +133,7 @@ async def test_what_a_question_computes_anew_is_announced_and_counted(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     context: str,
-    num_asked: int,
+    num_requested: int,
     num_samples: int,
     cached: int,
     taken: list[int],
@@ -146,11 +146,11 @@ async def test_what_a_question_computes_anew_is_announced_and_counted(
         await service.client.ingest("long", (2,) * 50, capacity=100)
         counted.clear()
         options = {"max_tokens": 10, "num_samples": num_samples, "ignore_end_token": True}
-        events = [event async for event in service.client.ask(context, (3,) * num_asked, **options)]
+        events = [event async for event in service.client.ask(context, (3,) * num_requested, **options)]
     ends = [event for event in events if isinstance(event, Finished)]
     assert [end.usage.cached_tokens for end in ends] == [cached] * num_samples
     assert all(end.is_exact for end in ends)
-    assert counted == [num_asked, *taken]
+    assert counted == [num_requested, *taken]
 
 
 async def test_prompts_share_only_what_has_their_rope(tmp_path: Path) -> None:

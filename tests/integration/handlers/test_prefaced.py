@@ -64,12 +64,12 @@ class Desk:
 async def desk(folder: Path, template: str | None = CHATML) -> AsyncIterator[Desk]:
     """As long as the block; then everything is dead but the catalog."""
     catalog = await Catalog.open(folder / "catalog.db")
-    kept = DurableUploads(catalog, (await catalog.load()).uploads)
-    found = Desk(folder, template, catalog, kept)
+    retained = DurableUploads(catalog, (await catalog.load()).uploads)
+    found = Desk(folder, template, catalog, retained)
     try:
         yield found
     finally:
-        await kept.close()
+        await retained.close()
         await found.threads.close()
         await catalog.close()
 

@@ -44,7 +44,7 @@ async def address(tmp_path: Path, engine: Engine) -> AsyncIterator[str]:
 
 
 @pytest.mark.parametrize(
-    ("changes", "code", "told"),
+    ("changes", "code", "message"),
     [
         ({}, grpc.StatusCode.OK, ""),
         ({"name": "contexts/none"}, grpc.StatusCode.NOT_FOUND, "contexts/none"),
@@ -57,14 +57,14 @@ async def address(tmp_path: Path, engine: Engine) -> AsyncIterator[str]:
     ],
 )
 async def test_forks_are_made_or_say_why_not(
-    address: str, changes: dict[str, Any], code: grpc.StatusCode, told: str
+    address: str, changes: dict[str, Any], code: grpc.StatusCode, message: str
 ) -> None:
     fields = {"name": "contexts/moby", "new_name": "contexts/ahab", "token_count": 50} | changes
     async with AsyncClient(address) as client, grpc.aio.insecure_channel(address) as channel:
         await client.ingest("moby", tuple(range(70)))
         call = ContextServiceStub(channel).ForkContext(ingest_pb.ForkContextRequest(**fields))
         assert await call.code() == code
-        assert told in (await call.details() or "")
+        assert message in (await call.details() or "")
         names = {context.id: context.tokens for context in await client.list_contexts()}
         assert names == {"moby": 70} | ({"ahab": 50} if code == grpc.StatusCode.OK else {})
 

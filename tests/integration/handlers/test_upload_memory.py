@@ -129,13 +129,13 @@ def hollow() -> Iterator[Hollow]:
 
 def text_of(num_bytes: int) -> Iterator[bytes]:
     """UTF-8 in pieces that cut characters."""
-    held = b""
+    resident = b""
     for number in range(0, num_bytes, len(BLOCK)):
-        held += f"Chapter {number}\n".encode() + BLOCK
-        while len(held) >= PIECE:
-            yield held[:PIECE]
-            held = held[PIECE:]
-    yield held
+        resident += f"Chapter {number}\n".encode() + BLOCK
+        while len(resident) >= PIECE:
+            yield resident[:PIECE]
+            resident = resident[PIECE:]
+    yield resident
 
 
 class Watch:

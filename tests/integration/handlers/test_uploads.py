@@ -439,7 +439,7 @@ async def test_a_part_may_be_larger_than_a_message() -> None:
 
 
 @pytest.mark.parametrize(
-    ("document", "told"),
+    ("document", "message"),
     [
         (7, "document: int is neither"),
         (None, "document: NoneType is neither"),
@@ -465,8 +465,8 @@ async def test_a_part_may_be_larger_than_a_message() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,  # alike in every process
 )
-async def test_what_is_no_document_is_told_as_such(service: Served, document: Any, told: str) -> None:
-    with pytest.raises(InvalidArgument, match=told):
+async def test_what_is_no_document_is_told_as_such(service: Served, document: Any, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
         await service.client.ingest("moby", document)
     assert not service.engine.contexts
 
@@ -506,14 +506,14 @@ async def test_what_is_kept_of_a_document_does_not_change_with_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "told"),
+    ("name", "settings", "message"),
     [
         ("a\ud800", {}, "context: "),
         ("moby", {"ttl": 1e300}, "settings: "),
     ],
 )
 async def test_settings_that_cannot_be_sent_are_told_as_such(
-    service: Served, name: str, settings: Any, told: str
+    service: Served, name: str, settings: Any, message: str
 ) -> None:
-    with pytest.raises(InvalidArgument, match=told):
+    with pytest.raises(InvalidArgument, match=message):
         await service.client.ingest(name, "text", **settings)

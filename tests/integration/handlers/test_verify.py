@@ -189,10 +189,10 @@ async def test_a_fleet_is_verified_beside_other_streams() -> None:
         assert found.holding_ranks == found.world_size == 2
         assert 0 < found.max_difference < found.tolerance < found.max_logit
         assert (text.passed, text.compared_tokens) == (True, 4)
-        held = [worker.tokens for worker in (await client.cluster()).workers]
+        resident = [worker.tokens for worker in (await client.cluster()).workers]
         again = await client.verify(seed=3)
         assert again.passed
-        assert [worker.tokens for worker in (await client.cluster()).workers] == held, "nothing of it is kept"
+        assert [worker.tokens for worker in (await client.cluster()).workers] == resident, "nothing of it is kept"
 
 
 async def test_a_fleet_with_one_wrong_value_fails() -> None:

@@ -198,9 +198,9 @@ def send_unequal(rank, owner):
 
 def test_unequal_messages_are_refused_on_every_rank():
     first, *others = run_ranks("aaa", send_unequal)
-    told = [f"rank {rank} sends {20 if rank == 0 else 12} bytes to all_gather" for rank in range(3)]
-    assert first == f"messages differ: {told[0]}, {told[1]}"
-    assert others == [f"messages differ: {told[rank]}, {told[0]}" for rank in (1, 2)]
+    reported = [f"rank {rank} sends {20 if rank == 0 else 12} bytes to all_gather" for rank in range(3)]
+    assert first == f"messages differ: {reported[0]}, {reported[1]}"
+    assert others == [f"messages differ: {reported[rank]}, {reported[0]}" for rank in (1, 2)]
 
 
 OPERATIONS = {
@@ -216,13 +216,13 @@ PAIRS = list(combinations(OPERATIONS, 2))
 
 def disagree(rank, owner):
     """Does one operation of each pair in a segment of its own; what is said of it."""
-    told = []
+    reported = []
     for pair in PAIRS:
         comm = share_memory((0, 1), rank, agree, epoch=2, timeout=10)
         with pytest.raises(CollectiveMismatch) as raised:
             OPERATIONS[pair[rank]](comm)
-        told.append(str(raised.value))
-    return told
+        reported.append(str(raised.value))
+    return reported
 
 
 def agree(word):
@@ -232,9 +232,9 @@ def agree(word):
 
 
 def test_messages_of_equal_size_but_different_kinds_are_refused_on_every_rank():
-    for pair, *told in zip(PAIRS, *run_ranks("aa", disagree), strict=True):
+    for pair, *reported in zip(PAIRS, *run_ranks("aa", disagree), strict=True):
         first, second = [f"rank {rank} sends 16 bytes to {kind}" for rank, kind in enumerate(pair)]
-        assert told == [f"messages differ: {first}, {second}", f"messages differ: {second}, {first}"]
+        assert reported == [f"messages differ: {first}, {second}", f"messages differ: {second}, {first}"]
 
 
 def names_of_segments(rank, owner):

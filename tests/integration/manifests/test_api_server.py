@@ -75,8 +75,8 @@ def test_a_pod_that_might_be_root_is_refused(inside):
     assert inside(*APPLY, documents=found) == ""
     pod = copy.deepcopy(pod_of(*pods(found)[0]))
     pod["spec"]["securityContext"]["runAsNonRoot"] = False
-    told = inside(*CREATE, documents=[pod])
-    assert 'violates PodSecurity "restricted' in told and "runAsNonRoot" in told
+    reported = inside(*CREATE, documents=[pod])
+    assert 'violates PodSecurity "restricted' in reported and "runAsNonRoot" in reported
 
 
 def test_a_field_that_nobody_knows_is_refused(inside):

@@ -76,10 +76,10 @@ async def watched(folder: Path, engine: FakeEngine, **telemetry: Any) -> AsyncGe
     calls = OpenCalls()
     observers = Observers((calls, await watching.start()))
     options = {"authenticator": credentials(folder), "drain": drained, "refill": lambda: 1, "observers": observers}
-    house = house_of(packable(name=f"{ACME}/book"))
+    transfers = house_of(packable(name=f"{ACME}/book"))
     try:
         async with (
-            serving(engine, folder / "model", house=house, **options) as (_, address),
+            serving(engine, folder / "model", house=transfers, **options) as (_, address),
             grpc.aio.insecure_channel(address) as channel,
         ):
             yield channel
@@ -210,8 +210,8 @@ async def test_refused_calls_are_audited(tmp_path: Path, told: Told) -> None:
 
 async def test_a_flood_of_refused_calls_writes_few_lines(tmp_path: Path, told: Told) -> None:
     async with watched(tmp_path, FakeEngine()) as channel:
-        nobody = Caller(channel, None)
-        codes = await asyncio.gather(*(nobody.call("GetCluster", [request_of("GetCluster")]) for _ in range(300)))
+        no_client = Caller(channel, None)
+        codes = await asyncio.gather(*(no_client.call("GetCluster", [request_of("GetCluster")]) for _ in range(300)))
         assert {code for code, *_ in codes} == {StatusCode.UNAUTHENTICATED}
     refused = told.of("coordinator.audit")
     assert 2 <= len(refused) <= 20, len(refused)

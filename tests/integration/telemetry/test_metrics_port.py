@@ -148,22 +148,22 @@ async def test_who_does_not_read_is_ended_and_keeps_nobody_else_waiting() -> Non
 
 async def test_the_oldest_gives_way_when_too_many_are_open() -> None:
     async with listening(Rendering()) as port:
-        held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(MAX_CONNECTIONS)]
+        resident = [await asyncio.open_connection("127.0.0.1", port) for _ in range(MAX_CONNECTIONS)]
         assert status(await say(port, GET)) == 200
-        assert await held[0][0].read() == b""
-        held[1][1].write(GET)
-        assert status(await held[1][0].read()) == 200
-        for _, writer in held:
+        assert await resident[0][0].read() == b""
+        resident[1][1].write(GET)
+        assert status(await resident[1][0].read()) == 200
+        for _, writer in resident:
             writer.close()
 
 
 async def test_many_strangers_at_once_keep_nobody_from_the_metrics() -> None:
     async with listening(Rendering()) as port:
-        strangers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(10 * MAX_CONNECTIONS)]
-        for _, writer in strangers:
+        intruders = [await asyncio.open_connection("127.0.0.1", port) for _ in range(10 * MAX_CONNECTIONS)]
+        for _, writer in intruders:
             writer.write(b"GET /metrics HTTP/1.1\r\n")
         assert status(await say(port, GET)) == 200
-        for _, writer in strangers:
+        for _, writer in intruders:
             writer.close()
 
 

@@ -29,8 +29,8 @@ def panels() -> dict[str, str]:
     found = dict[str, str]()
     for panel in json.loads((OPS / "grafana" / "longleaf.json").read_text())["panels"]:
         for target in panel.get("targets", ()):
-            asked = re.sub(r"\$(model|tenant)\b", ".*", target["expr"]).replace("$__rate_interval", "30s")
-            found[f"{panel['title']} {target['refId']}"] = asked
+            requested = re.sub(r"\$(model|tenant)\b", ".*", target["expr"]).replace("$__rate_interval", "30s")
+            found[f"{panel['title']} {target['refId']}"] = requested
     return found
 
 
@@ -54,14 +54,14 @@ async def test_everything_that_is_asked_can_be_answered(tmp_path: Path) -> None:
     async with measured(tmp_path) as service, scraping(service.url, RULES, tmp_path / "prometheus") as prometheus:
         await service.ingest(ACME, "other")
         await load_twice(service, prometheus)
-        for title, asked in panels().items():
-            found = await prometheus.query(asked)
-            assert bool(found) == can_be_here(asked), (title, asked)
-            if found and "rate(" in asked and "_bucket" in asked and "step" not in asked:
-                assert not math.isnan(float(found[0]["value"][1])), (title, asked)
-        for title, asked in alerts().items():
-            await prometheus.query(asked)
-            for name in re.findall(r"longleaf_\w+", asked):
+        for title, requested in panels().items():
+            found = await prometheus.query(requested)
+            assert bool(found) == can_be_here(requested), (title, requested)
+            if found and "rate(" in requested and "_bucket" in requested and "step" not in requested:
+                assert not math.isnan(float(found[0]["value"][1])), (title, requested)
+        for title, requested in alerts().items():
+            await prometheus.query(requested)
+            for name in re.findall(r"longleaf_\w+", requested):
                 assert bool(await prometheus.query(name)) == can_be_here(name), (title, name)
         [target] = (await prometheus.get("targets"))["activeTargets"]
         assert target["lastError"] == ""
@@ -72,7 +72,7 @@ async def test_everything_that_is_asked_can_be_answered(tmp_path: Path) -> None:
             "sum(longleaf_ranks)": 2,
             'sum(longleaf_requests_total{kind="Generate", code="OK"})': 14,
         }
-        assert {asked: await prometheus.value(asked) for asked in values} == values
+        assert {requested: await prometheus.value(requested) for requested in values} == values
 
 
 async def test_metrics_pass_the_checks_of_prometheus(tmp_path: Path) -> None:
@@ -83,8 +83,8 @@ async def test_metrics_pass_the_checks_of_prometheus(tmp_path: Path) -> None:
     process = await asyncio.create_subprocess_exec(
         program, "check", "metrics", stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
-    told, _ = await process.communicate(text.encode())
-    assert (process.returncode, told) == (0, b"")
+    reported, _ = await process.communicate(text.encode())
+    assert (process.returncode, reported) == (0, b"")
 
 
 @pytest.mark.parametrize("check", [("check", "rules", "rules.yml"), ("test", "rules", "rules.test.yml")])

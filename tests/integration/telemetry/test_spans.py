@@ -70,8 +70,8 @@ def by_name(exporter: InMemorySpanExporter) -> dict[str, ReadableSpan]:
     found = {span.name: span for span in spans}
     assert len(found) == len(spans)
     for span in spans:
-        told = span.to_json()
-        assert SECRET not in told and credential_of(ACME) not in told
+        reported = span.to_json()
+        assert SECRET not in reported and credential_of(ACME) not in reported
     return found
 
 

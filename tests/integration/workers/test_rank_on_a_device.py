@@ -63,9 +63,9 @@ def test_everything_of_a_rank_lies_on_its_device(folder, settings):
     assert len(logs) > 4
     assert {event.name for log in logs for event in log.of("allocation")} == {DEVICE}
     module, pool = made.rank.model.module, made.rank.pool
-    held = [*module.parameters(), *module.buffers(), *tensors_of(pool)]
-    assert len(held) > 10
-    assert {str(tensor.device) for tensor in held} == {DEVICE}
+    resident = [*module.parameters(), *module.buffers(), *tensors_of(pool)]
+    assert len(resident) > 10
+    assert {str(tensor.device) for tensor in resident} == {DEVICE}
     assert {call[1] for call in made.accelerator.driver.calls} == {DEVICE}
 
 
@@ -158,9 +158,9 @@ def test_a_pool_takes_what_steps_leave_of_a_device(llama, caplog):
         made = PretendedRank(llama, 4, kv_bytes=None, dtype="bfloat16", chunk_size=4096)
     pool = sum(tensor.nbytes for tensor in tensors_of(made.rank.pool.keys) + tensors_of(made.rank.pool.values))
     assert 0.9 * FREE < pool < FREE - (1 << 30)
-    [told] = [text for text in caplog.messages if text.startswith("kv_bytes")]
-    assert f"of 70.0 GiB that {DEVICE} has free" in told
-    assert "for chunks" in told and "for NCCL" in told
+    [reported] = [text for text in caplog.messages if text.startswith("kv_bytes")]
+    assert f"of 70.0 GiB that {DEVICE} has free" in reported
+    assert "for chunks" in reported and "for NCCL" in reported
 
 
 def test_a_pool_beyond_the_device_is_refused(llama):
@@ -178,8 +178,8 @@ def test_what_ranks_that_share_a_device_exchange_is_copied_to_the_host_and_back(
         found = getattr(comm, name)(tensor, *((1, 1) if name == "permute" else ()))
         log = accelerator.log.take()
     assert str(found.device) == DEVICE
-    told = [(event.kind, event.num_bytes) for event in log.of("to host", "exchange", "to device")]
-    assert told == [("to host", tensor.nbytes), ("exchange", found.nbytes), ("to device", found.nbytes)]
+    reported = [(event.kind, event.num_bytes) for event in log.of("to host", "exchange", "to device")]
+    assert reported == [("to host", tensor.nbytes), ("exchange", found.nbytes), ("to device", found.nbytes)]
 
 
 MEASURE = """
@@ -223,8 +223,8 @@ def test_the_host_holds_no_more_than_one_weight_beside_those_that_stay(family, d
     (tmp_path / "first").mkdir()
     first = make_checkpoint(tmp_path / "first", family)
     command = [sys.executable, "-c", MEASURE, str(folder), str(first), "bfloat16", device]
-    told = subprocess.run(command, env=rank_environment(1), check=True, capture_output=True, text=True).stdout
-    most, weights, largest = json.loads(told.splitlines()[-1])
+    reported = subprocess.run(command, env=rank_environment(1), check=True, capture_output=True, text=True).stdout
+    most, weights, largest = json.loads(reported.splitlines()[-1])
     assert weights > 180 << 20
     assert most <= share * weights + 3 * largest + SLACK
 
@@ -237,13 +237,13 @@ def test_what_rows_tell_is_counted_there_without_a_wait(llama, settings, world_s
     made = PretendedRank(llama, world_size, dtype="bfloat16", **settings)
     made.read(1000)
     made.bench.ask(20, 3, "book")
-    execute, asked = made.rank.execute, []
+    execute, requested = made.rank.execute, []
 
     def asking(plan: StepPlan) -> None:
         if isinstance(plan.work, Decode):
             spans = Spans(64, 1, 1020)
             rows = [replace(row, spans=spans, hidden=((10, 90),)) if row.path else row for row in plan.work.rows]
-            asked.append(len(rows))
+            requested.append(len(rows))
             plan = replace(plan, work=Decode(tuple(rows)))
         execute(plan)
 
@@ -252,4 +252,4 @@ def test_what_rows_tell_is_counted_there_without_a_wait(llama, settings, world_s
         assert {event.name for event in step.log.of("allocation")} <= {DEVICE}
         waits = [event for event in step.log.of("wait") if event.site.startswith("workers/")]
         assert all(event.layer is None and event.name == "event" for event in waits), "before the step has ended"
-    assert asked
+    assert requested

@@ -18,17 +18,17 @@ def test_a_parcel_carries_all_of_its_context(
 ) -> None:
     keyed = data.draw(st.lists(st.booleans(), min_size=len(sizes), max_size=len(sizes)))
     context = packable(sizes, keyed, piece_tokens, piece_bytes, has_windows, seed=data.draw(st.integers(0, 3)))
-    parcel = context.packed()
-    told = unpack(parcel, data.draw(st.lists(st.integers(0, len(parcel)), max_size=10)))
-    assert told[0] == context.head
+    archive = context.packed()
+    reported = unpack(archive, data.draw(st.lists(st.integers(0, len(archive)), max_size=10)))
+    assert reported[0] == context.head
     travelling = [has and used == size for (size, used), has in zip(sizes, keyed, strict=True)]
-    heads = [one for one in told if isinstance(one, SegmentHead)]
+    heads = [one for one in reported if isinstance(one, SegmentHead)]
     assert [head.keys is not None for head in heads] == travelling
     assert [(head.num_used, head.rope) for head in heads] == [
         (used, segment.rope) for (_, used), segment in zip(sizes, context.path, strict=True)
     ]
     ids = array("I")
-    for one in told:
+    for one in reported:
         if isinstance(one, IdsSection):
             ids += one.token_ids
     expected = array("I")
@@ -41,4 +41,4 @@ def test_a_parcel_carries_all_of_its_context(
         if has_keys
         for name in context.manifests[segment.id].objects
     ]
-    assert [one for one in told if isinstance(one, bytearray)] == [context.objects[name] for name in names]
+    assert [one for one in reported if isinstance(one, bytearray)] == [context.objects[name] for name in names]

@@ -56,18 +56,18 @@ def tellings(draw: st.DrawFn) -> tuple[list[list[int]], list[engine_messages.Eve
 @given(tellings(), st.lists(st.text(LETTERS, min_size=1, max_size=3), max_size=3), st.integers(0, 6))
 @settings(deadline=None)
 def test_exactly_what_is_told_is_counted(
-    telling: tuple[list[list[int]], list[engine_messages.Event]], stops: list[str], num_before: int
+    reporting: tuple[list[list[int]], list[engine_messages.Event]], stops: list[str], num_before: int
 ) -> None:
     """Of the first `num_before` events another service has kept the tokens alone."""
-    samples, said = telling
+    samples, output = reporting
     sampling = Sampling(max_tokens=20, stop=tuple(stops))
     request = Generate(input="", context="doc", sampling=sampling, num_samples=len(samples), provenance=Provenance())
     tracing = AttributionTracer(request, Provenance())
     answer = ResponseAssembler("", request, alphabet(), frozenset(), lambda: 0.0, True, tracing)
-    deltas, ends, kept = list[Delta](), list[Finished](), dict[tuple[int, int], bool]()
-    for number, event in enumerate(said):
+    deltas, ends, retained = list[Delta](), list[Finished](), dict[tuple[int, int], bool]()
+    for number, event in enumerate(output):
         if isinstance(event, engine_messages.Tokens):
-            kept |= {(event.sample, event.index + i): number >= num_before for i in range(len(event.tokens))}
+            retained |= {(event.sample, event.index + i): number >= num_before for i in range(len(event.tokens))}
             event = event if number >= num_before else engine_messages.Tokens(event.index, event.tokens, event.sample)
         for message in answer.take(event):
             deltas += [message] if isinstance(message, Delta) else []
@@ -75,7 +75,7 @@ def test_exactly_what_is_told_is_counted(
     assert sorted(end.sample for end in ends) == list(range(len(samples)))
     for sample in range(len(samples)):
         ids = [i for delta in deltas if delta.sample == sample for i in delta.token_ids]
-        counted = [told(sample, index) for index in range(len(ids)) if kept[sample, index]]
+        counted = [told(sample, index) for index in range(len(ids)) if retained[sample, index]]
         found = tracing.told(sample)
         assert list(found.token_ids) == ids == samples[sample][: len(ids)]
         assert found.sums.num_tokens == len(counted)
@@ -126,7 +126,7 @@ def test_spans_begin_anew_with_each_segment() -> None:
 @pytest.mark.parametrize("ends", [(32 * MAX_TOLD_SPANS + 1,), range(1, MAX_TOLD_SPANS + 2)])
 def test_of_more_spans_than_ranks_can_tell_nothing_is_told(ends: Sequence[int]) -> None:
     """Too many because of their length, or of documents that are shorter."""
-    grounds = replace(GROUNDS, segments=tuple(ends), ends=tuple(ends))
+    attribution_context = replace(GROUNDS, segments=tuple(ends), ends=tuple(ends))
     with pytest.raises(InvalidArgument, match="524,289 spans of 32 tokens, and 524,288 can be told") as caught:
-        spans_of(Provenance(span_tokens=32), grounds)
+        spans_of(Provenance(span_tokens=32), attribution_context)
     assert caught.value.field == "provenance.span_token_count"

@@ -77,8 +77,8 @@ def paths(draw: st.DrawFn, windows: WindowSpec) -> tuple[TokenPath, SegmentPlace
 def test_seams_are_where_all_that_is_seen_is_held(windows: WindowSpec, data: st.DataObject) -> None:
     path, holdings = data.draw(paths(windows))
     holdings.audit(path)
-    held = {p for segment, _, end in path.parts() for p in positions(holdings[segment].window_runs) if p < end}
-    seams = [p for p in range(path.end + 1) if held >= set(range(windows.first(p), p))]
+    resident = {p for segment, _, end in path.parts() for p in positions(holdings[segment].window_runs) if p < end}
+    seams = [p for p in range(path.end + 1) if resident >= set(range(windows.first(p), p))]
     for position in range(path.end + 1):
         below, above = holdings.seams(path, position)
         assert below == seams[bisect_right(seams, position) - 1]

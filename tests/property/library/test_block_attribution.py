@@ -26,46 +26,46 @@ SCALE, KV_HEADS = 0.4, 2
     kind=st.sampled_from(["float32", "bfloat16", "int8"]),
 )
 def test_blocks_have_the_shares_of_dense_attention_and_change_no_bit(data, seed, num_rows, group, dim, cap, kind):
-    reads, told, num_slots = drawn_reads(data, num_rows)
+    reads, reported, num_slots = drawn_reads(data, num_rows)
     generator, decode = torch.Generator().manual_seed(seed), NativeDecode.load()
     q = torch.randn(num_rows, KV_HEADS * group, dim, generator=generator)
     num_slots = -(-num_slots // 64) * 64
     keys, values = (torch.randn(KV_HEADS, num_slots, dim, generator=generator) for _ in range(2))
     if kind == "int8":
-        kept = int8.empty(KV_HEADS, num_slots // 64, 64, dim, "cpu")
-        int8.write(kept, torch.arange(num_slots), keys, values)
-        keys = int8.keys_between(kept, 0, num_slots)
+        retained = int8.empty(KV_HEADS, num_slots // 64, 64, dim, "cpu")
+        int8.write(retained, torch.arange(num_slots), keys, values)
+        keys = int8.keys_between(retained, 0, num_slots)
     else:
         keys, values = (each.to(getattr(torch, kind)) for each in (keys, values))
 
     def run(found):
         return (
-            decode.over_int8(q, kept, found, SCALE, cap)
+            decode.over_int8(q, retained, found, SCALE, cap)
             if kind == "int8"
             else decode(q, keys, values, found, SCALE, cap)
         )
 
     plain, asking = run(Reads(reads)), Reads(reads)
-    asking.told = BlockSums(told)
+    asking.told = BlockSums(reported)
     partial = run(asking)
     assert torch.equal(partial.out_THD, plain.out_THD) and torch.equal(partial.lse_TH, plain.lse_TH)
-    told_KE2 = asking.told.take()
+    reported_KE2 = asking.told.take()
     assert asking.told.take() is None
-    check_told(Dense(q, keys, SCALE, cap), reads, asking.told, told_KE2, partial)
+    check_told(Dense(q, keys, SCALE, cap), reads, asking.told, reported_KE2, partial)
 
 
 def test_shares_add_up_by_column_head_and_teller():
     generator = torch.Generator().manual_seed(5)
     group, num_entries, num_rows = 2, 7, 3
-    told = BlockSums([told_read((0, num_entries * BLOCK), 0, (0, num_rows))])
-    peaks, sums = told.room(KV_HEADS, group).unbind(dim=2)
+    reported = BlockSums([told_read((0, num_entries * BLOCK), 0, (0, num_rows))])
+    peaks, sums = reported.room(KV_HEADS, group).unbind(dim=2)
     peaks.copy_(torch.randn(peaks.shape, generator=generator).sort(dim=1).values)
     sums.copy_(torch.rand(sums.shape, generator=generator))
     lse, sinks = torch.full((num_rows, 4), 3.0), torch.arange(4.0)
     runs = [(row, row * num_entries, num_entries, 0, 6, 1, 1, 2) for row in range(num_rows)]
     columns = AttributionColumns(table(runs, 8), table([(0, 1, 0, 1), (1, 3, 1, 3)], 4))
     found = (torch.zeros(2, 6), torch.full((2, 6), -1.0), torch.zeros(2, 6, dtype=torch.int32))
-    NativeBlockAttribution.load()(told.take(), lse, sinks, columns, found, sink_column=5, first_head=100)
+    NativeBlockAttribution.load()(reported.take(), lse, sinks, columns, found, sink_column=5, first_head=100)
 
     shares = (sums * (peaks - 3.0).exp()).view(KV_HEADS, num_rows, group, num_entries).transpose(0, 1).flatten(1, 2)
     wanted = torch.zeros(num_rows, 4, 6)

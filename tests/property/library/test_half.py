@@ -70,15 +70,15 @@ def test_one_rank_or_eight_give_the_same_numbers(name, num_rows, reach, dtype):
 @pytest.mark.parametrize("name", KERNELS)
 def test_so_do_queries_of_16_bits_over_keys_of_8(name, dtype):
     q, k, v = layer(dtype, num_rows=8)
-    kept, backend = int8.empty(2, 8, 64, 64), KERNELS[name]
-    backend.store_int8(kept, torch.arange(512), k, v)
+    retained, backend = int8.empty(2, 8, 64, 64), KERNELS[name]
+    backend.store_int8(retained, torch.arange(512), k, v)
 
     def attend(q, reads):
-        return backend.attend_int8(q, kept, reads, 0.2)
+        return backend.attend_int8(q, retained, reads, 0.2)
 
     one, eight = (on_ranks(attend, q, AttentionSpan(), 512, n) for n in (1, NUM_RANKS))
     assert differing(one, eight, dtype) <= 0.005
-    assert_same(one, backend.attend_int8(q.float(), kept, [Read(0, 8, 0, 504), Read(0, 8, 504, 512, 0)], 0.2))
+    assert_same(one, backend.attend_int8(q.float(), retained, [Read(0, 8, 0, 504), Read(0, 8, 504, 512, 0)], 0.2))
 
 
 @HALVES

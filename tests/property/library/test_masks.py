@@ -102,12 +102,12 @@ def test_masks_of_a_long_window_are_few_and_made_once_for_all_layers(made):
 
 def test_keys_of_8_bits_use_the_same_masks(made):
     q, k, reads = windowed(600, 600, 500)
-    kept, backend = int8.empty(1, 19, 64, 8), flash.Flash()
-    int8.write(kept, torch.arange(1200), k, k)
-    first = backend.attend_int8(q, kept, reads, 0.3)
+    retained, backend = int8.empty(1, 19, 64, 8), flash.Flash()
+    int8.write(retained, torch.arange(1200), k, k)
+    first = backend.attend_int8(q, retained, reads, 0.3)
     num_made = len(made)
     assert 0 < num_made <= 6
-    assert_same(backend.attend_int8(q, kept, reads, 0.3), first, atol=0)
+    assert_same(backend.attend_int8(q, retained, reads, 0.3), first, atol=0)
     assert len(made) == num_made
 
 

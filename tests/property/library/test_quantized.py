@@ -46,11 +46,11 @@ def bounds_of(total):
 @settings(max_examples=50, deadline=None)
 @given(seeds, st.integers(0, 4 * BLOCK - 1), st.integers(1, 4 * BLOCK))
 def test_keys_alone_are_those_that_are_read(seed, start, num_keys):
-    kept, slots = layer(), torch.arange(4 * BLOCK)
-    int8.write(kept, slots, *tensors(seed, len(slots)))
+    retained, slots = layer(), torch.arange(4 * BLOCK)
+    int8.write(retained, slots, *tensors(seed, len(slots)))
     end = min(start + num_keys, len(slots))
-    keys, _ = int8.read(kept, slots[start:end], torch.float32)
-    assert torch.equal(int8.keys_between(kept, start, end), keys)
+    keys, _ = int8.read(retained, slots[start:end], torch.float32)
+    assert torch.equal(int8.keys_between(retained, start, end), keys)
 
 
 @settings(max_examples=100, deadline=None)
@@ -96,8 +96,8 @@ def test_what_is_not_finite_is_kept_as_such_and_spoils_nothing_else(backend, bro
     int8.write(stored, slots[5:], k[:, 5:], v[:, 5:])
     others = slots[slots != 3]
     int8.write(sound, slots, *(t.nan_to_num(0, 0, 0) for t in (k, v)))
-    for kept, wanted in zip(int8.read(stored, others, dtype), int8.read(sound, others, dtype), strict=True):
-        assert torch.equal(kept, wanted)
+    for retained, wanted in zip(int8.read(stored, others, dtype), int8.read(sound, others, dtype), strict=True):
+        assert torch.equal(retained, wanted)
     assert not int8.read(stored, slots[3:4], dtype)[1][0].isfinite().any()
     q = torch.randn(2, 2 * HEADS, DIM)
     for read, is_seen in ((Read(0, 2, 0, BLOCK), True), (Read(0, 2, 4, BLOCK), False), (Read(0, 2, 0, 3), False)):
@@ -170,11 +170,11 @@ def rounded(case, runs):
     """Keys and values [S, K, D] as they are after the runs were stored."""
     _, k, v = case.tensors()
     keys, values = torch.empty_like(k), torch.empty_like(v)
-    for run in (run for held in runs for run in held):
-        kept = int8.empty(case.spec.num_kv_heads, len(run.blocks), POOL_BLOCK, case.spec.head_dim)
+    for run in (run for resident in runs for run in resident):
+        retained = int8.empty(case.spec.num_kv_heads, len(run.blocks), POOL_BLOCK, case.spec.head_dim)
         slots, span = torch.arange(len(run)), slice(run.start, run.end)
-        int8.write(kept, slots, k[span].transpose(0, 1), v[span].transpose(0, 1))
-        keys[span], values[span] = (t.transpose(0, 1) for t in int8.read(kept, slots, torch.float32))
+        int8.write(retained, slots, k[span].transpose(0, 1), v[span].transpose(0, 1))
+        keys[span], values[span] = (t.transpose(0, 1) for t in int8.read(retained, slots, torch.float32))
     return keys, values
 
 

@@ -71,8 +71,8 @@ def test_joined_ranges_hold_the_same_in_the_same_order_and_have_no_neighbours(ra
 @given(ranges)
 def test_a_union_holds_each_position_once_in_rising_order(ranges):
     found = union(ranges)
-    held = [position for start, end in found for position in range(start, end)]
-    assert held == sorted({position for start, end in ranges for position in range(start, end)})
+    resident = [position for start, end in found for position in range(start, end)]
+    assert resident == sorted({position for start, end in ranges for position in range(start, end)})
     assert all(before[1] < after[0] for before, after in itertools.pairwise(found))
 
 

@@ -82,12 +82,12 @@ def test_no_block_of_a_read_is_gone_through_twice(data, num_tokens, tile_keys, n
         patch.setattr("longleaf.kernels.gpu.work_items.MIN_PIECE", 16)
         work = work_of(reads, Shape(num_tokens, 3, 2, 16, tile_keys), num_programs)
     stretches = Table(work.numbers, num_tokens).stretches
-    told = set[tuple[int, int]]()
+    reported = set[tuple[int, int]]()
     for (low, high, *_), number in zip(stretches, work.reads, strict=True):
         assert reads[number].slot_start <= low < high <= reads[number].slot_end
         blocks = {(number, slot // BLOCK) for slot in range(low, high)}
-        assert not told & blocks
-        told |= blocks
+        assert not reported & blocks
+        reported |= blocks
 
 
 def items_of(reads, num_tokens=1, group=8, num_programs=264):

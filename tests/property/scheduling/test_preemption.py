@@ -36,12 +36,12 @@ def jobs(draw: st.DrawFn, job_id: int) -> Job:
 
 @given(st.integers(0, 4).flatmap(lambda count: st.tuples(*(jobs(i) for i in range(count)))), st.data())
 def test_a_crowd_yields_where_one_of_it_does(running: tuple[Job, ...], data: st.DataObject) -> None:
-    crowd = RunningSet(running)
-    assert crowd.num_tails == sum(other.num_tails for other in running)
-    assert crowd.sequences == [other for other in running if isinstance(other, Sequence)]
+    running_set = RunningSet(running)
+    assert running_set.num_tails == sum(other.num_tails for other in running)
+    assert running_set.sequences == [other for other in running if isinstance(other, Sequence)]
     for job_id in range(10):
         job = data.draw(jobs(job_id))
-        assert crowd.may_yield_to(job) == any(job.may_preempt(other) for other in crowd.sequences)
+        assert running_set.may_yield_to(job) == any(job.may_preempt(other) for other in running_set.sequences)
 
 
 @given(st.integers(0, 6).flatmap(lambda count: st.tuples(*(jobs(i) for i in range(count)))))

@@ -141,15 +141,15 @@ def test_an_answer_that_is_preempted_tells_everything_again(windows: WindowSpec 
 def test_windows_end_where_accepted_drafts_end(
     windows: WindowSpec, block_size: int, start: int, steps: list[tuple[int, int]]
 ) -> None:
-    pool, told, known = WindowBlockPool(windows, block_size), RowState(block_size), ()
+    pool, reported, known = WindowBlockPool(windows, block_size), RowState(block_size), ()
     for index, (num_drafts, num_accepted) in enumerate(steps):
         runs = pool.grow(pool.trim(known, start), start, start + 1 + num_drafts)
         row = Row(7, () if index else (4,), start, (), (), index, window_runs=runs, draft_ids=(1,) * num_drafts)
         sent = replace(row, window_runs=growth(known, runs, block_size)) if index else row
-        assert told.complete(step(sent)) == step(replace(row, path=(4,)))
+        assert reported.complete(step(sent)) == step(replace(row, path=(4,)))
         start += 1 + min(num_drafts, num_accepted)
         if num_accepted < num_drafts:
-            told.cut_back(7, start)
+            reported.cut_back(7, start)
         known = pool.cut(runs, start)
 
 
@@ -181,18 +181,18 @@ def step(*rows: Row, release: tuple[int, ...] = ()) -> StepPlan:
 
 
 def test_what_was_not_told_is_refused() -> None:
-    told = RowState(4)
+    reported = RowState(4)
     with pytest.raises(ValueError, match="sequence 7, of which nothing was told"):
-        told.complete(step(NEXT))
-    assert told.complete(step(FIRST)) == step(FIRST)
-    assert told.complete(step(NEXT)) == step(replace(NEXT, path=(1, 2), rope=ROPE))
-    told.complete(StepPlan(1, 2, Prefill((9,), 0, (1,), ()), release_sequences=(7,)))
+        reported.complete(step(NEXT))
+    assert reported.complete(step(FIRST)) == step(FIRST)
+    assert reported.complete(step(NEXT)) == step(replace(NEXT, path=(1, 2), rope=ROPE))
+    reported.complete(StepPlan(1, 2, Prefill((9,), 0, (1,), ()), release_sequences=(7,)))
     with pytest.raises(ValueError, match="sequence 7, of which nothing was told"):
-        told.complete(step(NEXT))
+        reported.complete(step(NEXT))
 
 
 def test_a_sequence_begins_anew_in_the_plan_that_releases_it() -> None:
-    told, again = RowState(4), Row(7, (1, 3), 40, (5,), (Run(0, 40, 41, (8,)),), 0)
-    told.complete(step(FIRST))
-    assert told.complete(step(again, release=(7,))) == step(again, release=(7,))
-    assert told.complete(step(NEXT)).work.rows[0].rope == OWN_ROPE  # type: ignore[union-attr]
+    reported, again = RowState(4), Row(7, (1, 3), 40, (5,), (Run(0, 40, 41, (8,)),), 0)
+    reported.complete(step(FIRST))
+    assert reported.complete(step(again, release=(7,))) == step(again, release=(7,))
+    assert reported.complete(step(NEXT)).work.rows[0].rope == OWN_ROPE  # type: ignore[union-attr]

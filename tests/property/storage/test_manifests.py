@@ -77,13 +77,13 @@ def test_a_run_that_is_missing_moved_or_there_twice_is_refused(manifest, data):
 @given(manifests())
 def test_what_contradicts_itself_is_refused(manifest):
     pieces = manifest.pieces
-    stranger = replace(pieces[0], name=Attempt(manifest.service, "other", "1").piece(0))
+    intruder = replace(pieces[0], name=Attempt(manifest.service, "other", "1").piece(0))
     wrong = {
         "service": {"service": "../x"},
         "segment": {"segment": ""},
         "start": {"parent": None if manifest.start else "before"},
         "token_ids": {"token_ids": manifest.token_ids[:-1]},
-        "pieces": {"pieces": (stranger, *pieces[1:])},
+        "pieces": {"pieces": (intruder, *pieces[1:])},
         "windows": {"windows": PieceRef(Attempt(manifest.service, manifest.segment, "1").windows(0), (), 1, "")},
     }
     for field, change in wrong.items():

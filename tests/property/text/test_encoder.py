@@ -180,13 +180,13 @@ LOCAL = [name for name in MAKERS if name not in ("unigram", "wordpiece")]
 def test_a_run_without_end_is_held_in_one_window(name: str, kind: str) -> None:
     tokenizer = tokenizer_of(name)
     encoder, text = Encoder(tokenizer, sizes=WindowSizes(usual=1000, margin=300)), kind * 5000
-    held = 0
+    resident = 0
     for start in range(0, len(text), 100):
         encoder.push(text[start : start + 100])
-        held = max(held, encoder.num_held)
+        resident = max(resident, encoder.num_held)
     encoder.finish()
     assert list(encoder.token_ids) == tokenizer.encode(text, add_special_tokens=False).ids
-    assert held <= 2000
+    assert resident <= 2000
 
 
 @pytest.mark.parametrize("name", ["unigram", "wordpiece"])

@@ -62,9 +62,9 @@ def document(name: str, text: str, cuts: list[int], lead: int) -> DocumentPart:
         encoder.push(text[start:end])
     encoder.finish()
     assert encoder.starts is not None and encoder.starts.is_whole(len(encoder.token_ids))
-    kept = DocumentText(num_lead=lead, starts=packed(encoder.starts.kept), num_bytes=len(text.encode()))
-    kept.check(len(encoder.token_ids), "text")
-    return DocumentPart(token_ids=encoder.token_ids, num_tokens=len(encoder.token_ids), text=kept)
+    retained = DocumentText(num_lead=lead, starts=packed(encoder.starts.kept), num_bytes=len(text.encode()))
+    retained.check(len(encoder.token_ids), "text")
+    return DocumentPart(token_ids=encoder.token_ids, num_tokens=len(encoder.token_ids), text=retained)
 
 
 CUTS = st.lists(st.integers(0, 1 << 20), max_size=4)
@@ -81,13 +81,15 @@ def test_the_bytes_of_a_span_are_those_of_its_tokens(
     found = TextMap([part], tokenizer_of(name).alphabet)
     assert found.num_bytes == len(data)
     start, end = sorted(place % (part.num_tokens + 1) for place in places)
-    told = found.bytes_of(start, end)
-    assert told is not None
+    reported = found.bytes_of(start, end)
+    assert reported is not None
     spell = tokenizer_of(name).alphabet.spell
     assert spell is not None
-    assert data[slice(*told)] == b"".join(spell(each, False) for each in part.token_ids[max(lead, start) : end])
-    first, last = found.tokens_of(*told)
-    assert told[0] == told[1] or (max(start, lead) <= first and last <= end and found.bytes_of(first, last) == told)
+    assert data[slice(*reported)] == b"".join(spell(each, False) for each in part.token_ids[max(lead, start) : end])
+    first, last = found.tokens_of(*reported)
+    assert reported[0] == reported[1] or (
+        max(start, lead) <= first and last <= end and found.bytes_of(first, last) == reported
+    )
 
 
 @pytest.mark.sampled(2)
@@ -104,9 +106,9 @@ def test_text_is_told_in_whole_characters(
     assert passage.bytes is not None
     assert 0 <= passage.bytes[0] <= passage.bytes[1] <= len(data)
     if name in OF_BYTES:
-        told = data[slice(*passage.bytes)]
-        assert told == passage.text.encode()
-        assert data[start:end] in told and len(told) <= end - start + 6
+        reported = data[slice(*passage.bytes)]
+        assert reported == passage.text.encode()
+        assert data[start:end] in reported and len(reported) <= end - start + 6
     ends = [found.bytes_of(position, position) for position in range(part.num_tokens + 1)]
     assert ends == sorted(ends) and ends[-1] == (len(data), len(data))  # type: ignore[type-var]
 

@@ -166,6 +166,6 @@ def test_a_run_of_broken_bytes_does_not_pile_up(byte: int) -> None:
 def test_text_comes_as_soon_as_it_is_certain() -> None:
     tokenizer = TOKENIZERS["bytes"]
     text = TextStream(alphabet_of(tokenizer), ("stop",))
-    told = [text.push(token_id) for token_id in tokenizer.encode("é, st").ids]
-    assert [piece.text if piece else None for piece in told] == ["é", ",", " ", None, None]
+    reported = [text.push(token_id) for token_id in tokenizer.encode("é, st").ids]
+    assert [piece.text if piece else None for piece in reported] == ["é", ",", " ", None, None]
     assert text.finish() == TextDelta(3, tuple(tokenizer.encode("st").ids), "st")

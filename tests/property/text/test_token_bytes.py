@@ -75,9 +75,9 @@ def joined(alphabet: Alphabet, token_ids: list[int], end_tokens: frozenset[int] 
     """The bytes that a client is told, and the text, of an answer of these ids."""
     request = Generate(input="", sampling=Sampling(num_logprobs=1), with_token_bytes=True)
     answer = ResponseAssembler("id", request, alphabet, end_tokens, lambda: 0.0, exactness_note="")
-    told = [Token(token_id, Logprobs(-1.0, (TokenLogprob(token_id, -1.0),))) for token_id in token_ids]
-    said = [engine_messages.Tokens(i, (token,)) for i, token in enumerate(told)]
-    found = [m for event in [*said, engine_messages.Ended("length", 1, 0, 1, 0, 0, 0)] for m in answer.take(event)]
+    reported = [Token(token_id, Logprobs(-1.0, (TokenLogprob(token_id, -1.0),))) for token_id in token_ids]
+    output = [engine_messages.Tokens(i, (token,)) for i, token in enumerate(reported)]
+    found = [m for event in [*output, engine_messages.Ended("length", 1, 0, 1, 0, 0, 0)] for m in answer.take(event)]
     deltas = [message for message in found if isinstance(message, Delta)]
     entries = [entry for delta in deltas for entry in delta.logprobs]
     assert len(entries) == len([i for delta in deltas for i in delta.token_ids])

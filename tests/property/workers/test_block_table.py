@@ -34,27 +34,27 @@ def slots_of(run):
     st.tuples(st.integers(-1, 90), st.integers(-1, 90)),
 )
 def test_what_is_held_is_what_was_put_last(puts, asked):
-    held, model = SegmentSlots(), dict[int, int]()
+    resident, model = SegmentSlots(), dict[int, int]()
     for number, ((start, end), is_put, step) in enumerate(puts):
         model = {slot: position for slot, position in model.items() if not start <= position < end}
         if is_put:
             run = run_at(start, end, first_block=100 * number, step=step)
-            held.put(run, BLOCK)
+            resident.put(run, BLOCK)
             model |= slots_of(run)
         else:
-            held.drop(start, end)
-        assert table_of(held.extents) == model
+            resident.drop(start, end)
+        assert table_of(resident.extents) == model
     low, high = asked
-    found = table_of(list(held.within(low, high)))
+    found = table_of(list(resident.within(low, high)))
     assert found == {slot: position for slot, position in model.items() if low <= position < high}
 
 
 def test_a_run_that_comes_in_the_middle_leaves_those_behind_it():
     """What vanished here was missing in every answer, without an error."""
-    held = SegmentSlots()
+    resident = SegmentSlots()
     for start in (0, 256, 512, 768, 128):
-        held.put(run_at(start, start + 128, first_block=start), BLOCK)
-    assert [(extent.start, extent.end) for extent in held.extents] == [
+        resident.put(run_at(start, start + 128, first_block=start), BLOCK)
+    assert [(extent.start, extent.end) for extent in resident.extents] == [
         (0, 128),
         (128, 256),
         *((s, s + 128) for s in (256, 512, 768)),
@@ -62,10 +62,10 @@ def test_a_run_that_comes_in_the_middle_leaves_those_behind_it():
 
 
 def test_a_run_that_grew_is_there_once():
-    held = SegmentSlots()
-    held.put(Run(0, 5, 8, (7,)), BLOCK)
-    held.put(Run(0, 5, 12, (7, 3)), BLOCK)
-    assert table_of(held.extents) == {28: 5, 29: 6, 30: 7, 31: 8, 12: 9, 13: 10, 14: 11}
+    resident = SegmentSlots()
+    resident.put(Run(0, 5, 8, (7,)), BLOCK)
+    resident.put(Run(0, 5, 12, (7, 3)), BLOCK)
+    assert table_of(resident.extents) == {28: 5, 29: 6, 30: 7, 31: 8, 12: 9, 13: 10, 14: 11}
 
 
 FIRST, SECOND, THIRD = Run(1, 0, 8, (4, 5)), Run(0, 8, 16, (1, 2)), Run(1, 16, 20, (9,))
@@ -86,11 +86,11 @@ def test_a_segment_starts_where_the_layout_says_though_its_first_run_was_lost():
 
 def test_what_is_read_again_is_seen_once_the_layout_told_the_start_and_not_when_it_is_guessed():
     """A guess from the runs that were left: the keys of the first one are there, and nobody looks for them."""
-    told, guessed = BlockTable(0, BLOCK), BlockTable(0, BLOCK)
-    told.replace([SegmentLayout(3, 0, (SECOND,))])
+    reported, guessed = BlockTable(0, BLOCK), BlockTable(0, BLOCK)
+    reported.replace([SegmentLayout(3, 0, (SECOND,))])
     guessed.put(3, [SECOND])
     seen = []
-    for ledger in (told, guessed):
+    for ledger in (reported, guessed):
         ledger.put(3, [run_at(0, 8, 0, 20)])
         (part,) = ledger.parts((3,), 16)
         seen.append(table_of(list(ledger.held(3, part.start, part.end))).values())

@@ -53,12 +53,13 @@ def test_rows_drawn_together_are_those_of_the_definition(
     asked: list[tuple[Sampling, list[float], PenaltyHistory]], index: int, dtype: torch.dtype
 ) -> None:
     rows = [
-        Row(i, (0,), index, (), (), index, SamplingTerms(sampling, told if sampling.has_penalties else None))
-        for i, (sampling, _, told) in enumerate(asked)
+        Row(i, (0,), index, (), (), index, SamplingTerms(sampling, reported if sampling.has_penalties else None))
+        for i, (sampling, _, reported) in enumerate(asked)
     ]
     logits_RV = torch.tensor([values for _, values, _ in asked]).to(dtype)
     wanted = [
-        defined(logits_V, sampling, told, index) for logits_V, (sampling, _, told) in zip(logits_RV, asked, strict=True)
+        defined(logits_V, sampling, reported, index)
+        for logits_V, (sampling, _, reported) in zip(logits_RV, asked, strict=True)
     ]
     assert [token.id for token in Sampler().choose(rows, logits_RV)] == wanted
     is_finite = logits_RV.amax(dim=-1).isfinite().tolist()

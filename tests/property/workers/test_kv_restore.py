@@ -185,7 +185,7 @@ def group(size=2):
 
 
 @pytest.mark.parametrize(
-    ("portions", "told"),
+    ("portions", "reported"),
     [
         ((RestorePortion(0, (RUN,)), RestorePortion(3, (OTHER,))), "rank 1 has not fetched under ticket 3"),
         ((RestorePortion(0, (Run(0, START, START + 5, (1, 2)),)),), "rank 0 has not fetched under ticket 0"),
@@ -193,12 +193,12 @@ def group(size=2):
     ],
     ids=["another ticket", "a part of a block", "past its end"],
 )
-def test_what_was_not_fetched_is_named_on_every_rank(portions, told):
+def test_what_was_not_fetched_is_named_on_every_rank(portions, reported):
     ranks = group()
 
     def refused(comm):
         rank = ranks[comm.rank]
-        with pytest.raises(PieceNotFetched, match=told):
+        with pytest.raises(PieceNotFetched, match=reported):
             restore(Restore(SEGMENT, START, portions), comm, rank.pool, rank.ledger, rank.pieces.get)
 
     on_ends(loopback(2), refused)

@@ -27,8 +27,8 @@ def test_a_chunk_sees_what_a_dense_mask_shows(way, case, merge):
 @given(case=cases(most_new=150), merge=st.sampled_from(sorted(MERGES)))
 def test_what_was_lost_sees_what_a_dense_mask_shows(way, case, merge):
     """Pieces that are no neighbours: each sees those before it, all that is held between them, and nothing behind."""
-    held, pieces = lose(case)
-    found, _ = read(case, held, pieces, way, merge)
+    resident, pieces = lose(case)
+    found, _ = read(case, resident, pieces, way, merge)
     positions = [position - case.start for piece in pieces for position in range(piece.start, piece.end)]
     torch.testing.assert_close(found.double(), case.expected()[positions], atol=5e-6, rtol=5e-6)
 

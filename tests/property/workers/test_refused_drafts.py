@@ -73,9 +73,9 @@ def test_a_pool_is_as_if_refused_drafts_had_never_been_stored(backend, asked, se
     pool, other = pool_of(window_blocks), pool_of(window_blocks)
     rows, slots, window_slots, fresh, num_left, step = [], [], [], [[[], []] for _ in LAYERS], {}, 0
     sample_rows = []
-    for number, (held, coming, num_drafts, accepted, is_here) in enumerate(asked):
-        num_drafts = min(num_drafts, 2 * BLOCK - shift - held - coming)
-        accepted, total = min(accepted, num_drafts), held + coming + num_drafts
+    for number, (resident, coming, num_drafts, accepted, is_here) in enumerate(asked):
+        num_drafts = min(num_drafts, 2 * BLOCK - shift - resident - coming)
+        accepted, total = min(accepted, num_drafts), resident + coming + num_drafts
         tokens = Tokens(number, seed, total)
         left = coming + accepted
 
@@ -86,18 +86,18 @@ def test_a_pool_is_as_if_refused_drafts_had_never_been_stored(backend, asked, se
             return slots_of(number, start, end, shift if is_windowed else 0)
 
         for layer, (k, v) in enumerate(tokens.of_layers):
-            for i in range(held + left):
+            for i in range(resident + left):
                 args = backend, layer, torch.tensor(places(layer, i, i + 1)), k[:, i : i + 1], v[:, i : i + 1]
                 other.store(*args)
-                if i < held:
+                if i < resident:
                     pool.store(*args)
-            fresh[layer][0].append(k[:, held:])
-            fresh[layer][1].append(v[:, held:])
-        slots += places(0, held, total)
-        window_slots += places(1, held, total) if window_blocks is not None else []
+            fresh[layer][0].append(k[:, resident:])
+            fresh[layer][1].append(v[:, resident:])
+        slots += places(0, resident, total)
+        window_slots += places(1, resident, total) if window_blocks is not None else []
         step += coming + num_drafts
         sample_rows += range(step - 1 - num_drafts, step)
-        rows.append(Row(number, (0,), held, (1,) * coming, (), 0, draft_ids=(1,) * num_drafts))
+        rows.append(Row(number, (0,), resident, (1,) * coming, (), 0, draft_ids=(1,) * num_drafts))
         if accepted < num_drafts:
             num_left[number] = left
     drafted = DraftedBlocks(pool, backend, drafted_among(rows, sample_rows), slots, window_slots)

@@ -77,9 +77,9 @@ def test_tokens_behind_drafts_are_those_of_single_steps(make, asked, seed, broke
         num_drafts = len(rows[i].draft_ids)
         num_right = [*are_right[:num_drafts], False].index(False)
         check_same(tokens, wanted[i][: 1 + num_right])
-    told = list(reached_ids(rows, choice.ids().tolist()))
-    assert told == [[token.id for token in tokens] or [NOT_FINITE] for tokens in found]
-    assert sum(map(len, told)) + choice.ids().tolist().count(NOT_REACHED) == len(choice.ids())
+    reported = list(reached_ids(rows, choice.ids().tolist()))
+    assert reported == [[token.id for token in tokens] or [NOT_FINITE] for tokens in found]
+    assert sum(map(len, reported)) + choice.ids().tolist().count(NOT_REACHED) == len(choice.ids())
     assert sampler.broken == {i for i, tokens in enumerate(wanted) if not tokens}
     left = [
         i for i, tokens in enumerate(found) if 0 < len(tokens) < len(wanted[i])

@@ -139,10 +139,10 @@ class Story:
             segment, start = self.begin(move)
             end = self.ends[segment] = start + move.length
             tokens = [self.draw(spec, move.length) for spec in self.case.layers.values()]
-            held = self.tokens[segment] or [(k[:, :0], v[:, :0]) for _, k, v in tokens]
+            resident = self.tokens[segment] or [(k[:, :0], v[:, :0]) for _, k, v in tokens]
             self.tokens[segment] = [
                 (torch.cat((old_k, k), 1), torch.cat((old_v, v), 1))
-                for (old_k, old_v), (_, k, v) in zip(held, tokens, strict=True)
+                for (old_k, old_v), (_, k, v) in zip(resident, tokens, strict=True)
             ]
             work = self.work(turn, move, segment, start, end)
             with ThreadPoolExecutor(self.case.world_size) as threads:
@@ -183,8 +183,8 @@ class Story:
     def expected(self, segment, start, layer, q_THD):
         """Out [T, H, V] of the rows from `start` on."""
         k, v = (
-            torch.cat(held, dim=1).transpose(0, 1)
-            for held in zip(*(self.tokens[i][layer] for i in self.paths[segment]), strict=True)
+            torch.cat(resident, dim=1).transpose(0, 1)
+            for resident in zip(*(self.tokens[i][layer] for i in self.paths[segment]), strict=True)
         )
         mask = visible(range(start, start + len(q_THD)), range(len(k)), self.case.reaches[layer])
         return reference.attend(q_THD, k, v, mask, SCALE, sink_H=SINK_H).out_THD

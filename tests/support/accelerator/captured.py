@@ -51,8 +51,8 @@ class DeviceRank(Rank):
         with patch.object(registry, "choose", lambda *_: kernels):
             super().load()
         self.graphs = self.recorded
-        for kept in self.kept():
-            kept.zero_()  # what nobody wrote must be the same everywhere
+        for retained in self.kept():
+            retained.zero_()  # what nobody wrote must be the same everywhere
 
     def connect(self, groups: Groups | None, merges: Sequence[MergeTiming] = ()) -> Ready:
         if self.recorded is not None and groups is not None:

@@ -120,8 +120,8 @@ class Drive:
                 count, num_new = self.dice.randint(1, 12), self.dice.randint(1, 12)
                 sampling = self.dice.choice(REPEATED if self._drafts else SAMPLINGS)
                 most = MOST_DRAFTS if self._drafts else 0
-                asked = {"sampling": sampling, "num_samples": num_samples, "max_draft_tokens": most}
-                self.bench.ask(count, num_new, context, **asked)
+                requested = {"sampling": sampling, "num_samples": num_samples, "max_draft_tokens": most}
+                self.bench.ask(count, num_new, context, **requested)
                 self.seen[what] += 1
             case "ingest":
                 self._num_contexts += 1

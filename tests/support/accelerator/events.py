@@ -76,9 +76,9 @@ class Log:
 
     def told(self, kind: Kind) -> str:
         """What was asked for most, by line and name, for people."""
-        asked = Counter((event.site, event.name, event.layer is not None) for event in self.of(kind))
+        requested = Counter((event.site, event.name, event.layer is not None) for event in self.of(kind))
         lines = [
-            f"{n:6} {name} at {line}{'' if ours else ' (outside)'}" for (line, name, ours), n in asked.most_common()
+            f"{n:6} {name} at {line}{'' if ours else ' (outside)'}" for (line, name, ours), n in requested.most_common()
         ]
         return "\n".join(lines[:30])
 

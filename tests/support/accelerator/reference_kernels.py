@@ -31,9 +31,9 @@ def attend_items(table, q, k, v, out, lse, scale, cap, group, num_kv_heads, *res
 
 def attend_items_int8(table, q, keys, values, exponents, scales, out, lse, scale, cap, group, num_kv_heads, *rest):
     constants = rest[-1]
-    kept = [*(part.view(torch.int8) for part in (keys, values, exponents)), scales]
+    retained = [*(part.view(torch.int8) for part in (keys, values, exponents)), scales]
     for head in range(num_kv_heads):
-        own_keys, own_values, own_exponents, own_scales = (part[head : head + 1] for part in kept)
+        own_keys, own_values, own_exponents, own_scales = (part[head : head + 1] for part in retained)
         alone = Int8Layer(own_keys, own_values, own_exponents, own_scales, constants["BLOCK"])
         k_KSD, v_KSD = int8.read(alone, torch.arange(keys.shape[1]), torch.float32)
         _attend(table, q, k_KSD[0], v_KSD[0], out, lse, (scale, cap if constants["HAS_CAP"] else None, group, head))

@@ -101,7 +101,7 @@ class Case:
 
 def layouts(runs):
     """What is held of segments."""
-    return [SegmentLayout(segment, held[0].start, tuple(held)) for segment, held in enumerate(runs)]
+    return [SegmentLayout(segment, resident[0].start, tuple(resident)) for segment, resident in enumerate(runs)]
 
 
 def lose(case):
@@ -124,9 +124,9 @@ def lose(case):
         Run(rank, run.start, run.end, placer.pools[rank].allocate(len(run.blocks)))
         for rank, run in zip(ranks, [runs[-1][i] for i in lost], strict=True)
     )
-    held = layouts(runs)
-    kept = tuple(run for i, run in enumerate(runs[-1]) if i not in lost)
-    return [*held[:-1], SegmentLayout(held[-1].segment, held[-1].start, kept)], pieces
+    resident = layouts(runs)
+    retained = tuple(run for i, run in enumerate(runs[-1]) if i not in lost)
+    return [*resident[:-1], SegmentLayout(resident[-1].segment, resident[-1].start, retained)], pieces
 
 
 def builder(case, rank, held, way, dtype=torch.float32, kind=FloatKvPool, num_blocks=NUM_BLOCKS):

@@ -15,17 +15,17 @@ from longleaf.attention.partial import Partial
 
 def drawn_reads(data: Any, num_rows: int) -> tuple[list[Read], list[AttributedRead], int]:
     """Reads of slots one after the other, what is told of them, and how many slots there are."""
-    reads, told, slot, start = list[Read](), list[AttributedRead](), data.draw(st.integers(0, 40)), 0
+    reads, reported, slot, start = list[Read](), list[AttributedRead](), data.draw(st.integers(0, 40)), 0
     for _ in range(data.draw(st.integers(1, 4))):
         rows = sorted(data.draw(st.lists(st.integers(0, num_rows), min_size=2, max_size=2, unique=True)))
         end = slot + data.draw(st.integers(1, 140))
         offset = data.draw(st.one_of(st.none(), st.integers(-20, 150)))
         some = sorted(data.draw(st.lists(st.integers(*rows), min_size=2, max_size=2)))
         edge = data.draw(st.one_of(st.just(NO_EDGE), st.integers(slot, end)))
-        told.append(told_read((slot, end), start, (some[0], some[1]), edge))
+        reported.append(told_read((slot, end), start, (some[0], some[1]), edge))
         reads.append(Read(rows[0], rows[1], slot, end, offset))
-        start, slot = told[-1].end, end + data.draw(st.integers(0, 40))
-    return reads, told, slot
+        start, slot = reported[-1].end, end + data.draw(st.integers(0, 40))
+    return reads, reported, slot
 
 
 class Dense:
@@ -47,14 +47,14 @@ class Dense:
         return torch.where(torch.arange(len(scores_S)) <= distance, (scores_S - lse).exp(), 0.0)
 
 
-def check_told(dense: Dense, reads: Sequence[Read], sums: BlockSums, told_KE2: Tensor, partial: Partial) -> None:
+def check_told(dense: Dense, reads: Sequence[Read], sums: BlockSums, reported_KE2: Tensor, partial: Partial) -> None:
     """That entries have the shares of dense attention, where rows see anything."""
     for read, each in zip(reads, sums.reads, strict=True):
         for row in range(each.first_row, each.end_row):
             for head in range(dense.num_heads):
                 lse = float(partial.lse_TH[row, head])
                 if lse > float("-inf"):
-                    found = _entries(told_KE2, each, row, head, dense.group, lse)
+                    found = _entries(reported_KE2, each, row, head, dense.group, lse)
                     _check_row(read, each, dense.shares(read, row, head, lse), found)
 
 
@@ -78,9 +78,9 @@ def _bounds(read: Read, told: AttributedRead) -> list[tuple[int, int]]:
     return found
 
 
-def _entries(told_KE2: Tensor, each: AttributedRead, row: int, head: int, group: int, lse: float) -> Tensor:
+def _entries(reported_KE2: Tensor, each: AttributedRead, row: int, head: int, group: int, lse: float) -> Tensor:
     """The shares of the entries of a row and head, float64."""
     k, g = divmod(head, group)
     place = (each.start + (row - each.first_row) * each.num_entries) * group + g * each.num_entries
-    peaks_E, sums_E = told_KE2[k, place : place + each.num_entries].double().T
+    peaks_E, sums_E = reported_KE2[k, place : place + each.num_entries].double().T
     return torch.where(sums_E == 0, 0.0, sums_E * (peaks_E - lse).exp())

@@ -104,9 +104,9 @@ class Archive:
             windows = parts.pop()
         forms = [form_of(self._slots, of_windows=of_windows) for of_windows in (False, True)]
         keys: Tree = {"form": "|".join(forms), "pieces": parts, "windows": windows}
-        told = {"num_used": size, "num_tokens": size, "rope": [0, False], "keys": keys, "text": None}
+        reported = {"num_used": size, "num_tokens": size, "rope": [0, False], "keys": keys, "text": None}
         ids = [self.rng.randrange(VOCABULARY) for _ in range(size)]
-        return {"head": told, "ids": ids, "pieces": contents}
+        return {"head": reported, "ids": ids, "pieces": contents}
 
     def _add(self, parts: list[Tree], contents: list[bytes], low: int, high: int, *, of_windows: bool) -> None:
         count, rank = ceil_div(high - low, BLOCK), EVERY_RANK if of_windows else 0

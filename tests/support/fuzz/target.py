@@ -229,8 +229,10 @@ async def fuzzed(folder: Path) -> AsyncIterator[Target]:
     config = small_config(str(folder))
     engine = Engine(FakeRanks(2, num_blocks=48, vocab=vocabulary), config, max_positions=300)
     async with running(engine) as found:
-        house = house_of(packable(vocabulary=vocabulary, name=HELD))
-        use_cases = Application(engine, tokenizer, lambda: engine.cluster(ModelInfo(name="fake"), "ray"), house=house)
+        transfers = house_of(packable(vocabulary=vocabulary, name=HELD))
+        use_cases = Application(
+            engine, tokenizer, lambda: engine.cluster(ModelInfo(name="fake"), "ray"), house=transfers
+        )
         server = GrpcServer(use_cases, drain=stay, refill=int)
         port = await server.start("127.0.0.1", 0)
         target = Target(engine, f"127.0.0.1:{port}", echoes(4, vocabulary))
@@ -268,7 +270,7 @@ async def generate(engine: Engine, count: int) -> list[int]:
 
 def echoes(count: int, vocabulary: int) -> list[int]:
     """What fake ranks say after PLAIN."""
-    said: list[int] = []
+    output: list[int] = []
     for index in range(count):
-        said.append(echo_token((said or PLAIN)[-1], index, vocabulary))
-    return said
+        output.append(echo_token((output or PLAIN)[-1], index, vocabulary))
+    return output

@@ -65,14 +65,14 @@ def expected(weights: dict[int, Tensor], rows: Sequence[int], starts: Sequence[i
     there, and which has an end."""
     edges = [p for a, b in zip(starts, [*starts[1:], end], strict=True) for p in range(a, b, spans.size)]
     edges += [end, spans.prompt_end]
-    masses, codes = [], []
+    accumulator, codes = [], []
     for layer, weights_HRT in weights.items():
         if spans.layers and layer not in spans.layers:
             continue
         mean_HT = weights_HRT[:, list(rows)].mean(dim=1).double()
         parts = [mean_HT[:, a:b].sum(dim=1) for a, b in zip(edges, [*edges[1:], None], strict=True)]
-        masses.append(torch.stack([*parts, 1 - mean_HT.sum(dim=1)], dim=1))
+        accumulator.append(torch.stack([*parts, 1 - mean_HT.sum(dim=1)], dim=1))
         codes += [layer * 65536 + head for head in range(len(mean_HT))]
-    masses_HN = torch.cat(masses)
+    masses_HN = torch.cat(accumulator)
     largest, heads = masses_HN[:, :-3].max(dim=0)
     return Told(masses_HN.mean(dim=0), largest, torch.tensor(codes)[heads])

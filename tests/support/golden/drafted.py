@@ -77,7 +77,7 @@ class Drafting:
                 self._commit(row, result.tokens[row.sequence])
             self.audit()
             left = [self.go_on(row, count) for row in left if len(self._told(row)) < count]
-        return [tuple(token.id for token in told) for told in self.told]
+        return [tuple(token.id for token in reported) for reported in self.told]
 
     def _told(self, row: Row) -> list[Token]:
         return self.told[self.sequences.index(row.sequence)]
@@ -99,17 +99,17 @@ class Drafting:
         """The row of a sequence's next step; drafts open no block."""
         service, tail = self._service, self._service._tails[row.sequence]
         sequence = self.sequences.index(row.sequence)
-        told, last, known = self.told[sequence], tail.runs[-1], tail.window_runs
+        reported, last, known = self.told[sequence], tail.runs[-1], tail.window_runs
         start, room = last.end, len(last.blocks) * service._size - len(last)
-        room = min((room or service._size) - 1, count - len(told) - 1)
-        drafts = self._draft(sequence, len(told), room)
+        room = min((room or service._size) - 1, count - len(reported) - 1)
+        drafts = self._draft(sequence, len(reported), room)
         assert len(drafts) <= room
         runs = service._grow(tail, start, 1 + len(drafts), (start + row.sequence) % len(service.alive))
         windows = tail.window_runs and growth(known, tail.window_runs, service._size)
-        is_complete = self._is_compared[sequence] and len(told) + 1 + len(drafts) == count
+        is_complete = self._is_compared[sequence] and len(reported) + 1 + len(drafts) == count
         num_reference = start + 1 + len(drafts) if is_complete else 0
         return Row(
-            row.sequence, (), start, (), runs, len(told), None, num_reference, OWN_ROPE, windows, draft_ids=drafts
+            row.sequence, (), start, (), runs, len(reported), None, num_reference, OWN_ROPE, windows, draft_ids=drafts
         )
 
     @property

@@ -87,8 +87,8 @@ class Segment:
         return tuple(t for run in runs for t in self.token_ids[run.start - self.start : run.end - self.start])
 
     def put(self, runs: Sequence[Run], instead_of: Sequence[Run] = ()) -> None:
-        kept = [run for run in self.runs if run not in instead_of]
-        self.runs = sorted([*kept, *runs], key=lambda run: run.start)
+        retained = [run for run in self.runs if run not in instead_of]
+        self.runs = sorted([*retained, *runs], key=lambda run: run.start)
 
 
 class Service:
@@ -269,8 +269,8 @@ class Service:
         """The window runs of a segment when tokens come, as the placer has them."""
         if self._windows is not None:
             first = max(start, self._windows.first(end)) if is_chunk else start
-            kept = self._window_pool.trim(segment.window_runs, start)
-            segment.window_runs = self._window_pool.grow(kept, first, end)
+            retained = self._window_pool.trim(segment.window_runs, start)
+            segment.window_runs = self._window_pool.grow(retained, first, end)
 
 
 def wipe(pool: KvPool, blocks: Sequence[int] | None = None) -> None:

@@ -31,12 +31,12 @@ class KnowingDrafter(Drafter):
         return job.guesses
 
     def _look(self, job: Sequence) -> Draft:
-        said, left = tuple(job.generated), job.max_asked - job.num_asked
+        output, left = tuple(job.generated), job.max_asked - job.num_asked
         most = min(MOST, left, job.tail.num_spare(self._block_size))
-        known = next((answer for answer in self._answers if tuple(answer[: len(said)]) == said), ())
+        known = next((answer for answer in self._answers if tuple(answer[: len(output)]) == output), ())
         found = [
             token if self._random.random() < self._share else (token + 1) % 500
-            for token in known[len(said) : len(said) + max(0, most)]
+            for token in known[len(output) : len(output) + max(0, most)]
         ]
         return Draft(1, tuple(found)) if found and self._guesses_of(job) else NO_DRAFT
 

@@ -52,8 +52,8 @@ async def served_logits(golden: Golden, held=(), length: Length = USUAL, **setti
         for start, end in itertools.pairwise((0, *held)):
             await ingest(engine, "book", golden.prompt[start:end])
         fork = "fork" if held else None
-        num_held = (await engine.fork_context("book", "fork", held[-1] - 10)).tokens if fork else 0
-        prompt = Prompt(context=fork, token_ids=golden.prompt[num_held : length.prompt], sampling=sampling)
+        num_resident = (await engine.fork_context("book", "fork", held[-1] - 10)).tokens if fork else 0
+        prompt = Prompt(context=fork, token_ids=golden.prompt[num_resident : length.prompt], sampling=sampling)
         _ = [event async for event in engine.submit(prompt)]
     return torch.stack(seen[: length.steps])
 

@@ -120,10 +120,10 @@ def gateways_speak_as_the_service_does(documents: Documents) -> Iterator[str]:
     policies = of_kind(documents, "BackendTLSPolicy")
     targets = {one["name"] for policy in policies for one in policy["spec"]["targetRefs"] if one["kind"] == "Service"}
     for route in (*of_kind(documents, "GRPCRoute"), *of_kind(documents, "HTTPRoute")):
-        asked = {one["name"] for rule in route["spec"]["rules"] for one in rule["backendRefs"]}
-        if not asked <= targets if is_encrypted else targets:
+        requested = {one["name"] for rule in route["spec"]["rules"] for one in rule["backendRefs"]}
+        if not requested <= targets if is_encrypted else targets:
             name = f"{route['kind']} {route['metadata']['name']}"
-            yield f"{name}: goes to {sorted(asked)}, and {sorted(targets)} are encrypted"
+            yield f"{name}: goes to {sorted(requested)}, and {sorted(targets)} are encrypted"
 
 
 def ports_are_open_to_whom_they_are_for(documents: Documents) -> Iterator[str]:

@@ -90,8 +90,8 @@ def door_is_probed(documents: Documents) -> Iterator[str]:
     container = pod.container("door")
     scheme = "HTTPS" if "tls-cert" in options(container) else "HTTP"
     for name, path in PROBES.items():
-        asked = {"scheme": "HTTP"} | container.get(name, {}).get("httpGet", {})
-        if asked != {"path": path, "port": "http", "scheme": scheme}:
+        requested = {"scheme": "HTTP"} | container.get(name, {}).get("httpGet", {})
+        if requested != {"path": path, "port": "http", "scheme": scheme}:
             yield f"door: {name} does not ask {path} by {scheme}"
     if {"name": "http", "containerPort": DEFAULT_HTTP_PORT} not in container["ports"]:
         yield f"door: has no port http, {DEFAULT_HTTP_PORT}"
@@ -133,9 +133,9 @@ def doors_are_scaled(documents: Documents) -> Iterator[str]:
     if "replicas" in deployment["spec"]:
         yield "door: who applies it takes away what the HorizontalPodAutoscaler added"
     metrics = scalers[0]["metrics"]
-    told = {one["pods"]["metric"]["name"] if one["type"] == "Pods" else one["resource"]["name"] for one in metrics}
-    if told != {"cpu"} | ({STREAMS} if of_kind(documents, "PodMonitor") else set[str]()):
-        yield f"door: is scaled by {sorted(told)}"
+    reported = {one["pods"]["metric"]["name"] if one["type"] == "Pods" else one["resource"]["name"] for one in metrics}
+    if reported != {"cpu"} | ({STREAMS} if of_kind(documents, "PodMonitor") else set[str]()):
+        yield f"door: is scaled by {sorted(reported)}"
 
 
 def routes_lead_to_the_door(documents: Documents) -> Iterator[str]:

@@ -58,9 +58,9 @@ def ray_command(pod: Pod, parameters: dict[str, str], head: str | None) -> list[
     """How KubeRay starts Ray in a pod's first container; `head` is the address of the head's pod, for others."""
     given = {"metrics-export-port": "8080", "dashboard-agent-listen-port": "52365", "block": "true"} | parameters
     given |= {} if head is None else {"address": f"{head}:6379"}
-    told = [f"--{name}" if value == "true" else f"--{name}={value}" for name, value in sorted(given.items())]
+    reported = [f"--{name}" if value == "true" else f"--{name}={value}" for name, value in sorted(given.items())]
     start = "ray start --head" if head is None else "ray start"
-    return ["/bin/bash", "-c", "--", f"ulimit -n {FILES_LIMIT}; {start} {' '.join(told)}"]
+    return ["/bin/bash", "-c", "--", f"ulimit -n {FILES_LIMIT}; {start} {' '.join(reported)}"]
 
 
 def write_secret(folder: Path, content: Mapping[str, bytes]) -> None:

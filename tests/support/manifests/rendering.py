@@ -95,8 +95,8 @@ def of_readme(folder: Path) -> list[Document]:
     """Writes the overlay that k8s/README.md tells people to write, all its parts in one, and renders it."""
     settings: Document = {}
     for block in re.findall("```yaml\n(.*?)```", (MANIFESTS / "README.md").read_text(), re.DOTALL):
-        told = yaml.safe_load(block.replace("../k8s", os.path.relpath(MANIFESTS, folder)))
-        for name, value in told.items():
+        reported = yaml.safe_load(block.replace("../k8s", os.path.relpath(MANIFESTS, folder)))
+        for name, value in reported.items():
             settings[name] = settings.get(name, []) + value if isinstance(value, list) else value
     (folder / "kustomization.yaml").write_text(yaml.safe_dump(settings))
     return render(folder)

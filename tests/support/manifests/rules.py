@@ -30,8 +30,8 @@ HOUR = 3600
 def problems(documents: Documents, ray_version: str) -> list[str]:
     """What is wrong with a whole service."""
     found = [problem for rule in RULES for problem in rule(documents)]
-    if (told := cluster(documents)["rayVersion"]) != ray_version:
-        found.append(f"rayVersion is {told}, the lock has {ray_version}")
+    if (reported := cluster(documents)["rayVersion"]) != ray_version:
+        found.append(f"rayVersion is {reported}, the lock has {ray_version}")
     return found
 
 
@@ -71,7 +71,7 @@ def pods_are_restricted(documents: Documents) -> Iterator[str]:
                 f"{pod.owner}: volume {volume['name']} is a {kind}" for kind in volume.keys() - allowed - {"name"}
             )
         for container in pod.containers():
-            yield from (f"{pod.owner}/{container['name']}: {told}" for told in _unconfined(container))
+            yield from (f"{pod.owner}/{container['name']}: {reported}" for reported in _unconfined(container))
 
 
 def _unconfined(container: Document) -> Iterator[str]:
@@ -106,10 +106,10 @@ def volumes_are_there(documents: Documents) -> Iterator[str]:
         mounted = {mount["name"] for container in pod.containers() for mount in container.get("volumeMounts", ())}
         yield from (f"{pod.owner}: no volume {name}" for name in mounted - volumes.keys())
         yield from (f"{pod.owner}: volume {name} is not mounted" for name in volumes.keys() - mounted)
-        asked = {
+        requested = {
             one["persistentVolumeClaim"]["claimName"] for one in volumes.values() if "persistentVolumeClaim" in one
         }
-        yield from (f"{pod.owner}: no claim {name}" for name in asked - claims)
+        yield from (f"{pod.owner}: no claim {name}" for name in requested - claims)
 
 
 def service_is_probed(documents: Documents) -> Iterator[str]:
@@ -163,9 +163,9 @@ def selectors_find_pods(documents: Documents) -> Iterator[str]:
         for pod in everyone:
             if selects(service["spec"]["selector"], pod):
                 names = {port["name"] for container in pod.containers() for port in container.get("ports", ())}
-                asked = {port["targetPort"] for port in service["spec"]["ports"]}
+                requested = {port["targetPort"] for port in service["spec"]["ports"]}
                 yield from (
-                    f"Service {service['metadata']['name']}: {pod.owner} has no {name}" for name in asked - names
+                    f"Service {service['metadata']['name']}: {pod.owner} has no {name}" for name in requested - names
                 )
 
 

@@ -37,4 +37,4 @@ def _path(error: Any) -> str:
 
 def all_errors(documents: list[dict[str, Any]]) -> Iterator[str]:
     for one in documents:
-        yield from (f"{one['kind']} {one['metadata']['name']}: {told}" for told in errors(one))
+        yield from (f"{one['kind']} {one['metadata']['name']}: {reported}" for reported in errors(one))

@@ -24,8 +24,10 @@ def two_hosts(version: Literal[4, 6]) -> Iterator[Network]:
             yield network
         finally:
             for namespace in network.namespaces:
-                told = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=True)
-                for pid in map(int, told.stdout.split()):
+                reported = subprocess.run(
+                    ["ip", "netns", "pids", namespace], capture_output=True, text=True, check=True
+                )
+                for pid in map(int, reported.stdout.split()):
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
 

@@ -55,7 +55,7 @@ def test_no_credential_is_made_twice() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         (b"", "no entries"),
         (b"# nobody\n", "no entries"),
@@ -89,10 +89,10 @@ def test_no_credential_is_made_twice() -> None:
         (b"acme user dns:x\nbolt admin dns:x", "line 2"),
     ],
 )
-def test_what_a_file_may_not_say(text: bytes, told: str) -> None:
+def test_what_a_file_may_not_say(text: bytes, message: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
         parse_credentials(text)
-    assert told in str(refused.value)
+    assert message in str(refused.value)
     assert "my-secret" not in str(refused.value)
     assert SECRET not in str(refused.value)
 

@@ -146,9 +146,9 @@ def test_what_comes_out_counts() -> None:
     clock = Clock()
     it = ledger(clock, tokens_out_per_minute=10)
     generation(5)(it)
-    with it.generation("acme/x", "acme") as saw:
+    with it.generation("acme/x", "acme") as emit:
         for index in range(15):
-            saw(Tokens(index, (Token(65),)))
+            emit(Tokens(index, (Token(65),)))
     with pytest.raises(ResourceExhausted, match="quotas/tokens_out_per_minute"):
         generation(5)(it)
     CALLER.set(Caller(tenant="bolt", quotas=Quotas(tokens_out_per_minute=10)))

@@ -210,24 +210,24 @@ def test_what_cannot_be_measured_is_told_in_a_line_and_the_rest_is_measured(monk
 
     monkeypatch.setattr(command, "timed", timed)
     assert command.main([]) == 1
-    told = capsys.readouterr()
+    reported = capsys.readouterr()
     needs = "needs transformers >= 5.15 (here: 4.57.1), safetensors, tokenizers, jinja2, blake3"
-    assert f"- Left out: step, 1 row over 99 keys: {needs}\n" in told.out
-    assert "- Failed: pack of 3 rows: RuntimeError: no kernel image\n" in told.out
-    assert "- Left out: store of 5 rows: does not fit: so many bytes\n" in told.out
-    assert "| attend, 1 row over 512 keys, bfloat16 | dense | 9.0 | 10.0 |" in told.out
-    assert "  attend, 1 row over 512 keys, bfloat16: 9.0 us\n" in told.err and "Traceback" in told.err
+    assert f"- Left out: step, 1 row over 99 keys: {needs}\n" in reported.out
+    assert "- Failed: pack of 3 rows: RuntimeError: no kernel image\n" in reported.out
+    assert "- Left out: store of 5 rows: does not fit: so many bytes\n" in reported.out
+    assert "| attend, 1 row over 512 keys, bfloat16 | dense | 9.0 | 10.0 |" in reported.out
+    assert "  attend, 1 row over 512 keys, bfloat16: 9.0 us\n" in reported.err and "Traceback" in reported.err
     monkeypatch.setattr(command, "chosen", lambda text: [Step(99), Move("store", 5)])
     assert command.main([]) == 0
 
 
 def test_rows_are_told_as_they_come_and_those_of_a_run_without_an_end_are_read(tmp_path, capsys):
     rows, recorded = [{"a": 1}, {"b": [2, {}]}], tmp_path / "gpu.json"
-    for kept in command.told(rows):
+    for retained in command.told(rows):
         recorded.write_text(
-            capsys.readouterr().out if kept is rows[0] else recorded.read_text() + capsys.readouterr().out
+            capsys.readouterr().out if retained is rows[0] else recorded.read_text() + capsys.readouterr().out
         )
-        assert command.read(recorded) == rows[: rows.index(kept) + 1]
+        assert command.read(recorded) == rows[: rows.index(retained) + 1]
     recorded.write_text(recorded.read_text() + capsys.readouterr().out)
     assert json.loads(recorded.read_text()) == command.read(recorded) == rows
 

@@ -189,8 +189,8 @@ def test_what_transformers_cannot_do_is_told(monkeypatch):
         "bench.gpu.plain.ways", lambda: [("flash_attention_2", "DynamicCache"), ("sdpa", "StaticCache")]
     )
     plain = Plain(make_module(TINY, torch.float32, "cpu"), "cpu")
-    told = plain.measure(50, 1, 2)
-    assert told["way"] == "sdpa, StaticCache" and "Error: " in told["others"]["flash_attention_2, DynamicCache"]
+    reported = plain.measure(50, 1, 2)
+    assert reported["way"] == "sdpa, StaticCache" and "Error: " in reported["others"]["flash_attention_2, DynamicCache"]
     monkeypatch.setattr("bench.gpu.plain.ways", lambda: [("flash_attention_2", "DynamicCache")])
     assert plain.measure(50, 1, 2)["reason"].startswith("flash_attention_2, DynamicCache: ")
 
@@ -229,11 +229,11 @@ def test_the_profiler_is_asked():
 
 
 def test_prompts_are_answered_as_they_come_and_go():
-    asked = [plans.Asked(tuple(range(3, 12)), 6), plans.Asked((5, 6), 2, 1), plans.Asked((9, 9, 9), 3, 4)]
-    work = list(plans.answers(asked, 2, 4))
+    requested = [plans.Asked(tuple(range(3, 12)), 6), plans.Asked((5, 6), 2, 1), plans.Asked((9, 9, 9), 3, 4)]
+    work = list(plans.answers(requested, 2, 4))
     assert [plan.step for plan in work] == list(range(len(work)))
     chunks = [plan.work for plan in work if isinstance(plan.work, Prefill)]
-    assert [chunk.token_ids for chunk in chunks] == [one.token_ids[:-1] for one in asked]
+    assert [chunk.token_ids for chunk in chunks] == [one.token_ids[:-1] for one in requested]
     assert [(piece.rank, len(piece)) for piece in chunks[0].pieces] == [(0, 4), (1, 4)]
     steps = [plan for plan in work if isinstance(plan.work, Decode)]
     assert [[row.sequence for row in plan.work.rows] for plan in steps] == [
@@ -255,8 +255,8 @@ def test_ranks_are_processes_and_say_what_transformers_says():
     module = make_module(TINY, torch.float32, "cpu")
     for i, tokens in found.tokens.items():
         ids = torch.tensor([[(i * 31 + j * 7) % 512 for j in range(70)]])
-        said = module.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False)
-        assert tokens == said[0, 70:].tolist() and len(set(tokens)) > 5
+        output = module.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False)
+        assert tokens == output[0, 70:].tolist() and len(set(tokens)) > 5
 
 
 def test_the_command_measures_cases_of_all_kinds(monkeypatch, tmp_path, capsys):

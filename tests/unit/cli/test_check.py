@@ -237,8 +237,10 @@ async def test_a_fleet_to_plan_a_running_one_and_a_refusal(terminal: Terminal, t
     options = ("models", "check", str(folder), "--world-size", "3", "--kv-bytes", str(1000 * per_token))
     code, out, _ = await terminal.plain(*options)
     assert code == 0
-    told = "small is supported (Gemma2ForCausalLM, float32) if it is exact, which is unknown: the weights were not read"
-    assert told in " ".join(out.split())
+    message = (
+        "small is supported (Gemma2ForCausalLM, float32) if it is exact, which is unknown: the weights were not read"
+    )
+    assert message in " ".join(out.split())
     assert "; not read, --load does" in out
     assert read_fingerprint(folder).digest in out
     replicated = "512 B per token, and 128.0 KiB on each rank for each end of a context, with --window-keys replicated"
@@ -255,8 +257,8 @@ async def test_a_fleet_to_plan_a_running_one_and_a_refusal(terminal: Terminal, t
     assert sharded["rooms"] == [{"rank": 0, "kv_bytes": pool, "tokens": pool // (128 * per_token) * 128}]
     pools = ("--kv-bytes", str(4 << 20), "--window-bytes", str(1 << 20), "--world-size", "2")
     code, out, _ = await terminal.plain("models", "check", str(folder), *pools)
-    told = "12,288 tokens on 2 ranks: 6,144 in 4.0 MiB each; 4 ends of contexts, 2,048 tokens on each rank, with"
-    assert (code, told in " ".join(out.split())) == (0, True)
+    message = "12,288 tokens on 2 ranks: 6,144 in 4.0 MiB each; 4 ends of contexts, 2,048 tokens on each rank, with"
+    assert (code, message in " ".join(out.split())) == (0, True)
     with (folder / "model.safetensors").open("r+b") as file:
         file.truncate(5000)
     code, out, _ = await terminal.plain("models", "check", str(folder))
@@ -269,8 +271,8 @@ async def test_a_fleet_to_plan_a_running_one_and_a_refusal(terminal: Terminal, t
 
 
 @pytest.mark.parametrize(
-    ("layers", "told"),
+    ("layers", "message"),
     [((0,), "0"), ((0, 1, 2, 5), "0-2 5"), (tuple(range(0, 30, 2)), "0 2 4 … 28"), (tuple(range(64)), "0-63")],
 )
-def test_layers_are_told_in_short(layers: tuple[int, ...], told: str) -> None:
-    assert spans(layers) == told
+def test_layers_are_told_in_short(layers: tuple[int, ...], message: str) -> None:
+    assert spans(layers) == message

@@ -94,16 +94,16 @@ async def test_what_drafts_brought_is_told_with_the_cluster(terminal: Terminal) 
     terminal.engine.drafting = Drafting(drafted_tokens=9, accepted_tokens=6, tokens_per_step=1.5)
     _, out, _ = await terminal.run("cluster")
     assert "6 of 9 drafted tokens accepted, 1.50 tokens a step" in out.splitlines()
-    [told] = await terminal.json("cluster")
-    assert told["drafting"] == {"drafted_tokens": 9, "accepted_tokens": 6, "tokens_per_step": 1.5}
+    [reported] = await terminal.json("cluster")
+    assert reported["drafting"] == {"drafted_tokens": 9, "accepted_tokens": 6, "tokens_per_step": 1.5}
 
 
 def test_where_contexts_lie_is_told() -> None:
     assert storage_lines(None) == ["contexts end with the service: it has no --data-dir"]
     storage = Storage(snapshots="seal", url="s3://bucket")
     assert storage_lines(storage) == ["snapshots seal, storage s3://bucket"]
-    told = "  nothing can be written there now: s3://bucket cannot be written: it is full"
-    assert storage_lines(replace(storage, trouble="s3://bucket cannot be written: it is full"))[1:] == [told]
+    message = "  nothing can be written there now: s3://bucket cannot be written: it is full"
+    assert storage_lines(replace(storage, trouble="s3://bucket cannot be written: it is full"))[1:] == [message]
 
 
 def test_where_only_windows_take_room_no_number_is_told() -> None:
@@ -124,11 +124,17 @@ def test_what_is_hidden_from_users_is_told_as_no_number() -> None:
     assert not any("running" in line for line in lines)
     cells = [list(column.cells) for column in workers_table(found).columns]
     assert cells[2] == cells[5] == cells[7] == ["hidden"]
-    told = json.loads(msgspec.json.encode(shown(found)))
-    assert told["running"] is told["waiting"] is told["storage"]["url"] is told["recovery"]["lost_tokens"] is None
-    [rank] = told["workers"]
+    reported = json.loads(msgspec.json.encode(shown(found)))
+    assert (
+        reported["running"]
+        is reported["waiting"]
+        is reported["storage"]["url"]
+        is reported["recovery"]["lost_tokens"]
+        is None
+    )
+    [rank] = reported["workers"]
     assert (rank["pid"], rank["tokens"], rank["kv_bytes"], rank["max_tokens"]) == (None, None, None, 4096)
-    assert shown(replace(found, workers=(replace(worker, pid=1),))) != told
+    assert shown(replace(found, workers=(replace(worker, pid=1),))) != reported
 
 
 def test_on_how_many_ranks_a_context_lies_is_told_to_those_who_may_know() -> None:
@@ -210,7 +216,7 @@ def test_what_happens_inside_nodes_and_between_them_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["ask", "none", "who?"], "contexts/none does not exist"),
         (["ask", "No Name", "who?"], "context: "),
@@ -239,12 +245,12 @@ def test_what_happens_inside_nodes_and_between_them_is_told() -> None:
         (["contexts", "show", "none"], "contexts/none"),
     ],
 )
-async def test_bad_input_is_one_line_and_exit_code_2(terminal: Terminal, arguments: list[str], told: str) -> None:
+async def test_bad_input_is_one_line_and_exit_code_2(terminal: Terminal, arguments: list[str], message: str) -> None:
     terminal.engine.contexts["moby"] = [1]
     code, out, err = await terminal.run(*arguments, "--json")
     assert (code, out) == (2, "")
     assert err.startswith("error: ")
-    assert told in err
+    assert message in err
     assert err.count("\n") == 1
 
 
@@ -257,12 +263,12 @@ async def test_text_that_is_not_utf8_is_refused_with_its_place(terminal: Termina
         (tmp_path / name).write_bytes(content)
     files = [str(tmp_path / name) for name in ("one", "empty", "bad")]
     code, _, err = await terminal.run("ingest", *files, "--name", "x")
-    told = f"{files[1]} is empty\nerror: {files[2]}: is not UTF-8 at byte 2: invalid start byte"
-    assert (code, err.strip()) == (2, told)
+    message = f"{files[1]} is empty\nerror: {files[2]}: is not UTF-8 at byte 2: invalid start byte"
+    assert (code, err.strip()) == (2, message)
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (("--max-tokens", "0"), "--max-tokens: must be between 1 and 1,048,576"),
         (("--max-tokens", str(10**14)), "--max-tokens: must be between 1 and 1,048,576"),
@@ -271,10 +277,10 @@ async def test_text_that_is_not_utf8_is_refused_with_its_place(terminal: Termina
     ],
 )
 async def test_wrong_options_are_told_by_their_names_and_limits(
-    terminal: Terminal, options: tuple[str, str], told: str
+    terminal: Terminal, options: tuple[str, str], message: str
 ) -> None:
     code, _, err = await terminal.run("generate", "--prompt", "x", *options)
-    assert (code, err) == (2, f"error: {told}\n")
+    assert (code, err) == (2, f"error: {message}\n")
 
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -427,7 +433,7 @@ NOWHERE = ("--ray-address", "127.0.0.1:1")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--model", "m", "--merge", "x"], "--merge: invalid choice: 'x' (choose from 'auto', 'paper', "),
         (["--model", "m", "--world-size", "x"], "error: --world-size: Expected `int`, got `str`"),
@@ -445,7 +451,7 @@ NOWHERE = ("--ray-address", "127.0.0.1:1")
     ],
 )
 def test_the_coordinator_names_the_option_that_does_not_fit(
-    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from coordinator.__main__ import main
 
@@ -453,7 +459,7 @@ def test_the_coordinator_names_the_option_that_does_not_fit(
         code = main(arguments)
     except SystemExit as end:
         code = end.code
-    assert (code, told in capsys.readouterr().err) == (2, True)
+    assert (code, message in capsys.readouterr().err) == (2, True)
 
 
 @pytest.mark.parametrize(

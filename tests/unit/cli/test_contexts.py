@@ -128,7 +128,7 @@ async def test_token_ids_in_files_are_used_as_they_are(
 
 
 @pytest.mark.parametrize(
-    ("format", "content", "told"),
+    ("format", "content", "message"),
     [
         ("json", b"[5, -6]", "-6"),
         ("json", b"[5, 6", "is no JSON list of token ids: "),
@@ -141,13 +141,13 @@ async def test_token_ids_in_files_are_used_as_they_are(
     ],
 )
 async def test_files_without_token_ids_are_told_by_their_names(
-    terminal: Terminal, tmp_path: Path, format: str, content: bytes, told: str
+    terminal: Terminal, tmp_path: Path, format: str, content: bytes, message: str
 ) -> None:
     (tmp_path / "ids").write_bytes(content)
     code, _, err = await terminal.run("ingest", str(tmp_path / "ids"), "--name", "moby", "--token-ids", format)
     assert code == 2
     assert err.startswith(f"error: {tmp_path / 'ids'}: ")
-    assert told in err
+    assert message in err
     assert err.count("\n") == 1
     assert not terminal.engine.contexts
 

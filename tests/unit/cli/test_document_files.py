@@ -26,7 +26,7 @@ def test_a_character_may_be_cut_between_files_but_not_at_the_end(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (b"%PDF-1.7 \xff", "is a PDF: convert it to plain text first"),
         (b"PK\x03\x04\xff", "is an archive or an office document: convert it to plain text first"),
@@ -34,9 +34,9 @@ def test_a_character_may_be_cut_between_files_but_not_at_the_end(tmp_path: Path)
         (b"\xef\xbb\xbfx\xff", "is not UTF-8 at byte 4: invalid start byte"),
     ],
 )
-def test_files_of_other_kinds_are_called_what_they_are(tmp_path: Path, content: bytes, told: str) -> None:
+def test_files_of_other_kinds_are_called_what_they_are(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "x").write_bytes(content)
-    assert str(objection([str(tmp_path / "x")])) == f"{tmp_path / 'x'}: {told}"
+    assert str(objection([str(tmp_path / "x")])) == f"{tmp_path / 'x'}: {message}"
 
 
 def test_empty_files_among_others_are_named(tmp_path: Path) -> None:

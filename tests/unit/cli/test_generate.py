@@ -40,10 +40,10 @@ async def test_what_goes_beyond_the_trained_length_says_so_once(terminal: Termin
     terminal.engine.answer = ()
     terminal.engine.script = (engine_messages.Admitted(1, 0, is_beyond_trained=True),) * 2 + tuple(ends)
     code, _, err = await terminal.run("generate", "--prompt", "x", *options)
-    told = "note: this may go beyond the length that the model was trained for"
-    assert (code, err.splitlines().count(told)) == (0, 1)
+    message = "note: this may go beyond the length that the model was trained for"
+    assert (code, err.splitlines().count(message)) == (0, 1)
     terminal.engine.script = terminal.engine.script[2:]
-    assert told not in (await terminal.run("generate", "--prompt", "x"))[2]
+    assert message not in (await terminal.run("generate", "--prompt", "x"))[2]
 
 
 async def test_every_option_of_a_generation_arrives(terminal: Terminal) -> None:
@@ -80,14 +80,14 @@ async def test_a_number_of_drafts_that_cannot_be_is_refused(terminal: Terminal, 
 
 async def test_drafts_are_told_where_there_were_any(terminal: Terminal) -> None:
     token_ids = byte_tokenizer().encode("abc").ids
-    said = engine_messages.Tokens(0, tuple(map(Token, token_ids)), 0, (), 1234, 2)
+    output = engine_messages.Tokens(0, tuple(map(Token, token_ids)), 0, (), 1234, 2)
     terminal.engine.answer, end = (), engine_messages.Ended("length", 1, 0, 3, 0.0, 0.0, 0.0)
-    terminal.engine.script = (said, end)
+    terminal.engine.script = (output, end)
     *_, last = await terminal.json("generate", "--prompt", "x")
     assert (last["usage"]["drafted_tokens"], last["usage"]["accepted_tokens"]) == (1234, 2)
-    told = "; 2 of 1,234 drafted tokens accepted; "
-    assert told in (await terminal.run("generate", "--prompt", "x"))[2]
-    terminal.engine.script = (replace(said, num_drafted=0, num_accepted=0), end)
+    message = "; 2 of 1,234 drafted tokens accepted; "
+    assert message in (await terminal.run("generate", "--prompt", "x"))[2]
+    terminal.engine.script = (replace(output, num_drafted=0, num_accepted=0), end)
     assert "drafted" not in (await terminal.run("generate", "--prompt", "x"))[2]
 
 
@@ -120,10 +120,10 @@ async def test_bytes_of_tokens_are_told_in_base64(terminal: Terminal) -> None:
     token = Token(first, Logprobs(-1.0, (TokenLogprob(first, -1.0),)))
     terminal.engine.script = (engine_messages.Tokens(0, (token,)), end)
     terminal.engine.answer = ()
-    asked = ("generate", "--prompt", "x", "--logprobs", "1")
-    [entry] = (await terminal.json(*asked, "--token-bytes"))[0]["logprobs"]
+    requested = ("generate", "--prompt", "x", "--logprobs", "1")
+    [entry] = (await terminal.json(*requested, "--token-bytes"))[0]["logprobs"]
     assert (entry["token_bytes"], entry["top"][0]["token_bytes"]) == ("Rw==", "Rw==")
-    [entry] = (await terminal.json(*asked))[0]["logprobs"]
+    [entry] = (await terminal.json(*requested))[0]["logprobs"]
     assert entry == {"logprob": -1.0, "top": [{"token_id": first, "logprob": -1.0}]}
     code, _, err = await terminal.run("generate", "--prompt", "x", "--token-bytes", "--json")
     assert (code, err) == (2, "error: --token-bytes: are told with --logprobs alone\n")

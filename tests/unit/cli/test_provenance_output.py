@@ -77,7 +77,7 @@ async def test_without_sources_nothing_is_asked_or_told(asking: Terminal) -> Non
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (("--confirm",), "--confirm: is of sources"),
         (("--contrast",), "--contrast: is of sources"),
@@ -87,7 +87,7 @@ async def test_without_sources_nothing_is_asked_or_told(asking: Terminal) -> Non
         (("--sources", "--source-count", "65"), "provenance.span_count"),
     ],
 )
-async def test_what_cannot_be_asked_is_named(asking: Terminal, options: tuple[str, ...], told: str) -> None:
+async def test_what_cannot_be_asked_is_named(asking: Terminal, options: tuple[str, ...], message: str) -> None:
     code, _, err = await asking.run("ask", "moby", "who?", *options)
     assert code != 0
-    assert told in err
+    assert message in err

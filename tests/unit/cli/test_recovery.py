@@ -19,7 +19,7 @@ LOSS = Loss(time=97.0, member=5, rank=2, epoch=1, node="b", reason="killed by si
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({}, "rank 2 of epoch 1 on node b was lost 3 s ago: killed by signal 9; its place is being filled"),
         (
@@ -43,18 +43,18 @@ LOSS = Loss(time=97.0, member=5, rank=2, epoch=1, node="b", reason="killed by si
     ],
     ids=str,
 )
-def test_a_loss_is_told_with_what_became_of_its_place(changes: dict[str, Any], told: str) -> None:
+def test_a_loss_is_told_with_what_became_of_its_place(changes: dict[str, Any], message: str) -> None:
     line = loss_line(msgspec.structs.replace(LOSS, **changes), now=100.0)
-    assert line.endswith(told)
+    assert line.endswith(message)
     assert line.startswith(("rank 2 of", "member 5"))
 
 
 def test_why_a_place_stays_empty_is_told_once() -> None:
     changes: list[dict[str, Any]] = [{}, {"slot": "given_up", "slot_reason": "a"}, {"slot": "given_up"}]
     losses = [msgspec.structs.replace(LOSS, **changes[number]) for number in (0, 1, 1, 2, 1, 1)]
-    told = [line.partition("its place ")[2] for line in loss_lines(losses, now=100.0)]
+    reported = [line.partition("its place ")[2] for line in loss_lines(losses, now=100.0)]
     empty = "stays empty"
-    assert told == ["is being filled", empty, f"{empty}: a", empty, empty, f"{empty}: a"]
+    assert reported == ["is being filled", empty, f"{empty}: a", empty, empty, f"{empty}: a"]
 
 
 def test_a_recovery_is_told_while_it_goes_on_and_after() -> None:
@@ -122,7 +122,7 @@ def test_on_a_terminal_it_stands_below_the_answer_and_goes() -> None:
     line.hide()
     line.hide()
     room, below = "\x1bD\x1bM", "\x1b7\r\n\x1b[K"
-    shown = [f"{room}{below}{told}\x1b8" for told in (TOLD, "recovering: 65,536 of 65,536 tokens")]
+    shown = [f"{room}{below}{reported}\x1b8" for reported in (TOLD, "recovering: 65,536 of 65,536 tokens")]
     assert screen.getvalue() == "".join([*shown, f"{below}\x1b8"])
 
 

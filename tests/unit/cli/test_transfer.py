@@ -66,11 +66,11 @@ async def test_they_tell_programs_what_they_did(
 ) -> None:
     path = tmp_path / "moby"
     file = str(path)
-    [told] = await leaving.json("contexts", "export", "moby", file, "--without-keys")
-    assert (told["context"], told["file"], told["num_bytes"]) == ("moby", file, len(path.read_bytes()))
-    assert (told["num_bytes"] < len(WHOLE), len(told["digest"])) == (True, 64)
-    [told] = await arriving.json("contexts", "import", file)
-    assert (told["context"]["id"], told["context"]["tokens"], told["key_tokens"]) == ("moby", 11, 0)
+    [reported] = await leaving.json("contexts", "export", "moby", file, "--without-keys")
+    assert (reported["context"], reported["file"], reported["num_bytes"]) == ("moby", file, len(path.read_bytes()))
+    assert (reported["num_bytes"] < len(WHOLE), len(reported["digest"])) == (True, 64)
+    [reported] = await arriving.json("contexts", "import", file)
+    assert (reported["context"]["id"], reported["context"]["tokens"], reported["key_tokens"]) == ("moby", 11, 0)
     assert new.objects == {}
 
 
@@ -83,8 +83,8 @@ async def test_pipes_carry_nothing_else(
         assert (await leaving.run("contexts", "export", "moby", "-"))[0] == 0
         assert pipe.getvalue() == WHOLE
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(WHOLE)))
-    [told] = await arriving.json("contexts", "import", "-")
-    assert (told["key_tokens"], list(new.contexts)) == (11, ["moby"])
+    [reported] = await arriving.json("contexts", "import", "-")
+    assert (reported["key_tokens"], list(new.contexts)) == (11, ["moby"])
 
 
 async def test_an_export_goes_on_with_its_part(leaving: Terminal, tmp_path: Path) -> None:
@@ -99,16 +99,16 @@ async def test_an_export_goes_on_with_its_part(leaving: Terminal, tmp_path: Path
     assert (code, err) == (2, f"error: file: {file} is there already; move it away, or name another one\n")
     file.unlink()
     code, _, err = await leaving.run("contexts", "export", "moby", str(tmp_path / "moby"), "--resume")
-    told = "error: contexts/moby: it has changed since that parcel was begun; export it anew\n"
-    assert (code, err) == (2, told)
+    message = "error: contexts/moby: it has changed since that parcel was begun; export it anew\n"
+    assert (code, err) == (2, message)
     digest.write_text("")
     code, _, err = await leaving.run("contexts", "export", "moby", str(tmp_path / "moby"), "--resume")
-    told = f"error: --resume: {digest} does not say what {part} is of; export it anew, without it\n"
-    assert (code, err, part.read_bytes()) == (2, told, WHOLE[:500])
+    message = f"error: --resume: {digest} does not say what {part} is of; export it anew, without it\n"
+    assert (code, err, part.read_bytes()) == (2, message, WHOLE[:500])
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (("export", "dick", "FILE"), "error: contexts/dick does not exist\n"),
         (("export", "moby", "FILE", "--resume"), "error: --resume: there is no FILE.part to go on with\n"),
@@ -118,11 +118,11 @@ async def test_an_export_goes_on_with_its_part(leaving: Terminal, tmp_path: Path
     ],
 )
 async def test_what_cannot_be_done_is_one_line(
-    leaving: Terminal, tmp_path: Path, arguments: tuple[str, ...], told: str
+    leaving: Terminal, tmp_path: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     file = str(tmp_path / "file")
     code, out, err = await leaving.run("contexts", *(each.replace("FILE", file) for each in arguments))
-    assert (code, out, err) == (2, "", told.replace("FILE", file))
+    assert (code, out, err) == (2, "", message.replace("FILE", file))
     assert not any(name.startswith("file") for name in os.listdir(tmp_path))
 
 

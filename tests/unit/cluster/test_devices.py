@@ -30,9 +30,9 @@ def test_a_cluster_with_too_few_gpus_is_not_quietly_left_on_its_cpus(num_gpus):
         bundle_for(config("auto"), {"CPU": 4.0, "GPU": float(num_gpus)})
 
 
-@pytest.mark.parametrize(("total", "told"), [({"CPU": 3.0}, 3), ({"CPU": 3.0, "GPU": 4.0}, 3), ({}, 0)])
-def test_too_few_slots_are_told(total, told):
-    with pytest.raises(StartError, match=f"world size 4 needs 4 slots, the cluster has {told}"):
+@pytest.mark.parametrize(("total", "reported"), [({"CPU": 3.0}, 3), ({"CPU": 3.0, "GPU": 4.0}, 3), ({}, 0)])
+def test_too_few_slots_are_told(total, reported):
+    with pytest.raises(StartError, match=f"world size 4 needs 4 slots, the cluster has {reported}"):
         bundle_for(config("auto"), total)
 
 

@@ -17,9 +17,9 @@ OWN = read_fingerprint(embedded_model())
 def model(digest: str, **files: str | None) -> Fingerprint:
     """The embedded model's, with these files' digests; None removes one. Keys end before the first dot."""
     names = {name.partition(".")[0]: name for name in OWN.files} | {"template": "chat_template.jinja"}
-    changed = OWN.files | {names[key]: told for key, told in files.items() if told is not None}
-    removed = {names[key] for key, told in files.items() if told is None}
-    return Fingerprint(digest, {name: told for name, told in changed.items() if name not in removed})
+    changed = OWN.files | {names[key]: reported for key, reported in files.items() if reported is not None}
+    removed = {names[key] for key, reported in files.items() if reported is None}
+    return Fingerprint(digest, {name: reported for name, reported in changed.items() if name not in removed})
 
 
 def hello(rank: int, told: Fingerprint | None = OWN, missing: str = "") -> Hello:

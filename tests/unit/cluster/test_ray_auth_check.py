@@ -58,13 +58,13 @@ def test_both_must_agree_on_a_token(
     monkeypatch.setenv("RAY_AUTH_MODE", mode)
     monkeypatch.setattr(ray_auth_check, "_headers", lambda: {"Authorization": "Bearer another"})
     expected = with_token if mode.lower() == "token" else without
-    told = ""
+    reported = ""
     with door(code) as address:
         try:
             check_door(address)
         except StartError as error:
-            told = str(error).removeprefix(f"ray_address: the Ray cluster at {address} cannot be joined: ")
-    assert (told.startswith(expected), bool(told)) == (True, bool(expected))
+            reported = str(error).removeprefix(f"ray_address: the Ray cluster at {address} cannot be joined: ")
+    assert (reported.startswith(expected), bool(reported)) == (True, bool(expected))
 
 
 def test_where_there_is_no_token_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,8 +37,8 @@ def test_a_ray_that_other_machines_cannot_reach_is_told_at_once():
     """Ray listens there alone where it finds no way to the internet; nothing that is waited for changes that."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        told = f"nobody answers, but at 127.0.0.1:{port}, which .* with --node-ip-address=127.0.0.2$"
-        with pytest.raises(StartError, match=told):
+        message = f"nobody answers, but at 127.0.0.1:{port}, which .* with --node-ip-address=127.0.0.2$"
+        with pytest.raises(StartError, match=message):
             connect(f"127.0.0.2:{port}", 1, patience=1e6, on_wait=lambda: pytest.fail("it waits"))
 
 

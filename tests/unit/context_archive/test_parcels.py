@@ -35,18 +35,18 @@ def record(kind: str, content: bytes) -> bytes:
 
 def test_what_is_unpacked_is_what_was_packed() -> None:
     given = packable(((8, 8), (5, 5), (9, 8)), (True, False, True))
-    told = unpack(given.packed())
-    assert told[0] == given.head
-    segments = [one for one in told if isinstance(one, SegmentHead)]
+    reported = unpack(given.packed())
+    assert reported[0] == given.head
+    segments = [one for one in reported if isinstance(one, SegmentHead)]
     assert [one.text is not None for one in segments] == [i % 2 == 1 for i in range(len(segments))]
     assert [(one.num_used, one.num_tokens, one.keys is not None) for one in segments] == [
         (8, 8, True),
         (5, 5, False),
         (8, 8, False),  # its keys come whole, and would tell what another context says behind
     ]
-    ids = [one.token_ids for one in told if isinstance(one, IdsSection)]
+    ids = [one.token_ids for one in reported if isinstance(one, IdsSection)]
     assert ids == [given.path[0].token_ids, given.path[1].token_ids, given.path[2].token_ids[:8]]
-    assert [bytes(one) for one in told if isinstance(one, bytearray)] == [
+    assert [bytes(one) for one in reported if isinstance(one, bytearray)] == [
         given.objects[name] for name in given.manifests[given.path[0].id].objects
     ]
 
@@ -56,9 +56,9 @@ def test_nothing_leaves_of_a_shared_segment_that_the_context_does_not_use() -> N
     given = packable(((8, 7), (5, 4)), vocabulary=200)
     for segment, unused in zip(given.path, (7, 4), strict=True):
         segment.token_ids[unused:] = array("I", [0xABCDEF01] * (len(segment.token_ids) - unused))
-    parcel = given.packed()
-    assert (0xABCDEF01).to_bytes(4, "little") not in parcel
-    assert not [content for content in given.objects.values() if content in parcel]
+    archive = given.packed()
+    assert (0xABCDEF01).to_bytes(4, "little") not in archive
+    assert not [content for content in given.objects.values() if content in archive]
 
 
 def test_the_same_context_is_the_same_parcel_from_any_byte_on() -> None:
@@ -117,7 +117,7 @@ def test_the_end_of_another_parcel_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "num_bytes", "told"),
+    ("kind", "num_bytes", "message"),
     [
         ("head", MAX_HEAD_BYTES + 1, "'head' has 1,048,577 bytes, not 1 to 1,048,576"),
         ("head", 1 << 63, "not 1 to"),
@@ -126,9 +126,9 @@ def test_the_end_of_another_parcel_is_told() -> None:
         ("\x9f", 10, "comes where 'head' should"),
     ],
 )
-def test_lengths_are_not_believed(kind: str, num_bytes: int, told: str) -> None:
+def test_lengths_are_not_believed(kind: str, num_bytes: int, message: str) -> None:
     frame = Frame(kind, num_bytes, "00" * 32)
-    with pytest.raises(InvalidArgument, match=told):
+    with pytest.raises(InvalidArgument, match=message):
         unpack(PREAMBLE + frame.encode())
 
 
@@ -143,7 +143,7 @@ def test_ids_and_pieces_have_the_sizes_that_were_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("head", "told"),
+    ("head", "message"),
     [
         (replace(HEAD, num_tokens=0), "0 tokens"),
         (replace(HEAD, capacity=10), "a capacity of 10"),
@@ -162,8 +162,8 @@ def test_ids_and_pieces_have_the_sizes_that_were_told() -> None:
         (replace(HEAD, display_name="x" * 257), "more than 256 characters"),
     ],
 )
-def test_heads_that_make_no_sense_are_told(head: ContextHead, told: str) -> None:
-    with pytest.raises(InvalidArgument, match=told):
+def test_heads_that_make_no_sense_are_told(head: ContextHead, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
         unpack(PREAMBLE + record("head", encode(head)))
 
 
@@ -182,7 +182,7 @@ def with_keys(*runs: tuple[tuple[int, int], ...], windows: Any = None, form: str
 
 
 @pytest.mark.parametrize(
-    ("segment", "told"),
+    ("segment", "message"),
     [
         (with_keys(*[RUN] * 12), "has 12 pieces for 11 blocks"),
         (with_keys(RUN * 12), "a segment of 11 blocks has 12 runs, and 0 of windows"),
@@ -191,16 +191,16 @@ def with_keys(*runs: tuple[tuple[int, int], ...], windows: Any = None, form: str
         (with_keys(RUN * 70_000), "has 70,000 runs"),
     ],
 )
-def test_pieces_and_runs_are_bounded_by_blocks(segment: SegmentHead, told: str) -> None:
-    with pytest.raises(InvalidArgument, match=told):
+def test_pieces_and_runs_are_bounded_by_blocks(segment: SegmentHead, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
         unpack(PREAMBLE + record("head", encode(HEAD)) + record("segment", encode(segment)))
 
 
 def test_runs_of_keys_that_are_not_taken_are_not_decoded() -> None:
     others = with_keys(RUN * 70_000, windows=RUN * 20, form="another")
-    told = decode_segment(encode(others), 11, FORM, 1)
-    assert told.keys is not None
-    assert [part.runs for part in told.keys.parts] == [(), ()]
+    reported = decode_segment(encode(others), 11, FORM, 1)
+    assert reported.keys is not None
+    assert [part.runs for part in reported.keys.parts] == [(), ()]
 
 
 def test_what_is_no_array_of_runs_is_told() -> None:
@@ -220,13 +220,13 @@ def test_records_of_a_segment_are_bounded_by_the_tokens_that_are_left() -> None:
 def test_runs_without_end_are_refused_before_they_are_decoded() -> None:
     """Three bytes each, and a hundred in memory."""
     segment = with_keys(RUN * 1_000_000)
-    begin, told = PREAMBLE + record("head", encode(HEAD)), record("segment", encode(segment))
-    assert len(told) < max_segment_bytes(HEAD.num_tokens)
+    begin, reported = PREAMBLE + record("head", encode(HEAD)), record("segment", encode(segment))
+    assert len(reported) < max_segment_bytes(HEAD.num_tokens)
     tracemalloc.start()
     try:
         with pytest.raises(InvalidArgument, match="bytes tell of its keys"):
-            unpack(begin + told)
-        assert tracemalloc.get_traced_memory()[1] < 4 * len(told)
+            unpack(begin + reported)
+        assert tracemalloc.get_traced_memory()[1] < 4 * len(reported)
     finally:
         tracemalloc.stop()
 

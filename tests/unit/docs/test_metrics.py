@@ -35,11 +35,11 @@ def exported() -> dict[str, Metric]:
     observer = RequestMetrics(registry, "m")
     with observer.call(CallRecord("/longleaf.v1.GenerationService/Generate", "", {})):
         pass
-    with observer.generation("r", "acme") as saw:
-        saw(Admitted(1, 0))
-        saw(Tokens(0, (Token(1),)))
-        saw(Tokens(1, (Token(1),)))
-        saw(Ended("length", 1, 0, 2, 0.0, 0.0, 0.0))
+    with observer.generation("r", "acme") as emit:
+        emit(Admitted(1, 0))
+        emit(Tokens(0, (Token(1),)))
+        emit(Tokens(1, (Token(1),)))
+        emit(Ended("length", 1, 0, 2, 0.0, 0.0, 0.0))
     counts.add_step("decode", 1.0, 8)
     sources = MetricSources(
         cluster=lambda: changed(FakeEngine().cluster(), merge_timings=(MergeTiming(1, "gather", {"gather": 1.0}),)),
@@ -95,9 +95,9 @@ def alerts() -> list[dict[str, Any]]:
 
 
 def test_the_page_tells_of_all_metrics_and_of_nothing_else() -> None:
-    told = [row[0].strip("`") for row in rows("Metrics")]
-    assert len(told) == len(set(told))
-    assert set(told) == set(EXPORTED)
+    reported = [row[0].strip("`") for row in rows("Metrics")]
+    assert len(reported) == len(set(reported))
+    assert set(reported) == set(EXPORTED)
 
 
 @pytest.mark.parametrize("row", rows("Metrics"), ids=lambda row: row[0])

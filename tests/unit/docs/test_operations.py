@@ -38,22 +38,22 @@ def test_every_row_names_its_tests(row: list[str]) -> None:
     assert re.fullmatch(r"(`[^`]+\.py::[^`]+` ?)+", row[-1])
 
 
-@pytest.mark.parametrize("told", sorted(set(re.findall(r"`([^`]+\.py::[^`]+)`", PAGE))))
-def test_what_is_named_as_a_proof_is_a_test(told: str) -> None:
-    file, _, name = told.partition("::")
+@pytest.mark.parametrize("message", sorted(set(re.findall(r"`([^`]+\.py::[^`]+)`", PAGE))))
+def test_what_is_named_as_a_proof_is_a_test(message: str) -> None:
+    file, _, name = message.partition("::")
     assert name.lower().startswith("test")
     assert name in names_in(ROOT / "tests" / file)
 
 
 def test_what_is_measured_is_what_the_measurement_tells() -> None:
-    told = set(re.findall(r"`(\w+_s)`", PAGE))
-    assert told
+    reported = set(re.findall(r"`(\w+_s)`", PAGE))
+    assert reported
     measured = set(re.findall(r"^    (\w+_s) ", str(recover.__doc__), re.MULTILINE))
-    assert told <= measured | set(re.findall(r"\b\w+_s\b", str(durable.__doc__)))
+    assert reported <= measured | set(re.findall(r"\b\w+_s\b", str(durable.__doc__)))
 
 
 def test_its_options_are_those_of_the_service() -> None:
     serve = get_command(app).commands["serve"]  # type: ignore[attr-defined]
     table = PAGE.partition("## What to set")[2].partition("\n## ")[0]
-    assert (told := set(re.findall(r"^\| `(--[a-z-]+)", table, re.MULTILINE)))
-    assert told <= {name for option in serve.params for name in option.opts}
+    assert (reported := set(re.findall(r"^\| `(--[a-z-]+)", table, re.MULTILINE)))
+    assert reported <= {name for option in serve.params for name in option.opts}

@@ -10,9 +10,9 @@ from tests.unit.docs.test_operations import ROOT, names_in
 PAGE = (Path(ROOT) / "SECURITY.md").read_text()
 
 
-@pytest.mark.parametrize("told", sorted(set(re.findall(r"`([^`]+\.py::[^`]+)`", PAGE))))
-def test_what_is_named_as_a_proof_is_a_test(told: str) -> None:
-    file, _, name = told.partition("::")
+@pytest.mark.parametrize("message", sorted(set(re.findall(r"`([^`]+\.py::[^`]+)`", PAGE))))
+def test_what_is_named_as_a_proof_is_a_test(message: str) -> None:
+    file, _, name = message.partition("::")
     assert name in names_in(ROOT / "tests" / file)
 
 

@@ -66,53 +66,53 @@ FULL = (503, "unavailable", "server_error", "1")
 )
 async def test_what_is_held_is_given_back_however_a_body_ends(sending, status):
     most = 2 * bodies.MAX_JSON_BYTES if status == 413 else MOST
-    held = BodyReader(most, part_seconds=0.05)
-    reading = asyncio.ensure_future(held.read_json(sending().request))
+    resident = BodyReader(most, part_seconds=0.05)
+    reading = asyncio.ensure_future(resident.read_json(sending().request))
     await asyncio.wait([reading])
     error = reading.exception()
     assert (error.status if isinstance(error, HttpProblem) else 200) == status
-    held.audit()
+    resident.audit()
 
 
 async def test_what_is_held_is_given_back_when_who_waits_is_ended():
-    held, sending = BodyReader(MOST), Sending(50)
-    reading = asyncio.create_task(held.read_json(sending.request))
+    resident, sending = BodyReader(MOST), Sending(50)
+    reading = asyncio.create_task(resident.read_json(sending.request))
     await sending.asked.acquire()
     reading.cancel()
     await asyncio.wait([reading])
-    held.audit()
+    resident.audit()
 
 
 async def test_one_body_too_many_is_refused_before_it_is_read():
-    held, first, second = BodyReader(MOST), Sending(60), Sending(60)
-    reading = asyncio.create_task(held.read_json(first.request))
+    resident, first, second = BodyReader(MOST), Sending(60), Sending(60)
+    reading = asyncio.create_task(resident.read_json(first.request))
     await first.asked.acquire()
-    with pytest.raises(HttpProblem) as told:
-        await held.read_json(second.send(GOOD).request)
-    assert problem(told) == FULL and second.num_asked == 0
-    assert await held.read_json(Sending(len(GOOD)).send(GOOD).request) == {"a": 1}  # there is room for less
+    with pytest.raises(HttpProblem) as reported:
+        await resident.read_json(second.send(GOOD).request)
+    assert problem(reported) == FULL and second.num_asked == 0
+    assert await resident.read_json(Sending(len(GOOD)).send(GOOD).request) == {"a": 1}  # there is room for less
     first.send(GOOD)
     assert await reading == {"a": 1}
-    assert await held.read_json(Sending(60).send(GOOD).request) == {"a": 1}
-    held.audit()
+    assert await resident.read_json(Sending(60).send(GOOD).request) == {"a": 1}
+    resident.audit()
 
 
 async def test_bodies_of_no_told_length_are_counted_as_they_come():
-    held, first, second = BodyReader(MOST), Sending(), Sending()
-    reading = asyncio.create_task(held.read_json(first.send(b" " * 90, more=True).request))
+    resident, first, second = BodyReader(MOST), Sending(), Sending()
+    reading = asyncio.create_task(resident.read_json(first.send(b" " * 90, more=True).request))
     for _ in range(2):  # the first part has been read
         await first.asked.acquire()
-    with pytest.raises(HttpProblem) as told:
-        await held.read_json(second.send(b" " * 11, more=True).request)
-    assert problem(told) == FULL
+    with pytest.raises(HttpProblem) as reported:
+        await resident.read_json(second.send(b" " * 11, more=True).request)
+    assert problem(reported) == FULL
     first.send(GOOD)
     assert await reading == {"a": 1}
-    held.audit()
+    resident.audit()
 
 
 async def test_a_body_is_held_until_it_is_decoded(monkeypatch):
     large = b" " * bodies.LARGE_BYTES + GOOD
-    held, may_end, begun = BodyReader(2 * len(large) - 1), asyncio.Event(), asyncio.Event()
+    resident, may_end, begun = BodyReader(2 * len(large) - 1), asyncio.Event(), asyncio.Event()
     loop, decode = asyncio.get_running_loop(), bodies.decode
 
     def decoded(content):
@@ -121,23 +121,23 @@ async def test_a_body_is_held_until_it_is_decoded(monkeypatch):
         return decode(content)
 
     monkeypatch.setattr(bodies, "decode", decoded)
-    reading = asyncio.create_task(held.read_json(Sending(len(large)).send(large).request))
+    reading = asyncio.create_task(resident.read_json(Sending(len(large)).send(large).request))
     await begun.wait()
-    with pytest.raises(HttpProblem) as told:
-        await held.read_json(Sending(len(large)).request)
-    assert problem(told) == FULL
+    with pytest.raises(HttpProblem) as reported:
+        await resident.read_json(Sending(len(large)).request)
+    assert problem(reported) == FULL
     may_end.set()
     assert await reading == {"a": 1}
-    held.audit()
+    resident.audit()
 
 
 async def test_a_body_that_comes_and_comes_is_not_waited_for_for_ever():
-    held, sending = BodyReader(MOST, part_seconds=3600, seconds=0.05), Sending()
-    reading = asyncio.create_task(held.read_json(sending.request))
+    resident, sending = BodyReader(MOST, part_seconds=3600, seconds=0.05), Sending()
+    reading = asyncio.create_task(resident.read_json(sending.request))
     while not reading.done():  # each part is in time
         sending.send(b"", more=True)
         await asyncio.sleep(0.001)
-    with pytest.raises(HttpProblem) as told:
+    with pytest.raises(HttpProblem) as reported:
         await reading
-    assert told.value.status == 408 and told.value.headers["connection"] == "close"
-    held.audit()
+    assert reported.value.status == 408 and reported.value.headers["connection"] == "close"
+    resident.audit()

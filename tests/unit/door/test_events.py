@@ -53,12 +53,12 @@ async def test_comments_tell_what_is_waited_for_and_events_go_on():
 
     reading = Reading(EventResponse(events(), waiting, heartbeat=OFTEN))
     assert [await reading.next() for _ in range(2)] == [b": waiting\n\n"] * 2
-    for told, comment in (
+    for reported, comment in (
         (Started(9, 0, queue_position=3), b": queued 3\n\n"),
         (Progress(4096, 60_000), b": read 4096 of 60000 tokens\n\n"),
         (Recovering(lost_tokens=8, recovered_tokens=2, total_tokens=8), b": recovering, 2 of 8 tokens\n\n"),
     ):
-        waiting.note(told)
+        waiting.note(reported)
         assert await reading.until(comment) <= 1  # one may have been on its way
         assert await reading.next() == comment
     may_go_on.set()
@@ -123,8 +123,8 @@ async def test_no_comment_comes_after_the_last():
         for content in ():
             yield content
 
-    told, caller = list[dict[str, Any]](), Slow()
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    reported, caller = list[dict[str, Any]](), Slow()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
     going = asyncio.create_task(EventResponse(events(), heartbeat=OFTEN)({}, caller.receive, caller.send))
     await caller.waits.wait()  # the end is on its way
     await asyncio.sleep(4 * OFTEN)  # a comment is due
@@ -132,7 +132,7 @@ async def test_no_comment_comes_after_the_last():
     await going
     gc.collect()
     await asyncio.sleep(0)
-    assert caller.is_whole and not caller.is_late and told == []
+    assert caller.is_whole and not caller.is_late and reported == []
 
 
 async def test_what_fails_beside_the_events_is_not_lost():

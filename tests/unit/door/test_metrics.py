@@ -117,6 +117,6 @@ async def test_what_fails_is_counted_too(metrics):
 )
 def test_settings_that_make_no_sense_are_named(setting):
     (name,) = setting
-    with pytest.raises(InvalidArgument) as told:
+    with pytest.raises(InvalidArgument) as reported:
         GatewayConfig(**setting).check()
-    assert told.value.field == name
+    assert reported.value.field == name

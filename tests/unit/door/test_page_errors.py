@@ -28,5 +28,7 @@ def test_what_can_never_work_is_not_to_be_tried_again() -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert [is_final for is_final, _ in found] == [True, True, True, False, False, False, False, False]
-    told = "9,031 tokens or more cannot fit in the 8,192 tokens of the model's context, those that it was trained for."
-    assert found[0][1] == f"The service does not take this: {told}"
+    message = (
+        "9,031 tokens or more cannot fit in the 8,192 tokens of the model's context, those that it was trained for."
+    )
+    assert found[0][1] == f"The service does not take this: {message}"

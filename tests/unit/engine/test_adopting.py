@@ -34,8 +34,8 @@ BOOK = context("book", 9, 40, ends=(20, 40), display_name="a book", num_hits=3, 
 
 
 @asynccontextmanager
-async def running(lasting: MemoryLasting | None, ranks: FakeRanks | None = None) -> AsyncIterator[Engine]:
-    engine = Engine(ranks or FakeRanks(2, 100), CONFIG, 3000, durability=lasting, wall_clock=lambda: 12.0)
+async def running(persistence: MemoryLasting | None, ranks: FakeRanks | None = None) -> AsyncIterator[Engine]:
+    engine = Engine(ranks or FakeRanks(2, 100), CONFIG, 3000, durability=persistence, wall_clock=lambda: 12.0)
     async with run(engine) as found:
         yield found.engine
 
@@ -68,8 +68,8 @@ def test_segments_are_numbered_along_the_path_and_the_rest_stays() -> None:
 
 @pytest.mark.parametrize("is_durable", [True, False])
 async def test_an_adopted_context_rests_and_answers_as_if_it_had_been_read(is_durable: bool) -> None:
-    lasting = MemoryLasting() if is_durable else None
-    async with running(lasting) as engine:
+    persistence = MemoryLasting() if is_durable else None
+    async with running(persistence) as engine:
         await ingest(engine, "other", list(range(8)))
         await engine._keeping.adopt(BOOK, PATH)
         view = engine.get_context("book")
@@ -78,57 +78,57 @@ async def test_an_adopted_context_rests_and_answers_as_if_it_had_been_read(is_du
         await ingest(engine, "same", [*range(20), *range(100, 120)])
         assert await ask(engine, "book") == await ask(engine, "same")
         engine.audit()
-    if lasting is not None:
-        async with running(lasting) as engine:
+    if persistence is not None:
+        async with running(persistence) as engine:
             assert engine.get_context("book").tokens == 40
-            (record,) = [each for each in lasting.kept.contexts if each.id == "book"]
-            assert {each.id for each in lasting.kept.path(record)}.isdisjoint({7, 9, 0})
+            (record,) = [each for each in persistence.kept.contexts if each.id == "book"]
+            assert {each.id for each in persistence.kept.path(record)}.isdisjoint({7, 9, 0})
             assert len(await ask(engine, "book")) == 4
             engine.audit()
 
 
 async def test_a_name_that_is_taken_is_told_and_nothing_is_kept() -> None:
-    lasting = MemoryLasting()
-    async with running(lasting) as engine:
+    persistence = MemoryLasting()
+    async with running(persistence) as engine:
         await ingest(engine, "book", [1, 2, 3])
-        num_changes = len(lasting.catalog.changes)
+        num_changes = len(persistence.catalog.changes)
         with pytest.raises(AlreadyExists, match="contexts/book"):
             await engine._keeping.adopt(BOOK, PATH)
-        assert len(lasting.catalog.changes) == num_changes
+        assert len(persistence.catalog.changes) == num_changes
         assert engine.get_context("book").tokens == 3
 
 
 async def test_what_cannot_be_kept_is_not_there() -> None:
-    lasting = MemoryLasting()
-    async with running(lasting) as engine:
-        lasting.catalog.failures.append(StorageUnavailable("the disk is full"))
+    persistence = MemoryLasting()
+    async with running(persistence) as engine:
+        persistence.catalog.failures.append(StorageUnavailable("the disk is full"))
         with pytest.raises(StorageUnavailable):
             await engine._keeping.adopt(BOOK, PATH)
         with pytest.raises(NotFound):
             engine.get_context("book")
-        assert not lasting.kept.contexts
+        assert not persistence.kept.contexts
         engine.audit()
         await engine._keeping.adopt(BOOK, PATH)
-        assert lasting.contexts == {"book": 40}
+        assert persistence.contexts == {"book": 40}
 
 
 @pytest.mark.parametrize("is_fork", [True, False])
 async def test_a_name_that_is_taken_meanwhile_belongs_to_who_took_it(is_fork: bool) -> None:
-    lasting = MemoryLasting()
-    async with running(lasting) as engine:
+    persistence = MemoryLasting()
+    async with running(persistence) as engine:
         await ingest(engine, "source", [1, 2, 3])
-        lasting.catalog.hold()
+        persistence.catalog.hold()
         adopting = asyncio.create_task(engine._keeping.adopt(BOOK, PATH))
         await asyncio.sleep(0)  # it has begun
         await asyncio.sleep(0)
         taking = asyncio.create_task(_take(engine, is_fork))
         await _soon(lambda: _is_taken(engine))
-        lasting.catalog.release()
+        persistence.catalog.release()
         with pytest.raises(AlreadyExists):
             await adopting
         await taking
         assert engine.get_context("book").tokens == 3
-        assert lasting.contexts == {"book": 3, "source": 3}
+        assert persistence.contexts == {"book": 3, "source": 3}
         engine.audit()
 
 
@@ -157,39 +157,39 @@ def _is_taken(engine: Engine) -> bool:
 
 
 async def test_an_ingest_that_took_the_name_and_fails_leaves_nothing_behind() -> None:
-    lasting = MemoryLasting()
-    async with running(lasting, GatedRanks()) as engine:  # they do no step
-        lasting.catalog.hold()
+    persistence = MemoryLasting()
+    async with running(persistence, GatedRanks()) as engine:  # they do no step
+        persistence.catalog.hold()
         adopting = asyncio.create_task(engine._keeping.adopt(BOOK, PATH))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         stream = engine.ingest(DocumentPrompt(context="book", token_ids=[1, 2, 3]))
-        lasting.catalog.release()
+        persistence.catalog.release()
         with pytest.raises(AlreadyExists):
             await adopting
         stream.cancel()
-        assert len(lasting.catalog.changes) == 2
-    assert not lasting.kept.contexts
+        assert len(persistence.catalog.changes) == 2
+    assert not persistence.kept.contexts
 
 
 async def test_who_goes_away_meanwhile_finds_it_later() -> None:
-    lasting = MemoryLasting()
-    async with running(lasting) as engine:
-        lasting.catalog.hold()
+    persistence = MemoryLasting()
+    async with running(persistence) as engine:
+        persistence.catalog.hold()
         adopting = asyncio.create_task(engine._keeping.adopt(BOOK, PATH))
         await asyncio.sleep(0)
         adopting.cancel()
         with suppress(asyncio.CancelledError):
             await adopting
-        lasting.catalog.release()
+        persistence.catalog.release()
         await _soon(lambda: _is_taken(engine))
         assert engine.get_context("book").tokens == 40
-    assert lasting.contexts == {"book": 40}
+    assert persistence.contexts == {"book": 40}
 
 
 async def test_adopted_contexts_expire() -> None:
-    lasting = MemoryLasting()
-    async with running(lasting) as engine:
+    persistence = MemoryLasting()
+    async with running(persistence) as engine:
         await engine._keeping.adopt(replace(BOOK, expires=11.0), PATH)
         assert not engine.list_contexts()
-        await _soon(lambda: not lasting.contexts)
+        await _soon(lambda: not persistence.contexts)

@@ -34,14 +34,14 @@ def earlier(record=BOOK, *differing: str, kept: CatalogContents = KEPT) -> Stale
 
 
 def of(*found: StaleContext) -> MemoryLasting:
-    lasting = MemoryLasting()
-    lasting.earlier = {each.record.id: each for each in found}
-    return lasting
+    persistence = MemoryLasting()
+    persistence.earlier = {each.record.id: each for each in found}
+    return persistence
 
 
 async def test_its_tokens_and_settings_are_there_and_are_read_when_it_is_asked() -> None:
-    lasting = of(earlier())
-    async with running(lasting) as engine:
+    persistence = of(earlier())
+    async with running(persistence) as engine:
         with pytest.raises(CheckpointChanged, match=r"model.safetensors in /model changed .*longleaf contexts reread"):
             await ask(engine, "book")
         view = await engine.reread_context("book", VOCABULARY)
@@ -55,32 +55,35 @@ async def test_its_tokens_and_settings_are_there_and_are_read_when_it_is_asked()
         with pytest.raises(NotFound):
             engine.get_context("book")
         engine.audit()
-    assert [len(each.token_ids) for change in lasting.catalog.changes[:3] for each in change.segments][:2] == [20, 20]
+    assert [len(each.token_ids) for change in persistence.catalog.changes[:3] for each in change.segments][:2] == [
+        20,
+        20,
+    ]
 
 
 async def test_all_are_made_anew_but_those_that_cannot_be() -> None:
     lost = context("lost", 8, 5)
-    lasting = of(earlier(), earlier(TWIG), earlier(lost), earlier(context("other", 7, 9), "tokenizer.json"))
-    lasting.earlier["taken"] = earlier(context("taken", 7, 9))
-    async with running(lasting) as engine:
+    persistence = of(earlier(), earlier(TWIG), earlier(lost), earlier(context("other", 7, 9), "tokenizer.json"))
+    persistence.earlier["taken"] = earlier(context("taken", 7, 9))
+    async with running(persistence) as engine:
         await ingest(engine, "taken", [1, 2])
         found = await engine.reread_contexts(VOCABULARY)
         assert [(each.id, each.tokens) for each in found.contexts] == [("book", 40), ("twig", 12)]
-        told = {each.name: each.reason for each in found.left_out}
-        assert list(told) == ["lost", "other", "taken"]
-        assert "segment 8 is missing" in told["lost"]
-        assert "ingest the text anew" in told["other"]
-        assert "already exists" in told["taken"]
+        reported = {each.name: each.reason for each in found.left_out}
+        assert list(reported) == ["lost", "other", "taken"]
+        assert "segment 8 is missing" in reported["lost"]
+        assert "ingest the text anew" in reported["other"]
+        assert "already exists" in reported["taken"]
         engine.audit()
-    async with running(lasting) as engine:
+    async with running(persistence) as engine:
         assert [each.id for each in engine.list_contexts()] == ["book", "taken", "twig"]
 
 
 async def test_none_is_made_anew_for_which_its_tenant_has_no_room() -> None:
-    asked = list[int]()
+    requested = list[int]()
 
     def room(num_tokens: int) -> AbstractContextManager[None]:
-        asked.append(num_tokens)
+        requested.append(num_tokens)
         if num_tokens > 20:
             raise ResourceExhausted("quotas/tokens", "no more")
         return nullcontext()
@@ -93,29 +96,29 @@ async def test_none_is_made_anew_for_which_its_tenant_has_no_room() -> None:
         assert [(each.name, "quotas/tokens" in each.reason) for each in found.left_out] == [("book", True)]
         assert [each.id for each in engine.list_contexts()] == ["twig"]
         engine.audit()
-    assert asked == [40, 40, 12]
+    assert requested == [40, 40, 12]
 
 
 async def test_who_has_nothing_there_has_nothing_read() -> None:
     """All tenants' contexts are read whole, however many ask at once."""
-    lasting = of(earlier())
-    async with running(lasting) as engine:
+    persistence = of(earlier())
+    async with running(persistence) as engine:
         for _ in range(3):
             assert not (await engine.reread_contexts(VOCABULARY, "acme")).contexts
             with pytest.raises(NotFound):
                 await engine.reread_context("acme/book", VOCABULARY)
-        assert lasting.num_readings == 0
+        assert persistence.num_readings == 0
         found = await asyncio.gather(*(engine.reread_contexts(VOCABULARY) for _ in range(2)))
         assert [len(each.contexts) for each in found] == [1, 0]
         assert [each.name for each in found[1].left_out] == ["book"]
-        num_readings = lasting.num_readings
+        num_readings = persistence.num_readings
         assert [each.name for each in (await engine.reread_contexts(VOCABULARY)).left_out] == ["book"]
-        assert lasting.num_readings == num_readings
+        assert persistence.num_readings == num_readings
 
 
 async def test_what_is_not_there_or_has_expired_is_not_found() -> None:
-    lasting = of(earlier(replace(BOOK, expires=11.0)), earlier(replace(TWIG, expires=11.0, is_pinned=True)))
-    async with running(lasting) as engine:
+    persistence = of(earlier(replace(BOOK, expires=11.0)), earlier(replace(TWIG, expires=11.0, is_pinned=True)))
+    async with running(persistence) as engine:
         for name in ("book", "other"):
             with pytest.raises((NotFound, CheckpointChanged)):
                 await engine.reread_context(name, VOCABULARY)
@@ -153,16 +156,16 @@ def test_what_this_checkpoint_cannot_read_is_refused() -> None:
 
 async def test_readings_that_nobody_waits_for_any_more_are_not_begun_anew() -> None:
     """All who ask while one goes on get its result."""
-    lasting, gate = of(earlier()), threading.Event()
-    read = lasting.read_earlier
+    persistence, gate = of(earlier()), threading.Event()
+    read = persistence.read_earlier
 
     def slowly() -> dict[str, StaleContext]:
         found = read()
         assert gate.wait(30)
         return found
 
-    lasting.read_earlier = slowly  # type: ignore[method-assign]
-    async with running(lasting) as engine:
+    persistence.read_earlier = slowly  # type: ignore[method-assign]
+    async with running(persistence) as engine:
         for _ in range(5):
             asking = asyncio.create_task(engine.reread_contexts(VOCABULARY))
             await asyncio.sleep(0)
@@ -172,4 +175,4 @@ async def test_readings_that_nobody_waits_for_any_more_are_not_begun_anew() -> N
         asking = asyncio.create_task(engine.reread_contexts(VOCABULARY))
         gate.set()
         assert len((await asking).contexts) == 1
-        assert lasting.num_readings == 1
+        assert persistence.num_readings == 1

@@ -27,9 +27,9 @@ CONFIG = EngineConfig(model="none", world_size=2, chunk_size=32, block_size=4, r
 
 @asynccontextmanager
 async def running(
-    lasting: MemoryLasting, ranks: FakeRanks | None = None, wall_clock: Callable[[], float] = lambda: 12.0
+    persistence: MemoryLasting, ranks: FakeRanks | None = None, wall_clock: Callable[[], float] = lambda: 12.0
 ) -> AsyncIterator[Engine]:
-    engine = Engine(ranks or FakeRanks(2, 100), CONFIG, 3000, durability=lasting, wall_clock=wall_clock)
+    engine = Engine(ranks or FakeRanks(2, 100), CONFIG, 3000, durability=persistence, wall_clock=wall_clock)
     async with run(engine) as found:
         yield found.engine
 
@@ -49,8 +49,8 @@ async def ask(engine: Engine, context: str, count: int = 3) -> tuple[list[int], 
 
 
 async def test_contexts_are_there_again_and_answer_alike() -> None:
-    lasting = MemoryLasting()
-    async with running(lasting) as engine:
+    persistence = MemoryLasting()
+    async with running(persistence) as engine:
         await ingest(engine, "book", 50)
         await ingest(engine, "book", 21, append=True)
         await engine.fork_context("book", "twig", 33)
@@ -58,7 +58,7 @@ async def test_contexts_are_there_again_and_answer_alike() -> None:
         await ingest(engine, "twig", 9, append=True)
         before = {view.id: view for view in engine.list_contexts()}
         answers = {name: await ask(engine, name) for name in before}
-    async with running(lasting) as engine:
+    async with running(persistence) as engine:
         found = {view.id: view for view in engine.list_contexts()}
         assert found.keys() == before.keys() == {"book", "twig"}
         for name, view in found.items():
@@ -75,20 +75,20 @@ async def test_contexts_are_there_again_and_answer_alike() -> None:
 
 
 async def test_epochs_and_segments_are_numbered_on() -> None:
-    lasting = MemoryLasting()
-    async with running(lasting) as engine:
+    persistence = MemoryLasting()
+    async with running(persistence) as engine:
         await ingest(engine, "a", 8)
         epoch = engine.cluster().epoch
         await engine.delete_context("a")
-    assert not lasting.kept.segments
+    assert not persistence.kept.segments
     ranks = FakeRanks(2, 100)
-    async with running(lasting, ranks) as engine:
+    async with running(persistence, ranks) as engine:
         assert engine.cluster().epoch == epoch + 1
         await ingest(engine, "a", 8)
         ranks.lose(1, "is gone")
         await comes_to(engine, lambda: engine.cluster().epoch == epoch + 2)
-    assert lasting.kept.epoch == epoch + 2
-    assert min(segment.id for segment in lasting.kept.segments) > 0
+    assert persistence.kept.epoch == epoch + 2
+    assert min(segment.id for segment in persistence.kept.segments) > 0
 
 
 class ThirdTime(FakeRanks):
@@ -99,18 +99,18 @@ class ThirdTime(FakeRanks):
 
 
 async def test_an_epoch_that_took_more_than_one_try_is_numbered_on() -> None:
-    lasting, ranks = MemoryLasting(), ThirdTime(2, 100)
-    async with running(lasting, ranks) as engine:
+    persistence, ranks = MemoryLasting(), ThirdTime(2, 100)
+    async with running(persistence, ranks) as engine:
         epoch = engine.cluster().epoch
         ranks.lose(1, "is gone")
         await comes_to(engine, lambda: engine.cluster().epoch == epoch + 3)
-    assert lasting.kept.epoch == epoch + 3
+    assert persistence.kept.epoch == epoch + 3
 
 
 async def test_nothing_is_acknowledged_before_it_is_kept() -> None:
-    lasting = MemoryLasting()
-    async with running(lasting) as engine:
-        lasting.catalog.hold()
+    persistence = MemoryLasting()
+    async with running(persistence) as engine:
+        persistence.catalog.hold()
         reading = asyncio.create_task(ingest(engine, "book", 40))
         await comes_to(engine, lambda: engine.cluster().running == 1 and engine.cluster().workers[0].tokens > 0)
         await asyncio.sleep(0)
@@ -119,7 +119,7 @@ async def test_nothing_is_acknowledged_before_it_is_kept() -> None:
         with pytest.raises(AlreadyExists):
             await ingest(engine, "book", 4)
         assert (await ask_alone(engine)) and not reading.done(), "steps go on meanwhile"
-        lasting.catalog.release()
+        persistence.catalog.release()
         await reading
         assert engine.get_context("book").tokens == 40
 
@@ -131,11 +131,11 @@ async def ask_alone(engine: Engine) -> list[int]:
 
 
 async def test_what_cannot_be_kept_is_not_done() -> None:
-    lasting = MemoryLasting()
-    async with running(lasting) as engine:
+    persistence = MemoryLasting()
+    async with running(persistence) as engine:
         await ingest(engine, "book", 40)
         before = engine.get_context("book")
-        lasting.catalog.failures += [StorageUnavailable("the disk is full")] * 5
+        persistence.catalog.failures += [StorageUnavailable("the disk is full")] * 5
         with pytest.raises(StorageUnavailable):
             await ingest(engine, "other", 8)
         with pytest.raises(StorageUnavailable):
@@ -149,24 +149,24 @@ async def test_what_cannot_be_kept_is_not_done() -> None:
             await engine.delete_context("book")
         (view,) = engine.list_contexts()
         assert (view.id, view.tokens, view.state) == ("book", 40, "parked")
-        assert not lasting.journal.forgotten
+        assert not persistence.journal.forgotten
         engine.audit()
-        assert not lasting.catalog.failures
+        assert not persistence.catalog.failures
         assert (await ask(engine, "book"))[1]
         await engine.fork_context("book", "twig")
         await engine.delete_context("book")
-        assert lasting.journal.forgotten == ["book"]
-    assert list(lasting.contexts) == ["twig"]
+        assert persistence.journal.forgotten == ["book"]
+    assert list(persistence.contexts) == ["twig"]
 
 
 @pytest.mark.parametrize("name", ["waits", "is written"])
 async def test_what_was_asked_is_done_also_when_nobody_waits_for_it(name: str) -> None:
     """A client that goes, or whose time is up, asks again, and is told the truth then; so is the next service."""
-    lasting = MemoryLasting()
-    async with running(lasting) as engine:
+    persistence = MemoryLasting()
+    async with running(persistence) as engine:
         for context in ("book", "other", "third"):
             await ingest(engine, context, 8)
-        lasting.catalog.hold()
+        persistence.catalog.hold()
         first = asyncio.create_task(engine.update_context("third", ContextSettings(display_name="before the others")))
         if name == "is written":
             await asyncio.sleep(0)
@@ -179,21 +179,21 @@ async def test_what_was_asked_is_done_also_when_nobody_waits_for_it(name: str) -
         for call in (*calls, first):
             call.cancel()
         await asyncio.gather(*calls, first, return_exceptions=True)
-        lasting.catalog.release()
+        persistence.catalog.release()
         with pytest.raises(NotFound):
             await engine.delete_context("other")
         with pytest.raises(AlreadyExists):
             await engine.fork_context("book", "twig")
-    async with running(lasting) as engine:
+    async with running(persistence) as engine:
         found = {view.id: view.display_name for view in engine.list_contexts()}
         assert found == {"book": "a name", "twig": "", "third": "before the others"}
 
 
 async def test_what_is_deleted_while_it_is_kept_is_not_there() -> None:
-    lasting = MemoryLasting()
-    async with running(lasting) as engine:
+    persistence = MemoryLasting()
+    async with running(persistence) as engine:
         await ingest(engine, "book", 8)
-        lasting.catalog.hold()
+        persistence.catalog.hold()
         calls = [
             asyncio.create_task(engine.update_context("book", ContextSettings(display_name="a name"))),
             asyncio.create_task(engine.fork_context("book", "twig")),
@@ -201,43 +201,43 @@ async def test_what_is_deleted_while_it_is_kept_is_not_there() -> None:
         await asyncio.sleep(0)
         calls += [asyncio.create_task(engine.delete_context(name)) for name in ("book", "twig")]
         await asyncio.sleep(0)
-        lasting.catalog.release()
-        told = await asyncio.gather(*calls, return_exceptions=True)
-        assert [type(one) for one in told] == [NotFound, NotFound, type(None), type(None)]
-    assert not lasting.contexts
+        persistence.catalog.release()
+        reported = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(one) for one in reported] == [NotFound, NotFound, type(None), type(None)]
+    assert not persistence.contexts
 
 
 async def test_what_is_deleted_stays_so_when_its_journal_cannot_be() -> None:
-    lasting = MemoryLasting()
-    async with running(lasting) as engine:
+    persistence = MemoryLasting()
+    async with running(persistence) as engine:
         await ingest(engine, "book", 8)
         await ingest(engine, "other", 8)
-        lasting.journal.failures = [StorageUnavailable("input/output error")]
+        persistence.journal.failures = [StorageUnavailable("input/output error")]
         await engine.delete_context("book")
-        assert ([view.id for view in engine.list_contexts()], list(lasting.contexts)) == (["other"], ["other"])
+        assert ([view.id for view in engine.list_contexts()], list(persistence.contexts)) == (["other"], ["other"])
         await engine.delete_context("other")
-        assert sorted(lasting.journal.forgotten) == ["book", "other"]
+        assert sorted(persistence.journal.forgotten) == ["book", "other"]
 
 
 async def test_a_use_that_could_not_be_kept_is_kept_later() -> None:
-    lasting, times = MemoryLasting(), itertools.count(10.0)
-    async with running(lasting, wall_clock=lambda: next(times)) as engine:
+    persistence, times = MemoryLasting(), itertools.count(10.0)
+    async with running(persistence, wall_clock=lambda: next(times)) as engine:
         await ingest(engine, "book", 8)
         await ask(engine, "book")
-        lasting.catalog.failures = [StorageUnavailable("the disk is full")]
+        persistence.catalog.failures = [StorageUnavailable("the disk is full")]
         await engine._keeping._keep_uses()
-        (kept,) = lasting.kept.contexts
-        assert kept.num_hits == 0
+        (retained,) = persistence.kept.contexts
+        assert retained.num_hits == 0
         await engine._keeping._keep_uses()
-        (kept,) = lasting.kept.contexts
-        assert kept.num_hits == 1
+        (retained,) = persistence.kept.contexts
+        assert retained.num_hits == 1
 
 
 async def test_a_document_that_is_given_up_while_it_is_kept_is_not_there() -> None:
-    lasting = MemoryLasting()
-    async with running(lasting) as engine:
+    persistence = MemoryLasting()
+    async with running(persistence) as engine:
         await ingest(engine, "book", 8)
-        lasting.catalog.hold()
+        persistence.catalog.hold()
         for document in (
             DocumentPrompt(context="new", token_ids=[1, 2, 3]),
             DocumentPrompt(context="book", token_ids=[1, 2, 3], append=True),
@@ -245,10 +245,10 @@ async def test_a_document_that_is_given_up_while_it_is_kept_is_not_there() -> No
             stream = engine.ingest(document)
             await comes_to(engine, lambda: stream_is_read(engine) == [False])
             stream.cancel()
-        lasting.catalog.release()
+        persistence.catalog.release()
         await engine.update_context("book", ContextSettings(display_name="changes are kept in their order"))
         assert [view.tokens for view in engine.list_contexts()] == [8]
-    assert lasting.contexts == {"book": 8}
+    assert persistence.contexts == {"book": 8}
 
 
 def stream_is_read(engine: Engine) -> list[bool]:
@@ -259,26 +259,26 @@ def stream_is_read(engine: Engine) -> list[bool]:
 
 
 async def test_changes_that_meet_are_all_kept() -> None:
-    lasting = MemoryLasting()
-    async with running(lasting) as engine:
+    persistence = MemoryLasting()
+    async with running(persistence) as engine:
         await ingest(engine, "book", 8)
-        lasting.catalog.hold()
+        persistence.catalog.hold()
         reading = asyncio.create_task(ingest(engine, "book", 9, append=True))
         await comes_to(engine, lambda: stream_is_read(engine) == [False])
         changing = asyncio.create_task(engine.update_context("book", ContextSettings(display_name="a name")))
         forking = asyncio.create_task(engine.fork_context("book", "twig"))
         await asyncio.sleep(0)
-        lasting.catalog.release()
+        persistence.catalog.release()
         await asyncio.gather(reading, changing, forking)
-    async with running(lasting) as engine:
+    async with running(persistence) as engine:
         found = {view.id: (view.tokens, view.display_name) for view in engine.list_contexts()}
         assert found == {"book": (17, "a name"), "twig": (8, "")}
 
 
 async def test_what_nobody_asks_makes_room() -> None:
-    lasting = MemoryLasting()
+    persistence = MemoryLasting()
     ranks = FakeRanks(2, 12)  # 96 tokens
-    async with running(lasting, ranks) as engine:
+    async with running(persistence, ranks) as engine:
         for name in ("a", "b", "c"):
             await ingest(engine, name, 40)
         states = {view.id: view.state for view in engine.list_contexts()}
@@ -298,11 +298,11 @@ async def test_what_nobody_asks_makes_room() -> None:
 
 
 async def test_twenty_who_ask_have_it_come_back_once() -> None:
-    lasting = MemoryLasting()
-    async with running(lasting) as engine:
+    persistence = MemoryLasting()
+    async with running(persistence) as engine:
         await ingest(engine, "book", 200)
     ranks = FakeRanks(2, 100)
-    async with running(lasting, ranks) as engine:
+    async with running(persistence, ranks) as engine:
         answers = await asyncio.gather(*(ask(engine, "book", count) for count in range(1, 21)))
         assert all(came_back for _, came_back in answers)
     read = [len(plan.work.token_ids) for plan in ranks.plans if hasattr(plan.work, "pieces")]
@@ -310,12 +310,12 @@ async def test_twenty_who_ask_have_it_come_back_once() -> None:
 
 
 async def test_contexts_are_warmed_as_far_as_there_is_room() -> None:
-    lasting, times = MemoryLasting(), itertools.count(10.0)
-    async with running(lasting, wall_clock=lambda: next(times)) as engine:
+    persistence, times = MemoryLasting(), itertools.count(10.0)
+    async with running(persistence, wall_clock=lambda: next(times)) as engine:
         for name in ("a", "b", "c"):
             await ingest(engine, name, 40)
         await ask(engine, "a")
-    async with running(lasting, FakeRanks(2, 12)) as engine:
+    async with running(persistence, FakeRanks(2, 12)) as engine:
         engine.warm()
         await comes_to(engine, lambda: engine.cluster().workers[0].tokens + engine.cluster().workers[1].tokens == 80)
         states = {view.id: view.state for view in engine.list_contexts()}
@@ -323,8 +323,8 @@ async def test_contexts_are_warmed_as_far_as_there_is_room() -> None:
 
 
 async def test_when_contexts_were_used_is_kept() -> None:
-    lasting = MemoryLasting()
-    async with running(lasting) as engine:
+    persistence = MemoryLasting()
+    async with running(persistence) as engine:
         await ingest(engine, "book", 8)
         for _ in range(3):
             await ask(engine, "book")
@@ -332,15 +332,15 @@ async def test_when_contexts_were_used_is_kept() -> None:
         probe = Prompt(context="book", token_ids=(1, 2), sampling=Sampling(max_tokens=1), is_probe=True, num_scored=1)
         assert [event async for event in engine.submit(probe)]  # it confirms a source, and asks nothing
         assert engine.get_context("book").hits == 3
-    async with running(lasting) as engine:
+    async with running(persistence) as engine:
         view = engine.get_context("book")
         assert (view.hits, view.used) == (3, 12.0)
 
 
 async def test_ranks_that_are_fewer_park_what_they_cannot_hold() -> None:
-    lasting = MemoryLasting()
+    persistence = MemoryLasting()
     ranks = FakeRanks(2, 12)
-    async with running(lasting, ranks) as engine:
+    async with running(persistence, ranks) as engine:
         await ingest(engine, "a", 40)
         await ingest(engine, "b", 40)
         ranks.lose(1, "is gone")

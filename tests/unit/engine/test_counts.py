@@ -98,11 +98,11 @@ async def test_what_was_lost_with_a_rank_counts_as_read_again_and_answers_are_no
     ranks = FakeRanks(3, 100, lost_rank=1)
     async with running(Engine(ranks, CONFIG, max_positions=3000)) as found:
         await ingest(found.engine, "doc")
-        held = found.engine.get_context("doc").shares[1].tokens
+        resident = found.engine.get_context("doc").shares[1].tokens
         ranks.lose_at = len(ranks.plans) + 5
         stream = found.engine.submit(prompt(3, 30, "doc"))
         [_ async for _ in stream]
-        reread = [plan.work for plan in ranks.plans if plan.epoch == 2 and isinstance(plan.work, Prefill)]
-        assert found.engine.counts.reread_tokens == held
-        assert sum(len(work.token_ids) for work in reread) >= held
+        recomputed = [plan.work for plan in ranks.plans if plan.epoch == 2 and isinstance(plan.work, Prefill)]
+        assert found.engine.counts.reread_tokens == resident
+        assert sum(len(work.token_ids) for work in recomputed) >= resident
         assert found.engine.counts.num_preempted == 0

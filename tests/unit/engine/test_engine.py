@@ -127,8 +127,8 @@ async def test_an_observer_sees_every_step_with_its_answer() -> None:
 
 async def test_samples_are_one_stream() -> None:
     async with running(FakeRanks(2, 100)) as (engine, _):
-        asked = msgspec.structs.replace(prompt(20, 5), num_samples=3)
-        stream, other = engine.submit(asked), engine.submit(prompt(3, 2))
+        requested = msgspec.structs.replace(prompt(20, 5), num_samples=3)
+        stream, other = engine.submit(requested), engine.submit(prompt(3, 2))
         events = [event async for event in stream]
         ids = {sample: [] for sample in range(3)}
         for event in events:
@@ -161,8 +161,8 @@ async def test_logprobs_and_stop_tokens_come_through() -> None:
         sampling = Sampling(max_tokens=9, num_logprobs=0, stop_tokens=(second,))
         stream = engine.submit(msgspec.structs.replace(prompt(3, 9), sampling=sampling))
         events = [event async for event in stream]
-        told = [token.logprobs for event in events if isinstance(event, Tokens) for token in event.tokens]
-        assert [entry.logprob for entry in told] == [-float(echo_token(2, 0, 1000)), -float(second)]
+        reported = [token.logprobs for event in events if isinstance(event, Tokens) for token in event.tokens]
+        assert [entry.logprob for entry in reported] == [-float(echo_token(2, 0, 1000)), -float(second)]
         assert isinstance(events[-1], Ended)
         assert (events[-1].reason, events[-1].completion_tokens) == ("stop_token", 2)
 
@@ -181,9 +181,9 @@ async def test_those_that_wait_are_told_their_place() -> None:
     config = msgspec.structs.replace(CONFIG, max_sequences=1)
     async with running(ranks, config=config) as (engine, _):
         streams = [engine.submit(prompt(3, 50)) for _ in range(3)]
-        told = [[event async for event in stream if isinstance(event, Admitted)] for stream in streams]
-        assert [events[0].queue_position for events in told[:1]] == [0]
-        assert [events[-1].queue_position for events in told] == [0, 0, 0]
+        reported = [[event async for event in stream if isinstance(event, Admitted)] for stream in streams]
+        assert [events[0].queue_position for events in reported[:1]] == [0]
+        assert [events[-1].queue_position for events in reported] == [0, 0, 0]
     async with running(FakeRanks(2, 1000), config=config) as (engine, _):
         running_now, *waiting = [engine.submit(prompt(3, 2000)) for _ in range(3)]
         await anext(running_now)
@@ -343,7 +343,7 @@ async def test_an_ingest_ends_when_its_context_would_have_expired(is_waiting: bo
             DocumentPrompt(context="doc", token_ids=list(range(200)), settings=ContextSettings(expires=1010.0))
         )
         pinned = ContextSettings(expires=1010.0, is_pinned=True)
-        kept = engine.ingest(DocumentPrompt(context="kept", token_ids=list(range(8)), settings=pinned))
+        retained = engine.ingest(DocumentPrompt(context="kept", token_ids=list(range(8)), settings=pinned))
         ranks.allow(2)
         await comes_to(engine, lambda: len(ranks.plans) == 2)
         assert engine.cluster().waiting == int(is_waiting)
@@ -353,7 +353,7 @@ async def test_an_ingest_ends_when_its_context_would_have_expired(is_waiting: bo
             [_ async for _ in stream]
         engine.audit()
         ranks.allow(1000)
-        for other in (*others, kept):
+        for other in (*others, retained):
             [_ async for _ in other]
         assert names(engine) == ["kept"]
         assert sum(worker.tokens for worker in engine.cluster().workers) == 8

@@ -64,18 +64,18 @@ async def test_streams_go_on_and_what_was_lost_is_read_again(lost_rank: int) -> 
     async with running(engine_of(ranks)) as found:
         engine = found.engine
         await ingest(engine)
-        held = engine.get_context("doc").shares[lost_rank].tokens
+        resident = engine.get_context("doc").shares[lost_rank].tokens
         streams = [engine.submit(prompt(3, 60, "doc")), engine.submit(prompt(5, 60))]
         ranks.lose_at = len(ranks.plans) + 9
-        told = await asyncio.gather(*map(read, streams))
-        assert [ids for ids, _ in told] == [answer(2, 60), answer(4, 60)]
-        assert any(isinstance(event, Recovering) for event in told[0][1])
-        reread = [plan for plan in ranks.plans if plan.epoch == 2 and isinstance(plan.work, Prefill)]
-        assert sum(len(plan.work.token_ids) for plan in reread if plan.work.path == (0,)) == held
+        reported = await asyncio.gather(*map(read, streams))
+        assert [ids for ids, _ in reported] == [answer(2, 60), answer(4, 60)]
+        assert any(isinstance(event, Recovering) for event in reported[0][1])
+        recomputed = [plan for plan in ranks.plans if plan.epoch == 2 and isinstance(plan.work, Prefill)]
+        assert sum(len(plan.work.token_ids) for plan in recomputed if plan.work.path == (0,)) == resident
         cluster = engine.cluster()
         assert (cluster.world_size, cluster.epoch, [worker.rank for worker in cluster.workers]) == (2, 2, [0, 1])
         assert cluster.recovery is not None
-        assert (cluster.recovery.lost_tokens, cluster.recovery.recovered_tokens) == (held, held)
+        assert (cluster.recovery.lost_tokens, cluster.recovery.recovered_tokens) == (resident, resident)
         assert (cluster.recovery.is_over, cluster.recovery.epoch, cluster.recovery.given_up) == (True, 2, ())
         assert engine.get_context("doc").tokens == 96
         assert [layout.epoch for layout in ranks.layouts] == [2]
@@ -112,13 +112,13 @@ async def test_a_loss_while_others_join_is_told_as_any() -> None:
     async with running(engine_of(ranks)) as found:
         engine = found.engine
         await ingest(engine)
-        held = engine.get_context("doc").shares[1].tokens
+        resident = engine.get_context("doc").shares[1].tokens
         ranks.load(7)
         await comes_to(engine, lambda: engine.cluster().epoch == 2)
         await comes_to(engine, lambda: (seen := engine.cluster().recovery) is not None and seen.is_over)
         recovery = engine.cluster().recovery
         assert recovery is not None
-        assert (recovery.epoch, recovery.lost_tokens, recovery.recovered_tokens) == (2, held, held)
+        assert (recovery.epoch, recovery.lost_tokens, recovery.recovered_tokens) == (2, resident, resident)
 
 
 async def test_who_is_gone_is_told_of_no_more_though_no_other_group_is_formed_yet() -> None:
@@ -194,9 +194,9 @@ async def test_a_job_that_ends_one_epoch_after_the_other_fails_alone(is_deadly: 
         await ingest(engine)
         others = [engine.submit(prompt(3, 300, "doc")), engine.submit(prompt(4, 300))]
         poison = engine.submit(Prompt(context=None, token_ids=(666,), sampling=Sampling(max_tokens=3)))
-        told = await asyncio.gather(read(poison), *map(read, others), return_exceptions=True)
-        assert isinstance(told[0], Unavailable)
-        assert [ids for ids, _ in told[1:]] == [answer(2, 300), answer(3, 300)]
+        reported = await asyncio.gather(read(poison), *map(read, others), return_exceptions=True)
+        assert isinstance(reported[0], Unavailable)
+        assert [ids for ids, _ in reported[1:]] == [answer(2, 300), answer(3, 300)]
         assert ranks.num_ended == num_epochs
         engine.audit()
 
@@ -211,8 +211,8 @@ async def test_many_jobs_that_break_epochs_do_not_end_the_service() -> None:
     async with running(engine_of(Poisoned(3, 100))) as found:
         engine = found.engine
         poison = Prompt(context=None, token_ids=(666,), sampling=Sampling(max_tokens=3))
-        told = await asyncio.gather(*(read(engine.submit(poison)) for _ in range(12)), return_exceptions=True)
-        assert all(isinstance(one, Unavailable) for one in told)
+        reported = await asyncio.gather(*(read(engine.submit(poison)) for _ in range(12)), return_exceptions=True)
+        assert all(isinstance(one, Unavailable) for one in reported)
         assert (await read(engine.submit(prompt(5, 9))))[0] == answer(4, 9)
 
 
@@ -226,10 +226,10 @@ async def test_epochs_that_always_break_before_their_first_step_end_the_service(
     async with running(engine_of(ranks)) as found:
         stream = found.engine.submit(prompt(5, 60))
         ranks.break_epoch("hung")
-        told = "8 epochs ended one after the other without a step; the last: that cannot be held"
-        with pytest.raises(Unavailable, match=told):
+        message = "8 epochs ended one after the other without a step; the last: that cannot be held"
+        with pytest.raises(Unavailable, match=message):
             await read(stream)
-        with pytest.raises(Unavailable, match=told):
+        with pytest.raises(Unavailable, match=message):
             await found.loop
 
 

@@ -24,28 +24,28 @@ def held(service: Service) -> list[str]:
 async def test_a_context_leaves_with_all_that_is_held_and_equal_each_time() -> None:
     async with serving(Storage(), policy=DEMAND) as service:
         ids = await ingest_two(service.engine)
-        leaving = await service.engine.house.open_export("book", with_keys=True)
-        assert [each.id for each in leaving.segments] == list(ids)
-        assert [list(each.token_ids) for each in leaving.segments] == [list(range(40)), list(range(100, 120))]
-        assert (leaving.context.segment, leaving.context.num_tokens) == (ids[-1], 60)
-        assert list(leaving.manifests) == list(ids)
-        for manifest in leaving.manifests.values():
+        exporting = await service.engine.house.open_export("book", with_keys=True)
+        assert [each.id for each in exporting.segments] == list(ids)
+        assert [list(each.token_ids) for each in exporting.segments] == [list(range(40)), list(range(100, 120))]
+        assert (exporting.context.segment, exporting.context.num_tokens) == (ids[-1], 60)
+        assert list(exporting.manifests) == list(ids)
+        for manifest in exporting.manifests.values():
             for piece in manifest.pieces:
-                assert len(await leaving.read(piece)) == piece.num_bytes
+                assert len(await exporting.read(piece)) == piece.num_bytes
         again = await service.engine.house.open_export("book", with_keys=True)
         assert (again.context, again.segments, again.manifests) == (
-            leaving.context,
-            leaving.segments,
-            leaving.manifests,
+            exporting.context,
+            exporting.segments,
+            exporting.manifests,
         )
 
 
 async def test_a_context_that_leaves_without_keys_is_not_saved() -> None:
     async with serving(Storage(), policy=DEMAND) as service:
         await ingest_two(service.engine)
-        leaving = await service.engine.house.open_export("book", with_keys=False)
-        assert len(leaving.segments) == 2
-        assert not leaving.manifests
+        exporting = await service.engine.house.open_export("book", with_keys=False)
+        assert len(exporting.segments) == 2
+        assert not exporting.manifests
         assert not service.ranks.num_saves
         assert not held(service)
         with pytest.raises(NotFound):
@@ -58,29 +58,29 @@ async def test_what_is_parked_leaves_with_what_storage_has() -> None:
         first, _ = await ingest_two(service.engine)
         await service.snapshots.save([first])
     async with serving(storage, policy=DEMAND) as service:
-        leaving = await service.engine.house.open_export("book", with_keys=True)
-        assert list(leaving.manifests) == [first]
-        assert len(leaving.segments) == 2
+        exporting = await service.engine.house.open_export("book", with_keys=True)
+        assert list(exporting.manifests) == [first]
+        assert len(exporting.segments) == 2
         assert len(held(service)) == 1
 
 
 async def test_where_nothing_is_written_contexts_leave_without_keys() -> None:
     async with serving(Storage(), policy=RetentionPolicy("off", grace=NOW)) as service:
         await ingest_two(service.engine)
-        leaving = await service.engine.house.open_export("book", with_keys=True)
-        assert not leaving.manifests
-        assert len(leaving.segments) == 2
+        exporting = await service.engine.house.open_export("book", with_keys=True)
+        assert not exporting.manifests
+        assert len(exporting.segments) == 2
 
 
 async def test_what_leaves_stays_on_storage_until_it_is_closed() -> None:
     storage = Storage()
     async with serving(storage, policy=DEMAND) as service:
         await ingest_two(service.engine)
-        leaving = await service.engine.house.open_export("book", with_keys=True)
+        exporting = await service.engine.house.open_export("book", with_keys=True)
         other = await service.engine.house.open_export("book", with_keys=True)
         await service.engine.delete_context("book")
-        await leaving.close()
-        await leaving.close()
+        await exporting.close()
+        await exporting.close()
         for manifest in other.manifests.values():
             for piece in manifest.pieces:
                 await other.read(piece)
@@ -95,14 +95,14 @@ async def test_pieces_that_are_damaged_are_not_read(is_missing: bool) -> None:
     storage = Storage()
     async with serving(storage, policy=DEMAND) as service:
         await ingest_two(service.engine)
-        leaving = await service.engine.house.open_export("book", with_keys=True)
-        piece = leaving.manifests[0].pieces[0]
+        exporting = await service.engine.house.open_export("book", with_keys=True)
+        piece = exporting.manifests[0].pieces[0]
         if is_missing:
             storage.files.files.remove(piece.name)
         else:
             storage.files.files.write(piece.name, [memoryview(b"x" * piece.num_bytes)], False)
         with pytest.raises(DataLoss):
-            await leaving.read(piece)
+            await exporting.read(piece)
 
 
 @pytest.mark.parametrize("is_missing", [True, False])
@@ -116,9 +116,9 @@ async def test_a_segment_whose_manifest_is_damaged_leaves_without_its_keys(is_mi
             storage.files.files.remove(name)
         else:
             storage.files.files.write(name, [memoryview(b"nothing")], False)
-        leaving = await service.engine.house.open_export("book", with_keys=True)
-        assert list(leaving.manifests) == [last]
-        await leaving.close()
+        exporting = await service.engine.house.open_export("book", with_keys=True)
+        assert list(exporting.manifests) == [last]
+        await exporting.close()
         assert not held(service)
 
 
@@ -132,8 +132,8 @@ async def test_a_storage_that_is_away_is_told_and_nothing_stays_held() -> None:
         with pytest.raises(StorageUnavailable):
             await service.engine.house.open_export("book", with_keys=True)
         assert not held(service)
-        leaving = await service.engine.house.open_export("book", with_keys=True)
-        assert len(leaving.manifests) == 2
+        exporting = await service.engine.house.open_export("book", with_keys=True)
+        assert len(exporting.manifests) == 2
 
 
 async def test_what_cannot_be_saved_now_does_not_leave_without_its_keys() -> None:
@@ -156,8 +156,8 @@ async def test_who_goes_away_while_it_is_saved_holds_nothing() -> None:
             await opening
         service.ranks.may_save.set()
         assert not held(service)
-        leaving = await service.engine.house.open_export("book", with_keys=True)
-        assert len(leaving.manifests) == 2
+        exporting = await service.engine.house.open_export("book", with_keys=True)
+        assert len(exporting.manifests) == 2
 
 
 async def test_the_checkpoint_is_read_once(tmp_path: Path) -> None:

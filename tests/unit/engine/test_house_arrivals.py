@@ -30,19 +30,19 @@ AWAY = StorageUnavailable("the disk is full")
 BOOK = context("book", 7, 30, capacity=2_000)
 
 
-async def move(leaving: ContextExport, arriving: ContextImport, storage: Storage) -> list[SegmentRecord]:
+async def move(exporting: ContextExport, importing: ContextImport, storage: Storage) -> list[SegmentRecord]:
     """Puts all that leaves where it arrives; what its segments are there. What is put becomes known to the ranks."""
     found = list[SegmentRecord]()
-    for each in leaving.segments:
+    for each in exporting.segments:
         parent = found[-1].id if found else None
-        found.append(replace(each, id=arriving.new_segment(), parent=parent))
-        manifest, attempt = leaving.manifests[each.id], arriving.new_attempt(found[-1].id)
+        found.append(replace(each, id=importing.new_segment(), parent=parent))
+        manifest, attempt = exporting.manifests[each.id], importing.new_attempt(found[-1].id)
         pieces = [replace(piece, name=attempt.piece(i)) for i, piece in enumerate(manifest.pieces)]
         for old, new in zip(manifest.pieces, pieces, strict=True):
-            await arriving.put(new.name, await leaving.read(old))
+            await importing.put(new.name, await exporting.read(old))
             storage.pieces[new.name] = frozenset(position for run in new.runs for position in range(*run))
         moved = replace(manifest, service=attempt.service, segment=attempt.segment, pieces=tuple(pieces))
-        await arriving.put(attempt.manifest, encode_manifest(moved))
+        await importing.put(attempt.manifest, encode_manifest(moved))
     return found
 
 
@@ -58,17 +58,17 @@ async def test_what_has_come_rests_and_is_restored_when_it_is_asked() -> None:
     async with serving(old, policy=DEMAND) as before, serving(new, policy=DEMAND) as after:
         await ingest_two(before.engine)
         await ingest(after.engine, range(7), "other")
-        leaving = await before.engine.house.open_export("book", with_keys=True)
-        arriving = await after.engine.house.begin_import(leaving.context)
-        assert (arriving.form, arriving.fingerprint) == (f"{FORM}|", "checkpoint")
-        segments = await move(leaving, arriving, new)
+        exporting = await before.engine.house.open_export("book", with_keys=True)
+        importing = await after.engine.house.begin_import(exporting.context)
+        assert (importing.form, importing.fingerprint) == (f"{FORM}|", "checkpoint")
+        segments = await move(exporting, importing, new)
         assert len(after.snapshots._needed()) == 2, "nothing of it is swept"
-        record = replace(leaving.context, segment=segments[-1].id)
-        adopted = await arriving.adopt(record, segments, snapshots_of(segments, new))
+        record = replace(exporting.context, segment=segments[-1].id)
+        adopted = await importing.adopt(record, segments, snapshots_of(segments, new))
         assert (adopted.state, adopted.tokens) == ("parked", 60)
         assert not after.snapshots._needed()
         count = new.num_objects
-        await arriving.drop()
+        await importing.drop()
         assert new.num_objects == count, "it is there for good"
         assert await ask(after.engine) == await ask(before.engine)
         works = [plan.work for plan in after.ranks.plans]
@@ -111,28 +111,28 @@ def test_pieces_that_no_rank_could_take_in_are_told_apart() -> None:
 async def test_a_context_whose_pieces_end_within_a_block_is_read_again_and_asked_like_any_other() -> None:
     storage = Storage()
     async with serving(storage, policy=DEMAND) as service:
-        arriving = await arrive(service)
-        told = segment(number := arriving.new_segment(), BOOK.num_tokens)
-        attempt, runs = arriving.new_attempt(number), [(0, 5), (5, 30)]
+        importing = await arrive(service)
+        reported = segment(number := importing.new_segment(), BOOK.num_tokens)
+        attempt, runs = importing.new_attempt(number), [(0, 5), (5, 30)]
         pieces = tuple(PieceRef(attempt.piece(i), (run,), run[1] - run[0], "00") for i, run in enumerate(runs))
         storage.pieces |= {piece.name: frozenset(range(*piece.runs[0])) for piece in pieces}
         manifest = SegmentManifest(
             service=attempt.service,
-            fingerprint=arriving.fingerprint,
+            fingerprint=importing.fingerprint,
             form=f"{FORM}|",
             segment=attempt.segment,
             parent=None,
             start=0,
             num_tokens=BOOK.num_tokens,
-            rope=told.rope,
+            rope=reported.rope,
             pieces=pieces,
             windows=None,
-            token_ids=told.token_ids.tobytes(),
+            token_ids=reported.token_ids.tobytes(),
         )
-        await arriving.put(attempt.manifest, encode_manifest(manifest))
-        await arriving.adopt(replace(BOOK, segment=number), [told], snapshots_of([told], storage))
+        await importing.put(attempt.manifest, encode_manifest(manifest))
+        await importing.adopt(replace(BOOK, segment=number), [reported], snapshots_of([reported], storage))
         with pytest.raises(InvalidArgument, match="pieces: positions 0 to 5"):
-            arriving.check(manifest)
+            importing.check(manifest)
         assert len(await ask(service.engine)) == 4
         await comes(lambda: not service.snapshots.is_usable(number))
         assert not service.ranks.num_fetches, "it is damaged before anything is fetched"
@@ -144,11 +144,11 @@ async def test_one_damaged_piece_has_all_that_came_with_it_read_again() -> None:
     old, new = Storage(), Storage()
     async with serving(old, policy=DEMAND) as before, serving(new, policy=DEMAND) as after:
         await ingest_two(before.engine)
-        leaving = await before.engine.house.open_export("book", with_keys=True)
-        arriving = await after.engine.house.begin_import(leaving.context)
-        segments = await move(leaving, arriving, new)
-        record = replace(leaving.context, segment=segments[-1].id)
-        await arriving.adopt(record, segments, snapshots_of(segments, new))
+        exporting = await before.engine.house.open_export("book", with_keys=True)
+        importing = await after.engine.house.begin_import(exporting.context)
+        segments = await move(exporting, importing, new)
+        record = replace(exporting.context, segment=segments[-1].id)
+        await importing.adopt(record, segments, snapshots_of(segments, new))
         ids = [each.id for each in segments]
         assert list(after.snapshots.imported_with(ids[0])) == ids
         for name in [name for name in new.pieces if f"-{ids[0]}/" in name]:
@@ -167,10 +167,10 @@ async def test_what_an_import_left_on_storage_is_never_taken_for_another_segment
     """Its service was killed; a rebuild of the catalog believes the manifests that it finds."""
     storage = Storage()
     async with serving(storage, policy=DEMAND) as service:
-        arriving = await arrive(service)
-        attempts = [arriving.new_attempt(arriving.new_segment()) for _ in range(3)]
+        importing = await arrive(service)
+        attempts = [importing.new_attempt(importing.new_segment()) for _ in range(3)]
         for attempt in attempts:
-            await arriving.put(attempt.manifest, b"a manifest")
+            await importing.put(attempt.manifest, b"a manifest")
         assert len(storage.lasting.catalog.changes) == 1, "ids are noted many at a time"
     async with serving(storage, policy=DEMAND) as service:
         await ingest_two(service.engine)
@@ -189,13 +189,13 @@ async def arrive_as(service: Service, name: str) -> ContextImport:
 async def test_nothing_is_put_whose_number_cannot_be_noted() -> None:
     storage = Storage()
     async with serving(storage, policy=DEMAND) as service:
-        arriving = await arrive(service)
-        attempt = arriving.new_attempt(arriving.new_segment())
+        importing = await arrive(service)
+        attempt = importing.new_attempt(importing.new_segment())
         storage.lasting.catalog.failures.append(AWAY)
         with pytest.raises(StorageUnavailable):
-            await arriving.put(attempt.piece(0), b"keys")
+            await importing.put(attempt.piece(0), b"keys")
         assert not storage.num_objects
-        await arriving.put(attempt.piece(0), b"keys")
+        await importing.put(attempt.piece(0), b"keys")
         assert storage.num_objects == 1
 
 
@@ -228,24 +228,24 @@ async def arrive(service: Service) -> ContextImport:
     return await service.engine.house.begin_import(BOOK)
 
 
-async def adopt(arriving: ContextImport, rope: Rope | None = None) -> ContextRecord:
+async def adopt(importing: ContextImport, rope: Rope | None = None) -> ContextRecord:
     """It is there."""
-    number = arriving.new_segment()
+    number = importing.new_segment()
     record = replace(BOOK, segment=number)
-    told = segment(number, 30) if rope is None else segment(number, 30, rope=rope)
-    await arriving.adopt(record, [told], [])
+    reported = segment(number, 30) if rope is None else segment(number, 30, rope=rope)
+    await importing.adopt(record, [reported], [])
     return record
 
 
 async def test_what_is_dropped_leaves_nothing_on_storage() -> None:
     storage = Storage()
     async with serving(storage, policy=DEMAND) as service:
-        arriving = await arrive(service)
-        attempt = arriving.new_attempt(arriving.new_segment())
-        await arriving.put(attempt.piece(0), b"keys")
+        importing = await arrive(service)
+        attempt = importing.new_attempt(importing.new_segment())
+        await importing.put(attempt.piece(0), b"keys")
         assert storage.num_objects == 1
-        await arriving.drop()
-        await arriving.drop()
+        await importing.drop()
+        await importing.drop()
         assert not storage.num_objects
         assert not service.snapshots._needed()
         with pytest.raises(NotFound):
@@ -255,11 +255,11 @@ async def test_what_is_dropped_leaves_nothing_on_storage() -> None:
 async def test_dropping_does_not_fail_where_storage_does() -> None:
     storage = Storage()
     async with serving(storage, policy=DEMAND) as service:
-        arriving = await arrive(service)
-        attempt = arriving.new_attempt(arriving.new_segment())
-        await arriving.put(attempt.piece(0), b"keys")
+        importing = await arrive(service)
+        attempt = importing.new_attempt(importing.new_segment())
+        await importing.put(attempt.piece(0), b"keys")
         storage.files.fail(9)
-        await arriving.drop()
+        await importing.drop()
         assert not service.snapshots._needed(), "the sweep will find it"
 
 
@@ -274,63 +274,63 @@ async def test_ids_are_given_once() -> None:
 
 async def test_a_name_is_free_at_the_beginning_and_at_the_end() -> None:
     async with serving(Storage(), policy=DEMAND) as service:
-        arriving = await arrive(service)
+        importing = await arrive(service)
         await ingest(service.engine, range(8))
         with pytest.raises(AlreadyExists):
             await arrive(service)
         with pytest.raises(AlreadyExists):
-            await adopt(arriving)
+            await adopt(importing)
         assert service.engine.get_context("book").tokens == 8
         await service.engine.delete_context("book")
-        await adopt(arriving)
+        await adopt(importing)
         assert service.engine.get_context("book").tokens == 30
 
 
 async def test_what_cannot_be_kept_is_kept_at_the_next_try() -> None:
     storage = Storage()
     async with serving(storage, policy=DEMAND) as service:
-        arriving = await arrive(service)
-        attempt = arriving.new_attempt(arriving.new_segment())
-        await arriving.put(attempt.piece(0), b"keys")
+        importing = await arrive(service)
+        attempt = importing.new_attempt(importing.new_segment())
+        await importing.put(attempt.piece(0), b"keys")
         storage.lasting.catalog.failures.append(AWAY)
         with pytest.raises(StorageUnavailable):
-            await adopt(arriving)
+            await adopt(importing)
         assert service.snapshots._needed(), "it may yet be adopted"
         with pytest.raises(NotFound):
             service.engine.house.get_context("book")
-        await adopt(arriving)
+        await adopt(importing)
         assert storage.lasting.contexts == {"book": 30}
 
 
 async def test_a_context_that_is_rotated_otherwise_is_not_taken_in() -> None:
     storage = Storage()
     async with serving(storage, policy=DEMAND) as service:
-        arriving = await arrive(service)
+        importing = await arrive(service)
         with pytest.raises(InvalidArgument, match="does not rotate contexts of 2,000 positions") as caught:
-            await adopt(arriving, Rope(scaled_for=4096))
+            await adopt(importing, Rope(scaled_for=4096))
         assert caught.value.field == "rope"
         assert not storage.lasting.contexts
 
 
 @pytest.mark.parametrize(
-    ("capacity", "num_tokens", "told"),
+    ("capacity", "num_tokens", "message"),
     [(3_001, 30, "3,001 is more than 3,000"), (2_000, 3_001, "num_tokens: 3,001 is more than 3,000")],
 )
 async def test_contexts_that_are_too_long_are_refused_before_anything_comes(
-    capacity: int, num_tokens: int, told: str
+    capacity: int, num_tokens: int, message: str
 ) -> None:
     async with serving(Storage(), policy=DEMAND) as service:
         too_long = replace(BOOK, capacity=capacity, num_tokens=num_tokens)
-        with pytest.raises(InvalidArgument, match=told):
+        with pytest.raises(InvalidArgument, match=message):
             await service.engine.house.begin_import(too_long)
         await service.engine.house.begin_import(replace(BOOK, capacity=3_000, num_tokens=3_000))
 
 
 async def test_keys_come_only_where_they_could_be_restored() -> None:
     async with serving(Storage(), policy=RetentionPolicy("off", grace=NOW)) as service:
-        arriving = await arrive(service)
-        assert arriving.form is None
-        await adopt(arriving)
+        importing = await arrive(service)
+        assert importing.form is None
+        await adopt(importing)
         assert service.engine.house.get_context("book").state == "parked"
     storage = Storage()
     async with serving(storage, storage.ranks(form=""), DEMAND) as service:
@@ -341,9 +341,9 @@ async def test_where_nothing_is_kept_contexts_only_leave() -> None:
     config = EngineConfig(model="none", world_size=2, chunk_size=32, block_size=4, replicate_below=8)
     async with running(Engine(FakeRanks(2, 100), config, 3000)) as found:
         await ingest(found.engine, range(40))
-        leaving = await found.engine.house.open_export("book", with_keys=True)
-        assert len(leaving.segments) == 1
-        assert not leaving.manifests
-        await leaving.close()
+        exporting = await found.engine.house.open_export("book", with_keys=True)
+        assert len(exporting.segments) == 1
+        assert not exporting.manifests
+        await exporting.close()
         with pytest.raises(FailedPrecondition, match="--data-dir"):
             await found.engine.house.begin_import(replace(BOOK, id="other"))

@@ -138,7 +138,7 @@ async def test_nothing_is_held_while_runs_move_to_who_came() -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "windows", "told"),
+    ("form", "windows", "message"),
     [
         (FORM, None, f"{FORM}|"),
         (FORM, WINDOWS, f"{FORM}|fake windows"),
@@ -146,12 +146,12 @@ async def test_nothing_is_held_while_runs_move_to_who_came() -> None:
     ],
 )
 async def test_the_form_is_that_of_all_pools_and_none_where_ranks_cannot_save(
-    form: str, windows: WindowSpec | None, told: str
+    form: str, windows: WindowSpec | None, message: str
 ) -> None:
     storage = Storage()
     async with serving(storage, storage.ranks(windows=windows, form=form), DEMAND) as service:
-        assert service.snapshots.form == told
-        assert service.snapshots.may_write == bool(told)
+        assert service.snapshots.form == message
+        assert service.snapshots.may_write == bool(message)
 
 
 async def test_contexts_are_told_with_their_paths_and_when_they_were_used() -> None:

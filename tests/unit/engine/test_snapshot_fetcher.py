@@ -128,8 +128,8 @@ async def test_only_what_is_damaged_is_read_again_and_the_rest_comes_back_first(
         assert holding.loss is not None
         assert holding.loss.left == [(4, 8)]
         await bench.until(lambda: 3 not in bench.archive.manifests)
-        (told,) = bench.archive.forgotten
-        assert name in told[1]
+        (reported,) = bench.archive.forgotten
+        assert name in reported[1]
         assert bench.ranks.names.count(name) == 1
         await bench.until(lambda: not bench.ranks.fetched)
 
@@ -157,18 +157,18 @@ async def test_pieces_that_end_within_a_block_are_read_again_in_the_blocks_that_
         assert bench.placer.num_reserved == BlockCount()
 
 
-@pytest.mark.parametrize("trouble", ["manifest", "piece", "epoch"])
-async def test_after_one_damaged_restore_nothing_more_of_that_archive_comes_from_storage(trouble: str) -> None:
+@pytest.mark.parametrize("problem", ["manifest", "piece", "epoch"])
+async def test_after_one_damaged_restore_nothing_more_of_that_archive_comes_from_storage(problem: str) -> None:
     async with opened() as bench:
         bench.archive.imported = frozenset(range(3, 12))
         segments = {number: bench.keep(number) for number in range(3, 13)}
         first = bench.call(segments[3])
-        if trouble == "manifest":
+        if problem == "manifest":
             bench.archive.failures[3] = DataLoss("the manifest", "it is forged")
-        elif trouble == "piece":
+        elif problem == "piece":
             bench.ranks.pieces[bench.piece(3)] = frozenset()
         others = [bench.call(segments[number]) for number in (4, 5)]
-        if trouble == "epoch":
+        if problem == "epoch":
             await bench.until(lambda: bench.can_restore)
             work = bench.recovery.plan([], TOKENS)
             assert isinstance(work, Restore)
@@ -241,8 +241,8 @@ async def test_pieces_that_do_not_come_are_read_again_and_stay_where_they_are(
         bench.turn()
         assert bench.archive.manifests.keys() == {3}
         assert not bench.archive.forgotten
-        told = [record.message for record in caplog.records if record.name == snapshot_fetcher.__name__]
-        assert len(told) == 1, "once for a segment, however many pieces it has"
+        reported = [record.message for record in caplog.records if record.name == snapshot_fetcher.__name__]
+        assert len(reported) == 1, "once for a segment, however many pieces it has"
 
 
 async def test_what_cannot_be_forgotten_is_not_believed_until_it_is_tried_again() -> None:

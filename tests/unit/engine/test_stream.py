@@ -42,17 +42,17 @@ async def test_a_place_in_the_queue_does_not_end_it() -> None:
 
 async def test_indices_go_on_whatever_is_said_between() -> None:
     made = stream()
-    said = [Tokens(0, tokens((1, 2))), LOST[0], LOST[1], Tokens(2, tokens((3,)))]
-    for event in said:
+    output = [Tokens(0, tokens((1, 2))), LOST[0], LOST[1], Tokens(2, tokens((3,)))]
+    for event in output:
         made.put(event)
         assert await anext(made) == event
 
 
 async def test_drafts_are_joined_with_their_tokens_and_told_once() -> None:
-    said = [Tokens(0, tokens((1, 2, 3)), 0, (), 7, 2), Tokens(3, tokens((4,)), 0, (), 5, 0), Tokens(4, tokens((5,)))]
-    assert await read(*said) == [Tokens(0, tokens((1, 2, 3, 4, 5)), 0, (), 12, 2, (3, 4))]
+    output = [Tokens(0, tokens((1, 2, 3)), 0, (), 7, 2), Tokens(3, tokens((4,)), 0, (), 5, 0), Tokens(4, tokens((5,)))]
+    assert await read(*output) == [Tokens(0, tokens((1, 2, 3, 4, 5)), 0, (), 12, 2, (3, 4))]
     made = stream()
-    for event in said:
+    for event in output:
         made.put(event)
         assert await anext(made) == event
 

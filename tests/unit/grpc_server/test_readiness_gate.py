@@ -24,16 +24,16 @@ def loading_lobby() -> ReadinessGate:
     return ReadinessGate(lambda: Unavailable("loading", 2.0))
 
 
-def refusal(lobby: ReadinessGate, method: str) -> str | None:
+def refusal(readiness: ReadinessGate, method: str) -> str | None:
     try:
-        with lobby.visit(method):
+        with readiness.visit(method):
             return None
     except Unavailable as error:
         return str(error)
 
 
-async def call(lobby: ReadinessGate, end: asyncio.Event) -> None:
-    with lobby.visit(GENERATE):
+async def call(readiness: ReadinessGate, end: asyncio.Event) -> None:
+    with readiness.visit(GENERATE):
         await end.wait()
 
 
@@ -46,67 +46,67 @@ async def start(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
 
 @pytest.mark.parametrize("method", [GENERATE, WATCH])
 async def test_calls_to_the_model_are_let_in_between_open_and_close(method: str) -> None:
-    lobby = loading_lobby()
-    assert (refusal(lobby, method), lobby.is_open) == ("loading", False)
-    lobby.open(NOTHING)
-    assert (refusal(lobby, method), lobby.is_open) == (None, True)
-    lobby.close(STOPPING)
-    assert (refusal(lobby, method), lobby.is_open) == ("stopping", False)
+    readiness = loading_lobby()
+    assert (refusal(readiness, method), readiness.is_open) == ("loading", False)
+    readiness.open(NOTHING)
+    assert (refusal(readiness, method), readiness.is_open) == (None, True)
+    readiness.close(STOPPING)
+    assert (refusal(readiness, method), readiness.is_open) == ("stopping", False)
 
 
 @pytest.mark.parametrize("method", [DRAIN, HEALTH])
 def test_others_are_let_in_at_any_time(method: str) -> None:
-    lobby = loading_lobby()
-    assert refusal(lobby, method) is None
-    lobby.close(STOPPING)
-    assert refusal(lobby, method) is None
+    readiness = loading_lobby()
+    assert refusal(readiness, method) is None
+    readiness.close(STOPPING)
+    assert refusal(readiness, method) is None
 
 
 def test_what_was_closed_stays_closed() -> None:
-    lobby = loading_lobby()
-    lobby.close(STOPPING)
-    lobby.open(NOTHING)
-    assert refusal(lobby, GENERATE) == "stopping"
+    readiness = loading_lobby()
+    readiness.close(STOPPING)
+    readiness.open(NOTHING)
+    assert refusal(readiness, GENERATE) == "stopping"
 
 
 async def test_calls_that_run_are_waited_for() -> None:
-    lobby = loading_lobby()
-    lobby.open(NOTHING)
+    readiness = loading_lobby()
+    readiness.open(NOTHING)
     ends = [asyncio.Event(), asyncio.Event()]
-    calls = [await start(call(lobby, end)) for end in ends]
-    waiting = await start(lobby.wait_empty(60))
-    lobby.close(STOPPING)
+    calls = [await start(call(readiness, end)) for end in ends]
+    waiting = await start(readiness.wait_empty(60))
+    readiness.close(STOPPING)
     for end, one in zip(ends, calls, strict=True):
-        assert (lobby.num_open > 0, waiting.done()) == (True, False)
-        await lobby.wait_empty(0)  # no longer than that
+        assert (readiness.num_open > 0, waiting.done()) == (True, False)
+        await readiness.wait_empty(0)  # no longer than that
         end.set()
         await one
     await waiting
-    assert lobby.num_open == 0
+    assert readiness.num_open == 0
 
 
 async def test_calls_that_wait_for_something_are_ended_with_the_reason() -> None:
-    lobby = loading_lobby()
-    lobby.open(NOTHING)
-    one = await start(call(lobby, asyncio.Event()))
-    lobby.end(STOPPING)
+    readiness = loading_lobby()
+    readiness.open(NOTHING)
+    one = await start(call(readiness, asyncio.Event()))
+    readiness.end(STOPPING)
     with pytest.raises(Unavailable, match="^stopping$"):
         await one
-    assert (one.cancelled(), lobby.num_open) == (False, 0)
+    assert (one.cancelled(), readiness.num_open) == (False, 0)
 
 
 async def test_calls_whose_clients_leave_are_only_cancelled() -> None:
-    lobby = loading_lobby()
-    lobby.open(NOTHING)
-    one = await start(call(lobby, asyncio.Event()))
+    readiness = loading_lobby()
+    readiness.open(NOTHING)
+    one = await start(call(readiness, asyncio.Event()))
     one.cancel()
     await asyncio.wait([one])
-    assert (one.cancelled(), lobby.num_open) == (True, 0)
+    assert (one.cancelled(), readiness.num_open) == (True, 0)
 
 
 async def test_calls_that_never_end_are_not_waited_for() -> None:
-    lobby = loading_lobby()
-    lobby.open(NOTHING)
-    with lobby.visit(WATCH), lobby.visit(HEALTH), lobby.visit(DRAIN):
-        assert lobby.num_open == 0
-        await lobby.wait_empty(60)
+    readiness = loading_lobby()
+    readiness.open(NOTHING)
+    with readiness.visit(WATCH), readiness.visit(HEALTH), readiness.visit(DRAIN):
+        assert readiness.num_open == 0
+        await readiness.wait_empty(60)

@@ -60,8 +60,8 @@ async def refused(method: str, data: bytes) -> str:
 
 
 async def test_each_method_has_its_limit() -> None:
-    told = await refused(GET, bytes(MAX_SMALL_BYTES + 1))
-    assert told == f"has {MAX_SMALL_BYTES + 1:,} bytes, GetContext takes at most {MAX_SMALL_BYTES:,}"
+    reported = await refused(GET, bytes(MAX_SMALL_BYTES + 1))
+    assert reported == f"has {MAX_SMALL_BYTES + 1:,} bytes, GetContext takes at most {MAX_SMALL_BYTES:,}"
     assert f"Generate takes at most {MAX_REQUEST_BYTES:,}" in await refused(GENERATE, bytes(MAX_REQUEST_BYTES + 1))
     assert f"IngestContext takes at most {MAX_PIECE_BYTES:,}" in await refused(INGEST, bytes(MAX_PIECE_BYTES + 1))
 
@@ -239,7 +239,7 @@ class Weighty:
 
 async def test_nothing_of_a_piece_is_held_while_its_stream_is_silent() -> None:
     made: list[weakref.ref[Weighty]] = []
-    asked = asyncio.Event()
+    requested = asyncio.Event()
 
     def make() -> Weighty:
         weighty = Weighty()
@@ -248,7 +248,7 @@ async def test_nothing_of_a_piece_is_held_while_its_stream_is_silent() -> None:
 
     async def read() -> object:
         if made:
-            asked.set()
+            requested.set()
             await asyncio.Event().wait()
         return make()
 
@@ -256,7 +256,7 @@ async def test_nothing_of_a_piece_is_held_while_its_stream_is_silent() -> None:
         requests = incoming.all(SimpleNamespace(read=read))
         assert isinstance(await anext(requests), Weighty)
         silent = asyncio.ensure_future(anext(requests))
-        await asked.wait()
+        await requested.wait()
         assert [ref() for ref in made] == [None, None]
         silent.cancel()
 

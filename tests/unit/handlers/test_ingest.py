@@ -126,20 +126,20 @@ async def test_an_ingest_tells_of_a_recovery(made: Made) -> None:
     engine_stream = made.engine.ingest(engine_messages.DocumentPrompt(context="moby", token_ids=(1, 2, 3, 4)))
     begun = IngestProgress(phase="prefilling", total=4)
     reports = [report async for report in made.ingest._reports(header(), engine_stream, begun)]
-    told = [(report.phase, report.processed, report.recovering) for report in reports]
+    reported = [(report.phase, report.processed, report.recovering) for report in reports]
     counts = [("prefilling", 2, None), ("recovering", 2, lost), ("prefilling", 3, None), ("prefilling", 4, None)]
-    assert told == [*counts, ("ready", 4, None)]
+    assert reported == [*counts, ("ready", 4, None)]
 
 
 async def test_nothing_of_a_piece_is_held_while_its_stream_is_silent(made: Made) -> None:
     CALLER.set(OWNER)
     made_of: list[weakref.ref[array[int]]] = []
-    held: list[object] = []
+    resident: list[object] = []
 
     async def requests() -> AsyncIterator[ingest_pb.IngestContextRequest]:
         yield ingest_pb.IngestContextRequest(config={"name": "contexts/moby"})
         yield ingest_pb.IngestContextRequest(token_ids={"ids": [1] * 1000})
-        held.extend(ref() for ref in made_of)  # asked for the next one
+        resident.extend(ref() for ref in made_of)  # asked for the next one
 
     async def noted() -> AsyncIterator[IngestPiece]:
         async for piece in _pieces(requests(), made.threads, "here"):
@@ -150,7 +150,7 @@ async def test_nothing_of_a_piece_is_held_while_its_stream_is_silent(made: Made)
 
     async with aclosing(made.ingest.run(noted())) as reports:
         assert [report async for report in reports][-1].phase == "ready"
-    assert held == [None]
+    assert resident == [None]
 
 
 async def test_too_many_streams_are_refused_before_they_send(made: Made) -> None:

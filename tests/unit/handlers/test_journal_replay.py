@@ -29,19 +29,19 @@ def answer() -> ResponseAssembler:
 @st.composite
 def scripts(draw: st.DrawFn) -> list[Said]:
     """What the engine says of two samples: steps of several tokens, up to what ends an answer."""
-    said = [list[Said](), list[Said]()]
-    for sample, mine in enumerate(said):
+    output = [list[Said](), list[Said]()]
+    for sample, mine in enumerate(output):
         index, reason = 0, None
         while reason is None:
             token_ids = draw(st.lists(st.sampled_from([*ids("abcd!"), END]), min_size=1, max_size=8))
             reasons = [PROMPT.end_reason(i, index + n) for n, i in enumerate(token_ids, 1)]
-            num_told = next((n for n, each in enumerate(reasons, 1) if each is not None), len(reasons))
-            reason, told = reasons[num_told - 1], tuple(map(Token, token_ids[:num_told]))
-            mine.append(Tokens(index, told, sample, (), num_drafted=7, num_accepted=num_told - 1))
-            index += num_told
+            num_reported = next((n for n, each in enumerate(reasons, 1) if each is not None), len(reasons))
+            reason, reported = reasons[num_reported - 1], tuple(map(Token, token_ids[:num_reported]))
+            mine.append(Tokens(index, reported, sample, (), num_drafted=7, num_accepted=num_reported - 1))
+            index += num_reported
         mine.append(Ended(reason, 5, 3, index, 0.0, 0.0, 0.0, sample))
-    order = draw(st.permutations([0] * len(said[0]) + [1] * len(said[1])))
-    return [Admitted(5, 3), *(said[sample].pop(0) for sample in order)]
+    order = draw(st.permutations([0] * len(output[0]) + [1] * len(output[1])))
+    return [Admitted(5, 3), *(output[sample].pop(0) for sample in order)]
 
 
 def untimed(event: Event) -> Event:
@@ -54,17 +54,17 @@ def test_what_was_told_is_told_again_in_the_same_pieces(said: list[Said], data: 
     """Wherever the service died: what is left of the answer then comes as it would have, with the drafts of both."""
     one = answer()
     expected = [untimed(event) for entry in said for event in one.take(entry)]
-    num_kept = data.draw(st.integers(1, len(said)))
-    content = b"".join(map(encode_entry, said[:num_kept]))
-    kept = [entry for entry, _ in read_entries(BytesIO(content), len(content))]
+    num_retained = data.draw(st.integers(1, len(said)))
+    content = b"".join(map(encode_entry, said[:num_retained]))
+    retained = [entry for entry, _ in read_entries(BytesIO(content), len(content))]
     again = answer()
-    retold = retell([entry for entry in kept if isinstance(entry, Said)], PROMPT, again)
+    retold = retell([entry for entry in retained if isinstance(entry, Said)], PROMPT, again)
     found = [untimed(event) for event in retold.events]
     for sample, token_ids in retold.generated.items():
         assert PROMPT.end_reason(token_ids[-1], len(token_ids)) is None if token_ids else True
-        entries = [entry for entry in said[:num_kept] if isinstance(entry, Tokens) and entry.sample == sample]
+        entries = [entry for entry in said[:num_retained] if isinstance(entry, Tokens) and entry.sample == sample]
         assert list(token_ids) == [i for entry in entries for i in entry.token_ids]
-    found += [untimed(event) for entry in said[num_kept:] for event in again.take(entry)]
+    found += [untimed(event) for entry in said[num_retained:] for event in again.take(entry)]
     assert again.is_finished
     for sample in range(2):
         mine = [

@@ -78,10 +78,10 @@ def leave(threads: TokenizerPool) -> Callable[..., Any]:
 
     async def run(house: FakeTransferEngine, context: str = "moby", **options: Any) -> tuple[ExportedArchive, bytes]:
         exports = Exports(house, threads, FakeEngine().describe)
-        parcel, *data = [one async for one in exports.run(ExportContext(context=context, **options))]
-        assert isinstance(parcel, ExportedArchive)
+        archive, *data = [one async for one in exports.run(ExportContext(context=context, **options))]
+        assert isinstance(archive, ExportedArchive)
         assert house.num_open == 0
-        return parcel, b"".join(one for one in data if isinstance(one, bytes))
+        return archive, b"".join(one for one in data if isinstance(one, bytes))
 
     return run
 
@@ -106,8 +106,8 @@ async def breaking(imports: ImportSessions, data: bytes, header: ImportHeader, e
     reports = list[ImportProgress]()
 
     async def listen() -> None:
-        async with aclosing(imports.run(pieces())) as told:
-            async for report in told:
+        async with aclosing(imports.run(pieces())) as reported:
+            async for report in reported:
                 reports.append(report)
 
     task = asyncio.create_task(listen())
@@ -142,47 +142,47 @@ def check_moved(old: Packable, house: FakeTransferEngine, name: str = "moby") ->
 
 
 async def test_a_context_arrives_as_it_left(leave: Any, into: Into) -> None:
-    house, old = empty_house(), house_of(MOBY)
-    parcel, data = await leave(old)
-    assert (parcel.num_bytes, parcel.digest, data) == (len(data), (await leave(old))[0].digest, (await leave(old))[1])
-    reports = await arrive(into(house), data)
+    transfers, old = empty_house(), house_of(MOBY)
+    archive, data = await leave(old)
+    assert (archive.num_bytes, archive.digest, data) == (len(data), (await leave(old))[0].digest, (await leave(old))[1])
+    reports = await arrive(into(transfers), data)
     assert (reports[0].received_bytes, reports[-1].received_bytes) == (0, len(data))
     assert reports[-1].context is not None
     assert (reports[-1].context.id, reports[-1].context.state, reports[-1].key_tokens) == ("moby", "parked", 11)
-    check_moved(MOBY, house)
+    check_moved(MOBY, transfers)
 
 
 async def test_what_arrived_leaves_again_as_it_came(leave: Any, into: Into) -> None:
-    house = empty_house()
+    transfers = empty_house()
     first = (await leave(house_of(MOBY)))[1]
-    await arrive(into(house), first)
-    assert (await leave(house))[1] == first
+    await arrive(into(transfers), first)
+    assert (await leave(transfers))[1] == first
 
 
 async def test_an_export_goes_on_at_any_byte(leave: Any) -> None:
-    parcel, data = await leave(house_of(MOBY))
+    archive, data = await leave(house_of(MOBY))
     for offset in range(0, len(data) + 1, 97):
-        assert await leave(house_of(MOBY), offset=offset, digest=parcel.digest) == (parcel, data[offset:])
+        assert await leave(house_of(MOBY), offset=offset, digest=archive.digest) == (archive, data[offset:])
     with pytest.raises(InvalidArgument, match="offset"):
-        await leave(house_of(MOBY), offset=len(data) + 1, digest=parcel.digest)
+        await leave(house_of(MOBY), offset=len(data) + 1, digest=archive.digest)
 
 
 async def test_an_export_does_not_go_on_with_another_context(leave: Any) -> None:
     old = house_of(MOBY)
-    parcel, _ = await leave(old)
+    archive, _ = await leave(old)
     record = old.contexts["moby"].context
     old.contexts["moby"] = old.contexts["moby"]._replace(context=replace(record, display_name="The Whale"))
     with pytest.raises(FailedPrecondition, match="contexts/moby: it has changed"):
-        await leave(old, offset=10, digest=parcel.digest)
+        await leave(old, offset=10, digest=archive.digest)
     assert old.num_open == 0
 
 
 async def test_what_only_tells_of_use_is_no_change(leave: Any) -> None:
     old = house_of(MOBY)
-    parcel, _ = await leave(old)
+    archive, _ = await leave(old)
     record = replace(old.contexts["moby"].context, last_used=99.0, num_hits=7)
     old.contexts["moby"] = old.contexts["moby"]._replace(context=record)
-    assert (await leave(old))[0] == parcel
+    assert (await leave(old))[0] == archive
 
 
 async def test_exports_raise_what_the_house_raises(leave: Any, threads: TokenizerPool) -> None:
@@ -211,34 +211,34 @@ async def test_only_so_many_contexts_leave_at_once(threads: TokenizerPool) -> No
 
 @pytest.mark.parametrize("why", ["left at home", "no storage", "another form"])
 async def test_without_keys_the_ids_arrive_alone(leave: Any, into: Into, why: str) -> None:
-    house = empty_house({"no storage": None, "another form": "int8"}.get(why, FORM))
+    transfers = empty_house({"no storage": None, "another form": "int8"}.get(why, FORM))
     _, data = await leave(house_of(MOBY), with_keys=why != "left at home")
-    reports = await arrive(into(house), data)
+    reports = await arrive(into(transfers), data)
     assert reports[-1].key_tokens == 0
-    record, segments, manifests = house.contexts["moby"]
-    assert (manifests, house.objects) == ({}, {})
+    record, segments, manifests = transfers.contexts["moby"]
+    assert (manifests, transfers.objects) == ({}, {})
     assert [one.token_ids for one in segments] == [MOBY.path[0].token_ids[:6], MOBY.path[1].token_ids]
     assert (record.num_tokens, segments[1].start, segments[1].parent) == (11, 6, segments[0].id)
 
 
 async def test_the_keys_of_some_segments_arrive(into: Into) -> None:
-    house, given = empty_house(), packable(((8, 8), (5, 5), (4, 4)), (True, False, True))
-    reports = await arrive(into(house), given.packed())
+    transfers, given = empty_house(), packable(((8, 8), (5, 5), (4, 4)), (True, False, True))
+    reports = await arrive(into(transfers), given.packed())
     assert reports[-1].key_tokens == 12
-    assert len(house.contexts["moby"].manifests) == 2
+    assert len(transfers.contexts["moby"].manifests) == 2
 
 
 async def test_what_early_versions_sent_arrives_with_segments_used_in_part(into: Into) -> None:
-    house, given = empty_house(), packable(((8, 6), (5, 5)))
-    *_, last = await arrive(into(house), packed_early(given))
+    transfers, given = empty_house(), packable(((8, 6), (5, 5)))
+    *_, last = await arrive(into(transfers), packed_early(given))
     assert last.context is not None
     assert (last.context.tokens, last.key_tokens) == (11, 11)
 
 
 async def test_another_name_is_taken(into: Into) -> None:
-    house = empty_house()
-    await arrive(into(house), WHOLE, ImportHeader(context="dick"))
-    check_moved(MOBY, house, "dick")
+    transfers = empty_house()
+    await arrive(into(transfers), WHOLE, ImportHeader(context="dick"))
+    check_moved(MOBY, transfers, "dick")
 
 
 # --- what is wrong ---
@@ -255,31 +255,33 @@ async def refused(
 
 
 async def test_a_parcel_that_is_cut_leaves_nothing(into: Into) -> None:
-    house = empty_house()
-    imports = into(house)
+    transfers = empty_house()
+    imports = into(transfers)
     for end in range(0, len(WHOLE), 31):
-        await refused(imports, house, WHOLE[:end], InvalidArgument, "parcel: it was cut")
+        await refused(imports, transfers, WHOLE[:end], InvalidArgument, "parcel: it was cut")
 
 
 async def test_a_parcel_that_is_damaged_leaves_nothing(into: Into) -> None:
-    house = empty_house()
-    imports = into(house)
+    transfers = empty_house()
+    imports = into(transfers)
     for place in range(0, len(WHOLE), 13):
         damaged = WHOLE[:place] + bytes([WHOLE[place] ^ 1]) + WHOLE[place + 1 :]
-        await refused(imports, house, damaged, InvalidArgument, "parcel: ")
+        await refused(imports, transfers, damaged, InvalidArgument, "parcel: ")
 
 
 async def test_another_model_is_told_by_what_differs(into: Into) -> None:
-    house = empty_house()
+    transfers = empty_house()
     other = Fingerprint("cd" * 32, {"config.json": "01", "model.safetensors": "03", "tokenizer.json": "04"})
     given = packable()
     given.head = replace(given.head, fingerprint=other)
-    told = r"'fake' has fingerprint cdcdcdcdcdcdcdcd, .* here abababababababab; .* tokenizer.json, model.safetensors$"
-    await refused(into(house), house, given.packed(), CheckpointChanged, told)
+    message = (
+        r"'fake' has fingerprint cdcdcdcdcdcdcdcd, .* here abababababababab; .* tokenizer.json, model.safetensors$"
+    )
+    await refused(into(transfers), transfers, given.packed(), CheckpointChanged, message)
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"context": "../etc"}, r"config.name: .*give it another name"),
         ({"expires": 9.0, "is_pinned": False}, "the context expired 1 s ago"),
@@ -289,51 +291,51 @@ async def test_another_model_is_told_by_what_differs(into: Into) -> None:
         ({"capacity": 1 << 30}, "capacity"),
     ],
 )
-async def test_heads_that_cannot_be_taken_in_are_told(into: Into, changes: dict[str, Any], told: str) -> None:
-    house, given = empty_house(), packable()
+async def test_heads_that_cannot_be_taken_in_are_told(into: Into, changes: dict[str, Any], message: str) -> None:
+    transfers, given = empty_house(), packable()
     given.head = replace(given.head, **changes)
-    await refused(into(house), house, given.packed(), InvalidArgument, told)
+    await refused(into(transfers), transfers, given.packed(), InvalidArgument, message)
 
 
 async def test_a_token_id_that_the_model_has_not_is_told(into: Into) -> None:
-    house, given = empty_house(), packable(keyed=(False, False))
+    transfers, given = empty_house(), packable(keyed=(False, False))
     given.path[1].token_ids[4] = VOCABULARY
-    await refused(into(house), house, given.packed(), InvalidArgument, "a token id that is not among 131,072")
+    await refused(into(transfers), transfers, given.packed(), InvalidArgument, "a token id that is not among 131,072")
 
 
 async def test_pieces_that_do_not_hold_their_segment_are_told(into: Into) -> None:
-    house, given = empty_house(), packable()
+    transfers, given = empty_house(), packable()
     number, manifest = next(iter(given.manifests.items()))
     given.manifests[number] = replace(manifest, pieces=manifest.pieces[1:])
-    await refused(into(house), house, given.packed(), InvalidArgument, "the pieces of a segment make no sense")
+    await refused(into(transfers), transfers, given.packed(), InvalidArgument, "the pieces of a segment make no sense")
 
 
 @pytest.mark.parametrize("cut", [1, 3, 5])
 async def test_pieces_that_end_within_a_block_are_refused(into: Into, cut: int) -> None:
-    house, given = empty_house(), packable()
+    transfers, given = empty_house(), packable()
     number, manifest = next(iter(given.manifests.items()))
     (first, second), end = manifest.pieces, manifest.end
     pieces = (replace(first, runs=((0, cut),)), replace(second, runs=((cut, end),)))
     given.manifests[number] = replace(manifest, pieces=pieces)
-    told = "the pieces of a segment make no sense: pieces: .* blocks of 4"
-    await refused(into(house), house, given.packed(), InvalidArgument, told)
+    message = "the pieces of a segment make no sense: pieces: .* blocks of 4"
+    await refused(into(transfers), transfers, given.packed(), InvalidArgument, message)
 
 
 async def test_windows_before_their_segment_are_refused(into: Into) -> None:
-    house, given = empty_house(), packable()
+    transfers, given = empty_house(), packable()
     number, manifest = list(given.manifests.items())[1]
     assert manifest.windows is not None
     windows = replace(manifest.windows, runs=((manifest.start - 1, manifest.end),))
     given.manifests[number] = replace(manifest, windows=windows)
-    told = "the pieces of a segment make no sense: windows: "
-    await refused(into(house), house, given.packed(), InvalidArgument, told)
+    message = "the pieces of a segment make no sense: windows: "
+    await refused(into(transfers), transfers, given.packed(), InvalidArgument, message)
 
 
 async def test_what_an_archive_says_is_decoded_and_checked_off_the_event_loop_and_counted(
     into: Into, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    house, header = empty_house(), ImportHeader(upload_id="one")
-    imports, threads, kinds = into(house), list[int](), list[str]()
+    transfers, header = empty_house(), ImportHeader(upload_id="one")
+    imports, threads, kinds = into(transfers), list[int](), list[str]()
 
     def note(kind: str, call: Any) -> Any:
         def noted(*args: Any, **kwargs: Any) -> Any:
@@ -349,33 +351,33 @@ async def test_what_an_archive_says_is_decoded_and_checked_off_the_event_loop_an
     await breaking(imports, WHOLE, header, len(WHOLE) - 50)
     assert kinds == ["head", *["segment", "manifest"] * 2]
     assert threading.get_ident() not in threads
-    (kept,) = imports._all
+    (retained,) = imports._all
     num_described = SEGMENT_BYTES * 2 + PIECE_BYTES * 6 + RUN_BYTES * 6
-    assert kept.arrival.num_held_bytes >= num_described + 2 * 4 * 11
+    assert retained.arrival.num_held_bytes >= num_described + 2 * 4 * 11
 
 
 async def test_a_house_that_keeps_nothing_says_so(into: Into) -> None:
-    house = empty_house()
-    house.is_durable = False
-    await refused(into(house), house, WHOLE, FailedPrecondition, "--data-dir")
+    transfers = empty_house()
+    transfers.is_durable = False
+    await refused(into(transfers), transfers, WHOLE, FailedPrecondition, "--data-dir")
 
 
 async def test_a_name_that_is_taken_is_told_before_the_rest_is_sent(into: Into) -> None:
-    house = house_of(packable(seed=9))
+    transfers = house_of(packable(seed=9))
     with pytest.raises(AlreadyExists, match="contexts/moby"):
-        await arrive(into(house), WHOLE, end=600, size=600)
+        await arrive(into(transfers), WHOLE, end=600, size=600)
 
 
 async def test_a_name_that_is_taken_meanwhile_is_told(into: Into) -> None:
-    house = empty_house()
-    imports = into(house)
+    transfers = empty_house()
+    imports = into(transfers)
     header = ImportHeader(upload_id="one")
     await breaking(imports, WHOLE, header, len(WHOLE) - 50)
-    house.contexts |= house_of(packable(seed=9)).contexts
+    transfers.contexts |= house_of(packable(seed=9)).contexts
     with pytest.raises(AlreadyExists, match="contexts/moby"):
         await arrive(imports, WHOLE, header, start=len(WHOLE) - 50)
     await imports.close()
-    assert (house.objects, house.num_arriving) == ({}, 0)
+    assert (transfers.objects, transfers.num_arriving) == ({}, 0)
 
 
 async def test_wrong_sequences_of_requests_are_told(into: Into) -> None:
@@ -400,49 +402,49 @@ async def test_wrong_sequences_of_requests_are_told(into: Into) -> None:
 
 async def test_an_import_goes_on_at_the_next_byte_wherever_it_broke(into: Into) -> None:
     for end in range(0, len(WHOLE), 61):
-        house = empty_house()
-        imports, header = into(house), ImportHeader(upload_id="one", total_bytes=len(WHOLE))
+        transfers = empty_house()
+        imports, header = into(transfers), ImportHeader(upload_id="one", total_bytes=len(WHOLE))
         await breaking(imports, WHOLE, header, end)
         reports = await arrive(imports, WHOLE, header, start=end)
         assert reports[0].received_bytes == end
-        check_moved(MOBY, house)
+        check_moved(MOBY, transfers)
 
 
 async def test_bytes_that_came_before_are_passed_over(into: Into) -> None:
-    house, header = empty_house(), ImportHeader(upload_id="one")
-    imports = into(house)
+    transfers, header = empty_house(), ImportHeader(upload_id="one")
+    imports = into(transfers)
     await breaking(imports, WHOLE, header, 700)
     assert await breaking(imports, WHOLE, header, 900, start=300) == 700
     assert (await arrive(imports, WHOLE, header))[0].received_bytes == 900
-    check_moved(MOBY, house)
+    check_moved(MOBY, transfers)
 
 
 async def test_without_an_upload_id_a_stream_that_breaks_leaves_nothing(into: Into) -> None:
-    house = empty_house()
-    imports = into(house)
+    transfers = empty_house()
+    imports = into(transfers)
     await breaking(imports, WHOLE, ImportHeader(), 1000)
     await imports.close()
-    assert (house.objects, house.num_arriving) == ({}, 0)
+    assert (transfers.objects, transfers.num_arriving) == ({}, 0)
 
 
 async def test_an_import_that_is_done_is_answered_again(into: Into) -> None:
-    house, header = empty_house(), ImportHeader(upload_id="one")
-    imports = into(house)
+    transfers, header = empty_house(), ImportHeader(upload_id="one")
+    imports = into(transfers)
     first = await arrive(imports, WHOLE, header)
     assert await arrive(imports, b"", header) == first[-1:]
-    later = await arrive(into(house), WHOLE, header)  # as after a restart
+    later = await arrive(into(transfers), WHOLE, header)  # as after a restart
     assert (later[-1].context, later[-1].key_tokens) == (first[-1].context, None)
     assert later[-1].received_bytes < len(WHOLE)
-    house.contexts.clear()
+    transfers.contexts.clear()
     assert (await arrive(imports, WHOLE, header))[0].received_bytes == 0
-    check_moved(MOBY, house)
+    check_moved(MOBY, transfers)
 
 
 @pytest.mark.parametrize("num_calls", range(9))
 async def test_a_storage_that_is_away_for_a_while_loses_nothing(into: Into, num_calls: int) -> None:
-    house, header = empty_house(), ImportHeader(upload_id="one")
-    imports, at = into(house), 0
-    answer, left = house.answer, [num_calls]
+    transfers, header = empty_house(), ImportHeader(upload_id="one")
+    imports, at = into(transfers), 0
+    answer, left = transfers.answer, [num_calls]
 
     async def failing() -> None:
         left[0] -= 1
@@ -450,51 +452,51 @@ async def test_a_storage_that_is_away_for_a_while_loses_nothing(into: Into, num_
             raise StorageUnavailable("away")
         await answer()
 
-    house.answer = failing  # type: ignore[method-assign]
+    transfers.answer = failing  # type: ignore[method-assign]
     with pytest.raises(StorageUnavailable):
         await arrive(imports, WHOLE, header)
     reports = await arrive(imports, WHOLE, header, start=at)
     assert reports[-1].context is not None
-    check_moved(MOBY, house)
+    check_moved(MOBY, transfers)
 
 
 async def test_a_client_that_vanishes_while_a_piece_is_written_can_go_on(into: Into) -> None:
-    house, header = empty_house(), ImportHeader(upload_id="one")
-    imports = into(house)
-    house.is_answering.clear()
+    transfers, header = empty_house(), ImportHeader(upload_id="one")
+    imports = into(transfers)
+    transfers.is_answering.clear()
     first = asyncio.create_task(arrive(imports, WHOLE, header))
-    await house.is_asked.wait()
+    await transfers.is_asked.wait()
     first.cancel()
     with suppress(asyncio.CancelledError):
         await first
     second = asyncio.create_task(arrive(imports, WHOLE, header))
     await asyncio.sleep(0)
-    house.is_answering.set()
+    transfers.is_answering.set()
     assert (await second)[0].received_bytes > 0
-    assert house.num_cancelled == 0
-    check_moved(MOBY, house)
+    assert transfers.num_cancelled == 0
+    check_moved(MOBY, transfers)
 
 
 async def test_a_client_that_vanishes_while_its_context_is_kept_finds_it(into: Into) -> None:
-    house, header = empty_house(), ImportHeader(upload_id="one")
-    imports = into(house)
+    transfers, header = empty_house(), ImportHeader(upload_id="one")
+    imports = into(transfers)
     await breaking(imports, WHOLE, header, len(WHOLE))
-    house.is_asked.clear()
-    house.is_answering.clear()
+    transfers.is_asked.clear()
+    transfers.is_answering.clear()
     first = asyncio.create_task(arrive(imports, b"", header))
-    await house.is_asked.wait()
+    await transfers.is_asked.wait()
     first.cancel()
     with suppress(asyncio.CancelledError):
         await first
-    house.is_answering.set()
+    transfers.is_answering.set()
     assert (await arrive(imports, b"", header))[-1].context is not None
-    assert house.num_cancelled == 0
-    check_moved(MOBY, house)
+    assert transfers.num_cancelled == 0
+    check_moved(MOBY, transfers)
 
 
 async def test_the_newest_stream_goes_on(into: Into) -> None:
-    house, header = empty_house(), ImportHeader(upload_id="one")
-    imports, more = into(house), asyncio.Event()
+    transfers, header = empty_house(), ImportHeader(upload_id="one")
+    imports, more = into(transfers), asyncio.Event()
 
     async def slow() -> AsyncIterator[Any]:
         async for piece in sending(header, WHOLE, end=500):
@@ -514,12 +516,12 @@ async def test_the_newest_stream_goes_on(into: Into) -> None:
     more.set()
     with pytest.raises(Unavailable, match="another stream"):
         await old
-    check_moved(MOBY, house)
+    check_moved(MOBY, transfers)
 
 
 async def test_a_silent_client_is_let_go_and_can_come_back(into: Into) -> None:
-    house, header = empty_house(), ImportHeader(upload_id="one")
-    imports = into(house, idle_seconds=0.01)
+    transfers, header = empty_house(), ImportHeader(upload_id="one")
+    imports = into(transfers, idle_seconds=0.01)
 
     async def silent() -> AsyncIterator[Any]:
         async for piece in sending(header, WHOLE, end=500):
@@ -529,25 +531,25 @@ async def test_a_silent_client_is_let_go_and_can_come_back(into: Into) -> None:
     with pytest.raises(DeadlineExceeded, match="sent nothing"):
         [report async for report in imports.run(silent())]
     assert (await arrive(imports, WHOLE, header))[0].received_bytes == 500
-    check_moved(MOBY, house)
+    check_moved(MOBY, transfers)
 
 
 async def test_who_does_not_come_back_leaves_nothing(into: Into) -> None:
-    house, timers = empty_house(), Timers()
-    imports, header = into(house, timers), ImportHeader(upload_id="one")
+    transfers, timers = empty_house(), Timers()
+    imports, header = into(transfers, timers), ImportHeader(upload_id="one")
     await breaking(imports, WHOLE, header, 1000)
     timers.advance(KEEP_SECONDS - TRIM_SECONDS)
-    assert (len(house.objects) > 0, house.num_arriving) == (True, 1)
+    assert (len(transfers.objects) > 0, transfers.num_arriving) == (True, 1)
     timers.advance(TRIM_SECONDS)
     timers.advance(TRIM_SECONDS)
     await imports.close()
-    assert (house.objects, house.num_arriving) == ({}, 0)
+    assert (transfers.objects, transfers.num_arriving) == ({}, 0)
     assert await breaking(imports, WHOLE, header, 100) == 0
 
 
 async def test_only_so_many_contexts_arrive_at_once(into: Into) -> None:
-    house = empty_house()
-    imports = into(house, max_imports=2)
+    transfers = empty_house()
+    imports = into(transfers, max_imports=2)
     headers = [ImportHeader(context=f"moby-{number}", upload_id="one") for number in range(4)]
     for header in headers[:3]:  # what nobody listens to gives way
         await breaking(imports, WHOLE, header, 1000)
@@ -563,16 +565,16 @@ async def test_only_so_many_contexts_arrive_at_once(into: Into) -> None:
 
 async def test_contexts_that_arrive_together_keep_to_the_quota(into: Into) -> None:
     CALLER.set(Caller(tenant="acme", quotas=Quotas(contexts=1)))
-    house = empty_house()
-    imports = into(house, ledger=QuotaEnforcer(lambda _: TenantUsage(contexts=len(house.contexts))))
-    house.is_answering.clear()
+    transfers = empty_house()
+    imports = into(transfers, ledger=QuotaEnforcer(lambda _: TenantUsage(contexts=len(transfers.contexts))))
+    transfers.is_answering.clear()
     coming = [asyncio.create_task(arrive(imports, WHOLE, ImportHeader(context=name))) for name in ("a", "b")]
     for _ in range(100):
         await asyncio.sleep(0)
-    house.is_answering.set()
-    told = await asyncio.gather(*coming, return_exceptions=True)
-    assert sorted(isinstance(each, ResourceExhausted) for each in told) == [False, True]
-    assert len(house.contexts) == 1
+    transfers.is_answering.set()
+    reported = await asyncio.gather(*coming, return_exceptions=True)
+    assert sorted(isinstance(each, ResourceExhausted) for each in reported) == [False, True]
+    assert len(transfers.contexts) == 1
 
 
 async def test_a_tenant_leaves_room_for_the_contexts_of_others(into: Into) -> None:
@@ -609,29 +611,29 @@ async def test_a_tenant_leaves_room_for_exports_of_others(threads: TokenizerPool
 
 async def test_no_more_memory_is_held_than_there_may_be(into: Into) -> None:
     given = packable(piece_bytes=3000)
-    whole, house = given.packed(), empty_house()
+    whole, transfers = given.packed(), empty_house()
     described = 2 * SEGMENT_BYTES + 6 * (PIECE_BYTES + RUN_BYTES) + 8 * 11 + 300
-    imports = into(house, max_bytes=described + 4000)
+    imports = into(transfers, max_bytes=described + 4000)
     await breaking(imports, whole, ImportHeader(context="a", upload_id="one"), 3500)  # holds most of a piece
     assert len(await arrive(imports, whole, ImportHeader(context="b"))) > 1  # it gives way
-    imports = into(house, max_bytes=(most := 4000))
+    imports = into(transfers, max_bytes=(most := 4000))
     with pytest.raises(ResourceExhausted, match=f"imports: all together hold too much, at most {most:,}"):
         await arrive(imports, whole, ImportHeader(context="c"))
-    assert await breaking(into(house), whole, ImportHeader(context="a", upload_id="one"), 0) == 0
+    assert await breaking(into(transfers), whole, ImportHeader(context="a", upload_id="one"), 0) == 0
 
 
 async def test_manifests_come_last(into: Into) -> None:
-    house = empty_house()
-    names, answer = list[str](), house.objects
+    transfers = empty_house()
+    names, answer = list[str](), transfers.objects
 
     class Noting(dict[str, bytes]):
         def __setitem__(self, name: str, content: bytes) -> None:
             names.append(name)
             super().__setitem__(name, content)
 
-    house.objects = Noting(answer)
-    await arrive(into(house), WHOLE)
+    transfers.objects = Noting(answer)
+    await arrive(into(transfers), WHOLE)
     assert [name.endswith("/manifest") for name in names] == [False] * (len(names) - 2) + [True] * 2
     for name in names[-2:]:
-        for piece in decode_manifest(house.objects[name], name).pieces:
-            assert blake3(house.objects[piece.name]).hexdigest() == piece.digest
+        for piece in decode_manifest(transfers.objects[name], name).pieces:
+            assert blake3(transfers.objects[piece.name]).hexdigest() == piece.digest

@@ -17,8 +17,8 @@ INPUTS = CONVERSATIONS | st.text("u3\n ser", max_size=5) | st.lists(st.integers(
 @given(one=INPUTS, other=INPUTS)
 @settings(max_examples=300)
 def test_different_questions_have_different_digests(one: Conversation | str, other: Conversation | str) -> None:
-    asked = [question_of(Generate(input=each, sampling=Sampling())) for each in (one, other)]
-    assert (asked[0] == asked[1]) == (one == other)
+    requested = [question_of(Generate(input=each, sampling=Sampling())) for each in (one, other)]
+    assert (requested[0] == requested[1]) == (one == other)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ class House:
         self.imports = ImportSessions(self.house, 1 << 17, wall_clock=lambda: 10.0, ledger=self.ledger, max_imports=2)
 
     def _usage(self, _: str) -> TenantUsage:
-        contexts = [housed.context for housed in self.house.contexts.values()]
+        contexts = [stored.context for stored in self.house.contexts.values()]
         return TenantUsage(contexts=len(contexts), tokens=sum(context.num_tokens for context in contexts))
 
     async def arrive(self, name: str, upload_id: str = "", end: int | None = None) -> list[ImportProgress]:
@@ -68,9 +68,9 @@ async def test_tokens_of_imports_are_taken_off_the_rate() -> None:
 async def test_who_may_have_no_more_uploads_takes_no_place_of_another() -> None:
     it = House(uploads=1)
     CALLER.set(Caller(tenant="bolt"))
-    kept = it.imports.run(sending(ImportHeader(context="kept", upload_id="kept", tenant="bolt"), WHOLE))
-    await anext(kept)
-    await kept.aclose()
+    retained = it.imports.run(sending(ImportHeader(context="kept", upload_id="kept", tenant="bolt"), WHOLE))
+    await anext(retained)
+    await retained.aclose()
     listening = it.imports.run(sending(ImportHeader(context="open", tenant="acme"), WHOLE))
     CALLER.set(Caller(tenant="acme", quotas=it.quotas))
     await anext(listening)
@@ -83,9 +83,9 @@ async def test_who_may_have_no_more_uploads_takes_no_place_of_another() -> None:
 
 @pytest.fixture
 async def use_cases(tmp_path: Path) -> AsyncIterator[tuple[FakeEngine, Application]]:
-    engine, house = FakeEngine(), empty_house()
+    engine, transfers = FakeEngine(), empty_house()
     tokenizer = Tokenizer.load(write_model(tmp_path), DirectRenderer())
-    made = Application(engine, tokenizer, engine.describe, house=house)
+    made = Application(engine, tokenizer, engine.describe, house=transfers)
     yield engine, made
     await made.close()
 
@@ -106,14 +106,14 @@ async def test_ingests_and_imports_count_together(use_cases: tuple[FakeEngine, A
     CALLER.set(Caller(tenant="acme", quotas=Quotas(uploads=2)))
     ingest = calls.ingest.run(silent(IngestHeader("acme/one", tenant="acme")))
     await anext(ingest)
-    arriving = calls.imports.run(sending(ImportHeader(context="acme/two", tenant="acme"), WHOLE))
-    await anext(arriving)
+    importing = calls.imports.run(sending(ImportHeader(context="acme/two", tenant="acme"), WHOLE))
+    await anext(importing)
     with pytest.raises(ResourceExhausted, match="quotas/uploads"):
         await anext(calls.ingest.run(silent(IngestHeader("acme/three", tenant="acme"))))
     with pytest.raises(ResourceExhausted, match="quotas/uploads"):
         await anext(calls.imports.run(sending(ImportHeader(context="acme/four", tenant="acme"), WHOLE)))
     await ingest.aclose()
-    await arriving.aclose()
+    await importing.aclose()
 
 
 @pytest.mark.parametrize("is_alone", [True, False])
@@ -142,8 +142,8 @@ async def test_what_is_read_anew_counts_as_a_context(use_cases: tuple[FakeEngine
     with pytest.raises(ResourceExhausted, match="quotas/tokens"):
         await calls.reread_context("acme/two")
     engine.contexts.clear()
-    told = await asyncio.gather(*map(calls.reread_context, engine.earlier), return_exceptions=True)
-    assert sum(isinstance(each, ResourceExhausted) for each in told) == 1
+    reported = await asyncio.gather(*map(calls.reread_context, engine.earlier), return_exceptions=True)
+    assert sum(isinstance(each, ResourceExhausted) for each in reported) == 1
 
 
 @pytest.mark.parametrize("quotas", [{"generations": 0}, {"tokens_out_per_minute": 0}, {"tokens_in_per_minute": 0}])

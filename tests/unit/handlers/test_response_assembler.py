@@ -60,22 +60,22 @@ def test_interleaved_samples_are_told_as_if_each_came_alone(
     texts: list[str], step: int, seed: int, stop: tuple[str, ...]
 ) -> None:
     """Each has its own text, indices, logprobs and stop strings; ids and logprobs travel with their text."""
-    said: list[list[engine_messages.Event]] = []
+    output: list[list[engine_messages.Event]] = []
     for sample, text in enumerate(texts):
         token_ids = ids(text)
-        said.append([])
+        output.append([])
         for start in range(0, len(token_ids), step):
             part = token_ids[start : start + step]
-            said[-1].append(engine_messages.Tokens(start, tuple(Token(i, logprob_of(i)) for i in part), sample))
-        said[-1].append(ended(sample))
+            output[-1].append(engine_messages.Tokens(start, tuple(Token(i, logprob_of(i)) for i in part), sample))
+        output[-1].append(ended(sample))
     alone = []
-    for script in said:
+    for script in output:
         one = answer(len(texts), stop=stop)
         alone.append([m for m in told(one, *script) if not isinstance(m, Finished)])
         assert one.is_finished == (len(texts) == 1)
     rng, together, mixed = random.Random(seed), answer(len(texts), stop=stop), []
-    while any(said):
-        mixed += together.take(rng.choice([script for script in said if script]).pop(0))
+    while any(output):
+        mixed += together.take(rng.choice([script for script in output if script]).pop(0))
     assert together.is_finished
     for sample, text in enumerate(texts):
         mine = [m for m in mixed if isinstance(m, Delta | Finished) and m.sample == sample]
@@ -101,12 +101,12 @@ def cut(draw: st.DrawFn, max_tokens: int = 24) -> tuple[list[int], list[int]]:
 
 def steps(token_ids: list[int], starts: list[int], reason: engine_messages.EndReason) -> list[engine_messages.Event]:
     """What the engine says of an answer whose steps begin at these indices: each had three drafts more than it gave."""
-    said: list[engine_messages.Event] = []
+    output: list[engine_messages.Event] = []
     for start, end in zip(starts, [*starts[1:], len(token_ids)], strict=True):
         if part := token_ids[start:end]:
-            told = tuple(Token(i, logprob_of(i)) for i in part)
-            said.append(engine_messages.Tokens(start, told, 0, (), len(part) + 2, len(part) - 1))
-    return [*said, engine_messages.Ended(reason, 5, 3, len(token_ids), 0.5, 1.5, 2.0)]
+            reported = tuple(Token(i, logprob_of(i)) for i in part)
+            output.append(engine_messages.Tokens(start, reported, 0, (), len(part) + 2, len(part) - 1))
+    return [*output, engine_messages.Ended(reason, 5, 3, len(token_ids), 0.5, 1.5, 2.0)]
 
 
 def joined(messages: list[Event]) -> tuple[str, list[int], list[Logprobs], object]:
@@ -150,23 +150,23 @@ def test_an_answer_ends_where_it_would_if_each_step_gave_one_token(
 def test_drafts_of_all_steps_are_added_up_for_each_sample() -> None:
     two = answer(2)
     two.take(engine_messages.Admitted(5, 3))
-    said = [
+    output = [
         engine_messages.Tokens(0, tokens(ids("abc")), 0, (), 7, 2),
         engine_messages.Tokens(0, tokens(ids("d")), 1, (), 3, 0),
     ]
-    said.append(engine_messages.Tokens(3, tokens(ids("ef")), 0, (), 4, 1))
+    output.append(engine_messages.Tokens(3, tokens(ids("ef")), 0, (), 4, 1))
     two.take(engine_messages.Admitted(5, 3))  # it was preempted, and goes on
-    first, second = [m for m in told(two, *said, ended(0), ended(1)) if isinstance(m, Finished)]
+    first, second = [m for m in told(two, *output, ended(0), ended(1)) if isinstance(m, Finished)]
     assert (first.usage, second.usage) == (Usage(5, 3, 2, 11, 3), Usage(5, 3, 2, 3, 0))
 
 
-@pytest.mark.parametrize(("stop", "num_told", "num_accepted"), [("a", 1, 1), ("b", 2, 2), ("d", 4, 3)])
-def test_accepted_drafts_behind_a_stop_string_do_not_count(stop: str, num_told: int, num_accepted: int) -> None:
+@pytest.mark.parametrize(("stop", "num_reported", "num_accepted"), [("a", 1, 1), ("b", 2, 2), ("d", 4, 3)])
+def test_accepted_drafts_behind_a_stop_string_do_not_count(stop: str, num_reported: int, num_accepted: int) -> None:
     """A step gives four tokens, of which the first three were drafted."""
     step = engine_messages.Tokens(0, tokens(ids("abcd")), 0, (), 7, 3)
     *_, delta, end = told(answer(stop=(stop,)), engine_messages.Admitted(5, 3), step)
-    assert isinstance(delta, Delta) and delta.token_ids == tuple(ids("abcd")[:num_told])
-    assert isinstance(end, Finished) and end.usage == Usage(5, 3, num_told, 7, num_accepted)
+    assert isinstance(delta, Delta) and delta.token_ids == tuple(ids("abcd")[:num_reported])
+    assert isinstance(end, Finished) and end.usage == Usage(5, 3, num_reported, 7, num_accepted)
 
 
 @pytest.mark.parametrize(

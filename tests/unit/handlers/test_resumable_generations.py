@@ -65,8 +65,8 @@ class Source:
 
 
 def hold(source: Source, timers: Timers) -> tuple[ResumableGenerations, ResumableGeneration]:
-    held = ResumableGenerations(timers)
-    return held, held.hold("id", REQUEST, source.events())
+    resident = ResumableGenerations(timers)
+    return resident, resident.hold("id", REQUEST, source.events())
 
 
 async def read(replay: ResumableGeneration, count: int, token_index: int = 0) -> list[Event]:
@@ -92,8 +92,8 @@ def test_a_client_that_comes_back_sees_every_token_once(
 
     async def scenario() -> None:
         script = [*HEAD, *deltas(sizes), Finished("length")]
-        said = [[*LOST[: recoveries.count(i)], event] for i, event in enumerate(script[3:])]
-        source = Source([*HEAD, *(event for part in said for event in part)])
+        output = [[*LOST[: recoveries.count(i)], event] for i, event in enumerate(script[3:])]
+        source = Source([*HEAD, *(event for part in output for event in part)])
         source.allow()
         _, replay = hold(source, Timers())
         seen: list[Event] = []
@@ -180,46 +180,46 @@ async def test_two_readers_see_the_same() -> None:
 
 async def test_cancelling_ends_it_and_tells_its_readers() -> None:
     source, timers = Source([*HEAD, *deltas([1] * 9)]), Timers()
-    held, replay = hold(source, timers)
+    resident, replay = hold(source, timers)
     source.allow(5)
     readers = [asyncio.create_task(read(replay, 99)) for _ in range(2)]
     await source.exhausted.wait()
-    await held.cancel("id")
+    await resident.cancel("id")
     assert source.is_closed.is_set()
     for reader in readers:
         with pytest.raises(Cancelled, match="generations/id"):
             await reader
     with pytest.raises(NotFound):
-        await held.cancel("id")
-    again = held.hold("id", REQUEST, source.events())
+        await resident.cancel("id")
+    again = resident.hold("id", REQUEST, source.events())
     timers.advance(29.0)
-    assert held.get("id") is again, "the timer of the one before is off"
+    assert resident.get("id") is again, "the timer of the one before is off"
     timers.advance(1.0)
-    assert held.get("id") is None
+    assert resident.get("id") is None
 
 
 async def test_a_finished_one_that_is_cancelled_is_forgotten() -> None:
     source = Source([*HEAD, *deltas([1]), Finished("length")])
     source.allow()
-    held, replay = hold(source, Timers())
+    resident, replay = hold(source, Timers())
     assert len(await read(replay, 99)) == 5
-    await held.cancel("id")
-    assert held.get("id") is None
+    await resident.cancel("id")
+    assert resident.get("id") is None
 
 
 async def test_nobody_for_so_long_ends_it() -> None:
     source, timers = Source([*HEAD, *deltas([1] * 9)]), Timers()
-    held, replay = hold(source, timers)
+    resident, replay = hold(source, timers)
     source.allow(5)
     await read(replay, 5)
     timers.advance(29.0)
-    assert held.find("id") is replay
+    assert resident.find("id") is replay
     await read(replay, 2, 1)
     timers.advance(29.0)
-    assert held.find("id") is replay
+    assert resident.find("id") is replay
     timers.advance(1.0)
     with pytest.raises(NotFound, match="generations/id"):
-        held.find("id")
+        resident.find("id")
     await source.is_closed.wait()
 
 
@@ -236,9 +236,9 @@ async def test_one_that_waits_is_ended_too() -> None:
 
 async def test_one_that_was_never_read_is_forgotten() -> None:
     timers = Timers()
-    held, _ = hold(Source([]), timers)
+    resident, _ = hold(Source([]), timers)
     timers.advance(30.0)
-    assert held.get("id") is None
+    assert resident.get("id") is None
 
 
 async def test_a_finished_one_may_be_read_again_for_a_while() -> None:
@@ -255,14 +255,14 @@ async def test_a_finished_one_may_be_read_again_for_a_while() -> None:
 async def test_a_failed_one_is_not_held() -> None:
     timers = Timers()
     source = Source([*HEAD], RankLost(1, "gone"))
-    held, replay = hold(source, timers)
+    resident, replay = hold(source, timers)
     source.allow()
     with pytest.raises(RankLost):
         await read(replay, 99)
-    assert held.get("id") is None
-    again = held.hold("id", REQUEST, Source([]).events())
+    assert resident.get("id") is None
+    again = resident.hold("id", REQUEST, Source([]).events())
     timers.advance(29.0)
-    assert held.get("id") is again
+    assert resident.get("id") is again
 
 
 class Failing:
@@ -290,20 +290,20 @@ class Failing:
 @pytest.mark.parametrize("num_turns", [0, 1, 2, 3])
 async def test_one_that_fails_as_its_time_is_up_leaves_its_successor_alone(num_turns: int) -> None:
     """The name is taken anew so many turns of the loop later."""
-    timers, told = Timers(), list[object]()
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
-    held = ResumableGenerations(timers)
-    await Failing(held).fail_next()
+    timers, reported = Timers(), list[object]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+    resident = ResumableGenerations(timers)
+    await Failing(resident).fail_next()
     timers.advance(30.0)
     for _ in range(num_turns):
         await asyncio.sleep(0)
     source = Source([*HEAD, *deltas([1, 1]), Finished("length")])
     source.allow()
-    successor = held.hold("id", REQUEST, source.events())
+    successor = resident.hold("id", REQUEST, source.events())
     assert (await read(successor, 99))[-1] == Finished("length")
-    assert held.get("id") is successor
+    assert resident.get("id") is successor
     gc.collect()  # a task that failed is told of when it goes
-    assert not told
+    assert not reported
 
 
 async def test_a_name_is_free_as_soon_as_its_time_is_up(tmp_path: Path) -> None:
@@ -382,33 +382,33 @@ async def test_a_reader_that_is_left_behind_is_told(monkeypatch: pytest.MonkeyPa
 
 
 async def test_a_client_holds_only_its_share() -> None:
-    held = ResumableGenerations(Timers(), max_held=3)
+    resident = ResumableGenerations(Timers(), max_held=3)
     greedy, other = (Generate(input="x", sampling=Sampling(), resume_seconds=30.0, client=c) for c in ("greedy", "b"))
     for number in range(2):
-        held.hold(f"greedy {number}", greedy, Source([]).events())
+        resident.hold(f"greedy {number}", greedy, Source([]).events())
     with pytest.raises(ResourceExhausted, match="'greedy' holds 2 .* of all 3") as caught:
-        held.hold("greedy 2", greedy, Source([]).events())
+        resident.hold("greedy 2", greedy, Source([]).events())
     assert caught.value.retry_seconds is not None
-    held.hold("other", other, Source([]).events())
+    resident.hold("other", other, Source([]).events())
     with pytest.raises(ResourceExhausted, match="3 are held"):
-        held.hold("other 1", other, Source([]).events())
-    await held.cancel("greedy 0")
-    held.hold("greedy 2", greedy, Source([]).events())
+        resident.hold("other 1", other, Source([]).events())
+    await resident.cancel("greedy 0")
+    resident.hold("greedy 2", greedy, Source([]).events())
 
 
 async def test_a_tenant_holds_only_its_share_whatever_it_calls_its_clients() -> None:
-    held = ResumableGenerations(Timers(), max_held=4, tenant_share=1 / 2)
-    asked = Generate(input="x", sampling=Sampling(), resume_seconds=30.0, tenant="acme")
+    resident = ResumableGenerations(Timers(), max_held=4, tenant_share=1 / 2)
+    requested = Generate(input="x", sampling=Sampling(), resume_seconds=30.0, tenant="acme")
     for client in ("a", "b"):
-        held.hold(client, replace(asked, client=client), Source([]).events())
+        resident.hold(client, replace(requested, client=client), Source([]).events())
     with pytest.raises(ResourceExhausted, match="the tenant acme holds 2 .* of all 4"):
-        held.hold("c", replace(asked, client="c"), Source([]).events())
-    held.hold("d", replace(asked, tenant="bolt"), Source([]).events())
+        resident.hold("c", replace(requested, client="c"), Source([]).events())
+    resident.hold("d", replace(requested, tenant="bolt"), Source([]).events())
 
 
 async def test_how_many_are_held_is_bounded() -> None:
-    held = ResumableGenerations(Timers(), max_held=1)
-    held.hold("id", replace(REQUEST, client="another"), Source([]).events())
+    resident = ResumableGenerations(Timers(), max_held=1)
+    resident.hold("id", replace(REQUEST, client="another"), Source([]).events())
     with pytest.raises(ResourceExhausted) as caught:
-        held.hold("other", REQUEST, Source([]).events())
+        resident.hold("other", REQUEST, Source([]).events())
     assert caught.value.retry_seconds is not None

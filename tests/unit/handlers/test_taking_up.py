@@ -57,20 +57,20 @@ async def test_a_repeated_request_finds_what_was_held(folder: Path, tokenizer: T
     async with serving(folder, tokenizer) as service:
         again = await service.read(asked(SAMPLING))
         assert isinstance(again[0], Started)
-        told = deltas(seen)
-        assert deltas(again)[: len(told)] == told
+        reported = deltas(seen)
+        assert deltas(again)[: len(reported)] == reported
         with pytest.raises(InvalidArgument, match="another request"):
             await service.read(asked(SAMPLING, text="something else"))
 
 
 async def test_a_conversation_goes_on_and_nothing_of_it_is_written_down(folder: Path, tokenizer: Tokenizer) -> None:
-    said = (
+    output = (
         Message("system", "dq7 be brief"),
         Message("user", "dq7 who?"),
         Message("assistant", ""),
         Message("user", "y"),
     )
-    request = msgspec.structs.replace(asked(SAMPLING), input=Conversation(said), use_chat_template=None)
+    request = msgspec.structs.replace(asked(SAMPLING), input=Conversation(output), use_chat_template=None)
     async with serving(folder, tokenizer) as service:
         expected = whole(await service.read(msgspec.structs.replace(request, request_id="two", resume_seconds=0.0)))
         seen = await service.read(request, 5)
@@ -81,7 +81,11 @@ async def test_a_conversation_goes_on_and_nothing_of_it_is_written_down(folder: 
         again = await service.read(Resume("one", num_tokens(seen)))
         assert whole([*seen, *deltas(again), again[-1]]) == expected
         assert deltas(await service.read(request))[0].index == 0
-        for other in (said[1:], (*said[:2], Message("assistant", "y"), Message("user", "y")), (said[0], said[3])):
+        for other in (
+            output[1:],
+            (*output[:2], Message("assistant", "y"), Message("user", "y")),
+            (output[0], output[3]),
+        ):
             with pytest.raises(InvalidArgument, match="another request"):
                 await service.read(msgspec.structs.replace(request, input=Conversation(other)))
 
@@ -269,11 +273,11 @@ async def test_penalties_count_what_was_told_before(folder: Path, tokenizer: Tok
         row = first[77 + sample]
         assert row.terms is not None
         assert row.terms.seen is not None
-        told = whole([*seen, *again], sample)[0]
+        reported = whole([*seen, *again], sample)[0]
         assert row.token_index == len(row.terms.seen.generated) > 0
-        assert list(row.terms.seen.generated) == told[: row.token_index]
+        assert list(row.terms.seen.generated) == reported[: row.token_index]
         known = set(row.terms.seen.token_ids)
-        assert set(ids("a question")) <= known <= set(ids("a question")) | set(told[: row.token_index])
+        assert set(ids("a question")) <= known <= set(ids("a question")) | set(reported[: row.token_index])
 
 
 def rows(ranks: FakeRanks) -> list[Row]:

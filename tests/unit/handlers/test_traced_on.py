@@ -59,7 +59,7 @@ async def test_what_goes_on_tells_of_the_context_as_it_was_when_it_began_to_wait
 ) -> None:
     config = msgspec.structs.replace(CONFIG, block_size=32)
     asks = msgspec.structs.replace(asked(SAMPLING, context="doc"), provenance=Provenance(span_tokens=32))
-    is_asked, is_free, document = (
+    is_requested, is_free, document = (
         asyncio.Event(),
         asyncio.Event(),
         DocumentPrompt(context="doc", token_ids=tuple(range(100))),
@@ -72,14 +72,14 @@ async def test_what_goes_on_tells_of_the_context_as_it_was_when_it_began_to_wait
         submit = service.engine.submit
 
         def submit_once_free(prompt: Prompt) -> Stream:
-            is_asked.set()
+            is_requested.set()
             if not is_free.is_set():
                 raise ResourceExhausted("queue", "is full", 0.01)
             return submit(prompt)
 
         monkeypatch.setattr(service.engine, "submit", submit_once_free)
         reading = asyncio.create_task(service.read(asks))
-        await is_asked.wait()
+        await is_requested.wait()
         await read_in(service, DocumentPrompt(context="doc", token_ids=tuple(range(40)), append=True))
         is_free.set()
         [end] = [event for event in await reading if isinstance(event, Finished)]

@@ -56,64 +56,64 @@ class House:
 
 
 def test_what_others_need_is_not_parked() -> None:
-    house = House()
-    house.append("a", 8)
-    house.contexts.fork("a", "b", None, 1.0)
-    house.append("b", 12)
-    house.append("a", 4)
-    assert house.placer.num_free.sharded == 40 - 2 - 3 - 1
-    house.rest("b")
-    assert (house.parked("a"), house.parked("b")) == ([], [1])
-    assert house.placer.num_free.sharded == 40 - 2 - 1
-    house.rest("a")
-    assert (house.parked("a"), house.parked("b")) == ([0, 2], [0, 1])
-    assert house.placer.num_free.sharded == 40
-    assert house.segments.take_forgotten() == (1, 0, 2)
-    assert [holding.loss.left for holding in house.wake("b") if holding.loss] == [[(0, 8)], [(8, 20)]]
-    assert (house.parked("a"), house.parked("b")) == ([2], [])
-    house.contexts.delete("b")
-    house.audit()
-    assert house.parked("a") == [0, 2], "nobody needs the beginning any more"
-    house.contexts.delete("a")
-    house.audit()
-    assert not list(house.segments.holdings)
-    assert house.segments.take_forgotten() == (), "ranks have forgotten them"
+    transfers = House()
+    transfers.append("a", 8)
+    transfers.contexts.fork("a", "b", None, 1.0)
+    transfers.append("b", 12)
+    transfers.append("a", 4)
+    assert transfers.placer.num_free.sharded == 40 - 2 - 3 - 1
+    transfers.rest("b")
+    assert (transfers.parked("a"), transfers.parked("b")) == ([], [1])
+    assert transfers.placer.num_free.sharded == 40 - 2 - 1
+    transfers.rest("a")
+    assert (transfers.parked("a"), transfers.parked("b")) == ([0, 2], [0, 1])
+    assert transfers.placer.num_free.sharded == 40
+    assert transfers.segments.take_forgotten() == (1, 0, 2)
+    assert [holding.loss.left for holding in transfers.wake("b") if holding.loss] == [[(0, 8)], [(8, 20)]]
+    assert (transfers.parked("a"), transfers.parked("b")) == ([2], [])
+    transfers.contexts.delete("b")
+    transfers.audit()
+    assert transfers.parked("a") == [0, 2], "nobody needs the beginning any more"
+    transfers.contexts.delete("a")
+    transfers.audit()
+    assert not list(transfers.segments.holdings)
+    assert transfers.segments.take_forgotten() == (), "ranks have forgotten them"
 
 
 def test_a_fork_of_what_is_parked_rests_too() -> None:
-    house = House()
-    house.append("a", 8)
-    house.append("a", 8)
-    house.rest("a")
-    fork = house.contexts.fork("a", "b", 3, 2.0)
-    house.audit()
+    transfers = House()
+    transfers.append("a", 8)
+    transfers.append("a", 8)
+    transfers.rest("a")
+    fork = transfers.contexts.fork("a", "b", 3, 2.0)
+    transfers.audit()
     assert fork.is_resting
-    house.contexts.delete("a")
-    house.audit()
-    assert [holding.segment.id for holding in house.wake("b")] == [0]
+    transfers.contexts.delete("a")
+    transfers.audit()
+    assert [holding.segment.id for holding in transfers.wake("b")] == [0]
 
 
 def test_room_is_made_by_those_that_were_used_least_recently() -> None:
-    house = House(num_blocks=6)
+    transfers = House(num_blocks=6)
     for name in ("a", "b", "c", "d"):
-        house.append(name, 8)
-    house.contexts.use(house.contexts.get("a"))
-    house.contexts.get("b").is_pinned = True
-    house.in_use = {"c"}
-    assert house.parking.num_spare == BlockCount(4)
-    assert not house.segments.make_room(BlockCount(9))
-    assert [house.parked(name) for name in "abcd"] == [[], [], [], []], "nothing is parked in vain"
-    assert not house.segments.make_room(BlockCount(5), may_park=False)
-    assert house.segments.make_room(BlockCount(5))
-    assert [house.parked(name) for name in "abcd"] == [[], [], [], [3]]
-    house.audit()
+        transfers.append(name, 8)
+    transfers.contexts.use(transfers.contexts.get("a"))
+    transfers.contexts.get("b").is_pinned = True
+    transfers.in_use = {"c"}
+    assert transfers.parking.num_spare == BlockCount(4)
+    assert not transfers.segments.make_room(BlockCount(9))
+    assert [transfers.parked(name) for name in "abcd"] == [[], [], [], []], "nothing is parked in vain"
+    assert not transfers.segments.make_room(BlockCount(5), may_park=False)
+    assert transfers.segments.make_room(BlockCount(5))
+    assert [transfers.parked(name) for name in "abcd"] == [[], [], [], [3]]
+    transfers.audit()
 
 
 @pytest.mark.parametrize("is_awake", [False, True])
 def test_prompts_do_not_find_what_is_parked(is_awake: bool) -> None:
-    house = House()
-    house.append("a", 8)
-    house.rest("a")
+    transfers = House()
+    transfers.append("a", 8)
+    transfers.rest("a")
     if is_awake:
-        house.wake("a")
-    assert house.segments.match(house.contexts.get("a").path.token_ids()).end == 0
+        transfers.wake("a")
+    assert transfers.segments.match(transfers.contexts.get("a").path.token_ids()).end == 0

@@ -235,10 +235,10 @@ def test_a_context_forks_at_its_last_ends_and_says_which_they_are() -> None:
         bench.scheduler.fork_context("doc", f"fork-{end}", end)
         bench.scheduler.audit()
     assert num_window_blocks(bench) == 2 * LAST_ENDS
-    told = rf"one of its last {LAST_ENDS} documents ended \(at {', '.join(map(str, ends[:-1]))} or {ends[-1]}\), "
-    with pytest.raises(InvalidArgument, match=f"40: .* {told}.*nearest at 60; with --window-keys sharded"):
+    message = rf"one of its last {LAST_ENDS} documents ended \(at {', '.join(map(str, ends[:-1]))} or {ends[-1]}\), "
+    with pytest.raises(InvalidArgument, match=f"40: .* {message}.*nearest at 60; with --window-keys sharded"):
         bench.scheduler.fork_context("doc", "other", 40)
-    with pytest.raises(InvalidArgument, match=f"65: .* {told}.*nearest at 60 or 80; "):
+    with pytest.raises(InvalidArgument, match=f"65: .* {message}.*nearest at 60 or 80; "):
         bench.scheduler.fork_context("doc", "other", 65)
 
 
@@ -300,9 +300,11 @@ def test_an_append_is_refused_before_the_windows_pool_is_full() -> None:
     append(bench, *[1] * 40, context="tiny")
     append(bench, *[1] * 9, context="other")
     num_free, paths = bench.placer.num_free, [context.path for context in bench.scheduler.contexts.list()]
-    told = "8 tokens are needed, and of 80 contexts keep too many; delete a context, or serve with more --window-bytes"
+    message = (
+        "8 tokens are needed, and of 80 contexts keep too many; delete a context, or serve with more --window-bytes"
+    )
     for context in ("tiny", "other"):
-        with pytest.raises(ResourceExhausted, match=told) as caught:
+        with pytest.raises(ResourceExhausted, match=message) as caught:
             bench.ingest(context, 1, append=True)
         assert (caught.value.subject, caught.value.retry_seconds) == ("window pool", None)
     assert [context.path for context in bench.scheduler.contexts.list()] == paths

@@ -108,8 +108,8 @@ def test_a_folder_that_others_can_change_is_not_used_and_one_is_told(source, pre
     before = sorted(cache_folder().glob("*"))
     with caplog.at_level(logging.WARNING, "longleaf"):
         assert answer(source) == 42
-    [told] = caplog.messages
-    assert reason in told and "anew" in told
+    [reported] = caplog.messages
+    assert reason in reported and "anew" in reported
     assert sorted(cache_folder().glob("*")) == before
 
 

@@ -133,7 +133,7 @@ def test_forks_survive(fork: ForkContext) -> None:
 
 
 @pytest.mark.parametrize(
-    "reread",
+    "recomputed",
     [
         RecomputeResult(contexts=(), left_out=()),
         RecomputeResult(
@@ -142,9 +142,9 @@ def test_forks_survive(fork: ForkContext) -> None:
         ),
     ],
 )
-def test_what_is_read_anew_survives(reread: RecomputeResult) -> None:
-    data = codec.encode_reread(reread).SerializeToString()
-    assert codec.decode_reread(ingest_pb.RereadContextsResponse.FromString(data)) == reread
+def test_what_is_read_anew_survives(recomputed: RecomputeResult) -> None:
+    data = codec.encode_reread(recomputed).SerializeToString()
+    assert codec.decode_reread(ingest_pb.RereadContextsResponse.FromString(data)) == recomputed
 
 
 def test_wrong_forks_name_the_field() -> None:

@@ -23,12 +23,12 @@ def test_facts_are_planted_in_the_users_own_text(tmp_path: Path) -> None:
     assert len(haystack.absent) == 1
 
 
-@pytest.mark.parametrize(("content", "told"), [(None, "cannot be read"), (b"\xff", "byte 0")])
-def test_a_file_that_is_no_text_is_refused(tmp_path: Path, content: bytes | None, told: str) -> None:
+@pytest.mark.parametrize(("content", "message"), [(None, "cannot be read"), (b"\xff", "byte 0")])
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path, content: bytes | None, message: str) -> None:
     path = tmp_path / "mine.txt"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(InvalidArgument, match=told):
+    with pytest.raises(InvalidArgument, match=message):
         build(DemoSettings(file=path))
 
 

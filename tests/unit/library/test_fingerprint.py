@@ -235,15 +235,15 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
 def test_the_weights_are_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a tensor of any size three pieces are."""
     (folder / SINGLE).unlink()
-    told = json.dumps({"a": {"dtype": "U8", "shape": [1 << 40], "data_offsets": [0, 1 << 40]}}).encode()
+    reported = json.dumps({"a": {"dtype": "U8", "shape": [1 << 40], "data_offsets": [0, 1 << 40]}}).encode()
     with (folder / SINGLE).open("wb") as file:
-        file.write(struct.pack("<Q", len(told)) + told)
-        file.truncate(8 + len(told) + (1 << 40))  # takes no room
+        file.write(struct.pack("<Q", len(reported)) + reported)
+        file.truncate(8 + len(reported) + (1 << 40))  # takes no room
     counts: list[int] = []
     pread = os.pread
     monkeypatch.setattr(os, "pread", lambda descriptor, count, at: counts.append(count) or pread(descriptor, count, at))
     read_fingerprint(folder)
-    assert counts == [8, len(told), *[PIECE_BYTES] * 3]
+    assert counts == [8, len(reported), *[PIECE_BYTES] * 3]
 
 
 def test_the_embedded_model_has_one() -> None:

@@ -10,7 +10,7 @@ from longleaf.formatting import human_angle, human_bytes, human_count, human_num
 
 
 @pytest.mark.parametrize(
-    ("seconds", "told"),
+    ("seconds", "message"),
     [
         (0, "0 s"),
         (1e-7, "0 s"),
@@ -31,8 +31,8 @@ from longleaf.formatting import human_angle, human_bytes, human_count, human_num
         (86_400 * 36_500.0, "36,500 d"),
     ],
 )
-def test_times_are_told_in_units_that_fit(seconds: float, told: str) -> None:
-    assert human_seconds(seconds) == told
+def test_times_are_told_in_units_that_fit(seconds: float, message: str) -> None:
+    assert human_seconds(seconds) == message
 
 
 @pytest.mark.parametrize("power", range(-9, 16))
@@ -40,13 +40,13 @@ def test_no_time_has_an_exponent(power: int) -> None:
     assert all("e" not in human_seconds(digit * 10.0**power) for digit in (1.0, 1.234567, 9.99999))
 
 
-@pytest.mark.parametrize(("size", "told"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 40, "3.0 TiB")])
-def test_sizes_are_told_in_units_that_fit(size: float, told: str) -> None:
-    assert human_bytes(size) == told
+@pytest.mark.parametrize(("size", "message"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 40, "3.0 TiB")])
+def test_sizes_are_told_in_units_that_fit(size: float, message: str) -> None:
+    assert human_bytes(size) == message
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "message"),
     [
         (0, "0"),
         (1870, "1,870"),
@@ -56,20 +56,20 @@ def test_sizes_are_told_in_units_that_fit(size: float, told: str) -> None:
         (-2.5, "-2.5"),
     ],
 )
-def test_numbers_are_told_in_full(value: float, told: str) -> None:
-    assert human_number(value) == told
+def test_numbers_are_told_in_full(value: float, message: str) -> None:
+    assert human_number(value) == message
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "message"),
     [(0.0, "0"), (3.178e-5, "0.0000318"), (7.6e-6, "0.0000076"), (0.5, "0.5"), (12345.6, "12,300"), (10.0, "10")],
 )
-def test_what_is_rounded_has_its_zeros_written_out(value: float, told: str) -> None:
-    assert human_rounded(value) == told
+def test_what_is_rounded_has_its_zeros_written_out(value: float, message: str) -> None:
+    assert human_rounded(value) == message
 
 
 @pytest.mark.parametrize(
-    ("radians", "told"),
+    ("radians", "message"),
     [
         (0.0, "0 rad"),
         (0.123, "0.12 rad"),
@@ -80,8 +80,8 @@ def test_what_is_rounded_has_its_zeros_written_out(value: float, told: str) -> N
         (4.0, "4 rad"),
     ],
 )
-def test_angles_are_told_in_units_that_fit(radians: float, told: str) -> None:
-    assert human_angle(radians) == told
+def test_angles_are_told_in_units_that_fit(radians: float, message: str) -> None:
+    assert human_angle(radians) == message
 
 
 ROOT = Path(longleaf.__file__).parent.parent
@@ -90,7 +90,9 @@ ROOT = Path(longleaf.__file__).parent.parent
 @pytest.mark.parametrize("package", ["longleaf", "coordinator", "workers"])
 def test_no_message_tells_a_time_or_a_large_number_by_itself(package: str) -> None:
     bare = re.compile(r"\} seconds|:[.\d]*[eg]\}")
-    files = [path for path in (ROOT / package).rglob("*.py") if path.name != "formatting.py" and "_pb2" not in path.name]
+    files = [
+        path for path in (ROOT / package).rglob("*.py") if path.name != "formatting.py" and "_pb2" not in path.name
+    ]
     found = {path.name for path in files if bare.search(path.read_text(encoding="utf-8"))}
     assert found == set()
 

@@ -9,8 +9,8 @@ from longleaf.types import Started
 
 @pytest.mark.parametrize("position", [0, 3])
 def test_a_service_that_reads_what_it_was_to_hide_is_told_of(position: int) -> None:
-    earlier, later = (Started(10, 8, position, "id", is_exact=is_exact) for is_exact in (True, False))
+    previous, later = (Started(10, 8, position, "id", is_exact=is_exact) for is_exact in (True, False))
     assert GenerationStream("why?", "book", {"hidden": [(0, 4)]}).take(later)
-    assert GenerationStream("why?", "book", {}).take(earlier)
+    assert GenerationStream("why?", "book", {}).take(previous)
     with pytest.raises(LongleafError, match="earlier version"):
-        GenerationStream("why?", "book", {"hidden": [(0, 4)]}).take(earlier)
+        GenerationStream("why?", "book", {"hidden": [(0, 4)]}).take(previous)

@@ -41,9 +41,9 @@ def test_auto_takes_the_compiled_kernels_on_cpus_and_says_so(caplog):
 def test_without_a_compiler_auto_takes_those_of_torch_and_says_why(no_compiler, caplog):
     with caplog.at_level(logging.WARNING, "longleaf"):
         assert registry.choose("auto", "cpu", FLOAT32).name == "torch"
-    [told] = caplog.messages
-    assert told.startswith("kernels: compiled cannot be had on cpu: ") and "'cc'" in told
-    assert told.endswith("; those of torch serve instead (slower)")
+    [reported] = caplog.messages
+    assert reported.startswith("kernels: compiled cannot be had on cpu: ") and "'cc'" in reported
+    assert reported.endswith("; those of torch serve instead (slower)")
 
 
 def test_what_was_asked_for_is_not_replaced(no_compiler):
@@ -157,6 +157,6 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_the_self_test_finds(wrong):
-    operation, change, told = WRONG[wrong]
+    operation, change, reported = WRONG[wrong]
     found = probe(changed(operation, change), "cpu", FLOAT32)
-    assert found is not None and found.startswith(told)
+    assert found is not None and found.startswith(reported)

@@ -38,15 +38,15 @@ print(os.readlink("/proc/self/fd/0").split(":")[0])
 
 
 @pytest.mark.parametrize(
-    ("code", "kind", "told"),
+    ("code", "kind", "message"),
     [
         ("sys.exit('error: too few slots')", Unavailable, r"^too few slots$"),
         ("print('error: too few slots', file=sys.stderr); sys.exit(2)", StartError, r"^too few slots$"),
         ("raise KeyError('x')", Unavailable, r"exit code 1(.|\n)*KeyError"),
     ],
 )
-def test_a_service_that_fails_says_why(code: str, kind: type[LongleafError], told: str) -> None:
-    with ServiceProcess(python(f"import sys; {code}")) as service, pytest.raises(kind, match=told):
+def test_a_service_that_fails_says_why(code: str, kind: type[LongleafError], message: str) -> None:
+    with ServiceProcess(python(f"import sys; {code}")) as service, pytest.raises(kind, match=message):
         service.wait_ready(20)
 
 

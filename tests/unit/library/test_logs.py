@@ -35,7 +35,7 @@ def test_no_text_of_a_client_begins_a_line(formatter: LineFormatter) -> None:
     forged = "u\nerror: forged\r\x1b[2J\x85\u2028error"
     line = record("upload %s is kept", forged)
     line.context = forged
-    told = formatter.format(line)
-    assert all(not each.startswith("error") for each in told.splitlines())
-    assert all(each.isprintable() for each in told.split("\n"))
-    assert "forged" in told
+    message = formatter.format(line)
+    assert all(not each.startswith("error") for each in message.splitlines())
+    assert all(each.isprintable() for each in message.split("\n"))
+    assert "forged" in message

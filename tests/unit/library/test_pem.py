@@ -63,8 +63,8 @@ SPOILED: dict[str, tuple[Callable[[Authority], tuple[bytes, bytes]], str, str]] 
 
 @pytest.mark.parametrize("name", SPOILED)
 def test_what_cannot_be_used_is_named(authority: Authority, name: str) -> None:
-    make, field, told = SPOILED[name]
-    with pytest.raises(InvalidArgument, match=told) as caught:
+    make, field, reported = SPOILED[name]
+    with pytest.raises(InvalidArgument, match=reported) as caught:
         parse_pair(*make(authority))
     assert caught.value.field == field
 

@@ -84,9 +84,9 @@ BREAKS: dict[str, tuple[list[tuple[str, str, str]], list[str]]] = {
 def test_a_break_is_refused_by_its_place(protos: Path, changes: list[tuple[str, str, str]], words: list[str]) -> None:
     for file, before, after in changes:
         change(protos, file, before, after)
-    told = breaks(protos)
-    assert f"longleaf/v1/{changes[0][0]}:" in told
-    assert [word for word in words if word.lower() not in told.lower()] == []
+    reported = breaks(protos)
+    assert f"longleaf/v1/{changes[0][0]}:" in reported
+    assert [word for word in words if word.lower() not in reported.lower()] == []
 
 
 def test_additions_pass(protos: Path) -> None:
@@ -107,7 +107,7 @@ def test_what_was_reserved_stays_reserved(protos: Path, tmp_path: Path) -> None:
     assert breaks(protos, released) == ""
     change(protos, GENERATION, "reserved 50 to 59;", "reserved 51 to 59;")
     change(protos, GENERATION, 'reserved "mood";', "string mood = 50;")
-    told = breaks(protos, released)
-    assert '"Delta"' in told
-    assert "mood" in told
-    assert "50" in told
+    reported = breaks(protos, released)
+    assert '"Delta"' in reported
+    assert "mood" in reported
+    assert "50" in reported

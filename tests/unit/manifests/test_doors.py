@@ -187,8 +187,8 @@ def test_only_the_namespace_of_prometheus_reaches_the_metrics(whole):
 
 def test_alerts_and_dashboard_are_those_of_ops(whole):
     rules = yaml.safe_load((ROOT / "ops" / "prometheus" / "rules.yml").read_text())
-    told = "k8s/components/monitoring/prometheusrule.yaml: its groups are not those of ops/prometheus/rules.yml"
-    assert named(whole, "PrometheusRule", "longleaf")["spec"] == rules, told
+    message = "k8s/components/monitoring/prometheusrule.yaml: its groups are not those of ops/prometheus/rules.yml"
+    assert named(whole, "PrometheusRule", "longleaf")["spec"] == rules, message
     (dashboard,) = of_kind(whole, "ConfigMap")
     assert dashboard["data"] == {"longleaf.json": (ROOT / "ops" / "grafana" / "longleaf.json").read_text()}
     assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
@@ -202,8 +202,8 @@ def test_what_the_readme_tells_people_to_write_has_an_authority(tmp_path):
 
 
 def test_the_readme_tells_how_the_smallest_overlay_is_closed():
-    told = (MANIFESTS / "README.md").read_text()
-    (block,) = [one for one in told.split("```")[1::2] if one.startswith("\ncomponents:")]
+    reported = (MANIFESTS / "README.md").read_text()
+    (block,) = [one for one in reported.split("```")[1::2] if one.startswith("\ncomponents:")]
     settings = yaml.safe_load(block)
     assert [Path(one).name for one in settings["components"]] == ["certificates", "credentials", "authority"]
     for patch, expected in zip(settings["patches"], CLOSING, strict=True):
@@ -273,11 +273,11 @@ BREAKS = {
 }
 
 
-@pytest.mark.parametrize("told", BREAKS)
-def test_a_broken_door_is_told(told, broken):
+@pytest.mark.parametrize("reported", BREAKS)
+def test_a_broken_door_is_told(reported, broken):
     assert problems(broken, RAY) == []
-    BREAKS[told](broken)
-    assert told in "\n".join(problems(broken, RAY))
+    BREAKS[reported](broken)
+    assert reported in "\n".join(problems(broken, RAY))
 
 
 TYPOS = {
@@ -299,5 +299,5 @@ def test_a_planted_typo_is_found(typo, broken):
     document = of_kind(broken, kind)[0]
     assert list(all_errors([document])) == []
     plant(document["spec"])
-    (told,) = all_errors([document])
-    assert typo in told
+    (reported,) = all_errors([document])
+    assert typo in reported

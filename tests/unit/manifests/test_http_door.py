@@ -183,10 +183,10 @@ BREAKS = {
 }
 
 
-@pytest.mark.parametrize("told", BREAKS)
-def test_a_broken_rule_is_told(told, broken):
-    BREAKS[told](broken)
-    assert told in "\n".join(problems(broken, RAY))
+@pytest.mark.parametrize("reported", BREAKS)
+def test_a_broken_rule_is_told(reported, broken):
+    BREAKS[reported](broken)
+    assert reported in "\n".join(problems(broken, RAY))
 
 
 TYPOS = {
@@ -209,5 +209,5 @@ def test_a_planted_typo_is_found(typo, broken):
     (document,) = of_kind(broken, kind)
     assert list(all_errors([document])) == []
     plant(document["spec"])
-    (told,) = all_errors([document])
-    assert typo in told
+    (reported,) = all_errors([document])
+    assert typo in reported

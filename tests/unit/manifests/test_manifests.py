@@ -44,10 +44,10 @@ def test_every_rule_holds(documents):
 
 
 def test_the_readme_names_the_versions_that_the_schemas_are_of():
-    told = (ROOT / "k8s" / "README.md").read_text()
-    assert f"Kubernetes {KUBERNETES} or newer" in told
+    reported = (ROOT / "k8s" / "README.md").read_text()
+    assert f"Kubernetes {KUBERNETES} or newer" in reported
     (kuberay,) = re.findall(r"kuberay v(\d+\.\d+)\.\d+", (SCHEMAS / "README.md").read_text())
-    assert f"[KubeRay](https://github.com/ray-project/kuberay) {kuberay}" in told
+    assert f"[KubeRay](https://github.com/ray-project/kuberay) {kuberay}" in reported
 
 
 @pytest.mark.parametrize("path", sorted(SCHEMAS.glob("*.json")), ids=lambda path: path.stem)
@@ -173,8 +173,8 @@ TYPOS = {
 @pytest.mark.parametrize("typo", TYPOS)
 def test_a_planted_typo_is_found(typo, broken):
     TYPOS[typo](broken)
-    (told,) = all_errors(broken)
-    assert typo in told
+    (reported,) = all_errors(broken)
+    assert typo in reported
 
 
 BREAKS = {
@@ -223,7 +223,7 @@ BREAKS = {
 }
 
 
-@pytest.mark.parametrize("told", BREAKS)
-def test_a_broken_rule_is_told(told, broken):
-    BREAKS[told](broken)
-    assert told in "\n".join(problems(broken, RAY))
+@pytest.mark.parametrize("reported", BREAKS)
+def test_a_broken_rule_is_told(reported, broken):
+    BREAKS[reported](broken)
+    assert reported in "\n".join(problems(broken, RAY))

@@ -64,13 +64,13 @@ def test_a_chunk_that_cannot_be_placed_ends_its_document_alone(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     bench = Bench()
-    asked = bench.ask(5, max_tokens=30)
+    requested = bench.ask(5, max_tokens=30)
     bench.step()
     document, other = bench.ingest("doc", 100), bench.ingest("other", 100)
     failing(monkeypatch, IngestJob, "next_chunk", error, lambda job: job.id == document)
     bench.run()
     check_ended(bench, document)
-    assert bench.tokens(asked) == bench.alone(5, 30)
+    assert bench.tokens(requested) == bench.alone(5, 30)
     assert "other" in bench.scheduler.contexts
     assert "doc" not in bench.scheduler.contexts
     assert not isinstance(bench.seen[other][-1], LongleafError)
@@ -114,12 +114,12 @@ def test_what_cannot_be_recomputed_ends_those_who_ask_it_alone(
     bench = parked(windows)
     running = bench.ask(5, max_tokens=60)
     bench.step()
-    asked = bench.ask(3, context="bad")
+    requested = bench.ask(3, context="bad")
     with monkeypatch.context() as patched:
         failing(patched, kind, method, error, lambda _: True)
         for _ in range(20):
             bench.step()
-    assert isinstance(bench.seen[asked][-1], LongleafError)
+    assert isinstance(bench.seen[requested][-1], LongleafError)
     others = [bench.ask(3, context="good"), bench.ask(3, context="bad")]
     bench.run()
     assert bench.tokens(running) == bench.alone(5, 60)

@@ -142,8 +142,8 @@ def test_preempted_answer_goes_on_at_its_next_token() -> None:
     low = bench.ask(20, max_tokens=20)
     for _ in range(6):
         bench.step()
-    told = len(bench.tokens(low))
-    assert told >= 4
+    reported = len(bench.tokens(low))
+    assert reported >= 4
     high = bench.ask(20, max_tokens=10, first=500, priority=1)
     bench.step()
     assert bench.began[-1] == high
@@ -155,9 +155,9 @@ def test_preempted_answer_goes_on_at_its_next_token() -> None:
     assert isinstance(ended, Ended)
     assert (ended.prompt_tokens, ended.completion_tokens) == (20, 20)
     again = [plan.work for plan in plans if isinstance(plan.work, Prefill)][-1]
-    assert (again.start, len(again.token_ids)) == (0, 20 + told - 1)
+    assert (again.start, len(again.token_ids)) == (0, 20 + reported - 1)
     row = next(p.work.rows[0] for p in plans if isinstance(p.work, Decode) and p.work.rows[0].sequence == low)
-    assert row.token_index == told
+    assert row.token_index == reported
 
 
 def test_a_chunk_that_reads_an_answer_again_is_not_named_as_the_prompt_alone() -> None:
@@ -165,12 +165,12 @@ def test_a_chunk_that_reads_an_answer_again_is_not_named_as_the_prompt_alone() -
     low = bench.ask(20, max_tokens=20)
     for _ in range(6):
         bench.step()
-    told = len(bench.tokens(low))
+    reported = len(bench.tokens(low))
     job = bench.scheduler._running[low]
     bench.ask(20, max_tokens=10, first=500, priority=1)
     plans = bench.run()
     again = [plan.work for plan in plans if isinstance(plan.work, Prefill)][-1]
-    assert job._tokens_of(again) == f"tokens 0 to {20 + told - 2} of the prompt and the answer"
+    assert job._tokens_of(again) == f"tokens 0 to {20 + reported - 2} of the prompt and the answer"
 
 
 def test_what_is_still_held_of_a_preempted_answer_is_not_read_again() -> None:
@@ -357,11 +357,11 @@ def test_a_deadline_that_cannot_be_met_is_refused() -> None:
 
 def test_the_deadline_of_a_held_one_tells_only_whether_it_may_begin() -> None:
     bench = Bench()
-    held = bench.ask(100, max_tokens=10, deadline=0.05, is_held=True)
+    resident = bench.ask(100, max_tokens=10, deadline=0.05, is_held=True)
     assert bench.scheduler.next_deadline is None
     bench.now = 0.1
     bench.run()
-    assert isinstance(bench.seen[held][-1], Ended)
+    assert isinstance(bench.seen[resident][-1], Ended)
     with pytest.raises(DeadlineExceeded):
         bench.ask(100, first=500, deadline=bench.now + 0.05, is_held=True)
 

@@ -24,18 +24,18 @@ def going_on(count: int, told: dict[int, int], num_samples: int, max_tokens: int
 
 
 def test_each_sample_goes_on_at_its_own_token() -> None:
-    bench, told = Bench(), {0: 0, 2: 13, 3: 19}
-    bench.scheduler.admit(0, going_on(30, told, 4))
+    bench, reported = Bench(), {0: 0, 2: 13, 3: 19}
+    bench.scheduler.admit(0, going_on(30, reported, 4))
     assert bench.scheduler.num_waiting == 1
     bench.run()
     events, answer = bench.seen[0], Bench.alone(30, 20)
     for sample in range(4):
         tokens = [event for event in events if isinstance(event, Tokens) and event.sample == sample]
-        first = told.get(sample, 20)
+        first = reported.get(sample, 20)
         assert [event.index for event in tokens] == list(range(first, 20))
         assert [token_id for event in tokens for token_id in event.token_ids] == answer[first:]
     ends = {event.sample: event for event in events if isinstance(event, Ended)}
-    assert ends.keys() == told.keys()
+    assert ends.keys() == reported.keys()
     assert {(end.prompt_tokens, end.cached_tokens, end.completion_tokens) for end in ends.values()} == {(30, 0, 20)}
     assert bench.scheduler.num_running == bench.scheduler.num_waiting == 0
 

@@ -67,9 +67,9 @@ def test_a_fork_finds_its_windows_again_however_the_document_is_cut_then() -> No
     assert [len(work.token_ids) for work in reread(group.run())] == [50]
     for end in (48, 50):
         group.keys.check_end(group.scheduler.contexts.get("a").path.ids, end)
-    asked = group.ask(20, max_tokens=2, context="fork")
+    requested = group.ask(20, max_tokens=2, context="fork")
     group.run()
-    assert group.tokens(asked) == group.alone(20, 2)
+    assert group.tokens(requested) == group.alone(20, 2)
 
 
 def _until_there(group: Group, context: str, count: int) -> list[StepPlan]:

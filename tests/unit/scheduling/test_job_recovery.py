@@ -41,12 +41,12 @@ def test_what_a_stream_waits_for_comes_first_and_others_go_on_meanwhile() -> Non
     for context in "abc":
         group.document(context, 64)
     group.change(0, 1, 2)
-    asked = group.ask(20, max_tokens=2, context="b")
+    requested = group.ask(20, max_tokens=2, context="b")
     free = group.ask(9, max_tokens=8)
     plans = group.run()
     path = group.scheduler.contexts.get("b").path.ids
     assert reread(plans)[0].path == path
-    assert group.tokens(asked) == group.alone(20, 2)
+    assert group.tokens(requested) == group.alone(20, 2)
     assert group.tokens(free) == group.alone(9, 8)
     assert "PDPD" in kinds(plans), "chunks alternate with the rows of whoever does not wait"
     assert group.holds("a") and group.holds("b") and group.holds("c")
@@ -72,8 +72,8 @@ def test_those_who_wait_are_told_how_far_it_is() -> None:
     group.change(0, 2, 3)
     assert group.scheduler.recovering == Recovering(lost_tokens=32, recovered_tokens=0, total_tokens=32)
     group.run()
-    told = [event for event in group.seen[job] if isinstance(event, Recovering)]
-    assert told == [Recovering(32 - done, done, 32) for done in (0, 24)]
+    reported = [event for event in group.seen[job] if isinstance(event, Recovering)]
+    assert reported == [Recovering(32 - done, done, 32) for done in (0, 24)]
     assert group.tokens(job) == group.alone(20, 4)
     assert group.scheduler.recovering is None
 
@@ -108,11 +108,11 @@ def test_what_cannot_be_held_goes_in_order() -> None:
     for context in "abcd":
         group.document(context, 40)
     group.scheduler.contexts.change("b", ContextSettings(is_pinned=True), 0.0)
-    asked = group.ask(4, max_tokens=2, context="a")
+    requested = group.ask(4, max_tokens=2, context="a")
     group.change(0, 1)
     assert [given_up.context for given_up in group.scheduler.take_given_up()] == ["c"]
     group.run()
-    assert group.tokens(asked) == group.alone(4, 2)
+    assert group.tokens(requested) == group.alone(4, 2)
     group.change(0)
     assert [given_up.context for given_up in group.scheduler.take_given_up()] == ["d", "a"]
     group.run()
@@ -191,9 +191,9 @@ def test_what_only_all_ranks_have_room_for_is_to_be_asked_again() -> None:
     group.change(0, may_grow=True)
     with pytest.raises(
         ResourceExhausted, match="the pool of all ranks holds 64.* until a lost rank is replaced"
-    ) as told:
+    ) as reported:
         group.ask(80)
-    assert told.value.retry_seconds == 5.0
+    assert reported.value.retry_seconds == 5.0
     group.scheduler.settle()
     with pytest.raises(InvalidArgument):
         group.ask(80)
@@ -203,9 +203,9 @@ def test_who_finds_contexts_in_its_place_is_to_ask_again() -> None:
     group = Group(num_ranks=2, num_blocks=16)
     group.document("a", 48)
     group.change(0, may_grow=True)
-    with pytest.raises(ResourceExhausted, match="contexts keep too many until a lost rank is replaced") as told:
+    with pytest.raises(ResourceExhausted, match="contexts keep too many until a lost rank is replaced") as reported:
         group.ask(40)
-    assert told.value.retry_seconds == 5.0
+    assert reported.value.retry_seconds == 5.0
     group.change(0, None)
     group.ask(40)
     group.run()
@@ -223,8 +223,8 @@ def test_who_comes_takes_a_share() -> None:
     assert all(transfer.target.rank == 2 for move in moves for transfer in move.transfers)
     while_streaming = zip(plans[:5], plans[1:6], strict=True)
     assert not any(isinstance(a.work, Move) and isinstance(b.work, Move) for a, b in while_streaming)
-    held = group.scheduler.segments.tokens_by_rank()
-    assert held[2] >= 192 // 3 - 2 * group.config.block_size, "but for what the stream held meanwhile"
+    resident = group.scheduler.segments.tokens_by_rank()
+    assert resident[2] >= 192 // 3 - 2 * group.config.block_size, "but for what the stream held meanwhile"
     assert group.tokens(stream) == group.alone(20, 9)
     assert group.holds("a")
 

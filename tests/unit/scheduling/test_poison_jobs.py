@@ -155,9 +155,9 @@ def test_an_answer_that_is_computed_apart_has_its_turn_while_others_read() -> No
 
 def test_a_prompt_that_comes_past_the_place_is_cleared() -> None:
     group = Group()
-    asked = group.ask(200, max_tokens=2)
-    _break_everywhere(group, asked)
-    assert group.tokens(asked) == group.alone(200, 2)
+    requested = group.ask(200, max_tokens=2)
+    _break_everywhere(group, requested)
+    assert group.tokens(requested) == group.alone(200, 2)
 
 
 def test_a_document_that_comes_past_the_place_is_cleared() -> None:
@@ -185,13 +185,13 @@ def _until(group: Group, job: int, place: int) -> StepPlan:
 
 def test_a_chunk_before_the_place_clears_nobody() -> None:
     group = Group()
-    asked = group.ask(100, max_tokens=2)
-    while not isinstance(group.seen.get(asked, [None])[-1], Failed):
+    requested = group.ask(100, max_tokens=2)
+    while not isinstance(group.seen.get(requested, [None])[-1], Failed):
         plan = group.schedule()
         assert plan is not None
         if isinstance(plan.work, Prefill) and plan.work.start == 64:
             group.change(0, 1, 2, 3, steps=(plan.step,))
         else:
             group.commit(plan)
-    told = group.seen[asked][-1]
-    assert isinstance(told, Failed) and "tokens 64 to " in str(told.error)
+    reported = group.seen[requested][-1]
+    assert isinstance(reported, Failed) and "tokens 64 to " in str(reported.error)

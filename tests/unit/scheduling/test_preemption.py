@@ -204,13 +204,13 @@ def test_those_who_wait_are_not_compared_with_each_that_runs(monkeypatch: pytest
     for _ in range(30):
         bench.ask(3, max_tokens=20)
     bench.step()
-    asked: list[Job] = []
+    requested: list[Job] = []
     may_preempt = Job.may_preempt
-    monkeypatch.setattr(Job, "may_preempt", lambda job, other: (asked.append(job), may_preempt(job, other))[1])
+    monkeypatch.setattr(Job, "may_preempt", lambda job, other: (requested.append(job), may_preempt(job, other))[1])
     for _ in range(5):
         bench.scheduler._may_begin = True
         bench.step()
-    assert (bench.scheduler.num_running, bench.scheduler.num_waiting, asked) == (8, 22, [])
+    assert (bench.scheduler.num_running, bench.scheduler.num_waiting, requested) == (8, 22, [])
 
 
 def test_those_who_wait_for_a_quota_are_not_compared_with_each_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,16 +220,16 @@ def test_those_who_wait_for_a_quota_are_not_compared_with_each_that_runs(monkeyp
         bench.ask(3, max_tokens=20, at_once=3 if number % 2 else None, tenant="acme" if number % 2 else "bolt")
     bench.step()
     assert (bench.scheduler.num_running, bench.scheduler.usage("acme").running) == (8, 3)
-    asked: list[Request] = []
+    requested: list[Request] = []
     is_running = Request.is_running.fget
     assert is_running is not None
     monkeypatch.setattr(
-        Request, "is_running", property(lambda request: (asked.append(request), is_running(request))[1])
+        Request, "is_running", property(lambda request: (requested.append(request), is_running(request))[1])
     )
     bench.ask(3, at_once=3, tenant="acme")
-    asked.clear()
+    requested.clear()
     bench.scheduler.schedule()
-    assert len(asked) <= 2 * bench.scheduler.num_waiting
+    assert len(requested) <= 2 * bench.scheduler.num_waiting
 
 
 def test_who_is_not_read_and_waits_keeps_no_context_from_making_room() -> None:

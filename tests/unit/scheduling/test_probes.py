@@ -150,11 +150,11 @@ def test_sequences_take_turns_where_more_spans_are_told_than_fit_into_an_answer(
     jobs = [bench.submit(prompt) for _ in range(5)]
     plain = bench.ask(2, max_tokens=15)
     plans = bench.run()
-    told = [[row.sequence for row in rows([plan]) if row.sequence != plain] for plan in plans]
-    assert {len(step) for step in told[:12]} == {2}, "no step tells of more, and none of fewer than fit"
-    assert max(map(len, told)) == 2
+    reported = [[row.sequence for row in rows([plan]) if row.sequence != plain] for plan in plans]
+    assert {len(step) for step in reported[:12]} == {2}, "no step tells of more, and none of fewer than fit"
+    assert max(map(len, reported)) == 2
     assert [len(bench.tokens(job)) for job in jobs] == [6] * 5
-    assert all({*jobs} == {job for step in told[i : i + 3] for job in step} for i in range(10))
+    assert all({*jobs} == {job for step in reported[i : i + 3] for job in step} for i in range(10))
     assert all(any(row.sequence == plain for row in rows([plan])) for plan in plans[:15]), "it missed no step"
 
 

@@ -133,7 +133,7 @@ def test_a_chunk_read_before_a_preemption_is_not_counted_after_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("penalty", "told"),
+    ("penalty", "reported"),
     [
         ({}, None),
         ({"presence_penalty": 1.0}, PenaltyHistory((), ())),
@@ -141,7 +141,7 @@ def test_a_chunk_read_before_a_preemption_is_not_counted_after_it() -> None:
     ],
 )
 def test_penalties_are_told_what_was_seen_with_the_first_row(
-    penalty: dict[str, float], told: PenaltyHistory | None
+    penalty: dict[str, float], reported: PenaltyHistory | None
 ) -> None:
     bench = Bench()
     bench.ingest("book", 40)
@@ -151,7 +151,7 @@ def test_penalties_are_told_what_was_seen_with_the_first_row(
     bench._admitted(lambda job: bench.scheduler.admit(job, prompt))
     rows = [row for plan in bench.run() if isinstance(plan.work, Decode) for row in plan.work.rows]
     assert [row.token_index for row in rows] == [0, 1, 2]
-    assert [row.terms and row.terms.seen for row in rows] == [told, None, None]
+    assert [row.terms and row.terms.seen for row in rows] == [reported, None, None]
 
 
 MANY = Sampling(

@@ -29,8 +29,8 @@ def steps_of(bench: Bench) -> Iterator[StepPlan]:
 def test_a_full_batch_looks_for_no_drafts(monkeypatch: pytest.MonkeyPatch, num_sequences: int, is_full: bool) -> None:
     found, draft = list[Draft](), SequenceDrafter.draft
 
-    def look(guesses: SequenceDrafter, end: int, count: int) -> Draft:
-        found.append(draft(guesses, end, count))
+    def look(drafts: SequenceDrafter, end: int, count: int) -> Draft:
+        found.append(draft(drafts, end, count))
         return found[-1]
 
     monkeypatch.setattr(SequenceDrafter, "draft", look)
@@ -45,10 +45,10 @@ def test_a_full_batch_looks_for_no_drafts(monkeypatch: pytest.MonkeyPatch, num_s
 def test_of_many_sequences_some_are_compared_in_a_step_and_all_in_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, compare, in_step = Counter[int](), SequenceDrafter.compare, list[int]()
 
-    def count(guesses: SequenceDrafter, token_id: int, end: int) -> None:
-        seen[guesses.tail.id] += 1
-        in_step.append(guesses.tail.id)
-        compare(guesses, token_id, end)
+    def count(drafts: SequenceDrafter, token_id: int, end: int) -> None:
+        seen[drafts.tail.id] += 1
+        in_step.append(drafts.tail.id)
+        compare(drafts, token_id, end)
 
     monkeypatch.setattr(SequenceDrafter, "compare", count)
     count_sequences = 2 * MAX_COMPARED + 3
@@ -86,8 +86,8 @@ class EvenBench(Bench):
 def test_who_asks_what_others_asked_has_drafts_behind_its_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
     num_context, num_question = 40, 5
 
-    def know(guesses: SequenceDrafter, end: int, count: int) -> Draft:
-        last, found = guesses.tail.token_ids[end - guesses.tail.start - 1], list[int]()
+    def know(drafts: SequenceDrafter, end: int, count: int) -> Draft:
+        last, found = drafts.tail.token_ids[end - drafts.tail.start - 1], list[int]()
         for index in range(end - num_context - num_question, end - num_context - num_question + count):
             found.append(last := echo_token(last, index))
         return Draft(1, tuple(found))

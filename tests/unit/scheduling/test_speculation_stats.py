@@ -64,9 +64,9 @@ class Drafting(Bench):
 
 def test_a_step_tells_what_it_drafted_and_what_of_it_was_right() -> None:
     bench = Drafting()
-    told = bench.answer(max_tokens=20)
-    assert [token_id for step in told for token_id in step.token_ids] == Bench.alone(8, 20)
-    assert [(len(step.tokens), step.num_drafted, step.num_accepted) for step in told] == [
+    reported = bench.answer(max_tokens=20)
+    assert [token_id for step in reported for token_id in step.token_ids] == Bench.alone(8, 20)
+    assert [(len(step.tokens), step.num_drafted, step.num_accepted) for step in reported] == [
         (1, 0, 0),
         (8, 7, 7),
         (8, 7, 7),

@@ -70,20 +70,20 @@ def test_a_prompt_behind_the_border_begins_with_the_other_rope() -> None:
     assert not bench.of(job, OWN_ROPE)
 
 
-@pytest.mark.parametrize("told", [4, 5])
-def test_an_answer_goes_on_with_the_rope_of_what_was_told(told: int) -> None:
+@pytest.mark.parametrize("reported", [4, 5])
+def test_an_answer_goes_on_with_the_rope_of_what_was_told(reported: int) -> None:
     bench = Watched()
     answer = bench.alone(20, 30)
     prompt = Prompt(
         context=None,
         token_ids=tuple(range(20)),
         sampling=Sampling(max_tokens=30),
-        generated={0: answer[:told]},
+        generated={0: answer[:reported]},
     )
     bench.scheduler.admit(0, prompt)
     bench.run()
-    assert bench.tokens(0) == answer[told:]
-    assert bool(bench.of(0, OWN_ROPE)) == (20 + told <= BORDER)
+    assert bench.tokens(0) == answer[reported:]
+    assert bool(bench.of(0, OWN_ROPE)) == (20 + reported <= BORDER)
 
 
 def test_others_wait_for_one_chunk_at_a_time() -> None:

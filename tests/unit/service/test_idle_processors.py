@@ -6,7 +6,7 @@ from coordinator.service import idle_processors
 
 
 @pytest.mark.parametrize(
-    ("ranks", "threads", "devices", "processors", "told"),
+    ("ranks", "threads", "devices", "processors", "message"),
     [
         (1, 1, ["cpu"], 16, "1 thread computes on 16 processors: --threads N, for each rank, uses more"),
         (2, 2, ["cpu", "cpu"], 16, "4 threads compute on 16 processors: --threads N, for each rank, uses more"),
@@ -16,6 +16,6 @@ from coordinator.service import idle_processors
     ],
 )
 def test_a_start_that_leaves_most_processors_idle_says_so(
-    ranks: int, threads: int, devices: list[str], processors: int, told: str
+    ranks: int, threads: int, devices: list[str], processors: int, message: str
 ) -> None:
-    assert idle_processors(ranks, threads, devices, processors) == ((told,) if told else ())
+    assert idle_processors(ranks, threads, devices, processors) == ((message,) if message else ())

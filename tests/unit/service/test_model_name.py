@@ -25,8 +25,8 @@ def test_a_name_is_what_people_can_read(name: str) -> None:
 def test_all_else_is_refused_at_once(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         app.main(["serve", f"--model-name={name}"])
-    told = "error: --model-name: must be 1 to 256 printable characters, the first and the last no space\n"
-    assert (end.value.code, capsys.readouterr().err) == (2, told)
+    message = "error: --model-name: must be 1 to 256 printable characters, the first and the last no space\n"
+    assert (end.value.code, capsys.readouterr().err) == (2, message)
 
 
 async def test_a_service_that_is_started_otherwise_refuses_it_too(tmp_path: Path) -> None:
@@ -43,5 +43,5 @@ def test_without_a_name_clients_see_that_of_the_folder(folder: bytes, name: str,
     for model in (path, link):
         assert ServiceConfig(engine=EngineConfig(model=str(model))).shown_name == name
         assert ServiceConfig(engine=EngineConfig(model=str(model)), model_name="other").shown_name == "other"
-    told = Cluster(model=ModelInfo(name=name), workers=(), world_size=1, epoch=1, launcher="ray", merge="auto")
-    assert encode_cluster(told).model.name == name
+    reported = Cluster(model=ModelInfo(name=name), workers=(), world_size=1, epoch=1, launcher="ray", merge="auto")
+    assert encode_cluster(reported).model.name == name

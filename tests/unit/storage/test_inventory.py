@@ -47,8 +47,8 @@ def test_the_newest_note_of_each_context_is_read(store):
         put_note(store, "a", context, number, is_deleted=number == 3)
     put_note(store, "b", "moby", 2)
     found = read_notes(store)
-    told = {key: (note.number, note.is_deleted) for key, note in found.newest.items()}
-    assert told == {("a", "moby"): (3, True), ("a", "emma"): (1, False), ("b", "moby"): (2, False)}
+    reported = {key: (note.number, note.is_deleted) for key, note in found.newest.items()}
+    assert reported == {("a", "moby"): (3, True), ("a", "emma"): (1, False), ("b", "moby"): (2, False)}
     assert not found.damaged
 
 
@@ -107,14 +107,14 @@ def test_the_last_note_of_a_context_is_never_swept(store, clock):
 
 
 def test_neither_service_touches_what_is_the_others(store, clock):
-    kept = {service: keep(store, Attempt(service, f"{service}-1", "1f")) for service in ("a", "a-b")}
+    retained = {service: keep(store, Attempt(service, f"{service}-1", "1f")) for service in ("a", "a-b")}
     for number in range(3):
-        for service in kept:
+        for service in retained:
             put_note(store, service, "moby", number)
     clock.now += GRACE + 1
     for service, other in (("a", "a-b"), ("a-b", "a")):
         before = {name for name in names(store) if name.startswith(f"services/{other}/")}
-        assert sweep(store, service, clock.now, GRACE, set()).num_objects == len(kept[service]) + 2
+        assert sweep(store, service, clock.now, GRACE, set()).num_objects == len(retained[service]) + 2
         assert {name for name in names(store) if name.startswith(f"services/{other}/")} == before
     assert len(names(store)) == 2
     for service in ("", "..", "a/../b", "A"):

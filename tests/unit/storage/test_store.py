@@ -74,7 +74,7 @@ def test_no_name_leads_out_of_the_storage(store, name):
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "reported"),
     [
         (OSError(errno.EIO, "input/output error"), "input/output error"),
         (OSError(errno.ENOSPC, "no space"), "make room"),
@@ -86,7 +86,7 @@ def test_no_name_leads_out_of_the_storage(store, name):
         (RuntimeError(), "RuntimeError"),
     ],
 )
-def test_whatever_fails_is_one_error_that_says_what_to_do(store, files, error, told):
+def test_whatever_fails_is_one_error_that_says_what_to_do(store, files, error, reported):
     calls = (
         lambda: store.put("a", [b"1"]),
         lambda: store.get("a"),
@@ -97,7 +97,7 @@ def test_whatever_fails_is_one_error_that_says_what_to_do(store, files, error, t
     )
     for call in calls:
         files.fail(1, error)
-        with pytest.raises(StorageUnavailable, match=told) as caught:
+        with pytest.raises(StorageUnavailable, match=reported) as caught:
             call()
         assert "fake://host/folder cannot be" in str(caught.value)
         assert "secret" not in str(caught.value)

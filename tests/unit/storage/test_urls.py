@@ -31,7 +31,7 @@ def test_relative_folders_stay_where_they_were(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("url", "told"),
+    ("url", "reported"),
     [
         ("", "empty"),
         ("nonsense://x", "nothing is known of nonsense://"),
@@ -46,8 +46,8 @@ def test_relative_folders_stay_where_they_were(tmp_path, monkeypatch):
         ("/a\0b", "empty or not a path"),
     ],
 )
-def test_refused(url, told):
-    with pytest.raises(InvalidArgument, match=told) as caught:
+def test_refused(url, reported):
+    with pytest.raises(InvalidArgument, match=reported) as caught:
         Store.open(url)
     assert caught.value.field == "snapshot_url"
     assert "secret" not in str(caught.value)
@@ -63,9 +63,9 @@ try:
 except Exception as error:
     print(error)
 """
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert told.startswith("snapshot_url: s3://bucket needs a package")
-    assert "pip install 'longleaf[s3]'" in told
+    reported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert reported.startswith("snapshot_url: s3://bucket needs a package")
+    assert "pip install 'longleaf[s3]'" in reported
 
 
 def test_folders_need_no_drivers(tmp_path):

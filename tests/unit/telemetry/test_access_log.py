@@ -108,10 +108,10 @@ async def test_a_flood_of_refused_calls_writes_the_first_of_a_host_and_then_coun
             one(log, code="UNAUTHENTICATED")
         one(log, code="PERMISSION_DENIED")
         hand.move(1.0)
-        told = [line.getMessage() for line in lines(caplog, "coordinator.audit")]
-        assert len(told) == FIRST_PER_HOST + second + 1
+        reported = [line.getMessage() for line in lines(caplog, "coordinator.audit")]
+        assert len(reported) == FIRST_PER_HOST + second + 1
         count = 10_000 - (0 if second else FIRST_PER_HOST)
-        assert told[-1] == f"further calls were refused: 1 with PERMISSION_DENIED, {count:,} with UNAUTHENTICATED"
+        assert reported[-1] == f"further calls were refused: 1 with PERMISSION_DENIED, {count:,} with UNAUTHENTICATED"
     assert len(lines(caplog, "coordinator.auth")) == FIRST_PER_HOST
     one(log, code="OK")
     assert len(lines(caplog, "coordinator.auth")) == FIRST_PER_HOST + 1, "who comes in is not counted among them"

@@ -123,15 +123,15 @@ def test_what_it_has_is() -> None:
 
 
 def test_nothing_is_read_until_somebody_looks() -> None:
-    asked: list[int] = []
+    requested: list[int] = []
 
     def cluster() -> Cluster:
-        asked.append(1)
+        requested.append(1)
         return CLUSTER
 
     gauges = Gauges(replace(SOURCES, cluster=cluster), "lama", {})
     assert gauges.collect() == []
-    assert not asked
+    assert not requested
     gauges.look()
-    assert len(asked) == 1
+    assert len(requested) == 1
     assert gauges.collect()

@@ -23,12 +23,12 @@ def record(message: str = "hello", error: BaseException | None = None, **facts: 
 
 
 def raised() -> Exception:
-    said = SECRET
+    output = SECRET
     try:
         try:
-            raise KeyError(said)
+            raise KeyError(output)
         except KeyError as before:
-            raise ValueError(f"cannot read {said}") from before
+            raise ValueError(f"cannot read {output}") from before
     except ValueError as error:
         return error
 
@@ -38,9 +38,9 @@ def test_a_json_line_has_time_level_logger_message_and_the_facts_that_are_known(
         record("a\nline of ünïcödé\u2028", rank=3, node="n1", epoch=2, tenant="", color="red")
     )
     assert "\n" not in line and line.isascii()
-    told = json.loads(line)
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", told.pop("ts"))
-    assert told == {
+    reported = json.loads(line)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", reported.pop("ts"))
+    assert reported == {
         "level": "warning",
         "logger": "coordinator.x",
         "message": "a\nline of ünïcödé\u2028",
@@ -69,39 +69,39 @@ def test_a_name_that_is_no_unicode_breaks_no_line() -> None:
 def test_an_error_is_told_with_where_it_was_raised_and_never_with_what_variables_held(
     formatter: logging.Formatter,
 ) -> None:
-    said = formatter.format(record(error=raised()))
-    assert "ValueError: cannot read call me ishmael" in said and "in raised" in said
-    assert "said = 'call" not in said
-    assert isinstance(formatter, TextFormatter) or "\n" not in said
+    text = formatter.format(record(error=raised()))
+    assert "ValueError: cannot read call me ishmael" in text and "in raised" in text
+    assert "said = 'call" not in text
+    assert isinstance(formatter, TextFormatter) or "\n" not in text
 
 
 @pytest.mark.parametrize("kind", [JsonFormatter, TextFormatter])
 def test_while_a_call_is_served_messages_of_errors_are_not_logged(kind: type[logging.Formatter]) -> None:
     token = CURRENT.set(CallRecord(METHOD, "ipv4:10.0.0.1:5", {}, tenant="acme", request_id="acme/one"))
     try:
-        said = kind(logs.facts_of_call).format(record(error=raised()))
+        text = kind(logs.facts_of_call).format(record(error=raised()))
     finally:
         CURRENT.reset(token)
-    assert "builtins.ValueError" in said and "builtins.KeyError" in said and "in raised" in said
-    assert SECRET not in said
+    assert "builtins.ValueError" in text and "builtins.KeyError" in text and "in raised" in text
+    assert SECRET not in text
 
 
 def test_errors_that_came_from_each_other_in_a_ring_are_told() -> None:
     first, second = ValueError(), KeyError()
     first.__context__, second.__context__ = second, first
-    said = TextFormatter(lambda: {"method": METHOD}).format(record(error=first))
-    assert (said.count("ValueError"), said.count("KeyError")) == (1, 1)
+    text = TextFormatter(lambda: {"method": METHOD}).format(record(error=first))
+    assert (text.count("ValueError"), text.count("KeyError")) == (1, 1)
 
 
 def test_what_is_logged_while_a_call_is_served_names_the_call_by_the_names_of_its_tenant() -> None:
     call = CallRecord(METHOD, "ipv4:10.0.0.1:5", {}, tenant="acme", request_id="acme/one", context="acme/book")
     token = CURRENT.set(call)
     try:
-        told = json.loads(logs.formatter(TelemetryConfig(log_format="json")).format(record(code="OK")))
+        reported = json.loads(logs.formatter(TelemetryConfig(log_format="json")).format(record(code="OK")))
     finally:
         CURRENT.reset(token)
-    del told["ts"], told["level"], told["logger"], told["message"]
-    assert told == {"request": "one", "tenant": "acme", "method": METHOD, "code": "OK", "context": "book"}
+    del reported["ts"], reported["level"], reported["logger"], reported["message"]
+    assert reported == {"request": "one", "tenant": "acme", "method": METHOD, "code": "OK", "context": "book"}
 
 
 @pytest.mark.parametrize(
@@ -116,10 +116,10 @@ def test_a_service_that_is_asked_for_nothing_says_of_calls_what_it_always_said(
 ) -> None:
     token = CURRENT.set(CallRecord(METHOD, "ipv4:10.0.0.1:5", {}, tenant="acme"))
     try:
-        told = logs.formatter(telemetry).format(record(code="OK", error=raised()))
+        message = logs.formatter(telemetry).format(record(code="OK", error=raised()))
     finally:
         CURRENT.reset(token)
-    line, _, error = told.partition("\n")
+    line, _, error = message.partition("\n")
     assert line == wanted
     assert "ValueError" in error and SECRET not in error
 
@@ -138,13 +138,13 @@ def test_a_process_logs_each_line_once_from_its_level_on(
         others.warning("hello")
     finally:
         up.take_down()
-    told = capsys.readouterr().err
-    assert (told.count(wanted), len(told.splitlines())) == (2, 2), told
+    reported = capsys.readouterr().err
+    assert (reported.count(wanted), len(reported.splitlines())) == (2, 2), reported
     assert (list(logging.getLogger().handlers), logging.getLogger("coordinator").level) == before
 
 
 def test_notes_on_a_start_are_lines_of_the_log() -> None:
     assert logs.noted(TelemetryConfig(), ["a note"]) == ("a note",)
     (line,) = logs.noted(TelemetryConfig(log_format="json", log_level="error"), ["a note"])
-    told = json.loads(line)
-    assert (told["level"], told["logger"], told["message"]) == ("info", "coordinator.notes", "a note")
+    reported = json.loads(line)
+    assert (reported["level"], reported["logger"], reported["message"]) == ("info", "coordinator.notes", "a note")

@@ -47,9 +47,9 @@ async def seen(events: Sequence[Event], error: BaseException | None = None) -> d
     exporter = InMemorySpanExporter()
     traces = OtlpTraces("lookup", lambda: memory(exporter))
     await traces.start()
-    with nullcontext() if error is None else pytest.raises(type(error)), traces.generation("acme/one", "acme") as saw:
+    with nullcontext() if error is None else pytest.raises(type(error)), traces.generation("acme/one", "acme") as emit:
         for event in events:
-            saw(event)
+            emit(event)
         if error is not None:
             raise error
     await traces.stop()
@@ -224,13 +224,13 @@ async def test_what_was_not_sent_is_sent_at_the_end() -> None:
 
 def test_the_library_may_complain_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     times = [50.0, *[51.0] * 1000, 109.9, 110.1]
-    trouble = ExportTrouble(iter(times).__next__)
-    trouble.set_up()
+    outage = ExportTrouble(iter(times).__next__)
+    outage.set_up()
     try:
         for _ in times:
             OTHER.error("failed to export to %s", "host:4317")
     finally:
-        trouble.take_down()
+        outage.take_down()
     assert [record.getMessage() for record in caplog.records] == [
         "traces: failed to export to host:4317",
         "traces: failed to export to host:4317 (1,001 more since the last line)",

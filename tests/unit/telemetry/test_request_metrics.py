@@ -30,10 +30,10 @@ class Bench:
 
     def generate(self, *events: tuple[float, Event], tenant: str = "acme", end: float = 0.0) -> None:
         """A generation that sees these events, each so many seconds after the one before."""
-        with self.metrics.generation("some-request", tenant) as saw:
+        with self.metrics.generation("some-request", tenant) as emit:
             for seconds, event in events:
                 self.now += seconds
-                saw(event)
+                emit(event)
             self.now += end
 
     def call(self, code: str, method: str = "/longleaf.v1.GenerationService/Generate", tenant: str = "acme") -> None:
@@ -133,9 +133,9 @@ def test_what_an_error_has_ended_has_tokens_and_no_length(error: type[BaseExcept
     bench = Bench()
 
     def generate() -> None:
-        with bench.metrics.generation("r", "acme") as saw:
-            saw(ADMITTED)
-            saw(tokens(0))
+        with bench.metrics.generation("r", "acme") as emit:
+            emit(ADMITTED)
+            emit(tokens(0))
             raise error
 
     with pytest.raises(error):

@@ -63,14 +63,14 @@ def test_where_a_document_begins_is_counted_from_its_own_text(tmp_path: Path) ->
     encoder = tokenizer.document_encoder(is_first=True)
     ids = encoded(encoder, "xy " * 200)
     assert encoder.starts is not None and encoder.starts.is_whole(len(ids))
-    kept = encoder.starts.kept
-    assert kept[0] == 0
+    retained = encoder.starts.kept
+    assert retained[0] == 0
     text = tokenizer.decode(ids[:64], keep_special=True)
-    assert kept[1] == len(text.removeprefix("<|im_start|>abc ").encode())
+    assert retained[1] == len(text.removeprefix("<|im_start|>abc ").encode())
 
 
 @pytest.mark.parametrize(
-    ("source", "turns", "message", "told"),
+    ("source", "turns", "message", "text"),
     [
         (GEMMA, ((S, "x"), (U, "y")), 0, "cannot be rendered: System role not supported"),
         (GEMMA, ((U, ""), (A, ""), (U, ""), (A, ""), (A, ""), (U, "")), 4, "roles must alternate"),
@@ -80,11 +80,11 @@ def test_where_a_document_begins_is_counted_from_its_own_text(tmp_path: Path) ->
     ],
 )  # fmt: skip
 def test_a_message_that_is_refused_is_named(
-    source: str, turns: tuple[tuple[str, str], ...], message: int | None, told: str, tmp_path: Path
+    source: str, turns: tuple[tuple[str, str], ...], message: int | None, text: str, tmp_path: Path
 ) -> None:
     made = load(tmp_path, source).chat_template
     assert made is not None
-    with pytest.raises(ConversationRefused, match=told) as caught:
+    with pytest.raises(ConversationRefused, match=text) as caught:
         made.conversation(said(*turns), {})
     assert caught.value.message == message
     assert len(str(caught.value)) < 600
@@ -185,7 +185,7 @@ def test_a_control_token_that_the_template_writes_between_two_texts_is_one(tmp_p
     template = "{% for m in messages %}{{ m.content }}{% if m.role == 'user' %}<|im_end|>{% endif %}{% endfor %}"
     made = load(tmp_path, template).chat_template
     assert made is not None
-    said = [Said("user", "a<"), Said("assistant", ">b<|im_"), Said("user", "end|>c")]
-    pieces = made.conversation(said, {})
+    output = [Said("user", "a<"), Said("assistant", ">b<|im_"), Said("user", "end|>c")]
+    pieces = made.conversation(output, {})
     assert not any(piece.is_plain for piece in pieces)
     assert [piece.text for piece in pieces] == ["a<", "<|im_end|>", ">b<|im_", "end|>c<|im_end|>"]

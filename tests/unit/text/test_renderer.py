@@ -134,12 +134,14 @@ def test_all_renderings_are_given_the_time_of_the_start() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "told"), [("'x' * 10 ** 10", "MemoryError"), ("'x' * 10 ** 7", "10,000,000 characters")]
+    ("source", "message"), [("'x' * 10 ** 10", "MemoryError"), ("'x' * 10 ** 7", "10,000,000 characters")]
 )
-def test_a_template_that_makes_too_much_is_refused(tmp_path: Path, source: str, told: str, renderer: Renderer) -> None:
+def test_a_template_that_makes_too_much_is_refused(
+    tmp_path: Path, source: str, message: str, renderer: Renderer
+) -> None:
     folder = write_model(tmp_path / "model", template=f"{{{{ {source} }}}}")
-    assert told in check(folder).reason
-    with pytest.raises(ModelRefused, match=told):
+    assert message in check(folder).reason
+    with pytest.raises(ModelRefused, match=message):
         Tokenizer.load(folder, renderer)
 
 

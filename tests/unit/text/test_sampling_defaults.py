@@ -32,7 +32,7 @@ def test_without_do_sample_it_is_greedy_as_in_transformers(tmp_path: Path, do_sa
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "told"),
+    ("field", "value", "message"),
     [
         ("temperature", "hot", "temperature: "),
         ("temperature", -1, "temperature: must be between 0 and 100"),
@@ -42,8 +42,8 @@ def test_without_do_sample_it_is_greedy_as_in_transformers(tmp_path: Path, do_sa
     ],
 )
 def test_what_cannot_be_a_parameter_is_refused_with_its_file(
-    tmp_path: Path, field: str, value: object, told: str
+    tmp_path: Path, field: str, value: object, message: str
 ) -> None:
     write(tmp_path, do_sample=True, **{field: value})
-    with pytest.raises(ModelRefused, match=f"generation_config.json: {told}"):
+    with pytest.raises(ModelRefused, match=f"generation_config.json: {message}"):
         read_sampling(tmp_path)

@@ -141,7 +141,7 @@ def test_the_vocabulary_is_the_configs(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "message"),
     [
         ("tokenizer.json", None, "no tokenizer.json"),
         ("tokenizer.json", "{}", "cannot be read"),
@@ -154,12 +154,12 @@ def test_the_vocabulary_is_the_configs(folder: Path) -> None:
         ("chat_template.jinja", "{{ ().__class__.__bases__ }}", "unsafe"),
     ],
 )
-def test_a_folder_that_cannot_be_served_is_refused(folder: Path, name: str, content: str | None, told: str) -> None:
+def test_a_folder_that_cannot_be_served_is_refused(folder: Path, name: str, content: str | None, message: str) -> None:
     if content is None:
         (folder / name).unlink()
     else:
         (folder / name).write_text(content)
-    with pytest.raises(ModelRefused, match=told):
+    with pytest.raises(ModelRefused, match=message):
         load(folder)
 
 

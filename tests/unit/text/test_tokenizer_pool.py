@@ -176,9 +176,9 @@ class Listed:
     ],
 )
 async def test_short_texts_share_a_step(threads: TokenizerPool, lengths: list[int], expected: list[object]) -> None:
-    said: list[object] = []
-    await threads.encode_all([(Listed(said), "x" * length) for length in lengths], lambda: said.append("step"))
-    assert said == expected
+    output: list[object] = []
+    await threads.encode_all([(Listed(output), "x" * length) for length in lengths], lambda: output.append("step"))
+    assert output == expected
 
 
 async def test_what_takes_long_keeps_no_step_waiting(threads: TokenizerPool) -> None:

@@ -14,11 +14,11 @@ TAIL = 6400
 def asked(*edges, size=64):
     """A context of 100 spans in slots from 0 on; of each row, whose prompt ends in slot `edge`, a tail behind it."""
     view = SpanView((SlotRun(0, 0, TAIL),), (), size, LAYERS)
-    tellers = [
+    attribution_rows = [
         AttributionRow(row, QueryRun(TAIL + 99, TAIL + 100, row), [prompt(TAIL, edge), answer(edge, TAIL + 100)])
         for row, edge in enumerate(edges)
     ]
-    return AttributionGroup(view, [SpanKeys(0, 0, TAIL, 0, 0, size)], tellers)
+    return AttributionGroup(view, [SpanKeys(0, 0, TAIL, 0, 0, size)], attribution_rows)
 
 
 def prompt(start, end):
@@ -32,13 +32,13 @@ def answer(start, end):
 def test_spans_and_what_is_behind_them_have_their_blocks():
     plan = block_plan([Read(0, 1, 0, TAIL + 100)], [asked(TAIL + 40)])
     assert plan is not None
-    [told] = plan.sums.reads
-    assert told == (0, 0, 1, TAIL + 40, 205)  # 204 blocks, of which one is cut
+    [reported] = plan.sums.reads
+    assert reported == (0, 0, 1, TAIL + 40, 205)  # 204 blocks, of which one is cut
     [columns] = plan.columns
-    context, question, said = columns.runs.tolist()
+    context, question, output = columns.runs.tolist()
     assert context == [0, 0, 205, 0, 200, 0, 0, 2]
     assert question == [0, 0, 205, 200, 202, 100, 0, NO_EDGE]
-    assert said == [0, 0, 205, 202, 205, 101, 0, NO_EDGE]
+    assert output == [0, 0, 205, 202, 205, 101, 0, NO_EDGE]
     assert columns.tellers.tolist() == [[0, 1, 0, 3]]
 
 
@@ -49,7 +49,7 @@ def test_rows_of_a_read_have_their_entries_one_after_the_other():
     first = AttributionRow(0, group.tellers[0].run, [prompt(TAIL, TAIL + 32)])
     plan = block_plan(reads, [group._replace(tellers=[first, second])])
     assert plan is not None
-    assert [told.start for told in plan.sums.reads] == [0, 400, 401]
+    assert [reported.start for reported in plan.sums.reads] == [0, 400, 401]
     assert [run[:3] for run in plan.columns[0].runs.tolist()] == [[0, 0, 200], [0, 400, 1], [1, 200, 200], [1, 401, 1]]
 
 

@@ -128,10 +128,10 @@ class Refusing:
 @pytest.mark.parametrize("theirs", [True, False])
 @pytest.mark.parametrize("step", ["room", "capture"])
 def test_all_ranks_capture_or_none_and_each_is_asked(step, mine, theirs):
-    asked = []
+    requested = []
 
     def agree(is_so):
-        asked.append(is_so)
+        requested.append(is_so)
         return is_so and theirs
 
     shared = SharedGraphs(Refusing(**{step: mine}), agree)
@@ -144,4 +144,4 @@ def test_all_ranks_capture_or_none_and_each_is_asked(step, mine, theirs):
     else:
         with pytest.raises(CaptureRefused, match="another rank" if mine else f"no {step}"):
             act()
-    assert asked == [mine]
+    assert requested == [mine]

@@ -32,7 +32,7 @@ def settings() -> list[Sampling]:
         {"min_p": 0.05},
         {"top_k": 1},
     ]
-    told = [{}, {"num_logprobs": 0}, {"num_logprobs": 20}]
+    reported = [{}, {"num_logprobs": 0}, {"num_logprobs": 20}]
     extra = [
         {},
         {"logit_bias": {3: 5.0, 70: -9.0, 1 << 20: 1.0}},
@@ -40,7 +40,7 @@ def settings() -> list[Sampling]:
         {"frequency_penalty": 0.5, "presence_penalty": -0.5},
         {"logit_bias": {0: 2.0}, "repetition_penalty": 0.8, "presence_penalty": 1.0},
     ]
-    parts = itertools.product(temperatures, cuts, told, extra)
+    parts = itertools.product(temperatures, cuts, reported, extra)
     return [Sampling(temperature=t, **cut, **say, **more) for t, cut, say, more in parts]
 
 
@@ -197,11 +197,11 @@ def test_the_parameters_of_a_step_go_there_only_if_they_are_others(monkeypatch):
 
 
 def test_rows_that_are_too_many_to_be_computed_on_together_get_the_same_tokens(monkeypatch):
-    asked = [row(i, 0, SamplingTerms(Sampling(temperature=1.0, seed=i, num_logprobs=2))) for i in range(10)]
+    requested = [row(i, 0, SamplingTerms(Sampling(temperature=1.0, seed=i, num_logprobs=2))) for i in range(10)]
     logits_RV = logits(10, 300, 1)
-    together = DeviceSampler("cpu", 512).start(asked, logits_RV).tokens()
+    together = DeviceSampler("cpu", 512).start(requested, logits_RV).tokens()
     monkeypatch.setattr(device_sampler, "MAX_LOGITS", 950)
-    assert DeviceSampler("cpu", 512).start(asked, logits_RV).tokens() == together
+    assert DeviceSampler("cpu", 512).start(requested, logits_RV).tokens() == together
 
 
 def test_places_are_given_back_and_begun_anew():

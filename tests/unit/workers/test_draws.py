@@ -51,25 +51,25 @@ def rows(*samplings: Sampling, seen: PenaltyHistory | None = None) -> list[Row]:
 
 @pytest.mark.parametrize("spread", [0.1, 1.0, 3.0], ids=["flat", "normal", "peaked"])
 def test_top_p_sorts_a_small_part_of_a_row(spread):
-    asked = rows(*(Sampling(temperature=1.0, top_p=0.9, seed=i) for i in range(ROWS)))
+    requested = rows(*(Sampling(temperature=1.0, top_p=0.9, seed=i) for i in range(ROWS)))
     with Watch("sort") as watch:
-        Sampler().choose(asked, logits(spread=spread))
+        Sampler().choose(requested, logits(spread=spread))
     assert sum(size for _, size in watch.sizes) < ROWS * V / 20
 
 
 def test_the_probabilities_of_all_rows_are_made_together():
-    asked = rows(*(Sampling(temperature=0.5 + i / 8, seed=i, num_logprobs=2) for i in range(ROWS)))
+    requested = rows(*(Sampling(temperature=0.5 + i / 8, seed=i, num_logprobs=2) for i in range(ROWS)))
     with Watch("_softmax", "_log_softmax") as watch:
-        Sampler().choose(asked, logits(size=512))
+        Sampler().choose(requested, logits(size=512))
     assert [size for _, size in watch.sizes] == [ROWS * 512] * 2  # of what is drawn from, and of what is told
 
 
 def test_penalties_touch_the_tokens_that_were_seen_alone():
     seen = PenaltyHistory(tuple(range(0, 200, 2)), (3, 5, 5))
-    asked = rows(Sampling(repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.5), seen=seen)
+    requested = rows(Sampling(repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.5), seen=seen)
     logits_RV = logits(1)
     with Watch("nonzero", "where", "mul", "gt", "sub", "add") as watch:
-        Sampler().choose(asked, logits_RV)
+        Sampler().choose(requested, logits_RV)
     assert all(size <= 200 for _, size in watch.sizes)
 
 
@@ -79,10 +79,10 @@ def test_of_tokens_equally_likely_top_p_keeps_those_of_larger_ids(dtype):
     values = torch.arange(640) % 4
     logits_V = values.log().to(dtype)  # 160 tokens each of no weight, of weight 1, 2 and 3
     sampling = Sampling(temperature=1.0, top_p=(3 * 160 + 2 * 30 - 1) / (6 * 160))
-    kept = {i for i in range(640) if values[i] == 3 or (values[i] == 2 and i >= 640 - 4 * 30)}
+    retained = {i for i in range(640) if values[i] == 3 or (values[i] == 2 and i >= 640 - 4 * 30)}
     chosen = [Sampler().choose([row], logits_V[None])[0].id for row in every_draw(sampling, 600)]
-    assert set(chosen) <= kept
-    assert {i for i in range(640) if distribution.distribution(logits_V.double(), sampling)[i] > 0} == kept
+    assert set(chosen) <= retained
+    assert {i for i in range(640) if distribution.distribution(logits_V.double(), sampling)[i] > 0} == retained
 
 
 def every_draw(sampling: Sampling, count: int) -> list[Row]:
@@ -143,8 +143,8 @@ def test_tokens_are_those_of_one_row_after_the_other(monkeypatch, num_steps):
     monkeypatch.setattr(draws, "draw", counted)
     found, wanted = Sampler(), one_by_one.Sampler()
     fixed = logits(4, 3000).repeat_interleave(3, dim=0)
-    asked = [*settings(), *itertools.chain(*(at_a_limit(fixed[3 * i], 2 + i) for i in range(4)))]
-    first = rows(*asked, seen=PenaltyHistory(tuple(range(0, 3000, 5)), (1, 2, 2)))
+    requested = [*settings(), *itertools.chain(*(at_a_limit(fixed[3 * i], 2 + i) for i in range(4)))]
+    first = rows(*requested, seen=PenaltyHistory(tuple(range(0, 3000, 5)), (1, 2, 2)))
     for step in range(num_steps):
         logits_RV = torch.cat((logits(36, 3000, spread=[0.5, 2.0, 4.0, 8.0][step % 4], seed=step), fixed))
         if step % 50 == 7:

@@ -17,10 +17,10 @@ def thawed():
 def test_garbage_is_not_looked_for_meanwhile_nor_there_later():
     gc.unfreeze()
     with for_good():
-        kept = [[]]
+        retained = [[]]
         assert not gc.isenabled()
     assert gc.isenabled()
-    assert not any(each is kept for each in gc.get_objects())
+    assert not any(each is retained for each in gc.get_objects())
     later = [[]]
     assert any(each is later for each in gc.get_objects())
 

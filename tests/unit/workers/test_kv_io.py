@@ -230,11 +230,11 @@ def test_a_mistake_is_told_and_ends_no_thread(world, caplog):
     assert "neither written nor read" in caplog.text
 
 
-@pytest.mark.parametrize(("url", "told"), [(None, "none was given"), ("s3://there", "s3://there: nothing is kept")])
-def test_where_there_is_no_storage_orders_fail(tmp_path, url, told):
+@pytest.mark.parametrize(("url", "reported"), [(None, "none was given"), ("s3://there", "s3://there: nothing is kept")])
+def test_where_there_is_no_storage_orders_fail(tmp_path, url, reported):
     world = World(tmp_path, url, nowhere)
     world.save(0)
-    assert told in world.answer().failure.reason
+    assert reported in world.answer().failure.reason
     world.desk.close()
 
 
@@ -246,10 +246,10 @@ def test_a_storage_that_cannot_be_opened_is_tried_again(tmp_path):
         return nowhere(url) if len(tries) == 1 else FolderStore(str(tmp_path))
 
     world = World(tmp_path, "x", open_store)
-    for trouble in ("unavailable", None, None):
+    for outage in ("unavailable", None, None):
         world.save(0)
         failure = world.answer().failure
-        assert (failure and failure.trouble) == trouble
+        assert (failure and failure.trouble) == outage
     assert tries == ["x", "x"]
     world.desk.close()
 

@@ -160,7 +160,7 @@ def test_a_flipped_bit_is_found_and_all_ranks_say_whose(at, number, monkeypatch)
     layout = SegmentLayout(4, 0, (Run(0, 0, 6, (1, 2)), Run(1, 6, 9, (3,))))
     transfers = (Transfer(4, layout.runs[0], Run(2, 0, 6, (4, 6))), Transfer(4, layout.runs[1], Run(0, 6, 9, (5,))))
     ranks = [Rank(make, number, [layout]) for number in range(3)]
-    before, kept = ranks[0].places(4, 9, 3), [Content(rank.pool).export(range(4)) for rank in ranks]
+    before, retained = ranks[0].places(4, 9, 3), [Content(rank.pool).export(range(4)) for rank in ranks]
 
     def told(comm):
         comm_here = FlippingComm(comm, at, number) if comm.rank == 2 else comm
@@ -170,7 +170,7 @@ def test_a_flipped_bit_is_found_and_all_ranks_say_whose(at, number, monkeypatch)
 
     assert on_ends(loopback(3), told) == [(0, 2)] * 3
     assert all(rank.places(4, 9, 3) == before for rank in ranks)
-    for rank, bits in zip(ranks, kept, strict=True):
+    for rank, bits in zip(ranks, retained, strict=True):
         assert torch.equal(Content(rank.pool).export(range(4)), bits)
 
 
@@ -268,14 +268,14 @@ def test_in_a_round_each_rank_sends_to_one_and_hears_from_one(seed, num_ranks, m
         for block, other in zip(t.source.blocks, t.target.blocks, strict=True)
     }
     found, count = set(), 0
-    for parcels in rounds(transfers, most):
-        assert parcels
-        for side in ([p.source for p in parcels], [p.target for p in parcels]):
+    for archives in rounds(transfers, most):
+        assert archives
+        for side in ([p.source for p in archives], [p.target for p in archives]):
             assert len(side) == len(set(side))
-        for parcel in parcels:
-            assert 0 < len(parcel.source_blocks) <= most
-            pairs = zip(parcel.source_blocks, parcel.target_blocks, strict=True)
-            found |= {(parcel.source, block, parcel.target, other) for block, other in pairs}
-            count += len(parcel.source_blocks)
+        for archive in archives:
+            assert 0 < len(archive.source_blocks) <= most
+            pairs = zip(archive.source_blocks, archive.target_blocks, strict=True)
+            found |= {(archive.source, block, archive.target, other) for block, other in pairs}
+            count += len(archive.source_blocks)
     assert found == wanted
     assert count == len(wanted)

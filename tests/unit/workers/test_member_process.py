@@ -245,30 +245,30 @@ def test_a_layout_is_taken_in_its_epoch():
 
 
 def test_an_epoch_that_has_ended_for_all_is_not_joined():
-    standing, log = MemberStatus(), []
-    live(log, lambda: standing.fence(2), join(1), join(2), plan(1, epoch=2), join(3), standing=standing)
+    status, log = MemberStatus(), []
+    live(log, lambda: status.fence(2), join(1), join(2), plan(1, epoch=2), join(3), standing=status)
     assert log == [("join", 3), ("ready", 3)]
 
 
 def test_what_a_device_says_after_the_end_of_its_epoch_is_not_told():
     """Who is freed from an exchange goes on as if something had come."""
-    standing, log = MemberStatus(), []
-    fence = lambda: standing.fence(1)  # noqa: E731
-    live(log, join(1), plan(1), fence, plan(2), join(2), standing=standing, looks=None)
+    status, log = MemberStatus(), []
+    fence = lambda: status.fence(1)  # noqa: E731
+    live(log, join(1), plan(1), fence, plan(2), join(2), standing=status, looks=None)
     freed = [("fence",), ("begin", 2), ("end", 1), ("broken", 1, 1, "epoch 1 was ended", None), *LEFT]
     assert log == [*JOINED, ("begin", 1), *freed, *AGAIN]
 
 
 def test_a_pulse_tells_how_far_a_member_has_come():
-    standing, log, seen = MemberStatus(), [], []
+    status, log, seen = MemberStatus(), [], []
     rank = ScriptedRank(log, None)
-    standing.fence(1)
+    status.fence(1)
     with pytest.raises(ExchangeAborted):
-        standing.enter(1, rank)
-    for deed in (lambda: standing.enter(2, rank), lambda: standing.begin(2, 5, rank), standing.leave):
+        status.enter(1, rank)
+    for deed in (lambda: status.enter(2, rank), lambda: status.begin(2, 5, rank), status.leave):
         deed()
         rank.num_exchanges += 7
-        seen.append(standing.progress)
+        seen.append(status.progress)
     assert seen == [MemberProgress(2, 0, 7), MemberProgress(2, 5, 7), MemberProgress()]
 
 

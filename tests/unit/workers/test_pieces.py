@@ -129,7 +129,7 @@ def test_whatever_is_cut_off_is_no_piece():
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "told"),
+    ("old", "new", "reported"),
     [
         (b'"version":"1"', b'"version":"2"', "version is 2"),
         (b'"positions":"4-13', b'"positions":"4-17', "its positions"),
@@ -137,11 +137,11 @@ def test_whatever_is_cut_off_is_no_piece():
         (b"__metadata__", b"__metadate__", "no piece"),
     ],
 )
-def test_a_header_that_says_something_else_is_refused(old, new, told):
+def test_a_header_that_says_something_else_is_refused(old, new, reported):
     pool = filled(POOLS["plain"], 1)
     data = written(pool)
     assert old in data
-    with pytest.raises(DataLoss, match=told):
+    with pytest.raises(DataLoss, match=reported):
         read(data.replace(old, new), pool)
 
 

@@ -95,9 +95,9 @@ def test_the_least_windows_hold_a_context_and_a_generation(pool_of, block_size, 
     bench = Asker(windows=windows, blocks=(5000 // block_size,) * 2, chunk_size=512, max_positions=8000, **settings)
     bench.ingest("book", 1001)
     bench.run()
-    asked = [bench.ask(count, 300, context) for context in (None, "book") for count in (1, 150, 700)]
+    requested = [bench.ask(count, 300, context) for context in (None, "book") for count in (1, 150, 700)]
     bench.run()
-    assert [len(bench.tokens(job)) for job in asked] == [300] * 6
+    assert [len(bench.tokens(job)) for job in requested] == [300] * 6
     assert pool_of("gemma3", kv_bytes=8 << 20, **settings)[1].num_blocks >= windows.num_blocks
 
 

@@ -121,13 +121,13 @@ def test_numbers_of_python_are_frozen():
 
 
 def test_memory_of_a_graph_holds_nothing_from_one_replay_to_the_next():
-    memory, kept = Memory(), []
+    memory, retained = Memory(), []
 
     def function():
-        if not kept:
-            kept.append(memory.x.new_empty(ROWS, COLUMNS))
-        memory.out.copy_(kept[0])
-        kept[0].copy_(memory.x)
+        if not retained:
+            retained.append(memory.x.new_empty(ROWS, COLUMNS))
+        memory.out.copy_(retained[0])
+        retained[0].copy_(memory.x)
 
     replay = RecordedGraphs().capture(function)
     for _ in range(2):

@@ -94,31 +94,31 @@ def refusals(folder: Path) -> list[str]:
 
 @pytest.mark.extended
 @pytest.mark.parametrize(
-    ("said", "options"),
+    ("text", "options"),
     [
         pytest.param("y\n" * 9, [], id="yes"),
         pytest.param("", ["--load"], id="nothing", marks=pytest.mark.slow),
     ],
 )
-def test_models_check_refuses_code_without_asking(tmp_path: Path, said: str, options: list[str]) -> None:
-    stranger = Stranger(tmp_path).make()
-    stranger.configure(lambda settings: settings.update(model_type="stranger", auto_map=OWN))
-    found = forked.run([*forked.CLI, "models", "check", str(stranger.folder), *options], input=said)
+def test_models_check_refuses_code_without_asking(tmp_path: Path, text: str, options: list[str]) -> None:
+    intruder = Stranger(tmp_path).make()
+    intruder.configure(lambda settings: settings.update(model_type="stranger", auto_map=OWN))
+    found = forked.run([*forked.CLI, "models", "check", str(intruder.folder), *options], input=text)
     assert (found.returncode, found.stderr) == (2, "")
     assert "code of its own, which is never run" in found.stdout
     assert "[y/N]" not in found.stdout
-    stranger.check_asleep()
+    intruder.check_asleep()
 
 
 def test_serve_refuses_code_without_asking(tmp_path: Path) -> None:
-    stranger = Stranger(tmp_path).make()
-    stranger.configure(lambda settings: settings.update(model_type="stranger", auto_map=OWN))
-    command = [*forked.CLI, "serve", "--model", str(stranger.folder), "--launcher", "local", "--port", "0"]
+    intruder = Stranger(tmp_path).make()
+    intruder.configure(lambda settings: settings.update(model_type="stranger", auto_map=OWN))
+    command = [*forked.CLI, "serve", "--model", str(intruder.folder), "--launcher", "local", "--port", "0"]
     found = forked.run(command, input="y\n" * 9)
     assert found.returncode == 2
     assert "code of its own, which is never run" in found.stderr.splitlines()[-1]
     assert "Traceback" not in found.stderr
-    stranger.check_asleep()
+    intruder.check_asleep()
 
 
 def test_code_that_a_config_needs_is_refused(stranger: Stranger) -> None:
@@ -138,11 +138,11 @@ def test_a_known_model_is_the_librarys_own_whatever_code_lies_beside_it(stranger
 def test_code_that_a_part_of_a_config_names_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Models make their parts without passing on whether code is trusted."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
-    stranger = Stranger(tmp_path).make("mistral3")
-    named = {"model_type": "blip_vision_model", "auto_map": {"AutoModel": f"{stranger.folder}--stranger.Model"}}
-    stranger.configure(lambda settings: settings["vision_config"].update(named))
-    refusals(stranger.folder)
-    stranger.check_asleep()
+    intruder = Stranger(tmp_path).make("mistral3")
+    named = {"model_type": "blip_vision_model", "auto_map": {"AutoModel": f"{intruder.folder}--stranger.Model"}}
+    intruder.configure(lambda settings: settings["vision_config"].update(named))
+    refusals(intruder.folder)
+    intruder.check_asleep()
 
 
 def pickled(stranger: Stranger, name: str) -> None:

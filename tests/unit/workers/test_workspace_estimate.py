@@ -142,8 +142,8 @@ def test_a_pool_on_a_gpu_gets_what_steps_leave_and_nothing_where_they_leave_noth
     begin = f"kv_bytes: {left} of 40.0 GiB that cuda:1 has free beside the weights; the others are "
     parts = (found.chunk, found.sampling, found.partials, KERNELS, found.graphs, 0, 0, 2 * GIB)
     names = ("chunks", "sampling", "partials", "kernels", "graphs", "drafts", "NCCL", "fragments")
-    told = ", ".join(f"{human_bytes(size)} for {name}" for size, name in zip(parts, names, strict=True))
-    assert caplog.messages == [begin + told]
+    message = ", ".join(f"{human_bytes(size)} for {name}" for size, name in zip(parts, names, strict=True))
+    assert caplog.messages == [begin + message]
     assert kv_bytes_within(resources.Memory(TOTAL, GIB), "cuda:1", model_of(), config, 1) == 0
 
 
@@ -163,10 +163,10 @@ def test_ranks_that_share_a_gpu_take_no_more_than_their_share_of_it(model_of, mo
 def test_a_check_asks_the_gpu_of_each_rank(model_of, monkeypatch):
     """Ranks for which there is none here will be on machines like this one, whose GPUs are like these."""
     free = {"cuda:0": 20 * GIB, "cuda:1": 30 * GIB, "cuda:2": 40 * GIB}
-    asked = []
+    requested = []
 
     def memory_of(device):
-        asked.append(device)
+        requested.append(device)
         return resources.Memory(TOTAL, free[device])
 
     monkeypatch.setattr("workers.compat_check.count_gpus", lambda: 3)
@@ -175,4 +175,4 @@ def test_a_check_asks_the_gpu_of_each_rank(model_of, monkeypatch):
     left = workspace(model_of(), config, 3, TOTAL).total + 5 * GIB
     sizes = [size * GIB - left for size in (20, 30, 40, 20, 30)]
     assert kv_bytes_beside(5 * GIB, model_of(), config) == sizes
-    assert sorted(asked) == ["cuda:0", "cuda:1", "cuda:2"]
+    assert sorted(requested) == ["cuda:0", "cuda:1", "cuda:2"]

@@ -11,14 +11,14 @@ import triton.language as tl
 def asked(read, told, row_R, is_row_R):
     """Of a stretch, by its numbers (`longleaf.kernels.gpu.block_sums`): where the entry of each row for slot 0 would
     be, of which rows is told, and the edge. `told` has the entries of this key head."""
-    is_told_R = is_row_R & (row_R >= tl.load(read + 1)) & (row_R < tl.load(read + 2))
-    return told + 2 * (tl.load(read) + row_R * tl.load(read + 4)), is_told_R, tl.load(read + 3)
+    is_reported_R = is_row_R & (row_R >= tl.load(read + 1)) & (row_R < tl.load(read + 2))
+    return told + 2 * (tl.load(read) + row_R * tl.load(read + 4)), is_reported_R, tl.load(read + 3)
 
 
 @triton.jit
 def tell(
-    told_R,
-    is_told_R,
+    reported_R,
+    is_reported_R,
     edge,
     weight_RS,
     peak_R,
@@ -33,8 +33,8 @@ def tell(
     [low, end), gave to its rows: their peak until now and the sum of the weights."""
     BLOCKS: tl.constexpr = TILE_KEYS // SLOTS
     first_B = start + tl.arange(0, BLOCKS).to(tl.int64) * SLOTS
-    is_told_RB = is_told_R[:, None] & ((low < first_B + SLOTS) & (first_B < end))[None, :]
-    told_RB = told_R[:, None] + 2 * (first_B // SLOTS + (first_B >= edge).to(tl.int64))[None, :]
+    is_told_RB = is_reported_R[:, None] & ((low < first_B + SLOTS) & (first_B < end))[None, :]
+    told_RB = reported_R[:, None] + 2 * (first_B // SLOTS + (first_B >= edge).to(tl.int64))[None, :]
     peak_RB = tl.broadcast_to(peak_R[:, None], [TILE_ROWS, BLOCKS])
     sum_RB = _block_sums(weight_RS, TILE_ROWS, BLOCKS, SLOTS)
     if (start < edge) & (edge < end):

@@ -86,7 +86,9 @@ def attend_items(
             low = tl.maximum(tl.load(stretches + i * 4), ahead + first - window + 1)
             high = tl.minimum(tl.load(stretches + i * 4 + 1), ahead + last + 1)
             if TELLS:
-                told_R, is_told_R, edge = asked(told_reads + i * 5, told + head * told_stride_h, row_R, is_row_R)
+                reported_R, is_reported_R, edge = asked(
+                    told_reads + i * 5, told + head * told_stride_h, row_R, is_row_R
+                )
             for start in range(low // SLOTS * SLOTS, high, TILE_KEYS):
                 # in 64 bits: slots x dim passes 2^31 at 16 M tokens of 128
                 offset_S = tl.arange(0, TILE_KEYS)
@@ -109,7 +111,19 @@ def attend_items(
                 weight_RS, fade_R, peak_R, mass_R = weigh(score_RS, peak_R, mass_R)
                 acc_RV = acc_RV * fade_R[:, None] + product(weight_RS.to(TYPE), v_SV, UPCAST)
                 if TELLS:
-                    tell(told_R, is_told_R, edge, weight_RS, peak_R, start, low, high, TILE_ROWS, TILE_KEYS, SLOTS)
+                    tell(
+                        reported_R,
+                        is_reported_R,
+                        edge,
+                        weight_RS,
+                        peak_R,
+                        start,
+                        low,
+                        high,
+                        TILE_ROWS,
+                        TILE_KEYS,
+                        SLOTS,
+                    )
         out_RV, lse_R = finish(acc_RV, peak_R, mass_R)
         place_R = (tl.load(item + 4) + row_R) * num_kv_heads + head
         is_out_RV = is_row_R[:, None] & is_value_V[None, :]

@@ -112,7 +112,9 @@ def attend_items_int8(
             exponents_C = exponents + head * (num_slots // BLOCK) * PAIRS + pair_C
             exponent_C = tl.load(exponents_C + first_tile // TILES * PAIRS, mask=is_pair_C, other=NO_PAIR)
             if TELLS:
-                told_R, is_told_R, edge = asked(told_reads + i * 5, told + head * told_stride_h, row_R, is_row_R)
+                reported_R, is_reported_R, edge = asked(
+                    told_reads + i * 5, told + head * told_stride_h, row_R, is_row_R
+                )
             for tile in range(first_tile, end_tile):
                 start = tile // TILES * BLOCK + tile % TILES * TILE_KEYS
                 end = tl.minimum(high, (tile // TILES + 1) * BLOCK)
@@ -133,7 +135,9 @@ def attend_items_int8(
                 score_RS = masked(score_RS, is_seen_RS, cap, HAS_CAP)
                 weight_RS, fade_R, peak_R, mass_R = weigh(score_RS, peak_R, mass_R)
                 if TELLS:
-                    tell(told_R, is_told_R, edge, weight_RS, peak_R, start, low, end, TILE_ROWS, TILE_KEYS, SLOTS)
+                    tell(
+                        reported_R, is_reported_R, edge, weight_RS, peak_R, start, low, end, TILE_ROWS, TILE_KEYS, SLOTS
+                    )
                 scale_S = tl.load(scales + head * num_slots + start + offset_S, mask=is_key_S, other=0.0)
                 before, largest = largest, tl.maximum(largest, tl.max(scale_S, 0))
                 fade_R *= before / largest

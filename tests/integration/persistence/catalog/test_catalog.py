@@ -44,8 +44,8 @@ async def test_commits_of_several_tasks_happen_in_the_order_of_the_calls(tmp_pat
     committed = await asyncio.gather(*(catalog.commit(change) for pair in pairs for change in pair))
     # each one takes the place of the one before, whose segment goes
     assert [each.segments for each in committed] == [(), (), *((number,) for number in range(18))]
-    kept = await catalog.load()
-    assert [each.segment for each in kept.contexts] == [18, 19]
+    retained = await catalog.load()
+    assert [each.segment for each in retained.contexts] == [18, 19]
     await catalog.close()
 
 
@@ -101,8 +101,8 @@ async def test_what_is_kept_no_more_is_to_be_deleted_on_storage(tmp_path: Path) 
     )
     assert committed.manifests == ("m/1",)
     assert [each for _, each in await catalog.outgoing(9)] == [OutboxEntry("m/0", None), OutboxEntry("m/1", None)]
-    kept = await catalog.load()
-    assert (kept.snapshots, kept.next_outgoing) == ((), 2)
+    retained = await catalog.load()
+    assert (retained.snapshots, retained.next_outgoing) == ((), 2)
     await catalog.close()
 
 
@@ -169,8 +169,8 @@ async def test_texts_of_clients_leave_nothing_when_trees_are_balanced(tmp_path: 
         if number % 7 == 0:
             await catalog.commit(Change(dropped_contexts=(f"c{random.randrange(40)}",)))
     await catalog.commit(Change(dropped_contexts=("c1",)))
-    kept = await catalog.load()
-    known = [*(each.display_name.encode() for each in kept.contexts), *(each.header for each in kept.uploads)]
+    retained = await catalog.load()
+    known = [*(each.display_name.encode() for each in retained.contexts), *(each.header for each in retained.uploads)]
     content = content_of(tmp_path)
     assert set(SECRET.findall(content)) == set(SECRET.findall(b"".join(known)))
     await catalog.close()
@@ -269,36 +269,38 @@ asyncio.run(main())
 
 
 def test_what_was_acknowledged_outlives_kill_9(tmp_path: Path) -> None:
-    path, told = tmp_path / DATABASE, list[int]()
-    for life in range(3):
+    path, reported = tmp_path / DATABASE, list[int]()
+    for process in range(3):
         child = subprocess.Popen([sys.executable, "-c", CHILD, str(path)], stdout=subprocess.PIPE, text=True)
         assert child.stdout is not None
-        told += [int(child.stdout.readline()) for _ in range(5 + 3 * life)]
+        reported += [int(child.stdout.readline()) for _ in range(5 + 3 * process)]
         os.kill(child.pid, signal.SIGKILL)
-        told += [int(line) for line in child.stdout.read().split("\n") if line]
+        reported += [int(line) for line in child.stdout.read().split("\n") if line]
         child.wait()
         child.stdout.close()
-        kept = read_only_catalog(tmp_path)
-        assert kept.damaged == {} and set(told) <= {each.id for each in kept.segments}
-        assert len(kept.segments) <= len(told) + life + 1
-        for each in kept.contexts:
-            assert kept.path(each)[0].token_ids == ids(each.segment, 3000)
+        retained = read_only_catalog(tmp_path)
+        assert retained.damaged == {} and set(reported) <= {each.id for each in retained.segments}
+        assert len(retained.segments) <= len(reported) + process + 1
+        for each in retained.contexts:
+            assert retained.path(each)[0].token_ids == ids(each.segment, 3000)
 
 
 async def test_a_file_of_the_first_schema_is_opened(tmp_path: Path) -> None:
     shutil.copy(FIXTURE, tmp_path / DATABASE)
     catalog = await Catalog.open(tmp_path / DATABASE)
-    kept = await catalog.load()
-    assert (kept.segments, kept.contexts, kept.snapshots) == (
+    retained = await catalog.load()
+    assert (retained.segments, retained.contexts, retained.snapshots) == (
         FIRST.segments,
         tuple(sorted(FIRST.contexts, key=lambda each: each.id)),
         FIRST.snapshots,
     )
-    assert (kept.uploads, kept.epoch, kept.next_segment) == ((FIRST_UPLOAD,), FIRST_EPOCH, 8)
-    assert len(kept.service_id) == 32 and not (kept.damaged or kept.damaged_contexts or kept.other_damage)
+    assert (retained.uploads, retained.epoch, retained.next_segment) == ((FIRST_UPLOAD,), FIRST_EPOCH, 8)
+    assert len(retained.service_id) == 32 and not (
+        retained.damaged or retained.damaged_contexts or retained.other_damage
+    )
     assert await catalog.upload_ids(FIRST_UPLOAD.key) == ids(1, 25) + ids(2, 5)
     assert [each for _, each in await catalog.outgoing(9)] == list(FIRST.outgoing)
-    await catalog.commit(document("new", kept.next_segment))
+    await catalog.commit(document("new", retained.next_segment))
     await catalog.close()
 
 

@@ -89,10 +89,14 @@ def test_other_models_are_told_with_their_facts(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     (tmp_path / "empty").mkdir()
     second = DataFolder.open(tmp_path, "f" * 64, "new", {})
-    ((path, told),) = second.siblings()
+    ((path, reported),) = second.siblings()
     second.close()
     assert path == first.path == tmp_path / DIGEST[:32]
-    assert (told.model, told.fingerprint, told.facts) == ("old", DIGEST, {"config.json": "ab", "dtype": "float32"})
+    assert (reported.model, reported.fingerprint, reported.facts) == (
+        "old",
+        DIGEST,
+        {"config.json": "ab", "dtype": "float32"},
+    )
 
 
 def test_what_is_no_folder_of_this_user_is_refused(tmp_path: Path) -> None:

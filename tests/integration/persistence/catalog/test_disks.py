@@ -94,8 +94,8 @@ async def test_on_a_full_disk_contexts_can_be_deleted_and_services_start(disk: P
         await catalog.note_epoch(7)
         for name in ("book2", "book3"):
             await catalog.commit(Change(dropped_contexts=(name,)))
-        kept = await catalog.load()
-        assert (kept.contexts, kept.epoch) == ((), 7)
+        retained = await catalog.load()
+        assert (retained.contexts, retained.epoch) == ((), 7)
 
 
 @pytest.mark.parametrize("disk", [16], indirect=True)
@@ -189,7 +189,7 @@ async def test_a_read_only_disk_is_refused_at_the_start_and_can_be_read(tmp_path
         folder = DataFolder.open(disk / "data", "f" * 64, "model", {})
         catalog = await Catalog.open(folder.database)
         await catalog.commit(document("a", 0))
-        kept = await catalog.load()
+        retained = await catalog.load()
         await catalog.close()
         folder.close()
         made.make_read_only()
@@ -197,7 +197,7 @@ async def test_a_read_only_disk_is_refused_at_the_start_and_can_be_read(tmp_path
             DataFolder.open(disk / "data", "f" * 64, "model", {})
         with pytest.raises(CatalogError, match="it is read-only|it cannot be opened"):
             await Catalog.open(folder.database)
-        assert read_only_catalog(folder.path) == kept
+        assert read_only_catalog(folder.path) == retained
 
 
 async def test_a_file_that_was_moved_is_missed_and_found_again(tmp_path: Path) -> None:
@@ -257,11 +257,11 @@ asyncio.run(main())
 
 
 def test_a_disk_that_fails_to_write_is_told_and_outlived(tmp_path: Path) -> None:
-    told = subprocess.run(
+    reported = subprocess.run(
         [sys.executable, "-c", QUOTA, tmp_path / DATABASE], capture_output=True, text=True, check=True
     ).stdout.splitlines()
-    assert "its disk fails, or a quota is met (disk I/O error)" in told[0]
-    assert told[1] == "['a', 'c']"
+    assert "its disk fails, or a quota is met (disk I/O error)" in reported[0]
+    assert reported[1] == "['a', 'c']"
 
 
 # --- damage ---
@@ -329,9 +329,9 @@ async def test_a_flipped_byte_of_ids_is_told_and_costs_one_segment(tmp_path: Pat
     ids = document("long", 0, 200_000).segments[0].token_ids
     flip(path, ids[70_000:70_002].tobytes())
     catalog = await Catalog.open(path)
-    kept = await catalog.load()
-    assert kept.damaged == {0: "its token ids from 65,536 on are damaged"}
-    assert [each.id for each in kept.segments] == [1] and len(kept.contexts) == 3
+    retained = await catalog.load()
+    assert retained.damaged == {0: "its token ids from 65,536 on are damaged"}
+    assert [each.id for each in retained.segments] == [1] and len(retained.contexts) == 3
     assert (await catalog.commit(Change(dropped_contexts=("long",)))).segments == (0,)
     await catalog.close()
 
@@ -340,9 +340,9 @@ async def test_a_flipped_byte_of_a_context_is_told_and_costs_that(tmp_path: Path
     path = await make(tmp_path)
     flip(path, b"the name of the twin")
     catalog = await Catalog.open(path)
-    kept = await catalog.load()
-    assert kept.damaged_contexts == {"twin": "its record is damaged"}
-    assert [each.id for each in kept.contexts] == ["long", "short"]
+    retained = await catalog.load()
+    assert retained.damaged_contexts == {"twin": "its record is damaged"}
+    assert [each.id for each in retained.contexts] == ["long", "short"]
     await catalog.commit(Change(dropped_contexts=("twin",)))
     assert not (await catalog.load()).damaged_contexts
     await catalog.close()
@@ -357,11 +357,11 @@ async def test_any_flipped_byte_is_seen_or_changes_nothing(tmp_path: Path) -> No
     for at in range(40, 90_000, 499):
         (folder / DATABASE).write_bytes(content[:at] + bytes([content[at] ^ 0x55]) + content[at + 1 :])
         try:
-            kept = read_only_catalog(folder)
+            retained = read_only_catalog(folder)
         except CatalogError:
             continue
-        if not (kept.damaged or kept.damaged_contexts or kept.other_damage):
-            assert kept == expected, at
+        if not (retained.damaged or retained.damaged_contexts or retained.other_damage):
+            assert retained == expected, at
         shutil.rmtree(folder)
         folder.mkdir()
 

@@ -88,10 +88,10 @@ class Service:
             await catalog.commit(replace(change, snapshots=tuple(snapshots)))
             put_note(self.store, replace(self._own(note), number=note.number))
         await catalog.note_epoch(EPOCH)
-        kept = await catalog.load()
+        retained = await catalog.load()
         await catalog.close()
         folder.close()
-        return kept
+        return retained
 
     def manifest(self, record, attempt: str = "1") -> SegmentManifest:
         return manifest_of(record, self.service_id, self.identity.digest, attempt)
@@ -109,9 +109,9 @@ class Service:
 
     async def load(self) -> CatalogContents:
         catalog = await Catalog.open(self.folder / "catalog.db")
-        kept = await catalog.load()
+        retained = await catalog.load()
         await catalog.close()
-        return kept
+        return retained
 
 
 @pytest.fixture(name="service")
@@ -140,10 +140,12 @@ def test_a_lost_catalog_is_what_it_was(service: Service) -> None:
 async def test_an_engine_begins_with_what_was_made_anew(service: Service) -> None:
     service.lose()
     await asyncio.to_thread(run, service.asked())
-    lasting = MemoryLasting()
-    lasting.catalog = FakeCatalog(await service.load())
+    persistence = MemoryLasting()
+    persistence.catalog = FakeCatalog(await service.load())
     config = EngineConfig(model="none", world_size=2, block_size=4)
-    async with running(Engine(FakeRanks(2, 400), config, 3000, durability=lasting, wall_clock=lambda: 12.0)) as found:
+    async with running(
+        Engine(FakeRanks(2, 400), config, 3000, durability=persistence, wall_clock=lambda: 12.0)
+    ) as found:
         listed = {each.id: (each.tokens, each.state, each.display_name) for each in found.engine.list_contexts()}
         assert listed == {"book": (340, "parked", "a book"), "twig": (270, "parked", "")}
         found.engine.audit()
@@ -243,12 +245,12 @@ def test_services_that_share_a_storage_are_told_apart(service: Service) -> None:
 
 
 def test_a_service_that_runs_keeps_its_folder(service: Service) -> None:
-    held = DataFolder.open(service.data_dir, service.identity.digest, str(MODEL), service.identity.facts)
+    resident = DataFolder.open(service.data_dir, service.identity.digest, str(MODEL), service.identity.facts)
     try:
         with pytest.raises(CatalogError, match="is used by process"):
             run(service.asked(may_replace=True))
     finally:
-        held.close()
+        resident.close()
 
 
 def test_another_numeric_type_is_another_checkpoint(service: Service) -> None:

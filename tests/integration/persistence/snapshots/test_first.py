@@ -49,8 +49,8 @@ def test_segments_come_back_to_the_bit(name: str) -> None:
     assert manifest.form == form(name), "ranks of this version can take it in"
     assert manifest.token_ids == token_ids(name).tobytes()
     pool, wanted = POOLS[name](), known(name)
-    for told, runs in zip(manifest.pieces, PIECES, strict=True):
-        restore(pool, told, runs)
+    for reported, runs in zip(manifest.pieces, PIECES, strict=True):
+        restore(pool, reported, runs)
     if manifest.windows is not None:
         restore(pool, manifest.windows, WINDOWS)
     for of_windows, pieces in ((False, PIECES), (True, [WINDOWS])):

@@ -77,8 +77,8 @@ class CatalogMachine(RuleBasedStateMachine):
         token_ids = ids(self.next_segment, count)
         starts, files = packed(array("Q", range(count_starts(count)))), (TextFile("a.txt", 0),)
         text = DocumentText(num_lead=0, starts=starts, num_bytes=count, files=files) if count % 2 else None
-        told = {"id": self.next_segment, "parent": parent, "start": start}
-        return SegmentRecord(**told, rope=rope, token_ids=token_ids, text=text)
+        reported = {"id": self.next_segment, "parent": parent, "start": start}
+        return SegmentRecord(**reported, rope=rope, token_ids=token_ids, text=text)
 
     @rule(name=NAMES, count=COUNTS, rope=st.builds(Rope, st.integers(0, 9), st.booleans()), data=st.data())
     def ingest(self, name: str, count: int, rope: Rope, data: st.DataObject) -> None:
@@ -124,14 +124,14 @@ class CatalogMachine(RuleBasedStateMachine):
         self.next_segment += 1
         new_ids = ids(self.next_segment, count)
         self.seen_uploads[record.key] = new_ids
-        num_kept = len(self.run(self.catalog.upload_ids(record.key)))
+        num_retained = len(self.run(self.catalog.upload_ids(record.key)))
         is_there = any(each.key == record.key for each in self.fake.kept.uploads)
-        refused = (DataLoss, f"{num_kept} ids of it are kept") if is_there else (NotFound, "does not exist")
+        refused = (DataLoss, f"{num_retained} ids of it are kept") if is_there else (NotFound, "does not exist")
         for catalog in (self.fake, self.catalog):
             with pytest.raises(refused[0], match=refused[1]):
-                self.run(catalog.append_upload(record, num_kept + 1, new_ids))
-            starts = array("Q", range(count_starts(num_kept), count_starts(num_kept + count)))
-            self.run(catalog.append_upload(record, num_kept, new_ids, starts))
+                self.run(catalog.append_upload(record, num_retained + 1, new_ids))
+            starts = array("Q", range(count_starts(num_retained), count_starts(num_retained + count)))
+            self.run(catalog.append_upload(record, num_retained, new_ids, starts))
 
     @rule(name=NAMES)
     def end_upload(self, name: str) -> None:
@@ -178,15 +178,15 @@ class CatalogMachine(RuleBasedStateMachine):
     def holds_the_same(self) -> None:
         if not hasattr(self, "catalog"):
             return
-        kept = self.run(self.catalog.load())
-        assert kept == self.kept
-        for record in kept.uploads:
+        retained = self.run(self.catalog.load())
+        assert retained == self.kept
+        for record in retained.uploads:
             assert self.run(self.catalog.upload_ids(record.key)) == self.run(self.fake.upload_ids(record.key))
             starts = self.run(self.catalog.upload_starts(record.key))
             assert starts == self.run(self.fake.upload_starts(record.key)) == array("Q", range(len(starts)))
         assert self.run(self.catalog.outgoing(9)) == self.run(self.fake.outgoing(9))
-        for each in kept.contexts:
-            kept.path(each)
+        for each in retained.contexts:
+            retained.path(each)
 
 
 TestCatalogMachine = CatalogMachine.TestCase

@@ -102,12 +102,12 @@ def test_what_is_missing_takes_with_it_what_needs_it_and_nothing_else(
     gone = {piece.name for each in stored.manifests.values() for piece in each.pieces[:1] if _number(each) in lost}
     entries = {name: entry for name, entry in stored.entries.items() if name not in gone}
     made = rebuild(replace(stored, entries=entries), SERVICE)
-    kept = history.kept
-    whole = {each.id for each in kept.contexts if lost.isdisjoint(part.id for part in kept.path(each))}
+    retained = history.kept
+    whole = {each.id for each in retained.contexts if lost.isdisjoint(part.id for part in retained.path(each))}
     assert {each.id for each in made.kept.contexts} == whole
-    assert {each.name for each in made.left_out} == {each.id for each in kept.contexts} - whole
+    assert {each.name for each in made.left_out} == {each.id for each in retained.contexts} - whole
     for each in made.kept.contexts:
-        assert made.kept.path(each) == kept.path(each)
+        assert made.kept.path(each) == retained.path(each)
 
 
 def _number(manifest) -> int:

@@ -102,12 +102,12 @@ def test_what_goes_on_after_a_torn_entry_is_read_with_what_was_before(
         [path] = folder.iterdir()
         with path.open("ab") as file:
             file.write(last[: int(cut * (len(last) - 1))] or torn)
-        [kept] = Journal(folder).load()
-        assert kept.said[: len(said)] == said
-        assert len(kept.said) == len(said)
+        [retained] = Journal(folder).load()
+        assert retained.said[: len(said)] == said
+        assert len(retained.said) == len(said)
         with journal.go_on(held.request_id) as record:
             for event in more:
                 record.append(event)
-        [kept] = Journal(folder).load()
-        assert kept.said == [*said, *more]
-        assert msgspec.structs.replace(kept.held, checkpoint="") == held
+        [retained] = Journal(folder).load()
+        assert retained.said == [*said, *more]
+        assert msgspec.structs.replace(retained.held, checkpoint="") == held

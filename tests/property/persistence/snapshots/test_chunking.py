@@ -34,7 +34,9 @@ def test_pieces_hold_each_position_once(found: tuple[list[Run], int], block_byte
     pieces = cut_pieces(runs, size, block_bytes)
     start, end = runs[0].start, runs[-1].end
     attempt = Attempt("service", "service-1", "a")
-    told = [PieceRef(attempt.piece(i), tuple((r.start, r.end) for r in piece), 1, "") for i, piece in enumerate(pieces)]
+    reported = [
+        PieceRef(attempt.piece(i), tuple((r.start, r.end) for r in piece), 1, "") for i, piece in enumerate(pieces)
+    ]
     SegmentManifest(
         service="service",
         fingerprint="",
@@ -44,7 +46,7 @@ def test_pieces_hold_each_position_once(found: tuple[list[Run], int], block_byte
         start=start,
         num_tokens=end - start,
         rope=OWN_ROPE,
-        pieces=tuple(told),
+        pieces=tuple(reported),
         windows=None,
         token_ids=array("I", range(end - start)).tobytes(),
     ).check()

@@ -156,8 +156,8 @@ def test_a_manifest_whose_pieces_are_not_there_is_none(place: Place, fault: str)
     getattr(place, fault).add(piece)
     rebuilt = place.rebuilt()
     assert names(rebuilt) == ["book", "twig"]
-    told = "is missing" if fault == "missing" else "had 40 bytes, and has 39"
-    assert reasons(rebuilt) == {"poem": f"{name_of(9)}: {piece} {told}"}
+    message = "is missing" if fault == "missing" else "had 40 bytes, and has 39"
+    assert reasons(rebuilt) == {"poem": f"{name_of(9)}: {piece} {message}"}
 
 
 def test_any_whole_attempt_will_do_and_the_newest_is_taken(place: Place) -> None:
@@ -196,7 +196,7 @@ def test_numbers_of_pieces_without_a_manifest_are_not_given_out_again(place: Pla
 
 
 @pytest.mark.parametrize(
-    ("record", "told"),
+    ("record", "message"),
     [
         (replace(TWIG, num_tokens=46, ends=(46,)), "is not what its path goes on from"),
         (replace(TWIG, num_tokens=25, ends=(25,)), "is not what its path goes on from"),
@@ -206,11 +206,11 @@ def test_numbers_of_pieces_without_a_manifest_are_not_given_out_again(place: Pla
         (replace(TWIG, capacity=39), "contradicts itself"),
     ],
 )
-def test_notes_that_make_no_sense_are_told(place: Place, record, told: str) -> None:
+def test_notes_that_make_no_sense_are_told(place: Place, record, message: str) -> None:
     place.notes.append(note_of(record, 30))
     rebuilt = place.rebuilt()
     assert names(rebuilt) == ["book", "poem"]
-    assert told in reasons(rebuilt)["twig"]
+    assert message in reasons(rebuilt)["twig"]
 
 
 def test_a_note_without_a_segment_and_a_path_of_two_ropes_are_told(place: Place) -> None:
@@ -229,9 +229,9 @@ def test_the_only_service_is_taken_and_one_of_several_must_be_named(place: Place
     place.notes.append(note_of(context("book", 1, 5), 70, OTHER))
     with pytest.raises(
         InvalidArgument, match=rf"--service: .* {SERVICE} \(3 contexts\), {OTHER} \(1 context\)"
-    ) as told:
+    ) as reported:
         choose_service(place.stored, None)
-    assert told.value.field == "--service"
+    assert reported.value.field == "--service"
     assert choose_service(place.stored, OTHER) == OTHER
     with pytest.raises(InvalidArgument, match="nothing lies there"):
         choose_service(Place().stored, None)

@@ -24,7 +24,7 @@ def test_a_path_leads_from_position_0_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kept", "reason"),
+    ("retained", "reason"),
     [
         (replace(KEPT, segments=FIRST.segments[1:], damaged={4: "its ids are gone"}), "its ids are gone"),
         (replace(KEPT, segments=FIRST.segments[1:]), "segment 4 is missing, or ends too early"),
@@ -36,9 +36,9 @@ def test_a_path_leads_from_position_0_on() -> None:
         (replace(KEPT, segments=(FIRST.segments[0], segment(7, 30, start=50))), "does not begin at position 0"),
     ],
 )
-def test_no_path_leads_through_what_is_damaged(kept: CatalogContents, reason: str) -> None:
+def test_no_path_leads_through_what_is_damaged(retained: CatalogContents, reason: str) -> None:
     with pytest.raises(DataLoss, match=f"contexts/fork is damaged: .*{reason}.*delete it"):
-        kept.path(FIRST.contexts[1])
+        retained.path(FIRST.contexts[1])
 
 
 def test_ids_are_cut_into_pieces_and_joined() -> None:

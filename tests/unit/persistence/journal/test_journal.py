@@ -40,7 +40,7 @@ def contents(folder: Path) -> bytes:
 def test_what_is_written_is_read_by_another(tmp_path: Path) -> None:
     write(Journal(tmp_path), held("one"))
     write(Journal(tmp_path), held("two"))
-    found = {kept.held.request_id: kept for kept in Journal(tmp_path).load()}
+    found = {retained.held.request_id: retained for retained in Journal(tmp_path).load()}
     assert found.keys() == {"one", "two"}
     assert found["one"].said == SAID
     assert found["one"].held == held("one")
@@ -61,8 +61,8 @@ def test_what_tells_of_now_alone_is_not_written(tmp_path: Path) -> None:
     with Journal(tmp_path).begin(held()) as record:
         record.append(Progress(1, 2))
         record.append(SAID[0])
-    [kept] = Journal(tmp_path).load()
-    assert kept.said == SAID[:1]
+    [retained] = Journal(tmp_path).load()
+    assert retained.said == SAID[:1]
 
 
 def test_a_name_that_is_taken_anew_begins_anew(tmp_path: Path) -> None:
@@ -72,8 +72,8 @@ def test_a_name_that_is_taken_anew_begins_anew(tmp_path: Path) -> None:
         with journal.begin(held(ids=(4,))) as record:
             before.append(SAID[1])
             record.append(SAID[2])
-    [kept] = Journal(tmp_path).load()
-    assert (list(kept.held.token_ids), kept.said) == ([4], SAID[2:])
+    [retained] = Journal(tmp_path).load()
+    assert (list(retained.held.token_ids), retained.said) == ([4], SAID[2:])
 
 
 def test_a_generation_that_is_forgotten_may_go_on_unrecorded(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_context_takes_its_generations_with_it(tmp_path: Path) -> None:
     assert ids in contents(tmp_path)
     journal.remove_of_context("doc")
     assert ids not in contents(tmp_path)
-    assert {kept.held.request_id for kept in journal.load()} == {"three", "four"}
+    assert {retained.held.request_id for retained in journal.load()} == {"three", "four"}
     journal.remove_of_context("other")
     journal.remove("four")
     assert SECRET.encode() not in contents(tmp_path)
@@ -107,7 +107,7 @@ def test_a_context_takes_its_generations_with_it(tmp_path: Path) -> None:
 
 def test_what_another_checkpoint_answered_is_removed(tmp_path: Path) -> None:
     write(Journal(tmp_path, "abc"), held())
-    assert [kept.held.checkpoint for kept in Journal(tmp_path, "abc").load()] == ["abc"]
+    assert [retained.held.checkpoint for retained in Journal(tmp_path, "abc").load()] == ["abc"]
     assert not list(Journal(tmp_path, "abd").load())
     assert not list(tmp_path.iterdir())
 
@@ -138,8 +138,8 @@ def test_a_full_disk_is_told_and_leaves_what_was_written(tmp_path: Path) -> None
         [path] = tmp_path.iterdir()
         with files_of_at_most(path.stat().st_size + 5), pytest.raises(StorageUnavailable, match="too large"):
             record.append(SAID[1])
-    [kept] = Journal(tmp_path).load()
-    assert kept.said == SAID[:1]
+    [retained] = Journal(tmp_path).load()
+    assert retained.said == SAID[:1]
 
 
 def test_a_disk_that_was_full_before_is_told(tmp_path: Path) -> None:

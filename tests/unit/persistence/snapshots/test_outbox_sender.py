@@ -210,10 +210,10 @@ async def test_with_the_note_of_a_deletion_those_before_it_go() -> None:
     """They tell the display name; a later context of the same name keeps its own."""
 
     def note(context: str, number: int, *, is_deleted: bool = False) -> OutboxEntry:
-        told = ContextNote(
+        reported = ContextNote(
             service=SERVICE, context=context, number=number, is_deleted=is_deleted, display_name="secret"
         )
-        return OutboxEntry(told.place.name, encode_note(told))
+        return OutboxEntry(reported.place.name, encode_note(reported))
 
     async with sending() as found:
         for context, number in (("moby", 1), ("moby", 3), ("moby 2", 2)):

@@ -10,23 +10,23 @@ from coordinator.persistence.snapshots.storage_health import MOST_SECONDS, Stora
 
 def test_only_changes_are_told(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    told = list[str]()
-    trouble = StorageHealth("writing")
-    trouble.watch(lambda: told.append(trouble.reason))
-    trouble.end()
+    reported = list[str]()
+    outage = StorageHealth("writing")
+    outage.watch(lambda: reported.append(outage.reason))
+    outage.end()
     for reason in ("it is full", "it is full", "it is away"):
-        trouble.begin(reason)
-        assert trouble.reason == reason
-    trouble.end()
-    trouble.end()
-    assert trouble.reason == ""
-    trouble.begin("it is full")
+        outage.begin(reason)
+        assert outage.reason == reason
+    outage.end()
+    outage.end()
+    assert outage.reason == ""
+    outage.begin("it is full")
     assert [record.message for record in caplog.records] == [
         "writing: not done for now, and the service goes on: it is full",
         "writing: done again",
         "writing: not done for now, and the service goes on: it is full",
     ]
-    assert told == ["it is full", "it is away", "", "it is full"]
+    assert reported == ["it is full", "it is away", "", "it is full"]
 
 
 async def test_each_wait_is_longer_until_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,9 +36,9 @@ async def test_each_wait_is_longer_until_it_has_ended(monkeypatch: pytest.Monkey
         waits.append(seconds)
 
     monkeypatch.setattr(asyncio, "sleep", sleep)
-    trouble = StorageHealth("writing")
+    outage = StorageHealth("writing")
     for _ in range(8):
-        await trouble.wait()
-    trouble.end()
-    await trouble.wait()
+        await outage.wait()
+    outage.end()
+    await outage.wait()
     assert waits == [1, 2, 4, 8, 16, 32, MOST_SECONDS, MOST_SECONDS, 1]
