@@ -134,7 +134,7 @@ int longleaf_meet_wait(struct place *place)
         } while (now_ns() < end);
     }
     const struct timespec slice = {place->slice_ns / BILLION, place->slice_ns % BILLION};
-    /* returns at once if the generation differs from the step; a signal or a spurious wake-up costs one more call */
+    /* returns at once if the generation differs from the step; a signal or a spurious return costs one more call */
     if (!is_over(place))
         syscall(SYS_futex, &place->meeting->generation, FUTEX_WAIT, place->step, &slice, NULL, 0);
     return is_over(place) ? ended(place) : WAITING;

@@ -40,7 +40,7 @@ static void add_run(const struct run *run, const struct entry *told, float lse, 
 }
 
 /* `told` is [kv_heads, entries * group] with a stride between heads; lse [rows, kv_heads * group]; sinks [kv_heads *
-   group], or NULL if another rank counts them; means, largest and heads [tellers, num_columns], where head numbers of
+   group], or NULL if they are counted elsewhere; means, largest and heads [tellers, num_columns], where head numbers of
    this layer start at `first_head`; columns [num_columns] is scratch space. Means are summed over heads; the largest is
    the maximum over the heads of all layers. */
 void longleaf_add_shares(const struct entry *told, const float *lse, const float *sinks,
