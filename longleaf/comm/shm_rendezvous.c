@@ -2,7 +2,7 @@
    step.
 
    In step s every rank writes its message on board s % 2 and arrives. The last rank to arrive ends the step: it sets
-   the generation to s + 1 and wakes the others, and all ranks read the board.
+   the generation to s + 1 and notifies the others, and all ranks read the board.
 
    Why one rendezvous per step suffices. A rank writes on board s % 2 again in step s + 2, after the rendezvous of step
    s + 1 and therefore after every rank has arrived in step s + 1. A rank arrives there after it has finished reading
