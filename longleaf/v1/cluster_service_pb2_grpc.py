@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ClusterServiceStub:
-    """Describes the cluster, and ends it.
+    """Describes the cluster, verifies it, and shuts the service down.
     """
 
     def __init__(self, channel):
@@ -63,45 +63,46 @@ class ClusterServiceStub:
 
 
 class ClusterServiceServicer:
-    """Describes the cluster, and ends it.
+    """Describes the cluster, verifies it, and shuts the service down.
     """
 
     def GetCluster(self, request, context):
-        """Tells who the ranks are, where they run and what they hold.
+        """Returns the ranks, their machines, and the keys and values that they hold.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchCluster(self, request, context):
-        """Tells the same now, and again whenever it has changed, until the client leaves: also how far a recovery is. When the
-        service stops, the stream ends with UNAVAILABLE.
+        """Sends the cluster now and after every change, including the progress of a recovery, until the client cancels. When
+        the service stops, the stream ends with UNAVAILABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def VerifyCluster(self, request, context):
-        """Proves the fleet on the spot: runs a short prompt over all ranks, then with the same weights on rank 0 alone, with
-        transformers' own attention in float32, and compares the logits. The prompt takes its turn beside all that runs; the
-        passes on rank 0 keep every stream waiting, so the prompt is short and one verification runs at a time.
+        """Verifies the running fleet: runs a short prompt over all ranks, then runs it with the same weights on rank 0 with
+        transformers' own attention in float32, and compares the logits. The prompt is scheduled among other requests. The
+        passes on rank 0 block every stream, so the prompt is short and verifications run one at a time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Ends the service: from now on it is not healthy and takes no new calls (UNAVAILABLE with RetryInfo); what runs may
-        end within --drain-seconds, what does not is told why. Asked again it says how far that is. Answered on the machine
-        of the service only, over the loopback or an address of its own; elsewhere PERMISSION_DENIED.
+        """Shuts the service down. It becomes unhealthy and rejects new calls (UNAVAILABLE with RetryInfo). Running calls get
+        --drain-seconds to finish; after that they end with UNAVAILABLE and the reason. A repeated call reports the
+        progress. Accepted only from the machine of the service, over the loopback address or another address of that
+        machine; otherwise PERMISSION_DENIED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RefillSlots(self, request, context):
-        """Starts ranks again in the places that were given up, because too many in a row were lost there while they loaded.
-        Answered where Drain is.
+        """Restarts ranks in slots that the service has stopped refilling because too many consecutive ranks were lost while
+        loading. Accepted from the same addresses as Drain.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -144,7 +145,7 @@ def add_ClusterServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ClusterService:
-    """Describes the cluster, and ends it.
+    """Describes the cluster, verifies it, and shuts the service down.
     """
 
     @staticmethod

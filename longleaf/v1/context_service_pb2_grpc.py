@@ -104,20 +104,20 @@ class ContextServiceServicer:
     """
 
     def IngestContext(self, request_iterator, context):
-        """Ingests a document: pieces of text up, progress down. The first request carries `config`, all others data.
-        The last response carries the acknowledged context. A stream broken before that leaves nothing behind
-        (an existing context is left as it was), unless the config names an upload_id: then it can be resumed. Whether the
-        deadline can be met is looked at once the document is there; an ingest with an upload_id outlives it, like its
-        stream.
+        """Ingests a document: the client streams pieces, the service streams progress. The first request carries `config`,
+        all others data. The last response carries the acknowledged context. A stream that breaks earlier has no effect (an
+        existing context is unchanged), unless the config names an upload_id, which makes the ingest resumable. Whether the
+        deadline can be met is checked once the document has arrived. An ingest with an upload_id outlives its stream and
+        its deadline.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CancelIngest(self, request, context):
-        """Ends an ingest that names an upload_id, whether its document arrives, is read, or is kept to be resumed: nothing of it
-        is kept, an existing context is left as it was, and a stream of it ends with ABORTED. NOT_FOUND when there is none,
-        and when it is acknowledged by now.
+        """Cancels an ingest that has an upload_id, whether its document is arriving, is being read, or is kept to be resumed.
+        Its data is discarded, an existing context is unchanged, and its stream ends with ABORTED. NOT_FOUND if there is no
+        such ingest, or if it has been acknowledged.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -131,73 +131,75 @@ class ContextServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetContextText(self, request, context):
-        """Gets the text of some of a context's tokens, or some of its bytes, and tells where they are. FAILED_PRECONDITION where
-        bytes are asked of a context whose tokens were all given as ids.
+        """Returns the text of a range of a context's tokens or bytes, and its location. FAILED_PRECONDITION if bytes are
+        requested of a context whose tokens were all given as ids.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListContexts(self, request, context):
-        """Lists contexts, by name.
+        """Lists contexts by name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ForkContext(self, request, context):
-        """Makes a new context of the beginning of another one, or of all of it. Nothing is copied or computed; from then on
-        both may be asked, appended to and deleted, each by itself.
+        """Creates a context from the beginning of another one, or from all of it. Nothing is copied or computed. Afterwards
+        the two contexts are independent: each can be asked, appended to and deleted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UpdateContext(self, request, context):
-        """Changes a context's name for people, its pin, or when it expires; answers the context as it is then.
+        """Changes a context's display name, pin or expiry; returns the updated context.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RereadContext(self, request, context):
-        """Has a context read by the checkpoint that is served, which another one has read that lay in the model's folder before
-        and had the same tokenizer: calls that name such a context end with FAILED_PRECONDITION. The new context has its
-        tokens, name and settings, and its capacity where that is still allowed; it is parked, and read when it is first asked.
-        What is kept for the other checkpoint stays as it is. FAILED_PRECONDITION where the tokenizer was another one, for the
-        same token ids would be another text: ingest that anew.
+        """Recomputes a stale context for the served checkpoint. A context is stale if another checkpoint with the same
+        tokenizer, which was in the model's folder before, has read it; other calls about it end with FAILED_PRECONDITION.
+        The new context has the same tokens, name and settings, and the same capacity if that is still allowed. It starts
+        evicted, and its keys are computed on the first question. The data of the other checkpoint is unchanged.
+        FAILED_PRECONDITION if the tokenizer differs, because the token ids would be a different text: ingest the text
+        again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RereadContexts(self, request, context):
-        """Does that with all such contexts whose names are free, and tells which it cannot be done with.
+        """Recomputes all stale contexts whose names are free, and lists those that it skipped.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteContext(self, request, context):
-        """Deletes a context; generations that run against it finish first.
+        """Deletes a context; running generations on it finish first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ExportContext(self, request, context):
-        """Sends a context as a parcel: bytes that ImportContext of any service with the same model takes in, whatever its
-        ranks. The context stays as it is. While nothing of it changes its parcel has the same bytes, so that a stream that
-        broke can go on at any of them.
+        """Sends a context as a context archive, which ImportContext of any service with the same model accepts, regardless of
+        its ranks. The context is unchanged. While the context does not change, its archive has the same bytes, so an
+        export can be resumed at any byte.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ImportContext(self, request_iterator, context):
-        """Takes in a parcel as a new context: its bytes up, progress down. The first request carries `config`, all others a
-        piece; the last response carries the context, which is kept for good by then, and parked. A stream broken before
-        leaves nothing behind, unless the config names an upload_id: then it can be resumed.
+        """Creates a context from a context archive: the client streams bytes, the service streams progress. The first request
+        carries `config`, all others a piece. The last response carries the context, which is by then persistent and
+        evicted. A stream that breaks earlier has no effect, unless the config names an upload_id, which makes the import
+        resumable.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -54,20 +54,20 @@ class GenerationServiceServicer:
 
     def Generate(self, request, context):
         """Streams one generation: Started, then Progress while a long prompt is read, then Deltas, then Finished. With
-        several samples the Deltas of all come interleaved, and a Finished for each. A stream that resumes begins with
-        Started, too. Where ranks are lost, Recovering comes anywhere before the end, and the next Delta has the next index.
-        Fails with INVALID_ARGUMENT, NOT_FOUND (context, or generation to resume), ALREADY_EXISTS (a generation with this
-        request_id runs), RESOURCE_EXHAUSTED (no room), DEADLINE_EXCEEDED, DATA_LOSS (the context was
-        lost, or numbers are not finite) or UNAVAILABLE.
+        several samples the Deltas of all samples are interleaved, and each sample ends with its Finished. A resumed stream
+        also begins with Started. If ranks are lost, Recovering may appear anywhere before the end, and the next Delta has
+        the next index. Fails with INVALID_ARGUMENT, NOT_FOUND (the context, or the generation to resume), ALREADY_EXISTS
+        (a generation with this request_id is running), RESOURCE_EXHAUSTED (no space), DEADLINE_EXCEEDED, DATA_LOSS (the
+        context was lost, or numbers are not finite) or UNAVAILABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CancelGeneration(self, request, context):
-        """Ends a generation that has a resume_duration, whether it goes on or has finished, and forgets it; what it held is
-        free within a step. A stream that reads it ends with ABORTED. Fails with NOT_FOUND when no generation of this name
-        is held: one without a resume_duration ends with its stream.
+        """Ends and deletes a generation with a resume_duration, whether it is running or finished; its resources are free
+        within a step. A stream that reads it ends with ABORTED. NOT_FOUND if no generation of this name is held: one
+        without a resume_duration ends with its stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

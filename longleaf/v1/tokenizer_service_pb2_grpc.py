@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class TokenizerServiceStub:
-    """Turns text into tokens and back. Text that looks like a special token is plain text.
+    """Converts text to tokens and back. Text that looks like a special token is plain text.
     """
 
     def __init__(self, channel):
@@ -53,25 +53,25 @@ class TokenizerServiceStub:
 
 
 class TokenizerServiceServicer:
-    """Turns text into tokens and back. Text that looks like a special token is plain text.
+    """Converts text to tokens and back. Text that looks like a special token is plain text.
     """
 
     def CountTokens(self, request, context):
-        """Counts the tokens of a text as a document would be counted; special tokens are not added.
+        """Counts the tokens of a text as for a document; special tokens are not added.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Turns a text into token ids.
+        """Converts a text to token ids.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """Turns token ids into text.
+        """Converts token ids to text.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -104,7 +104,7 @@ def add_TokenizerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TokenizerService:
-    """Turns text into tokens and back. Text that looks like a special token is plain text.
+    """Converts text to tokens and back. Text that looks like a special token is plain text.
     """
 
     @staticmethod

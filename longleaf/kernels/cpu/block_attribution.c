@@ -1,23 +1,23 @@
-/* Of one layer, what of the attention of some rows falls on each of some columns, from what the decode kernel told of
-   blocks of keys: sum * exp(peak - lse), with the logsumexp of all keys that the row sees.
+/* Attention of rows by column, for one layer, from the per-block output of the decode kernel: sum * exp(peak - lse),
+   with the logsumexp of all keys that the row sees.
 
-   A row's peak rises seldom, so few exponentials are taken: as long as it stays, so does the factor. */
+   A row's peak rises rarely, and the factor is constant in between, so few exponentials are computed. */
 
 #include <math.h>
 #include <string.h>
 
-/* As in decode.c: the highest score of the row until then, and the sum of exp(score - that). */
+/* As in decode.c: the highest score of the row up to this block, and the sum of exp(score - peak). */
 struct entry {
     float peak, sum;
 };
 
-/* Entries [first, end) of a row, of `num_entries` that begin at `start` for one query per key head: they count into
-   columns from `column` on, `per_column` of them each, and `before` of the first one's lie before them. */
+/* Entries [first, end) of a row, which has `num_entries` entries from `start` for one query per key head. They add to
+   the columns from `column`, `per_column` entries to each; `before` entries of the first column precede them. */
 struct run {
     long row, start, num_entries, first, end, column, before, per_column;
 };
 
-/* Rows whose mean is told together, [first_row, end_row), and their runs. */
+/* Rows that are averaged together, [first_row, end_row), and their runs. */
 struct teller {
     long first_row, end_row, first_run, end_run;
 };
@@ -39,10 +39,10 @@ static void add_run(const struct run *run, const struct entry *told, float lse, 
     }
 }
 
-/* `told` is [kv_heads, entries * group] with a stride between heads, lse [rows, kv_heads * group]; sinks
-   [kv_heads * group], or NULL where they count elsewhere; means and largest [tellers, num_columns], heads alike, whose
-   numbers begin at `first_head` in this layer; columns [num_columns] is room to compute in. Means are summed over heads;
-   the largest is found over the heads of all layers. */
+/* `told` is [kv_heads, entries * group] with a stride between heads; lse [rows, kv_heads * group]; sinks [kv_heads *
+   group], or NULL if they are counted elsewhere; means, largest and heads [tellers, num_columns], where head numbers of
+   this layer start at `first_head`; columns [num_columns] is scratch space. Means are summed over heads; the largest is
+   the maximum over the heads of all layers. */
 void longleaf_add_shares(const struct entry *told, const float *lse, const float *sinks,
                          const struct run *runs, const struct teller *tellers, float *means, float *largest, int *heads,
                          float *columns, long head_stride, long num_tellers, long num_kv_heads, long group,

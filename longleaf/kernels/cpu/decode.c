@@ -1,23 +1,23 @@
 /* Attention of the query rows of a decode step over one rank's keys, of 32, 16 or 8 bits: all reads of a layer in one
-   call, online softmax. All arithmetic is float32, and so are queries and results.
+   call, with online softmax. Arithmetic, queries and results are float32.
 
-   Torch's flash kernel splits this into thousands of tiny matrix products, whose overhead costs more than reading the
-   keys, and each read costs a call and a merge. Here a block of keys and values is brought into the first-level cache
-   once and used by all rows of its read, and what a row has seen goes on from read to read.
+   Torch's flash kernel splits this into thousands of tiny matrix products whose overhead exceeds the cost of reading
+   the keys, and each read costs a call and a merge. This kernel loads a block of keys and values into the L1 cache
+   once, uses it for all rows of its read, and carries the state of a row from read to read.
 
-   Shapes: q [tokens, kv_heads * group, dim] with strides between tokens and heads; keys and values
-   [kv_heads, slots, dim] with a stride between heads; out [tokens, kv_heads * group, dim] and
-   lse [tokens, kv_heads * group] contiguous. dim is a multiple of LANES. `scratch` has longleaf_scratch_size() floats.
-   Scores s become cap * tanh(s / cap), unless cap is 0. lse is the natural log of the sum of exponentials; a row that
-   sees nothing gives out 0, lse -inf.
+   Shapes: q [tokens, kv_heads * group, dim] with strides between tokens and heads; keys and values [kv_heads, slots,
+   dim] with a stride between heads; out [tokens, kv_heads * group, dim] and lse [tokens, kv_heads * group] contiguous.
+   dim is a multiple of LANES. `scratch` has longleaf_scratch_size() floats. Scores s become cap * tanh(s / cap), unless
+   cap is 0. lse is the natural log of the sum of exponentials; a row that sees no key gives out 0, lse -inf.
 
-   Of reads of which it is asked, the kernel also tells what each block of BLOCK slots gave to each row: the share of a
-   block in what the row attends to is sum * exp(peak - lse). Bits are the same whether it is asked or not: blocks always
-   end at multiples of BLOCK slots, there is ONE_COPY of what computes, and what is told is written down behind it.
+   On request the kernel also returns, for each read, the contribution of each block of BLOCK slots to each row: the
+   share of a block in the row's attention is sum * exp(peak - lse). The bits of the result do not depend on the
+   request: blocks always end at multiples of BLOCK slots, the computing functions exist in ONE_COPY, and the
+   contribution is written after the computation.
 
-   What is not finite shows: a row of which a score is NaN or infinite gives NaN, and so does one that reads a value that
-   is, even where a mask hides it. fast-math takes all numbers for finite, so the scores of a row are added up and the bits
-   of the sum are looked at: that costs 0 to 2 % in one call, and to have the compiler mind NaN itself costs 2 to 9 %. */
+   Non-finite numbers propagate: a row with a NaN or infinite score gives NaN, and so does a row that reads a non-finite
+   value, even under a mask. fast-math assumes finite numbers, so the kernel sums the scores of a row and checks the
+   bits of the sum. That costs 0 to 2 % per call; compiling with NaN semantics costs 2 to 9 %. */
 
 #include <float.h>
 #include <math.h>
@@ -26,13 +26,13 @@
 #include <immintrin.h>
 #endif
 
-/* keys and values of a block stay in half of the first-level cache, so that the next ones can arrive meanwhile */
+/* keys and values of a block fill half of the L1 cache, so that the next ones can be prefetched */
 #define BLOCK 32
-/* bytes of a block's keys that fewer rows than MANY read: with so little to compute, memory is what takes time, and
-   it is fastest when keys and values come by turns, a page of each */
+/* bytes of a block's keys if fewer than MANY rows read them: with so little computation memory bandwidth dominates,
+   which is highest if keys and values alternate page by page */
 #define PAGE 4096
 #define LANES 8
-/* numbers that fewer rows than MANY take at once, and how many of these rows take them together */
+/* vector length for fewer than MANY rows, and the number of such rows that are computed together */
 #ifdef __AVX512F__
 #define WIDTH 16
 #define EVEN 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
@@ -43,8 +43,8 @@
 #define ODD 1, 3, 5, 7, 9, 11, 13, 15
 #endif
 #define FEW 4
-/* rows that are computed together, from MANY to TILE: what comes of a key is in up to two vectors. And the vectors in
-   which products are added up at once: as many as there are registers for. */
+/* rows that are computed together, from MANY to TILE: the scores of a key fill up to two vectors; and the number of
+   vector accumulators, limited by the number of registers */
 #define TILE (2 * WIDTH)
 #if defined(__SSE2__) && !defined(__AVX__)
 #define MANY 8
@@ -53,22 +53,22 @@
 #define MANY 5
 #define SUMS WIDTH
 #endif
-/* rows of queries in a vector, two numbers of each; and vectors of values that FEW rows take together */
+/* rows of queries in a vector, two numbers of each; and vectors of values that FEW rows process together */
 #define PAIRS (WIDTH / 2)
 #define PARTS (SUMS / FEW)
-/* products that are added one after the other: in long sums each rounds off more */
+/* products that are added sequentially: long sums have larger rounding errors */
 #define CHUNK 32
-/* columns from which on keys are wide */
+/* minimum dim of wide keys */
 #define WIDE 128
-/* bytes that memory brings at once */
+/* bytes of a cache line */
 #define LINE 64
-/* Weights below exp(-60), 1e-26, are raised to it: a billion of them change no bit of a float32 sum that holds a one.
-   Left alone they would become denormal numbers, a hundred times slower than others. */
+/* Scores more than 60 below the peak, weights below 1e-26, are raised to this: a billion such weights do not change a
+   float32 sum that contains a one. Otherwise they would become denormal numbers, which are a hundred times slower. */
 #define NEGLIGIBLE -60.0f
-/* fast-math knows no infinities: a finite score below all others */
+/* fast-math has no infinities: a finite score below all others */
 #define HIDDEN -1e38f
 
-/* Copies that a compiler makes of a function for some of its callers may round otherwise. */
+/* Compilers specialize functions for some callers, and such copies may round differently. */
 #ifdef __clang__
 #define ONE_COPY __attribute__((noinline))
 #define PICK(low, high, ...) __builtin_shufflevector(low, high, __VA_ARGS__)
@@ -77,9 +77,9 @@
 #define PICK(low, high, ...) __builtin_shuffle(low, high, (ints){__VA_ARGS__})
 #endif
 #define INLINE static inline __attribute__((always_inline))
-#pragma GCC diagnostic ignored "-Wpsabi" /* on vectors that functions hand on: these are all inlined */
-/* Keeps a vector in a register: left alone, gcc loads it again for each use, and there are more loads then than the
-   processor can do. Processors without AVX have no register that holds a vector. */
+#pragma GCC diagnostic ignored "-Wpsabi" /* about vectors as parameters: these functions are all inlined */
+/* Keeps a vector in a register. Otherwise gcc reloads it for each use, and the loads become the bottleneck. Processors
+   without AVX have no register for a whole vector. */
 #if defined(__AVX512F__)
 #define KEEP(vector) __asm__("" : "+v"(vector))
 #elif defined(__AVX__)
@@ -95,7 +95,7 @@ typedef int ints __attribute__((vector_size(4 * WIDTH)));
 typedef unsigned words __attribute__((vector_size(4 * WIDTH)));
 typedef unsigned short halves __attribute__((vector_size(2 * WIDTH)));
 
-/* What a number is kept as; longleaf/kernels/cpu/decode.py names the first three. */
+/* Data type of stored numbers; longleaf/kernels/cpu/decode.py names the first three. */
 enum kind { FLOAT32, BFLOAT16, FLOAT16, INT8 };
 static const long BYTES[] = {4, 2, 2, 1};
 
@@ -105,63 +105,63 @@ struct read {
     long first_row, end_row, first_slot, end_slot, offset, window;
 };
 
-/* What is told of a read: of rows [first_row, end_row), a token's group of heads after the other, `num_entries` entries
-   each, from the entry `start * group` on. Slots from `edge` on count apart from those before it: the block in which
-   it lies has two entries. A read of which nothing is told has no rows. */
+/* The contributions to return for a read: of rows [first_row, end_row), with the heads of a token's group consecutive,
+   `num_entries` entries each, starting at entry `start * group`. Slots from `edge` on are counted separately: the block
+   that contains it has two entries. Without a request there are no rows. */
 struct told_read {
     long start, first_row, end_row, edge, num_entries;
 };
 
-/* An entry: the highest score of the row until then, and the sum of exp(score - that). */
+/* An entry: the highest score of the row up to this block, and the sum of exp(score - peak). */
 struct entry {
     float peak, sum;
 };
 
-/* The keys and values of one key head. int8 has an exponent per block of slots and column of the keys and a scale per
-   slot of the values, as longleaf/kernels/int8.py writes them. */
+/* The keys and values of one key head. int8 has an exponent per block of slots and column of the keys, and a scale per
+   slot of the values, as written by longleaf/kernels/int8.py. */
 struct store {
     const char *keys, *values;    /* [slots, dim] */
     const signed char *exponents; /* [slots / block_size, dim] */
     const float *scales;          /* [slots] */
-    float *room;                  /* a block of keys, one of values, and the steps of the columns */
+    float *room;                  /* scratch: a block of keys, one of values, and the steps of the columns */
     long block_size, dim;
     enum kind kind;
 };
 
-/* The rows of one key head, a token and a head of its group each, and what they have seen so far. */
+/* The rows of one key head, each a token and a head of its group, and their state. */
 struct rows {
-    float *q;          /* [num_rows, dim], times the scale */
+    float *q;          /* [num_rows, dim], multiplied by the scale */
     float *q_by_pair;  /* [dim / 2, stride, 2], the same transposed by pairs of numbers */
-    float *out;        /* [num_rows, dim], not yet divided by `sum` */
+    float *out;        /* [num_rows, dim], before the division by `sum` */
     float *peak, *sum; /* [num_rows] */
-    float *witness;    /* [num_rows], the sum of all scores: no finite number if one of them is none */
-    float *total;      /* [num_rows], the sums of the weights of the block that was added last */
-    float *weights;    /* those of up to TILE rows: of fewer than MANY [row, BLOCK], else [BLOCK, TILE] */
+    float *witness;    /* [num_rows], the sum of all scores: non-finite if one of them is */
+    float *total;      /* [num_rows], the sums of the weights of the last block */
+    float *weights;    /* weights of up to TILE rows: for fewer than MANY [row, BLOCK], else [BLOCK, TILE] */
     long dim, stride, group;
     float cap;
 };
 
-/* A block of a read's keys and values, and the rows it is added to. */
+/* A block of a read's keys and values, and the rows that read it. */
 struct block {
     const struct read *read;
-    const void *keys, *values;            /* of this kind: float32, or of 16 bits for fewer rows than MANY */
+    const void *keys, *values;            /* of this kind: float32, or 16 bits for fewer than MANY rows */
     enum kind kind;
-    long key, num_keys;                   /* the first key, counted from the read's first, and their number */
-    long row, num_rows;                   /* the first row, counted from the read's first, and their number */
-    const char *next_keys, *next_values;  /* what comes next in memory; what is here if nothing need be asked for */
-    long key_bytes;                       /* there */
+    long key, num_keys;                   /* the first key, relative to the read's first, and their number */
+    long row, num_rows;                   /* the first row, relative to the read's first, and their number */
+    const char *next_keys, *next_values;  /* the addresses to prefetch; those of this block if there are none */
+    long key_bytes;                       /* bytes of a key in storage */
     int is_masked;
 };
 
-/* What a block changes for the rows of a tile: the highest score so far, by what this weakens what came before, and the
-   sums of scores and of weights. */
+/* Effect of a block on the rows of a tile: the new peak, the factor for the previous state, and the sums of scores and
+   of weights. */
 struct sums {
     float peak[TILE], fade[TILE], seen[TILE], total[TILE];
 };
 
-/* e to the x for x from NEGLIGIBLE to 0: two to the nearest whole number, times the Taylor polynomial of two to the rest,
-   right to one part in a million. Inlined, for a call of the library would empty the registers of the loops around. Of
-   what is no number it makes any number: see `witness`. */
+/* exp(x) for x from NEGLIGIBLE to 0: two to the nearest integer, times the Taylor polynomial of two to the rest, with a
+   relative error of one in a million. Inlined, because a library call would spill the registers of the surrounding
+   loops. The result for NaN is an arbitrary number: see `witness`. */
 INLINE float exp_below(float x)
 {
     const int whole = (int)(x * 1.44269504f - 0.5f);
@@ -174,7 +174,7 @@ INLINE float exp_below(float x)
     power = power * rest + 1.0f;
     unsigned bits;
     memcpy(&bits, &power, sizeof bits);
-    bits += (unsigned)whole << 23; /* to the exponent */
+    bits += (unsigned)whole << 23; /* added to the exponent */
     memcpy(&power, &bits, sizeof bits);
     return power;
 }
@@ -187,14 +187,15 @@ INLINE int sees(const struct read *read, long group, long row, long key)
 
 INLINE wide from_bfloat16(halves half)
 {
-#ifdef __AVX512F__ /* gcc makes four instructions of the other way, here two */
+#ifdef __AVX512F__ /* two instructions; gcc compiles the generic form to four */
     return (wide)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)half), 16);
 #else
     return (wide)(__builtin_convertvector(half, words) << 16);
 #endif
 }
 
-/* Where no instruction does it, on integers: fast-math knows no infinities, and what is small there is a denormal. */
+/* Without a conversion instruction, by integer arithmetic: fast-math has no infinities, and small float16 numbers are
+   denormal. */
 INLINE wide from_float16(halves half)
 {
 #if defined(__AVX512F__)
@@ -210,7 +211,7 @@ INLINE wide from_float16(halves half)
 #endif
 }
 
-/* Numbers from the i-th on as float32, which holds them exactly: WIDTH of them, or LANES and then zeros. */
+/* `count` numbers from index i as float32, which represents them exactly: WIDTH, or LANES followed by zeros. */
 INLINE wide load(const void *numbers, long i, const enum kind kind, const int count)
 {
     wide found = {0};
@@ -225,7 +226,7 @@ INLINE wide load(const void *numbers, long i, const enum kind kind, const int co
     return kind == BFLOAT16 ? from_bfloat16(half) : from_float16(half);
 }
 
-/* of a part of one key with the same part of some queries */
+/* products of a part of one key with the same part of several queries */
 INLINE void add_products(wide sum[FEW], const float *q, const void *keys, long i, long dim, const int num_rows,
                          const enum kind kind, const int count)
 {
@@ -256,8 +257,8 @@ INLINE void score_few(const void *keys, long num_keys, const float *q, float sco
     }
 }
 
-/* out times fade, plus the values by their weights, for some rows and `num_parts` times `count` columns. What a block
-   gives is added up first: one key after the other, each would round what came of all keys before it. */
+/* out * fade + weighted values, for some rows and `num_parts` times `count` columns. The contributions of a block are
+   summed first: added to `out` key by key, each addition would round the total of all previous keys. */
 INLINE void add_columns(const float *weight, const float *fade, const void *values, long num_keys, float *out, long dim,
                         long d, const enum kind kind, const int num_rows, const int num_parts, const int count)
 {
@@ -278,11 +279,11 @@ INLINE void add_columns(const float *weight, const float *fade, const void *valu
     }
 }
 
-/* all values of a block, by their weights, to at most FEW rows */
+/* weighted values of a block for at most FEW rows */
 INLINE void value_few(const void *values, long num_keys, const float *weight, const float *fade, float *out, long dim,
                       const enum kind kind, const int num_rows)
 {
-    const int most = num_rows == 1 ? 8 : num_rows == 2 ? 4 : 2; /* as many as there are registers for */
+    const int most = num_rows == 1 ? 8 : num_rows == 2 ? 4 : 2; /* limited by the number of registers */
     long d = 0;
     for (; d + most * WIDTH <= dim; d += most * WIDTH)
         add_columns(weight, fade, values, num_keys, out, dim, d, kind, num_rows, most, WIDTH);
@@ -294,7 +295,7 @@ INLINE void value_few(const void *values, long num_keys, const float *weight, co
         add_columns(weight, fade, values, num_keys, out, dim, d, kind, num_rows, 1, LANES);
 }
 
-/* a call for each FEW rows, with their number known to the compiler */
+/* one call per FEW rows, with their number as a compile-time constant */
 #define BY_ROWS(CALL) \
     for (long r = 0; r < num_rows; r += FEW) \
         switch (num_rows - r) { \
@@ -306,7 +307,7 @@ INLINE void value_few(const void *values, long num_keys, const float *weight, co
 #define SCORE(NUM) score_few(keys, num_keys, q + r * dim, score + r, dim, kind, NUM)
 #define VALUE(NUM) value_few(values, num_keys, score[r], fade + r, out + r * dim, dim, kind, NUM)
 
-/* Adds a block to fewer rows than MANY. */
+/* Processes a block for fewer than MANY rows. */
 INLINE void add_few(const struct block *block, const float *restrict q, float *restrict out, float *restrict peak,
                     float *restrict sum, float *restrict witness, float *restrict totals,
                     float (*restrict score)[BLOCK], long group, float cap, long dim, const enum kind kind)
@@ -355,7 +356,7 @@ static ONE_COPY void add_few_of_kind(const struct rows *rows, const struct block
     float *witness = rows->witness + row, *totals = rows->total + row;
     float(*score)[BLOCK] = (float(*)[BLOCK])rows->weights;
     switch (block->kind) {
-        case FLOAT32: /* short loops of known length stay in registers */
+        case FLOAT32: /* short loops of constant length stay in registers */
             if (dim == 32)
                 ADD(32, FLOAT32);
             else if (dim == 64)
@@ -365,19 +366,19 @@ static ONE_COPY void add_few_of_kind(const struct rows *rows, const struct block
             break;
         case BFLOAT16: ADD(dim, BFLOAT16); break;
         case FLOAT16: ADD(dim, FLOAT16); break;
-        case INT8: break; /* brought to float32 before */
+        case INT8: break; /* was converted to float32 */
     }
 }
 
-/* the sums of neighbours in `low`, then those in `high` */
+/* pairwise sums of `low`, then those of `high` */
 INLINE wide add_neighbours(wide low, wide high)
 {
     return PICK(low, high, EVEN) + PICK(low, high, ODD);
 }
 
-/* Scores of `vecs` times PAIRS rows against some keys. A pair of a key's numbers is loaded once for all rows. Meanwhile
-   the next keys are asked for, a little at a time: the order in which they will be read is none that the processor
-   foresees, and it waits when many are asked for at once. */
+/* Scores of `vecs` times PAIRS rows against some keys. A pair of a key's numbers is loaded once for all rows. The loop
+   prefetches the next keys in small portions: the hardware prefetcher does not predict their order, and many prefetches
+   at once stall the processor. */
 INLINE void score_tile(const float *q_by_pair, long stride, const float *keys, float score[][TILE], long dim,
                        const char *next, long next_bytes, const int num_keys, const int vecs)
 {
@@ -416,7 +417,7 @@ INLINE void score_tile(const float *q_by_pair, long stride, const float *keys, f
     }
 }
 
-/* As many keys at once as there are registers for. */
+/* Processes as many keys at once as there are registers for. */
 INLINE void score_block(const struct block *block, const float *q_by_pair, long stride, float score[BLOCK][TILE],
                         long dim, const int vecs)
 {
@@ -431,8 +432,8 @@ INLINE void score_block(const struct block *block, const float *q_by_pair, long 
         score_tile(q_by_pair, stride, keys + j * dim, score + j, dim, next + j * bytes, each, 1, vecs);
 }
 
-/* Scores of all rows of a block. This and what follows are functions of their own since gcc gives registers away better
-   in short ones. */
+/* Scores of all rows of a block. This function and the following ones are not inlined, because gcc allocates registers
+   better in short functions. */
 static ONE_COPY void score_many(const struct block *block, const float *q_by_pair, long stride,
                                 float score[BLOCK][TILE], long dim)
 {
@@ -465,7 +466,7 @@ INLINE wide larger(wide a, wide b)
 #endif
 }
 
-/* As exp_below, of each number; of what is below NEGLIGIBLE as if it were that. */
+/* exp_below for each number; numbers below NEGLIGIBLE are raised to it. */
 INLINE wide exp_each(wide x)
 {
     x = larger(x, NEGLIGIBLE - (wide){0});
@@ -480,7 +481,7 @@ INLINE wide exp_each(wide x)
     return (wide)((words)power + ((words)whole << 23));
 }
 
-/* The scores of WIDTH rows from `row` on become weights. */
+/* Converts the scores of WIDTH rows from `row` to weights. */
 static ONE_COPY void weigh(const struct block *block, long group, float cap, float score[][TILE], long row,
                            struct sums *sums)
 {
@@ -514,8 +515,8 @@ static ONE_COPY void weigh(const struct block *block, long group, float cap, flo
     *(vec *)(sums->total + row) = total;
 }
 
-/* out times fade, plus the values by their weights, for some rows and `vecs` vectors of columns. Meanwhile the next
-   values are asked for, `next_bytes` for each key. */
+/* out * fade + weighted values, for some rows and `vecs` vectors of columns. Prefetches the next values, `next_bytes`
+   for each key. */
 INLINE void value_tile(float weight[][TILE], const float *fade, const float *values, float *out, long dim,
                        const char *next, long next_bytes, long num_keys, const int num_rows, const int vecs,
                        const int count)
@@ -550,7 +551,7 @@ INLINE void value_tile(float weight[][TILE], const float *fade, const float *val
     }
 }
 
-/* All values of a block for some rows; gives what of the next values comes after those that were asked for. */
+/* Weighted values of a block for some rows; returns the address after the prefetched values. */
 INLINE const char *value_rows(float weight[][TILE], const float *fade, const float *values, float *out, long dim,
                               const char *next, long next_bytes, long num_keys, const int num_rows)
 {
@@ -582,7 +583,7 @@ static ONE_COPY void value_many(const struct block *block, float weight[][TILE],
     }
 }
 
-/* Adds a block to at least MANY and at most TILE rows. */
+/* Processes a block for MANY to TILE rows. */
 static ONE_COPY void add_many(const struct rows *rows, const struct block *block)
 {
     const long row = block->read->first_row * rows->group + block->row, num_rows = block->num_rows, dim = rows->dim;
@@ -601,7 +602,7 @@ static ONE_COPY void add_many(const struct rows *rows, const struct block *block
     value_many(block, score, sums.fade, rows->out + row * dim, dim);
 }
 
-/* Brings some int8 keys and values of one block of slots to float32: n of a key stands for (n + 1/2) 2^exponent. */
+/* Converts int8 keys and values of one block of slots to float32: n in a key represents (n + 1/2) 2^exponent. */
 static void expand(const struct store *store, long slot, struct block *block)
 {
     const long dim = store->dim;
@@ -609,7 +610,7 @@ static void expand(const struct store *store, long slot, struct block *block)
     const signed char *small_keys = block->keys, *small_values = block->values;
     float *restrict keys = store->room, *restrict values = keys + BLOCK * dim, *restrict steps = values + BLOCK * dim;
     for (long d = 0; d < dim; d++) {
-        const int bits = (exponents[d] + 127) << 23; /* of a float32: no sign, the exponent, no fraction */
+        const int bits = (exponents[d] + 127) << 23; /* of a float32: sign 0, the exponent, fraction 0 */
         memcpy(steps + d, &bits, sizeof bits);
     }
     for (long j = 0; j < block->num_keys; j++) {
@@ -636,7 +637,7 @@ INLINE void widen(const void *numbers, float *room, long size, const enum kind k
     }
 }
 
-/* Brings some keys and values of 16 bits to float32. */
+/* Converts 16-bit keys and values to float32. */
 static void widen_block(const struct store *store, struct block *block)
 {
     const long size = block->num_keys * store->dim;
@@ -653,8 +654,8 @@ static void widen_block(const struct store *store, struct block *block)
     block->kind = FLOAT32;
 }
 
-/* The keys and values of a block whose first key lies in `slot`, where and as they are read: few rows read 16 bits as
-   they are, and values of wide keys are asked for while scores are computed; the processor foresees the narrow ones. */
+/* Prepares the keys and values of a block whose first key is in `slot`. Few rows read 16-bit numbers directly. The
+   values of wide keys are prefetched while scores are computed; the hardware prefetcher handles narrow ones. */
 static void fetch(const struct store *store, long slot, int are_few, struct block *block)
 {
     const long bytes = block->num_keys * block->key_bytes;
@@ -671,15 +672,15 @@ static void fetch(const struct store *store, long slot, int are_few, struct bloc
         widen_block(store, block);
 }
 
-/* Several blocks of few keys may make up one of BLOCK slots: the sums of those before fade as the peak rises. */
+/* Several blocks of few keys may form one of BLOCK slots: the sums of earlier ones are rescaled when the peak rises. */
 INLINE void note(struct entry *entry, int begins, float peak, float sum)
 {
-    if (!begins) /* a peak rises seldom */
+    if (!begins) /* a peak rises rarely */
         sum += entry->sum * (entry->peak == peak ? 1.0f : expf(entry->peak - peak));
     *entry = (struct entry){peak, sum};
 }
 
-/* The first keys of a block count into one entry, the others into the next. */
+/* The first keys of a block count toward one entry, the others toward the next. */
 static void note_parts(const struct rows *rows, const struct block *block, long tile_row, long num_before, int begins,
                        struct entry *entry)
 {
@@ -693,7 +694,8 @@ static void note_parts(const struct rows *rows, const struct block *block, long 
     note(entry + 1, 1, peak, sums[1]);
 }
 
-/* Tells what a block, whose first key lies in `slot`, gave to its rows; `told` has the entries of this key head. */
+/* Records the contribution of a block, whose first key is in `slot`, to its rows; `told` has the entries of this key
+   head. */
 static void tell(const struct rows *rows, const struct block *block, unsigned long slot, const struct told_read *read,
                  struct entry *told)
 {
@@ -718,7 +720,7 @@ static void add_read(const struct rows *rows, const struct read *read, const str
     const long num_keys = read->end_slot - read->first_slot, group = rows->group;
     const long num_rows = (read->end_row - read->first_row) * group;
     struct block block = {.read = read, .key_bytes = rows->dim * BYTES[store->kind]};
-    const long bytes = store->kind == INT8 ? rows->dim * BYTES[FLOAT32] : block.key_bytes; /* where they are read */
+    const long bytes = store->kind == INT8 ? rows->dim * BYTES[FLOAT32] : block.key_bytes; /* as read by the loops */
     const long page = (PAGE + bytes - 1) / bytes;
     const long most = num_rows < MANY && page < BLOCK ? page : BLOCK;
     for (long key = 0; key < num_keys; key += block.num_keys) {
@@ -763,7 +765,7 @@ static void begin(const struct rows *rows, const float *q, long tokens, long tok
     memset(rows->out, 0, sizeof(float) * tokens * rows->group * rows->dim);
 }
 
-/* `number`, or NaN if the witness is no finite number. */
+/* `number`, or NaN if the witness is not finite. */
 static float known_by(float witness, float number)
 {
     const unsigned exponent = 0xffu << 23, nan = 0x1ffu << 22;
@@ -787,7 +789,7 @@ static void finish(const struct rows *rows, float *out, float *lse, long tokens,
         }
 }
 
-/* Tiles look, but do not write, beyond the last row, and their vectors begin where lines do. */
+/* Tiles read, but do not write, beyond the last row, and their vectors are aligned to cache lines. */
 static long stride_of(long num_rows)
 {
     return (num_rows + WIDTH - 1) / PAIRS * PAIRS;
@@ -834,8 +836,8 @@ static void decode(const float *q, struct store store, float *out, float *lse, f
     }
 }
 
-/* Keys and values are float32, bfloat16 or float16, as `kind` says. `told_reads` has a row for each read, or is NULL;
-   `told` [kv_heads, entries * group], with a stride between heads, takes what is told. */
+/* `kind` is float32, bfloat16 or float16, for keys and values. `told_reads` has an element for each read, or is NULL;
+   contributions are written to `told` [kv_heads, entries * group], with a stride between heads. */
 void longleaf_decode(const float *q, const char *keys, const char *values, float *out, float *lse, float *scratch,
                      const struct read *reads, long num_reads, long tokens, long heads, long group, long dim,
                      long q_token_stride, long q_head_stride, long kv_head_stride, long kind, float scale, float cap,

@@ -1,7 +1,8 @@
-/* Joins packed partials in the order of their ranks, each row in one pass over its numbers.
+/* Merges packed partials in rank order, each row in one pass over its numbers.
 
-   Shapes: packed [num_partials, rows, dim + 1], the last column the natural-log lse; out [rows, dim], lse [rows]; float32,
-   contiguous. Empty partials have lse -inf, and a row that is empty in all of them stays so: out 0, lse -inf. */
+   Shapes: packed [num_partials, rows, dim + 1], where the last column is the natural-log lse; out [rows, dim], lse
+   [rows]; float32, contiguous. Empty partials have lse -inf. A row that is empty in all partials has out 0, lse -inf.
+   */
 
 #include <math.h>
 #include <string.h>
