@@ -39,7 +39,7 @@ class EpochEnd(msgspec.Struct, frozen=True):
     """Why an epoch is over."""
 
     error: LongleafError
-    """WorkerLost that names a rank, where one is gone; GroupFailed where all live; StartError for what no rank can
+    """RankLost that names a rank, where one is gone; GroupFailed where all live; StartError for what no rank can
     serve."""
     steps: tuple[int, ...] = ()
     """Those in one of which it ended: one where that is known, none where the ranks were in none."""

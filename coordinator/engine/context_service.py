@@ -9,7 +9,7 @@ from coordinator.engine.context_persistence import ContextPersistence
 from coordinator.engine.recovery_status import RecoveryStatus
 from coordinator.engine_messages import LAST_IDS, AttributionContext, DocumentPart
 from coordinator.kv_cache.contexts import NamedContext
-from coordinator.kv_cache.positions import Positions, Ropes
+from coordinator.kv_cache.positions import Positions, RopeSwitch
 from coordinator.scheduling.limits import num_fed
 from coordinator.scheduling.scheduler import Scheduler
 from longleaf import types
@@ -76,7 +76,7 @@ class ContextService(ABC):
             return self.positions.scaling_note(self.positions.ropes(num_tokens + num_fed(max_tokens)), num_tokens)
         named = self.named(context)
         num_prompt = named.num_tokens + num_tokens
-        ropes = Ropes(named.rope, named.rope)
+        ropes = RopeSwitch(named.rope, named.rope)
         if is_whole:
             num_positions = num_prompt + num_fed(max_tokens)
             ropes = self.positions.question_ropes(named.rope, named.capacity, num_positions)

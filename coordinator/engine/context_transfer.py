@@ -51,8 +51,8 @@ class ContextSource(Protocol):
 
 
 class ContextTransfer:
-    """Implements coordinator.handlers.transfer.ports.House. Without `snapshots` nothing is kept, and contexts only
-    leave."""
+    """Implements coordinator.handlers.transfer.ports.TransferEngine. Without `snapshots` nothing is kept, and contexts
+    only leave."""
 
     def __init__(
         self, engine: ContextSource, persistence: ContextPersistence, snapshots: Snapshots | None, model: Path

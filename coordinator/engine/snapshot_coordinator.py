@@ -12,8 +12,8 @@ from longleaf.types import Storage
 
 
 class SnapshotCoordinator:
-    """Implements coordinator.persistence.snapshots.ports.Holdings. `on_change` is called when the engine has something
-    to do."""
+    """Implements coordinator.persistence.snapshots.ports.SegmentSource. `on_change` is called when the engine has
+    something to do."""
 
     def __init__(self, snapshots: Snapshots, ranks: Ranks, epochs: Epochs, on_change: Callable[[], None]) -> None:
         self._snapshots = snapshots

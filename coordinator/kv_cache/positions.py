@@ -16,7 +16,7 @@ HEADROOM = 8
 """A context whose capacity was not told leaves at least this part of it for what is asked and appended."""
 
 
-class Ropes(NamedTuple):
+class RopeSwitch(NamedTuple):
     """How a generation is rotated: by `near` while it has up to `border` positions, then all of it by `far`, so that
     its keys are computed anew."""
 
@@ -62,24 +62,24 @@ class Positions:
         is_double = bool(rotary.kind) and capacity > FLOAT32_POSITIONS
         return Rope(scaled_for=scaled_for if is_scaled else 0, is_double=is_double)
 
-    def ropes(self, capacity: int) -> Ropes:
+    def ropes(self, capacity: int) -> RopeSwitch:
         """How a generation of up to `capacity` positions, prompt and answer, is rotated: as in transformers by the
         length so far, where that chooses one of two scalings; a scaling of its own for each length (dynamic) is that of
         `capacity` from the first token on."""
         far, rotary = self.rope(capacity), self._rotary
         if not far.scaled_for or rotary.is_graded:
-            return Ropes(far, far)
-        return Ropes(replace(far, scaled_for=0), far, rotary.scaled_from)
+            return RopeSwitch(far, far)
+        return RopeSwitch(replace(far, scaled_for=0), far, rotary.scaled_from)
 
-    def question_ropes(self, rope: Rope, capacity: int, num_positions: int) -> Ropes:
+    def question_ropes(self, rope: Rope, capacity: int, num_positions: int) -> RopeSwitch:
         """How a question about a context of `rope` and `capacity` is rotated, and its answer, if all has up to
         `num_positions`: where there are two scalings, as any generation. A context that was created for less than the
         shorter scaling has room for keeps to its capacity."""
         border = self._rotary.scaled_from
         if not border or self._rotary.is_graded or capacity < border:
-            return Ropes(rope, rope)
+            return RopeSwitch(rope, rope)
         far = rope if rope.scaled_for else self.rope(max(num_positions, border + 1))
-        return Ropes(replace(rope, scaled_for=0), far, border)
+        return RopeSwitch(replace(rope, scaled_for=0), far, border)
 
     def question_capacity(self, rope: Rope, capacity: int, num_tokens: int) -> int:
         """Positions up to which an answer may go that is as long as there is room for, after `num_tokens` of a context
@@ -87,7 +87,7 @@ class Positions:
         outgrows = self.question_ropes(rope, capacity, num_tokens).far != rope
         return max(capacity, self.capacity(num_tokens, None)) if outgrows else capacity
 
-    def scaling_note(self, ropes: Ropes, num_prompt: int) -> str:
+    def scaling_note(self, ropes: RopeSwitch, num_prompt: int) -> str:
         """Why an answer to `num_prompt` tokens, rotated so, is not that of transformers, which scales positions for the
         length so far and not for the one that may come; empty where it is."""
         border, rope = self._rotary.scaled_from, ropes.at(num_prompt)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from coordinator.kv_cache.block_placer import BlockPlacer
 from coordinator.kv_cache.segment_placement import SegmentPlacement
 from coordinator.kv_cache.segments import SegmentStore
-from longleaf.rank_protocol.step import Move, Transfer
+from longleaf.rank_protocol.step import Move, RunTransfer
 from longleaf.runs import Run
 
 
@@ -112,7 +112,7 @@ class Rebalancer:
         for holding, _, target in parts:
             holding.arriving += (target,)
         self._under_way = _Moved(tuple(parts))
-        return Move(tuple(Transfer(holding.segment.id, old, new) for holding, old, new in parts))
+        return Move(tuple(RunTransfer(holding.segment.id, old, new) for holding, old, new in parts))
 
     # --- answers ---
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from coordinator.engine_messages import DocumentPrompt, Prompt, SchedulingClaim
 from coordinator.kv_cache.block_placer import BlockCount
 from coordinator.kv_cache.contexts import ContextTable, NamedContext
-from coordinator.kv_cache.positions import UNLIMITED, Ropes
+from coordinator.kv_cache.positions import UNLIMITED, RopeSwitch
 from coordinator.kv_cache.segments import SegmentStore
 from coordinator.kv_cache.token_paths import Segment, TokenPath
 from coordinator.scheduling.jobs import IngestJob, Job, Request
@@ -99,7 +99,7 @@ class Admission:
         num_positions = path.end + len(prompt.token_ids) + num_fed(max_tokens)
         ropes, capacity = self._limits.positions.ropes(num_positions), UNLIMITED
         if context is not None:
-            ropes, capacity = Ropes(context.rope, context.rope), context.capacity
+            ropes, capacity = RopeSwitch(context.rope, context.rope), context.capacity
             if (others := self._other_ropes(prompt, context, num_positions)) is not None:
                 ropes, capacity, path = others, UNLIMITED, TokenPath()
                 token_ids = context.path.token_ids() + array("I", prompt.token_ids)
@@ -120,7 +120,7 @@ class Admission:
         blocks = self._limits.check(reading, request.capacity, "sample_count", max_tokens, prompt.num_samples)
         return Sequence(request, prompt, reading, blocks, range(prompt.num_samples))
 
-    def _other_ropes(self, prompt: Prompt, context: NamedContext, num_positions: int) -> Ropes | None:
+    def _other_ropes(self, prompt: Prompt, context: NamedContext, num_positions: int) -> RopeSwitch | None:
         """How a question is rotated that needs keys of another scaling than those of its context, at once or when the
         answer has become longer: it is a prompt of all tokens, which finds what is held of them with the right scaling.
         None where the question goes on from the context's keys."""
@@ -162,7 +162,7 @@ class Admission:
         rope = known.rope if known else positions.rope(capacity)
         reading = PrefillCursor(path, _array(token_ids), len(token_ids))
         blocks = self._limits.check(reading, capacity, "text", 0, num_tails=0)
-        request = Request(request_id, document.claim, path, Ropes(rope, rope), capacity)
+        request = Request(request_id, document.claim, path, RopeSwitch(rope, rope), capacity)
         return IngestJob(request, document, reading, blocks)
 
     def _check_room(self, job: Job, jobs: list[Job]) -> None:

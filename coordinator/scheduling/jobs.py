@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from coordinator.engine_messages import DocumentPrompt, Failed, SchedulingClaim
 from coordinator.kv_cache.block_placer import BlockCount, BlockPlacer
-from coordinator.kv_cache.positions import Ropes
+from coordinator.kv_cache.positions import RopeSwitch
 from coordinator.kv_cache.token_paths import TokenPath
 from coordinator.scheduling.prefill_cursor import GrowingSegment, PrefillCursor
 from longleaf.errors import LongleafError, NotFinite, Unavailable
@@ -28,7 +28,7 @@ class Request:
     claim: SchedulingClaim
     origin: TokenPath
     """Where its tokens begin: the context's path."""
-    ropes: Ropes
+    ropes: RopeSwitch
     """How they are rotated: as those of the path."""
     capacity: int
     """Positions that the rope of a context was chosen for."""

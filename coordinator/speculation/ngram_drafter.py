@@ -7,7 +7,7 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from coordinator.kv_cache.token_paths import Segment
-from coordinator.speculation.ngram_index import MAX_SIZE, Match, SegmentIndex
+from coordinator.speculation.ngram_index import MAX_SIZE, NgramMatch, SegmentIndex
 
 MAX_LONG = 64
 """Segments of a path that are looked at, its last ones: a path may have thousands."""
@@ -88,7 +88,7 @@ class NgramDrafter:
         self._parts = [_Part(indexes.of(segment), end - start) for segment, start, end in tail.before.parts()]
         self._near = _near(self._parts)
         self._tail, self._index = tail, indexes.of(tail)
-        self._quoted: Match | None = None
+        self._quoted: NgramMatch | None = None
         """What was found last, before position `_end`."""
         self._end = 0
 
@@ -112,7 +112,7 @@ class NgramDrafter:
         tail, num_known = self._tail, end - self._tail.start
         assert 0 < num_known <= len(tail.token_ids)
         self._index.enter(min(num_known - 1, self._index.count + ENTERED_AT_ONCE))  # what follows the last is unknown
-        match = Match(self._last(num_known))
+        match = NgramMatch(self._last(num_known))
         match.begin(len(self._parts))
         self._index.match(match, num_known - 1)
         if not self._goes_on(match, end):
@@ -122,7 +122,7 @@ class NgramDrafter:
             return NO_DRAFT
         return Draft(match.size, self._continuation(match, num_known, count))
 
-    def _goes_on(self, match: Match, end: int) -> bool:
+    def _goes_on(self, match: NgramMatch, end: int) -> bool:
         """Whether the tokens up to `end` are those that followed what was found last, in the same part of the path:
         nothing in it can be longer then, and what `_look` would find need not be looked for."""
         quoted, count = self._quoted, end - self._end
@@ -135,7 +135,7 @@ class NgramDrafter:
         match.take(quoted.part, quoted.offset + count, min(MAX_SIZE, quoted.size + count))
         return True
 
-    def _look(self, match: Match) -> None:
+    def _look(self, match: NgramMatch) -> None:
         """Looks through the path, its last parts first."""
         for number in self._near:
             if match.is_longest:
@@ -152,7 +152,7 @@ class NgramDrafter:
             ids = part.index.ids[max(0, part.count - MAX_SIZE + len(ids)) : part.count] + ids
         return ids
 
-    def _continuation(self, match: Match, num_known: int, count: int) -> tuple[int, ...]:
+    def _continuation(self, match: NgramMatch, num_known: int, count: int) -> tuple[int, ...]:
         """The `count` tokens after what was found, of which the last ones may be their own beginning."""
         found, offset = array("I"), match.offset + 1
         for part in self._parts[match.part :]:

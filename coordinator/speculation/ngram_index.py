@@ -32,7 +32,7 @@ MULTIPLIERS = (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35, 0x27D4EB2F, 0x165667B1, 0xD6E
 Ids = NDArray[np.uint32]
 
 
-class Match:
+class NgramMatch:
     """The search for the longest n-gram that ends like a query, and of equally long ones for the last.
 
     `query` has the last tokens, 1 to MAX_SIZE of them. What is tried later must be longer to be taken: so the places
@@ -135,7 +135,7 @@ class NgramTable:
         before[order[1:][is_same]] = places[order[:-1][is_same]]
         np.frombuffer(self._earlier, np.uint16)[places] = before
 
-    def match(self, match: Match, ids: "array[int]", visible: int) -> None:
+    def match(self, match: NgramMatch, ids: "array[int]", visible: int) -> None:
         """Tries what is found, `ids` being the segment's; of its offsets only those below `visible` are seen.
 
         Where the last n-gram lies further on, a chain leads back to one that is seen; n-grams of fewer than CHAINED
@@ -200,7 +200,7 @@ class SegmentIndex:
         most = int(self.count * MAX_BYTES / NgramTable.BYTES_PER_TOKEN) - self._covered
         return min(TABLE_TOKENS, 1 << (most.bit_length() - 1))
 
-    def match(self, match: Match, visible: int) -> None:
+    def match(self, match: NgramMatch, visible: int) -> None:
         """Tries what was entered, the most recent first; of the segment only offsets below `visible` are seen."""
         visible = min(visible, self.count)
         if self._covered < visible:
@@ -211,7 +211,7 @@ class SegmentIndex:
             if table.start < visible:
                 table.match(match, self.ids, visible)
 
-    def _match_rest(self, match: Match, visible: int) -> None:
+    def _match_rest(self, match: NgramMatch, visible: int) -> None:
         """Tries what is in no table: the last one of the longest."""
         first = max(0, self._covered - MAX_SIZE + 1)
         rest = self.ids[first:visible].tobytes()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from coordinator.text.stop_strings import Match, StopStrings
+from coordinator.text.stop_strings import StopMatch, StopStrings
 from coordinator.text.token_bytes import Spell
 
 REPLACEMENT = "\ufffd"
@@ -135,12 +135,12 @@ class TextStream:
         self._hold(silent, "")
         return self._release(self._num_held)
 
-    def _hold(self, token_ids: tuple[int, ...], text: str) -> Match | None:
+    def _hold(self, token_ids: tuple[int, ...], text: str) -> StopMatch | None:
         self._held.append((token_ids, text))
         self._num_held += len(text)
         return self._stops.push(text)
 
-    def _cut(self, match: Match) -> TextDelta | None:
+    def _cut(self, match: StopMatch) -> TextDelta | None:
         # The string that is complete first wins, as if text came one character at a time.
         self.matched_stop = match.stop
         start = match.start - self._num_shown

@@ -12,7 +12,7 @@ NUM_TABLES = 1024
 """Stop strings whose tables are kept."""
 
 
-class Match(NamedTuple):
+class StopMatch(NamedTuple):
     """A stop string in a text. Of several, the smallest is complete first."""
 
     end: int
@@ -30,14 +30,14 @@ class StopStrings:
         self._size = 0
         """Characters of the text so far."""
 
-    def push(self, text: str) -> Match | None:
+    def push(self, text: str) -> StopMatch | None:
         """Takes the next piece of the text. Gives the first match, after which no piece may be pushed."""
-        matches = list[Match]()
+        matches = list[StopMatch]()
         for search in self._searches:
             end = search.push(text)
             if end is not None:
                 end += self._size
-                matches.append(Match(end, end - len(search.stop), search.stop))
+                matches.append(StopMatch(end, end - len(search.stop), search.stop))
         self._size += len(text)
         return min(matches, default=None)
 

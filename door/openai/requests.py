@@ -103,7 +103,7 @@ class TextCompletionRequest(CompletionRequest, frozen=True, kw_only=True, forbid
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 
 
-class Prompt(msgspec.Struct, frozen=True):
+class PromptInput(msgspec.Struct, frozen=True):
     """What POST /v1/completions asks."""
 
     prompt: str | list[str | int]
@@ -155,7 +155,7 @@ def decode_chat(raw: dict[str, Any]) -> Chat:
 def decode_text(raw: dict[str, Any]) -> Text:
     """Raises HttpProblem that names the field."""
     given = cleaned(raw, TextCompletionRequest.__struct_fields__, {"prompt"})
-    prompt = _prompt(converted({name: given.pop(name) for name in given.keys() & {"prompt"}}, Prompt).prompt)
+    prompt = _prompt(converted({name: given.pop(name) for name in given.keys() & {"prompt"}}, PromptInput).prompt)
     requested = converted(given, TextCompletionRequest)
     check_stream(requested)
     return Text(requested, prompt)

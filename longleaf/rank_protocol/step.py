@@ -138,7 +138,7 @@ class Decode(msgspec.Struct, frozen=True, tag="decode"):
     rows: tuple[Row, ...]
 
 
-class Transfer(msgspec.Struct, frozen=True, array_like=True):
+class RunTransfer(msgspec.Struct, frozen=True, array_like=True):
     """A run, or some of its blocks, that goes to another rank: the same positions."""
 
     segment: int
@@ -151,7 +151,7 @@ class Transfer(msgspec.Struct, frozen=True, array_like=True):
 class Move(msgspec.Struct, frozen=True, tag="move"):
     """Keys and values go from rank to rank, as they are kept."""
 
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[RunTransfer, ...]
     windows: tuple[Run, ...] = ()
     """With replicated windows, runs of EVERY_RANK that rank 0 hands out to all: there are ranks that know of them, and
     have nothing in them yet."""

@@ -107,7 +107,7 @@ def test_compiled_kernels_leave_no_key_to_look_at_again(goldens, monkeypatch, fa
     def never(*_):
         raise AssertionError("keys are looked at again")
 
-    monkeypatch.setattr("workers.step.attention_attribution.Masses._of_layer", never)
+    monkeypatch.setattr("workers.step.attention_attribution.AttributionAccumulator._of_layer", never)
     golden = goldens(family)
     service = service_of(golden, world_size, kv_dtype=kv_dtype)
     spans = Spans(SIZE, 2, len(golden.prompt))

@@ -68,7 +68,7 @@ def test_shares_are_those_of_dense_attention_and_to_ask_changes_no_bit(
     def never(*_):
         raise AssertionError("keys are looked at again")
 
-    monkeypatch.setattr("workers.step.attention_attribution.Masses._of_layer", never)
+    monkeypatch.setattr("workers.step.attention_attribution.AttributionAccumulator._of_layer", never)
     folder = make_checkpoint(tmp_path / family, family, seed=1, **SIZES, **({} if family == "llama" else HEADS))
     spans = Spans(SIZE, 2, END)
     *_, plain_tokens, plain_logits, _, _ = answered(folder, world_size, None, **settings)

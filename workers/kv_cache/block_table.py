@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from longleaf.positions import EVERY_RANK
 from longleaf.rank_protocol.group_messages import SegmentLayout
-from longleaf.rank_protocol.step import Transfer
+from longleaf.rank_protocol.step import RunTransfer
 from longleaf.runs import Extent, Run, extents, join, union, without
 
 
@@ -104,7 +104,7 @@ class BlockTable:
             for run in (*segment.runs, *segment.window_runs):
                 resident.setdefault(run.rank, SegmentSlots()).put(run, self._block_size)
 
-    def move(self, transfers: Sequence[Transfer]) -> None:
+    def move(self, transfers: Sequence[RunTransfer]) -> None:
         """Notes runs at their new places. Raises ValueError, and notes nothing, where one of them is not held at its
         old one."""
         self.check(transfers)
@@ -113,7 +113,7 @@ class BlockTable:
             resident[source.rank].drop(source.start, source.end)
             resident.setdefault(target.rank, SegmentSlots()).put(target, self._block_size)
 
-    def check(self, transfers: Sequence[Transfer]) -> None:
+    def check(self, transfers: Sequence[RunTransfer]) -> None:
         """Raises ValueError where a run that is to move is not held at its old place."""
         for transfer in transfers:
             segment, source = transfer.segment, transfer.source

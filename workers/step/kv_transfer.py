@@ -14,7 +14,7 @@ from torch import Tensor
 
 from longleaf.comm import Comm
 from longleaf.errors import TransferCorrupted
-from longleaf.rank_protocol.step import Move, Transfer
+from longleaf.rank_protocol.step import Move, RunTransfer
 from workers.kv_cache.block_bytes import Content
 from workers.kv_cache.block_table import BlockTable
 from workers.kv_cache.slots import KvPool
@@ -53,7 +53,7 @@ def move(work: Move, comm: Comm | None, pool: KvPool, ledger: BlockTable) -> Non
     ledger.move(work.transfers)
 
 
-def check(transfers: Sequence[Transfer], world_size: int) -> None:
+def check(transfers: Sequence[RunTransfer], world_size: int) -> None:
     """Raises ValueError unless each run goes to another rank, as a whole, and over nothing that is held or goes
     there too."""
     sources = [(t.source.rank, block) for t in transfers for block in t.source.blocks]
@@ -66,7 +66,7 @@ def check(transfers: Sequence[Transfer], world_size: int) -> None:
             raise ValueError(f"a run cannot move from {source} to {target}")
 
 
-def rounds(transfers: Sequence[Transfer], most_blocks: int) -> Iterator[list[BlockTransfer]]:
+def rounds(transfers: Sequence[RunTransfer], most_blocks: int) -> Iterator[list[BlockTransfer]]:
     """What goes in each round, up to so many blocks in a parcel. Of ranks that have more to do the longest lists go
     first."""
     left: dict[tuple[int, int], list[tuple[int, int]]] = {}

@@ -11,7 +11,7 @@ from longleaf.runs import Run
 from longleaf.storage.store import Store
 
 
-class FakeRanks:
+class FakeSnapshotRanks:
     """Implements ports.Holdings and ports.Savers. What they write goes to `store`."""
 
     def __init__(self, store: Store, num_ranks: int = 2) -> None:

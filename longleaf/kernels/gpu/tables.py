@@ -90,16 +90,16 @@ class DeviceLaunchTables:
 
     @property
     def most_rows(self) -> int:
-        """See `longleaf.kernels.backend.Tables`."""
+        """See `longleaf.kernels.backend.LaunchTables`."""
         return min((room.tile_rows // room.key.shape.group for room in self._rooms), default=0)
 
     def bind(self, reads: Reads, there_N: Tensor) -> None:
-        """See `longleaf.kernels.backend.Tables`."""
+        """See `longleaf.kernels.backend.LaunchTables`."""
         for key, start, num_numbers, num_part_rows, tile_rows in self._rooms:
             reads.kept[key] = DeviceWork(there_N[start : start + num_numbers], num_part_rows, tile_rows)
 
     def fill(self, reads: Reads, here_N: Numbers) -> int | None:
-        """See `longleaf.kernels.backend.Tables`."""
+        """See `longleaf.kernels.backend.LaunchTables`."""
         num_used = 0
         for room in self._rooms:
             work = work_of(reads, room.key.shape, room.key.num_programs, room.tile_rows)

@@ -8,7 +8,7 @@ from longleaf.comm.shared_memory import CAPACITY
 from longleaf.comm.staged import staged
 from longleaf.positions import EVERY_RANK, AttentionSpan
 from longleaf.rank_protocol.group_messages import SegmentLayout
-from longleaf.rank_protocol.step import Move, Transfer
+from longleaf.rank_protocol.step import Move, RunTransfer
 from longleaf.runs import Run
 from tests.support.nccl import Fleet
 from tests.support.processes import run_ranks
@@ -24,7 +24,7 @@ FIRST, SECOND = Run(0, 0, 1000, tuple(range(16))), Run(2, 1000, 1500, tuple(rang
 LAYOUT = SegmentLayout(7, 0, (FIRST, SECOND))
 TARGETS = (Run(1, 0, 1000, tuple(range(23, 7, -1))), Run(0, 1000, 1500, tuple(range(16, 24))))
 WINDOWS = (Run(EVERY_RANK, 1400, 1500, (9, 3)),)
-MOVE = Move((Transfer(7, FIRST, TARGETS[0]), Transfer(7, SECOND, TARGETS[1])), WINDOWS)
+MOVE = Move((RunTransfer(7, FIRST, TARGETS[0]), RunTransfer(7, SECOND, TARGETS[1])), WINDOWS)
 
 
 def bits(rank: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from coordinator.engine_messages import DocumentPrompt, Prompt, SchedulingClaim
 from coordinator.kv_cache.block_placer import BlockCount
-from coordinator.kv_cache.positions import UNLIMITED, Ropes
+from coordinator.kv_cache.positions import UNLIMITED, RopeSwitch
 from coordinator.kv_cache.token_paths import TokenPath
 from coordinator.scheduling.jobs import IngestJob, Job, Request, as_victims
 from coordinator.scheduling.preemption import RunningSet
@@ -21,7 +21,7 @@ from longleaf.sampling import Sampling
 def jobs(draw: st.DrawFn, job_id: int) -> Job:
     """A job that runs, or waits."""
     claim = SchedulingClaim(priority=draw(st.integers(-1, 2)), tenant=draw(st.sampled_from(["acme", "bolt"])))
-    request = Request(job_id, claim, TokenPath(), Ropes(OWN_ROPE, OWN_ROPE), UNLIMITED)
+    request = Request(job_id, claim, TokenPath(), RopeSwitch(OWN_ROPE, OWN_ROPE), UNLIMITED)
     request.is_paused = draw(st.booleans()) and draw(st.booleans())
     reading = PrefillCursor(TokenPath(), array("I", [1]), 0)
     if draw(st.booleans()):

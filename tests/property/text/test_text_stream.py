@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 
 from coordinator.text.detokenizer import MAX_OPEN_TOKENS, MAX_SILENT_TOKENS, Alphabet, TextDelta, TextStream
-from coordinator.text.stop_strings import Match, StopStrings
+from coordinator.text.stop_strings import StopMatch, StopStrings
 from tests.support.service import byte_tokenizer
 from tests.support.tokenizers import MERGES, metaspace_tokenizer
 
@@ -113,7 +113,7 @@ def test_stop_strings_are_found_in_pieces_as_in_the_whole(pieces: list[str], sto
     for piece in pieces:
         match = search.push(piece)
         text += piece
-        found = [Match(text.find(stop) + len(stop), text.find(stop), stop) for stop in stops if stop in text]
+        found = [StopMatch(text.find(stop) + len(stop), text.find(stop), stop) for stop in stops if stop in text]
         assert match == min(found, default=None)
         if match:
             return

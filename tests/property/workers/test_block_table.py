@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from longleaf.positions import EVERY_RANK
 from longleaf.rank_protocol.group_messages import SegmentLayout
-from longleaf.rank_protocol.step import Transfer
+from longleaf.rank_protocol.step import RunTransfer
 from longleaf.runs import Run, ceil_div
 from workers.kv_cache.block_table import BlockTable, SegmentSlots
 
@@ -114,8 +114,8 @@ def test_a_layout_is_all_that_is_held():
 def test_runs_move_to_where_they_are_told_and_no_others():
     ledger = BlockTable(0, BLOCK)
     ledger.replace([SegmentLayout(3, 0, (FIRST, SECOND, THIRD))])
-    half = Transfer(3, Run(0, 12, 16, (2,)), Run(2, 12, 16, (6,)))
-    ledger.move([half, Transfer(3, FIRST, Run(0, 0, 8, (11, 30)))])
+    half = RunTransfer(3, Run(0, 12, 16, (2,)), Run(2, 12, 16, (6,)))
+    ledger.move([half, RunTransfer(3, FIRST, Run(0, 0, 8, (11, 30)))])
     found = {rank: table_of(list(ledger.extents((3,), 0, 20, rank))) for rank in range(3)}
     assert found == {
         0: slots_of(Run(0, 0, 8, (11, 30))) | slots_of(Run(0, 8, 12, (1,))),
@@ -127,7 +127,7 @@ def test_runs_move_to_where_they_are_told_and_no_others():
 def test_a_run_that_moved_grows_at_its_new_place():
     ledger = BlockTable(0, BLOCK)
     ledger.replace([SegmentLayout(3, 0, (FIRST, SECOND, THIRD))])
-    ledger.move([Transfer(3, THIRD, Run(0, 16, 20, (7,)))])
+    ledger.move([RunTransfer(3, THIRD, Run(0, 16, 20, (7,)))])
     ledger.put(3, [grown := Run(0, 16, 22, (7, 8))])
     assert [positions(ledger, (3,), 30, rank) for rank in range(2)] == [list(range(8, 22)), list(range(8))]
     assert table_of(list(ledger.extents((3,), 16, 30))) == slots_of(grown)
@@ -136,10 +136,10 @@ def test_a_run_that_moved_grows_at_its_new_place():
 @pytest.mark.parametrize(
     "wrong",
     [
-        Transfer(3, Run(0, 0, 8, (4, 5)), Run(1, 0, 8, (8, 9))),
-        Transfer(3, Run(1, 0, 8, (5, 4)), Run(0, 0, 8, (8, 9))),
-        Transfer(3, Run(1, 0, 12, (4, 5, 6)), Run(0, 0, 12, (8, 9, 10))),
-        Transfer(9, FIRST, Run(0, 0, 8, (8, 9))),
+        RunTransfer(3, Run(0, 0, 8, (4, 5)), Run(1, 0, 8, (8, 9))),
+        RunTransfer(3, Run(1, 0, 8, (5, 4)), Run(0, 0, 8, (8, 9))),
+        RunTransfer(3, Run(1, 0, 12, (4, 5, 6)), Run(0, 0, 12, (8, 9, 10))),
+        RunTransfer(9, FIRST, Run(0, 0, 8, (8, 9))),
     ],
     ids=["of another rank", "in other blocks", "longer than it is", "of a segment that is none"],
 )
@@ -148,7 +148,7 @@ def test_nothing_moves_when_one_run_is_not_there(wrong):
     ledger.replace([SegmentLayout(3, 0, (FIRST, SECOND, THIRD))])
     before = [list(ledger.extents((3,), 0, 20, rank)) for rank in range(2)]
     with pytest.raises(ValueError, match="not there"):
-        ledger.move([Transfer(3, SECOND, Run(1, 8, 16, (20, 21))), wrong])
+        ledger.move([RunTransfer(3, SECOND, Run(1, 8, 16, (20, 21))), wrong])
     assert [list(ledger.extents((3,), 0, 20, rank)) for rank in range(2)] == before
 
 
@@ -170,6 +170,6 @@ def test_what_was_cut_back_is_held_nowhere(positions, end, is_window):
 def test_a_segment_is_cut_back_of_which_a_rank_has_given_everything_away():
     ledger = BlockTable(0, BLOCK)
     ledger.put(3, (FIRST, SECOND))
-    ledger.move([Transfer(3, FIRST, Run(0, FIRST.start, FIRST.end, (8, 9)))])
+    ledger.move([RunTransfer(3, FIRST, Run(0, FIRST.start, FIRST.end, (8, 9)))])
     ledger.cut_back(3, 9)
     assert [(one.start, one.end) for rank in range(2) for one in ledger.held(3, 0, 20, rank)] == [(0, 8), (8, 9)]

@@ -19,10 +19,10 @@ from longleaf.rank_protocol.step import (
     Positions,
     Prefill,
     Row,
+    RunTransfer,
     SamplingTerms,
     StepPlan,
     StepResult,
-    Transfer,
     Work,
 )
 from longleaf.runs import Run, ceil_div, cut_chunk, serpentine
@@ -224,7 +224,7 @@ class Service:
         """Brings runs of a segment to other ranks."""
         targets = [replace(run, rank=rank, blocks=self._allocate(rank, len(run))) for run, rank in moves]
         gone = [run for run, _ in moves]
-        transfers = tuple(Transfer(number, *pair) for pair in zip(gone, targets, strict=True))
+        transfers = tuple(RunTransfer(number, *pair) for pair in zip(gone, targets, strict=True))
         self.epoch.execute(Move(transfers, windows))
         for run in gone:
             wipe(self.epoch.ranks[run.rank].pool, run.blocks)

@@ -6,12 +6,12 @@ from msgspec.structs import replace
 from longleaf.positions import EVERY_RANK
 from longleaf.rank_protocol.encoding import decode_to_rank, encode
 from longleaf.rank_protocol.row_delta import RowState
-from longleaf.rank_protocol.step import Decode, Move, Prefill, Row, StepPlan, Transfer
+from longleaf.rank_protocol.step import Decode, Move, Prefill, Row, RunTransfer, StepPlan
 from longleaf.runs import Run
 
 ROW = Row(1, (1,), 4, (), (), 0)
 PLAN = StepPlan(1, 1, Decode((ROW,)))
-MOVE = Move((Transfer(4, Run(0, 8, 14, (1, 2)), Run(1, 8, 14, (5, 3))),), (Run(EVERY_RANK, 3, 14, (0, 4, 1)),))
+MOVE = Move((RunTransfer(4, Run(0, 8, 14, (1, 2)), Run(1, 8, 14, (5, 3))),), (Run(EVERY_RANK, 3, 14, (0, 4, 1)),))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from coordinator.engine_messages import Admitted, DocumentPrompt, Ended, Prompt, SchedulingClaim, Tokens
 from coordinator.kv_cache.block_placer import BlockCount, BlockPlacer
-from coordinator.kv_cache.positions import UNLIMITED, Positions, Ropes
+from coordinator.kv_cache.positions import UNLIMITED, Positions, RopeSwitch
 from coordinator.kv_cache.token_paths import TokenPath
 from coordinator.scheduling.fair_queue import AGEING
 from coordinator.scheduling.jobs import Job, Request
@@ -391,7 +391,7 @@ def test_chunks_beside_streams_are_as_long_as_the_target_allows(
 ) -> None:
     speeds = Speeds()
     budget = Budget(EngineConfig(model="none", target_itl_ms=100.0), 2, speeds)
-    request = Request(0, SchedulingClaim(), TokenPath(), Ropes(OWN_ROPE, OWN_ROPE), UNLIMITED)
+    request = Request(0, SchedulingClaim(), TokenPath(), RopeSwitch(OWN_ROPE, OWN_ROPE), UNLIMITED)
     job = Job(request, 0, PrefillCursor(TokenPath(), array("I", range(9999)), 9999), BlockCount())
     if per_token:
         speeds.prefill_token.add(per_token * 500, 500)

@@ -114,7 +114,7 @@ class Counted(array):
 )
 def test_what_is_in_no_table_yet_is_not_looked_through_one_by_one(text, query, found) -> None:
     ids = Counted("I", text)
-    segment, match = SegmentIndex(ids), ngram_index.Match(query[-MAX_SIZE:])
+    segment, match = SegmentIndex(ids), ngram_index.NgramMatch(query[-MAX_SIZE:])
     segment.enter(len(ids))
     segment.match(match, len(ids))
     assert (match.size, match.offset) == found
@@ -130,7 +130,7 @@ def test_entering_by_chunks_finds_what_entering_at_once_does() -> None:
     for place in range(100, len(token_ids), 501):
         found = list[tuple[int, ...]]()
         for each in (whole, growing):
-            match = ngram_index.Match(token_ids[place - 9 : place])
+            match = ngram_index.NgramMatch(token_ids[place - 9 : place])
             match.begin(0)
             each.match(match, len(token_ids))
             found.append((match.size, *token_ids[match.offset - match.size + 1 : match.offset + 1]))

@@ -11,9 +11,9 @@ from longleaf.rank_protocol.step import (
     Restore,
     RestorePortion,
     Row,
+    RunTransfer,
     SamplingTerms,
     StepPlan,
-    Transfer,
 )
 from longleaf.runs import Run
 from longleaf.sampling import Sampling
@@ -29,22 +29,22 @@ def do(ledger, work):
 def test_what_has_moved_is_at_its_new_place_alone():
     ledger, target = EchoBlockTable(4), Run(1, 0, 4, (9,))
     do(ledger, Prefill((3,), 0, tuple(range(8)), (FIRST, SECOND)))
-    do(ledger, Move((Transfer(3, FIRST, target),)))
+    do(ledger, Move((RunTransfer(3, FIRST, target),)))
     with pytest.raises(AssertionError, match="no such run"):
-        do(ledger, Move((Transfer(3, FIRST, Run(1, 0, 4, (8,))),)))
+        do(ledger, Move((RunTransfer(3, FIRST, Run(1, 0, 4, (8,))),)))
     do(ledger, Decode((Row(1, (3, 4), 8, (5,), (Run(0, 8, 9, (0,)),), 0, SamplingTerms(Sampling())),)))
     with pytest.raises(AssertionError, match="in two runs"):
-        do(ledger, Move((Transfer(3, SECOND, Run(0, 4, 8, (0,))),)))
+        do(ledger, Move((RunTransfer(3, SECOND, Run(0, 4, 8, (0,))),)))
 
 
 def test_the_first_blocks_of_a_run_may_move_alone():
     ledger, whole = EchoBlockTable(4), Run(0, 0, 10, (0, 1, 2))
     do(ledger, Prefill((3,), 0, tuple(range(10)), (whole,)))
-    do(ledger, Move((Transfer(3, Run(0, 0, 8, (0, 1)), Run(1, 0, 8, (4, 5))),)))
-    do(ledger, Move((Transfer(3, Run(0, 8, 10, (2,)), Run(1, 8, 10, (0,))),)))
+    do(ledger, Move((RunTransfer(3, Run(0, 0, 8, (0, 1)), Run(1, 0, 8, (4, 5))),)))
+    do(ledger, Move((RunTransfer(3, Run(0, 8, 10, (2,)), Run(1, 8, 10, (0,))),)))
     do(ledger, Decode((Row(1, (3, 4), 10, (5,), (Run(0, 10, 11, (0,)),), 0, SamplingTerms(Sampling())),)))
     with pytest.raises(AssertionError, match="no such run"):
-        do(ledger, Move((Transfer(3, Run(1, 0, 6, (4, 5)), Run(0, 0, 6, (7, 8))),)))
+        do(ledger, Move((RunTransfer(3, Run(1, 0, 6, (4, 5)), Run(0, 0, 6, (7, 8))),)))
 
 
 def test_what_was_saved_and_fetched_is_restored():

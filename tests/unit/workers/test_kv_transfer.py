@@ -13,7 +13,7 @@ from longleaf.errors import TransferCorrupted
 from longleaf.kernels.cpu.compiled import Compiled
 from longleaf.positions import EVERY_RANK
 from longleaf.rank_protocol.group_messages import SegmentLayout
-from longleaf.rank_protocol.step import Move, Transfer
+from longleaf.rank_protocol.step import Move, RunTransfer
 from longleaf.runs import Run, ceil_div
 from tests.support.on_threads import on_ends
 from tests.support.pools import BLOCK, FULL, NUM_BLOCKS, NUM_WINDOW_BLOCKS, POOLS, filled
@@ -62,7 +62,7 @@ def deal(seed, num_ranks):
         to = dice.choice([rank for rank in range(num_ranks) if rank != run.rank])
         if dice.random() < 0.7 and len(free[to]) >= len(run.blocks):
             target = Run(to, run.start, run.end, tuple(free[to].pop() for _ in run.blocks))
-            transfers.append(Transfer(4, run, target))
+            transfers.append(RunTransfer(4, run, target))
     return SegmentLayout(4, 0, tuple(runs)), tuple(transfers)
 
 
@@ -95,7 +95,7 @@ def test_keys_and_values_are_read_as_before(name):
         rank.ledger.replace([layout])
     slots = [(24, 25, 26, 6, 7), (9, 10, 11, 15, 16)]
     before = [ranks[0].pool.take(layer, torch.tensor(slots[0])) for layer in range(2)]
-    carry_out(Move((Transfer(4, layout.runs[0], Run(1, 0, 5, (3, 5))),)), ranks)
+    carry_out(Move((RunTransfer(4, layout.runs[0], Run(1, 0, 5, (3, 5))),)), ranks)
     for layer, taken in enumerate(before):
         assert torch.equal(ranks[1].pool.take(layer, torch.tensor(slots[1])), taken)
 
@@ -124,7 +124,7 @@ def test_blocks_of_the_same_number_cross():
     targets = (Run(1, 0, 3, (5,)), Run(2, 3, 6, (6,)), Run(0, 6, 9, (6,)))
     ranks = [Rank(POOLS["plain"], number, [layout]) for number in range(3)]
     before = [Content(rank.pool).export([5, 6]) for rank in ranks]
-    carry_out(Move(tuple(Transfer(4, *pair) for pair in zip(layout.runs, targets, strict=True))), ranks)
+    carry_out(Move(tuple(RunTransfer(4, *pair) for pair in zip(layout.runs, targets, strict=True))), ranks)
     after = [Content(rank.pool).export([5, 6]) for rank in ranks]
     assert torch.equal(after[1][0], before[0][0])
     assert torch.equal(after[2][1], before[1][1])
@@ -158,7 +158,10 @@ def test_a_flipped_bit_is_found_and_all_ranks_say_whose(at, number, monkeypatch)
     make = POOLS["plain"]
     monkeypatch.setattr(kv_transfer, "PIECE_BYTES", Content(make()).bytes_per_block)
     layout = SegmentLayout(4, 0, (Run(0, 0, 6, (1, 2)), Run(1, 6, 9, (3,))))
-    transfers = (Transfer(4, layout.runs[0], Run(2, 0, 6, (4, 6))), Transfer(4, layout.runs[1], Run(0, 6, 9, (5,))))
+    transfers = (
+        RunTransfer(4, layout.runs[0], Run(2, 0, 6, (4, 6))),
+        RunTransfer(4, layout.runs[1], Run(0, 6, 9, (5,))),
+    )
     ranks = [Rank(make, number, [layout]) for number in range(3)]
     before, retained = ranks[0].places(4, 9, 3), [Content(rank.pool).export(range(4)) for rank in ranks]
 
@@ -207,13 +210,13 @@ NEXT = Run(1, 6, 9, (5,))
 @pytest.mark.parametrize(
     "transfers",
     [
-        (Transfer(4, SOURCE, Run(0, 0, 6, (3, 4))),),
-        (Transfer(4, SOURCE, Run(2, 0, 6, (3, 4))),),
-        (Transfer(4, SOURCE, Run(1, 0, 5, (3, 4))),),
-        (Transfer(4, SOURCE, Run(1, 0, 6, (3,))),),
-        (Transfer(4, SOURCE, Run(1, 0, 6, (5, 6))), Transfer(4, NEXT, Run(0, 6, 9, (5,)))),
-        (Transfer(4, SOURCE, TARGET), Transfer(4, SOURCE, Run(1, 0, 6, (7, 8)))),
-        (Transfer(4, Run(0, 0, 6, (1, 8)), TARGET),),
+        (RunTransfer(4, SOURCE, Run(0, 0, 6, (3, 4))),),
+        (RunTransfer(4, SOURCE, Run(2, 0, 6, (3, 4))),),
+        (RunTransfer(4, SOURCE, Run(1, 0, 5, (3, 4))),),
+        (RunTransfer(4, SOURCE, Run(1, 0, 6, (3,))),),
+        (RunTransfer(4, SOURCE, Run(1, 0, 6, (5, 6))), RunTransfer(4, NEXT, Run(0, 6, 9, (5,)))),
+        (RunTransfer(4, SOURCE, TARGET), RunTransfer(4, SOURCE, Run(1, 0, 6, (7, 8)))),
+        (RunTransfer(4, Run(0, 0, 6, (1, 8)), TARGET),),
     ],
     ids=[
         "to itself",
@@ -253,7 +256,7 @@ def test_no_exchange_is_larger_than_a_piece(monkeypatch):
         comms.append(CountingComm(comm))
         return comms[-1]
 
-    carry_out(Move((Transfer(4, layout.runs[0], Run(1, 0, 33, tuple(range(11, 0, -1)))),)), ranks, noting)
+    carry_out(Move((RunTransfer(4, layout.runs[0], Run(1, 0, 33, tuple(range(11, 0, -1)))),)), ranks, noting)
     assert {comm.num_operations for comm in comms} == {4 + 1}
     sent = {comm.rank: comm.bytes_sent for comm in comms}
     assert sent[0] - sent[1] == 11 * size + 4 * DIGEST_BYTES

@@ -13,7 +13,7 @@ import pytest
 from coordinator.kv_cache.token_paths import NOWHERE, Segment
 from coordinator.persistence.catalog.fakes import FakeCatalog
 from coordinator.persistence.catalog.records import Change, ContextRecord, SegmentRecord
-from coordinator.persistence.snapshots.fakes import FakeRanks
+from coordinator.persistence.snapshots.fakes import FakeSnapshotRanks
 from coordinator.persistence.snapshots.ports import ContextUse, KvFormat
 from coordinator.persistence.snapshots.retention import RetentionPolicy
 from coordinator.persistence.snapshots.snapshots import Snapshots
@@ -58,7 +58,7 @@ class Bench:
         self.store = Store.open(str(folder))
         self.folder = folder
         self.catalog = catalog or FakeCatalog()
-        self.ranks = FakeRanks(self.store)
+        self.ranks = FakeSnapshotRanks(self.store)
         self.views = list[Storage]()
         """At each change that was told of."""
         self.snapshots = Snapshots(self.store, self.catalog, self.catalog.kept, "checkpoint", policy, lambda: 1e12)
