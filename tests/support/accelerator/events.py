@@ -15,7 +15,7 @@ Kind = Literal["launch", "exchange", "to device", "to host", "wait", "allocation
 ROOT = Path(__file__).parents[3]
 HERE = str(Path(__file__).parent)
 NAMED = {str(Path(transformers.__file__).parent): "transformers"}
-PASSING_ON = str(ROOT / "workers" / "transfers.py")
+PASSING_ON = str(ROOT / "workers" / "host_copies.py")
 """Copies for others: those are the ones who ask."""
 NAMED |= {str(ROOT / name): name for name in ("longleaf", "workers", "tests")}
 

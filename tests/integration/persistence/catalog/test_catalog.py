@@ -33,7 +33,7 @@ from tests.support.catalog import (
     upload,
 )
 
-FIXTURE = Path(__file__).parents[2] / "fixtures" / "catalog" / "first.db"
+FIXTURE = Path(__file__).parents[3] / "fixtures" / "catalog" / "first.db"
 
 
 async def test_commits_of_several_tasks_happen_in_the_order_of_the_calls(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from tests.support.pools import BLOCK, POOLS
 from workers.kv_cache.slots import KvPool
 from workers.kv_io.kv_piece import KvPiece
 
-FIXTURE = Path(__file__).parents[2] / "fixtures" / "snapshots" / "first"
+FIXTURE = Path(__file__).parents[3] / "fixtures" / "snapshots" / "first"
 
 
 def first() -> Store:
