@@ -137,9 +137,7 @@ async def _serve_here(config: ServiceConfig, method: StartMethod) -> StartResult
         with suppress(RuntimeError):  # the loop is closed, and the service has ended
             loop.call_soon_threadsafe(lambda: ends.add(loop.create_task(actor.end())))
 
-    for (
-        number
-    ) in SIGNALS:  # not through the loop, which would remove its handlers before the process can ignore signals
+    for number in SIGNALS:  # not through the loop, which removes its handlers before signals can be ignored
         signal.signal(number, end)
     reply = await actor.start()
     if reply.port:

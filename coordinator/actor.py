@@ -45,8 +45,7 @@ SETTINGS = frozenset(name for part in PARTS for name in part.__struct_fields__)
 
 
 def describe(error: Exception) -> StartResult:
-    """Invalid settings give exit code 2; every other error gives 1. Exceptions: RankLost and GroupFailed always give
-    1."""
+    """RankLost, GroupFailed and unexpected exceptions give exit code 1; every other LongleafError gives 2."""
     if not isinstance(error, LongleafError):
         return StartResult(error=repr(error), exit_code=FAILED)
     message = str(error)
