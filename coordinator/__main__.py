@@ -1,11 +1,12 @@
-"""Runs a service: `python -m coordinator --model DIR --world-size 4 ...`. `longleaf serve` is this with a help page.
+"""Runs a service: `python -m coordinator --model DIR --world-size 4 ...`. `longleaf serve` is the same with a help
+page.
 
 Every field of ServiceConfig and EngineConfig is an option of the same name.
 
-The composition root: the one place that knows both roles, and that hands the fleet its worker class.
-Prints `listening on HOST:PORT`, or {"address": "HOST:PORT"}, once requests are welcome, with --http after it
-where that is, or {"http": ...}, and on standard error what becomes of ranks that are lost. A signal drains the
-service, a second one ends it at once. Exit code 0: it was ended; 2: the settings cannot work; 1: the service failed.
+The composition root: the only module that knows both roles; it passes the worker class to the fleet. Prints `listening
+on HOST:PORT`, or {"address": "HOST:PORT"}, once requests are accepted, followed by the address of --http if that is
+set, or {"http": ...}. Lost ranks and their recovery are reported on standard error. A signal drains the service; a
+second one ends it immediately. Exit code 0: it was ended; 2: the settings are invalid; 1: the service failed.
 """
 
 import os

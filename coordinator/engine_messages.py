@@ -30,7 +30,7 @@ class SchedulingClaim(SchedulingOptions, frozen=True, kw_only=True):
 
     @property
     def end(self) -> float | None:
-        """When the engine ends the request, whatever its state; None if the holder ends it."""
+        """When the engine ends the request, in any state; None if the holder ends it."""
         return None if self.is_held else self.deadline
 
     def outranks(self, other: "SchedulingClaim") -> bool:
@@ -218,7 +218,7 @@ class Tokens(msgspec.Struct, frozen=True):
     tokens: tuple[Token, ...]
     sample: int = 0
     attention: tuple[Attention, ...] = ()
-    """Of the row that produced each token, if the prompt requested it."""
+    """Attention of the row that produced each token, if the prompt requested it."""
     num_drafted: int = 0
     """Tokens drafted in the steps that produced these."""
     num_accepted: int = 0

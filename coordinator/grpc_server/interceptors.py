@@ -200,7 +200,7 @@ def _refusal(error: LongleafError) -> Refusal:
 
 
 def _forget(error: BaseException | None) -> None:
-    """Releases the frames of an error and of its causes. gRPC keeps an AbortError with its call, and streams keep the
+    """Releases the frames of an error and its causes. gRPC keeps an AbortError with its call, and streams keep the
     error that ended them. Their frames refer to the call and the stream, and would keep the request in memory until the
     next garbage collection."""
     while error is not None:

@@ -1,4 +1,4 @@
-"""A gRPC port that stays open whatever clients send.
+"""A gRPC port that stays open after malformed calls.
 
 The library permanently stops accepting calls when the path of a call is not UTF-8, which needs no credentials. Running
 calls continue, and the port is freed: another server then takes it over.

@@ -78,7 +78,7 @@ class ReadinessGate:
                 self._empty.set()
 
     def end(self, error: Unavailable) -> None:
-        """Ends all running calls with `error`, whatever they wait for."""
+        """Ends all running calls with `error`, in any state."""
         self._reason = error
         for call in self._open:
             if call is not None:

@@ -70,7 +70,7 @@ class RequestLimiter:
         arrival_seconds: float = ARRIVAL_SECONDS,
         share: float = SHARE,
     ) -> None:
-        """`share` is the largest part of the calls for one host, and of the bytes for one tenant."""
+        """`share` is the largest part of `max_calls` for one host, and of `max_held_bytes` for one tenant."""
         self.arrival_seconds = arrival_seconds
         self._max_calls = max_calls
         self._most_of_host = math.ceil(max_calls * share)

@@ -55,7 +55,7 @@ class Recomputer(Protocol):
     """Recomputes contexts prefilled by an earlier checkpoint. `vocabulary_size` is that of the current checkpoint."""
 
     async def reread_context(self, context_id: str, vocabulary_size: int, room: Room) -> Context:
-        """Raises NotFound, AlreadyExists, CheckpointChanged, DataLoss, StorageUnavailable, and what `room` raises."""
+        """Raises NotFound, AlreadyExists, CheckpointChanged, DataLoss, StorageUnavailable, and the errors of `room`."""
         ...
 
     async def reread_contexts(self, vocabulary_size: int, tenant: str, room: Room) -> RecomputeResult: ...
@@ -74,7 +74,7 @@ class ServedEngine(GenerationEngine, Ingester, ContextStore, Recomputer, TextSou
 
     @property
     def changes(self) -> ChangeCounter:
-        """Changes of requests and of the data that ranks hold."""
+        """Counts changes of requests and of data on ranks."""
         ...
 
 

@@ -227,7 +227,7 @@ class Uploads:
         return upload
 
     def called(self, header: IngestHeader) -> Upload | None:
-        """The ingest of that context and upload id, whatever its settings."""
+        """The ingest of that context and upload id, with any settings."""
         self._trim()
         return self._by_key.get(_key(header))
 
