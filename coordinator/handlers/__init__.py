@@ -1,1 +1,1 @@
-"""Use cases: one call of a client, text in and text out. Independent of the engine's implementation and the wire protocol."""
+"""Use cases: one call of a client, text in and text out. Independent of the engine and the wire protocol."""

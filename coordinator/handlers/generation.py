@@ -273,8 +273,8 @@ def _is_whole(request: Generate) -> bool:
 
 
 def _counting_copies(emit: Saw, num_requested: int, take_in: Callable[[int], None]) -> Saw:
-    """Wraps `emit` and counts context tokens that are recomputed for a question of `num_requested` tokens because the keys of the
-    context are rotated for another length."""
+    """Wraps `emit` and counts context tokens that are recomputed for a question of `num_requested` tokens because the
+    keys of the context are rotated for another length."""
     num_taken = 0
 
     def saw_all(event: engine_messages.Event) -> None:
