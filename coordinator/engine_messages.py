@@ -51,7 +51,7 @@ class AttributionContext(msgspec.Struct, frozen=True, kw_only=True):
     last_ids: Sequence[int]
     """Its last token ids, at most LAST_IDS."""
     block_size: int
-    """Tokens of a block; spans consist of whole blocks."""
+    """Tokens of a block; a multiple of the tokens of a span."""
     full_layers: tuple[int, ...]
     """Layers with full attention."""
     can_cut: bool
