@@ -1,11 +1,12 @@
-"""Runs a service: `python -m coordinator --model DIR --world-size 4 ...`. `longleaf serve` is this with a help page.
+"""Runs a service: `python -m coordinator --model DIR --world-size 4 ...`. `longleaf serve` is the same with a help
+page.
 
 Every field of ServiceConfig and EngineConfig is an option of the same name.
 
-The composition root: the one place that knows both roles, and that hands the fleet its worker class.
-Prints `listening on HOST:PORT`, or {"address": "HOST:PORT"}, once requests are welcome, with --http after it
-where that is, or {"http": ...}, and on standard error what becomes of ranks that are lost. A signal drains the
-service, a second one ends it at once. Exit code 0: it was ended; 2: the settings cannot work; 1: the service failed.
+The composition root: the only module that knows both roles; it passes the worker class to the fleet. Prints `listening
+on HOST:PORT`, or {"address": "HOST:PORT"}, once requests are accepted, followed by the address of --http if that is
+set, or {"http": ...}. Lost ranks and their recovery are reported on standard error. A signal drains the service; a
+second one ends it immediately. Exit code 0: it was ended; 2: the settings are invalid; 1: the service failed.
 """
 
 import os
@@ -20,10 +21,10 @@ def leave(*_: object) -> NoReturn:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # strangers must not be able to fill the log
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # unauthenticated peers must not be able to fill the log
     for _number in SIGNALS:  # the imports below take seconds, and there is nothing to undo yet
         signal.signal(_number, leave)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # whoever became this program may have kept one waiting
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the parent process may have left a blocked signal pending
 
 import argparse
 import asyncio
@@ -67,7 +68,7 @@ def main(arguments: list[str]) -> int:
         return report(StartResult(error=_of_option(error), exit_code=BAD_INPUT))
     run = serve_on_ray if config.launcher == "ray" else serve_locally
     try:
-        config.check()  # before Ray is waited for
+        config.check()  # before waiting for Ray
         return report(run(config), config.telemetry)
     except (InvalidArgument, StartError) as error:
         return report(describe(error), config.telemetry)
@@ -92,7 +93,7 @@ def parse(arguments: list[str]) -> ServiceConfig:
 
 
 def _of_option(error: msgspec.ValidationError) -> str:
-    """What does not fit, after the option instead of with the path."""
+    """Describes the invalid value, with the option's name instead of its path."""
     reported, _, path = str(error).rpartition(" - at ")
     return f"--{path.strip('`').rpartition('.')[2].replace('_', '-')}: {reported}"
 
@@ -119,7 +120,7 @@ def report(reply: StartResult, telemetry: TelemetryConfig = SILENT) -> int:
 
 
 def serve_locally(config: ServiceConfig) -> StartResult:
-    """The coordinator in this process, ranks as descendants of it."""
+    """Runs the coordinator in this process and the ranks as its descendants."""
     method = fork_server.start(config.engine, ["workers.preload"])
     try:
         return asyncio.run(_serve_here(config, method))
@@ -131,30 +132,30 @@ async def _serve_here(config: ServiceConfig, method: StartMethod) -> StartResult
     rank_main = partial(worker_main, telemetry=config.telemetry)
     actor = CoordinatorActor(config, partial(LocalFleet, rank_main, method, fork_server.kill))
     loop = asyncio.get_running_loop()
-    ends = set[asyncio.Task[None]]()  # the loop itself does not keep them
+    ends = set[asyncio.Task[None]]()  # the loop keeps only weak references
 
     def end(*_: object) -> None:
         with suppress(RuntimeError):  # the loop is closed, and the service has ended
             loop.call_soon_threadsafe(lambda: ends.add(loop.create_task(actor.end())))
 
-    for number in SIGNALS:  # not by the loop, which would give them up before the process can ignore signals
+    for number in SIGNALS:  # not through the loop, which removes its handlers before signals can be ignored
         signal.signal(number, end)
     reply = await actor.start()
     if reply.port:
         announce(config, reply)
-        reply = await actor.wait()  # the log of this process has the news
+        reply = await actor.wait()  # these lines are already in the log of this process
     if not reply.error:
         await actor.stop()
     return reply
 
 
 class ShutdownSignals:
-    """Signals so far that ask for the end."""
+    """Shutdown signals received so far."""
 
     def __init__(self) -> None:
         self.count = 0
         self.first = 0.0
-        """When the first one came, on the clock that never jumps."""
+        """Time of the first one, on the monotonic clock."""
 
     def take(self, *_: object) -> None:
         self.first = self.first or time.monotonic()
@@ -162,7 +163,7 @@ class ShutdownSignals:
 
 
 class WaitReporter:
-    """Says on standard error what is waited for, now and every ten seconds."""
+    """Prints the missing components to standard error, immediately and then every ten seconds."""
 
     def __init__(self, config: ServiceConfig) -> None:
         self._config = config
@@ -171,7 +172,8 @@ class WaitReporter:
 
     @property
     def seconds_left(self) -> float:
-        """What is left of the time to wait; enough to look once where there was some, whatever joining took of it."""
+        """Seconds left to wait. If the limit was not 0, enough for one check remains, however long joining the cluster
+        took."""
         limit = self._config.wait_for_ranks
         return max(min(limit, POLL_SECONDS), self._began + limit - time.monotonic())
 
@@ -188,15 +190,15 @@ class WaitReporter:
 
 
 def serve_on_ray(config: ServiceConfig) -> StartResult:
-    """The coordinator as a named actor on this machine, ranks as actors wherever Ray has slots."""
+    """Runs the coordinator as a named actor on this machine, and the ranks as actors wherever Ray has slots."""
     waiting = WaitReporter(config)
     say = partial(waiting.say, f"the Ray cluster at {config.ray_address}")
     try:
         connection = connect(config.ray_address, config.engine.world_size, config.wait_for_ranks, say)
-    except SystemExit:  # how Ray answers SIGTERM while it starts; what it started ends with this process
+    except SystemExit:  # Ray's reaction to SIGTERM during its start; processes it started end with this one
         leave()
     signals = ShutdownSignals()
-    for number in SIGNALS:  # only now: Ray put its own handlers in the place of earlier ones
+    for number in SIGNALS:  # only now: Ray has replaced earlier handlers with its own
         signal.signal(number, signals.take)
     try:
         return _serve_actor(msgspec.structs.replace(config, wait_for_ranks=waiting.seconds_left), signals, waiting)
@@ -216,7 +218,7 @@ def _serve_actor(config: ServiceConfig, signals: ShutdownSignals, waiting: WaitR
             while not reply.error and (reply := follow(actor.wait.remote(until_news=True))).notes:
                 tell_notes(reply)
     except ray.exceptions.RayError as error:
-        if not signals.count:  # else Ray may have been ended with this
+        if not signals.count:  # otherwise Ray may have ended with this process
             reply = StartResult(error=f"the coordinator died: {type(error).__name__}; {_remedy(config)}", exit_code=1)
     finally:
         with suppress(ray.exceptions.RayError):
@@ -227,16 +229,16 @@ def _serve_actor(config: ServiceConfig, signals: ShutdownSignals, waiting: WaitR
 
 
 def _remedy(config: ServiceConfig) -> str:
-    """What to do about a service whose coordinator is dead."""
+    """Advice for a service whose coordinator is dead."""
     if config.data.data_dir is None:
         return "start the service again, and ingest again: nothing was kept"
     return f"start the service again with --data-dir {config.data.data_dir}, where all is that was acknowledged"
 
 
 def _say_missing(actor: Any, waiting: WaitReporter) -> None:
-    """What slots are waited for, if any."""
+    """Reports missing slots, if any."""
     ray = ray_package()
-    with suppress(ray.exceptions.GetTimeoutError):  # the actor is not there yet
+    with suppress(ray.exceptions.GetTimeoutError):  # the actor does not exist yet
         loading = ray.get(actor.loading.remote(), timeout=POLL_SECONDS)
         if missing := loading.num_missing:
             facts = {"num_missing": missing, "world_size": loading.world_size}
@@ -244,7 +246,7 @@ def _say_missing(actor: Any, waiting: WaitReporter) -> None:
 
 
 def _place(config: ServiceConfig) -> Any:
-    """The coordinator's actor, on the node of this command; it takes no slot."""
+    """Creates the coordinator's actor on the node of this command; it occupies no slot."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     ray = ray_package()
@@ -264,7 +266,8 @@ def _follow(
     reference: Any,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> StartResult:
-    """The call's reply. The actor is told of every signal, and given up when it does not end in `most_seconds`."""
+    """Returns the call's reply. Every signal is forwarded to the actor, which is abandoned if it does not end within
+    `most_seconds`."""
     ray, num_reported = ray_package(), 0
     while True:
         while num_reported < signals.count:
@@ -280,6 +283,6 @@ def _follow(
 
 if __name__ == "__main__":
     _code = main(sys.argv[1:])
-    for _number in SIGNALS:  # one that comes late would kill: Python gives up its handlers before the process ends
+    for _number in SIGNALS:  # a late signal would kill: Python restores default handlers before the process ends
         signal.signal(_number, signal.SIG_IGN)
     sys.exit(_code)

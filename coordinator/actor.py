@@ -1,4 +1,4 @@
-"""The coordinator as an actor. The composition root gives this class to Ray; nothing here knows Ray."""
+"""The coordinator as an actor. The composition root passes this class to Ray; this module does not depend on Ray."""
 
 import asyncio
 import logging
@@ -22,29 +22,30 @@ NAMESPACE = "longleaf"
 
 FAILED = 1
 MAX_NEWS = 1000
-"""Lines that are kept for whoever asks next."""
+"""Most log lines kept for the next caller."""
 
 
 class StartResult(msgspec.Struct, frozen=True):
-    """How a call went: the port when the service is ready, else what to tell the user and the process's exit code."""
+    """The result of a call: the port when the service is ready, or an error message for the user and the exit code of
+    the process."""
 
     port: int = 0
     http: str = ""
-    """Address of the door for HTTP, if there is one."""
+    """Address of the HTTP gateway; empty if it is off."""
     notes: tuple[str, ...] = ()
-    """What ranks say of their start: which merge was chosen and why, and what is slower than it could be. Later, what
-    has happened: ranks that were lost, and what became of that."""
+    """After the start: the merge that was chosen and why, and settings that make the ranks slower than necessary.
+    Later: events, such as lost ranks and the outcome of their recovery."""
     error: str = ""
     exit_code: int = 0
 
 
 PARTS = (ServiceConfig, EngineConfig, DataConfig, SecurityConfig, TelemetryConfig)
 SETTINGS = frozenset(name for part in PARTS for name in part.__struct_fields__)
-"""All of them are options of the command line."""
+"""All names are options of the command line."""
 
 
 def describe(error: Exception) -> StartResult:
-    """Settings that cannot work are the user's to change (exit code 2); everything else is a failure (1)."""
+    """RankLost, GroupFailed and unexpected exceptions give exit code 1; every other LongleafError gives 2."""
     if not isinstance(error, LongleafError):
         return StartResult(error=repr(error), exit_code=FAILED)
     message = str(error)
@@ -55,8 +56,8 @@ def describe(error: Exception) -> StartResult:
 
 
 class StartupLogBuffer(logging.Handler):
-    """The lines that the coordinator logs, until they are told; while nobody asks, the last `limit` of them, and how
-    many there were before. Needs a running event loop."""
+    """Buffers log lines until they are read: the last `limit` of them, and a count of the older ones that were dropped.
+    Needs a running event loop."""
 
     def __init__(self, formatter: logging.Formatter, limit: int = MAX_NEWS) -> None:
         super().__init__()
@@ -67,24 +68,24 @@ class StartupLogBuffer(logging.Handler):
         self._has_some = asyncio.Event()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Any thread may call it."""
+        """Thread-safe."""
         is_first = not self._lines
         self._num_dropped += len(self._lines) == self._lines.maxlen
         self._lines.append(self.format(record))
         if is_first:
-            with suppress(RuntimeError):  # the loop has ended, and with it everybody who would want to know
+            with suppress(RuntimeError):  # the loop has ended, and with it every reader
                 self._loop.call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:
-        if self._lines:  # else they were taken meanwhile
+        if self._lines:  # otherwise they were read in the meantime
             self._has_some.set()
 
     async def wait(self) -> None:
-        """Returns when there is something to tell."""
+        """Returns when the buffer is not empty."""
         await self._has_some.wait()
 
     def take(self) -> tuple[str, ...]:
-        """The lines so far, which are forgotten."""
+        """Returns the buffered lines and clears the buffer."""
         self.acquire()
         try:
             lines, num_dropped = tuple(self._lines), self._num_dropped
@@ -101,7 +102,7 @@ class StartupLogBuffer(logging.Handler):
 
 
 class CoordinatorActor:
-    """Holds one service. Errors come back as values: exceptions would have to survive two serializers."""
+    """Runs one service. Errors are returned as values, because an exception would have to survive two serializers."""
 
     def __init__(self, config: ServiceConfig, make_fleet: Callable[[], Fleet]) -> None:
         self._service = Service(config, make_fleet())
@@ -111,7 +112,7 @@ class CoordinatorActor:
         self._ending: asyncio.Task[None] | None = None
 
     async def start(self) -> StartResult:
-        """Brings the service up, unless it is ended meanwhile."""
+        """Starts the service. Returns an empty result if the service is ended during the start."""
         starting = asyncio.create_task(self._service.start())
         ending = asyncio.create_task(self._service.wait_drained())
         await asyncio.wait([starting, ending], return_when=asyncio.FIRST_COMPLETED)
@@ -128,16 +129,17 @@ class CoordinatorActor:
             return describe(error)
 
     async def loading(self) -> StartupProgress:
-        """How far the start is."""
+        """Progress of the start."""
         return self._service.loading
 
     async def end(self) -> None:
-        """Ends the service: `start` or `wait` returns when it is drained, and at once when this is called again."""
+        """Drains the service: `start` or `wait` then returns. A second call ends it immediately."""
         self._service.drain()
 
     async def wait(self, until_news: bool = False) -> StartResult:
-        """Waits until the service is drained, and to be stopped; when it has failed, ends it first. With `until_news`,
-        returns notes whenever there are some; then, unless there is an error, it is to be called again."""
+        """Returns when the service is drained and ready to be stopped; a service that failed is stopped first. With
+        `until_news`, returns as soon as there are log lines; the caller then calls it again unless there is an
+        error."""
         self._ending = self._ending or asyncio.create_task(self._service.wait())
         if until_news and (notes := await self._wait_for_news(self._ending)):
             return StartResult(notes=notes)
@@ -153,7 +155,7 @@ class CoordinatorActor:
         return StartResult()
 
     async def _wait_for_news(self, ending: asyncio.Task[None]) -> tuple[str, ...]:
-        """What there is to tell, once there is something, or the service has ended."""
+        """Returns the log lines once there are any or the service has ended."""
         if self._news is None:
             self._news = StartupLogBuffer(logs.formatter(self._telemetry))
             for name in logs.LOGGERS:
@@ -164,13 +166,13 @@ class CoordinatorActor:
         return self._news.take()
 
     async def stop(self) -> StartResult:
-        """Takes the service down; notes what there was to tell of that."""
+        """Stops the service and returns the remaining log lines."""
         self._is_stopping = True
         await self._service.stop()
         return StartResult(notes=self._last_news())
 
     def _last_news(self) -> tuple[str, ...]:
-        """What there is to tell, after which there is nothing more."""
+        """The remaining log lines; detaches the log buffer."""
         if self._news is None:
             return ()
         for name in logs.LOGGERS:

@@ -1,4 +1,4 @@
-"""Who waits for changes is woken by them: nothing is polled."""
+"""Change notification without polling."""
 
 import asyncio
 import time
@@ -12,12 +12,12 @@ from longleaf.errors import ResourceExhausted
 T = TypeVar("T")
 MAX_WATCHERS = 256
 SECONDS_PER_WATCHER = 0.01
-"""Telling one of them takes a few tenths of a millisecond, in which nothing else happens."""
+"""Least seconds between two updates, per watcher: one update takes a few tenths of a millisecond on the event loop."""
 RETRY_SECONDS = 5.0
 
 
 class ChangeCounter:
-    """Counts what changed, until it is over. Noting a change that nobody waits for costs next to nothing."""
+    """Counts changes until the source has ended. Recording a change that has no waiter costs almost nothing."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -31,27 +31,27 @@ class ChangeCounter:
 
     @property
     def is_over(self) -> bool:
-        """Nothing will change any more."""
+        """Whether the source has ended: no further changes."""
         return self._over.is_set()
 
     def note(self) -> None:
-        """Something has changed."""
+        """Records a change."""
         self._count += 1
         self._changed.set()
 
     def end(self) -> None:
-        """Nothing will change any more: wakes all."""
+        """Ends the source and notifies all waiters."""
         self._over.set()
         self.note()
 
     async def after(self, count: int) -> None:
-        """Returns once there are more than `count` changes."""
+        """Returns once there are more than `count` changes, or the source has ended."""
         while self._count <= count:
             self._changed.clear()
             await self._changed.wait()
 
     async def pause(self, seconds: float) -> None:
-        """Waits, unless it is over or ends meanwhile."""
+        """Sleeps, but returns early when the source ends."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._over.wait()
@@ -59,7 +59,8 @@ class ChangeCounter:
 
 @dataclass(frozen=True)
 class WatchState(Generic[T]):
-    """What was seen, when, and after how many changes. What is equal to what was seen before is the same object."""
+    """The last observed value, when it was observed, and the number of changes before it. An observation that equals
+    the previous value keeps the same object."""
 
     count: int
     time: float
@@ -67,9 +68,10 @@ class WatchState(Generic[T]):
 
 
 class CoalescingWatch(Generic[T]):
-    """Shows what `look` sees to all who watch, `max_watchers` at most. `clock` counts seconds.
+    """Shares the observations of `look` among at most `max_watchers` watchers. `clock` counts seconds.
 
-    One look serves them all, and each is told once in `spacing` seconds for each of them: many cost no more than one.
+    One observation serves all watchers, and each is updated at most once per `spacing` seconds times the number of
+    watchers: the total cost does not grow with their number.
     """
 
     def __init__(
@@ -93,8 +95,8 @@ class CoalescingWatch(Generic[T]):
         return self._num_watchers * self._spacing
 
     async def values(self, min_interval: float) -> AsyncGenerator[T, None]:
-        """What there is to see now, and again when that is something else, not more often than every `min_interval`
-        seconds. Raises ResourceExhausted, and what `look` raises."""
+        """Yields the current value, then each different one, at most once per `min_interval` seconds. Raises
+        ResourceExhausted, and the errors of `look`."""
         if self._num_watchers >= self._max_watchers:
             raise ResourceExhausted("watchers", f"{self._max_watchers} watch already", RETRY_SECONDS)
         self._num_watchers += 1

@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out, in token ids; text is the business of `coordinator.handlers`."""
+"""Inputs and outputs of the engine, in token ids. `coordinator.handlers` converts text."""
 
 from array import array
 from collections.abc import Mapping, Sequence
@@ -16,24 +16,25 @@ EndReason = Literal["end_token", "length", "stop_token"]
 
 
 class SchedulingClaim(SchedulingOptions, frozen=True, kw_only=True):
-    """What a request may claim against others."""
+    """Claim of a request on shared capacity."""
 
     deadline: float | None = None
-    """When nobody waits for it any more, in seconds on the engine's clock."""
+    """When the client stops waiting, in seconds on the engine's clock."""
     at_once: int | None = None
-    """Generations of the tenant that may run at once; None: no limit of its own."""
+    """Most generations of the tenant that run concurrently; None: no limit per tenant."""
     is_alone: bool = True
-    """No other tenant may ask for anything: it may fill the queue."""
+    """No other tenant can send requests, so this one may fill the queue."""
     is_held: bool = False
-    """The deadline only tells whether it may begin: readers come and go, and whoever holds it for them ends it."""
+    """The deadline only decides whether the request may start. Readers connect and disconnect, and the holder of the
+    generation ends it."""
 
     @property
     def end(self) -> float | None:
-        """When the request is ended, wherever it is; None while somebody else sees to that."""
+        """When the engine ends the request, in any state; None if the holder ends it."""
         return None if self.is_held else self.deadline
 
     def outranks(self, other: "SchedulingClaim") -> bool:
-        """By its priority, which counts inside of a tenant alone."""
+        """Whether it has the higher priority; priorities apply only within a tenant."""
         return self.tenant == other.tenant and self.priority > other.priority
 
 
@@ -41,20 +42,20 @@ NO_CLAIM = SchedulingClaim()
 
 
 class AttributionContext(msgspec.Struct, frozen=True, kw_only=True):
-    """A context as it is now, and what can be told of where answers about it come from."""
+    """The current state of a context, and its limits for attribution."""
 
     segments: tuple[int, ...]
-    """Ids of those that its path leads through."""
+    """Ids of the segments on its path."""
     ends: tuple[int, ...]
-    """Position up to which each of them is used."""
+    """Position up to which each segment is used."""
     last_ids: Sequence[int]
-    """Of its last tokens, at most LAST_IDS."""
+    """Its last token ids, at most LAST_IDS."""
     block_size: int
-    """Tokens of a block, which spans divide."""
+    """Tokens of a block; a multiple of the tokens of a span."""
     full_layers: tuple[int, ...]
-    """Layers that see all keys."""
+    """Layers with full attention."""
     can_cut: bool
-    """A prompt may go on from anywhere in the context."""
+    """A prompt may continue from any position of the context."""
 
     @property
     def end(self) -> int:
@@ -62,7 +63,7 @@ class AttributionContext(msgspec.Struct, frozen=True, kw_only=True):
         return self.ends[-1]
 
     def cut(self, end: int) -> "ContinuationPoint":
-        """The first tokens of the context."""
+        """The point after the first `end` tokens of the context."""
         starts = (0, *self.ends)
         return ContinuationPoint(
             tuple(each for each, start in zip(self.segments, starts, strict=False) if start < end), end
@@ -73,7 +74,7 @@ LAST_IDS = 16
 
 
 class ContinuationPoint(msgspec.Struct, frozen=True):
-    """Where a prompt goes on in a context that may be another one by now: after so many tokens, if it still begins with
+    """Position in a context at which a prompt continues: after `end` tokens, provided the context still begins with
     these segments."""
 
     segments: tuple[int, ...]
@@ -81,59 +82,62 @@ class ContinuationPoint(msgspec.Struct, frozen=True):
 
 
 class SpanLayout(msgspec.Struct, frozen=True):
-    """How a context is cut into spans, and what counts of what falls on them."""
+    """How a context is divided into spans, and the layers whose attention counts."""
 
     size: int
     """Tokens of a span."""
     layers: tuple[int, ...] = ()
-    """Those that count; empty: all that see all keys."""
+    """Layers that count; empty: all with full attention."""
     num_spans: int = 0
-    """Of the context."""
+    """Number of spans in the context."""
 
 
 class ProbeResult(msgspec.Struct, frozen=True):
-    """What a probe has found."""
+    """The result of a probe."""
 
     scores: tuple[float, ...] = ()
-    """Natural logarithms of the probabilities of the tokens that were scored, by the model's own distribution."""
+    """Natural log probabilities of the scored tokens, under the distribution of the model before sampling parameters
+    apply."""
     attention: Attention | None = None
-    """Of its rows in the mean."""
+    """Mean over the rows of the probe."""
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
-    """A generation to run: `token_ids` after the context (or alone); or a probe, which reads them and answers
-    nothing."""
+    """A generation: reads `token_ids` after the context, or without one, and generates. Or a probe, which only reads
+    them."""
 
     context: str | None
-    """Id of the context to ask, without the `contexts/` prefix."""
+    """Id of the context to query, without the `contexts/` prefix."""
     token_ids: Sequence[int]
     sampling: Sampling
     end_tokens: frozenset[int] = frozenset()
     """Ids that end the generation unless sampling.ignore_end_token; the end token itself is reported."""
     num_samples: int = 1
-    """Answers, each with its own tokens; number i is drawn with the seed i above that of sampling."""
+    """Number of answers. Answer i is sampled with the seed of `sampling` plus i."""
     max_draft_tokens: int = 0
-    """Most tokens to draft for an answer in a step."""
+    """Most draft tokens per answer and step."""
     claim: SchedulingClaim = NO_CLAIM
     is_compared: bool = False
-    """Compare its logits with those of plain attention. Such a prompt reads no keys of others, and leaves none."""
+    """Compare its logits with those of plain attention. The prompt neither uses nor creates shared keys."""
     generated: Mapping[int, Sequence[int]] | None = None
-    """Where answers go on that were told in part: their ids so far, by sample. Samples that are not in it have ended.
-    None: all begin."""
+    """Token ids generated so far, by sample, for a generation that is resumed. Samples without an entry have ended.
+    None: all samples are new."""
     cuts: SpanLayout | None = None
-    """Tell of each token how much of the attention that produced it fell on which span of the context."""
+    """Report for each token the share of its attention that fell on each span of the context."""
     hidden: tuple[TokenRange, ...] = ()
-    """Tokens of the context that nothing reads, in order. Nobody else reads the keys of such a prompt."""
+    """Ranges of the context, in order, that are masked. The keys of the prompt are not shared."""
     beginning: ContinuationPoint | None = None
-    """Where it goes on, if not at the end of the context as it is."""
+    """Position to continue from, if not the current end of the context."""
     is_probe: bool = False
-    """Answers nothing: scores its last tokens, or else tells where all of its tokens attended in the mean."""
+    """Generates nothing: scores its last `num_scored` tokens, or, for 0, returns the mean attention of all its
+    tokens."""
     num_scored: int = 0
-    """So many of a probe's last tokens are scored."""
+    """Number of tokens, at the end of a probe, to score."""
 
     @property
     def is_whole(self) -> bool:
-        """Reads all of the context and reports nothing of its parts: it may as well read the tokens themselves."""
+        """Reads all of the context and reports nothing about parts of it, so the tokens may be read in place of the
+        context."""
         return not (self.hidden or self.cuts or self.beginning or self.is_probe)
 
     @property
@@ -143,24 +147,25 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_rows(self) -> int:
-        """So many of its last tokens at least are computed as rows, which say something."""
+        """Least number of tokens, at the end of the prompt, that are computed as rows with an output."""
         if not self.is_probe:
             return 1
         return self.num_scored + 1 if self.num_scored else len(self.token_ids)
 
     @property
     def num_open(self) -> int:
-        """Answers that are to come, or to go on."""
+        """Answers that have not ended."""
         return self.num_samples if self.generated is None else len(self.generated)
 
     @property
     def num_left(self) -> int:
-        """Tokens that each of these may still have, at most."""
+        """Most tokens that any open answer may still generate."""
         reported = () if self.generated is None else self.generated.values()
         return self.sampling.max_tokens - min(map(len, reported), default=0)
 
     def end_reason(self, token_id: int, num_generated: int) -> EndReason | None:
-        """Why `token_id` ends an answer that has `num_generated` tokens with it; None when it does not."""
+        """The reason for which `token_id` ends an answer of `num_generated` tokens, itself included; None if it does
+        not."""
         if token_id in self.end_tokens and not self.sampling.ignore_end_token:
             return "end_token"
         if token_id in self.sampling.stop_tokens:
@@ -169,57 +174,57 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DocumentPrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens to read into a context."""
+    """Tokens to append to a context, or to create one from."""
 
     context: str
     """Id of the context, without the `contexts/` prefix."""
     token_ids: Sequence[int]
     append: bool = False
-    """Whether the tokens go on the end of a context that is there; else they begin a new one."""
+    """Append to an existing context; otherwise create a new one."""
     settings: ContextSettings = UNCHANGED
-    """Settings of the context that is created."""
+    """Settings of the context to create."""
     upload_id: str = ""
-    """What its client calls this ingest, if anything."""
+    """The client's id of this ingest; empty if it has none."""
     text: DocumentText | None = None
-    """Which text the tokens are, where that is known."""
+    """The source text of the tokens, if known."""
     claim: SchedulingClaim = NO_CLAIM
 
 
 class DocumentPart(msgspec.Struct, frozen=True, kw_only=True):
-    """The tokens of one document that a context has."""
+    """The part of a context that came from one document."""
 
     token_ids: "array[int]"
-    """All of the document's; the context may have only the first `num_tokens`."""
+    """All ids of the document; the context may have only the first `num_tokens`."""
     num_tokens: int
     text: DocumentText | None
 
 
 class Admitted(msgspec.Struct, frozen=True):
-    """Admitted. Counts are in tokens; cached ones are part of the prompt. Told again when the position changes, when
-    the request begins, and when it is preempted."""
+    """The request is admitted. Counts are in tokens; cached ones are part of the prompt. Repeated when the queue
+    position changes, when the request starts, and when it is preempted."""
 
     prompt_tokens: int
     cached_tokens: int
     queue_position: int = 0
-    """1 is next in the queue; 0 has begun."""
+    """1 is next in the queue; 0 is running."""
     is_beyond_trained: bool = False
-    """Prompt and answer may go beyond the positions that the model was trained for."""
+    """Prompt and answer may exceed the positions that the model was trained for."""
 
 
 class Tokens(msgspec.Struct, frozen=True):
-    """What was generated; `index` is the index in the answer of the first token."""
+    """Generated tokens; `index` is the index of the first one in the answer."""
 
     index: int
     tokens: tuple[Token, ...]
     sample: int = 0
     attention: tuple[Attention, ...] = ()
-    """Of the row that produced each of them, if the prompt asked for it."""
+    """Attention of the row that produced each token, if the prompt requested it."""
     num_drafted: int = 0
-    """Tokens that were drafted in the steps which gave these."""
+    """Tokens drafted in the steps that produced these."""
     num_accepted: int = 0
-    """Those of them that are among these."""
+    """Drafted tokens that were accepted and are among these."""
     step_ends: tuple[int, ...] = ()
-    """How many of the tokens came with each step and those before it, but for the last one; empty for one step."""
+    """Cumulative number of tokens after each step but the last one; empty for one step."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -238,13 +243,13 @@ class Ended(msgspec.Struct, frozen=True):
     decode_seconds: float
     sample: int = 0
     comparison: ComparisonRow | None = None
-    """If the prompt asked for it."""
+    """Present if the prompt requested it."""
     found: ProbeResult | None = None
-    """Of a probe."""
+    """The result of a probe."""
 
 
 class ContextDropped(msgspec.Struct, frozen=True):
-    """A context that is gone, because the ranks that are left cannot hold it."""
+    """A context that was dropped because the remaining ranks cannot hold it."""
 
     context: str
     """Id of the context, without the `contexts/` prefix."""
@@ -253,14 +258,14 @@ class ContextDropped(msgspec.Struct, frozen=True):
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """A sample has ended with an error; the stream raises it when all samples have ended."""
+    """A sample has ended with an error. The stream raises the error when all samples have ended."""
 
     error: LongleafError
     sample: int = 0
 
 
 class Sealed(msgspec.Struct, frozen=True):
-    """The document of an ingest is read, and waits until it is kept."""
+    """The document of an ingest has been read and is waiting to be persisted."""
 
 
 class Acknowledged(msgspec.Struct, frozen=True):
@@ -271,4 +276,4 @@ class Acknowledged(msgspec.Struct, frozen=True):
 
 Event = Admitted | Progress | Recovering | Tokens | Ended
 Outcome = tuple[int, Event | Failed | Sealed | Acknowledged | LongleafError]
-"""Id of a request, and what becomes of it: last an error, the last Ended or Failed, or Acknowledged."""
+"""Id of a request, and its next event. The last one is an error, the last Ended or Failed, or Acknowledged."""

@@ -1,4 +1,4 @@
-"""When nobody waits for a request any more, and when a context expires. Times in seconds, by the clock of the adder."""
+"""Deadlines of requests and expiry times of contexts. Times are in seconds on the caller's clock."""
 
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
@@ -8,19 +8,20 @@ Key = TypeVar("Key", int, str)
 
 
 class ExpiryHeap(Generic[Key]):
-    """Deadlines by key; what has none is not in here. Nothing walks through all of them: they may be many."""
+    """Deadlines by key; keys without a deadline are not stored. No operation walks through all entries, since there may
+    be many."""
 
     def __init__(self) -> None:
         self._by_key: dict[Key, float] = {}
         self._heap: list[tuple[float, Key]] = []
-        """All of them, and some that have been discarded or changed since."""
+        """All entries, including stale ones that have since been changed or discarded."""
 
     def __iter__(self) -> Iterator[Key]:
         return iter(self._by_key)
 
     @property
     def next(self) -> float | None:
-        """The first one that will pass."""
+        """The earliest deadline."""
         while self._heap and not self._is_valid(*self._heap[0]):
             heappop(self._heap)
         return self._heap[0][0] if self._heap else None
@@ -29,7 +30,7 @@ class ExpiryHeap(Generic[Key]):
         return self._by_key.get(key) == deadline
 
     def add(self, key: Key, deadline: float | None) -> None:
-        """Instead of the one that it had. Without a deadline there is none any more."""
+        """Replaces the deadline of the key; None removes it."""
         self.discard(key)
         if deadline is None:
             return
@@ -44,7 +45,7 @@ class ExpiryHeap(Generic[Key]):
         self._by_key.pop(key, None)
 
     def passed(self, now: float) -> list[Key]:
-        """Whose deadline is `now` or was before, in this order. They stay until they are discarded."""
+        """Keys whose deadline is at or before `now`, the earliest first. They stay until they are discarded."""
         found: dict[Key, float] = {}
         while (first := self.next) is not None and first <= now:
             _, key = heappop(self._heap)
@@ -54,5 +55,5 @@ class ExpiryHeap(Generic[Key]):
         return list(found)
 
     def audit(self) -> None:
-        """Each deadline is in the heap."""
+        """Checks that every deadline is in the heap."""
         assert {key for deadline, key in self._heap if self._is_valid(deadline, key)} == self._by_key.keys()

@@ -1,18 +1,18 @@
-"""How the process returns memory that it has freed."""
+"""Makes the process return freed memory to the system."""
 
 import ctypes
 from contextlib import suppress
 
 LARGE_BYTES = 1 << 16
 M_MMAP_THRESHOLD = -3
-"""The number that glibc gives to this setting."""
+"""The number of this option in glibc's mallopt."""
 
 
 def return_large() -> None:
-    """Has glibc take memory for what is LARGE_BYTES or more from the system, and return it as soon as it is freed.
+    """Makes glibc allocate blocks of LARGE_BYTES or more with mmap, so that they are returned to the system when freed.
 
-    By itself it raises that size with what is freed, to as much as 32 MiB; then the ids of documents, which grow side
-    by side, lie in its heaps, and leave holes there that are never given back. Other C libraries are left as they are.
+    By default glibc raises this threshold dynamically, up to 32 MiB. The token ids of documents, which grow side by
+    side, would then be on its heaps and leave holes that are never returned. Other C libraries are not changed.
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)

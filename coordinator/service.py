@@ -1,5 +1,5 @@
-"""A whole service: fleet, control channel, engine, use cases and their door, brought up and taken down in the right
-order."""
+"""The lifecycle of a service: starts and stops the fleet, the control channel, the engine, the use cases and the
+servers in order."""
 
 import asyncio
 import sys
@@ -46,25 +46,25 @@ from longleaf.sampling import GREEDY
 from longleaf.types import Cluster, Draining, ModelInfo
 
 SWITCH_SECONDS = 0.0005
-"""How long threads that turn texts into ids may keep the event loop from going on, each time that it has waited: a
-tenth of the interpreter's own measure, for it waits many times while it serves one step."""
+"""The interpreter's thread switch interval in seconds: how long a tokenizing thread may delay the event loop each time
+it waits for the interpreter lock. It is a tenth of Python's default because the loop waits many times per step."""
 TELL_SECONDS = 0.5
-"""How long answers that were ended may take to say what they have."""
+"""Seconds that ended streams get to send the tokens they have."""
 GRACE_SECONDS = 2.0
-"""How long open calls may take to hear why the service ends."""
+"""Seconds that open calls get to receive the shutdown reason."""
 
 
 NOTHING_KEPT = "contexts are kept in memory alone, and end with this service: --data-dir DIR keeps them"
 
 
 class StartupProgress(msgspec.Struct, frozen=True):
-    """How far the start is."""
+    """Progress of the start."""
 
     world_size: int
     num_ready: int
     """Ranks that have loaded the model."""
     num_missing: int
-    """Slots that are waited for."""
+    """Missing worker slots."""
 
     def __str__(self) -> str:
         missing = f", {self.num_missing} of their slots missing" if self.num_missing else ""
@@ -72,7 +72,7 @@ class StartupProgress(msgspec.Struct, frozen=True):
 
 
 class Service:
-    """Life: start, wait, drain, stop. `stop` may be called at any time, also when `start` failed."""
+    """Lifecycle: start, wait, drain, stop. `stop` may be called at any time, including after `start` failed."""
 
     def __init__(self, config: ServiceConfig, fleet: Fleet) -> None:
         self._config = config
@@ -92,12 +92,12 @@ class Service:
         self._observers = Observers()
         self._door: GatewayProcess | None = None
         self.http = ""
-        """Address of the door for HTTP, if there is one."""
+        """Address of the HTTP gateway; empty if it is off."""
         self.notes: tuple[str, ...] = ()
-        """What the ranks logged while they started, each text once."""
+        """Messages that the ranks logged during the start, without duplicates, followed by notes of the service."""
 
     async def start(self) -> int:
-        """Opens the port, brings everything up and returns the port. Raises StartError, ModelRefused, InvalidArgument
+        """Opens the port, starts all components and returns the port. Raises StartError, ModelRefused, InvalidArgument
         or RankLost."""
         return_large()
         allow_files()
@@ -131,7 +131,7 @@ class Service:
             config = replace(config, snapshot_url=self._durability.snapshot_url)
         host = await self._fleet.reserve(config, self._config.wait_for_ranks)
         self._control = RankManager(config, host, self._fleet.kill, self._fleet.where)
-        # without a limit of its own the model is bounded by the pool alone
+        # without a limit in the checkpoint, only the pool bounds the positions
         max_positions = tokenizer.checkpoint.max_positions or UNLIMITED
         self._engine = Engine(self._control, config, max_positions, durability=self._durability)
         await self._fleet.launch(config, self._control.invitations, self._control.lost)
@@ -157,7 +157,7 @@ class Service:
         return port
 
     async def _start_health(self, server: GrpcServer) -> tuple[str, ...]:
-        """What there is to say of the port of health alone. Raises StartError."""
+        """Starts the health port if one is configured, and returns a note with its address. Raises StartError."""
         if (port := self._config.security.health_port) is None:
             return ()
         bound = await server.start_health(self._config.host, port)
@@ -169,7 +169,7 @@ class Service:
         return AllowAnonymous() if path is None else Credentials.of(path)
 
     def _sources(self, authenticator: Authenticator, certificates: Certificates | None) -> MetricSources:
-        """What metrics are read from."""
+        """The sources of the metrics."""
         file = authenticator if isinstance(authenticator, Credentials) else None
         files = {
             name: each for name, each in (("credentials", file), ("certificates", certificates)) if each is not None
@@ -186,7 +186,7 @@ class Service:
         )
 
     def _cluster(self) -> Cluster:
-        """Raises Unavailable while there is none."""
+        """Raises Unavailable before the service is ready."""
         if self._use_cases is None:
             raise self._not_yet()
         return self._use_cases.cluster()
@@ -216,7 +216,7 @@ class Service:
 
     @property
     def loading(self) -> StartupProgress:
-        """How far the start is."""
+        """Progress of the start."""
         num_ready = self._control.num_ready if self._control is not None else 0
         return StartupProgress(self._config.engine.world_size, num_ready, self._fleet.num_missing)
 
@@ -224,7 +224,7 @@ class Service:
         return Unavailable(str(self.loading), LOADING_SECONDS)
 
     async def _load_tokenizer(self, config: EngineConfig) -> Tokenizer:
-        """Raises ModelRefused, and StartError when it takes longer than `start_timeout`."""
+        """Raises ModelRefused, and StartError when loading takes longer than `start_timeout`."""
         loading = asyncio.to_thread(Tokenizer.load, Path(config.model), self._renderer)
         try:
             return await asyncio.wait_for(loading, config.start_timeout)
@@ -244,7 +244,8 @@ class Service:
         return engine.positions.describe_model(model)
 
     async def wait(self) -> None:
-        """Returns when the service was drained or stopped; raises what ended it, for instance RankLost."""
+        """Returns when the service is drained or stopped. Raises the error that ended the engine's loop, such as
+        RankLost."""
         assert self._loop is not None
         drained = asyncio.create_task(self._end.drained.wait())
         await asyncio.wait([self._loop, drained], return_when=asyncio.FIRST_COMPLETED)
@@ -254,14 +255,14 @@ class Service:
         await drained
 
     async def wait_drained(self) -> None:
-        """Returns when the service was drained, whether it had started or not."""
+        """Returns when the service is drained, even if it never started."""
         await self._end.drained.wait()
 
     # --- end ---
 
     def drain(self) -> None:
-        """Takes no new calls, and lets those that run end for `drain_seconds`; the rest is told then, and at once when
-        this is called again."""
+        """Refuses new calls and gives running calls `drain_seconds` to finish; after that they end with the shutdown
+        reason. A second call ends them immediately."""
         if self._end.is_ordered:
             self._end.hurry.set()
         self._end.is_ordered = True
@@ -280,8 +281,8 @@ class Service:
         end.drained.set()
 
     async def _tell(self, server: GrpcServer, reason: str) -> None:
-        """Ends all calls: first those that the engine answers, with what it has computed, then those that wait for
-        something else, such as the next piece of a document."""
+        """Ends all calls: first the engine's streams, which send the tokens computed so far, then calls that wait for
+        other input, such as the next chunk of a document."""
         if self._engine is not None:
             self._engine.end_streams(reason)
         await server.drain(TELL_SECONDS)
@@ -289,8 +290,8 @@ class Service:
         await server.drain(GRACE_SECONDS)
 
     async def answer_drain(self, wait: bool) -> Draining:
-        """As `drain`, and hurries nothing. Answers one who waits only when whoever runs the service knows that it ends
-        well: what it runs in may be killed right after. Raises Unavailable when it does not."""
+        """Starts a drain without shortening a running one. With `wait`, returns only in `stop`, because the process may
+        be killed right after the reply. Raises Unavailable if the service stops before the drain has ended."""
         self._begin_drain()
         assert self._server is not None
         if wait:
@@ -306,12 +307,12 @@ class Service:
 
     @property
     def _failure(self) -> BaseException | None:
-        """What ended the engine's loop by itself."""
+        """The error that ended the engine's loop, if any."""
         loop = self._loop
         return loop.exception() if loop is not None and loop.done() and not loop.cancelled() else None
 
     async def stop(self) -> None:
-        """Tells open calls, then ranks, then reaps all processes."""
+        """Ends open calls with the reason, stops the ranks and reaps all processes."""
         self._end.leaving.set()
         if self._end.task is not None:
             self._end.task.cancel()
@@ -336,25 +337,25 @@ class Service:
 
 
 class ShutdownState:
-    """How far the end of a service is."""
+    """Progress of the shutdown."""
 
     def __init__(self) -> None:
         self.task: asyncio.Task[None] | None = None
         self.is_ordered = False
-        """Whoever runs the service asked for it, not a call alone."""
+        """The operator requested the shutdown, not only an RPC."""
         self.hurry = asyncio.Event()
-        """Whoever ends the service waits no longer."""
+        """Set when the operator requests the shutdown a second time: the drain ends immediately."""
         self.is_told = False
-        """Calls that had not ended were told."""
+        """The calls that did not finish in time were counted and are being ended with the reason."""
         self.num_cut = 0
-        """How many these were."""
+        """Number of those calls."""
         self.drained = asyncio.Event()
         self.leaving = asyncio.Event()
-        """Whoever runs the service takes it down."""
+        """Set once `stop` has been called."""
 
 
 async def either(*waits: Coroutine[Any, Any, object]) -> None:
-    """Returns when one of them has, and ends the others."""
+    """Returns when the first coroutine has finished, and cancels the others."""
     tasks = [asyncio.create_task(wait) for wait in waits]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -364,17 +365,17 @@ async def either(*waits: Coroutine[Any, Any, object]) -> None:
 
 
 def _num_failed(files: Certificates | Credentials) -> int:
-    """How often they changed into what cannot be used."""
+    """Number of reloads that failed because the new content is invalid."""
     return files.num_failed_reloads
 
 
 def _is_unusable(files: Certificates | Credentials) -> bool:
-    """Whether what they say now cannot be used."""
+    """Whether the current content is invalid."""
     return files.is_unusable
 
 
 def idle_processors(world_size: int, num_threads: int, devices: Sequence[str], num_here: int) -> tuple[str, ...]:
-    """What a start says of a machine whose CPU ranks leave more than half of its `num_here` processors without work."""
+    """A start-up note if the CPU ranks leave more than half of the `num_here` processors idle."""
     num_used = world_size * num_threads
     if 2 * num_used >= num_here or any(device != "cpu" for device in devices):
         return ()

@@ -1,4 +1,4 @@
-"""What a service is told when it starts."""
+"""Settings of a service."""
 
 import os
 from pathlib import Path
@@ -20,7 +20,7 @@ from longleaf.service_settings import HttpConfig, SecurityConfig, TelemetryConfi
 
 
 class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What to serve and where to listen."""
+    """The model to serve and the address to listen on."""
 
     engine: EngineConfig
     host: str = LOOPBACK
@@ -28,29 +28,29 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
     """0 lets the system choose."""
     launcher: Launcher = "ray"
     model_name: str | None = None
-    """What clients see of the model; None: the name of its folder."""
+    """Name of the model as clients see it; None: the name of its folder."""
     sampling_defaults: SamplingDefaults = "greedy"
-    """Sampling parameters of requests that leave them out."""
+    """Sampling parameters for requests that omit them."""
     ray_address: str | None = None
     """A Ray cluster to join; None starts one."""
     wait_for_ranks: float = 0.0
     """Seconds to wait for slots that the cluster does not have yet."""
     drain_seconds: float = DRAIN_SECONDS
-    """Seconds that running calls may take to end once the service is told to."""
+    """Seconds that running calls get to finish after a shutdown request."""
     data: DataConfig = DataConfig()
-    """What outlives the service."""
+    """Settings of persistence."""
     security: SecurityConfig = SecurityConfig()
-    """Who may come in."""
+    """Settings of authentication and encryption."""
     telemetry: TelemetryConfig = TelemetryConfig()
-    """What it tells of itself."""
+    """Settings of logs, metrics and traces."""
     door: HttpConfig = HttpConfig()
-    """Whether and how it is reached over HTTP, too."""
+    """Settings of the HTTP gateway."""
     as_json: bool = False
-    """Tell the address, and what is waited for, as JSON objects instead of lines for people."""
+    """Print the address, and the components still missing, as JSON objects instead of text."""
 
     @property
     def shown_name(self) -> str:
-        """What clients see of the model."""
+        """Name of the model as clients see it."""
         folder = Path(self.engine.model).resolve().name
         return self.model_name or os.fsencode(folder).decode(errors="replace")  # it may be any bytes
 

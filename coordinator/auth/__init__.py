@@ -1,1 +1,1 @@
-"""Who may come in, whose tenant that is, and what a tenant may take."""
+"""Authentication of callers, their tenants, and the quotas of tenants."""

@@ -1,18 +1,18 @@
-"""How fast strangers are refused: those who guess are kept waiting."""
+"""Throttles failed authentication, which slows down guessing."""
 
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 FREE_PER_SECOND = 50
-"""Refusals a second at which nobody is kept waiting: clients that were set up wrongly learn so at once."""
+"""Failures per second that are not delayed, so that misconfigured clients get the error immediately."""
 WAIT_SECONDS = 1.0
 MAX_WAITING = 256
-"""Refused calls that are kept waiting; further ones are ended at once, for each takes memory."""
+"""Most failed calls that are delayed concurrently; further ones are ended immediately, because each takes memory."""
 
 
 class AuthFailureThrottle:
-    """Refused calls of the last second. `clock` counts seconds."""
+    """Counts the failures of the current second. `clock` counts seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -21,7 +21,7 @@ class AuthFailureThrottle:
         self._num_waiting = 0
 
     def note(self) -> float:
-        """Another one; says how many seconds it is kept waiting."""
+        """Records a failure and returns its delay in seconds."""
         now = self._clock()
         if now - self._second >= 1.0:
             self._second, self._num_refused = now, 0
@@ -31,7 +31,7 @@ class AuthFailureThrottle:
 
     @contextmanager
     def waiting(self) -> Generator[None, None, None]:
-        """The time in which one is kept waiting."""
+        """Context manager for the delay of one call."""
         self._num_waiting += 1
         try:
             yield

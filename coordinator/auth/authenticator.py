@@ -1,4 +1,4 @@
-"""Tells who calls."""
+"""The interface of authentication."""
 
 from collections.abc import Iterable, Mapping
 from typing import Protocol
@@ -7,24 +7,24 @@ from coordinator.auth.caller import OWNER, Caller
 
 
 class Authenticator(Protocol):
-    """Tells who calls, or refuses."""
+    """Identifies the caller, or rejects the call."""
 
     @property
     def is_open(self) -> bool:
-        """Whether it lets everybody in."""
+        """Whether every call is accepted."""
         ...
 
     def authenticate(self, metadata: Mapping[str, str | bytes], names: Iterable[str]) -> Caller:
-        """Who calls with these headers, over a connection whose client has proven to bear these `names`: the URI and
-        DNS names of its certificate, with `uri:` or `dns:` in front. Raises Unauthenticated."""
+        """The caller with these headers. `names` are proven by the client's certificate: its URI and DNS names, with
+        the prefix `uri:` or `dns:`. Raises Unauthenticated."""
         ...
 
 
 class AllowAnonymous:
-    """An Authenticator that asks for nothing."""
+    """An Authenticator that accepts every call."""
 
     is_open = True
 
     def authenticate(self, metadata: Mapping[str, str | bytes], names: Iterable[str]) -> Caller:
-        """The one who runs the service."""
+        """The operator, with every permission."""
         return OWNER

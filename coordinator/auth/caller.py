@@ -1,4 +1,4 @@
-"""Who calls, and as whom."""
+"""The identity of a caller."""
 
 from contextvars import ContextVar
 
@@ -9,14 +9,14 @@ from longleaf.tenants import DEFAULT_TENANT
 
 
 class Caller(msgspec.Struct, frozen=True, kw_only=True):
-    """Who makes a call."""
+    """The identity of a caller."""
 
     tenant: str = DEFAULT_TENANT
     role: Role = "user"
     quotas: Quotas = Quotas()
-    """Of the tenant, as they are now."""
+    """Current quotas of the tenant."""
     is_alone: bool = True
-    """No other tenant may come in."""
+    """No other tenant can authenticate."""
 
     @property
     def is_admin(self) -> bool:
@@ -24,6 +24,6 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
 
 
 CALLER: ContextVar[Caller] = ContextVar("CALLER")
-"""Who makes the call for which code runs; set before anything else of a call is done."""
+"""The caller of the current RPC; set before anything else in a call."""
 OWNER = Caller(role="admin")
-"""Whoever reaches a service that asks nobody who they are."""
+"""The caller of every RPC where authentication is off."""

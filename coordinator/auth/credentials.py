@@ -13,14 +13,14 @@ from longleaf.reloading_files import ReloadingFiles
 from longleaf.tenants import tenant_of
 
 MAX_NAMED = 5
-"""Tenants that a start names of those that nobody can come in as."""
+"""Most tenants without credentials that a start-up note lists by name."""
 HEADER = "authorization"
 SCHEME = "bearer"
 
 
 class Credentials:
-    """Lets in who bears a credential of the file, or a certificate of one of its names. What leaves the file ends no
-    call that runs."""
+    """Authenticates callers by a credential in the file, or by a name in their certificate. Removing an entry does not
+    end running calls."""
 
     is_open = False
 
@@ -39,16 +39,16 @@ class Credentials:
 
     @property
     def is_unusable(self) -> bool:
-        """What the file says now cannot be used."""
+        """The current content of the file is invalid."""
         return self._file.is_unusable
 
     @property
     def tenants(self) -> frozenset[str]:
-        """All that may come in."""
+        """All tenants that can authenticate."""
         return frozenset(entry.tenant for entry in self._file.value)
 
     def authenticate(self, metadata: Mapping[str, str | bytes], names: Iterable[str]) -> Caller:
-        """Who calls; a credential goes before a certificate. Raises Unauthenticated."""
+        """Identifies the caller; a credential takes precedence over a certificate. Raises Unauthenticated."""
         given = metadata.get(HEADER)
         if given is None:
             found = self._named(frozenset(names))
@@ -65,7 +65,7 @@ class Credentials:
         return Caller(tenant=found.tenant, role=found.role, quotas=found.quotas, is_alone=is_alone)
 
     def _bearer(self, header: str) -> CredentialEntry | None:
-        """In constant time: every digest is compared with, to its end."""
+        """Constant time: every digest is compared in full."""
         scheme, _, credential = header.partition(" ")
         if scheme.lower() != SCHEME:
             return None
@@ -81,7 +81,8 @@ class Credentials:
 
 
 def unreachable(contexts: Iterable[str], tenants: AnySet[str]) -> tuple[str, ...]:
-    """What a start says of contexts whose tenant has no credential, as after the first credentials of a service."""
+    """Start-up notes on contexts whose tenant has no credential, for instance after credentials were enabled for the
+    first time."""
     lost = Counter(tenant for each in contexts if (tenant := tenant_of(each)) not in tenants)
     names = sorted(lost)
     reported = [

@@ -1,4 +1,4 @@
-"""A leaky bucket: what was taken of a quota per minute."""
+"""A leaky bucket for quotas per minute."""
 
 from collections.abc import Callable
 
@@ -6,8 +6,8 @@ MINUTE = 60.0
 
 
 class LeakyBucket:
-    """What was taken leaks out at the rate that is allowed. While no more than a minute's worth is in it, any amount
-    may be taken: so what is larger than that passes as well, and is waited for afterwards. `clock` counts seconds."""
+    """The level falls at the allowed rate. While the level is at most one minute's worth, an amount of any size is
+    accepted; after a larger one, callers wait until the level has fallen. `clock` counts seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -15,7 +15,7 @@ class LeakyBucket:
         self._time = clock()
 
     def take(self, amount: int, rate: int | None) -> None:
-        """Counts, at `rate` per minute; None: nothing is kept count of."""
+        """Adds `amount`, at `rate` per minute. None: no limit, and the level is reset."""
         if rate is None:
             self._level = 0.0
         else:
@@ -23,7 +23,8 @@ class LeakyBucket:
             self._level += amount
 
     def seconds_until_free(self, rate: int) -> float:
-        """0.0 when something may be taken now, at `rate` per minute, which is not 0."""
+        """Seconds until the next amount is accepted, at `rate` per minute, which must not be 0; 0.0 if it is accepted
+        now."""
         self._leak(rate)
         return max(0.0, (self._level - rate) * MINUTE / rate)
 

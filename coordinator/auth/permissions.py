@@ -1,14 +1,14 @@
-"""What only some may ask for."""
+"""Methods that require the admin role."""
 
 from coordinator.auth.caller import Caller
 from longleaf.errors import PermissionDenied
 
 ADMIN_METHODS = frozenset(f"/longleaf.v1.ClusterService/{name}" for name in ("VerifyCluster", "Drain", "RefillSlots"))
-"""What takes ranks from others, or ends the service."""
+"""Methods that take ranks from other callers or end the service."""
 
 
 def check_role(method: str, caller: Caller) -> None:
-    """Raises PermissionDenied for what only an admin may call."""
+    """Raises PermissionDenied for a method that requires the admin role."""
     if method in ADMIN_METHODS and not caller.is_admin:
         name = method.rpartition("/")[2]
         raise PermissionDenied(f"{name} is for the role admin, and these credentials have the role {caller.role}")

@@ -1,4 +1,4 @@
-"""Holds what tenants take against their quotas."""
+"""Enforces the quotas of tenants."""
 
 import time
 from collections import Counter, defaultdict
@@ -14,13 +14,13 @@ from coordinator.telemetry.observers import CallRecord, Saw
 from longleaf.errors import ResourceExhausted
 
 RETRY_SECONDS = 2.0
-"""When it may be worth asking again for what ends when something else of the tenant does."""
+"""Seconds to wait before a retry when a quota frees up as other work of the tenant ends."""
 
 
 class QuotaEnforcer:
-    """What the caller's quotas allow, at the moment when it begins something. `usage` tells what a tenant takes now;
-    tokens per minute are counted here, as an Observer of generations. What has begun goes on, whatever becomes of
-    quotas; where there are none, all of this costs nothing."""
+    """Checks the caller's quotas when work begins. `usage` returns the current usage of a tenant; tokens per minute are
+    counted here, as an Observer of generations. Running work continues when quotas change. Tenants without quotas cost
+    nothing."""
 
     def __init__(
         self,
@@ -30,14 +30,14 @@ class QuotaEnforcer:
         storage_bytes: Callable[[str], int] = lambda _: 0,
         num_upload_tokens: Callable[[str], int] = lambda _: 0,
     ) -> None:
-        """`num_uploads` gives how many ingests and imports of a tenant are open, or kept to be resumed, and
-        `num_upload_tokens` how many tokens they have; `storage_bytes` what is kept of its contexts."""
+        """`num_uploads` returns how many ingests and imports of a tenant are open or can be resumed,
+        `num_upload_tokens` how many tokens they have, and `storage_bytes` the size of its contexts on storage."""
         self._usage = usage
         self._storage_bytes = storage_bytes
         self._num_upload_tokens = num_upload_tokens
         self._num_uploads = num_uploads
         self._coming = defaultdict[str, Counter[str]](Counter)
-        """Contexts and tokens that are being made, and of which `usage` does not tell yet, by tenant."""
+        """Contexts and tokens by tenant that are being created and that `usage` does not include yet."""
         self._ins = defaultdict[str, LeakyBucket](lambda: LeakyBucket(clock))
         self._outs = defaultdict[str, LeakyBucket](lambda: LeakyBucket(clock))
 
@@ -46,7 +46,7 @@ class QuotaEnforcer:
         return CALLER.get(OWNER)
 
     def check_generation(self) -> None:
-        """Whether another one may begin. Raises ResourceExhausted."""
+        """Checks whether another generation may begin. Raises ResourceExhausted."""
         caller, quotas = self._caller, self._caller.quotas
         if quotas.generations == 0:
             _refuse(caller, "generations", "none may run")
@@ -61,19 +61,20 @@ class QuotaEnforcer:
 
     @contextmanager
     def begin_generation(self, num_tokens: int) -> Generator[None, None, None]:
-        """Around the beginning of one, of a prompt of so many tokens, which awaits nothing: what is refused costs
-        nothing. Raises ResourceExhausted."""
+        """Wraps the start of a generation with a prompt of `num_tokens`. The body must not await. Tokens are counted
+        only if the body succeeds. Raises ResourceExhausted."""
         self.check_generation()
         yield
         self.take_in(num_tokens)
 
     def take_in(self, num_tokens: int) -> None:
-        """So many tokens are read for what has begun: they count, and are not refused."""
+        """Counts tokens that running work reads. It is never rejected."""
         caller = self._caller
         self._ins[caller.tenant].take(num_tokens, caller.quotas.tokens_in_per_minute)
 
     def check_context(self, num_contexts: int, num_tokens: int) -> None:
-        """So many more contexts, which may be 0, and tokens in contexts. Raises ResourceExhausted."""
+        """Checks whether `num_contexts` more contexts (may be 0) and `num_tokens` more tokens in contexts fit. Raises
+        ResourceExhausted."""
         caller, quotas = self._caller, self._caller.quotas
         if quotas.contexts is None and quotas.tokens is None and quotas.storage_bytes is None:
             return
@@ -95,8 +96,7 @@ class QuotaEnforcer:
 
     @contextmanager
     def making(self, num_contexts: int, num_tokens: int) -> Generator[None, None, None]:
-        """Around what takes a while to make so many contexts and tokens in contexts: they count meanwhile. Raises
-        ResourceExhausted."""
+        """Reserves contexts and tokens in contexts while the body creates them. Raises ResourceExhausted."""
         self.check_context(num_contexts, num_tokens)
         tenant, coming = self._caller.tenant, Counter(contexts=num_contexts, tokens=num_tokens)
         self._coming[tenant] += coming
@@ -107,15 +107,15 @@ class QuotaEnforcer:
 
     @contextmanager
     def begin_document(self, num_contexts: int, num_tokens: int) -> Generator[None, None, None]:
-        """Around the beginning of one of so many tokens, into a new context or, for 0, one that is there: what is
-        refused costs nothing. Raises ResourceExhausted."""
+        """Wraps the start of a document of `num_tokens` tokens, into a new context, or into an existing one if
+        `num_contexts` is 0. Tokens are counted only if the body succeeds. Raises ResourceExhausted."""
         with self.making(num_contexts, num_tokens):
             yield
         self.take_in(num_tokens)
 
     def check_upload(self, num_retained: int = 0) -> None:
-        """Another ingest or import; one that was kept goes on beside `num_kept` that nobody sends. Raises
-        ResourceExhausted."""
+        """Checks whether another ingest or import may be open. `num_retained` uploads are not counted: those that can
+        be resumed but have no stream. Raises ResourceExhausted."""
         caller = self._caller
         if caller.quotas.uploads is None:
             return
@@ -124,7 +124,7 @@ class QuotaEnforcer:
             _refuse(caller, "uploads", message, RETRY_SECONDS)
 
     def check_rate_in(self) -> None:
-        """Whether more may be read. Raises ResourceExhausted."""
+        """Checks whether more tokens may be read. Raises ResourceExhausted."""
         self._check_rate(self._caller, "tokens_in_per_minute", self._ins)
 
     def _check_rate(self, caller: Caller, name: str, buckets: defaultdict[str, LeakyBucket]) -> None:
@@ -140,12 +140,12 @@ class QuotaEnforcer:
 
     @contextmanager
     def call(self, record: CallRecord) -> Generator[None, None, None]:
-        """Calls cost nothing."""
+        """Does not count calls."""
         yield
 
     @contextmanager
     def generation(self, request_id: str, tenant: str) -> Generator[Saw, None, None]:
-        """Counts what comes out."""
+        """Counts generated tokens."""
         rate, bucket = self._caller.quotas.tokens_out_per_minute, self._outs[tenant]
 
         def saw(event: Event) -> None:

@@ -1,4 +1,4 @@
-"""What a tenant takes of a service."""
+"""Resource usage of a tenant."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -6,23 +6,24 @@ from contextlib import AbstractContextManager, nullcontext
 import msgspec
 
 Room = Callable[[int], AbstractContextManager[None]]
-"""Around what makes a context of so many tokens. Raises ResourceExhausted where its tenant may have no such one."""
+"""Wraps the creation of a context of that many tokens. Raises ResourceExhausted if it exceeds the quotas of the
+tenant."""
 
 
 def any_room(_: int) -> AbstractContextManager[None]:
-    """For whoever has no quotas."""
+    """For callers without quotas."""
     return nullcontext()
 
 
 class TenantUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """What a tenant takes now, but for storage; documents that are being read count as contexts and tokens already."""
+    """Current usage of a tenant, except for storage. Documents that are being read count as contexts and tokens."""
 
     contexts: int = 0
     tokens: int = 0
-    """Of its contexts. Those that share a beginning count it each."""
+    """Tokens of its contexts. A prefix shared by several contexts counts for each of them."""
     running: int = 0
-    """Generations that run."""
+    """Running generations."""
     waiting: int = 0
-    """Generations that wait for room."""
+    """Queued generations."""
     uploads: int = 0
     """Documents that are being read."""

@@ -1,1 +1,1 @@
-"""The doors of the service: gRPC. The only package that knows it."""
+"""The gRPC server. No other package of the coordinator depends on gRPC."""

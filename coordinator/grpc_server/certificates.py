@@ -1,4 +1,4 @@
-"""The certificates with which a service shows who it is, and by which it knows its clients."""
+"""TLS certificates of the server, and the authorities that sign client certificates."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ from longleaf.service_settings import SecurityConfig
 
 
 class Certificates:
-    """A certificate, its key, and the authorities of clients; new connections get what the files have now, and those
-    that are open go on."""
+    """The certificate, its key, and the client authorities. New connections use the current content of the files; open
+    connections are not affected."""
 
     def __init__(self, files: ReloadingFiles[tuple[KeyPair, bytes | None]], has_client_authority: bool) -> None:
         self._files = files
@@ -20,7 +20,7 @@ class Certificates:
 
     @classmethod
     def of(cls, security: SecurityConfig) -> "Certificates | None":
-        """Those of the settings; None where they ask for none. Raises InvalidArgument."""
+        """Returns the configured certificates; None if TLS is off. Raises InvalidArgument."""
         if security.tls_cert is None or security.tls_key is None:
             return None
         paths = {"tls_cert": security.tls_cert, "tls_key": security.tls_key}
@@ -30,28 +30,29 @@ class Certificates:
 
     @property
     def num_failed_reloads(self) -> int:
-        """How often files changed into what cannot be used."""
+        """Number of reloads that failed because the new content is invalid."""
         return self._files.num_failed_reloads
 
     @property
     def is_unusable(self) -> bool:
-        """What the files say now cannot be used."""
+        """The current content of the files is invalid."""
         return self._files.is_unusable
 
     @property
     def expires(self) -> float:
-        """When the certificate does that new connections get, in seconds since 1970."""
+        """Expiry of the certificate that new connections get, in seconds since 1970."""
         pair, _ = self._files.value
         return pair.expires
 
     def credentials(self) -> grpc.ServerCredentials:
-        """For a port of a server."""
+        """Credentials for a server port."""
         first = _configuration(*self._handed_out)
-        untyped: Any = grpc  # its types leave out that there may be nothing newer
+        untyped: Any = grpc  # its types do not allow None for "not changed"
         return untyped.dynamic_ssl_server_credentials(first, self._newer, self._has_client_authority)
 
     def _newer(self) -> grpc.ServerCertificateConfiguration | None:
-        """Asked at the beginning of each connection, in a thread of the library: what it is to have from now on."""
+        """The configuration for a new connection, or None if it has not changed. gRPC calls this from one of its
+        threads."""
         found = self._files.value
         if found is self._handed_out:
             return None

@@ -1,4 +1,4 @@
-"""The door for HTTP beside a service: a process of its own, which ends with this one."""
+"""The HTTP gateway as a child process of the service."""
 
 import asyncio
 import logging
@@ -16,35 +16,35 @@ from longleaf.errors import StartError
 START_SECONDS = 60.0
 STOP_SECONDS = 5.0
 AGAIN_SECONDS = 1.0
-"""Before one that died is started again, and twice as long each time, up to LONGEST_SECONDS."""
+"""Delay before a gateway that died is restarted. It doubles with each failure, up to LONGEST_SECONDS."""
 LONGEST_SECONDS = 30.0
 WELL_SECONDS = 60.0
-"""Who lived so long does not count as having died at its start."""
+"""A gateway that ran for this long resets the delay when it dies."""
 log = logging.getLogger(__name__)
 
 
 class GatewayAnnouncement(msgspec.Struct, frozen=True):
-    """What a door says once it listens, or that it cannot."""
+    """Message of the gateway once it listens, or the error that prevents it."""
 
     http: str = ""
     error: str = ""
 
 
 class GatewayProcess:
-    """Starts a door, starts it again when it dies, and ends it. It reaches the service through a socket in a folder
-    that nobody else may enter, and ends when the pipe to this process breaks, whatever becomes of this."""
+    """Starts the gateway, restarts it when it dies, and stops it. The gateway connects to the service through a socket
+    in a private folder, and exits when the pipe to this process breaks, however this process ends."""
 
     def __init__(self, config: ServiceConfig) -> None:
         self._config = config
         self._folder = tempfile.TemporaryDirectory(prefix="longleaf-")
         self.socket = str(Path(self._folder.name) / "service")
-        """Where the service is to listen for it."""
+        """The socket on which the service must listen."""
         self.url = ""
         self._process: asyncio.subprocess.Process | None = None
         self._keeping: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Its address. Raises StartError."""
+        """Starts the gateway and returns its address. Raises StartError."""
         self.url = await self._start(self._config.door.http or 0)
         self._keeping = asyncio.create_task(self._keep())
         return self.url
@@ -55,7 +55,7 @@ class GatewayProcess:
             *self._command(port),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,  # an interrupt in the terminal is the service's to handle
+            start_new_session=True,  # the service handles interrupts of the terminal
         )
         self._process = process
         assert process.stdout is not None
@@ -94,7 +94,7 @@ class GatewayProcess:
         return [sys.executable, "-P", "-m", "door", *options]
 
     async def _keep(self) -> None:
-        """Starts it again where it died, at the same port."""
+        """Restarts the gateway on the same port when it dies."""
         delay, loop = AGAIN_SECONDS, asyncio.get_running_loop()
         while True:
             assert self._process is not None
@@ -108,7 +108,7 @@ class GatewayProcess:
                 await self._start(int(self.url.rpartition(":")[2]))
 
     async def stop(self) -> None:
-        """Ends it."""
+        """Stops the gateway."""
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.wait([self._keeping])

@@ -1,7 +1,7 @@
-"""Health as gRPC defines it (grpc.health.v1): what may be asked, and told to those who watch.
+"""The gRPC health service (grpc.health.v1): checks and watches.
 
-The library's own servicer holds a lock while it writes: there one client that takes nothing keeps the service from ever
-being told to end.
+The library's servicer holds a lock while it writes, so that one client which reads nothing could block the shutdown of
+the service.
 """
 
 from collections.abc import AsyncGenerator
@@ -16,19 +16,19 @@ Response = health_pb2.HealthCheckResponse
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):
-    """Whether what has a name can be used now. `set` and `end` wait for nobody."""
+    """Serves the health of named services. `set` and `end` do not block."""
 
     def __init__(self) -> None:
         self._is_serving: dict[str, bool] = {}
         self._changes = ChangeCounter()
 
     def set(self, service: str, is_serving: bool) -> None:
-        """What is told of `service` from now on."""
+        """Sets the state of `service`."""
         self._is_serving[service] = is_serving
         self._changes.note()
 
     def end(self) -> None:
-        """Ends the calls of those who watch, once they have seen the last change."""
+        """Ends all watch calls after they have received the last change."""
         self._changes.end()
 
     async def Check(self, request: Request, context: object) -> Response:

@@ -1,4 +1,4 @@
-"""What every call goes through: who makes it, who is told of it, and how errors become statuses."""
+"""The processing common to all calls: authentication, observers, and the conversion of errors to statuses."""
 
 import asyncio
 import logging
@@ -26,15 +26,15 @@ from longleaf.tenants import unscoped
 logger = logging.getLogger(__name__)
 
 Refusal = tuple[Any, ...]
-"""A status code, its message, and what trails it."""
+"""A status code, its message, and the trailing metadata."""
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):  # pyright: ignore[reportMissingTypeArgument, reportUntypedBaseClass]
-    """Asks who makes a call before anything else, reads its requests, and answers every LongleafError with its status,
-    all else with INTERNAL. What makes a stream that nobody reads for `unread_timeout` seconds is let go.
+    """Authenticates every call first, reads its requests, and converts every LongleafError to its status and every
+    other exception to INTERNAL. A stream that its client does not read for `unread_timeout` seconds is ended.
 
-    Whatever its kind, a method is served as one that streams both ways, which is the same on the wire: then requests
-    come as bytes, when they are asked for, and the library holds none of them while it is answered.
+    Every method is served as a bidirectional stream, which is identical on the wire. Requests then arrive as bytes when
+    they are read, and the library holds none of them during the call.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # pyright: ignore[reportMiss
         self._refusals = AuthFailureThrottle()
 
     async def close(self) -> None:
-        """Parses no more large requests."""
+        """Stops the parsing of large requests."""
         await self._gate.close()
 
     async def intercept_service(
@@ -96,7 +96,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # pyright: ignore[reportMiss
                 raise
 
     async def _admit(self, record: CallRecord, call: StreamCall) -> None:
-        """Asks who calls about the model. Raises Unauthenticated and PermissionDenied, before anything is looked up."""
+        """Authenticates and authorizes a call to the model, before anything else is looked up. Raises Unauthenticated
+        and PermissionDenied."""
         try:
             caller = self._authenticator.authenticate(dict(call.invocation_metadata()), certified_names(call))
         except Unauthenticated:
@@ -117,11 +118,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # pyright: ignore[reportMiss
             await self._send(handler.unary_stream(await incoming.one(call), call), call, incoming)
 
     async def _send(self, responses: Any, call: StreamCall, incoming: RequestReader) -> None:
-        """Writes instead of yielding: so a cancelled call is cancelled here, and `responses` are closed at once.
+        """Writes responses instead of yielding them, so that a cancellation of the call arrives here and `responses`
+        are closed immediately.
 
-        They are closed as well when a response finds no room in the connection for so long. The library knows no way
-        to end a call that is not read: it waits until its client reads on, and is told with ResourceExhausted, or
-        leaves.
+        They are closed as well when a write takes longer than `unread_timeout`. gRPC cannot end a call whose client
+        does not read: the call waits until the client reads again, and gets ResourceExhausted, or disconnects.
         """
         closing: list[asyncio.Task[None]] = []
 
@@ -141,13 +142,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # pyright: ignore[reportMiss
                         raise ResourceExhausted(
                             "stream", f"nobody has read it for {human_seconds(self._unread_timeout)}"
                         )
-                    incoming.release()  # who answers has taken out of the request what it needs
+                    incoming.release()  # the handler has copied from the request all that it needs
             finally:
                 await asyncio.gather(*closing)
 
 
 async def _answer(record: CallRecord, work: Awaitable[None], call: StreamCall) -> None:
-    """Does the work; what it raises ends the call. The error is not kept while the call is told of it."""
+    """Runs the call; an error ends it with a status. The error is released before the status is sent."""
     try:
         await work
         record.code = grpc.StatusCode.OK.name
@@ -157,7 +158,7 @@ async def _answer(record: CallRecord, work: Awaitable[None], call: StreamCall) -
         raise
     except LongleafError as error:
         shown = shown_error(error)
-        is_hidden = str(shown) != str(error)  # what a caller is not told is logged for the operator
+        is_hidden = str(shown) != str(error)  # details withheld from the caller are logged for the operator
         if is_hidden or (isinstance(error, Unavailable) and error.retry_seconds is None):  # others may quote the client
             logger.warning("%s: %s", record.method, error)
         record.error = type(error).__name__
@@ -165,10 +166,10 @@ async def _answer(record: CallRecord, work: Awaitable[None], call: StreamCall) -
         _readdress(shown, record.tenant)
         refusal = _refusal(shown)
         _forget(error)
-    except grpc.aio.AbortError as error:  # the library's own services say no by themselves
+    except grpc.aio.AbortError as error:  # the library's own services abort calls directly
         _forget(error)
         return
-    except grpc.aio.InternalError as error:  # nothing can be sent: the client left
+    except grpc.aio.InternalError as error:  # nothing can be sent: the client disconnected
         record.code = grpc.StatusCode.CANCELLED.name
         raise asyncio.CancelledError from error
     except Exception as error:
@@ -181,12 +182,12 @@ async def _answer(record: CallRecord, work: Awaitable[None], call: StreamCall) -
         await call.abort(*refusal)
     except grpc.aio.AbortError as error:
         _forget(error)
-    except grpc.aio.InternalError:  # the client left, so nobody is there to be told
+    except grpc.aio.InternalError:  # the client disconnected
         return
 
 
 def _readdress(error: LongleafError, tenant: str) -> None:
-    """Has an error speak to `tenant`, by the names that it gave."""
+    """Replaces ids in an error by the names that `tenant` uses."""
     error.args = tuple(unscoped(each, tenant) if isinstance(each, str) else each for each in error.args)
     for name, value in vars(error).items():
         if isinstance(value, str):
@@ -199,9 +200,9 @@ def _refusal(error: LongleafError) -> Refusal:
 
 
 def _forget(error: BaseException | None) -> None:
-    """Lets go of the frames that an error and those before it came through. The library keeps an AbortError with its
-    call, and streams keep the error that ended them: with their frames, which know call and stream, they would keep
-    the request until the garbage collector comes."""
+    """Releases the frames of an error and its causes. gRPC keeps an AbortError with its call, and streams keep the
+    error that ended them. Their frames refer to the call and the stream, and would keep the request in memory until the
+    next garbage collection."""
     while error is not None:
         cause, context = error.__cause__, error.__context__
         error.__traceback__ = error.__cause__ = error.__context__ = None

@@ -1,7 +1,7 @@
-"""A port of gRPC that stays open whatever is sent to it.
+"""A gRPC port that stays open after malformed calls.
 
-The library stops to take calls, for good, when the path of one is no UTF-8, which needs no credentials. What runs goes
-on, and the port is free: so another server takes its place.
+The library permanently stops accepting calls when the path of a call is not UTF-8, which needs no credentials. Running
+calls continue, and the port is freed: another server then takes it over.
 """
 
 import asyncio
@@ -18,24 +18,25 @@ from longleaf.config import join_address
 from longleaf.errors import StartError
 
 LOOK_SECONDS = 0.1
-"""How often is looked whether calls are taken: the library tells of it only when the last stream has ended."""
+"""Seconds between two checks that the server accepts calls: the library reports the failure only when the last stream
+has ended."""
 log = logging.getLogger(__name__)
 
 
 class Listener:
-    """Listens with servers that `make` makes, one at a time; encrypted, if there are certificates."""
+    """Listens with one server at a time, created by `make`; encrypted if there are certificates."""
 
     def __init__(self, make: Callable[[], grpc.aio.Server], certificates: Certificates | None = None) -> None:
         self._make = make
         self._certificates = certificates
         self._server: grpc.aio.Server | None = None
         self._earlier: set[grpc.aio.Server] = set()
-        """Servers that take no calls any more, and whose streams go on."""
+        """Servers that accept no more calls but still have streams."""
         self._keeping: asyncio.Task[None] | None = None
         self._is_stopped = asyncio.Event()
 
     async def start(self, host: str, port: int) -> int:
-        """The port, chosen by the system for 0. Raises StartError when the address cannot be had."""
+        """Returns the port; for 0 the system chooses it. Raises StartError if the address is not available."""
         bound = await self._listen(host, port)
         self._keeping = asyncio.create_task(self._keep(host, bound))
         return bound
@@ -50,7 +51,7 @@ class Listener:
                 bound = server.add_secure_port(address, self._certificates.credentials())
         except RuntimeError as error:
             raise StartError(f"cannot listen on {address}: port {port} was taken just now") from error
-        self._server = server  # before it has started: whoever stops this meanwhile must find it
+        self._server = server  # before the start: `stop` must find the server even while it starts
         await server.start()
         return bound
 
@@ -68,15 +69,15 @@ class Listener:
         self._earlier = {server for server in self._earlier if not await _is_over(server)}
         try:
             await self._listen(host, port)
-        except StartError as error:  # somebody else was quicker, and may leave again
+        except StartError as error:  # another process took the port, and may release it later
             log.error("%s", error)
 
     async def wait(self) -> None:
-        """Waits until it was stopped."""
+        """Returns when the listener has stopped."""
         await self._is_stopped.wait()
 
     async def stop(self, grace: float | None = None) -> None:
-        """Takes no new calls, gives those that run `grace` seconds, then cancels them. Idempotent."""
+        """Refuses new calls, gives running calls `grace` seconds, then cancels them. Idempotent."""
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.wait([self._keeping])
@@ -86,7 +87,7 @@ class Listener:
 
 
 def check_address(host: str, port: int) -> None:
-    """Raises StartError with the reason when nobody could listen on `host`:`port`; gRPC only writes it to the log."""
+    """Raises StartError with the reason if `host`:`port` is not available; gRPC only logs the reason."""
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
@@ -95,17 +96,17 @@ def check_address(host: str, port: int) -> None:
 
 
 def _takes_calls(server: grpc.aio.Server) -> bool:
-    untyped: Any = server  # what it wraps alone can tell
+    untyped: Any = server  # only the wrapped server has this state
     return untyped._server.is_running()
 
 
 async def _is_over(server: grpc.aio.Server) -> bool:
-    """Whether a server that takes no calls has no streams either."""
-    with suppress(UnicodeDecodeError):  # what it stopped for
+    """Whether a server that accepts no calls has no streams left."""
+    with suppress(UnicodeDecodeError):  # the error that stopped the server
         return await server.wait_for_termination(timeout=0)
     return True
 
 
 async def _stop(server: grpc.aio.Server, grace: float | None) -> None:
-    with suppress(UnicodeDecodeError):  # what it stopped for
+    with suppress(UnicodeDecodeError):  # the error that stopped the server
         await server.stop(grace)

@@ -1,4 +1,4 @@
-"""Which callers are on the machine of the service."""
+"""Detects callers on the same machine."""
 
 from ipaddress import IPv6Address, ip_address
 from urllib.parse import unquote
@@ -9,8 +9,8 @@ UNIX = "unix:"
 
 
 def is_here(peer: str) -> bool:
-    """Whether `peer`, as gRPC tells it (`ipv4:HOST:PORT`, `ipv6:%5BHOST%5D:PORT`), has an address of this machine: that
-    of the loopback, or of one of its interfaces. Inside a container these are those of its network alone."""
+    """Whether the address of `peer`, in gRPC's notation (`ipv4:HOST:PORT`, `ipv6:%5BHOST%5D:PORT`), belongs to this
+    machine: to loopback or to one of its interfaces. In a container only the interfaces of its network count."""
     if peer.startswith(UNIX):
         return True
     host = unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]").partition("%")[0]

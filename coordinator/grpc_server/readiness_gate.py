@@ -1,4 +1,4 @@
-"""Who is let in: nobody before the model is there, and nobody new once the service ends."""
+"""Accepts calls only while the service is ready: after the model is loaded and before the shutdown."""
 
 import asyncio
 from collections.abc import Callable, Generator
@@ -9,14 +9,14 @@ from coordinator.handlers.application import Application
 from longleaf.errors import LongleafError, Unavailable
 
 SERVED = "/longleaf.v1."
-"""How the methods begin that are about the model. All others, such as health checks, are let in at any time."""
+"""Prefix of the methods that need the model. All others, such as health checks, are always accepted."""
 DRAIN = f"{SERVED}ClusterService/Drain"
 ENDLESS = f"{SERVED}ClusterService/WatchCluster"
 
 
 class ReadinessGate:
-    """Lets calls to the model in from `open` to `close`, and counts those that run. `loading` says what the others are
-    told before."""
+    """Accepts calls to the model from `open` to `close`, and counts running ones. Before `open`, calls get the error
+    that `loading` returns."""
 
     def __init__(self, loading: Callable[[], LongleafError]) -> None:
         self._why_not: Callable[[], LongleafError] | None = loading
@@ -33,27 +33,27 @@ class ReadinessGate:
 
     @property
     def num_open(self) -> int:
-        """Calls that run, without those that watch and never end by themselves."""
+        """Running calls, except for watches, which do not end without the client."""
         return len(self._open)
 
     @property
     def use_cases(self) -> Application:
-        """What the calls that were let in ask for."""
+        """The use cases that serve accepted calls."""
         assert self._use_cases is not None
         return self._use_cases
 
     def open(self, use_cases: Application) -> None:
-        """Lets calls in, unless it was closed."""
+        """Accepts calls, unless the gate is closed."""
         if not self._is_closed:
             self._why_not, self._use_cases = None, use_cases
 
     def close(self, error: Unavailable) -> None:
-        """Lets nobody in any more; `error` is what they are told. Those that run go on."""
+        """Rejects new calls with `error`. Running calls continue."""
         self._why_not, self._is_closed = lambda: error, True
 
     @contextmanager
     def visit(self, method: str) -> Generator[None, None, None]:
-        """The time of one call. Raises what keeps the service from taking it."""
+        """Wraps one call. Raises the reason if the service does not accept it."""
         if method == DRAIN or not method.startswith(SERVED):
             yield
             return
@@ -78,14 +78,14 @@ class ReadinessGate:
                 self._empty.set()
 
     def end(self, error: Unavailable) -> None:
-        """Ends the calls that run with `error`, whatever they wait for."""
+        """Ends all running calls with `error`, in any state."""
         self._reason = error
         for call in self._open:
             if call is not None:
                 call.cancel()
 
     async def wait_empty(self, seconds: float) -> None:
-        """Returns when no call runs, after `seconds` at the latest."""
+        """Returns when no call is running, after at most `seconds`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._empty.wait()

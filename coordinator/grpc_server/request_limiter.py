@@ -1,4 +1,4 @@
-"""Requests on their way in: how many calls may be open, how large a request may be, and that large ones take turns."""
+"""Limits of incoming requests: the number of open calls, the size of a request, and fair turns for large ones."""
 
 import asyncio
 import math
@@ -22,37 +22,38 @@ from longleaf.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 from longleaf.formatting import human_seconds
 
 MAX_PIECE_BYTES = 1 << 20
-"""Bytes of a piece of an ingest or import, whose streams may all send one at the same time: ids take nine times as much
-until they are counted."""
+"""Bytes of a chunk of an ingest or import. All streams may send one at the same time, and token ids take nine times as
+much memory until they are counted."""
 MAX_SMALL_BYTES = 64 << 10
-"""Bytes of a request of all other methods; and what is parsed without being looked through."""
+"""Bytes of a request of all other methods; requests up to this size are parsed without counting their fields."""
 MAX_FIELDS = 4096
-"""Fields of a request that is not small, its messages' included: fields take far longer to parse than bytes."""
+"""Fields of a larger request, including those of nested messages: fields take far longer to parse than bytes."""
 MAX_CALLS = 8192
-"""Calls that are open at once."""
+"""Most open calls."""
 SHARE = 0.75
-"""The part of the open calls that one host may have, and of `MAX_HELD_BYTES` that one tenant may have; one host, if all
-calls are from one tenant."""
+"""The largest share of the open calls for one host, and of `MAX_HELD_BYTES` for one tenant, or for one host if all
+calls belong to one tenant."""
 MAX_HELD_BYTES = 64 << 20
-"""Bytes of all large requests that are not answered yet."""
+"""Bytes of all large requests whose calls have not been answered."""
 ARRIVAL_SECONDS = 120.0
-"""How long the request of a call may be on its way."""
+"""Seconds within which the request of a call must arrive."""
 RETRY_SECONDS = 1.0
 QUIET_SECONDS = 0.25
-"""A client that may not be ended while it sends is taken for silent when nothing has come for so long."""
+"""A client that must not be interrupted while it sends counts as silent after this many seconds without data."""
 DRAIN_SECONDS = 5.0
-"""How long such a client may go on to send."""
+"""Most seconds for which such a client may continue to send."""
 LOSSY_LIBRARY = "grpc-python-asyncio/"
-"""Takes INTERNAL for the status of a call that ends while it sends (issue 36066 of gRPC)."""
+"""This library reports INTERNAL for a call that ends while it sends (gRPC issue 36066)."""
 LIMITS: dict[str, int] = {
     **dict.fromkeys(("Generate", "CountTokens", "Tokenize", "Detokenize"), MAX_REQUEST_BYTES),
     **dict.fromkeys(("IngestContext", "ImportContext", "VerifyCluster"), MAX_PIECE_BYTES),
 }
-"""Bytes of a request, by the methods that take long texts or token ids."""
+"""Bytes of a request, for methods that accept long texts or token ids."""
 FIELDS_APART: dict[str, dict[str, int]] = {"IngestContext": {"IngestFile": 3 * MAX_FILES}}
-"""Messages of which a request may have many, by methods, and how many fields: a file is one, and has two."""
+"""Separate field limits, by method and message, for messages that a request may repeat often. Each file counts as three
+fields: the message itself and its two fields."""
 
-# The library types these loosely, or not at all.
+# The library has loose types, or none, for these.
 _untyped: Any = grpc.aio
 EOF = _untyped.EOF
 StreamCall = Any
@@ -60,7 +61,7 @@ Handler = Any
 
 
 class RequestLimiter:
-    """Lets in the requests of all calls of a server, as many and as large as it can bear."""
+    """Limits the number and size of the requests of all calls of a server."""
 
     def __init__(
         self,
@@ -69,7 +70,7 @@ class RequestLimiter:
         arrival_seconds: float = ARRIVAL_SECONDS,
         share: float = SHARE,
     ) -> None:
-        """One host may have open a `share` of the calls, and one tenant may hold a `share` of the bytes."""
+        """`share` is the largest part of `max_calls` for one host, and of `max_held_bytes` for one tenant."""
         self.arrival_seconds = arrival_seconds
         self._max_calls = max_calls
         self._most_of_host = math.ceil(max_calls * share)
@@ -77,15 +78,16 @@ class RequestLimiter:
         self._most_held_by_client = math.floor(max_held_bytes * share)
         self._num_calls = 0
         self._calls = Counter[str]()
-        """Open ones by host."""
+        """Open calls by host."""
         self._num_held = 0
         self._held = Counter[str]()
-        """Bytes by tenant, or by host where all calls are of one tenant."""
+        """Bytes by tenant, or by host if all calls belong to one tenant."""
         self._thread = TokenizerPool(1, tenant=_client_key)
 
     @contextmanager
     def of(self, method: str, handler: Handler, host: str) -> Generator["RequestReader", None, None]:
-        """The requests of one call from `host`, which is open meanwhile. Raises ResourceExhausted."""
+        """Counts a call from `host` while the body runs, and yields the reader of its requests. Raises
+        ResourceExhausted."""
         if self._num_calls >= self._max_calls:
             raise ResourceExhausted("calls", f"{self._max_calls:,} are open already", RETRY_SECONDS)
         if self._calls[host] >= (most := self._most_of_host):
@@ -103,8 +105,8 @@ class RequestLimiter:
                 del self._calls[host]
 
     def hold(self, num_bytes: int) -> str:
-        """The client for which they are held. Raises ResourceExhausted when requests that are held leave no room for
-        one of so many bytes."""
+        """Reserves memory and returns the client that it counts for. Raises ResourceExhausted if a limit would be
+        exceeded."""
         client = _client_key()
         if self._num_held + num_bytes > self._max_held:
             text = f"with {num_bytes:,} bytes more, those that wait for an answer have more than {self._max_held:,}"
@@ -124,23 +126,23 @@ class RequestLimiter:
 
     async def parse(self, data: bytes, descriptor: MethodDescriptor, handler: Handler) -> object:
         """Raises InvalidArgument. Large requests are parsed one at a time in a thread, in turns by tenant, or by host
-        where all are of one tenant: four million token ids take 14 to 40 ms, and counting fields up to the limit takes
-        12."""
+        if all calls belong to one tenant: four million token ids take 14 to 40 ms, and counting fields up to the limit
+        takes 12 ms."""
         if len(data) <= MAX_SMALL_BYTES:
             return _parse(data, handler)
         waiting = [data]
         try:
             return await self._thread.run(_parse_large, waiting, descriptor, handler)
         finally:
-            waiting.clear()  # a call that was cancelled keeps its place in the queue, but not its request
+            waiting.clear()  # a cancelled call keeps its place in the queue, but not its request
 
     async def close(self) -> None:
-        """Parses no more large requests. Idempotent."""
+        """Stops the parsing of large requests. Idempotent."""
         await self._thread.close()
 
 
 class RequestReader:
-    """The requests of one call."""
+    """Reads the requests of one call."""
 
     def __init__(self, gate: RequestLimiter, method: str, handler: Handler) -> None:
         self._gate = gate
@@ -149,8 +151,8 @@ class RequestReader:
         self._client, self._num_held = "", 0
 
     async def one(self, call: StreamCall) -> object:
-        """The only one. It is held until it is released. Raises InvalidArgument, ResourceExhausted, and
-        DeadlineExceeded when it does not come."""
+        """Reads the request of a call that has only one. Its bytes count until `release`. Raises InvalidArgument,
+        ResourceExhausted, and DeadlineExceeded if it does not arrive in time."""
         seconds = self._gate.arrival_seconds
         try:
             async with asyncio.timeout(seconds):
@@ -166,10 +168,10 @@ class RequestReader:
         return await self._gate.parse(data, self._descriptor, self._handler)
 
     async def all(self, call: StreamCall) -> AsyncGenerator[object, None]:
-        """One after another. Raises InvalidArgument."""
+        """Yields all requests. Raises InvalidArgument."""
         while (request := await self._next(call)) is not EOF:
             yield request
-            del request  # the next one may be long in coming
+            del request  # the next one may take long to arrive
 
     async def _next(self, call: StreamCall) -> object:
         data = await call.read()
@@ -179,7 +181,8 @@ class RequestReader:
         return await self._gate.parse(data, self._descriptor, self._handler)
 
     async def drain(self, call: StreamCall) -> None:
-        """Before a call ends with an error: reads on until its client pauses, if that would not hear the error else."""
+        """Before a call ends with an error: if the client's library would lose the status, reads on until the client
+        pauses."""
         if not _loses_status(call):
             return
         with suppress(TimeoutError):
@@ -190,7 +193,7 @@ class RequestReader:
                         data = await call.read()
 
     def release(self) -> None:
-        """What was held need not be counted any more."""
+        """Releases the memory reserved for the request."""
         self._gate.release(self._client, self._num_held)
         self._num_held = 0
 
@@ -202,13 +205,14 @@ class RequestReader:
 
 
 def _loses_status(call: StreamCall) -> bool:
-    """The clients of this project use that library, too, but look what it was told."""
+    """Whether the client's library loses the status. This project's clients use that library as well, but look up the
+    status it received."""
     agent = next((str(value) for key, value in call.invocation_metadata() if key == "user-agent"), "")
     return LOSSY_LIBRARY in agent and not agent.startswith(CLIENT_NAME)
 
 
 def _client_key() -> str:
-    """The tenant of the call for which code runs; its host where all calls are of one tenant."""
+    """The tenant of the current call; its host if all calls belong to one tenant."""
     caller, record = CALLER.get(OWNER), CURRENT.get()
     return record.host if caller.is_alone and record is not None else caller.tenant
 

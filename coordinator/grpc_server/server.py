@@ -1,4 +1,5 @@
-"""The gRPC server: the services, health and reflection on one port, and health alone on another."""
+"""The gRPC server: the services, health and reflection on one port, and optionally health without the rest on
+another."""
 
 import logging
 from collections.abc import Callable
@@ -37,33 +38,33 @@ from longleaf.v1 import (
 )
 
 MAX_PENDING_CALLS = 2 * MAX_CALLS
-"""Calls that arrived and were not looked at yet. Of more, by default of more than 1000, the library ends some without a
-word; of one connection it takes in as many as may be open."""
+"""Most calls that have arrived and are not yet processed. Beyond this limit, 1000 by default, the library drops some
+calls without a reply; one connection can send as many calls as may be open."""
 SERVICES = tuple(f"longleaf.v1.{name}Service" for name in ("Generation", "Context", "Tokenizer", "Cluster"))
 LIVENESS = "liveness"
-"""What is asked of health whether the process should live on; it says nothing of the model."""
+"""Name of the health check for whether the process should stay alive; independent of the model."""
 LOADING_SECONDS, DRAINING_SECONDS = 2.0, 1.0
-"""When to come again: to this service, and to the one that takes its place."""
+"""Seconds until a retry: with this service, and with the one that replaces it."""
 MAX_METADATA_BYTES = 16 << 10
-"""Bytes of a call's headers: of more the library refuses the call."""
+"""Bytes of a call's headers; the library rejects calls with more."""
 LIBRARY = "grpc._cython.cygrpc"
-"""What the library logs as."""
+"""The logger of the library."""
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
     ("grpc.max_send_message_length", MAX_RESPONSE_BYTES),
-    ("grpc.max_concurrent_streams", MAX_CALLS // 2),  # one connection leaves room for others
+    ("grpc.max_concurrent_streams", MAX_CALLS // 2),  # one connection leaves capacity for others
     ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
     ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
     ("grpc.max_metadata_size", MAX_METADATA_BYTES),
     ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
-    ("grpc.max_connection_age_ms", 3_600_000),  # so that certificates and balance are renewed; what runs goes on
-    ("grpc.max_connection_idle_ms", 300_000),  # connections are few: those that nobody uses make room
+    ("grpc.max_connection_age_ms", 3_600_000),  # renews certificates and balances load; running calls continue
+    ("grpc.max_connection_idle_ms", 300_000),  # connections are limited: idle ones are closed
     ("grpc.server_handshake_timeout_ms", 10_000),
-    ("grpc.so_reuseport", 0),  # a taken port must be an error, not shared
-    ("grpc.keepalive_time_ms", 30_000),  # notices clients that vanished, and frees what they held
+    ("grpc.so_reuseport", 0),  # a port in use must be an error, not shared
+    ("grpc.keepalive_time_ms", 30_000),  # detects clients that vanished, and frees their resources
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),  # those of clients are no flood
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),  # keepalive pings of clients are no flood
 )
 
 
@@ -83,9 +84,9 @@ def _unfilled() -> int:
 
 
 class GrpcServer:
-    """The door for gRPC. It may be open before there is something to serve: `loading` tells callers what they wait for,
-    until `open`. A stream that nobody reads for `unread_timeout` seconds is let go. `drain` ends the service, `refill`
-    starts ranks in places that were given up. With `certificates` connections are encrypted."""
+    """The gRPC server. It may listen before the model is loaded: until `open`, calls get the error of `loading`. A
+    stream that its client does not read for `unread_timeout` seconds is ended. `drain` ends the service, `refill`
+    starts ranks in slots that were abandoned. With `certificates` connections are encrypted."""
 
     def __init__(
         self,
@@ -114,7 +115,7 @@ class GrpcServer:
             _add(server, tokenizer_service_pb2_grpc, "TokenizerService", TokenizerServicer(readiness))
             _add(server, cluster_service_pb2_grpc, "ClusterService", ClusterServicer(readiness, drain, refill))
             _add(server, health_pb2_grpc, "Health", health_servicer)
-            if authenticator.is_open:  # else strangers need not know what there is to call
+            if authenticator.is_open:  # otherwise unauthenticated peers must not see the list of methods
                 untyped: Any = health
                 names = (*SERVICES, untyped.SERVICE_NAME, reflection.SERVICE_NAME)
                 reflection.enable_server_reflection(names, server)
@@ -124,26 +125,26 @@ class GrpcServer:
         self._listener = Listener(make, certificates)
         self._health_listener: Listener | None = None
         self._inner: grpc.aio.Server | None = None
-        """On the Unix socket."""
+        """Serves the Unix socket."""
 
     async def start(self, host: str, port: int, unix: str | None = None) -> int:
-        """Listens on `host`:`port`, and in plain text on the socket `unix`, and returns the port, chosen by the system
-        for 0. Alive from now on, and healthy when there is something to serve.
+        """Listens on `host`:`port`, and in plain text on the socket `unix`. Returns the port; for 0 the system chooses
+        it. From now on the server is alive; it is healthy once the model can be used.
 
-        Raises StartError when the address cannot be had.
+        Raises StartError if the address is not available.
         """
         self._tell_health(self._lobby.is_open)
         self._health.set(LIVENESS, True)
         bound = await self._listener.start(host, port)
-        if unix is not None:  # which no stranger reaches
+        if unix is not None:  # not reachable by unauthenticated peers
             self._inner = self._make()
             self._inner.add_insecure_port(f"unix:{unix}")
             await self._inner.start()
         return bound
 
     async def start_health(self, host: str, port: int) -> int:
-        """Answers health checks, and nothing else, on a port of their own, in plain text; returns it. Raises StartError
-        when the address cannot be had."""
+        """Serves only health checks on a separate port, in plain text, and returns the port. Raises StartError if the
+        address is not available."""
         interceptor = CallInterceptor(self._lobby, RequestLimiter(), MAX_SECONDS, ANYBODY, NOBODY)
 
         def make() -> grpc.aio.Server:
@@ -155,36 +156,36 @@ class GrpcServer:
         return await self._health_listener.start(host, port)
 
     def open(self, use_cases: Application) -> None:
-        """Lets calls in and is healthy from now on, unless none are taken any more."""
+        """Accepts calls and reports healthy, unless the server is draining."""
         self._lobby.open(use_cases)
         self._tell_health(self._lobby.is_open)
 
     async def drain(self, seconds: float) -> None:
-        """Takes no new calls, and is not healthy any more. Returns when none runs, after `seconds` at the latest."""
+        """Refuses new calls and reports unhealthy. Returns when no call is running, after at most `seconds`."""
         self._lobby.close(Unavailable("the service is stopping, and takes no new calls", DRAINING_SECONDS))
         self._tell_health(False)
         await self._lobby.wait_empty(seconds)
 
     def end_calls(self, reason: str) -> None:
-        """Ends the calls that run with Unavailable for that reason."""
+        """Ends running calls with Unavailable and that reason."""
         self._lobby.end(Unavailable(reason))
 
     @property
     def num_open(self) -> int:
-        """Calls that run."""
+        """Running calls."""
         return self._lobby.num_open
 
     def _tell_health(self, is_serving: bool) -> None:
-        """What health checks are told of the model."""
+        """Sets the health of all services that need the model."""
         for service in ("", *SERVICES):
             self._health.set(service, is_serving)
 
     async def wait(self) -> None:
-        """Waits until the server has stopped."""
+        """Returns when the server has stopped."""
         await self._listener.wait()
 
     async def stop(self, grace: float | None = None) -> None:
-        """Takes no new calls, gives those that run `grace` seconds, then cancels them."""
+        """Refuses new calls, gives running calls `grace` seconds, then cancels them."""
         self._tell_health(False)
         self._health.end()
         await self._listener.stop(grace)
@@ -196,8 +197,8 @@ class GrpcServer:
 
 
 def _make(interceptor: CallInterceptor) -> grpc.aio.Server:
-    """A server that nobody is told of yet. Of its connections a process can have as many as files, which others need,
-    too."""
+    """A server without ports. It accepts at most half as many connections as the process may open files, since other
+    components need files as well."""
     logging.getLogger(LIBRARY).addFilter(_is_harmless)
     connections = max(1, max_files() // 2)
     options = (*OPTIONS, ("grpc.max_allowed_incoming_connections", connections))
@@ -205,10 +206,10 @@ def _make(interceptor: CallInterceptor) -> grpc.aio.Server:
 
 
 def _is_harmless(record: logging.LogRecord) -> bool:
-    """What the library says of headers that are no UTF-8 has them in it, and credentials may be among them."""
+    """Rejects log records about headers that are not UTF-8: they quote the header, which may be a credential."""
     return not str(record.msg).startswith("Invalid encoding")
 
 
 def _add(server: grpc.aio.Server, generated: Any, service: str, servicer: object) -> None:
-    """Calls the generated function that registers the service; it carries no types."""
+    """Calls the generated function that registers the service; the generated module is untyped."""
     getattr(generated, f"add_{service}Servicer_to_server")(servicer, server)

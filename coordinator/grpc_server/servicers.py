@@ -1,6 +1,7 @@
-"""The four services of longleaf.v1: decode the request, ask the engine, encode what it says. Errors are raised.
+"""The four services of longleaf.v1: decode the request, call the use case, encode the result. Errors are raised.
 
-They are there before the engine is: the lobby lets nobody in so long."""
+They are registered before the engine exists; the ReadinessGate rejects calls until then.
+"""
 
 import base64
 import binascii
@@ -39,23 +40,23 @@ Refill = Callable[[], int]
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
 MANY_ITEMS = 1 << 14
-"""Token ids or files above which decoding a message would keep other calls waiting."""
+"""Number of token ids or files above which a message is decoded in a thread, so as not to block other calls."""
 
 
 class RpcContext(Protocol):
-    """What gRPC knows of a call."""
+    """The part of gRPC's call context that is used here."""
 
     def peer(self) -> str:
         """Address of the client, `ipv4:HOST:PORT` or `ipv6:[HOST]:PORT`."""
         ...
 
     def time_remaining(self) -> float | None:
-        """Seconds that the client waits yet; None when it set no limit."""
+        """Seconds until the client's deadline; None if it set none."""
         ...
 
 
 def caller(call: RpcContext) -> str:
-    """Who makes a call, as long as its requests do not say: the client's host."""
+    """The default client of a call: the peer's host."""
     peer = call.peer()
     return peer.rpartition(":")[0] or peer
 
@@ -67,19 +68,19 @@ async def _decoded(
     *arguments: Given.args,
     **options: Given.kwargs,
 ) -> Decoded:
-    """What `decode` makes of a message of so many token ids or files: in a thread, if they are many."""
+    """Decodes a message with `num_items` token ids or files: in a thread, if there are many."""
     if num_items > MANY_ITEMS:
         return await threads.run(decode, *arguments, **options)
     return decode(*arguments, **options)
 
 
 def random_seed() -> int:
-    """A seed for a caller who gave none."""
+    """A seed for requests without one."""
     return secrets.randbits(64)
 
 
 class GenerationServicer(GenerationServiceServicer):
-    """Streams generations, and ends those that are held."""
+    """Streams generations, and cancels held ones."""
 
     def __init__(self, readiness: ReadinessGate, seed: Callable[[], int] = random_seed) -> None:
         self._lobby = readiness
@@ -107,7 +108,7 @@ class GenerationServicer(GenerationServiceServicer):
 
 
 class ContextServicer(ContextServiceServicer):
-    """Creates, reads, changes, forks and deletes contexts, and has them move."""
+    """Creates, reads, updates, forks, deletes, imports and exports contexts."""
 
     def __init__(self, readiness: ReadinessGate) -> None:
         self._lobby = readiness
@@ -197,20 +198,20 @@ class ContextServicer(ContextServiceServicer):
 async def _pieces(
     requests: AsyncIterable[ingest_pb.IngestContextRequest], threads: TokenizerPool, client: str
 ) -> AsyncGenerator[IngestPiece, None]:
-    """The requests decoded; they come from `client`."""
+    """Decodes the requests, which come from `client`."""
     async for request in requests:
         num_items = len(request.token_ids.ids) + len(request.config.files) + len(request.prefaced_config.config.files)
         piece = await _decoded(threads, num_items, codec.decode_ingest_piece, request)
         if isinstance(piece, IngestHeader):
             piece = tenant_scoping.scope_ingest(piece, client)
         yield piece
-        del request, piece  # they may be large, and the next ones long in coming
+        del request, piece  # they may be large, and the next ones may take long to arrive
 
 
 async def _parcel(
     requests: AsyncIterable[ingest_pb.ImportContextRequest],
 ) -> AsyncGenerator[ImportHeader | ArchiveChunk, None]:
-    """The requests decoded."""
+    """Decodes the requests."""
     async for request in requests:
         piece = codec.decode_import_piece(request)
         yield tenant_scoping.scope_import(piece) if isinstance(piece, ImportHeader) else piece
@@ -221,7 +222,7 @@ def _encode_page_token(last: str) -> str:
 
 
 def _decode_page_token(token: str) -> str:
-    """Id after which the page begins. Raises InvalidArgument for a token that was not given out here."""
+    """Id after which the page begins. Raises InvalidArgument for a token that this service did not issue."""
     try:
         return base64.b64decode(token, altchars=b"-_", validate=True).decode()
     except (binascii.Error, ValueError):
@@ -229,7 +230,7 @@ def _decode_page_token(token: str) -> str:
 
 
 class TokenizerServicer(TokenizerServiceServicer):
-    """Turns texts into ids and back, and counts."""
+    """Converts text to ids and back, and counts tokens."""
 
     def __init__(self, readiness: ReadinessGate) -> None:
         self._lobby = readiness
@@ -260,8 +261,8 @@ class TokenizerServicer(TokenizerServiceServicer):
 
 
 class ClusterServicer(ClusterServiceServicer):
-    """Describes, verifies and ends the cluster. `drain` begins the end, whatever runs; told to wait, it returns when
-    all that ran has ended or was told. `refill` starts ranks in places that were given up, and tells in how many."""
+    """Describes, verifies and drains the cluster. `drain` starts the shutdown; with `wait`, it returns when all running
+    calls have ended or have received the reason. `refill` starts ranks in abandoned slots, and returns their number."""
 
     def __init__(self, readiness: ReadinessGate, drain: Drain, refill: Refill) -> None:
         self._lobby = readiness
@@ -269,13 +270,13 @@ class ClusterServicer(ClusterServiceServicer):
         self._refill = refill
 
         self._watches: dict[str, CoalescingWatch[cluster_pb.WatchClusterResponse]] = {}
-        """By tenant; of admins together, without a name."""
+        """Watches by tenant; admins share one, with an empty name."""
 
     async def GetCluster(self, request: cluster_pb.GetClusterRequest, context: object) -> cluster_pb.Cluster:
         return codec.encode_cluster(self._cluster())
 
     def _cluster(self) -> Cluster:
-        """As the caller may see it."""
+        """The cluster as the caller may see it."""
         return tenant_scoping.shown_cluster(self._lobby.use_cases.cluster())
 
     def _watch(self) -> CoalescingWatch[cluster_pb.WatchClusterResponse]:
@@ -314,7 +315,7 @@ class ClusterServicer(ClusterServiceServicer):
 
 
 def _check_here(context: RpcContext, done: str) -> None:
-    """Raises PermissionDenied for a call from another machine, where nobody is asked who they are."""
+    """Raises PermissionDenied for a call from another machine, if authentication is off."""
     if CALLER.get() is OWNER and not is_here(context.peer()):
         raise PermissionDenied(
             f"a service is {done} from its own machine or pod only, and this call comes from {context.peer()}"

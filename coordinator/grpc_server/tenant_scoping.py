@@ -1,5 +1,5 @@
-"""Between what a tenant calls its things and their ids in the service: every request is translated on its way in, and
-all that names something on its way out."""
+"""Maps the names that tenants use to ids in the service: every request is translated on arrival, and every name in a
+response before it is sent."""
 
 import re
 from typing import TypeVar
@@ -31,30 +31,30 @@ from longleaf.types import (
 )
 
 OF_TENANTS = ("contexts/", "upload ", "generations/", "an upload")
-"""What damaged things are called that a tenant knows."""
+"""Prefixes of the names of damaged objects that a tenant knows."""
 _PATH = re.compile(r"(?<![\w/.])(?:\w+:/)?/[^\s,;:]*[^\s,;:/]")
 Reporting = TypeVar("Reporting", IngestProgress, ImportProgress)
 
 
 def tenant() -> str:
-    """Whose the call is for which code runs."""
+    """The tenant of the current call."""
     return CALLER.get().tenant
 
 
 def scope(name: str) -> str:
-    """The id of what the caller calls `name`."""
+    """The id of the object that the caller names `name`."""
     return scoped(tenant(), name)
 
 
 def scope_context(name: str) -> str:
-    """The id of the caller's context, which the call is about."""
+    """The id of the caller's context; records it as the context of the call."""
     context = scope(name)
     _note_context(context)
     return context
 
 
 def scope_cancelled(name: str) -> str:
-    """The id of the caller's generation, which the call ends."""
+    """The id of the generation that the caller cancels; records it in the call."""
     request_id = scope(name)
     if (call := CURRENT.get()) is not None:
         call.request_id = request_id
@@ -62,13 +62,13 @@ def scope_cancelled(name: str) -> str:
 
 
 def _note_context(context: str) -> None:
-    """Tells those who watch the call which context it is about."""
+    """Records the context of the call for observers."""
     if (call := CURRENT.get()) is not None:
         call.context = context
 
 
 def scope_generate(request: Generate, client: str) -> Generate:
-    """The caller's; of `client` unless it names another."""
+    """The request with ids of the caller's tenant. `client` is the default client."""
     return replace(
         request,
         tenant=tenant(),
@@ -83,7 +83,7 @@ def scope_resume(request: Resume) -> Resume:
 
 
 def scope_ingest(header: IngestHeader, client: str) -> IngestHeader:
-    """The caller's; of `client` unless it names another."""
+    """The header with ids of the caller's tenant. `client` is the default client."""
     return replace(header, tenant=tenant(), client=header.client or client, context=scope_context(header.context))
 
 
@@ -108,7 +108,8 @@ def scope_verify(wanted: Verify, client: str) -> Verify:
 
 
 def shown(context: Context) -> Context:
-    """As its tenant calls it. How it is spread over ranks hangs on what others have there, so admins alone see it."""
+    """The context as its tenant sees it. Only admins see its distribution over ranks, which depends on other
+    tenants."""
     shares = context.shares if CALLER.get().is_admin else ()
     return replace(context, id=name_of(context.id), shares=shares)
 
@@ -118,7 +119,7 @@ def shown_report(report: Reporting) -> Reporting:
         report = replace(report, recovering=_shown_recovering(report.recovering))
     if report.context is None:
         return report
-    _note_context(report.context.id)  # what is imported may have come with its name
+    _note_context(report.context.id)  # an imported context may take its name from the archive
     return replace(report, context=shown(report.context))
 
 
@@ -133,12 +134,14 @@ def shown_event(event: Event) -> Event:
 
 
 def _shown_recovering(recovering: Recovering) -> Recovering:
-    """To an admin also how far all is that is lost; to others what is still missing for them."""
+    """Admins also see the progress of the whole recovery; other callers see only the tokens that they still wait
+    for."""
     return recovering if CALLER.get().is_admin else replace(recovering, recovered_tokens=0, total_tokens=0)
 
 
 def shown_error(error: LongleafError) -> LongleafError:
-    """To an admin as it is. To others without files and addresses of what the service keeps: the log has these."""
+    """Returns the error unchanged for an admin. For other callers, removes files and addresses of storage, which are in
+    the log."""
     caller = CALLER.get(None)
     if caller is not None and caller.is_admin:
         return error
@@ -169,8 +172,8 @@ def shown_reread(recomputed: RecomputeResult) -> RecomputeResult:
 
 
 def shown_cluster(cluster: Cluster) -> Cluster:
-    """To an admin everything, with ids as they are. To others the model and the ranks: nothing by which they could tell
-    what others do, nor where machines and storage are."""
+    """Returns everything, with full ids, for an admin. For other callers: the model and the ranks, without the load of
+    other tenants and the addresses of machines and storage."""
     if CALLER.get().is_admin:
         return cluster
     recovery = cluster.recovery

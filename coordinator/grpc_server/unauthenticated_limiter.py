@@ -1,7 +1,7 @@
-"""Calls that anybody may make without being asked who they are: health checks and reflection.
+"""Limits calls that need no authentication: health checks and reflection.
 
-There are few at a time, and who came first gives way to who comes next: so strangers who hold theirs open keep nobody
-else from being answered, and take nothing of the room that calls to the model have.
+Few such calls are open, and a new one replaces the oldest. Clients that hold calls open therefore cannot block others,
+and take no capacity from calls to the model.
 """
 
 import asyncio
@@ -14,24 +14,24 @@ from longleaf.errors import ResourceExhausted
 
 MAX_CALLS = 256
 ARRIVAL_SECONDS = 10.0
-"""How long the request of such a call may be on its way."""
+"""Seconds within which the request of such a call must arrive."""
 RETRY_SECONDS = 1.0
 
 
 class UnauthenticatedCallLimiter:
-    """Holds at most `max_calls` that answer once, and as many that stream."""
+    """Allows at most `max_calls` unary calls, and as many streams."""
 
     def __init__(self, max_calls: int = MAX_CALLS) -> None:
         self._max_calls = max_calls
-        # They are counted here; a call that gives way is gone one turn of the loop later.
+        # Calls count here as well; a replaced call ends only in the next iteration of the loop.
         self._gate = RequestLimiter(4 * max_calls, arrival_seconds=ARRIVAL_SECONDS, share=1.0)
         self._open: dict[bool, dict[asyncio.Task[Any], None]] = {False: {}, True: {}}
         """Calls, by whether they stream, the oldest first."""
 
     @contextmanager
     def of(self, method: str, handler: Handler, host: str) -> Generator[RequestReader, None, None]:
-        """The requests of one call from `host`, which is open meanwhile. Raises ResourceExhausted, also later, when
-        others came."""
+        """Counts a call from `host` while the body runs, and yields the reader of its requests. Raises
+        ResourceExhausted, in the body too when newer calls replace this one."""
         task = asyncio.current_task()
         assert task is not None
         alike = self._open[bool(handler.response_streaming)]

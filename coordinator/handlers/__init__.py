@@ -1,1 +1,1 @@
-"""What one call of a client does: text in, text out. Knows neither the engine behind nor the wire before it."""
+"""Use cases: one call of a client, text in and text out. Independent of the engine and the wire protocol."""

@@ -1,4 +1,4 @@
-"""All that clients can ask of one service, through whatever door they come."""
+"""The use cases of one service, shared by all protocols."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -35,7 +35,7 @@ class ContextStore(Protocol):
         ...
 
     def list_contexts(self, after: str = "", limit: int | None = None, *, tenant: str) -> list[Context]:
-        """Those of a tenant by id, those that come after `after`, at most `limit`."""
+        """Contexts of a tenant, ordered by id, after the id `after`, at most `limit`."""
         ...
 
     async def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> Context:
@@ -52,38 +52,38 @@ class ContextStore(Protocol):
 
 
 class Recomputer(Protocol):
-    """Contexts that an earlier checkpoint has read, for an engine whose checkpoint knows so many tokens."""
+    """Recomputes contexts prefilled by an earlier checkpoint. `vocabulary_size` is that of the current checkpoint."""
 
     async def reread_context(self, context_id: str, vocabulary_size: int, room: Room) -> Context:
-        """Raises NotFound, AlreadyExists, CheckpointChanged, DataLoss, StorageUnavailable, and what `room` raises."""
+        """Raises NotFound, AlreadyExists, CheckpointChanged, DataLoss, StorageUnavailable, and the errors of `room`."""
         ...
 
     async def reread_contexts(self, vocabulary_size: int, tenant: str, room: Room) -> RecomputeResult: ...
 
 
 class ServedEngine(GenerationEngine, Ingester, ContextStore, Recomputer, TextSource, Protocol):
-    """All that the use cases ask of the engine."""
+    """The engine's interface for all use cases."""
 
     def usage(self, tenant: str) -> TenantUsage:
-        """What a tenant takes, but for storage."""
+        """Current usage of a tenant, except for storage."""
         ...
 
     def storage_bytes(self, tenant: str) -> int:
-        """Bytes that are kept of a tenant's contexts."""
+        """Bytes on storage of a tenant's contexts."""
         ...
 
     @property
     def changes(self) -> ChangeCounter:
-        """Changes of requests, and of what ranks hold."""
+        """Counts changes of requests and of data on ranks."""
         ...
 
 
 class Application:
-    """The use cases of one engine. All doors share them: what is held to be resumed is found again through any of them.
+    """The use cases of one engine. All protocols share them, so any of them can resume held generations and uploads.
 
-    `cluster` describes the engine, and raises what that raises. What is held to be resumed goes into `journal`, and
-    documents that may be into `kept_uploads`. Contexts move out of `house` and into it; None: they stay. A tenant may
-    have at most `tenant_share` of what is held for those who come back.
+    `cluster` describes the engine and may raise. `journal` persists held generations, and `kept_uploads` documents that
+    can be resumed. `house` exports and imports contexts; None: no transfers. A tenant may use at most `tenant_share` of
+    the capacity for held generations, uploads and imports.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Application:
         sampling_defaults: Sampling = GREEDY,
     ) -> None:
         self.sampling_defaults = sampling_defaults
-        """For sampling parameters that requests leave out."""
+        """Values for sampling parameters that requests omit."""
         self._uploads = Uploads(kept=kept_uploads, tenant_share=tenant_share)
         self._ledger = ledger = QuotaEnforcer(
             engine.usage,
@@ -109,7 +109,7 @@ class Application:
         )
         observers = Observers((observers, ledger))
         self.threads = TokenizerPool(tenant=lambda: CALLER.get(OWNER).tenant)
-        """Where all that takes long is done, so that it takes turns."""
+        """Threads for all long computations, with fair turns between tenants."""
         self.texts = ContextTexts(engine, tokenizer, self.threads)
         self.generation = Generation(
             engine,
@@ -134,10 +134,10 @@ class Application:
             self._imports = ImportSessions(house, tokenizer.vocabulary_size, ledger=ledger, tenant_share=tenant_share)
         self.cluster = cluster
         self.changes = engine.changes
-        """Changes of what `cluster` says."""
+        """Changes of the result of `cluster`."""
 
     def _num_uploads(self, tenant: str) -> int:
-        """Ingests and imports of a tenant that are open, or kept to be resumed."""
+        """Ingests and imports of a tenant that are open or can be resumed."""
         return self._uploads.num_of(tenant) + (self._imports.num_of(tenant) if self._imports is not None else 0)
 
     async def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> Context:
@@ -147,16 +147,17 @@ class Application:
         return await self.contexts.fork_context(source, context_id, num_tokens)
 
     async def reread_context(self, context_id: str) -> Context:
-        """Has a context read anew that an earlier checkpoint has read. Raises NotFound, AlreadyExists,
-        CheckpointChanged, DataLoss, ResourceExhausted or StorageUnavailable."""
+        """Recomputes a context prefilled by an earlier checkpoint. Raises NotFound, AlreadyExists, CheckpointChanged,
+        DataLoss, ResourceExhausted or StorageUnavailable."""
         return await self._rereader.reread_context(context_id, self._vocabulary_size, self._room)
 
     async def reread_contexts(self, tenant: str) -> RecomputeResult:
-        """Has all of these of a tenant read anew whose names are free, as far as it may have more contexts."""
+        """Recomputes all contexts of a tenant that an earlier checkpoint prefilled, if their names are free and the
+        quotas allow it."""
         return await self._rereader.reread_contexts(self._vocabulary_size, tenant, self._room)
 
     def _room(self, num_tokens: int) -> AbstractContextManager[None]:
-        """See `Room`; of the caller."""
+        """Reserves space in the caller's quotas; see `Room`."""
         return self._ledger.making(1, num_tokens)
 
     @property
@@ -174,7 +175,7 @@ class Application:
         return self._imports
 
     async def close(self) -> None:
-        """Ends the threads, and waits until what has come is kept. Idempotent."""
+        """Ends the threads, and waits until received data is persisted. Idempotent."""
         if self._imports is not None:
             await self._imports.close()
         await self.threads.close()

@@ -1,4 +1,4 @@
-"""Where answers come from: what ranks tell of each token's attention, added up and ranked."""
+"""Attribution of answers to spans of the context: sums and ranks the attention that ranks report per token."""
 
 from array import array
 from collections.abc import Mapping, Sequence
@@ -14,9 +14,9 @@ from longleaf.rank_protocol.step import HEADS_PER_LAYER, MAX_TOLD_SPANS, NUM_OTH
 from longleaf.types import MIN_SPAN_TOKENS, Attribution, Provenance, Source
 
 DEFAULT_SPAN = 64
-"""Tokens, where blocks have so many."""
+"""Tokens of a span by default, if it divides the block size."""
 MAX_SCORED = 256
-"""Tokens of an answer that are read again to confirm its sources."""
+"""Most tokens of an answer that are read again to confirm its sources."""
 
 Shares = NDArray[np.float64]
 
@@ -26,28 +26,28 @@ class File(Protocol):
 
     @property
     def name(self) -> str:
-        """The file's."""
+        """Name of the file."""
         ...
 
 
 class TextLocator(Protocol):
-    """Which text the tokens of a context are."""
+    """Maps tokens of a context to its text."""
 
     def bytes_of(self, token_start: int, token_end: int) -> tuple[int, int] | None:
-        """The bytes of tokens [start, end); None where that is not known."""
+        """The byte range of tokens [start, end); None if unknown."""
         ...
 
     def file_at(self, byte: int) -> File | None:
-        """The file in which a byte lies; None where that was not told."""
+        """The file that contains a byte; None if unknown."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SpanTable:
-    """The spans of a context, numbered along its path: each segment is cut from where it begins."""
+    """The spans of a context, numbered along its path. Each segment is divided from its start."""
 
     bounds: Sequence[tuple[int, int]]
-    """[start, end) of each."""
+    """[start, end) of each span, in tokens."""
     cuts: SpanLayout
     grounds: AttributionContext
     """The context as it was when the answer began."""
@@ -57,7 +57,7 @@ class SpanTable:
 
 
 def spans_of(provenance: Provenance, attribution_context: AttributionContext) -> SpanTable:
-    """Raises InvalidArgument naming what cannot be told of such a context."""
+    """Raises InvalidArgument naming the setting that this context or model does not support."""
     size, block = provenance.span_tokens, attribution_context.block_size
     if not attribution_context.full_layers:
         raise InvalidArgument("provenance", "no layer of the model sees all keys")
@@ -86,7 +86,7 @@ def spans_of(provenance: Provenance, attribution_context: AttributionContext) ->
 
 
 class AttentionAccumulator:
-    """What was told of some tokens, added up."""
+    """Sums the attention of tokens."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
@@ -95,7 +95,7 @@ class AttentionAccumulator:
         self._heads = np.zeros(0, np.int32)
 
     def add(self, attention: Attention) -> None:
-        """One more token."""
+        """Adds one token."""
         means, largest = np.frombuffer(attention.means, np.float32), np.frombuffer(attention.largest, np.float32)
         heads = np.frombuffer(attention.heads, np.int32)
         if not self.num_tokens:
@@ -108,12 +108,12 @@ class AttentionAccumulator:
 
     @property
     def shares(self) -> Shares:
-        """Of each span, in the mean over the tokens."""
+        """Mean share of each span over the tokens."""
         return self._all[:-NUM_OTHER_SHARES]
 
     @property
     def others(self) -> tuple[float, float, float]:
-        """Of the prompt, the answer and sinks."""
+        """Mean shares of the prompt, the answer and the sinks."""
         prompt, answer, sinks = self._all[-NUM_OTHER_SHARES:]
         return float(prompt), float(answer), float(sinks)
 
@@ -122,21 +122,21 @@ class AttentionAccumulator:
         return self._means / max(1, self.num_tokens)
 
     def largest(self, span: int) -> tuple[float, int, int]:
-        """The largest share that a head gave a span at one token, its layer, and its number in there."""
+        """The largest share that one head gave the span at one token, the head's layer, and its index in the layer."""
         layer, head = divmod(int(self._heads[span]), HEADS_PER_LAYER)
         return float(self._largest[span]), layer, head
 
 
 class AttentionTotals:
-    """The tokens of one answer that were told, and what was told of them."""
+    """The reported tokens of one answer, and their attention."""
 
     def __init__(self) -> None:
         self.sums = AttentionAccumulator()
         self.token_ids = array("I")
-        """The first MAX_SCORED of them."""
+        """The first MAX_SCORED tokens."""
 
     def add(self, token_ids: Sequence[int], attention: Sequence[Attention | None]) -> None:
-        """Tokens that are told; of those without attention another service has kept nothing."""
+        """Adds reported tokens. Attention is None for tokens of an earlier service, which did not persist it."""
         self.token_ids.extend(token_ids[: MAX_SCORED - len(self.token_ids)])
         for each in attention:
             if each is not None:
@@ -144,7 +144,8 @@ class AttentionTotals:
 
 
 def top(values: Shares, count: int) -> list[int]:
-    """The spans with the largest values; of equals the first. Only those are sorted: each token may ask it."""
+    """The spans with the largest values; among equals, the first ones. Sorts only the result, because it may run for
+    every token."""
     count = min(count, len(values))
     least = np.partition(values, len(values) - count)[len(values) - count] if count else 0.0
     found = np.flatnonzero(values >= least)
@@ -152,7 +153,7 @@ def top(values: Shares, count: int) -> list[int]:
 
 
 def candidates(shares: Shares, contrast: Shares | None, count: int) -> list[int]:
-    """Spans to hide: those ranked first by either, in turns."""
+    """Spans to hide: alternately the best of both rankings, without duplicates."""
     if contrast is None:
         return top(shares, count)
     pairs = zip(top(shares, count), top(contrast, count), strict=True)
@@ -168,7 +169,7 @@ def attribution(
     drops: Mapping[int, float] | None = None,
     text: TextLocator | None = None,
 ) -> Attribution:
-    """What a client is told; of these spans in their order."""
+    """The result for a client, with the `chosen` spans in their order."""
     if not sums.num_tokens:
         return Attribution()
     shares, (prompt, answer, sinks) = sums.shares, sums.others

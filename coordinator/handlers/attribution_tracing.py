@@ -1,7 +1,7 @@
-"""Traces answers to where they come from: what is told while they come, and what is found out when they have ended.
+"""Attribution of answers while they are generated, and its confirmation afterwards.
 
-What must be read again for that is read by probes: prompts that answer nothing. They wait and run like any other, and
-none of them is refused for now that an answer has been given.
+Confirmation uses probes: prompts that are read and generate nothing. Probes are scheduled like other prompts, but retry
+when the engine is busy, because the answer has already been sent.
 """
 
 import asyncio
@@ -34,25 +34,25 @@ from longleaf.sampling import Sampling
 from longleaf.types import Attribution, Finished, Generate, Provenance, TokenRange
 
 MAX_AT_ONCE = 8
-"""Probes."""
+"""Most concurrent probes."""
 MAX_SCORED_AT_ONCE = 1024
-"""Tokens of all of them: each takes as many numbers as the vocabulary has tokens."""
+"""Most scored tokens of concurrent probes: each needs one number per token of the vocabulary."""
 SCORING = Sampling(max_tokens=1)
 
 TextMaps = Callable[[str], TextLocator | None]
-"""Which text the tokens of a context are, if that is known."""
+"""Returns the text of a context by id, if known."""
 
 
 def no_text(_: str) -> TextLocator | None:
-    """Of no context it is known."""
+    """For contexts without a known text."""
     return None
 
 
 class AttributionTracer:
-    """The answers of one request that asks where they come from."""
+    """Attribution of the answers of one request."""
 
     def __init__(self, request: Generate, provenance: Provenance) -> None:
-        """Raises InvalidArgument where there is no context to come from."""
+        """Raises InvalidArgument if the request names no context."""
         if request.context is None:
             raise InvalidArgument("provenance", "is told of a context, and the request names none")
         self._context = request.context
@@ -66,14 +66,14 @@ class AttributionTracer:
         self._hidden = request.hidden
         self._claim = engine_messages.NO_CLAIM
         self._token_ids: Sequence[int] = ()
-        """Of the prompt, where it must be read again."""
+        """Tokens of the prompt, if it must be read again."""
         self._charge: Callable[[int], None] = lambda _: None
         self._baseline: Shares | None = None
 
     def begin(
         self, engine: GenerationEngine, prompt: engine_messages.Prompt, texts: TextMaps, charge: Callable[[int], None]
     ) -> engine_messages.Prompt:
-        """The prompt as it must be submitted now. Tokens of probes are told `charge`. Raises InvalidArgument or
+        """Returns the prompt to submit. `charge` is called with the tokens of each probe. Raises InvalidArgument or
         NotFound."""
         self._engine, self._charge = engine, charge
         self._spans = spans_of(self._provenance, engine.grounds(self._context))
@@ -85,11 +85,11 @@ class AttributionTracer:
         return replace(prompt, cuts=self._spans.cuts, beginning=attribution_context.cut(attribution_context.end))
 
     def told(self, sample: int) -> AttentionTotals:
-        """What of a sample is told."""
+        """The totals of a sample."""
         return self._told[sample]
 
     def of_delta(self, attention: Sequence[Attention]) -> Attribution | None:
-        """Where the tokens of a Delta come from, if it tells that."""
+        """Sources of the tokens of a Delta, if requested."""
         if not self._provenance.per_token or self._spans is None or not attention:
             return None
         sums = AttentionAccumulator()
@@ -98,7 +98,7 @@ class AttributionTracer:
         return attribution(sums, self._spans, top(sums.shares, self._provenance.num_spans), text=self._text)
 
     async def finished(self, finished: Finished) -> Finished:
-        """The end of an answer, with where it comes from. Raises what prompts raise that cannot be read."""
+        """Adds the attribution to the end of an answer. Raises the errors of probes that fail."""
         self._num_open -= 1
         reported = self._told[finished.sample]
         if self._spans is None or not reported.sums.num_tokens:
@@ -115,7 +115,7 @@ class AttributionTracer:
         return replace(finished, attribution=found)
 
     async def _contrast(self, shares: Shares) -> Shares | None:
-        """Shares less those from the last tokens before the question; None where the context cannot be cut."""
+        """The shares minus those of the last tokens before the question; None if the context cannot be cut."""
         assert self._spans is not None
         if not self._spans.grounds.can_cut:
             return None
@@ -138,7 +138,7 @@ class AttributionTracer:
         return baseline
 
     async def _drops(self, answer: "array[int]", chosen: Sequence[int]) -> list[float]:
-        """How much less likely the answer is with each of these spans hidden, in nats."""
+        """Decrease of the log probability of the answer, in nats, with each of the spans hidden."""
         assert self._spans is not None
         token_ids = array("I", self._token_ids) + answer
         given = self._probe(token_ids, self._spans.grounds.end)
@@ -148,8 +148,9 @@ class AttributionTracer:
         return [fsum(as_given.scores) - fsum(other.scores) for other in others]
 
     def _probe(self, token_ids: Sequence[int], end: int) -> engine_messages.Prompt:
-        """Reads these tokens after so many of the context. Beside samples that go on it needs no leave to run at the
-        same time: they have it, and would not give it back before somebody reads them."""
+        """A probe that reads `token_ids` after `end` tokens of the context. While samples of the request are running,
+        the tenant's limit of concurrent generations does not apply: the samples occupy it until they are read, so the
+        probe could wait forever."""
         assert self._spans is not None
         claim = replace(self._claim, at_once=None) if self._num_open else self._claim
         return engine_messages.Prompt(
@@ -162,7 +163,7 @@ class AttributionTracer:
         )
 
     async def _run(self, probes: Sequence[engine_messages.Prompt]) -> list[engine_messages.ProbeResult]:
-        """What probes find, which run together as far as that takes no great room."""
+        """Runs the probes, concurrently as far as memory allows."""
         most = max(1, min(MAX_AT_ONCE, MAX_SCORED_AT_ONCE // max(1, probes[0].num_scored)))
         found = list[engine_messages.ProbeResult]()
         for first in range(0, len(probes), most):
@@ -174,7 +175,7 @@ class AttributionTracer:
         return found
 
     async def _submit(self, probe: engine_messages.Prompt) -> EventStream:
-        """The stream of a probe: it waits, where a new request is refused for now."""
+        """Submits a probe; waits while the engine rejects new requests."""
         assert self._engine is not None
         stream = await submit_patiently(self._engine, probe)
         self._charge(len(probe.token_ids))
@@ -182,7 +183,7 @@ class AttributionTracer:
 
 
 async def submit_patiently(engine: GenerationEngine, prompt: engine_messages.Prompt) -> EventStream:
-    """The stream of a prompt that belongs to what was admitted before."""
+    """Submits a prompt that belongs to an admitted request; retries while the engine is busy."""
     while True:
         try:
             return engine.submit(prompt)

@@ -1,4 +1,4 @@
-"""The text of a context, or of some of it: made of its ids, for no text is kept."""
+"""Text of a context or of a range of it, decoded from its token ids, because text is not stored."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -13,14 +13,14 @@ from longleaf.types import ContextText, GetContextText, TextUnit
 
 MAX_BYTES = 1 << 20
 MAX_TOKENS = 1 << 18
-"""Of a range."""
+"""Most tokens of a range."""
 FIELDS: dict[TextUnit, str] = {"tokens": "token_range", "bytes": "byte_range"}
 STEP_TOKENS = 1 << 15
-"""Tokens in which lines are counted at once."""
+"""Tokens per step when lines are counted."""
 
 
 class TextSource(Protocol):
-    """The engine, as the texts of contexts see it."""
+    """The engine's interface for texts of contexts."""
 
     def text_parts(self, context_id: str) -> Sequence[DocumentPart]:
         """Raises NotFound, ContextLost, CheckpointChanged or Unavailable."""
@@ -28,7 +28,7 @@ class TextSource(Protocol):
 
 
 class ContextTexts:
-    """Reads in `threads`, in steps between which a cancelled call ends."""
+    """Decodes in `threads`, in steps; a cancelled call ends between two steps."""
 
     def __init__(self, engine: TextSource, tokenizer: Tokenizer, threads: TokenizerPool) -> None:
         self._engine = engine
@@ -36,12 +36,12 @@ class ContextTexts:
         self._threads = threads
 
     def map_of(self, context_id: str) -> TextMap:
-        """Which text the tokens of a context are. Raises what the engine raises."""
+        """Maps tokens of the context to its text. Raises the errors of the engine."""
         return TextMap(self._engine.text_parts(context_id), self._tokenizer.alphabet)
 
     async def read(self, wanted: GetContextText) -> ContextText:
-        """Raises InvalidArgument for a range that is none of the context's or too long, FailedPrecondition for bytes of
-        a context without a text, and what the engine raises."""
+        """Raises InvalidArgument for a range outside of the context or too long, FailedPrecondition for a byte range of
+        a context without a text, and the errors of the engine."""
         found = self.map_of(wanted.context)
         _check(wanted, found)
         passage = await self._threads.run(_read, found, wanted)
@@ -63,7 +63,7 @@ class ContextTexts:
         )
 
     async def _line(self, found: TextMap, byte: int) -> int | None:
-        """All of the file before the byte is looked through."""
+        """Number of the line that contains a byte; decodes all of the file before it."""
         if (lines := found.lines_at(byte)) is None:
             return None
         while not lines.is_over:

@@ -1,4 +1,4 @@
-"""A document on its way in: what has arrived, as ids."""
+"""Tokenizes a document while it arrives."""
 
 import codecs
 from array import array
@@ -12,27 +12,27 @@ from longleaf.document_text import DocumentText, TextFile, check_files, file_byt
 from longleaf.errors import InvalidArgument
 
 STEP_BYTES = 1 << 16
-"""Text taken at once."""
+"""Most bytes of text per call."""
 SIZE = "config.total_size_bytes"
 FILES = "config.files"
-"""Memory of what is said of a file, beside its name."""
+"""Path of the field in the request."""
 
 
 class IncompleteDocument(InvalidArgument):
-    """Less has come than was declared: the rest may come yet."""
+    """Fewer bytes have arrived than were declared; the rest may still arrive."""
 
 
 class DocumentTokenizer:
-    """Text, or token ids, given in pieces. Of text a window is held, the rest as ids.
+    """A document of text or token ids, received in chunks. Only a window of the text is held; the rest is held as ids.
 
-    `receive` is quick; `digest`, `add_ids` and `finish` are not: call them in a thread, one at a time. Each takes tens
-    of milliseconds, if no more than STEP_BYTES or STEP_TOKENS are given at once.
+    `receive` is fast; `digest`, `add_ids` and `finish` are not: call them in a thread, one at a time. With at most
+    STEP_BYTES or STEP_TOKENS per call each takes tens of milliseconds.
     """
 
     def __init__(
         self, encoder: Encoder, limit: SizeLimit, vocabulary_size: int, files: Sequence[TextFile] = ()
     ) -> None:
-        """`files` are those that the text is put together of. Raises InvalidArgument where they cannot be."""
+        """`files` are the files of which the text consists. Raises InvalidArgument if they are invalid."""
         check_files(files, FILES)
         self._files = tuple(files)
         self._file_bytes = file_bytes(self._files)
@@ -46,13 +46,13 @@ class DocumentTokenizer:
         self._num_checked = len(encoder.token_ids)
         self._is_complete = False
         self._declared: int | None = None
-        """Bytes of text that there will be."""
+        """Declared size of the text in bytes."""
         self.num_bytes = 0
         """Bytes of text received."""
 
     @property
     def token_ids(self) -> "array[int]":
-        """The ids received, or those of the text so far."""
+        """Ids received, or ids of the text so far."""
         return self._ids or self._encoder.token_ids
 
     @property
@@ -61,7 +61,8 @@ class DocumentTokenizer:
 
     @property
     def settled(self) -> StablePrefix | None:
-        """How far `token_ids` reach that can be kept; of ids as far as they have come. None while nothing can be."""
+        """The prefix of `token_ids` that later text cannot change; all of them for a document of ids. None if there is
+        no such prefix."""
         if self._ids:
             return StablePrefix(0, 0)
         stable = self._encoder.settled
@@ -69,13 +70,14 @@ class DocumentTokenizer:
 
     @property
     def starts(self) -> "array[int]":
-        """Where those of `token_ids` begin that it is kept of; see `coordinator.text.token_offsets`."""
+        """Byte offsets at which tokens begin, for those tokens whose offset is stored; see
+        `coordinator.text.token_offsets`."""
         return self._encoder.starts.kept if self._encoder.starts is not None else array("Q")
 
     @property
     def text(self) -> DocumentText | None:
-        """What is kept of the text once it is complete; None of ids, and where somebody went on who was not told where
-        tokens begin."""
+        """The description of the complete text. None for a document of ids, and for a resumed one without stored token
+        offsets."""
         starts = self._encoder.starts
         if self._ids or starts is None or not starts.is_whole(len(self.token_ids)):
             return None
@@ -84,8 +86,8 @@ class DocumentTokenizer:
         )
 
     def go_on(self, token_ids: "array[int]", settled: StablePrefix, starts: "array[int] | None" = None) -> None:
-        """Goes on where another intake of the same document had come, which may have been one of ids; `starts` is what
-        that one had of these."""
+        """Resumes the state of another tokenizer of the same document, of text or ids. `starts` are its stored token
+        offsets."""
         if settled.num_bytes:
             self._encoder.go_on(token_ids, settled)
             if self._encoder.starts is not None:
@@ -96,17 +98,17 @@ class DocumentTokenizer:
 
     @property
     def is_due(self) -> bool:
-        """Whether enough text waits for `digest`."""
+        """Whether enough text is buffered for `digest`."""
         return self._num_waiting >= STEP_CHARACTERS
 
     @property
     def num_held_bytes(self) -> int:
-        """Bytes of memory, about."""
+        """Approximate bytes of memory held."""
         return 4 * (self.num_tokens + self._encoder.num_held + self._num_waiting) + self._file_bytes
 
     def expect(self, num_bytes: int | None) -> None:
-        """Takes the declared size, if it is. Raises InvalidArgument when it is no size, can never fit, is not what was
-        declared before, or less than what has come."""
+        """Sets the declared size, if given. Raises InvalidArgument if it is negative, can never fit, differs from an
+        earlier declaration, or is less than the bytes received."""
         if num_bytes is None:
             return
         if num_bytes < 0:
@@ -122,15 +124,15 @@ class DocumentTokenizer:
             raise InvalidArgument(SIZE, f"{declared:,} bytes are declared, and {num_bytes:,} have come")
 
     def check_size(self) -> None:
-        """Nothing more comes. Raises IncompleteDocument when that is less than was declared."""
+        """Checks the size at the end. Raises IncompleteDocument if fewer bytes arrived than were declared."""
         if self._declared is not None and self.num_bytes < self._declared:
             raise IncompleteDocument(
                 SIZE, f"{self._declared:,} bytes are declared, and the text ended after {self.num_bytes:,}"
             )
 
     def receive(self, text: bytes) -> None:
-        """Takes UTF-8, at most STEP_BYTES. Raises InvalidArgument for what is none, cannot fit or is more than was
-        declared, and after ids."""
+        """Adds UTF-8 text, at most STEP_BYTES. Raises InvalidArgument if it is not UTF-8, cannot fit, exceeds the
+        declared size, or follows ids."""
         self._check_open("text")
         if self._ids:
             raise InvalidArgument("text", "cannot be mixed with token_ids")
@@ -140,9 +142,10 @@ class DocumentTokenizer:
         self.num_bytes += len(text)
 
     def add_ids(self, token_ids: Sequence[int], offset: int = 0) -> None:
-        """Takes ids, at most STEP_TOKENS, that came after `offset` others in their message.
+        """Adds ids, at most STEP_TOKENS, that follow `offset` others in their message.
 
-        Raises InvalidArgument for more than can fit, one not in the vocabulary, and after text, come or declared.
+        Raises InvalidArgument if they cannot fit, if one is not in the vocabulary, and if text was received or
+        declared.
         """
         self._check_open("token_ids")
         if self.num_bytes:
@@ -156,13 +159,14 @@ class DocumentTokenizer:
         self._ids.extend(token_ids)
 
     def digest(self) -> None:
-        """Cuts the waiting text into tokens. Raises InvalidArgument for more than can fit."""
+        """Tokenizes the buffered text. Raises InvalidArgument if it cannot fit."""
         text, self._waiting, self._num_waiting = "".join(self._waiting), [], 0
         self._encoder.push(text)
         self._check_text()
 
     def finish(self) -> None:
-        """All has arrived. Raises as `digest`, and when nothing arrived or text ends in a character. Idempotent."""
+        """Completes the document. Raises the errors of `digest`, and InvalidArgument for an empty document or text that
+        ends within a character. Idempotent."""
         self._decode(b"", is_last=True)
         self.digest()
         self._encoder.finish()
@@ -179,7 +183,7 @@ class DocumentTokenizer:
             raise InvalidArgument(field, "the document is complete: nothing can follow")
 
     def _decode(self, text: bytes, is_last: bool = False) -> None:
-        resident = len(self._decoder.getstate()[0])  # the start of a character, kept from the piece before
+        resident = len(self._decoder.getstate()[0])  # the start of a character, from the previous chunk
         try:
             decoded = self._decoder.decode(text, is_last)
         except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""Documents on their way, as far as they are kept: whoever sent them goes on with another service."""
+"""Persists documents while they are being uploaded, so that their clients can resume with another service."""
 
 import asyncio
 import logging
@@ -20,31 +20,32 @@ from longleaf.tenants import tenant_of
 from longleaf.types import IngestHeader
 
 KEEP_SECONDS = 7 * 86_400.0
-"""How long a document is kept that nobody goes on with."""
+"""Seconds for which a document is kept that no client resumes."""
 SWEEP_SECONDS = 3600.0
-"""How often is looked for such."""
+"""Seconds between two searches for expired documents."""
 NEVER = 1 << 62
-"""So many ids are kept, or about to be, where no more shall be."""
+"""Stands for the number of persisted ids where no more ids are to be persisted."""
 log = logging.getLogger(__name__)
 
 
 class UploadState(msgspec.Struct, frozen=True):
-    """What is kept of a document beside its ids and the bytes that they stand for."""
+    """The persisted header of a document; its ids, and the number of bytes they cover, are stored separately."""
 
     header: IngestHeader
     num_lead: int
     num_tokens: int | None = None
-    """Ids that are kept with it; early versions did not say."""
+    """Number of ids persisted with it; None in records of early versions."""
 
 
 class _Size(msgspec.Struct, frozen=True):
-    """Of a Beginning, its size alone."""
+    """The size field of an UploadState."""
 
     num_tokens: int | None = None
 
 
 class DurableUploads:
-    """The documents with an upload id: what is settled of them is kept a little later. `wall_clock` dates them."""
+    """Persists documents with an upload id, asynchronously, up to their stable prefix. `wall_clock` gives the times of
+    their last updates."""
 
     def __init__(
         self,
@@ -56,29 +57,29 @@ class DurableUploads:
         self._catalog = catalog
         self._wall_clock = wall_clock
         self._records: dict[UploadKey, UploadRecord] = {}
-        """As they are kept."""
+        """Records as they are on disk."""
         self._tokens = defaultdict[str, dict[UploadKey, int]](dict)
-        """Of each of them, by tenant."""
+        """Token count of each record, by tenant."""
         for record in records:
             self._put(record, msgspec.msgpack.decode(record.header, type=_Size).num_tokens or 0)
         self._num_kept: dict[UploadKey, int] = {}
-        """Ids that are kept, or about to be."""
+        """Ids that are persisted or being written."""
         self._tasks = defaultdict[UploadKey, set[asyncio.Task[None]]](set)
-        """What is being written of each."""
+        """Pending writes of each upload."""
         self._sweeping: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        """From here on those are dropped that nobody has gone on with for long."""
+        """Starts the periodic removal of expired documents."""
         self._sweeping = asyncio.create_task(self._drop_old_for_ever())
 
     async def take_up(self, header: IngestHeader, document: DocumentTokenizer) -> None:
-        """Has a new document go on where an earlier service had come, if one had. Raises InvalidArgument when it began
-        in another way, and StorageUnavailable."""
+        """Resumes a new document from the persisted state, if there is any. Raises InvalidArgument if its settings
+        differ from the original ones, and StorageUnavailable."""
         key = _key(header)
         if not header.upload_id:
             return
-        if tasks := self._tasks.get(key):  # what an earlier call has brought may not be kept yet
-            await asyncio.wait(list(tasks))  # which goes on if this is cancelled
+        if tasks := self._tasks.get(key):  # writes of an earlier call may be pending
+            await asyncio.wait(list(tasks))  # the writes continue if this is cancelled
         if (record := self._records.get(key)) is None:
             self._num_kept.pop(key, None)
             return
@@ -97,11 +98,11 @@ class DurableUploads:
         self._num_kept[key] = len(ids)
 
     def has(self, header: IngestHeader) -> bool:
-        """Whether something of an upload is kept."""
+        """Whether any part of an upload is persisted."""
         return _key(header) in self._records
 
     def tokens_of(self, tenant: str, besides: Container[UploadKey]) -> list[int]:
-        """Tokens of each upload of a tenant, but for some."""
+        """Token count of each upload of a tenant, except those in `besides`."""
         retained = self._tokens.get(tenant, {})
         return [num_tokens for key, num_tokens in retained.items() if key not in besides]
 
@@ -110,7 +111,7 @@ class DurableUploads:
         self._tokens[tenant_of(record.context)][record.key] = num_tokens
 
     def _pop(self, key: UploadKey) -> bool:
-        """Says whether there was one."""
+        """Returns whether there was a record."""
         if self._records.pop(key, None) is None:
             return False
         tenant = tenant_of(key[0])
@@ -120,7 +121,7 @@ class DurableUploads:
         return True
 
     def keep(self, header: IngestHeader, document: DocumentTokenizer) -> None:
-        """Takes note of how far a document has come."""
+        """Persists the new part of a document."""
         key, stable = _key(header), document.settled
         num_retained = self._num_kept.get(key, 0)
         if stable is None or not header.upload_id or document.num_tokens <= num_retained:
@@ -138,7 +139,7 @@ class DurableUploads:
 
     def _start(self, key: UploadKey, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
-        self._tasks[key].add(task)  # the loop itself keeps only weak references
+        self._tasks[key].add(task)  # the loop keeps only weak references
 
         def end(task: asyncio.Task[None]) -> None:
             self._tasks[key].discard(task)
@@ -148,22 +149,23 @@ class DurableUploads:
         task.add_done_callback(end)
 
     async def _append(self, record: UploadRecord, start: int, ids: "array[int]", starts: "array[int]") -> None:
-        """What comes behind one that could not be kept is refused, as its ids do not follow those that are."""
+        """After a failed write the catalog rejects later ones, because their ids do not follow the persisted ones."""
         try:
             await self._catalog.append_upload(record, start, ids, starts)
-        except NotFound:  # its context was deleted meanwhile
+        except NotFound:  # its context was deleted in the meantime
             if record.key in self._num_kept:
                 self._num_kept[record.key] = NEVER
         except (StorageUnavailable, DataLoss) as error:
-            if self._num_kept.get(record.key, NEVER) != NEVER:  # it is still on its way, and this is its first failure
+            if self._num_kept.get(record.key, NEVER) != NEVER:  # the upload is running, and has not failed before
                 log.warning("upload %s of %s is not kept from here on: %s", record.upload_id, record.context, error)
                 self._num_kept[record.key] = NEVER
         else:
-            if record.key in self._num_kept:  # else it has ended meanwhile
+            if record.key in self._num_kept:  # otherwise it has ended in the meantime
                 self._put(record, start + len(ids))
 
     def forget(self, header: IngestHeader) -> bool:
-        """A document is part of its context, or nobody will go on with it. Says whether something of it was kept."""
+        """Removes a document that is part of its context or will not be resumed. Returns whether any of it was
+        persisted."""
         key = _key(header)
         is_retained = self._pop(key)
         is_retained = self._num_kept.pop(key, 0) > 0 or is_retained
@@ -178,7 +180,7 @@ class DurableUploads:
             log.warning("upload %s of %s is kept until the next start: %s", key[1], key[0], error)
 
     def drop_old(self) -> None:
-        """Drops what nobody has gone on with for long."""
+        """Removes documents that have not been updated for KEEP_SECONDS."""
         now = self._wall_clock()
         for record in list(self._records.values()):
             if now - record.updated > KEEP_SECONDS:
@@ -192,19 +194,19 @@ class DurableUploads:
             await asyncio.sleep(SWEEP_SECONDS)
 
     async def close(self) -> None:
-        """Returns when all is kept."""
+        """Returns when all writes are done."""
         if self._sweeping is not None:
             self._sweeping.cancel()
         await asyncio.gather(*(task for tasks in self._tasks.values() for task in tasks), return_exceptions=True)
 
 
 def check_same(began: IngestHeader, header: IngestHeader) -> None:
-    """Raises InvalidArgument when an upload goes on in another way than it began."""
+    """Raises InvalidArgument if the settings of an upload differ from the original ones."""
     if began.append != header.append:
         raise InvalidArgument("config.append", "is not what this upload began with")
     if began.system != header.system:
         raise InvalidArgument("prefaced_config.system", "is not what this upload began with")
-    if began.files and began.files != header.files:  # early clients told of none
+    if began.files and began.files != header.files:  # early clients sent no files
         raise InvalidArgument("config.files", "are not those that this upload began with")
 
 

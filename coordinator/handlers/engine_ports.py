@@ -1,4 +1,4 @@
-"""The engine, as those see it who have prompts."""
+"""The engine's interface for prompts."""
 
 from collections.abc import AsyncIterator
 from typing import Protocol
@@ -8,44 +8,44 @@ from coordinator.handlers.size_limits import Capacity
 
 
 class EventStream(Protocol):
-    """One request's events. Raises RankLost when the last rank is lost."""
+    """The events of one request. Raises RankLost when the last rank is lost."""
 
     def __aiter__(self) -> AsyncIterator[engine_messages.Event]: ...
 
     async def aclose(self) -> None:
-        """Ends the request, and returns at once when it has ended."""
+        """Ends the request. Returns immediately if it has ended."""
         ...
 
     def cancel_sample(self, sample: int) -> None:
-        """Ends one sample, whose Ended will not come. Idempotent."""
+        """Ends one sample; no Ended follows. Idempotent."""
         ...
 
 
 class GenerationEngine(Capacity, Protocol):
-    """The engine, as generations see it."""
+    """The engine's interface for generations."""
 
     @property
     def exactness_note(self) -> str:
-        """Why answers are not what the model alone would say; empty where they are."""
+        """Why answers differ from those of the unmodified model; empty if they do not."""
         ...
 
     @property
     def max_draft_tokens(self) -> int:
-        """Most tokens that are drafted for an answer in a step."""
+        """Most draft tokens per answer and step."""
         ...
 
     def answer_room(self, context: str | None, num_tokens: int, num_samples: int, *, is_whole: bool = True) -> int:
-        """Tokens that each answer may have after so many of a prompt, if all may be that long. `is_whole`: see Prompt.
-        Raises NotFound."""
+        """Most tokens per answer after a prompt of `num_tokens`, if all answers reach that length. `is_whole`: see
+        Prompt. Raises NotFound."""
         ...
 
     def scaling_note(self, context: str | None, num_tokens: int, max_tokens: int, *, is_whole: bool = True) -> str:
-        """Why an answer of up to `max_tokens` after a prompt of `num_tokens` is not that of transformers because of how
-        its positions are scaled; empty where it is. `is_whole`: see Prompt. Raises NotFound."""
+        """Why an answer of up to `max_tokens` after a prompt of `num_tokens` differs from that of transformers because
+        of position scaling; empty if it does not. `is_whole`: see Prompt. Raises NotFound."""
         ...
 
     def grounds(self, context_id: str) -> engine_messages.AttributionContext:
-        """What can be told of where answers about a context come from. Raises NotFound."""
+        """State of a context for attribution. Raises NotFound."""
         ...
 
     def submit(self, prompt: engine_messages.Prompt) -> EventStream:

@@ -1,4 +1,4 @@
-"""How much one client, and one tenant, may have of what all of them share."""
+"""Fair shares of clients and tenants in a shared capacity."""
 
 from collections import Counter
 from collections.abc import Iterator, Set
@@ -8,11 +8,11 @@ from longleaf.types import Account
 
 CLIENT_SHARE = 1 / 2
 TENANT_SHARE = 1 / 2
-"""Where there are several tenants; a tenant has as many clients as it likes."""
+"""Applies if there are several tenants. The number of clients of a tenant is not limited."""
 
 
 class ShareLimit(NamedTuple):
-    """The part of the whole that a tenant may have, or one client of it."""
+    """The part of the capacity that a tenant, or one of its clients, may use."""
 
     part: float
     tenant: str
@@ -20,22 +20,23 @@ class ShareLimit(NamedTuple):
 
     @property
     def whose(self) -> str:
-        """For its messages."""
+        """The owner, for error messages."""
         return f"the tenant {self.tenant}" if self.client is None else f"client {self.client!r}"
 
     def is_theirs(self, account: Account) -> bool:
-        """Whether what that account has counts."""
+        """Whether the usage of the account counts toward this limit."""
         return account == (self.tenant, account[1] if self.client is None else self.client)
 
 
 def shares_of(account: Account, tenant_share: float) -> Iterator[ShareLimit]:
-    """Those that an account has to keep to, with what its tenant may have, which is all for 1."""
+    """The limits that apply to an account. With a `tenant_share` of 1 the tenant has no limit."""
     yield ShareLimit(CLIENT_SHARE, *account)
     if tenant_share < 1:
         yield ShareLimit(tenant_share, account[0])
 
 
 def loser_of(held: Counter[str], losers: Set[str], tenant: str) -> str | None:
-    """Which of these tenants is to make room for `tenant`: the one that has most, and none that has no more than it."""
+    """The tenant among `losers` that must free capacity for `tenant`: the one that holds most. None if it is another
+    tenant and holds no more than `tenant` does."""
     found = max(losers, key=lambda other: (held[other], other == tenant), default=None)
     return found if found == tenant or held[found or ""] > held[tenant] else None

@@ -29,17 +29,17 @@ from longleaf.tenants import scoped
 from longleaf.types import Event, Finished, Generate, Resume
 
 HIDDEN = "tokens of the context are hidden"
-"""Why an answer is not exact."""
+"""A reason for which an answer is not exact."""
 
 
 def random_id() -> str:
-    """An id for a generation that its caller did not name."""
+    """An id for a generation without one."""
     return secrets.token_hex(16)
 
 
 class Generation:
-    """Runs generations on an engine, and holds those that may be resumed; with a journal, also for the services that
-    come after this one. `clock` is the engine's, in seconds, and `wall_clock` tells those since the epoch."""
+    """Runs generations on an engine, and holds those that can be resumed; with a journal, across restarts of the
+    service. `clock` is the engine's, in seconds, and `wall_clock` gives seconds since the epoch."""
 
     def __init__(
         self,
@@ -67,13 +67,14 @@ class Generation:
         self._ledger = ledger
         self._replays = ResumableGenerations(later, self._forget, tenant_share=tenant_share)
         self._running: set[str] = set()
-        """Ids of those that are not held, so that a repeated request does not run twice."""
+        """Ids of generations that are not held, so that a repeated request does not run twice."""
 
     def run(self, request: Generate | Resume, seconds: float | None = None) -> AsyncGenerator[Event, None]:
-        """Events of one generation, the last Finished. Closing the iterator ends the generation, unless it is held.
+        """Yields the events of one generation; the last one is Finished. Closing the iterator ends the generation,
+        unless it is held.
 
-        The client waits `seconds`, if given. Raises, now or later, InvalidArgument, NotFound, AlreadyExists,
-        ResourceExhausted, Unavailable, RankLost or StorageUnavailable.
+        The client waits `seconds`, if given. Raises, immediately or while iterating, InvalidArgument, NotFound,
+        AlreadyExists, ResourceExhausted, Unavailable, RankLost or StorageUnavailable.
         """
         if isinstance(request, Resume):
             _note(request.request_id)
@@ -92,17 +93,17 @@ class Generation:
         return self._alone(request_id, answer)
 
     async def cancel(self, request_id: str) -> None:
-        """Ends a generation that is held, and forgets it. Raises NotFound."""
+        """Ends a held generation and removes it. Raises NotFound."""
         await self._replays.cancel(request_id)
 
     def _forget(self, request_id: str) -> None:
         if self._journal is not None:
-            with suppress(StorageUnavailable):  # then the next service takes it up, and nobody comes
+            with suppress(StorageUnavailable):  # then the next service holds it until it expires
                 self._journal.remove(request_id)
 
     async def take_up(self) -> None:
-        """Holds what earlier services held, each from now on for as long as its request says. It goes on after its last
-        token once somebody reads it. Raises StorageUnavailable."""
+        """Restores the generations that earlier services held; their `resume_seconds` start now. A generation continues
+        after its last token when a client reads it. Raises StorageUnavailable."""
         for resident, output in self._journal.load() if self._journal is not None else ():
             request, request_id = resident.request, resident.request_id
             tracing = _tracing(request)
@@ -115,7 +116,7 @@ class Generation:
 
     async def _events(self, request_id: str, request: Generate, deadline: float | None) -> AsyncGenerator[Event, None]:
         tracing = _tracing(request)
-        self._ledger.check_generation()  # before the work that a long prompt makes
+        self._ledger.check_generation()  # before the work that a long prompt causes
         token_ids = await self._prompts.ids_of(request)
         if request.until_full:
             request = self._filled(request, len(token_ids))
@@ -142,7 +143,7 @@ class Generation:
         tracing: AttributionTracer | None,
         generated: Mapping[int, Sequence[int]],
     ) -> AsyncGenerator[Event, None]:
-        """The rest of a generation that another service began."""
+        """The rest of a generation that another service started."""
         if answer.is_finished:
             return
         assert self._journal is not None
@@ -168,7 +169,7 @@ class Generation:
         tracing: AttributionTracer | None,
         emit: Saw,
     ) -> AsyncGenerator[Event, None]:
-        """What the client is told, after it was written down."""
+        """Yields the client's events; each is written to the journal first."""
         async for event in stream:
             if record is not None:
                 record.append(event)
@@ -186,7 +187,7 @@ class Generation:
     def _begin_record(
         self, request_id: str, request: Generate, token_ids: Sequence[int], deadline: float | None
     ) -> AbstractContextManager[JournalWriter | None]:
-        """The record of a generation that is held. Raises StorageUnavailable."""
+        """The journal record of a held generation. Raises StorageUnavailable."""
         if self._journal is None or not request.resume_seconds:
             return nullcontext()
         resident = GenerationEntry(
@@ -199,7 +200,8 @@ class Generation:
         return self._journal.begin(resident)
 
     async def _alone(self, request_id: str, answer: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
-        """The events of a generation that is not held. Raises AlreadyExists when another one of this id runs."""
+        """The events of a generation that is not held. Raises AlreadyExists if another generation with this id is
+        running."""
         self._check_free(request_id)
         self._running.add(request_id)
         try:
@@ -210,7 +212,7 @@ class Generation:
             self._running.remove(request_id)
 
     def _filled(self, request: Generate, num_tokens: int) -> Generate:
-        """The request with as long an answer as there is room for; where there is none, admission tells why."""
+        """The request with the longest answer that fits. If none fits, admission reports the reason."""
         is_whole = _is_whole(request)
         room = self._engine.answer_room(request.context, num_tokens, request.num_samples, is_whole=is_whole)
         sampling = msgspec.structs.replace(request.sampling, max_tokens=max(1, min(MAX_TOKENS, room)))
@@ -252,7 +254,7 @@ class Generation:
         before = ids_before(self._tokenizer.alphabet, token_ids) if is_continued else ()
         alphabet, ends = self._tokenizer.alphabet, self._tokenizer.end_tokens
         scaling = ""
-        with suppress(LongleafError):  # a context that is gone has no answer
+        with suppress(LongleafError):  # a context that was dropped has no answer
             is_whole, max_tokens = _is_whole(request), request.sampling.max_tokens
             scaling = self._engine.scaling_note(request.context, len(token_ids), max_tokens, is_whole=is_whole)
         reasons = (self._engine.exactness_note, HIDDEN if request.hidden else "", scaling)
@@ -266,13 +268,13 @@ def _tracing(request: Generate) -> AttributionTracer | None:
 
 
 def _is_whole(request: Generate) -> bool:
-    """As its Prompt is."""
+    """The `is_whole` of its Prompt."""
     return request.provenance is None and not request.hidden
 
 
 def _counting_copies(emit: Saw, num_requested: int, take_in: Callable[[int], None]) -> Saw:
-    """Also takes in the tokens of the context that are computed anew for a question of `num_asked` tokens, because the
-    context's keys are rotated for another length."""
+    """Wraps `emit` and counts context tokens that are recomputed for a question of `num_requested` tokens because the
+    keys of the context are rotated for another length."""
     num_taken = 0
 
     def saw_all(event: engine_messages.Event) -> None:
@@ -288,6 +290,6 @@ def _counting_copies(emit: Saw, num_requested: int, take_in: Callable[[int], Non
 
 
 def _note(request_id: str) -> None:
-    """Tells those who watch the call whose generation it runs or reads."""
+    """Records the id of the generation in the call, for observers."""
     if (call := CURRENT.get()) is not None:
         call.request_id = request_id

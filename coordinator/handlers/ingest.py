@@ -1,4 +1,4 @@
-"""An ingest from its first piece to its acknowledged context."""
+"""Ingests, from the first chunk to the acknowledged context."""
 
 import asyncio
 import math
@@ -42,7 +42,7 @@ from longleaf.types import (
 )
 
 IDLE_SECONDS = 120.0
-"""How long an open stream may send nothing while a document arrives."""
+"""Seconds for which an open stream may send nothing while a document arrives."""
 REPORT_BYTES = 1 << 18
 """Bytes of text received between two reports."""
 REPORT_TOKENS = 1 << 16
@@ -50,10 +50,10 @@ REPORT_TOKENS = 1 << 16
 
 
 class Ingester(Capacity, Protocol):
-    """The engine, as ingests see it."""
+    """The engine's interface for ingests."""
 
     def check_capacity(self, declared: int) -> None:
-        """Raises InvalidArgument when no context may be made for so many positions."""
+        """Raises InvalidArgument if the engine creates no context with this many positions."""
         ...
 
     def get_context(self, context_id: str) -> Context:
@@ -61,7 +61,7 @@ class Ingester(Capacity, Protocol):
         ...
 
     def made_by(self, context_id: str) -> str:
-        """The upload id of a context's last document; empty if it had none. Raises NotFound."""
+        """The upload id of the context's last document; empty if it had none. Raises NotFound."""
         ...
 
     def ingest(self, document: engine_messages.DocumentPrompt) -> EventStream:
@@ -70,7 +70,7 @@ class Ingester(Capacity, Protocol):
 
 
 class Ingest:
-    """Runs ingests on an engine, on the clock of its uploads. `wall_clock` counts seconds since the epoch."""
+    """Runs ingests on an engine, with the clock of `uploads`. `wall_clock` counts seconds since the epoch."""
 
     def __init__(
         self,
@@ -95,8 +95,8 @@ class Ingest:
     async def run(
         self, pieces: AsyncIterator[IngestPiece], seconds: float | None = None
     ) -> AsyncGenerator[IngestProgress, None]:
-        """Progress, the last with the context. Closing the iterator gives the ingest up and leaves nothing behind,
-        unless it has an upload id: then it can be resumed.
+        """Yields progress; the last report has the context. Closing the iterator drops the ingest, unless it has an
+        upload id: then it can be resumed.
 
         The client waits `seconds`, if given. Raises InvalidArgument, NotFound, AlreadyExists, ResourceExhausted,
         DeadlineExceeded, Unavailable or RankLost.
@@ -117,7 +117,7 @@ class Ingest:
                 owner.check()
 
     async def cancel(self, context: str, upload_id: str) -> None:
-        """Ends an ingest, and keeps nothing of it. Raises NotFound, also when its context is there by now."""
+        """Ends an ingest and deletes its data. Raises NotFound, including when the context has already been created."""
         header = IngestHeader(context=context, upload_id=upload_id)
         was_kept = self._uploads.kept is not None and self._uploads.kept.forget(header)
         upload = self._uploads.called(header)
@@ -125,13 +125,13 @@ class Ingest:
         is_there = (latest is not None and latest.context is not None) or self._made(header) is not None
         if upload is not None and not is_there:
             upload.is_cancelled = True
-            async with self._uploads.owned(upload):  # with this one it ends
+            async with self._uploads.owned(upload):  # the upload ends with this owner
                 self._uploads.forget(upload)
         if is_there or (upload is None and not was_kept):
             raise NotFound(f"upload {upload_id} of contexts/{context}")
 
     def _known(self, header: IngestHeader) -> Upload | None:
-        """The ingest that is resumed, if it is one and there is something to resume."""
+        """The ingest to resume, if there is one."""
         upload = self._uploads.find(header) if header.upload_id else None
         if upload is not None and upload.document is not None:
             upload.document.expect(header.total_bytes)
@@ -142,12 +142,12 @@ class Ingest:
             is_there = self._engine.get_context(header.context).created == ready.context.created
         except (NotFound, ContextLost):
             is_there = False
-        if not is_there:  # deleted since: the name is free, or another's
+        if not is_there:  # deleted since: the name is free, or belongs to another context
             self._uploads.forget(upload)
         return upload if is_there else None
 
     def _made(self, header: IngestHeader) -> IngestProgress | None:
-        """What is told of an ingest that has ended, and made the last document of its context: it is not read twice."""
+        """The report of a finished ingest that created the last document of its context, which is not read again."""
         try:
             is_made = bool(header.upload_id) and self._engine.made_by(header.context) == header.upload_id
         except (NotFound, ContextLost, CheckpointChanged):
@@ -155,8 +155,8 @@ class Ingest:
         return IngestProgress(phase="ready", context=self._engine.get_context(header.context)) if is_made else None
 
     async def _new(self, header: IngestHeader, deadline: float | None) -> Upload:
-        """Raises NotFound, AlreadyExists or InvalidArgument, before a long text is sent in vain, and what is told of a
-        context that is gone where it is to be appended to."""
+        """Raises NotFound, AlreadyExists or InvalidArgument before a long text is sent, and the error of a dropped
+        context that is to be appended to."""
         header.settings.check(self._wall_clock(), "config")
         if header.settings.capacity is not UNSET:
             self._engine.check_capacity(header.settings.capacity)
@@ -168,28 +168,28 @@ class Ingest:
         self._check_upload(header, is_retained)
         opening = await self._prompts.opening(header.system, limit) if header.system else None
         if header.upload_id and (known := self._known(header)) is not None:
-            return known  # another stream of it has come meanwhile
+            return known  # another stream has added it in the meantime
         encoder = self._tokenizer.document_encoder(is_first=not header.append, opening=opening)
         document = DocumentTokenizer(encoder, limit, self._tokenizer.vocabulary_size, header.files)
         if retained is not None:
             await retained.take_up(header, document)
         document.expect(header.total_bytes)
-        # What can be resumed goes on when its client has waited long enough for now.
+        # An ingest that can be resumed outlives the deadline of its client.
         upload = Upload(header, document, self._threads, None if header.upload_id else deadline)
-        self._check_upload(header, is_retained)  # others may have begun meanwhile
+        self._check_upload(header, is_retained)  # other uploads may have started in the meantime
         self._uploads.add(upload)
         return upload
 
     def _check_upload(self, header: IngestHeader, is_kept: bool) -> None:
-        """Whether it may begin, or go on. Raises ResourceExhausted."""
+        """Whether the ingest may start or resume. Raises ResourceExhausted."""
         self._ledger.check_upload(self._uploads.num_kept_of(header.tenant) if is_kept else 0)
 
     def _check_tokens(self, header: IngestHeader, num_tokens: int = 0) -> None:
-        """Whether an upload may have so many tokens more than it has. Raises ResourceExhausted."""
+        """Whether the quotas allow an upload `num_tokens` more tokens. Raises ResourceExhausted."""
         self._ledger.check_context(0 if header.append else 1, num_tokens)
 
     def _limit(self, header: IngestHeader) -> SizeLimit:
-        """What the document may be at most."""
+        """The largest size of the document that can fit."""
         try:
             resident = self._engine.num_tokens(header.context)
         except (NotFound, ContextLost, CheckpointChanged):
@@ -206,7 +206,7 @@ class Ingest:
     ) -> AsyncGenerator[IngestProgress, None]:
         upload = owner.upload
         await upload.settle()
-        if upload.document is not None:  # not named here: its ids must go once the prefill has taken them over
+        if upload.document is not None:  # without a local name: the ids must be freed once the prefill owns them
             async with aclosing(self._receive(owner, upload.document, pieces)) as reports:
                 async for report in reports:
                     yield report
@@ -216,21 +216,21 @@ class Ingest:
         assert upload.prefill is not None
         async for report in upload.prefill.follow():
             yield report
-        owner.check()  # whoever ended the prefill has told nothing
+        owner.check()  # a prefill that was stopped yields no report
 
     async def _receive(
         self, owner: UploadLease, document: DocumentTokenizer, pieces: AsyncIterator[IngestPiece]
     ) -> AsyncGenerator[IngestProgress, None]:
-        """Raises DeadlineExceeded when the stream sends nothing for too long, and InvalidArgument when the context's
-        time passes meanwhile."""
+        """Raises DeadlineExceeded if the stream is idle for too long, and InvalidArgument if the context expires in the
+        meantime."""
         upload, reported = owner.upload, _report("receiving", document)
         self._ledger.take_in(upload.take_new())
         yield reported
         while (piece := await self._next(pieces, upload.header.settings.ingest_expiry)) is not None:
-            owner.check()  # one that has lost it counts nothing
+            owner.check()  # a stream that lost the upload counts nothing
             self._uploads.count(upload, _num_bytes(piece))
             steps = _take(owner, document, piece)
-            del piece  # it may be large, and the next one long in coming
+            del piece  # it may be large, and the next one may take long to arrive
             async for _ in steps:
                 self._ledger.take_in(upload.take_new())
                 self._uploads.count(upload)
@@ -242,7 +242,7 @@ class Ingest:
                     reported = report
                     yield report
             del steps
-        # Only once this has gone out, the end of the pieces was the client's, and not that of a broken stream.
+        # Once this report is sent, it is certain that the client ended the stream and that the stream did not break.
         yield _report("tokenizing", document)
         owner.check()
         document.check_size()
@@ -250,7 +250,7 @@ class Ingest:
         self._ledger.take_in(upload.take_new())
 
     async def _next(self, pieces: AsyncIterator[IngestPiece], expires: float | None = None) -> IngestPiece | None:
-        """None at the end. Raises DeadlineExceeded, and InvalidArgument from `expires` on."""
+        """The next chunk; None at the end. Raises DeadlineExceeded, and InvalidArgument from the time `expires` on."""
         left = math.inf if expires is None else expires - self._wall_clock()
         if left <= 0:
             raise expired()
@@ -309,7 +309,7 @@ class Ingest:
         yield replace(report, phase="ready", processed=report.total, context=context, recovering=None)
 
     def _acknowledged(self, header: IngestHeader) -> Context:
-        """Raises NotFound when it was deleted just now, and InvalidArgument when it has expired."""
+        """Raises NotFound if the context has just been deleted, and InvalidArgument if it has expired."""
         try:
             return self._engine.get_context(header.context)
         except NotFound:
@@ -320,8 +320,8 @@ class Ingest:
 
 
 async def _take(owner: UploadLease, document: DocumentTokenizer, piece: IngestPiece) -> AsyncIterator[None]:
-    """Adds a piece; stops after each step of work. Raises InvalidArgument, and Unavailable when another stream owns
-    the upload."""
+    """Adds a chunk; yields after each step of work. Raises InvalidArgument, and Unavailable if another stream owns the
+    upload."""
     owner.check()
     match piece:
         case IngestHeader():
@@ -342,7 +342,7 @@ async def _take(owner: UploadLease, document: DocumentTokenizer, piece: IngestPi
 
 
 def _num_bytes(piece: IngestPiece) -> int:
-    """Bytes of memory, about."""
+    """Approximate bytes of memory."""
     match piece:
         case IngestHeader():
             return 0

@@ -1,4 +1,4 @@
-"""What a generation has said, as its journal keeps it, told to clients once more."""
+"""Replays the journal of a generation."""
 
 from array import array
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from longleaf.types import Event
 
 
 class ReplayedState(NamedTuple):
-    """What clients have been told, and perhaps the end of it that they have not; and the ids so far of the samples that
+    """The events for clients, including an end that the journal lacks; and the token ids so far of the samples that
     have not ended."""
 
     events: list[Event]
@@ -19,8 +19,8 @@ class ReplayedState(NamedTuple):
 
 
 def retell(said: Sequence[Said], prompt: Prompt, answer: ResponseAssembler) -> ReplayedState:
-    """Has `answer`, which is new, take what was said. What clients are told of it is the same as before, in the same
-    pieces, but for times."""
+    """Feeds the journaled events to the new assembler `answer`. Clients get the same events as before, with the same
+    boundaries; only times differ."""
     reported: list[Event] = []
     generated = {sample: array("I") for sample in range(prompt.num_samples)}
     for event in said:
@@ -35,7 +35,7 @@ def retell(said: Sequence[Said], prompt: Prompt, answer: ResponseAssembler) -> R
 
 
 def _ended(said: Sequence[Said], sample: int, reason: EndReason, num_generated: int) -> Ended:
-    """Without times, which nobody has measured."""
+    """An end without times, because they are unknown."""
     admitted = next((event for event in reversed(said) if isinstance(event, Admitted)), Admitted(0, 0))
     return Ended(
         reason=reason,

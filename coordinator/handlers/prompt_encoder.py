@@ -1,4 +1,4 @@
-"""What is asked, as ids: texts, conversations, and what comes before a document."""
+"""Encodes prompts: texts, conversations, and the opening of a document."""
 
 from array import array
 from collections.abc import Callable, Sequence
@@ -16,15 +16,15 @@ from longleaf.types import Conversation, Generate
 
 SYSTEM = "prefaced_config.system"
 EMPTY_LINE = "\n\n"
-"""Between a system's message and a question that it is put before."""
+"""Separates a system message from the question that it is prepended to."""
 
 
 class _Asked(NamedTuple):
-    """The messages that the template renders."""
+    """The messages to render."""
 
     messages: list[Said]
     first: int
-    """Index of the first of them in the conversation."""
+    """Index of the first rendered message in the conversation."""
 
     def field(self, message: int | None) -> str:
         """Path of a message in the request."""
@@ -32,7 +32,7 @@ class _Asked(NamedTuple):
 
 
 class Prompts:
-    """Makes ids in `threads`, in steps between which a cancelled call ends."""
+    """Encodes in `threads`, in steps; a cancelled call ends between two steps."""
 
     def __init__(self, capacity: Capacity, tokenizer: Tokenizer, threads: TokenizerPool) -> None:
         self._capacity = capacity
@@ -40,7 +40,7 @@ class Prompts:
         self._threads = threads
 
     async def ids_of(self, request: Generate) -> Sequence[int]:
-        """Raises InvalidArgument, NotFound, or Unavailable at the end of the service."""
+        """Raises InvalidArgument, NotFound, or Unavailable during shutdown."""
         resident = self._capacity.num_tokens(request.context) if request.context is not None else 0
         size = self._tokenizer.vocabulary_size
         if request.with_token_bytes and self._tokenizer.alphabet.spell is None:
@@ -80,8 +80,8 @@ class Prompts:
         return await self._encode("conversation", await self._encoders(pieces, has_context), limit)
 
     async def opening(self, system: str, limit: SizeLimit) -> Opening:
-        """What a document begins with that has a system's message before it. Raises InvalidArgument naming it, when the
-        template has no place for it, or Unavailable at the end of the service."""
+        """The opening of a document with a system message. Raises InvalidArgument naming it if the template does
+        not support one, or Unavailable during shutdown."""
         limit.check(SYSTEM, len(system.encode()))
         if (template := self._tokenizer.chat_template) is None:
             raise InvalidArgument(SYSTEM, "cannot be put before the document: the model has no chat template")
@@ -102,8 +102,8 @@ class Prompts:
         field: str,
         field_of: Callable[[int | None], str],
     ) -> list[TemplatePiece]:
-        """The prompt of a conversation, or what follows a document. Raises InvalidArgument naming `field`, or with
-        `field_of` the message to blame."""
+        """The prompt of a conversation, or the part that follows a document. Raises InvalidArgument naming `field`, or,
+        with `field_of`, the message at fault."""
         if (template := self._tokenizer.chat_template) is None:
             text = messages[0].text
             return await self._threads.run_long(len(text), self._tokenizer.plain_question, text)
@@ -117,26 +117,26 @@ class Prompts:
             raise InvalidArgument(field, error.description) from None
 
     async def _encoders(self, pieces: Sequence[TemplatePiece], is_continued: bool) -> list[tuple[Encoder, str]]:
-        """In a thread: a text may have many control tokens, and each begins a piece."""
+        """Runs in a thread: a text may have many control tokens, and each starts a new piece."""
         size = sum(len(piece.text) for piece in pieces)
         return await self._threads.run_long(size, self._tokenizer.encoders, pieces, is_continued=is_continued)
 
     async def _rendered(
         self, size: int, render: Callable[..., list[TemplatePiece]], *arguments: Any
     ) -> list[TemplatePiece]:
-        """The pieces of texts of `size` characters. Raises ConversationRefused, InvalidArgument and Unavailable."""
+        """The pieces of texts with `size` characters. Raises ConversationRefused, InvalidArgument and Unavailable."""
         try:
             return await self._threads.run_long(size, render, *arguments)
         except (StartError, OSError) as error:
             raise Unavailable(f"the chat template was not rendered: {error}") from error
 
     async def _encode(self, field: str, texts: Sequence[tuple[Encoder, str]], limit: SizeLimit) -> Sequence[int]:
-        """As `_encoded`. Raises InvalidArgument where there are no ids, too."""
+        """As `_encoded`, and raises InvalidArgument if there are no ids."""
         token_ids = await self._encoded(field, texts, limit)
         return await self._threads.run(check_ids, token_ids, self._tokenizer.vocabulary_size, field)
 
     async def _encoded(self, field: str, texts: Sequence[tuple[Encoder, str]], limit: SizeLimit) -> "array[int]":
-        """The ids of all encoders, one after the other. Stops when more have come out than can fit."""
+        """The concatenated ids of all encoders. Stops once there are more than can fit."""
         encoders = [encoder for encoder, _ in texts]
 
         def check() -> None:
@@ -150,8 +150,8 @@ class Prompts:
 
 
 def _lay_out(conversation: Conversation, has_context: bool, has_template: bool) -> _Asked:
-    """Where the template does not see them, system's messages that come first are part of the first question: a context
-    has begun already, and without a template there are only questions."""
+    """Prepends leading system messages to the first question if the template does not see them: in a context, which has
+    already begun, and without a template, which has only questions."""
     messages = conversation.messages
     first = 0
     if has_context or not has_template:
@@ -170,7 +170,7 @@ def _lay_out(conversation: Conversation, has_context: bool, has_template: bool) 
 
 
 def check_ids(token_ids: Sequence[int], vocabulary_size: int, field: str = "token_ids") -> Sequence[int]:
-    """`token_ids`. Raises InvalidArgument when there is none, or one that is not in the vocabulary."""
+    """Returns `token_ids`. Raises InvalidArgument if there are none, or if one is not in the vocabulary."""
     if not token_ids:
         raise InvalidArgument(field, "are empty" if field == "token_ids" else "has no tokens")
     check_known(token_ids, vocabulary_size, field)

@@ -1,4 +1,4 @@
-"""From what the engine says of one request to what its client is told: ids become text, and stop strings end it."""
+"""Converts engine events of one request to client events: ids become text, and stop strings end it."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -26,19 +26,19 @@ from longleaf.types import (
 
 
 class AttributionSink(Protocol):
-    """Traces answers to where they come from."""
+    """Receives the attention of answers for attribution."""
 
     def told(self, sample: int) -> AttentionTotals:
-        """What of a sample is told."""
+        """The totals of a sample."""
         ...
 
     def of_delta(self, attention: Sequence[Attention]) -> Attribution | None:
-        """Where the tokens of a Delta come from, if it tells that."""
+        """Sources of the tokens of a Delta, if requested."""
         ...
 
 
 class RequestTimes:
-    """When a request arrived and started, in seconds of `clock`."""
+    """Times at which a request arrived and started, in seconds of `clock`."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
@@ -47,7 +47,7 @@ class RequestTimes:
 
 
 class ResponseAssembler:
-    """All samples of one request. `end_tokens` end each of them unless its sampling ignores them."""
+    """Assembles all samples of one request. `end_tokens` end a sample unless its sampling ignores them."""
 
     def __init__(
         self,
@@ -60,9 +60,9 @@ class ResponseAssembler:
         tracing: AttributionSink | None = None,
         before: Sequence[int] = (),
     ) -> None:
-        """`before` are ids of the prompt that the answer's text continues, as `ids_before` gives them. Where logprobs
-        are to carry the bytes of their tokens, the alphabet can spell. The request, whose text may be large, is not
-        kept. `exactness_note` is why the answer is not exact, if it is not."""
+        """`before` are the prompt ids that the text of the answer continues, from `ids_before`. If logprobs include the
+        bytes of tokens, the alphabet must support `spell`. The request, whose text may be large, is not kept.
+        `exactness_note` is the reason for which the answer is not exact; empty if it is."""
         sampling = request.sampling
         self._request_id = request_id
         self._exactness_note = exactness_note
@@ -93,7 +93,7 @@ class ResponseAssembler:
         return [number for number, sample in enumerate(self._samples) if not sample.is_finished]
 
     def take(self, event: engine_messages.Event) -> list[Event]:
-        """What the client is told of `event`. What comes of a sample after its end is dropped."""
+        """Returns the client's events for `event`. Events of a sample after its end are dropped."""
         match event:
             case engine_messages.Admitted():
                 if event.queue_position == 0 and self._times.started is None:
@@ -122,7 +122,7 @@ class ResponseAssembler:
 
 
 class SampleAssembler:
-    """One answer: its text, the tokens whose text is not out yet, and its end."""
+    """One answer: its text, the tokens whose text is pending, and its end."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class SampleAssembler:
         self._index = index
         self._tracing = tracing
         self._attention: list[Attention | None] = []
-        """Of the tokens whose text is not out yet, if that is traced."""
+        """Attention of the tokens whose text is pending, if attribution is requested."""
         self._text = text
         self._end_tokens = end_tokens
         self._times = times
@@ -148,7 +148,7 @@ class SampleAssembler:
         self._tokens: list[Token] = []
         self._end_ids: tuple[int, ...] = ()
         self.usage = Usage()
-        """Tokens of the prompt. Those of the answer are counted as they come."""
+        """Tokens of the prompt. Those of the answer are counted as they arrive."""
         self.is_finished = False
 
     def take(self, event: engine_messages.Tokens) -> list[Event]:
@@ -159,19 +159,19 @@ class SampleAssembler:
             self._attention += event.attention or [None] * len(event.tokens)
         num_before, pieces = self._num_tokens, self._push(event.tokens)
         self._num_drafted += event.num_drafted
-        # accepted ones come first in their step, and what is behind a stop string is no part of the answer
+        # accepted tokens come first in their step; tokens after a stop string are not part of the answer
         num_reported = self._num_tokens - num_before
         num_steps_told = bisect_right(event.step_ends, num_reported)
         self._num_accepted += min(event.num_accepted, num_reported - num_steps_told)
         return [*self._delta(pieces), *([self._stop()] if self._text.matched_stop else [])]
 
     def _push(self, tokens: Sequence[Token]) -> list[TextDelta]:
-        """The text that tokens release, up to what ends the answer among them."""
+        """The text that the tokens release, up to the one that ends the answer."""
         pieces: list[TextDelta] = []
         for token in tokens:
             self._num_tokens += 1
             if token.id in self._end_tokens:
-                self._end_ids = (token.id,)  # its text, if it has any, is not part of the answer
+                self._end_ids = (token.id,)  # its text, if any, is not part of the answer
                 break
             if (piece := self._text.push(token.id)) is not None:
                 pieces.append(piece)
@@ -190,7 +190,7 @@ class SampleAssembler:
         return [*delta, self._finished(event.reason, "", usage, timings)]
 
     def _stop(self) -> Finished:
-        """The end that the engine does not know of, so the times are taken here too."""
+        """Ends the sample at a stop string. The engine has not ended it, so the times are measured here."""
         self.is_finished = True
         now, times = self._times.clock(), self._times
         first = now if self._first_token_at is None else self._first_token_at
@@ -207,7 +207,7 @@ class SampleAssembler:
         return Usage(num_prompt, num_cached, num_generated, self._num_drafted, self._num_accepted)
 
     def _delta(self, pieces: list[TextDelta]) -> list[Event]:
-        """The pieces of one event as one delta, with their tokens; none when there is none."""
+        """Merges the pieces into one delta with their tokens; empty if there are no pieces."""
         if not pieces:
             return []
         count = pieces[-1].index + len(pieces[-1].token_ids) - pieces[0].index
@@ -218,7 +218,7 @@ class SampleAssembler:
         return [Delta(pieces[0].index, token_ids, text, logprobs, self._index, self._trace(token_ids))]
 
     def _trace(self, token_ids: tuple[int, ...]) -> Attribution | None:
-        """Counts tokens that are told; where they come from, if that is told of each."""
+        """Adds the tokens of a delta to the totals; returns their sources, if requested per token."""
         if (tracing := self._tracing) is None:
             return None
         count = len(token_ids)
@@ -228,5 +228,5 @@ class SampleAssembler:
 
 
 def timings_of(queue: float, first_token: float, decode: float) -> Timings:
-    """Seconds as the engine counts them: queue and first token from arrival, decode from the first token on."""
+    """Seconds as the engine counts them: queue and first token from arrival, decode from the first token."""
     return Timings(queue, first_token, decode, max(0.0, first_token - queue))

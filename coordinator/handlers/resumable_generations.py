@@ -1,4 +1,4 @@
-"""Generations that are held while their clients are away, and what such a client reads when it comes back."""
+"""Buffers generations whose clients are disconnected, and replays them when a client resumes."""
 
 import asyncio
 from array import array
@@ -22,22 +22,22 @@ from longleaf.errors import (
 from longleaf.types import Conversation, Delta, Event, Finished, Generate, Message, Recovering, Started
 
 MAX_HELD = 256
-"""Generations held at once."""
+"""Most generations held concurrently."""
 MAX_WEIGHT = 1 << 14
-"""Tokens, alternatives and sources of one generation that are kept for a client that comes back."""
+"""Most tokens, alternatives and attribution sources of one generation that are kept for replay."""
 RETRY_SECONDS = 2.0
 
 
 class Timer(Protocol):
-    """A call to come."""
+    """A scheduled call."""
 
     def cancel(self) -> None:
-        """The answer will not be made."""
+        """Cancels the call."""
         ...
 
 
 CallLater = Callable[[float, Callable[[], None]], Timer]
-"""Calls a function after so many seconds, on the event loop."""
+"""Calls a function after a number of seconds, on the event loop."""
 
 
 def call_later(seconds: float, function: Callable[[], None]) -> Timer:
@@ -45,10 +45,10 @@ def call_later(seconds: float, function: Callable[[], None]) -> Timer:
 
 
 class ResumableGeneration:
-    """The events of one generation, kept after they were read. It goes on only as far as somebody reads, and as the
-    engine's own buffer reaches. `on_end` is called with it when it failed, and when it had no reader for as long as the
-    request says; perhaps for both. `question` is the digest of the request's, and `told` are events that were read
-    before, in another service."""
+    """The events of one generation, kept for replay. Generation continues while a client reads, and otherwise until the
+    engine's buffer is full. `on_end` is called when the generation fails, and when it had no reader for the
+    `resume_seconds` of the request; it may be called for both. `question` is the digest of the request's input, and
+    `told` are the events that clients of another service have read."""
 
     def __init__(
         self,
@@ -67,16 +67,16 @@ class ResumableGeneration:
         self._on_end = on_end
         self._log: deque[Event] = deque()
         self._num_dropped = 0
-        """Events that were in front of the log, and their tokens."""
+        """Number of events dropped from the front of the log."""
         self._dropped_tokens = 0
         self._weight = 0
         self._started: Started | None = None
         self._recovering: Recovering | None = None
-        """What was said of a recovery, if that was the last of all: it is not kept, for it tells of now alone."""
+        """The latest event if it is a Recovering. It is not logged, because it only describes the present."""
         self._error: Exception | None = None
-        """What ended it."""
+        """The error that ended the generation."""
         self._is_over = False
-        """The answer's last event is in the log."""
+        """The last event is in the log."""
         self._num_readers = 0
         self._timer = later(self._seconds, self._be_over)
         self._step: asyncio.Task[None] | None = None
@@ -85,19 +85,19 @@ class ResumableGeneration:
 
     @property
     def is_cut_off(self) -> bool:
-        """The service has ended, and not the answer."""
+        """Whether the service ended before the answer did."""
         return isinstance(self._error, Unavailable) and not isinstance(self._error, StorageUnavailable)
 
     def answers(self, request: Generate) -> bool:
-        """Whether `request` asks the same question."""
+        """Whether `request` has the same input."""
         return question_of(request) == self._question
 
     async def read(self, token_index: int = 0) -> AsyncGenerator[Event, None]:
-        """Events from the token at `token_index` on, Started first, and what is said of a recovery meanwhile. Closing
-        the iterator ends nothing but itself.
+        """Yields Started, then the events from the token at `token_index` on, with Recovering events in between.
+        Closing the iterator does not end the generation.
 
-        Raises InvalidArgument for an index where no delta begins, or that is no longer held, and what the generation
-        raises.
+        Raises InvalidArgument if no delta begins at the index or if it is no longer held, and the errors of the
+        generation.
         """
         self._enter()
         try:
@@ -130,8 +130,8 @@ class ResumableGeneration:
         return number
 
     async def _get(self, number: int, recovering: Recovering | None) -> Event | None:
-        """The event of this number, or what is said of a recovery before it comes, unless that is the one that was
-        told; None after the last event."""
+        """The event of this number. Before that, a Recovering event, unless it is `recovering`, which the reader has.
+        None after the last event."""
         while number >= self._num_dropped + len(self._log):
             if self._recovering is not None and self._recovering is not recovering:
                 return self._recovering
@@ -145,7 +145,7 @@ class ResumableGeneration:
         return self._log[number - self._num_dropped]
 
     async def _advance(self) -> None:
-        """Waits for the next event, once for all readers; the wait goes on when this reader leaves."""
+        """Waits for the next event, once for all readers. The wait continues when this reader disconnects."""
         if self._step is None or self._step.done():
             self._step = asyncio.create_task(self._take())
         await asyncio.wait([self._step])
@@ -158,7 +158,7 @@ class ResumableGeneration:
         except Exception as error:
             self._error = self._error or error
             self._timer.cancel()
-            self._be_over()  # a retry shall start anew
+            self._be_over()  # a retry starts a new generation
 
     def _keep(self, event: Event) -> None:
         self._recovering = event if isinstance(event, Recovering) else None
@@ -186,7 +186,7 @@ class ResumableGeneration:
         self._on_end(self)
 
     async def end(self, error: LongleafError) -> None:
-        """Ends the generation; who waits for more of it gets `error`."""
+        """Ends the generation; waiting readers get `error`."""
         self._error = self._error or error
         self._timer.cancel()
         if self._step is not None and not self._step.done():
@@ -196,8 +196,8 @@ class ResumableGeneration:
 
 
 def question_of(request: Generate) -> bytes:
-    """Stands for what is asked, in every process: the input itself may be large, and a generation is held for
-    minutes."""
+    """A digest of the input that is stable across processes. It replaces the input, which may be large, while the
+    generation is held."""
     match request.input:
         case str(text):
             kind, requested = "text", text.encode()
@@ -209,7 +209,7 @@ def question_of(request: Generate) -> bytes:
 
 
 def _told_apart(message: Message) -> bytes:
-    """A message with its role and length before it, so that no two conversations are the same bytes."""
+    """The message, prefixed with its role and length, so that different conversations have different bytes."""
     text = message.text.encode()
     return f"{message.role} {len(text)}\n".encode() + text
 
@@ -227,8 +227,8 @@ def _weight(event: Event) -> int:
 
 
 class ResumableGenerations:
-    """The generations that are held, by id. `forget` is called with the id of one that has ended for good: it can be
-    resumed in no other service either."""
+    """The held generations, by id. `forget` is called with the id of a generation that no service can resume any
+    more."""
 
     def __init__(
         self,
@@ -237,7 +237,7 @@ class ResumableGenerations:
         max_held: int = MAX_HELD,
         tenant_share: float = 1.0,
     ) -> None:
-        """All of them are at most `max_held`, and those of one client or tenant no more than its share."""
+        """There are at most `max_held`; each client and each tenant is limited to its share."""
         self._max_held, self._tenant_share = max_held, tenant_share
         self._call_later = later
         self._forget = forget
@@ -272,7 +272,7 @@ class ResumableGenerations:
         events: AsyncGenerator[Event, None],
         told: Iterable[Event],
     ) -> None:
-        """Holds a generation that another service held, which goes on with `events`."""
+        """Holds a generation that another service held; `events` are the remaining ones."""
         self._add(request_id, request, question, events, told)
 
     def _add(
@@ -288,14 +288,14 @@ class ResumableGenerations:
         return replay
 
     async def cancel(self, request_id: str) -> None:
-        """Ends a generation and forgets it. Raises NotFound."""
+        """Ends a generation and removes it. Raises NotFound."""
         replay = self.find(request_id)
         del self._by_id[request_id]
         self._forget(request_id)
         await replay.end(Cancelled(f"generations/{request_id} was cancelled"))
 
     def _end(self, request_id: str, replay: ResumableGeneration) -> None:
-        """Ends `replay` and forgets it, unless that was done before: by now its name may be another one's."""
+        """Ends and removes `replay`, unless it has been removed: the id may belong to another generation by now."""
         if self._by_id.get(request_id) is replay:
             del self._by_id[request_id]
             if not replay.is_cut_off:
@@ -304,5 +304,5 @@ class ResumableGenerations:
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
-        self._closing.add(task)  # the loop itself keeps only weak references
+        self._closing.add(task)  # the loop keeps only weak references
         task.add_done_callback(self._closing.discard)

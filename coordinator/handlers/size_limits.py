@@ -1,4 +1,4 @@
-"""How long a text may be before it is turned into ids."""
+"""Size limits of texts before tokenization."""
 
 from typing import Protocol
 
@@ -6,21 +6,21 @@ from longleaf.errors import InvalidArgument
 
 
 class Capacity(Protocol):
-    """What an engine can hold."""
+    """Capacity of an engine."""
 
     @property
     def max_positions(self) -> int:
-        """Tokens of context that may be reached with the model."""
+        """Most tokens of a context with this model."""
         ...
 
     @property
     def limit_name(self) -> str:
-        """What sets `max_positions`."""
+        """Name of the setting that limits `max_positions`."""
         ...
 
     @property
     def total_tokens(self) -> int:
-        """Tokens that the pools of all ranks hold."""
+        """Total tokens in the pools of all ranks."""
         ...
 
     def num_tokens(self, context_id: str) -> int:
@@ -29,9 +29,9 @@ class Capacity(Protocol):
 
 
 class SizeLimit:
-    """The most tokens and bytes that can possibly fit after `held` tokens.
+    """The most tokens and bytes that can fit after `held` tokens.
 
-    What is over is refused before it is read, let alone tokenized: that takes far more memory than the text.
+    Larger input is rejected before it is read or tokenized, because token ids take far more memory than the text.
     """
 
     def __init__(self, capacity: Capacity, max_bytes_per_token: int | None, held: int = 0) -> None:
@@ -44,13 +44,13 @@ class SizeLimit:
         self.num_bytes = None if max_bytes_per_token is None else self.num_tokens * max_bytes_per_token
 
     def check(self, field: str, num_bytes: int) -> None:
-        """Raises InvalidArgument naming `field` when so many bytes cannot fit."""
+        """Raises InvalidArgument naming `field` if `num_bytes` cannot fit."""
         if self.num_bytes is not None and num_bytes > self.num_bytes:
             raise InvalidArgument(
                 field, f"{num_bytes:,} bytes cannot fit: at most {self.num_bytes:,} bytes make the {self.name}"
             )
 
     def check_tokens(self, field: str, count: int) -> None:
-        """Raises InvalidArgument naming `field` when so many tokens, or more to come, cannot fit."""
+        """Raises InvalidArgument naming `field` if `count` tokens cannot fit."""
         if count > self.num_tokens:
             raise InvalidArgument(field, f"{count:,} tokens or more cannot fit in the {self.name}")

@@ -1,4 +1,4 @@
-"""What the tokenizer service answers: texts to ids and back, within limits."""
+"""The tokenizer service: text to ids and back, within limits."""
 
 from array import array
 from collections.abc import Sequence
@@ -16,16 +16,16 @@ MAX_ANSWER_BYTES = 32 << 20
 
 
 class Tokenization:
-    """Works in `threads`, in steps between which a cancelled call ends."""
+    """Works in `threads`, in steps; a cancelled call ends between two steps."""
 
     def __init__(self, tokenizer: Tokenizer, threads: TokenizerPool) -> None:
         self._tokenizer = tokenizer
         self._threads = threads
 
     async def count(self, text: str) -> int:
-        """Tokens of `text` as of a document, without the template's opening. Holds a window of the ids only.
+        """Tokens of `text` as a document, without the opening of the template. Holds only a window of the ids.
 
-        Raises InvalidArgument for a text in which the tokenizer cannot be cut.
+        Raises InvalidArgument for a text that the tokenizer cannot split.
         """
         encoder = self._tokenizer.plain_encoder(has_opening=False)
         counts: list[int] = []
@@ -38,7 +38,7 @@ class Tokenization:
         return sum(counts)
 
     async def tokenize(self, text: str, *, add_special: bool, has_spans: bool) -> Tokenized:
-        """Raises InvalidArgument for a text that is too long, or has too many tokens."""
+        """Raises InvalidArgument if the text is too long or has too many tokens."""
         size = len(text.encode())
         if size > MAX_TEXT_BYTES:
             message = f"has {size:,} bytes, at most {MAX_TEXT_BYTES:,} are tokenized at once; CountTokens takes more"
@@ -49,7 +49,7 @@ class Tokenization:
         return Tokenized(tuple(encoder.token_ids), tuple(encoder.spans) if encoder.spans is not None else None)
 
     async def detokenize(self, token_ids: Sequence[int], *, keep_special: bool) -> str:
-        """Raises InvalidArgument for too many ids, one that is not in the vocabulary, and too long a text."""
+        """Raises InvalidArgument if there are too many ids, an id is not in the vocabulary, or the text is too long."""
         if len(token_ids) > MAX_TOKENS:
             raise InvalidArgument("token_ids", f"are {len(token_ids):,}, at most {MAX_TOKENS:,} are taken at once")
         text = await self._threads.run(self._decode, token_ids, keep_special)
@@ -59,7 +59,7 @@ class Tokenization:
         return text
 
     def _decode(self, token_ids: Sequence[int], keep_special: bool) -> str:
-        """In one step: a decoder may look at neighbours, so that parts cannot be joined."""
+        """Decodes in one step: a decoder may depend on neighbouring tokens, so parts cannot be joined."""
         check_known(token_ids, self._tokenizer.vocabulary_size)
         return self._tokenizer.decode(token_ids, keep_special=keep_special)
 

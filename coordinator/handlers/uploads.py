@@ -1,4 +1,4 @@
-"""Ingests that outlive a broken stream."""
+"""Ingests that survive a broken stream."""
 
 import asyncio
 import time
@@ -18,20 +18,20 @@ from longleaf.errors import Cancelled, DeadlineExceeded, LongleafError, Resource
 from longleaf.types import Account, IngestHeader, IngestProgress
 
 KEEP_SECONDS = 600.0
-"""How long an ingest without a stream is kept."""
+"""Seconds for which an ingest without a stream is kept."""
 TRIM_SECONDS = 30.0
-"""How often is looked for what was kept long enough."""
+"""Seconds between two searches for expired uploads."""
 MAX_UPLOADS = 256
 MAX_BYTES = 1 << 30
-"""Memory of all documents on their way to the engine: about 256 million tokens."""
+"""Bytes of memory of all documents that have not been passed to the engine: about 256 million tokens."""
 RETRY_SECONDS = 5.0
 
 
 class PrefillTask:
-    """The second half of an ingest, as a task of its own: it needs no stream that listens."""
+    """The prefill of an ingest, as a separate task: it runs even when no stream follows it."""
 
     def __init__(self, stream: EventStream, reports: AsyncGenerator[IngestProgress, None]) -> None:
-        """`reports` are made of what `stream` says."""
+        """`reports` are derived from the events of `stream`."""
         self._stream = stream
         self._reports = reports
         self.latest: IngestProgress | None = None
@@ -54,7 +54,8 @@ class PrefillTask:
             self._changes.note()
 
     async def follow(self) -> AsyncIterator[IngestProgress]:
-        """The reports from now on; a slow reader gets the latest ones. Raises what ended the prefill."""
+        """Yields reports from now on; a slow reader gets only the latest ones. Raises the error that ended the
+        prefill."""
         reported = None
         while True:
             count, is_over = self._changes.count, self.is_over
@@ -69,14 +70,14 @@ class PrefillTask:
                 await self._changes.after(count)
 
     async def stop(self) -> None:
-        """Gives it up, wherever it is."""
+        """Cancels the prefill in any state."""
         self._task.cancel()
         await asyncio.wait([self._task])
         await self._stream.aclose()
 
 
 class Upload:
-    """An ingest: its document while that arrives, then its prefill. The stream that came last owns it."""
+    """An ingest: its document while that arrives, then its prefill. The latest stream owns it."""
 
     def __init__(
         self, header: IngestHeader, document: DocumentTokenizer, threads: TokenizerPool, deadline: float | None = None
@@ -84,23 +85,23 @@ class Upload:
         self.header = header
         self._threads = threads
         self.deadline = deadline
-        """When nobody waits for it any more, in seconds on the engine's clock."""
+        """When the client stops waiting, in seconds on the engine's clock."""
         self.document: DocumentTokenizer | None = document
         """None once its ids are with the engine."""
         self.prefill: PrefillTask | None = None
         self.owner: UploadLease | None = None
-        """The stream that goes on with it; None while there is none."""
+        """The stream that sends it; None while there is none."""
         self.num_counted = 0
-        """Bytes that are counted among those of all."""
+        """Bytes of this upload included in the total."""
         self.idle_since: float | None = None
-        """When the last stream left; None while there is one."""
+        """When the last stream disconnected; None while a stream is open."""
         self.is_cancelled = False
-        """A call of its own has ended it."""
+        """Ended by a cancel call."""
         self._work: Future[None] | None = None
         self._num_taken = document.num_tokens
 
     def take_new(self) -> int:
-        """Tokens that have arrived since the last call, also in work that an earlier owner left behind."""
+        """Tokens received since the last call, including those from work that an earlier owner started."""
         num_tokens = self.document.num_tokens if self.document is not None else self._num_taken
         num_new, self._num_taken = num_tokens - self._num_taken, num_tokens
         return num_new
@@ -114,22 +115,22 @@ class Upload:
         return self.prefill is not None and not self.prefill.is_over
 
     def begin(self, prefill: PrefillTask) -> None:
-        """The document is with the engine."""
+        """The engine has taken over the document."""
         self.document, self.prefill = None, prefill
 
     def own(self) -> "UploadLease":
-        """The new owner, a stream that takes over from any other."""
+        """Makes a new stream the owner; the previous one loses the upload."""
         self.owner, self.idle_since = UploadLease(self), None
         return self.owner
 
     async def work(self, function: Callable[..., None], *arguments: object) -> None:
-        """Runs a short method of the document in a thread. If the caller is cancelled, it runs to its end, or not at
-        all: the document is whole either way."""
+        """Runs a short method of the document in a thread. If the caller is cancelled, the method either completes or
+        does not start, so the document stays consistent."""
         self._work = self._threads.submit(function, *arguments)
         await asyncio.wrap_future(self._work)
 
     async def settle(self) -> None:
-        """Waits for work that an earlier owner left behind. Raises what it raised."""
+        """Waits for work that an earlier owner started. Raises its error."""
         if self._work is not None:
             work = asyncio.wrap_future(self._work)
             await asyncio.wait([work])
@@ -138,7 +139,7 @@ class Upload:
 
 
 class UploadLease:
-    """A stream that goes on with an upload, until another takes over."""
+    """A stream's ownership of an upload; it ends when another stream takes over."""
 
     def __init__(self, upload: Upload) -> None:
         self.upload = upload
@@ -148,26 +149,27 @@ class UploadLease:
         return self.upload.owner is self
 
     def check(self) -> None:
-        """Raises Unavailable when another stream took over, and Cancelled when a call ended the upload."""
+        """Raises Unavailable if another stream took over, and Cancelled if a call cancelled the upload."""
         if self.upload.is_cancelled:
             raise Cancelled(f"the ingest into contexts/{self.upload.header.context} was cancelled")
         if not self.is_current:
             raise Unavailable("another stream goes on with this upload")
 
     async def work(self, function: Callable[..., None], *arguments: object) -> None:
-        """As that of the upload. Raises Unavailable when another stream took over, before or meanwhile."""
+        """Like `Upload.work`. Raises Unavailable if another stream has taken over before or during the call, and
+        Cancelled if a call cancelled the upload."""
         self.check()
         await self.upload.work(function, *arguments)
         self.check()
 
 
 class Uploads:
-    """All ingests: those whose stream is open, and those that can be resumed, by context and upload id. `clock` counts
-    seconds, `later` calls after so many.
+    """All ingests, by context and upload id: those with an open stream, and those that can be resumed. `clock` counts
+    seconds; `later` calls a function after a number of seconds.
 
-    What nobody listens to is kept for `keep_seconds`. All of them together are at most `max_uploads` and hold at most
-    `max_bytes`, and those of one client or tenant no more than its share: what is kept gives way, the oldest first, of
-    the tenant that has most. A prefill under way is never dropped; the engine bounds those.
+    An upload without a stream is kept for `keep_seconds`. There are at most `max_uploads`, which hold at most
+    `max_bytes` together; each client and each tenant is limited to its share. When a limit is reached, the oldest idle
+    upload of the tenant that holds most is dropped. A running prefill is never dropped; the engine limits those.
     """
 
     def __init__(
@@ -181,7 +183,7 @@ class Uploads:
         tenant_share: float = 1.0,
         kept: DurableUploads | None = None,
     ) -> None:
-        """What can be resumed is told to `kept`, if it is given."""
+        """`kept` persists uploads that can be resumed, if given."""
         self._tenant_share = tenant_share
         self.kept = kept
         self.clock = clock
@@ -191,41 +193,41 @@ class Uploads:
         self._all: set[Upload] = set()
         self._by_key: dict[tuple[str, str], Upload] = {}
         self._num_bytes = Counter[Account]()
-        """What the uploads of each client hold."""
+        """Bytes held by the uploads of each client."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory that all hold, about."""
+        """Approximate bytes of memory that all uploads hold."""
         return self._num_bytes.total()
 
     def num_of(self, tenant: str) -> int:
-        """Uploads of a tenant that are open, or kept to be resumed, also those of an earlier service."""
+        """Uploads of a tenant that are open or can be resumed, including those of an earlier service."""
         self._trim()
         return sum(upload.header.tenant == tenant for upload in self._all) + self.num_kept_of(tenant)
 
     def num_kept_of(self, tenant: str) -> int:
-        """Those of an earlier service, or that gave way since."""
+        """Uploads of a tenant that exist only on disk: those of an earlier service, and those dropped from memory."""
         return len(self._kept_tokens(tenant))
 
     def num_tokens_of(self, tenant: str) -> int:
-        """Tokens of those whose documents are not with the engine."""
+        """Tokens of a tenant's uploads whose documents have not been passed to the engine."""
         own = (upload.document for upload in self._all if upload.header.tenant == tenant)
         arrived = (document.num_tokens for document in own if document is not None)
         return sum(arrived) + sum(self._kept_tokens(tenant))
 
     def _kept_tokens(self, tenant: str) -> list[int]:
-        """Tokens of each upload of a tenant that is kept, and not in memory."""
+        """Token count of each upload of a tenant that exists only on disk."""
         return self.kept.tokens_of(tenant, self._by_key) if self.kept is not None else []
 
     def find(self, header: IngestHeader) -> Upload | None:
-        """The ingest that `header` goes on with. Raises InvalidArgument when it began in another way."""
+        """The ingest that `header` resumes. Raises InvalidArgument if its settings differ from the original ones."""
         upload = self.called(header)
         if upload is not None:
             check_same(upload.header, header)
         return upload
 
     def called(self, header: IngestHeader) -> Upload | None:
-        """The ingest of that context and upload id, however it began."""
+        """The ingest of that context and upload id, with any settings."""
         self._trim()
         return self._by_key.get(_key(header))
 
@@ -247,8 +249,8 @@ class Uploads:
             self._by_key[_key(upload.header)] = upload
 
     def count(self, upload: Upload, num_arrived: int = 0) -> None:
-        """Takes note of what an open upload holds by now, `num_arrived` bytes of a piece that is yet to be taken among
-        it. Raises ResourceExhausted when that is too much."""
+        """Updates the size of an open upload, including `num_arrived` bytes of a chunk that is not added yet. Raises
+        ResourceExhausted when a limit is exceeded."""
         self._count(upload, upload.num_held_bytes + num_arrived)
         for share in shares_of(upload.header.account, self._tenant_share):
             most = int(self._max_bytes * share.part)
@@ -269,7 +271,7 @@ class Uploads:
         upload.num_counted = num_bytes
 
     def forget(self, upload: Upload) -> None:
-        """Nothing of it can be resumed any more."""
+        """Makes the upload impossible to resume."""
         if self._by_key.get(_key(upload.header)) is upload:
             del self._by_key[_key(upload.header)]
         if upload.idle_since is not None:
@@ -277,12 +279,12 @@ class Uploads:
 
     @asynccontextmanager
     async def owned(self, upload: Upload) -> AsyncGenerator[UploadLease, None]:
-        """A stream goes on with `upload` in here. With it ends what cannot be resumed, by what went wrong or at all."""
+        """The body owns `upload`. An upload that cannot be resumed ends with the body."""
         owner = upload.own()
         try:
             yield owner
         except LongleafError as error:
-            # A document that waits for room, for its client or for its end need not be sent again.
+            # A document that waits for capacity, for its client or for its end need not be sent again.
             can_go_on = upload.document and isinstance(error, ResourceExhausted | DeadlineExceeded | IncompleteDocument)
             if owner.is_current and not can_go_on:
                 self.forget(upload)
@@ -294,7 +296,7 @@ class Uploads:
                 await upload.prefill.stop()
 
     def leave(self, owner: UploadLease) -> bool:
-        """A stream has ended. Says whether its ingest is kept, or goes on with another stream."""
+        """Ends the ownership of a stream. Returns whether the ingest is kept or another stream has taken over."""
         upload = owner.upload
         if not owner.is_current:
             return True
@@ -312,20 +314,21 @@ class Uploads:
             del self._num_bytes[upload.header.account]
 
     def _kept(self) -> list[Upload]:
-        """Uploads that wait to be resumed, the oldest first."""
+        """Uploads waiting to be resumed, the oldest first."""
         retained = [(upload.idle_since, upload) for upload in self._by_key.values() if upload.idle_since is not None]
         ordered = sorted(retained, key=lambda entry: entry[0])
         return [upload for _, upload in ordered if not upload.is_prefilling]
 
     def _drop_oldest(self, is_theirs: Callable[[Account], bool]) -> bool:
-        """Makes room, where they have something kept that can be dropped; says whether it was."""
+        """Drops the oldest idle upload of these accounts. Returns whether there was one."""
         found = next((upload for upload in self._kept() if is_theirs(upload.header.account)), None)
         if found is not None:
             self.forget(found)
         return found is not None
 
     def _make_room(self, held: Counter[str], tenant: str = "") -> bool:
-        """The same, of the tenant that has most by `held`; of others than `tenant` only where they have more."""
+        """Drops the oldest idle upload of the tenant that has most by `held`; of a tenant other than `tenant` only if
+        it has more. Returns whether there was one."""
         loser = loser_of(held, {upload.header.tenant for upload in self._kept()}, tenant)
         return loser is not None and self._drop_oldest(lambda other: other[0] == loser)
 
@@ -342,7 +345,7 @@ class Uploads:
         now = self.clock()
         for upload in self._kept():
             assert upload.idle_since is not None
-            self._count(upload, upload.num_held_bytes)  # work that its stream left behind may have ended since
+            self._count(upload, upload.num_held_bytes)  # work started by its stream may have ended since
             if now - upload.idle_since > self._keep_seconds:
                 self.forget(upload)
         while self.num_bytes > self._max_bytes and self._make_room(self._bytes_by_tenant()):
@@ -355,7 +358,7 @@ class Uploads:
         self._trim()
 
     def audit(self) -> None:
-        """What is counted is what all hold, by client. Raises AssertionError."""
+        """Checks that the recorded bytes of each client match its uploads. Raises AssertionError."""
         counted = Counter[Account]()
         for upload in self._all:
             counted[upload.header.account] += upload.num_counted

@@ -1,8 +1,8 @@
-"""Proves the fleet on the spot: a short prompt over all ranks, held against plain attention on one of them.
+"""Verifies the running cluster: compares a short prompt over all ranks with plain attention on one rank.
 
-The prompt waits, is read and answers like any other, beside all that runs. Only plain attention keeps every stream
-waiting, for as long as one rank takes to read the prompt alone, once or twice; so the prompt is short, and one
-verification runs at a time.
+The prompt is queued, prefilled and answered like any other, concurrently with running requests. Only plain attention
+blocks all streams, for the time in which one rank reads the prompt, once or twice. Therefore the prompt is short, and
+one verification runs at a time.
 """
 
 import random
@@ -48,7 +48,7 @@ class VerificationRunner:
         self._is_running = False
 
     async def run(self, request: Verify, seconds: float | None = None) -> Verification:
-        """What was found. The client waits `seconds`, if given.
+        """Runs one verification. The client waits `seconds`, if given.
 
         Raises InvalidArgument, ResourceExhausted, DeadlineExceeded, Unavailable or RankLost.
         """
@@ -94,7 +94,7 @@ class VerificationRunner:
         return tuple(check_ids(encoder.token_ids, size, "text"))
 
     def _usual_length(self, max_tokens: int) -> int:
-        """Tokens enough for a block on every rank, as far as limits allow."""
+        """Tokens for at least one block on every rank, within the limits."""
         cluster = self._cluster()
         wanted = max(MIN_DEFAULT_PROMPT, cluster.world_size * cluster.block_size + 1)
         room = min(self._engine.max_positions, self._engine.total_tokens - cluster.block_size) - max_tokens
@@ -131,7 +131,7 @@ class VerificationRunner:
 
 
 def _within(field: str, given: int | None, default: int, most: int) -> int:
-    """Raises InvalidArgument naming `field` for a number that is not between 1 and `most`."""
+    """Raises InvalidArgument naming `field` if the number is not between 1 and `most`."""
     value = default if given is None else given
     if not 1 <= value <= most:
         raise InvalidArgument(field, f"{value:,} is not between 1 and {most:,}")

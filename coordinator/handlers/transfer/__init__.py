@@ -1,1 +1,1 @@
-"""Moving house: contexts that leave for another service, and those that come from one."""
+"""Transfer of contexts between services: export and import."""

@@ -1,4 +1,4 @@
-"""Exports: contexts as parcels, sent from any byte on."""
+"""Exports: contexts as archives, sent from any byte offset."""
 
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Generator
@@ -15,13 +15,13 @@ from longleaf.tenants import name_of, tenant_of
 from longleaf.types import Cluster, ExportContext, ExportedArchive
 
 MAX_EXPORTS = 8
-"""Those that are under way: each holds a piece of some ten megabytes."""
+"""Most concurrent exports: each holds a piece of about ten megabytes."""
 CHUNK_BYTES = 1 << 18
 RETRY_SECONDS = 5.0
 
 
 class Exports:
-    """Sends the contexts of a house. `cluster` describes who serves them."""
+    """Exports the contexts of an engine. `cluster` describes the serving cluster."""
 
     def __init__(
         self,
@@ -37,13 +37,14 @@ class Exports:
         self._max_exports = max_exports
         self._tenant_share = tenant_share
         self._num_open = Counter[str]()
-        """By tenant."""
+        """Running exports by tenant."""
 
     async def run(self, wanted: ExportContext) -> AsyncGenerator[ExportedArchive | bytes, None]:
-        """What comes, and then its bytes from the offset on. Closing the iterator lets go of the context.
+        """Yields the size and digest of the archive, then its bytes from the offset on. Closing the iterator releases
+        the context.
 
-        Raises NotFound, ContextLost, CheckpointChanged, FailedPrecondition when the parcel is not that of the digest
-        any more, InvalidArgument, ResourceExhausted, DataLoss, StorageUnavailable or Unavailable.
+        Raises NotFound, ContextLost, CheckpointChanged, FailedPrecondition if the archive no longer has the requested
+        digest, InvalidArgument, ResourceExhausted, DataLoss, StorageUnavailable or Unavailable.
         """
         with self._counted(tenant_of(wanted.context)):
             exporting = await self._house.open_export(wanted.context, with_keys=wanted.with_keys)
@@ -68,7 +69,7 @@ class Exports:
             yield
         finally:
             self._num_open[tenant] -= 1
-            self._num_open += Counter()  # forgets those that have none
+            self._num_open += Counter()  # removes tenants with a count of zero
 
     async def _pack(self, exporting: ExportHandle) -> ArchiveWriter:
         head = _head(exporting, await self._house.fingerprint(), self._cluster().model.name)
@@ -101,7 +102,7 @@ def _check(wanted: ExportContext, packing: ArchiveWriter) -> None:
 
 
 async def _bytes_of(exporting: ExportHandle, packing: ArchiveWriter, offset: int) -> AsyncGenerator[bytes, None]:
-    """In chunks that travel well, with one piece in memory at a time."""
+    """Yields chunks of about CHUNK_BYTES, with one piece in memory at a time."""
     chunk = bytearray()
     for content, passed in packing.stretches(offset):
         data = memoryview(await exporting.read(content)) if isinstance(content, PieceRef) else content
@@ -110,6 +111,6 @@ async def _bytes_of(exporting: ExportHandle, packing: ArchiveWriter, offset: int
             if len(chunk) >= CHUNK_BYTES:
                 yield bytes(chunk)
                 chunk.clear()
-        del data, content  # it may be large, and the next one long in coming
+        del data, content  # it may be large, and the next one may take long to arrive
     if chunk:
         yield bytes(chunk)

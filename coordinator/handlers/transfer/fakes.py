@@ -1,4 +1,4 @@
-"""A house in memory: what was kept in it can leave, and what arrives is kept."""
+"""An in-memory TransferEngine: its contexts can be exported, and imported ones are stored."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ BLOCK_SIZE = 4
 
 
 class StoredContext(NamedTuple):
-    """A context of the house."""
+    """A context of the engine."""
 
     context: ContextRecord
     segments: Sequence[SegmentRecord]
@@ -30,7 +30,7 @@ class StoredContext(NamedTuple):
 
 
 class FakeTransferEngine:
-    """Contexts of the checkpoint `fingerprint`, and the objects of a storage that takes keys of one form."""
+    """Contexts of the checkpoint `fingerprint`, and the objects of a storage that accepts keys of one form."""
 
     def __init__(self, fingerprint: Fingerprint, form: str | None, service: str = "fake") -> None:
         self._fingerprint = fingerprint
@@ -41,18 +41,18 @@ class FakeTransferEngine:
         self.contexts: dict[str, StoredContext] = {}
         self.objects: dict[str, bytes] = {}
         self.num_open = 0
-        """Contexts that leave now."""
+        """Contexts that are being exported."""
         self.num_arriving = 0
-        """Contexts that were neither adopted nor dropped."""
+        """Imports that were neither adopted nor dropped."""
         self.failures: list[StorageUnavailable] = []
-        """What the next calls of the storage raise."""
+        """Errors that the next storage calls raise."""
         self.is_answering = asyncio.Event()
-        """Calls of the storage wait until it is set."""
+        """Storage calls wait until it is set."""
         self.is_answering.set()
         self.is_asked = asyncio.Event()
-        """Whether the storage ever was."""
+        """Set by the first storage call."""
         self.num_cancelled = 0
-        """Calls of the storage that were broken off."""
+        """Storage calls that were cancelled."""
         self._next_segment = 1000
 
     def get_context(self, context_id: str) -> Context:
@@ -100,7 +100,7 @@ class FakeTransferEngine:
         return self.contexts[context_id]
 
     async def answer(self) -> None:
-        """The storage answers. Raises StorageUnavailable when it is told to."""
+        """Completes a storage call. Raises the next StorageUnavailable of `failures`."""
         self.is_asked.set()
         try:
             await self.is_answering.wait()
@@ -116,7 +116,7 @@ class FakeTransferEngine:
 
 
 class FakeLeaving:
-    """A context of a house that leaves."""
+    """An export of the fake engine."""
 
     def __init__(self, house: FakeTransferEngine, stored: StoredContext) -> None:
         self._house, self._is_closed = house, False
@@ -135,7 +135,7 @@ class FakeLeaving:
 
 
 class FakeArriving:
-    """A context that comes into a house."""
+    """An import of the fake engine."""
 
     def __init__(self, house: FakeTransferEngine) -> None:
         self._house, self._is_over = house, False

@@ -1,4 +1,5 @@
-"""A context on its way in, whatever streams bring it: a parcel's bytes become segments here and objects on storage."""
+"""The import of one context over any number of streams: the bytes of an archive become segments in the catalog and
+objects on storage."""
 
 import asyncio
 from array import array
@@ -23,12 +24,12 @@ from longleaf.tenants import scoped
 from longleaf.types import CONTEXT_ID, MAX_TIME, ImportHeader, ImportProgress
 
 MAX_TOLD = 3
-"""Files that differ, by their names."""
+"""Most file names to list in an error about differing checkpoints."""
 
 
 class ContextImporter:
-    """Takes the bytes of one parcel into a house. One call at a time, each to its end: what a call could not do, the
-    next one does first. `wall_clock` counts seconds since the epoch."""
+    """Imports the bytes of one archive. Calls must not overlap or be cancelled; work that a failed call left undone is
+    done first by the next one. `wall_clock` counts seconds since the epoch."""
 
     def __init__(
         self,
@@ -45,30 +46,30 @@ class ContextImporter:
         self._wall_clock = wall_clock
         self._unpacking = ArchiveReader()
         self._untaken: Told | None = None
-        """What the parcel told last, until all is done that it asks for."""
+        """The last item from the archive reader, until it has been processed."""
         self._context: ContextRecord | None = None
         self._arriving: ImportHandle | None = None
         self._segments: list[SegmentRecord] = []
         self._num_used = 0
-        """Tokens of the path up to the last of them."""
+        """Tokens of the path up to the end of the last segment."""
         self._coming: _IncomingSegment | None = None
-        """The segment whose ids or pieces come."""
+        """The segment whose ids or pieces are arriving."""
         self._num_described = 0
-        """Bytes of memory that what is said of segments takes, about."""
+        """Approximate bytes of memory of the segment descriptions."""
         self._manifests: dict[int, tuple[Attempt, SegmentManifest]] = {}
         self._snapshots: dict[int, SnapshotRecord] = {}
-        """Those whose manifests are put."""
+        """Snapshots whose manifests have been written."""
         self.made: ImportProgress | None = None
-        """What is told at the end; nothing more is taken then."""
+        """The final report; later bytes are ignored."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the parcel that have come."""
+        """Bytes of the archive received so far."""
         return self._unpacking.num_bytes
 
     @property
     def num_held_bytes(self) -> int:
-        """Bytes of memory, about."""
+        """Approximate bytes of memory held."""
         untaken = len(self._untaken) if isinstance(self._untaken, bytearray) else 0
         coming = [self._coming.token_ids] if self._coming is not None else []
         num_ids = sum(len(ids) for ids in (*(segment.token_ids for segment in self._segments), *coming))
@@ -76,18 +77,19 @@ class ContextImporter:
 
     @property
     def _is_long(self) -> bool:
-        """What comes now may take long: the event loop does not wait for it."""
+        """Whether parsing the current section may take long, so that it runs in a thread."""
         return self._unpacking.is_description
 
     async def settle(self) -> None:
-        """Does what an earlier call could not. Raises what `take` raises."""
+        """Completes the work that an earlier call left undone. Raises the same errors as `take`."""
         if self._untaken is not None:
             await self._follow(self._untaken)
             self._untaken = None
 
     async def take(self, data: bytes) -> None:
-        """The next bytes, until the context is made. Raises InvalidArgument, CheckpointChanged, AlreadyExists,
-        FailedPrecondition; and StorageUnavailable or Unavailable, after which it may go on behind `num_bytes`."""
+        """Processes the next bytes, until the context is created. Raises InvalidArgument, CheckpointChanged,
+        AlreadyExists, FailedPrecondition; and StorageUnavailable or Unavailable, after which the import may continue at
+        `num_bytes`."""
         await self.settle()
         rest = memoryview(data)
         while rest and self.made is None:
@@ -97,7 +99,7 @@ class ContextImporter:
             await self.settle()
 
     async def finish(self) -> None:
-        """No more bytes come: the context is made. Raises as `take` does."""
+        """Creates the context at the end of the archive. Raises the same errors as `take`."""
         await self.settle()
         if self.made is not None:
             return
@@ -114,10 +116,10 @@ class ContextImporter:
         self.made = ImportProgress(
             received_bytes=self.num_bytes, context=context, key_tokens=self._num_key_tokens(record.num_tokens)
         )
-        self._segments, self._manifests, self._coming, self._num_described = [], {}, None, 0  # it is the engine's now
+        self._segments, self._manifests, self._coming, self._num_described = [], {}, None, 0  # the engine owns them now
 
     async def drop(self) -> None:
-        """Gives it up. Idempotent; does nothing to a context that was made."""
+        """Drops the import. Idempotent; has no effect on a context that was created."""
         if self._arriving is not None:
             await self._arriving.drop()
 
@@ -145,7 +147,7 @@ class ContextImporter:
         self._unpacking.expect(self._arriving.form, self._arriving.block_size)
 
     def _is_made(self, name: str) -> bool:
-        """Whether an earlier call with this upload id made the context."""
+        """Whether an earlier call with this upload id created the context."""
         try:
             return bool(self._header.upload_id) and self._house.made_by(name) == self._header.upload_id
         except (NotFound, ContextLost, CheckpointChanged):
@@ -155,7 +157,7 @@ class ContextImporter:
         assert self._arriving is not None
         self._coming = _IncomingSegment(self._arriving.new_segment(), head)
         self._num_described += head.num_held_bytes
-        if head.keys is not None:  # the manifest has them, too
+        if head.keys is not None:  # the manifest holds the token ids as well
             self._num_described += ID_BYTES * head.num_tokens
 
     async def _extend(self, token_ids: "array[int]") -> None:
@@ -168,11 +170,11 @@ class ContextImporter:
             await self._seal(coming)
 
     async def _seal(self, coming: "_IncomingSegment") -> None:
-        """All token ids of a segment are there."""
+        """Completes a segment once all its token ids have arrived."""
         assert self._arriving is not None
         before = self._segments[-1] if self._segments else None
         keys, text = coming.head.keys, coming.head.text
-        if keys is None or keys.form != self._arriving.form:  # then nobody needs what is not used
+        if keys is None or keys.form != self._arriving.form:  # without keys, the unused tail is not needed
             del coming.token_ids[coming.head.num_used :]
             keys = None
         if len(coming.token_ids) < coming.head.num_tokens:
@@ -218,28 +220,28 @@ class ContextImporter:
         return manifest
 
     async def _put(self, content: bytearray) -> None:
-        """The next piece of a segment, where this house takes its keys."""
+        """Stores the next piece of a segment, if this engine accepts its keys."""
         assert self._arriving is not None and self._coming is not None
         if self._coming.names:
             await self._arriving.put(self._coming.names[0], content)
             del self._coming.names[0]
 
     def _num_key_tokens(self, num_tokens: int) -> int:
-        """Tokens of the path whose keys and values came along."""
+        """Tokens of the path whose keys and values were imported."""
         ends = [*(segment.start for segment in self._segments[1:]), num_tokens]
         paths = zip(self._segments, ends, strict=True)
         return sum(end - segment.start for segment, end in paths if segment.id in self._snapshots)
 
 
 class _IncomingSegment:
-    """A segment while its token ids and pieces come."""
+    """A segment whose token ids and pieces are arriving."""
 
     def __init__(self, number: int, head: SegmentHead) -> None:
         self.id = number
         self.head = head
         self.token_ids = array("I")
         self.names: list[str] = []
-        """Of the pieces that come yet and are put."""
+        """Object names of the pieces still to be stored."""
 
 
 def _piece(name: str, part: KvPart) -> PieceRef:
@@ -253,14 +255,14 @@ def _snapshot(number: int, attempt: Attempt, manifest: SegmentManifest) -> Snaps
 
 
 def _checked(name: str) -> str:
-    """What the context was called where it comes from. Raises InvalidArgument where none may be called so here."""
+    """The name of the context in its original service. Raises InvalidArgument if the name is not valid here."""
     if CONTEXT_ID.fullmatch(name) is None:
         raise InvalidArgument("config.name", f"the context was called {name[:100]!r}; give it another name")
     return name
 
 
 def _record(name: str, head: ContextHead, upload_id: str, now: float) -> ContextRecord:
-    """What a context will be. Raises InvalidArgument where it cannot be."""
+    """The record of the new context. Raises InvalidArgument if the archive's values are invalid."""
     times = (head.created, head.updated, *([] if head.expires is None else [head.expires]))
     if not all(0 <= time <= MAX_TIME for time in times):
         raise InvalidArgument(FIELD, "it tells times that are none")
@@ -283,7 +285,7 @@ def _record(name: str, head: ContextHead, upload_id: str, now: float) -> Context
 
 
 def _check_fingerprint(name: str, head: ContextHead, served: Fingerprint) -> None:
-    """Raises CheckpointChanged, which tells what differs."""
+    """Raises CheckpointChanged with a list of the differing files."""
     given = head.fingerprint
     if given.digest == served.digest:
         return

@@ -1,4 +1,4 @@
-"""Imports: contexts that come in over streams that may break, and go on over others."""
+"""Imports of contexts over streams that may break; another stream can resume an import."""
 
 import asyncio
 import time
@@ -24,32 +24,32 @@ from longleaf.formatting import human_seconds
 from longleaf.types import ArchiveChunk, ImportHeader, ImportProgress
 
 IDLE_SECONDS = 120.0
-"""How long an open stream may send nothing."""
+"""Seconds for which an open stream may send nothing."""
 KEEP_SECONDS = 600.0
-"""How long an import without a stream is kept."""
+"""Seconds for which an import without a stream is kept."""
 TRIM_SECONDS = 30.0
-"""How often is looked for what was kept long enough."""
+"""Seconds between two searches for expired imports."""
 MAX_IMPORTS = 4
-"""Those under way and those kept: each holds a piece of some ten megabytes, and all token ids."""
+"""Most imports, running or waiting to be resumed: each holds a piece of about ten megabytes, and all token ids."""
 LEAVE_SECONDS = 5.0
-"""How long is waited at the end for what is given up; the next start sweeps what is left."""
+"""Seconds to wait during shutdown for imports to be dropped; the next start removes the rest."""
 MAX_BYTES = 1 << 30
-"""Memory of all of them."""
+"""Bytes of memory that all imports may hold together."""
 REPORT_BYTES = 1 << 20
 RETRY_SECONDS = 5.0
 Key = tuple[str, str | None, str]
-"""The tenant, the name that was asked for, and the upload id."""
+"""The tenant, the requested name, and the upload id."""
 
 
 class ImportSession:
-    """An import. The stream that came last owns it."""
+    """An import. The latest stream owns it."""
 
     def __init__(self, header: ImportHeader, arrival: ContextImporter) -> None:
         self.header = header
         self.arrival = arrival
         self.owner: object = None
         self.idle_since: float | None = None
-        """When its last stream left; None while there is one."""
+        """When the last stream disconnected; None while a stream is open."""
         self._turn = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -58,15 +58,15 @@ class ImportSession:
         return self.header.tenant, self.header.context, self.header.upload_id
 
     def check(self, owner: object) -> None:
-        """Raises Unavailable when another stream took over."""
+        """Raises Unavailable if another stream took over."""
         if self.owner is not owner:
             raise Unavailable("another stream goes on with this import")
 
     async def work(self, owner: object, begin: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Does something with the arrival, behind all that was begun before. If the caller is cancelled, that goes on
-        to its end. Raises what it raises, and Unavailable when another stream took over."""
+        """Runs work on the importer, after all earlier work. If the caller is cancelled, the work still completes.
+        Raises the errors of the work, and Unavailable if another stream took over."""
         task = asyncio.create_task(self._in_turn(owner, begin))
-        self._tasks.add(task)  # the loop itself keeps only weak references
+        self._tasks.add(task)  # the loop keeps only weak references
         task.add_done_callback(self._note)
         await asyncio.shield(task)
         self.check(owner)
@@ -79,20 +79,20 @@ class ImportSession:
     def _note(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # it has been told to whoever still waited
+            task.exception()  # a caller that still waited got the error; this marks it as retrieved
 
     async def drop(self) -> None:
-        """Gives it up, behind what is under way."""
+        """Drops the import after the running work."""
         async with self._turn:
             await self.arrival.drop()
 
 
 class ImportSessions:
-    """Takes contexts into a house. `clock` counts seconds, `later` calls after so many, `wall_clock` counts them since
-    the epoch.
+    """Imports contexts into an engine. `clock` counts seconds, `later` calls a function after a number of seconds,
+    `wall_clock` counts seconds since the epoch.
 
-    What nobody listens to is kept for `keep_seconds`, and gives way to others before: to those of its tenant where that
-    has its share, else to all, the oldest first of the tenant that has most.
+    An import without a stream is kept for `keep_seconds`. It is dropped earlier when its tenant exceeds its share, or
+    when a global limit is reached: then the oldest idle import of the tenant that holds most is dropped.
     """
 
     def __init__(
@@ -123,10 +123,11 @@ class ImportSessions:
         self._timer: Timer | None = None
 
     async def run(self, pieces: AsyncIterator[ImportHeader | ArchiveChunk]) -> AsyncGenerator[ImportProgress, None]:
-        """Progress, the last with the context. Closing the iterator gives the import up and leaves nothing behind,
-        unless it has an upload id: then it can be resumed.
+        """Yields progress; the last report has the context. Closing the iterator drops the import, unless it has an
+        upload id: then it can be resumed.
 
-        Raises what ContextImporter raises, ResourceExhausted, and DeadlineExceeded when nothing comes for too long.
+        Raises the errors of ContextImporter, ResourceExhausted, and DeadlineExceeded if the stream is idle for too
+        long.
         """
         header = await self._next(pieces)
         if not isinstance(header, ImportHeader):
@@ -152,14 +153,15 @@ class ImportSessions:
                 yield ImportProgress(received_bytes=reported)
             del piece
         if arrival.made is None:
-            # Only once this has gone out, the end of the pieces was the client's, and not that of a broken stream.
+            # Once this report is sent, it is certain that the client ended the stream and that the stream did not
+            # break.
             yield ImportProgress(received_bytes=arrival.num_bytes)
             await found.work(owner, arrival.finish)
         assert arrival.made is not None
         yield arrival.made
 
     async def _next(self, pieces: AsyncIterator[ImportHeader | ArchiveChunk]) -> ImportHeader | ArchiveChunk | None:
-        """None at the end. Raises DeadlineExceeded."""
+        """The next message; None at the end. Raises DeadlineExceeded."""
         try:
             async with asyncio.timeout(self._idle_seconds):
                 return await anext(pieces, None)
@@ -167,10 +169,10 @@ class ImportSessions:
             message = f"the stream of this import sent nothing for {human_seconds(self._idle_seconds)}"
             raise DeadlineExceeded(message) from None
 
-    # --- which imports there are ---
+    # --- registry of imports ---
 
     def _find(self, header: ImportHeader) -> ImportSession | None:
-        """The import that is resumed. Raises InvalidArgument when it began in another way."""
+        """The import to resume. Raises InvalidArgument if its size differs from the original one."""
         self._trim()
         found = self._by_key.get((header.tenant, header.context, header.upload_id)) if header.upload_id else None
         if found is not None and found.header.total_bytes != header.total_bytes:
@@ -178,11 +180,11 @@ class ImportSessions:
         made = found.arrival.made if found is not None else None
         if found is None or made is None or made.context is None or self._is_there(made.context.id, header.upload_id):
             return found
-        self._forget(found)  # it was deleted since: the name is free, or another's
+        self._forget(found)  # it was deleted since: the name is free, or belongs to another context
         return None
 
     def num_of(self, tenant: str) -> int:
-        """Imports of a tenant that are open, or kept to be resumed."""
+        """Imports of a tenant that are open or can be resumed."""
         self._trim()
         return sum(found.header.tenant == tenant for found in self._all)
 
@@ -193,7 +195,7 @@ class ImportSessions:
             return False
 
     def _add(self, header: ImportHeader) -> ImportSession:
-        """Raises ResourceExhausted when there are too many."""
+        """Raises ResourceExhausted if there are too many imports."""
         self._ledger.check_upload()
         tenant, most = header.tenant, self._max_imports * self._tenant_share
         count = self.num_of(tenant)
@@ -213,7 +215,7 @@ class ImportSessions:
         return found
 
     def _check_room(self, tenant: str) -> None:
-        """Raises ResourceExhausted when those of the tenant hold too much, or all of them."""
+        """Raises ResourceExhausted if the imports of the tenant, or all imports, hold too much memory."""
         most = self._max_bytes * self._tenant_share
         while self._bytes_by_tenant()[tenant] > most:
             if not self._forget_oldest(tenant):
@@ -232,8 +234,8 @@ class ImportSessions:
         return resident
 
     def _make_room(self, held: Counter[str], tenant: str) -> bool:
-        """Drops what nobody listens to, of the tenant that has most by `held`; of others than `tenant` only where they
-        have more. Says whether there was something."""
+        """Drops the oldest idle import of the tenant that has most by `held`; of a tenant other than `tenant` only if
+        it has more. Returns whether there was one."""
         idle = {found.header.tenant for found in self._all if found.idle_since is not None}
         loser = loser_of(held, idle, tenant)
         return loser is not None and self._forget_oldest(loser)
@@ -246,7 +248,7 @@ class ImportSessions:
 
     @asynccontextmanager
     async def _owned(self, found: ImportSession) -> AsyncGenerator[object, None]:
-        """A stream, its owner, goes on with an import in here. With it ends what cannot be resumed."""
+        """The body owns an import, on behalf of one stream. An import that cannot be resumed ends with the body."""
         owner = found.owner = object()
         found.idle_since = None
         can_go_on = bool(found.header.upload_id)
@@ -263,13 +265,13 @@ class ImportSessions:
                 self._trim()
 
     def _forget(self, found: ImportSession) -> None:
-        """Nothing of it can be resumed any more."""
+        """Makes the import impossible to resume, and drops it."""
         if found in self._all:
             self._all.remove(found)
         if self._by_key.get(found.key) is found:
             del self._by_key[found.key]
         drop = asyncio.create_task(found.drop())
-        self._drops.add(drop)  # the loop itself keeps only weak references
+        self._drops.add(drop)  # the loop keeps only weak references
         drop.add_done_callback(self._drops.discard)
 
     def _trim(self) -> None:
@@ -285,7 +287,7 @@ class ImportSessions:
         self._trim()
 
     async def close(self) -> None:
-        """Gives up what was not made. Idempotent."""
+        """Drops all unfinished imports. Idempotent."""
         for found in list(self._all):
             self._forget(found)
         if self._timer is not None:
@@ -295,7 +297,7 @@ class ImportSessions:
 
 
 async def _take(found: ImportSession, piece: ImportHeader | ArchiveChunk) -> None:
-    """Takes what of a piece has not come before. Raises InvalidArgument, and as the arrival does."""
+    """Passes the new part of a chunk to the importer. Raises InvalidArgument, and the errors of the importer."""
     if isinstance(piece, ImportHeader):
         raise InvalidArgument("config", "must be in the first request, and only there")
     num_bytes, total = found.arrival.num_bytes, found.header.total_bytes

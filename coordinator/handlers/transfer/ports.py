@@ -1,7 +1,7 @@
-"""What moving house asks of the engine. Nothing of it knows how contexts travel.
+"""The engine's interface for transfers. The engine does not depend on how contexts are transferred.
 
-Segments and pieces are those of storage: the engine names what there is, reads and writes objects, and takes in what is
-complete. All names below are of `longleaf.storage.names`.
+Segments and pieces are those of snapshot storage: the engine names them, reads and writes objects, and adopts complete
+contexts. All names below are defined in `longleaf.storage.names`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,8 +15,8 @@ from longleaf.types import Context
 
 
 class ExportHandle(Protocol):
-    """A context as it was when it was opened. What it names stays on storage until it is closed, whatever becomes of
-    the context meanwhile."""
+    """A context as it was when the export was opened. Its objects stay on storage until `close`, even if the context
+    changes or is deleted."""
 
     @property
     def context(self) -> ContextRecord:
@@ -25,34 +25,34 @@ class ExportHandle(Protocol):
 
     @property
     def segments(self) -> Sequence[SegmentRecord]:
-        """Its path, the first one first, each one whole: it is used up to the `start` of the next one, and the last one
-        up to `num_tokens` of the context. None of them changes any more."""
+        """The path, in order, with complete segments: each is used up to the `start` of the next one, and the last one
+        up to the context's `num_tokens`. Immutable."""
         ...
 
     @property
     def manifests(self) -> Mapping[int, SegmentManifest]:
-        """By id of a segment, of those whose keys and values are on storage. A manifest tells the same start, rope and
-        token ids as its segment. Opened again while nothing has changed, these are equal, in the same order."""
+        """By segment id, for segments whose keys and values are on storage. A manifest has the start, rope and token
+        ids of its segment. Another export of an unchanged context has equal manifests in the same order."""
         ...
 
     async def read(self, piece: PieceRef) -> bytes:
-        """An object that one of `manifests` names, as it was written: its digest is right. Another call may be under
-        way. Raises StorageUnavailable, and DataLoss where it is damaged or missing."""
+        """Returns an object that `manifests` names, with its digest verified. Calls may overlap. Raises
+        StorageUnavailable, and DataLoss if the object is damaged or missing."""
         ...
 
     async def close(self) -> None:
-        """Lets go of it. Idempotent, and raises nothing."""
+        """Releases the context. Idempotent; raises nothing."""
         ...
 
 
 class ImportHandle(Protocol):
-    """A context on its way into this service. Nobody sees anything of it before it is adopted, and nothing sweeps what
-    was put for it before that or `drop`. One call at a time is under way."""
+    """A context that is being imported. It is not visible before `adopt`, and garbage collection keeps its objects
+    until `adopt` or `drop`. Calls must not overlap."""
 
     @property
     def form(self) -> str | None:
-        """What `SegmentManifest.form` must be for its pieces to be taken in here; None: none are, since this service
-        keeps no snapshots."""
+        """The `SegmentManifest.form` that this service accepts; None if it accepts no pieces, because it keeps no
+        snapshots."""
         ...
 
     @property
@@ -62,77 +62,77 @@ class ImportHandle(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """What `SegmentManifest.fingerprint` is of what is read here."""
+        """The `SegmentManifest.fingerprint` of segments prefilled by this service."""
         ...
 
     def check(self, manifest: SegmentManifest) -> None:
-        """Raises InvalidArgument where a manifest of this form names what cannot be taken in. Any thread may call."""
+        """Raises InvalidArgument if a manifest of this form describes pieces that cannot be imported. Thread-safe."""
         ...
 
     def new_segment(self) -> int:
-        """An id that no other segment of this service ever had, or will have. They grow from call to call."""
+        """An id that is unique among all segments of this service, past and future. Ids increase from call to call."""
         ...
 
     def new_attempt(self, segment: int) -> Attempt:
-        """Under which names its pieces are put, and then its manifest: `service` is the id of this service, `segment`
-        that of the segment's objects, as for segments that were read here. Only where there is a form."""
+        """The names under which the pieces of a segment, and then its manifest, are stored: `service` is the id of this
+        service, `segment` that of the segment's objects, as for segments prefilled here. Requires a form."""
         ...
 
     async def put(self, name: str, content: bytes | bytearray) -> None:
-        """Has an object on storage when it returns. Each name is put once, and a name that failed is put again. Raises
-        StorageUnavailable."""
+        """Stores an object; it is durable when the call returns. Each name is stored once, and again only after a
+        failure. Raises StorageUnavailable."""
         ...
 
     async def adopt(
         self, context: ContextRecord, segments: Sequence[SegmentRecord], snapshots: Sequence[SnapshotRecord]
     ) -> Context:
-        """Has the context be there, parked, and kept for good: all of it or nothing. Afterwards this is over.
+        """Creates the context, evicted and durable, atomically. Ends the import.
 
-        `segments` are its path, the first one first, each whole, with ids of `new_segment`, and each with its own
-        parent; none is shared with another context. `snapshots` are of those whose manifests have been put; what is in
-        none is read again from its ids. Manifests tell the same as the segments.
+        `segments` is the path, in order, with complete segments, ids from `new_segment`, and each segment's parent;
+        none is shared with another context. `snapshots` has those whose manifests have been stored; segments without
+        one are recomputed from their ids. Manifests agree with their segments.
 
-        Raises InvalidArgument naming `rope` where this service would not rotate contexts of that capacity so,
-        AlreadyExists where the name was taken meanwhile, StorageUnavailable where it cannot be kept, and Unavailable
-        while the service stops; then nothing has changed, and it may be called again, or dropped.
+        Raises InvalidArgument naming `rope` if this service would use another rotation for contexts of that capacity,
+        AlreadyExists if the name is taken by now, StorageUnavailable if the context cannot be persisted, and
+        Unavailable while the service stops. After an error nothing has changed, and the caller may retry or drop.
         """
         ...
 
     async def drop(self) -> None:
-        """Gives it up, and has what was put be deleted, now or when storage is swept. Idempotent, raises nothing, and
-        does nothing after `adopt`."""
+        """Ends the import and deletes its objects, now or at the next garbage collection. Idempotent; raises nothing,
+        and has no effect after `adopt`."""
         ...
 
 
 class TransferEngine(Protocol):
-    """The engine, as contexts that move see it. Faked by coordinator.handlers.transfer.fakes."""
+    """The engine's interface for transfers. Faked by coordinator.handlers.transfer.fakes."""
 
     def get_context(self, context_id: str) -> Context:
         """Raises NotFound, ContextLost or CheckpointChanged."""
         ...
 
     def made_by(self, context_id: str) -> str:
-        """The upload id of a context's last document, or of its import; empty if it had none. Raises NotFound."""
+        """The upload id of the context's last document, or of its import; empty if there was none. Raises NotFound."""
         ...
 
     async def fingerprint(self) -> Fingerprint:
-        """Of the checkpoint that is served. Raises Unavailable where it cannot be told yet."""
+        """The fingerprint of the served checkpoint. Raises Unavailable if it is not known yet."""
         ...
 
     async def open_export(self, context_id: str, *, with_keys: bool) -> ExportHandle:
-        """The context as it is now. With keys, and where snapshots may be written, it is on storage before this
-        returns, as far as its keys and values are held; that may take minutes, and it may be cancelled meanwhile.
-        Without, there are no manifests.
+        """Opens the current state of a context. `with_keys`: if snapshots can be written, the keys and values that
+        ranks hold are stored before this returns, which may take minutes and may be cancelled. Otherwise there are no
+        manifests.
 
         Raises NotFound, ContextLost, CheckpointChanged, StorageUnavailable or Unavailable.
         """
         ...
 
     async def begin_import(self, context: ContextRecord) -> ImportHandle:
-        """Room for a context like this. Its `segment` and the dates of its use mean nothing yet.
+        """Starts the import of a context. Its `segment` and last-use time are ignored.
 
-        Raises AlreadyExists where its name is taken, which is not reserved otherwise; InvalidArgument naming
-        `capacity` or `num_tokens` where this service takes no contexts so long; FailedPrecondition where contexts do
-        not outlive this service (`--data-dir`); Unavailable while it stops.
+        Raises AlreadyExists if the name is taken (the name is not reserved); InvalidArgument naming `capacity` or
+        `num_tokens` if this service does not accept contexts of that size; FailedPrecondition if contexts do not
+        outlive this service (`--data-dir`); Unavailable while it stops.
         """
         ...
