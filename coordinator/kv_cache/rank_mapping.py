@@ -9,9 +9,9 @@ class RankMapping:
 
     epoch: int
     before: tuple[int | None, ...]
-    """By rank, the rank that it was in the epoch before; None: it comes new, and holds nothing."""
+    """By rank, its rank in the previous epoch; None for a new rank, which holds no keys."""
     num_blocks: tuple[int, ...]
-    """By rank, the blocks of its pool."""
+    """By rank, the number of blocks in its pool."""
 
     def __post_init__(self) -> None:
         old = [rank for rank in self.before if rank is not None]
@@ -20,10 +20,10 @@ class RankMapping:
 
     @property
     def after(self) -> dict[int, int]:
-        """The ranks of those that were there before, by what they were."""
+        """The new rank by old rank, for the ranks that remain."""
         return {old: new for new, old in enumerate(self.before) if old is not None}
 
     @property
     def newcomers(self) -> tuple[int, ...]:
-        """Ranks that hold nothing."""
+        """New ranks, which hold no keys."""
         return tuple(rank for rank, old in enumerate(self.before) if old is None)
