@@ -1,4 +1,4 @@
-"""A pool of blocks: which are free. Integers only; nothing is stored here."""
+"""An allocator for the blocks of one pool. It tracks block ids only and stores no keys."""
 
 from bisect import bisect_left
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""Blocks: how many are promised to whom, and which runs new tokens go to. Integers only; nothing is stored here."""
+"""Block reservations, and the placement of new tokens on ranks. It tracks block ids only and stores no keys."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

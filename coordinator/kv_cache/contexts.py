@@ -1,4 +1,4 @@
-"""The contexts: names for paths of sealed segments."""
+"""Contexts: names for paths of sealed segments."""
 
 from collections import defaultdict
 from collections.abc import Container, Sequence
@@ -61,7 +61,7 @@ class NamedContext:
 
     @property
     def settings(self) -> ContextSettings:
-        """What its client has decided, but for the capacity."""
+        """The settings chosen by the client, except for the capacity."""
         return ContextSettings(display_name=self.display_name, is_pinned=self.is_pinned, expires=self.expires)
 
     @property
@@ -192,7 +192,7 @@ class ContextTable:
 
     @property
     def next_expiry(self) -> float | None:
-        """When the next context expires; None while none does."""
+        """Time at which the next context expires, or None."""
         return self._expiries.next
 
     def expired(self, now: float) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Making room by parking: contexts that nobody asks give up their keys, and get them back when somebody does."""
+"""Eviction: idle contexts release their blocks when space is needed, and are reloaded on the next request."""
 
 from collections import Counter
 from collections.abc import Callable, Container

@@ -1,4 +1,4 @@
-"""What is lost of a segment, and the blocks that are promised for it. Integers only."""
+"""The lost ranges of a segment, and the blocks reserved for them. Integers only."""
 
 from bisect import bisect_right
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""How far positions may go, and how they are rotated: fixed for each context when it is created. Pure."""
+"""Position limits and rope choices. Both are fixed for each context when it is created. Pure."""
 
 from typing import NamedTuple
 

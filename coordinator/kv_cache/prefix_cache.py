@@ -1,4 +1,4 @@
-"""Which beginnings of a prompt are held already. Pure."""
+"""The prefix cache: finds the held segments that a prompt begins with. Pure."""
 
 from array import array
 from collections.abc import Iterable, Iterator
@@ -94,7 +94,7 @@ class PrefixIndex:
         return ALL if self._is_shared and not first.is_adopted else first.tenant
 
     def _link(self, continued: Segment, num_blocks: int) -> int:
-        """The link after `num_blocks` blocks of the path before a segment. All segments of that path must be indexed."""
+        """The link after `num_blocks` blocks of the path before a segment. All its segments must be indexed."""
         if num_blocks == 0:
             return self._root(continued)
         segment = [s for s in continued.before.segments if s.start < num_blocks * self._block_size][-1]

@@ -1,11 +1,11 @@
-"""Who the ranks of an epoch are. Integers only."""
+"""The mapping of ranks between two epochs. Integers only."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class RankMapping:
-    """The ranks of an epoch that follows another."""
+    """The ranks of an epoch, and their rank numbers in the previous epoch."""
 
     epoch: int
     before: tuple[int | None, ...]

@@ -1,4 +1,4 @@
-"""What the ranks of an epoch hold of segments, and so of the paths that lead through these."""
+"""The placement of segments on the ranks of an epoch, and of the paths that consist of them."""
 
 from bisect import bisect_left, insort
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The segments that anybody refers to, and those of earlier prompts, kept while there is room."""
+"""The segment store: referenced segments, and cached segments of earlier prompts."""
 
 from array import array
 from collections import OrderedDict

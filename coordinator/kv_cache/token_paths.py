@@ -1,4 +1,4 @@
-"""Segments, and the paths that lead through them: contexts, forks and sequences together are a tree."""
+"""Segments, and paths through them. Contexts, forks, and sequences together form a tree."""
 
 from array import array
 from collections.abc import Iterator, Sequence
@@ -15,9 +15,10 @@ ID_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class TokenPath:
-    """Segments that continue one another from position 0 on.
+    """Segments that continue one another from position 0.
 
-    Each is used up to the start of the next one, the last one up to position `end`: a path may branch off anywhere.
+    Each segment is used up to the start of the next one, the last one up to position `end`. A path may branch off at any
+    position.
     """
 
     segments: tuple["Segment", ...] = ()

@@ -1,4 +1,4 @@
-"""What the contexts of a tenant add up to, kept as they come and go: quotas ask for it with each request."""
+"""Totals over the contexts of a tenant. They are updated with each change, because quotas read them for each request."""
 
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter

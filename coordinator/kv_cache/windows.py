@@ -1,4 +1,4 @@
-"""The windows' pool: the last keys of each segment, in the same blocks on every rank. Integers only."""
+"""The window pool: the last keys of each segment, in the same blocks on every rank. Integers only."""
 
 from coordinator.kv_cache.block_allocator import BlockAllocator
 from longleaf.positions import EVERY_RANK, WindowSpec
@@ -19,7 +19,7 @@ class WindowBlockPool(BlockAllocator):
 
     @property
     def seen_blocks(self) -> int:
-        """Blocks of all that a token sees, if it was read at once: pieces of few tokens have a block each."""
+        """Blocks of all that one token sees, if it was computed in one chunk; short chunks take a block each."""
         return self._windows.seen_blocks(self._block_size) if self._windows else 0
 
     def chunk_blocks(self, num_tokens: int) -> int:
