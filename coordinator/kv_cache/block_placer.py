@@ -263,7 +263,7 @@ class BlockPlacer:
         """Blocks that `num_prefill` tokens take in chunks, plus `num_rows` tokens in rows of up to `num_at_once`
         tokens, in each of `num_tails` other segments. The sharded count is exact; the window count is an upper bound.
 
-        All chunks but the last are whole blocks, whatever their length.
+        All chunks but the last are whole blocks, regardless of their length.
         """
         sharded = ceil_div(num_prefill, self.block_size) + num_tails * ceil_div(num_rows, self.block_size)
         in_rows = self.window_pool.row_blocks(num_rows, num_at_once)

@@ -182,7 +182,7 @@ class SegmentStore:
                     self._park_resting(other)
 
     def _can_begin_anew(self, segment: Segment) -> bool:
-        """Whether a segment can be recomputed from its start, by itself or together with the segments before it."""
+        """Whether a segment can be recomputed from its start, without any other or together with those before it."""
         if self._placer.windows is None or not self.holdings.holds(segment.before):
             return True
         return self.holdings.seams(segment.before, segment.start)[0] == segment.start

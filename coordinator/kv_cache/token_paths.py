@@ -17,8 +17,8 @@ ID_BYTES = 4
 class TokenPath:
     """Segments that continue one another from position 0.
 
-    Each segment is used up to the start of the next one, the last one up to position `end`. A path may branch off at any
-    position.
+    Each segment is used up to the start of the next one, the last one up to position `end`. A path may branch off at
+    any position.
     """
 
     segments: tuple["Segment", ...] = ()

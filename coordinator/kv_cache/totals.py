@@ -1,4 +1,4 @@
-"""Totals over the contexts of a tenant. They are updated with each change, because quotas read them for each request."""
+"""Totals over the contexts of a tenant. Each change updates them, because quotas read them for each request."""
 
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
