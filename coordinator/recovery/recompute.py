@@ -48,7 +48,7 @@ class RecomputePlanner:
 
     @property
     def under_way(self) -> Segment | None:
-        """The segment that the plan under way reads again."""
+        """The segment that the plan under way recomputes."""
         return self._under_way.segment if self._under_way else None
 
     # --- reservations ---
