@@ -102,7 +102,7 @@ class JobRecovery:
 
     @property
     def is_settled(self) -> bool:
-        """No more ranks are to come, so that there is room for every job once nothing else runs."""
+        """No more ranks are expected, so that each job fits once nothing else runs."""
         return not self._limits.may_grow
 
     def _running_sequences(self) -> list[Sequence]:
@@ -161,7 +161,7 @@ class JobRecovery:
 
     @property
     def has_room(self) -> bool:
-        """Whether all contexts that do not rest, and what is read again, have room at a time."""
+        """Whether all active contexts, and the window blocks for recomputation, fit at the same time."""
         retained = {
             s: None for context in self._contexts.list() if not context.is_resting for s in context.path.segments
         }
