@@ -117,7 +117,7 @@ class Job:
 
     @property
     def hidden(self) -> tuple[TokenRange, ...]:
-        """What of its path it does not read."""
+        """Ranges of its path that its tokens do not attend to."""
         return ()
 
     @property

@@ -7,8 +7,8 @@ from coordinator.scheduling.sequences import Sequence
 from longleaf.rank_protocol.step import MAX_TOLD_SPANS
 
 MAX_PROBED = 1024
-"""Rows of probes in a step, if nobody waits for it: each one that is scored takes as many numbers as the vocabulary has
-tokens."""
+"""Maximum number of probe rows in a step if no other sequence runs: each scored row takes as many numbers as the
+vocabulary has tokens."""
 
 
 class RowSelector:
