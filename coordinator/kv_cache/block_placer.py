@@ -210,7 +210,7 @@ class BlockPlacer:
         self, rank: int, ranges: Sequence[tuple[int, int]], max_blocks: int, reservation: Reservation
     ) -> tuple[tuple[Run, ...], list[tuple[int, int]]]:
         """Runs on a rank with free blocks, for as much of the given ranges as it takes: whole blocks from the start of
-        each range, at least one block and at most `max_blocks`. Also returns the ranges that are left.
+        each range, at least one block and at most `max_blocks`. The second result has the ranges that are left.
 
         Raises ResourceExhausted when the reservation has too few blocks left.
         """

@@ -268,7 +268,7 @@ class ContextTable:
         held only during a recovery."""
         holdings, path = self._segments.holdings, context.path
         if (windows := holdings.windows) is None or position in context.ends:
-            return  # also while the windows of that end are being recomputed
+            return  # valid even while the windows of that end are being recomputed
         below, above = holdings.seams(path, position)
         if below == above:
             if position > holdings.whole_end(path) and any(path.seen(position, windows)):

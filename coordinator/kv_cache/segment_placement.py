@@ -1,4 +1,4 @@
-"""The placement of segments on the ranks of an epoch, and of the paths that consist of them."""
+"""The placement of segments on the ranks of an epoch, and that of the paths through them."""
 
 from bisect import bisect_left, insort
 from collections import Counter

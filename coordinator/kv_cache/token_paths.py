@@ -32,7 +32,7 @@ class TokenPath:
     def parts(self) -> Iterator[tuple["Segment", int, int]]:
         """The segments, and the positions [start, end) for which each is used."""
         ends = [*(segment.start for segment in self.segments[1:]), self.end]
-        for segment, end in zip(self.segments, ends, strict=False):  # an empty path has an end, too
+        for segment, end in zip(self.segments, ends, strict=False):  # not strict: an empty path has an end
             yield segment, segment.start, end
 
     def cut(self, end: int) -> "TokenPath":

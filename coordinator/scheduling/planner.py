@@ -94,8 +94,8 @@ class InflightPlan(NamedTuple):
 
 
 class Planner:
-    """Makes plans, and keeps those under way in order. Two can be under way, so that the ranks have the next one when
-    they finish the first."""
+    """Makes plans, and keeps those under way in order. Two can be under way, so that the next one is queued when the
+    ranks finish the first."""
 
     def __init__(
         self,

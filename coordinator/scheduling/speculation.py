@@ -49,7 +49,7 @@ class Drafter:
         step."""
         if not (self._max_drafts and self._policy.has_room(len(jobs))):
             return False
-        drafts = map(self._guesses_of, jobs)  # also for a new job: others may have queried its context
+        drafts = map(self._guesses_of, jobs)  # even for a new job: others may have queried its context
         return self._policy.is_worth_waiting([each.acceptance.expected() if each else [] for each in drafts])
 
     def draft(self, jobs: Several[Sequence], rows: Several[Row]) -> tuple[Row, ...]:
