@@ -51,7 +51,7 @@ class JobLimits:
 
     def num_prefill_again(self, num_tokens: int, num_samples: int) -> int:
         """How many tokens are processed in chunks where a prompt is recomputed with its answer. These are whole blocks,
-        so that the number of blocks does not depend on where the answer stopped."""
+        so that the number of blocks does not depend on the chunk sizes."""
         num_prefill = self.num_prefill(num_tokens, num_samples)
         return num_prefill - num_prefill % self._placer.block_size
 
@@ -60,7 +60,7 @@ class JobLimits:
     ) -> BlockCount:
         """The blocks of a new job with `capacity` positions that generates `max_tokens` in each of its tails. Raises
         InvalidArgument naming `field` where it is too large even without other jobs, and ResourceExhausted where it may
-        fit once more ranks are there."""
+        fit when more ranks are available."""
         num_given = reading.path.end + len(reading.token_ids)
         total = num_given + num_fed(max_tokens)
         if total > self.positions.limit:
