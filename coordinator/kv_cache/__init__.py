@@ -1,1 +1,1 @@
-"""Which keys lie where: contexts, segments, and the blocks of each rank."""
+"""Placement of keys and values: contexts, segments, and the blocks of each rank."""

@@ -1,4 +1,4 @@
-"""A pool of blocks: which are free. Integers only; nothing is stored here."""
+"""An allocator for the blocks of one pool. It tracks block ids only and stores no keys."""
 
 from bisect import bisect_left
 from collections.abc import Iterable
@@ -10,7 +10,8 @@ from longleaf.runs import join
 class BlockAllocator:
     """The free blocks of one pool, as sorted stretches of neighbouring ids.
 
-    Neighbouring blocks are one stretch of memory, which a kernel reads without a copy, so allocations look for one.
+    Neighbouring blocks are one stretch of memory, which a kernel reads without a copy, so allocations prefer one
+    stretch.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -23,9 +24,10 @@ class BlockAllocator:
         return self.num_blocks - self.num_used
 
     def allocate(self, count: int) -> tuple[int, ...]:
-        """Takes `count` blocks: the smallest stretch that holds them all, else the longest ones in turn.
+        """Allocates `count` blocks: from the smallest stretch that holds them all, else from the longest stretches in
+        turn.
 
-        Raises ResourceExhausted, and takes nothing, when there are fewer.
+        Raises ResourceExhausted, and allocates nothing, when fewer blocks are free.
         """
         if count > self.num_free:
             raise ResourceExhausted("blocks", f"{count:,} are needed, {self.num_free:,} are free")
@@ -36,7 +38,7 @@ class BlockAllocator:
         return tuple(taken)
 
     def _take(self, wanted: int) -> range:
-        """Takes up to `wanted` blocks from one stretch."""
+        """Allocates up to `wanted` blocks from one stretch."""
         shrink = [i for i, (_, length) in enumerate(self._free) if length >= wanted]
         by_length = [length for _, length in self._free]
         index = min(shrink, key=by_length.__getitem__) if shrink else by_length.index(max(by_length))
@@ -46,8 +48,8 @@ class BlockAllocator:
         return range(first, first + count)
 
     def free(self, ids: Iterable[int]) -> None:
-        """Gives blocks back. Raises ValueError when one is not in use."""
-        # an id that is given twice is no neighbour of itself, and refused like one that is free
+        """Frees blocks. Raises ValueError when one of them is not in use."""
+        # a duplicate id is not adjacent to itself, so it is refused like an id that is free
         for first, end in join((block, block + 1) for block in sorted(ids)):
             self._insert(first, end - first)
             self.num_used -= end - first
@@ -66,7 +68,7 @@ class BlockAllocator:
         self._free[low:high] = [(first, length)]
 
     def audit(self) -> None:
-        """Free plus used is total; stretches are sorted, apart and inside the pool."""
+        """Asserts that free plus used is the total, and that stretches are sorted, disjoint, and inside the pool."""
         assert sum(length for _, length in self._free) + self.num_used == self.num_blocks
         ends = [first + length for first, length in self._free]
         assert all(end < first for end, (first, _) in zip(ends, self._free[1:], strict=False))

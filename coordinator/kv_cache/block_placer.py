@@ -1,4 +1,4 @@
-"""Blocks: how many are promised to whom, and which runs new tokens go to. Integers only; nothing is stored here."""
+"""Block reservations, and the placement of new tokens on ranks. It tracks block ids only and stores no keys."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from longleaf.runs import Run, ceil_div, cut_chunk, serpentine
 
 @dataclass(frozen=True, slots=True)
 class BlockCount:
-    """Numbers of blocks of both kinds."""
+    """Numbers of sharded blocks and of window blocks."""
 
     sharded: int = 0
-    """Over the pools of all ranks."""
+    """Total over the pools of all ranks."""
     windows: int = 0
-    """Blocks of the windows' pool, which is the same on every rank."""
+    """Blocks of the window pool, which is the same on every rank."""
 
     def __add__(self, other: "BlockCount") -> "BlockCount":
         return BlockCount(self.sharded + other.sharded, self.windows + other.windows)
@@ -27,7 +27,7 @@ class BlockCount:
         return BlockCount(self.sharded - other.sharded, self.windows - other.windows)
 
     def fits(self, room: "BlockCount") -> bool:
-        """Whether `room` has as many of either kind."""
+        """Whether `room` has at least as many blocks of both kinds."""
         return self.sharded <= room.sharded and self.windows <= room.windows
 
 
@@ -36,23 +36,23 @@ def count_blocks(runs: Iterable[Run]) -> int:
 
 
 class Reservation:
-    """Blocks promised to one job, on no rank in particular. `left` of them are not taken yet."""
+    """Blocks reserved for one job, on no rank in particular. `left` of them are not allocated yet."""
 
     def __init__(self, blocks: BlockCount) -> None:
         self.left = blocks
 
     def split(self, blocks: BlockCount) -> "Reservation":
-        """Hands a part of the promise over."""
+        """Splits off a part of the reservation."""
         assert blocks.fits(self.left)
         self.left -= blocks
         return Reservation(blocks)
 
 
 class BlockPlacer:
-    """Decides which rank holds which tokens. Any placement is correct; balance is all it strives for.
+    """Decides which rank holds which tokens. Any placement is correct; the placer only aims for balance.
 
-    Room is counted over all ranks: a job that holds a reservation can always be placed, though perhaps not evenly.
-    `windows` is None unless each rank holds the keys of windowed layers itself.
+    Free blocks are counted over all ranks: a job with a reservation can always be placed, though perhaps not evenly.
+    `windows` is None unless each rank holds a copy of the keys of windowed layers.
     """
 
     def __init__(self, num_blocks: Sequence[int], block_size: int, windows: WindowSpec | None = None) -> None:
@@ -68,25 +68,25 @@ class BlockPlacer:
 
     @property
     def num_free(self) -> BlockCount:
-        """Blocks that are neither in use nor promised."""
+        """Blocks that are neither in use nor reserved."""
         return BlockCount(sum(pool.num_free for pool in self.pools), self.window_pool.num_free) - self.num_reserved
 
     def reserve(self, blocks: BlockCount) -> Reservation | None:
-        """Promises blocks, or gives None when there are too few."""
+        """Reserves blocks, or returns None when too few are free."""
         if not blocks.fits(self.num_free):
             return None
         self.num_reserved += blocks
         return Reservation(blocks)
 
     def add(self, reservation: Reservation, blocks: BlockCount) -> bool:
-        """Promises more blocks, or says that there are too few."""
+        """Adds blocks to a reservation. Returns False when too few are free."""
         if (more := self.reserve(blocks)) is None:
             return False
         reservation.left += more.left
         return True
 
     def release(self, reservation: Reservation) -> None:
-        """Gives back what is left of a promise."""
+        """Returns the unused part of a reservation."""
         self.num_reserved -= reservation.left
         reservation.left = BlockCount()
 
@@ -104,7 +104,8 @@ class BlockPlacer:
         return tuple(runs)
 
     def _deal(self, start: int, end: int, turn: int) -> list[tuple[int, int]]:
-        """(rank, blocks) in order. Fewer pieces than ranks go to the emptiest; what one cannot hold goes to others."""
+        """(rank, blocks) in order. If there are fewer pieces than ranks, the ranks with the most free blocks get them.
+        Blocks that do not fit on a rank go to other ranks."""
         order = serpentine(turn, len(self.pools))
         pieces = cut_chunk(start, end, self.block_size, len(order))
         room = {rank: self.pools[rank].num_free for rank in order}
@@ -120,8 +121,9 @@ class BlockPlacer:
         return [(rank, counts[rank]) for rank in order if counts[rank]]
 
     def grow(self, last: Run | None, start: int, count: int, reservation: Reservation) -> tuple[Run, ...]:
-        """Runs for `count` more tokens from position `start` on: first `last` as far as its blocks reach (the result
-        then begins with its new extent), after that one block at a time on the emptiest rank.
+        """Runs for `count` more tokens from position `start`. The run `last` is filled up to the end of its blocks
+        first (the result then begins with its new extent); after that each block goes to the rank with the most free
+        blocks.
 
         Raises ResourceExhausted when the reservation has too few blocks left.
         """
@@ -140,10 +142,10 @@ class BlockPlacer:
     def roll(
         self, runs: tuple[Run, ...], start: int, end: int, reservation: Reservation, *, is_chunk: bool
     ) -> tuple[Run, ...]:
-        """The window runs of a segment when tokens [start, end) come: without what they do not see any more, and with
-        those tokens; of a chunk only with what the token after it will see.
+        """The window runs of a segment after tokens [start, end) are added. Blocks that these tokens cannot see are
+        freed. For a chunk, only the part that the next token sees is added.
 
-        Raises ResourceExhausted when the reservation has too few blocks left; what is freed goes back to it.
+        Raises ResourceExhausted when the reservation has too few blocks left. Freed blocks return to the reservation.
         """
         if self.windows is None:
             return ()
@@ -153,8 +155,8 @@ class BlockPlacer:
     def roll_again(
         self, runs: tuple[Run, ...], chunk: tuple[int, int], kept_from: int, place: int, reservation: Reservation
     ) -> tuple[Run, ...]:
-        """The window runs of a segment when a chunk of it is read again: with what is seen from `place` on, and with
-        what lies from `kept_from` on, because later segments see it."""
+        """The window runs of a segment after one of its chunks is recomputed. Keeps positions visible from `place`, and
+        positions from `kept_from` on, because later segments see them."""
         if self.windows is None:
             return ()
         start, end = chunk
@@ -170,14 +172,14 @@ class BlockPlacer:
         return self.window_pool.grow(retained, *fresh)
 
     def take_back(self, runs: Sequence[Run], reservation: Reservation) -> None:
-        """Frees runs that nothing was written to for good: their blocks are promised again."""
+        """Frees runs that hold no valid keys, and returns their blocks to the reservation."""
         blocks = BlockCount(count_blocks(runs))
         self.free(runs)
         reservation.left += blocks
         self.num_reserved += blocks
 
     def roll_back(self, runs: tuple[Run, ...], end: int, reservation: Reservation | None) -> tuple[Run, ...]:
-        """Window runs without what lies from position `end` on; with a reservation these blocks are promised again."""
+        """Window runs up to position `end`. If a reservation is given, the freed blocks return to it."""
         retained = self.window_pool.cut(runs, end)
         if reservation is not None:
             freed = BlockCount(windows=count_blocks(runs) - count_blocks(retained))
@@ -186,8 +188,8 @@ class BlockPlacer:
         return retained
 
     def place_again(self, ranges: Iterable[tuple[int, int]], size: int, reservation: Reservation) -> tuple[Run, ...]:
-        """Runs for the first `size` tokens of some ranges, whole blocks of each from its start on: in order, at most
-        one per rank, and none much longer than others.
+        """Runs for the first `size` tokens of the given ranges, in whole blocks from the start of each range: in order,
+        at most one per rank, and of similar length.
 
         Raises ResourceExhausted when the reservation has too few blocks left.
         """
@@ -207,15 +209,15 @@ class BlockPlacer:
     def place_part(
         self, rank: int, ranges: Sequence[tuple[int, int]], max_blocks: int, reservation: Reservation
     ) -> tuple[tuple[Run, ...], list[tuple[int, int]]]:
-        """Runs on a rank that has room, for as much of some ranges as it takes: whole blocks of each from its start on,
-        at most `max_blocks` and at least one; and what is left of the ranges.
+        """Runs on a rank with free blocks, for as much of the given ranges as it takes: whole blocks from the start of
+        each range, at least one block and at most `max_blocks`. The second result has the ranges that are left.
 
         Raises ResourceExhausted when the reservation has too few blocks left.
         """
         pool, runs, rest = self.pools[rank], list[Run](), list[tuple[int, int]]()
         wanted = sum(ceil_div(end - start, self.block_size) for start, end in ranges)
         self._spend(reservation, BlockCount(count := min(wanted, max_blocks, pool.num_free)))
-        blocks = pool.allocate(count)  # neighbours, if possible, whatever the ranges are
+        blocks = pool.allocate(count)  # neighbours if possible, regardless of the ranges
         for start, end in ranges:
             count = ceil_div(end - start, self.block_size)
             taken, blocks = blocks[:count], blocks[count:]
@@ -227,20 +229,20 @@ class BlockPlacer:
         return tuple(runs), rest
 
     def place_windows(self, ranges: Iterable[tuple[int, int]], reservation: Reservation) -> tuple[Run, ...]:
-        """Runs of windows for all of some ranges. Raises as `place_part`."""
+        """Window runs that cover all of the given ranges. Raises as `place_part`."""
         parts = [(start, end, ceil_div(end - start, self.block_size)) for start, end in ranges]
         self._spend(reservation, BlockCount(windows=sum(count for *_, count in parts)))
         return tuple(Run(EVERY_RANK, start, end, self.window_pool.allocate(count)) for start, end, count in parts)
 
     def place_on(self, rank: int, start: int, end: int) -> Run:
-        """A run for positions that come to a rank from another one: in blocks that are promised to nobody."""
+        """A run for positions that move to a rank from another one, in unreserved blocks."""
         count = ceil_div(end - start, self.block_size)
         assert count <= self.num_free.sharded
         return Run(rank, start, end, self.pools[rank].allocate(count))
 
     def change_ranks(self, ranking: RankMapping) -> None:
-        """Has the pools of those that are still there under their new ranks, and empty ones of those that come. What
-        was promised must have been released: there may be fewer blocks."""
+        """Keeps the pools of remaining ranks under their new rank numbers, and creates empty pools for new ranks. All
+        reservations must have been released, because there may be fewer blocks."""
         assert self.num_reserved == BlockCount()
         old = self.pools
         pairs = zip(ranking.before, ranking.num_blocks, strict=True)
@@ -258,17 +260,18 @@ class BlockPlacer:
             pool.free(run.blocks)
 
     def blocks_needed(self, num_prefill: int, num_rows: int, *, num_tails: int = 1, num_at_once: int = 1) -> BlockCount:
-        """Blocks that `num_prefill` tokens in chunks take, and `num_rows` in rows, up to `num_at_once` of them in one,
-        in each of `num_tails` other segments: exactly, but for windows at most.
+        """Blocks that `num_prefill` tokens take in chunks, plus `num_rows` tokens in rows of up to `num_at_once`
+        tokens, in each of `num_tails` other segments. The sharded count is exact; the window count is an upper bound.
 
-        Chunks but the last are whole blocks, however long they are.
+        All chunks but the last are whole blocks, regardless of their length.
         """
         sharded = ceil_div(num_prefill, self.block_size) + num_tails * ceil_div(num_rows, self.block_size)
         in_rows = self.window_pool.row_blocks(num_rows, num_at_once)
         return BlockCount(sharded, self.window_pool.chunk_blocks(num_prefill) + num_tails * in_rows)
 
     def audit(self, runs: Iterable[Run]) -> None:
-        """Every used block belongs to exactly one of `runs` (all runs there are), and promises can be kept."""
+        """Asserts that every used block belongs to exactly one of `runs` (all existing runs), and that every
+        reservation can be met."""
         resident = [(run.rank, block) for run in runs for block in run.blocks]
         assert len(resident) == len(set(resident)), "a block is in two runs"
         for rank, pool in [*enumerate(self.pools), (EVERY_RANK, self.window_pool)]:

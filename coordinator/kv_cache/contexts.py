@@ -1,4 +1,4 @@
-"""The contexts: names for paths of sealed segments."""
+"""Contexts: names for paths of sealed segments."""
 
 from collections import defaultdict
 from collections.abc import Container, Sequence
@@ -19,40 +19,41 @@ from longleaf.tenants import tenant_of
 from longleaf.types import UNCHANGED, ContextSettings
 
 LAST_ENDS = 4
-"""Documents of a context at whose ends the windows are held: any number of appends takes no more."""
+"""Number of document ends of a context at which windows are held. It bounds the blocks that repeated appends take."""
 RETRY_SECONDS = 1.0
-"""After which it is worth asking again for what waits for a recovery."""
+"""Retry delay for a request that waits for a recovery."""
 
 
 class NamedContext:
-    """A named path of sealed segments. Times in seconds since the epoch.
+    """A named path of sealed segments. Times are in seconds since the epoch.
 
-    Where every rank holds the last keys of windowed layers, the windows before `ends` are held: only from there can it
-    be forked for certain.
+    Where every rank holds the last keys of windowed layers, the windows before `ends` are held. Only at these positions
+    is a fork guaranteed to be possible.
     """
 
     def __init__(self, context_id: str, now: float, path: TokenPath, capacity: int) -> None:
         self.id = context_id
         self.path = path
         self.ends: tuple[int, ...] = ()
-        """Where its last documents ended, and where it was forked; the last one is its own end."""
+        """Positions at which the last documents ended and at which the context was forked. The last entry is the
+        context's end."""
         self.capacity = capacity
-        """Positions that its rope was chosen for: it can never have more."""
+        """Maximum number of positions, for which the context's rope was chosen. It never changes."""
         self.created = now
         self.updated = now
         self.last_use = 0
-        """Number of its last use among the uses of all contexts."""
+        """Sequence number of its last use, counted over all contexts."""
         self.used = now
-        """When that was."""
+        """Time of the last use."""
         self.num_hits = 0
-        """How often it was asked."""
+        """Number of queries."""
         self.display_name = ""
         self.is_pinned = False
         self.expires: float | None = None
         self.upload_id = ""
-        """What its client called the ingest that made its last document."""
+        """The client's id of the ingest that made its last document."""
         self.is_resting = False
-        """Nobody needs its keys for now: what nobody else needs of them is parked."""
+        """The context is evicted: it needs no keys for now. Segments that nothing else needs are evicted as well."""
 
     @property
     def num_tokens(self) -> int:
@@ -60,23 +61,23 @@ class NamedContext:
 
     @property
     def settings(self) -> ContextSettings:
-        """What its client has decided, but for the capacity."""
+        """The settings chosen by the client, except for the capacity."""
         return ContextSettings(display_name=self.display_name, is_pinned=self.is_pinned, expires=self.expires)
 
     @property
     def rope(self) -> Rope:
-        """How its keys are rotated."""
+        """The rotation of its keys."""
         return self.path.segments[0].rope
 
     def grow(self, segment: Segment, now: float, upload_id: str) -> tuple[int, ...]:
-        """Goes on in a segment; gives the ends whose windows are no longer held."""
+        """Appends a segment. Returns the ends whose windows are no longer held."""
         self.upload_id = upload_id
         self.path, ends = segment.path, (*self.ends, segment.end)
         self.ends, self.updated = ends[-LAST_ENDS:], now
         return ends[:-LAST_ENDS]
 
     def change(self, settings: ContextSettings, now: float) -> None:
-        """Takes what is set, but for the capacity."""
+        """Applies the fields that are set, except for the capacity."""
         if settings.display_name is not UNSET:
             self.display_name = settings.display_name
         if settings.is_pinned is not UNSET:
@@ -87,7 +88,8 @@ class NamedContext:
             self.expires = now + settings.ttl
 
     def audit(self, holdings: SegmentPlacements) -> None:
-        """There are tokens, all of them in sealed segments, and it can be continued at its ends."""
+        """Asserts that there are tokens, that all of them are in sealed segments, and that the context can continue at
+        its ends."""
         for end in self.ends:
             holdings.audit(self.path.cut(end))
         assert self.ends[-1] == self.num_tokens
@@ -98,7 +100,7 @@ class NamedContext:
 
 
 class ContextTable:
-    """The contexts by id. Each holds one reference to each segment of its path."""
+    """Contexts by id. Each context holds one reference to each segment of its path."""
 
     def __init__(self, segments: SegmentStore) -> None:
         self._segments = segments
@@ -106,14 +108,13 @@ class ContextTable:
         self._tenants = defaultdict[str, Totals](Totals)
         self._num_uses = 0
         self._expiries = ExpiryHeap[str]()
-        """When contexts that are not pinned expire, in seconds since the epoch."""
+        """Expiry times of contexts that are not pinned, in seconds since the epoch."""
 
     def __contains__(self, context_id: str) -> bool:
         return context_id in self._by_id
 
     @property
     def count(self) -> int:
-        """How many there are."""
         return len(self._by_id)
 
     def get(self, context_id: str) -> NamedContext:
@@ -123,24 +124,24 @@ class ContextTable:
         return self._by_id[context_id]
 
     def find(self, context_id: str | None) -> NamedContext | None:
-        """The context, if there is one of that id."""
+        """The context with that id, or None."""
         return None if context_id is None else self._by_id.get(context_id)
 
     def use(self, context: NamedContext) -> None:
-        """Notes that a context is asked, appended to or forked."""
+        """Marks a context as the most recently used: it is queried, appended to, or forked."""
         self._num_uses += 1
         context.last_use = self._num_uses
 
     def list(self) -> list[NamedContext]:
-        """All, sorted by id."""
+        """All contexts, sorted by id."""
         return [self._by_id[context_id] for context_id in sorted(self._by_id)]
 
     def of_tenant(self, tenant: str, after: str = "", limit: int | None = None) -> Sequence[NamedContext]:
-        """Those of a tenant, sorted by id: those that come after `after`, at most `limit`."""
+        """Contexts of a tenant, sorted by id, that come after the id `after`; at most `limit`."""
         return [self._by_id[context_id] for context_id in islice(self.totals(tenant).ids(after), limit)]
 
     def totals(self, tenant: str) -> Totals:
-        """What a tenant's contexts add up to."""
+        """Totals over a tenant's contexts."""
         return self._tenants[tenant] if tenant in self._tenants else Totals()
 
     def _add(self, context: NamedContext) -> None:
@@ -163,8 +164,8 @@ class ContextTable:
         capacity: int = UNLIMITED,
         upload_id: str = "",
     ) -> None:
-        """Seals `segment` and makes it the end of `context_id`, which is created with `settings` and `capacity` when it
-        is new. The windows of its oldest end but a few are let go."""
+        """Seals `segment` and appends it to `context_id`. A new context is created with `settings` and `capacity`. The
+        windows of all but its last LAST_ENDS ends are released."""
         self._segments.seal(segment)
         if context_id not in self:
             self._add(NamedContext(context_id, now, TokenPath(), capacity))
@@ -185,21 +186,21 @@ class ContextTable:
         return context
 
     def restore(self, context: NamedContext, settings: ContextSettings) -> None:
-        """Takes a change back, unless the context is gone by now."""
+        """Reverts a change, unless the context has been deleted since."""
         if self.find(context.id) is context:
             self.change(context.id, settings, context.updated)
 
     @property
     def next_expiry(self) -> float | None:
-        """When the next context expires; None while none does."""
+        """Time at which the next context expires, or None."""
         return self._expiries.next
 
     def expired(self, now: float) -> tuple[str, ...]:
-        """Ids of the contexts whose time has passed."""
+        """Ids of the contexts that have expired."""
         return tuple(self._expiries.passed(now))
 
     def fork(self, source: str, context_id: str, num_tokens: int | None, now: float) -> NamedContext:
-        """A new context of the first `num_tokens` tokens of another, by default all. Copies nothing.
+        """Creates a context from the first `num_tokens` tokens of another, by default all. Copies no keys.
 
         Raises NotFound, AlreadyExists, InvalidArgument naming token_count, or Unavailable.
         """
@@ -222,30 +223,31 @@ class ContextTable:
         return context
 
     def _enter(self, context: NamedContext) -> None:
-        """Adds a context, which refers to its path."""
+        """Adds a context, and its references to its path."""
         self._segments.retain(context.path)
         for end in context.ends[:-1]:
             self._segments.hold(context.path, end)
         self._add(context)
 
-    # --- what rests ---
+    # --- eviction ---
 
     def adopt(self, context: NamedContext) -> None:
-        """Adds one that was kept: of its path, which the segments have adopted, nothing is held."""
+        """Adds a restored context. Its segments are adopted already, and none of their keys are held."""
         self._enter(context)
         self.rest(context)
         self.use(context)
         self.change(context.id, UNCHANGED, context.updated)
 
     def rest(self, context: NamedContext) -> None:
-        """Nobody needs the keys of a context for now: what nobody else needs of them is parked."""
+        """Evicts a context: it needs no keys for now. Segments that nothing else needs are evicted."""
         assert not context.is_resting
         context.is_resting = True
         self._segments.rest(context.path)
 
     def bound(self, in_use: Container[str | None]) -> "list[NamedContext]":
-        """Those that may not rest while these are in use: these, pinned ones, and where windows are replicated all that
-        begin like one of them, for what is before a segment must be held, or come back with it."""
+        """Contexts that cannot be evicted while the contexts `in_use` are in use: those, pinned contexts, and, where
+        windows are replicated, all contexts that begin with the same segment as one of them, because the segments
+        before a segment must be held or be reloaded with it."""
         awake = [context for context in self._by_id.values() if not context.is_resting]
         found = [context for context in awake if context.is_pinned or context.id in in_use]
         if self._segments.holdings.windows is None:
@@ -254,18 +256,19 @@ class ContextTable:
         return [context for context in awake if context.path.segments[0] in roots]
 
     def wake(self, context: NamedContext) -> Sequence[SegmentPlacement]:
-        """Somebody needs the keys of a context. What is parked of them, in order, must be called."""
+        """Activates a context. Returns the evicted segments of its path, in order; the caller must reload them with
+        `call`."""
         if context.is_resting:
             context.is_resting = False
             self._segments.wake(context.path)
         return self._segments.holdings.parked(context.path)
 
     def _check_seam(self, context: NamedContext, position: int) -> None:
-        """Raises InvalidArgument where windowed layers lack the keys to go on, Unavailable where they have them for a
-        moment only."""
+        """Raises InvalidArgument where windowed layers lack the keys to continue, and Unavailable where these keys are
+        held only during a recovery."""
         holdings, path = self._segments.holdings, context.path
         if (windows := holdings.windows) is None or position in context.ends:
-            return  # even while what is seen from there is read again
+            return  # valid even while the windows of that end are being recomputed
         below, above = holdings.seams(path, position)
         if below == above:
             if position > holdings.whole_end(path) and any(path.seen(position, windows)):
@@ -282,7 +285,7 @@ class ContextTable:
         raise InvalidArgument("token_count", f"{position:,}: {why} {where}{sections}, nearest at {nearest}; {remedy}")
 
     def delete(self, context_id: str) -> None:
-        """Raises NotFound. Sequences that run on the context keep its segments until they end."""
+        """Raises NotFound. Running sequences on the context keep its segments until they end."""
         context = self.get(context_id)
         if context.is_resting:
             self._segments.wake(context.path)
@@ -308,6 +311,6 @@ class ContextTable:
 
 
 def _one_of(positions: tuple[int, ...]) -> str:
-    """As in: 3, 5 or 8."""
+    """Formats alternatives, for example "3, 5 or 8"."""
     *others, last = map(human_number, positions)
     return f"{', '.join(others)} or {last}" if others else last

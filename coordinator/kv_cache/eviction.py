@@ -1,4 +1,4 @@
-"""Making room by parking: contexts that nobody asks give up their keys, and get them back when somebody does."""
+"""Eviction: idle contexts release their blocks when space is needed, and are reloaded on the next request."""
 
 from collections import Counter
 from collections.abc import Callable, Container
@@ -9,7 +9,7 @@ from coordinator.kv_cache.segments import SegmentStore
 
 
 class ContextEvictor:
-    """Parks contexts when room is needed, those used least recently first; pinned ones stay, and those `in_use`."""
+    """Evicts contexts when space is needed, least recently used first. Pinned contexts and those `in_use` stay."""
 
     def __init__(
         self,
@@ -22,11 +22,12 @@ class ContextEvictor:
         self._segments = segments
         self._contexts = contexts
         self._in_use = in_use
-        """Gives the ids of contexts that jobs ask, or read into."""
+        """Returns the ids of contexts that jobs query or ingest into."""
         segments.make_more = self._make_more
 
     def _make_more(self, lacking: BlockCount) -> bool:
-        """Sees to it that so many more blocks are free or reclaimable, or says that this cannot be, and parks none."""
+        """Evicts contexts until so many more blocks are free or reclaimable. Returns False, and evicts nothing, if that
+        is not possible."""
         spare = self._spare()
         if not lacking.fits(self._num_freed(spare)):
             return False
@@ -38,7 +39,7 @@ class ContextEvictor:
         return wanted.fits(self._num_room)
 
     def _groups(self, spare: list[NamedContext]) -> list[list[NamedContext]]:
-        """Contexts that rest together, those used least recently first."""
+        """Contexts that are evicted together, least recently used first."""
         groups: dict[object, list[NamedContext]] = {}
         for context in spare:
             key = context.id if self._placer.windows is None else context.path.segments[0]
@@ -46,7 +47,7 @@ class ContextEvictor:
         return sorted(groups.values(), key=lambda group: max(context.last_use for context in group))
 
     def rest_unpromised(self) -> None:
-        """Parks what is lost of contexts that nobody asks, where there is no room to read it again."""
+        """Evicts idle contexts that have lost keys and no blocks reserved to recompute them."""
         in_use = self._in_use()
         for context in self._contexts.list():
             holdings = self._segments.holdings.of(context.path.segments)
@@ -56,7 +57,7 @@ class ContextEvictor:
 
     @property
     def num_spare(self) -> BlockCount:
-        """Blocks that would be free if all was parked that may be."""
+        """Blocks that would be free if all evictable contexts were evicted."""
         return self._num_freed(self._spare())
 
     @property
@@ -68,7 +69,7 @@ class ContextEvictor:
         return [one for one in self._contexts.list() if not (one.is_resting or one.id in bound)]
 
     def _num_freed(self, spare: list[NamedContext]) -> BlockCount:
-        """Blocks that are free once all of these rest."""
+        """Blocks that become free once all of these contexts are evicted."""
         through = Counter(segment for context in spare for segment in context.path.segments)
         freed = BlockCount()
         for holding in self._segments.holdings.of(through):

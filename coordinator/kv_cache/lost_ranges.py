@@ -1,4 +1,4 @@
-"""What is lost of a segment, and the blocks that are promised for it. Integers only."""
+"""The lost ranges of a segment, and the blocks reserved for them. Integers only."""
 
 from bisect import bisect_right
 from collections.abc import Iterable
@@ -10,37 +10,38 @@ Range = tuple[int, int]
 
 
 class LostRanges:
-    """Positions of a segment whose keys nobody holds any more, until they are held again.
+    """Positions of a segment whose keys no rank holds, until they are restored or recomputed.
 
-    Ranges begin where a run began, and are held again in whole blocks from there on.
+    Ranges begin where a run began, and are filled in whole blocks from there on.
     """
 
     def __init__(self, ranges: Iterable[Range], before: "LostRanges | None" = None) -> None:
-        """In place of what was lost `before`, if anything was."""
+        """Replaces the lost ranges `before`, if there are any."""
         self.ranges = tuple(ranges)
-        """All that was lost, [start, end), in order."""
+        """All ranges that were lost, [start, end), in order."""
         self.left = list(self.ranges)
-        """What is not held again yet."""
+        """Ranges that are still lost."""
         self.windows_from = 0
-        """With replicated windows, where those begin that the segment has once it is held again."""
+        """With replicated windows, the first position of the windows that the segment holds after recovery."""
         self.window_blocks = 0
-        """Blocks that these take at most."""
+        """Maximum number of blocks of these windows."""
         self.promise: Reservation | None = None
-        """Blocks for what is left, once there is room for it."""
+        """Blocks reserved for the ranges in `left`, once they are available."""
         self.front: int | None = None
-        """With replicated windows, the place on the segment's path before which they are kept to go on from."""
+        """With replicated windows, the position on the segment's path from which it is recomputed; the windows before
+        it are held."""
         self.may_return = before.may_return if before else True
-        """It has not been tried in vain to bring it back from storage."""
+        """Whether restoring from storage may be tried: it has not failed before."""
         self.has_failed = False
         """It could not be planned, and is not tried again."""
         self.suspicion = before.suspicion if before else 0
-        """How much its tokens are suspected of ending epochs, for they were not read past that place again."""
+        """Fault score of its tokens. It is reset once they are recomputed past `suspect_end`."""
         self.suspect_end = before.suspect_end if before else 0
-        """Where that ends."""
+        """End of the suspected range."""
 
     @property
     def first(self) -> int:
-        """The first position that is lost."""
+        """The first lost position."""
         return self.left[0][0]
 
     @property
@@ -48,15 +49,15 @@ class LostRanges:
         return sum(end - start for start, end in self.left)
 
     def num_blocks(self, block_size: int) -> BlockCount:
-        """What all that is left takes."""
+        """Blocks needed for all that is still lost."""
         return BlockCount(sum(ceil_div(end - start, block_size) for start, end in self.left), self.window_blocks)
 
     def num_before(self, end: int) -> int:
-        """Tokens before `end` that are lost."""
+        """Number of lost tokens before `end`."""
         return sum(max(0, min(high, end) - low) for low, high in self.left)
 
     def fill(self, start: int, end: int) -> None:
-        """Positions [start, end), all of which are lost and neighbours, are held again."""
+        """Marks positions [start, end) as held again. They must lie in one lost range."""
         index = bisect_right(self.left, start, key=_start) - 1
         low, high = self.left[index]
         assert 0 <= index

@@ -1,4 +1,4 @@
-"""How far positions may go, and how they are rotated: fixed for each context when it is created. Pure."""
+"""Position limits and rope choices. Both are fixed for each context when it is created. Pure."""
 
 from typing import NamedTuple
 
@@ -10,27 +10,28 @@ from longleaf.types import ModelInfo, PositionInfo
 
 UNLIMITED = 1 << 40
 FLOAT64_SHOWN = 1 << 24
-"""Positions for which the error of float64 phases is told: past these float32 has no numbers for positions."""
+"""Number of positions for which the phase error of float64 is reported: past it float32 cannot represent each position.
+"""
 CAPACITY_FIELD = "config.capacity_token_count"
 HEADROOM = 8
-"""A context whose capacity was not told leaves at least this part of it for what is asked and appended."""
+"""A context without a declared capacity keeps at least 1/HEADROOM of it free for questions and appends."""
 
 
 class RopeSwitch(NamedTuple):
-    """How a generation is rotated: by `near` while it has up to `border` positions, then all of it by `far`, so that
-    its keys are computed anew."""
+    """The rotation of a generation: `near` for up to `border` positions, then `far` for all of it, which recomputes all
+    keys."""
 
     near: Rope
     far: Rope
     border: int = UNLIMITED
 
     def at(self, num_positions: int) -> Rope:
-        """The rope of so many positions."""
+        """The rope for a given number of positions."""
         return self.near if num_positions <= self.border else self.far
 
 
 class Positions:
-    """What the model's positions allow. `max_positions` counts where the ranks know of no trained length."""
+    """The positions that the model supports. `max_positions` applies where the ranks know of no trained length."""
 
     def __init__(self, rotary: Rotary, max_positions: int, *, allow_long: bool = False) -> None:
         self._rotary = rotary
@@ -38,15 +39,15 @@ class Positions:
         self.trained = rotary.trained or max_positions
         """Positions that the model was trained for."""
         self.limit = min(rotary.max_positions or UNLIMITED, UNLIMITED if allow_long else self.trained)
-        """The most positions that anything may have."""
+        """The maximum number of positions of any context or generation."""
 
     def told(self, rotary: Rotary) -> "Positions":
-        """The positions as they are once the ranks have told what they know."""
+        """The positions with the rotation that the ranks have reported."""
         return Positions(rotary, self.trained, allow_long=self.is_long_allowed)
 
     @property
     def limit_name(self) -> str:
-        """What the limit is and what could be done about it, after a number of positions."""
+        """Explanation of the limit and its remedy, for use after a number of positions."""
         rotary = self._rotary
         if rotary.max_positions and (self.is_long_allowed or rotary.max_positions < self.trained):
             return f"because {rotary.reason}"
@@ -55,7 +56,7 @@ class Positions:
         return "those that it was trained for, and only a service started with --allow-long goes on"
 
     def rope(self, capacity: int) -> Rope:
-        """How contexts of up to `capacity` positions are rotated."""
+        """The rope for contexts of up to `capacity` positions."""
         rotary = self._rotary
         is_scaled = 0 < rotary.scaled_from < capacity
         scaled_for = capacity if rotary.is_graded else rotary.scaled_from + 1
@@ -63,18 +64,18 @@ class Positions:
         return Rope(scaled_for=scaled_for if is_scaled else 0, is_double=is_double)
 
     def ropes(self, capacity: int) -> RopeSwitch:
-        """How a generation of up to `capacity` positions, prompt and answer, is rotated: as in transformers by the
-        length so far, where that chooses one of two scalings; a scaling of its own for each length (dynamic) is that of
-        `capacity` from the first token on."""
+        """The ropes for a generation of up to `capacity` positions, prompt and answer. Where the model has two
+        scalings, the length so far chooses one, as in transformers. Where each length has another scaling (dynamic),
+        the scaling for `capacity` is used from the first token on."""
         far, rotary = self.rope(capacity), self._rotary
         if not far.scaled_for or rotary.is_graded:
             return RopeSwitch(far, far)
         return RopeSwitch(replace(far, scaled_for=0), far, rotary.scaled_from)
 
     def question_ropes(self, rope: Rope, capacity: int, num_positions: int) -> RopeSwitch:
-        """How a question about a context of `rope` and `capacity` is rotated, and its answer, if all has up to
-        `num_positions`: where there are two scalings, as any generation. A context that was created for less than the
-        shorter scaling has room for keeps to its capacity."""
+        """The ropes for a question about a context of `rope` and `capacity`, and for its answer, up to `num_positions`
+        in all. Where the model has two scalings, they switch as for any generation, except that a context whose
+        capacity is below the limit of the shorter scaling keeps its rope."""
         border = self._rotary.scaled_from
         if not border or self._rotary.is_graded or capacity < border:
             return RopeSwitch(rope, rope)
@@ -82,14 +83,14 @@ class Positions:
         return RopeSwitch(replace(rope, scaled_for=0), far, border)
 
     def question_capacity(self, rope: Rope, capacity: int, num_tokens: int) -> int:
-        """Positions up to which an answer may go that is as long as there is room for, after `num_tokens` of a context
-        of `rope` and `capacity` and a question."""
+        """The maximum number of positions for an answer of unspecified length, after `num_tokens` of a context of
+        `rope` and `capacity` and a question."""
         outgrows = self.question_ropes(rope, capacity, num_tokens).far != rope
         return max(capacity, self.capacity(num_tokens, None)) if outgrows else capacity
 
     def scaling_note(self, ropes: RopeSwitch, num_prompt: int) -> str:
-        """Why an answer to `num_prompt` tokens, rotated so, is not that of transformers, which scales positions for the
-        length so far and not for the one that may come; empty where it is."""
+        """Explains why an answer to `num_prompt` tokens with these ropes differs from that of transformers, which
+        scales positions for the length so far, not for the maximum length. Empty where it does not differ."""
         border, rope = self._rotary.scaled_from, ropes.at(num_prompt)
         if rope.scaled_for and self._rotary.is_graded:
             return f"positions are scaled for {rope.scaled_for:,} from the first token on, not for the length so far"
@@ -103,11 +104,9 @@ class Positions:
         return ""
 
     def capacity(self, num_tokens: int, declared: int | None) -> int:
-        """Positions for which a new context of `num_tokens` is made. Raises InvalidArgument for a declared number that
-        is none.
+        """The capacity of a new context of `num_tokens`. Raises InvalidArgument for an invalid declared capacity.
 
-        Without one it is the least that changes nothing for the document and leaves some room: what has the model's own
-        numbers keeps them.
+        The default is the smallest capacity that leaves some headroom and does not change how the document is rotated.
         """
         if declared is None:
             return min(self.limit, self._default(num_tokens))
@@ -128,17 +127,17 @@ class Positions:
         return 1 << needed.bit_length() if rotary.is_graded else UNLIMITED
 
     def check_capacity(self, declared: int) -> None:
-        """Raises InvalidArgument for a capacity past the limit."""
+        """Raises InvalidArgument for a capacity above the limit."""
         if declared > self.limit:
             message = f"{declared:,} is more than {self.limit:,} positions, {self.limit_name}"
             raise InvalidArgument(CAPACITY_FIELD, message)
 
     def error(self, rope: Rope, num_positions: int) -> float:
-        """Radians by which phases are off at most."""
+        """Maximum phase error, in radians."""
         return num_positions * (self._rotary.float64_error if rope.is_double else self._rotary.float32_error)
 
     def describe_model(self, model: ModelInfo) -> ModelInfo:
-        """`model` with what is known of its positions."""
+        """`model` with its position limits and phase errors."""
         own = min(FLOAT32_POSITIONS, self.limit)
         return replace(
             model,
@@ -150,7 +149,7 @@ class Positions:
         )
 
     def describe(self, rope: Rope, capacity: int, num_tokens: int) -> PositionInfo:
-        """What clients are told of a context."""
+        """The position properties of a context, as reported to clients."""
         return PositionInfo(
             capacity=capacity,
             rope=self._rotary.kind,

@@ -1,4 +1,4 @@
-"""Which beginnings of a prompt are held already. Pure."""
+"""The prefix cache: finds the held segments that a prompt begins with. Pure."""
 
 from array import array
 from collections.abc import Iterable, Iterator
@@ -9,19 +9,19 @@ from longleaf.positions import OWN_ROPE, Rope
 from longleaf.tenants import DEFAULT_TENANT
 
 BLOCKS_AT_ONCE = 512
-"""Blocks whose ids are copied at once: a segment may be long."""
+"""Number of blocks whose ids are copied at once, because a segment may be long."""
 ALL = "*"
-"""In place of a tenant, where all may find something. None is called so."""
+"""The owner of entries that all tenants may find. No tenant has this name."""
 
 
 class PrefixIndex:
-    """The sealed segments, by the tokens that lead to places in them.
+    """An index of sealed segments by the tokens of the path up to each block.
 
-    Each block of token ids, counted from position 0, has a link: the hash of its ids and of the link before it, first
-    of the rope's and the tenant's. So the link at the end of a block stands for all the tokens up to there, rotated so,
-    of that tenant. It only finds where to look: what is found is compared id by id. A beginning shorter than a block is
-    not found. With `is_shared` tenants find what was read for another one, but nothing on a path that was adopted: its
-    keys need not be those of its tokens.
+    Each block of token ids, counted from position 0, has a link: the hash of its ids and of the previous link. The
+    first link hashes the rope and the tenant. So the link at the end of a block identifies all tokens up to there, with
+    their rotation and tenant. Links only select candidates, which are then compared id by id. A prefix shorter than a
+    block is not found. With `is_shared`, tenants find segments of other tenants, but none on an adopted path, because
+    its keys may not match its tokens.
     """
 
     def __init__(
@@ -37,12 +37,12 @@ class PrefixIndex:
         self._holdings = holdings
         self._blocks_at_once = blocks_at_once
         self._links: dict[int, list[int]] = {}
-        """By segment: the links at the ends of the blocks that end in it."""
+        """By segment id, the links at the ends of the blocks that end in it."""
         self._segments: dict[int, list[Segment]] = {}
-        """By link."""
+        """Segments by link."""
 
     def add(self, segment: Segment) -> None:
-        """Enters a sealed segment; those before it are entered already."""
+        """Adds a sealed segment. The segments before it must have been added."""
         first, size = segment.start // self._block_size, self._block_size
         links, link, stride = list[int](), self._link(segment, first), self._blocks_at_once * size
         for start in range(first * size, segment.end - size + 1, stride):
@@ -53,15 +53,15 @@ class PrefixIndex:
             self._segments.setdefault(link, []).append(segment)
 
     def remove(self, segment: Segment) -> None:
-        """Takes a segment out, if it is in."""
+        """Removes a segment, if it is indexed."""
         for link in self._links.pop(segment.id, []):
             self._segments[link].remove(segment)
             if not self._segments[link]:
                 del self._segments[link]
 
     def match(self, token_ids: "array[int]", rope: Rope = OWN_ROPE, tenant: str = DEFAULT_TENANT) -> TokenPath:
-        """The longest path found that `token_ids`, rotated by `rope`, begin with, that the tenant may find and that can
-        be continued; empty when there is none."""
+        """The longest indexed path that is a prefix of `token_ids` with `rope`, that the tenant may find, and that can
+        be continued; empty if there is none."""
         owners = (ALL, tenant) if self._is_shared else (tenant,)
         return max((self._match(token_ids, rope, owner) for owner in owners), key=lambda path: path.end)
 
@@ -72,7 +72,7 @@ class PrefixIndex:
                 break
             found.append(self._segments[link])
         best, size, tried = TokenPath(), self._block_size, set[int]()
-        while found and best.end < (len(found) + 1) * size:  # who has fewer blocks in common has no longer beginning
+        while found and best.end < (len(found) + 1) * size:  # fewer common blocks cannot give a longer prefix
             for segment in found.pop():
                 if segment.id not in tried and segment.rope == rope and self._owner(segment) == owner:
                     tried.add(segment.id)
@@ -80,7 +80,7 @@ class PrefixIndex:
         return best if best.end >= size else TokenPath()
 
     def _beginning(self, path: TokenPath, token_ids: "array[int]") -> TokenPath:
-        """What `token_ids` have in common with a path, as far as it can be continued."""
+        """The common prefix of `token_ids` and a path, up to a position at which the path can be continued."""
         end, _ = self._holdings.seams(path, min(path.num_common(token_ids), self._holdings.whole_end(path)))
         return path.cut(end)
 
@@ -89,12 +89,12 @@ class PrefixIndex:
         return hash((segment.rope, self._owner(segment)))
 
     def _owner(self, segment: Segment) -> str:
-        """Who may find it: whoever may find the first one of its path."""
+        """The owner of a segment: that of the first segment of its path."""
         first = segment.before.segments[0] if segment.before.segments else segment
         return ALL if self._is_shared and not first.is_adopted else first.tenant
 
     def _link(self, continued: Segment, num_blocks: int) -> int:
-        """The link after so many blocks of the path before a segment, whose segments are all entered."""
+        """The link after `num_blocks` blocks of the path before a segment. All its segments must be indexed."""
         if num_blocks == 0:
             return self._root(continued)
         segment = [s for s in continued.before.segments if s.start < num_blocks * self._block_size][-1]
@@ -108,7 +108,7 @@ class PrefixIndex:
             yield link
 
     def audit(self, segments: Iterable[Segment]) -> None:
-        """Only segments that are alive are entered, each under the links of its own tokens."""
+        """Asserts that only existing segments are indexed, each under the links of its tokens."""
         alive = {segment.id: segment for segment in segments}
         for segment_id, links in self._links.items():
             segment = alive[segment_id]

@@ -1,17 +1,17 @@
-"""Who the ranks of an epoch are. Integers only."""
+"""The mapping of ranks between two epochs. Integers only."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class RankMapping:
-    """The ranks of an epoch that follows another."""
+    """The ranks of an epoch, and their rank numbers in the previous epoch."""
 
     epoch: int
     before: tuple[int | None, ...]
-    """By rank, the rank that it was in the epoch before; None: it comes new, and holds nothing."""
+    """By rank, its rank in the previous epoch; None for a new rank, which holds no keys."""
     num_blocks: tuple[int, ...]
-    """By rank, the blocks of its pool."""
+    """By rank, the number of blocks in its pool."""
 
     def __post_init__(self) -> None:
         old = [rank for rank in self.before if rank is not None]
@@ -20,10 +20,10 @@ class RankMapping:
 
     @property
     def after(self) -> dict[int, int]:
-        """The ranks of those that were there before, by what they were."""
+        """The new rank by old rank, for the ranks that remain."""
         return {old: new for new, old in enumerate(self.before) if old is not None}
 
     @property
     def newcomers(self) -> tuple[int, ...]:
-        """Ranks that hold nothing."""
+        """New ranks, which hold no keys."""
         return tuple(rank for rank, old in enumerate(self.before) if old is None)

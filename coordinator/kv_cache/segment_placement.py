@@ -1,4 +1,4 @@
-"""What the ranks of an epoch hold of segments, and so of the paths that lead through these."""
+"""The placement of segments on the ranks of an epoch, and that of the paths through them."""
 
 from bisect import bisect_left, insort
 from collections import Counter
@@ -13,33 +13,35 @@ from longleaf.runs import Run, join
 
 
 class SegmentPlacement:
-    """The runs that hold a segment, and how many refer to it."""
+    """The runs that hold a segment, and its reference counts."""
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
         self.runs: list[Run] = []
         self.num_sharded = 0
-        """Blocks of `runs`: a path may have thousands of segments, and all of them are counted for each request."""
+        """Number of blocks in `runs`. It is cached because a path may have thousands of segments, all counted for each
+        request."""
         self.window_runs: tuple[Run, ...] = ()
-        """Runs in the windows' pool: while it grows what its next token sees of it, and little more; once it is sealed
-        what is seen of it from its seams."""
+        """Runs in the window pool. While the segment grows, they hold the positions that its next token sees, and
+        little more; once it is sealed, the positions that are seen from its seams."""
         self.seams = Counter[int]()
-        """Positions at which paths go on, or may, and of whose windows a part lies here; how often each is held."""
+        """Reference counts of seams: positions at which paths continue, or may continue, and that see windows of this
+        segment."""
         self.num_references = 1
         self.num_kept = 0
-        """References that only keep the segment for prompts to come."""
+        """References that only keep the segment cached for future prompts."""
         self.num_resting = 0
-        """References of contexts that rest: these need no keys until somebody asks them."""
+        """References of evicted contexts, which need no keys until they are activated."""
         self.is_parked = False
-        """Nothing of it is held, and nobody waits for it."""
+        """The segment is evicted: no rank holds any of it, and no job waits for it."""
         self.version = 0
-        """Another one whenever it has been parked."""
+        """Changes with each eviction."""
         self.is_told = True
-        """Ranks have heard of it, once it has tokens."""
+        """The ranks know the segment, provided that it has tokens."""
         self.loss: LostRanges | None = None
-        """What of it is lost, if anything."""
+        """The lost ranges of the segment, or None."""
         self.arriving: tuple[Run, ...] = ()
-        """Runs of tokens that are read again or come from another rank, by the plan that is under way."""
+        """Runs that the plan under way recomputes or copies from another rank."""
 
     @property
     def num_blocks(self) -> BlockCount:
@@ -47,8 +49,7 @@ class SegmentPlacement:
 
     @property
     def num_promised(self) -> BlockCount:
-        """Blocks that are held for it otherwise than in runs: those of a plan under way, and those promised for what is
-        lost."""
+        """Blocks reserved for the segment outside `runs`: those of the plan under way and those for its lost ranges."""
         importing = BlockCount(sum(len(run.blocks) for run in self.arriving))
         return importing + self.loss.promise.left if self.loss and self.loss.promise else importing
 
@@ -58,22 +59,22 @@ class SegmentPlacement:
 
     @property
     def first_seam(self) -> int:
-        """The first position at which a path goes on, or from which the segment is read again."""
+        """The first position at which a path continues, or from which the segment is recomputed."""
         seam = min(self.seams, default=UNLIMITED)
         return min(seam, self.loss.first) if self.loss and self.loss.left else seam
 
     @property
     def is_resting(self) -> bool:
-        """Only contexts that rest refer to it, and prompts that are kept."""
+        """Only evicted contexts and cached prompts refer to it."""
         return 0 < self.num_resting == self.num_references - self.num_kept
 
     @property
     def num_reclaimable(self) -> BlockCount:
-        """The blocks, if the segment is kept for prompts to come, and for nothing else."""
+        """The blocks of the segment if it is only cached for future prompts, else none."""
         return self.num_blocks if self.num_kept and self.num_kept == self.num_references else BlockCount()
 
     def extend(self, token_ids: Sequence[int], runs: Sequence[Run]) -> None:
-        """Adds tokens and the runs that hold them; a first run with a known start is the last one, grown."""
+        """Adds tokens and their runs. A first run with the start of the current last run replaces it."""
         assert runs
         if self.runs and self.runs[-1].start == runs[0].start:
             self.num_sharded -= len(self.runs.pop().blocks)
@@ -89,7 +90,7 @@ class SegmentPlacement:
             self.num_sharded += len(run.blocks)
 
     def cut(self, end: int) -> list[Run]:
-        """Takes out the runs from position `end` on, where one begins, and gives them."""
+        """Removes and returns the runs from position `end` on. No run may cross `end`."""
         index = bisect_left(self.runs, end, key=_start)
         taken, self.runs = self.runs[index:], self.runs[:index]
         assert not self.runs or self.runs[-1].end <= end
@@ -97,7 +98,7 @@ class SegmentPlacement:
         return taken
 
     def replace(self, old: Run, new: Run) -> None:
-        """Has the positions of `old`, the first blocks of a run, lie in `new` instead."""
+        """Replaces `old`, the first blocks of a run, with `new`."""
         index = bisect_left(self.runs, old.start, key=_start)
         run = self.runs[index]
         assert (run.rank, run.start, run.blocks[: len(old.blocks)]) == (old.rank, old.start, old.blocks)
@@ -105,8 +106,8 @@ class SegmentPlacement:
         self.runs[index : index + 1] = [new, rest] if len(rest) else [new]
 
     def change_ranks(self, after: Mapping[int, int]) -> list[tuple[int, int]]:
-        """Keeps the runs of those that are still there, under their new ranks; gives what is lost, neighbours joined:
-        with what was lost before and with what was about to come."""
+        """Keeps the runs on remaining ranks, under their new rank numbers. Returns all lost ranges, with neighbours
+        joined, including those lost before and those under way."""
         gone = [(run.start, run.end) for run in self.runs if run.rank not in after]
         lost = sorted([*gone, *(self.loss.left if self.loss else ())])
         if gone or any(old != new for old, new in after.items()):
@@ -116,7 +117,8 @@ class SegmentPlacement:
         return join(lost)
 
     def audit(self) -> None:
-        """The runs and what is lost cover the tokens, in order and without gaps, unless it is parked."""
+        """Asserts that the runs and the lost ranges cover the tokens, in order and without gaps, unless the segment is
+        evicted."""
         assert self.num_references >= max(1, self.num_kept + self.num_resting)
         if self.is_parked:
             assert self.is_resting
@@ -137,7 +139,7 @@ def _start(run: Run) -> int:
 
 
 def count_all(holdings: Iterable[SegmentPlacement]) -> BlockCount:
-    """The blocks of holdings."""
+    """The total number of blocks of some placements."""
     sharded = windows = 0
     for holding in holdings:
         sharded += holding.num_sharded
@@ -147,7 +149,7 @@ def count_all(holdings: Iterable[SegmentPlacement]) -> BlockCount:
 
 
 class SegmentPlacements:
-    """What is held, by segment. `windows` is None unless each rank holds the keys of windowed layers itself."""
+    """Placements by segment. `windows` is None unless each rank holds a copy of the keys of windowed layers."""
 
     def __init__(self, windows: WindowSpec | None = None) -> None:
         self.windows = windows
@@ -173,7 +175,7 @@ class SegmentPlacements:
         self._parked.pop(holding.segment, None)
 
     def note_parked(self, holding: SegmentPlacement, *, is_parked: bool) -> None:
-        """Notes that nothing of a segment is held and nobody waits for it, or that somebody does."""
+        """Marks a segment as evicted, or as no longer evicted."""
         holding.is_parked = is_parked
         if is_parked:
             self._parked[holding.segment] = holding
@@ -182,16 +184,15 @@ class SegmentPlacements:
 
     @property
     def lossy(self) -> list[SegmentPlacement]:
-        """Those of which something is lost, each after what it continues."""
+        """Placements with lost ranges, each after the segments that it continues."""
         return sorted(self._lossy.values(), key=lambda holding: holding.segment.id)
 
     @property
     def is_whole(self) -> bool:
-        """Nothing is lost."""
         return not self._lossy
 
     def note_loss(self, holding: SegmentPlacement, loss: LostRanges | None) -> None:
-        """Notes what is lost of a segment, or that nothing is any more."""
+        """Sets the lost ranges of a segment; None clears them."""
         holding.loss = loss
         if loss is None:
             self._lossy.pop(holding.segment, None)
@@ -199,8 +200,8 @@ class SegmentPlacements:
             self._lossy[holding.segment] = holding
 
     def first_lost(self, path: TokenPath) -> tuple[SegmentPlacement, int] | None:
-        """What is lost first of a path, or parked, if anything is: of which segment, and the position at which its use
-        ends."""
+        """The first segment of a path that is evicted or has lost keys, and the position at which the path leaves it;
+        None if the whole path is held."""
         if self._lossy or self._parked:
             for segment, _, end in path.parts():
                 if (holding := self._parked.get(segment)) is not None:
@@ -210,25 +211,26 @@ class SegmentPlacements:
         return None
 
     def num_lost(self, path: TokenPath) -> int:
-        """Tokens of a path that are lost."""
+        """Number of lost tokens of a path."""
         if not self._lossy:
             return 0
         parts = ((self._lossy.get(segment), end) for segment, _, end in path.parts())
         return sum(holding.loss.num_before(end) for holding, end in parts if holding and holding.loss)
 
     def holds(self, path: TokenPath) -> bool:
-        """Nothing of a path is lost or parked."""
+        """No part of a path is lost or evicted."""
         return self.first_lost(path) is None
 
     def parked(self, path: TokenPath) -> list[SegmentPlacement]:
-        """What is parked of a path, in order."""
+        """The evicted segments of a path, in order."""
         if not self._parked:
             return []
         return [holding for segment in path.segments if (holding := self._parked.get(segment)) is not None]
 
     def whole_end(self, path: TokenPath) -> int:
-        """Up to where a path can be used now: the first position that is lost or parked, or its end. Where windows are
-        replicated the first that was lost: what is seen further on is held only until more is read again."""
+        """The end of the usable part of a path: the first lost or evicted position, or the end of the path. With
+        replicated windows it is the first position of the original loss, because later windows are held only during the
+        recovery."""
         found = self.first_lost(path)
         if found is None:
             return path.end
@@ -237,15 +239,15 @@ class SegmentPlacements:
         return found[0].loss.first if self.windows is None else found[0].loss.ranges[0][0]
 
     def of(self, segments: Iterable[Segment]) -> list[SegmentPlacement]:
-        """Holdings of `segments`, in order."""
-        return list(map(self._by_segment.__getitem__, segments))  # may be thousands
+        """The placements of `segments`, in order."""
+        return list(map(self._by_segment.__getitem__, segments))  # there may be thousands
 
     def num_blocks(self, path: TokenPath) -> BlockCount:
-        """Blocks of the segments of a path, used or not."""
+        """Blocks of all segments of a path, including those the path does not use."""
         return count_all(self.of(path.segments))
 
     def shares(self, path: TokenPath, world_size: int) -> list[int]:
-        """Tokens of a path that each rank holds."""
+        """Number of tokens of a path on each rank."""
         resident = [0] * world_size
         for segment, _, end in path.parts():
             for run in self[segment].runs:
@@ -253,12 +255,12 @@ class SegmentPlacements:
         return resident
 
     def num_window_tokens(self, path: TokenPath) -> int:
-        """Tokens of a path that lie in the windows' pool."""
+        """Number of tokens of a path in the window pool."""
         return sum(end - start for start, end in self._windows_of(path))
 
     def seams(self, path: TokenPath, position: int) -> tuple[int, int]:
-        """The nearest positions, up to `position` and from it on, at which the path can be cut and continued: those of
-        which all that the next token sees is held. Without windows, any."""
+        """The nearest positions, at or below `position` and at or above it, at which the path can be cut and continued:
+        all keys that the next token sees are held there. Without windows, any position qualifies."""
         if (windows := self.windows) is None:
             return position, position
         below, above, stride = 0, path.end, windows.stride
@@ -273,7 +275,7 @@ class SegmentPlacements:
         return below, above
 
     def _windows_of(self, path: TokenPath) -> list[tuple[int, int]]:
-        """Stretches of positions that lie in the windows' pool, in order; empty ones where a part ends without."""
+        """Position ranges in the window pool, in order, with an empty range at the end of each part."""
         resident = [(0, 0)]
         for segment, _, part_end in path.parts():
             resident += [
@@ -283,7 +285,7 @@ class SegmentPlacements:
         return join(resident)
 
     def audit(self, path: TokenPath) -> None:
-        """A path is sound and can be continued: what its next token sees is held."""
+        """Asserts that a path is valid and can be continued: all keys that its next token sees are held."""
         path.audit()
         if self.windows is not None and self.holds(path):
             runs = [(run, end) for segment, _, end in path.parts() for run in self[segment].window_runs]

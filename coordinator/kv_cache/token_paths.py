@@ -1,4 +1,4 @@
-"""Segments, and the paths that lead through them: contexts, forks and sequences together are a tree."""
+"""Segments, and paths through them. Contexts, forks, and sequences together form a tree."""
 
 from array import array
 from collections.abc import Iterator, Sequence
@@ -10,14 +10,15 @@ from longleaf.positions import OWN_ROPE, Rope, WindowSpec
 from longleaf.tenants import DEFAULT_TENANT
 
 ID_BYTES = 4
-"""What is kept of a token id."""
+"""Stored size of a token id."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenPath:
-    """Segments that continue one another from position 0 on.
+    """Segments that continue one another from position 0.
 
-    Each is used up to the start of the next one, the last one up to position `end`: a path may branch off anywhere.
+    Each segment is used up to the start of the next one, the last one up to position `end`. A path may branch off at
+    any position.
     """
 
     segments: tuple["Segment", ...] = ()
@@ -25,22 +26,22 @@ class TokenPath:
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """What ranks are told of the path."""
+        """The segment ids, as sent to the ranks."""
         return tuple(segment.id for segment in self.segments)
 
     def parts(self) -> Iterator[tuple["Segment", int, int]]:
         """The segments, and the positions [start, end) for which each is used."""
         ends = [*(segment.start for segment in self.segments[1:]), self.end]
-        for segment, end in zip(self.segments, ends, strict=False):  # an empty path has an end, too
+        for segment, end in zip(self.segments, ends, strict=False):  # not strict: an empty path has an end
             yield segment, segment.start, end
 
     def cut(self, end: int) -> "TokenPath":
-        """The beginning of the path, up to position `end`."""
+        """The prefix of the path up to position `end`."""
         assert end <= self.end
         return TokenPath(tuple(segment for segment in self.segments if segment.start < end), end)
 
     def seen(self, end: int, windows: WindowSpec | None) -> Iterator["Segment"]:
-        """The segments of which a token at `end`, a position of the path, sees windows; the last one is first."""
+        """The segments whose windows a token at position `end` of the path sees, last segment first."""
         if windows is None:
             return
         first, part_end = windows.first(end), end
@@ -52,7 +53,7 @@ class TokenPath:
                 part_end = segment.start
 
     def token_ids(self, start: int = 0, stop: int | None = None) -> "array[int]":
-        """The tokens from position `start` on, up to `stop` if it is given."""
+        """The token ids from position `start` up to `stop`, by default the end."""
         found = array("I")
         for segment, part_start, end in self.parts():
             part_end = end if stop is None else max(part_start, min(end, stop))
@@ -60,7 +61,7 @@ class TokenPath:
         return found
 
     def num_common(self, token_ids: "array[int]") -> int:
-        """How many of `token_ids` the path begins with."""
+        """Length of the common prefix of the path and `token_ids`."""
         for segment, start, end in self.parts():
             count = _num_common(segment.token_ids[: end - start], token_ids[start:end])
             if count < end - start:
@@ -68,7 +69,7 @@ class TokenPath:
         return self.end
 
     def audit(self) -> None:
-        """Every part has positions, and continues the path before it."""
+        """Asserts that no part is empty, and that each continues the path before it."""
         assert self.segments or self.end == 0
         for i, (segment, start, end) in enumerate(self.parts()):
             assert start < end <= segment.end
@@ -76,11 +77,11 @@ class TokenPath:
 
 
 NOWHERE = TokenPath()
-"""Where contexts and prompts begin."""
+"""The empty path, where contexts and prompts begin."""
 
 
 def _num_common(a: "array[int]", b: "array[int]") -> int:
-    """How many ids two arrays have in common at their beginning."""
+    """Length of the common prefix of two arrays."""
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:
         return high
@@ -91,23 +92,23 @@ def _num_common(a: "array[int]", b: "array[int]") -> int:
 
 
 class Segment:
-    """Tokens that continue the path `before`. Grows until it is sealed.
+    """Tokens that continue the path `before`. It grows until it is sealed.
 
-    That is all that lasts: where their keys lie, and who needs them, is the matter of an epoch.
+    A segment outlives an epoch. The placement of its keys and the references to it belong to an epoch.
     """
 
     def __init__(self, segment_id: int, before: TokenPath, rope: Rope = OWN_ROPE, tenant: str = DEFAULT_TENANT) -> None:
         self.id = segment_id
         self.before = before
         self.rope = rope
-        """How the keys are rotated, here and in all of the path."""
+        """The rotation of the keys, the same on the whole path."""
         self.tenant = tenant
-        """Who may find its tokens. A path is found by whoever may find its first segment."""
+        """The tenant that may find its tokens. The tenant of the first segment of a path decides for the whole path."""
         self.is_adopted = False
-        """Its keys may be those of a parcel, which whoever imported it could have made up."""
+        """Its keys may have been imported, in which case they are not verified to match its tokens."""
         self.token_ids = array("I")
         self.text: DocumentText | None = None
-        """Which text they are, where they are those of a document that came as text."""
+        """The text of its tokens, for a document that arrived as text."""
         self.is_sealed = False
 
     @property
@@ -125,24 +126,23 @@ class Segment:
 
     @cached_property
     def kept_bytes(self) -> int:
-        """Bytes that a sealed segment takes but for its keys and values: token ids, and which text they are."""
+        """Bytes that a sealed segment takes apart from its keys and values: token ids and text."""
         assert self.is_sealed
         return ID_BYTES * len(self.token_ids) + (self.text.kept_bytes if self.text is not None else 0)
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Adds tokens."""
         assert not self.is_sealed
         self.token_ids.extend(token_ids)
 
     def cut(self, end: int) -> None:
-        """Takes back the tokens from position `end` on."""
+        """Removes the tokens from position `end` on."""
         assert not self.is_sealed
         del self.token_ids[end - self.start :]
 
     def fill(self, position: int, token_id: int) -> None:
-        """Tells the id of a token that was placed before it was known."""
+        """Sets the id of a token that was placed before its id was known."""
         self.token_ids[position - self.start] = token_id
 
     def audit(self) -> None:
-        """Asserts that the segment continues others of the same rope."""
+        """Asserts that all segments before it have the same rope."""
         assert all(segment.rope == self.rope for segment in self.before.segments)

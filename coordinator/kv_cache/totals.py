@@ -1,4 +1,4 @@
-"""What the contexts of a tenant add up to, kept as they come and go: quotas ask for it with each request."""
+"""Totals over the contexts of a tenant. Each change updates them, because quotas read them for each request."""
 
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
@@ -8,44 +8,44 @@ from coordinator.kv_cache.token_paths import Segment
 
 
 class Totals:
-    """Sums over the contexts of one tenant. Contexts that share a segment count it each."""
+    """Sums over the contexts of one tenant. A segment that several contexts share counts once for each of them."""
 
     def __init__(self) -> None:
         self._ids: list[str] = []
-        """Of the contexts, sorted."""
+        """Context ids, sorted."""
         self.num_tokens = 0
         self.kept_bytes = 0
-        """Of all segments."""
+        """Sum over all segments."""
         self._segments = Counter[int]()
 
     @property
     def count(self) -> int:
-        """Of contexts."""
+        """Number of contexts."""
         return len(self._ids)
 
     @property
     def segments(self) -> Mapping[int, int]:
-        """How many of the contexts have a segment, by its id."""
+        """Number of contexts that contain a segment, by segment id."""
         return self._segments
 
     def ids(self, after: str) -> Sequence[str]:
-        """Those of contexts that come after `after`, sorted."""
+        """Sorted context ids that come after `after`."""
         return self._ids[bisect_right(self._ids, after) :]
 
     def add(self, context_id: str, num_tokens: int, segments: Iterable[Segment]) -> None:
-        """A context."""
+        """Adds a context."""
         insort(self._ids, context_id)
         self.grow(num_tokens, segments)
 
     def grow(self, num_tokens: int, segments: Iterable[Segment]) -> None:
-        """A context has so many more tokens, in further segments."""
+        """Adds tokens and segments to a context."""
         self.num_tokens += num_tokens
         for segment in segments:
             self.kept_bytes += segment.kept_bytes
             self._segments[segment.id] += 1
 
     def remove(self, context_id: str, num_tokens: int, segments: Iterable[Segment]) -> None:
-        """A context that was added, with all that it has by now."""
+        """Removes a context with its current tokens and segments."""
         del self._ids[bisect_left(self._ids, context_id)]
         self.num_tokens -= num_tokens
         for segment in segments:
@@ -55,5 +55,5 @@ class Totals:
                 del self._segments[segment.id]
 
     def state(self) -> tuple[object, ...]:
-        """All of it, to be compared."""
+        """All fields, for comparison."""
         return self._ids, self.num_tokens, self.kept_bytes, self._segments

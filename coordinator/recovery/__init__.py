@@ -1,1 +1,1 @@
-"""From the ranks of one epoch to those of the next: what is lost, how it comes back, who holds what."""
+"""Recovery between epochs: remapping of ranks, restore from storage, recomputation, and rebalancing."""

@@ -1,13 +1,15 @@
-"""How much the work of a step is suspected of what ended an epoch in it."""
+"""Fault scores: how strongly the work of a step is suspected of having ended an epoch."""
 
 LOSS = 1
-"""A process ended: more often for its machine's sake than for the work's."""
+"""Score for a process that exited: the cause is more often its machine than the work."""
 BREAK = 2
-"""Ranks raised there, or hung together. Work that is suspected so much is done with nothing else under way."""
+"""Score for ranks that raised or hung together. Work with this score runs with nothing else under way."""
 GUILTY = 4
-"""Of what is given up: it broke two epochs, or ranks were lost in four, and it never came past that place."""
+"""Score at which work is dropped: its epochs broke twice, or lost ranks four times, without progress past that
+point."""
 
 
 def add(before: int, amount: int, *, is_certain: bool) -> int:
-    """More of it. Where other work was under way too, there comes to be no more than has both be done apart."""
+    """The new score. If other work was under way as well, the score does not exceed the level at which both run
+    separately."""
     return before + amount if is_certain else max(before, min(before + amount, BREAK))

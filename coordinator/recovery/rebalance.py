@@ -1,4 +1,4 @@
-"""Having those that come new take their share: windows first, then runs of others. Pure."""
+"""Rebalancing: new ranks receive copies of windows first, then runs of other ranks. Pure."""
 
 from dataclasses import dataclass
 
@@ -11,17 +11,17 @@ from longleaf.runs import Run
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Moved:
-    """What a plan under way moves."""
+    """The moves of the plan under way."""
 
     parts: tuple[tuple[SegmentPlacement, Run, Run], ...] = ()
-    """Where each is held until it is committed, and from then on."""
+    """For each moved run: its segment, the run before the commit, and the run after it."""
     window_blocks: frozenset[int] = frozenset()
 
 
 class Rebalancer:
-    """Plans moves, one at a time. A run is held at its old place until the plan is committed, then at its new one.
+    """Plans moves, one plan at a time. A run stays at its old place until the plan is committed.
 
-    `max_blocks` bounds what one plan moves.
+    `max_blocks` bounds the blocks that one plan moves.
     """
 
     def __init__(self, placer: BlockPlacer, segments: SegmentStore, max_blocks: int) -> None:
@@ -29,14 +29,14 @@ class Rebalancer:
         self._segments = segments
         self._max_blocks = max_blocks
         self._newcomers = set[int]()
-        """Ranks that hold less than their share."""
+        """New ranks that hold less than their share."""
         self.bare = set[int]()
         """Ranks that lack windows that others hold."""
         self._handed = set[int]()
-        """Blocks of windows that these have by now."""
+        """Window blocks that have been sent to the `bare` ranks."""
         self._num_broken = 0
         self.is_stuck = False
-        """Windows cannot be handed out: ranks broke twice while they were."""
+        """Windows cannot be distributed: the ranks broke twice during the transfer."""
         self._under_way: _Moved | None = None
 
     @property
@@ -45,11 +45,11 @@ class Rebalancer:
 
     @property
     def is_over(self) -> bool:
-        """All hold what they should."""
+        """Every rank holds its windows and its share."""
         return not self._newcomers and not self.bare and self._under_way is None
 
     def change_ranks(self, after: dict[int, int], newcomers: tuple[int, ...], *, has_windows: bool) -> None:
-        """Has newcomers take their share; those that were about to go on with it."""
+        """Registers new ranks. Ranks of the last epoch that had not received their share continue to receive it."""
         self._newcomers = {after[rank] for rank in self._newcomers if rank in after} | set(newcomers)
         self.bare = {after[rank] for rank in self.bare if rank in after} | set(newcomers)
         if not has_windows or self._placer.windows is None:
@@ -61,7 +61,7 @@ class Rebalancer:
     # --- windows ---
 
     def hand_out(self) -> Move | None:
-        """The next windows that rank 0 hands out; None when all are."""
+        """The next windows that rank 0 sends; None when all have been sent."""
         chosen, size = list[Run](), 0
         for holding in self._segments.holdings:
             for run in holding.window_runs:
@@ -77,7 +77,7 @@ class Rebalancer:
     # --- runs ---
 
     def plan(self) -> Move | None:
-        """Moves runs to a newcomer from the rank that holds most; None when there is nothing to do now."""
+        """Moves runs from the rank with the most used blocks to a new rank; None when there is nothing to move now."""
         pools = self._placer.pools
         for rank in sorted(self._newcomers):
             share = sum(pool.num_used for pool in pools) // len(pools)
@@ -90,11 +90,12 @@ class Rebalancer:
             if room > 0 and (parts := self._parts(source, rank, room)):
                 return self._move(parts)
             if room > 0:
-                self._newcomers.discard(rank)  # what is left there is about to go
+                self._newcomers.discard(rank)  # the remaining runs there are about to be freed
         return None
 
     def _parts(self, source: int, target: int, room: int) -> list[tuple[SegmentPlacement, Run, Run]]:
-        """Runs, or their first blocks, that go from rank to rank: `room` blocks of what lasts."""
+        """Runs, or their first blocks, to move from `source` to `target`: up to `room` blocks of sealed segments that
+        are not only cached."""
         parts, size = list[tuple[SegmentPlacement, Run, Run]](), self._placer.block_size
         for holding in self._segments.holdings:
             if not holding.segment.is_sealed or holding.num_references == holding.num_kept:
@@ -114,21 +115,21 @@ class Rebalancer:
         self._under_way = _Moved(tuple(parts))
         return Move(tuple(RunTransfer(holding.segment.id, old, new) for holding, old, new in parts))
 
-    # --- answers ---
+    # --- results ---
 
     def commit(self) -> None:
-        """All has come."""
+        """The moves are complete: frees the blocks at the old places."""
         moved, self._under_way = self._under_way, None
         assert moved is not None
         self._handed |= moved.window_blocks
         for holding, old, new in moved.parts:
-            if new in holding.arriving:  # else nobody needs the segment any more
+            if new in holding.arriving:  # false if the segment was freed in the meantime
                 holding.arriving = tuple(run for run in holding.arriving if run is not new)
                 holding.replace(old, new)
                 self._placer.free([old])
 
     def undo(self, *, has_broken: bool) -> None:
-        """Nothing has come. What breaks one epoch after another is left alone."""
+        """The moves did not happen. Moves that break two epochs are not tried again."""
         moved, self._under_way = self._under_way, None
         for holding, _, new in moved.parts if moved else ():
             if new in holding.arriving:

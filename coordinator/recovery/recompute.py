@@ -1,4 +1,4 @@
-"""Reading lost runs again: in order of position along paths, dealt over all ranks. Pure."""
+"""Recomputation of lost runs, in order of position along paths and distributed over all ranks. Pure."""
 
 from array import array
 from collections.abc import Callable, Iterable
@@ -13,7 +13,8 @@ from longleaf.rank_protocol.step import Prefill
 
 
 class RecoveryFailed(Exception):
-    """A segment cannot be recomputed or restored: what leads through it must be given up. Its cause is unexpected."""
+    """A segment cannot be recomputed or restored, so everything that uses it must be dropped. Its cause is
+    unexpected."""
 
     def __init__(self, segment: Segment) -> None:
         super().__init__(f"segment {segment.id}")
@@ -21,23 +22,24 @@ class RecoveryFailed(Exception):
 
 
 class RecomputePlanner:
-    """Plans what is read again, one plan at a time. What is lost has blocks promised before any of it is planned, so
-    that it cannot run out of room."""
+    """Plans recomputation, one plan at a time. Blocks for a lost segment are reserved before any part of it is planned,
+    so that recomputation cannot run out of blocks."""
 
     def __init__(
         self, placer: BlockPlacer, segments: SegmentStore, comes_back: Callable[[SegmentPlacement], bool]
     ) -> None:
-        """`comes_back`: a segment does from storage, and so long is not read again."""
+        """`comes_back` returns whether a segment is being restored from storage; such a segment is not recomputed
+        meanwhile."""
         self._placer = placer
         self._comes_back = comes_back
         self._segments = segments
         self._holdings = segments.holdings
         self._rolling: Reservation | None = None
-        """With replicated windows, blocks for those of the chunk that is read."""
+        """With replicated windows, window blocks for the chunk that is recomputed."""
         self._current: SegmentPlacement | None = None
-        """With replicated windows, the segment that these blocks are lent to."""
+        """With replicated windows, the segment that uses these blocks."""
         self._lent_to: LostRanges | None = None
-        """What was lost of it then: it may have been parked and called since."""
+        """The lost ranges of that segment at that time: it may have been evicted and reloaded since."""
         self._under_way: SegmentPlacement | None = None
 
     @property
@@ -46,13 +48,13 @@ class RecomputePlanner:
 
     @property
     def under_way(self) -> Segment | None:
-        """The segment that the plan under way reads again."""
+        """The segment that the plan under way recomputes."""
         return self._under_way.segment if self._under_way else None
 
-    # --- room ---
+    # --- reservations ---
 
     def forget_promises(self) -> None:
-        """Gives back all that is promised: other ranks may have less room."""
+        """Releases all reservations, because the new ranks may have fewer blocks."""
         for holding in self._holdings.lossy:
             loss = holding.loss
             if loss is not None and loss.promise is not None:
@@ -62,26 +64,26 @@ class RecomputePlanner:
         self.return_rolling()
 
     def return_rolling(self) -> None:
-        """Gives back what only lost tokens need, unless it is in use."""
+        """Releases the window blocks for recomputation, unless a segment uses them."""
         if self._rolling is not None:
             self._placer.release(self._rolling)
             self._rolling = None
 
     @property
     def num_rolling(self) -> BlockCount:
-        """Blocks that are needed only while tokens are read again."""
+        """Blocks that are needed only during recomputation."""
         pool = self._placer.window_pool
         sizes = [holding.loss.num_tokens for holding in self._holdings.lossy if holding.loss and holding.loss.left]
         return BlockCount(windows=max(map(pool.chunk_blocks, sizes), default=0))
 
     @property
     def num_promised(self) -> BlockCount:
-        """What is promised for no segment in particular."""
+        """Reserved blocks that belong to no segment."""
         return self._rolling.left if self._rolling else BlockCount()
 
     @property
     def is_promised(self) -> bool:
-        """All that is lost has blocks promised for it."""
+        """Blocks are reserved for all lost ranges."""
         if self._placer.windows is not None and not self._holdings.is_whole and not self._can_roll:
             return False
         return all(holding.loss.promise for holding in self._holdings.lossy if holding.loss)
@@ -93,12 +95,12 @@ class RecomputePlanner:
 
     @property
     def _is_lent(self) -> bool:
-        """The segment that these blocks were lent to is still being read again."""
+        """The segment that uses the window blocks is still being recomputed."""
         return self._current is not None and self._current.loss is not None and self._current.loss is self._lent_to
 
     def promise(self, paths: Iterable[TokenPath]) -> None:
-        """Promises blocks for all that is lost, first for what these paths need, as far as there is room: for those
-        alone others are parked."""
+        """Reserves blocks for lost segments as far as possible, first for those on `paths`. Contexts are evicted only
+        for these."""
         needed = dict.fromkeys(self._holdings.of(segment for path in paths for segment in path.segments))
         if self._placer.windows is not None and not self._can_roll:
             self.return_rolling()
@@ -114,8 +116,8 @@ class RecomputePlanner:
     # --- plans ---
 
     def plan(self, paths: Iterable[TokenPath], size: int) -> Prefill | None:
-        """Reads up to `size` tokens again, first what these paths need; None when there is nothing to do. Raises
-        RecoveryFailed."""
+        """Plans the recomputation of up to `size` tokens, first those that `paths` need; None when there is nothing to
+        do. Raises RecoveryFailed."""
         found = self._choose(paths)
         if found is None:
             return None
@@ -135,7 +137,7 @@ class RecomputePlanner:
         assert pieces
         start, stop = pieces[0].start, pieces[-1].end
         place = min(holding.seams, default=start)
-        holding.arriving = pieces  # and freed with the segment, whatever follows
+        holding.arriving = pieces  # set first, so that they are freed with the segment if planning fails
         holding.window_runs = self._placer.roll_again(
             holding.window_runs, (start, stop), loss.windows_from, place, loss.promise
         )
@@ -147,7 +149,7 @@ class RecomputePlanner:
         return Prefill(segment.path.ids, start, tuple(token_ids), pieces, segment.rope, holding.window_runs)
 
     def _choose(self, paths: Iterable[TokenPath]) -> tuple[SegmentPlacement, int] | None:
-        """The segment to go on with, and the position up to which that is wanted."""
+        """The segment to recompute next, and the position up to which it is needed."""
         if self._placer.windows is not None:
             return self._choose_rolled(paths)
         for path in paths:
@@ -164,7 +166,7 @@ class RecomputePlanner:
         return loss is not None and loss.promise is not None and not loss.has_failed and not self._comes_back(holding)
 
     def _choose_rolled(self, paths: Iterable[TokenPath]) -> tuple[SegmentPlacement, int] | None:
-        """With replicated windows one segment is read to its end before another begins."""
+        """With replicated windows, one segment is recomputed to its end before the next one begins."""
         current = self._current
         if current is not None and self._is_lent:
             return (current, current.segment.end) if self._may_begin(current) else None
@@ -181,7 +183,7 @@ class RecomputePlanner:
         return None
 
     def commit(self) -> SegmentPlacement | None:
-        """What was under way is held again. Gives the segment, if anybody still needs it."""
+        """The plan under way is complete. Returns the recomputed segment, or None if nothing needs it any more."""
         holding, self._under_way = self._under_way, None
         if holding is None or holding.loss is None:
             return None
@@ -199,15 +201,16 @@ class RecomputePlanner:
         return holding
 
     def _take_rolling(self, loss: LostRanges) -> None:
-        """Keeps the blocks that the next segment rolls in."""
+        """Keeps the window blocks for the next segment."""
         assert loss.promise is not None
         if self._is_lent:
-            most = min(self.num_rolling.windows, loss.promise.left.windows)  # more may have been called meanwhile
+            most = min(self.num_rolling.windows, loss.promise.left.windows)  # reloads may have raised num_rolling
             self._rolling = loss.promise.split(BlockCount(windows=most))
             self._current = None
 
     def undo(self, suspicion: int, *, is_certain: bool) -> SegmentPlacement | None:
-        """What was under way never was, and is suspected so much. Gives the segment, if anybody still needs it."""
+        """Reverts the plan under way and adds `suspicion` to the segment's fault score. Returns the segment, or None if
+        nothing needs it any more."""
         holding, self._under_way = self._under_way, None
         if holding is None or holding.loss is None:
             return None

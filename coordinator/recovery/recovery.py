@@ -1,4 +1,4 @@
-"""What follows a loss, until all is held again and everybody holds a share. Pure."""
+"""Recovery after a loss, until all keys are held again and every rank holds its share. Pure."""
 
 from collections.abc import Iterable, Sequence
 
@@ -18,12 +18,12 @@ from longleaf.runs import Run
 from longleaf.types import Recovering
 
 MOVED_BLOCKS = 64
-"""Blocks that a plan moves at most unless the caller knows how large they are."""
+"""Maximum number of blocks that a plan moves, unless the caller computes it from the block size."""
 
 
 class RecoveryManager:
-    """Plans of its own, one at a time: what is lost comes back from storage, or is read again; then runs move to those
-    that came new."""
+    """Plans recovery steps, one at a time: lost keys are restored from storage or recomputed, then runs move to new
+    ranks."""
 
     def __init__(self, placer: BlockPlacer, segments: SegmentStore, max_moved_blocks: int = MOVED_BLOCKS) -> None:
         self._placer = placer
@@ -34,48 +34,48 @@ class RecoveryManager:
         self._moving = Rebalancer(placer, segments, max_moved_blocks)
         self._work: Prefill | Move | Restore | None = None
         self._losses: dict[int, LostRanges] = {}
-        """All that was lost since everything was held, by segment."""
+        """All lost ranges since everything was last held, by segment id."""
         self.is_over = True
-        """Nothing is lost, and everybody holds its share."""
+        """Nothing is lost, and every rank holds its share."""
 
     @property
     def is_under_way(self) -> bool:
-        """A plan of it is."""
+        """A recovery plan is under way."""
         return self._work is not None
 
     @property
     def is_moving(self) -> bool:
-        """Runs may go from rank to rank."""
+        """Runs may move between ranks."""
         return not self._moving.is_over
 
     @property
     def is_bare(self) -> bool:
-        """There are ranks that must be told windows before they can take part in any step."""
+        """Some ranks lack windows, and must receive them before they can take part in any step."""
         return bool(self._moving.bare)
 
     @property
     def is_suspected(self) -> bool:
-        """Something that is lost is to be read again with nothing else under way."""
+        """The fault score of a lost segment requires that it is recomputed with nothing else under way."""
         return any(holding.loss.suspicion >= BREAK for holding in self._holdings.lossy if holding.loss)
 
     @property
     def is_promised(self) -> bool:
-        """All that is lost has blocks promised for it."""
+        """Blocks are reserved for all lost ranges."""
         return self._rereading.is_promised
 
     @property
     def num_lost(self) -> int:
-        """Tokens whose keys nobody holds."""
+        """Number of lost tokens."""
         return sum(holding.loss.num_tokens for holding in self._holdings.lossy if holding.loss)
 
     @property
     def num_rolling(self) -> BlockCount:
-        """Blocks that are needed as long as tokens are read again, besides those of all segments."""
+        """Blocks that are needed during recomputation in addition to those of the segments."""
         return self._rereading.num_rolling
 
     @property
     def num_promised(self) -> BlockCount:
-        """Blocks that are promised for no segment in particular."""
+        """Reserved blocks that belong to no segment."""
         return self._rereading.num_promised
 
     @property
@@ -85,15 +85,15 @@ class RecoveryManager:
 
     @property
     def fronts(self) -> list[tuple[TokenPath, int]]:
-        """Places on paths whose windows are held so that tokens can be read again from there on."""
+        """Positions on paths at which windows are held to recompute the tokens from there on."""
         found = [(holding.segment.path, holding.loss) for holding in self._holdings.lossy]
         return [(path, loss.front) for path, loss in found if loss is not None and loss.front is not None]
 
-    # --- the change ---
+    # --- change of epoch ---
 
     def undo(self, ended: Sequence[object], suspicion: int) -> SegmentPlacement | None:
-        """What is under way never was. Gives the segment that it read again, if the epoch ended in that work, or in
-        that or another one."""
+        """Reverts the plan under way. Returns the segment that it recomputed, if the epoch ended, certainly or
+        possibly, in this work."""
         is_suspected, is_certain = any(work is self._work for work in ended), len(ended) == 1
         self._work = None
         amount = suspicion if is_suspected else 0
@@ -104,12 +104,13 @@ class RecoveryManager:
         return recomputed if is_suspected else None
 
     def fail(self) -> SegmentPlacement | None:
-        """What was under way is no use. Gives the segment of which it read, if anybody still needs it."""
+        """Reverts the plan under way, whose results are unusable. Returns the segment that it recomputed, or None if
+        nothing needs it any more."""
         self._work = None
         return self._rereading.undo(0, is_certain=True)
 
     def change_ranks(self, ranking: RankMapping) -> None:
-        """Has the books be those of the next epoch. Nothing else may be promised."""
+        """Moves the placements to the ranks of the next epoch. No other reservations may exist."""
         assert self._work is None
         bare = self._moving.bare | set[int]()
         self._rereading.forget_promises()
@@ -121,14 +122,14 @@ class RecoveryManager:
         self.is_over = False
 
     def call(self, evicted: Sequence[SegmentPlacement]) -> None:
-        """Has what is parked be read again; each comes after what it continues."""
+        """Starts the reload of evicted segments. Each must come after the segments that it continues."""
         call(self._placer, self._segments, evicted)
         self._losses |= {holding.segment.id: holding.loss for holding in evicted if holding.loss}
         self.is_over = self.is_over and not evicted
 
     def promise(self, paths: Sequence[TokenPath]) -> None:
-        """Promises blocks for what is lost, first for what these paths need, as far as there is room; and orders what
-        can be fetched for it."""
+        """Reserves blocks for lost segments as far as possible, first for those on `paths`, and orders the fetches that
+        are possible then."""
         if not self.is_promised:
             self._rereading.promise(paths)
         self.restoring.go_on(paths)
@@ -136,7 +137,7 @@ class RecoveryManager:
     # --- plans ---
 
     def plan(self, paths: Iterable[TokenPath], size: int) -> Prefill | Move | Restore | None:
-        """What comes next, with chunks of up to `size` tokens; None when nothing can be done now. Raises
+        """The next plan, with chunks of up to `size` tokens; None when nothing can be done now. Raises
         RecoveryFailed."""
         assert self._work is None
         if self.is_bare:
@@ -146,12 +147,12 @@ class RecoveryManager:
         return self._work
 
     def owns(self, work: Work) -> bool:
-        """Whether a step was planned here."""
+        """Whether this is the recovery plan under way."""
         return self._work is work
 
     def commit(self) -> SegmentPlacement | None:
-        """What was under way is done. Gives the segment of which tokens are held again, if anybody still needs it.
-        Raises RecoveryFailed."""
+        """The plan under way is complete. Returns the segment with restored tokens, or None if there is none or nothing
+        needs it any more. Raises RecoveryFailed."""
         self._work, segment = None, self.restoring.under_way or self._rereading.under_way
         if segment is None:
             self._moving.commit()
@@ -164,7 +165,8 @@ class RecoveryManager:
             raise RecoveryFailed(segment) from error
 
     def settle(self) -> None:
-        """Looks whether it is over, and then gives back what only it needs."""
+        """Checks whether recovery is complete, and releases the blocks reserved for recomputation once nothing is
+        lost."""
         if self._work is None and self._holdings.is_whole:
             self._losses.clear()
             self._rereading.return_rolling()
@@ -173,13 +175,13 @@ class RecoveryManager:
     # --- progress ---
 
     def progress(self, path: TokenPath) -> Recovering | None:
-        """How much of a path is lost, and how far all is held again; None when all of the path is held."""
+        """The progress of recovery and the number of lost tokens of a path; None when the whole path is held."""
         num_lost = self._holdings.num_lost(path)
         return self._told(num_lost) if num_lost else None
 
     @property
     def total(self) -> Recovering | None:
-        """How far all is held again; None when it is."""
+        """The progress of the whole recovery; None when nothing is lost."""
         return None if self._holdings.is_whole else self._told(self.num_lost)
 
     def _told(self, num_lost: int) -> Recovering:

@@ -1,7 +1,8 @@
-"""Who holds what once the ranks are others. Pure.
+"""Remapping of placements to the ranks of the next epoch. Pure.
 
-A run whose rank is gone is lost. Where every rank holds the last keys of windowed layers, those of the middle are held
-nowhere: tokens can only be read again from a place on before which all that is seen is held, and then to the end.
+A run on a removed rank is lost. Where every rank holds the last keys of windowed layers, the windows in the middle of a
+segment are not held. Tokens can then be recomputed only from a position whose visible windows are held, and from there
+to the end.
 """
 
 from bisect import bisect_right
@@ -18,9 +19,9 @@ from longleaf.runs import ceil_div
 
 
 def regroup(placer: BlockPlacer, segments: SegmentStore, ranking: RankMapping, *, has_windows: bool) -> None:
-    """Has the books be those of the next epoch. Nothing may be promised, and nothing under way.
+    """Moves the placements to the ranks of the next epoch. Nothing may be reserved or under way.
 
-    Without `has_windows` no rank holds windows any more that could tell them to others.
+    Without `has_windows`, no rank holds windows any more that it could send to others.
     """
     after, holdings = ranking.after, segments.holdings
     gone = frozenset(range(len(placer.pools))) - after.keys()
@@ -38,7 +39,7 @@ def regroup(placer: BlockPlacer, segments: SegmentStore, ranking: RankMapping, *
 
 
 def _is_on(segments: SegmentStore, path: TokenPath, gone: frozenset[int]) -> bool:
-    """Whether anything of a path lies on ranks that are gone."""
+    """Whether any part of a path was on a removed rank."""
     return any(
         run.rank in gone and run.start < end
         for segment, _, end in path.parts()
@@ -49,7 +50,7 @@ def _is_on(segments: SegmentStore, path: TokenPath, gone: frozenset[int]) -> boo
 def _begin(segments: SegmentStore, holding: SegmentPlacement, ranges: list[Range]) -> LostRanges:
     front = holding.loss.front if holding.loss else None
     loss = LostRanges(ranges, holding.loss)
-    loss.front = front  # until the next one is held
+    loss.front = front  # until the new front is held
     if holding.loss:
         holding.loss.front = None
     segments.begin_loss(holding, loss)
@@ -57,7 +58,7 @@ def _begin(segments: SegmentStore, holding: SegmentPlacement, ranges: list[Range
 
 
 class _Rolled:
-    """Loses tokens where windows are replicated."""
+    """Marks tokens as lost where windows are replicated."""
 
     def __init__(self, placer: BlockPlacer, segments: SegmentStore) -> None:
         assert placer.windows is not None
@@ -82,7 +83,7 @@ class _Rolled:
             self.count(holding)
 
     def _first_seen(self, holding: SegmentPlacement) -> int:
-        """The first position of a segment whose windows are needed once it is held; its end if none are."""
+        """The first position of a segment whose windows are needed once it is held again; its end if none are."""
         segment, seams = holding.segment, holding.seams.copy()
         front = holding.loss.front if holding.loss else None
         if front is not None and segment in segment.path.seen(front, self._windows):
@@ -93,7 +94,7 @@ class _Rolled:
         return min(segment.end, max(segment.start, self._windows.first(place)))
 
     def _lose_from(self, path: TokenPath, position: int) -> None:
-        """Loses what is read again so that a path is held to its end, of which `position` is lost."""
+        """Marks as lost all that must be recomputed to restore a path that lost `position`."""
         place = self._place(path, position)
         for segment, part_start, part_end in path.parts():
             holding, start = self._holdings[segment], max(place, part_start)
@@ -103,7 +104,8 @@ class _Rolled:
                 _begin(self._segments, holding, [(start, segment.end)])
 
     def _place(self, path: TokenPath, position: int) -> int:
-        """The nearest place up to `position` from which the path can be read: where a run begins, or did."""
+        """The nearest position at or below `position` from which the path can be recomputed. A run begins or began
+        there."""
         starts = {0}
         for segment, part_start, part_end in path.parts():
             holding = self._holdings[segment]
@@ -119,7 +121,8 @@ class _Rolled:
             position = below
 
     def _hold_fronts(self) -> None:
-        """Keeps what is seen from where each segment is read again. Only then goes what was kept for that before."""
+        """Holds the windows from which each lost segment is recomputed, then releases the windows held for that
+        before."""
         lossy = [(holding.segment.path, holding.loss) for holding in self._holdings.lossy if holding.loss]
         old = [(path, loss.front) for path, loss in lossy]
         for path, loss in lossy:
@@ -130,19 +133,20 @@ class _Rolled:
                 self._segments.let_go(path, front)
 
     def count(self, holding: SegmentPlacement) -> None:
-        """Notes which windows a segment will have once it is held again."""
+        """Computes the windows that a segment will hold once it is recomputed."""
         loss, end = holding.loss, holding.segment.end
         assert loss is not None
         kept_from = self._first_seen(holding)
         size, pool = self._placer.block_size, self._placer.window_pool
         loss.windows_from = kept_from
         loss.window_blocks = ceil_div(end - max(kept_from, loss.first), size) + 1
-        if not holding.segment.is_sealed:  # a document that goes on then
+        if not holding.segment.is_sealed:  # a document that is still being ingested
             loss.window_blocks += pool.chunk_blocks(end + pool.num_blocks * size)
 
 
 def call(placer: BlockPlacer, segments: SegmentStore, evicted: Iterable[SegmentPlacement]) -> None:
-    """Has what is parked, each after what it continues, be lost instead: then it is read again."""
+    """Marks evicted segments as lost, so that they are recomputed. Each must come after the segments that it
+    continues."""
     for holding in evicted:
         segments.call(holding)
         if placer.windows is not None:
@@ -150,7 +154,7 @@ def call(placer: BlockPlacer, segments: SegmentStore, evicted: Iterable[SegmentP
 
 
 def lay_out(segments: SegmentStore) -> tuple[SegmentLayout, ...]:
-    """All that is held, or was and is lost. What was freed before need not be told any more."""
+    """The layout of all segments that are held or lost. It replaces the pending release messages."""
     segments.take_forgotten()
     reported = [one for one in segments.holdings if one.segment.token_ids and not one.is_parked]
     for holding in reported:

@@ -1,8 +1,8 @@
-"""Bringing lost keys back from storage: which rank fetches what, and what is put into blocks once it is there. Pure.
+"""Restore of lost keys from storage: which rank fetches which piece, and the blocks that the pieces go to. Pure.
 
-Objects are fetched beside the steps; a step then puts them into blocks. What cannot be fetched stays lost, and is read
-again. Where windows are replicated a segment comes back as a whole, in one step, or not at all: from the middle of one
-nothing could be read again.
+Objects are fetched in parallel with the steps; a later step copies them into blocks. Pieces that cannot be fetched stay
+lost and are recomputed. Where windows are replicated, a segment is restored completely in one step or not at all,
+because recomputation cannot begin in the middle of a segment.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,27 +18,27 @@ from longleaf.rank_protocol.step import Restore, RestorePortion
 from longleaf.runs import Run, ceil_div
 
 MAX_FETCHED = 4
-"""Pieces that a rank fetches, or has fetched, at a time."""
+"""Maximum number of pieces per rank that are being fetched, or fetched and not yet copied into blocks."""
 OF_WINDOWS = -1
-"""In place of a piece's index."""
+"""The piece index of the window piece."""
 
 
 def nothing_kept(segment: int) -> bool:
-    """No segment is on storage."""
+    """The default for `is_kept`: no segment is in storage."""
     del segment
     return False
 
 
 @dataclass(slots=True, eq=False)
 class RestoreChunk:
-    """Blocks of a piece that a rank takes in; or, of the one with windows, that all ranks do."""
+    """The blocks of a piece that one rank restores, or the window piece, which all ranks restore."""
 
     ticket: int
     rank: int
-    """EVERY_RANK: all."""
+    """EVERY_RANK for all ranks."""
     segment: int
     piece: int
-    """Its index among those of the segment, or OF_WINDOWS."""
+    """Its index among the pieces of the segment, or OF_WINDOWS."""
     runs: tuple[Run, ...] = ()
     is_there: bool = False
     """It has been fetched."""
@@ -46,27 +46,28 @@ class RestoreChunk:
 
 @dataclass(slots=True, eq=False)
 class _SegmentRestore:
-    """A segment that comes back."""
+    """A segment that is being restored."""
 
     holding: SegmentPlacement
     loss: LostRanges
     left: list[tuple[int, list[Range]]] | None = None
-    """Pieces, and what of them nobody fetches yet; None while it is not known which there are."""
+    """Pieces and their ranges that are not ordered yet; None until storage has listed the pieces."""
     windows: tuple[Range, ...] = ()
-    """What the piece of windows has."""
+    """The ranges of the window piece."""
     parts: dict[int, RestoreChunk] = field(default_factory=dict[int, RestoreChunk])
-    """What is fetched and not held yet, by ticket."""
+    """Chunks that are ordered but not yet in blocks, by ticket."""
 
     @property
     def is_stale(self) -> bool:
-        """Nobody needs it any more, or it was parked and called since."""
+        """Nothing needs the segment any more, or it was evicted and reloaded since."""
         return self.holding.loss is not self.loss
 
 
 class RestorePlanner:
-    """Plans what comes back, one plan at a time, of segments that have blocks promised.
+    """Plans restores, one plan at a time, of segments with reserved blocks.
 
-    Whoever fetches takes what is `wanted`, `ordered` and `discarded`, and tells what became of it.
+    The fetcher polls `take_wanted`, `take_ordered` and `take_discarded`, and reports results with `offer`, `refuse` and
+    `tell`.
     """
 
     def __init__(self, placer: BlockPlacer, segments: SegmentStore) -> None:
@@ -74,7 +75,7 @@ class RestorePlanner:
         self._holdings = segments.holdings
         self._segments = segments
         self.is_kept: Callable[[int], bool] = nothing_kept
-        """Whether a segment is on storage, in a form that these ranks can take in."""
+        """Whether storage has a segment in a format that these ranks can load."""
         self._returns: dict[int, _SegmentRestore] = {}
         self._next_ticket = 0
         self._under_way: tuple[_SegmentRestore, list[RestoreChunk]] | None = None
@@ -94,44 +95,45 @@ class RestorePlanner:
         return self._under_way[0].holding.segment if self._under_way else None
 
     def take_faults(self) -> list[Exception]:
-        """Unexpected errors, for the log; each is given once. The segments are read again."""
+        """Removes and returns unexpected errors, for the log. The affected segments are recomputed."""
         faults, self._faults = self._faults, []
         return faults
 
     def has(self, holding: SegmentPlacement) -> bool:
-        """Whether a segment comes back: until that has ended nothing of it may be read again."""
+        """Whether a segment is being restored. It must not be recomputed until that has ended."""
         found = self._returns.get(holding.segment.id)
         return found is not None and not found.is_stale
 
     def needs(self, segment: int) -> bool:
-        """Whether anything of a segment may be fetched yet."""
+        """Whether a fetch for a segment may still be needed."""
         return segment in self._returns
 
-    # --- who fetches ---
+    # --- interface of the fetcher ---
 
     def take_wanted(self) -> list[Segment]:
-        """Segments of which must be told what storage has of them: `offer` or `refuse`. Each is given once."""
+        """Removes and returns the segments that the fetcher must look up in storage, and answer with `offer` or
+        `refuse`."""
         wanted, self._wanted = self._wanted, []
         return wanted
 
     def take_ordered(self) -> list[RestoreChunk]:
-        """What is to be fetched: `tell` says how that went. Each is given once."""
+        """Removes and returns the chunks to fetch. The fetcher reports each result with `tell`."""
         ordered, self._ordered = self._ordered, []
         return ordered
 
     def take_discarded(self) -> list[int]:
-        """Tickets that nobody needs any more. Each is given once."""
+        """Removes and returns the tickets that are no longer needed."""
         discarded, self._discarded = self._discarded, []
         return discarded
 
     def take_broken(self) -> list[int]:
-        """Segments in whose restores epochs broke. Each is given once."""
+        """Removes and returns the segments whose restore broke an epoch."""
         broken, self._broken = self._broken, []
         return broken
 
     def offer(self, segment: int, pieces: Sequence[Sequence[Range]], windows: Sequence[Range]) -> None:
         """Takes the positions of each piece of a segment and of its window piece. Pieces that begin or end within a
-        block are not used: recomputing the tokens beside them would take more blocks than are promised."""
+        block are not used: recomputing the adjacent tokens would take more blocks than are reserved."""
         if (one := self._returns.get(segment)) is None or one.left is not None:
             return
         one.windows, one.left = tuple(windows), []
@@ -149,7 +151,7 @@ class RestorePlanner:
         return (low - segment.start) % size == 0 and (high == segment.end or (high - segment.start) % size == 0)
 
     def refuse(self, segment: int) -> None:
-        """Storage has nothing more of a segment that could be used: the rest is read again."""
+        """Storage has no more usable pieces of a segment: the rest is recomputed."""
         if (one := self._returns.get(segment)) is None:
             return
         planned = self._under_way[1] if self._is_planned(one) and self._under_way else []
@@ -159,7 +161,7 @@ class RestorePlanner:
         self._settle(one)
 
     def tell(self, ticket: int, *, is_there: bool) -> None:
-        """A part has been fetched, or cannot be. Nothing to do where nobody needs it any more."""
+        """Reports that a chunk has been fetched, or cannot be. Does nothing if the chunk is no longer needed."""
         one = next((one for one in self._returns.values() if ticket in one.parts), None)
         if one is None:
             return
@@ -174,10 +176,10 @@ class RestorePlanner:
             self._drop(one, part)
             self._settle(one)
 
-    # --- what is to be fetched ---
+    # --- fetch orders ---
 
     def go_on(self, paths: Iterable[TokenPath]) -> None:
-        """Orders what can be fetched now, first what these paths need."""
+        """Orders the fetches that are possible now, first those that `paths` need."""
         for one in [one for one in self._returns.values() if one.is_stale and not self._is_planned(one)]:
             self._forget(one)
         needed = self._holdings.of(segment for path in paths for segment in path.segments)
@@ -194,7 +196,7 @@ class RestorePlanner:
         segment, loss = holding.segment, holding.loss
         if loss is None or loss.promise is None or not loss.may_return or not self.is_kept(segment.id):
             return None
-        if holding.arriving:  # it is being read again
+        if holding.arriving:  # it is being recomputed
             return None
         if self._placer.windows is not None and (loss.left != [(segment.start, segment.end)] or holding.window_runs):
             return None
@@ -203,8 +205,8 @@ class RestorePlanner:
         return one
 
     def _order(self, one: _SegmentRestore) -> None:
-        """Deals what is left of the pieces over the ranks, those with most room first, and none gets more than its
-        share at once."""
+        """Distributes the remaining pieces over the ranks, those with the most free blocks first. No rank gets more
+        than its share at once."""
         placer, promise = self._placer, one.loss.promise
         assert promise is not None
         is_whole = placer.windows is not None
@@ -220,7 +222,7 @@ class RestorePlanner:
             self._add(one, EVERY_RANK, OF_WINDOWS, ())
 
     def _next_rank(self, *, is_whole: bool) -> int | None:
-        """The emptiest rank that may fetch more."""
+        """The rank with the most free blocks among those that may fetch more."""
         counts = [0] * len(self._placer.pools)
         for part in (part for one in self._returns.values() for part in one.parts.values()):
             if part.rank != EVERY_RANK:
@@ -238,8 +240,8 @@ class RestorePlanner:
     # --- plans ---
 
     def plan(self) -> Restore | None:
-        """Puts what was fetched into blocks, of one segment, at most a piece on each rank or else all of it; None when
-        nothing can be done now."""
+        """Copies fetched chunks of one segment into blocks: at most one per rank, or with windows all of them; None
+        when nothing can be done now."""
         for one in list(self._returns.values()):
             if not one.is_stale and (parts := self._ready(one)):
                 try:
@@ -249,7 +251,7 @@ class RestorePlanner:
         return None
 
     def _give_up(self, one: _SegmentRestore, error: Exception) -> None:
-        """What storage has of a segment cannot be used, whatever it is."""
+        """Abandons the restore of a segment after an unexpected error."""
         self._faults.append(error)
         self.refuse(one.holding.segment.id)
 
@@ -272,8 +274,8 @@ class RestorePlanner:
         return Restore(holding.segment.id, holding.segment.start, portions, holding.window_runs, windows.ticket)
 
     def _window_ranges(self, one: _SegmentRestore) -> list[Range]:
-        """What is restored of windows: whole blocks of the piece, from that on in which the first begins that is
-        seen."""
+        """The window ranges to restore: whole blocks of the window piece, starting with the block that contains the
+        first visible position."""
         size, found = self._placer.block_size, list[Range]()
         for low, high in one.windows:
             first = low + max(0, one.loss.windows_from - low) // size * size
@@ -282,8 +284,8 @@ class RestorePlanner:
         return found
 
     def _is_covered(self, one: _SegmentRestore) -> bool:
-        """Whether pieces have all that is lost of a segment, and windows all that is seen of it, for which there is
-        room."""
+        """Whether the pieces cover all lost ranges of a segment, the window piece covers all visible windows, and the
+        reservation has enough blocks."""
         loss, promise, end = one.loss, one.loss.promise, one.holding.segment.end
         assert one.left is not None
         assert promise is not None
@@ -295,7 +297,7 @@ class RestorePlanner:
         return is_whole and is_seen and num_blocks <= promise.left.windows
 
     def commit(self) -> SegmentPlacement | None:
-        """What was under way is held. Gives the segment, if anybody still needs it."""
+        """The plan under way is complete. Returns the restored segment, or None if nothing needs it any more."""
         assert self._under_way is not None
         (one, parts), self._under_way = self._under_way, None
         if one.is_stale:
@@ -318,7 +320,7 @@ class RestorePlanner:
         return holding
 
     def undo(self, *, has_broken: bool) -> None:
-        """The epoch is over: nothing of what was fetched is held. What broke it is read again."""
+        """Cancels all restores at the end of an epoch. A segment whose restore broke the epoch is recomputed."""
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             one, _ = under_way
@@ -334,14 +336,14 @@ class RestorePlanner:
         self._ordered.clear()
         self._wanted.clear()
 
-    # --- what does not come back ---
+    # --- end of a restore ---
 
     def _is_planned(self, one: _SegmentRestore) -> bool:
-        """A plan under way needs what was fetched of it."""
+        """The plan under way uses fetched chunks of this segment."""
         return self._under_way is not None and self._under_way[0] is one
 
     def _settle(self, one: _SegmentRestore) -> None:
-        """Ends what has nothing more to come: what is lost still is read again."""
+        """Ends a restore that has no more chunks; the tokens that are still lost are recomputed."""
         if one.left == [] and not one.parts and not one.is_stale:
             one.loss.may_return = False
             self._forget(one)
@@ -354,7 +356,7 @@ class RestorePlanner:
     def _drop(self, one: _SegmentRestore, part: RestoreChunk) -> None:
         del one.parts[part.ticket]
         self._discarded.append(part.ticket)
-        if not one.is_stale:  # else they are free by now
+        if not one.is_stale:  # otherwise the blocks are free already
             assert one.loss.promise is not None
             one.holding.arriving = _without(one.holding.arriving, part.runs)
             self._placer.take_back(part.runs, one.loss.promise)
@@ -366,7 +368,7 @@ def _without(runs: Sequence[Run], taken: Sequence[Run]) -> tuple[Run, ...]:
 
 
 def _common(ranges: Iterable[Range], others: Iterable[Range]) -> list[Range]:
-    """What two rising lists of ranges have in common."""
+    """The intersection of two ascending lists of ranges."""
     return list(_meet(iter(ranges), iter(others)))
 
 

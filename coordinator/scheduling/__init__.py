@@ -1,1 +1,1 @@
-"""Who runs, when, and how much of it in one step."""
+"""Scheduling: admission, fair queueing, preemption, and the plan of each step."""

@@ -1,4 +1,4 @@
-"""From requests to jobs: what is refused at once, and why."""
+"""Admission: converts requests to jobs, or refuses them with the reason."""
 
 from array import array
 from collections.abc import Callable
@@ -32,7 +32,7 @@ from longleaf.formatting import human_seconds
 
 
 class Admission:
-    """Checks what clients ask for. Keeps nothing."""
+    """Checks requests. It is stateless."""
 
     def __init__(
         self,
@@ -52,33 +52,34 @@ class Admission:
         self._requests = requests
         self._speeds = speeds
         self._can_park = can_park
-        """What nobody asks makes room."""
+        """Idle contexts can be evicted to make room."""
 
     def admit(
         self, request_id: int, asked: Prompt | DocumentPrompt, now: float, begin_waiting: Callable[[], None]
     ) -> Job:
-        """The job of a request, which may wait for its turn. `begin_waiting` lets those begin for whom there is room.
+        """The job of a request, which may have to wait in the queue. `begin_waiting` starts queued jobs for which there
+        is room.
 
         Raises AlreadyExists, NotFound, InvalidArgument, DeadlineExceeded when the deadline cannot be met, Unavailable
-        when it could be later, or ResourceExhausted when the queue is full, but for answers that go on, or there may
-        never be room.
+        when it could be met after the recovery, or ResourceExhausted when the queue is full (resumed answers are
+        exempt) or there may never be room.
         """
         job = self._sequence(request_id, asked) if isinstance(asked, Prompt) else self._ingest(request_id, asked)
         goes_on = isinstance(asked, Prompt) and asked.generated is not None
         if self._trouble_in_line(asked.claim):
-            begin_waiting()  # they only wait for the next step
+            begin_waiting()  # those jobs wait only for the next step
         if not goes_on and (reported := self._trouble_in_line(asked.claim)):
             raise ResourceExhausted("queue", reported, self._speeds.retry_seconds(self._requests.in_line().total()))
         jobs = list(self._requests.jobs())
         self._check_room(job, jobs)
-        is_probe = isinstance(asked, Prompt) and asked.is_probe  # its answer was given: no guess shall end that
+        is_probe = isinstance(asked, Prompt) and asked.is_probe  # its answer was sent already
         if job.request.claim.deadline is not None and not is_probe:
             self._check_time(job, jobs, job.request.claim.deadline - now)
         return job
 
     def _trouble_in_line(self, claim: SchedulingClaim) -> str:
-        """What keeps a request from waiting; empty where it may. One of several tenants may fill half of the queue, so
-        that the others find a place in it."""
+        """The reason why a request cannot be queued; empty if it can. Where there are several tenants, each may fill
+        half of the queue, so that there is space for the others."""
         in_line, most = self._requests.in_line(), self._config.max_waiting
         if in_line.total() >= most:
             return f"as many requests wait as may, {most:,}"
@@ -121,20 +122,20 @@ class Admission:
         return Sequence(request, prompt, reading, blocks, range(prompt.num_samples))
 
     def _other_ropes(self, prompt: Prompt, context: NamedContext, num_positions: int) -> RopeSwitch | None:
-        """How a question is rotated that needs keys of another scaling than those of its context, at once or when the
-        answer has become longer: it is a prompt of all tokens, which finds what is held of them with the right scaling.
-        None where the question goes on from the context's keys."""
+        """The ropes of a question that needs keys of another scaling than those of its context, now or once the answer
+        is longer. Such a question becomes a prompt of all tokens, which reuses the cached keys with the right scaling.
+        None where the question uses the context's keys."""
         ropes = self._limits.positions.question_ropes(context.rope, context.capacity, num_positions)
         needed = {ropes.at(context.num_tokens + len(prompt.token_ids)), ropes.at(num_positions)}
         return ropes if prompt.is_whole and needed != {context.rope} else None
 
     def _origin(self, prompt: Prompt, context: NamedContext | None) -> TokenPath:
-        """Where a prompt goes on. Raises NotFound where the context is another one by now, and InvalidArgument where it
-        has not what is to be hidden."""
+        """The path that a prompt continues. Raises NotFound where the context has been replaced since, and
+        InvalidArgument where it lacks tokens to be hidden."""
         path, beginning = context.path if context else TokenPath(), prompt.beginning
         if context is not None and beginning is not None:
             is_there = path.end >= beginning.end and path.cut(beginning.end).ids == beginning.segments
-            # where a document ends all that the next token sees comes back, also if nothing of it is held now
+            # the windows at the end of a document are restored even if none are held now
             is_seam = beginning.end in context.ends
             if not is_there or not (is_seam or self._segments.holdings.seams(path, beginning.end)[0] == beginning.end):
                 raise NotFound(f"contexts/{prompt.context}")
@@ -166,9 +167,9 @@ class Admission:
         return IngestJob(request, document, reading, blocks)
 
     def _check_room(self, job: Job, jobs: list[Job]) -> None:
-        """Raises ResourceExhausted unless the job, and every other of `jobs`, can begin once nothing else runs.
+        """Raises ResourceExhausted unless the job, and each of `jobs`, can begin once nothing else runs.
 
-        Whoever is behind in the queue may come to be in front, so it does not matter who was there first.
+        The order of arrival does not matter, because any queued job may become the first one.
         """
         retained = self._lasting([job, *jobs])
         answers = [other for other in jobs if isinstance(other, Sequence)]
@@ -186,13 +187,13 @@ class Admission:
         self._limits.check_room(job.num_blocks, resident, self._speeds.retry_seconds(len(jobs)))
 
     def _asked(self, answers: list[Sequence]) -> list[TokenPath]:
-        """What is held while these go on."""
+        """The paths that are held while these answers run."""
         bound = self._contexts.bound({answer.context for answer in answers}) if self._can_park else []
         return [*(answer.request.origin for answer in answers), *(context.path for context in bound)]
 
     def _lasting(self, jobs: list[Job]) -> dict[int, Segment]:
-        """What is not freed when answers end: the contexts; where some make room, what the first of these jobs and
-        documents need."""
+        """The segments that are not freed when answers end: those of all contexts or, if contexts can be evicted, those
+        that the first of `jobs` and all documents need."""
         contexts = self._contexts.list()
         if not self._can_park:
             return {s.id: s for context in contexts for s in context.path.segments}
@@ -202,8 +203,8 @@ class Admission:
         return {s.id: s for path in origins for s in path.segments}
 
     def _check_time(self, job: Job, jobs: list[Job], left: float) -> None:
-        """Raises DeadlineExceeded when more than the seconds that are left are needed, or Unavailable when they are
-        only while lost tokens are read again."""
+        """Raises DeadlineExceeded when the job needs more than `left` seconds, or Unavailable when that is only due to
+        tokens that must be recomputed."""
         needed = self._speeds.least_seconds(job, self._num_held(job), jobs)
         num_lost = self._segments.holdings.num_lost(job.request.origin)
         lost_seconds = self._speeds.read_seconds(num_lost)
@@ -216,12 +217,12 @@ class Admission:
             )
 
     def _num_held(self, job: Job) -> int:
-        """Tokens that need not be read, because an earlier prompt began with them."""
+        """Number of tokens that the prefix cache has."""
         if not (isinstance(job, Sequence) and job.is_sharing):
             return 0
         return self._segments.match(job.reading.token_ids[:-1], job.rope, job.request.claim.tenant).end
 
 
 def _array(token_ids: TokenIds[int]) -> "array[int]":
-    """An array is taken over, not copied: the ids may be many."""
+    """Returns an array without a copy, because there may be many ids."""
     return token_ids if isinstance(token_ids, array) else array("I", token_ids)

@@ -1,4 +1,4 @@
-"""What the ranks that are left can hold, and what must go. Pure."""
+"""Chooses the contexts and jobs to drop when fewer ranks are left. Pure."""
 
 from collections.abc import Callable, Iterator
 
@@ -14,8 +14,7 @@ from coordinator.scheduling.sequences import Sequence
 
 
 class CapacityShrink:
-    """Sees to it that whatever is held or lost has room, and every job once nothing else runs: as when it was
-    admitted."""
+    """Ensures that all held and lost keys fit, and that each job fits once nothing else runs, as at admission."""
 
     def __init__(
         self,
@@ -32,11 +31,11 @@ class CapacityShrink:
         self._recovery = recovery
 
     def too_much(self, jobs: Callable[[], list[Job]]) -> Iterator[NamedContext | Job]:
-        """What must go, one after the other: each must be gone before the next one is asked for.
+        """The contexts and jobs to drop. The caller must drop each one before it requests the next.
 
-        First jobs that would have no room even alone with their contexts; then contexts that nobody asks and that are
-        not pinned, the one that was not used for longest first; then jobs, if their contexts leave them too little
-        room; then contexts that are asked, then those that are pinned.
+        First jobs that do not fit even without other jobs and contexts; then idle contexts that are not pinned, least
+        recently used first; then jobs for which the contexts leave too little room; then contexts in use, then pinned
+        contexts.
         """
         while (found := self._next(jobs())) is not None:
             yield found
@@ -62,7 +61,7 @@ class CapacityShrink:
         return min(contexts, key=lambda context: (context.is_pinned, id(context) in requested, context.last_use))
 
     def _victims(self, jobs: list[Job], held: BlockCount, total: BlockCount) -> list[Job] | None:
-        """The jobs for which there is no room beside what is held; None when there is room for all."""
+        """The jobs that do not fit beside the held keys; None when all fit."""
         answers = [job for job in jobs if isinstance(job, Sequence)]
         retained = {holding.segment.id for holding in self._kept()}
         exporting = {s: None for job in answers for s in job.request.origin.segments if s.id not in retained}
@@ -81,11 +80,11 @@ class CapacityShrink:
         return self._segments.holdings.of(segments)
 
     def _wanted(self, holdings: list[SegmentPlacement]) -> BlockCount:
-        """Blocks of holdings once nothing of them is lost."""
+        """Blocks of the segments once nothing of them is lost, plus those for recomputation."""
         return self._limits.wanted(holdings) + self._recovery.num_rolling
 
 
 def asks(job: Job, context: NamedContext) -> bool:
-    """Whether a job asks a context, or reads into it."""
+    """Whether a job queries a context, or ingests into it."""
     origin = job.request.origin
     return job.context == context.id and context.path.segments[: len(origin.segments)] == origin.segments

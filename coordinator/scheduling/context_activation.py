@@ -1,4 +1,4 @@
-"""Contexts that rest, as far as requests have to do with it: who asks one wakes it."""
+"""Activation of evicted contexts: a request for an evicted context reloads it."""
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -8,30 +8,31 @@ from coordinator.kv_cache.segment_placement import SegmentPlacement
 from coordinator.scheduling.requests import Requests
 
 Call = Callable[[Sequence[SegmentPlacement]], None]
-"""Has what is parked be read again; each comes after what it continues."""
+"""Starts the reload of evicted segments. Each must come after the segments that it continues."""
 
 
 class ContextActivation:
-    """Wakes contexts, and has those rest again that nobody needs."""
+    """Activates contexts for requests, and evicts them again if the request is refused."""
 
     def __init__(self, contexts: ContextTable, requests: Requests) -> None:
         self._contexts = contexts
         self._requests = requests
         self._admitting: str | None = None
-        """The context of a request that is being admitted."""
+        """The context of the request that is being admitted."""
 
     @property
     def is_held_up(self) -> bool:
-        """A context may not rest now, and perhaps may in a moment."""
+        """A context is protected from eviction only until the current admission ends."""
         return self._admitting is not None
 
     def in_use(self) -> set[str | None]:
-        """Ids of contexts that jobs ask, or read into."""
+        """Ids of contexts that jobs query or ingest into, including that of the request being admitted."""
         return {*self._requests.contexts, self._admitting}
 
     @contextmanager
     def called(self, context: NamedContext | None, call: Call) -> Generator[None, None, None]:
-        """Has a context that rests come back, unless who asks it is refused meanwhile."""
+        """Activates an evicted context for the duration of an admission, and evicts it again if the request is
+        refused."""
         was_resting = context is not None and context.is_resting
         self._admitting = context.id if context else None
         try:
@@ -46,8 +47,8 @@ class ContextActivation:
             self._admitting = None
 
     def warm(self, call: Call, has_room: Callable[[], bool]) -> list[Exception]:
-        """Has the contexts come back that were used last, as many as there is room for. Gives the errors of those that
-        cannot be activated: they rest on."""
+        """Activates the most recently used contexts, as many as fit. Returns the errors of contexts that could not be
+        activated and stay evicted."""
         contexts, faults = [context for context in self._contexts.list() if context.is_resting], list[Exception]()
         for context in sorted(contexts, key=lambda context: -context.last_use):
             try:

@@ -1,4 +1,4 @@
-"""What a scheduler does about contexts, and the documents that they are made of. Pure."""
+"""The scheduler's operations on contexts and documents. Pure."""
 
 from coordinator.engine_messages import Acknowledged, Outcome
 from coordinator.kv_cache.contexts import ContextTable, NamedContext
@@ -11,7 +11,7 @@ from longleaf.errors import AlreadyExists
 
 
 class Documents:
-    """The part of a scheduler that keeps contexts. Times called `now` are in seconds since the epoch."""
+    """The part of a scheduler that manages contexts. Times called `now` are in seconds since the epoch."""
 
     contexts: ContextTable
     _faults: list[Exception]
@@ -22,25 +22,25 @@ class Documents:
     _resting: ContextActivation
 
     def sealed(self, request_id: int) -> IngestJob | None:
-        """The document that waits to be acknowledged; None when it was given up meanwhile."""
+        """The document that waits to be acknowledged; None if its ingest has ended since."""
         request = self._requests.get(request_id)
         job = request.jobs[0] if request else None
         return job if isinstance(job, IngestJob) and job.reading.is_over else None
 
     def acknowledge(self, request_id: int, now: float) -> bool:
-        """A document that was Sealed is kept: its context is there, `now` in seconds since the epoch. False when it was
-        given up meanwhile. See `drain`."""
+        """Creates the context of a Sealed document once the document is durable; `now` is in seconds since the epoch.
+        Returns False if its ingest has ended since. See `drain`."""
         if (job := self.sealed(request_id)) is None:
             return False
         self._acknowledge(job, now)
         return True
 
     def is_read_into(self, context_id: str) -> bool:
-        """Whether a document is on its way into a context, which may not be there yet."""
+        """Whether a document is being ingested into a context, which may not exist yet."""
         return bool(self._requests.ingests_into(context_id))
 
     def warm(self) -> None:
-        """Has the contexts come back that were used last, as many as there is room for."""
+        """Activates the most recently used contexts, as many as fit."""
         self._faults += self._resting.warm(self._healing.call, lambda: self._healing.has_room)
 
     def _acknowledge(self, job: IngestJob, now: float) -> None:
@@ -53,7 +53,8 @@ class Documents:
     def fork_context(
         self, source: str, context_id: str, num_tokens: int | None = None, now: float = 0.0
     ) -> NamedContext:
-        """A new context of the first `num_tokens` tokens of another, by default all; both go on by themselves.
+        """Creates a context from the first `num_tokens` tokens of another, by default all. The two are then
+        independent.
 
         Raises NotFound, AlreadyExists, InvalidArgument naming token_count, or Unavailable.
         """
@@ -62,17 +63,19 @@ class Documents:
         return self.contexts.fork(source, context_id, num_tokens, now)
 
     def delete_context(self, context_id: str) -> list[int]:
-        """Deletes a context and gives the ids of the ingests into it, which are cancelled. Raises NotFound."""
+        """Deletes a context and cancels the ingests into it. Returns the ids of these ingests. Raises NotFound."""
         self.contexts.delete(context_id)
         self._lives.may_begin = True
         return [request_id for request_id in self._requests.ingests_into(context_id) if self._lives.cancel(request_id)]
 
     @property
     def next_expiry(self) -> float | None:
-        """When a context expires next, or one that is not there yet."""
+        """Time of the next expiry of a context, including contexts that are still being ingested; None if none
+        expires."""
         times = (self.contexts.next_expiry, self._requests.expiries.next)
         return min((time for time in times if time is not None), default=None)
 
     def expire_ingests(self, now: float) -> list[int]:
-        """Cancels the ingests whose contexts would be gone, `now` seconds after the epoch, and gives their ids."""
+        """Cancels the ingests whose contexts would have expired at `now`, in seconds since the epoch. Returns their
+        ids."""
         return [request_id for request_id in self._requests.expiries.passed(now) if self._lives.cancel(request_id)]

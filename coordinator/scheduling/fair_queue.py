@@ -1,4 +1,4 @@
-"""Who is next: the jobs that wait, and the order in which jobs take turns. Integers only."""
+"""The fair queue: waiting jobs, and the order in which jobs take turns. Integers only."""
 
 from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator
 from typing import Generic, TypeVar
@@ -10,14 +10,14 @@ from longleaf.types import Account
 Whom = TypeVar("Whom", bound=Hashable)
 
 AGEING = 8
-"""One of so many turns goes to whoever waits longest, whatever its priority and its client."""
+"""One turn in AGEING goes to the job that has waited longest, regardless of its priority and client."""
 
 
 class ServiceCounter(Generic[Whom]):
-    """Tokens that each has been served.
+    """Tokens served, by tenant or by account.
 
-    Whoever comes counts as served as few as the least served one that is there, so that absence saves nothing up and
-    nobody must be remembered after leaving.
+    A new entry starts at the lowest count present. So absence earns no credit, and entries can be removed when their
+    last job ends.
     """
 
     def __init__(self) -> None:
@@ -27,23 +27,24 @@ class ServiceCounter(Generic[Whom]):
         return self._tokens[whom]
 
     def enter(self, whom: Whom) -> None:
-        """Somebody has come, or is there already."""
+        """Adds an entry, unless it exists."""
         self._tokens.setdefault(whom, min(self._tokens.values(), default=0))
 
     def charge(self, whom: Whom, num_tokens: int) -> None:
-        """Counts tokens; fewer than 0 give back."""
+        """Adds tokens to the count; a negative number is a refund."""
         self._tokens[whom] += num_tokens
 
     def keep(self, those: Container[Whom]) -> None:
-        """Forgets all but those."""
+        """Removes all other entries."""
         self._tokens = {whom: served for whom, served in self._tokens.items() if whom in those}
 
 
 class FairOrder:
-    """Deals turns. The tenant that was served the fewest tokens goes first; within it higher priorities, and among
-    equal ones the client that was served the fewest. Nobody gets ahead of another tenant by a priority or many clients.
+    """Assigns turns. The tenant with the fewest tokens served goes first; within a tenant higher priorities, and among
+    equal priorities the client with the fewest tokens served. Neither a priority nor many clients give an advantage
+    over another tenant.
 
-    Every account of a job must have come.
+    The account of each job must have been added with `enter`.
     """
 
     def __init__(self) -> None:
@@ -53,16 +54,17 @@ class FairOrder:
 
     @property
     def is_for_the_oldest(self) -> bool:
-        """The next turn goes by age."""
+        """The next turn goes to the oldest job."""
         return self._num_turns % AGEING == AGEING - 1
 
     def enter(self, account: Account) -> None:
-        """A client has come, or is there already."""
+        """Adds a client, unless it exists."""
         self._tenants.enter(account[0])
         self._accounts.enter(account)
 
     def order(self, jobs: Iterable[Job], since: Callable[[Job], int]) -> list[Job]:
-        """Jobs as they are next; `since` tells which of them waits longer: the smaller number."""
+        """Jobs in the order of their turns. `since` returns a job's start of waiting: the smaller number has waited
+        longer."""
         ordered = sorted(jobs, key=lambda job: (*self._rank(job.request.claim), since(job)))
         if ordered and self.is_for_the_oldest:
             oldest = min(ordered, key=since)
@@ -79,24 +81,24 @@ class FairOrder:
         self.charge(account, num_tokens)
 
     def charge(self, account: Account, num_tokens: int) -> None:
-        """Counts tokens; fewer than 0 give back."""
+        """Adds tokens to the counts; a negative number is a refund."""
         self._tenants.charge(account[0], num_tokens)
         self._accounts.charge(account, num_tokens)
 
     def keep(self, accounts: Collection[Account]) -> None:
-        """Forgets all clients but these."""
+        """Removes all other clients."""
         self._accounts.keep(accounts)
         self._tenants.keep({tenant for tenant, _ in accounts})
 
 
 class Queue:
-    """Jobs that wait for room. A client is charged with all tokens that a job may take when it begins, and gets back
-    what was not used."""
+    """Jobs that wait for room. When a job begins, its client is charged with all tokens that the job may take; unused
+    tokens are refunded."""
 
     def __init__(self) -> None:
         self._jobs: dict[int, Job] = {}
         self.turns = FairOrder()
-        """Turns of those that may begin."""
+        """Turns of the jobs that may begin."""
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -112,16 +114,16 @@ class Queue:
         return self._jobs.pop(job_id, None)
 
     def order(self, is_ready: Callable[[Job], bool] | None = None) -> list[Job]:
-        """As they are next. Whoever would not read its answer does not begin, nor who is not ready."""
+        """Jobs in the order of their turns, without those that are paused or not ready."""
         jobs = (job for job in self if not job.request.is_paused and (is_ready is None or is_ready(job)))
         return self.turns.order(jobs, lambda job: job.id)
 
     def take(self, has_room: Callable[[Job], bool], is_ready: Callable[[Job], bool] | None = None) -> Job | None:
-        """The next job for which there is room, taken out; None when there is none. Those that are not ready are not
-        passed by others: it is not for room that they wait.
+        """Removes and returns the next job for which there is room; None when there is none. A job that is not ready
+        does not count as passed, because it does not wait for room.
 
-        Jobs without room let others pass. Those give way to them later, so that a job begins at the latest when what
-        ran when it became the next one has ended: as if nobody had passed it.
+        A job without room can be passed by others, which can then be preempted for it. So it begins at the latest when
+        the jobs that were running when it became first have ended, as if no job had passed it.
         """
         passed: list[int] = []
         for job in self.order(is_ready):
@@ -134,18 +136,18 @@ class Queue:
     def _begin(self, job: Job, passed: frozenset[int]) -> None:
         del self._jobs[job.id]
         account, is_for_the_oldest = job.request.claim.account, self.turns.is_for_the_oldest
-        # Whoever is spared begins for its age: else it might never get to its end.
+        # A job that began for its age is spared from preemption: otherwise it might never finish.
         num_tokens = job.take_turn(passed, is_spared=is_for_the_oldest and not passed)
         if passed and is_for_the_oldest:
-            self.turns.charge(account, num_tokens)  # the oldest keeps its turn
+            self.turns.charge(account, num_tokens)  # the oldest job keeps its turn
         else:
             self.turns.take(account, num_tokens)
 
     def go_on(self, job: Job) -> None:
-        """Takes out a job that was running until now and begins anew in the same turn, passing nobody."""
+        """Removes a job that was preempted and begins again in the same turn, without passing others."""
         del self._jobs[job.id]
         self.turns.charge(job.request.claim.account, job.take_turn(job.passed, is_spared=job.is_spared))
 
     def settle(self, job: Job) -> None:
-        """Gives back what a job that was running did not use."""
+        """Refunds the tokens that a stopped job did not use."""
         self.turns.charge(job.request.claim.account, -job.refund())

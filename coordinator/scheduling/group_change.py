@@ -1,4 +1,4 @@
-"""What a scheduler does when the ranks change, and until all that was lost is held again. Pure."""
+"""The scheduler's operations at a change of ranks, and during the recovery that follows. Pure."""
 
 from coordinator.engine_messages import ContextDropped, Recovering
 from coordinator.kv_cache.rank_mapping import RankMapping
@@ -12,57 +12,59 @@ from longleaf.rank_protocol.group_messages import SegmentLayout
 
 
 class AcrossEpochs:
-    """The part of a scheduler that outlives its epochs."""
+    """The part of a scheduler that handles the change of epochs."""
 
     segments: SegmentStore
     _healing: JobRecovery
     _recovery: RecoveryManager
 
     def roll_back(self, steps: tuple[int, ...] = (), suspicion: int = BREAK) -> None:
-        """The epoch is over. Plans under way never were, and may not be committed; nothing is scheduled until
-        `change_ranks`. Answers go on later at their next token, documents after the last chunk that was read.
+        """Ends an epoch. Plans under way are discarded and must not be committed; nothing is scheduled until
+        `change_ranks`. Answers later continue at their next token, documents after the last committed chunk.
 
-        `steps` are those in one of which that happened, if it did in one. Their work is suspected so much: a job that
-        breaks a second one ends. See `drain`.
+        `steps` are those in which the epoch may have ended; empty if it ended outside a step. Their work gets the fault
+        score `suspicion`: a job that breaks a second epoch ends. See `drain`.
         """
         self._healing.roll_back(steps, suspicion)
 
     def change_ranks(self, ranking: RankMapping, *, may_grow: bool = False) -> None:
-        """Goes on with the ranks of another epoch, after `roll_back`. They must be told `layout` before any plan.
+        """Continues with the ranks of another epoch, after `roll_back`. The ranks must receive `layout` before any
+        plan.
 
-        What they cannot hold is given up, unless others are to come (`may_grow`): in another epoch, or else `settle`
-        says that they will not. See `take_given_up`, and `drain`.
+        Contexts and jobs that no longer fit are dropped, unless more ranks are expected (`may_grow`): then that happens
+        in `settle`, or not at all if another epoch brings enough ranks. See `take_given_up` and `drain`.
         """
         self._healing.change_ranks(ranking, may_grow=may_grow)
 
     @property
     def is_settled(self) -> bool:
-        """No more ranks are to come."""
+        """No more ranks are expected."""
         return self._healing.is_settled
 
     def settle(self) -> None:
-        """No more ranks are to come: what these cannot hold is given up."""
+        """No more ranks are expected: contexts and jobs that no longer fit are dropped."""
         self._healing.settle()
 
     def layout(self) -> tuple[SegmentLayout, ...]:
-        """All that is held, for ranks that are told so before they get any plan."""
+        """The layout of all held segments, for ranks that have no plan yet."""
         return lay_out(self.segments)
 
     @property
     def is_moving(self) -> bool:
-        """Runs may go from rank to rank."""
+        """Runs may move between ranks."""
         return self._recovery.is_moving
 
     @property
     def restoring(self) -> RestorePlanner:
-        """What comes back from storage. Whoever tells it something schedules then."""
+        """The planner of restores from storage. A caller that reports a result to it must call `schedule`
+        afterwards."""
         return self._recovery.restoring
 
     @property
     def recovering(self) -> Recovering | None:
-        """How far all that was lost is held again; None when it is."""
+        """The progress of the recovery; None when nothing is lost."""
         return self._recovery.total
 
     def take_given_up(self) -> list[ContextDropped]:
-        """Contexts that were given up; each is told once."""
+        """Removes and returns the contexts that were dropped."""
         return self._healing.take_given_up()

@@ -1,5 +1,5 @@
-"""The laws that jobs and their holdings obey: every reference has an owner, every used block a segment, every promise a
-job, and every job that runs something to do."""
+"""Invariants of jobs and placements: each reference has an owner, each used block a segment, each reservation a job,
+and each running job work to do."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ def audit_holdings(
     recovery: RecoveryManager,
     waiting_and_running: tuple[tuple[Job, ...], tuple[Job, ...]],
 ) -> None:
-    """Raises AssertionError where the books do not add up."""
+    """Raises AssertionError where an invariant does not hold."""
     waiting, running = waiting_and_running
     segments.audit()
     contexts.audit()
@@ -49,8 +49,8 @@ def audit_holdings(
 
 
 def _audit_seams(holdings: SegmentPlacements, placer: BlockPlacer, places: Iterable[tuple[TokenPath, int]]) -> None:
-    """Each place holds the windows before it, and nothing else is held of what is sealed, and not being read again: the
-    first block of each run is seen."""
+    """Asserts that each position holds the windows before it, and that no other windows of sealed segments are held,
+    except during recomputation: the first block of each run is visible."""
     resident: dict[int, Counter[int]] = {}
     for path, end in places:
         for segment in path.seen(end, placer.windows):
@@ -63,7 +63,7 @@ def _audit_seams(holdings: SegmentPlacements, placer: BlockPlacer, places: Itera
 
 
 def audit_jobs(waiting: tuple[Job, ...], running: tuple[Job, ...], under_way: set[int]) -> None:
-    """Raises AssertionError when a job is in two places, or runs and can never be planned again."""
+    """Raises AssertionError when a job is queued twice, or runs and can never be planned again."""
     ids = [job.id for job in (*waiting, *running)]
     assert len(ids) == len(set(ids))
     assert all(job.is_running for job in running)
@@ -71,5 +71,5 @@ def audit_jobs(waiting: tuple[Job, ...], running: tuple[Job, ...], under_way: se
     for job in running:
         has_rows = isinstance(job, Sequence) and (job.has_rows or job.request.is_paused)
         if not isinstance(job, Sequence) and job.reading.is_over:
-            continue  # it waits to be kept
+            continue  # it waits until it is durable
         assert job.reading.has_chunks or has_rows or job.id in under_way or not job.tail.is_ready

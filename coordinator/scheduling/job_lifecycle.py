@@ -1,4 +1,4 @@
-"""The jobs that wait and those that run, and how they stop. Pure."""
+"""Waiting and running jobs, and how they start and end. Pure."""
 
 from coordinator.engine_messages import Failed, Outcome
 from coordinator.kv_cache.segments import SegmentStore
@@ -13,7 +13,7 @@ from longleaf.errors import LongleafError
 
 
 class JobLifecycle:
-    """Jobs from when they are admitted to their end."""
+    """Jobs from admission to their end."""
 
     def __init__(
         self,
@@ -26,21 +26,21 @@ class JobLifecycle:
     ) -> None:
         self.requests = requests
         self.queue = queue
-        """Those that wait."""
+        """Waiting jobs."""
         self.running: dict[int, Job] = {}
         self.may_begin = False
-        """Something has changed since nobody in the queue had room."""
+        """Something has changed since no job in the queue could begin."""
         self.outcomes: list[Outcome] = []
-        """What streams must be told, in order."""
+        """Outcomes to send on the streams, in order."""
         self.now = 0.0
-        """When it was last looked at the clock."""
+        """The last time read from the clock."""
         self.planner = planner
         self._segments = segments
         self._sharing = sharing
         self._speeds = speeds
 
     def enter(self, job: Job) -> None:
-        """Queues a job that is admitted."""
+        """Queues an admitted job."""
         origin = job.request.origin
         for part in self._sharing.parts(job):
             self._segments.retain(origin)
@@ -51,19 +51,19 @@ class JobLifecycle:
         self.may_begin = True
 
     def preempt(self, job: Sequence) -> None:
-        """Sends a job that runs back to the queue."""
+        """Returns a running job to the queue."""
         self._stop(job)
         self._sharing.preempt(job)
         self.queue.add(job)
 
     def finish(self, job: Job) -> None:
-        """Gives back all that a running job holds."""
+        """Ends a running job and frees all that it holds."""
         self._stop(job)
         self._speeds.ended(self.now, bool(self.running or self.queue))
         self._leave(job)
 
     def _stop(self, job: Job) -> None:
-        """Takes a job off the running ones; its path stays retained."""
+        """Removes a job from the running ones; its path stays referenced."""
         del self.running[job.id]
         self._sharing.take_back(job.stop())
         self.queue.settle(job)
@@ -82,7 +82,7 @@ class JobLifecycle:
         self.planner.turns.keep(accounts)
 
     def drop(self, job: Job) -> None:
-        """Ends a job wherever it is."""
+        """Ends a waiting or running job."""
         if job.is_running:
             self.finish(job)
         else:
@@ -90,7 +90,7 @@ class JobLifecycle:
             self._leave(job)
 
     def cancel(self, request_id: int) -> bool:
-        """Ends a request wherever it is."""
+        """Ends a request, whether it waits or runs. Returns False if it has ended already."""
         if (request := self.requests.get(request_id)) is None:
             return False
         for job in tuple(request.jobs):
@@ -98,7 +98,7 @@ class JobLifecycle:
         return True
 
     def fail(self, job: Job, error: Failed | LongleafError) -> None:
-        """Ends a job with what its client is told: with an error its whole request."""
+        """Ends a job with an outcome for its client: Failed ends only this job, another error its whole request."""
         self.outcomes.append((job.request.id, error))
         if isinstance(error, Failed):
             self.drop(job)

@@ -1,4 +1,4 @@
-"""What becomes of jobs when the ranks change: they wait for what is lost, and go on. Pure."""
+"""Recovery of jobs at a change of ranks: they wait for lost keys, then continue. Pure."""
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Several
@@ -26,7 +26,8 @@ NO_ROOM = "the ranks that are left have no room for it"
 
 
 class JobRecovery:
-    """Takes jobs from epoch to epoch: back to what was committed, then on as soon as nothing of their paths is lost."""
+    """Carries jobs over to the next epoch: back to the last commit, then on as soon as nothing of their paths is
+    lost."""
 
     def __init__(
         self,
@@ -38,7 +39,7 @@ class JobRecovery:
         lifecycle: JobLifecycle,
         evictor: ContextEvictor | None,
     ) -> None:
-        """Without `parking`, what cannot be held is given up."""
+        """Without an `evictor`, contexts that cannot be held are dropped."""
         self._placer = placer
         self._segments = segments
         self._holdings = segments.holdings
@@ -52,12 +53,13 @@ class JobRecovery:
         self.is_between_epochs = False
         """Nothing may be planned."""
         self.is_over = True
-        """Everything is held, and every document under way goes on."""
+        """Everything is held, and all documents under way can continue."""
 
-    # --- the change ---
+    # --- change of epoch ---
 
     def roll_back(self, steps: tuple[int, ...], suspicion: int) -> None:
-        """Undoes what is under way. `steps` are those in one of which the epoch ended, if it was in one."""
+        """Reverts plans under way. `steps` are those in which the epoch may have ended; empty if it ended outside a
+        step."""
         self.is_between_epochs = True
         lifecycle = self._lives
         works, guilty = lifecycle.planner.roll_back(steps, suspicion, set(lifecycle.requests.jobs()))
@@ -72,7 +74,7 @@ class JobRecovery:
             self._give_up_all(recomputed.segment, "the ranks broke whenever it was read again")
 
     def change_ranks(self, ranking: RankMapping, *, may_grow: bool) -> None:
-        """Has the books be those of other ranks; documents under way wait until they have room again."""
+        """Moves the placements to other ranks. Documents under way wait until blocks are reserved for them again."""
         assert self.is_between_epochs
         for job in self._ingests():
             job.tail.is_ready = False
@@ -86,7 +88,8 @@ class JobRecovery:
         self.tell()
 
     def settle(self) -> None:
-        """Gives up what the ranks cannot hold, or parks it: no others will come."""
+        """Drops or evicts contexts that no longer fit, and fails jobs that no longer fit, because no more ranks are
+        expected."""
         if not self._recovery.is_promised:
             for job in self._running_sequences():
                 self._lives.preempt(job)
@@ -99,7 +102,7 @@ class JobRecovery:
 
     @property
     def is_settled(self) -> bool:
-        """No more ranks are to come, so that there is room for every job once nothing else runs."""
+        """No more ranks are expected, so that each job fits once nothing else runs."""
         return not self._limits.may_grow
 
     def _running_sequences(self) -> list[Sequence]:
@@ -108,16 +111,16 @@ class JobRecovery:
     def _ingests(self) -> list[IngestJob]:
         return [job for job in self._lives.running.values() if isinstance(job, IngestJob)]
 
-    # --- until all is held again ---
+    # --- recovery ---
 
     def call(self, evicted: Several[SegmentPlacement]) -> None:
-        """Somebody needs what is parked: it is read again, each after what it continues."""
+        """Starts the reload of evicted segments. Each must come after the segments that it continues."""
         self._recovery.call(evicted)
         self.is_over = self.is_over and not evicted
 
     def go_on(self) -> None:
-        """Takes what room there is, for what is lost and for documents under way: these go on when nothing of their
-        paths is lost any more."""
+        """Reserves free blocks for lost segments and for documents under way. Documents continue once nothing of their
+        paths is lost."""
         self._promise()
         if self._parking is not None and self.is_settled and not self._recovery.is_promised:
             self._parking.rest_unpromised()
@@ -133,7 +136,7 @@ class JobRecovery:
         self._recovery.promise(list(self.paths()))
 
     def _take_up(self) -> list[IngestJob]:
-        """The documents under way that cannot go on yet; those that can do."""
+        """Resumes the documents under way that can continue. Returns the others."""
         for job in self._ingests():
             tail = job.tail
             if not tail.is_ready and self._take_room(job):
@@ -141,12 +144,13 @@ class JobRecovery:
         return [job for job in self._ingests() if not job.tail.is_ready]
 
     def _is_full(self, waiting: list[IngestJob]) -> bool:
-        """Whether documents wait for room that nobody will give back: what began while others recovered, and has
-        ended, may have taken it."""
+        """Whether documents wait for blocks that no other job will free. Jobs that began during the recovery, and have
+        ended, may have taken them."""
         return self._recovery.is_over and self.is_settled and len(waiting) == len(self._lives.running)
 
     def _take_room(self, job: IngestJob) -> bool:
-        """Whether there is room for the rest of a document; that of windows comes after what is lost of it."""
+        """Reserves blocks for the rest of a document. Those for windows are reserved once nothing of its segment is
+        lost. Returns False when too few are free."""
         tail, pool = job.tail, self._placer.window_pool
         left, windows = tail.reservation.left, 0
         if tail.holding.loss is None:
@@ -157,7 +161,7 @@ class JobRecovery:
 
     @property
     def has_room(self) -> bool:
-        """Whether all contexts that do not rest, and what is read again, have room at a time."""
+        """Whether all active contexts, and the window blocks for recomputation, fit at the same time."""
         retained = {
             s: None for context in self._contexts.list() if not context.is_resting for s in context.path.segments
         }
@@ -165,12 +169,13 @@ class JobRecovery:
         return wanted.fits(self._placer.num_blocks)
 
     def is_ready(self, job: Job) -> bool:
-        """Nothing is lost of what a job that waits goes on from, and no document waits for room alone."""
+        """Whether a waiting job can begin during a recovery: nothing of its path is lost. Once recovery itself is over,
+        documents that still wait for room go first."""
         is_next = not (self._recovery.is_over and self.is_settled)
         return is_next and self._holdings.holds(job.request.origin)
 
     def _waiting(self) -> Iterator[tuple[Job, TokenPath]]:
-        """The jobs that may wait for what is lost, and their paths: the most urgent first."""
+        """The jobs that may wait for lost keys, and their paths, the most urgent first."""
         for job in self._lives.queue.order():
             yield job, job.request.origin
         for job in self._ingests():
@@ -178,11 +183,11 @@ class JobRecovery:
                 yield job, job.tail.segment.path
 
     def paths(self) -> Iterator[TokenPath]:
-        """What jobs may wait for, the most urgent first."""
+        """The paths of jobs that may wait for lost keys, the most urgent first."""
         return (path for _, path in self._waiting())
 
     def commit(self, result: StepResult) -> None:
-        """Takes in what the ranks did for recovery. Raises RecoveryFailed."""
+        """Commits a recovery step. Raises RecoveryFailed."""
         if result.has_finite_keys:
             self._recovery.commit()
         elif (holding := self._recovery.fail()) is not None:
@@ -191,22 +196,22 @@ class JobRecovery:
         self.tell()
 
     def tell(self) -> None:
-        """Tells those that wait for what is lost."""
+        """Reports the progress of recovery to requests that wait for lost keys."""
         reported: dict[int, Recovering] = {}
         for job, path in self._waiting():
             if (progress := self._recovery.progress(path)) is not None:
                 reported[job.request.id] = progress
         self._lives.outcomes += reported.items()
 
-    # --- what cannot be held ---
+    # --- dropped contexts ---
 
     def take_given_up(self) -> list[ContextDropped]:
-        """Contexts that were given up; each is told once."""
+        """Removes and returns the contexts that were dropped."""
         given_up, self._given_up = self._given_up, []
         return given_up
 
     def _give_up(self, context: NamedContext, reason: str) -> None:
-        """A context is deleted; where contexts are kept, it is parked."""
+        """Drops a context: evicts it if contexts can be evicted, else deletes it."""
         if self._parking is not None:
             error = ResourceExhausted("pool", f"contexts/{context.id}: {reason}")
             self._fail_asking(context, error)
@@ -218,7 +223,7 @@ class JobRecovery:
         self._lives.may_begin = True
 
     def give_up(self, segment: Segment) -> None:
-        """Gives up all that leads through a segment that could not be recovered."""
+        """Drops everything that uses a segment that could not be recovered."""
         self._give_up_all(segment, "its tokens could not be recomputed")
         self.go_on()
 
@@ -228,7 +233,7 @@ class JobRecovery:
                 self._lives.fail(job, error)
 
     def _give_up_all(self, segment: Segment, reason: str) -> None:
-        """Gives up all that leads through a segment: it is forgotten, whatever ranks believe of it."""
+        """Drops everything that uses a segment. The ranks then forget the segment."""
         self._segments.drop_kept(lambda path: segment in path.segments)
         for job in self._running_sequences():
             if segment in job.reading.path.segments:
@@ -243,6 +248,6 @@ class JobRecovery:
                 self._lives.fail(job, ContextLost(f"contexts/{job.context}", f"it was given up: {reason}"))
 
     def audit(self) -> None:
-        """What is promised, and who waits, adds up."""
+        """Asserts that no document waits after the recovery."""
         for job in self._ingests():
             assert job.tail.is_ready or not self.is_over or self.is_between_epochs

@@ -1,4 +1,4 @@
-"""How large a job may be, and how many blocks it takes."""
+"""Limits on the size of a job, and the number of blocks that it takes."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from longleaf.errors import InvalidArgument, ResourceExhausted
 
 MAX_TOKENS = "sampling.max_token_count"
 REPLACED_SECONDS = 5.0
-"""After which it is worth asking again for what all ranks have room for, and fewer have not."""
+"""Retry delay for a request that fits on all ranks, but not on the remaining ones."""
 
 
 class JobLimits:
-    """What the model's positions and the pool of all ranks allow."""
+    """Limits from the model's positions and the pools of all ranks."""
 
     def __init__(
         self, config: EngineConfig, placer: BlockPlacer, holdings: SegmentPlacements, positions: Positions
@@ -27,10 +27,10 @@ class JobLimits:
         self._holdings = holdings
         self.positions = positions
         self.may_grow = False
-        """More ranks are to come."""
+        """More ranks are expected."""
 
     def wanted(self, holdings: Sequence[SegmentPlacement]) -> BlockCount:
-        """The blocks of holdings once nothing of them is lost."""
+        """Blocks of the segments once nothing of them is lost."""
         blocks = count_all(holdings)
         if not self._holdings.is_whole:
             size = self._placer.block_size
@@ -39,28 +39,28 @@ class JobLimits:
 
     @property
     def rolling(self) -> BlockCount:
-        """Blocks that are needed only while something is read again."""
+        """Blocks that are needed only during recomputation."""
         sizes = [holding.loss.num_tokens for holding in self._holdings.lossy if holding.loss]
         return BlockCount(windows=max(map(self._placer.window_pool.chunk_blocks, sizes), default=0))
 
     def num_prefill(self, num_tokens: int, num_samples: int, num_rows: int = 1) -> int:
-        """How many of the `num_tokens` of a prompt that are not held go through chunks: all but the last `num_rows`,
-        which are computed for each sample, or none of a short prompt of one sample."""
+        """How many of the `num_tokens` uncached tokens of a prompt are processed in chunks: all but the last
+        `num_rows`, which are computed for each sample, or none of a short prompt of one sample."""
         has_chunks = num_samples > 1 or num_tokens >= self._config.replicate_below
         return max(0, num_tokens - num_rows) if has_chunks else 0
 
     def num_prefill_again(self, num_tokens: int, num_samples: int) -> int:
-        """How many go through chunks where a prompt is read again with what was generated: whole blocks, so that no cut
-        needs more blocks than others."""
+        """How many tokens are processed in chunks where a prompt is recomputed with its answer. These are whole blocks,
+        so that the number of blocks does not depend on the chunk sizes."""
         num_prefill = self.num_prefill(num_tokens, num_samples)
         return num_prefill - num_prefill % self._placer.block_size
 
     def check(
         self, reading: PrefillCursor, capacity: int, field: str, max_tokens: int, num_tails: int = 1
     ) -> BlockCount:
-        """The blocks that a job takes which has read nothing yet, of `capacity` positions, and generates `max_tokens`
-        in each of its tails. Raises InvalidArgument naming `field` where it is too large even if it is alone, and
-        ResourceExhausted where it may not be once more ranks are there."""
+        """The blocks of a new job with `capacity` positions that generates `max_tokens` in each of its tails. Raises
+        InvalidArgument naming `field` where it is too large even without other jobs, and ResourceExhausted where it may
+        fit when more ranks are available."""
         num_given = reading.path.end + len(reading.token_ids)
         total = num_given + num_fed(max_tokens)
         if total > self.positions.limit:
@@ -81,7 +81,7 @@ class JobLimits:
         return blocks
 
     def _most_tokens(self, reading: PrefillCursor, max_tokens: int, num_tails: int) -> int:
-        """How many can be generated in each tail, up to `max_tokens`, if nothing else is held."""
+        """Maximum number of tokens that can be generated in each tail, up to `max_tokens`, if nothing else is held."""
 
         def is_too_many(count: int) -> bool:
             return not self.fits_alone(reading.path, self.most_blocks(reading, count, num_tails))
@@ -89,11 +89,11 @@ class JobLimits:
         return bisect_left(range(1, max_tokens + 1), True, key=is_too_many)
 
     def fits_alone(self, path: TokenPath, blocks: BlockCount) -> bool:
-        """Whether there is room for so many blocks if nothing is held but the path that they continue."""
+        """Whether the blocks fit if nothing is held but the path that they continue."""
         return not self._too_small(path, blocks)
 
     def _too_small(self, path: TokenPath, blocks: BlockCount) -> str:
-        """What cannot hold so many blocks beside a path, if anything."""
+        """The limit that the blocks and the path together exceed; empty if they fit."""
         resident = self.wanted(self._holdings.of(path.segments))
         needed = blocks + BlockCount(resident.sharded, min(resident.windows, self._placer.window_pool.seen_blocks))
         total, size = self._placer.num_blocks, self._placer.block_size
@@ -105,7 +105,8 @@ class JobLimits:
         return ""
 
     def check_room(self, needed: BlockCount, held: BlockCount, retry_seconds: float | None) -> None:
-        """Raises ResourceExhausted unless a job fits beside what is held; without a time it never will."""
+        """Raises ResourceExhausted unless a job fits beside the held blocks. `retry_seconds` is None if it will never
+        fit."""
         size, total = self._placer.block_size, self._placer.num_blocks
         pools = {
             "pool": (needed.sharded, total.sharded, held.sharded),
@@ -116,7 +117,7 @@ class JobLimits:
             if tokens + taken <= room:
                 continue
             more = ", or serve with more --window-bytes" if pool == "window pool" else ""
-            # How many they keep is for admins: it would tell a tenant what others do.
+            # The number of kept tokens is reported to admins only: it would reveal the usage of other tenants.
             retained = f"{tokens:,} tokens are needed, and of {room:,} contexts keep too many"
             text = f"{retained}; delete a context{more}"
             if self.may_grow:
@@ -127,15 +128,15 @@ class JobLimits:
             raise ResourceExhausted(pool, text, retry_seconds)
 
     def num_blocks(self, reading: PrefillCursor, max_tokens: int, num_tails: int) -> BlockCount:
-        """The blocks for what is not read yet and for answers of `max_tokens`."""
+        """Blocks for the tokens not processed yet and for answers of `max_tokens`."""
         num_rest = len(reading.token_ids) - reading.num_prefill
         num_rows = num_rest + num_fed(max_tokens)
         num_prefill = reading.num_prefill - reading.num_read
         return self._placer.blocks_needed(num_prefill, num_rows, num_tails=num_tails, num_at_once=num_rest)
 
     def most_blocks(self, reading: PrefillCursor, max_tokens: int, num_tails: int) -> BlockCount:
-        """The most blocks for what is not read yet and for answers, whenever the job may be preempted: then it reads
-        its answer in chunks, and other rows at once."""
+        """Maximum number of blocks for the tokens not processed yet and for answers, even if the job is preempted: then
+        the answer is recomputed in chunks, with other row counts."""
         num_tokens = len(reading.token_ids) + num_fed(max_tokens)
         num_prefill = max(reading.num_prefill, self.num_prefill(num_tokens, num_tails))
         num_rest = len(reading.token_ids) - reading.num_prefill
@@ -146,7 +147,8 @@ class JobLimits:
 
 
 def num_fed(max_tokens: int) -> int:
-    """How many tokens of an answer the model reads: the last one is sampled, and takes neither position nor slot."""
+    """Number of tokens of an answer that the model processes. The last one is only sampled: it takes no position and no
+    slot."""
     return max(0, max_tokens - 1)
 
 

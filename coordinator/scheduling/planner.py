@@ -1,4 +1,4 @@
-"""From the jobs that run to the plans of their steps. Pure: no clock, no I/O.
+"""The planner: converts running jobs to the plans of their steps. Pure: no clock, no I/O.
 
 Steps alternate between one chunk of one job and one token of every sequence that is ready.
 """
@@ -23,26 +23,28 @@ from longleaf.config import EngineConfig
 from longleaf.rank_protocol.step import Decode, Row, StepPlan, Work
 
 LEAST_SHARE = 0.25
-"""A chunk may take this part of a decode step's time even when nothing is left of the target: reading must go on."""
+"""Minimum time of a chunk as a part of a decode step's time. It applies even when nothing is left of the latency
+target, so that prefill progresses."""
 MAX_UNDER_WAY = 2
-"""Plans that the ranks may hold: the one they execute, and the one after it."""
+"""Maximum number of plans that the ranks hold: the one that they execute, and the next one."""
 
 
 class JobFailed(Exception):
     """A job cannot be planned; its cause is unexpected."""
 
     def __init__(self, job: Job, others: Several[Sequence] = ()) -> None:
-        """`others` had rows in the same plan, which never is."""
+        """`others` had rows in the same plan, which is discarded."""
         super().__init__(f"job {job.id}")
         self.job = job
         self.others = others
 
 
 class Budget:
-    """Chunk sizes from measured speeds. Chunks and decode steps alternate, so a token comes after one of each.
+    """Chunk sizes from measured speeds. Chunks and decode steps alternate, so the time per token is that of one of
+    each.
 
-    All chunks but the last of a prompt are whole blocks: then a prompt takes the same number of blocks however it is
-    cut. They give every rank a block where `chunk_size` allows: shorter ones would take as long.
+    All chunks but the last of a prompt are whole blocks, so that the number of blocks does not depend on the chunk
+    sizes. Where `chunk_size` allows, a chunk has a block for each rank: shorter chunks would take as long.
     """
 
     def __init__(self, config: EngineConfig, num_ranks: int, speeds: Speeds) -> None:
@@ -57,11 +59,11 @@ class Budget:
         self._smallest = min(self._largest, self._block * num_ranks)
 
     def chunk_size(self, job: Job, *, is_alone: bool) -> int:
-        """Tokens that the next chunk of `job` may have; `is_alone` when nobody decodes."""
+        """Maximum number of tokens in the next chunk of `job`. `is_alone` is true when no sequence decodes."""
         return self._size(job.seconds_per_token or self._speeds.prefill_token.value, is_alone=is_alone)
 
     def reread_size(self, *, is_alone: bool) -> int:
-        """Tokens that may be read again at once."""
+        """Maximum number of tokens that are recomputed in a step."""
         return self._size(self._speeds.prefill_token.value, is_alone=is_alone)
 
     def probe_size(self, *, is_alone: bool) -> int:
@@ -82,8 +84,8 @@ class Budget:
 
 
 class InflightPlan(NamedTuple):
-    """A plan under way, and the jobs it works for, each with the number of times that it had begun: what a plan yields
-    for a job that has ended since, or begun anew, does not count."""
+    """A plan under way and its jobs, each with its number of begins. Results for a job that has ended or restarted
+    since are ignored."""
 
     plan: StepPlan
     jobs: tuple[tuple[Job, int], ...]
@@ -92,8 +94,8 @@ class InflightPlan(NamedTuple):
 
 
 class Planner:
-    """Makes plans, and keeps those under way in their order. Two may be, so that the ranks find the next one when they
-    have finished the first."""
+    """Makes plans, and keeps those under way in order. Two can be under way, so that the next one is queued when the
+    ranks finish the first."""
 
     def __init__(
         self,
@@ -116,30 +118,30 @@ class Planner:
         self._flights: deque[InflightPlan] = deque()
         self._forgotten: list[int] = []
         self._was_prefill = False
-        """Whether the last plan was none of rows. Who waits to be done apart keeps the turn."""
+        """Whether the last plan was not a decode step. The turn is kept while a job waits to run separately."""
         self._was_recovery = False
         self.turns = FairOrder()
-        """Turns of those that may have the next chunk."""
+        """Turns of the jobs that may have the next chunk."""
         self.step = 0
         """Number of the last plan."""
 
     @property
     def is_full(self) -> bool:
-        """Enough is under way."""
+        """No more plans may be under way."""
         return len(self._flights) >= MAX_UNDER_WAY or any(flight.is_apart for flight in self._flights)
 
     @property
     def under_way(self) -> set[int]:
-        """Ids of the jobs that plans under way work for."""
+        """Ids of the jobs in plans under way."""
         return {job.id for flight in self._flights for job, _ in flight.jobs}
 
     def forget(self, sequence: int) -> None:
-        """Tells the ranks with the next plan that a sequence has stopped."""
+        """Adds a stopped sequence to the release messages of the next plan."""
         self._forgotten.append(sequence)
 
     def plan(self, running: Collection[Job], paths: Callable[[], Iterable[TokenPath]]) -> StepPlan | None:
-        """The next step, or None when nothing is ready. `paths` gives those that jobs wait for while something of them
-        is lost, the most urgent first. Raises JobFailed and RecoveryFailed."""
+        """The next step, or None when nothing is ready. `paths` returns the paths of jobs that wait for lost keys, the
+        most urgent first. Raises JobFailed and RecoveryFailed."""
         prefilling = self._prefilling(running)
         decoding = [job for job in running if isinstance(job, Sequence) and job.has_rows]
         if not self._recovery.is_over:
@@ -151,8 +153,8 @@ class Planner:
         return self._plan_rows(decoding)
 
     def _prefilling(self, running: Collection[Job]) -> list[Job]:
-        """Jobs that may have the next chunk; none while a chunk is under way. A chunk is long, so little is lost when
-        the next one is sent only after it, and whoever comes or is cancelled meanwhile waits for one chunk, not two."""
+        """Jobs that may have the next chunk; none while a chunk is under way. A chunk is long, so that little time is
+        lost by sending the next one only after it. A new or cancelled job then waits for one chunk, not two."""
         if any(not isinstance(flight.plan.work, Decode) for flight in self._flights):
             return []
         return [job for job in running if job.reading.has_chunks and job.tail.is_ready]
@@ -160,8 +162,8 @@ class Planner:
     def _plan_amid_recovery(
         self, prefilling: list[Job], decoding: Several[Sequence], paths: Iterable[TokenPath]
     ) -> StepPlan | None:
-        """Recovery's own plans take turns with chunks, and both with rows; but nothing is done by ranks that lack
-        windows."""
+        """Recovery plans alternate with chunks, and both with decode steps. Ranks that lack windows do nothing else
+        before they receive them."""
         recovery, is_long_under_way = self._recovery, any(not isinstance(f.plan.work, Decode) for f in self._flights)
         is_alone, is_apart = not decoding, recovery.is_suspected
         if is_apart and self._flights:
@@ -221,7 +223,8 @@ class Planner:
         return plan
 
     def land(self, plan: StepPlan) -> list[Job]:
-        """The jobs for which an answered plan counts; it must be the first one under way."""
+        """Removes the first plan under way, which must be `plan`. Returns its jobs that have not ended or restarted
+        since."""
         first, jobs, _ = self._flights.popleft()
         assert first is plan, "plans are committed in order"
         landed = [job for job, num_begins in jobs if job.is_running and job.num_begins == num_begins]
@@ -229,13 +232,13 @@ class Planner:
             self._suspects.clear(landed, plan.work)
         return landed
 
-    # --- the end of an epoch ---
+    # --- end of an epoch ---
 
     def roll_back(
         self, steps: Collection[int], suspicion: int, jobs: Container[Job]
     ) -> tuple[list[Work], list[tuple[Job, Work]]]:
-        """Forgets what is under way. Gives the work of the steps in one of which the epoch ended, and those of the jobs
-        that there are which are guilty by now, with what they did."""
+        """Discards the plans under way. Returns the work of those among `steps`, and the jobs among `jobs` that have
+        reached the GUILTY score, each with that work."""
         ended = [flight for flight in self._flights if flight.plan.step in steps]
         self._flights.clear()
         self._suspects.keep(jobs)
@@ -248,7 +251,7 @@ class Planner:
         return [flight.plan.work for flight in ended], guilty
 
     def change_ranks(self, epoch: int) -> None:
-        """Goes on with the ranks of another epoch, which know nothing of any sequence."""
+        """Continues with the ranks of another epoch, which know no sequences."""
         assert not self._flights
         self._epoch = epoch
         self._forgotten.clear()

@@ -1,4 +1,4 @@
-"""Jobs that may break epochs. Pure."""
+"""Jobs that are suspected of breaking epochs. Pure."""
 
 from collections.abc import Container, Iterable
 from collections.abc import Sequence as Several
@@ -12,13 +12,13 @@ from longleaf.rank_protocol.step import Decode, Prefill, Work
 
 @dataclass(slots=True)
 class _Suspicion:
-    """How much of it there is, and where a job must come to be cleared."""
+    """The fault score of a job, and the position past which it is cleared."""
 
     amount: int = 0
     end: int = 0
-    """Of the chunks in which epochs ended."""
+    """End of the chunks in which epochs ended."""
     is_answer: bool = False
-    """One ended while the job answered."""
+    """An epoch ended in a decode step of the job."""
 
     def add(self, work: Work, amount: int, *, is_certain: bool) -> None:
         self.amount = add(self.amount, amount, is_certain=is_certain)
@@ -26,13 +26,14 @@ class _Suspicion:
         self.is_answer |= isinstance(work, Decode)
 
     def is_passed_by(self, work: Work) -> bool:
-        """A chunk before an answer proves nothing of that."""
+        """Whether the completion of `work` clears the job. A chunk does not clear a job that broke an epoch in a decode
+        step."""
         return isinstance(work, Decode) or (not self.is_answer and _end(work) >= self.end)
 
 
 class PoisonJobs:
-    """Jobs in whose steps epochs ended. Those that are suspected of breaking them have steps of their own, with nothing
-    else under way, until one of these is answered: what breaks then is not the others' fault."""
+    """Jobs in whose steps epochs ended. A suspected job has separate steps, with nothing else under way, until one of
+    them is answered, so that a further failure cannot be due to other jobs."""
 
     def __init__(self) -> None:
         self._found: dict[Job, _Suspicion] = {}
@@ -41,8 +42,8 @@ class PoisonJobs:
         return len(self._found)
 
     def accuse(self, jobs: Iterable[Job], work: Work, amount: int, *, is_certain: bool) -> list[Job]:
-        """This work of theirs ended an epoch, or unless that `is_certain`, other work. Gives those that are guilty by
-        now."""
+        """Adds to the fault scores of jobs whose work ended an epoch, certainly or, unless `is_certain`, possibly.
+        Removes and returns the jobs that have reached the GUILTY score."""
         guilty = list[Job]()
         for job in jobs:
             found = self._found.setdefault(job, _Suspicion())
@@ -53,25 +54,25 @@ class PoisonJobs:
         return guilty
 
     def clear(self, jobs: Iterable[Job], work: Work) -> None:
-        """This work of theirs was answered."""
+        """Clears jobs whose suspected work was answered."""
         for job in jobs:
             if (found := self._found.get(job)) is not None and found.is_passed_by(work):
                 del self._found[job]
 
     def keep(self, jobs: Container[Job]) -> None:
-        """Forgets all but these."""
+        """Removes all other jobs."""
         self._found = {job: found for job, found in self._found.items() if job in jobs}
 
     def part(self, jobs: Several[Sequence]) -> Several[Sequence]:
-        """Those of some jobs that may have rows in one step: one that broke an epoch, or all others."""
+        """The jobs that may have rows in the same step: one suspected job, or all of them if none is suspected."""
         apart = [job for job in jobs if self.is_apart(job)]
         return apart[:1] or jobs
 
     def is_apart(self, job: Job) -> bool:
-        """Its steps are its own, and nothing else is under way meanwhile."""
+        """Whether the job must have separate steps, with nothing else under way."""
         return job in self._found and self._found[job].amount >= BREAK
 
 
 def _end(work: Work) -> int:
-    """The position after the last token of a chunk."""
+    """The position after the last token of a chunk; 0 for a decode step."""
     return work.start + len(work.token_ids) if isinstance(work, Prefill) else 0

@@ -1,4 +1,4 @@
-"""Who gives way, so that a job that waits can begin."""
+"""Preemption: chooses the running jobs to stop so that a waiting job can begin."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from coordinator.scheduling.sequences import Sequence
 
 
 class RunningSet:
-    """The jobs that run, as those that wait must know them: found once for all of these, who may be many."""
+    """A summary of the running jobs. It is computed once for all waiting jobs, because there may be many."""
 
     def __init__(self, running: Iterable[Job]) -> None:
         running = list(running)
@@ -23,20 +23,20 @@ class RunningSet:
         self._is_any_paused = any(other.request.is_paused for other in self.sequences)
         self._passed = frozenset[int]().union(*(other.passed for other in self.sequences))
         self._least_priority: dict[str, int] = {}
-        """Of each tenant."""
+        """Lowest priority by tenant, among jobs that are not spared."""
         for claim in (other.request.claim for other in self.sequences if not other.is_spared):
             least = self._least_priority.setdefault(claim.tenant, claim.priority)
             self._least_priority[claim.tenant] = min(least, claim.priority)
 
     def is_allowed(self, job: Job) -> bool:
-        """Whether so many requests of its tenant may run at once, those that have a limit."""
+        """Whether the limit of its tenant on concurrent requests allows the job to run."""
         at_once = job.request.claim.at_once
         if at_once is None or self._num_limited[job.request.claim.tenant] < at_once:
             return True
         return job.request.is_running
 
     def may_yield_to(self, job: Job) -> bool:
-        """Whether the job may preempt any of them."""
+        """Whether the job may preempt any running job."""
         if self._is_any_paused or job.id in self._passed:
             return True
         claim = job.request.claim
@@ -44,7 +44,7 @@ class RunningSet:
 
 
 class Preemption:
-    """Finds blocks and places among the sequences that run."""
+    """Chooses running sequences to preempt for their blocks or for their share of the concurrent answers."""
 
     def __init__(
         self, max_sequences: int, placer: BlockPlacer, segments: SegmentStore, evictor: ContextEvictor | None = None
@@ -55,17 +55,17 @@ class Preemption:
         self._segments = segments
 
     def has_places(self, job: Job, running_set: RunningSet) -> bool:
-        """Whether so many answers may run at once."""
+        """Whether the limit on concurrent answers allows the job to run."""
         return self._num_places_lacking(job, running_set) <= 0
 
     def _num_places_lacking(self, job: Job, running_set: RunningSet) -> int:
         return running_set.num_tails + job.num_tails - self._max_sequences if job.num_tails else 0
 
     def victims(self, job: Job, running_set: RunningSet) -> list[Sequence] | None:
-        """Sequences that must give way so that a job that has no room can begin, None when it is no use.
+        """Sequences to preempt so that a job without room can begin; None when preemption cannot make enough room.
 
-        Whoever does not read gives way to everybody, and whoever passed the job gives way to it; else only to a higher
-        priority of the same tenant. The lowest and youngest are first.
+        A paused sequence yields to any job, and one that passed the job yields to it. Others yield only to a higher
+        priority of the same tenant. Those with the lowest priority, then the youngest, come first.
         """
         if not running_set.may_yield_to(job):
             return None  # the usual case, and many jobs may wait
@@ -86,7 +86,7 @@ class Preemption:
 
 
 def _num_freed(job: Sequence, dropped: Counter[int], holdings: SegmentPlacements) -> BlockCount:
-    """Blocks that are free, or as good as free, when a running job is preempted after those that `dropped` counts."""
+    """Blocks that become free or reclaimable when a running job is preempted after those that `dropped` counts."""
     num_blocks = job.tail.holding.num_blocks + job.tail.reservation.left
     for holding in holdings.of(job.reading.path.segments[len(job.request.origin.segments) :]):
         dropped[holding.segment.id] += 1

@@ -1,4 +1,4 @@
-"""What a job reads, and the segment that grows with it."""
+"""The tokens that a job processes, and the segment that grows with them."""
 
 from array import array
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ from longleaf.runs import Run
 
 @dataclass(slots=True)
 class PrefillCursor:
-    """Tokens to read after a path of sealed segments. The first `num_prefill` of them go through chunks.
+    """Tokens to process after a path of sealed segments. The first `num_prefill` of them are processed in chunks.
 
-    `num_placed` counts the tokens that plans have given a place, `num_read` those whose keys and values exist: between
-    the two lie the plans under way. The path may hold the first of the tokens itself; these are placed and read.
+    `num_placed` counts the tokens that plans have placed, `num_read` those whose keys and values exist; the difference
+    is under way. The path may contain the first of the tokens already; these count as placed and read.
     """
 
     path: TokenPath
@@ -34,36 +34,37 @@ class PrefillCursor:
 
     @property
     def is_over(self) -> bool:
-        """All chunks are read."""
+        """All chunks are processed."""
         return self.num_read >= self.num_prefill
 
     @property
     def num_unplaced(self) -> int:
-        """Tokens that no plan has given a place."""
+        """Number of tokens that no plan has placed yet."""
         return len(self.token_ids) - self.num_placed
 
     def roll_back(self) -> bool:
-        """Takes back what plans under way have placed; whether there was anything."""
+        """Reverts the placement by plans under way. Returns whether there was any."""
         had_placed, self.num_placed = self.num_placed > self.num_read, self.num_read
         return had_placed
 
     def next_chunk(self, size: int) -> tuple[int, ...]:
-        """The ids of the next chunk, which count as placed."""
+        """The ids of the next chunk, which count as placed from now on."""
         start = self.num_placed
         self.num_placed = min(start + size, self.num_prefill)
         return tuple(self.token_ids[start : self.num_placed])
 
 
 class GrowingSegment:
-    """The segment that a running job reads and answers into, and the blocks that are promised to it."""
+    """The segment into which a running job processes and generates tokens, and the blocks reserved for it."""
 
     def __init__(self, holding: SegmentPlacement, reservation: Reservation) -> None:
         self.holding = holding
         self.reservation = reservation
         self.is_ready = True
-        """Nothing of the path is lost, and all that is still to be read has room: false only after ranks were lost."""
+        """Nothing of the path is lost, and blocks for the remaining tokens are reserved. False only after a loss of
+        ranks."""
         self.path_ids = holding.segment.path.ids
-        """What ranks are told of the path to its end."""
+        """The path to the end of the segment, as sent to the ranks."""
         self._num_chunks = 0
 
     @property
@@ -79,25 +80,25 @@ class GrowingSegment:
         return pieces
 
     def add_rows(self, token_ids: TokenIds[int], placer: BlockPlacer) -> tuple[Run, ...]:
-        """Places tokens that are computed together with others."""
+        """Places tokens that are computed as rows of a decode step."""
         last = self.holding.runs[-1] if self.holding.runs else None
         runs = placer.grow(last, self.segment.end, len(token_ids), self.reservation)
         self._extend(token_ids, runs, placer, is_chunk=False)
         return runs
 
     def num_spare(self, block_size: int) -> int:
-        """Tokens for which there is room behind the last one without a new block, for all that is kept of them."""
+        """Number of tokens that fit into the last blocks without a new block, in sharded and window runs."""
         runs = [each[-1] for each in (self.holding.runs, self.holding.window_runs) if each]
         return min(len(run.blocks) * block_size - len(run) for run in runs)
 
     def accept(self, token_ids: TokenIds[int]) -> None:
-        """Adds tokens that were drafts: their keys are there, in the last block."""
+        """Adds accepted drafts, whose keys are in the last block already."""
         holding, count = self.holding, len(token_ids)
         holding.extend(token_ids, lengthened(holding.runs[-1:], count))
         holding.window_runs = lengthened(holding.window_runs, count)
 
     def roll_back(self, end: int, placer: BlockPlacer) -> None:
-        """Takes back the chunk that begins at position `end`; its blocks are promised again."""
+        """Removes the chunk that begins at position `end`; its blocks return to the reservation."""
         holding = self.holding
         placer.take_back(holding.cut(end), self.reservation)
         holding.window_runs = placer.roll_back(holding.window_runs, end, self.reservation)
@@ -112,5 +113,5 @@ class GrowingSegment:
 
 
 def lengthened(runs: Sequence[Run], count: int) -> tuple[Run, ...]:
-    """The last run with so many more tokens, for which it has room."""
+    """The runs with `count` more tokens in the last one, which has space for them."""
     return (*runs[:-1], replace(runs[-1], end=runs[-1].end + count)) if runs else ()

@@ -1,4 +1,4 @@
-"""What prompts share: what is held of one is not read again, and its samples read it once."""
+"""Prompt sharing: a prompt reuses cached prefixes, and its samples share its segments."""
 
 from coordinator.kv_cache.block_placer import BlockPlacer, Reservation
 from coordinator.kv_cache.segments import SegmentStore
@@ -10,7 +10,7 @@ from coordinator.scheduling.sequences import Sequence
 
 
 class Sharing:
-    """Reserves blocks for jobs that begin, and hands what they have read to their samples."""
+    """Reserves blocks for jobs that begin, and shares processed prompts among their samples."""
 
     def __init__(self, segments: SegmentStore, placer: BlockPlacer, limits: JobLimits) -> None:
         self._segments = segments
@@ -20,8 +20,8 @@ class Sharing:
     def reserve(self, job: Job) -> Reservation | None:
         """The blocks of a job that begins; None when there are too few.
 
-        A plain prompt reuses what is held of it, unless that leaves too little room for the rest: segments are held
-        whole, though a beginning may be all that the prompt needs.
+        A plain prompt reuses its cached prefix, unless that leaves too few blocks for the rest: segments are held as a
+        whole, although the prompt may need only their first tokens.
         """
         if isinstance(job, Sequence) and job.is_sharing:
             rope, tenant = job.rope, job.request.claim.tenant
@@ -40,7 +40,7 @@ class Sharing:
         job.reuse(path, path.end + self._num_prefill(job, len(job.reading.token_ids) - path.end))
 
     def _refer(self, job: Sequence, path: TokenPath) -> None:
-        """Has a job refer to another path that goes on from where it began."""
+        """Replaces the path that a job references. The new path must continue its origin."""
         origin = job.request.origin
         self._segments.retain(path, origin)
         self._segments.release(job.reading.path, origin)
@@ -51,19 +51,19 @@ class Sharing:
         return self._limits.num_prefill(num_tokens, job.num_tails, job.prompt.num_rows)
 
     def preempt(self, job: Sequence) -> None:
-        """Makes a job that has been stopped one that has not begun."""
+        """Resets a stopped job to the state before it began."""
         self._refer(job, job.request.origin)
         self._begin_anew(job)
 
     def _begin_anew(self, job: Sequence) -> None:
-        """Has a job read its prompt again, and what it has answered."""
+        """Resets a job so that it recomputes its prompt and its answer so far."""
         token_ids = job.prompt_and_answer()
         reading = PrefillCursor(job.request.origin, token_ids, self._num_prefill(job, len(token_ids)))
         job.preempt(reading, self._limits.most_blocks(reading, job.num_answer_left, job.num_tails))
 
     def parts(self, job: Job) -> list[Job]:
-        """What waits of a job that is admitted: itself, or if it is a prompt that was answered before, each sample that
-        goes on, as if it had been preempted."""
+        """The jobs to queue for an admitted one: the job itself or, for a prompt with partial answers, each sample that
+        continues, as if it had been preempted."""
         if not isinstance(job, Sequence) or job.prompt.generated is None:
             return [job]
         parts = [job.part(sample, generated) for sample, generated in job.prompt.generated.items()]
@@ -72,13 +72,13 @@ class Sharing:
         return [*parts]
 
     def take_back(self, tail: GrowingSegment) -> None:
-        """What a job that has stopped held to read and answer is free."""
+        """Frees the segment and the blocks of a stopped job."""
         self._segments.drop(tail.segment)
         self._placer.release(tail.reservation)
 
     def share(self, job: Sequence) -> list[Sequence]:
-        """Has a job answer whose chunks are read; gives the other samples, which do so too. From here on each has a
-        segment of its own."""
+        """Starts the answers of a job whose chunks are processed. Returns the jobs of the other samples. Each sample
+        then has a separate segment."""
         read, reservation, rope = job.tail.segment, job.tail.reservation, job.rope
         if job.tail.holding.runs:
             if job.is_sharing:

@@ -1,4 +1,4 @@
-"""The requests that have not ended: by id, by deadline, and those whose readers are behind."""
+"""Requests that have not ended: by id, by deadline, and those that are paused."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -9,16 +9,16 @@ from longleaf.types import Account
 
 
 class Requests:
-    """Requests that wait or run. More than `max_unread` of them may not be paused for long."""
+    """Waiting and running requests. At most `max_unread` of them may be paused; the caller must end the surplus."""
 
     def __init__(self, max_unread: int) -> None:
         self.max_unread = max_unread
         self._by_id: dict[int, Request] = {}
         self._paused: dict[int, Request] = {}
-        """The one that has been paused longest is first."""
+        """In the order of their pauses, the longest first."""
         self.deadlines = ExpiryHeap[int]()
         self.expiries = ExpiryHeap[int]()
-        """When the contexts of ingests expire, since the epoch."""
+        """Expiry times of the contexts of ingests, in seconds since the epoch."""
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -33,7 +33,7 @@ class Requests:
         return self._by_id.get(request_id)
 
     def add(self, job: Job) -> None:
-        """Takes in the request of a job that is admitted."""
+        """Adds an admitted job, and its request if it is new."""
         request = job.request
         request.jobs.append(job)
         self._by_id[request.id] = request
@@ -42,7 +42,7 @@ class Requests:
             self.expiries.add(request.id, job.document.settings.ingest_expiry)
 
     def remove(self, job: Job) -> None:
-        """A job has ended, and with the last one its request."""
+        """Removes a job that has ended, and its request with the last job."""
         request = job.request
         request.jobs.remove(job)
         if not request.jobs:
@@ -52,13 +52,13 @@ class Requests:
             self._paused.pop(request.id, None)
 
     def ingests_into(self, context_id: str) -> list[int]:
-        """Ids of those that read a document into a context."""
+        """Ids of the requests that ingest into a context."""
         ingests = (job for job in self.jobs() if isinstance(job, IngestJob))
         return [job.request.id for job in ingests if job.document.context == context_id]
 
     @property
     def contexts(self) -> set[str | None]:
-        """Ids of those that are asked, or read into."""
+        """Ids of the contexts that are queried or ingested into."""
         return {job.context for job in self.jobs()}
 
     @property
@@ -66,7 +66,7 @@ class Requests:
         return {request.claim.account for request in self}
 
     def in_line(self) -> Counter[str]:
-        """How many wait for room, by tenant."""
+        """Number of requests that wait for room, by tenant."""
         waiting = (request for request in self if not request.is_paused and not request.is_running)
         return Counter(request.claim.tenant for request in waiting)
 
@@ -75,7 +75,7 @@ class Requests:
         return len(self._paused)
 
     def pause(self, request: Request, is_paused: bool) -> None:
-        """Notes whether a request's reader is behind; one that was already has been so since then."""
+        """Sets whether a request is paused. Repeated pauses keep the time of the first."""
         request.is_paused = is_paused
         if is_paused:
             self._paused.setdefault(request.id, request)
@@ -84,12 +84,12 @@ class Requests:
 
     @property
     def longest_paused(self) -> Request | None:
-        """The one whose reader has been behind longest."""
+        """The request that has been paused longest."""
         return next(iter(self._paused.values()), None)
 
     @property
     def surplus(self) -> Request | None:
-        """When too many are paused: of the client that has most, the one that has been so longest."""
+        """When too many requests are paused, the longest paused one of the client that has most."""
         if self.num_paused <= self.max_unread:
             return None
         [(greedy, _)] = Counter(request.claim.account for request in self._paused.values()).most_common(1)

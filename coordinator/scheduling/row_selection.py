@@ -1,4 +1,4 @@
-"""Which sequences have rows in a step, where those of all would take too much. Pure."""
+"""Selects the sequences that have rows in a step, where the rows of all would take too much memory or time. Pure."""
 
 from collections.abc import Sequence as Several
 from math import inf
@@ -7,20 +7,20 @@ from coordinator.scheduling.sequences import Sequence
 from longleaf.rank_protocol.step import MAX_TOLD_SPANS
 
 MAX_PROBED = 1024
-"""Rows of probes in a step, if nobody waits for it: each one that is scored takes as many numbers as the vocabulary has
-tokens."""
+"""Maximum number of probe rows in a step if no other sequence runs: each scored row takes as many numbers as the
+vocabulary has tokens."""
 
 
 class RowSelector:
-    """Sequences that ask much of a step take turns; all others have rows in each."""
+    """Sequences with probes or attention spans take turns; all others have rows in each step."""
 
     def __init__(self) -> None:
         self._late = dict[int, int]()
-        """Ids of those that had none in the last step, and which place they have in the next one."""
+        """Ids of the sequences left out of the last step, and their places in the next one."""
 
     def next(self, jobs: Several[Sequence], most_probed: int) -> list[Sequence]:
-        """Those of the sequences that are ready which have rows in the next step, at least one: so many rows of
-        probes, or one probe, and as many as MAX_TOLD_SPANS spans can be told to."""
+        """The ready sequences that have rows in the next step, at least one. They have at most `most_probed` probe
+        rows, or a single probe, and at most MAX_TOLD_SPANS spans."""
         most_probed, num_probed, num_spans, chosen = min(MAX_PROBED, most_probed), 0, 0, set[int]()
         ordered = sorted(jobs, key=lambda job: self._late.get(job.id, inf))
         for job in ordered:

@@ -1,7 +1,7 @@
-"""The lives of requests, from admission to their end. Pure: no clock, no I/O; the engine owns both.
+"""The scheduler: requests from admission to their end. Pure: no clock, no I/O; the engine owns both.
 
-A request is admitted to a queue, begins in its turn when its blocks can be reserved, and then can never run out of
-room; a higher priority may send it back to the queue.
+A request is admitted to a queue, begins in its turn when its blocks can be reserved, and from then on cannot run out of
+blocks. A request with a higher priority may preempt it, which returns it to the queue.
 """
 
 from collections import Counter
@@ -42,7 +42,7 @@ from longleaf.sampling import Token
 from longleaf.types import Progress
 
 MAX_FAULTS = 8
-"""Unexpected errors of one turn after which others wait for the next one."""
+"""Maximum number of unexpected errors in one call of `schedule`; further work then waits for the next call."""
 FAILED = "an unexpected error ended this request alone; the service's log has it"
 NEVER_BEGINS = "it can never have the room that it needs"
 
@@ -50,8 +50,8 @@ NEVER_BEGINS = "it can never have the room that it needs"
 class Scheduler(AcrossEpochs, Documents):
     """Requests, their segments and their blocks. Plans are committed in the order in which they were scheduled.
 
-    Blocks that are freed while plans under way still write to them may be given out again at once: the plan that uses
-    them anew is scheduled later, and ranks execute plans in order.
+    Freed blocks may be allocated again at once, even if plans under way still write to them: the plan that reuses them
+    is scheduled later, and ranks execute plans in order.
 
     Times called `now` are seconds on the engine's clock.
     """
@@ -67,18 +67,18 @@ class Scheduler(AcrossEpochs, Documents):
         is_durable: bool = False,
         drafter: Drafter | None = None,
     ) -> None:
-        """With `is_durable` contexts are kept elsewhere: they are acknowledged when that is told (`acknowledge`), and
-        those that nobody asks make room for others."""
+        """With `is_durable`, contexts are stored elsewhere: an ingest is complete when `acknowledge` is called, and
+        idle contexts are evicted to make room for others."""
         self._placer = placer
         self.segments = SegmentStore(placer, share_prefixes=config.share_prefixes)
         self.contexts = ContextTable(self.segments)
         self.speeds = Speeds()
         self.num_answered = 0
-        """Steps so far."""
+        """Number of steps so far."""
         self.num_preempted = 0
-        """Times that a job went back to the queue so that another could begin."""
+        """Number of times that a job returned to the queue so that another could begin."""
         self.reread_tokens = 0
-        """Tokens of lost or parked keys that were computed again."""
+        """Number of lost or evicted tokens that were recomputed."""
         self.drafts = DraftCounts()
         self._requests = Requests(config.max_sequences + config.max_waiting)
         limits = JobLimits(config, placer, self.segments.holdings, positions)
@@ -104,16 +104,16 @@ class Scheduler(AcrossEpochs, Documents):
 
     @property
     def num_waiting(self) -> int:
-        """Requests of which nothing runs, however many samples each of them has."""
+        """Number of requests with no running job. Several samples of a request count once."""
         return len({job.request.id for job in self._queue if not job.request.is_running})
 
     @property
     def num_running(self) -> int:
-        """Requests, however many samples each of them has."""
+        """Number of running requests. Several samples of a request count once."""
         return len(self._requests) - self.num_waiting
 
     def usage(self, tenant: str) -> TenantUsage:
-        """What a tenant takes, but for storage."""
+        """A tenant's usage, except for storage."""
         own = [request for request in self._requests if request.claim.tenant == tenant]
         documents = [job.document for request in own for job in request.jobs if isinstance(job, IngestJob)]
         totals = self.contexts.totals(tenant)
@@ -130,17 +130,17 @@ class Scheduler(AcrossEpochs, Documents):
 
     @property
     def num_unread(self) -> int:
-        """Requests that are paused: nobody reads what they say. They run or wait, and keep nobody from doing so."""
+        """Number of paused requests, whose readers are behind. They run or wait without blocking others."""
         return self._requests.num_paused
 
     @property
     def next_deadline(self) -> float | None:
-        """When `schedule` has something to end."""
+        """The next deadline that `schedule` must enforce."""
         return self._requests.deadlines.next
 
     def positions(self) -> dict[int, Admitted]:
-        """What the generations in the queue are told, by request: 1 is the next one of its tenant, which hears nothing
-        of others."""
+        """The queue positions of waiting generations, by request. Position 1 is the next one of its tenant; other
+        tenants are not counted."""
         reported, places = dict[int, Admitted](), Counter[str]()
         for job in self._queue.order():
             tenant = job.request.claim.tenant
@@ -149,10 +149,10 @@ class Scheduler(AcrossEpochs, Documents):
                 reported[job.request.id] = job.admitted(places[tenant])
         return reported
 
-    # --- admit ---
+    # --- admission ---
 
     def admit(self, request_id: int, asked: Prompt | DocumentPrompt, now: float = 0.0) -> None:
-        """Queues a generation, whose sample number i runs under the id request_id + i, or a document.
+        """Queues a document, or a generation, whose sample number i runs under the id request_id + i.
 
         Raises InvalidArgument, NotFound, AlreadyExists, ResourceExhausted, DeadlineExceeded or Unavailable, and then
         keeps nothing.
@@ -168,7 +168,7 @@ class Scheduler(AcrossEpochs, Documents):
     # --- schedule ---
 
     def schedule(self, now: float = 0.0) -> StepPlan | None:
-        """The next step, or None when nothing is ready or enough is under way. Outcomes may appear: see `drain`."""
+        """The next step, or None when nothing is ready or enough is under way. It may add outcomes: see `drain`."""
         self._lives.now = now
         for request_id in self._requests.deadlines.passed(now):
             self._outcomes.append((request_id, DeadlineExceeded("the deadline has passed")))
@@ -188,7 +188,7 @@ class Scheduler(AcrossEpochs, Documents):
         return None
 
     def _end_failed(self, job: Job, fault: Exception) -> None:
-        """Ends a job after an unexpected error; all others go on."""
+        """Ends a job after an unexpected error; all others continue."""
         self._faults.append(fault)
         if (request := self._requests.get(job.request.id)) is not None and job in request.jobs:
             self._lives.fail(job, job.failed(Unavailable(FAILED)))
@@ -198,8 +198,8 @@ class Scheduler(AcrossEpochs, Documents):
         self._healing.give_up(failed.segment)
 
     def take_faults(self) -> list[Exception]:
-        """Unexpected errors, each of which ended what it came from and nothing else: for the log. Each is given
-        once."""
+        """Removes and returns unexpected errors, for the log. Each one ended only the job or the recovery in which it
+        occurred."""
         faults, self._faults = [*self._faults, *self._recovery.restoring.take_faults()], []
         return faults
 
@@ -216,11 +216,11 @@ class Scheduler(AcrossEpochs, Documents):
             ) is None:
                 may_wait = self._running or is_healing or not self._healing.is_settled or not self._queue.order()
                 if not may_wait and self._resting.is_held_up:
-                    return  # whoever begins next may find room
+                    return  # the request that is being admitted may find room
                 if not may_wait and (unread := self._requests.longest_paused) is not None:
                     self._end_unread(unread, "others need the room that its context takes, and it is not read")
                     continue
-                if not may_wait:  # it was admitted, so this is a mistake: of that job alone
+                if not may_wait:  # an admitted job always has room, so this is a bug; it fails only that job
                     self._lives.fail(next(iter(self._queue.order())), ResourceExhausted("pool", NEVER_BEGINS))
                     continue
                 self._lives.may_begin = False
@@ -233,7 +233,7 @@ class Scheduler(AcrossEpochs, Documents):
         return running_set.is_allowed(job) and (self._healing.is_over or self._healing.is_ready(job))
 
     def _reserve(self, running_set: RunningSet, job: Job) -> bool:
-        """Whether there is room for the job, perhaps after others have given way: then it begins."""
+        """Begins the job if there is room for it, after preemptions if necessary. Returns whether it has begun."""
         has_places = self._preemption.has_places(job, running_set)
         reservation = self._sharing.reserve(job) if has_places else None
         if reservation is None:
@@ -253,24 +253,24 @@ class Scheduler(AcrossEpochs, Documents):
         self._running[job.id] = job
 
     def _start(self, job: Sequence) -> None:
-        """A job has begun: its client is told so, and it answers at once if there is nothing to read in chunks."""
+        """Notifies the client that its job has begun. The job answers at once if it has no chunks to process."""
         if job.speaks_for_all or job.is_recomputed:
             self._outcomes.append((job.request.id, job.admitted()))
         self._answer(job)
 
     def _answer(self, job: Sequence) -> None:
-        """Lets the samples of a job answer, once its chunks are read."""
+        """Starts the answers of a job once its chunks are processed."""
         if job.reading.is_over:
             others = self._sharing.share(job)
             job.request.jobs += others
             self._running |= {sample.id: sample for sample in others}
-            # blocks of windows that were needed to read are free
+            # window blocks for the prefill are free now
             self._lives.may_begin |= self._placer.windows is not None
 
     # --- commit ---
 
     def commit(self, plan: StepPlan, result: StepResult, now: float = 0.0) -> list[Outcome]:
-        """Takes in what the ranks did. `now` in seconds since the epoch dates contexts."""
+        """Commits the result of a plan. `now`, in seconds since the epoch, is the time stamp of contexts."""
         assert (plan.epoch, plan.step) == (result.epoch, result.step)
         self.num_answered += 1
         seconds = result.seconds - sum(found.seconds for found in result.comparisons.values())
@@ -302,7 +302,7 @@ class Scheduler(AcrossEpochs, Documents):
             self._commit_tokens(job, result)
 
     def drain(self) -> list[Outcome]:
-        """What streams must be told, in order; each outcome is given once."""
+        """Removes and returns the outcomes to send on the streams, in order."""
         outcomes = self._outcomes.copy()
         self._outcomes.clear()
         return outcomes
@@ -337,7 +337,7 @@ class Scheduler(AcrossEpochs, Documents):
             for token in sampled:
                 tokens.append(token)
                 if (reason := job.take(token.id)) is not None:
-                    break  # what was sampled behind the end of the answer is nobody's
+                    break  # tokens sampled after the end of the answer are dropped
             reported = () if attention is None else (attention,)
             counts = (self._drafter.take(job, sampled), min(len(tokens), len(sampled) - 1))
             self.drafts.add(*counts, len(tokens))
@@ -349,8 +349,8 @@ class Scheduler(AcrossEpochs, Documents):
             self._recompute(job)
 
     def _recompute(self, job: Sequence) -> None:
-        """Has an answer read the prompt and itself anew, with the rope of what is longer: at once if there is room, for
-        it has its turn already, else when that is next in the queue."""
+        """Recomputes the prompt and the answer so far with the rope for longer sequences: at once if there is room,
+        because the job has its turn already, else when it is next in the queue."""
         self._lives.preempt(job)
         may_begin = self._healing.is_over and not job.request.is_paused
         if may_begin and (reservation := self._sharing.reserve(job)) is not None:
@@ -359,22 +359,24 @@ class Scheduler(AcrossEpochs, Documents):
             self._start(job)
 
     def measure_gap(self, seconds: float, is_ahead: bool) -> None:
-        """Takes in the time between two decode steps, the second sent before the first was answered (`is_ahead`), or
-        after."""
+        """Records the time between two decode steps, the second sent before (`is_ahead`) or after the first was
+        answered."""
         self._drafter.measure_gap(seconds, is_ahead=is_ahead)
 
     def learn(self) -> None:
-        """Does what need not be done before the ranks have the next plan."""
+        """Does work that can wait until the ranks have the next plan."""
         self._drafter.learn()
 
-    # --- cancel, pause ---
+    # --- cancellation, pauses ---
 
     def cancel(self, request_id: int) -> bool:
-        """Ends a request wherever it is. Its blocks are free at once: any step that reuses them comes later."""
+        """Ends a request, whether it waits or runs. Its blocks are free at once, because any step that reuses them
+        comes later."""
         return self._lives.cancel(request_id)
 
     def cancel_sample(self, request_id: int, sample: int) -> bool:
-        """Ends one sample of a request; the others go on. False when it does not answer yet, or any more."""
+        """Ends one sample of a request; the others continue. Returns False when the sample does not answer yet or has
+        ended."""
         request = self._requests.get(request_id)
         for job in request.jobs if request else ():
             if isinstance(job, Sequence) and job.samples == range(sample, sample + 1):
@@ -383,8 +385,8 @@ class Scheduler(AcrossEpochs, Documents):
         return False
 
     def pause(self, request_id: int, is_paused: bool) -> None:
-        """Stops or resumes the rows of a request whose reader is behind. It keeps its blocks until others need them;
-        requests that have ended are none of its business. Too many that are paused end: see `drain`."""
+        """Pauses or resumes the rows of a request whose reader is behind. It keeps its blocks until others need them.
+        Does nothing for a request that has ended. Ends the surplus when too many requests are paused: see `drain`."""
         if (request := self._requests.get(request_id)) is None:
             return
         self._requests.pause(request, is_paused)
@@ -398,7 +400,7 @@ class Scheduler(AcrossEpochs, Documents):
         self.cancel(request.id)
 
     def audit(self) -> None:
-        """Blocks, segments, references, promises and jobs all add up."""
+        """Asserts the invariants of blocks, segments, references, reservations and jobs."""
         waiting, running = tuple(self._queue), tuple(self._running.values())
         audit_holdings(self.segments, self.contexts, self._placer, self._recovery, (waiting, running))
         self._healing.audit()

@@ -1,4 +1,4 @@
-"""Sequences: jobs that answer."""
+"""Sequences: jobs that generate answers."""
 
 from array import array
 from collections.abc import Sequence as TokenIds
@@ -20,9 +20,9 @@ from longleaf.types import TokenRange
 
 
 class Sequence(Job):
-    """One live generation: while the prompt is read for the first time, for all its samples, then for one of them.
+    """A generation. It stands for all samples of a request until the prompt is processed, then for one of them.
 
-    `num_asked` counts the tokens of the answer that plans have asked for, `generated` holds those that were sampled.
+    `num_asked` counts the tokens of the answer that plans have requested, `generated` holds those that were sampled.
     """
 
     def __init__(
@@ -31,17 +31,17 @@ class Sequence(Job):
         super().__init__(request, request.id + samples.start, reading, num_blocks)
         self.prompt = prompt
         self.samples = samples
-        """Numbers of those that it stands for."""
+        """Numbers of the samples that it stands for."""
         self.sampling = prompt.sampling.of_sample(samples.start)
         self.end_tokens = frozenset[int]() if prompt.sampling.ignore_end_token else prompt.end_tokens
         self.num_asked = 0
         self.generated = array("I")
         self.guesses: SequenceDrafter | None = None
-        """What may follow, if its answer is drafted."""
+        """The drafter of the answer, if it has one."""
 
     @property
     def sample(self) -> int:
-        """The number of the one for which it answers."""
+        """The number of the sample that it answers."""
         return self.samples.start
 
     @property
@@ -50,12 +50,12 @@ class Sequence(Job):
 
     @property
     def speaks_for_all(self) -> bool:
-        """Where the sequence stands is where its whole request stands: it is not one sample of several."""
+        """The sequence stands for all samples of its request, so that its progress is that of the request."""
         return len(self.samples) == self.prompt.num_samples
 
     @property
     def is_sharing(self) -> bool:
-        """Reads what is held of a prompt that begins alike, and is held for others itself."""
+        """Whether the prompt reuses cached prefixes, and is itself cached for others."""
         return self.prompt.context is None and not self.prompt.is_compared and not self.prompt.hidden
 
     @property
@@ -68,7 +68,7 @@ class Sequence(Job):
 
     @property
     def num_prompt(self) -> int:
-        """Tokens of the context and the prompt."""
+        """Number of tokens of the context and the prompt."""
         return self.request.start + len(self.prompt.token_ids)
 
     @property
@@ -81,39 +81,40 @@ class Sequence(Job):
 
     @property
     def can_end_early(self) -> bool:
-        """Something other than the length may end the answer."""
+        """The answer may end before its maximum length."""
         return bool(self.end_tokens or self.sampling.stop or self.sampling.stop_tokens)
 
     @property
     def has_rows(self) -> bool:
-        """There are tokens of the answer that no plan has asked for yet, or what a probe is to find."""
+        """There are tokens of the answer, or probe results, that no plan has requested yet."""
         is_answering = self.phase is Phase.ANSWERING and not self.request.is_paused
         return is_answering and self.num_asked < max(1, self.max_asked)
 
     @property
     def max_asked(self) -> int:
-        """Tokens of the answer that can be asked for with the rope by which it is rotated now."""
+        """Maximum number of tokens of the answer with the current rope."""
         most, border = self.prompt.max_tokens, self.request.ropes.border
         is_near = self.request.start + len(self.reading.token_ids) <= border
         return min(most, border + 1 - self.num_prompt) if is_near else most
 
     @property
     def has_outgrown_rope(self) -> bool:
-        """The answer goes on, and its next token needs another rope: all before it is computed anew."""
+        """The answer continues, and its next token needs another rope, with which all earlier tokens must be
+        recomputed."""
         return self.max_asked <= self.num_generated < self.prompt.max_tokens
 
     @property
     def is_recomputed(self) -> bool:
-        """Its rope is another one than that with which the answer began."""
+        """Its rope is another one than at the start of the answer."""
         return self.rope != self.request.ropes.at(self.num_prompt)
 
     def admitted(self, queue_position: int = 0) -> Admitted:
-        """What its client is told."""
+        """The message to the client at admission."""
         request = self.request
         return Admitted(self.num_prompt, request.num_cached, queue_position, request.is_beyond_trained)
 
     def ended(self, reason: EndReason, result: StepResult) -> Ended:
-        """What its client is told, but for times, which the engine knows."""
+        """The message to the client at the end, without the times, which the engine adds."""
         found = (
             ProbeResult(result.scores.get(self.id, ()), result.attention.get(self.id)) if self.prompt.is_probe else None
         )
@@ -131,7 +132,7 @@ class Sequence(Job):
         )
 
     def failed(self, error: LongleafError) -> Failed | LongleafError:
-        return Failed(error, self.sample) if self.num_tails == 1 else error  # the other samples go on
+        return Failed(error, self.sample) if self.num_tails == 1 else error  # the other samples continue
 
     def _tokens_of(self, work: Work) -> str:
         if isinstance(work, Prefill):
@@ -140,10 +141,10 @@ class Sequence(Job):
         answer = f"answer {self.sample}" if self.prompt.num_samples > 1 else "the answer"
         return f"token {self.num_generated} of {answer}"
 
-    # --- reading ---
+    # --- prefill ---
 
     def reuse(self, path: TokenPath, num_prefill: int) -> None:
-        """Goes on after `path`, which holds the beginning of a plain prompt."""
+        """Continues after `path`, a cached prefix of a plain prompt."""
         assert self.request.start == 0
         self.reading = PrefillCursor(path, self.reading.token_ids, num_prefill, path.end, path.end)
         if not self.num_begins:
@@ -152,8 +153,8 @@ class Sequence(Job):
             self.request.num_cached = min(self.request.num_cached, path.end)
 
     def answer(self) -> list["Sequence"]:
-        """The prompt is read: it answers for one sample from now on. Gives the others, which share what was read, and
-        run once they have tails."""
+        """Starts the answer of one sample, once the prompt is processed. Returns the sequences of the others, which
+        share the prompt and run once they have tails."""
         self.phase = Phase.ANSWERING
         others, self.samples = self.samples[1:], self.samples[:1]
         return [self._other(sample) for sample in others]
@@ -166,7 +167,7 @@ class Sequence(Job):
         return other
 
     def part(self, sample: int, generated: TokenIds[int]) -> "Sequence":
-        """One sample of a prompt that was answered before: it goes on after what was told of it."""
+        """One sample of a prompt that was answered in part: it continues after the tokens that were sent."""
         assert len(generated) < self.sampling.max_tokens
         part = Sequence(self.request, self.prompt, self.reading, self.num_blocks, range(sample, sample + 1))
         part.generated.extend(generated)
@@ -174,25 +175,26 @@ class Sequence(Job):
         return part
 
     def prompt_and_answer(self) -> "array[int]":
-        """Token ids of prompt and answer so far."""
+        """Token ids of the prompt and of the answer so far."""
         return array("I", self.prompt.token_ids) + self.generated
 
     def preempt(self, reading: PrefillCursor, num_blocks: BlockCount) -> None:
-        """Goes back to where nothing is read: what was generated is read again with the prompt, later, and the answer
-        goes on at its next token. That is the same one as without: randomness depends on the token's index alone."""
+        """Resets the sequence to the state before the prefill. The prompt and the answer so far are recomputed later,
+        and the answer continues with its next token. Preemption does not change the answer, because the random numbers
+        depend only on the index of the token."""
         self.reading, self.num_blocks = reading, num_blocks
         self.num_asked = self.num_generated
 
-    # --- answering ---
+    # --- decoding ---
 
     def next_row(self, placer: BlockPlacer) -> Row:
         """Places the tokens of the next step: the rest of the prompt, or the token that was sampled last.
 
-        That one may still be unknown here, for the plan that samples it may be under way: `take` tells its id.
+        The id of that token is unknown while the plan that samples it is under way; `take` sets it.
         """
         tail, reading, index = self.tail, self.reading, self.num_asked
         start, known = tail.segment.end, tail.holding.window_runs
-        sent = tuple(reading.token_ids[reading.num_placed :])  # empty, once the prompt is placed
+        sent = tuple(reading.token_ids[reading.num_placed :])  # empty once the prompt is placed
         terms = self._terms() if sent else None
         token_ids = sent or (self.generated[-1] if index == self.num_generated else 0,)
         runs = tail.add_rows(token_ids, placer)
@@ -207,47 +209,49 @@ class Sequence(Job):
         return Row(self.id, (), start, (), runs, index, None, num_reference, OWN_ROPE, window_runs)
 
     def _terms(self) -> SamplingTerms:
-        """What rank 0 must know before the first row; others would only have to read it."""
+        """The parameters that rank 0 needs before the first row. Other ranks do not need them."""
         reference = tuple(self.reading.token_ids) if self.prompt.is_compared else ()
         return SamplingTerms(self.sampling.choosing, self._seen(), reference)
 
     def _spans(self) -> Spans | None:
-        """What its rows are to tell of their attention."""
+        """The spans for which its rows report attention."""
         if (cuts := self.prompt.cuts) is None:
             return None
         num_segments, is_probe = len(self.request.origin.segments), self.prompt.is_probe
         return Spans(cuts.size, num_segments, self.num_prompt, cuts.layers, is_probe)
 
     def _num_reference(self, num_requested: int) -> int:
-        """Tokens to compute once more when so many of the answer have been asked for, and these are all."""
+        """Number of tokens to recompute for the comparison, once the plans have requested the complete answer; else
+        0."""
         is_complete = num_requested == self.sampling.max_tokens
         return self.num_prompt + num_requested - 1 if self.prompt.is_compared and is_complete else 0
 
     @property
     def may_draft(self) -> bool:
-        """Its rows may have drafts: of what they attend to one token each is told, if anything is."""
+        """Its rows may have drafts. Probes and rows that report attention have none, because attention is reported per
+        row."""
         return self.prompt.max_draft_tokens > 0 and self.prompt.cuts is None and not self.prompt.is_probe
 
     def most_drafts(self, block_size: int) -> int:
-        """Drafts that a row may have which was placed just now: they open no block, and one more token than are
-        accepted will come."""
+        """Maximum number of drafts for a row that was placed just now. Drafts take no new block, and a step yields one
+        token more than the accepted drafts."""
         left = self.max_asked - self.num_asked
         return min(self.prompt.max_draft_tokens, left, self.tail.num_spare(block_size))
 
     def with_drafts(self, row: Row, draft_ids: tuple[int, ...]) -> Row:
-        """The row with drafts behind its token. In the books they are nowhere until some are accepted."""
+        """The row with drafts after its token. Drafts are not recorded in the segment until they are accepted."""
         runs, window_runs = (lengthened(each, len(draft_ids)) for each in (row.runs, row.window_runs))
         num_reference = self._num_reference(self.num_asked + len(draft_ids))
         drafted = {"draft_ids": draft_ids, "num_reference": num_reference}
         return structs.replace(row, runs=runs, window_runs=window_runs, **drafted)
 
     def accept(self, token_ids: TokenIds[int]) -> None:
-        """Drafts of the last row were what was sampled; `take` tells of them."""
+        """Records that drafts of the last row were accepted; `take` adds their tokens to the answer."""
         self.tail.accept(token_ids)
         self.num_asked += len(token_ids)
 
     def take(self, token_id: int) -> EndReason | None:
-        """Adds the token that was sampled next to the answer, and tells why that ends it, if it does."""
+        """Adds the next sampled token to the answer. Returns the reason if that ends the answer, else None."""
         self.reading.num_read = len(self.reading.token_ids)
         self.generated.append(token_id)
         segment, position = self.tail.segment, self.num_prompt + self.num_generated - 1
@@ -256,7 +260,7 @@ class Sequence(Job):
         return self.prompt.end_reason(token_id, self.num_generated)
 
     def _seen(self) -> PenaltyHistory | None:
-        """What rank 0 cannot know of the tokens that penalties count."""
+        """The tokens that penalties count and that rank 0 does not know."""
         if not self.sampling.has_penalties:
             return None
         generated = tuple(self.generated)

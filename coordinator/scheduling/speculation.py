@@ -1,4 +1,5 @@
-"""What the sequences of a step draft, and when it pays to wait for that. Pure: measured times are passed in."""
+"""Speculative decoding: drafts for the sequences of a step, and when waiting for them pays off. Pure: measured times
+are passed in."""
 
 from collections.abc import Sequence as Several
 from weakref import WeakKeyDictionary
@@ -14,43 +15,45 @@ from longleaf.rank_protocol.step import Decode, Row, StepPlan
 from longleaf.sampling import Token
 
 ENTERED_AT_ONCE = 8192
-"""Tokens of a path that are entered between two steps, if they were not when they were read."""
+"""Maximum number of tokens of a path that are added to the n-gram index between two steps, if they were not added
+during the prefill."""
 MAX_COMPARED = 4
-"""Sequences of a step without drafts that are compared with what came: each may look for a draft."""
+"""Maximum number of sequences per step without drafts whose tokens are compared with shadow drafts."""
 TURN_STEPS = 64
-"""Steps for which those are the same; then it is the turn of the next ones."""
+"""Number of steps with the same compared sequences; then the next ones are compared."""
 
 
 class Drafter:
-    """Drafts for whole steps. Sequences keep what is known of them in `guesses`."""
+    """Drafts for whole steps. The state of a sequence is in its `guesses`."""
 
     def __init__(self, max_rows: int, max_drafts: int, block_size: int) -> None:
-        """Steps have `max_rows` rows at most, and sequences `max_drafts` drafts; 0: none has any."""
+        """Steps have at most `max_rows` rows, and sequences at most `max_drafts` drafts; 0 disables drafts."""
         self._max_drafts = max_drafts
         self._block_size = block_size
         self._indexes = NgramIndexes()
         self._usual = WeakKeyDictionary[Segment, Acceptance]()
-        """By the first segment of contexts."""
+        """Acceptance rates by the first segment of a context."""
         self._costs = StepCostModel()
         self._policy = DraftLengthPolicy(max_rows, max_drafts, self._costs)
         self._read = dict[Segment, int]()
-        """Segments that have grown, up to these positions."""
+        """Segments that have grown, and the end positions of their new tokens."""
         self._measured = list[tuple[StepPlan, float]]()
-        """Steps, and how long they took."""
+        """Steps, and their durations in seconds."""
         self._came = list[tuple[Sequence, int, int]]()
-        """Tokens that came without drafts, and the position behind each."""
+        """Tokens sampled without drafts: the sequence, the token id, and the position after the token."""
         self._num_learned = 0
-        """Times that some of these were compared."""
+        """Number of times that such tokens were compared."""
 
     def waits(self, jobs: Several[Sequence]) -> bool:
-        """Whether the next step of these is to have drafts, for which the result of the one before must be there."""
+        """Whether the next step of these jobs should have drafts, so that it must wait for the result of the previous
+        step."""
         if not (self._max_drafts and self._policy.has_room(len(jobs))):
             return False
-        drafts = map(self._guesses_of, jobs)  # of one that begins, too: others may have asked the same context
+        drafts = map(self._guesses_of, jobs)  # even for a new job: others may have queried its context
         return self._policy.is_worth_waiting([each.acceptance.expected() if each else [] for each in drafts])
 
     def draft(self, jobs: Several[Sequence], rows: Several[Row]) -> tuple[Row, ...]:
-        """The rows with drafts, where they pay; nothing else of these sequences is under way."""
+        """The rows with drafts, where these pay off. Nothing else of these sequences is under way."""
         if not (self._max_drafts and self._policy.has_room(len(jobs))):
             return tuple(rows)
         drafts = [NO_DRAFT if row.terms else self._look(job) for job, row in zip(jobs, rows, strict=True)]
@@ -58,7 +61,7 @@ class Drafter:
         return tuple(map(_with_draft, jobs, rows, drafts, lengths))
 
     def _look(self, job: Sequence) -> Draft:
-        """What may follow the token that was placed just now."""
+        """The draft after the token that was placed just now."""
         most = min(self._max_drafts, job.most_drafts(self._block_size))
         drafts = self._guesses_of(job) if most > 0 else None
         return drafts.draft(job.tail.segment.end, most) if drafts else NO_DRAFT
@@ -72,29 +75,30 @@ class Drafter:
         return job.guesses
 
     def _usual_of(self, job: Sequence) -> Acceptance | None:
-        """What became of the drafts of those that asked the same context: the questions of one are alike."""
+        """Acceptance rates of the sequences that query the same context, because their questions are similar."""
         if not (segments := job.request.origin.segments):
             return None
         return self._usual.setdefault(segments[0], Acceptance(self._max_drafts, decay=USUAL_DECAY))
 
-    # --- what came of it ---
+    # --- measurements ---
 
     def measure(self, plan: StepPlan, seconds: float) -> None:
-        """A step of ranks took so long: `learn` takes it in."""
+        """Records the duration of a step, for `learn`."""
         self._measured.append((plan, seconds))
 
     def measure_gap(self, seconds: float, *, is_ahead: bool) -> None:
-        """Takes in the time between two decode steps, the second sent before the first was over (`is_ahead`), or
-        after."""
+        """Records the time between two decode steps, the second sent before (`is_ahead`) or after the first was
+        over."""
         self._costs.measure_gap(seconds, is_ahead=is_ahead)
 
     def read(self, segment: Segment, end: int) -> None:
-        """Tokens of a segment before position `end` were read: `learn` enters them."""
+        """Records that tokens of a segment before position `end` were processed, for `learn`."""
         if self._max_drafts:
             self._read[segment] = end
 
     def take(self, job: Sequence, tokens: Several[Token]) -> int:
-        """The step under way gave these tokens, which the job has taken; how many drafts it had for them."""
+        """Records the tokens of a step, which the job has added to its answer. Returns the number of drafts in the
+        step."""
         if (drafts := self._guesses_of(job)) is None:
             return 0
         if num_drafts := len(drafts.drafted.token_ids):
@@ -104,8 +108,8 @@ class Drafter:
         return num_drafts
 
     def learn(self) -> None:
-        """Does what was left for when the ranks have the next plan: takes in how long steps took, enters what was read,
-        and compares what came with what would have been drafted."""
+        """Processes the recorded data once the ranks have the next plan: step durations, tokens for the n-gram index,
+        and comparisons of sampled tokens with shadow drafts."""
         for plan, seconds in self._measured:
             if isinstance(plan.work, Decode) and not any(row.terms or row.num_reference for row in plan.work.rows):
                 self._costs.measure(len(plan.work.rows), plan.num_drafts, seconds)

@@ -1,4 +1,4 @@
-"""What drafts have brought, as it is counted while steps are committed."""
+"""Counters of speculative decoding, updated at each commit."""
 
 from dataclasses import dataclass
 
@@ -8,16 +8,16 @@ class DraftCounts:
     """Tokens and steps of all answers since the service began, with drafts or without."""
 
     num_drafted: int = 0
-    """Tokens that were drafted, and tried in a step."""
+    """Number of draft tokens that were verified in a step."""
     num_accepted: int = 0
-    """Those of them that became tokens of answers."""
+    """Number of draft tokens that became tokens of answers."""
     num_sampled: int = 0
-    """Tokens of answers."""
+    """Number of tokens of answers."""
     num_row_steps: int = 0
-    """Steps that gave these; a step counts once for each answer in it."""
+    """Number of steps that yielded these tokens; a step counts once for each answer in it."""
 
     def add(self, num_drafted: int, num_accepted: int, num_sampled: int) -> None:
-        """Takes in what one step gave one answer."""
+        """Adds the result of one step for one answer."""
         self.num_drafted += num_drafted
         self.num_accepted += num_accepted
         self.num_sampled += num_sampled
@@ -25,5 +25,5 @@ class DraftCounts:
 
     @property
     def tokens_per_step(self) -> float:
-        """Of one answer; 0 before the first step."""
+        """Mean number of tokens per step and answer; 0 before the first step."""
         return self.num_sampled / self.num_row_steps if self.num_row_steps else 0.0

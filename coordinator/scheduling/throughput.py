@@ -1,4 +1,4 @@
-"""How fast the ranks were lately, and what that lets expect. Pure: measured times are passed in. Times in seconds."""
+"""Recent speeds of the ranks, and estimates based on them. Pure: measured times are passed in. Times are in seconds."""
 
 from collections.abc import Collection
 from collections.abc import Sequence as Several
@@ -9,14 +9,14 @@ from longleaf.rank_protocol.step import Decode, Prefill, Row, StepPlan
 from longleaf.runs import ceil_div
 
 DECAY = 0.75
-"""What a measurement still counts after the next one."""
+"""Factor by which each measurement reduces the weight of the earlier ones."""
 RETRY_SECONDS = (0.5, 60.0)
-"""Shortest and longest wait that a caller is told."""
+"""Minimum and maximum retry delay for a caller."""
 UNKNOWN_RETRY_SECONDS = 2.0
 
 
 class Rate:
-    """Seconds per thing, over what was measured lately; None before the first measurement."""
+    """Recent mean of seconds per item; None before the first measurement."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -32,8 +32,8 @@ class Rate:
 
 
 class Speeds:
-    """Seconds per prompt token, per decode step without probes, per token that a probe adds to one, and from the end of
-    one job to the end of the next."""
+    """Seconds per prompt token, per decode step without probes, per token that a probe adds to a step, and between the
+    ends of two consecutive jobs."""
 
     def __init__(self) -> None:
         self.prefill_token = Rate()
@@ -43,7 +43,7 @@ class Speeds:
         self._last_end: float | None = None
 
     def measure(self, plan: StepPlan, seconds: float) -> None:
-        """Takes in how long a step took; 0 was not measured."""
+        """Records the duration of a step; 0 means that it was not measured."""
         if seconds <= 0:
             return
         if isinstance(plan.work, Prefill):
@@ -58,40 +58,41 @@ class Speeds:
     def _measure_probes(self, probes: Several[Row], seconds: float, *, is_shared: bool) -> None:
         """`is_shared`: the step had other rows, which take as long as a step without probes."""
         others = (self.decode_step.value or 0.0) if is_shared else 0.0
-        if seconds <= others:  # that time is outdated: it was measured with more rows, or with longer contexts
+        if seconds <= others:  # the value is outdated: it was measured with more rows, or with longer contexts
             others = seconds / 2
             self.decode_step.add(others, 1)
         self.probe_token.add(seconds - others, sum(len(row.token_ids) for row in probes))
 
     def read_seconds(self, num_tokens: int) -> float:
-        """How long chunks of so many tokens take; 0 while that was never measured."""
+        """Duration of chunks of `num_tokens` tokens; 0 before the first measurement."""
         return num_tokens * (self.prefill_token.value or 0.0)
 
     def ended(self, now: float, is_busy: bool) -> None:
-        """Takes in that a job has ended; `is_busy` when there are others."""
+        """Records the end of a job. `is_busy` is true when there are others."""
         if self._last_end is not None:
             self.job.add(now - self._last_end, 1)
         self._last_end = now if is_busy else None
 
     def retry_seconds(self, num_waiting: int) -> float:
-        """After which half of those that wait have begun."""
+        """Time until half of the waiting jobs have begun."""
         if (per_job := self.job.value) is None:
             return UNKNOWN_RETRY_SECONDS
         low, high = RETRY_SECONDS
         return min(high, max(low, per_job * num_waiting / 2))
 
     def least_seconds(self, job: Job, num_resident: int, others: Collection[Job]) -> float:
-        """What a new job takes at least: those in the queue that surely go first, its share of the prefill, its answer.
+        """Lower bound for the duration of a new job: queued jobs that certainly go first, its share of the prefill, its
+        answer.
 
-        `num_held` of its tokens need not be read; `others` wait or run.
+        `num_resident` of its tokens are cached; `others` wait or run.
 
-        Only an answer that nothing can end early counts with all its tokens. What was never measured counts nothing.
+        Only an answer that cannot end early counts with all its tokens. Unmeasured quantities count as 0.
         """
         token, step = self.prefill_token.value or 0.0, self.decode_step.value or 0.0
         first = sum(1 for other in others if not other.is_running and _goes_first(other, job))
         running = (other for other in others if other.is_running)
         rivals = [other for other in running if not job.request.claim.outranks(other.request.claim)]
-        # Chunks are read in turn, so that nobody waits for more tokens of another than it has itself.
+        # Chunks are processed in turn, so no job waits for more tokens of another than it has itself.
         own = max(0, job.reading.num_prefill - num_resident)
         tokens = own + sum(min(other.reading.num_prefill - other.reading.num_placed, own) for other in rivals)
         return first * (self.job.value or 0.0) + tokens * token + _least_steps(job) * step

@@ -1,1 +1,1 @@
-"""What a sequence may say next, guessed from its own tokens, and how many guesses a step is worth."""
+"""Speculative decoding: drafts from a sequence's tokens, and the number of drafts that is worth a step."""

@@ -1,22 +1,21 @@
-"""How likely it is that drafts of a sequence are accepted, from what became of its recent ones. Pure."""
+"""Acceptance probabilities of drafts, estimated from recent outcomes. Pure."""
 
 from collections.abc import Callable
 
 from coordinator.speculation.ngram_drafter import Draft
 
 DECAY = 0.85
-"""What an outcome of a sequence still counts after the next one of its kind."""
+"""Factor by which each outcome of a sequence reduces the weight of the earlier ones of its kind."""
 USUAL_DECAY = 0.98
-"""The same of all sequences that ask alike."""
+"""The same factor for the outcomes of all sequences with the same context."""
 PRIOR_COUNT = 1.0
-"""As many outcomes a guess counts for."""
+"""Weight of the prior, as a number of outcomes."""
 NUM_KINDS = 4
-"""Of n-grams, by size: 1, 2 to 3, 4 to 7, and longer."""
+"""Kinds of n-grams, by size: 1, 2 to 3, 4 to 7, and longer."""
 
 
 class AcceptanceRate:
-    """How often something happened lately, between a prior guess and what was seen. The guess is what is usual, where
-    there is such a thing."""
+    """The recent frequency of an event, combined with a prior. The prior is the rate `usual`, if there is one."""
 
     def __init__(self, usual: "AcceptanceRate | None", decay: float) -> None:
         self._usual = usual
@@ -36,30 +35,33 @@ class AcceptanceRate:
 
 
 class Acceptance:
-    """Chances of the drafts of one sequence; none before anything was seen, of it or of what is `usual`.
+    """Acceptance probabilities of the drafts of one sequence; 0 before the first outcome, of the sequence or of
+    `usual`.
 
-    That of each draft, if those before it are accepted, is learned by itself; where little was seen of it, it is like
-    the one before. That of the first depends on the n-gram that it was found by.
+    The probability of each draft token, given that those before it are accepted, is estimated separately; with few
+    outcomes it is close to that of the previous token. That of the first token depends on the size of the n-gram that
+    matched.
     """
 
     def __init__(self, max_drafts: int, usual: "Acceptance | None" = None, decay: float = DECAY) -> None:
-        """`usual` are the chances of all that ask alike, for as many drafts; what is seen here counts there, too."""
+        """`usual` has the probabilities of all sequences with the same context, for as many drafts; outcomes are also
+        added there."""
         usual_chances: list[AcceptanceRate | None] = [*usual.chances] if usual else [None] * (NUM_KINDS + max_drafts)
         self.chances = [AcceptanceRate(each, decay) for each in usual_chances]
         self._found = self.chances[0]
-        """That there is a draft, and its first token is accepted."""
+        """Probability that there is a draft and its first token is accepted."""
         self._first = self.chances[1 : 1 + NUM_KINDS]
-        """That the first one is, by the kind of n-gram."""
+        """Probability that the first token is accepted, by kind of n-gram."""
         self._next = self.chances[1 + NUM_KINDS :]
-        """That the second, the third, ... is, if those before it are."""
+        """Probability that the second, the third, ... token is accepted, given that those before it are."""
 
     @property
     def max_drafts(self) -> int:
         return 1 + len(self._next)
 
     def add(self, size: int, number: int, is_right: bool) -> None:
-        """Takes in whether draft `number`, from 0 on, was accepted, after all before it were; `size` is that of its
-        n-gram, 0 where nothing was found: then no draft was right."""
+        """Records whether draft token `number`, counted from 0, was accepted after all before it were. `size` is that
+        of its n-gram; 0 means that there was no draft, which counts as not accepted."""
         if number:
             self._next[number - 1].add(is_right)
             return
@@ -68,16 +70,16 @@ class Acceptance:
             self._first[_kind(size)].add(is_right)
 
     def verified(self, draft: Draft, num_accepted: int) -> None:
-        """Takes in what a step made of a draft."""
+        """Records the result of a verification."""
         for number in range(min(num_accepted + 1, max(1, len(draft.token_ids)))):
             self.add(draft.size, number, number < num_accepted)
 
     def expected(self) -> list[float]:
-        """The chances that at least 1, 2, ... tokens of the next draft are accepted, whatever will be found."""
+        """The probabilities that at least 1, 2, ... tokens of the next draft are accepted, before it is known."""
         return self._chances(self._found.value(0.0), self.max_drafts)
 
     def of(self, draft: Draft) -> list[float]:
-        """The chances that at least 1, 2, ... tokens of this draft are accepted."""
+        """The probabilities that at least 1, 2, ... tokens of this draft are accepted."""
         if not draft.size:
             return []
         first = self._first[_kind(draft.size)].value(self._found.value(0.0))
@@ -92,14 +94,14 @@ class Acceptance:
 
 
 def _kind(size: int) -> int:
-    """The kind of an n-gram of so many tokens."""
+    """The kind of an n-gram of `size` tokens."""
     return min(size.bit_length(), NUM_KINDS) - 1
 
 
 class ShadowDrafts:
-    """What a sequence without drafts would have had of them: compared with the tokens that came instead.
+    """Shadow drafts of a sequence without drafts: they are compared with the sampled tokens instead of being verified.
 
-    As with drafts in steps, the next draft begins behind the token after those that were right.
+    As with verified drafts, the next draft begins after the token that follows the accepted ones.
     """
 
     def __init__(self, acceptance: Acceptance) -> None:
@@ -108,8 +110,8 @@ class ShadowDrafts:
         self._num_right = 0
 
     def take(self, token_id: int, next_draft: Callable[[], Draft]) -> None:
-        """Takes in the next token of the answer. Drafts anew by `next_draft`, after that token, where the draft before
-        has come to its end."""
+        """Records the next token of the answer. Calls `next_draft` for a draft after that token, where the last draft
+        has ended."""
         draft, number = self._draft, self._num_right
         if draft is not None and number < len(draft.token_ids):
             is_right = draft.token_ids[number] == token_id
@@ -122,5 +124,6 @@ class ShadowDrafts:
             self._acceptance.add(0, 0, False)
 
     def drop(self) -> None:
-        """What comes next is no answer to what was drafted: the sequence has drafts in steps, or has begun anew."""
+        """Discards the draft: the next tokens do not follow it, because the sequence has verified drafts or has
+        restarted."""
         self._draft = None

@@ -1,4 +1,4 @@
-"""How many tokens to draft: as many as give the most tokens per second, of all sequences of a step together. Pure."""
+"""Draft lengths that maximize the tokens per second of all sequences of a step together. Pure."""
 
 from collections.abc import Sequence
 from heapq import nlargest
@@ -6,11 +6,12 @@ from heapq import nlargest
 from coordinator.speculation.step_cost_model import StepCostModel
 
 LEAST_CHANCE = 0.05
-"""Drafts that are less likely to be accepted are not thought about."""
+"""Drafts with a lower acceptance probability are ignored."""
 
 
 class DraftLengthPolicy:
-    """Decides for steps of one row per sequence and one per draft, `max_rows` at most, `max_drafts` per sequence."""
+    """Draft lengths for steps with one row per sequence and one per draft: at most `max_rows` rows, and `max_drafts`
+    drafts per sequence."""
 
     def __init__(self, max_rows: int, max_drafts: int, costs: StepCostModel) -> None:
         self._max_rows = max_rows
@@ -18,10 +19,9 @@ class DraftLengthPolicy:
         self._costs = costs
 
     def is_worth_waiting(self, expected: Sequence[Sequence[float]]) -> bool:
-        """Whether the next step should have drafts, for which the result of the one before it must be there; else it is
-        sent ahead. `expected` has for each sequence of the step what `Acceptance.expected` gives: the chances that at
-        least 1, 2, ... drafts are accepted.
-        """
+        """Whether the next step should have drafts, so that it must wait for the result of the previous step. Otherwise
+        it is sent ahead. `expected` has the result of `Acceptance.expected` for each sequence of the step: the
+        probabilities that at least 1, 2, ... drafts are accepted."""
         num_sequences = len(expected)
         chances = self._chances(expected)
         if not chances:
@@ -31,12 +31,12 @@ class DraftLengthPolicy:
         return num_drafts > 0 and rate > without
 
     def has_room(self, num_sequences: int) -> bool:
-        """Whether a step of so many sequences may have drafts at all."""
+        """Whether a step of `num_sequences` sequences may have drafts."""
         return num_sequences < self._max_rows and self._costs.knows(num_sequences)
 
     def lengths(self, offered: Sequence[Sequence[float]]) -> list[int]:
-        """How many tokens of the draft of each sequence a step should have, now that the result of the one before it is
-        there. `offered` has for each sequence what `Acceptance.of` gives for its draft; empty where it has none."""
+        """The number of draft tokens to use for each sequence of a step, once the result of the previous step is there.
+        `offered` has the result of `Acceptance.of` for each sequence's draft; empty where there is none."""
         chances = self._chances(offered)
         num_drafts, _ = self._best(len(offered), [chance for chance, _ in chances])
         lengths = [0] * len(offered)
@@ -45,8 +45,8 @@ class DraftLengthPolicy:
         return lengths
 
     def _chances(self, of_sequences: Sequence[Sequence[float]]) -> list[tuple[float, int]]:
-        """The likeliest drafts first, as many as a step has room for, each with the number of its sequence, counted
-        back from the end: of equally likely ones the first sequence's. No draft is likelier than the one before it."""
+        """The most probable drafts first, as many as a step has rows for, each with the number of its sequence counted
+        back from the end, so that the first sequence wins ties. No draft is more probable than the one before it."""
         num_sequences = len(of_sequences)
         if not self.has_room(num_sequences):
             return []
@@ -59,7 +59,7 @@ class DraftLengthPolicy:
         return nlargest(self._max_rows - num_sequences, found)
 
     def _best(self, num_sequences: int, chances: Sequence[float]) -> tuple[int, float]:
-        """How many of the drafts to take, and the tokens per second that this gives."""
+        """The number of drafts to use, and the resulting tokens per second."""
         if not self._costs.knows(num_sequences):
             return 0, 0.0
         gap, tokens = self._costs.gap(is_ahead=False), float(num_sequences)

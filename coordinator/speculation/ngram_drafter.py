@@ -1,4 +1,5 @@
-"""What may follow the last tokens of a sequence: drafts from its own path and answer, never from others'. Pure."""
+"""N-gram drafter: drafts the next tokens of a sequence from its path and its answer, never from other sequences.
+Pure."""
 
 from array import array
 from collections.abc import Sequence
@@ -10,23 +11,25 @@ from coordinator.kv_cache.token_paths import Segment
 from coordinator.speculation.ngram_index import MAX_SIZE, NgramMatch, SegmentIndex
 
 MAX_LONG = 64
-"""Segments of a path that are looked at, its last ones: a path may have thousands."""
+"""Maximum number of long segments of a path that are searched, the last ones: a path may have thousands."""
 SHORT_TOKENS = 1 << 12
 MAX_SHORT = 12
-"""Of segments with fewer tokens than SHORT_TOKENS only so many are looked at: each takes as long as a long one."""
+"""Maximum number of segments with fewer than SHORT_TOKENS tokens that are searched: each takes as long as a long
+one."""
 ENTERED_AT_ONCE = 4096
-"""Tokens of the growing segment that a draft enters at most before it looks: others are found later."""
+"""Maximum number of tokens of the growing segment that are indexed before a draft; later tokens are indexed by later
+drafts."""
 
 
 class Draft(NamedTuple):
-    """Guesses of the next tokens."""
+    """A draft of the next tokens."""
 
     size: int
-    """Tokens of the n-gram after which they were found; 0: none was."""
+    """Size of the n-gram that matched; 0 if none did."""
     token_ids: tuple[int, ...]
 
     def cut(self, count: int) -> "Draft":
-        """The first tokens of it."""
+        """The first `count` tokens of the draft."""
         return Draft(self.size, self.token_ids[:count])
 
 
@@ -34,7 +37,7 @@ NO_DRAFT = Draft(0, ())
 
 
 class NgramIndexes:
-    """The indexes of segments. Each is gone with its segment, and made anew where a segment is."""
+    """The n-gram indexes by segment. An index is removed with its segment, and rebuilt for a new one."""
 
     def __init__(self) -> None:
         self._by_segment = WeakKeyDictionary[Segment, SegmentIndex]()
@@ -43,13 +46,13 @@ class NgramIndexes:
         return len(self._by_segment)
 
     def of(self, segment: Segment) -> SegmentIndex:
-        """The index of a segment, which is empty at first."""
+        """The index of a segment; a new one is empty."""
         if (index := self._by_segment.get(segment)) is None:
             index = self._by_segment[segment] = SegmentIndex(segment.token_ids)
         return index
 
     def enter(self, segment: Segment, end: int) -> None:
-        """Enters the tokens of a segment before position `end`, which nothing takes back any more."""
+        """Indexes the tokens of a segment before position `end`, which must not be removed later."""
         self.of(segment).enter(end - segment.start)
 
     @property
@@ -59,19 +62,19 @@ class NgramIndexes:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A segment of a path, of which that sees `count` tokens."""
+    """A segment of a path, of which the path uses `count` tokens."""
 
     index: SegmentIndex
     count: int
 
     @property
     def num_missing(self) -> int:
-        """Tokens that are not entered."""
+        """Number of tokens that are not indexed yet."""
         return max(0, self.count - self.index.count)
 
 
 def _near(parts: Sequence[_Part]) -> list[int]:
-    """Numbers of the parts that are looked at, the last one first."""
+    """Numbers of the parts to search, the last one first."""
     numbers = range(len(parts) - 1, -1, -1)
     long = [number for number in numbers if parts[number].count >= SHORT_TOKENS]
     short = [number for number in numbers if parts[number].count < SHORT_TOKENS]
@@ -79,9 +82,9 @@ def _near(parts: Sequence[_Part]) -> list[int]:
 
 
 class NgramDrafter:
-    """Drafts for the sequence that grows the segment `tail`, from that and from the path before it.
+    """Drafts for the sequence that grows the segment `tail`, from the tail and the path before it.
 
-    A fork sees its parent's segments up to its own end, whatever they grew to.
+    A fork uses its parent's segments only up to the position of the fork.
     """
 
     def __init__(self, tail: Segment, indexes: NgramIndexes) -> None:
@@ -89,12 +92,12 @@ class NgramDrafter:
         self._near = _near(self._parts)
         self._tail, self._index = tail, indexes.of(tail)
         self._quoted: NgramMatch | None = None
-        """What was found last, before position `_end`."""
+        """The last match, found for the position `_end`."""
         self._end = 0
 
     def enter(self, num_tokens: int) -> bool:
-        """Enters up to so many tokens of the path that were not entered when they were read, the last segments first.
-        Whether that was all."""
+        """Indexes up to `num_tokens` tokens of the path that were not indexed during the prefill, the last segments
+        first. Returns whether all are indexed."""
         near = [self._parts[number] for number in self._near]
         for part in near:
             taken = min(num_tokens, part.num_missing)
@@ -103,15 +106,15 @@ class NgramDrafter:
         return not any(part.num_missing for part in near)
 
     def draft(self, end: int, count: int) -> Draft:
-        """The tokens that followed the longest n-gram like the one before position `end`, of equally long ones the
-        last: at most `count`.
+        """At most `count` tokens that followed the longest match of the n-gram before position `end`. Among matches of
+        equal length, the last one is used.
 
-        All tokens before `end` are known, and the tail's are never taken back. Where the text found runs up to `end` it
-        goes on with the draft itself: what repeats will repeat.
+        All tokens before `end` must be known, and those of the tail must not be removed later. Where the matched text
+        reaches `end`, the draft repeats it.
         """
         tail, num_known = self._tail, end - self._tail.start
         assert 0 < num_known <= len(tail.token_ids)
-        self._index.enter(min(num_known - 1, self._index.count + ENTERED_AT_ONCE))  # what follows the last is unknown
+        self._index.enter(min(num_known - 1, self._index.count + ENTERED_AT_ONCE))  # no token follows the last one yet
         match = NgramMatch(self._last(num_known))
         match.begin(len(self._parts))
         self._index.match(match, num_known - 1)
@@ -123,8 +126,8 @@ class NgramDrafter:
         return Draft(match.size, self._continuation(match, num_known, count))
 
     def _goes_on(self, match: NgramMatch, end: int) -> bool:
-        """Whether the tokens up to `end` are those that followed what was found last, in the same part of the path:
-        nothing in it can be longer then, and what `_look` would find need not be looked for."""
+        """Whether the tokens up to `end` continue the last match in the same part of the path. Then no longer match is
+        possible in that part, and `_look` is not needed."""
         quoted, count = self._quoted, end - self._end
         if quoted is None or not quoted.size or quoted.part == len(self._parts) or count < 0:
             return False
@@ -136,7 +139,7 @@ class NgramDrafter:
         return True
 
     def _look(self, match: NgramMatch) -> None:
-        """Looks through the path, its last parts first."""
+        """Searches the path, its last parts first."""
         for number in self._near:
             if match.is_longest:
                 return
@@ -153,7 +156,8 @@ class NgramDrafter:
         return ids
 
     def _continuation(self, match: NgramMatch, num_known: int, count: int) -> tuple[int, ...]:
-        """The `count` tokens after what was found, of which the last ones may be their own beginning."""
+        """The `count` tokens after the match. A continuation that reaches the end of the known tokens repeats
+        itself."""
         found, offset = array("I"), match.offset + 1
         for part in self._parts[match.part :]:
             found += part.index.ids[offset : min(part.count, offset + count - len(found))]

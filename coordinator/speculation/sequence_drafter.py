@@ -1,4 +1,4 @@
-"""What may follow in one sequence: its drafts, what became of them, and what would have become of others. Pure."""
+"""The drafts of one sequence, their results, and the comparison with shadow drafts. Pure."""
 
 from coordinator.kv_cache.token_paths import Segment
 from coordinator.speculation.acceptance import Acceptance, ShadowDrafts
@@ -6,16 +6,16 @@ from coordinator.speculation.ngram_drafter import NO_DRAFT, Draft, NgramDrafter,
 
 
 class SequenceDrafter:
-    """The drafts of a sequence. `tail` is the segment that it grows; another one when it begins anew."""
+    """The drafts of a sequence. `tail` is the segment that it grows, which changes when it restarts."""
 
     def __init__(self, tail: Segment, indexes: NgramIndexes, max_drafts: int, usual: Acceptance | None = None) -> None:
-        """`usual` is what became of the drafts of others that ask alike."""
+        """`usual` has the acceptance rates of sequences with the same context."""
         self.acceptance = Acceptance(max_drafts, usual)
         self._comparison = ShadowDrafts(self.acceptance)
         self._max_drafts = max_drafts
         self._indexes = indexes
         self.drafted = NO_DRAFT
-        """What is verified by the step under way."""
+        """The draft that the step under way verifies."""
         self._move(tail)
 
     def _move(self, tail: Segment) -> None:
@@ -24,35 +24,36 @@ class SequenceDrafter:
         self._is_entered = False
 
     def follow(self, tail: Segment) -> None:
-        """The sequence grows this segment now. What was learned stays."""
+        """Switches to the segment `tail`. The acceptance rates are kept."""
         if tail is not self.tail:
             self.drafted = NO_DRAFT
             self._comparison.drop()
             self._move(tail)
 
     def draft(self, end: int, count: int) -> Draft:
-        """At most `count` tokens that may follow position `end`, before which all are known."""
+        """At most `count` tokens that may follow position `end`; all tokens before it must be known."""
         return self._drafts.draft(end, count)
 
     def verify(self, draft: Draft) -> None:
-        """A step verifies this draft."""
+        """Records that a step verifies this draft."""
         self.drafted = draft
         self._comparison.drop()
 
     def verified(self, num_accepted: int) -> None:
-        """So many of the draft were what was sampled."""
+        """Records that the first `num_accepted` tokens of the draft were accepted."""
         self.acceptance.verified(self.drafted, num_accepted)
         self.drafted = NO_DRAFT
 
     def compare(self, token_id: int, end: int) -> None:
-        """A token came without a draft; it lies before position `end`."""
+        """Compares a token that was sampled without a draft, and that ends at position `end`, with the shadow draft."""
         self._comparison.take(token_id, lambda: self.draft(end, self._max_drafts))
 
     def skip(self) -> None:
-        """A token came without a draft, and is not compared."""
+        """Records that a token was sampled without a draft and is not compared."""
         self._comparison.drop()
 
     def enter(self, num_tokens: int) -> None:
-        """Enters so many tokens of the path that nobody entered while they were read, as after a restart."""
+        """Indexes up to `num_tokens` tokens of the path that were not indexed during the prefill, as after a
+        restart."""
         if not self._is_entered:
             self._is_entered = self._drafts.enter(num_tokens)

@@ -1,24 +1,25 @@
-"""What steps of several rows take, learned from those that ran. Pure: measured times are passed in, in seconds."""
+"""Durations of steps with several rows, learned from measurements. Pure: measured times are passed in, in seconds."""
 
 from bisect import bisect_right
 
 LEVEL_DECAY = 0.75
-"""What a step still counts after the next one of as many sequences."""
+"""Factor by which a step reduces the weight of earlier ones with the same number of sequences."""
 RATIO_DECAY = 0.75
-"""What a step still counts after the next one of as many sequences and rows."""
+"""Factor by which a step reduces the weight of earlier ones with the same numbers of sequences and drafts."""
 FORGOTTEN_AFTER = 512
-"""Steps of as many sequences after which a number of rows is unknown again that none of them had."""
+"""Number of steps with the same number of sequences after which the measurement of an unused number of drafts
+expires."""
 HOPEFUL_EVERY = 16
-"""Steps of as many sequences of which one is planned as if more drafts cost nothing, up to the next number that was
-measured: kernels take rows in tiles, and somewhere a step is."""
+"""One in so many steps with the same number of sequences is planned as if more drafts cost nothing, up to the next
+measured number: kernels process rows in tiles, so the cost rises in steps."""
 GAP_AHEAD = 0.1e-3
 GAP_AFTER = 0.6e-3
-"""Between two steps, before that is measured: where the second is sent ahead, and where it waits for the first's
-result."""
+"""Initial estimates of the time between two steps: where the second is sent ahead, and where it waits for the result of
+the first."""
 
 
 class _Mean:
-    """A mean of what was measured lately."""
+    """A mean that weights recent measurements most."""
 
     def __init__(self, decay: float, value: float = 0.0) -> None:
         self.value = value
@@ -32,7 +33,7 @@ class _Mean:
 
 
 class _Ratio:
-    """How much longer steps with some number of drafts take than those without."""
+    """Ratio of the duration of steps with a given number of drafts to that of steps without drafts."""
 
     def __init__(self) -> None:
         self.mean = _Mean(RATIO_DECAY)
@@ -40,17 +41,17 @@ class _Ratio:
 
 
 class _StepTimes:
-    """Steps of as many sequences. Those without drafts have ratio 1, and all tell how long these take now: contexts
-    grow, and come and go, and what that changes is alike for all."""
+    """Durations of steps with the same number of sequences. Steps without drafts have ratio 1. Every step updates the
+    level, because changes in the contexts affect all steps alike."""
 
     def __init__(self) -> None:
         self.level = _Mean(LEVEL_DECAY)
         """Seconds of a step without drafts."""
         self._ratios = dict[int, _Ratio]()
-        """By number of drafts."""
+        """Ratios by number of drafts."""
         self._count = 0
         self._measured, self._values = [0], [1.0]
-        """Numbers of drafts that are known, ascending, and their ratios."""
+        """Measured numbers of drafts, ascending, and their ratios."""
 
     def add(self, num_drafts: int, seconds: float) -> None:
         self._count += 1
@@ -70,7 +71,7 @@ class _StepTimes:
     def seconds(self, num_drafts: int) -> float:
         above = bisect_right(self._measured, num_drafts)
         ratio = self._values[above - 1]
-        is_hopeful = self._count % HOPEFUL_EVERY >= HOPEFUL_EVERY - 2  # from a step's waiting to its lengths
+        is_hopeful = self._count % HOPEFUL_EVERY >= HOPEFUL_EVERY - 2  # covers `waits` and `lengths` of one step
         if above < len(self._measured) and not is_hopeful:
             low, high = self._measured[above - 1], self._measured[above]
             ratio += (self._values[above] - ratio) * (num_drafts - low) / (high - low)
@@ -78,10 +79,10 @@ class _StepTimes:
 
 
 class StepCostModel:
-    """Seconds that a step will take, by its sequences and drafts, and from its end to the next one's begin.
+    """Estimated durations of steps, by numbers of sequences and drafts, and of the gaps between steps.
 
-    What lies between two numbers of drafts that were measured is taken to lie between their times, and past the largest
-    to cost nothing more; so it is tried, and known.
+    Durations between two measured numbers of drafts are interpolated. More drafts than the largest measured number are
+    assumed to cost nothing, so that they are tried and measured.
     """
 
     def __init__(self) -> None:
@@ -90,24 +91,24 @@ class StepCostModel:
         self._gap_after = _Mean(LEVEL_DECAY, GAP_AFTER)
 
     def measure(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
-        """Takes in how long a decode step took that had one row for each of its sequences and one for each draft; 0 was
-        not measured."""
+        """Records the duration of a decode step with one row per sequence and one per draft; 0 means that it was not
+        measured."""
         if seconds > 0:
             self._by_sequences.setdefault(num_sequences, _StepTimes()).add(num_drafts, seconds)
 
     def measure_gap(self, seconds: float, *, is_ahead: bool) -> None:
-        """Takes in the time between two decode steps that followed one another, of which the second was sent before the
-        first had ended (`is_ahead`), or after."""
+        """Records the time between two consecutive decode steps, the second sent before (`is_ahead`) or after the first
+        had ended."""
         (self._gap_ahead if is_ahead else self._gap_after).add(seconds)
 
     def gap(self, *, is_ahead: bool) -> float:
         return (self._gap_ahead if is_ahead else self._gap_after).value
 
     def knows(self, num_sequences: int) -> bool:
-        """A step of so many sequences without drafts was measured."""
+        """Whether a step with `num_sequences` sequences and no drafts was measured."""
         steps = self._by_sequences.get(num_sequences)
         return steps is not None and steps.level.value > 0
 
     def seconds(self, num_sequences: int, num_drafts: int) -> float:
-        """What a step will take. Only for as many sequences as it `knows`."""
+        """Estimated duration of a step. Requires that `knows` is true for `num_sequences`."""
         return self._by_sequences[num_sequences].seconds(num_drafts)
