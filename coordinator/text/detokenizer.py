@@ -1,6 +1,6 @@
-"""Ids to text while they arrive: whole characters only, and nothing of a stop string.
+"""Streaming detokenization: only whole characters are emitted, and no part of a stop string.
 
-The pieces' texts, joined, equal the decoding of all ids at once; each piece carries exactly the ids of its text.
+The texts of the pieces, joined, equal the decoding of all ids; each piece carries exactly the ids of its text.
 """
 
 from collections import deque
@@ -13,15 +13,15 @@ from coordinator.text.token_bytes import Spell
 
 REPLACEMENT = "\ufffd"
 MAX_OPEN_TOKENS = 16
-"""Undecided tokens past which the start is settled; a character of UTF-8 spreads over at most four."""
+"""Undecided tokens after which the longest stable prefix is emitted; a UTF-8 character spans at most four."""
 NUM_BEFORE = 8
-"""Tokens of a prompt that its continuation is decoded after."""
+"""Tokens of the prompt that serve as context for the decoding of its continuation."""
 MAX_SILENT_TOKENS = 256
-"""The same where the last of them says nothing by itself."""
+"""The limit of undecided tokens where the last of them has no text by itself."""
 
 
 class Alphabet(msgspec.Struct, frozen=True, kw_only=True):
-    """What detokenisation needs of a tokenizer."""
+    """The properties of a tokenizer that detokenization needs."""
 
     decode: Callable[[Sequence[int]], str]
     """Text of ids, special tokens skipped."""
