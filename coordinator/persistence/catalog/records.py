@@ -39,7 +39,7 @@ class ContextRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
     """The length of its path, which is that of the segment, cut at this position."""
     ends: tuple[int, ...]
-    """The end positions of its documents, and the position of its fork."""
+    """The end positions of its last documents, and the position of its fork."""
     capacity: int
     """The number of positions for which its rope was chosen."""
     created: float
