@@ -1,11 +1,12 @@
-"""The control channel's socket: messages to the members and from them, over ZMQ.
+"""The socket of the control channel: messages to and from the members, over ZMQ.
 
-Each member has two connections: one on which it receives and answers, and one on which a thread of its own reports that
-the process lives and what is done beside the steps, and hears that an epoch has ended. Ray never carries a step: a ZMQ
-message costs tens of microseconds, a Ray call milliseconds.
+Each member has two connections. On one it receives commands and sends the answers. On the other, a separate thread
+sends heartbeats and the results of work outside the steps, and receives the notice that an epoch has ended. Steps never
+pass through Ray: a ZMQ message costs tens of microseconds, a Ray call milliseconds.
 
-Whoever is no member is refused while connecting (coordinator.cluster.member_auth), and a member is heard for itself
-only: what else arrives is ignored and counted."""
+Peers that are not members are refused during the handshake (coordinator.cluster.member_auth), and a member may send
+messages only for itself: all others are ignored and counted.
+"""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -26,24 +27,25 @@ from longleaf.rank_protocol.step import MAX_TOLD_SPANS, SPAN_BYTES, StepResult
 
 LINGER_MILLISECONDS = 500
 MAX_REPORT_BYTES, MAX_TOKEN_BYTES = 256 << 10, 2 << 10
-"""What a member says at most, and of each token of a step, beside what it tells of spans. More ends its connection
-before memory is taken."""
+"""Maximum size in bytes of a member's message, and of each token of a step, without the data of spans. A larger message
+closes the connection before memory is allocated.
+"""
 MAX_AT_ONCE = 64
-"""Messages that are taken before all else has its turn."""
+"""Messages handled per turn of the event loop."""
 
 Take = Callable[[int, FromRank], None]
-"""Takes what a member says. Raises ValueError for what it may not say."""
+"""Handles a message from a member. Raises ValueError for a message that the member may not send."""
 
 
 class ControlSocket:
-    """The channel at `host`. Must be made inside a running event loop; `take` is called there."""
+    """The channel at `host`. Must be created inside a running event loop, on which `take` is called."""
 
     def __init__(self, config: EngineConfig, host: str, take: Take) -> None:
         self._take = take
         self._context = zmq.asyncio.Context()
         self._members = MemberAuthenticator(self._context)
-        # Untyped, because the package's own annotations are partial. Not one of zmq.asyncio: with its futures a message
-        # would come some turns of the loop later.
+        # Untyped, because the package's own annotations are partial. Not a zmq.asyncio socket: its futures would delay
+        # each message by several turns of the loop.
         self._socket: Any = zmq.Context(self._context).socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
@@ -54,10 +56,10 @@ class ControlSocket:
         self._members.guard(self._socket)
         self._socket.bind(f"tcp://{join_address(host, 0)}")
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        """Where the members connect."""
+        """The address to which the members connect."""
         self._invitations: dict[int, ConnectInfo] = {}
         self._fences: dict[int, AbortExchanges] = {}
-        """The last one that each member was sent."""
+        """The last one sent to each member."""
         self._ignored = ThrottledCounter("ignored messages of members")
         self._loop = asyncio.get_running_loop()
         self._is_closed = False
@@ -66,28 +68,29 @@ class ControlSocket:
 
     @property
     def num_refused(self) -> int:
-        """Connections of strangers so far that were ended, and messages of former members that were dropped."""
+        """Rejected connections of unauthenticated peers and dropped messages of former members so far."""
         return self._members.num_refused
 
     @property
     def num_ignored(self) -> int:
-        """Messages so far that a member may not send."""
+        """Ignored messages so far: messages that a member may not send."""
         return self._ignored.count
 
     def invite(self, member: int) -> ConnectInfo:
-        """What a new member needs to connect."""
+        """Return the information that a new member needs to connect."""
         self._invitations[member] = self._members.invite(member, self.address)
         return self._invitations[member]
 
     def forget(self, member: int) -> None:
-        """Makes it a stranger: neither is it heard any more, nor told anything."""
+        """Revoke the access of a member: its messages are dropped, and no more messages are sent to it."""
         self._members.forget(member)
         self._invitations.pop(member, None)
         self._fences.pop(member, None)
 
     def send(self, members: Iterable[int], message: ToRank) -> None:
-        """Tells it to those of them that are not forgotten; a fence on the connection of their pulses. Nobody is told
-        anything after the end."""
+        """Send the message to those of the members that are not forgotten; an AbortExchanges goes to the heartbeat
+        connection. Does nothing after `close`.
+        """
         if self._is_closed:
             return
         data = encode(message)
@@ -98,10 +101,10 @@ class ControlSocket:
             if isinstance(message, AbortExchanges):
                 name, self._fences[member] = invitation.pulse_id, message
             self._socket.send_multipart([name, data])
-        self._loop.call_soon(self._receive)  # to send has looked, too
+        self._loop.call_soon(self._receive)  # sending may have consumed the readiness event of the descriptor
 
     def _receive(self) -> None:
-        """Takes what is there. The descriptor tells only of what came after the last look: so nothing must be left."""
+        """Handle pending messages. The descriptor is edge-triggered: every pending message must be read."""
         if self._is_closed:
             return
         for _ in range(MAX_AT_ONCE):
@@ -119,21 +122,22 @@ class ControlSocket:
         self._loop.call_soon(self._receive)
 
     def _fence_again(self, member: int, message: FromRank) -> None:
-        """What is sent before a pulse has connected, or while it connects again, is dropped: a member whose pulse tells
-        that it still is in an epoch that has ended is told once more."""
+        """Send the fence again to a member whose heartbeat still reports an ended epoch: a message sent before the
+        heartbeat connection is established, or while it reconnects, is lost.
+        """
         fence = self._fences.get(member)
         if fence is not None and isinstance(message, Heartbeat) and 0 < message.progress.epoch <= fence.epoch:
             self.send([member], fence)
 
     def _read(self, member: int, frames: list[Any]) -> FromRank:
-        """What a member says. Raises ValueError unless it says it for itself, on the connection for it."""
+        """Decode a message. Raises ValueError unless the member sends it for itself, on the connection meant for it."""
         if len(frames) != 2:
             raise ValueError(f"{len(frames)} frames of member {member}")
         message = decode_from_rank(frames[1].buffer)
         invitation = self._invitations[member]
-        is_beside = isinstance(message, Heartbeat | Saved | Fetched)  # said by other threads than that of the steps
+        is_beside = isinstance(message, Heartbeat | Saved | Fetched)  # sent by threads other than the step thread
         expected = {invitation.pulse_id if is_beside else invitation.commands_id}
-        if isinstance(message, Logged):  # by whichever thread of the member has a connection at hand
+        if isinstance(message, Logged):  # sent on either connection
             expected = {invitation.pulse_id, invitation.commands_id}
         speaks_for = member if isinstance(message, StepResult) else message.member
         if speaks_for != member or frames[0].bytes not in expected:
@@ -141,7 +145,7 @@ class ControlSocket:
         return message
 
     async def close(self) -> None:
-        """Tells the members to leave. Idempotent."""
+        """Order the members to exit. Idempotent."""
         if self._is_closed:
             return
         self._loop.remove_reader(self._socket.FD)

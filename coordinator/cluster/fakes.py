@@ -1,4 +1,4 @@
-"""Ranks without processes, for tests of all that lies above the control channel, and a fleet that has no place."""
+"""Ranks without processes, for tests of everything above the control channel, and a fleet without slots."""
 
 import asyncio
 from collections.abc import Collection, Iterable, Sequence
@@ -23,7 +23,7 @@ from longleaf.types import Loss
 
 
 def equal(row: Row) -> ComparisonRow:
-    """What ranks that agree say about an answer that they have not computed."""
+    """Return the comparison that agreeing ranks report for an answer that they have not computed."""
     num_tokens = row.token_index + 1
     return ComparisonRow(max_logit=1.0, num_tokens=num_tokens, num_equal=num_tokens, num_ranks=1, dtype="float32")
 
@@ -33,10 +33,12 @@ def positions_of(runs: Iterable[Run]) -> frozenset[int]:
 
 
 class FakeRanks:
-    """Answers every step at once with `echo_tokens`, and minus the id for its logprob; rank `lost_rank` dies at step
-    number `lose_at`, if given. The model's positions are as `rotary` says, and its windows as `windows`. What is
-    not finite is in `broken`: the logits of a sequence at a token's index, the keys of a step's chunk at index None.
-    Each argument is something in which real ranks differ, and most tests give one."""
+    """Answers every step immediately with `echo_tokens`; the logprob of each token is minus its id.
+
+    Rank `lost_rank` dies in step number `lose_at`, if given. `rotary` and `windows` describe the model. `broken` lists
+    non-finite values: the logits of a sequence at a token index, or the keys of a step's chunk at index None. Each
+    argument is a property in which real ranks differ; most tests set one.
+    """
 
     def __init__(
         self,
@@ -61,24 +63,24 @@ class FakeRanks:
         self.is_closed = False
         self._last: dict[int, int] = {}
         self._asking: set[int] = set()
-        """Sequences that ask for logprobs."""
+        """Sequences that request logprobs."""
         self._sequences = RowState(block_size=1)
         self._starts: dict[int, int] = {}
-        """Of segments."""
+        """The first positions of the segments."""
         self._changed = asyncio.Event()
         self._end: EpochEnd | None = None
         self.members = list(range(world_size))
-        """Those that live, in rank order."""
+        """The live members, in rank order."""
         self.joinable: list[int] = []
-        """Those that have loaded the model and are in no epoch."""
+        """Members that have loaded the model and are in no epoch."""
         self.losses: tuple[Loss, ...] = ()
         self.layouts: list[KvLayout] = []
         self.pieces: dict[str, frozenset[int]] = {}
-        """The positions of each piece on storage, by name: whoever takes some out damages it."""
+        """The positions of each piece on storage, by name. A test damages a piece by removing some of them."""
         self.fetched: dict[tuple[int, int], frozenset[int]] = {}
         """By member and ticket."""
         self.storage_trouble = ""
-        """Why the storage cannot be used."""
+        """The reason why the storage is unavailable; empty if it is available."""
 
     async def start(self, epoch: int) -> Formation:
         return await self.form(epoch)
@@ -141,7 +143,7 @@ class FakeRanks:
         )
 
     def _attention(self, plan: StepPlan) -> dict[int, Attention]:
-        """What those that are asked tell of it: nobody where there are windows, whose runs are not told as a whole."""
+        """Return the attention of the rows that request it; empty for models with windows, which do not support it."""
         if self.windows is not None or not isinstance(plan.work, Decode):
             return {}
         rows = self._sequences.complete(plan).work
@@ -157,7 +159,7 @@ class FakeRanks:
         return found
 
     def _check(self, work: Restore) -> None:
-        """Raises AssertionError where a member has not fetched what it is to restore."""
+        """Raises AssertionError where a member has not fetched the data that it is to restore."""
         wanted = [(self.members[run.rank], part.ticket, run) for part in work.portions for run in part.runs]
         wanted += [(member, work.window_ticket, run) for run in work.window_runs for member in self.members]
         for member, ticket, run in wanted:
@@ -184,7 +186,7 @@ class FakeRanks:
             self.fetched.pop((member, ticket), None)
 
     def _rank_of(self, member: int) -> int:
-        """Raises RankLost for one that is gone."""
+        """Raises RankLost for a member that is gone."""
         if member not in self.members:
             raise RankLost(member, "it is gone")
         return self.members.index(member)
@@ -207,18 +209,18 @@ class FakeRanks:
         return tuple(Token(token_id, Logprobs(-float(token_id), ()) if is_asking else None) for token_id in token_ids)
 
     def lose(self, rank: int, reason: str, *steps: int) -> None:
-        """Loses a rank in one of these steps, between steps if none is given."""
+        """Lose a rank in one of these steps, or between steps if none is given."""
         self._end = EpochEnd(RankLost(rank, reason), steps)
         self.members.pop(rank)
         self._change()
 
     def break_epoch(self, reason: str, *steps: int) -> None:
-        """Ends the epoch; all ranks live."""
+        """End the epoch; all ranks stay alive."""
         self._end = EpochEnd(GroupFailed(reason), steps)
         self._change()
 
     def load(self, member: int) -> None:
-        """Another member has loaded the model."""
+        """Add a member that has loaded the model."""
         self.joinable.append(member)
         self._change()
 
@@ -240,7 +242,7 @@ class FakeRanks:
             await self._changed.wait()
 
     def tell(self, losses: tuple[Loss, ...]) -> None:
-        """Says what became of the places of those that were lost."""
+        """Set the losses and notify the waiters."""
         self.losses = losses
         self._change()
 
@@ -249,7 +251,7 @@ class FakeRanks:
 
 
 class FakeFleet:
-    """A fleet whose slots never come: `reserve` waits, and tells with `asked` that it does."""
+    """A fleet without slots: `reserve` waits forever, and sets `asked` when it is called."""
 
     def __init__(self, num_missing: int) -> None:
         self.num_missing = num_missing
@@ -268,10 +270,10 @@ class FakeFleet:
         return ""
 
     async def kill(self, member: int) -> None:
-        """There is nobody."""
+        """There is no process to kill."""
 
     async def replace(self, lost: int, member: int, invitation: ConnectInfo, config: EngineConfig) -> None:
         raise StartError("there is no place")
 
     async def shutdown(self) -> None:
-        """There is nothing to end."""
+        """There is nothing to shut down."""

@@ -1,7 +1,7 @@
-"""Who may speak on the control channel: key pairs, and the connections that are refused.
+"""Authentication of the control channel: key pairs, and counts of refused connections.
 
-Members are told apart by their keys alone (ZMQ's CURVE): who has none of them reaches nothing behind the handshake, and
-a member speaks for itself only.
+Members are identified by their CURVE keys (ZMQ). A peer without a valid key does not get past the handshake, and a
+member may send messages only for itself.
 """
 
 import asyncio
@@ -17,13 +17,15 @@ from longleaf.rank_protocol.rank_spec import ConnectInfo
 
 DOMAIN = "longleaf"
 HANDSHAKE_MILLISECONDS = 10_000
-"""A connection that has not proven who it is by then is dropped. Ranks whose handshake was late try again."""
+"""Handshake timeout: a connection that has not authenticated by then is closed. Late ranks retry."""
 MONITOR = "inproc://longleaf.connections"
 log = logging.getLogger(__name__)
 
 
 class ThrottledCounter:
-    """Counts what is ignored, and logs it ever more rarely: whoever sends rubbish must not fill the log."""
+    """Counts ignored events and logs them at exponentially increasing intervals, so that a misbehaving peer cannot fill
+    the log.
+    """
 
     def __init__(self, what: str, level: int = logging.WARNING) -> None:
         self.count = 0
@@ -31,7 +33,7 @@ class ThrottledCounter:
         self._level = level
 
     def set(self, count: int, reason: str) -> None:
-        """Takes a new count, which never falls, and why it rose."""
+        """Set a new count, which never decreases, with the reason of the last increase."""
         if count.bit_length() > self.count.bit_length():
             log.log(self._level, "%s: %d so far; the last: %s", self._what, count, reason)
         self.count = max(self.count, count)
@@ -41,31 +43,34 @@ class ThrottledCounter:
 
 
 class PendingHandshakes:
-    """Counts connections that ended without having proven whose they are. No event tells which one has proven it: of
-    some that are open it is known only that all have."""
+    """Counts connections that ended without authentication.
+
+    ZMQ's success event does not identify its connection: of several open connections it is known only when all of them
+    have authenticated.
+    """
 
     def __init__(self) -> None:
         self.num_refused = 0
         self._num_unproven = 0
         self._candidates = set[int]()
-        """Descriptors of those that may not have proven it."""
+        """Descriptors of connections that may not have authenticated."""
         self.num_former = 0
-        """Of former members, whose keys were struck out: their process connects again until it is dead."""
+        """Connections of former members, whose keys were revoked: their processes reconnect until they exit."""
         self._num_leaving = 0
-        """Of those that are refused and have not ended yet."""
+        """Refused connections of former members that have not ended yet."""
 
     def accepted(self, descriptor: int) -> None:
         self._candidates.add(descriptor)
         self._num_unproven += 1
 
     def settle(self) -> None:
-        """One of the candidates has proven it, or is gone."""
+        """One of the candidates has authenticated, or has ended."""
         self._num_unproven = max(0, self._num_unproven - 1)
         if not self._num_unproven:
             self._candidates.clear()
 
     def ended(self, descriptor: int) -> None:
-        if descriptor in self._candidates:  # with others that came while it was open, it is taken for a stranger's
+        if descriptor in self._candidates:  # with others accepted while it was open, it counts as unauthenticated
             self._candidates.remove(descriptor)
             if self._num_leaving:
                 self._num_leaving -= 1
@@ -75,21 +80,21 @@ class PendingHandshakes:
             self.settle()
 
     def refuse_former(self) -> None:
-        """A connection has proven to be of a former member, and will end."""
+        """Note that a connection used the revoked key of a former member, and will end."""
         self._num_leaving += 1
 
 
 class MemberAuthenticator:
-    """The members' keys, and the guard of the socket on which they are heard. Needs a running event loop."""
+    """The keys of the members, and the access control of the control socket. Needs a running event loop."""
 
     def __init__(self, context: zmq.asyncio.Context) -> None:
         self._context = context
         self._public_key, self._secret_key = zmq.curve_keypair()
         self._numbers: dict[bytes, int] = {}
         self._former = set[bytes]()
-        """Keys that were struck out."""
+        """Revoked keys."""
         self._refused = ThrottledCounter("refused connections of strangers to the control channel")
-        # no warning: what a member said last may come when it is lost already
+        # not a warning: the last messages of a member may arrive after it was declared lost
         self._dropped = ThrottledCounter("dropped messages of former members", logging.INFO)
         self._returned = ThrottledCounter("refused connections of former members", logging.INFO)
         self._connections = PendingHandshakes()
@@ -100,53 +105,53 @@ class MemberAuthenticator:
 
     @property
     def num_refused(self) -> int:
-        """Connections that ended without having proven to be a member's, and connections and messages of former
-        members."""
+        """Connections that ended without authentication, and connections and messages of former members."""
         return self._refused.count + self._dropped.count + self._returned.count
 
     def invite(self, member: int, address: str) -> ConnectInfo:
-        """What a new member of this number needs to connect."""
+        """Return the information that a new member of this number needs to connect."""
         public, secret = zmq.curve_keypair()
         self._numbers[public] = member
         return ConnectInfo(address=address, server_key=self._public_key, public_key=public, secret_key=secret)
 
     def forget(self, member: int) -> None:
-        """Makes it a stranger from now on, also on the connections that it has."""
+        """Revoke the key of a member, also for its open connections."""
         self._former |= {key for key, number in self._numbers.items() if number == member}
         self._numbers = {key: number for key, number in self._numbers.items() if number != member}
 
     def number_of(self, public_key: bytes) -> int | None:
-        """The member with this key, of which there is a message; None for one that is a stranger by now, which is
-        counted."""
+        """Return the member with this key, for a message that arrived; None for a revoked key, which is counted."""
         number = self._numbers.get(public_key)
         if number is None:
             self._dropped.add("its key was struck out")
         return number
 
     def guard(self, socket: Any) -> None:
-        """Lets members alone through to `socket`, which is not bound yet."""
+        """Restrict `socket`, which is not bound yet, to members."""
         self._gate.configure_curve_callback(domain=DOMAIN, credentials_provider=self)
         self._gate.start()
         options: dict[int, int | bytes] = {zmq.CURVE_SERVER: 1, zmq.CURVE_SECRETKEY: self._secret_key}
-        # without the second, everybody would pass if nobody answered in the domain
+        # without ZAP_ENFORCE_DOMAIN, every peer would pass if no handler answered in the domain
         options |= {zmq.ZAP_DOMAIN: DOMAIN.encode(), zmq.ZAP_ENFORCE_DOMAIN: 1}
         options |= {zmq.HANDSHAKE_IVL: HANDSHAKE_MILLISECONDS}
         for option, value in options.items():
             socket.setsockopt(option, value)
         socket.monitor(MONITOR, zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self._monitor = self._context.socket(zmq.PAIR)
-        self._monitor.setsockopt(zmq.RCVHWM, 0)  # a full queue would hold up the thread that serves the members
+        self._monitor.setsockopt(zmq.RCVHWM, 0)  # a full queue would block the I/O thread that serves the members
         self._monitor.connect(MONITOR)
         self._task = asyncio.get_running_loop().create_task(self._count())
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a connection with this public key may go on; the gate asks."""
+        """Return whether a connection with this public key is accepted. Called by the ZAP authenticator."""
         if key in self._former:
             self._connections.refuse_former()
         return key in self._numbers
 
     async def _count(self) -> None:
-        """Counts connections. What is no member's is told by no event of its own."""
+        """Count refused connections. No single event reports an unauthenticated connection; the count is derived from
+        three.
+        """
         while True:
             reported = parse_monitor_message(await self._monitor.recv_multipart())
             match reported["event"]:
@@ -160,7 +165,7 @@ class MemberAuthenticator:
             self._returned.set(self._connections.num_former, "its key was struck out")
 
     async def close(self, socket: Any) -> None:
-        """Ends the guard of `socket`."""
+        """Stop the access control and the monitor of `socket`."""
         if self._task is None:
             return
         self._task.cancel()

@@ -1,4 +1,4 @@
-"""The members that live: how far each has come in its life, and in its step; and how it ends."""
+"""The registry of live members: their startup state, their progress in the current step, and loss detection."""
 
 import asyncio
 import logging
@@ -16,12 +16,13 @@ from longleaf.rank_protocol.member_messages import PULSE_SECONDS, Heartbeat, Hel
 from longleaf.rank_protocol.rank_spec import ConnectInfo
 
 PATIENCE_SECONDS = 15.0
-"""How long one that loads the model may be silent, where those that have loaded it may be for less: then libraries may
-keep all of its threads from running."""
+"""Minimum heartbeat timeout in seconds for a member that is loading the model, because libraries can block all of its
+threads during the load.
+"""
 IS_SILENT = 2
-"""Missed pulses after which a member is not thought to be well."""
+"""Missed heartbeats after which a member counts as silent."""
 FRESH_SECONDS = 3 * PULSE_SECONDS
-"""In which a member that is well tells anew how far it is."""
+"""The time in seconds within which a healthy member reports its progress again."""
 log = logging.getLogger(__name__)
 
 
@@ -32,16 +33,16 @@ class Member:
     number: int
     hello: Hello | None = None
     is_loading: bool = False
-    """It was told to load the model."""
+    """The member was ordered to load the model."""
     is_loaded: bool = False
     num_pulses: int = 0
     num_missed: int | None = None
-    """Seconds since its last word; None before the first."""
+    """Seconds since the last message; None before the first."""
     progress: MemberProgress = field(default_factory=MemberProgress)
     num_late: int = 0
-    """Epochs one after the other that it has neither joined nor given up."""
+    """Consecutive epochs that the member has neither joined nor aborted in time."""
     end: str = ""
-    """Why it is gone, or is being killed; empty for one that shall live."""
+    """The reason why the member is lost or is being killed; empty for a healthy member."""
 
     @property
     def node(self) -> str:
@@ -52,7 +53,7 @@ class Member:
         return self.num_missed is None or self.num_missed > IS_SILENT
 
     def take(self, message: Hello | Loaded | Heartbeat) -> None:
-        """Raises ValueError for what is said a second time, or too early."""
+        """Update the state from a message. Raises ValueError for a message that is repeated or arrives too early."""
         match message:
             case Hello() if self.hello is None:
                 self.hello = message
@@ -66,8 +67,11 @@ class Member:
 
 
 class MemberRegistry:
-    """The members, by number; a number is never given twice. `kill` ends a member's process, `where` tells its place.
-    Needs a running event loop; all but `lost` is for its thread."""
+    """The members, by number; a number is never reused. `kill` ends the process of a member, `where` returns its
+    location.
+
+    Needs a running event loop. Every method except `lost` must be called on the thread of that loop.
+    """
 
     def __init__(self, channel: ControlSocket, kill: Kill, where: Where, lost_after: float) -> None:
         self._channel = channel
@@ -83,9 +87,9 @@ class MemberRegistry:
         self._is_over = False
         self._pulses = self._loop.create_task(self._watch_pulses())
         self._tasks: set[asyncio.Task[None]] = set()
-        """What is being done to members, such as killing them."""
+        """Running operations on members, such as kills."""
         self.is_kept = False
-        """Somebody replaces members that are lost."""
+        """Lost members are replaced."""
         self.epoch = 0
         self.ranks: tuple[int, ...] = ()
         """The members of the epoch, in rank order."""
@@ -94,34 +98,34 @@ class MemberRegistry:
         return iter(list(self._members.values()))
 
     def get(self, number: int) -> Member | None:
-        """None for one that is gone."""
+        """Return None for a member that is gone."""
         return self._members.get(number)
 
     @property
     def hellos(self) -> tuple[Hello, ...]:
-        """Of those that have said it, in the order of their numbers."""
+        """The hellos received so far, in the order of the member numbers."""
         return tuple(member.hello for member in self if member.hello is not None)
 
     def loaded(self) -> list[Member]:
-        """Those that can join an epoch."""
+        """Return the members that can join an epoch."""
         return [member for member in self if member.is_loaded and not member.end]
 
     def watch(self, observer: Callable[[MemberEvent], None]) -> None:
-        """Has it told what becomes of members, from now on. It must be quick, and not raise."""
+        """Call `observer` for every event from now on. The observer must be fast and must not raise."""
         self._observers.append(observer)
 
     def tell(self, event: MemberEvent) -> None:
-        """Tells all who watch."""
+        """Notify all observers."""
         for observer in self._observers:
             observer(event)
         self.note_change()
 
     def note_change(self) -> None:
-        """Has all who wait look again."""
+        """Make all waiters check their conditions again."""
         self._changed.set()
 
     async def wait(self, condition: Callable[[], object], verdict: asyncio.Future[EpochEnd] | None = None) -> None:
-        """Waits until it holds. Raises what ends an epoch, if that has a verdict before."""
+        """Wait until `condition` holds. If `verdict` is set before, raise the error that ended the epoch."""
         while not condition():
             self._changed.clear()
             changed = self._loop.create_task(self._changed.wait())
@@ -136,18 +140,18 @@ class MemberRegistry:
     # --- beginning ---
 
     def invite(self) -> tuple[int, ConnectInfo]:
-        """The number of a new member, and what it needs to connect."""
+        """Return the number of a new member, and the information that it needs to connect."""
         number, self._next = self._next, self._next + 1
         self._members[number] = Member(number)
         return number, self._channel.invite(number)
 
     def withdraw(self, number: int) -> None:
-        """Forgets a member whose process was not started."""
+        """Remove a member whose process was not started."""
         self._members.pop(number, None)
         self._channel.forget(number)
 
     def agree(self) -> None:
-        """What model those have that are here, others must have, too."""
+        """Fix the model of the present members as the one that later members must have."""
         self._agreed = self.hellos
 
     def load(self, members: Sequence[Member]) -> None:
@@ -156,9 +160,9 @@ class MemberRegistry:
         self._channel.send([member.number for member in members], Load())
 
     async def admit(self, number: int) -> None:
-        """Has a new member load the model when it has said hello. It can be in the next epoch then.
+        """Order a new member to load the model once its hello has arrived; the member can then join the next epoch.
 
-        Raises StartError when it is lost, or has another model than the others.
+        Raises StartError when the member is lost, or has a different model.
         """
         member = self.get(number)
         if member is None:
@@ -174,7 +178,7 @@ class MemberRegistry:
     # --- ending ---
 
     def end(self, number: int, reason: str) -> None:
-        """Kills a member, which then is lost. It is a stranger at once: nothing that it says until then counts."""
+        """Kill a member, which is reported as lost when its process has ended. Its messages are ignored from now on."""
         member = self.get(number)
         if member is not None and not member.end:
             member.end = reason
@@ -189,23 +193,23 @@ class MemberRegistry:
         self.lose(number, "was killed")
 
     def run(self, work: Awaitable[None]) -> None:
-        """Does it beside; `settle` waits for it."""
+        """Run `work` in the background; `settle` waits for it."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def settle(self) -> None:
-        """Waits until all are gone that are being killed."""
+        """Wait until all running kills have finished."""
         while self._tasks:
             await asyncio.wait(list(self._tasks))
 
     def lost(self, number: int, reason: str) -> None:
-        """Tells that the process of a member has ended. Any thread may call it, at any time."""
-        with suppress(RuntimeError):  # the loop has ended, and with it everybody who would want to know
+        """Report that the process of a member has ended. Thread-safe; may be called at any time."""
+        with suppress(RuntimeError):  # the loop is closed, and with it every consumer of the event
             self._loop.call_soon_threadsafe(self.lose, number, reason)
 
     def lose(self, number: int, reason: str) -> None:
-        """Forgets a member that has ended, and tells it, once; of one that was killed, why."""
+        """Remove a member that has ended and report the loss once; for a killed member, with the reason of the kill."""
         member = self._members.pop(number, None)
         if member is None:
             return
@@ -213,14 +217,15 @@ class MemberRegistry:
         self._channel.forget(number)
         rank = self.ranks.index(number) if number in self.ranks else None
         epoch = self.epoch if rank is not None else 0
-        if not self._is_over:  # else it was told to leave
+        if not self._is_over:  # after `close` the member left on request
             self.tell(MemberLost(number, rank, epoch, member.node, member.end, self.is_kept))
 
     # --- pulses ---
 
     async def _watch_pulses(self) -> None:
-        """Counts the seconds in which a member said nothing. Counting, unlike comparing times, forgives a coordinator
-        that was itself stopped for a while."""
+        """Count the seconds since the last message of each member. Counting ticks, unlike comparing timestamps,
+        tolerates a coordinator process that was itself suspended.
+        """
         while True:
             await asyncio.sleep(PULSE_SECONDS)
             for member in self:
@@ -232,9 +237,12 @@ class MemberRegistry:
                     self.end(member.number, f"has been silent for {human_seconds(limit)}")
 
     async def find_behind(self, numbers: Iterable[int], is_over: Callable[[], bool]) -> Member | None:
-        """Who holds up the others, of members that all are in a step, once each has told anew how far it is, or has
-        missed that: one that is silent, else the one that has come least far. None when that is not a single one, or
-        when it `is_over` meanwhile."""
+        """Return the member that holds up the others, among members that are all in the same step.
+
+        Waits until each member has reported its progress again, or has missed the time to do so. The result is the most
+        silent member, else the single member with the least progress. None when several members are equally behind, or
+        when `is_over` becomes true meanwhile.
+        """
         members = [member for number in numbers if (member := self.get(number)) is not None]
         heard = [member.num_pulses for member in members]
         with suppress(TimeoutError):
@@ -245,7 +253,7 @@ class MemberRegistry:
         return None if is_over() else _furthest_behind(members)
 
     async def close(self) -> None:
-        """Forgets what is being done to members. Those that end from now on are no losses."""
+        """Cancel the running operations on members. Members that end from now on are not reported as lost."""
         self._is_over = True
         tasks = [self._pulses, *self._tasks]
         for task in tasks:

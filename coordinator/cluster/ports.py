@@ -1,4 +1,4 @@
-"""Protocols between the parts of the coordinator, each small enough to be faked, and what passes through them."""
+"""Protocols between the parts of the coordinator, small enough to be faked, and the types that they exchange."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -17,57 +17,58 @@ from longleaf.rank_protocol.step import StepPlan, StepResult
 from longleaf.types import Loss
 
 OnDeath = Callable[[int, str], None]
-"""Is told which member's process ended, and why, from any thread."""
+"""Called with the member number and the reason when the process of a member ends, from any thread."""
 Kill = Callable[[int], Awaitable[None]]
 """Kills the process of a member, as `Fleet.kill`."""
 Where = Callable[[int], str]
-"""Tells the place of a member, as `Fleet.where`."""
+"""Returns the location of a member, as `Fleet.where`."""
 
 
 def unheard(member: int, reason: str) -> None:
-    """An OnDeath that tells nobody."""
+    """An OnDeath that ignores the event."""
     del member, reason
 
 
 def nowhere(member: int) -> str:
-    """A Where that knows no place."""
+    """A Where that returns no location."""
     del member
     return ""
 
 
 class EpochEnd(msgspec.Struct, frozen=True):
-    """Why an epoch is over."""
+    """The reason why an epoch ended."""
 
     error: LongleafError
-    """RankLost that names a rank, where one is gone; GroupFailed where all live; StartError for what no rank can
-    serve."""
+    """RankLost, which names the rank, where a rank was lost; GroupFailed where all ranks are alive; StartError for a
+    request that no rank can serve.
+    """
     steps: tuple[int, ...] = ()
-    """Those in one of which it ended: one where that is known, none where the ranks were in none."""
+    """Candidates for the step in which the epoch ended: one where it is known, none when no step was running."""
 
 
 class Group(Protocol):
     """The ranks of one epoch. Implemented by coordinator.cluster.groups.group; faked by coordinator.cluster.fakes."""
 
     async def lay_out(self, layout: KvLayout) -> None:
-        """Tells the ranks what is held, before the first plan. Raises what ended the epoch."""
+        """Send the KV cache layout to the ranks, before the first plan. Raises the error that ended the epoch."""
         ...
 
     def step(self, plan: StepPlan) -> Awaitable[StepResult]:
-        """Tells the ranks to do a step; what is awaited is its answer. It may be called before earlier steps are
+        """Send a step to the ranks; the awaitable returns its result. Steps may be sent before earlier ones are
         answered; they run in the order of the calls.
 
-        Awaited, it raises what ended the epoch: a rank raised, died or passed the step's deadline.
+        Awaiting raises the error that ended the epoch: a rank raised, died or exceeded the deadline of the step.
         """
         ...
 
     async def wait_ended(self) -> EpochEnd:
-        """Returns, perhaps never, when the epoch is over, also between steps. May be cancelled."""
+        """Wait until the epoch ends, whether in a step or between steps. May be cancelled."""
         ...
 
 
 @dataclass(frozen=True)
 class Formation:
-    """Who the ranks of an epoch are."""
+    """The ranks of an epoch."""
 
     epoch: int
     hellos: tuple[Hello, ...]
@@ -78,25 +79,25 @@ class Formation:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Their numbers, which they keep in other epochs; in rank order."""
+        """The member numbers, in rank order. A member keeps its number across epochs."""
         return tuple(hello.member for hello in self.hellos)
 
 
-# --- what becomes of the members; as texts, for who runs the service ---
+# --- events of members; str() gives the text for the operator ---
 
 
 @dataclass(frozen=True)
 class MemberLost:
-    """A member is gone. Its rank, and the epoch in which it had that; None and 0 where it was in none."""
+    """A member was lost, with its rank and the epoch of that rank; None and 0 if the member was in no epoch."""
 
     member: int
     rank: int | None
     epoch: int
     node: str
-    """Empty when it died before it said where it was."""
+    """Empty when the member died before it reported its node."""
     reason: str
     is_replaced: bool
-    """Whether somebody sees to it that another process is started in its place."""
+    """Whether a replacement process will be started."""
 
     def __str__(self) -> str:
         who = f"member {self.member}" + (f" on node {self.node}" if self.node else "")
@@ -106,7 +107,7 @@ class MemberLost:
 
 @dataclass(frozen=True)
 class ReplacementStarted:
-    """A process was started for `member`, in the place of the one that was lost."""
+    """A process was started for `member`, which replaces the lost one."""
 
     member: int
     lost: int
@@ -117,7 +118,7 @@ class ReplacementStarted:
 
 @dataclass(frozen=True)
 class ReplacementDelayed:
-    """The replacement of `lost` waits."""
+    """The replacement of `lost` is delayed."""
 
     lost: int
     seconds: float
@@ -129,7 +130,7 @@ class ReplacementDelayed:
 
 @dataclass(frozen=True)
 class ReplacementAbandoned:
-    """There will be no replacement of `lost` unless somebody asks for it."""
+    """`lost` will not be replaced unless a replacement is requested."""
 
     lost: int
     reason: str
@@ -155,61 +156,63 @@ MemberEvent = MemberLost | ReplacementStarted | ReplacementDelayed | Replacement
 
 
 class Ranks(Protocol):
-    """The ranks as the engine sees them, from epoch to epoch. Implemented by
-    coordinator.cluster.rank_manager; faked by coordinator.cluster.fakes."""
+    """The ranks as the engine sees them, from epoch to epoch.
+
+    Implemented by coordinator.cluster.rank_manager; faked by coordinator.cluster.fakes.
+    """
 
     async def start(self, epoch: int) -> Formation:
-        """Waits until all members have joined the epoch of this number, the first one.
+        """Wait until all members have joined the first epoch, which has this number.
 
         Raises StartError, ModelRefused, RankLost or GroupFailed.
         """
         ...
 
     async def form(self, epoch: int) -> Formation:
-        """Ends the epoch before, and waits until all that have loaded the model and live have joined this one: one at
-        least. Who is to be killed is gone before; nothing may be under way.
+        """End the previous epoch and wait until every live member that has loaded the model, at least one, has joined
+        this one. Pending kills are completed first. No step may be running.
 
-        What is not done in time is tried again under the next number: the formation tells which one it has. Raises
-        RankLost when nobody is left, and Unavailable when they do not come together."""
+        An epoch that does not form in time is retried under the next number; the formation contains the number that
+        succeeded. Raises RankLost when no member is left, and Unavailable when every attempt fails.
+        """
         ...
 
     async def wait_joinable(self) -> None:
-        """Returns, perhaps never, when somebody who is not in the epoch has loaded the model. May be cancelled."""
+        """Wait until a member outside the epoch has loaded the model. May be cancelled."""
         ...
 
     async def wait_settled(self) -> None:
-        """Returns, perhaps never, when nobody is to come any more in the place of one that was lost. May be
-        cancelled."""
+        """Wait until no replacement of a lost member is pending. May be cancelled."""
         ...
 
     async def save(self, member: int, order: Save) -> Saved:
-        """Has a member of the epoch write runs that it holds, beside the steps, after all those that were sent before.
-        They must stay where they are until it is answered, or the epoch ends. May be cancelled; the ticket must be no
-        other order's of this member that is not answered.
+        """Make a member of the epoch write runs that it holds to storage. The write happens outside the steps, after
+        all steps that were sent before. The runs must stay in place until the call returns or the epoch ends. May be
+        cancelled. The ticket must differ from those of the member's other pending orders.
 
-        Raises StorageUnavailable, RankLost when the member is lost meanwhile, and Unavailable where nothing was
-        written because the epoch has ended, or the ticket was discarded. All may have written it nevertheless.
+        Raises StorageUnavailable, RankLost when the member is lost meanwhile, and Unavailable when nothing was written
+        because the epoch ended or the ticket was discarded. The data may have been written even if an error is raised.
         """
         ...
 
     async def fetch(self, member: int, order: Fetch) -> None:
-        """Has a member read a piece, for steps that restore it, in whatever epoch; it stays until it is discarded.
+        """Make a member read a piece for restore steps in any epoch; the member keeps the piece until it is discarded.
 
-        Raises as `save`, and DataLoss for what is damaged, missing, or of a pool of another form.
+        Raises as `save`, and DataLoss for a piece that is damaged, missing, or written by a pool of another layout.
         """
         ...
 
     async def discard(self, member: int, tickets: Sequence[int]) -> None:
-        """Has a member forget what it fetched under these tickets, and fetch nothing more under them."""
+        """Make a member drop the pieces fetched under these tickets, and fetch nothing more under them."""
         ...
 
     @property
     def losses(self) -> tuple[Loss, ...]:
-        """The ranks that were lost last, and what became of their places; the latest one last."""
+        """The most recent losses of ranks and the states of their replacements; the latest last."""
         ...
 
     async def close(self) -> None:
-        """Tells the ranks to leave."""
+        """Order the ranks to exit."""
         ...
 
 
@@ -218,40 +221,44 @@ class Fleet(Protocol):
 
     @property
     def num_missing(self) -> int:
-        """Slots that `reserve` waits for now."""
+        """Slots that `reserve` is currently waiting for."""
         ...
 
     async def reserve(self, config: EngineConfig, patience: float = 0.0) -> str:
-        """Finds a place for each rank; the address of this machine at which all of them reach the coordinator: that of
-        the loopback where all are on this machine. Slots that may yet come are waited for, at most `patience` seconds.
+        """Reserve a slot for each rank and return the address of this machine at which all ranks reach the coordinator;
+        the loopback address if all ranks are on this machine. Waits at most `patience` seconds for missing slots.
 
         Raises StartError when there are fewer slots than ranks.
         """
         ...
 
     async def launch(self, config: EngineConfig, invitations: Sequence[ConnectInfo], on_death: OnDeath) -> None:
-        """Starts one process per rank, which gets its invitation, in the reserved places: they are the members from 0
-        on. Calls `on_death` when one ends on its own."""
+        """Start one process per rank in the reserved slots, each with its invitation; the members are numbered from 0.
+        Calls `on_death` when a process ends on its own.
+        """
         ...
 
     def where(self, member: int) -> str:
-        """What is said behind a reason for which a member was lost: its node and that one's address, unless all
-        members are on this machine."""
+        """Return a suffix for the reason of a loss: the node of the member and the address of that node; empty if all
+        members are on this machine.
+        """
         ...
 
     async def kill(self, member: int) -> None:
-        """Ends the process of a member at once, whatever state it is in, and waits until that is seen. Nothing to do
-        for one that is gone, or was never there."""
+        """Kill the process of a member immediately, whatever its state, and wait for its exit. No effect if the process
+        does not exist.
+        """
         ...
 
     async def replace(self, lost: int, member: int, invitation: ConnectInfo, config: EngineConfig) -> None:
-        """Starts a process for a new member in the slot of a lost one, whose process is killed if it still runs.
-        `on_death` is told of it as of the others.
+        """Start a process for a new member in the slot of a lost one, whose process is killed if it still runs.
+        `on_death` is called for it as for the others.
 
-        Raises StartError while there is no such slot, as when its machine is gone: it may come back.
+        Raises StartError while the slot is unavailable, for example because its machine is down; it may become
+        available again.
         """
         ...
 
     def shutdown(self) -> Awaitable[None]:
-        """Ends all processes that were started and waits until they are gone."""
+        """Kill all started processes and wait for their exit."""
         ...

@@ -1,6 +1,7 @@
 """The ranks over the control channel: members that load the model, and the epochs that they form.
 
-A verdict ends an epoch, not its members: who is left has its model and keys still, and can be a rank of the next one.
+A verdict ends an epoch, not its members: the remaining members keep the model and their KV cache, and can join the next
+epoch.
 """
 
 import asyncio
@@ -32,32 +33,35 @@ from longleaf.topology import Topology
 from longleaf.types import Loss
 
 MAX_ATTEMPTS = 6
-"""Numbers that are tried one after the other before no epoch can be formed."""
+"""Consecutive epoch numbers that are tried before `form` fails."""
 FORM_SHARE = 2.0
-"""Of the time that the first group took to form, that a later one may take at least: on GPUs all is captured anew."""
+"""Minimum timeout of later epochs, as a multiple of the formation time of the first: on GPUs all graphs are captured
+again.
+"""
 MAX_LATE = 2
-"""Epochs one after the other that a member may be too late for; then it is killed."""
+"""Consecutive epochs that a member may be late for before it is killed."""
 ANSWER_SECONDS = 2.0
-"""How long members may take to give up an epoch that was not formed in time: who does not is what the others waited
-for."""
+"""The time in seconds that members have to abort an epoch that did not form in time. A member that does not answer is
+the one that the others waited for.
+"""
 log = logging.getLogger(__name__)
 
 
 async def nobody(member: int) -> None:
-    """There is no fleet, hence nobody to kill."""
+    """A Kill that does nothing, for use without a fleet."""
     del member
 
 
 def _log(event: MemberEvent) -> None:
-    """Tells who runs the service, whose standard error shows warnings alone."""
+    """Log the event as a warning, the lowest severity that the operator sees on standard error."""
     log.warning("%s", event)
 
 
 class RankManager:
-    """The ranks over ZMQ. Must be made inside a running event loop; `lost` may be called from any thread.
+    """The ranks over ZMQ. Must be created inside a running event loop; `lost` may be called from any thread.
 
-    `kill` ends the process of a member: of one that is silent, or holds up the others, before it counts as lost.
-    `where` tells its place, as `Fleet.where`. `wall_clock` dates losses.
+    `kill` ends the process of a member that is silent or holds up the others, before the member counts as lost. `where`
+    returns its location, as `Fleet.where`. `wall_clock` dates losses.
     """
 
     def __init__(
@@ -71,9 +75,9 @@ class RankManager:
         self._config = config
         self._channel = ControlSocket(config, host, self._take)
         self.roster = MemberRegistry(self._channel, kill, where, config.lost_after)
-        """The members that live."""
+        """The live members."""
         self.invitations = tuple(self.roster.invite()[1] for _ in range(config.world_size))
-        """What the first members need to connect, in the order of their numbers."""
+        """The connection information of the first members, in the order of their numbers."""
         self._group = self._begin(0, list(self.roster))
         self._form_seconds = config.form_timeout
         self._merges: tuple[MergeTiming, ...] = ()
@@ -87,22 +91,22 @@ class RankManager:
 
     @property
     def address(self) -> str:
-        """Where the members connect."""
+        """The address to which the members connect."""
         return self._channel.address
 
     @property
     def num_refused(self) -> int:
-        """Connections of strangers so far that were ended, and messages of former members that were dropped."""
+        """Rejected connections of unauthenticated peers and dropped messages of former members so far."""
         return self._channel.num_refused
 
     @property
     def num_ignored(self) -> int:
-        """Messages so far that a member may not send."""
+        """Ignored messages so far: messages that a member may not send."""
         return self._channel.num_ignored
 
     @property
     def hellos(self) -> tuple[Hello, ...]:
-        """Who the living members are that have said so, in the order of their numbers."""
+        """The hellos of the live members received so far, in the order of the member numbers."""
         return self.roster.hellos
 
     @property
@@ -116,16 +120,16 @@ class RankManager:
 
     @property
     def num_lost(self) -> int:
-        """Members that were lost so far."""
+        """Members lost so far."""
         return self._history.num_lost
 
     def lost(self, member: int, reason: str) -> None:
-        """Tells that the process of a member has ended. Any thread may call it, at any time."""
+        """Report that the process of a member has ended. Thread-safe; may be called at any time."""
         self.roster.lost(member, reason)
 
     @property
     def group(self) -> RankGroup:
-        """The ranks of the epoch that stands, or is being formed."""
+        """The ranks of the current epoch, or of the one that is being formed."""
         return self._group
 
     async def wait_joinable(self) -> None:
@@ -137,7 +141,9 @@ class RankManager:
     # --- epochs ---
 
     async def start(self, epoch: int) -> Formation:
-        """All members say hello; if they have the same model, they load it, meet and report."""
+        """Wait for the hellos of all members, check that their models are equal, and make them load the model and form
+        the epoch.
+        """
         members, wait, verdict = list(self.roster), self.roster.wait, self._group.verdict
         try:
             async with asyncio.timeout(self._config.start_timeout):
@@ -188,15 +194,18 @@ class RankManager:
         raise Unavailable(f"the ranks could not be joined in {MAX_ATTEMPTS} attempts")
 
     def _end_newcomers(self, before: Sequence[int]) -> None:
-        """Kills those that were not in the epoch before, if others are left that were: those could join each other."""
+        """Kill the members that were not in the previous epoch, if some of those that were remain: the latter may be
+        able to form an epoch without the newcomers.
+        """
         loaded = [member.number for member in self.roster.loaded()]
         if any(number in before for number in loaded):
             for number in set(loaded).difference(before):
                 self.roster.end(number, "no epoch could be formed with it")
 
     async def _wait_loaded(self, verdict: asyncio.Future[EpochEnd]) -> list[Member]:
-        """Those that can join, once those are gone that are being killed, and somebody has loaded the model. Raises the
-        verdict of the epoch before when nobody will."""
+        """Return the members that can join, after all pending kills have finished and at least one member has loaded
+        the model. Raises the verdict of the previous epoch when no member can.
+        """
         registry = self.roster
         await registry.settle()
         await registry.wait(lambda: registry.loaded() or not (list(registry) or self._history.is_filling))
@@ -210,7 +219,7 @@ class RankManager:
         return self._group
 
     async def _meet(self, epoch: int, members: Sequence[Member]) -> Formation:
-        """Forms an epoch of these ranks. Raises what ended it."""
+        """Form an epoch of these members. Raises the error that ended it."""
         formation = await self._begin(epoch, members).meet(members, self._merges)
         self._merges = self._merges or formation.readies[0].merges
         for member in members:
@@ -218,8 +227,9 @@ class RankManager:
         return formation
 
     async def _blame_late(self) -> None:
-        """Ends an epoch that was not formed in time, and kills those that were late a second time. Who gives it up
-        now has only waited for another one."""
+        """End an epoch that did not form in time, and kill members that were late MAX_LATE times in a row. A member
+        that aborts the epoch now was only waiting for another one.
+        """
         group = self._group
         seconds = human_seconds(self._form_seconds)
         group.conclude(GroupFailed(f"epoch {group.epoch} was not formed within {seconds}"))
@@ -227,7 +237,7 @@ class RankManager:
             async with asyncio.timeout(ANSWER_SECONDS):
                 await self.roster.wait(lambda: not group.late())
         if len(late := group.late()) == group.num_asked > 1:
-            return  # nobody knows whom they waited for
+            return  # all were late, so that the cause is unknown
         for member in filter(None, map(self.roster.get, late)):
             member.num_late += 1
             if member.num_late >= MAX_LATE:
@@ -238,7 +248,7 @@ class RankManager:
             if hello.member not in before:
                 self.roster.tell(MemberJoined(hello.member, rank, hello.node, formation.epoch))
 
-    # --- beside the steps ---
+    # --- outside the steps ---
 
     async def save(self, member: int, order: Save) -> Saved:
         return await self._orders.save(member, order)
@@ -252,9 +262,9 @@ class RankManager:
     # --- receive ---
 
     def _take(self, number: int, message: FromRank) -> None:
-        """Raises ValueError for what the member may not say."""
+        """Handle a message of a member. Raises ValueError for a message that the member may not send."""
         member = self.roster.get(number)
-        assert member is not None  # who is gone from the roster is a stranger to the channel
+        assert member is not None  # the channel drops messages of members that are not in the registry
         match message:
             case StepResult():
                 self._group.take_result(number, message)
@@ -283,7 +293,7 @@ class RankManager:
     # --- close ---
 
     async def close(self) -> None:
-        """Tells the members to leave. Idempotent."""
+        """Order the members to exit. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             self._orders.close()

@@ -1,4 +1,4 @@
-"""Contexts that an earlier checkpoint has read, made anew for the one that is served."""
+"""Migration of contexts that an earlier checkpoint has read to the served checkpoint."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -17,8 +17,9 @@ from longleaf.tenants import tenant_of
 
 
 class CheckpointMigration:
-    """What the folders of earlier checkpoints keep; they are left as they are. `wall_clock` is what contexts are dated
-    by."""
+    """The contexts in the folders of earlier checkpoints, which are only read. `wall_clock` decides which contexts have
+    expired.
+    """
 
     def __init__(
         self, persistence: Persistence | None, keeping: ContextPersistence, wall_clock: Callable[[], float]
@@ -27,15 +28,16 @@ class CheckpointMigration:
         self._keeping = keeping
         self._wall_clock = wall_clock
         self._names = frozenset(persistence.changed) if persistence is not None else frozenset[str]()
-        """Of all that was there when the service began."""
+        """The names of all contexts that existed when the service started."""
         self._reading: asyncio.Task[Mapping[str, StaleContext]] | None = None
-        """All folders are read whole, also for a tenant that has little there: once for all who wait, and to its end
-        when none does any more."""
+        """The running read. It reads all folders in full, is shared by all concurrent callers, and completes even if
+        all of them are cancelled.
+        """
 
     async def adopt(self, context_id: str, positions: Positions, vocabulary_size: int, room: Room) -> NamedContext:
-        """The context with its tokens and settings, of which nothing is held. Raises AlreadyExists, NotFound,
-        CheckpointChanged where it cannot be read by this checkpoint, DataLoss, StorageUnavailable, and what `room`
-        raises."""
+        """Adopt a context with its tokens and settings; no keys are loaded. Raises AlreadyExists, NotFound,
+        CheckpointChanged where this checkpoint cannot read it, DataLoss, StorageUnavailable, and the errors of `room`.
+        """
         self._keeping.check_free(context_id)
         found = (await self._read({context_id})).get(context_id)
         if found is None:
@@ -45,7 +47,9 @@ class CheckpointMigration:
     async def adopt_all(
         self, positions: Positions, vocabulary_size: int, tenant: str, room: Room
     ) -> tuple[list[NamedContext], dict[str, LongleafError]]:
-        """All of a tenant, by name, and what kept those away that are missing."""
+        """Adopt all contexts of a tenant. Returns them by name order, and the errors of those that were refused, by
+        name.
+        """
         adopted, refused = list[NamedContext](), dict[str, LongleafError]()
         names = set[str]()
         for name in sorted(name for name in self._names if tenant_of(name) == tenant):
@@ -68,7 +72,7 @@ class CheckpointMigration:
             return await self._keeping.adopt(record, path)
 
     async def _read(self, names: Set[str]) -> Mapping[str, StaleContext]:
-        """Those of these names, but for those that have expired."""
+        """Return the unexpired contexts of these names."""
         if self._lasting is None or not names & self._names:
             return {}
         if self._reading is None:
@@ -80,7 +84,7 @@ class CheckpointMigration:
     def _end_reading(self, task: asyncio.Task[Mapping[str, StaleContext]]) -> None:
         self._reading = None
         if not task.cancelled():
-            task.exception()  # its callers may have left; asyncio would log the error
+            task.exception()  # its callers may have been cancelled; asyncio would log the error
 
 
 def _is_past(record: ContextRecord, now: float) -> bool:
@@ -90,8 +94,10 @@ def _is_past(record: ContextRecord, now: float) -> bool:
 def anew(
     found: StaleContext, positions: Positions, vocabulary_size: int
 ) -> tuple[ContextRecord, Sequence[SegmentRecord]]:
-    """The context and its path, rotated as contexts are now, without what its segments have beyond it. It keeps its
-    capacity where that is allowed. Raises CheckpointChanged where this checkpoint cannot read it, and DataLoss."""
+    """Return the context and its path with the current rotation of positions, without the tokens of its segments beyond
+    the path. It keeps its capacity if that is allowed. Raises CheckpointChanged where this checkpoint cannot read it,
+    and DataLoss.
+    """
     record, path, name = found.record, found.path, f"contexts/{found.record.id}"
     if found.has_other_text:
         changed = f"{', '.join(found.differing)} in {found.model} changed since"

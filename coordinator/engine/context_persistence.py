@@ -1,4 +1,4 @@
-"""Contexts and their tokens, told to a catalog: who changes them hears of it once that is kept."""
+"""Persistence of contexts: each change is confirmed to the caller once the catalog has committed it."""
 
 import asyncio
 import copy
@@ -27,20 +27,21 @@ from longleaf.types import ContextSettings
 
 NOBODYS = ""
 FLUSH_SECONDS = 30.0
-"""How often is kept when contexts were used last."""
+"""The interval in seconds at which the last uses of contexts are committed."""
 IDS_AT_ONCE = 256
-"""Ids of segments that are noted at a time."""
+"""Segment ids reserved per catalog write."""
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
 class ContextPersistence:
-    """The contexts of a scheduler, and a catalog: both are changed in the same order, and what cannot be kept is
-    undone. What was begun is brought to its end, also when who asked for it does not wait. Without `lasting` nothing is
-    kept.
+    """Keeps the contexts of a scheduler and of a catalog consistent.
 
-    `delete` deletes a context of the scheduler, and `on_change` is called when that has something to tell; `wall_clock`
-    dates contexts.
+    Both are changed in the same order, and a change that cannot be committed is undone. A started change completes even
+    if its caller is cancelled. Without `persistence` nothing is stored.
+
+    `delete` deletes a context of the scheduler, `on_change` is called when the scheduler has new outcomes, and
+    `wall_clock` dates contexts.
     """
 
     def __init__(
@@ -57,14 +58,14 @@ class ContextPersistence:
         self._begun: Scheduler | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._turn = asyncio.Lock()
-        """Of changes that tell of a whole context: each builds on what was kept before."""
+        """Held while a change of a whole context is committed: each builds on the state committed before."""
         self._used: set[str] = set()
-        """Contexts whose last use is not kept."""
+        """Contexts whose last use is not committed yet."""
         self._gone: set[str] = set()
-        """Contexts that are deleted, and whose journal is not."""
+        """Deleted contexts whose journal entries still exist."""
         self._flush: asyncio.Task[None] | None = None
         self._num_noted = 0
-        """Ids below are noted in the catalog."""
+        """Ids below this one are reserved in the catalog."""
 
     @property
     def is_durable(self) -> bool:
@@ -72,7 +73,7 @@ class ContextPersistence:
 
     @property
     def last_epoch(self) -> int:
-        """Of the services before; 0: there was none."""
+        """The last epoch of earlier service runs; 0 if there was none."""
         return self._lasting.kept.epoch if self._lasting else 0
 
     @property
@@ -87,7 +88,7 @@ class ContextPersistence:
     # --- the start and the end ---
 
     async def begin(self, scheduler: Scheduler, epoch: int) -> None:
-        """The scheduler begins with what is kept, in an epoch of this number. Raises StorageUnavailable."""
+        """Start the scheduler with the stored contexts, in an epoch of this number. Raises StorageUnavailable."""
         self._begun = scheduler
         if self._lasting is not None:
             await self._lasting.catalog.note_epoch(epoch)
@@ -95,7 +96,7 @@ class ContextPersistence:
             self._flush = asyncio.create_task(self._flush_for_ever())
 
     def _take_up(self, kept: CatalogContents) -> None:
-        """Has the scheduler know all that is kept. Nothing of it is held."""
+        """Register all stored contexts with the scheduler. No keys are loaded."""
         segments = self._scheduler.segments
         segments.begin_ids(kept.next_segment)
         found = dict[int, Segment]()
@@ -110,16 +111,16 @@ class ContextPersistence:
             path = found[record.segment].path.cut(record.num_tokens)
             try:
                 self._contexts.adopt(context_of(record, path))
-            except Exception as error:  # it stays in the catalog; no context stops a start
+            except Exception as error:  # it stays in the catalog; a single context must not prevent the start
                 log.error("context %s is left out: an unexpected error", record.id, exc_info=error)
-        for number in sorted(needed, reverse=True):  # what only those need that are left out goes with them
+        for number in sorted(needed, reverse=True):  # release the segments that only skipped contexts need
             holding = segments.holdings.find(number)
             if holding is not None and not holding.num_references:
                 segments.retain(holding.segment.path)
                 segments.release(holding.segment.path)
 
     async def note_epoch(self, epoch: int) -> None:
-        """Another epoch is about to begin: those of services to come have larger numbers, if that can be kept."""
+        """Record the number of the next epoch, so that later service runs use larger numbers. A failure is logged."""
         try:
             if self._lasting is not None:
                 await self._lasting.catalog.note_epoch(epoch)
@@ -127,7 +128,7 @@ class ContextPersistence:
             log.warning("epoch %d is not kept: %s", epoch, error)
 
     async def close(self) -> None:
-        """Keeps all that is known by now."""
+        """Finish the running changes and commit the last uses."""
         if self._flush is not None:
             self._flush.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -155,13 +156,13 @@ class ContextPersistence:
             await (self._lasting.snapshots or self._lasting.catalog).commit(change)
 
     def num_bytes(self, context: NamedContext) -> int:
-        """Bytes kept of a context: of its segments, and on storage."""
+        """Return the stored bytes of a context: those of its segments in the catalog, and those on storage."""
         totals = Totals()
         totals.add(context.id, context.num_tokens, context.path.segments)
         return self.total_bytes(totals)
 
     def total_bytes(self, totals: Totals) -> int:
-        """The same of all contexts of a tenant."""
+        """Return the stored bytes of all contexts of a tenant."""
         if self._lasting is None:
             return 0
         snapshots = self._lasting.snapshots
@@ -170,14 +171,14 @@ class ContextPersistence:
     # --- changes ---
 
     def use(self, context_id: str | None) -> None:
-        """A context is asked, if one is."""
+        """Record a use of the context, if it exists."""
         if (context := self._contexts.find(context_id)) is not None:
             context.used = self._wall_clock()
             context.num_hits += 1
             self._used.add(context.id)
 
     def seal(self, request_id: int) -> None:
-        """A document has been read: it is acknowledged once it is kept."""
+        """Commit the context of a document that has been read; the ingest is acknowledged afterwards."""
         self._start(self._seal(request_id))
 
     async def _seal(self, request_id: int) -> None:
@@ -207,7 +208,7 @@ class ContextPersistence:
                 await self._take_back(after.id)
 
     def _grown(self, job: IngestJob, now: float) -> NamedContext:
-        """The context as it is once a document is a part of it."""
+        """Return the context as it will be with the document."""
         known = self._contexts.find(job.context)
         after = copy.copy(known) if known else NamedContext(job.context, now, TokenPath(), job.request.capacity)
         after.grow(job.tail.segment, now, job.document.upload_id)
@@ -215,7 +216,7 @@ class ContextPersistence:
         return after
 
     async def _take_back(self, context_id: str) -> None:
-        """A context was given up while it was being kept: what is kept is what is known again."""
+        """Restore the stored state of a context that was dropped while its change was being committed."""
         known = self._contexts.find(context_id)
         change = Change(contexts=(context_record(known),)) if known else Change(dropped_contexts=(context_id,))
         try:
@@ -224,45 +225,49 @@ class ContextPersistence:
             log.warning("context %s was given up, and may be there after the next start: %s", context_id, error)
 
     async def fork(self, source: str, context_id: str, num_tokens: int | None) -> NamedContext:
-        """As the scheduler does. Raises StorageUnavailable when that cannot be kept, and NotFound if it is deleted
-        meanwhile."""
+        """Fork a context, as `Scheduler.fork_context`. Raises StorageUnavailable when the fork cannot be committed, and
+        NotFound if it is deleted meanwhile.
+        """
         forked = self._scheduler.fork_context(source, context_id, num_tokens, self._wall_clock())
         await self._end(self._put(forked, lambda: self._undo_fork(forked)))
-        return self._contexts.get(context_id)  # it may be gone by now
+        return self._contexts.get(context_id)  # it may have been deleted meanwhile
 
     def _undo_fork(self, forked: NamedContext) -> None:
         if self._contexts.find(forked.id) is forked:
             self._delete(self._scheduler, forked.id)
 
     def check_free(self, context_id: str) -> None:
-        """Raises AlreadyExists."""
+        """Raises AlreadyExists if the name is in use."""
         if context_id in self._contexts or self._scheduler.is_read_into(context_id):
             raise AlreadyExists(f"contexts/{context_id}")
 
     async def adopt(
         self, record: ContextRecord, path: Sequence[SegmentRecord], snapshots: Sequence[SnapshotRecord] = ()
     ) -> NamedContext:
-        """A context that was kept elsewhere, with the segments of its path, the first one first, and snapshots of
-        these. Segments get new ids. It is kept, and then rests; also when who asked for it does not wait.
+        """Add a context that was stored elsewhere, with the segments of its path in order, and their snapshots.
 
-        Raises AlreadyExists, and StorageUnavailable when it cannot be kept.
+        Segments get new ids. The context is committed and starts evicted. The change completes even if the caller is
+        cancelled.
+
+        Raises AlreadyExists, and StorageUnavailable when the context cannot be committed.
         """
         return await self.adopt_as(renumbered(record, path, snapshots, self.take_ids(len(path))))
 
     def take_ids(self, count: int) -> int:
-        """The first of so many ids of segments, which nobody else gets."""
+        """Reserve `count` consecutive segment ids and return the first."""
         return self._scheduler.segments.take_ids(count)
 
     async def note_ids(self, segment_id: int) -> None:
-        """Has an id that was taken never be given out again, also where nothing else is kept of its segment: objects on
-        storage may be named after it. Raises StorageUnavailable."""
+        """Ensure that a taken id is never reused, even if nothing else of its segment is stored: objects on storage may
+        be named after it. Raises StorageUnavailable.
+        """
         if segment_id >= self._num_noted:
             number = segment_id + IDS_AT_ONCE
             await self._commit(Change(next_segment=number))
             self._num_noted = max(number, self._num_noted)
 
     async def adopt_as(self, change: Change) -> NamedContext:
-        """As `adopt`, of one context and its path, whose segments have ids that were taken for them."""
+        """As `adopt`, for one context and its path, whose segments already have reserved ids."""
         return await self._end(self._adopt(change))
 
     async def _adopt(self, change: Change) -> NamedContext:
@@ -271,7 +276,7 @@ class ContextPersistence:
             self.check_free(record.id)
             await self._commit(change)
             try:
-                self.check_free(record.id)  # steps go on meanwhile, and calls of clients
+                self.check_free(record.id)  # steps and calls of clients continue during the commit
             except AlreadyExists:
                 await self._take_back(record.id)
                 raise
@@ -280,7 +285,7 @@ class ContextPersistence:
         return context
 
     def _enter(self, record: ContextRecord, path: Sequence[SegmentRecord]) -> NamedContext:
-        """Has the scheduler know a context and its path. Nothing of it is held."""
+        """Register a context and its path with the scheduler. No keys are loaded."""
         before = NOWHERE
         for each in path:
             segment = segment_of(each, before, tenant_of(record.id))
@@ -291,15 +296,15 @@ class ContextPersistence:
         return context
 
     async def update(self, context_id: str, settings: ContextSettings) -> NamedContext:
-        """Raises NotFound, and StorageUnavailable when that cannot be kept."""
+        """Raises NotFound, and StorageUnavailable when the change cannot be committed."""
         contexts, before = self._contexts, self._contexts.get(context_id).settings
         context = contexts.change(context_id, settings, self._wall_clock())
-        self._on_change()  # it may expire sooner
+        self._on_change()  # its expiry may be earlier now
         await self._end(self._put(context, lambda: contexts.restore(context, before)))
         return contexts.get(context_id)
 
     async def _put(self, context: NamedContext, undo: Callable[[], None]) -> None:
-        """A context has been made or changed; what cannot be kept is undone."""
+        """Commit a new or changed context, or undo the change."""
         try:
             async with self._turn:
                 if self._contexts.find(context.id) is context:  # else it has been deleted meanwhile
@@ -310,7 +315,7 @@ class ContextPersistence:
             raise
 
     async def delete(self, context_id: str) -> None:
-        """Raises NotFound, and StorageUnavailable when that cannot be kept: then the context is there again."""
+        """Raises NotFound, and StorageUnavailable when the deletion cannot be committed; the context then remains."""
         context = self._contexts.get(context_id)
         self._delete(self._scheduler, context_id)
         await self._end(self._drop_or_bring_back(context))
@@ -330,7 +335,7 @@ class ContextPersistence:
         self._clear_journal()
 
     def _clear_journal(self) -> None:
-        """Of contexts that are gone for good: what fails is tried again."""
+        """Remove the journal entries of deleted contexts. Failures are retried later."""
         for context_id in list(self._gone):
             try:
                 if self._lasting is not None and self._contexts.find(context_id) is None:
@@ -342,7 +347,7 @@ class ContextPersistence:
                 )
 
     def expire(self, context_id: str) -> None:
-        """A context has expired. If that cannot be kept, it expires again when the service starts."""
+        """Delete an expired context from the catalog. If that fails, the context expires again at the next start."""
         self._start(self._expire(context_id))
 
     async def _expire(self, context_id: str) -> None:
@@ -354,7 +359,7 @@ class ContextPersistence:
 
     def _bring_back(self, context: NamedContext) -> None:
         if self._contexts.find(context.id) is not None:
-            return  # another one has the name by now
+            return  # the name has been reused meanwhile
         holdings = self._scheduler.segments.holdings
         known = {holding.segment for holding in holdings}
         for segment in context.path.segments:
@@ -364,8 +369,8 @@ class ContextPersistence:
         self._contexts.adopt(again)
 
     async def _end(self, work: Coroutine[Any, Any, T]) -> T:
-        """Waits for the end of something; it comes to that also when the waiting is cancelled."""
-        return await (asyncio.shield(self._start(work)) if self._lasting else work)  # else it is done at once
+        """Wait for the result of `work`, which completes even if the waiting is cancelled."""
+        return await (asyncio.shield(self._start(work)) if self._lasting else work)  # else it ends at once
 
     def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
@@ -375,14 +380,16 @@ class ContextPersistence:
 
 
 def _sound(kept: CatalogContents) -> Iterator[tuple[ContextRecord, tuple[SegmentRecord, ...]]]:
-    """The contexts that are not damaged, and their paths."""
+    """Yield the undamaged contexts and their paths."""
     for record in kept.contexts:
         with suppress(DataLoss):
             yield record, kept.path(record)
 
 
 def _tenants(contexts: Iterable[tuple[ContextRecord, Sequence[SegmentRecord]]]) -> dict[int, str]:
-    """Whose segments are, by id. What several tenants came to share, while they might, nobody finds any more."""
+    """Return the tenants of the segments, by segment id. A segment that earlier versions shared between tenants belongs
+    to none, so that it is not shared again.
+    """
     found = dict[int, str]()
     for record, path in contexts:
         tenant = tenant_of(record.id)

@@ -1,4 +1,4 @@
-"""What clients do with contexts, but for reading documents into them."""
+"""The operations of clients on contexts, except ingests."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -19,15 +19,18 @@ from longleaf.tenants import DEFAULT_TENANT
 from longleaf.types import ContextSettings, SkippedContext
 
 ANSWER_PART = 8
-"""Answers as long as there is room for have together this part of the pools of all ranks: all others would wait."""
+"""The divisor of the default answer length: all answers of a request without a limit get at most 1/8 of the pools of
+all ranks, so that other requests do not have to wait.
+"""
 
 
 class ContextService(ABC):
-    """The part of an engine that looks after contexts by their names. All of it raises Unavailable where the engine
-    cannot answer."""
+    """The part of an engine that manages contexts by name. All methods raise Unavailable while the engine cannot
+    answer.
+    """
 
     positions: Positions
-    """How far positions may go, and how they are rotated; known once the ranks are ready."""
+    """The limit on positions and their rotation; known once the ranks are ready."""
     _config: EngineConfig
     _keeping: ContextPersistence
     _earlier: CheckpointMigration
@@ -42,23 +45,25 @@ class ContextService(ABC):
 
     @abstractmethod
     def _open(self) -> Scheduler:
-        """What clients reach the service through. Raises Unavailable."""
+        """Return the scheduler for a call of a client. Raises Unavailable."""
         ...
 
     @abstractmethod
     def _readies(self) -> Sequence[Ready]:
-        """What the ranks of this epoch said when they were ready."""
+        """Return the Ready messages of the ranks of this epoch."""
         ...
 
     @abstractmethod
     def _view(self, context: NamedContext) -> types.Context: ...
 
     def num_tokens(self, context_id: str) -> int:
-        """Tokens of a context. Raises NotFound."""
+        """Return the number of tokens of a context. Raises NotFound."""
         return self.named(context_id).num_tokens
 
     def answer_room(self, context: str | None, num_tokens: int, num_samples: int, *, is_whole: bool = True) -> int:
-        """Tokens that each answer may have after so many of a prompt. `is_whole`: see Prompt. Raises NotFound."""
+        """Return the maximum tokens of each answer after a prompt of `num_tokens`. `is_whole`: see Prompt. Raises
+        NotFound.
+        """
         named = self.named(context) if context is not None else None
         num_prompt = (named.num_tokens if named else 0) + num_tokens
         if named is None:
@@ -70,8 +75,9 @@ class ContextService(ABC):
         return min(capacity - num_prompt, self.total_tokens // (ANSWER_PART * num_samples))
 
     def scaling_note(self, context: str | None, num_tokens: int, max_tokens: int, *, is_whole: bool = True) -> str:
-        """Why an answer of up to `max_tokens` after a prompt of `num_tokens` is not that of transformers because of how
-        its positions are scaled; empty where it is. `is_whole`: see Prompt. Raises NotFound."""
+        """Return the reason why the scaling of positions makes an answer of up to `max_tokens` after a prompt of
+        `num_tokens` differ from that of transformers; empty if it does not. `is_whole`: see Prompt. Raises NotFound.
+        """
         if context is None:
             return self.positions.scaling_note(self.positions.ropes(num_tokens + num_fed(max_tokens)), num_tokens)
         named = self.named(context)
@@ -83,7 +89,7 @@ class ContextService(ABC):
         return self.positions.scaling_note(ropes, num_prompt)
 
     def grounds(self, context_id: str) -> AttributionContext:
-        """What can be told of where answers about a context come from. Raises NotFound."""
+        """Return the data that attributes answers to the parts of a context. Raises NotFound."""
         path, readies = self.named(context_id).path, self._readies()
         return AttributionContext(
             segments=path.ids,
@@ -95,7 +101,7 @@ class ContextService(ABC):
         )
 
     def made_by(self, context_id: str) -> str:
-        """What its client called the ingest that made the last document of a context. Raises NotFound."""
+        """Return the client's upload id of the last document of a context. Raises NotFound."""
         return self.named(context_id).upload_id
 
     def named(self, context_id: str) -> NamedContext:
@@ -104,7 +110,9 @@ class ContextService(ABC):
             return self._open().contexts.get(context_id)
 
     def text_parts(self, context_id: str) -> list[DocumentPart]:
-        """The tokens of a context, and which text they are. Raises NotFound, ContextLost or CheckpointChanged."""
+        """Return the token ids and the texts of the parts of a context. Raises NotFound, ContextLost or
+        CheckpointChanged.
+        """
         path = self.named(context_id).path
         return [
             DocumentPart(token_ids=segment.token_ids, num_tokens=end - start, text=segment.text)
@@ -112,30 +120,30 @@ class ContextService(ABC):
         ]
 
     def get_context(self, context_id: str) -> types.Context:
-        """Raises NotFound. Looks at all that ranks hold of it; `num_tokens` does not."""
+        """Return a context with its placement on the ranks, which is slower than `num_tokens`. Raises NotFound."""
         return self._view(self.named(context_id))
 
     def welcome(self, context: NamedContext) -> types.Context:
-        """There is another context now."""
+        """Return the view of a new context, and drop the record of an earlier loss of its name."""
         self._recoveries.forget(context.id)
         return self._view(context)
 
     def list_contexts(
         self, after: str = "", limit: int | None = None, *, tenant: str = DEFAULT_TENANT
     ) -> list[types.Context]:
-        """Those of a tenant, sorted by id: those that come after `after`, at most `limit`."""
+        """Return at most `limit` contexts of a tenant whose ids sort after `after`, sorted by id."""
         return [self._view(context) for context in self._open().contexts.of_tenant(tenant, after, limit)]
 
     def usage(self, tenant: str) -> TenantUsage:
-        """What a tenant takes, but for storage."""
+        """Return the usage of a tenant, except storage."""
         return self._open().usage(tenant)
 
     def storage_bytes(self, tenant: str) -> int:
-        """Bytes that are kept of a tenant's contexts, on storage and in the catalog."""
+        """Return the stored bytes of the tenant's contexts, on storage and in the catalog."""
         return self._keeping.total_bytes(self._open().contexts.totals(tenant))
 
     async def fork_context(self, source: str, context_id: str, num_tokens: int | None = None) -> types.Context:
-        """A new context of the first `num_tokens` tokens of another, by default all. Copies nothing.
+        """Create a context of the first `num_tokens` tokens of another, by default all. Copies nothing.
 
         Raises NotFound, AlreadyExists, InvalidArgument naming token_count, Unavailable or StorageUnavailable.
         """
@@ -145,9 +153,11 @@ class ContextService(ABC):
         return self.welcome(forked)
 
     async def reread_context(self, context_id: str, vocabulary_size: int, room: Room = any_room) -> types.Context:
-        """The context of that name that an earlier checkpoint has read, parked, to be read again by this one, which
-        knows so many tokens. Raises NotFound, AlreadyExists, CheckpointChanged, DataLoss, StorageUnavailable, and what
-        `room` raises."""
+        """Adopt the context of that name that an earlier checkpoint has read. It starts evicted and is recomputed by
+        this checkpoint, whose vocabulary has `vocabulary_size` tokens.
+
+        Raises NotFound, AlreadyExists, CheckpointChanged, DataLoss, StorageUnavailable, and the errors of `room`.
+        """
         self._open()
         with self._recoveries.explaining():
             context = await self._earlier.adopt(context_id, self.positions, vocabulary_size, room)
@@ -156,20 +166,21 @@ class ContextService(ABC):
     async def reread_contexts(
         self, vocabulary_size: int, tenant: str = DEFAULT_TENANT, room: Room = any_room
     ) -> types.RecomputeResult:
-        """All contexts of a tenant that earlier checkpoints have read."""
+        """Adopt all contexts of a tenant that earlier checkpoints have read."""
         self._open()
         adopted, refused = await self._earlier.adopt_all(self.positions, vocabulary_size, tenant, room)
         reported = tuple(SkippedContext(name, str(error)) for name, error in refused.items())
         return types.RecomputeResult(contexts=tuple(map(self.welcome, adopted)), left_out=reported)
 
     async def update_context(self, context_id: str, settings: ContextSettings) -> types.Context:
-        """Raises NotFound, InvalidArgument for a time that has passed, and StorageUnavailable."""
+        """Raises NotFound, InvalidArgument for an expiry time in the past, and StorageUnavailable."""
         self._open()
         settings.check(self._wall_clock(), "context")
         return self._view(await self._keeping.update(context_id, settings))
 
     async def delete_context(self, context_id: str) -> None:
-        """Raises NotFound and StorageUnavailable. Generations that run on it go on; an ingest into it fails with
-        NotFound."""
+        """Raises NotFound and StorageUnavailable. Running generations on the context continue; an ingest into it fails
+        with NotFound.
+        """
         self._open()
         await self._keeping.delete(context_id)

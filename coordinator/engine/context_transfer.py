@@ -1,4 +1,4 @@
-"""The engine as contexts that move see it: what leaves is held back from deletion, and what comes rests until asked."""
+"""Export and import of contexts. Exported segments are protected from deletion; imported contexts start evicted."""
 
 import asyncio
 import logging
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class ContextSource(Protocol):
-    """What the engine tells of contexts."""
+    """The view of the engine that transfers need."""
 
     @property
     def positions(self) -> Positions: ...
@@ -46,13 +46,12 @@ class ContextSource(Protocol):
     def made_by(self, context_id: str) -> str: ...
 
     def welcome(self, context: NamedContext) -> Context:
-        """There is another context now."""
+        """Return the view of a new context."""
         ...
 
 
 class ContextTransfer:
-    """Implements coordinator.handlers.transfer.ports.TransferEngine. Without `snapshots` nothing is kept, and contexts
-    only leave."""
+    """Implements coordinator.handlers.transfer.ports.TransferEngine. Without `snapshots` only exports are possible."""
 
     def __init__(
         self, engine: ContextSource, persistence: ContextPersistence, snapshots: Snapshots | None, model: Path
@@ -90,7 +89,9 @@ class ContextTransfer:
         return exporting
 
     async def _save(self, snapshots: Snapshots, segment_id: int) -> None:
-        """What is not held, or not to be written, leaves without its keys. Raises StorageUnavailable."""
+        """Write a segment to storage, unless it is not in memory or may not be written; it is then exported without its
+        keys. Raises StorageUnavailable.
+        """
         try:
             await snapshots.save([segment_id])
         except StorageUnavailable:
@@ -126,7 +127,7 @@ class ContextExport:
         return self._found
 
     async def hold(self, segment: Segment) -> None:
-        """Has what storage has of a segment, if anything, leave too, and stay there. Raises StorageUnavailable."""
+        """Include the snapshot of a segment, if any, and protect it from deletion. Raises StorageUnavailable."""
         snapshots = self._snapshots
         if snapshots is None or not snapshots.is_usable(segment.id):
             return
@@ -158,7 +159,7 @@ class ContextImport:
         self._keeping = persistence
         self._snapshots = snapshots
         self._archive = secrets.token_hex(8)
-        """A name that no other archive has had here."""
+        """A name that is unique among the archives of this service."""
         self._attempts: list[Attempt] = []
         self._last_segment = -1
         self._is_over = False

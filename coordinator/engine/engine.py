@@ -37,15 +37,16 @@ from longleaf.rank_protocol.step import StepPlan, StepResult
 from longleaf.types import Cluster, ModelInfo, expired
 
 Observer = Callable[[StepPlan, StepResult], None]
-"""Sees each step once it is answered, in their order, while the ranks work on the next one. It must be quick, and not
-raise."""
+"""Receives each step with its result, in order, while the ranks work on the next one. It must be fast, and must not
+raise.
+"""
 ANY_MODEL = ModelInfo(name="")
 log = logging.getLogger(__name__)
 STOPPING = "the service is stopping"
 
 
 def unobserved(*_: object) -> None:
-    """Nobody looks at the steps."""
+    """An Observer that ignores the steps."""
 
 
 class Engine(ContextService):
@@ -64,13 +65,13 @@ class Engine(ContextService):
         observe: Observer = unobserved,
         durability: Persistence | None = None,
     ) -> None:
-        """Without `durability` contexts last as long as the service."""
+        """Without `durability` contexts are lost when the service stops."""
         self._ranks = ranks
         self._config = config
         self.positions = Positions(Rotary(), max_positions, allow_long=config.allow_long)
-        """How far positions may go, and how they are rotated; known once the ranks are ready."""
+        """The limit on positions and their rotation; known once the ranks are ready."""
         self._notes: tuple[str, ...] = ()
-        """Why each of the first ranks could not compare the model with plain attention."""
+        """For each of the first ranks, the reason why it could not compare the model with plain attention."""
         self._clock = clock
         self._wall_clock = wall_clock
         self._recoveries = RecoveryStatus(clock, durability.changed if durability else None)
@@ -83,7 +84,7 @@ class Engine(ContextService):
             SnapshotCoordinator(snapshots, ranks, self._epochs, lambda: self._wake.set()) if snapshots else None
         )
         self.house = ContextTransfer(self, self._keeping, snapshots, Path(config.model))
-        """Where contexts move from and to."""
+        """Export and import of contexts."""
         self._scheduler: Scheduler | None = None
         self._failure: LongleafError | None = Unavailable("the service is starting")
         self._readers = StreamRegistry(clock)
@@ -94,20 +95,20 @@ class Engine(ContextService):
         self._loop_task: asyncio.Task[None] | None = None
         self._is_closing = False
         self.changes = ChangeCounter()
-        """Noted whenever `cluster` may answer otherwise than before."""
+        """Incremented whenever the result of `cluster` may have changed."""
 
     @property
     def max_positions(self) -> int:
-        """Tokens that context, input and answer may have together."""
+        """The maximum number of tokens of context, input and answer together."""
         return self.positions.limit
 
     @property
     def limit_name(self) -> str:
-        """What sets `max_positions`."""
+        """The setting that determines `max_positions`."""
         return self.positions.limit_name
 
     def check_capacity(self, declared: int) -> None:
-        """Raises InvalidArgument when no context may be made for so many positions."""
+        """Raises InvalidArgument when a context cannot have this capacity."""
         self.positions.check_capacity(declared)
 
     @property
@@ -116,8 +117,9 @@ class Engine(ContextService):
 
     @property
     def exactness_note(self) -> str:
-        """Why answers are not what the model alone would say; empty where they are. Until the ranks are ready only the
-        settings are known."""
+        """The reasons why answers may differ from those of the model alone; empty when they do not. Until the ranks are
+        ready, only the settings are considered.
+        """
         return "; ".join(dict.fromkeys(note for note in (self._config.exactness_note, *self._notes) if note))
 
     @property
@@ -126,7 +128,7 @@ class Engine(ContextService):
         return self._epochs.current.num_tokens if self._epochs.is_begun else 0
 
     async def start(self) -> tuple[Ready, ...]:
-        """Waits until the ranks are ready. Raises StartError, ModelRefused or RankLost."""
+        """Wait until the ranks are ready. Raises StartError, ModelRefused or RankLost."""
         first = FIRST_EPOCH + self._keeping.last_epoch
         epoch = await self._epochs.start(self._config.block_size, first)
         readies = epoch.formation.readies
@@ -147,24 +149,27 @@ class Engine(ContextService):
         return readies
 
     def warm(self) -> None:
-        """Has kept contexts come back before anybody asks them, those used last first, as many as there is room
-        for."""
+        """Reload stored contexts before the first request, the most recently used first, as far as the pools have
+        space.
+        """
         self._current().warm()
         self._wake.set()
 
-    # --- what clients do ---
+    # --- calls of clients ---
 
     def submit(self, prompt: Prompt) -> Stream:
-        """Starts a generation. Its stream ends when all samples have ended.
+        """Start a generation. Its stream ends when all samples have ended.
 
         Raises InvalidArgument, NotFound, ResourceExhausted, DeadlineExceeded or Unavailable.
         """
         return self._admit(prompt, prompt.num_samples, prompt.num_open)
 
     def ingest(self, document: DocumentPrompt) -> Stream:
-        """Reads a document into a new context, or on the end of one. The stream yields Progress and ends once the
-        context is acknowledged. Raises AlreadyExists, NotFound, InvalidArgument, ResourceExhausted, DeadlineExceeded
-        or Unavailable."""
+        """Read a document into a new context, or append it to an existing one. The stream yields Progress and ends once
+        the context is acknowledged.
+
+        Raises AlreadyExists, NotFound, InvalidArgument, ResourceExhausted, DeadlineExceeded or Unavailable.
+        """
         return self._admit(document)
 
     def _admit(self, asked: Prompt | DocumentPrompt, num_samples: int = 1, num_open: int = 1) -> Stream:
@@ -172,7 +177,7 @@ class Engine(ContextService):
             self._open().admit(self._next_id, asked, self._clock())
         if isinstance(asked, DocumentPrompt):
             self._recoveries.forget(asked.context)
-        elif not asked.is_probe:  # which reads for an answer that has counted
+        elif not asked.is_probe:  # a probe belongs to an answer that has been counted
             self._keeping.use(asked.context)
         request_id, self._next_id = self._next_id, self._next_id + num_samples
         stream = Stream(
@@ -190,8 +195,9 @@ class Engine(ContextService):
         self._wake.set()
 
     def _expire(self, scheduler: Scheduler) -> float | None:
-        """Deletes the contexts whose time has passed, and ends the ingests into such; gives the seconds until the next
-        one's."""
+        """Delete the expired contexts and end the ingests into them. Returns the seconds until the next expiry, None if
+        there is none.
+        """
         now = self._wall_clock()
         for context_id in scheduler.contexts.expired(now):
             self._delete(scheduler, context_id)
@@ -203,7 +209,7 @@ class Engine(ContextService):
         return None if following is None else following - now
 
     def cluster(self, model: ModelInfo = ANY_MODEL, launcher: str = "") -> Cluster:
-        """The ranks that live, and the load. Which model they serve, and what started them, the engine is told."""
+        """Return the live ranks and the load. `model` and `launcher` are copied into the result."""
         scheduler, losses, latest = self._open(), self._ranks.losses, self._recoveries.latest
         found = view_cluster(scheduler, self._config, self._epochs.current, losses, self.exactness_note)
         storage = self._storing.view() if self._storing is not None else None
@@ -211,7 +217,7 @@ class Engine(ContextService):
 
     @property
     def counts(self) -> Counts:
-        """What was done until now; also when the engine has ended."""
+        """The totals so far; also available after the engine has ended."""
         counts, scheduler = self._counts, self._scheduler
         if scheduler is not None:
             count_scheduled(scheduler, counts)
@@ -220,20 +226,21 @@ class Engine(ContextService):
         return counts
 
     def audit(self) -> None:
-        """The scheduler adds up, and every open stream belongs to a request."""
+        """Check the invariants of the scheduler, and that every open stream belongs to a request."""
         scheduler = self._open()
         scheduler.audit()
         assert len(self._readers) == scheduler.num_waiting + scheduler.num_running
 
     def _open(self) -> Scheduler:
-        """What clients reach the service through. Raises Unavailable with what keeps it from answering: RankLost is
-        for those whose streams a rank's loss broke off."""
+        """Return the scheduler for a call of a client. Raises Unavailable with the failure as its reason; RankLost
+        itself is raised only on streams that the loss of a rank interrupted.
+        """
         if self._failure is not None:
             raise Unavailable(str(self._failure)) from self._failure
         return self._current()
 
     def _current(self) -> Scheduler:
-        """Raises what keeps the service from answering. What has expired is gone, even before the loop comes to it."""
+        """Return the scheduler, after the deletion of expired contexts. Raises the failure that stopped the engine."""
         if self._failure is not None:
             raise self._failure
         assert self._scheduler is not None
@@ -268,8 +275,9 @@ class Engine(ContextService):
     # --- the loop ---
 
     async def run(self) -> None:
-        """Runs steps until `close`, from epoch to epoch. When no rank is left that could go on, every stream fails with
-        RankLost, and it is raised here."""
+        """Run steps until `close`, from epoch to epoch. When no rank is left to continue, every stream fails with
+        RankLost, which is also raised here.
+        """
         scheduler = self._current()
         self._loop_task = asyncio.current_task()
         self._epochs.watch(self._wake.set)
@@ -296,8 +304,9 @@ class Engine(ContextService):
             await self._steps.abandon()
 
     def _turn(self, scheduler: Scheduler) -> None:
-        """Takes in the answers that are there, sends what the ranks shall do next, then does what is less urgent: tells
-        the readers, counts and measures. Raises what keeps the service from answering."""
+        """Commit the available results and send the next plans; then do the less urgent work: notify the readers, count
+        and measure. Raises the failure that stopped the engine.
+        """
         if self._failure is not None:
             raise self._failure
         outcomes, answers = list[Outcome](), list[StepCompletion]()
@@ -318,7 +327,7 @@ class Engine(ContextService):
         scheduler.learn()
 
     def _tell(self, scheduler: Scheduler, outcomes: Sequence[Outcome] = ()) -> None:
-        """Tells the readers what happened."""
+        """Publish outcomes, recovery progress and faults."""
         for fault in scheduler.take_faults():
             log.error("an unexpected error ended what it came from, and nothing else", exc_info=fault)
         reported = [*outcomes, *scheduler.drain()]
@@ -333,32 +342,33 @@ class Engine(ContextService):
         if self._storing is not None:
             try:
                 self._storing.turn()
-            except Exception as error:  # what is lost is recomputed, or waits for the next turn
+            except Exception as error:  # lost data is recomputed, or waits for the next turn
                 log.error("storage was not looked at: an unexpected error", exc_info=error)
 
     async def _wait(self, scheduler: Scheduler) -> None:
-        """Waits for something to do, at most until a request's deadline or a context's expiry."""
+        """Wait for work, at most until the deadline of a request or the expiry of a context."""
         deadline, expiry = scheduler.next_deadline, self._expire(scheduler)
         waits = [MAX_SECONDS] + ([] if deadline is None else [deadline - self._clock()])
         waits += [] if expiry is None else [expiry]
         timer = asyncio.get_running_loop().call_later(max(0.0, min(waits)), self._wake.set)
-        self.changes.note()  # whatever changes, by clients, steps or time, has led here
+        self.changes.note()  # every change, by clients, steps or time, leads here
         await self._wake.wait()
         timer.cancel()
 
     def _fail(self, error: LongleafError) -> None:
-        """Ends every stream with `error` and refuses what comes later."""
+        """End every stream with `error` and refuse later calls."""
         self._failure = error
         self._readers.close_all(error)
         self.changes.end()
 
     def end_streams(self, reason: str = STOPPING) -> None:
-        """Ends every stream with Unavailable for that reason, or with what ended the service before, and refuses what
-        comes later."""
+        """End every stream with Unavailable and `reason`, or with the failure that stopped the engine before, and
+        refuse later calls.
+        """
         self._fail(self._failure or Unavailable(reason))
 
     async def close(self) -> None:
-        """Ends every stream and tells the ranks to leave."""
+        """End every stream and order the ranks to exit."""
         self._is_closing = True
         self.end_streams()
         if self._loop_task is not None and self._loop_task is not asyncio.current_task():

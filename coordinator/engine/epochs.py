@@ -1,4 +1,4 @@
-"""From one epoch to the next: what ends one, who the ranks are then, and what they must be told."""
+"""Transitions between epochs: detection of the end, the ranks of the next epoch, and the data that they are sent."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -15,12 +15,13 @@ from longleaf.rank_protocol.group_messages import KvLayout
 
 FIRST_EPOCH = 1
 MAX_IDLE = 8
-"""Epochs one after the other that may break before their first step."""
+"""Consecutive epochs that may break before their first step."""
 
 
 class Epochs:
-    """The epochs of an engine. `on_change` is called when the current one has ended, when others could join, or
-    when no others will."""
+    """The epochs of an engine. `on_change` is called when the current epoch has ended, when more members can join, or
+    when no replacement is pending any more.
+    """
 
     def __init__(
         self,
@@ -29,7 +30,7 @@ class Epochs:
         clock: Callable[[], float],
         note: Callable[[int], Awaitable[None]],
     ) -> None:
-        """`note` keeps the number of an epoch before it begins."""
+        """`note` records the number of an epoch before it begins."""
         self._note = note
         self._ranks = ranks
         self._recoveries = recoveries
@@ -40,13 +41,13 @@ class Epochs:
         self._joinable: asyncio.Task[None] | None = None
         self._settled: asyncio.Task[None] | None = None
         self._num_idle = 0
-        """Epochs one after the other that broke before a step was answered."""
+        """Consecutive epochs that broke before a step was answered."""
         self._num_answered = 0
-        """Steps that were, before the current one."""
+        """Steps answered before the current epoch."""
 
     @property
     def is_begun(self) -> bool:
-        """Whether there was a first one."""
+        """Whether the first epoch has formed."""
         return self._current is not None
 
     @property
@@ -55,12 +56,12 @@ class Epochs:
         return self._current
 
     async def start(self, block_size: int, number: int = FIRST_EPOCH) -> Epoch:
-        """The first epoch, of this number. Raises StartError, ModelRefused or RankLost."""
+        """Form the first epoch, with this number. Raises StartError, ModelRefused or RankLost."""
         self._current = Epoch.first(await self._ranks.start(number), block_size)
         return self._current
 
     def watch(self, on_change: Callable[[], None]) -> None:
-        """From here on `on_change` is called."""
+        """Start to call `on_change`."""
         self._on_change = on_change
         self._watch()
 
@@ -77,36 +78,36 @@ class Epochs:
         return await formation.group.wait_ended()
 
     def unwatch(self) -> None:
-        """Nobody wants to know any more."""
+        """Stop calling `on_change`."""
         for task in (self._ended, self._joinable, self._settled):
             if task is not None:
                 task.cancel()
 
     @property
     def is_over(self) -> bool:
-        """The ranks do no more steps."""
+        """Whether the current epoch has ended."""
         return self._ended is not None and self._ended.done()
 
     @property
     def may_grow(self) -> bool:
-        """Others could join as soon as no step is under way."""
+        """Whether more members can join once no step is running."""
         return self._joinable is not None and self._joinable.done()
 
     def settle(self, scheduler: Scheduler) -> None:
-        """Has what the ranks cannot hold given up, once nobody is to come any more."""
+        """Drop the contexts that the ranks cannot hold, once no replacement is pending."""
         if self._settled is not None and self._settled.done() and not scheduler.is_settled:
             scheduler.settle()
 
     async def ended(self) -> EpochEnd:
-        """Why the current one is over, once it is."""
+        """Return the reason why the current epoch ended, once it has."""
         assert self._ended is not None
         return await asyncio.shield(self._ended)
 
     async def follow(self, scheduler: Scheduler, tell: Callable[[], None]) -> None:
-        """Goes on with those that are there: after a loss, or when others could join and nothing is under way.
+        """Form the next epoch from the available members: after a loss, or when more can join and no step is running.
 
-        `tell` is called when streams must be told something. Raises RankLost when nobody is left, and Unavailable
-        when epochs break one after the other without a step.
+        `tell` is called when streams have new events. Raises RankLost when no member is left, and Unavailable when
+        consecutive epochs break without a step.
         """
         lost_at, is_loss = self._clock(), self.is_over
         if is_loss:
@@ -119,12 +120,12 @@ class Epochs:
         while True:
             await self._note(number := self.current.number + 1)
             formation = await self._ranks.form(number)
-            if formation.epoch != number:  # it took more than one try
+            if formation.epoch != number:  # it took more than one attempt
                 await self._note(formation.epoch)
             ranking = self.current.ranking(formation)
             self._current = Epoch(formation, self.current.placer)
             scheduler.change_ranks(ranking, may_grow=self.may_yet_grow)
-            if is_loss or scheduler.recovering is not None:  # some may have been lost while others came
+            if is_loss or scheduler.recovering is not None:  # ranks may have been lost while others joined
                 self._recoveries.begin(formation.epoch, lost_at)
             with suppress(RankLost, GroupFailed):
                 await formation.group.lay_out(KvLayout(formation.epoch, scheduler.layout()))
@@ -134,8 +135,9 @@ class Epochs:
         tell()
 
     def _check_progress(self, end: EpochEnd, scheduler: Scheduler) -> None:
-        """Ranks that live, and break before their first step, would do so for ever: raises Unavailable. What breaks in
-        a step is the fault of its work, which is given up."""
+        """Raises Unavailable after MAX_IDLE consecutive epochs that broke before their first step although all ranks
+        are alive: they would break forever. A break in a step is attributed to the work of that step, which is dropped.
+        """
         is_idle = isinstance(end.error, GroupFailed) and not end.steps
         is_idle = is_idle and scheduler.num_answered == self._num_answered
         self._num_idle, self._num_answered = self._num_idle + 1 if is_idle else 0, scheduler.num_answered
@@ -144,5 +146,5 @@ class Epochs:
 
     @property
     def may_yet_grow(self) -> bool:
-        """The place of a lost rank is being filled."""
+        """Whether the replacement of a lost rank is pending."""
         return is_filling(self._ranks.losses)

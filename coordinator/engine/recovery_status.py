@@ -1,4 +1,4 @@
-"""What clients are told of losses: how far everything is held again, and which contexts are gone for good."""
+"""The status of recoveries for clients: the progress, and the contexts that were dropped."""
 
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -10,14 +10,15 @@ from longleaf.formatting import human_seconds
 from longleaf.types import Recovering, Recovery
 
 MAX_REMEMBERED = 100
-"""Contexts of which is told why they are gone."""
+"""Dropped contexts whose reasons are remembered."""
 PREFIX = "contexts/"
 log = logging.getLogger(__name__)
 
 
 class RecoveryStatus:
-    """The recovery that goes on, or the last one. `clock` measures seconds; `changed` tells of contexts that another
-    checkpoint has read what differs."""
+    """The running recovery, or the last one. `clock` measures seconds; `changed` maps contexts that another checkpoint
+    has read to the differences.
+    """
 
     def __init__(self, clock: Callable[[], float], changed: Mapping[str, str] | None = None) -> None:
         self._clock = clock
@@ -25,16 +26,16 @@ class RecoveryStatus:
         self._began = 0.0
         self._latest: Recovery | None = None
         self._reasons: dict[str, str] = {}
-        """Why contexts were given up, by id."""
+        """The reasons why contexts were dropped, by id."""
 
     def begin(self, epoch: int, lost_at: float) -> None:
-        """An epoch begins after a loss. What is still lost of the one before is a part of this recovery."""
+        """Start a recovery in an epoch after a loss. Unfinished recovery of an earlier epoch becomes part of it."""
         if self._latest is None or self._latest.is_over:
             self._began = lost_at
             self._latest = Recovery(epoch=epoch, lost_tokens=0, recovered_tokens=0, seconds=0.0, is_over=False)
 
     def see(self, progress: Recovering | None, given_up: Sequence[ContextDropped]) -> None:
-        """Takes in how far it is; None: nothing is lost any more."""
+        """Record the progress; None when nothing is lost any more."""
         gone = {one.context: one.reason for one in given_up}
         self._reasons = dict([*self._reasons.items(), *gone.items()][-MAX_REMEMBERED:])
         for one in given_up:
@@ -54,7 +55,7 @@ class RecoveryStatus:
 
     @staticmethod
     def _log(before: Recovery, now: Recovery) -> None:
-        """Tells who runs the service when something was lost, and when that is held again."""
+        """Log a loss and the end of the recovery for the operator."""
         if now.lost_tokens > before.lost_tokens:
             log.warning("recovering: %s tokens were lost", f"{now.lost_tokens:,}")
         if now.is_over and now.lost_tokens:
@@ -63,13 +64,14 @@ class RecoveryStatus:
 
     @property
     def latest(self) -> Recovery | None:
-        """As it is now; None where no rank was lost."""
+        """The current state; None if no rank was lost."""
         return self._latest
 
     @contextmanager
     def explaining(self) -> Generator[None, None, None]:
-        """Has a context that is not there raise ContextLost instead of NotFound, because it was given up, or
-        CheckpointChanged."""
+        """Convert NotFound into ContextLost for a context that was dropped, and into CheckpointChanged for one of
+        another checkpoint.
+        """
         try:
             yield
         except NotFound as error:
@@ -81,6 +83,6 @@ class RecoveryStatus:
             raise
 
     def forget(self, context_id: str) -> None:
-        """There is a context of this name again."""
+        """Forget the earlier loss of a name that is in use again."""
         self._reasons.pop(context_id, None)
         self._changed.pop(context_id, None)

@@ -1,4 +1,4 @@
-"""What comes back from storage: manifests are read here, pieces by the ranks that take them in, beside the steps."""
+"""Reload of segments from storage: the coordinator reads the manifests, and the ranks fetch the pieces."""
 
 import asyncio
 import logging
@@ -15,36 +15,38 @@ from longleaf.rank_protocol.snapshots import Fetch
 from longleaf.storage.manifest import PieceRef, SegmentManifest
 
 FETCH_SECONDS = 30.0
-"""After which nothing more of a segment is fetched, nor what storage has of it: reading its tokens again takes no
-longer."""
+"""Timeout in seconds of reading a manifest and of fetching a piece; recomputing the segment takes no longer."""
 FORGET_SECONDS = 30.0
-"""After which it is tried again to have a catalog forget what is damaged."""
+"""The interval in seconds at which the removal of damaged segments from the catalog is retried."""
 log = logging.getLogger(__name__)
 
 
 class Manifests(Protocol):
-    """What storage has of segments. Implemented by coordinator.persistence.snapshots."""
+    """The segments on storage. Implemented by coordinator.persistence.snapshots."""
 
     def is_usable(self, segment_id: int) -> bool:
-        """Whether it has one in a form that the ranks can take in."""
+        """Return whether storage has the segment in a layout that the ranks can restore."""
         ...
 
     async def manifest(self, segment: Segment) -> SegmentManifest:
-        """Of this very segment. Raises NotFound, DataLoss or StorageUnavailable."""
+        """Return the manifest of this segment. Raises NotFound, DataLoss or StorageUnavailable."""
         ...
 
     def imported_with(self, segment_id: int) -> Sequence[int]:
-        """The segments that came with the same archive, itself among them; empty for one that was written here."""
+        """Return the segments imported from the same archive, including this one; empty for a segment written by this
+        service.
+        """
         ...
 
     async def forget(self, damaged: Mapping[int, str]) -> None:
-        """Never believes it again, of segments and for reasons."""
+        """Remove damaged segments permanently. `damaged` maps segment ids to reasons."""
         ...
 
 
 class SnapshotFetcher:
-    """Does what recovery orders. `members` gives the numbers of the ranks, and `on_change` is called when recovery can
-    go on."""
+    """Executes the orders of the RestorePlanner. `members` returns the numbers of the ranks; `on_change` is called when
+    the recovery can continue.
+    """
 
     def __init__(
         self, manifests: Manifests, ranks: Ranks, members: Callable[[], Sequence[int]], on_change: Callable[[], None]
@@ -56,12 +58,13 @@ class SnapshotFetcher:
         self._restoring: RestorePlanner | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._pieces: dict[int, SegmentManifest] = {}
-        """By segment, as long as something of it is fetched."""
+        """By segment, while pieces of it are being fetched."""
         self._sent: dict[int, tuple[int, ...]] = {}
-        """Members that were told to fetch something, by ticket."""
+        """Members that were ordered to fetch a piece, by ticket."""
         self._damaged: dict[int, str] = {}
-        """Segments of which something is, until they are forgotten, and that is when nobody fetches anything of
-        them."""
+        """Damaged segments and the reasons, until they are removed from the catalog, which waits for the end of their
+        fetches.
+        """
         self._forgetting: set[int] = set()
 
     def begin(self, restoring: RestorePlanner) -> None:
@@ -72,11 +75,11 @@ class SnapshotFetcher:
         return segment_id not in self._damaged and self._manifests.is_usable(segment_id)
 
     def turn(self) -> None:
-        """Takes the orders that there are."""
+        """Execute the pending orders."""
         assert self._restoring is not None
         restoring = self._restoring
         for segment_id in restoring.take_broken():
-            if self._manifests.imported_with(segment_id):  # else it may be the ranks' own fault
+            if self._manifests.imported_with(segment_id):  # else the ranks themselves may be the cause
                 self._distrust(restoring, segment_id, "an epoch broke while it was restored")
         for ticket in (discarded := restoring.take_discarded()):
             for member in self._sent.pop(ticket, ()):
@@ -84,7 +87,7 @@ class SnapshotFetcher:
         for segment in restoring.take_wanted():
             self._start(self._offer(restoring, segment))
         for part in restoring.take_ordered():
-            if part.ticket not in discarded:  # else nobody would discard it once it is fetched
+            if part.ticket not in discarded:  # else the fetched piece would never be discarded
                 self._order(restoring, part)
         for segment_id in [one for one in self._pieces if not restoring.needs(one)]:
             del self._pieces[segment_id]
@@ -95,7 +98,7 @@ class SnapshotFetcher:
             self._start(self._forget(free))
 
     def _distrust(self, restoring: RestorePlanner, segment_id: int, reason: str) -> None:
-        """What storage has of a segment is damaged: nothing more is taken of it, nor of the archive it came with."""
+        """Mark a segment as damaged on storage. Neither it nor any segment of its archive is restored from then on."""
         self._damaged.setdefault(segment_id, reason)
         for other in self._manifests.imported_with(segment_id):
             if other != segment_id:
@@ -123,7 +126,7 @@ class SnapshotFetcher:
             reason = _reason(error)
             log.warning("segment %d is read again, for what storage has of it is not known: %s", segment.id, reason)
             restoring.refuse(segment.id)
-        except Exception as error:  # nobody else would say that the segment is read again
+        except Exception as error:  # otherwise the planner would wait forever for an answer
             log.error("segment %d is read again: an unexpected error", segment.id, exc_info=error)
             restoring.refuse(segment.id)
         self._on_change()
@@ -133,7 +136,7 @@ class SnapshotFetcher:
             try:
                 await self._manifests.forget(damaged)
                 break
-            except LongleafError as error:  # until then it is not believed
+            except LongleafError as error:  # until the removal succeeds, the segment is not used
                 segment_id = next(iter(damaged))
                 log.warning("what storage has of segment %d is damaged, and still kept: %s", segment_id, error)
             await asyncio.sleep(FORGET_SECONDS)
@@ -173,7 +176,7 @@ class SnapshotFetcher:
                 log.warning("segment %d is read again, for %s is not fetched: %s", part.segment, piece.name, reason)
             restoring.refuse(part.segment)
         except Unavailable:
-            return  # the epoch ends, or nobody needs it any more
+            return  # the epoch ends, or the piece is no longer needed
         except Exception as error:
             log.error("segment %d is read again: an unexpected error", part.segment, exc_info=error)
             restoring.refuse(part.segment)
@@ -188,7 +191,7 @@ class SnapshotFetcher:
             log.debug("member %d still has what it fetched under %d: %s", member, ticket, error)
 
     async def close(self) -> None:
-        """Orders nothing more."""
+        """Cancel the running operations."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

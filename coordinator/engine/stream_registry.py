@@ -1,4 +1,4 @@
-"""Who reads what requests say: the stream of each, and what it was told when."""
+"""The streams of open requests, and the times of their events."""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -9,24 +9,24 @@ from coordinator.engine_messages import Acknowledged, Admitted, Ended, Event, Fa
 from longleaf.errors import LongleafError
 
 POSITION_SECONDS = 1.0
-"""How often those that wait are told that their place in the queue has changed."""
+"""The interval in seconds at which waiting requests are notified of a changed queue position."""
 
 
 class StreamState:
-    """A stream, and when what it reads happened, in seconds of the engine's clock."""
+    """A stream and the times of its events, in seconds of the engine's clock."""
 
     def __init__(self, stream: Stream, num_open: int, now: float) -> None:
         self.stream = stream
         self.num_open = num_open
         """Samples that have not ended."""
         self.position: int | None = None
-        """Place in the queue that was told last."""
+        """The queue position that was published last."""
         self._submitted = now
         self._started: float | None = None
         self._first_token: float | None = None
 
     def tell(self, event: Event, now: float) -> None:
-        """Notes when things happen for the first time: a preempted request begins again."""
+        """Publish an event and record the time of the first of its kind: a preempted request is admitted again."""
         match event:
             case Admitted():
                 self._started = now if self._started is None else self._started
@@ -54,7 +54,7 @@ class StreamState:
 
 
 class StreamRegistry:
-    """The readers of all requests that have not ended. `clock` is the engine's, in seconds."""
+    """The streams of all requests that have not ended. `clock` is the engine's, in seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -70,11 +70,11 @@ class StreamRegistry:
         self._has_new = True
 
     def remove(self, request_id: int) -> None:
-        """A request's reader has left."""
+        """Remove the stream of a request whose reader has disconnected."""
         del self._by_request[request_id]
 
     def publish(self, outcomes: Iterable[Outcome]) -> list[int]:
-        """Tells the readers what happened; gives the requests whose readers are behind."""
+        """Publish the outcomes; return the requests whose readers are behind."""
         now, behind = self._clock(), list[int]()
         for request_id, outcome in outcomes:
             if (reader := self._by_request.get(request_id)) is None:
@@ -85,7 +85,7 @@ class StreamRegistry:
                 case Acknowledged():
                     self.close(request_id)
                 case Sealed():
-                    pass  # nothing is told before it is kept
+                    pass  # published only once it is committed
                 case Failed(error):
                     reader.stream.fail(error)
                     self.end_sample(request_id)
@@ -98,7 +98,7 @@ class StreamRegistry:
         return behind
 
     def tell_positions(self, positions: Callable[[], Mapping[int, Admitted]]) -> None:
-        """Tells those that wait their place in the queue: at once when they come, changes once in a while."""
+        """Publish queue positions: for new requests immediately, changes every POSITION_SECONDS."""
         now = self._clock()
         is_due = now - self._positions_told >= POSITION_SECONDS
         if not (is_due or self._has_new):
@@ -111,14 +111,14 @@ class StreamRegistry:
         self._positions_told = now if is_due else self._positions_told
 
     def end_sample(self, request_id: int) -> None:
-        """Ends the stream with the last of its samples."""
+        """End a sample; the stream ends with the last one."""
         reader = self._by_request[request_id]
         reader.num_open -= 1
         if reader.num_open == 0:
             self.close(request_id)
 
     def close(self, request_id: int, error: Exception | None = None) -> None:
-        """Ends a request's stream, unless it has ended."""
+        """End the stream of a request, unless it has ended."""
         if (reader := self._by_request.pop(request_id, None)) is not None:
             reader.stream.close(error)
 

@@ -1,4 +1,4 @@
-"""What of a service outlives it: the catalog and the journal in its data folder."""
+"""The persistent state of a service: the catalog and the journal in its data folder."""
 
 import asyncio
 import logging
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class PersistentState:
-    """An open data folder, which no other service has at the same time."""
+    """An open data folder, which is locked against other services."""
 
     def __init__(
         self,
@@ -42,20 +42,21 @@ class PersistentState:
         self._folder = folder
         self.snapshots = snapshots
         self.snapshot_url = snapshot_url
-        """Where they lie."""
+        """The URL of the snapshots."""
         self.catalog = catalog
         self.kept = kept
-        """What was there at the start."""
+        """The content of the catalog at the start."""
         self.journal = journal
         self.changed = changed
-        """Contexts that were kept for what lay in the model's folder before, and what differs since."""
+        """Contexts of earlier checkpoints of the model, by name, and the differences from the served one."""
         self.read_earlier = read_earlier
-        """These, as they are kept there now. Takes as long as reading them."""
+        """Reads these contexts from their catalogs. Blocks on the disk."""
 
     @classmethod
     async def open(cls, data: DataConfig, config: EngineConfig) -> Self:
-        """Takes as long as reading what is kept. Raises CatalogError, ModelRefused, and InvalidArgument for a wrong URL
-        of snapshots."""
+        """Open the folder and load the catalog. Raises CatalogError, ModelRefused, and InvalidArgument for an invalid
+        snapshot URL.
+        """
         assert data.data_dir is not None
         model = await asyncio.to_thread(read_identity, Path(config.model), config.dtype)
         folder = await asyncio.to_thread(DataFolder.open, Path(data.data_dir), model.digest, config.model, model.facts)
@@ -66,7 +67,7 @@ class PersistentState:
             previous = partial(read_earlier, folder, config.model, model.facts)
             changed = {name: each.changes for name, each in (await asyncio.to_thread(previous)).items()}
             url = config.snapshot_url or str(folder.path / SNAPSHOTS)
-            # a storage of its own may be filled: deletions need room in the data folder
+            # a separate storage may be filled; the data folder must keep space for deletions
             rooms = () if config.snapshot_url else (folder.reserve.check,)
             store = await asyncio.to_thread(Store.open, url, is_tried=False)
         except StorageUnavailable as error:
@@ -79,7 +80,7 @@ class PersistentState:
         return cls(folder, catalog, retained, journal, changed, snapshots, url, previous)
 
     async def tell_address(self, address: str) -> None:
-        """Has others who want the folder be told who has it."""
+        """Record the address of this service for other services that want the folder."""
         try:
             await asyncio.to_thread(self._folder.tell_address, address)
         except OSError as error:
@@ -87,20 +88,20 @@ class PersistentState:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is there, and what is damaged, for people."""
+        """The number of stored contexts, and the damaged ones, for the operator."""
         retained = self.kept
         num_tokens = sum(len(segment.token_ids) for segment in retained.segments)
         contexts = human_count(len(retained.contexts), "context")
         return (f"{self._folder.path} keeps {contexts}, {num_tokens:,} tokens", *damages(retained))
 
     async def close(self) -> None:
-        """Ends when all is written."""
+        """Wait until everything is written, and release the folder."""
         await self.catalog.close()
         self._folder.close()
 
 
 def damages(kept: CatalogContents) -> list[str]:
-    """What of a catalog cannot be used, in words."""
+    """Describe the unusable contents of a catalog."""
     found = [f"contexts/{name} is damaged: {reason}" for name, reason in kept.damaged_contexts.items()]
     for context in kept.contexts:
         try:

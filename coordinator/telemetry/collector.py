@@ -1,4 +1,4 @@
-"""What metrics read from the service when they are asked for, and only then."""
+"""Metrics that are read from the service on each scrape."""
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -16,7 +16,7 @@ Labels = Mapping[str, str]
 
 
 class Gauges:
-    """A Collector of what `look` saw last. `build` describes the service, in labels that do not change."""
+    """A Collector of the values read by the last `look`. `build` describes the service in constant labels."""
 
     def __init__(self, sources: MetricSources, model: str, build: Labels) -> None:
         self._sources = sources
@@ -29,7 +29,7 @@ class Gauges:
         return self._seen
 
     def look(self) -> None:
-        """Reads everything, on the event loop. What the service cannot tell now is left out."""
+        """Read all values, on the event loop. Values that are unavailable are omitted."""
         seen = [self._gauge("build_info", "1; its labels tell what runs.", self._build, 1)]
         with suppress(LongleafError):
             seen += self._of_cluster(self._sources.cluster())
@@ -63,7 +63,7 @@ class Gauges:
         return family
 
     def _of_merges(self, cluster: Cluster) -> list[Metric]:
-        """Where the ranks measured the ways to merge, to choose one."""
+        """The merge timings, if the ranks measured them to choose a merge."""
         if not cluster.merge_timings:
             return []
         message = "Median seconds to merge the partials of one layer, measured by the ranks at the start; fewest rows."
@@ -73,7 +73,7 @@ class Gauges:
             family.add_metric((self._model, merge), microseconds / 1e6)
         return [family]
 
-    # --- what the engine counts ---
+    # --- counters of the engine ---
 
     def _of_counts(self, counts: Counts) -> list[Metric]:
         labels = ("model", "kind")
@@ -113,7 +113,7 @@ class Gauges:
             self._counter("row_steps", steps, counts.num_row_steps),
         ]
 
-    # --- what to be alarmed about ---
+    # --- metrics for alerts ---
 
     def _of_trouble(self) -> list[Metric]:
         sources = self._sources

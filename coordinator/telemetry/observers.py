@@ -1,4 +1,4 @@
-"""Who is told of calls and of generations while they go on, to count, trace or log them."""
+"""Observers of calls and generations, which count, trace or log them."""
 
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -14,26 +14,26 @@ class CallRecord:
     """One call of a client."""
 
     method: str
-    """For instance `/longleaf.v1.GenerationService/Generate`."""
+    """For example `/longleaf.v1.GenerationService/Generate`."""
     peer: str
     metadata: Mapping[str, str]
-    """What came in its headers, without what is binary and without credentials."""
+    """The text headers, without credentials."""
     tenant: str = ""
-    """Whose it is; empty until that is known."""
+    """The tenant of the call; empty until it is known."""
     request_id: str = ""
-    """Of the generation that it runs, reads or cancels, inside the service."""
+    """Internal id of the generation that the call runs, reads or cancels."""
     context: str = ""
-    """Id of the context that it is about, inside the service; of a fork the new one."""
+    """Internal id of the context of the call; for a fork, the new one."""
     trace: str = ""
-    """Id of the trace that it is part of, in 32 hexadecimal digits; empty when nobody traces."""
+    """The trace id in 32 hexadecimal digits; empty without tracing."""
     field: str = ""
-    """Which one of the request is wrong, if one is."""
+    """The invalid field of the request, if any."""
     code: str = ""
-    """How it ended: the name of gRPC's code, such as OK; empty while it goes on."""
+    """The name of the gRPC status code, such as OK; empty while the call is running."""
     message: str = ""
-    """What its client was told of that. It may quote what the client has sent."""
+    """The status message sent to the client. It may quote client input."""
     error: str = ""
-    """Type of the error that ended it, such as NotFound; empty if none did."""
+    """Type of the error that ended the call, such as NotFound; empty if there was none."""
 
     @property
     def host(self) -> str:
@@ -42,32 +42,33 @@ class CallRecord:
 
 
 CURRENT: ContextVar[CallRecord | None] = ContextVar("CURRENT", default=None)
-"""The call for which code runs."""
+"""The call that the current code belongs to."""
 Saw = Callable[[Event], None]
 
 
 class Observer(Protocol):
-    """Is told of everything that begins, and, by the end of the context, how it ended."""
+    """Is notified of the start of each call and generation, and of its end by the exit of the context manager."""
 
     def call(self, record: CallRecord) -> AbstractContextManager[None]:
-        """The time of a call. `record` is filled in meanwhile, with the code at last."""
+        """Spans a call. `record` is filled in meanwhile; the code is set last."""
         ...
 
     def generation(self, request_id: str, tenant: str) -> AbstractContextManager[Saw]:
-        """The time in which the engine runs a generation, which may outlast its call. Left with the error that ended it
-        early: CancelledError or GeneratorExit when its client went. What it gives is told each event."""
+        """Spans a generation in the engine, which may outlast its call. Exits with the error that ended it early:
+        CancelledError or GeneratorExit when the client disconnected. The yielded function receives each event.
+        """
         ...
 
 
 class Observers:
-    """Several observers as one; none costs nothing."""
+    """Combines several observers into one."""
 
     def __init__(self, observers: Iterable[Observer] = ()) -> None:
         self._observers = tuple(observers)
 
     @contextmanager
     def call(self, record: CallRecord) -> Generator[None, None, None]:
-        """As of each."""
+        """Enter the context of each observer."""
         with ExitStack() as stack:
             for observer in self._observers:
                 stack.enter_context(observer.call(record))
@@ -75,7 +76,7 @@ class Observers:
 
     @contextmanager
     def generation(self, request_id: str, tenant: str) -> Generator[Saw, None, None]:
-        """As of each."""
+        """Enter the context of each observer."""
         with ExitStack() as stack:
             reported = [stack.enter_context(observer.generation(request_id, tenant)) for observer in self._observers]
 

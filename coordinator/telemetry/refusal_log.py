@@ -1,4 +1,4 @@
-"""Which refused calls are told one by one, and that a flood of them is told as a number."""
+"""Rate limit for the log of refused calls: single entries first, then only counts."""
 
 import asyncio
 from collections import Counter
@@ -6,36 +6,36 @@ from collections.abc import Callable
 from contextvars import Context
 
 FIRST_PER_HOST = 5
-"""Refused calls of a host that are told by themselves, each minute: enough to see who is set up wrongly."""
+"""Refused calls of one host that are logged individually per minute, which suffices to find a misconfigured client."""
 MAX_HOSTS = 20
-"""Hosts of which any are, each minute: an attacker may have as many addresses as it likes."""
+"""Hosts whose refused calls are logged individually per minute: an attacker may have any number of addresses."""
 MINUTE = 60.0
 COUNT_SECONDS = 1.0
-"""How often the number of the others is told, at most."""
+"""Minimum interval in seconds between logs of the count of the other calls."""
 
 Later = Callable[[float, Callable[[], None]], asyncio.TimerHandle]
-"""Calls something after so many seconds."""
+"""Calls a function after the given number of seconds."""
 
 
 def call_later(seconds: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
-    """By the running event loop, and not as part of the call for which code runs."""
+    """Schedule on the running event loop, outside the context of the current call."""
     return asyncio.get_running_loop().call_later(seconds, callback, context=Context())
 
 
 class RefusalLog:
-    """Refused calls. Those that are not told by themselves go to `tell` as a number, every second at most."""
+    """Refused calls. Those that are not logged individually are sent to `tell` as a count, at most once per second."""
 
     def __init__(self, tell: Callable[[str], None], clock: Callable[[], float], later: Later) -> None:
         self._tell, self._clock, self._later = tell, clock, later
         self._began = clock()
         self._told = Counter[str]()
-        """Calls told by themselves in this minute, by host."""
+        """Calls logged individually in this minute, by host."""
         self._codes = Counter[str]()
-        """Those that were not told yet."""
+        """Calls not reported yet, by code."""
         self._timer: asyncio.TimerHandle | None = None
 
     def note(self, host: str, code: str) -> bool:
-        """Another one; whether it is to be told by itself."""
+        """Count a refused call; return whether to log it individually."""
         now = self._clock()
         if now - self._began >= MINUTE:
             self._began = now
@@ -56,7 +56,7 @@ class RefusalLog:
         self._tell(f"further calls were refused: {counts}")
 
     def stop(self) -> None:
-        """Tells of those that were not told yet."""
+        """Report the calls not reported yet."""
         if self._timer is not None:
             self._timer.cancel()
             self._say()

@@ -1,8 +1,9 @@
-"""Conversations as prompts: the chat template with its texts in it, in pieces that are encoded one after the other.
+"""Chat templates: conversations rendered to prompts, in pieces that are encoded one after the other.
 
-The ids are those of transformers' `apply_chat_template` for the same messages, with `sanitize_control_tokens`: without
-control tokens in the texts, the ids of the whole rendered text. With a document, its place in the first question is
-left open: the document's ids begin with what the template writes before it, and the rest follows it.
+The ids are those of transformers' `apply_chat_template` for the same messages, with `sanitize_control_tokens`: if the
+texts contain no control tokens, they are the ids of the whole rendered text. With a document, its place in the first
+question is left open: the document's ids begin with the text that the template writes before it, and the rest of the
+prompt follows.
 """
 
 import json
@@ -15,7 +16,7 @@ from coordinator.text.template import Messages, Rendering
 from longleaf.errors import InvalidArgument, ModelRefused
 
 MAX_BYTES = 16 << 20
-"""UTF-8 bytes of the texts of a conversation. Documents have no such limit."""
+"""Maximum UTF-8 bytes of the texts of a conversation. Documents have no such limit."""
 
 
 class Said(NamedTuple):
@@ -26,8 +27,7 @@ class Said(NamedTuple):
 
 
 class ConversationRefused(Exception):
-    """The model's chat template cannot make a prompt of the messages; `message` is the index of the one to blame, if
-    one is."""
+    """The chat template cannot render the messages; `message` is the index of the invalid one, if known."""
 
     def __init__(self, reason: str, message: int | None) -> None:
         super().__init__(reason)
@@ -42,7 +42,7 @@ class AroundDocument(NamedTuple):
 
 
 class ChatTemplate:
-    """The template of a model. For several threads."""
+    """The chat template of a model. Thread-safe."""
 
     def __init__(
         self,
@@ -52,8 +52,9 @@ class ChatTemplate:
         control: ControlTokens,
         separator: str,
     ) -> None:
-        """`separator` is the text between a document and a question. Takes a while. Raises ModelRefused for a template
-        that cannot show a single message of a user, and what the renderer raises."""
+        """`separator` is the text between a document and a question. Renders the template, which may be slow. Raises
+        ModelRefused for a template that cannot render a single user message, and the errors of the renderer.
+        """
         self._source, self._special_tokens, self._renderer = source, special_tokens, renderer
         self._control = control
         self._separator = separator
@@ -61,34 +62,36 @@ class ChatTemplate:
         try:
             _, question = self._around_document([Said("user", "")], {}, "")
         except ConversationRefused as error:
-            # templates of models that see images may know contents as lists of parts alone
+            # templates of multimodal models may accept contents only as lists of parts
             self._has_parts = True
             try:
                 _, question = self._around_document([Said("user", "")], {}, "")
             except ConversationRefused:
                 raise ModelRefused(str(error)) from error
         self.before_document = question.before
-        """The text that comes before a document without a system message."""
+        """The text before a document without a system message."""
         self._after_document = question.after
 
     def conversation(self, messages: Sequence[Said], variables: dict[str, Any]) -> list[TemplatePiece]:
-        """The prompt of a conversation. `variables` are further names that the template can use. Raises
-        ConversationRefused, InvalidArgument, and what the renderer raises."""
+        """Render a conversation. `variables` are further names that the template can use. Raises ConversationRefused,
+        InvalidArgument, and the errors of the renderer.
+        """
         marks = Marks.beside(output.text for output in messages)
         return self._control.split(self._render(messages, variables, marks, 0, ""), marks)
 
     def question(self, messages: Sequence[Said], variables: dict[str, Any]) -> list[TemplatePiece]:
-        """What follows a document: the rest of a conversation that begins with it, where the first message is the
-        question after it. Raises as `conversation`, also where the prompt would begin in another way than the document
-        does."""
+        """Return the part of the prompt after a document: the conversation begins with the document, and its first
+        message is the question. Raises as `conversation`, also where the prompt begins differently from the document.
+        """
         marks, around = self._around_document(messages, variables, self._separator)
         if around.before != self.before_document:
             raise ConversationRefused("the chat template begins before it in another way than the context does", 0)
         return self._control.split(around.after, marks)
 
     def opening(self, system: str) -> list[TemplatePiece]:
-        """What comes before a document with this system message. Raises as `conversation`, also where the template
-        then ends a question in another way."""
+        """Return the part of the prompt before a document, with this system message. Raises as `conversation`, also
+        where the template then ends a question differently.
+        """
         marks, around = self._around_document([Said("system", system), Said("user", "")], {}, "")
         if around.after != self._after_document:
             message = "it changes what the chat template writes after questions, which are asked without it"
@@ -98,7 +101,7 @@ class ChatTemplate:
     def _around_document(
         self, messages: Sequence[Said], variables: dict[str, Any], separator: str
     ) -> tuple[Marks, AroundDocument]:
-        """With the document, and the separator, at the start of the first message of a user."""
+        """Render with the document, and the separator, at the start of the first user message."""
         marks = Marks.beside(output.text for output in messages)
         number = next(i for i, output in enumerate(messages) if output.role == "user")
         parts = self._render(messages, variables, marks, number, marks.document + separator).split(marks.document)
@@ -110,7 +113,7 @@ class ChatTemplate:
     def _render(
         self, messages: Sequence[Said], variables: dict[str, Any], marks: Marks, number: int, before: str
     ) -> str:
-        """The prompt with marks; `before` comes before the text of message `number`."""
+        """Render the prompt with marks; `before` precedes the text of message `number`."""
         size = sum(len(output.text.encode()) for output in messages)
         if size > MAX_BYTES:
             message = f"has {size:,} bytes of text, at most {MAX_BYTES:,}: ingest a long text as a context"
@@ -123,13 +126,13 @@ class ChatTemplate:
             if rendering.reason:
                 raise ConversationRefused(f"the chat template {rendering.reason}", rendering.message)
         self._check_system(messages, texts, found[0].text)
-        # texts are only cut off from what surrounds them where they make a control token with it
+        # texts are separated from their surroundings only where they form a control token with them
         counts = [self._control.count(rendering.text) for rendering in found]
         return found[-1 if counts[0] != counts[-1] else 0].text
 
     @staticmethod
     def _check_system(messages: Sequence[Said], texts: Sequence[str], rendered: str) -> None:
-        """A template may leave out what was said before; instructions that nobody reads are an error."""
+        """A template may drop earlier messages; a dropped system message is an error."""
         for number, (output, text) in enumerate(zip(messages, texts, strict=True)):
             shown = text.strip()
             forms = (shown, json.dumps(shown, ensure_ascii=False)[1:-1], json.dumps(shown)[1:-1])

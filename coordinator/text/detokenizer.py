@@ -1,6 +1,6 @@
-"""Ids to text while they arrive: whole characters only, and nothing of a stop string.
+"""Streaming detokenization: only whole characters are emitted, and no part of a stop string.
 
-The pieces' texts, joined, equal the decoding of all ids at once; each piece carries exactly the ids of its text.
+The texts of the pieces, joined, equal the decoding of all ids; each piece carries exactly the ids of its text.
 """
 
 from collections import deque
@@ -13,24 +13,24 @@ from coordinator.text.token_bytes import Spell
 
 REPLACEMENT = "\ufffd"
 MAX_OPEN_TOKENS = 16
-"""Undecided tokens past which the start is settled; a character of UTF-8 spreads over at most four."""
+"""Undecided tokens after which the longest stable prefix is emitted; a UTF-8 character spans at most four."""
 NUM_BEFORE = 8
-"""Tokens of a prompt that its continuation is decoded after."""
+"""Tokens of the prompt that serve as context for the decoding of its continuation."""
 MAX_SILENT_TOKENS = 256
-"""The same where the last of them says nothing by itself."""
+"""The limit of undecided tokens where the last of them has no text by itself."""
 
 
 class Alphabet(msgspec.Struct, frozen=True, kw_only=True):
-    """What detokenisation needs of a tokenizer."""
+    """The properties of a tokenizer that detokenization needs."""
 
     decode: Callable[[Sequence[int]], str]
-    """Text of ids, special tokens skipped."""
+    """Decodes ids to text, without special tokens."""
     silent: frozenset[int] = frozenset()
-    """Ids without text: special tokens, and rows of the embedding that stand for no token."""
+    """Ids without text: special tokens, and rows of the embedding without a token."""
     bytes: frozenset[int] = frozenset()
     """Byte-fallback ids: a run of them is decoded as a whole, so the text is open until the run ends."""
     spell: Spell | None = None
-    """The bytes of single ids; None where they have none of their own."""
+    """Returns the bytes of single ids; None where the tokenizer has no such bytes."""
 
 
 class TextDelta(msgspec.Struct, frozen=True):
@@ -42,21 +42,21 @@ class TextDelta(msgspec.Struct, frozen=True):
 
 
 class Detokenizer:
-    """Decodes a sliding window: ids whose text is out (for context), then ids whose text is open.
+    """Decodes a sliding window: emitted ids as context, followed by the ids whose text is open.
 
-    Decoders look at neighbours (a leading space is stripped, bytes join into characters), so an id is never decoded
-    alone: its text is what it adds to the text of the ids before it.
+    Decoders depend on neighbours (a leading space is stripped, bytes join into characters), so an id is never decoded
+    without context: its text is the text that it adds to that of the ids before it.
     """
 
     def __init__(self, alphabet: Alphabet, before: Sequence[int] = ()) -> None:
-        """`before` are ids that the answer continues, as `ids_before` gives them."""
+        """`before` are the ids that the answer continues, as returned by `ids_before`."""
         self._alphabet = alphabet
         self._shown: tuple[int, ...] = tuple(before)
-        """The ids of the last text that went out; they begin and end at character boundaries."""
+        """The ids of the last emitted text; they begin and end at character boundaries."""
         self._open: list[int] = []
 
     def push(self, token_id: int) -> tuple[tuple[int, ...], str]:
-        """The ids that `token_id` settles, and their text; both empty while the text is open."""
+        """Return the ids that `token_id` completes and their text; both empty while the text is open."""
         self._open.append(token_id)
         is_silent = token_id in self._alphabet.silent
         if is_silent or token_id in self._alphabet.bytes:
@@ -70,7 +70,7 @@ class Detokenizer:
         return self._settle(text) if len(self._open) > MAX_OPEN_TOKENS else ((), "")
 
     def finish(self) -> tuple[tuple[int, ...], str]:
-        """The open ids and their text, whatever it is."""
+        """Return the open ids and their text, even if it is incomplete."""
         return self._take(len(self._open), self._text(len(self._open)))
 
     def _text(self, num_open: int) -> str:
@@ -84,10 +84,10 @@ class Detokenizer:
         return taken, text
 
     def _settle(self, text: str) -> tuple[tuple[int, ...], str]:
-        """Takes the longest start that no later id can change, so that a run of broken bytes does not pile up.
+        """Emit the longest prefix that no later id can change, so that a run of invalid bytes does not accumulate.
 
-        A cut lies between characters if and only if the parts decode to the whole: a character that it divided would
-        show as two replacements or more instead of one character.
+        A cut lies between characters if and only if the parts decode to the whole: a divided character would appear as
+        two or more replacement characters.
         """
         last = len(self._open) - 4
         for cut in range(last, max(0, last - MAX_OPEN_TOKENS), -1):
@@ -98,8 +98,9 @@ class Detokenizer:
 
 
 def ids_before(alphabet: Alphabet, prompt: Sequence[int]) -> tuple[int, ...]:
-    """The last ids of a prompt whose text ends with a whole character: decoded after them, a text that goes on with the
-    prompt keeps its first space. Empty where there are none."""
+    """Return the last ids of a prompt whose text ends with a whole character. Decoded after them, a continuation keeps
+    its first space. Empty if there are none.
+    """
     ids = tuple(token_id for token_id in prompt[-NUM_BEFORE:] if token_id not in alphabet.silent)
     text = alphabet.decode(ids)
     return ids if text and not text.endswith(REPLACEMENT) else ()
@@ -112,15 +113,15 @@ class TextStream:
         self._detokenizer = Detokenizer(alphabet, before)
         self._stops = StopStrings(stops)
         self._held: deque[tuple[tuple[int, ...], str]] = deque()
-        """Settled ids and texts that may belong to a stop string."""
+        """Completed ids and texts that may belong to a stop string."""
         self._num_shown, self._num_held = 0, 0
-        """Characters of released pieces, and of `_held`."""
+        """Characters of emitted pieces, and of `_held`."""
         self._index = 0
         self.matched_stop = ""
-        """The stop string that was met: the answer ends, and later ids must not be pushed."""
+        """The stop string that was found: the answer ends, and later ids must not be pushed."""
 
     def push(self, token_id: int) -> TextDelta | None:
-        """What `token_id` releases. At a stop string: all ids up to here, and the text before the string."""
+        """Return the text released by `token_id`. At a stop string: all ids so far, and the text before the string."""
         token_ids, text = self._detokenizer.push(token_id)
         if not token_ids:
             return None
@@ -129,7 +130,7 @@ class TextStream:
         return self._release(self._num_held - self._stops.num_pending)
 
     def finish(self, *silent: int) -> TextDelta | None:
-        """All that is held back. `silent` ids (the end token) join the last piece without text of their own."""
+        """Return everything that is held back. `silent` ids (the end token) join the last piece without text."""
         if (match := self._hold(*self._detokenizer.finish())) is not None:
             return self._cut(match)
         self._hold(silent, "")
@@ -141,14 +142,14 @@ class TextStream:
         return self._stops.push(text)
 
     def _cut(self, match: StopMatch) -> TextDelta | None:
-        # The string that is complete first wins, as if text came one character at a time.
+        # The string that is completed first wins, as if the text arrived one character at a time.
         self.matched_stop = match.stop
         start = match.start - self._num_shown
         whole = self._release(self._num_held)
         return TextDelta(whole.index, whole.token_ids, whole.text[:start]) if whole else None
 
     def _release(self, num_characters: int) -> TextDelta | None:
-        """The parts that end within the first so many characters of what is held."""
+        """Return the parts that end within the first `num_characters` of the held text."""
         token_ids, texts = list[int](), list[str]()
         while self._held and len(self._held[0][1]) <= num_characters:
             ids, text = self._held.popleft()

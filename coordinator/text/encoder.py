@@ -1,9 +1,10 @@
-"""Text to ids while the text arrives: whatever its length, one window of it is held.
+"""Streaming tokenization: only one window of the text is held, whatever its length.
 
-A cut is a place where the ids of the whole text are those before the cut and those after it. It is looked for near the
-end of a window and proven on the window itself: encoded from a little before the cut (the lead), the rest of the window
-must give the same ids from the cut on, and the cut must stand whatever text comes after the window. The lead takes the
-place of the text before, so that what a tokenizer adds or strips at the start of a text falls into it, and is dropped.
+A cut is a position at which the ids of the whole text are the ids of the part before it followed by those of the part
+after it. The encoder looks for a cut near the end of a window and verifies it within the window: encoded from a few
+tokens before the cut (the lead), the rest of the window must give the same ids from the cut on, and the cut must be
+valid for any text that follows. The lead replaces the preceding text; anything that a tokenizer adds or strips at the
+start of a text falls into the lead, and is dropped.
 """
 
 import time
@@ -21,61 +22,63 @@ from coordinator.text.token_offsets import TokenOffsets
 from longleaf.errors import InvalidArgument
 
 LONGEST_SECONDS = 1.0
-"""A window without a cut that took longer is not made longer: with some tokenizers' patterns the time grows with the
-square of a run of digits."""
+"""A window without a cut that took longer than this is not enlarged: with the patterns of some tokenizers the time is
+quadratic in the length of a run of digits.
+"""
 MAX_TOKENS_BACK = 512
-"""Tokens among which a cut is looked for."""
+"""Number of tokens in which a cut is searched."""
 MAX_TRIES = 16
 LEAD_TOKENS = 8
 MAX_LEAD_TOKENS = 40
-"""Tokens of the lead: it starts at a word if there is one between these two."""
+"""Tokens of the lead: it starts at a word boundary if there is one between these two limits."""
 MAX_SHIFT = 64
-"""Characters by which a lead may be made longer."""
+"""Maximum number of characters by which a lead is extended."""
 PROBES = ("\n", "a", "0", " a", ".", "\u0334")
-"""What may come after a window: each kind of character moves other boundaries (the last one is ordered before other
-combining marks)."""
+"""Possible continuations of a window: each kind of character moves different boundaries (the last one sorts before
+other combining marks).
+"""
 
 
 class WindowSizes(NamedTuple):
-    """How much of a text is encoded at once, in characters."""
+    """Window sizes in characters."""
 
     usual: int = 1 << 16
     """The library takes some 160 bytes per character at its peak."""
     longest: int = 1 << 20
-    """Within so many a cut must be found."""
+    """Maximum size within which a cut must be found."""
     margin: int = 1024
-    """After the place where a cut is wanted."""
+    """Characters after the preferred cut."""
 
 
 USUAL_WINDOW = WindowSizes()
 
 
 class _Cut(msgspec.Struct, frozen=True):
-    """The tokens of a window before `index` are settled; the next window starts with `num_lead` of them."""
+    """The tokens of a window before `index` are final; the next window starts with `num_lead` of them."""
 
     index: int
     start: int
-    """Character of the window where the lead starts."""
+    """Character of the window at which the lead starts."""
     num_lead: int
 
 
 class StablePrefix(NamedTuple):
-    """How far a text is settled, beside its ids: what it takes to go on with it."""
+    """The end of the final part of a text: the state, beside the ids, that is needed to resume."""
 
     num_bytes: int
-    """Of the text in UTF-8, before the next window."""
+    """Bytes of the text in UTF-8 before the next window."""
     num_lead: int
-    """First tokens of that window that are settled already."""
+    """First tokens of that window that are already final."""
 
 
 NOTHING_SETTLED = StablePrefix(0, 0)
 
 
 class Encoder:
-    """The ids of one text that is given in pieces, equal to those of the text as a whole. Not thread-safe.
+    """Encodes one text given in pieces; the ids equal those of the whole text. Not thread-safe.
 
-    BPE may be cut inside a word, where its merges do not reach across: they are local. Other models weigh a word as a
-    whole, and are cut between words only.
+    BPE may be cut inside a word where no merge crosses the cut, because merges are local. Other models segment a word
+    as a whole, and are cut between words only.
     """
 
     def __init__(
@@ -89,9 +92,10 @@ class Encoder:
         sizes: WindowSizes = USUAL_WINDOW,
         starts: TokenOffsets | None = None,
     ) -> None:
-        """`before` are ids before those of the text. `lead` is a short text before it, which is encoded together with
-        it; its first `num_lead` tokens are left out. `clock` counts seconds. `starts`, if given, notes where tokens
-        begin."""
+        """`before` are ids that precede those of the text. `lead` is a short text before it that is encoded together
+        with it, without its first `num_lead` tokens. `clock` counts seconds. `starts`, if given, records the start
+        offsets of tokens.
+        """
         self._tokenizer = tokenizer
         self._clock = clock
         self._is_local = type(tokenizer.model).__name__ == "BPE"
@@ -100,26 +104,25 @@ class Encoder:
         self._wanted = sizes.usual
         self._text = lead
         self._lead_size = len(lead)
-        """Characters of it that are in `_text`."""
+        """Characters of the lead that are in `_text`."""
         self._start = -len(lead)
         """Characters of the whole text before `_text`."""
         self._num_lead = num_lead
-        """First tokens of `_text` that are settled already."""
+        """First tokens of `_text` that are already final."""
         self._num_bytes = -len(lead.encode())
         """Bytes of the whole text before `_text`."""
         self.token_ids = array("I", before)
-        """What is settled; the caller may take it out."""
+        """The final ids; the caller may remove them."""
         self.spans: list[tuple[int, int]] | None = None
-        """Where they lie in the text, in characters; only kept when it is set to a list."""
+        """Their spans in the text, in characters; only recorded when set to a list."""
 
     @property
     def settled(self) -> StablePrefix:
-        """How far what is in `token_ids` reaches, while the text is not complete."""
+        """The position up to which `token_ids` is final, while the text is incomplete."""
         return NOTHING_SETTLED if self._num_bytes < 0 else StablePrefix(self._num_bytes, self._num_lead)
 
     def go_on(self, token_ids: "array[int]", settled: StablePrefix) -> None:
-        """Goes on where another encoder of the same text had come, whose ids these are: what is pushed next are the
-        bytes from `settled.num_bytes` on."""
+        """Resume from the ids of another encoder of the same text. The next push starts at byte `settled.num_bytes`."""
         self.token_ids = token_ids
         if settled != NOTHING_SETTLED:
             self._text, self._lead_size = "", 0
@@ -127,25 +130,25 @@ class Encoder:
 
     @property
     def num_held(self) -> int:
-        """Characters held of the text."""
+        """Characters of the text that are held."""
         return len(self._text) - self._lead_size
 
     def push(self, text: str) -> None:
-        """Takes the next piece. Raises InvalidArgument when no place is found where the text can be cut."""
+        """Add the next piece. Raises InvalidArgument when no position is found at which the text can be cut."""
         for start in range(0, len(text), self._sizes.usual):
             self._text += text[start : start + self._sizes.usual]
             while len(self._text) >= self._wanted:
                 self._encode_window()
 
     def finish(self) -> None:
-        """Settles all that was pushed: the text is complete. Idempotent."""
+        """Finalize all pushed text: the text is complete. Idempotent."""
         if self._text:
             encoding = self._encode(self._text)
             self._settle(encoding, self._text, len(encoding))
         self._text, self._lead_size = "", 0
 
     def _encode(self, text: str) -> Encoding:
-        # The library lets other threads run in a batch only.
+        # The library releases the GIL only in batch calls.
         return self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
 
     def _encode_window(self) -> None:
@@ -182,20 +185,20 @@ class Encoder:
         return None
 
     def _tries(self, window: str, encoding: Encoding) -> Iterator[tuple[int, int]]:
-        """Tokens where the window may be cut, and the character where the lead starts."""
+        """Yield candidate cut tokens, each with the character at which its lead starts."""
         ranked = sorted(self._candidates(window, encoding), key=lambda found: found[0])
         indices = [index for _, index in ranked[:MAX_TRIES]]
         for index in indices:
             yield index, _span(encoding, self._lead(encoding, index))[0]
         if indices:
-            # In a run of one character, what the tokenizer puts before a text shifts how the run is cut: some lead
-            # makes up for it.
+            # In a run of one character, the prefix that the tokenizer adds to a text shifts the segmentation; one of
+            # these leads compensates for the shift.
             end = _span(encoding, indices[0])[0] - LEAD_TOKENS
             for start in range(end, max(0, end - MAX_SHIFT), -1):
                 yield indices[0], start
 
     def _candidates(self, window: str, encoding: Encoding) -> Iterator[tuple[int, int]]:
-        """Tokens where the window may be cut, each after its rank: between words, before a space, elsewhere."""
+        """Yield candidate cut tokens with their ranks: between words, before a space, elsewhere."""
         last = _first_token_from(encoding, len(window) - self._sizes.margin)
         for index in range(last, max(self._num_lead, last - MAX_TOKENS_BACK), -1):
             if encoding.token_to_word(index) != encoding.token_to_word(index - 1):
@@ -208,13 +211,13 @@ class Encoder:
         num_lead = len(whole) - tail.num_from(index)
         if num_lead < 0 or not tail.equals(index, whole, num_lead):
             return None
-        # Beyond the cut as well: what comes after may move boundaries that show in the ids only later.
+        # Beyond the cut as well: later text may move boundaries that become visible in the ids only later.
         count = (num_lead + len(whole)) // 2 + 1
         is_firm = all(_tokens(self._encode(rest + probe), count) == _tokens(whole, count) for probe in PROBES)
         return _Cut(index, start, num_lead) if is_firm else None
 
     def _lead(self, encoding: Encoding, index: int) -> int:
-        """Token where the lead of a cut before `index` starts."""
+        """Return the token at which the lead of a cut before `index` starts."""
         latest, earliest = max(0, index - LEAD_TOKENS), max(0, index - MAX_LEAD_TOKENS)
         for lead in range(latest, earliest, -1):
             if encoding.token_to_word(lead) != encoding.token_to_word(lead - 1):
@@ -223,7 +226,7 @@ class Encoder:
 
 
 class _Tail:
-    """The ids of a window and how they form words, to be compared from one token on."""
+    """The ids of a window and their words, for comparisons from a given token on."""
 
     def __init__(self, encoding: Encoding) -> None:
         self._ids, self._words = encoding.ids, encoding.word_ids
@@ -232,13 +235,13 @@ class _Tail:
         return len(self._ids) - index
 
     def equals(self, index: int, other: Encoding, other_index: int) -> bool:
-        """Whether both are the same from there on. Words as well: groups of digits may not show in the ids."""
+        """Return whether the rest of both is equal, words included: ids may not show groups of digits."""
         is_same = self._ids[index:] == other.ids[other_index:]
         return is_same and _lengths(self._words[index:]) == _lengths(other.word_ids[other_index:])
 
 
 def _lengths(words: list[int | None]) -> list[int]:
-    """Tokens of each word."""
+    """Return the number of tokens of each word."""
     return [len(list(tokens)) for _, tokens in groupby(words)]
 
 
@@ -247,11 +250,11 @@ def _span(encoding: Encoding, index: int) -> tuple[int, int]:
 
 
 def _tokens(encoding: Encoding, count: int) -> list[tuple[int, tuple[int, int], int | None]]:
-    """The first tokens, where they lie, and to which word they belong."""
+    """Return the first tokens with their offsets and words."""
     return list(zip(encoding.ids[:count], encoding.offsets[:count], encoding.word_ids[:count], strict=True))
 
 
 def _first_token_from(encoding: Encoding, character: int) -> int:
-    """The first token that starts at `character` or later; the last one if there is none."""
+    """Return the first token that starts at `character` or later; the last one if there is none."""
     found = bisect_left(range(len(encoding)), character, key=lambda index: _span(encoding, index)[0])
     return min(found, len(encoding) - 1)

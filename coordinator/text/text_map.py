@@ -30,17 +30,17 @@ class TextPosition(msgspec.Struct, frozen=True):
 
     name: str
     byte: int
-    """In the file, from 0 on."""
+    """The offset in the file, from 0."""
 
 
 class TextRange(msgspec.Struct, frozen=True, kw_only=True):
-    """Some text of a context, in whole characters."""
+    """A part of the text of a context, in whole characters."""
 
     text: str
     tokens: tuple[int, int]
-    """That were asked for, or have the bytes that were. A character may begin before or end behind them."""
+    """The requested tokens, or those of the requested bytes. A character may begin before or end after them."""
     bytes: tuple[int, int] | None
-    """Of the text; None where some of it came as ids."""
+    """The byte range in the text; None where a part of it was given as ids."""
 
 
 class TextMap:
@@ -54,10 +54,10 @@ class TextMap:
         last = self._documents[-1] if self._documents else None
         self.num_tokens = last.start + last.num_tokens if last else 0
         self.num_bytes = last.first_byte + last.num_bytes if last else 0
-        """Of all texts."""
+        """Bytes of all texts."""
 
     def bytes_of(self, token_start: int, token_end: int) -> tuple[int, int] | None:
-        """The bytes of tokens [start, end); None where some of them came as ids."""
+        """Return the byte range of tokens [start, end); None where some of them were given as ids."""
         assert 0 <= token_start <= token_end <= self.num_tokens
         first, last = self._holding(token_start), self._holding(max(token_start, token_end - 1))
         if any(document.text is None for document in self._documents[first : last + 1]):
@@ -65,7 +65,7 @@ class TextMap:
         return self._byte(first, token_start), self._byte(last, token_end)
 
     def tokens_of(self, byte_start: int, byte_end: int) -> tuple[int, int]:
-        """The fewest tokens that have the bytes [start, end)."""
+        """Return the smallest token range that contains the bytes [start, end)."""
         assert 0 <= byte_start <= byte_end <= self.num_bytes
         if byte_start == byte_end:
             position = self._token_at(byte_start)
@@ -73,7 +73,7 @@ class TextMap:
         return self._token_at(byte_start), self._token_at(byte_end - 1) + 1
 
     def file_at(self, byte: int) -> TextPosition | None:
-        """The file in which a byte lies; None where that was not told."""
+        """Return the file that contains a byte; None where the file is unknown."""
         document = self._document_of(byte)
         file = file_at(document.text.files, byte - document.first_byte) if document and document.text else None
         return (
@@ -83,11 +83,13 @@ class TextMap:
         )
 
     def read(self, token_start: int, token_end: int) -> TextRange:
-        """The text of tokens [start, end)."""
+        """Return the text of tokens [start, end)."""
         return self._read((token_start, token_end), self.bytes_of(token_start, token_end), 0, 0)
 
     def read_bytes(self, byte_start: int, byte_end: int) -> TextRange:
-        """The text of bytes [start, end); of all of their tokens, where these are not spelled as they were read."""
+        """Return the text of bytes [start, end), or of all of their tokens where the spelling differs from the source
+        text.
+        """
         tokens = self.tokens_of(byte_start, byte_end)
         found = self.bytes_of(*tokens)
         if found is None:  # ids are in between
@@ -95,7 +97,9 @@ class TextMap:
         return self._read(tokens, found, byte_start - found[0], found[1] - byte_end)
 
     def _read(self, tokens: tuple[int, int], found: tuple[int, int] | None, cut_start: int, cut_end: int) -> TextRange:
-        """The text of tokens that have the bytes `found`, but for so many of the first and last ones."""
+        """Return the text of tokens with the byte range `found`, without `cut_start` bytes at the start and `cut_end`
+        at the end.
+        """
         if self._alphabet.spell is None:
             text = self._alphabet.decode([each for document in self._documents for each in document.ids_of(*tokens)])
             return TextRange(text=text, tokens=tokens, bytes=found)
@@ -114,7 +118,7 @@ class TextMap:
         return TextRange(text=all_bytes[first:last].decode(errors="replace"), tokens=tokens, bytes=found)
 
     def lines_at(self, byte: int) -> "Lines | None":
-        """What tells the line of a byte within its file; None where there is no text."""
+        """Return a line counter for a byte within its file; None where there is no text."""
         document = self._document_of(byte)
         if document is None or document.text is None:
             return None
@@ -123,7 +127,7 @@ class TextMap:
         return Lines(document, file.start if file else 0, local)
 
     def _holding(self, position: int) -> int:
-        """Which document has the token at a position; the last one at the end."""
+        """Return the index of the document with the token at a position; the last one at the end."""
         return max(0, bisect_right(self._documents, position, key=lambda each: each.start) - 1)
 
     def _byte(self, index: int, position: int) -> int:
@@ -131,7 +135,7 @@ class TextMap:
         return document.first_byte + document.byte_at(position - document.start)
 
     def _document_of(self, byte: int) -> "DocumentMap | None":
-        """The text that has a byte; the last one at the end."""
+        """Return the text that contains a byte; the last one at the end."""
         found = bisect_right(self._texts, byte, key=lambda each: each.first_byte) - 1
         return self._texts[max(0, found)] if self._texts else None
 
@@ -148,7 +152,7 @@ class TextMap:
 
 
 class DocumentMap:
-    """The text of one segment. Positions and bytes are its own, but for `start` and `first_byte`."""
+    """The text of one segment. Positions and bytes are relative to it, except `start` and `first_byte`."""
 
     def __init__(self, part: DocumentPart, start: int, first_byte: int, alphabet: Alphabet) -> None:
         self.start = start
@@ -164,7 +168,7 @@ class DocumentMap:
         return self.byte_at(self.num_tokens) if self.text is not None else 0
 
     def byte_at(self, position: int) -> int:
-        """Where a token begins, and that before it ends."""
+        """Return the byte at which a token begins, which is the end of the token before it."""
         text = self.text
         assert text is not None
         if position <= text.num_lead:
@@ -177,7 +181,7 @@ class DocumentMap:
         return self._stride(number)[position - max(number * STRIDE, text.num_lead)]
 
     def token_at(self, byte: int) -> int:
-        """The token that has a byte; of several that begin there, the last."""
+        """Return the token that contains a byte; of several that begin there, the last."""
         text = self.text
         assert text is not None
         number = max(0, bisect_right(range(text.num_starts), byte, key=text.start) - 1)
@@ -200,7 +204,7 @@ class DocumentMap:
         is_cut = text.is_cut and end == len(self._ids)
         if places[-1] == high or (is_cut and places[-1] < high):
             return places
-        spread = places[-1] - low  # what is spelled is not what was read
+        spread = places[-1] - low  # the spelling differs from the source text
         return [low + (place - low) * (high - low) // spread if spread else low for place in places[:-1]] + [high]
 
     @cached_property
@@ -214,7 +218,7 @@ class DocumentMap:
         parts = [self._spell(token_id) for token_id in self._ids[text.num_lead : end]]
         if not parts[0].startswith(b" "):
             return False
-        if text.is_cut and end == len(self._ids):  # then only the tokenizer tells
+        if text.is_cut and end == len(self._ids):  # only the tokenizer can decide in this case
             spell = self._alphabet.spell
             return spell is not None and spell(self._ids[text.num_lead], True) != parts[0]
         high = text.start(number + 1) if number + 1 < text.num_starts else text.num_bytes
@@ -225,7 +229,7 @@ class DocumentMap:
         return self._ids[max(0, start - self.start) : max(0, min(self.num_tokens, end - self.start))]
 
     def spelled(self, start: int, end: int) -> Iterator[bytes]:
-        """The bytes of tokens [start, end)."""
+        """Return the bytes of tokens [start, end)."""
         first = self.text.num_lead if self.text is not None else -1
         for position in range(start, end):
             piece = self._spell(self._ids[position])
@@ -240,7 +244,7 @@ class DocumentMap:
 
 
 class Lines:
-    """Counts the lines of a file up to a byte: all tokens in between, in steps."""
+    """Counts the lines of a file up to a byte, in steps over all tokens in between."""
 
     def __init__(self, document: DocumentMap, first_byte: int, byte: int) -> None:
         self._document = document
@@ -249,7 +253,7 @@ class Lines:
         self._position = document.token_at(first_byte) if byte > first_byte else 0
         self._place = document.byte_at(self._position) if byte > first_byte else byte
         self.line = 1
-        """So far; from 1 on."""
+        """The line so far, from 1."""
 
     @property
     def is_over(self) -> bool:
@@ -276,17 +280,17 @@ def _documents(parts: Sequence[DocumentPart], alphabet: Alphabet) -> Iterator[Do
 
 
 def _is_inner(byte: int) -> bool:
-    """Whether it goes on with a character of UTF-8."""
+    """Return whether the byte continues a UTF-8 character."""
     return 0x80 <= byte < 0xC0
 
 
 def _num_bytes(first: int) -> int:
-    """Of a character that begins so."""
+    """Return the length in bytes of a UTF-8 character from its first byte."""
     return 1 if first < 0xC0 else 2 if first < 0xE0 else 3 if first < 0xF0 else 4
 
 
 def _character_start(text: bytes, place: int) -> int:
-    """Where the character begins that has the byte at `place`."""
+    """Return the start of the character that contains the byte at `place`."""
     for start in range(place, max(-1, place - CHARACTER_BYTES), -1):
         if not _is_inner(text[start]):
             return start if start + _num_bytes(text[start]) > place else place
@@ -294,7 +298,7 @@ def _character_start(text: bytes, place: int) -> int:
 
 
 def _character_end(text: bytes, place: int) -> int:
-    """Where the character ends that has the byte before `place`."""
+    """Return the end of the character that contains the byte before `place`."""
     start = _character_start(text, place - 1)
     end = start + _num_bytes(text[start])
     is_whole = end <= len(text) and all(map(_is_inner, text[place:end]))

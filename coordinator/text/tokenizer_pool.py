@@ -1,9 +1,9 @@
-"""The threads in which texts become ids, in short steps.
+"""The threads that tokenize texts, in short steps.
 
-The steps of all texts take turns, by tenant and then in the order in which they were asked for: a short text waits for
-a step of each long one of its tenant, and as many of other tenants, never for a whole one. What nobody waits for any
-more takes no further step. What cannot be done in short steps has two threads of its own: one for short texts, one for
-long ones.
+Tenants take turns, and the steps of one tenant run in the order of submission: a short text waits for one step of each
+long text of its tenant and for as many steps of other tenants, never for a whole long text. Cancelled texts take no
+further steps. Work that cannot be split into short steps has two separate threads: one for short texts, one for long
+ones.
 """
 
 import asyncio
@@ -18,29 +18,30 @@ from longleaf.errors import Unavailable
 
 NUM_THREADS = 2
 STEP_CHARACTERS = 1 << 16
-"""Text of a step: it takes tens of milliseconds, in which the library lets other threads run."""
+"""Characters per step: a step takes tens of milliseconds, in which the library releases the GIL."""
 LEAVE_SECONDS = 1.0
-"""How long running steps are waited for at the end. One that takes longer is left behind: it holds no exit."""
+"""Maximum seconds to wait for running steps at the end. A longer step is abandoned; it does not block the exit."""
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
 class TextEncoder(Protocol):
-    """What makes the ids of one text; see coordinator.text.encoder."""
+    """Encodes one text; see coordinator.text.encoder."""
 
     def push(self, text: str) -> None:
-        """Takes the next piece."""
+        """Add the next piece."""
         ...
 
     def finish(self) -> None:
-        """There is no further piece."""
+        """End the text."""
         ...
 
 
 class TokenizerPool:
-    """Few threads, which begin with the first step. Those who ask for steps share one event loop. `tenant` names the
-    tenant of who asks."""
+    """A small number of threads, started on demand. All callers share one event loop. `tenant` returns the tenant of
+    the caller.
+    """
 
     def __init__(
         self,
@@ -56,17 +57,18 @@ class TokenizerPool:
         self._threads: list[threading.Thread] = []
         self._is_closed = False
         self._beside: dict[bool, TokenizerPool] = {}
-        """For calls that take long: by whether the text is long."""
+        """Pools for slow calls, by whether the text is long."""
 
     async def encode(self, encoder: TextEncoder, text: str, after_step: Callable[[], None] = lambda: None) -> None:
-        """Gives a text to `encoder`, all of it; `after_step` is called after each step, in its thread. Raises what both
-        raise."""
+        """Encode a whole text with `encoder`; `after_step` is called after each step, in its thread. Raises the errors
+        of both.
+        """
         await self.encode_all([(encoder, text)], after_step)
 
     async def encode_all(
         self, texts: Iterable[tuple[TextEncoder, str]], after_step: Callable[[], None] = lambda: None
     ) -> None:
-        """As `encode`, for texts with an encoder each: one step takes as many short ones as make a step's text."""
+        """As `encode`, for several texts with one encoder each: short texts share a step."""
 
         def take(step: list[_Piece]) -> None:
             for encoder, text, is_last in step:
@@ -85,8 +87,9 @@ class TokenizerPool:
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> Result:
-        """As `run`, for a function that may take seconds for a text of `num_characters`. No step waits for it; calls
-        wait for each other, but none for a short text (at most STEP_CHARACTERS) waits for one for a long text."""
+        """As `run`, for a function that may take seconds for a text of `num_characters`. It delays no steps. Such calls
+        wait for each other, but a call for a short text (at most STEP_CHARACTERS) never waits for one for a long text.
+        """
         if self._is_closed:
             raise Unavailable("the service is stopping")
         is_long = num_characters > STEP_CHARACTERS
@@ -97,16 +100,16 @@ class TokenizerPool:
     async def run(
         self, function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> Result:
-        """Calls a short function in a thread. If the caller is cancelled before it has begun, it never will.
+        """Call a short function in a thread. If the caller is cancelled before the call has started, it never starts.
 
-        Raises Unavailable at the end of the service, and what the function raises.
+        Raises Unavailable at the end of the service, and the errors of the function.
         """
         return await asyncio.wrap_future(self.submit(function, *args, **kwargs))
 
     def submit(
         self, function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> "Future[Result]":
-        """Calls a short function in a thread, and does not wait. Raises Unavailable at the end of the service."""
+        """Call a short function in a thread without waiting. Raises Unavailable at the end of the service."""
         if self._is_closed:
             raise Unavailable("the service is stopping")
         future: Future[Result] = Future()
@@ -122,7 +125,7 @@ class TokenizerPool:
         self._threads.append(thread)
 
     async def close(self) -> None:
-        """Drops what waits, and lets running steps end, if they do so soon. Idempotent."""
+        """Drop waiting steps, and wait briefly for running ones. Idempotent."""
         self._is_closed = True
         for threads in self._beside.values():
             await threads.close()
@@ -144,7 +147,7 @@ class _Piece(NamedTuple):
 
 
 def _in_steps(texts: Iterable[tuple[TextEncoder, str]]) -> Iterator[list[_Piece]]:
-    """All that is to be done, cut into steps."""
+    """Split the texts into steps."""
     step: list[_Piece] = []
     room = STEP_CHARACTERS
     for encoder, text in texts:
@@ -163,7 +166,7 @@ def _in_steps(texts: Iterable[tuple[TextEncoder, str]]) -> Iterator[list[_Piece]
 
 
 class _Step:
-    """A call, and what comes of it."""
+    """A call and its future."""
 
     def __init__(self, future: "Future[Any]", function: Callable[[], Any]) -> None:
         self._future = future
@@ -174,12 +177,12 @@ class _Step:
         assert function is not None, "a step is called once"
         try:
             if future.set_running_or_notify_cancel():
-                result, function = function(), None  # whoever is told shall find the request let go of
+                result, function = function(), None  # release the request before the result is published
                 future.set_result(result)
         except BaseException as error:
             future.set_exception(error)
         finally:
-            del self, future, function  # the error keeps this frame, which must not keep the error
+            del self, future, function  # the error references this frame, which must not reference the error
 
     def drop(self) -> None:
         if self._future.set_running_or_notify_cancel():
@@ -187,12 +190,12 @@ class _Step:
 
 
 class _Steps:
-    """Steps that wait. Tenants take turns; those of one are called in their order."""
+    """Waiting steps. Tenants take turns; the steps of one tenant run in order."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._waiting: dict[str, deque[_Step]] = {}
-        """Of each tenant, the one whose turn it is first."""
+        """By tenant, in the order of their turns."""
         self._is_closed = False
 
     def put(self, step: _Step, tenant: str) -> None:
@@ -201,7 +204,7 @@ class _Steps:
             self._changed.notify()
 
     def get(self) -> _Step | None:
-        """Waits for the next one; None once there will be no more."""
+        """Wait for the next step; None after `close`."""
         with self._changed:
             while not self._waiting and not self._is_closed:
                 self._changed.wait()
@@ -211,11 +214,11 @@ class _Steps:
             steps = self._waiting.pop(tenant)
             step = steps.popleft()
             if steps:
-                self._waiting[tenant] = steps  # behind all others
+                self._waiting[tenant] = steps  # behind all other tenants
             return step
 
     def close(self) -> list[_Step]:
-        """There will be no more. Gives those that wait."""
+        """Close the queue and return the waiting steps."""
         with self._changed:
             waiting = [step for steps in self._waiting.values() for step in steps]
             self._waiting.clear()
@@ -225,7 +228,7 @@ class _Steps:
 
 
 def _work(steps: _Steps) -> None:
-    """The life of a thread."""
+    """Run steps until the queue is closed."""
     while (step := steps.get()) is not None:
         step.call()
-        del step  # its text must not stay while there is nothing to do
+        del step  # release its text while the thread is idle

@@ -1,4 +1,4 @@
-"""The ranks of one epoch over the control channel: from when they are told where to meet until it ends."""
+"""The ranks of one epoch over the control channel, from the rendezvous until the end of the epoch."""
 
 import asyncio
 from collections.abc import Sequence
@@ -27,16 +27,17 @@ from longleaf.rank_protocol.step import StepPlan, StepResult
 
 
 class PendingStep(NamedTuple):
-    """A step that was sent."""
+    """A step that was sent and is not answered yet."""
 
     result: asyncio.Future[StepResult]
     seconds: float
-    """That it may take."""
+    """The time limit."""
 
 
 class RankGroup:
-    """Epoch `epoch` of members in rank order; epoch 0, before the first one, is of those who will form that, and does
-    nothing but see them lost. Needs a running event loop."""
+    """Epoch `epoch` of members in rank order. Epoch 0, before the first one, consists of the members that will form the
+    first epoch, and only records their losses. Needs a running event loop.
+    """
 
     def __init__(
         self,
@@ -53,9 +54,9 @@ class RankGroup:
         self._roster = registry
         self._loop = asyncio.get_running_loop()
         self._under_way: dict[int, PendingStep] = {}
-        """By the number of a step, in their order: an answer to any other is dropped."""
+        """By step number, in the order of sending. Answers to any other step are dropped."""
         self._deadline: asyncio.TimerHandle | None = None
-        """When the first of these must be answered."""
+        """The timer for the first pending step."""
         self._losses = FailureCollector(self.members, registry.end, self._unanswered)
         self.verdict.add_done_callback(lambda _: self._end_steps())
         self._meeting = Rendezvous(epoch, self.members)
@@ -66,21 +67,23 @@ class RankGroup:
 
     @property
     def verdict(self) -> asyncio.Future[EpochEnd]:
-        """Why the epoch is over, once it is."""
+        """The reason why the epoch ended, once it has."""
         return self._losses.verdict
 
     @property
     def is_suspected(self) -> bool:
-        """The verdict is there, or on its way."""
+        """The verdict exists or is being determined."""
         return self._losses.is_suspected
 
     async def wait_ended(self) -> EpochEnd:
         return await asyncio.shield(self.verdict)
 
-    # --- meet ---
+    # --- rendezvous ---
 
     async def meet(self, members: Sequence[Member], merges: tuple[MergeTiming, ...]) -> Formation:
-        """Tells the members where they meet, and waits until they have. Raises what ended the epoch."""
+        """Send the rendezvous address to the members, and wait until all are ready. Raises the error that ended the
+        epoch.
+        """
         hellos = tuple(member.hello for member in members if member.hello is not None)
         rendezvous, wait = self._meeting, self._roster.wait
         if len(members) > 1:
@@ -95,17 +98,17 @@ class RankGroup:
         return Formation(self.epoch, hellos, readies, self)
 
     def late(self) -> list[int]:
-        """Members that the others wait for: they have neither come nor given the epoch up."""
+        """Return the members that the others wait for: they are neither ready nor have they aborted the epoch."""
         requested = self.members if self._meeting.port is not None else self.members[:1]
         missing = [one for one in requested if one not in self._meeting.readies and not self._losses.has_answered(one)]
         return [one for one in missing if self._roster.get(one) is not None]
 
     @property
     def num_asked(self) -> int:
-        """Members that were told what to do for this epoch."""
+        """Members that were sent an order for this epoch."""
         return len(self.members) if self._meeting.port is not None else 1
 
-    # --- work ---
+    # --- steps ---
 
     async def lay_out(self, layout: KvLayout) -> None:
         if self.is_suspected:
@@ -113,12 +116,14 @@ class RankGroup:
         self._channel.send(self.members, layout)
 
     def step(self, plan: StepPlan) -> asyncio.Future[StepResult]:
-        """Sends the plan to every rank, at once; rank 0's answer, or what ended the epoch.
+        """Send the plan to every rank immediately. The future holds the answer of rank 0, or the error that ended the
+        epoch.
 
-        Its deadline counts from the answer to the plan before it: only then do the ranks begin.
+        The deadline starts with the answer to the previous plan, because the ranks begin the step only then.
         """
         self._channel.send(self.members, plan)
-        # Plain attention computes on one rank what the step shares, and in coarse types twice.
+        # The plain reference attention computes on one rank the work that a step shares among all, and in 16-bit types
+        # twice.
         num_tokens = plan.num_tokens + 2 * plan.num_reference * len(self.members)
         seconds = self._config.step_timeout + num_tokens * self._config.step_timeout_per_token
         under_way = self._under_way[plan.step] = PendingStep(self._loop.create_future(), seconds)
@@ -130,14 +135,14 @@ class RankGroup:
         return under_way.result
 
     def _begin(self, step: int, under_way: PendingStep) -> None:
-        """The ranks begin a step."""
+        """Start the deadline of a step."""
         self._deadline = self._loop.call_later(under_way.seconds, self._is_late, step, under_way)
 
     def _is_late(self, step: int, under_way: PendingStep) -> None:
         self._roster.run(self._blame_slow(step, under_way))
 
     def _forget(self, step: int) -> None:
-        """A step is answered, or nobody waits for that any more."""
+        """Remove a step that was answered or cancelled, and start the deadline of the next one."""
         del self._under_way[step]
         if self._deadline is not None:
             self._deadline.cancel()
@@ -146,13 +151,13 @@ class RankGroup:
             break
 
     def _end_steps(self) -> None:
-        """The epoch is over, and with it the steps."""
+        """Fail all pending steps with the verdict of the epoch."""
         for result, _ in self._under_way.values():
             if not result.done():
                 result.set_exception(self.verdict.result().error)
 
     async def _blame_slow(self, step: int, under_way: PendingStep) -> None:
-        """Kills who holds up the others; when nobody does, all give up the epoch."""
+        """Kill the member that holds up the others. If there is no single one, end the epoch."""
 
         def is_over() -> bool:
             return under_way.result.done() or self.is_suspected
@@ -170,10 +175,10 @@ class RankGroup:
     def _unanswered(self) -> tuple[int, ...]:
         return tuple(step for step, under_way in self._under_way.items() if not under_way.result.done())
 
-    # --- what members say ---
+    # --- messages of members ---
 
     def take_result(self, member: int, message: StepResult) -> None:
-        """Raises ValueError for who is not rank 0."""
+        """Handle the result of a step. Raises ValueError if the sender is not rank 0."""
         if member != self.members[0]:
             raise ValueError(f"member {member} sends what it may not: {type(message).__name__} for rank 0")
         under_way = self._under_way.get(message.step)
@@ -181,11 +186,13 @@ class RankGroup:
             under_way.result.set_result(message)
 
     def take_meeting(self, message: StoreOpened | Ready) -> None:
-        """Raises ValueError for what belongs to another epoch, or was said before."""
+        """Handle a rendezvous message. Raises ValueError for a message of another epoch, or a repeated one."""
         self._meeting.take(message)
 
     def take_broken(self, message: GroupFailure) -> None:
-        """One of an epoch before tells nothing new. Raises ValueError for what cannot be."""
+        """Handle the failure of the group; that of an earlier epoch is ignored. Raises ValueError for an impossible
+        message.
+        """
         is_ours = message.epoch == self.epoch > 0
         if message.epoch > self.epoch or (message.epoch == self.epoch and not (is_ours and self._has(message))):
             raise ValueError(f"member {message.member} sends what it may not: Broken of another epoch")
@@ -195,7 +202,7 @@ class RankGroup:
             self._fence()
 
     def take_death(self, message: Died) -> None:
-        """Raises ValueError for what cannot be."""
+        """Handle the last message of a dying member. Raises ValueError for an impossible message."""
         self._check_blamed(message)
         if message.refused and self._has(message):
             self._losses.conclude(StartError(message.reason))
@@ -212,18 +219,17 @@ class RankGroup:
     # --- end ---
 
     def died(self, member: int, reason: str) -> None:
-        """A member's process has ended."""
+        """Record that the process of a member has ended."""
         self._losses.died(member, reason + self._roster.where(member))
         self._fence()
 
     def conclude(self, error: LongleafError, steps: tuple[int, ...] = ()) -> None:
-        """Ends the epoch, unless it has ended."""
+        """End the epoch, unless it has ended."""
         self._losses.conclude(error, steps)
         self._fence()
 
     def _fence(self) -> None:
-        """Tells all ranks of an epoch that has ended before its time, once: whoever waits there for another one must
-        not any more."""
+        """Notify all ranks once that the epoch has ended early, so that no rank keeps waiting for another one in it."""
         if self.is_suspected and not self._is_fenced and self.epoch:
             self._is_fenced = True
             self._channel.send(self.members, AbortExchanges(self.epoch))

@@ -1,4 +1,4 @@
-"""The data folder: one folder in it for each model, which one service uses at a time."""
+"""The data folder, with one folder per model, which one service at a time may use."""
 
 import os
 import socket
@@ -18,10 +18,10 @@ from longleaf.errors import CatalogError
 T = TypeVar("T")
 
 DIGITS = 32
-"""Of a fingerprint, in the name of a folder."""
+"""Digits of the fingerprint in the name of a folder."""
 LOCK, HOLDER, MODEL = "lock", "holder.json", "model.json"
 JOURNAL = "journal"
-"""The folder of what is kept of answers."""
+"""The folder of the journals of answers."""
 
 
 class LockHolder(msgspec.Struct, frozen=True):
@@ -30,7 +30,7 @@ class LockHolder(msgspec.Struct, frozen=True):
     pid: int
     host: str
     address: str = ""
-    """Where it serves; empty until it does."""
+    """The address at which it serves; empty until it does."""
 
     def __str__(self) -> str:
         where = f", serving {self.address}" if self.address else ""
@@ -38,30 +38,31 @@ class LockHolder(msgspec.Struct, frozen=True):
 
 
 class ModelFile(msgspec.Struct, frozen=True):
-    """What a folder says of its model."""
+    """The description of a folder's model."""
 
     model: str
-    """The checkpoint, as it was named at the last start."""
+    """The checkpoint, as named at the last start."""
     fingerprint: str
     facts: dict[str, str]
-    """What makes the fingerprint, and whatever else tells this model from others."""
+    """The inputs of the fingerprint, and other properties that distinguish the model."""
 
 
 class DataFolder:
-    """A model's folder inside the data folder, locked for the life of the service or until `close`."""
+    """The folder of a model inside the data folder, locked until the process ends or until `close`."""
 
     def __init__(self, path: Path, lock: FileLock) -> None:
         self.path = path
         self._lock = lock
         self.reserve = Reserve(path)
-        """Room that only deletions and starts may use."""
+        """Disk space reserved for deletions and starts."""
 
     @classmethod
     def open(cls, data_dir: Path, fingerprint: str, model: str, facts: dict[str, str]) -> "DataFolder":
-        """Makes what is not there, with mode 0700, and locks it. `fingerprint` is a digest in hexadecimal digits.
+        """Create the missing folders with mode 0700, and lock the folder of the model. `fingerprint` is a hexadecimal
+        digest.
 
-        Raises CatalogError when another service uses it (and names that), when it belongs to another user, or cannot be
-        written.
+        Raises CatalogError when another service, which is named, uses the folder, or when it belongs to another user or
+        cannot be written.
         """
         try:
             data_dir = data_dir.absolute()
@@ -85,29 +86,28 @@ class DataFolder:
 
     @property
     def database(self) -> Path:
-        """The file of its catalog."""
+        """The catalog file."""
         return self.path / DATABASE
 
     def tell_address(self, address: str) -> None:
-        """Who comes later and wants this folder is told where the service is. Raises OSError."""
+        """Record the address of this service for other services that want the folder. Raises OSError."""
         write_whole(self.path / HOLDER, msgspec.json.encode(LockHolder(os.getpid(), socket.gethostname(), address)))
 
     def siblings(self) -> list[tuple[Path, ModelFile]]:
-        """The folders of other models in the data folder, in the order of their names; those that cannot be read are
-        left out."""
+        """Return the readable folders of other models in the data folder, sorted by name."""
         others = [folder for folder in sorted(self.path.parent.iterdir()) if folder != self.path]
         return [(folder, reported) for folder in others if (reported := _read(folder / MODEL, ModelFile)) is not None]
 
     def close(self) -> None:
-        """Another service may use it from now on. Idempotent."""
+        """Release the folder for other services. Idempotent."""
         self._lock.release()
 
 
 def _make_own(folder: Path) -> None:
-    """Makes the folder if it is not there. Raises CatalogError when it is none, or somebody else's."""
+    """Create the folder if it is missing. Raises CatalogError when it is a file, or belongs to another user."""
     try:
         folder.mkdir(mode=0o700)
-        folder.chmod(0o700)  # whatever the umask took away
+        folder.chmod(0o700)  # restores bits removed by the umask
     except FileExistsError:
         pass
     found = folder.stat()
@@ -122,7 +122,7 @@ def _make_own(folder: Path) -> None:
 
 
 def _locked(folder: Path) -> FileLock:
-    """The lock of a folder, taken: the system lets go of it when the process ends, however that ends."""
+    """Acquire the lock of a folder. The system releases it when the process ends, for whatever reason."""
     lock = FileLock(folder / LOCK, timeout=0, mode=0o600, thread_local=False, fallback_to_soft=False)
     try:
         lock.acquire()
@@ -143,7 +143,7 @@ def _unusable(folder: Path, error: OSError) -> CatalogError:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """The file has this content, or that which it had, whatever happens; its mode is 0600. Raises OSError."""
+    """Replace the content of a file atomically; its mode is 0600. Raises OSError."""
     with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
         try:
             file.write(content)
@@ -158,7 +158,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def _read(path: Path, kind: type[T]) -> "T | None":
-    """None when it is not there, or says something else."""
+    """Return None when the file is missing or has another format."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, msgspec.MsgspecError):

@@ -1,4 +1,4 @@
-"""The database file: one connection to it, for one thread, and what it must be before it is used."""
+"""The database file: its one connection, for one thread, and the checks at its start."""
 
 import logging
 import os
@@ -28,19 +28,21 @@ from longleaf.formatting import human_bytes
 log = logging.getLogger(__name__)
 
 BUSY_SECONDS = 5.0
-"""How long a commit waits for another process, such as a shell, to let go of the file."""
+"""The time in seconds that a commit waits for another process, such as a shell, to release the file."""
 PRAGMAS = (
-    f"page_size={PAGE_BYTES}",  # of a file that is new
+    f"page_size={PAGE_BYTES}",  # for new files
     "journal_mode=WAL",
     "synchronous=FULL",
     "foreign_keys=ON",
-    "secure_delete=ON",  # what is deleted is overwritten
-    "temp_store=MEMORY",  # and never was in any other file
+    "secure_delete=ON",  # deleted content is overwritten
+    "temp_store=MEMORY",  # and is never written to temporary files
 )
 
 
 class Database:
-    """The catalog's file at `path`, made with mode 0600 by `open` when it is not there. To be used by one thread."""
+    """The catalog file at `path`, which `open` creates with mode 0600 if it is missing. Must be used by one thread
+    only.
+    """
 
     def __init__(
         self,
@@ -50,7 +52,7 @@ class Database:
         is_read_only: bool = False,
         max_log_bytes: int | None = None,
     ) -> None:
-        """Commits stay in the log until it has `max_log_bytes`, or what SQLite allows by itself."""
+        """The WAL is checkpointed when it reaches `max_log_bytes`, by default at SQLite's own limit."""
         self.path = path
         self._max_log_bytes = max_log_bytes
         self._busy_seconds = busy_seconds
@@ -58,13 +60,14 @@ class Database:
         self._connection: Connection | None = None
         self._raw: sqlite3.Connection | None = None
         self._identity = (0, 0)
-        """Device and inode of the file that is open."""
+        """Device and inode of the open file."""
         self._has_remains = False
-        """What was deleted may still be in the file of the last commits."""
+        """Whether the WAL may still contain deleted content."""
 
     def open(self) -> None:
-        """Checks the file, and brings its schema up to date; a file that is read only must have that. Raises
-        CatalogError."""
+        """Check the file and migrate its schema to the current version, which a read-only file must already have.
+        Raises CatalogError.
+        """
         with turned(self.path, at_start):
             if not self.path.exists() and not self._is_read_only:
                 self._make()
@@ -78,7 +81,9 @@ class Database:
             raise
 
     def _make(self) -> None:
-        """The file appears when it is whole: one that is empty was cut."""
+        """Create the file under another name and rename it when it is complete, so that an empty file is a truncated
+        one.
+        """
         if _has_log(self.path):
             reason = f"{self.path} is missing, and {self.path}-wal is there with its last changes"
             raise CatalogError(f"{reason}: put that back, or move this away to begin anew")
@@ -87,7 +92,7 @@ class Database:
             Path(f"{new}{ending}").unlink(missing_ok=True)
         descriptor = os.open(new, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
-            os.fchmod(descriptor, 0o600)  # SQLite gives its other files the mode of this one
+            os.fchmod(descriptor, 0o600)  # SQLite creates its other files with the mode of this one
         finally:
             os.close(descriptor)
         database = Database(new, self._busy_seconds)
@@ -109,13 +114,12 @@ class Database:
             else:
                 upgrade(self.path, connection)
         if not self._is_read_only:
-            self.note_remains()  # of a service that ended before it could, and of tables that are no more
+            self.note_remains()  # of a service that ended before its cleanup, and of tables dropped by migrations
             self.scrub()
 
     @contextmanager
     def transaction(self, turn: Turn = while_running) -> Generator[Connection, None, None]:
-        """All that is done within is committed at its end, or nothing. Raises what `turn` makes of errors; the next
-        transaction may succeed."""
+        """Commit all operations within, or none. Raises errors converted by `turn`; later transactions may succeed."""
         try:
             connection = self._connected()
             with connection.begin():
@@ -125,10 +129,10 @@ class Database:
             raise turn(self.path, error) from error
 
     def _recover(self, error: Exception) -> None:
-        """What failed did not happen, and what comes next may succeed."""
+        """Roll back, and reopen the connection unless the error allows its further use."""
         raw = self._raw
         try:
-            if raw is not None and raw.in_transaction:  # as after a commit that failed
+            if raw is not None and raw.in_transaction:  # for example after a failed commit
                 raw.rollback()
         except sqlite3.Error:
             self.close()
@@ -136,8 +140,9 @@ class Database:
             self.close()
 
     def _connected(self) -> Connection:
-        """The connection, to the file that is there: SQLite itself would write on into one that was moved or deleted,
-        and what it keeps there no later start finds."""
+        """Return the connection to the file at `path`. SQLite would continue to write to a file that was moved or
+        deleted, where no later start would find the data.
+        """
         if self._connection is not None and not self._is_there():
             self.close()
         return self._connection or self._connect()
@@ -169,7 +174,7 @@ class Database:
         try:
             self._raw = self._open_as("mode=ro")
         except sqlite3.OperationalError:
-            # beside a file that has nothing in its log, SQLite makes one, which it cannot in a read-only folder
+            # SQLite creates a WAL next to a file without one, which fails in a read-only folder
             if _has_log(self.path):
                 raise
             self._raw = self._open_as("immutable=1")
@@ -193,13 +198,13 @@ class Database:
         return raw
 
     def note_remains(self) -> None:
-        """Something was deleted that must be nowhere on the disk."""
+        """Note that content was deleted that must not remain on the disk."""
         self._has_remains = True
 
     def scrub(self, release_room: Callable[[], bool] = lambda: False) -> None:
-        """Empties the file of the last commits, if something was deleted in them. On a full disk it tries once more if
-        `release_room` returns True. Where it fails (another process reads, the disk is full), the next call tries
-        again."""
+        """Truncate the WAL if it may contain deleted content. On a full disk, retry once if `release_room` returns
+        True. After a failure (another process reads, the disk is full) the next call retries.
+        """
         if not self._has_remains or self._raw is None:
             return
         try:
@@ -214,7 +219,7 @@ class Database:
             log.warning("what was deleted is still in %s-wal until the next commit: %s", self.path, reason)
 
     def close(self) -> None:
-        """Lets go of the file. The next transaction opens it again."""
+        """Close the file. The next transaction opens it again."""
         connection, self._connection, raw, self._raw = self._connection, None, self._raw, None
         if connection is not None:
             with suppress(*Errors):
@@ -225,18 +230,18 @@ class Database:
 
 
 def _has_log(path: Path) -> bool:
-    """Whether there are commits that are not in the database itself."""
+    """Return whether there are commits that are not in the database file yet."""
     log = Path(f"{path}-wal")
     return log.exists() and log.stat().st_size > 0
 
 
 def _text(content: bytes) -> str:
-    """What is no text any more is seen by its checksum."""
+    """Decode leniently: damaged text is detected by its checksum."""
     return content.decode(errors="replace")
 
 
 def sync_folder(folder: Path) -> None:
-    """Names of files in `folder` outlive the machine from now on."""
+    """Sync a folder, so that the names of its files survive a crash of the machine."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

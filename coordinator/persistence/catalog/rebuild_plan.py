@@ -1,4 +1,4 @@
-"""A catalog made anew of what lies on storage: notes tell the contexts, manifests their tokens. Pure."""
+"""Rebuild of a catalog from storage: notes contain the contexts, manifests the tokens. No I/O."""
 
 import sys
 from array import array
@@ -20,35 +20,35 @@ SERVICE = "--service"
 
 
 class StorageContents(msgspec.Struct, frozen=True, kw_only=True):
-    """What lies on a storage, of every service."""
+    """The content of a storage, for all services."""
 
     notes: NoteListing
     manifests: Mapping[str, SegmentManifest]
-    """Of the checkpoint, by their names."""
+    """Readable manifests of the checkpoint, by name."""
     damaged: Mapping[str, DataLoss]
-    """Manifests that cannot be read, by their names."""
+    """Unreadable manifests, by name."""
     others: Sequence[str]
     """Names of the manifests of other checkpoints."""
     entries: Mapping[str, ObjectInfo]
-    """All objects, by their names."""
+    """All objects, by name."""
 
 
 class Rebuilt(msgspec.Struct, frozen=True, kw_only=True):
-    """What the new catalog holds."""
+    """The content of the new catalog."""
 
     kept: CatalogContents
     next_outgoing: int
-    """Greater than the number of any note."""
+    """Greater than the number of every note."""
     left_out: Sequence[SkippedContext]
-    """Contexts that are not brought back; those that were deleted are none."""
+    """Contexts that cannot be restored, without deleted ones."""
     num_others: int
-    """Manifests of the service that another checkpoint's keys lie under."""
+    """Manifests of the service that belong to other checkpoints."""
 
 
 def choose_service(stored: StorageContents, asked: str | None) -> str:
-    """Whose catalog is made: the service that is asked for, or else the only one that has contexts of the checkpoint.
+    """Return the requested service, or else the only one that has contexts of the checkpoint.
 
-    Raises InvalidArgument, which lists the services, where there are several, or not that one.
+    Raises InvalidArgument with a list of the services if there are several, or if the requested one is not among them.
     """
     recorded = {service for service, _ in stored.notes.newest} | {_place(error)[0] for error in stored.notes.damaged}
     found = sorted(recorded & {manifest.service for manifest in stored.manifests.values()})
@@ -70,7 +70,7 @@ def _count(stored: StorageContents, service: str) -> str:
 
 
 def rebuild(stored: StorageContents, service: str) -> Rebuilt:
-    """The catalog of a service, with all contexts whose whole path is there."""
+    """Return the catalog of a service, with all contexts whose paths are complete."""
     sources = ManifestIndex(stored, service)
     left_out = [
         SkippedContext(_place(error)[1], str(error)) for error in stored.notes.damaged if _place(error)[0] == service
@@ -103,13 +103,13 @@ def rebuild(stored: StorageContents, service: str) -> Rebuilt:
 
 
 class ManifestIndex:
-    """Which manifest tells each segment of a service."""
+    """The manifest of each segment of a service."""
 
     def __init__(self, stored: StorageContents, service: str) -> None:
         self._service = service
         self._found = dict[str, tuple[str, SegmentManifest]]()
         self._faults = dict[str, str]()
-        """What is wrong with the segments that none tells."""
+        """Reasons for the segments without a usable manifest."""
         for name in stored.others:
             self._blame(name, "it was read by another checkpoint")
         for name, error in stored.damaged.items():
@@ -120,7 +120,7 @@ class ManifestIndex:
                 continue
             if (fault := _fault(manifest, stored.entries)) is not None:
                 self._faults[manifest.segment] = fault
-            else:  # the newest is the last
+            else:  # the newest comes last
                 self._found[manifest.segment] = name, manifest
 
     def _blame(self, name: str, fault: str) -> None:
@@ -129,8 +129,9 @@ class ManifestIndex:
             self._faults[attempt.segment] = fault
 
     def path(self, note: ContextNote) -> list[tuple[str, SegmentManifest]]:
-        """The manifests of a context's path with their names, the first one first. Raises DataLoss where one is
-        missing, or does not go on where the one before ends."""
+        """Return the manifests of a context's path with their names, in order. Raises DataLoss where a manifest is
+        missing, or does not continue the one before.
+        """
         found: list[tuple[str, SegmentManifest]] = []
         segment, end = note.segment, note.num_tokens
         while segment is not None:
@@ -147,7 +148,7 @@ class ManifestIndex:
         return found[::-1]
 
     def number(self, segment: str) -> int:
-        """What its catalog called it. Raises DataLoss where this service named no segment so."""
+        """Return the id of the segment in its catalog. Raises DataLoss where the name is not one of this service."""
         number = _number(self._service, segment)
         if number is None:
             raise DataLoss(segment, f"it is no segment of {self._service}")
@@ -159,7 +160,7 @@ def _lost(note: ContextNote, reason: str) -> DataLoss:
 
 
 def _fault(manifest: SegmentManifest, entries: Mapping[str, ObjectInfo]) -> str | None:
-    """What of its objects is not there as it was written; None where all is."""
+    """Describe the first missing or truncated object of a manifest; None if all are complete."""
     for piece in _pieces(manifest):
         entry = entries.get(piece.name)
         if entry is None:
@@ -174,7 +175,7 @@ def _pieces(manifest: SegmentManifest) -> Sequence[PieceRef]:
 
 
 def _place(error: DataLoss) -> tuple[str, str]:
-    """Service and context of a note that is damaged."""
+    """Return service and context of a damaged note."""
     place = place_of_note(error.name)
     assert place is not None
     return place.service, place.context
@@ -186,7 +187,7 @@ def _number(service: str, segment: str) -> int | None:
 
 
 def _numbers(stored: StorageContents, service: str) -> Iterator[int]:
-    """Of all segments of which anything is told."""
+    """Return the ids of all segments that any object refers to."""
     folder = segments_folder(service) + "/"
     named = [name.removeprefix(folder).split("/")[0] for name in stored.entries if name.startswith(folder)]
     named += [note.segment for note in stored.notes.newest.values() if note.segment is not None]
@@ -200,7 +201,7 @@ def _note_numbers(stored: StorageContents, service: str) -> Iterator[int]:
 
 
 def _context(note: ContextNote, segment: int) -> ContextRecord:
-    """Raises DataLoss where the note contradicts itself."""
+    """Raises DataLoss where the note is inconsistent."""
     ends = sound_ends(note.ends, note.num_tokens)
     if ends is None or note.capacity < note.num_tokens:
         raise _lost(note, "its note contradicts itself")

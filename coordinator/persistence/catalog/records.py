@@ -1,4 +1,4 @@
-"""Records: what the catalog keeps, one struct per kind, and what changes in one transaction."""
+"""The records of the catalog, one struct per kind, and the changes of one transaction."""
 
 from array import array
 from functools import cached_property
@@ -11,19 +11,19 @@ from longleaf.positions import OWN_ROPE, Rope
 
 
 class SegmentRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A sealed segment. Its path before is the path of `parent`, cut at `start`."""
+    """A sealed segment. It continues the path of `parent`, cut at `start`."""
 
     id: int
-    """Given by the caller; no other segment of this catalog ever had it."""
+    """Assigned by the caller; never reused within a catalog."""
     parent: int | None = None
     """The last segment of the path that it continues; None at position 0."""
     start: int = 0
     """The position of its first token."""
     rope: Rope = OWN_ROPE
     token_ids: "array[int]"
-    """Of type `I`."""
+    """Type code `I`."""
     text: DocumentText | None = None
-    """Which text they are, where that is known."""
+    """The source text of the tokens, where known."""
 
     @property
     def end(self) -> int:
@@ -35,13 +35,13 @@ class ContextRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     segment: int
-    """The last one of its path."""
+    """The last segment of its path."""
     num_tokens: int
-    """Its path is that of the segment, cut there."""
+    """The length of its path, which is that of the segment, cut at this position."""
     ends: tuple[int, ...]
-    """Where its last documents ended, and where it was forked."""
+    """The end positions of its last documents, and the position of its fork."""
     capacity: int
-    """Positions that its rope was chosen for."""
+    """The number of positions for which its rope was chosen."""
     created: float
     updated: float
     display_name: str = ""
@@ -49,33 +49,33 @@ class ContextRecord(msgspec.Struct, frozen=True, kw_only=True):
     expires: float | None = None
     last_used: float
     num_hits: int = 0
-    """How often it was asked."""
+    """The number of requests on it."""
     upload_id: str = ""
-    """What its client called the ingest that made its last document; empty where it gave no name."""
+    """The client's upload id of its last document; empty if the client gave none."""
 
 
 class SnapshotRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Keys and values of a segment on storage."""
+    """The snapshot of a segment on storage."""
 
     segment: int
     manifest: str
-    """The name of an object on storage, which tells the pieces."""
+    """The name of the object on storage that lists the pieces."""
     form: str
-    """How keys and values are written there: what another form needs cannot be brought back from it."""
+    """The layout of the stored keys and values; ranks with another layout cannot restore them."""
     num_bytes: int
 
 
 class UploadRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A document on its way, as far as its token ids are settled."""
+    """An unfinished upload of a document, as far as its token ids are final."""
 
     context: str
     upload_id: str
     header: bytes
-    """What the client said at its beginning, for whoever goes on with it."""
+    """The client's first message, which is needed to resume the upload."""
     settled_bytes: int
-    """The client goes on at this byte."""
+    """The byte offset at which the client resumes."""
     updated: float
-    """In seconds since the epoch."""
+    """Seconds since the epoch."""
 
     @property
     def key(self) -> "UploadKey":
@@ -87,80 +87,83 @@ UploadKey = tuple[str, str]
 
 
 class OutboxEntry(msgspec.Struct, frozen=True):
-    """A small object that is to be written to storage, or deleted there."""
+    """A small object to write to storage, or to delete there."""
 
     name: str
     content: bytes | None
-    """None: it is to be deleted."""
+    """None for a deletion."""
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """What changes in one transaction. First what is dropped goes, then what is put comes."""
+    """The changes of one transaction. Deletions are applied before insertions."""
 
     segments: tuple[SegmentRecord, ...] = ()
     contexts: tuple[ContextRecord, ...] = ()
-    """New, or instead of those with the same ids."""
+    """New contexts, or replacements of those with the same ids."""
     dropped_contexts: tuple[str, ...] = ()
-    """Those that are not there do no harm; the same holds for all that is dropped."""
+    """Missing records are ignored, as in all fields of deletions."""
     snapshots: tuple[SnapshotRecord, ...] = ()
-    """New, or instead of those of the same segments."""
+    """New snapshots, or replacements of those of the same segments."""
     dropped_snapshots: tuple[int, ...] = ()
     """By segment."""
     dropped_uploads: tuple[UploadKey, ...] = ()
-    """Those that became contexts, or that nobody will go on with."""
+    """Uploads that became contexts, or that will not be resumed."""
     next_segment: int = 0
-    """Ids below are given out, whether or not segments with them are kept."""
+    """All ids below are reserved, whether or not segments with them are stored."""
     outgoing: tuple[OutboxEntry, ...] = ()
-    """Each one instead of an earlier one of the same name that still waits."""
+    """Each replaces an unsent entry of the same name."""
 
     @property
     def only_drops(self) -> bool:
-        """Whether it drops something and makes nothing, but for what is to be written of that."""
+        """Whether the change only deletes, except for outbox entries."""
         drops = self.dropped_contexts or self.dropped_snapshots or self.dropped_uploads
         return bool(drops) and not (self.segments or self.contexts or self.snapshots or self.next_segment)
 
 
 class CommitResult(msgspec.Struct, frozen=True):
-    """What went with a change."""
+    """The records that were removed as a consequence of a change."""
 
     segments: tuple[int, ...] = ()
-    """Those that no context's path reaches any more, in ascending order."""
+    """Segments that no context's path reaches any more, in ascending order."""
     manifests: tuple[str, ...] = ()
-    """Of snapshots that are not kept, sorted: of these segments, those that were dropped or put anew, and those put for
-    segments that are not there. That they are to be deleted is outgoing."""
+    """The manifests of snapshots that are no longer recorded, sorted: those of these segments, those dropped or
+    replaced, and those put for segments that do not exist. Their deletion is in the outbox.
+    """
 
 
 class CatalogContents(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """All that a catalog holds, but for the ids of uploads and what is outgoing. Records are in the order of their
-    keys. What is damaged is in none of them."""
+    """The whole content of a catalog, except the token ids of uploads and the outbox. Records are in the order of their
+    keys, without damaged ones.
+    """
 
     segments: tuple[SegmentRecord, ...] = ()
     contexts: tuple[ContextRecord, ...] = ()
-    """The path of one may lead through segments that are damaged: see `path`."""
+    """The path of a context may contain damaged segments: see `path`."""
     snapshots: tuple[SnapshotRecord, ...] = ()
     uploads: tuple[UploadRecord, ...] = ()
     next_segment: int = 0
-    """Greater than the id of any segment that was ever kept, or given out to one that came with an archive."""
+    """Greater than the id of every segment that was ever stored or reserved for an import."""
     next_outgoing: int = 0
-    """How much was ever outgoing."""
+    """The number of outbox entries ever added."""
     epoch: int = 0
-    """The last one that was noted."""
+    """The last recorded epoch."""
     service_id: str
-    """32 hexadecimal digits, made once for each database."""
+    """32 hexadecimal digits, generated once per database."""
     damaged: dict[int, str] = {}
-    """Segments, and what is wrong with them."""
+    """Damaged segments, and the reasons."""
     damaged_contexts: dict[str, str] = {}
-    """Contexts by what can be read of their ids, and what is wrong with them."""
+    """Damaged contexts by the readable part of their ids, and the reasons."""
     other_damage: tuple[str, ...] = ()
-    """What else is damaged, in words."""
+    """Descriptions of other damage."""
 
     @cached_property
     def _by_id(self) -> dict[int, SegmentRecord]:
         return {segment.id: segment for segment in self.segments}
 
     def path(self, context: ContextRecord) -> tuple[SegmentRecord, ...]:
-        """The segments of a context's path, the first one first. Raises DataLoss where one of them is damaged or
-        missing, or does not continue the one before."""
+        """Return the segments of a context's path in order. Raises DataLoss where a segment is damaged or missing, or
+        does not continue the one before.
+        """
         found: list[SegmentRecord] = []
         next_id, end = context.segment, context.num_tokens
         while next_id is not None:

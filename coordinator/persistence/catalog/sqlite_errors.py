@@ -1,4 +1,4 @@
-"""What SQLite and the disk can say no with, as errors that tell what to do."""
+"""Conversion of SQLite and disk errors to errors that name a remedy."""
 
 import sqlite3
 from collections.abc import Callable, Generator
@@ -18,11 +18,11 @@ REMEDY = (
 
 
 class CatalogDamaged(CatalogError):
-    """The file is there, and is no catalog that could be used."""
+    """The file exists, but is not a usable catalog."""
 
 
 class SqliteErrorInfo(NamedTuple):
-    """What an error of SQLite means."""
+    """The meaning of an SQLite error."""
 
     reason: str
     remedy: str
@@ -49,29 +49,29 @@ FAULTS = {
     sqlite3.SQLITE_NOTADB: DAMAGED,
     sqlite3.SQLITE_CONSTRAINT: SqliteErrorInfo("it does not hold what this builds upon", REMEDY, is_damage=True),
 }
-"""By the primary code."""
+"""By primary error code."""
 KEEPS_CONNECTION = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_CONSTRAINT}
-"""After any other one a new connection is made: what the old one believes of the file may be wrong."""
+"""After all other errors the connection is reopened, because its view of the file may be wrong."""
 
 Errors = (SQLAlchemyError, sqlite3.Error, OSError)
 Turn = Callable[[Path, Exception], LongleafError]
 
 
 def code_of(error: Exception) -> int:
-    """The primary code; that of an error in general where there is none."""
+    """Return the primary code; SQLITE_ERROR where there is none."""
     cause = getattr(error, "orig", None) or error
     return getattr(cause, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
 
 
 def fault_of(error: Exception) -> SqliteErrorInfo:
-    """What an error means, with the words of SQLite or of the system."""
+    """Return the meaning of an error, with the message of SQLite or of the system."""
     cause = getattr(error, "orig", None) or error
     known = FAULTS.get(code_of(error), SqliteErrorInfo("it cannot be used", "look at the disk and at the folder"))
     return known._replace(reason=f"{known.reason} ({cause})")
 
 
 def is_full(error: Exception) -> bool:
-    """Whether an error of this module comes from a full disk."""
+    """Return whether an error of this module was caused by a full disk."""
     cause = error.__cause__
     return isinstance(cause, Exception) and code_of(cause) == sqlite3.SQLITE_FULL
 
@@ -92,13 +92,13 @@ def at_start(path: Path, error: Exception) -> LongleafError:
 
 
 def damaged(path: Path, reason: str) -> CatalogDamaged:
-    """What is said of a file with which something is wrong that SQLite does not see."""
+    """Return the error for damage that SQLite does not detect."""
     return CatalogDamaged(f"catalog {path}: {reason}; {REMEDY}")
 
 
 @contextmanager
 def turned(path: Path, turn: Turn) -> Generator[None, None, None]:
-    """Raises what `turn` makes of each error of SQLite and of the system."""
+    """Convert each error of SQLite and of the system with `turn`."""
     try:
         yield
     except Errors as error:

@@ -1,4 +1,4 @@
-"""The journal of the generations that are held: what they were asked, and what they have said."""
+"""The journal of resumable generations: their requests and their events."""
 
 import os
 from collections.abc import Generator, Iterator
@@ -18,31 +18,33 @@ SUFFIX = ".journal"
 
 
 class JournaledGeneration(NamedTuple):
-    """A generation that was held, and what it has said, in this order."""
+    """A resumable generation and its recorded events, in order."""
 
     held: GenerationEntry
     said: list[Said]
 
 
 class Journal:
-    """One append-only file for each generation that is held, which only its owner may read.
+    """One append-only file per resumable generation, readable only by its owner.
 
-    An entry is written at once, and nothing waits for the disk: it survives the death of every process from then on,
-    not that of the machine, after which a journal may end earlier. `checkpoint` names the model that answers.
+    Entries are written immediately but not synced to the disk: they survive the death of any process, but not a crash
+    of the machine, after which a journal may be truncated. `checkpoint` identifies the model.
     """
 
     def __init__(self, folder: Path, checkpoint: str = "") -> None:
-        """Makes the folder, if there is none. Raises StorageUnavailable."""
+        """Create the folder if it does not exist. Raises StorageUnavailable."""
         self._folder = folder
         self._checkpoint = checkpoint
         self._contexts: dict[str, str | None] = {}
-        """Whose context is asked, by the id of the request."""
+        """The context of each request, by request id."""
         with _storing(folder):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             folder.chmod(0o700)
 
     def begin(self, held: GenerationEntry) -> "JournalWriter":
-        """The record of a new generation, instead of any that there was of this name. Raises StorageUnavailable."""
+        """Start the record of a new generation, which replaces an earlier one of the same id. Raises
+        StorageUnavailable.
+        """
         self.remove(held.request_id)
         record = JournalWriter(self._path(held.request_id), os.O_CREAT | os.O_EXCL)
         self._contexts[held.request_id] = held.request.context
@@ -54,14 +56,14 @@ class Journal:
         return record
 
     def go_on(self, request_id: str) -> "JournalWriter":
-        """The record of a generation that there is. Raises StorageUnavailable."""
+        """Open the record of an existing generation. Raises StorageUnavailable."""
         return JournalWriter(self._path(request_id))
 
     def load(self) -> Iterator[JournaledGeneration]:
-        """What earlier services held, one after the other.
+        """Yield the generations of earlier service runs.
 
-        A file is cut before its first entry that is torn or damaged. One of which nothing can be used, or that another
-        checkpoint has answered, is removed. Raises StorageUnavailable.
+        A file is truncated before its first torn or damaged entry. A file without a usable entry, or of another
+        checkpoint, is removed. Raises StorageUnavailable.
         """
         for path in sorted(self._folder.glob(f"*{SUFFIX}")):
             with _storing(path):
@@ -85,14 +87,14 @@ class Journal:
         return JournaledGeneration(resident, [entry for entry in entries if not isinstance(entry, GenerationEntry)])
 
     def remove(self, request_id: str) -> None:
-        """Forgets a generation, which may go on unrecorded. Idempotent. Raises StorageUnavailable."""
+        """Remove the record of a generation, which may continue unrecorded. Idempotent. Raises StorageUnavailable."""
         path = self._path(request_id)
         with _storing(path), suppress(FileNotFoundError):
             path.unlink()
         self._contexts.pop(request_id, None)
 
     def remove_of_context(self, context: str) -> None:
-        """Forgets the generations that ask a context. Raises StorageUnavailable."""
+        """Remove the records of all generations on a context. Raises StorageUnavailable."""
         for request_id in [request_id for request_id, requested in self._contexts.items() if requested == context]:
             self.remove(request_id)
 
@@ -101,7 +103,7 @@ class Journal:
 
 
 class JournalWriter:
-    """The end of one file, to which entries are appended. Once the file is removed, they go nowhere."""
+    """Appends entries to one file. After the removal of the file, writes have no effect."""
 
     def __init__(self, path: Path, flags: int = 0) -> None:
         """Raises StorageUnavailable."""
@@ -110,19 +112,20 @@ class JournalWriter:
             self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | flags, 0o600)
 
     def append(self, event: Event) -> None:
-        """Writes down what was said, unless it tells of now alone. Raises StorageUnavailable: then it may be told to
-        nobody. Of tokens it is not kept where their rows attended, which may be far more than they."""
+        """Record an event, unless it is transient. If it raises StorageUnavailable, the event must not be published.
+        The attention of tokens is not recorded, because it may be much larger than the tokens.
+        """
         if isinstance(event, Tokens) and event.attention:
             event = msgspec.structs.replace(event, attention=())
         if isinstance(event, Tokens | Admitted | Ended):
             self.write(event)
 
     def write(self, entry: Entry) -> None:
-        """Raises StorageUnavailable; half of the entry may be there then."""
+        """Raises StorageUnavailable; a part of the entry may have been written then."""
         content = encode_entry(entry)
         try:
             while (num_written := os.write(self._descriptor, content)) < len(content):
-                content = content[num_written:]  # as when a disk is almost full: the rest tells why
+                content = content[num_written:]  # the disk may be nearly full: the next write raises
         except OSError as error:
             raise _refused(self._path, error) from error
 
@@ -143,7 +146,7 @@ class JournalWriter:
 
 @contextmanager
 def _storing(path: Path) -> Generator[None, None, None]:
-    """Turns what storage may refuse into StorageUnavailable."""
+    """Convert OSError into StorageUnavailable."""
     try:
         yield
     except OSError as error:

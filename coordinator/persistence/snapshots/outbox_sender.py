@@ -1,4 +1,4 @@
-"""What is outgoing: notes, and deletions, sent to storage in the order in which they were kept."""
+"""Sends the outbox, which consists of notes and deletions, to storage in the order of the commits."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class OutboxSender:
-    """Sends until it is cancelled; what it has not sent stays outgoing."""
+    """Sends until it is cancelled. Unsent entries remain in the outbox."""
 
     def __init__(self, store: AsyncStore, outbox: Outbox) -> None:
         self._store = store
@@ -26,15 +26,15 @@ class OutboxSender:
         self.trouble = StorageHealth("telling storage of contexts")
         self._there_is_more = asyncio.Event()
         self._held = Counter[str]()
-        """Manifests, and how often they are held."""
+        """Held manifests, with the number of holds."""
 
     @property
     def held(self) -> list[str]:
-        """Manifests that are not deleted yet, whatever is outgoing."""
+        """Manifests that must not be deleted yet, even if the outbox contains their deletion."""
         return list(self._held)
 
     def hold(self, manifest: str) -> None:
-        """It is not deleted before it was released as often."""
+        """Prevent the deletion of a manifest until it has been released as often as held."""
         self._held[manifest] += 1
 
     def release(self, manifest: str) -> None:
@@ -44,7 +44,7 @@ class OutboxSender:
         self.wake()
 
     def wake(self) -> None:
-        """Something may be outgoing."""
+        """Resume sending: the outbox may have new entries."""
         self._there_is_more.set()
 
     async def run(self) -> None:
@@ -57,13 +57,14 @@ class OutboxSender:
             except StorageUnavailable as error:
                 self.trouble.begin(str(error))
                 await self.trouble.wait()
-            except LongleafError as error:  # of the catalog, which says so elsewhere, too
+            except LongleafError as error:  # an error of the catalog, which reports it separately as well
                 log.warning("what is outgoing cannot be read: %s", error)
                 await self._there_is_more.wait()
 
     async def _send_some(self) -> bool:
-        """Whether there was something. Behind notes that cannot be written deletions are sent all the same: they may
-        make the room that these need. Raises StorageUnavailable."""
+        """Send a batch and return whether any entry was sent. If notes cannot be written, later deletions are sent
+        first, because they may free the space that the notes need. Raises StorageUnavailable.
+        """
         done, failure = await self._send_first(only_deletions=False)
         if failure is not None and not done:
             done, _ = await self._send_first(only_deletions=True)
@@ -72,8 +73,8 @@ class OutboxSender:
         return bool(done)
 
     async def _send_first(self, *, only_deletions: bool) -> tuple[list[int], StorageUnavailable | None]:
-        """What has been sent of the oldest, and why a note was not, if one was not."""
-        limit = AT_ONCE + len(self._held)  # what is held keeps nobody waiting
+        """Send the oldest entries. Returns the keys of those sent, and the error of the first failed note."""
+        limit = AT_ONCE + len(self._held)  # held entries must not block others
         found = await self._outbox.outgoing(limit, only_deletions=only_deletions)
         done, failure = list[int](), None
         try:
@@ -104,14 +105,14 @@ class OutboxSender:
             await self._store.delete([outgoing.name])
 
     async def _delete_notes_before(self, deletion: NotePlace) -> None:
-        """Display names of the context are in them, which the deletion must not leave behind."""
+        """Delete older notes of a deleted context, because they contain its display names."""
         folder = deletion.name.rpartition("/")[0]
         places = [place_of_note(entry.name) for entry in await self._store.list(folder)]
         await self._store.delete([place.name for place in places if place and place.number < deletion.number])
 
 
 def _deletion(name: str, content: bytes) -> NotePlace | None:
-    """The place of a note that its context was deleted; None for all else."""
+    """Return the place of a note that records a deletion; None for other objects."""
     place = place_of_note(name)
     with suppress(DataLoss):
         if place is not None and decode_note(content, place).is_deleted:
@@ -120,8 +121,9 @@ def _deletion(name: str, content: bytes) -> NotePlace | None:
 
 
 async def delete_attempt(store: AsyncStore, manifest: str) -> None:
-    """Deletes what an attempt wrote: the manifest first, for one without its pieces would be believed. Raises
-    StorageUnavailable."""
+    """Delete the objects of an attempt, the manifest first: a manifest without its pieces would be taken for complete.
+    Raises StorageUnavailable.
+    """
     folder = manifest.rpartition("/")[0]
     others = [entry.name for entry in await store.list(folder) if entry.name != manifest]
     await store.delete([manifest, *others])

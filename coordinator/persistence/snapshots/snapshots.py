@@ -1,4 +1,4 @@
-"""Snapshots: the keys and values of a service's contexts on storage, from the catalog's first word to the sweep."""
+"""Snapshots: the keys and values of a service's contexts on storage."""
 
 import asyncio
 import logging
@@ -38,13 +38,13 @@ log = logging.getLogger(__name__)
 
 
 RETRY_SECONDS = 60.0
-"""After which segments that did not fit on the disk are tried again, if no change came before."""
+"""The delay in seconds before segments that did not fit on the disk are retried; a change retries them at once."""
 MAX_LISTED = 8
-"""Segments in a line of the log."""
+"""Maximum number of segments in a log line."""
 
 
 def any_room(num_bytes: int) -> None:
-    """The storage may be filled."""
+    """A check that accepts any size."""
     del num_bytes
 
 
@@ -56,9 +56,9 @@ def _by_reason(damaged: Mapping[int, str]) -> dict[str, list[int]]:
 
 
 class Snapshots:
-    """What a catalog has on storage. One event loop owns it; nothing that it does keeps a step waiting.
+    """The snapshots of a catalog on storage. One event loop owns it; none of its operations delays a step.
 
-    `fingerprint` is that of the checkpoint, and `wall_clock` counts seconds since the epoch.
+    `fingerprint` is that of the checkpoint, and `wall_clock` returns seconds since the epoch.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Snapshots:
         wall_clock: Callable[[], float],
         check_room: Callable[[int], None] = any_room,
     ) -> None:
-        """`check_room` raises StorageUnavailable where so many bytes shall not be written."""
+        """`check_room` raises StorageUnavailable if the given number of bytes must not be written."""
         self._check_room = check_room
         self._store = AsyncStore(store)
         self._catalog = catalog
@@ -82,7 +82,7 @@ class Snapshots:
         self._records = SnapshotIndex(kept.snapshots, policy)
         self._notes = ContextNotes(kept)
         self._turn = asyncio.Lock()
-        """Of changes that make notes: these are numbered as they are kept."""
+        """Held while a change with notes is committed: notes are numbered in the order of the commits."""
         self._sender = OutboxSender(self._store, catalog)
         self._trouble = StorageHealth("writing snapshots")
         self._holdings: SegmentSource | None = None
@@ -90,22 +90,24 @@ class Snapshots:
         self._cleaner: GarbageCollector | None = None
         self._form = KvFormat("", 1)
         self._wanted = dict.fromkeys(segment.id for segment in kept.segments) if policy.mode == "seal" else {}
-        """Segments that are to be saved, the first one first."""
+        """Segments to save, in order."""
         self._too_large = set[int]()
-        """Segments for which the disk lacks room."""
+        """Segments that do not fit on the disk."""
         self._retry: asyncio.TimerHandle | None = None
-        """Tries these again."""
+        """The timer that retries the segments that were too large."""
         self._asked: dict[int, list[asyncio.Future[None]]] = {}
-        """Those of them that somebody waits for."""
+        """The callers that wait for a segment to be saved, by segment."""
         self._attempts = set[str]()
-        """Folders of attempts under way."""
+        """Folders of running attempts."""
         self._may_save = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
     # --- the start and the end ---
 
     def begin(self, holdings: SegmentSource, ranks: Savers, form: KvFormat, on_change: Callable[[], None]) -> None:
-        """Ranks of this form are there. `on_change` is called when `view` may answer otherwise than before."""
+        """Start to save segments of ranks with this KV layout. `on_change` is called when the result of `view` may have
+        changed.
+        """
         for outage in (self._trouble, self._sender.trouble):
             outage.watch(on_change)
         self._holdings, self._form = holdings, form
@@ -131,7 +133,7 @@ class Snapshots:
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Waits for nothing that a storage may delay."""
+        """Cancel all operations, without waiting for the storage."""
         self._cancel_retry()
         for task in self._tasks:
             task.cancel()
@@ -148,47 +150,48 @@ class Snapshots:
 
     @property
     def fingerprint(self) -> str:
-        """Of what reads the contexts, as manifests tell it."""
+        """The fingerprint of the checkpoint, as manifests contain it."""
         return self._fingerprint
 
     @property
     def may_write(self) -> bool:
-        """Whether anything new goes to storage."""
+        """Whether new snapshots are written."""
         return self._policy.mode != "off" and bool(self._form.text)
 
     @property
     def form(self) -> str:
-        """Of what these ranks write; empty where they cannot."""
+        """The KV layout that these ranks write; empty if they cannot write."""
         return self._form.text
 
     @property
     def block_size(self) -> int:
-        """Tokens of a block, in that form."""
+        """Tokens per block in this layout."""
         return self._form.block_size
 
     def view(self) -> Storage:
-        """The storage, as clients see it."""
+        """Return the state of the storage for clients."""
         outage = self._trouble.reason or self._sender.trouble.reason
         return Storage(snapshots=self._policy.mode, url=self._store.store.url, trouble=outage)
 
     def is_usable(self, segment_id: int) -> bool:
-        """Whether a segment is there in the form of these ranks."""
+        """Return whether storage has the segment in the layout of these ranks."""
         record = self._records.get(segment_id)
         return record is not None and record.form == self._form.text
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all that is there."""
+        """Bytes of all snapshots."""
         return self._records.num_bytes
 
     def num_bytes(self, segments: Mapping[int, int]) -> int:
-        """Bytes of these segments, each as often as is told by its id."""
+        """Return the bytes of these segments, each multiplied by the count given for its id."""
         found = ((self._records.get(segment), count) for segment, count in segments.items())
         return sum(record.num_bytes * count for record, count in found if record is not None)
 
     async def manifest(self, segment: Segment) -> SegmentManifest:
-        """Of this segment. Raises NotFound, DataLoss where it is of another one or cannot be restored, and
-        StorageUnavailable."""
+        """Return the manifest of this segment. Raises NotFound, DataLoss when it belongs to another segment or cannot
+        be restored, and StorageUnavailable.
+        """
         record = self._records.get(segment.id)
         if record is None:
             raise NotFound(f"the snapshot of segment {segment.id}")
@@ -200,7 +203,7 @@ class Snapshots:
         ids = little_endian(segment.token_ids).tobytes()
         if reported != (self._fingerprint, record.form, segment.start, segment.rope, ids):
             raise DataLoss(record.manifest, f"it is not of segment {segment.id} as it is kept")
-        if record.form == self._form.text:  # another one is not restored here
+        if record.form == self._form.text:  # other layouts are not restored here
             try:
                 self.check(found)
             except InvalidArgument as error:
@@ -208,45 +211,45 @@ class Snapshots:
         return found
 
     def check(self, manifest: SegmentManifest) -> None:
-        """Raises InvalidArgument where these ranks cannot take in what a manifest of their form names."""
+        """Raises InvalidArgument where these ranks cannot restore the content of a manifest of their layout."""
         self._form.check(manifest)
 
     async def read(self, name: str, digest: str) -> bytes:
-        """A piece. Raises NotFound, DataLoss and StorageUnavailable."""
+        """Read a piece. Raises NotFound, DataLoss and StorageUnavailable."""
         return await self._store.get(name, digest)
 
     def hold(self, segment_id: int) -> str:
-        """Has the snapshot of a segment stay on storage, whatever becomes of it, until its name is released."""
+        """Protect the snapshot of a segment from deletion until the returned name is released."""
         name = self._records[segment_id].manifest
         self._sender.hold(name)
         return name
 
     def release(self, name: str) -> None:
-        """Takes a hold back."""
+        """Release a name returned by `hold`."""
         self._sender.release(name)
 
     async def write(self, name: str, content: bytes | bytearray) -> None:
-        """An object of an attempt. Raises StorageUnavailable."""
+        """Write an object of an attempt. Raises StorageUnavailable."""
         await self._store.run(self._check_room, len(content))
         await self._store.put(name, content)
 
     # --- changes ---
 
     async def commit(self, change: Change) -> None:
-        """Keeps a change in the catalog, with what storage must be told of it. Raises what the catalog does."""
+        """Commit a change to the catalog, with its notes for storage. Raises the errors of the catalog."""
         async with self._turn:
             change = replace(change, outgoing=self._notes.of(change))
             self._committed(change, await self._catalog.commit(change))
 
     async def _tell_again(self, recorded: AnySet[str]) -> None:
-        """Tells storage of all contexts but those of which it has a note."""
+        """Write notes of all contexts except those in `recorded`."""
         async with self._turn:
             if outgoing := self._notes.again(recorded):
                 change = Change(outgoing=outgoing)
                 self._committed(change, await self._catalog.commit(change))
 
     def _committed(self, change: Change, committed: CommitResult) -> None:
-        """A change is kept."""
+        """Update the state after a commit."""
         self._notes.note(change)
         self._records.forget(committed.segments)
         for segment in committed.segments:
@@ -261,12 +264,13 @@ class Snapshots:
         self.wake()
 
     def wake(self) -> None:
-        """Something may be held that was not."""
+        """Resume saving: segments may have become resident."""
         self._may_save.set()
 
     def imported_with(self, segment_id: int) -> Sequence[int]:
-        """The segments that came with the same archive and are on storage as they came, itself among them; none for one
-        that was written here."""
+        """Return the segments on storage that were imported from the same archive, including this one; empty for a
+        segment written by this service.
+        """
         attempt = self._attempt(segment_id)
         if attempt is None or not attempt.is_imported:
             return ()
@@ -278,8 +282,7 @@ class Snapshots:
         return None if record is None else attempt_of_manifest(record.manifest)
 
     async def forget(self, damaged: Mapping[int, str]) -> None:
-        """What storage has of segments is damaged, for these reasons: it goes, and is saved anew. Raises
-        StorageUnavailable."""
+        """Remove damaged snapshots, given with the reasons, and save the segments again. Raises StorageUnavailable."""
         for reason, segment_ids in _by_reason(damaged).items():
             what = ("the snapshot of segment", "is") if len(segment_ids) == 1 else ("snapshots of segments", "are")
             message = ", ".join(map(str, segment_ids[:MAX_LISTED])) + (", ..." if segment_ids[MAX_LISTED:] else "")
@@ -287,7 +290,7 @@ class Snapshots:
         await self._lose(list(damaged))
 
     async def _lose(self, segment_ids: Sequence[int]) -> None:
-        """Has snapshots go that cannot be used, and be written anew."""
+        """Remove unusable snapshots, and save the segments again."""
         await self._drop(segment_ids)
         if self._policy.mode == "seal":
             self._wanted |= dict.fromkeys(segment_ids)
@@ -303,8 +306,11 @@ class Snapshots:
     # --- saving ---
 
     async def save(self, segment_ids: Sequence[int]) -> None:
-        """Returns when all of these are on storage. Raises InvalidArgument where nothing is to be written, NotFound for
-        what is deleted meanwhile, Unavailable for what nobody holds now, and StorageUnavailable."""
+        """Save segments, and return when all are on storage.
+
+        Raises InvalidArgument when snapshots are off, NotFound for a segment that is deleted meanwhile, Unavailable for
+        a segment that is not resident, and StorageUnavailable.
+        """
         missing = [segment for segment in segment_ids if not self.is_usable(segment)]
         if missing and self._policy.mode == "off":
             raise InvalidArgument("snapshots", "this service writes none: it was started with --snapshots off")
@@ -344,7 +350,7 @@ class Snapshots:
                     self._trouble.end()
             except StorageUnavailable as error:
                 if segment_id in self._wanted:  # else it has been deleted meanwhile
-                    self._wanted[segment_id] = self._wanted.pop(segment_id)  # others first
+                    self._wanted[segment_id] = self._wanted.pop(segment_id)  # moved to the end of the queue
                 self._trouble.begin(str(error))
                 for segment_id in list(self._asked):
                     self._answer(segment_id, error)
@@ -356,11 +362,13 @@ class Snapshots:
             self._retry.cancel()
 
     async def _save_one(self, segment_id: int, uses: Sequence[ContextUse]) -> None:
-        """Raises StorageUnavailable; what cannot be saved for other reasons is tried again when something is held."""
+        """Save a segment if it is resident. Raises StorageUnavailable; after other failures the segment is retried when
+        the set of resident segments changes.
+        """
         assert self._holdings is not None
         is_requested, resident = segment_id in self._asked, self._holdings.held(segment_id)
         if resident is None and not is_requested and segment_id not in self._records:
-            return  # mostly, for many may be parked
+            return  # the common case, because many segments may be evicted
         if self.is_usable(segment_id) or not (is_requested or self._records.may_be_saved(segment_id, uses)):
             self._wanted.pop(segment_id, None)
             self._answer(segment_id)
@@ -379,7 +387,7 @@ class Snapshots:
         except Unavailable as error:
             self._answer(segment_id, error)
             if self._holdings.held(segment_id) not in (None, resident):
-                self.wake()  # nobody else will: it lies elsewhere already
+                self.wake()  # it has already moved, so that no later event would trigger the retry
         except Exception as error:
             log.error("segment %d is not saved", segment_id, exc_info=error)
             self._wanted.pop(segment_id, None)
@@ -389,8 +397,9 @@ class Snapshots:
             self._answer(segment_id)
 
     async def _check_segment(self, held: HeldSegment) -> StorageUnavailable | None:
-        """The error for a segment that does not fit on the disk, where others may. Raises StorageUnavailable where none
-        fits."""
+        """Return the error for a segment that does not fit on the disk, where smaller ones may. Raises
+        StorageUnavailable where none fits.
+        """
         try:
             await self._store.run(self._check_room, self._form.num_bytes(held))
         except StorageUnavailable as error:
@@ -411,7 +420,7 @@ class Snapshots:
             )
             change = Change(snapshots=(record,))
             committed = await self._catalog.commit(change)
-        except Exception:  # not at the end of the service: then it may be kept yet, and else is swept
+        except Exception:  # not on cancellation: the commit may still succeed, and otherwise the sweep cleans up
             self._start(self._abandon(attempt))
             raise
         finally:
@@ -425,25 +434,25 @@ class Snapshots:
         await self._cleaner.trim()
 
     async def _abandon(self, attempt: Attempt) -> None:
-        """The sweep does it, too, but later."""
+        """Delete the objects of a failed attempt. If that fails, the sweep deletes them later."""
         try:
             await delete_attempt(self._store, attempt.manifest)
         except LongleafError as error:
             log.debug("what is left of %s stays for the sweep: %s", attempt, error)
 
     def _needed(self) -> set[str]:
-        """Folders that stay though no record names them."""
+        """Return the folders that must be kept although no record names them."""
         return self._attempts | {name.rpartition("/")[0] for name in self._sender.held}
 
     def new_attempt(self, segment_id: int, archive: str) -> Attempt:
-        """Names for a segment of an imported archive, which is called so; they are not swept until `end_attempt`."""
+        """Return names for a segment of an imported archive. They are not swept until `end_attempt`."""
         assert self._saver is not None
         attempt = self._saver.attempt(segment_id, IMPORTED + archive)
         self._attempts.add(attempt.manifest.rpartition("/")[0])
         return attempt
 
     async def end_attempt(self, attempt: Attempt, *, is_kept: bool) -> None:
-        """It is kept in the catalog, or given up."""
+        """End an attempt, which was committed to the catalog or is abandoned."""
         self._attempts.discard(attempt.manifest.rpartition("/")[0])
         if not is_kept:
             await self._abandon(attempt)
