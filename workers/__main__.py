@@ -63,8 +63,8 @@ def make_orphan_check() -> Callable[[], bool]:
 
 
 def live(spec: RankSpec, make_rank: Callable[[RankSpec], RankRuntime]) -> NoReturn:
-    """Runs the member until it is stopped, and exits with its exit code. Also ends with the coordinator or a fork
-    server.
+    """Runs the member until it is stopped, and exits with its exit code. The process also ends when
+    the coordinator or the fork server ends.
     """
     # Ctrl-C reaches the whole foreground group; only the coordinator decides when ranks leave.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

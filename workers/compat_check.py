@@ -140,7 +140,7 @@ def outline(folder: str, dtype: DtypeName) -> Model:
         module = build(config, dtype)
     except ModelRefused:
         raise
-    except Exception as error:  # whatever is wrong with the config, the folder is refused
+    except Exception as error:  # any error in the config refuses the folder
         raise models.refusal(folder, error, config) from error
     with StretchedProducts():
         return models.prove(module, "cpu", has_weights=False)

@@ -184,9 +184,8 @@ def _live(
         if not isinstance(error, StartError):  # its message is sufficient
             with records.listening():
                 log.exception("member %d failed", spec.member)
-        while (
-            logged := records.take(spec.member)
-        ) is not None:  # sent now, because the coordinator ignores records after Died
+        # sent now, because the coordinator ignores records after Died
+        while (logged := records.take(spec.member)) is not None:
             channel.send(logged)
         blamed = error.rank if isinstance(error, RankLost) else None
         # before closing, which may block or raise for the same reason

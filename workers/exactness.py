@@ -2,8 +2,8 @@
 
 Random tokens pass through an epoch of one rank: two chunks of prefill, a question of several rows, and decode steps,
 over keys in a small pool. The logits are compared with those of transformers' own attention over the same weights, as
-by `longleaf verify` (`workers.verification`). Every model is compared, whatever its class: some models mix rows only
-with certain configs or weights. If the result in a 16-bit dtype is inconclusive, the comparison is repeated in float32.
+by `longleaf verify` (`workers.verification`). Models of every class are compared: some models mix rows only with
+certain configs or weights. If a dtype other than float32 does not pass, the comparison is repeated in float32.
 
 A model that was found exact is recorded by its fingerprint, so a restart skips the comparison.
 """
@@ -43,7 +43,7 @@ from workers.step.last_tokens import DeviceIds, HostIds, LastTokens
 from workers.verification import computing_in
 
 CHUNKS, QUESTION, ANSWER = (24, 17), 5, 6
-"""Tokens of each chunk, of the question, and of the answer, whose logits are compared."""
+"""Numbers of tokens: per chunk, in the question, and in the answer, whose logits are compared."""
 NUM_TOKENS = sum(CHUNKS) + QUESTION + ANSWER
 BLOCK_SIZE = 16
 SEQUENCE = 0

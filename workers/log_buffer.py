@@ -35,7 +35,7 @@ class RankLogBuffer(logging.Handler):
             return
         try:
             self._kept.append(_told(record))
-        except Exception:  # the record has an argument that cannot be formatted
+        except Exception:  # an argument of the record cannot be formatted
             self.handleError(record)
 
     def take(self, member: int) -> Logged | None:
@@ -73,5 +73,5 @@ def _told(record: logging.LogRecord) -> LogRecord:
 
 
 def _encoded(text: str) -> bytes:
-    """The text as bytes; file names that are not valid text are escaped as by Python."""
+    """The text as UTF-8; characters that cannot be encoded, as in some file names, become backslash escapes."""
     return text.encode(errors="backslashreplace")

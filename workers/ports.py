@@ -27,7 +27,7 @@ class RankRuntime(Protocol):
         ...
 
     def join(self, join: Join) -> Ready:
-        """Joins the process groups of an epoch, with an empty KV cache."""
+        """Joins the process groups of an epoch. The block table starts empty."""
         ...
 
     def take(self, layout: KvLayout) -> None:

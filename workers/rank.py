@@ -89,7 +89,7 @@ class Rank:
         self._opened: Store | None = None
         """The store for the next epoch, if this rank will be its rank 0."""
         self._sockets = Sockets()
-        """The sockets of the epoch and of its store."""
+        """The sockets of the epoch and its store."""
         self._store: Store | None = None
         self._process_groups: ProcessGroups | None = None
 
@@ -161,7 +161,7 @@ class Rank:
         return store.port
 
     def join(self, join: Join) -> Ready:
-        """Joins the process groups of an epoch; world size 1 has none. The KV cache starts empty. Raises
+        """Joins the process groups of an epoch; world size 1 has none. The block table starts empty. Raises
         ExchangeAborted, and the errors of torch when the other ranks cannot be reached.
         """
         groups = self._meet(join) if join.world_size > 1 else None
@@ -271,7 +271,7 @@ class Rank:
         self.last_ids.clear()
 
     def close(self) -> None:
-        """Leaves the epoch and closes the KV I/O. Also called after the loss of another rank."""
+        """Leaves the epoch and closes the KV I/O. Ranks are also closed after the loss of another one."""
         self.leave()
         self.desk.close()
 

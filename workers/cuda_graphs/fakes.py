@@ -6,7 +6,7 @@ memory that existed before is restored, and memory that the function allocated i
 preserved between replays. CaptureRefused is raised, with the reason, where a real capture would fail.
 
 Not simulated: memory shared by graphs, streams, and torch operations that wait for the device although their schema
-does not show it. Of the latter, only those that models are known to use are detected.
+does not show it. Such operations are detected if models are known to use them.
 """
 
 import sys

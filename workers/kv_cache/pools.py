@@ -42,8 +42,8 @@ def sharded_layers(model: models.Model, config: EngineConfig) -> dict[int, Layer
 def make_pool(
     model: models.Model, config: EngineConfig, num_ranks_here: int, ranks_per_gpu: int = 1
 ) -> tuple[FloatKvPool | QuantizedPool, WindowSpec | None]:
-    """Allocates a pool of as many blocks as fit. Also returns the window specification if windowed layers have separate
-    blocks. Without a configured size, the ranks of this machine, or of this GPU, share the free memory. Raises
+    """Allocates a pool of as many blocks as fit. Returns it with the window specification if windowed layers have
+    separate blocks. Without a configured size, the ranks of this machine, or of this GPU, share the free memory. Raises
     StartError when no block, or no window, fits, and ModelRefused when the keys cannot be kept in the requested dtype.
     """
     kv_bytes = config.kv_bytes or default_kv_bytes(model, config, num_ranks_here, ranks_per_gpu)

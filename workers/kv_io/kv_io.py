@@ -126,7 +126,7 @@ class KvIo:
     # --- the worker threads ---
 
     def _work(self) -> None:
-        with suppress(OSError):  # only on Linux do threads have a priority of their own
+        with suppress(OSError):  # threads have separate priorities only on Linux
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         if self._device.startswith("cuda"):  # each thread has a separate current device
             torch.cuda.set_device(self._device)

@@ -152,7 +152,7 @@ def is_latent(part: nn.Module) -> bool:
 def absorbed(plain: Any) -> nn.Module:
     """The layer `plain`, with its weights, over one key head of latent and rotary key."""
     layer: Any = copy.copy(plain)
-    layer._modules = dict(plain._modules)  # the copy shares it, and the weights
+    layer._modules = dict(plain._modules)  # the copy shared it; the weights remain shared
     layer.__class__ = type(f"Latent{type(plain).__name__}", (LatentAttention, type(plain)), {})
     layer.plain = plain
     queries = "q_proj" if plain._modules.get("q_b_proj") is None else "q_b_proj"
@@ -178,7 +178,7 @@ def unproven(plain: Any, options: dict[str, Any]) -> str:
     options = {**options, "hidden_states": rows.to(projection.weight.device)}
     try:
         wanted, found = (_output(layer, options) for layer in (plain, absorbed(plain)))
-    except Exception as error:  # whatever else the layer does, it is left unchanged
+    except Exception as error:  # any error leaves the layer unchanged
         return f"it cannot be compared: {type(error).__name__}: {error}"
     difference, largest = float((found - wanted).abs().max()), float(wanted.abs().max())
     if not 0 < largest or not difference <= TOLERANCE * largest:  # also true for NaN

@@ -59,7 +59,7 @@ CROSS_ATTENTION = ("encoder_attn", "cross_attn", "crossattention")
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What an attention layer computes, stores and sees: heads, key heads, their dim, and how far back it sees."""
+    """Heads, key heads, dims and reach of an attention layer."""
 
     num_heads: int
     num_kv_heads: int
@@ -121,7 +121,7 @@ class Model:
 class Probe:
     """The preflight's handle: records the attention calls of each layer and returns zeros.
 
-    All rows have the same position, so rows of the same token must be equal in every layer, whatever other tokens are
+    All rows have the same position, so rows of the same token must be equal in every layer, regardless of the tokens
     between them. That proves something only if rows of different tokens differ: with `has_weights`, rows that are zero,
     the same for all tokens, or not finite are refused.
     """
@@ -201,7 +201,7 @@ def load(folder: str, dtype: DtypeName, device: str) -> Model:
             module, report = next(attempts, (module, report))
     except ModelRefused:
         raise
-    except Exception as error:  # whatever is wrong with the files, the folder is refused
+    except Exception as error:  # any error in the files refuses the folder
         raise refusal(folder, error, config) from error
     if report["missing_keys"]:
         raise ModelRefused(f"{folder} lacks weights of a causal language model: {sorted(report['missing_keys'])[:3]}")
@@ -242,7 +242,7 @@ def read_config(folder: str) -> PreTrainedConfig:
         check_config(config)
     except ModelRefused:
         raise
-    except Exception as error:  # whatever is wrong with the file, the folder is refused
+    except Exception as error:  # any error in the file refuses the folder
         raise refusal(folder, error) from error
     return config
 

@@ -221,7 +221,7 @@ def replace_rotary(decoder: nn.Module, config: PreTrainedConfig) -> tuple[Ropes,
         own: Any = decoder.get_submodule(name)
         try:
             made.append(LongRotary(own, ropes))
-        except Exception as error:  # whatever a module does differently, only that module is kept
+        except Exception as error:  # any error keeps the module
             reason = f"{type(own).__name__} cannot be replaced: {error}"
             if any(kind in str(getattr(own, "rope_type", "")) for kind in LENGTH_DEPENDENT):
                 raise ModelRefused(f"rotary factors depend on the longest position, and {reason}") from error
@@ -282,7 +282,7 @@ def _yarn_length(parameters: dict[str, Any]) -> int:
 def _all_frequencies(rotary: LongRotary, *, is_scaled: bool) -> Iterable[tuple[Tensor, Tensor]]:
     for layer in rotary.kinds:
         yield rotary.frequencies(layer)
-        if is_scaled:  # dynamic only lowers frequencies, longrope has one more set
+        if is_scaled:  # dynamic only lowers frequencies, longrope has a second set
             yield rotary.frequencies(layer, 1 << 40)
 
 

@@ -43,7 +43,7 @@ class DraftRows(NamedTuple):
         drafts counts as not reached: the next step will fail the same way.
         """
         is_right_R = ids_R == self.ids
-        misses_R = (~is_right_R).cumsum(dim=0) - (~is_right_R).long()  # of all positions before
+        misses_R = (~is_right_R).cumsum(dim=0) - (~is_right_R).long()  # misses at earlier positions
         firsts_R = torch.arange(len(ids_R), device=ids_R.device) - self.numbers
         is_behind_R = (misses_R == misses_R[firsts_R]) & (ids_R != NOT_FINITE)
         return is_behind_R | (self.numbers == 0)

@@ -148,7 +148,7 @@ class DeviceSampler:
 
     def start(self, rows: Sequence[Row], logits_RV: Tensor) -> Choice:
         """Samples the next token of each row from its logits [V], and the tokens behind accepted drafts from the logits
-        that follow. Parameters are sent to the device only if they differ from those of the previous step.
+        that follow. Parameters are sent to the device if they differ from those of the previous step.
         """
         batch, drafts = self.batch(rows, logits_RV.shape[-1]), None
         is_drafted = len(batch.choosers) > len(rows)

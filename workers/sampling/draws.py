@@ -1,7 +1,7 @@
 """Samples the tokens of many rows at once on a CPU, each as `distribution.py` defines it, or not at all.
 
 Both compute in float64 from the same scores, but in a different order, so that sums differ in their last bits. That
-matters only where a sum is within rounding error of a limit: the top-p threshold, or the drawn number. Such a row is
+matters if a sum is within rounding error of a limit: the top-p threshold, or the drawn number. Such a row is
 left to the definition; all others get the token that the definition gives. Only the few candidate tokens at the top-p
 threshold are sorted: scores are assigned to levels, and the level in which the share is reached is found from the
 probability of each level.
@@ -117,7 +117,7 @@ def cut_levels(shares_N: Tensor, scores_N: Tensor, top_p: float, margin: float) 
         return False
     order = np.argsort(scores_N[ids].numpy(), kind="stable")[::-1]  # among equal ones, larger ids first
     shares = shares_N[ids].numpy()[order]
-    # also before the first of them, if there is a level above
+    # and the limit before the first of them, if there is a level above
     limits = np.concatenate((reached_L[level - 1 : level], shares)).cumsum()
     reached = limits[-len(ids) :]
     num_retained = min(1 + int((reached < top_p).sum()), len(ids))

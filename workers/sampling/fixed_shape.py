@@ -96,9 +96,10 @@ def choose(
     logits_RV: Tensor, parameters: Parameters, histories: TokenHistories, needs: Needs, before_RM: Tensor | None = None
 ) -> Tensor:
     """The id of the next token of each row, from its logits [V], or NOT_FINITE: [R, 1], int64. With logprobs
-    [R, 2 + 2 N], float64: the id, the logprob of it, those of the N likeliest tokens, and the ids of these.
+    [R, 2 + 2 N], float64: the id, its natural-log probability, those of the N likeliest tokens, and their ids.
 
-    `before_RM` are drafts that count as said, see `Drafts.before`."""
+    `before_RM` are drafts that count as generated, see `DraftRows.before`.
+    """
     # NaN propagates to the maximum; single logits of -inf are tokens that are ruled out
     is_finite_R = logits_RV.amax(dim=-1).isfinite()
     if needs.is_adjusted or needs.draws:

@@ -29,7 +29,7 @@ def told(ids_N: Sequence[int], logprobs_N: Sequence[float]) -> Logprobs:
 
 def top_logprobs(logits_RV: Tensor, chosen_R1: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
     """The ids [R, N] of the `num_top` likeliest tokens of each row, or of all V, by the logits [V]; and the natural-log
-    probabilities [R, 1 + N], float64, of the chosen token and of those.
+    probabilities [R, 1 + N], float64, of the chosen token and the likeliest ones.
     """
     logits_RV = logits_RV.double()
     # the logprob of the likeliest token, which is minus the logarithm of the sum: faster in torch than log_softmax

@@ -147,7 +147,7 @@ class PrefillStep:
     def _in_window(
         self, layer: int, work: Replicating, q_THD: Tensor, k_KTD: Tensor, v_KTV: Tensor, call: LayerCall
     ) -> Tensor:
-        """Attention where each rank holds the keys that are seen later."""
+        """Attention where each rank holds all keys that later tokens will see."""
         local = self._local
         packed_SKC = local.pool.pack(layer, k_KTD[:, work.rows_L], v_KTV[:, work.rows_L])
         keys, values = self._gather(layer, packed_SKC)

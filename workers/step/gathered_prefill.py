@@ -31,7 +31,7 @@ from workers.step.layers import ChunkLayer, Gathered
 
 
 class PastBuilder:
-    """Decides for each chunk which layers gather keys, and builds what they need."""
+    """Selects for each chunk the layers that gather keys, and builds their inputs."""
 
     def __init__(
         self,

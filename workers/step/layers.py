@@ -37,7 +37,7 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class Replicating:
-    """A chunk, and each key is kept by every rank for as long as it is seen: those of the chunk are gathered.
+    """A chunk where every rank holds each key for as long as it is visible: the keys of the chunk are gathered.
 
     L is the largest share of a rank. In the gathered tensor the share of rank r, in order of positions, begins at slot
     r * L.
