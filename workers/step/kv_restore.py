@@ -1,6 +1,6 @@
 """Restores keys and values from storage: a step that writes fetched pieces to blocks.
 
-Only free blocks are written. At the end all ranks report whether they had the required pieces; until then no rank
+Only free blocks are written. At the end all ranks report whether a required piece is missing; until then no rank
 treats the positions as held.
 """
 
