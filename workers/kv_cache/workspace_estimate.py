@@ -45,7 +45,7 @@ KERNELS = 1 << 29
 COMMUNICATOR = 1 << 30
 PEER = 384 << 20
 """Bytes that NCCL takes for a group of ranks (COMMUNICATOR), and for each other rank of the machine once an all-to-all
-has connected it (PEER): 32 channels of 12 MiB, as measured on eight H100 (github.com/NVIDIA/nccl/issues/1685).
+has connected it (PEER): 32 channels of 12 MiB, as reported for eight H100 (github.com/NVIDIA/nccl/issues/1685).
 """
 FRAGMENTS = 1 / 32
 """Share of a GPU that is lost to fragmentation between tensors of different sizes."""
