@@ -1,1 +1,1 @@
-"""The workers: one process per rank that owns a share of the keys and values. It must not import grpc or ray."""
+"""The workers: one process per rank, which owns a share of the keys and values. Must not import grpc or ray."""

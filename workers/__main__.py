@@ -23,22 +23,22 @@ SILENT = TelemetryConfig()
 
 
 class ProcessContext:
-    """Where a rank is, for the lines of its log: in the last epoch that it joined."""
+    """The rank and epoch for log lines: those of the last epoch that was joined."""
 
     def __init__(self, node: str) -> None:
         self._facts: Facts = {"node": node}
 
     def join(self, join: Join) -> None:
-        """It is a rank of another epoch from now on."""
+        """Records the rank and the number of the joined epoch."""
         self._facts = {**self._facts, "rank": join.rank, "epoch": join.epoch}
 
     def facts(self) -> Facts:
-        """Any thread may ask."""
+        """The facts to log. Thread-safe."""
         return self._facts
 
 
 def main(spec: RankSpec, telemetry: TelemetryConfig = SILENT) -> None:
-    """Entry of a rank's process. A spawned process imports torch only here, when its environment is complete."""
+    """Entry point of a rank's process. A spawned process imports torch only here, after its environment is set."""
     apply_environment(network_environment(interface_of(spec.host)))
     place = ProcessContext(spec.node)
     if not telemetry.has_plain_log:
@@ -55,17 +55,21 @@ def main(spec: RankSpec, telemetry: TelemetryConfig = SILENT) -> None:
 
 
 def make_orphan_check() -> Callable[[], bool]:
-    """A check that is true once the coordinator or the parent process, which may be a fork server, has ended."""
+    """Returns a check that is true once the coordinator or the parent process, which may be a fork server, has
+    ended.
+    """
     coordinator, parent = multiprocessing.parent_process(), os.getppid()
     return lambda: os.getppid() != parent or (coordinator is not None and not coordinator.is_alive())
 
 
 def live(spec: RankSpec, make_rank: Callable[[RankSpec], RankRuntime]) -> NoReturn:
-    """Serves until told to leave, and exits with the rank's code. Ends with the coordinator, and with a fork server."""
-    # Ctrl-C reaches the whole foreground group; the coordinator alone decides when ranks leave.
+    """Runs the member until it is stopped, and exits with its exit code. The process also ends when
+    the coordinator or the fork server ends.
+    """
+    # Ctrl-C reaches the whole foreground group; only the coordinator decides when ranks leave.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     code = serve(spec, make_rank, make_orphan_check())
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # the rank is closed: to take an interpreter with torch and a model apart takes seconds more
+    os._exit(code)  # the rank is closed; a regular interpreter exit with torch and a model takes seconds longer

@@ -1,4 +1,4 @@
-"""A rank as an actor. The fleet gives this class to Ray; nothing here knows Ray."""
+"""A rank as an actor. The fleet passes this class to Ray; this module does not depend on Ray."""
 
 from longleaf.config import apply_environment, network_environment
 from longleaf.network_interfaces import interface_of
@@ -7,10 +7,10 @@ from workers.imports import for_good
 
 
 class WorkerActor:
-    """Holds one rank. Imports torch only once `run` is called, when the process's environment is complete."""
+    """Runs one rank. Imports torch only in `run`, after the environment of the process is set."""
 
     def run(self, spec: RankSpec) -> int:
-        """Lives the life of the rank; returns its exit code. The call is what the fleet watches."""
+        """Runs the rank and returns its exit code. The fleet monitors this call."""
         apply_environment(network_environment(interface_of(spec.host)))
         with for_good():
             from workers.control import serve

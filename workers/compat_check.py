@@ -1,10 +1,12 @@
-"""Says whether ranks could serve a checkpoint: `python -m workers.compat_check '{"model": DIR, ...}'`, an EngineConfig,
-prints an AttentionReport. `--load` reads the weights; numbers that follow are the bytes of each rank's pool.
+"""Checks whether ranks could serve a checkpoint.
 
-No weights are read. The model is built as for serving, but each parameter is a single number, stretched to its shape:
-the same code runs the same preflight, data-dependent branches included, where the weights might never fit. Whether
-weights are missing, rows are mixed outside of attention, and logits are those of plain attention is known only after
-loading them.
+`python -m workers.compat_check '{"model": DIR, ...}'`, with an EngineConfig, prints an AttentionReport. `--load` reads
+the weights; further numbers are the bytes of each rank's pool.
+
+Without `--load` no weights are read. The model is built as for serving, but each parameter is a single number, expanded
+to its shape: the same code runs the same preflight, data-dependent branches included, even where the weights would not
+fit. Only loading the weights shows whether some are missing, whether rows are mixed outside of attention, and whether
+the logits are those of plain attention.
 """
 
 import sys
@@ -43,13 +45,15 @@ from workers.rank import choose_device, count_gpus
 
 WINDOW_KEYS: tuple[WindowKeys, ...] = get_args(WindowKeys)
 WEIGHT = 2.0**-10
-"""Not 0: what mixes rows outside of attention may show."""
+"""Not 0, so that operations that mix rows outside of attention may be detected."""
 UNKNOWN = "the weights were not read"
-"""Why nothing is known of exactness."""
+"""The reason why exactness is unknown."""
 
 
 def check(config: EngineConfig, *, has_weights: bool, pools: Sequence[int] = ()) -> AttentionReport:
-    """`has_weights`: loads them, as a rank does. `pools`: the bytes of each rank's, if they are known."""
+    """Checks a checkpoint. `has_weights`: load the weights, as a rank does. `pools`: the bytes of each rank's pool, if
+    known.
+    """
     try:
         model = models.load(config.model, config.dtype, "cpu") if has_weights else outline(config.model, config.dtype)
         bytes_per_token = kv_bytes_per_token(model.layers, model.dtype, config)
@@ -82,7 +86,7 @@ def verify(model: Model, config: EngineConfig) -> str:
 
 
 def plan(model: Model, config: EngineConfig, window_keys: WindowKeys, pools: Sequence[int]) -> CapacityPlan:
-    """What the pools hold, laid out as ranks do when they start."""
+    """The capacity of the pools, laid out as by ranks at the start."""
     given = config.window_bytes if window_keys == "replicated" else None
     config = msgspec.structs.replace(config, window_keys=window_keys, window_bytes=given)
     size = config.block_size
@@ -90,7 +94,7 @@ def plan(model: Model, config: EngineConfig, window_keys: WindowKeys, pools: Seq
         shares = [share_out(model, config, kv_bytes) for kv_bytes in pools]
     except StartError as error:
         return CapacityPlan(window_keys=window_keys, reason=str(error))
-    # the blocks of windows are the same on every rank, so they are as many as the rank has that has the fewest
+    # blocks of windows have the same ids on every rank, so their number is the minimum over ranks
     windows = min(
         (resident for _, resident in shares if resident), key=lambda resident: resident.num_blocks, default=None
     )
@@ -109,14 +113,15 @@ def plan(model: Model, config: EngineConfig, window_keys: WindowKeys, pools: Seq
 
 
 def num_ends(windows: WindowSpec, block_size: int) -> int:
-    """Ends of contexts that fit, each read at once. What is seen may begin within a block, and while the last one is
-    read it takes as much again, for what its chunks see."""
+    """The number of contexts whose windows fit, if contexts are read one at a time. A window may begin within a block,
+    and the reading of a context temporarily needs additional blocks for the windows of its chunks.
+    """
     seen_blocks = windows.seen_blocks(block_size)
     return (windows.num_blocks - (windows.chunk_blocks(block_size) - seen_blocks)) // seen_blocks
 
 
 def replicated(model: Model, config: EngineConfig) -> ReplicatedReport | None:
-    """What a config with replicated windows makes of keys and values."""
+    """The bytes of keys and values under a config with replicated windows."""
     windowed = windowed_layers(model, config)
     if not windowed:
         return None
@@ -135,15 +140,16 @@ def outline(folder: str, dtype: DtypeName) -> Model:
         module = build(config, dtype)
     except ModelRefused:
         raise
-    except Exception as error:  # whatever is wrong with the config, it is the folder that is refused
+    except Exception as error:  # any error in the config refuses the folder
         raise models.refusal(folder, error, config) from error
     with StretchedProducts():
         return models.prove(module, "cpu", has_weights=False)
 
 
 def build(config: PreTrainedConfig, wanted: DtypeName) -> PreTrainedModel:
-    """Parameters of one number each, and buffers as they are when the weights are loaded. Where neither `wanted` nor
-    the config tells a numeric type, it is float32."""
+    """Builds the model with parameters of one number each, and buffers as after loading. If neither `wanted` nor the
+    config names a dtype, it is float32.
+    """
     named = config.dtype if wanted == "auto" else wanted
     dtype: torch.dtype = getattr(torch, str(named or torch.float32).removeprefix("torch."))
     with torch.device("meta"), no_init_weights():
@@ -159,12 +165,12 @@ def build(config: PreTrainedConfig, wanted: DtypeName) -> PreTrainedModel:
             setattr(part, name, torch.zeros_like(buffer, device="cpu"))
     module.tie_weights()
     module.initialize_weights()
-    module.set_experts_implementation("eager")  # the grouped one refuses stretched weights
+    module.set_experts_implementation("eager")  # the grouped implementation refuses expanded weights
     return module
 
 
 class StretchedProducts(TorchFunctionMode):
-    """Linear layers without their weights in memory: where all elements are the same, a product is a sum."""
+    """Computes linear layers without materialized weights: where all elements are equal, a product is a sum."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -178,7 +184,7 @@ class StretchedProducts(TorchFunctionMode):
 
 
 def kinds(layers: dict[int, LayerSpec]) -> tuple[AttentionKind, ...]:
-    """Layers that attend alike, together."""
+    """The layers grouped by kind of attention."""
     alike: dict[LayerSpec, list[int]] = {}
     for layer, spec in sorted(layers.items()):
         alike.setdefault(spec, []).append(layer)
@@ -197,8 +203,9 @@ def kinds(layers: dict[int, LayerSpec]) -> tuple[AttentionKind, ...]:
 
 
 def kv_bytes_beside(weight_bytes: int, model: Model, config: EngineConfig) -> list[int]:
-    """What each rank would take for keys and values by itself, once the weights are loaded: on CPUs all of them here,
-    on GPUs as many as are here, and the others on machines like this one."""
+    """The default bytes of each rank for keys and values, once the weights are loaded. With CPUs all ranks are on this
+    machine; with GPUs as many as it has GPUs, and the others on identical machines.
+    """
     num_gpus = count_gpus()
     gpus = [rank % num_gpus if num_gpus else 0 for rank in range(config.world_size)]
     devices = [choose_device(config.device, gpu, num_gpus, config.world_size) for gpu in gpus]

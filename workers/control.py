@@ -1,4 +1,4 @@
-"""A member's end of the control channel: what it hears there, and what its pulse tells."""
+"""A member's end of the control channel: receives commands and sends heartbeats."""
 
 import logging
 import os
@@ -21,15 +21,16 @@ from workers.ports import RankRuntime
 
 LINGER_MILLISECONDS = 2000
 AWAKE_SECONDS = 2e-3
-"""How long a rank looks for the next message before it sleeps: a step that waits for the one before comes within a
-millisecond, and to be woken takes a tenth of that and more. Where ranks have not a CPU each they sleep at once: those
-that look keep the others waiting, who compute (steps of four ranks on two CPUs took 5 to 10 % longer)."""
+"""Seconds a rank polls for the next message before it sleeps. A step that waits for the previous one arrives within a
+millisecond, and waking a thread takes a tenth of that or more. Ranks without a CPU each sleep immediately: polling
+would slow down the computing ranks (steps of four ranks on two CPUs took 5 to 10 % longer).
+"""
 END, OUTCOMES = "inproc://end-of-pulse", "inproc://outcomes"
 log = logging.getLogger(__name__)
 
 
 class RankControlSocket:
-    """The connection on which a rank receives and answers. One thread uses it."""
+    """The connection on which a rank receives messages and answers. It must be used by one thread only."""
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", spec: RankSpec) -> None:
         self._socket = connect(context, spec.invitation, spec.invitation.commands_id)
@@ -55,7 +56,7 @@ class RankControlSocket:
 
 
 def connect(context: "zmq.Context[zmq.Socket[bytes]]", invitation: ConnectInfo, identity: bytes) -> "zmq.Socket[bytes]":
-    """A connection to the coordinator, and to nobody else. Only members that were invited are heard there."""
+    """Opens a connection to the coordinator. CURVE authenticates both ends: only invited members are accepted."""
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.IDENTITY, identity)
     socket.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
@@ -68,12 +69,11 @@ def connect(context: "zmq.Context[zmq.Socket[bytes]]", invitation: ConnectInfo, 
 
 
 class HeartbeatThread(threading.Thread):
-    """Reports once a second that the process lives, and how far it has come, whatever its main thread does; hears
-    meanwhile of epochs that have ended, which the main thread may not be able to; and passes on what becomes of orders,
-    and what is logged.
+    """Reports progress once a second even when the main thread is blocked, receives the ends of epochs, and forwards
+    outcomes of orders and log records.
 
-    The process ends as soon as `is_orphan()`: ranks must not outlive the coordinator that started them, even if it is
-    killed.
+    The process ends as soon as `is_orphan()` returns true: ranks must not outlive the coordinator that started them,
+    even if it is killed.
     """
 
     def __init__(
@@ -95,11 +95,11 @@ class HeartbeatThread(threading.Thread):
         self._outcomes = context.socket(zmq.PUSH)
         self._outcomes.bind(OUTCOMES)
         self._telling = threading.Lock()
-        """Threads take turns with `_outcomes`."""
+        """Serializes the use of `_outcomes` by threads."""
         self._is_ended = False
 
     def tell(self, outcome: Outcome) -> None:
-        """Says what became of an order, soon. Any thread may call it; nothing is said after the end."""
+        """Queues the outcome of an order for sending. Any thread may call it; after `stop`, outcomes are dropped."""
         with self._telling:
             if not self._is_ended:
                 self._outcomes.send(encode(outcome))
@@ -124,7 +124,7 @@ class HeartbeatThread(threading.Thread):
     def _listen(
         self, socket: "zmq.Socket[bytes]", outcomes: "zmq.Socket[bytes]", end: "zmq.Socket[bytes]", until: float
     ) -> bool:
-        """Hears what is said until then, and passes on what others of this process say; whether the pulse shall end."""
+        """Receives messages and forwards outcomes until the deadline; whether the thread should end."""
         poller = zmq.Poller()
         for each in (socket, outcomes, end):
             poller.register(each, zmq.POLLIN)
@@ -150,7 +150,7 @@ class HeartbeatThread(threading.Thread):
 def serve(
     spec: RankSpec, make_rank: Callable[[RankSpec], RankRuntime], is_orphan: Callable[[], bool] = lambda: False
 ) -> int:
-    """Lives the life of a member. Returns the exit code: 0 when told to leave, 1 when something raised.
+    """Runs a member until it is stopped. Returns the exit code: 0 after a Stop message, 1 after an error.
 
     The process ends when `is_orphan()` returns true, or when closing times out.
     """
@@ -181,10 +181,11 @@ def _live(
             rank = make_rank(spec)
             MemberProcess(spec, rank, channel, standing, answer).run()
     except Exception as error:
-        if not isinstance(error, StartError):  # its message says it all
+        if not isinstance(error, StartError):  # its message is sufficient
             with records.listening():
                 log.exception("member %d failed", spec.member)
-        while (logged := records.take(spec.member)) is not None:  # now, for nothing is heard of it behind its last word
+        # sent now, because the coordinator ignores records after Died
+        while (logged := records.take(spec.member)) is not None:
             channel.send(logged)
         blamed = error.rank if isinstance(error, RankLost) else None
         # before closing, which may block or raise for the same reason
@@ -198,7 +199,7 @@ def _live(
 
 
 def _is_closed(rank: RankRuntime) -> bool:
-    """Closes the rank; whether it could."""
+    """Closes the rank; whether that succeeded."""
     with ending_in_time():
         try:
             rank.close()

@@ -1,11 +1,11 @@
 """Compares the served path of a checkpoint with plain attention before it serves.
 
-A few random tokens pass through a rank's own epoch at world size 1: two chunks of prefill, a question of several rows,
-and decode steps, over keys in a small pool. The logits are compared with those of transformers' own attention over the
-same weights, as `longleaf verify` does (`workers.verification`), whatever the class of the model: some models mix rows
-only with certain configs or weights. A rounded numeric type that decides nothing is followed by float32.
+Random tokens pass through an epoch of one rank: two chunks of prefill, a question of several rows, and decode steps,
+over keys in a small pool. The logits are compared with those of transformers' own attention over the same weights, as
+by `longleaf verify` (`workers.verification`). Models of every class are compared: some models mix rows only with
+certain configs or weights. If a dtype other than float32 does not pass, the comparison is repeated in float32.
 
-A model that was found exact is recorded by its fingerprint, so a restart pays nothing.
+A model that was found exact is recorded by its fingerprint, so a restart skips the comparison.
 """
 
 import logging
@@ -43,19 +43,19 @@ from workers.step.last_tokens import DeviceIds, HostIds, LastTokens
 from workers.verification import computing_in
 
 CHUNKS, QUESTION, ANSWER = (24, 17), 5, 6
-"""Tokens of each chunk, of the question, and of the answer, whose logits are compared."""
+"""Numbers of tokens: per chunk, in the question, and in the answer, whose logits are compared."""
 NUM_TOKENS = sum(CHUNKS) + QUESTION + ANSWER
 BLOCK_SIZE = 16
 SEQUENCE = 0
 EXACT = "exact"
-"""Folder of records in that of caches."""
+"""The folder of the records within the cache folder."""
 PACKAGES = ("longleaf", "torch", "transformers")
-"""Their versions are part of what a record is about."""
-log = logging.getLogger("longleaf.exactness")  # the rank's notes, which the coordinator logs
+"""Packages whose versions are part of the key of a record."""
+log = logging.getLogger("longleaf.exactness")  # the rank's messages, which the coordinator logs
 
 
 class ExactnessRecords:
-    """The models that were found exact, as empty files in `folder`. Storage that fails means that none is known."""
+    """The models that were found exact, as empty files in `folder`. If the storage fails, no model is known."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -75,7 +75,7 @@ class ExactnessRecords:
 
 
 def record_key(fingerprint: Fingerprint, model: Model, backend: Backend) -> str:
-    """Names everything on which the comparison depends, in hexadecimal digits."""
+    """The key of everything that the comparison depends on, in hexadecimal."""
     versions = [version(package) for package in PACKAGES]
     facts = (fingerprint.digest, str(model.dtype), torch.device(model.device).type, backend.name, *versions)
     return blake3(msgspec.msgpack.encode(facts)).hexdigest()
@@ -84,7 +84,7 @@ def record_key(fingerprint: Fingerprint, model: Model, backend: Backend) -> str:
 def verify_model(
     model: Model, backend: Backend, config: EngineConfig, fingerprint: Fingerprint | None, records: ExactnessRecords
 ) -> str:
-    """As `check_exact`, unless the model of this fingerprint is recorded as exact; else records it where it is."""
+    """Like `check_exact`, but skips models whose fingerprint is recorded, and records a model that is exact."""
     key = record_key(fingerprint, model, backend) if fingerprint else ""
     if key and records.holds(key):
         return ""
@@ -94,13 +94,14 @@ def verify_model(
     if key and not note:
         records.add(key)
     if model.device != "cpu":
-        torch.cuda.empty_cache()  # what the comparison took is free for keys and values
+        torch.cuda.empty_cache()  # releases the memory of the comparison for keys and values
     return note
 
 
 def check_exact(model: Model, backend: Backend, config: EngineConfig) -> str:
-    """Compares the served path of a model with plain attention. Returns why that was not possible, or nothing where
-    both agree. Raises ModelRefused when they differ."""
+    """Compares the served path of a model with plain attention. Returns an empty string if they agree, or the reason
+    why the comparison was not possible. Raises ModelRefused if they differ.
+    """
     found = compare(model, backend)
     if not judge(found).passed and model.dtype != torch.float32:
         found = compare_in_float32(model, config) or found
@@ -117,20 +118,21 @@ def check_exact(model: Model, backend: Backend, config: EngineConfig) -> str:
 
 
 def compare_in_float32(model: Model, config: EngineConfig) -> ComparisonRow | None:
-    """The comparison with all weights converted while they are used; None where that is not possible."""
+    """The comparison with all weights converted to float32 on use; None where that is not possible."""
     try:
         backend = registry.choose(config.kernels, model.device, torch.float32)
         with computing_in(model.module, torch.float32):
             found = compare(replace(model, dtype=torch.float32), backend)
-    except Exception as error:  # layers may use weights of others, and kernels may be of one type
+    except Exception as error:  # layers may use weights of other layers, and kernels may support a single dtype
         log.info("exactness: not compared in float32: %s", describe_error(error))
         return None
     return None if found.failure else found
 
 
 def compare(model: Model, backend: Backend) -> ComparisonRow:
-    """Logits of the served path beside those of plain attention, after each token of a short greedy answer. Raises
-    ModelRefused where the model cannot run on such steps."""
+    """Compares the logits of the served path with those of plain attention, after each token of a short greedy answer.
+    Raises ModelRefused if the model cannot run such steps.
+    """
     scale = min(1.0, (model.rotary.trained or NUM_TOKENS) / NUM_TOKENS)
     first, second, question, answer = (max(1, int(scale * size)) for size in (*CHUNKS, QUESTION, ANSWER))
     ids = random_ids(model, first + second + question)
@@ -161,7 +163,7 @@ def random_ids(model: Model, count: int) -> list[int]:
 
 
 def make_works(ids: Sequence[int], chunks: Sequence[int], num_answer: int) -> Iterator[Work]:
-    """Prefill in `chunks`, then rows: the rest of the ids as a question, and one step for each further token."""
+    """Prefill in `chunks`, then decode: the rest of the ids as a question, and one step for each further token."""
     path, start, block = (0,), 0, 0
     for size in chunks:
         blocks = tuple(range(block, block + ceil_div(size, BLOCK_SIZE)))
@@ -182,7 +184,7 @@ def make_works(ids: Sequence[int], chunks: Sequence[int], num_answer: int) -> It
 
 @dataclass
 class SmallMeans:
-    """What one rank computes a few tokens with. Implements workers.group_session.RankResources."""
+    """The resources of one rank for short sequences. Implements workers.group_session.RankResources."""
 
     config: EngineConfig
     device: str
@@ -196,7 +198,7 @@ class SmallMeans:
 
 
 def make_means(model: Model, backend: Backend) -> SmallMeans:
-    """With a pool of as many blocks as the comparison needs."""
+    """Resources with a pool of as many blocks as the comparison needs."""
     num_blocks = sum(ceil_div(size, BLOCK_SIZE) for size in (*CHUNKS, QUESTION + ANSWER))
     return SmallMeans(
         config=EngineConfig(model="", block_size=BLOCK_SIZE, max_sequences=1, max_draft_tokens=0),

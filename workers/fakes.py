@@ -1,4 +1,4 @@
-"""A rank without a model: checks the plans it gets and answers by arithmetic."""
+"""A rank without a model: checks the plans that it receives and answers by arithmetic."""
 
 import bisect
 import os
@@ -30,8 +30,7 @@ FaultKind = Literal["raise", "kill", "hang", "grip", "freeze", "refuse"]
 
 
 class RankFault(msgspec.Struct, frozen=True, kw_only=True):
-    """What member number `rank` does wrong, at step number `step` (0: while loading), and perhaps once more when it
-    closes."""
+    """A fault of member number `rank` at step number `step` (0: while loading), and optionally another one on close."""
 
     rank: int
     kind: FaultKind
@@ -50,33 +49,34 @@ class RankFault(msgspec.Struct, frozen=True, kw_only=True):
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "hang":
                 threading.Event().wait()
-            case "grip":  # hangs in C code that lets no other thread run
+            case "grip":  # hangs in C code that holds the GIL
                 re.match(r"(a|a)*b", "a" * 100)
 
 
 Content = Mapping[int, int]
-"""Of a piece: its token ids by position, where they are known; -1 elsewhere."""
+"""The token ids of a piece by position; -1 where the id is unknown."""
 
 
 class EchoBlockTable:
-    """What a rank believes is held, from layouts and whole plans alone. Raises AssertionError when a plan contradicts
-    it, or reads what is not held."""
+    """The block table of an echo rank, derived from layouts and whole plans only. Raises AssertionError when a plan
+    contradicts it or reads positions that are not held.
+    """
 
     def __init__(self, block_size: int, rank: int | None = None) -> None:
-        """Of what is restored, only what goes to `rank` is looked at, and by default all."""
+        """Checks only restored runs of `rank`; None checks those of all ranks."""
         self._block_size = block_size
         self.rank = rank
         self.fetched: dict[tuple[int, int], Content] = {}
-        """By rank and ticket."""
+        """Fetched pieces by rank and ticket."""
         self._starts: dict[int, int] = {}
         self._segments: dict[int, list[Run]] = {}
         """In order of position."""
         self._token_ids: dict[int, dict[int, int]] = {}
-        """By position, of the tokens that were read here."""
+        """By position: the ids of the tokens that were computed here."""
         self._last: dict[int, int] = {}
 
     def replace(self, segments: Sequence[SegmentLayout]) -> None:
-        """Has that be all that is held. Sequences begin anew."""
+        """Replaces the table by a layout. Sequences start again."""
         self._starts = {segment.segment: segment.start for segment in segments}
         self._segments = {segment.segment: [] for segment in segments}
         self._token_ids = {segment: self._token_ids.get(segment, {}) for segment in self._starts}
@@ -87,7 +87,7 @@ class EchoBlockTable:
         self._audit_blocks()
 
     def apply(self, plan: StepPlan) -> dict[int, tuple[Token, ...]]:
-        """Does the step; sampled tokens by sequence."""
+        """Applies the step; returns the sampled tokens by sequence."""
         for segment in plan.release_segments:
             del self._starts[segment], self._segments[segment], self._token_ids[segment]
         for sequence in plan.release_sequences:
@@ -129,7 +129,7 @@ class EchoBlockTable:
         self._audit_blocks()
 
     def save(self, order: Save) -> Content:
-        """What is written as a piece."""
+        """The content of the saved piece."""
         known, resident = self._token_ids[order.segment], self._segments[order.segment]
         for run in order.runs:
             (whole,) = (other for other in resident if other.rank == run.rank and other.start <= run.start < other.end)
@@ -169,7 +169,7 @@ class EchoBlockTable:
         return tuple(map(Token, sampled))
 
     def _cut_back(self, row: Row, end: int) -> None:
-        """Forgets the drafts that were refused: what a sequence holds ends there."""
+        """Drops the refused drafts: the sequence ends at `end`."""
         segment, run, first = row.path[-1], row.runs[-1], row.start + row.num_known - 1
         assert (first - run.start) // self._block_size == (len(run) - 1) // self._block_size, "a draft opens a block"
         runs = self._segments[segment]
@@ -195,7 +195,7 @@ class EchoBlockTable:
         self._audit_blocks()
 
     def _put(self, segment: int, run: Run) -> int:
-        """Puts a run in its place, or in that of itself before it grew; its first position that was not held."""
+        """Adds a run, or replaces its shorter version. Returns the first position that was not held before."""
         resident = self._segments[segment]
         grown = next((other for other in resident if other.start == run.start), None)
         if grown is not None:
@@ -208,7 +208,7 @@ class EchoBlockTable:
         return grown.end if grown is not None else run.start
 
     def token_ids(self, path: tuple[int, ...]) -> list[int]:
-        """The tokens that a path leads through."""
+        """The token ids along a path."""
         found: list[int] = []
         for segment in path:
             known = self._token_ids[segment]
@@ -216,7 +216,7 @@ class EchoBlockTable:
         return found
 
     def _held(self, path: tuple[int, ...], end: int) -> list[Run]:
-        """The runs of a path before `end`, each part cut where the next one starts."""
+        """The runs of a path before `end`; each segment is cut where the next one starts."""
         ends = [*(min(self._starts[segment], end) for segment in path[1:]), end]
         return [
             msgspec.structs.replace(run, end=min(run.end, part_end))
@@ -279,7 +279,7 @@ class EchoRank:
         return done(StepResult(plan.epoch, plan.step, tokens))
 
     def carry_out(self, order: Order, answer: Callable[[Outcome], None]) -> None:
-        """Does it at once: nothing is large here."""
+        """Executes the order synchronously."""
         member, rank = self._spec.member, self._ledger.rank
         match order:
             case Save() if rank is None:
@@ -312,7 +312,7 @@ class EchoRank:
         return self._store
 
     def fence(self) -> None:
-        """Nobody waits for others here."""
+        """Does nothing: an echo rank never waits for others."""
 
     def leave(self) -> None:
         self._sequences = RowState(self._spec.config.block_size)
@@ -324,7 +324,7 @@ class EchoRank:
 
 
 class EchoMain:
-    """Entry of a plain process that lives as an EchoRank."""
+    """Entry point of a plain process that runs an EchoRank."""
 
     def __init__(self, fault: RankFault | None = None) -> None:
         self._fault = fault
@@ -334,7 +334,7 @@ class EchoMain:
 
 
 class EchoActor(WorkerActor):
-    """A WorkerActor that lives as an EchoRank."""
+    """A WorkerActor that runs an EchoRank."""
 
     def __init__(self, fault: RankFault | None = None) -> None:
         self._fault = fault

@@ -1,4 +1,4 @@
-"""A rank in one epoch: what it knows of the others and of what is held, and how it does the steps of that."""
+"""The state of a rank within one epoch: its peers, the cached blocks, and the execution of steps."""
 
 import contextlib
 import logging
@@ -50,11 +50,11 @@ from workers.step.layers import RowLayer
 from workers.step.windows import WindowBuilder
 from workers.verification import Verifier
 
-log = logging.getLogger("longleaf.rank")  # what the library logs while a rank joins, people are told
+log = logging.getLogger("longleaf.rank")  # messages logged while a rank joins are shown to users
 
 
 class RankResources(Protocol):
-    """What a rank computes with, in whatever epoch."""
+    """The resources of a rank, which outlast epochs."""
 
     config: EngineConfig
     device: str
@@ -69,13 +69,13 @@ class RankResources(Protocol):
 
 
 class GroupSession:
-    """What a rank is and knows in one epoch. Nothing of it outlasts that, and nothing is known at its beginning.
+    """The state of a rank in one epoch. It starts empty and is discarded with the epoch.
 
-    `peers` are None at world size 1.
+    `peers` is None at world size 1.
     """
 
     def __init__(self, means: RankResources, groups: Groups | None, merges: Sequence[MergeTiming] = ()) -> None:
-        """With `groups`, all of their ranks begin at the same time. `merges` are what other groups measured."""
+        """With `groups`, all of their ranks begin at the same time. `merges` are timings that other groups measured."""
         self._means = means
         self._number, self._size = (groups.world.rank, groups.world.world_size) if groups else (0, 1)
         config, model = means.config, means.model
@@ -89,7 +89,7 @@ class GroupSession:
         self._before = done(None)
         """The step that was begun last."""
         self.merges: tuple[MergeTiming, ...] = ()
-        """What the choice of the merge goes by, if it was chosen."""
+        """The timings on which the choice of the merge is based, if it was chosen automatically."""
         self._merge = CountedMerge(self._make_merge(groups, merges), self._wire) if groups else None
         self.peers = Peers(groups.world, self._merge) if groups and self._merge else None
         if groups and self._graphs is not None and groups.world.transport == "gloo":
@@ -106,7 +106,7 @@ class GroupSession:
             self.merges = chosen.timings
             return chosen
         merge = make_merge(config.merge, groups, self._wire)
-        # what is compiled or connected at the first use must not make the first step wait
+        # compilation and connections of the first use must not delay the first step
         merge.to_all(Partial.identity(1, heads, dim, device=device))
         return merge
 
@@ -125,18 +125,17 @@ class GroupSession:
         )
 
     def fewest(self, number: int) -> int:
-        """The smallest of the numbers of all ranks, which ask at the same time."""
+        """The smallest of the numbers of all ranks. A collective: all ranks call it at the same time."""
         if self.peers is None:
             return number
         return int(self.peers.comm.all_gather(torch.tensor([number], device=self._means.device)).min())
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        """Has steps be over memory of fixed address, where the kernels can do that. All ranks prepare at the same
-        time."""
+        """Prepares steps over memory of fixed address, if the kernels support it. A collective call."""
         backend, sampler, last_ids = self._means.backend, self._means.sampler, self._means.last_ids
         can_prepare = isinstance(backend, CapturableBackend) and isinstance(last_ids, DeviceIds)
-        if not self._agree(can_prepare):  # ranks exchange as many rows in a step
+        if not self._agree(can_prepare):  # all ranks must exchange the same number of rows in a step
             return
         assert isinstance(backend, CapturableBackend)
         assert isinstance(last_ids, DeviceIds)
@@ -151,20 +150,20 @@ class GroupSession:
         tokens = FixedTokens() if keeps else None
         self._fixed = FixedSteps(buckets, last_ids, reporting, choosing, self._means.device, tokens)
         self._fixed.prepare(self._logits, self._graphs, self._agree)
-        self._merge_bytes()  # those of no step
+        self._merge_bytes()  # discards the bytes that belong to no step
 
     def take(self, layout: KvLayout) -> None:
-        """Takes for held what is told, and nothing else."""
+        """Replaces the block table by the layout."""
         self._ledger.replace(layout.segments)
 
     def holds(self, order: Save) -> bool:
-        """Whether this rank holds what is to be saved."""
+        """Whether this rank holds the runs to be saved."""
         rank = EVERY_RANK if order.of_windows else self._number
         return all(run.rank == rank and self._ledger.holds(order.segment, run) for run in order.runs)
 
     @torch.inference_mode()
     def start(self, plan: StepPlan) -> StepHandle:
-        """Begins a step, before the end of the one before it if that `may_overlap`."""
+        """Begins a step, before the end of the previous one if it `may_overlap`."""
         plan = self._sequences.complete(plan)
         self._ledger.release(plan.release_segments)
         self._means.last_ids.forget(plan.release_sequences)
@@ -183,14 +182,15 @@ class GroupSession:
         return self._before
 
     def close(self) -> None:
-        """Gives back what was captured. No step may be begun afterwards."""
+        """Releases captured graphs. No step may be begun afterwards."""
         self._fixed, self._before = None, done(None)
         if self._graphs is not None:
             self._graphs.release()
 
     def _prefill(self, work: Prefill, result: StepResult) -> StepHandle:
-        """An answer says that the keys are there, and after how many seconds: on a GPU a chunk is only launched by now,
-        and nothing has waited for it."""
+        """The result reports that the keys are stored, and after how many seconds: on a GPU a chunk has only been
+        launched by the time this method returns.
+        """
         inputs = self._inputs.prefill(work)
         step = PrefillStep(inputs, self._means.pool, self._means.backend, self.peers, self._means.model.last_layer)
         with contextlib.suppress(PrefillDone):
@@ -206,17 +206,17 @@ class GroupSession:
         return StepHandle(lambda: reported.arrival.is_past, finish)
 
     def _merge_bytes(self) -> int:
-        """Since the step before. Of a step that is replayed nothing is counted."""
+        """Bytes merged since the previous step. A replayed step counts nothing."""
         return self._merge.take() if self._merge else 0
 
     def _move(self, work: Move, result: StepResult) -> StepHandle:
-        """An answer says that all that moved is at its new place, on all ranks."""
+        """The result reports that all data has moved on all ranks."""
         comm = self.peers.comm if self.peers else None
         move(work, comm, self._means.pool, self._ledger)
         return done(result if self._number == 0 else None)
 
     def _restore(self, work: Restore, result: StepResult) -> StepHandle:
-        """An answer says that all has come back, on all ranks."""
+        """The result reports that all data is restored on all ranks."""
         comm = self.peers.comm if self.peers else None
         restore(work, comm, self._means.pool, self._ledger, self._means.desk.piece)
         return done(result if self._number == 0 else None)
@@ -231,15 +231,15 @@ class GroupSession:
         result = msgspec.structs.replace(result, kv_bytes_read=read, merge_bytes=merged)
         pending = StepHandle(lambda: begun.end.is_past, lambda: self._finish(work, sampled, begun, result))
         if rows.has_drafts or isinstance(self._means.last_ids, HostIds) or self._verifier.watches(work.rows):
-            self._before.result()  # what breaks in a step must not show in the answer to the one before
-            # logits that are compared must not be overwritten by the next step, nor drafts be held that were refused
+            self._before.result()  # an error in this step must not show in the answer to the previous one
+            # Compared logits must not be overwritten by the next step, and refused drafts must be dropped before it.
             pending.result()
         return pending
 
     def _begin(
         self, rows: RowNumbers, sampled: Sequence[Row], scored: Sequence[Row], blocks: DraftedBlocks | None
     ) -> Launched:
-        """A step of any shape, over tensors of its own."""
+        """Launches a step of any shape, over newly allocated tensors."""
         inputs = self._inputs.tensors(rows, self._means.last_ids)
         accumulator = self._masses(rows) if rows.asked else None
         logits_RV = self._logits(inputs, blocks, accumulator)
@@ -265,14 +265,14 @@ class GroupSession:
         return AttributionAccumulator(rows.asked, self._means.pool, comm, blocks)
 
     def _drafted_blocks(self, rows: RowNumbers, sampled: Sequence[Row]) -> DraftedBlocks | None:
-        """Where drafts leave more than their keys when they are refused."""
+        """The blocks to roll back when drafts are refused; None where a refused draft leaves only its keys."""
         pool, drafted = self._means.pool, drafted_among(sampled, rows.sample_rows)
         if not isinstance(pool, QuantizedPool):
             return None
         return DraftedBlocks(pool, self._means.backend, drafted, rows.slots, rows.window_slots)
 
     def _tell_all(self, sampled: Sequence[Row], choice: Choice | None) -> Tensor:
-        """All ranks learn from the first one, which has the choice, what was chosen: what is told of all positions."""
+        """Broadcasts the rows of the choice, one per position, from rank 0 to all ranks."""
         num_positions = sum(1 + len(row.draft_ids) for row in sampled)
         nothing = torch.zeros(num_positions, dtype=torch.long, device=self._means.device)
         reported_N = self._tell(nothing if choice is None else choice.ids())
@@ -280,7 +280,7 @@ class GroupSession:
         return reported_N
 
     def _cut_back(self, rows: Sequence[Row], ids: Iterable[Sequence[object]], blocks: DraftedBlocks | None) -> None:
-        """Forgets what follows the drafts that were accepted, of rows that were told these ids, or tokens."""
+        """Drops the keys behind the accepted drafts of rows, given the ids or tokens of each row."""
         num_left = dict[int, int]()
         for row, found in zip(rows, ids, strict=True):
             num_accepted = max(0, len(found) - 1)
@@ -293,7 +293,7 @@ class GroupSession:
             blocks.put_back(num_left)
 
     def _finish(self, work: Decode, sampled: Sequence[Row], begun: Launched, result: StepResult) -> StepResult | None:
-        """What is to be answered, once the device is done with a step."""
+        """The result of a step, once the device is done with it."""
         begun.end.wait()
         if begun.logits_RV is None:
             if begun.ids is not None:
@@ -315,14 +315,14 @@ class GroupSession:
         )
 
     def _agree(self, is_so: bool) -> bool:
-        """Whether it is so on all ranks, which ask at the same time."""
+        """Whether `is_so` is true on all ranks. A collective: all ranks call it at the same time."""
         if self.peers is None:
             return is_so
         reported = self.peers.comm.all_gather(torch.tensor([is_so], dtype=torch.long, device=self._means.device))
         return is_so and bool(reported.min())
 
     def _tell(self, ids_T: Tensor) -> Tensor:
-        """The ids that rank 0 has chosen."""
+        """Broadcasts the ids that rank 0 has chosen."""
         return self.peers.comm.broadcast(ids_T) if self.peers else ids_T
 
     def _logits(
@@ -331,7 +331,7 @@ class GroupSession:
         supervisor: StoredKvRecorder | None = None,
         accumulator: AttributionAccumulator | None = None,
     ) -> Tensor | None:
-        """Goes through the model. On rank 0 logits [R, V] of the R rows of which they are wanted."""
+        """Runs the model. Rank 0 returns the logits [R, V] of the R requested rows, other ranks None."""
         step = DecodeStep(inputs, self._means.pool, self._means.backend, self.peers, accumulator, supervisor)
         if self._number != 0:
             self._forward(self._means.model.decoder, inputs, step)
@@ -348,6 +348,6 @@ class GroupSession:
 
 
 def _by_sequence(rows: Sequence[Row], scores: Sequence[float]) -> dict[int, tuple[float, ...]]:
-    """The scores of each row that is scored."""
+    """The scores of each scored row, by sequence."""
     left = iter(scores)
     return {row.sequence: tuple(islice(left, row.num_scored)) for row in rows if row.num_scored}

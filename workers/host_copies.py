@@ -1,24 +1,23 @@
-"""Numbers on their way between the host and a device: on the way there nobody waits, on the way back once."""
+"""Copies between the host and a device: to the device without waiting, to the host with a single wait."""
 
 import torch
 from torch import Tensor
 
 
 def to_device(host: Tensor, device: str) -> Tensor:
-    """What the host has, on the device, where it is after all that the device was told before. On a CPU it is the
-    tensor itself."""
+    """Copies a tensor to the device, ordered after earlier work of the stream. On a CPU it is the tensor itself."""
     if device == "cpu":
         return host
     return (host.pin_memory() if device.startswith("cuda") else host).to(device, non_blocking=True)
 
 
 def pinned(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
-    """Zeros in memory of the host from which a device copies, and into which it does, while the host goes on."""
+    """Zeros in pinned host memory, from and to which a device copies asynchronously."""
     return torch.zeros(shape, dtype=dtype, pin_memory=device.startswith("cuda"))
 
 
 class DeviceEvent:
-    """The end of what a device was told so far. A CPU is never behind."""
+    """The end of the work that was launched on a device so far. On a CPU it is always past."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None
@@ -31,23 +30,23 @@ class DeviceEvent:
         return self._event is None or self._event.query()
 
     def wait(self) -> None:
-        """Waits for it, once."""
+        """Waits for the event. Later calls return immediately."""
         if self._event is not None:
             self._event.synchronize()
             self._event = None
 
 
 class AsyncHostCopy:
-    """A tensor that has begun to come to the host, behind what its device was told before."""
+    """A tensor whose copy to the host has begun, ordered after earlier work of its device."""
 
     def __init__(self, tensor: Tensor, host: Tensor | None = None) -> None:
-        """With `host` it comes there; what lies on a CPU stays where it is otherwise."""
+        """Copies to `host` if that is given; otherwise a tensor on a CPU is not copied."""
         if host is None and tensor.device.type != "cpu":
             host = pinned(*tensor.shape, dtype=tensor.dtype, device=str(tensor.device))
         self._host = tensor if host is None else host.copy_(tensor, non_blocking=True)
         self.arrival = DeviceEvent(tensor.device)
 
     def wait(self) -> Tensor:
-        """The tensor, on the host."""
+        """Waits for the copy. Returns the tensor on the host."""
         self.arrival.wait()
         return self._host

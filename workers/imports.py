@@ -1,4 +1,4 @@
-"""How a rank imports what is large."""
+"""Import of large packages by a rank."""
 
 import gc
 from collections.abc import Generator
@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def for_good() -> Generator[None]:
-    """What is imported in here stays until the process ends, and nobody looks for garbage among it: not while it is
-    imported, a fifth of whose time that takes, nor later, when a look through torch and transformers would make a step
-    wait for a quarter of a second."""
+    """Excludes objects that are imported in the body from garbage collection. Collections would take a fifth of the
+    import time, and later delay a step by a quarter of a second to scan torch and transformers.
+    """
     gc.disable()
     try:
         yield

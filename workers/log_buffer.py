@@ -1,4 +1,4 @@
-"""What this process logs that the coordinator's log should tell, until it is told."""
+"""Buffers log records of this process until they are sent to the coordinator."""
 
 import logging
 import traceback
@@ -17,11 +17,11 @@ from workers.member_process import is_noted
 
 LOGGERS = ("workers", "longleaf")
 MAX_KEPT = 100
-"""Records that wait to be told; what comes then is counted."""
+"""Maximum number of buffered records. Further records are dropped and counted."""
 
 
 class RankLogBuffer(logging.Handler):
-    """Keeps warnings, and what is worse, until they are taken. To keep one waits for nothing."""
+    """Buffers warnings and errors until they are taken. Buffering never blocks."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -29,17 +29,17 @@ class RankLogBuffer(logging.Handler):
         self._num_dropped = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Any thread may call it."""
+        """Buffers a record. Thread-safe."""
         if len(self._kept) >= MAX_KEPT:
             self._num_dropped += 1
             return
         try:
             self._kept.append(_told(record))
-        except Exception:  # it was logged with something that has no text
+        except Exception:  # an argument of the record cannot be formatted
             self.handleError(record)
 
     def take(self, member: int) -> Logged | None:
-        """The next of them, for a message of this member; None when there are none. Any thread may call it."""
+        """The next records, as a message of this member; None when there are none. Thread-safe."""
         self.acquire()
         try:
             records = tuple(self._kept.popleft() for _ in range(min(MAX_RECORDS, len(self._kept))))
@@ -51,7 +51,7 @@ class RankLogBuffer(logging.Handler):
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Keeps what is logged meanwhile, which then is not on standard error."""
+        """Buffers the records that are logged in the body, and keeps them off standard error."""
         loggers = [logging.getLogger(name) for name in LOGGERS]
         for logger in loggers:
             logger.addHandler(self)
@@ -73,5 +73,5 @@ def _told(record: logging.LogRecord) -> LogRecord:
 
 
 def _encoded(text: str) -> bytes:
-    """With names of files that are no text as Python writes them."""
+    """The text as UTF-8; characters that cannot be encoded, as in some file names, become backslash escapes."""
     return text.encode(errors="backslashreplace")

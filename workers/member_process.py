@@ -1,4 +1,4 @@
-"""What a member does between its birth and its end: it loads, and joins one epoch after the other."""
+"""Lifecycle of a group member: load the model, then join one epoch after another."""
 
 import faulthandler
 import logging
@@ -22,27 +22,30 @@ from workers.pending import StepHandle
 from workers.ports import RankRuntime, Transport
 
 CLOSE_SECONDS = 5.0
-"""How long a member may take to leave an epoch; then its process ends as it is. Longer than fleets wait before they
-kill."""
+"""Seconds a member may take to leave an epoch before its process is ended. Longer than the time after which a fleet
+kills processes.
+"""
 LOOK_SECONDS = 5e-5
-"""Between two looks whether a device is done, or the next step is there."""
+"""Seconds between checks for a finished device or the next step."""
 MAX_REASON_CHARACTERS = 8192
-"""Characters of what is told of an exception: the coordinator takes no larger messages than ranks should send."""
+"""Limit on the characters of a reported exception: the coordinator rejects messages longer than ranks should send."""
 LIBRARY = "longleaf"
-"""Whose logger notes are taken of."""
+"""Name of the logger whose records are captured."""
 log = logging.getLogger(__name__)
 
 
 class MemberStatus:
-    """Where a member stands, for the thread of its pulse: it tells how far the other one has come, and frees it."""
+    """The position of a member, shared with its heartbeat thread, which reports the progress of the main thread and
+    aborts its exchanges.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._rank: RankRuntime | None = None
         self._now = MemberProgress()
-        """With the exchanges that were entered before the step."""
+        """`num_exchanges` counts the exchanges that were entered before the step."""
         self.fenced = 0
-        """The last epoch that has ended for everybody."""
+        """The last epoch that has ended for the whole group."""
 
     @property
     def progress(self) -> MemberProgress:
@@ -50,23 +53,23 @@ class MemberStatus:
         return MemberProgress(now.epoch, now.step, rank.num_exchanges - now.num_exchanges if rank else 0)
 
     def enter(self, epoch: int, rank: RankRuntime) -> None:
-        """The member joins an epoch. Raises ExchangeAborted if that has ended."""
+        """Records that the member joins an epoch. Raises ExchangeAborted if the epoch has ended."""
         with self._lock:
             if epoch <= self.fenced:
                 raise ExchangeAborted(f"epoch {epoch} has ended")
             self._rank, self._now = rank, MemberProgress(epoch)
 
     def begin(self, epoch: int, step: int, rank: RankRuntime) -> None:
-        """The member begins a step."""
+        """Records that the member begins a step."""
         self._now = MemberProgress(epoch, step, rank.num_exchanges)
 
     def leave(self) -> None:
-        """The member is in no epoch, and frees itself of what it does."""
+        """Records that the member is in no epoch, and drops the reference to its rank."""
         with self._lock:
             self._rank, self._now = None, MemberProgress()
 
     def fence(self, epoch: int) -> None:
-        """Epoch `epoch` has ended: the member must not wait for others there, nor join it."""
+        """Marks `epoch` as ended: the member must neither wait for other ranks in it nor join it."""
         with self._lock:
             self.fenced = max(self.fenced, epoch)
             if self._rank is not None and self._now.epoch <= epoch:
@@ -75,9 +78,9 @@ class MemberStatus:
 
 @contextmanager
 def taking_notes() -> Iterator[list[str]]:
-    """The list to which goes what the library logs meanwhile: how ranks merge and why, what is slower than it could be.
+    """Captures the INFO messages of the library in a list: how ranks merge and why, and performance hints.
 
-    The coordinator tells it, and nobody else. A rank's own log lies where nobody looks, under Ray in a file of its
+    Only the coordinator reports these messages. The local log of a rank is hard to find: under Ray it is a file of the
     worker.
     """
     logger, notes = logging.getLogger(LIBRARY), LogCapture()
@@ -94,7 +97,7 @@ def taking_notes() -> Iterator[list[str]]:
 
 
 class LogCapture(logging.Handler):
-    """Keeps the texts of what is logged."""
+    """Collects the formatted messages of log records."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -105,7 +108,7 @@ class LogCapture(logging.Handler):
 
 
 def is_noted(record: logging.LogRecord) -> bool:
-    """Whether what is being logged goes to notes."""
+    """Whether a record is being captured."""
     is_taking = any(isinstance(handler, LogCapture) for handler in logging.getLogger(LIBRARY).handlers)
     return is_taking and record.name.split(".")[0] == LIBRARY
 
@@ -123,8 +126,9 @@ def reason_of(error: Exception) -> str:
 
 @contextmanager
 def ending_in_time() -> Iterator[None]:
-    """The process ends if what is done meanwhile takes too long: a timer of the interpreter's own sees to it, since
-    what blocks may let no other thread run."""
+    """Ends the process if the body takes longer than CLOSE_SECONDS. The timer of faulthandler is used because a
+    blocking call may hold the GIL.
+    """
     with open(os.devnull, "w") as no_client:
         faulthandler.dump_traceback_later(CLOSE_SECONDS, exit=True, file=no_client)
         try:
@@ -134,7 +138,7 @@ def ending_in_time() -> Iterator[None]:
 
 
 class StartedStep(NamedTuple):
-    """A step that is not answered yet, and when it was begun, by the monotonic clock."""
+    """A step that is not answered yet, and its start time on the monotonic clock."""
 
     step: int
     pending: StepHandle
@@ -142,13 +146,15 @@ class StartedStep(NamedTuple):
 
 
 class ProtocolError(TypeError):
-    """The coordinator says what makes no sense now: one of both has a bug, and they cannot go on together. Only the
-    kind of the message is told: in a plan there is what people have written."""
+    """A message of the coordinator that is not valid in the current state. One side has a bug, so the member cannot
+    continue. Only the type of the message is reported: a plan contains user text.
+    """
 
 
 class MemberProcess:
-    """Says hello, loads, and then does what it is told. What is raised in an epoch ends that for the member, which then
-    waits for the next one; what is raised otherwise ends its life."""
+    """Sends hello, loads the model and then executes messages. An error within an epoch ends that epoch for the member,
+    which then waits for the next one; any other error ends the process.
+    """
 
     def __init__(
         self,
@@ -158,30 +164,31 @@ class MemberProcess:
         standing: MemberStatus,
         answer: Callable[[Outcome], None],
     ) -> None:
-        """`answer` says what became of orders; any thread calls it."""
+        """`answer` reports the outcome of an order. It may be called from any thread."""
         self._member = spec.member
         self._answer_order = answer
         self._rank = rank
         self._mailbox = mailbox
         self._standing = standing
         self._epoch = 0
-        """The one that the member is in, or about to join; 0: none."""
+        """The current epoch, or the one about to be joined; 0: none."""
         self._join: Join | None = None
-        """The epoch that it is in, and its rank there."""
+        """The join message of the current epoch, which holds the rank."""
         self._ended = 0
-        """The last epoch that has ended for it."""
+        """The last epoch that has ended for this member."""
         self._step = 0
-        """The step that it is in, or began last in this epoch."""
+        """The current step, or the last one that was begun in this epoch."""
         self._notes: list[str] = []
-        """What was logged while the model was loaded, until that is told."""
+        """Messages logged while the model was loaded, until they are reported."""
         self._has_failed = False
-        """Whether it could not join an epoch, last time, for a reason of this machine's own."""
+        """Whether the last attempt to join an epoch failed for a reason local to this machine."""
         self._begun: StartedStep | None = None
         self._answered = 0.0
 
     def run(self) -> None:
-        """Returns when the member is to leave. Raises ProtocolError, what ended the start, and what an epoch is not to
-        blame for."""
+        """Returns on a Stop message. Raises ProtocolError, errors of the start, and errors that did not originate in an
+        epoch.
+        """
         self._mailbox.send(self._rank.greet())
         match self._mailbox.receive():
             case Load():
@@ -201,8 +208,7 @@ class MemberProcess:
                 self._break(error)
 
     def _next(self) -> ToRank:
-        """The next message. A step that was begun is answered as soon as its device is done with it, unless the message
-        has come before."""
+        """Returns the next message. If a started step finishes first, it is answered before the message is received."""
         while self._begun is not None and not self._mailbox.has_message:
             if self._begun.pending.is_done:
                 self._answer()
@@ -219,7 +225,7 @@ class MemberProcess:
             case StepPlan(epoch=epoch) | KvLayout(epoch=epoch) | OpenStore(epoch=epoch) | Join(epoch=epoch) if (
                 self._is_over(epoch)
             ):
-                pass  # it was sent before the coordinator knew
+                pass  # it was sent before the coordinator learned of the end
             case KvLayout(epoch=epoch) as layout if self._join is not None and epoch == self._epoch:
                 self._rank.take(layout)
             case OpenStore(epoch=epoch) if self._join is None or epoch != self._epoch:
@@ -232,19 +238,19 @@ class MemberProcess:
                 raise ProtocolError(f"out of place in epoch {self._epoch}: {type(message).__name__}")
 
     def _is_over(self, epoch: int) -> bool:
-        """Whether an epoch has ended for this member, or for all before this one has joined it."""
+        """Whether an epoch has ended for this member, or for the whole group before this member joined it."""
         if epoch == self._epoch:
             return False
         return epoch < self._epoch or epoch <= max(self._ended, self._standing.fenced)
 
     def _turn_to(self, epoch: int) -> None:
-        """Ends the epoch before, in order."""
+        """Leaves the previous epoch in an orderly way."""
         if epoch != self._epoch:
             self._leave()
             self._epoch = epoch
 
     def _enter(self, join: Join) -> None:
-        """Reports what was logged since the last report."""
+        """Joins an epoch and reports the messages logged since the last report."""
         with taking_notes() as more:
             self._standing.enter(join.epoch, self._rank)
             ready = self._rank.join(join)
@@ -254,7 +260,7 @@ class MemberProcess:
         self._notes = []
 
     def _start(self, plan: StepPlan) -> None:
-        """Begins a step, and answers the one before it: first, unless both may be under way at once."""
+        """Begins a step and answers the previous one, which comes first unless the two may overlap."""
         if not plan.may_overlap:
             self._answer()
         self._step = plan.step
@@ -267,8 +273,9 @@ class MemberProcess:
             self._answer()
 
     def _answer(self) -> None:
-        """Answers the step that was begun, if there is one, and waits for its end. It takes from when it was begun, or
-        the one before it was answered, whatever came later."""
+        """Waits for the started step, if any, and answers it. Its duration counts from its start or from the answer to
+        the previous step, whichever is later.
+        """
         if self._begun is None:
             return
         (self._step, pending, began), self._begun = self._begun, None
@@ -280,14 +287,16 @@ class MemberProcess:
         self._answered = now
 
     def _look_up(self) -> None:
-        """Raises ExchangeAborted if the epoch has ended: a device that is freed from an exchange goes on as if it had
-        received something."""
+        """Raises ExchangeAborted if the epoch has ended: a device released from an aborted exchange continues as if it
+        had received data.
+        """
         if self._standing.fenced >= self._epoch:
             raise ExchangeAborted(f"epoch {self._epoch} has ended")
 
     def _break(self, error: Exception) -> None:
-        """Leaves the epoch that the error ends, and says so. Raises the error if it is not one of an epoch, or would
-        come again: settings that cannot work, or the second one of this machine in a row."""
+        """Leaves the epoch that the error ends and reports the failure. Raises the error if no epoch caused it or if it
+        would recur: unusable settings, or the second local failure in a row.
+        """
         if not self._epoch or isinstance(error, StartError | ProtocolError):
             raise error
         is_own = self._join is None and isinstance(error, OSError | MemoryError)
@@ -295,17 +304,17 @@ class MemberProcess:
             raise error
         self._has_failed = is_own
         is_fenced = self._standing.fenced >= self._epoch
-        level = logging.INFO if is_fenced else logging.WARNING  # who has ended it says why
+        level = logging.INFO if is_fenced else logging.WARNING  # the side that ended the epoch logs the reason
         reason = f"epoch {self._epoch} was ended" if is_fenced else reason_of(error)
-        is_ours = not is_fenced and not isinstance(error, RankLost)  # where another one is gone, nothing here is wrong
+        is_ours = not is_fenced and not isinstance(error, RankLost)  # the loss of another rank is no error here
         log.log(level, "epoch %d is broken for member %d: %s", self._epoch, self._member, reason, exc_info=is_ours)
         blamed = error.rank if isinstance(error, RankLost) and not is_fenced else None
-        # first of all: to leave may take its time, and who says nothing meanwhile is taken for the one that is gone
+        # Report first: leaving may take time, and a member that is silent meanwhile would be taken for the lost one.
         self._mailbox.send(GroupFailure(self._member, self._epoch, self._step, reason, blamed))
         self._leave()
 
     def _leave(self) -> None:
-        """Leaves the epoch, if it is in one; what was begun there is dropped."""
+        """Leaves the current epoch, if any, and drops its started step."""
         if self._epoch:
             self._ended, self._epoch, self._step = self._epoch, 0, 0
             self._join = self._begun = None

@@ -6,21 +6,21 @@ from longleaf.rank_protocol.step import StepResult
 
 
 class StepHandle:
-    """A step that was begun: a device may still be at it, and tell only later what came of it."""
+    """A step that was begun. A device may still be computing it; its result is available later."""
 
     def __init__(self, is_done: Callable[[], bool], finish: Callable[[], StepResult | None]) -> None:
-        """`finish` waits for the device, and says what is to be answered."""
+        """`finish` waits for the device and returns the result."""
         self._is_done = is_done
         self._finish: Callable[[], StepResult | None] | None = finish
         self._result: StepResult | None = None
 
     @property
     def is_done(self) -> bool:
-        """Whether nobody has to be waited for."""
+        """Whether `result` returns without waiting."""
         return self._finish is None or self._is_done()
 
     def result(self) -> StepResult | None:
-        """Waits for the end of the step. Only rank 0 has something to answer."""
+        """Waits for the end of the step. Only rank 0 has a result."""
         if self._finish is not None:
             finish, self._finish = self._finish, None
             self._result = finish()
@@ -28,5 +28,5 @@ class StepHandle:
 
 
 def done(result: StepResult | None) -> StepHandle:
-    """A step that is over."""
+    """A step that has finished."""
     return StepHandle(lambda: True, lambda: result)

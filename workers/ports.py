@@ -1,4 +1,4 @@
-"""What a member's life is made of, as the life sees it: a computation, and a connection."""
+"""The interfaces that a member's lifecycle uses: a computation, and a connection."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -15,23 +15,23 @@ class RankRuntime(Protocol):
     """The computation of one member."""
 
     def greet(self) -> Hello:
-        """Who the member is. The first one of a machine reads which model it has."""
+        """The hello message of the member. The first member of a machine adds the fingerprint of the model."""
         ...
 
     def load(self) -> None:
-        """Loads the model and lays out the pool. Raises ModelRefused."""
+        """Loads the model and allocates the pool. Raises ModelRefused."""
         ...
 
     def open_store(self) -> int:
-        """Opens the store where the next epoch's ranks meet; its port."""
+        """Opens the rendezvous store of the next epoch and returns its port."""
         ...
 
     def join(self, join: Join) -> Ready:
-        """Joins the process groups of an epoch. Nothing is held there yet."""
+        """Joins the process groups of an epoch. The block table starts empty."""
         ...
 
     def take(self, layout: KvLayout) -> None:
-        """Takes for held what is told, and nothing else."""
+        """Replaces the block table by the layout."""
         ...
 
     def start(self, plan: StepPlan) -> StepHandle:
@@ -39,32 +39,34 @@ class RankRuntime(Protocol):
         ...
 
     def carry_out(self, order: Order, answer: Callable[[Outcome], None]) -> None:
-        """Begins what is to be done beside the steps, without waiting for it, and raises nothing. `answer` is told once
-        what became of a Save or a Fetch, perhaps by another thread. What was not begun of a Save when an epoch ends is
-        not done; what was fetched stays."""
+        """Begins an order in the background, without waiting; raises nothing. `answer` receives the outcome of a Save
+        or a Fetch once, possibly on another thread. At the end of an epoch, the copies of its saves that were not begun
+        are dropped; fetched pieces stay.
+        """
         ...
 
     @property
     def num_exchanges(self) -> int:
-        """Exchanges with others that were entered in this epoch. Any thread may look."""
+        """Exchanges with other ranks that were entered in this epoch. Thread-safe."""
         ...
 
     def fence(self) -> None:
-        """Has the thread raise that waits for others, now or as it joins. Any thread may call it."""
+        """Makes the thread raise that waits for other ranks, now or during a join. Thread-safe."""
         ...
 
     def leave(self) -> None:
-        """Leaves the epoch, whatever has happened in it, and forgets all that is of it. Model, keys and values stay.
-        Takes at most life.CLOSE_SECONDS, or the process ends."""
+        """Leaves the epoch, however it ended, and discards its state; the model and the pool stay. The process ends if
+        this takes longer than member_process.CLOSE_SECONDS.
+        """
         ...
 
     def close(self) -> None:
-        """As `leave`; nothing follows."""
+        """Like `leave`; no call follows."""
         ...
 
 
 class Transport(Protocol):
-    """The connection on which a member receives and answers. One thread uses it."""
+    """The connection on which a member receives messages and answers. It must be used by one thread only."""
 
     def send(self, message: FromRank) -> None: ...
 

@@ -3,7 +3,7 @@
 from longleaf.resources import end_with_parent
 from workers.imports import for_good
 
-end_with_parent()  # the coordinator may be killed while this imports
+end_with_parent()  # the coordinator may be killed during the import
 with for_good():
     from workers import control, rank
 

@@ -1,4 +1,4 @@
-"""One rank: a model, its share of the keys and values, and the epochs that it joins."""
+"""One rank: a model, its share of the KV cache, and the epochs that it joins."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -49,15 +49,14 @@ from workers.sampling.sampler import Sampler
 from workers.step.last_tokens import DeviceIds, HostIds, LastTokens
 
 OPEN_UNTRIED: OpenStore = partial(Storage.open, is_tried=False)
-"""What cannot be written may still be read."""
+"""Opens a storage without a write test: read-only storage is still readable."""
 
 
 class Rank:
-    """Executes step plans. Life: greet, load, then, for each epoch, join, execute ..., leave; close.
+    """Executes step plans. Lifecycle: greet, load, then, for each epoch, join, execute ..., leave; close.
 
-    What computes has names of its own: `model`, `pool`, `backend` and `graphs` once it is loaded, `sampler` and
-    `last_ids`; these last, and `epoch` is what does not. Whoever wants to see that an error shows, or what passes
-    through, puts something else in their place.
+    `model`, `pool`, `backend` and `graphs` are set by loading; they, `sampler` and `last_ids` outlast epochs. `epoch`
+    does not. Tests may replace these attributes to inject errors or to record calls.
     """
 
     model: models.Model
@@ -67,8 +66,9 @@ class Rank:
     def __init__(
         self, spec: RankSpec, open_snapshots: OpenStore = OPEN_UNTRIED, records: ExactnessRecords | None = None
     ) -> None:
-        """`open_snapshots` opens the storage of `snapshot_url`. `records` are of verified models, by default those of
-        this machine."""
+        """`open_snapshots` opens the storage of `snapshot_url`. `records` hold the verified models; the default is the
+        records of this machine.
+        """
         self._spec = spec
         self.config = spec.config
         num_gpus, num_ranks = count_gpus(), spec.num_ranks_seeing
@@ -81,20 +81,20 @@ class Rank:
         self.desk = KvIo(spec.member, self.config.snapshot_url, open_snapshots, self.device)
         self.epoch: GroupSession | None = None
         self._fingerprint: Fingerprint | None = None
-        """Of the model, once it was read."""
+        """The fingerprint of the model, once it has been read."""
         self._records = records or ExactnessRecords(cache_folder() / EXACT)
         self._exactness_note = ""
-        """Why the model could not be compared with plain attention."""
+        """The reason why the model could not be compared with plain attention."""
         self._fence = ExchangeAborter()
         self._opened: Store | None = None
-        """For the epoch that comes, if this rank will be the first one there."""
+        """The store for the next epoch, if this rank will be its rank 0."""
         self._sockets = Sockets()
-        """Those of the epoch, and of its store."""
+        """The sockets of the epoch and its store."""
         self._store: Store | None = None
         self._process_groups: ProcessGroups | None = None
 
     def greet(self) -> Hello:
-        """Who this member is. The first one of a machine reads which model it has."""
+        """The hello message of this member. The first member of a machine adds the fingerprint of the model."""
         spec = self._spec
         hello = Hello(spec.member, spec.node, spec.host, os.getpid())
         if not spec.is_first_here:
@@ -102,14 +102,14 @@ class Rank:
         try:
             self._fingerprint = read_fingerprint(Path(self.config.model))
             return msgspec.structs.replace(hello, fingerprint=self._fingerprint)
-        except ModelRefused as error:  # told beside those of other machines, which may have it
+        except ModelRefused as error:  # reported with those of other machines, which may have the model
             return msgspec.structs.replace(hello, missing=str(error))
 
     def load(self) -> None:
-        """Loads the model and lays out the pool. Raises ModelRefused or StartError."""
+        """Loads the model and allocates the pool. Raises ModelRefused or StartError."""
         if self.device == "cpu":
             torch.set_num_threads(self.config.threads_per_rank)
-        else:  # before anything else is on a GPU: kernels of Triton are launched on the current one, which is the first
+        else:  # must come first: Triton launches kernels on the current device, which is initially GPU 0
             torch.cuda.set_device(self.device)
         config, num_ranks_here = self.config, self._spec.num_ranks_here
         check_kv_bytes(config, self.device, num_ranks_here, self._ranks_per_gpu)
@@ -121,14 +121,17 @@ class Rank:
 
     @property
     def _verifies_model(self) -> bool:
-        """Whether this rank compares the model with plain attention: the first one of each machine, while the others
-        load. A refusal ends the start of all. Replacements have the same model, and must come back quickly."""
+        """Whether this rank compares the model with plain attention. The first rank of each machine does, while the
+        others load; a refusal ends the start of the whole group. Replacements skip the check: they load the same model
+        and must be ready quickly.
+        """
         spec = self._spec
         return self.config.verify_model and spec.is_first_here and spec.member < self.config.world_size
 
     def lay_out(self, model: models.Model, backend: Backend | None = None) -> None:
-        """Lays out the pool of a model that is there, for `backend` or the one that the settings choose. Raises
-        ModelRefused or StartError."""
+        """Allocates the pool of a loaded model, for `backend` or the one that the settings select. Raises ModelRefused
+        or StartError.
+        """
         config, num_ranks_here = self.config, self._spec.num_ranks_here
         self.model = model
         self.pool, windows = make_pool(self.model, config, num_ranks_here, self._ranks_per_gpu)
@@ -152,14 +155,15 @@ class Rank:
         )
 
     def open_store(self) -> int:
-        """Opens the store where the next epoch's ranks meet; its port. Raises OSError where nobody can listen."""
-        self._sockets = Sockets()  # the first rank asks its store over one, too
+        """Opens the rendezvous store of the next epoch and returns its port. Raises OSError if it cannot listen."""
+        self._sockets = Sockets()  # the first rank also connects to its own store
         store = self._opened = open_store(self._spec.host)
         return store.port
 
     def join(self, join: Join) -> Ready:
-        """Enters the process groups of an epoch; at world size 1 there are none. Nothing is held yet. Raises
-        ExchangeAborted, and what torch raises where the others are not met."""
+        """Joins the process groups of an epoch; world size 1 has none. The block table starts empty. Raises
+        ExchangeAborted, and the errors of torch when the other ranks cannot be reached.
+        """
         groups = self._meet(join) if join.world_size > 1 else None
         return msgspec.structs.replace(self.connect(groups, join.merges), epoch=join.epoch)
 
@@ -179,8 +183,9 @@ class Rank:
         return made.groups
 
     def connect(self, groups: Groups | None, merges: Sequence[MergeTiming] = ()) -> Ready:
-        """Uses an epoch's groups for the exchanges of the steps. All ranks must connect at the same time. `merges` are
-        what an earlier epoch measured."""
+        """Uses the groups of an epoch for the exchanges of steps. All ranks must connect at the same time. `merges` are
+        timings that an earlier epoch measured.
+        """
         self.epoch = epoch = GroupSession(self, groups, merges)
         ready = self._ready
         if groups is not None:
@@ -194,14 +199,14 @@ class Rank:
                 tiers=tuple(tiers(name, groups.topology, rows) for name, rows in chosen),
             )
         if ready.windows:
-            # their blocks have the same ids on every rank, so they are as many as the rank has that has the fewest
+            # these blocks have the same ids on every rank, so their number is the minimum over ranks
             windows = msgspec.structs.replace(ready.windows, num_blocks=epoch.fewest(ready.windows.num_blocks))
             ready = msgspec.structs.replace(ready, windows=windows)
         epoch.prepare()
         return ready
 
     def take(self, layout: KvLayout) -> None:
-        """Takes for held in this epoch what is told, and nothing else."""
+        """Replaces the block table of the current epoch by the layout."""
         self._joined.take(layout)
 
     def execute(self, plan: StepPlan) -> StepResult | None:
@@ -209,12 +214,12 @@ class Rank:
         return self.start(plan).result()
 
     def start(self, plan: StepPlan) -> StepHandle:
-        """Begins a step, before the end of the one before it if that `may_overlap`."""
+        """Begins a step, before the end of the previous one if it `may_overlap`."""
         with self.desk.beside_step():
             return self._joined.start(plan)
 
     def carry_out(self, order: Order, answer: Callable[[Outcome], None]) -> None:
-        """Begins what is to be done beside the steps. `answer` is told what became of it, perhaps by another thread."""
+        """Begins an order in the background. `answer` receives its outcome, possibly on another thread."""
         match order:
             case Save():
                 if refusal := self._refusal(order):
@@ -233,47 +238,49 @@ class Rank:
 
     @property
     def _joined(self) -> GroupSession:
-        """The epoch. Raises RuntimeError before a rank has joined, and after it has left."""
+        """The current epoch. Raises RuntimeError if the rank is in none."""
         if self.epoch is None:
             raise RuntimeError("this rank is in no epoch")
         return self.epoch
 
     @property
     def num_exchanges(self) -> int:
-        """Exchanges with others that were entered in this epoch; any thread may look."""
+        """Exchanges with other ranks that were entered in this epoch. Any thread may read it."""
         groups = self._process_groups
         return groups.num_exchanges if groups else 0
 
     def fence(self) -> None:
-        """Has this rank raise where it waits for others, now or as it joins. Any thread may call it."""
+        """Makes this rank raise where it waits for others, now or during a join. Any thread may call it."""
         self._fence.put_up()
 
     def leave(self) -> None:
-        """Leaves the epoch, however it ended, and forgets it: what is left are model, keys and values. Others may be
-        gone; nobody is waited for."""
+        """Leaves the epoch, however it ended, and discards its state; the model and the pool remain. Does not wait for
+        other ranks, which may be lost.
+        """
         epoch, self.epoch = self.epoch, None
         if epoch is not None:
             self.desk.end_epoch()
-            epoch.close()  # first: NCCL ends no group before the graphs that hold its exchanges
+            epoch.close()  # must come first: NCCL cannot end a group before the graphs that hold its exchanges
         groups, self._process_groups = self._process_groups, None
         if groups is not None:
             groups.abort()
-            self._sockets.shut_down()  # gloo ends no connection before the last reference to its group, as of an error
+            self._sockets.shut_down()  # an error may hold the last reference to a gloo group
         self._store = None
         self._fence.take_down()
         self.sampler.clear()
         self.last_ids.clear()
 
     def close(self) -> None:
-        """Leaves. Ranks are told to when one of them was lost, too."""
+        """Leaves the epoch and closes the KV I/O. Ranks are also closed after the loss of another one."""
         self.leave()
         self.desk.close()
 
 
 def choose_device(wanted: str, gpu: int | None, num_gpus: int, num_ranks: int) -> str:
-    """`cpu`, or `cuda:N` for a rank that was given the GPU of this number, of the `num_gpus` that it and others of the
-    `num_ranks` see. Raises StartError when GPUs were asked for and there is none, or when ranks would share one and
-    that was not asked for."""
+    """Returns `cpu`, or `cuda:N` for a rank that was assigned GPU number `gpu`, of the `num_gpus` that are visible to
+    it and the others of the `num_ranks`. Raises StartError when GPUs were requested and there is none, or when ranks
+    would share a GPU without a request for that.
+    """
     if wanted == "cuda" and not num_gpus:
         raise StartError("device: cuda was asked for, and torch sees no GPU")
     if wanted == "cpu" or gpu is None or not num_gpus:
@@ -284,5 +291,5 @@ def choose_device(wanted: str, gpu: int | None, num_gpus: int, num_ranks: int) -
 
 
 def count_gpus() -> int:
-    """GPUs that this process sees and can use."""
+    """The number of usable GPUs that this process sees."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0

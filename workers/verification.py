@@ -1,13 +1,13 @@
-"""Holds answers of the sharded path against plain attention: the same weights, on one rank, without the hook.
+"""Compares answers of the sharded path with plain attention: the same weights, on one rank, without the hook.
 
-Rank 0 keeps the logits that an answer's tokens were chosen from. When the answer is complete, the same module computes
-them once more over all its tokens at once, with transformers' eager attention and masks: nothing of the keys, the
-kernels, the merge, the reads or the hook takes part. Eager is the one implementation that every family has and that
-leaves nothing out (another one drops Gemma 2's soft cap).
+Rank 0 keeps the logits from which an answer's tokens were chosen. When the answer is complete, the same module computes
+them again over all its tokens at once, with transformers' eager attention and masks: the KV cache, the kernels, the
+merge, the reads and the hook take no part. Eager is the one implementation that every family has and that is complete
+(another one drops Gemma 2's soft cap).
 
-That is done in float32. Where the ranks use a coarser type it is done a second time, in that type: how far plain
-attention is then from itself in float32 says what rounding does to this model and this prompt, which nothing else does.
-A rounding that swaps an expert moves logits by much, in some tokens of an answer; so distances are medians over them.
+The comparison runs in float32. Where the ranks use a coarser type, plain attention also runs in that type: its distance
+from float32 measures the effect of rounding on this model and prompt. A rounding that selects another expert changes
+the logits of single tokens a lot, so distances are medians over the tokens.
 """
 
 import time
@@ -30,11 +30,11 @@ from workers.sampling.sampler import first_positions
 
 PLAIN = "eager"
 WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)
-"""Types of weights that mean the same in another of these types; those of quantised weights do not."""
+"""Types of weights that can be converted to each other; those of quantized weights cannot."""
 
 
 class ComparisonResult:
-    """The tokens of one sequence, and the logits [V], float32, that those of its answer were chosen from."""
+    """The tokens of one sequence, and the logits [V], float32, from which those of its answer were chosen."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self.token_ids = list(token_ids)
@@ -49,7 +49,7 @@ class ComparisonResult:
 
 
 class Verifier:
-    """Compares the answers of those sequences that ask for it."""
+    """Compares the answers of sequences that request it."""
 
     def __init__(self, model: Model, ledger: BlockTable, config: EngineConfig, world_size: int) -> None:
         self._model = model
@@ -59,20 +59,21 @@ class Verifier:
         coarsest = str(max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)).removeprefix("torch.")
         self._dtype = coarsest if config.kv_dtype == "auto" else config.kv_dtype
         self._plain_dtype = "bfloat16" if self._dtype == "int8" else self._dtype
-        """Plain attention rounds no keys to 8 bits; what that brings is about what bfloat16 weights bring."""
+        """Plain attention does not round keys to 8 bits; the effect is comparable to that of bfloat16 weights."""
         self._is_coarse = torch.finfo(getattr(torch, self._plain_dtype)).eps > torch.finfo(torch.float32).eps
         self._answers: dict[int, ComparisonResult] = {}
 
     def watches(self, rows: Iterable[Row]) -> bool:
-        """Whether the logits of some rows are kept, or compared."""
+        """Whether the logits of any of the rows are kept, or compared."""
         return any(
             row.is_compared or row.sequence in self._answers or (row.terms is not None and row.terms.reference_ids)
             for row in rows
         )
 
     def take(self, rows: Sequence[Row], tokens: Sequence[Sequence[Token]], logits_NV: Tensor) -> None:
-        """Keeps what the tokens of a step were chosen from, for the rows that are compared later. Those of a row are
-        followed by those of its drafts, which may be more than were accepted."""
+        """Keeps the logits from which the tokens of a step were chosen, for rows that are compared later. The logits of
+        a row are followed by those of its drafts, including refused ones.
+        """
         for row, first, chosen in zip(rows, first_positions(rows), tokens, strict=True):
             if not chosen:
                 continue
@@ -82,7 +83,7 @@ class Verifier:
                 answer.add(row, [token.id for token in chosen], logits_NV[first : first + len(chosen)])
 
     def compare(self, rows: Iterable[Row]) -> dict[int, ComparisonRow]:
-        """Compares answers that rows completed, by sequence. What plain attention cannot do is told, not raised."""
+        """Compares answers that rows completed, by sequence. A failure of plain attention is reported, not raised."""
         complete = ((row, self._answers.pop(row.sequence)) for row in rows if row.is_compared)
         return {row.sequence: self._compare(row, answer) for row, answer in complete}
 
@@ -118,13 +119,15 @@ class Verifier:
         return any(True for _ in self._ledger.extents(row.path, 0, row.start + row.num_tokens, rank))
 
     def forget(self, sequences: Iterable[int]) -> None:
-        """Drops what was kept of sequences that have ended, or begin anew."""
+        """Drops the kept logits of sequences that have ended or start again."""
         for sequence in sequences:
             self._answers.pop(sequence, None)
 
 
 def distance(found_NV: Tensor, exact_NV: Tensor) -> float:
-    """How far logits are from others, as a share of the spread of those; the median over N tokens, NaN if one is."""
+    """The relative distance of logits: the norm of the difference divided by the spread of the exact ones, as the
+    median over N tokens; NaN if one is.
+    """
     spread_N = (exact_NV - exact_NV.mean(dim=-1, keepdim=True)).norm(dim=-1)
     return float(((found_NV - exact_NV).norm(dim=-1) / spread_N).median())
 
@@ -140,8 +143,9 @@ def plain_logits(model: Model, token_ids: Sequence[int], num_last: int, rope: Ro
 
 @contextmanager
 def plain_attention(module: PreTrainedModel) -> Generator[None, None, None]:
-    """Has the model attend by itself meanwhile. A model that cannot change to it stays on the hook, which raises: the
-    sharded path is never compared with itself."""
+    """Switches the model to its own attention in the body. A model that cannot switch stays on the hook, which raises:
+    the sharded path is never compared with itself.
+    """
     module.set_attn_implementation(PLAIN)
     try:
         yield
@@ -151,8 +155,9 @@ def plain_attention(module: PreTrainedModel) -> Generator[None, None, None]:
 
 @contextmanager
 def computing_in(module: nn.Module, dtype: torch.dtype) -> Generator[None, None, None]:
-    """Has a module compute in `dtype` meanwhile. The weights of a part are converted while it runs: never are all of
-    them there twice."""
+    """Makes a module compute in `dtype` in the body. The weights of a submodule are converted only while it runs, so
+    that at most one submodule has two copies.
+    """
     handles: list[RemovableHandle] = []
     for part in module.modules():
         own = {name: p for name, p in part.named_parameters(recurse=False) if p.dtype in WEIGHTS and p.dtype != dtype}

@@ -1,1 +1,1 @@
-"""The decode step of a device: inputs in memory of fixed address, and graphs of all that is launched over them."""
+"""Decode steps on a device: inputs in memory of fixed address, and CUDA graphs of the launches over them."""

@@ -1,4 +1,4 @@
-"""Decode steps of up to so many rows, over inputs of fixed address."""
+"""Decode steps of up to a fixed number of rows, over inputs of fixed address."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,11 +20,13 @@ from workers.step.layers import RowLayer
 
 DOUBLE = Rope(is_double=True)
 Forward = Callable[[Inputs[RowLayer], StoredKvRecorder | None], Tensor | None]
-"""Has the device go through the model; on rank 0 it gives the logits [R, V] of the rows that are sampled."""
+"""Runs the model on the device; on rank 0 it returns the logits [R, V] of the sampled rows."""
 
 
 class Fields(NamedTuple):
-    """Where the numbers of a step of T rows lie, T each; parameters are T of each kind."""
+    """The layout of the numbers of a step of T rows: T numbers per field, except for parameters, which are T of each
+    kind.
+    """
 
     token_ids: slice
     positions: slice
@@ -34,10 +36,10 @@ class Fields(NamedTuple):
     is_double: slice
     """1 where a row is rotated in float64."""
     places: slice
-    """Of the last ids of the sequences that are sampled, in the order of `sample_rows`."""
+    """Places of the last ids of the sampled sequences, in the order of `sample_rows`."""
     drafts: slice
     draft_numbers: slice
-    """See `Drafts`, in the same order."""
+    """See `DraftRows`, in the same order."""
     parameters: slice
     tables: slice
 
@@ -47,7 +49,7 @@ def fields_of(num_rows: int, num_table_numbers: int = 0) -> Fields:
 
 
 class Sampled(NamedTuple):
-    """The positions that are sampled, in the order of the plan: see `Fields`."""
+    """The sampled positions, in the order of the plan: see `Fields`."""
 
     places: Sequence[int]
     drafts: Sequence[int]
@@ -55,7 +57,7 @@ class Sampled(NamedTuple):
 
 
 class GraphVariant(NamedTuple):
-    """Steps whose rows read much together, or little."""
+    """The tables of a bucket for steps whose rows share many reads, or few."""
 
     tables: dict[AttentionSpan, LaunchTables]
     reads: dict[AttentionSpan, Reads]
@@ -71,11 +73,12 @@ class GraphVariant(NamedTuple):
 
 
 class BatchBucket:
-    """Steps of up to T rows, of which as many may be sampled. What is missing is filled up with rows that read nothing
-    and whose keys go where nobody needs them."""
+    """Steps of up to T rows, all of which may be sampled. Missing rows are padded with rows that read nothing and whose
+    keys go to the trash slots.
+    """
 
     def __init__(self, num_rows: int, builder: InputBuilder, *, may_be_double: bool) -> None:
-        """Rows may be rotated as the model does it, and perhaps in float64."""
+        """Rows are rotated in the model's precision, and in float64 if `may_be_double`."""
         self.num_rows = num_rows
         self._builder = builder
         self._trash = builder.pool.trash_slot, builder.pool.window_trash_slot
@@ -85,8 +88,9 @@ class BatchBucket:
         self.fields = fields_of(num_rows)
 
     def try_out(self, backend: CapturableBackend, forward: Forward) -> Tensor | None:
-        """Goes through the model with rows that read nothing: which tables its layers need shows there. Gives what
-        `forward` does."""
+        """Runs the model with rows that read nothing, to find the tables that its layers need. Returns the result of
+        `forward`.
+        """
         reads = {reach: Reads() for reach in self._builder.reaches}
         there_N = torch.zeros(self.fields.tables.start, dtype=torch.long, device=self._device)
         for field, slot in zip((self.fields.slots, self.fields.window_slots), self._trash, strict=True):
@@ -101,7 +105,7 @@ class BatchBucket:
         return logits_TV
 
     def bind(self, there_N: Tensor) -> list[Inputs[RowLayer]]:
-        """The inputs of each variant, whose numbers are those in `there_N` by then."""
+        """The inputs of each variant. They refer to the numbers in `there_N`."""
         made: list[Inputs[RowLayer]] = []
         for variant in self.variants:
             start = self.fields.tables.start
@@ -112,7 +116,7 @@ class BatchBucket:
         return made
 
     def inputs(self, there_N: Tensor, reads: dict[AttentionSpan, Reads]) -> Inputs[RowLayer]:
-        """Inputs whose numbers lie in `there_N`, but for what is read."""
+        """Inputs that refer to the numbers in `there_N`, except for the reads."""
         fields = self.fields
         is_double_T = there_N[fields.is_double]
         return Inputs(
@@ -129,13 +133,14 @@ class BatchBucket:
         return RowNumbers((), (), (), (), (), (), {reach: Reads() for reach in self.variants[0].tables}, 0)
 
     def can_take(self, rows: RowNumbers) -> bool:
-        """Whether a step fits; all ranks say the same."""
+        """Whether a step fits; the same on all ranks."""
         return len(rows) <= self.num_rows and self._ropes.issuperset(rows.ropes)
 
     def fill(self, here_N: Numbers, rows: RowNumbers, sampled: Sampled) -> tuple[int | None, int]:
-        """Puts the numbers of a step that fits into memory of the host: which variant it takes, and how many numbers
-        are to be copied. No variant, where this rank's tables have no room for what is read from its pool; of those
-        that have, all ranks take the same."""
+        """Writes the numbers of a fitting step to host memory. Returns the variant and the number of numbers to copy.
+        The variant is None where this rank's tables have no room for the reads from its pool; ranks with room choose
+        the same variant.
+        """
         fields, window_slots = self.fields, rows.window_slots
         is_double = [rope.is_double for rope in rows.ropes]
         of_rows = (rows.token_ids, rows.positions, rows.slots, window_slots, rows.sample_rows, is_double, *sampled)
@@ -155,6 +160,6 @@ class BatchBucket:
 
 
 def resolved(inputs: Inputs[RowLayer], token_ids_T: Tensor) -> Inputs[RowLayer]:
-    """The inputs with other ids, and with what they say of ropes as masks."""
+    """The inputs with other ids, and with the rope numbers as boolean masks."""
     ropes = {rope: None if mask is None else mask != 0 for rope, mask in inputs.ropes.items()}
     return replace(inputs, token_ids_T=token_ids_T, ropes=ropes)

@@ -1,12 +1,12 @@
-"""CUDA graphs on the CPU: what a function asks of torch is noted once, and done again in the same memory.
+"""CUDA graphs on the CPU: the torch operations of a function are recorded once and replayed in the same memory.
 
-The rules are those of a graph. Numbers of Python and addresses are frozen; numbers in memory are read anew. Nothing may
-depend on a number that is in memory, for the host does not see it. A capture alone does nothing: memory that was there
-before is as it was, and what the function made for itself holds no numbers before a replay, nor any that last until
-the next one. Where a real capture would fail, CaptureRefused says why.
+The rules are those of a CUDA graph. Python numbers and addresses are frozen; numbers in memory are read again at each
+replay. Control flow must not depend on numbers in memory, because the host does not see them. A capture has no effect:
+memory that existed before is restored, and memory that the function allocated is invalid before a replay and is not
+preserved between replays. CaptureRefused is raised, with the reason, where a real capture would fail.
 
-What cannot be seen here: memory that graphs share, streams, and operations of torch that wait for the device although
-nothing in their schema tells of it. Of the latter those are known here that models are known to use.
+Not simulated: memory shared by graphs, streams, and torch operations that wait for the device although their schema
+does not show it. Such operations are detected if models are known to use them.
 """
 
 import sys
@@ -32,11 +32,11 @@ Operation = Callable[[], object]
 
 aten = torch.ops.aten
 COMPOSITE = DispatchKey.CompositeImplicitAutograd
-"""How operations are run that are made of others."""
+"""The dispatch key of operations that are composed of others."""
 ROOM = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
-"""Operations that set memory aside, and write nothing."""
+"""Operations that allocate memory and write nothing."""
 MASKED = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
-"""Where masks select, the host asks the device how many they are; indices it takes as they are."""
+"""For a mask, the host asks the device for the number of selected elements; index tensors need no such wait."""
 TO_HOST = {
     Tensor.__array__,
     Tensor.__format__,
@@ -45,15 +45,15 @@ TO_HOST = {
     Tensor.numpy,
     Tensor.tolist,
 }
-"""Methods that read numbers on the host, and ask torch for nothing when those lie there already."""
+"""Methods that read numbers on the host, without a torch operation if the tensor is on the CPU."""
 UNREAD = 0xFF
-"""Each byte of memory that nobody may read: NaN, and -1."""
+"""The fill byte of memory that must not be read: NaN as a float, -1 as an integer."""
 
 
 class RecordedGraphs:
-    """Implements workers.cuda_graphs.graphs.Graphs on CPU tensors. Each rank has its own.
+    """Implements workers.cuda_graphs.graphs.Graphs on CPU tensors. Each rank has a separate instance.
 
-    `host` has the tensors that stand for the host's memory: a captured function must not touch them.
+    `host` lists the tensors that represent host memory: a captured function must not use them.
     """
 
     def __init__(self, host: Iterable[Tensor] = ()) -> None:
@@ -61,13 +61,13 @@ class RecordedGraphs:
         self._recording: OpRecorder | None = None
 
     def check_room(self) -> None:
-        """There is always room."""
+        """Never raises: memory is not limited."""
 
     def release(self) -> None:
-        """Nothing is held."""
+        """Does nothing: no memory is held."""
 
     def capture(self, work: Work) -> Work:
-        """Does again what `work` does, in the same memory. Raises CaptureRefused where a graph could not."""
+        """Returns a function that repeats `work` in the same memory. Raises CaptureRefused where a graph could not."""
         if self._recording is not None:
             raise CaptureRefused(f"a capture within a capture, at {site()}")
         recording = self._recording = OpRecorder(self.host)
@@ -80,48 +80,48 @@ class RecordedGraphs:
         return recording.replay
 
     def launcher(self, inner: Launcher) -> Launcher:
-        """Launches what a captured function launches, which torch does not see."""
+        """Wraps a launcher so that launches in a captured function, which torch does not see, are recorded."""
         return RecordedLauncher(self, inner)
 
     def comm(self, inner: Comm) -> Comm:
-        """Exchanges what a captured function exchanges, which torch does not see."""
+        """Wraps a Comm so that exchanges in a captured function, which torch does not see, are recorded."""
         return RecordedComm(self, inner)
 
     def perform(self, operation: Operation, used: Sequence[Tensor]) -> None:
-        """Does something in memory, which is noted during a capture. It may write all that it uses."""
+        """Runs an operation and records it during a capture. It may write all tensors in `used`."""
         if self._recording is None:
             operation()
         else:
             self._recording.perform(operation, used)
 
     def make(self, operation: Callable[[], Tensor], used: Sequence[Tensor]) -> Tensor:
-        """Does something that makes a tensor; during a capture it is noted, and the tensor has memory of its own."""
+        """Runs an operation that returns a new tensor; a capture records it and allocates memory for the result."""
         return operation() if self._recording is None else self._recording.make(operation, used)
 
 
 class OpRecorder(TorchDispatchMode):
-    """What a function asks of the device while this mode is on, in order."""
+    """Records the device operations of a function while this mode is active, in order."""
 
     def __init__(self, host: Iterable[Tensor]) -> None:
         super().__init__()
         self._host = {place(tensor) for tensor in host}
         self._operations: list[Operation] = []
         self._made: dict[int, torch.UntypedStorage] = {}
-        """Memory that the function set aside, by place."""
+        """Memory that the function allocated, by place."""
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-        """Memory that the function wrote and that was there before, by place, and what was in it."""
+        """Memory that existed before and that the function wrote, with its previous content, by place."""
         self._is_paused = False
         self._takes_numbers = False
 
     def replay(self) -> None:
-        """Does all of it again."""
+        """Runs all recorded operations again."""
         with torch.inference_mode():
             self._spoil()
             for operation in self._operations:
                 operation()
 
     def undo(self) -> None:
-        """Leaves memory as if nothing had been done."""
+        """Restores memory to its state before the capture."""
         for storage, before in self._before.values():
             storage.copy_(before)
         self._before.clear()
@@ -147,7 +147,7 @@ class OpRecorder(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Generator[None, None, None]:
-        """What is done meanwhile is not noted."""
+        """Operations in the body are not recorded."""
         was_paused, self._is_paused = self._is_paused, True
         try:
             yield
@@ -156,7 +156,7 @@ class OpRecorder(TorchDispatchMode):
 
     @contextmanager
     def taking_numbers(self) -> Generator[None, None, None]:
-        """A number of Python may be set meanwhile, which travels with a launch: where a mask selects, too."""
+        """In the body, a Python number may be assigned, also through a mask: it is passed with the launch."""
         self._takes_numbers = True
         try:
             yield
@@ -181,7 +181,7 @@ class OpRecorder(TorchDispatchMode):
         return found
 
     def _check(self, func: OpOverload[Any, Any], args: Any, kwargs: dict[str, Any]) -> None:
-        """Raises CaptureRefused for what a graph could not hold."""
+        """Raises CaptureRefused for operations that a graph could not hold."""
         name, packet, inputs = func.name(), func.overloadpacket, tensors((args, kwargs))
         if func.namespace != "aten":
             raise refused(name, "what it does is not known")
@@ -201,7 +201,7 @@ class OpRecorder(TorchDispatchMode):
             raise refused(name, "it reads or writes memory of the host")
 
     def _save(self, tensors: Sequence[Tensor]) -> None:
-        """Notes what is in memory before it is written for the first time."""
+        """Saves the content of memory before it is written for the first time."""
         for tensor in tensors:
             storage, where = tensor.untyped_storage(), place(tensor)
             if where not in self._made and where not in self._before:
@@ -222,20 +222,20 @@ class OpRecorder(TorchDispatchMode):
         is_view = torch.Tag.inplace_view in func.tags or not (func._schema.is_mutable or any(fresh))
         if is_view or func.overloadpacket in ROOM:
             return
-        with self.paused():  # of what it was given: shapes may be changed in place later
+        with self.paused():  # detached copies of the arguments, because shapes may be changed in place later
             args, kwargs, outputs = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs, tensors(found)))
         self._operations.append(partial(repeat, func, args, kwargs, [*zip(outputs, fresh, strict=True)]))
 
 
 def repeat(func: Any, args: Any, kwargs: dict[str, Any], outputs: Sequence[tuple[Tensor, bool]]) -> None:
-    """Runs an operation again; its fresh results go where they went before."""
+    """Runs an operation again and copies its fresh results to their previous memory."""
     for result, (output, is_fresh) in zip(tensors(func(*args, **kwargs)), outputs, strict=True):
         if is_fresh:
             output.copy_(result)
 
 
 class HostCalls(TorchFunctionMode):
-    """Sees what operations do not show: numbers that are read on the host, and single ones that are set."""
+    """Intercepts calls that operations do not show: reads of numbers on the host, and assignments of single numbers."""
 
     def __init__(self, recording: OpRecorder) -> None:
         super().__init__()
@@ -299,19 +299,19 @@ def tensors(values: object) -> list[Tensor]:
 
 
 def place(tensor: Tensor) -> int:
-    """Which memory a tensor lies in, for as long as that is there."""
+    """Identifies the memory of a tensor, for as long as that memory exists."""
     return tensor.untyped_storage()._cdata
 
 
 def written(func: OpOverload[Any, Any], args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    """What an operation is given to write in."""
+    """The arguments that an operation writes to."""
     arguments = func._schema.arguments
     given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
     return tensors([given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write])
 
 
 def depends_on_numbers(func: OpOverload[Any, Any], args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether the host must know numbers of the device to go on."""
+    """Whether the host must wait for numbers of the device."""
     if func.overloadpacket in MASKED:
         return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in tensors(args[1]))
     if func.overloadpacket is aten.repeat_interleave and kwargs.get("output_size") is not None:
@@ -324,7 +324,7 @@ def refused(name: str, reason: str) -> CaptureRefused:
 
 
 def site() -> str:
-    """The innermost line on the stack that is neither torch's nor of this module."""
+    """The innermost stack frame outside torch and this module."""
     frame = sys._getframe(1)
     while frame is not None:
         name = str(frame.f_globals.get("__name__"))

@@ -1,4 +1,4 @@
-"""Graphs of launches: a device does again what it was told once, without the host's telling it anew."""
+"""CUDA graphs: recorded launches that a device replays without launching each kernel again."""
 
 import contextlib
 from collections.abc import Callable
@@ -12,36 +12,39 @@ from longleaf.formatting import human_bytes
 cuda: Any = torch.cuda  # torch annotates these functions only in part
 T = TypeVar("T")
 Agree = Callable[[bool], bool]
-"""Whether all ranks say yes; they ask at the same time."""
+"""Whether all ranks pass true. A collective: all ranks call it at the same time."""
 Work = Callable[[], None]
-"""Has the device read and write memory of fixed address, and waits for nothing."""
+"""Launches operations that read and write memory of fixed address, without waiting."""
 
 
 class CaptureRefused(LongleafError):
-    """Why something cannot be captured."""
+    """Raised when work cannot be captured."""
 
 
 class Graphs(Protocol):
-    """What captures."""
+    """Captures work for replay."""
 
     def check_room(self) -> None:
-        """Raises CaptureRefused where there is no memory for more."""
+        """Raises CaptureRefused if there is no memory for another graph."""
         ...
 
     def capture(self, work: Work) -> Work:
-        """What has the device do again what `work` has it do, in the same memory. The work was done before: what is
-        compiled, connected or set aside at the first use is there. Raises CaptureRefused."""
+        """Returns a function that replays `work` in the same memory. The work must have run before, so that one-time
+        compilation, connections and allocations are done. Raises CaptureRefused.
+        """
         ...
 
     def release(self) -> None:
-        """Gives back all that was captured, which may not be done again. Groups of ranks wait for it as they end."""
+        """Releases all captured graphs, which must not be replayed afterwards. Process groups wait for the release when
+        they end.
+        """
         ...
 
 
 class CudaGraphs:
-    """CUDA graphs on one device, in about so many bytes of its memory. Implements Graphs.
+    """CUDA graphs on one device, limited to approximately `most_bytes` of its memory. Implements Graphs.
 
-    What they take while they run they take from one pool, in turns: results go into memory that was there before.
+    The graphs share one pool for temporary memory and must not run concurrently. Results go to memory allocated before.
     """
 
     def __init__(self, device: str, most_bytes: int) -> None:
@@ -49,10 +52,10 @@ class CudaGraphs:
         self._stream: Any = cuda.Stream(self._device)
         self._pool: Any = cuda.graph_pool_handle()
         self._graphs: list[Any] = []
-        """Memory of a graph is given back with it."""
+        """A graph's memory is released with the graph."""
         self._most_bytes = most_bytes
         self._num_bytes = 0
-        """That they have taken."""
+        """Bytes taken by the graphs."""
 
     def check_room(self) -> None:
         """See `Graphs`."""
@@ -63,25 +66,26 @@ class CudaGraphs:
         """See `Graphs`."""
         graph, before = cuda.CUDAGraph(), self._reserved()
         try:
-            # where a capture is refused, torch leaves the capture's own stream the current one
+            # after a refused capture, torch leaves the capture stream current
             with cuda.stream(cuda.current_stream(self._device)):
                 self._record(graph, work)
-        except Exception as error:  # whatever is launched may refuse, each library in its own way
-            with contextlib.suppress(RuntimeError):  # torch has no public name for it: it goes on as if it captured
+        except Exception as error:  # any launch may fail, with errors specific to its library
+            # no public torch API: without it the allocator stays in capture mode
+            with contextlib.suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(self._device.index, self._pool)  # pyright: ignore
-            first = error.__context__ or error  # what ends a capture is refused for what was refused before
+            first = error.__context__ or error  # the end of the capture fails as a consequence of the first error
             raise CaptureRefused(f"{type(first).__name__}: {first}") from error
         self._num_bytes += self._reserved() - before
         self._graphs.append(graph)
         return graph.replay
 
     def _record(self, graph: Any, work: Work) -> None:
-        # threads that have nothing to do with it may ask the device while this one captures
+        # other threads may call CUDA APIs during the capture
         with cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             work()
 
     def _reserved(self) -> int:
-        """Bytes that torch has taken, without those that nobody uses."""
+        """Bytes reserved by torch, without unused cached memory."""
         cuda.empty_cache()
         return cuda.memory_reserved(self._device)
 
@@ -90,11 +94,11 @@ class CudaGraphs:
         while self._graphs:
             self._graphs.pop().reset()
         self._num_bytes = 0
-        self._pool = cuda.graph_pool_handle()  # torch takes no pool again whose graphs are all gone
+        self._pool = cuda.graph_pool_handle()  # torch does not reuse a pool after all of its graphs are gone
 
 
 class SharedGraphs:
-    """Graphs of work that all ranks do together: either all of them capture it, or none. Implements Graphs."""
+    """Graphs of collective work: either all ranks capture it, or none does. Implements Graphs."""
 
     def __init__(self, graphs: Graphs, agree: Agree) -> None:
         self._graphs = graphs

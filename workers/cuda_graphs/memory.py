@@ -1,4 +1,4 @@
-"""The numbers that a step brings to a device: one copy, to the same place each time."""
+"""The numbers that a step sends to a device: one copy, always to the same address."""
 
 from collections.abc import Sequence
 
@@ -9,11 +9,11 @@ from longleaf.kernels.backend import Numbers
 from workers.host_copies import pinned
 
 ALIGNED = 16
-"""Fields begin at multiples of so many numbers, 128 bytes: kernels are compiled anew for addresses that are odd."""
+"""Alignment of fields, in numbers (128 bytes): Triton compiles a separate kernel for unaligned addresses."""
 
 
 def laid_out(sizes: Sequence[int]) -> list[slice]:
-    """Places of fields of such sizes, one after the other."""
+    """The slices of consecutive aligned fields of these sizes."""
     places: list[slice] = []
     end = 0
     for size in sizes:
@@ -24,20 +24,20 @@ def laid_out(sizes: Sequence[int]) -> list[slice]:
 
 
 class StepMemory:
-    """Room for N numbers, int64, on a device, and twice on the host: while one is on its way the other is filled."""
+    """N int64 numbers on a device, and two buffers on the host: one is filled while the other is being copied."""
 
     def __init__(self, num_numbers: int, device: str) -> None:
         self.there_N = torch.zeros(num_numbers, dtype=torch.long, device=device)
         self._hosts = [pinned(num_numbers, dtype=torch.long, device=device) for _ in range(2)]
         self.turn = 0
-        """Which of the two is filled."""
+        """The index of the host buffer that is filled next."""
 
     def host(self) -> Numbers:
-        """Memory of the host to be filled. What was sent from it, the second to last copy, must have arrived."""
+        """The host buffer to fill. The copy before the last, which used the same buffer, must have finished."""
         return self._hosts[self.turn].numpy()
 
     def send(self, num_numbers: int) -> None:
-        """Begins to copy the first of what was filled, behind what the device was told before."""
+        """Starts the copy of the first numbers of the filled buffer, after earlier work of the stream."""
         host: Tensor = self._hosts[self.turn]
         self.there_N[:num_numbers].copy_(host[:num_numbers], non_blocking=True)
         self.turn = 1 - self.turn

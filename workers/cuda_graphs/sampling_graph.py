@@ -1,4 +1,4 @@
-"""How the next tokens of a step's rows are chosen on a device, from logits and parameters of fixed address."""
+"""Sampling of a step's next tokens on a device, from logits and parameters of fixed address."""
 
 from collections.abc import Callable, Sequence
 
@@ -26,11 +26,11 @@ from workers.sampling.fixed_shape import Needs
 from workers.step.last_tokens import DeviceIds
 
 Tell = Callable[[Tensor], Tensor]
-"""Tells all ranks the ids [T] of rank 0; those that others give are not looked at."""
+"""Broadcasts the ids [T] of rank 0 to all ranks; the input of other ranks is ignored."""
 
 
 class TokenBuffer:
-    """What is told of the tokens of R rows at most, on the device and twice on the host: see `StepMemory`."""
+    """Reported numbers of the tokens of at most R rows, on the device and in two host buffers: see `StepMemory`."""
 
     def __init__(self, num_rows: int, num_columns: int, dtype: torch.dtype, device: str) -> None:
         self.there_RN = torch.zeros(num_rows, num_columns, dtype=dtype, device=device)
@@ -38,11 +38,11 @@ class TokenBuffer:
 
 
 class TokenBroadcast:
-    """All ranks are told the ids that were chosen, and remember the last ones."""
+    """Broadcasts the sampled ids to all ranks, which store the last ones."""
 
     def __init__(self, num_rows: int, last_ids: DeviceIds, tell: Tell, device: str) -> None:
         self.ids_R = torch.zeros(num_rows, dtype=torch.long, device=device)
-        """On rank 0 those that were chosen."""
+        """On rank 0, the sampled ids."""
         self._told = TokenBuffer(num_rows, 1, torch.long, device)
         self._last_ids = last_ids
         self._tell = tell
@@ -58,17 +58,17 @@ class TokenBroadcast:
         return tell
 
     def told(self, num_positions: int, turn: int) -> AsyncHostCopy:
-        """What was told of so many positions, on its way to one of two places on the host."""
+        """The reported ids of `num_positions` positions, being copied to one of two host buffers."""
         return AsyncHostCopy(
             *(tensor[:num_positions, 0] for tensor in (self._told.there_RN, self._told.hosts_RN[turn]))
         )
 
 
 class GraphSampler:
-    """On rank 0 the sampler chooses, by operations of one of a few kinds."""
+    """Samples on rank 0, with the operations of one of a fixed set of kinds."""
 
     def __init__(self, sampler: DeviceSampler, logits_RV: Tensor, ids_R: Tensor) -> None:
-        """`logits_RV` are of as many rows as the largest bucket has, and so are the ids that come of them."""
+        """`logits_RV` and `ids_R` have as many rows as the largest bucket."""
         self._sampler = sampler
         self._ids_R = ids_R
         self.logits_RV = logits_RV
@@ -90,7 +90,7 @@ class GraphSampler:
         return choose
 
     def fill(self, here_N: Numbers, fields: Fields, rows: Sequence[Row]) -> Batch | None:
-        """Puts the parameters of rows, and of their drafts, into memory of the host; None if there are no rows."""
+        """Writes the parameters of rows and of their drafts to host memory; None if there are no rows."""
         numbers_FT = here_N[fields.parameters].reshape(NUM_PARAMETERS, -1)
         indices = token_indices(rows)
         numbers_FT[:, len(indices) :] = self._others_F[:, None]
@@ -101,7 +101,7 @@ class GraphSampler:
         return batch
 
     def choice(self, rows: Sequence[Row], batch: Batch, kind: Needs, turn: int) -> DeviceChoice:
-        """Tokens that were chosen, on their way to one of two places on the host."""
+        """The sampled tokens, being copied to one of two host buffers."""
         reported, num_positions = self._told(kind), len(batch.choosers)
         reported_RN, host_RN = reported.there_RN[:num_positions], reported.hosts_RN[turn][:num_positions]
         return DeviceChoice(rows, batch.choosers, reported_RN, self._sampler.broken, host_RN)

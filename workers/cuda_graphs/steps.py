@@ -1,4 +1,4 @@
-"""The decode steps of a device, each by the bucket that it fits: one copy there, three replays, one copy back."""
+"""Runs decode steps through the bucket that fits: one copy to the device, three replays, one copy back."""
 
 import logging
 from collections.abc import Hashable, Iterator, Sequence
@@ -29,41 +29,41 @@ log = logging.getLogger(__name__)
 
 
 class Sent(NamedTuple):
-    """What the device was sent for a step."""
+    """The numbers sent to the device for a step."""
 
     variant: int | None
-    """None where this rank's tables have no room for it."""
+    """None where this rank's tables have no room for the step."""
     turn: int
-    """Of the memory."""
+    """The index of the host buffer."""
     batch: Batch | None
     """On rank 0, if rows are sampled."""
 
 
 class Launched(NamedTuple):
-    """A step that the device was told."""
+    """A step that was launched on the device."""
 
     end: DeviceEvent
     choice: Choice | None
     """On rank 0, if rows are sampled."""
     logits_RV: Tensor | None
-    """Of these, on rank 0; valid until the next step is begun."""
+    """The logits of the sampled rows, on rank 0; valid until the next step is begun."""
     scores: AsyncHostCopy | None = None
-    """On rank 0, if tokens are scored: logprobs of those of all rows, in the order of the plan."""
+    """On rank 0, if tokens are scored: their natural-log probabilities, for all rows in the order of the plan."""
     told: SpanAttention | None = None
-    """On rank 0, if rows tell of their attention."""
+    """On rank 0, if rows request attention attribution."""
     ids: AsyncHostCopy | None = None
-    """On other ranks, if rows have drafts: what was told of all positions."""
+    """On other ranks, if rows have drafts: the reported ids of all positions."""
     blocks: DraftedBlocks | None = None
-    """Into which drafts came, where that leaves more than their keys."""
+    """The blocks that drafts are written to, where a refused draft leaves more than its keys."""
 
 
 def try_out(buckets: Sequence[BatchBucket], backend: CapturableBackend, forward: Forward) -> Tensor | None:
-    """Gives the logits of the largest bucket, on rank 0."""
+    """Runs each bucket once. Returns the logits of the largest bucket, on rank 0."""
     return [bucket.try_out(backend, forward) for bucket in buckets][-1]
 
 
 class FixedSteps:
-    """Decode steps over memory of fixed address, each launched as it comes, or captured."""
+    """Decode steps over memory of fixed address, captured or launched eagerly."""
 
     def __init__(
         self,
@@ -74,8 +74,9 @@ class FixedSteps:
         device: str,
         tokens: FixedTokens | None = None,
     ) -> None:
-        """The buckets are sorted by their rows, and have been tried out. Rank 0 chooses. `tokens` is needed where
-        drafts leave more than their keys."""
+        """The buckets are sorted by their rows, and have been tried out. `choosing` is set on rank 0. `tokens` is
+        needed where refused drafts leave more than their keys.
+        """
         self._buckets = buckets
         self._memory = StepMemory(max(bucket.fields.tables.stop for bucket in buckets), device)
         self._last_ids = last_ids
@@ -83,16 +84,16 @@ class FixedSteps:
         self._choosing = choosing
         self._tokens = tokens
         self._works: dict[Hashable, Work] = {}
-        """By bucket and variant how to go through the model, by bucket and kind how to choose tokens, by bucket how to
-        tell them."""
+        """Works by key: the model by bucket and variant, sampling by bucket and kind, the broadcast by bucket."""
         self.num_captured = 0
         self._ends: list[DeviceEvent] = []
-        """Of the last two steps."""
+        """The ends of the last two steps."""
 
     def prepare(self, forward: Forward, graphs: Graphs | None, agree: Agree) -> None:
-        """Captures all steps, the largest first: the others find room in what these have taken. Where that is refused
-        it is told why, and they are launched as they come. Ranks prepare at the same time, and capture the same, but
-        for what rank 0 does alone."""
+        """Captures all steps, the largest first, so that smaller ones reuse its memory. If a capture is refused, the
+        reason is logged and those steps are launched eagerly. All ranks prepare at the same time and capture the same
+        works, except for sampling, which only rank 0 does.
+        """
         self._forward = forward
         shared = SharedGraphs(graphs, agree) if graphs is not None else None
         reasons: dict[bool, str] = {}
@@ -109,7 +110,7 @@ class FixedSteps:
                     self.num_captured += 1
                 except CaptureRefused as error:
                     reasons[is_shared] = str(error)
-            DeviceEvent(self._memory.there_N.device).wait()  # before what was sent is overwritten
+            DeviceEvent(self._memory.there_N.device).wait()  # before the sent numbers are overwritten
         for reason in reasons.values():
             message = "graphs: %d of %d parts of decode steps are captured (the others are slower): %s"
             log.warning(message, self.num_captured, len(self._works), reason)
@@ -117,7 +118,7 @@ class FixedSteps:
             log.info("graphs: decode steps of up to %d rows", self._buckets[-1].num_rows)
 
     def _all(self, bucket: BatchBucket, forward: Forward) -> Iterator[tuple[Hashable, Work, bool]]:
-        """The works of a bucket by their keys, and whether all ranks do them."""
+        """The works of a bucket by key, and whether all ranks do them."""
         there_N, fields, num_rows = self._memory.there_N, bucket.fields, bucket.num_rows
         for number, inputs in enumerate(bucket.bind(there_N)):
             yield (num_rows, number), partial(self._go_through, forward, inputs), True
@@ -133,18 +134,20 @@ class FixedSteps:
             self._choosing.logits_RV[: len(logits_TV)].copy_(logits_TV)
 
     def begin(self, rows: RowNumbers, sampled: Sequence[Row], blocks: DraftedBlocks | None = None) -> Launched | None:
-        """Has the device do a step. None, and nothing is done, where it does not fit: it has too many rows, or ropes
-        that are rare. Ranks exchange as many rows, so they go the same way: that is decided on what all of them
-        know. `blocks` are those into which drafts come, where they leave more than their keys."""
+        """Launches a step. Returns None, without any effect, if the step does not fit: it has too many rows, or ropes
+        that the buckets do not support. All ranks decide alike, on shared information, because they exchange the same
+        number of rows. `blocks` are the blocks that drafts are written to, where refused drafts leave more than their
+        keys.
+        """
         bucket = next((bucket for bucket in self._buckets if bucket.can_take(rows)), None)
         if bucket is None:
             return None
         if len(self._ends) > 1:
-            self._ends.pop(0).wait()  # what it was sent from is filled now
+            self._ends.pop(0).wait()  # its host buffer is filled now
         variant, turn, batch = self._send(bucket, rows, sampled)
         if variant is not None:
             self._works[bucket.num_rows, variant]()
-        else:  # with tables of its own, and as many rows
+        else:  # eager, with its own tables and the same number of rows
             self._go_through(self._forward, bucket.inputs(self._memory.there_N, rows.reads))
         if blocks is not None:
             assert self._tokens is not None, "no drafts were to be expected"
@@ -166,7 +169,7 @@ class FixedSteps:
         return Launched(end, choice, logits_RV, ids=ids, blocks=blocks)
 
     def _send(self, bucket: BatchBucket, rows: RowNumbers, sampled: Sequence[Row]) -> Sent:
-        """Copies what a step needs to the device."""
+        """Copies the numbers of a step to the device."""
         here_N, turn = self._memory.host(), self._memory.turn
         positions = Sampled(self._last_ids.places(sampled), *drafts_of(sampled))
         variant, num_numbers = bucket.fill(here_N, rows, positions)

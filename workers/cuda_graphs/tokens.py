@@ -1,4 +1,6 @@
-"""What captured steps store, until the next step: where drafts are refused, the rest may have to be stored again."""
+"""Keeps the keys and values that a captured step stores until the next step: after refused drafts, the rest may have to
+be stored again.
+"""
 
 import torch
 from torch import Tensor
@@ -7,16 +9,16 @@ from workers.step.draft_rollback import StoredKv
 
 
 class FixedTokens:
-    """Keys and values of steps of up to as many rows as the first one that is noted. Implements Keeper."""
+    """Keys and values of steps of up to as many rows as the first recorded one. Implements StoredKvRecorder."""
 
     def __init__(self) -> None:
         self._there: dict[int, tuple[Tensor, Tensor]] = {}
         """By layer, [K, T, D] and [K, T, V]."""
         self._stored: dict[int, dict[int, StoredKv]] = {}
-        """By rows of a bucket, and layer."""
+        """By the rows of a bucket, then by layer."""
 
     def note(self, layer: int, stored: StoredKv) -> None:
-        """See `Keeper`. A step of as many rows stores into slots that are told at the same address."""
+        """See `StoredKvRecorder`. Steps with the same number of rows read their slots from the same address."""
         slots_T, *parts = stored
         if layer not in self._there:
             k, v = (torch.empty(part.shape, dtype=part.dtype, device=part.device) for part in parts)
@@ -27,5 +29,5 @@ class FixedTokens:
         self._stored.setdefault(len(slots_T), {})[layer] = StoredKv(slots_T, k_KTD, v_KTV)
 
     def of(self, num_rows: int) -> dict[int, StoredKv]:
-        """By layer, what the last step of a bucket of so many rows has stored."""
+        """The keys and values that the last step of a bucket with this many rows stored, by layer."""
         return self._stored[num_rows]

@@ -1,1 +1,1 @@
-"""One rank's keys and values: pools of slots, and which runs of which segment lie in them."""
+"""One rank's keys and values: pools of slots, and the block table of runs by segment."""

@@ -1,7 +1,7 @@
-"""The content of blocks as bytes: all that a pool keeps in them, in every layer, to the bit.
+"""The content of blocks as bytes: everything that a pool keeps in them, in every layer, bit for bit.
 
-Of a block come one after the other the bytes of each layer's tensors, and of each tensor those of each key head. They
-say nothing of numeric types or sizes: who takes them in must have a pool like that of whom they come from.
+The bytes of a block are ordered by layer, then by tensor, then by key head. They do not include dtypes or sizes: the
+receiving pool must have the same form as the sending pool.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from workers.kv_cache.slots import KvPool
 
 
 class Content:
-    """The blocks of a pool that runs lie in or, with `of_windows`, those of layers whose blocks are others."""
+    """The blocks of a pool that hold runs or, with `of_windows`, those of windowed layers with separate blocks."""
 
     def __init__(self, pool: KvPool, *, of_windows: bool = False) -> None:
         self._device = pool.device
@@ -24,15 +24,14 @@ class Content:
         """0 where no layer has such blocks."""
 
     def export(self, blocks: Sequence[int]) -> Tensor:
-        """The bytes of N blocks, uint8 [N, bytes_per_block], in memory of their own."""
+        """The bytes of N blocks, uint8 [N, bytes_per_block], as a copy."""
         index_N = self._index(blocks)
         parts = [tensor.index_select(1, index_N).transpose(0, 1).flatten(1) for tensor in self._tensors]
         empty = torch.empty(len(blocks), 0, dtype=torch.uint8, device=self._device)
         return torch.cat([empty, *(part.contiguous().view(torch.uint8) for part in parts)], dim=1)
 
     def restore(self, blocks: Sequence[int], bytes_NB: Tensor) -> None:
-        """Puts the bytes of N blocks, as they were exported, into blocks of this pool. Raises RuntimeError where they
-        are of another size."""
+        """Writes the exported bytes of N blocks to blocks of this pool. Raises RuntimeError if the sizes differ."""
         index_N = self._index(blocks)
         for tensor, part in zip(self._tensors, bytes_NB.split(self._sizes, dim=1), strict=True):
             own = part.clone(memory_format=torch.contiguous_format)  # bytes of wider numbers must be aligned

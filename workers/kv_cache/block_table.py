@@ -1,6 +1,6 @@
-"""Which runs of which segments lie in which slots, here and on the other ranks. Integers only.
+"""The slots of runs by segment, on this rank and on the others. Integers only.
 
-Which blocks a run gets is decided by the coordinator; this module only remembers.
+The coordinator assigns blocks to runs; this module only records them.
 """
 
 import bisect
@@ -28,13 +28,13 @@ class SegmentSlots:
         self.extents: list[Extent] = []
 
     def put(self, run: Run, block_size: int) -> None:
-        """Notes a run, in place of all that was noted of its positions: of itself, before it grew."""
+        """Records a run, replacing earlier records of its positions, such as its shorter version."""
         resident = self.extents
         if resident and resident[-1].end > run.start:
             if resident[-1].start != run.start or resident[-1].end > run.end:
                 self._replace(run.start, run.end, extents(run, block_size))
                 return
-            resident.pop()  # as it is with rows, in every step: the last one has grown
+            resident.pop()  # the common case, for rows of every step: the last run has grown
         resident.extend(extents(run, block_size))
 
     @property
@@ -43,11 +43,11 @@ class SegmentSlots:
         return self.extents[-1].end if self.extents else 0
 
     def drop(self, start: int, end: int) -> None:
-        """Forgets the positions [start, end)."""
+        """Drops the positions [start, end)."""
         self._replace(start, end, ())
 
     def _replace(self, start: int, end: int, found: Iterable[Extent]) -> None:
-        """Has `found` be all that is held of the positions [start, end)."""
+        """Replaces the records of the positions [start, end) by `found`."""
         resident = self.extents
         low = high = bisect.bisect_left(resident, (start,))
         if high < len(resident):
@@ -56,7 +56,7 @@ class SegmentSlots:
             low -= 1
         if low < high and (
             resident[low].start < start or resident[high - 1].end > end
-        ):  # what is held of them goes on outside
+        ):  # the records extend beyond the range
             first, last = resident[low], resident[high - 1]
             before = [Extent(first.start, start, first.slot)] if first.start < start else []
             behind = [Extent(end, last.end, last.slot + end - last.start)] if last.end > end else []
@@ -64,7 +64,7 @@ class SegmentSlots:
         resident[low:high] = found
 
     def within(self, start: int, end: int) -> Iterator[Extent]:
-        """What is held of the positions [start, end)."""
+        """The extents within the positions [start, end)."""
         first = bisect.bisect_right(self.extents, start, key=lambda extent: extent.end)
         for extent in self.extents[first:]:
             low, high = max(extent.start, start), min(extent.end, end)
@@ -74,10 +74,10 @@ class SegmentSlots:
 
 
 class BlockTable:
-    """Which runs of which segments lie here, and which on the other ranks: every plan tells of all.
+    """The runs of segments on this rank and on the others: every plan describes all ranks.
 
-    A path may use only the beginning of a segment: each part of a path ends where the next one starts. What lies on
-    each rank itself is asked for as that of EVERY_RANK.
+    A path may use only the beginning of a segment: each part of a path ends where the next one starts. The rank of keys
+    that are replicated on every rank is EVERY_RANK.
     """
 
     def __init__(self, rank: int, block_size: int) -> None:
@@ -87,8 +87,9 @@ class BlockTable:
         self._starts: dict[int, int] = {}
 
     def put(self, segment: int, runs: Sequence[Run], window_runs: Sequence[Run] = ()) -> None:
-        """Notes the runs of a step. Those of the first step of a segment begin where it starts; those of windows
-        replace what was noted of them before."""
+        """Records the runs of a step. The first step of a segment sets its start; runs of windows replace earlier
+        ones.
+        """
         self._starts.setdefault(segment, runs[0].start)
         resident = self._held.setdefault(segment, {})
         resident.pop(EVERY_RANK, None)
@@ -96,7 +97,7 @@ class BlockTable:
             resident.setdefault(run.rank, SegmentSlots()).put(run, self._block_size)
 
     def replace(self, segments: Sequence[SegmentLayout]) -> None:
-        """Forgets everything, and notes what is held instead."""
+        """Replaces the whole table by a layout."""
         self.release([*self._held])
         for segment in segments:
             self._starts[segment.segment] = segment.start
@@ -105,8 +106,9 @@ class BlockTable:
                 resident.setdefault(run.rank, SegmentSlots()).put(run, self._block_size)
 
     def move(self, transfers: Sequence[RunTransfer]) -> None:
-        """Notes runs at their new places. Raises ValueError, and notes nothing, where one of them is not held at its
-        old one."""
+        """Records runs at their new places. Raises ValueError, without any change, if a run is not held at its old
+        place.
+        """
         self.check(transfers)
         for transfer in transfers:
             resident, source, target = self._held[transfer.segment], transfer.source, transfer.target
@@ -114,15 +116,16 @@ class BlockTable:
             resident.setdefault(target.rank, SegmentSlots()).put(target, self._block_size)
 
     def check(self, transfers: Sequence[RunTransfer]) -> None:
-        """Raises ValueError where a run that is to move is not held at its old place."""
+        """Raises ValueError if a run that is to move is not held at its old place."""
         for transfer in transfers:
             segment, source = transfer.segment, transfer.source
             if not self.holds(segment, source):
                 raise ValueError(f"a run of segment {segment} is to move that is not there: {source}")
 
     def restore(self, segment: int, start: int, runs: Sequence[Run], window_runs: Sequence[Run] = ()) -> None:
-        """Notes runs that came back; windows, if there are any, in place of those noted before. Raises as
-        `check_free`, and notes nothing then."""
+        """Records restored runs; windows, if there are any, replace earlier ones. Raises as `check_free`, without any
+        change.
+        """
         self.check_free(segment, start, runs)
         self._starts[segment] = start
         resident = self._held.setdefault(segment, {})
@@ -132,7 +135,9 @@ class BlockTable:
             resident.setdefault(run.rank, SegmentSlots()).put(run, self._block_size)
 
     def check_free(self, segment: int, start: int, runs: Sequence[Run]) -> None:
-        """Raises ValueError where positions of a segment are held, one comes twice, or it starts elsewhere."""
+        """Raises ValueError if positions of a segment are held already, one occurs twice, or the segment starts
+        elsewhere.
+        """
         if self._starts.get(segment, start) != start:
             raise ValueError(f"segment {segment} does not start at {start}")
         ranks = self._held.get(segment, {}).keys() - {EVERY_RANK}
@@ -147,24 +152,24 @@ class BlockTable:
         return slots_of(there) == slots_of(extents(run, self._block_size))
 
     def cut_back(self, segment: int, end: int) -> None:
-        """Forgets what follows position `end` of a segment, on all ranks: drafts that were refused."""
+        """Drops the positions of a segment from `end` on, on all ranks, after drafts were refused."""
         for resident in self._held[segment].values():
             resident.drop(end, max(end, resident.end))
 
     def release(self, segments: Sequence[int]) -> None:
-        """Forgets segments."""
+        """Drops segments."""
         for segment in segments:
             self._held.pop(segment, None)
             self._starts.pop(segment, None)
 
     def parts(self, path: Sequence[int], end: int) -> list[SlotRun]:
-        """What a path uses of its segments before the position `end`."""
+        """The parts of its segments that a path uses before the position `end`."""
         starts = [self._starts[segment] for segment in path]
         ends = [*(min(start, end) for start in starts[1:]), end]
         return [SlotRun(*part) for part in zip(path, starts, ends, strict=True) if part[1] < part[2]]
 
     def held(self, segment: int, start: int, end: int, rank: int | None = None) -> Iterator[Extent]:
-        """What a rank, by default this one, holds of the positions [start, end) of a segment, in position order."""
+        """The extents of a rank, by default this one, within positions [start, end) of a segment, in position order."""
         resident = self._held[segment].get(self.rank if rank is None else rank)
         return resident.within(start, end) if resident else iter(())
 
@@ -188,6 +193,7 @@ def slots_of(extents: Iterable[Extent]) -> list[int]:
 
 
 def stretches(extents: Iterable[Extent]) -> list[tuple[int, int]]:
-    """Slots [start, end) of extents, neighbours joined: order and gaps in the positions do not matter to queries that
-    see all of them."""
+    """Slots [start, end) of extents, adjacent ones joined: order and gaps in the positions do not matter to queries
+    that see all of them.
+    """
     return join((extent.slot, extent.slot + extent.end - extent.start) for extent in extents)

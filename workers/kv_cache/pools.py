@@ -1,4 +1,4 @@
-"""How the bytes that a rank has for keys and values are shared out, and the pool that is laid out in them."""
+"""Divides the KV cache bytes of a rank, and allocates its pool."""
 
 import logging
 
@@ -18,23 +18,23 @@ from workers.kv_cache.workspace_estimate import workspace
 from workers.model import model as models
 from workers.model.model import LayerSpec
 
-log = logging.getLogger("longleaf.pools")  # what the library logs while a rank starts, people are told
+log = logging.getLogger("longleaf.pools")  # messages logged while a rank starts are shown to users
 
 FREE_MEMORY_SHARE = 0.4
-"""Part of the free memory of a machine that its ranks take for keys and values unless told otherwise."""
+"""Default share of a machine's free memory that its ranks use for keys and values."""
 CONTEXT = 1 << 29
-"""Bytes that CUDA takes of a GPU for each process, which torch does not count: some hundred MiB, at the upper end."""
+"""Bytes of a GPU that CUDA takes for each process, which torch does not count: some hundred MiB, at the upper end."""
 
 
 def windowed_layers(model: models.Model, config: EngineConfig) -> dict[int, LayerSpec]:
-    """Layers whose keys every rank holds itself."""
+    """Layers whose keys are replicated on every rank."""
     if config.window_keys == "sharded":
         return {}
     return {i: spec for i, spec in model.layers.items() if not spec.reach.is_full}
 
 
 def sharded_layers(model: models.Model, config: EngineConfig) -> dict[int, LayerSpec]:
-    """Layers each of whose keys lies on one rank."""
+    """Layers each of whose keys is on one rank."""
     windowed = windowed_layers(model, config)
     return {i: spec for i, spec in model.layers.items() if i not in windowed}
 
@@ -42,9 +42,10 @@ def sharded_layers(model: models.Model, config: EngineConfig) -> dict[int, Layer
 def make_pool(
     model: models.Model, config: EngineConfig, num_ranks_here: int, ranks_per_gpu: int = 1
 ) -> tuple[FloatKvPool | QuantizedPool, WindowSpec | None]:
-    """A pool of as many blocks as fit, and what is held of windowed layers if they have blocks of their own. Unless a
-    size was asked for, the ranks of this machine, or of this GPU, share what is free. Raises StartError when there is
-    no block, or no room for windows, and ModelRefused when they cannot be kept as asked."""
+    """Allocates a pool of as many blocks as fit. Returns it with the window specification if windowed layers have
+    separate blocks. Without a configured size, the ranks of this machine, or of this GPU, share the free memory. Raises
+    StartError when no block, or no window, fits, and ModelRefused when the keys cannot be kept in the requested dtype.
+    """
     kv_bytes = config.kv_bytes or default_kv_bytes(model, config, num_ranks_here, ranks_per_gpu)
     num_blocks, windows = share_out(model, config, kv_bytes)
     num_window_blocks = windows and windows.num_blocks
@@ -57,8 +58,9 @@ def make_pool(
 
 
 def share_out(model: models.Model, config: EngineConfig, kv_bytes: int) -> tuple[int, WindowSpec | None]:
-    """How many blocks fit in so many bytes, and what is held of windowed layers if they have blocks of their own.
-    Raises as `make_pool`."""
+    """The number of blocks that fit in `kv_bytes`, and the window specification if windowed layers have separate
+    blocks. Raises as `make_pool`.
+    """
     windows = make_windows(model, config, kv_bytes)
     taken = windows.num_blocks * bytes_per_block(windowed_layers(model, config), model.dtype, config) if windows else 0
     needed = bytes_per_block(sharded_layers(model, config), model.dtype, config)
@@ -70,8 +72,9 @@ def share_out(model: models.Model, config: EngineConfig, kv_bytes: int) -> tuple
 
 
 def make_windows(model: models.Model, config: EngineConfig, kv_bytes: int) -> WindowSpec | None:
-    """How many blocks windowed layers have, if they have their own. Raises StartError when not even those of a context
-    and a generation fit."""
+    """The window specification, with its number of blocks, if windowed layers have separate blocks. Raises StartError
+    when the windows of one context and one generation do not fit.
+    """
     layers = windowed_layers(model, config)
     if not layers:
         if config.window_keys == "replicated":
@@ -94,19 +97,21 @@ def make_windows(model: models.Model, config: EngineConfig, kv_bytes: int) -> Wi
 
 
 def windows_of(layers: dict[int, LayerSpec]) -> WindowSpec:
-    """How far layers see whose reach is limited, without blocks yet."""
+    """The limited reaches of layers, without blocks yet."""
     return WindowSpec(reaches=tuple(dict.fromkeys(spec.reach for spec in layers.values())))
 
 
 def bytes_per_block(layers: dict[int, LayerSpec], dtype: torch.dtype, config: EngineConfig) -> int:
-    """Bytes of a block of keys and values, over some layers. Raises ModelRefused when they cannot be kept as asked."""
+    """Bytes of a block of keys and values over these layers. Raises ModelRefused when they cannot be kept in the
+    requested dtype.
+    """
     if config.kv_dtype == "int8":
         return QuantizedPool.bytes_per_block(layers, config.block_size)
     return sum(spec.num_stored for spec in layers.values()) * dtype.itemsize * config.block_size
 
 
 def kv_bytes_per_token(layers: dict[int, LayerSpec], dtype: torch.dtype, config: EngineConfig) -> int:
-    """Bytes of a token's keys and values, over some layers, rounded up. Raises ModelRefused."""
+    """Bytes of a token's keys and values over these layers, rounded up. Raises ModelRefused."""
     return ceil_div(bytes_per_block(layers, dtype, config), config.block_size)
 
 
@@ -120,7 +125,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def check_kv_bytes(config: EngineConfig, device: str, num_ranks_here: int, ranks_per_gpu: int = 1) -> None:
-    """Raises StartError when the pools that were asked for are larger than all the memory that there is for them."""
+    """Raises StartError when the requested pools exceed the total memory."""
     if config.kv_bytes is None:
         return
     memory, num_sharing = memory_of(device), sharing(device, num_ranks_here, ranks_per_gpu)
@@ -133,7 +138,7 @@ def check_kv_bytes(config: EngineConfig, device: str, num_ranks_here: int, ranks
 
 
 def default_kv_bytes(model: models.Model, config: EngineConfig, num_ranks_here: int, ranks_per_gpu: int) -> int:
-    """Bytes for keys and values when none were asked for: of what is free beside the weights now."""
+    """Default bytes for keys and values, based on the memory that is free now, after the weights were loaded."""
     memory = memory_of(model.device) if ranks_per_gpu == 1 else share_of(model.device, ranks_per_gpu)
     return kv_bytes_within(memory, model.device, model, config, num_ranks_here, is_shared=ranks_per_gpu > 1)
 
@@ -147,8 +152,9 @@ def kv_bytes_within(
     *,
     is_shared: bool = False,
 ) -> int:
-    """Bytes for keys and values of each rank: a share of what a machine has free, for others use it too; of a GPU all
-    but what steps need."""
+    """Bytes for keys and values of each rank. On a CPU: a share of the free memory, which other processes use too. On a
+    GPU: all of it except the workspace of steps.
+    """
     if device == "cpu":
         return max(0, int(memory.free * FREE_MEMORY_SHARE / num_ranks_here))
     needed = workspace(model, config, num_ranks_here, memory.total, uses_nccl=not is_shared)
@@ -159,7 +165,7 @@ def kv_bytes_within(
 
 
 def memory_of(device: str) -> resources.Memory:
-    """What there is for weights, keys and values."""
+    """The total and the free memory of a device."""
     if device == "cpu":
         return resources.memory()
     free, total = torch.cuda.mem_get_info(torch.device(device))
@@ -167,12 +173,14 @@ def memory_of(device: str) -> resources.Memory:
 
 
 def share_of(device: str, num_ranks: int) -> resources.Memory:
-    """What there is for one of the ranks that share a GPU, whatever the others have taken of theirs by now."""
+    """The memory of one of the ranks that share a GPU, independent of the memory that the others have taken of their
+    shares.
+    """
     memory = memory_of(device)
     share = memory.total // num_ranks
     return resources.Memory(share, min(memory.free, share - CONTEXT - torch.cuda.memory_reserved(device)))
 
 
 def sharing(device: str, num_ranks_here: int, ranks_per_gpu: int = 1) -> int:
-    """How many ranks share that: those of the machine, or of the GPU."""
+    """The number of ranks that share the memory: those of the machine, or of the GPU."""
     return num_ranks_here if device == "cpu" else ranks_per_gpu

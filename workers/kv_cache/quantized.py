@@ -16,12 +16,13 @@ from workers.model.model import LayerSpec
 
 
 class QuantizedPool:
-    """A pool in whose slots keys and values are rounded to 8 bits; those that come and go are of type `dtype`.
+    """A pool whose slots hold keys and values rounded to 8 bits; its inputs and outputs are of type `dtype`.
 
-    Queries see the rounded keys only, of their own chunk too: what they see does not depend on where a key was
-    computed, or on which way a prompt is read. Where windows have blocks of their own (see `FloatKvPool`), fresh keys
-    are seen as they are: most of them are never stored. Raises ModelRefused for layers whose values lie in their keys,
-    or are of another dim."""
+    Queries see the rounded keys only, even those of their own chunk, so the result does not depend on the rank that
+    computed a key or on the way a prompt is read. Where windows have separate blocks (see `FloatKvPool`), new keys are
+    seen unrounded: most of them are never stored. Raises ModelRefused for layers whose values lie in their keys, or
+    have another dim.
+    """
 
     def __init__(
         self,
@@ -49,8 +50,9 @@ class QuantizedPool:
 
     @staticmethod
     def bytes_per_block(layers: dict[int, LayerSpec], block_size: int) -> int:
-        """Bytes that a block takes in all layers. Raises ModelRefused for layers whose values lie in their keys,
-        or are of another dim."""
+        """Bytes of a block in all layers. Raises ModelRefused for layers whose values lie in their keys, or have
+        another dim.
+        """
         return sum(QuantizedPool._bytes_per_block(spec, block_size) for spec in layers.values())
 
     @staticmethod
@@ -78,30 +80,32 @@ class QuantizedPool:
         backend.store_int8(self._layers[layer], slots_T, k_KTD, v_KTV)
 
     def kept(self, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTV: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values of T tokens as they are kept: rounded."""
+        """The stored, rounded keys and values of T tokens."""
         return int8.read(self._layers[layer], slots_T, self.dtype)
 
     def take(self, layer: int, slots_L: Tensor) -> Tensor:
-        """What is kept of some tokens, [L, K, 2 D], for `split`."""
+        """The stored keys and values of L tokens, [L, K, 2 D], for `split`."""
         return self.pack(layer, *int8.read(self._layers[layer], slots_L, self.dtype))
 
     def pack(self, layer: int, k_KTD: Tensor, v_KTV: Tensor) -> Tensor:
-        """Keys and values of tokens that are not kept as `take` gives them, [T, K, 2 D]."""
+        """Keys and values of tokens that are not stored, in the format of `take`, [T, K, 2 D]."""
         return torch.cat((k_KTD.transpose(0, 1), v_KTV.transpose(0, 1)), dim=-1)
 
     def split(self, layer: int, taken_SKC: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values [K, S, D] of tokens that were taken or packed, here or elsewhere."""
+        """The keys and values [K, S, D] of tokens from `take` or `pack`, of this or another rank."""
         k_KSD, v_KSD = taken_SKC.transpose(0, 1).chunk(2, dim=-1)
         return k_KSD, v_KSD
 
     def attend(
         self, backend: Backend, layer: int, q_THD: Tensor, reads: Sequence[Read], scale: float, softcap: float | None
     ) -> Partial:
-        """The partial of queries over what is kept in the slots of the reads."""
+        """The partial of queries over the slots of the reads."""
         return backend.attend_int8(q_THD, self._layers[layer], reads, scale, softcap)
 
     def blocks(self, *, of_windows: bool) -> list[BlockView]:
-        """All that is kept, of B blocks, the last of them trash; those of windows, or the others."""
+        """All parts of the pool by block; the last of the B blocks is trash. Either the blocks of windows or the
+        others.
+        """
         layers = {i: retained for i, retained in self._layers.items() if (i in self._windowed) == of_windows}
         size = (-1, self.block_size)
         return [

@@ -1,7 +1,7 @@
 """One rank's keys and values by slot.
 
-The pool of a layer is [K, slots, D]: the slots of a head are neighbours, so blocks with neighbouring ids are one
-stretch of memory that a kernel reads in one call, without a copy.
+The pool of a layer is [K, slots, D]: the slots of a head are contiguous, so blocks with consecutive ids form one
+contiguous range that a kernel reads in one call, without a copy.
 """
 
 from collections.abc import Sequence
@@ -17,27 +17,26 @@ from workers.model.model import LayerSpec
 
 
 class BlockView(NamedTuple):
-    """A part of what is kept of a layer, by block."""
+    """A part of a layer's pool, by block."""
 
     name: str
-    """Of the layer, and of the part: no other one of the pool has it."""
+    """The name of the layer and the part; unique in the pool."""
     tensor: Tensor
     """A view [K, B, ...] of B blocks."""
     has_slots: bool
-    """Whether it is [K, B, block size, ...]; else there is one for each block as a whole."""
+    """Whether the shape is [K, B, block size, ...]; otherwise there is one entry for each whole block."""
 
 
 class KvPool(Protocol):
-    """Keys and values of all layers by slot, however they are kept: here, or in 8 bits in
-    `workers.kv_cache.quantized`."""
+    """Keys and values of all layers by slot, in any format: unquantized here, 8-bit in `workers.kv_cache.quantized`."""
 
     block_size: int
     dtype: torch.dtype
-    """Type of what is stored and taken."""
+    """Type of the stored inputs and of the outputs of `take`."""
     device: str
     trash_slot: int
     window_trash_slot: int
-    """Of layers whose slots are others than those of the rest; else the same."""
+    """The trash slot of windowed layers with separate blocks; otherwise equal to `trash_slot`."""
 
     def bytes_per_slot(self, layer: int) -> int:
         """Bytes of a token's keys and values in a layer."""
@@ -50,41 +49,43 @@ class KvPool(Protocol):
         ...
 
     def store(self, backend: Backend, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTV: Tensor) -> None:
-        """Writes the keys and values of T tokens into their slots."""
+        """Writes the keys and values of T tokens to their slots."""
         ...
 
     def kept(self, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTV: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values of T tokens as they are kept in the slots where they were stored just now."""
+        """The keys and values of T tokens as they are kept in the slots to which they were just stored."""
         ...
 
     def take(self, layer: int, slots_L: Tensor) -> Tensor:
-        """What is kept of some tokens, for `split`: [L, K, D + V], or [L, K, D] where values lie in the keys."""
+        """The stored keys and values of L tokens, for `split`: [L, K, D + V], or [L, K, D] where values lie in the
+        keys.
+        """
         ...
 
     def pack(self, layer: int, k_KTD: Tensor, v_KTV: Tensor) -> Tensor:
-        """Keys and values of tokens that are not kept as `take` gives them, [T, K, D + V] or [T, K, D]."""
+        """Keys and values of tokens that are not stored, in the format of `take`, [T, K, D + V] or [T, K, D]."""
         ...
 
     def split(self, layer: int, taken_SKC: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys [K, S, D] and values [K, S, V] of tokens that were taken or packed, here or elsewhere."""
+        """The keys [K, S, D] and values [K, S, V] of tokens from `take` or `pack`, of this or another rank."""
         ...
 
     def attend(
         self, backend: Backend, layer: int, q_THD: Tensor, reads: Sequence[Read], scale: float, softcap: float | None
     ) -> Partial:
-        """The partial of queries over what is kept in the slots of the reads."""
+        """The partial of queries over the slots of the reads."""
         ...
 
     def blocks(self, *, of_windows: bool) -> list[BlockView]:
-        """All that is kept; the blocks of layers that have others than the rest, or of the rest."""
+        """All parts of the pool by block: either the separate blocks of windowed layers, or the others."""
         ...
 
 
 class FloatKvPool:
-    """Keys and values as they were computed. A slot past the last block takes what nobody needs (trash).
+    """Unquantized keys and values. A slot past the last block takes values that are not needed (trash).
 
     In latent attention the values of a layer are a view of its keys. Layers with a limited reach have
-    `num_window_blocks` blocks, if that is given: their slots are then others than those of the rest.
+    `num_window_blocks` blocks, if that is given; their slots are then separate from those of the other layers.
     """
 
     def __init__(
@@ -120,39 +121,41 @@ class FloatKvPool:
         return self._layers[layer].num_kv_heads
 
     def keys_between(self, layer: int, start: int, end: int) -> Tensor:
-        """The keys [K, S, D] in slots [start, end), float32; a view where they are kept so."""
+        """The keys [K, S, D] in slots [start, end), float32; a view if they are stored as float32."""
         return self.keys[layer][:, start:end].float()
 
     def store(self, backend: Backend, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTV: Tensor) -> None:
-        """Writes the keys and values of T tokens into their slots; values that lie in the keys go with them."""
+        """Writes the keys and values of T tokens to their slots. Values that lie in the keys are stored with them."""
         backend.store(self._stored[layer], slots_T, (k_KTD, v_KTV))
 
     def kept(self, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTV: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values of T tokens as they are kept: as they came."""
+        """The given keys and values: they are stored unchanged."""
         return k_KTD, v_KTV
 
     def take(self, layer: int, slots_L: Tensor) -> Tensor:
-        """What is stored of some tokens, for `split`: [L, K, D + V], or [L, K, D] where values lie in the keys."""
+        """The stored keys and values of L tokens, for `split`: [L, K, D + V], or [L, K, D] where values lie in the
+        keys.
+        """
         return torch.cat([pool.index_select(1, slots_L).transpose(0, 1) for pool in self._stored[layer]], dim=-1)
 
     def pack(self, layer: int, k_KTD: Tensor, v_KTV: Tensor) -> Tensor:
-        """Keys and values of tokens that are not stored as `take` gives them, [T, K, D + V] or [T, K, D]."""
+        """Keys and values of tokens that are not stored, in the format of `take`, [T, K, D + V] or [T, K, D]."""
         tensors = (k_KTD, v_KTV)[: len(self._stored[layer])]
         return torch.cat([tokens.transpose(0, 1) for tokens in tensors], dim=-1)
 
     def split(self, layer: int, taken_SKC: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys [K, S, D] and values [K, S, V] of tokens that were taken or packed, here or elsewhere."""
+        """The keys [K, S, D] and values [K, S, V] of tokens from `take` or `pack`, of this or another rank."""
         parts = taken_SKC.transpose(0, 1).split(self._layers[layer].stored_dims, dim=-1)
         return parts[0], parts[-1][..., : self._layers[layer].value_dim]
 
     def attend(
         self, backend: Backend, layer: int, q_THD: Tensor, reads: Sequence[Read], scale: float, softcap: float | None
     ) -> Partial:
-        """The partial of queries over what is kept in the slots of the reads."""
+        """The partial of queries over the slots of the reads."""
         return backend.attend(q_THD, self.keys[layer], self.values[layer], reads, scale, softcap)
 
     def blocks(self, *, of_windows: bool) -> list[BlockView]:
-        """All that is stored, [K, B, block size, D] of B blocks; those of windows, or the others."""
+        """All parts of the pool, [K, B, block size, D] of B blocks: either the blocks of windows or the others."""
         end = self.window_trash_slot if of_windows else self.trash_slot
         layers = {i: stored for i, stored in self._stored.items() if (i in self._windowed) == of_windows}
         size = (-1, self.block_size)

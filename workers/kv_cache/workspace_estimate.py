@@ -1,7 +1,7 @@
-"""The memory of a GPU that a rank leaves free beside its weights, its keys and its values, so that steps find room.
+"""Estimates the GPU memory that a rank leaves free for its steps, beside weights, keys and values.
 
-Torch takes it while a step runs and keeps it. It is computed from the shapes of the model and of its largest steps, at
-the upper end: where steps need less it is wasted, where they need more they fail.
+Torch allocates it while a step runs and keeps it. The estimate follows from the shapes of the model and its largest
+steps, at the upper end: an overestimate wastes memory, an underestimate makes steps fail.
 """
 
 from dataclasses import astuple, dataclass
@@ -20,31 +20,35 @@ from workers.model.model import LayerSpec, Model
 from workers.sampling.device_sampler import MAX_LOGITS
 
 MAX_GATHERED = 1 << 16
-"""Tokens that are gathered at most, all ranks together: they are held twice, and 65,536 tokens of 8 key heads of 128 in
-bfloat16 are 256 MiB. Beyond it the queries travel. What is chosen by bytes never takes more room than the gathered
-queries and their partials would."""
+"""Maximum number of gathered tokens, all ranks together. They are held twice; 65,536 tokens of 8 key heads of 128 in
+bfloat16 are 256 MiB. Above the limit the queries are gathered. A choice by bytes never takes more room than the
+gathered queries and their partials would.
+"""
 WIDE_TENSORS = 6
-"""Tensors as wide as the widest layer that a model's block has at once: of a gated one its input, two products, what
-becomes of one of them, and their product, beside the residual."""
+"""Tensors of the widest layer's width that exist at once in a model's block. For a gated one: its input, two products,
+the activation of one of them, and their product, beside the residual.
+"""
 PARTIALS = 4
-"""Times that the partials of a chunk are there: as computed, packed, received, and while they are folded."""
+"""Copies of a chunk's partials: computed, packed, received, and during the fold."""
 CHOOSING = 8 * 8
-"""Bytes for each logit that is computed on: as float64, sorted, where it was, and as much again while it is sorted."""
+"""Bytes per processed logit: as float64, sorted, its index, and as much again during the sort."""
 HISTORY, BIAS = 5, 16
-"""Bytes of each token of the vocabulary, and of each bias, of a sequence that has penalties or biases."""
+"""Bytes per token of the vocabulary, and per bias, for a sequence that has penalties or biases."""
 GRAPH = 8 << 20
-"""Bytes that a graph of a step's launches takes beside the memory that these work in, at the upper end: some kilobytes
-for each launch."""
+"""Bytes that a graph of a step's launches takes beside its working memory, at the upper end: some kilobytes per
+launch.
+"""
 GRAPHS_PER_SIZE = 8
-"""Two ways to read keys, five to choose tokens, and one to tell them."""
+"""Two ways to read keys, five to sample tokens, and one to broadcast them."""
 KERNELS = 1 << 29
-"""Bytes for the tiles of kernels, the parts of long reads, compiled code, and what matrix products take."""
+"""Bytes for the tiles of kernels, the parts of long reads, compiled code, and the workspaces of matrix products."""
 COMMUNICATOR = 1 << 30
 PEER = 384 << 20
-"""Bytes that NCCL takes for a group of ranks, and more for each other rank of the machine once an all-to-all has
-connected it: 32 channels of 12 MiB, as eight H100 had (github.com/NVIDIA/nccl/issues/1685)."""
+"""Bytes that NCCL takes for a group of ranks (COMMUNICATOR), and for each other rank of the machine once an all-to-all
+has connected it (PEER): 32 channels of 12 MiB, as reported for eight H100 (github.com/NVIDIA/nccl/issues/1685).
+"""
 FRAGMENTS = 1 / 32
-"""Part of a GPU that is lost between tensors of different sizes."""
+"""Share of a GPU that is lost to fragmentation between tensors of different sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +56,18 @@ class Workspace:
     """Bytes that a rank's steps need."""
 
     chunk: int
-    """What the model makes of the rows of a step, its logits included."""
+    """Activations of the model for the rows of a step, including its logits."""
     sampling: int
-    """What tokens are chosen with, and what is remembered for their penalties."""
+    """Temporary memory of sampling, and the histories for penalties."""
     partials: int
     """Queries and partials of all ranks' rows, or the keys that are gathered instead."""
     kernels: int
     graphs: int
-    """What captured steps keep for themselves; see `room_for_graphs`."""
+    """Memory held by captured steps; see `room_for_graphs`."""
     drafts: int
-    """With which refused drafts are undone; see `workers.step.draft_rollback`."""
+    """Memory to roll back refused drafts; see `workers.step.draft_rollback`."""
     exchange: int
-    """What NCCL takes."""
+    """Memory of NCCL."""
     fragments: int
 
     @property
@@ -78,8 +82,9 @@ class Workspace:
 def workspace(
     model: Model, config: EngineConfig, num_ranks_here: int, total_bytes: int, *, uses_nccl: bool = True
 ) -> Workspace:
-    """What the steps of a rank need on a GPU of so many bytes, beside weights, keys and values. Without NCCL, what
-    ranks exchange is copied to and from the host."""
+    """The memory that the steps of a rank need on a GPU of `total_bytes`, beside weights, keys and values. Without
+    NCCL, exchanges are copied through the host.
+    """
     text = model.module.config.get_text_config()
     longest = ceil_div(ceil_div(config.chunk_size, config.world_size), config.block_size) * config.block_size
     num_rows = max(min(longest, config.chunk_size), config.max_rows)
@@ -97,8 +102,9 @@ def workspace(
 
 
 def room_for_graphs(model: Model, config: EngineConfig) -> int:
-    """Bytes that captured decode steps take: what the rows of the largest one need, once more, for graphs keep their
-    memory to themselves, and the graphs."""
+    """Bytes of captured decode steps: a second copy of the memory that the rows of the largest one need, since graphs
+    do not share memory with eager steps, and the graphs themselves.
+    """
     sizes = bucket_sizes(config.max_rows)
     num_rows, vocabulary_size = sizes[-1], model.module.config.get_text_config().vocab_size
     partials = max(_partials(spec, model, config, num_rows) for spec in set(model.layers.values()))
@@ -107,19 +113,19 @@ def room_for_graphs(model: Model, config: EngineConfig) -> int:
 
 
 def _in_model(model: Model, num_rows: int) -> int:
-    """Bytes of what a model's block makes of so many rows."""
+    """Bytes of the activations of a model's block for `num_rows` rows."""
     copies = num_copies(model.module.config.get_text_config())
     return num_rows * copies * WIDE_TENSORS * widest(model) * model.dtype.itemsize
 
 
 def num_copies(text: PreTrainedConfig) -> int:
-    """How often a row is in the widest tensors: once for each expert that it is sent to."""
+    """The number of copies of a row in the widest tensors: one for each expert that it is routed to."""
     reported = [getattr(text, name, None) for name in ("num_experts_per_tok", "moe_topk", "top_k_experts")]
     return max([1, *(int(number) for number in reported if number)])
 
 
 def widest(model: Model) -> int:
-    """Numbers per row of the widest tensor between the layers of a model, ids and logits left out."""
+    """Numbers per row of the widest tensor between the layers of a model, except ids and logits."""
     parts = [part for part in model.decoder.modules() if not isinstance(part, nn.Embedding)]
     shapes = [parameter.shape for part in parts for parameter in part.parameters(recurse=False)]
     return max(max(shape[-2:]) for shape in shapes if len(shape) > 1)
@@ -139,8 +145,9 @@ def _sampling(config: EngineConfig, vocabulary_size: int) -> int:
 
 
 def _drafts(model: Model, config: EngineConfig) -> int:
-    """With keys in 8 bits, a block of each sequence that has drafts, as it was, and what the rows of a step store. A
-    sequence with drafts has two rows at least."""
+    """For 8-bit keys: the saved block of each sequence with drafts, and the keys and values that the rows of a step
+    store. A sequence with drafts has at least two rows.
+    """
     if config.kv_dtype != "int8" or not config.max_draft_tokens:
         return 0
     num_rows = max(config.max_rows, bucket_sizes(config.max_rows)[-1])
@@ -150,7 +157,9 @@ def _drafts(model: Model, config: EngineConfig) -> int:
 
 
 def _exchange(world_size: int, num_ranks_here: int) -> int:
-    """All ranks make up a group; where there are several machines, so do those of each, and those of equal number."""
+    """All ranks form a group; with several machines, so do the ranks of each machine, and the ranks of equal local
+    number.
+    """
     if world_size == 1:
         return 0
     num_groups = 1 if num_ranks_here == world_size else 3

@@ -1,1 +1,1 @@
-"""Keys and values on their way to storage and back, beside the steps."""
+"""Background transfer of keys and values between a rank and the storage."""

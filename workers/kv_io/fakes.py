@@ -1,4 +1,4 @@
-"""A storage in a folder, for tests of what members write and read, in one process or in many."""
+"""A storage in a folder, for tests of members' writes and reads, in one process or several."""
 
 import threading
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from workers.kv_io.store import PieceStore
 
 
 def nowhere(url: str) -> PieceStore:
-    """An OpenStore where none can be opened."""
+    """An OpenStore that always fails."""
     raise StorageUnavailable(f"{url}: nothing is kept here")
 
 
@@ -22,7 +22,9 @@ class FakeWritten(NamedTuple):
 
 
 class FolderStore:
-    """Objects as files below a folder. Calls wait while `gate` is closed, and fail while `trouble` says why."""
+    """Objects as files below a folder. Calls wait while `gate` is closed, and fail with `trouble` as the reason if it
+    is set.
+    """
 
     def __init__(self, url: str) -> None:
         self.folder = Path(url)
@@ -30,7 +32,7 @@ class FolderStore:
         self.gate.set()
         self.trouble = ""
         self.num_calls = threading.Semaphore(0)
-        """Those that have begun: who acquires it waits for one."""
+        """The calls that have begun: acquiring the semaphore waits for one."""
 
     def put(self, name: str, parts: Sequence[bytes | memoryview]) -> FakeWritten:
         self._answer()

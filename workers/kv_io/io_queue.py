@@ -1,4 +1,4 @@
-"""Orders that wait to be carried out by some threads."""
+"""A queue of I/O orders for worker threads."""
 
 import threading
 import time
@@ -10,18 +10,20 @@ Clock = Callable[[], float]
 
 
 class IoQueue:
-    """A queue where fetches go before saves, since somebody waits for them, and where saves may have to rest. Any
-    thread may call."""
+    """A queue in which fetches precede saves, since callers wait for fetches, and in which saves can be paused.
+    Thread-safe.
+    """
 
     def __init__(self, clock: Clock = time.monotonic, pause: Callable[[], float] = lambda: 0.0) -> None:
-        """`clock` counts seconds. `pause` tells how many of them other saves wait once one is taken, unless `rest` says
-        something else meanwhile."""
+        """`clock` counts seconds. After a save is taken, other saves wait `pause()` seconds, unless `rest` overrides
+        that.
+        """
         self._clock = clock
         self._pause = pause
         self._fetches: deque[Work] = deque()
         self._saves: deque[Work] = deque()
         self._rested = 0.0
-        """When saves go on."""
+        """The time at which saves resume."""
         self._is_closed = False
         self._changed = threading.Condition()
 
@@ -37,19 +39,19 @@ class IoQueue:
             self._changed.notify()
 
     def rest(self, seconds: float) -> None:
-        """No save is taken for so long. What was said last counts."""
+        """Pauses saves for `seconds`. The last call takes precedence."""
         with self._changed:
             self._rested = self._clock() + seconds
             self._changed.notify()
 
     def close(self) -> None:
-        """What waits is dropped. Idempotent."""
+        """Drops queued orders. Idempotent."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
     def take(self) -> Work | None:
-        """Waits for the next one; None: there is none any more."""
+        """Waits for the next order; None once the queue is closed."""
         with self._changed:
             while not self._is_closed:
                 if self._fetches:

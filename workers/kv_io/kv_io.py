@@ -1,10 +1,10 @@
-"""Saves and fetches of one rank, on threads of their own: steps go on meanwhile.
+"""Background saves and fetches of one rank, on separate threads: steps continue meanwhile.
 
-A save first copies blocks to the host, which is short and belongs to an epoch: once that has ended, no copy is begun.
-Then the storage takes its time, and what it gets is right whatever happens to the blocks.
+A save first copies blocks to the host, which is short and belongs to an epoch: once the epoch has ended, no copy is
+begun. The slow write to the storage uses the copy, so later changes of the blocks do not affect it.
 
-Where steps are computed by the cores that save, saves take breaks as long as there are steps: a lower priority keeps
-threads off the cores, but not off the memory that both read.
+Where steps and saves use the same cores, saves are throttled as long as there are steps: a lower priority keeps the
+threads off the cores, but does not limit their memory bandwidth.
 """
 
 import logging
@@ -26,16 +26,16 @@ from workers.kv_io.store import OpenStore, PieceStore
 
 NUM_THREADS = 2
 NICENESS = 15
-"""Of these threads, and of those that they start: what decodes goes first."""
+"""The niceness of these threads and of the threads they start: decoding has priority."""
 REST = 1.8
-"""How long saves rest after one, in its own seconds, while there are steps on the same cores."""
+"""Pause after a save, as a multiple of its duration, while steps run on the same cores."""
 MAX_REST_SECONDS = 0.5
-"""Longer ones have waited for the storage, which takes nothing from steps."""
+"""Upper limit of a pause: longer saves have waited for the storage, which does not slow down steps."""
 BUSY_SECONDS = 0.5
-"""From the end of a step on the next one is expected."""
+"""Seconds after a step during which another one is expected."""
 MAX_REASON_CHARACTERS = 1024
 Answer = Callable[[Outcome], None]
-"""Sends what has become of an order. Any thread may call it."""
+"""Sends the outcome of an order. Any thread may call it."""
 ENDED = Failure("dropped", "the epoch has ended")
 NOT_HELD = Failure("dropped", "the rank does not hold it")
 DISCARDED = Failure("dropped", "it was discarded")
@@ -43,15 +43,15 @@ log = logging.getLogger(__name__)
 
 
 class KvIo:
-    """Takes orders from the thread of the steps, which never waits here but for the copy of a piece, at an epoch's end.
+    """Executes orders of the step thread, which waits only in `end_epoch`, for the copy of a piece.
 
-    Each order is answered once, unless the desk is closed before.
+    Each order is answered once, unless the object is closed before.
     """
 
     def __init__(
         self, member: int, url: str | None, open_store: OpenStore, device: str, clock: Clock = time.monotonic
     ) -> None:
-        """`url` None: there is no storage, and all orders fail. `clock` counts seconds."""
+        """Without `url` there is no storage, and all orders fail. `clock` counts seconds."""
         self._member = member
         self._clock = clock
         self._url = url
@@ -61,23 +61,23 @@ class KvIo:
         self._opening = threading.Lock()
         self._copying = threading.Lock()
         self._num_epochs = 0
-        """That have ended. Changes before who ends one waits for `_copying`."""
+        """The number of ended epochs. `end_epoch` increments it before it waits for `_copying`."""
         self._lock = threading.Lock()
-        """Of what follows."""
+        """Guards the attributes below."""
         self._wanted = set[int]()
-        """Tickets of fetches that are not answered, unless they were discarded."""
+        """Tickets of unanswered fetches that were not discarded."""
         self._pieces: dict[int, KvPiece] = {}
         self._is_stepping = False
         self._stepped = float("-inf")
-        """When the last step has ended."""
+        """The time at which the last step ended."""
         self._orders = IoQueue(clock, lambda: self._limited(MAX_REST_SECONDS))  # one save at a time
         self._threads = [threading.Thread(target=self._work, name="snapshots", daemon=True) for _ in range(NUM_THREADS)]
 
-    # --- the thread of the steps ---
+    # --- the step thread ---
 
     @contextmanager
     def beside_step(self) -> Generator[None, None, None]:
-        """A step is computed."""
+        """Marks the execution of a step."""
         self._is_stepping = True
         try:
             yield
@@ -85,12 +85,12 @@ class KvIo:
             self._stepped, self._is_stepping = self._clock(), False
 
     def save(self, order: Save, pool: KvPool, answer: Answer) -> None:
-        """Writes what lies in blocks of the pool, unless the epoch ends before it is begun."""
+        """Writes blocks of the pool to the storage, unless the epoch ends before the copy is begun."""
         self._orders.put_save(partial(self._save, order, pool, self._num_epochs, answer))
         self._begin()
 
     def fetch(self, order: Fetch, pool: KvPool, answer: Answer) -> None:
-        """Reads a piece for pools like this one."""
+        """Reads a piece for pools of this form."""
         with self._lock:
             self._wanted.add(order.ticket)
         self._orders.put_fetch(lambda: answer(self._fetched(order, pool)))
@@ -102,33 +102,33 @@ class KvIo:
                 thread.start()
 
     def discard(self, tickets: Sequence[int]) -> None:
-        """Forgets what was fetched, and what is not fetched yet. Saves have tickets of their own."""
+        """Drops fetched pieces and cancels pending fetches. Saves have separate tickets."""
         with self._lock:
             for ticket in tickets:
                 self._wanted.discard(ticket)
                 self._pieces.pop(ticket, None)
 
     def piece(self, ticket: int) -> KvPiece | None:
-        """What was fetched, and is not discarded."""
+        """A fetched piece, unless it was discarded."""
         with self._lock:
             return self._pieces.get(ticket)
 
     def end_epoch(self) -> None:
-        """Returns when no block is being read, and none will be for a save that was ordered before."""
+        """Returns once no block is being read for a save. Saves ordered before will not read blocks afterwards."""
         self._num_epochs += 1
         with self._copying:
             pass
 
     def close(self) -> None:
-        """Waits for nobody: a storage may take its time. Idempotent."""
+        """Drops queued orders, without waiting for running ones: the storage may be slow. Idempotent."""
         self._orders.close()
 
-    # --- its own threads ---
+    # --- the worker threads ---
 
     def _work(self) -> None:
-        with suppress(OSError):  # elsewhere than on Linux threads are no processes
+        with suppress(OSError):  # threads have separate priorities only on Linux
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-        if self._device.startswith("cuda"):  # each thread has a current one of its own
+        if self._device.startswith("cuda"):  # each thread has a separate current device
             torch.cuda.set_device(self._device)
         while work := self._orders.take():
             work()
@@ -140,7 +140,7 @@ class KvIo:
         answer(saved)
 
     def _limited(self, rest: float) -> float:
-        """How long saves rest that should rest so long, in seconds: only if steps are computed by the same cores."""
+        """The pause of saves in seconds: at most `rest`, and 0 unless steps run on the same cores."""
         has_steps = self._is_stepping or self._clock() - self._stepped < BUSY_SECONDS
         return min(rest, MAX_REST_SECONDS) if has_steps and self._device == "cpu" else 0.0
 
@@ -171,7 +171,7 @@ class KvIo:
         return Fetched(self._member, order.ticket, failure)
 
     def _keep(self, order: Fetch, data: bytes, pool: KvPool) -> Failure | None:
-        if not self._is_wanted(order):  # a storage may take its time, and the rest takes more of it
+        if not self._is_wanted(order):  # checked again after the storage's answer, because parsing takes time
             return DISCARDED
         piece = KvPiece(order.name, data, pool, order.ranges, of_windows=order.of_windows)
         with self._lock:
@@ -185,7 +185,7 @@ class KvIo:
             return order.ticket in self._wanted
 
     def _opened(self) -> PieceStore:
-        """Raises what the storage raises; then it is tried again with the next order."""
+        """Opens the storage on first use. Errors of the storage are raised, and the next order tries again."""
         if self._url is None:
             raise StorageUnavailable("snapshot_url: none was given")
         with self._opening:

@@ -1,8 +1,8 @@
 """A piece: some blocks of one segment, in order of position, as the bytes of one safetensors file.
 
-Each part of what a pool keeps is a tensor [N, K, ...] of N blocks. Which positions they are, and of what form the pool
-must be that takes them in, stands in the header. Slots past the end of a run are zeros: what lies there may belong to
-somebody else, and equal contexts give equal bytes.
+Each part of a pool is a tensor [N, K, ...] of N blocks. The header states the positions and the required form of the
+receiving pool. Slots past the end of a run are zeroed: their content may belong to another context, and equal contexts
+must give equal bytes.
 
 Shape letters: N blocks of a piece, K key heads.
 """
@@ -23,15 +23,16 @@ from workers.kv_cache.slots import KvPool
 
 VERSION = "1"
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int8: "I8"}
-"""As the format names them."""
+"""The dtype names of the safetensors format."""
 TYPES = {name: dtype for dtype, name in DTYPES.items()}
 ALIGNMENT = 8
-"""Of what stands behind the header, in bytes."""
+"""Alignment of the data behind the header, in bytes."""
 
 
 def form_of(pool: KvPool, *, of_windows: bool) -> str:
-    """What a pool must be like to take in what lies in this one: the names, types and sizes of all parts of a block.
-    Empty where there are no such blocks."""
+    """The form of a pool, which a piece and the receiving pool must share: the names, dtypes and sizes of all parts of
+    a block. Empty where there are no such blocks.
+    """
     parts = [
         f"{name} {DTYPES[tensor.dtype]} {'x'.join(map(str, (len(tensor), *tensor.shape[2:])))}"
         for name, tensor, _ in pool.blocks(of_windows=of_windows)
@@ -40,10 +41,10 @@ def form_of(pool: KvPool, *, of_windows: bool) -> str:
 
 
 class HostCopy:
-    """Blocks of a pool, copied to the host: nothing that happens to the pool afterwards changes them."""
+    """Blocks of a pool, copied to the host; independent of later changes of the pool."""
 
     def __init__(self, pool: KvPool, runs: Sequence[Run], *, of_windows: bool) -> None:
-        """Raises ValueError for more than a piece may have."""
+        """Raises ValueError for more blocks than a piece may have."""
         self._form = form_of(pool, of_windows=of_windows)
         self._runs = runs
         found = pool.blocks(of_windows=of_windows)
@@ -59,7 +60,7 @@ class HostCopy:
                 self._blank(copied, pool.block_size)
 
     def _blank(self, copied_NKS: Tensor, block_size: int) -> None:
-        """Zeros what lies past the end of each run."""
+        """Zeros the slots past the end of each run."""
         end = 0
         for run in self._runs:
             end += len(run.blocks)
@@ -67,7 +68,7 @@ class HostCopy:
             copied_NKS[end - 1, :, num_filled:] = 0
 
     def parts(self) -> list[bytes | memoryview]:
-        """The bytes of the file, without another copy of them."""
+        """The bytes of the file, without copying the tensors again."""
         views = [tensor.flatten().view(torch.uint8).numpy().data for _, tensor in self._tensors]
         positions = _format_positions((run.start, run.end) for run in self._runs)
         header: dict[str, object] = {"__metadata__": {"version": VERSION, "form": self._form, "positions": positions}}
@@ -81,14 +82,15 @@ class HostCopy:
 
 
 class KvPiece:
-    """What was read of a piece, on the host, for a pool of the same form."""
+    """The content of a piece, on the host, for a pool of the same form."""
 
     def __init__(self, name: str, data: bytes, pool: KvPool, ranges: Sequence[Range], *, of_windows: bool) -> None:
-        """`ranges` are the positions [start, end) that the manifest names, and `of_windows` says which of the blocks of
-        `pool` they go to.
+        """`ranges` are the positions [start, end) that the manifest names; `of_windows` selects the blocks of `pool`
+        that they go to.
 
-        Raises DataLoss unless `data` has exactly the tensors of so many blocks of the pool: names, dtypes, shapes and
-        sizes are compared before a tensor is made or a block is listed, since an imported archive may state any.
+        Raises DataLoss unless `data` has exactly the tensors of this number of blocks of the pool. Names, dtypes,
+        shapes and sizes are compared before a tensor is made or a block is listed, since an imported archive may state
+        any.
         """
         parts = pool.blocks(of_windows=of_windows)
         if not parts:
@@ -121,12 +123,12 @@ class KvPiece:
             raise DataLoss(name, f"its tensor {wrong[:100]!r} is not that of {num_blocks:,} blocks of the pool")
         self.of_windows = of_windows
         self._places = dict(_places(ranges, pool.block_size))
-        is_pinned = pool.device.startswith("cuda")  # here, and not while a step waits for it
+        is_pinned = pool.device.startswith("cuda")  # pinned now, and not while a step waits
         tensors = {name: _view(data, one) for name, one in described.items()}
         self._tensors = {name: tensor.pin_memory() if is_pinned else tensor for name, tensor in tensors.items()}
 
     def find(self, runs: Iterable[Run], block_size: int) -> list[int] | None:
-        """Where the blocks of runs lie in it; None unless it has each of them as a whole."""
+        """The indices of the blocks of runs in the piece; None unless it has each of them as a whole."""
         found: list[int] = []
         for run in runs:
             for start in range(run.start, run.end, block_size):
@@ -137,7 +139,7 @@ class KvPiece:
         return found
 
     def restore(self, pool: KvPool, numbers: Sequence[int], blocks: Sequence[int]) -> None:
-        """Puts some of its blocks into blocks of a pool."""
+        """Copies blocks of the piece to blocks of a pool."""
         index_N = to_device(torch.tensor(blocks, dtype=torch.long), pool.device)
         first, count = numbers[0], len(numbers)
         are_neighbours = list(numbers) == list(range(first, first + count))
@@ -156,7 +158,9 @@ class _Described(msgspec.Struct, frozen=True):
 
 
 def _header(data: bytes, max_bytes: int) -> dict[str, dict[str, object]]:
-    """Raises ValueError for a longer one, and msgspec.DecodeError where there is none."""
+    """Parses the header. Raises ValueError if it is longer than `max_bytes`, and msgspec.DecodeError if it is not
+    valid.
+    """
     if (size := _end_of_header(data) - 8) > min(max_bytes, len(data)):
         raise ValueError(f"its header has {size:,} bytes")
     return msgspec.json.decode(data[8 : 8 + size], type=dict[str, dict[str, object]])
@@ -171,14 +175,16 @@ def _format_positions(ranges: Iterable[Range]) -> str:
 
 
 def _view(data: bytes, described: _Described) -> Tensor:
-    """The tensor where it lies in the file: the library would copy it, and a restore has gigabytes of them."""
+    """The tensor as a view of the file: the safetensors library would copy it, and a restore has gigabytes of
+    tensors.
+    """
     dtype, place = TYPES[described.dtype], _end_of_header(data) + described.data_offsets[0]
-    warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)  # nobody writes to it
+    warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)  # the buffer is never written
     return torch.frombuffer(data, dtype=dtype, count=prod(described.shape), offset=place).view(described.shape)
 
 
 def _places(ranges: Iterable[tuple[int, int]], block_size: int) -> Iterable[tuple[int, tuple[int, int]]]:
-    """The number of each block in the piece, and where it ends, by the position where it starts."""
+    """The index of each block in the piece, and its end position, by its start position."""
     number = 0
     for low, high in ranges:
         for i in range(ceil_div(high - low, block_size)):

@@ -1,33 +1,34 @@
-"""What pieces are written to and read from, as a member sees it."""
+"""The storage of pieces, as a member uses it."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 
 class WrittenPiece(Protocol):
-    """What became of the parts of an object."""
+    """The result of a write."""
 
     @property
     def num_bytes(self) -> int: ...
 
     @property
     def digest(self) -> str:
-        """The blake3 of its bytes, as hexadecimal digits."""
+        """The blake3 digest of the bytes, in hexadecimal."""
         ...
 
 
 class PieceStore(Protocol):
-    """Objects by name. Both methods block, end in some time, may be called by many threads, and raise
-    StorageUnavailable when the storage cannot be used."""
+    """Objects by name. Both methods block for a limited time, are thread-safe, and raise StorageUnavailable when the
+    storage cannot be used.
+    """
 
     def put(self, name: str, parts: Sequence[bytes | memoryview]) -> WrittenPiece:
-        """Writes the parts, one after the other, as one object."""
+        """Writes the parts as one object, in order."""
         ...
 
     def get(self, name: str, digest: str | None = None) -> bytes:
-        """Raises NotFound, and DataLoss if the content has another digest than the one given."""
+        """Reads an object. Raises NotFound, and DataLoss if the digest of the content is not the given one."""
         ...
 
 
 OpenStore = Callable[[str], PieceStore]
-"""Opens the storage at a URL. Raises StorageUnavailable, and InvalidArgument for no such URL."""
+"""Opens the storage at a URL. Raises StorageUnavailable, and InvalidArgument for an invalid URL."""

@@ -1,1 +1,1 @@
-"""A model of transformers, its attention and its rotary positions handed over to the step."""
+"""Transformers models whose attention and rotary positions are handled by the step."""

@@ -1,8 +1,8 @@
 """The attention function that transformers calls in every attention layer.
 
-Registered as an ordinary attention implementation; models are not changed. The step's handle arrives as the forward
-argument `step`, or on the tensor of positions, so this module holds no state. Nothing is registered for masks:
-transformers then builds none, and who sees whom is decided in `workers.step.inputs`.
+It is registered as an ordinary attention implementation; models are not changed. The step's handle arrives as the
+forward argument `step`, or as an attribute of the tensor of positions, so this module holds no state. No mask function
+is registered: transformers then builds no masks, and `workers.step.inputs` decides the visible keys.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -13,11 +13,11 @@ from transformers import AttentionInterface
 
 NAME = "longleaf"
 UNSUPPORTED = ("attention_mask", "position_bias", "indices", "block_indices", "sinks")
-"""What some families hand to attention and what would change its result."""
+"""Arguments that some families pass to attention and that would change its result."""
 
 
 class Handle(Protocol):
-    """What a forward pass carries through the model to every attention layer."""
+    """The object that a forward pass carries through the model to every attention layer."""
 
     def attend(self, layer: int, q_THD: Tensor, k_KTD: Tensor, v_KTV: Tensor, call: "LayerCall") -> Tensor:
         """Attention of this layer's new tokens, [T, H, V]; also stores their keys and values."""
@@ -25,28 +25,28 @@ class Handle(Protocol):
 
 
 class LayerCall(NamedTuple):
-    """What a layer says about its attention."""
+    """The attention parameters of a layer."""
 
     scale: float
     window: int | None
     softcap: float | None
     """Scores s become softcap * tanh(s / softcap)."""
     sink_H: Tensor | None
-    """Per head one more score that takes part in the softmax and gives no value."""
+    """One additional score per head that takes part in the softmax and contributes no value."""
     unsupported: str | None
 
 
 class PositionCache:
-    """Passes for a cache where a layer asks one at which position its rows are: it counts them from there.
+    """Stands in for a cache where a layer asks one for the start position of its rows.
 
-    Holds nothing: keys and values come back as they were given.
+    It holds nothing: keys and values are returned unchanged.
     """
 
     def __init__(self, positions_T: Tensor) -> None:
         self._offsets_T = positions_T - torch.arange(len(positions_T), device=positions_T.device)
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:
-        """What turns the number of each row into its position, [T]."""
+        """The offsets from the index of each row to its position, [T]."""
         return self._offsets_T
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
@@ -54,10 +54,11 @@ class PositionCache:
 
 
 def arguments(step: Handle, token_ids_T: Tensor, positions_T: Tensor, *, has_offsets: bool) -> dict[str, Any]:
-    """What a forward pass over rows of any sequences, in any order, receives to come back here in every layer.
+    """The arguments of a forward pass over rows of any sequences, in any order, that lead back to this module's
+    `attention` in every layer.
 
-    Some families (StableLM) drop arguments that they do not know; positions reach the attention of all that use them.
-    `has_offsets` is for those whose layers ask a cache for positions.
+    Some families (StableLM) drop unknown arguments; positions reach the attention of all that use them. `has_offsets`
+    is for families whose layers ask a cache for positions.
     """
     positions_1T = positions_T[None]
     setattr(positions_1T, "step", step)  # noqa: B010
@@ -89,7 +90,7 @@ def attention(
     handle = step or getattr(position_ids, "step", None)
     if handle is None:
         raise TypeError("it hands on neither the step nor the positions to its attention")
-    features["attention_mask"] = attention_mask  # none is made for this function: the layer has made one of its own
+    features["attention_mask"] = attention_mask  # no mask is built for this function, so this one was made by the layer
     unsupported = next((name for name in UNSUPPORTED if features.get(name) is not None), None)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     call = LayerCall(scale, sliding_window, softcap, s_aux, unsupported)
@@ -99,5 +100,5 @@ def attention(
 
 
 def register() -> None:
-    """Makes `attn_implementation="longleaf"` known to transformers."""
+    """Registers `attn_implementation="longleaf"` with transformers."""
     AttentionInterface.register(NAME, attention)

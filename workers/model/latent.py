@@ -1,14 +1,14 @@
-"""Latent attention in absorbed form: of each token only its latent and its rotary key are stored.
+"""Latent attention in absorbed form: only the latent and the rotary key of each token are stored.
 
-The model makes the keys and values of all heads from one latent c of a token: W_K c and W_V c, beside a rotary key r
+The model computes the keys and values of all heads from one latent c of a token: W_K c and W_V c, beside a rotary key r
 that the heads share. With a head's query (q, p), of which p is rotated,
 
     score   q . (W_K c) + p . r  =  (W_K^T q, p) . (c, r)
     output  sum of weights times W_V c  =  W_V (sum of weights times c)
 
-so the layer attends with queries (W_K^T q, p) to a single key head (c, r) whose values are its first dims, and W_V
-follows the merge. Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1. Layers are recognised by their parts, not by
-their class; the forward pass of transformers runs in the layers that replace them. Each replacement is compared with
+so the layer attends with queries (W_K^T q, p) to a single key head (c, r) whose values are its first dims, and W_V is
+applied after the merge. Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1. Layers are recognized by their parts, not
+by their class; the forward pass of transformers runs in the layers that replace them. Each replacement is compared with
 the layer that it replaces before it serves: docs/adr/0009-latents-in-swapped-layers.md.
 
 Shape letters: H heads, N and V dims of a head's unrotated key and of its value, L dims of the latent, R of the rotary
@@ -33,14 +33,17 @@ SIZES = ("num_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "q
 POSITIONS = (0, 1, 2, 3, 7, 13, 31, 60)
 """Positions of the rows on which a layer is compared with its replacement."""
 TOLERANCE = 1e-4
-"""Largest difference of an output in the comparison, which is in float32, relative to the largest output. Absorbing in
-another order of products gave 2e-6; a lost factor or dim gives more than 0.01."""
+"""Largest difference of an output in the comparison, which is in float32, relative to the largest output. Another order
+of the products gave 2e-6; a missing factor or dim gives more than 0.01.
+"""
 
 log = logging.getLogger(__name__)
 
 
 class LatentQueries(nn.Module):
-    """The layer's projection to queries [..., H * (N + R)], and on to queries of latents [..., H * (L + R)]."""
+    """The layer's projection to queries [..., H * (N + R)], followed by the map to latent queries [..., H * (L +
+    R)].
+    """
 
     def __init__(self, projection: nn.Module, plain: Any) -> None:
         super().__init__()
@@ -50,7 +53,7 @@ class LatentQueries(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         num_heads, key_dim = self.sizes
-        weight = self.kv_b_proj.weight.to(hidden.dtype)  # the same tensor, but while others are converted
+        weight = self.kv_b_proj.weight.to(hidden.dtype)  # the same tensor, except while weights are converted
         key_HNL = weight.unflatten(0, (num_heads, -1))[:, :key_dim]
         query = self.projection(hidden).unflatten(-1, (num_heads, -1))
         latent = torch.einsum("...hn,hnl->...hl", query[..., :key_dim], key_HNL)
@@ -58,7 +61,7 @@ class LatentQueries(nn.Module):
 
 
 class LatentOutputs(nn.Module):
-    """From the heads' means of latents [..., H * L] to their means of values, and on by the layer's projection."""
+    """Maps the heads' means of latents [..., H * L] to their means of values, and applies the layer's projection."""
 
     def __init__(self, projection: nn.Module, plain: Any) -> None:
         super().__init__()
@@ -77,7 +80,7 @@ class LatentOutputs(nn.Module):
 class LatentAttention(nn.Module):
     """The methods in which an absorbed layer differs from the layer `plain`, whose class is its other base.
 
-    Under another attention function than the hook it computes what `plain` computes, for comparisons.
+    With another attention function than the hook it computes the result of `plain`, for comparisons.
     """
 
     config: Any
@@ -85,7 +88,7 @@ class LatentAttention(nn.Module):
     kv_lora_rank: int
 
     def expand_kv(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys [1, 1, T, L + R] and values [1, 1, T, L], which lie in them: nothing is expanded."""
+        """Keys [1, 1, T, L + R] and values [1, 1, T, L], which are a view of the keys: nothing is expanded."""
         keys = torch.cat((kv_nope, k_rot), dim=-1)
         return keys, keys[..., : self.kv_lora_rank]
 
@@ -96,7 +99,7 @@ class LatentAttention(nn.Module):
 
 
 class _Reached(Exception):
-    """Ends a forward pass at its first layer of latent attention, whose arguments it has."""
+    """Ends a forward pass at its first layer of latent attention, and carries the layer's arguments."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         super().__init__()
@@ -104,7 +107,7 @@ class _Reached(Exception):
 
 
 class _Reference:
-    """A handle that attends in float64 to the rows of the call alone, each to those before it and to itself."""
+    """A handle that attends in float64 and causally to the rows of the call only."""
 
     def attend(self, layer: int, q_THD: Tensor, k_KTD: Tensor, v_KTV: Tensor, call: hook.LayerCall) -> Tensor:
         if call.unsupported:
@@ -117,9 +120,10 @@ class _Reference:
 
 @torch.inference_mode()
 def absorb(model: PreTrainedModel) -> None:
-    """Replaces the layers of latent attention that absorbing does not change. A layer whose parts are quantized, or
-    whose replacement computes something else, is left as it is, with a warning: its keys and values are stored
-    expanded."""
+    """Replaces the layers of latent attention whose absorbed form is equivalent. A layer whose parts are quantized, or
+    whose replacement computes something else, is left unchanged, with a warning: its keys and values are stored
+    expanded.
+    """
     latents = {name: part for name, part in model.named_modules() if is_latent(part)}
     if not latents:
         return
@@ -137,7 +141,8 @@ def absorb(model: PreTrainedModel) -> None:
 
 def is_latent(part: nn.Module) -> bool:
     """Whether a module makes the keys and values of its heads from a latent, in the way and by the names of DeepSeek's
-    layers in transformers."""
+    layers in transformers.
+    """
     modules, sizes = part._modules, vars(part)
     has_query = any(modules.get(name) is not None for name in ("q_proj", "q_b_proj"))
     has_parts = has_query and all(modules.get(name) is not None for name in PROJECTIONS)
@@ -147,7 +152,7 @@ def is_latent(part: nn.Module) -> bool:
 def absorbed(plain: Any) -> nn.Module:
     """The layer `plain`, with its weights, over one key head of latent and rotary key."""
     layer: Any = copy.copy(plain)
-    layer._modules = dict(plain._modules)  # the copy shares it, and the weights
+    layer._modules = dict(plain._modules)  # the copy shared it; the weights remain shared
     layer.__class__ = type(f"Latent{type(plain).__name__}", (LatentAttention, type(plain)), {})
     layer.plain = plain
     queries = "q_proj" if plain._modules.get("q_b_proj") is None else "q_b_proj"
@@ -159,8 +164,9 @@ def absorbed(plain: Any) -> nn.Module:
 
 
 def unproven(plain: Any, options: dict[str, Any]) -> str:
-    """Why a layer cannot be absorbed, or nothing: compares it with its replacement on random rows, in float32.
-    `options` are the arguments of its forward pass but for the rows, which are drawn."""
+    """Compares a layer with its replacement on random rows, in float32. Returns the reason why it cannot be absorbed,
+    or an empty string. `options` are the arguments of its forward pass, without the rows, which are generated.
+    """
     projection = plain.kv_b_proj
     if type(projection) is not nn.Linear or projection.bias is not None:
         return f"kv_b_proj is {projection}, not plain weights"
@@ -172,23 +178,23 @@ def unproven(plain: Any, options: dict[str, Any]) -> str:
     options = {**options, "hidden_states": rows.to(projection.weight.device)}
     try:
         wanted, found = (_output(layer, options) for layer in (plain, absorbed(plain)))
-    except Exception as error:  # whatever the layer does otherwise, it runs as it is
+    except Exception as error:  # any error leaves the layer unchanged
         return f"it cannot be compared: {type(error).__name__}: {error}"
     difference, largest = float((found - wanted).abs().max()), float(wanted.abs().max())
-    if not 0 < largest or not difference <= TOLERANCE * largest:  # NaN proves nothing
+    if not 0 < largest or not difference <= TOLERANCE * largest:  # also true for NaN
         return f"absorbed, its outputs differ by {human_rounded(difference, 2)} of {human_rounded(largest, 2)}"
     return ""
 
 
 def _output(layer: nn.Module, options: dict[str, Any]) -> Tensor:
-    """What a layer computes with its weights in float32."""
+    """The output of a layer with its weights in float32."""
     weights = {name: _widened(parameter) for name, parameter in layer.named_parameters()}
-    # each weight by one name: those of two names would be put back in the wrong order
+    # tied weights under one name only: with two names they would be restored in the wrong order
     return functional_call(layer, weights, args=(), kwargs=options, tie_weights=False)[0]
 
 
 def _widened(parameter: Tensor) -> Tensor:
-    """In float32 if it is of 16 bits; a number that is stretched to its shape stays one."""
+    """Converts 16-bit floats to float32; a number that is expanded to its shape stays expanded."""
     if not parameter.is_floating_point() or parameter.itemsize != 2:
         return parameter
     first = parameter[(slice(1),) * parameter.dim()]
@@ -196,8 +202,9 @@ def _widened(parameter: Tensor) -> Tensor:
 
 
 def _options(model: PreTrainedModel, latents: list[nn.Module]) -> dict[str, Any] | None:
-    """The arguments, but for the rows, with which the model calls the first of some layers; None where it fails
-    before. Numbers of 16 bits are widened."""
+    """The arguments, without the rows, with which the model calls the first of some layers; None if it fails before.
+    16-bit floats are widened.
+    """
 
     def stop(_layer: nn.Module, _inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
         raise _Reached(options)
@@ -209,7 +216,7 @@ def _options(model: PreTrainedModel, latents: list[nn.Module]) -> dict[str, Any]
         model(**hook.arguments(_Reference(), ids, positions, has_offsets=False))
     except _Reached as reached:
         return {name: _wide(value) for name, value in reached.options.items()}
-    except Exception as error:  # the preflight says what is wrong with the model
+    except Exception as error:  # the preflight reports the problem
         log.debug("no arguments of latent attention: %s", error)
     finally:
         for handle in hooks:

@@ -1,24 +1,24 @@
-"""What the C library does with memory while weights are read."""
+"""Settings of the C library's allocator while weights are read."""
 
 import ctypes
 from collections.abc import Generator
 from contextlib import contextmanager
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
-"""Numbers of glibc's `mallopt`, see malloc.h."""
+"""Parameters of glibc's `mallopt`, see malloc.h."""
 APART = 1 << 20
 LARGEST = 32 << 20
-"""The most to which glibc raises the limit by itself."""
+"""The maximum to which glibc raises its dynamic threshold."""
 
 
 @contextmanager
 def large_blocks_apart() -> Generator[None]:
-    """Gives what is larger than a MiB pages of its own, which go back to the system with it.
+    """Allocates blocks larger than 1 MiB with mmap in the body, so that freeing them returns the memory to the system.
 
-    Left alone, glibc takes blocks of a heap for what is as large as any that was freed before, and weights that stay
-    between others that were only read leave holes in it: half as much again as they take was seen. Afterwards blocks up
-    to the size that glibc itself would come to are taken from its heap, for steps need the same ones again and again.
-    Where there is no glibc nothing happens.
+    By default glibc raises the mmap threshold to the size of the largest freed block. Weights that stay in the heap,
+    between others that were only read, then fragment it: half again their size was observed. Afterwards blocks up to
+    glibc's own maximum come from the heap, because steps allocate the same sizes repeatedly. Without glibc this does
+    nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:

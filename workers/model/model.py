@@ -30,11 +30,15 @@ from workers.model.rotary import Ropes, replace_rotary
 from workers.model.weights import SAFE_WEIGHTS, check_weights, going_to
 
 PROBES = ((3, 5), (4, 11))
-"""The forward passes of the preflight: how many different tokens each repeats in turn, and over how many rows."""
+"""The forward passes of the preflight: the number of different tokens that each repeats in turn, and its number of
+rows.
+"""
 NUM_CANDIDATES = 64
 """Ids among which the preflight looks for tokens whose embeddings differ."""
 UNTRUSTED: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-"""How all of a checkpoint is read: None would ask on standard input whether to run its code."""
+"""Options for reading any part of a checkpoint. With None, transformers would ask on standard input whether to run its
+code.
+"""
 LAYER_TYPES = {
     "linear_attention": "a recurrent state",
     "conv": "a convolution over tokens",
@@ -46,24 +50,27 @@ LAYER_TYPES = {
     "heavily_compressed_attention": "compressed keys",
     "reference_sliding_attention": "a window over the answer alone",
 }
-"""Types of layers, in the words of transformers, that do not attend to each visible token's own key: what they have
-instead. None of them is supported."""
+"""Types of layers, in the terms of transformers, that do not attend to each visible token's own key, with the mechanism
+they use instead. None of them is supported.
+"""
 CROSS_ATTENTION = ("encoder_attn", "cross_attn", "crossattention")
-"""What transformers calls attention to an encoder."""
+"""Names of transformers modules that attend to an encoder."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """What an attention layer computes, stores and sees: heads, key heads, their dim, and how far back it sees."""
+    """Heads, key heads, dims and reach of an attention layer."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     reach: AttentionSpan
     latent_dim: int | None = None
-    """Values are the first so many dims of the keys, and are not stored again; None: they are stored beside them."""
+    """Values are the first `latent_dim` dims of the keys, and are not stored separately; None: they are stored beside
+    the keys.
+    """
     own_value_dim: int | None = None
-    """Dim of values that are stored beside the keys; None: it is that of the keys."""
+    """Dim of values that are stored beside the keys; None: that of the keys."""
 
     @property
     def value_dim(self) -> int:
@@ -76,7 +83,7 @@ class LayerSpec:
 
     @property
     def num_stored(self) -> int:
-        """Numbers that are kept of each token."""
+        """Numbers that are kept per token."""
         return self.num_kv_heads * sum(self.stored_dims)
 
 
@@ -89,7 +96,7 @@ class Model:
     device: str
     dtype: torch.dtype
     ropes: Ropes
-    """Set before each forward pass: by which rope each row is rotated."""
+    """Set before each forward pass: the rope by which each row is rotated."""
     rotary: Rotary
 
     @property
@@ -98,7 +105,7 @@ class Model:
         return decoder_of(self.module)
 
     def arguments(self, step: hook.Handle, token_ids_T: Tensor, positions_T: Tensor) -> dict[str, Any]:
-        """What a forward pass over rows of any sequences, in any order, receives."""
+        """The arguments of a forward pass over rows of any sequences, in any order."""
         return hook.arguments(step, token_ids_T, positions_T, has_offsets=asks_for_offsets(self.module))
 
     @property
@@ -112,11 +119,11 @@ class Model:
 
 
 class Probe:
-    """The preflight's handle: records what each attention layer asks for and answers zeros.
+    """The preflight's handle: records the attention calls of each layer and returns zeros.
 
-    All rows have the same position, so rows of the same token must be alike in every layer, whatever other tokens stand
+    All rows have the same position, so rows of the same token must be equal in every layer, regardless of the tokens
     between them. That proves something only if rows of different tokens differ: with `has_weights`, rows that are zero,
-    or the same for all tokens, or not finite are refused.
+    the same for all tokens, or not finite are refused.
     """
 
     def __init__(self, config: PreTrainedConfig, token_ids: Sequence[int], *, has_weights: bool = True) -> None:
@@ -144,7 +151,7 @@ class Probe:
         return q_THD.new_zeros(*q_THD.shape[:2], v_KTV.shape[2])
 
     def _check_rows(self, layer: int, name: str, rows_THD: Tensor) -> None:
-        """Raises ModelRefused unless rows of the same token are alike, and rows of different tokens differ."""
+        """Raises ModelRefused unless rows of the same token are equal, and rows of different tokens differ."""
         if self._has_weights and not rows_THD.isfinite().all():
             raise ModelRefused(f"attention layer {layer} computes {name} that are not finite")
         first_T = torch.tensor([self._ids.index(i) for i in self._ids], device=rows_THD.device)
@@ -162,12 +169,12 @@ class Probe:
 
 
 def _is_alike(rows: Tensor, expected: Tensor) -> bool:
-    """Whether rows are the expected ones, but for rounding."""
+    """Whether rows equal the expected ones, up to rounding."""
     return torch.allclose(rows, expected, rtol=0.01, atol=0.01 * float(rows.abs().max()))
 
 
 def reach_of(config: PreTrainedConfig, layer: int, window: int | None) -> AttentionSpan:
-    """How far back a layer sees that asks its attention function for `window`. Only the config tells of sections."""
+    """The reach of a layer that passes `window` to its attention function. Only the config states sections."""
     kinds: list[str] | None = getattr(config, "layer_types", None)
     kind = kinds[layer] if kinds else None
     if kind is not None and (kind == "sliding_attention") != (window is not None):
@@ -194,7 +201,7 @@ def load(folder: str, dtype: DtypeName, device: str) -> Model:
             module, report = next(attempts, (module, report))
     except ModelRefused:
         raise
-    except Exception as error:  # whatever is wrong with the files, it is the folder that is refused
+    except Exception as error:  # any error in the files refuses the folder
         raise refusal(folder, error, config) from error
     if report["missing_keys"]:
         raise ModelRefused(f"{folder} lacks weights of a causal language model: {sorted(report['missing_keys'])[:3]}")
@@ -206,8 +213,9 @@ def load(folder: str, dtype: DtypeName, device: str) -> Model:
 def _read(
     folder: str, config: PreTrainedConfig, dtype: DtypeName, device: str, loader: Any
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The model that an auto class builds, and what it reports of the weights. The annotations of auto classes do not
-    know output_loading_info."""
+    """The model that an auto class builds, and its report about the weights. The annotations of auto classes lack
+    output_loading_info.
+    """
     with large_blocks_apart(), going_to(device):
         return loader.from_pretrained(
             folder,
@@ -234,25 +242,25 @@ def read_config(folder: str) -> PreTrainedConfig:
         check_config(config)
     except ModelRefused:
         raise
-    except Exception as error:  # whatever is wrong with the file, it is the folder that is refused
+    except Exception as error:  # any error in the file refuses the folder
         raise refusal(folder, error) from error
     return config
 
 
 def refusal(folder: str, error: Exception, config: PreTrainedConfig | None = None) -> ModelRefused:
-    """The reason why transformers cannot make a model of `folder`, whose config is `config` if it could be read."""
+    """The reason why transformers cannot build a model of `folder`, whose config is `config` if it could be read."""
     [key] = error.args if isinstance(error, KeyError) and len(error.args) == 1 else [None]
     if key == hook.NAME:
         return ModelRefused("the attention of this family cannot be replaced")
     reason = describe_error(error)
     field = None if config is None else _field_of(config.to_dict(), key)
-    if field is not None:  # transformers looks values of the config up in tables
+    if field is not None:  # transformers looks up values of the config in tables
         reason = f"transformers does not know {field}: {key}"
     return ModelRefused(f"{folder} cannot be loaded as a causal language model: {reason}")
 
 
 def _field_of(settings: dict[str, Any], value: Any) -> str | None:
-    """The name of a setting, nested or not, that has a value: a text."""
+    """The name of a setting, nested or not, whose value is the given string."""
     if not isinstance(value, str):
         return None
     for name, found in settings.items():
@@ -264,7 +272,7 @@ def _field_of(settings: dict[str, Any], value: Any) -> str | None:
 
 
 def check_code(folder: str) -> None:
-    """Refuses a checkpoint of a type that only its own code knows."""
+    """Refuses a checkpoint whose type is defined only by its own code."""
     fields, _ = PreTrainedConfig.get_config_dict(folder, local_files_only=True)
     kind = fields.get("model_type")
     if "auto_map" in fields and kind not in CONFIG_MAPPING:
@@ -272,8 +280,9 @@ def check_code(folder: str) -> None:
 
 
 def forget_code(part: Any) -> None:
-    """Strikes out the code that a config or its parts name: of parts, transformers asks on standard input whether to
-    run it, whatever it was told of the whole."""
+    """Removes the references to code from a config and its parts. For parts, transformers asks on standard input
+    whether to run the code, regardless of the options of the call.
+    """
     fields: Any = vars(part) if isinstance(part, PreTrainedConfig) else part
     if isinstance(fields, dict):
         fields.pop("auto_map", None)
@@ -286,10 +295,10 @@ def forget_code(part: Any) -> None:
 
 def auto_classes(config: PreTrainedConfig) -> list[type[AutoModelForCausalLM | AutoModelForImageTextToText]]:
     """The auto classes that may build the model of a config, in the order in which they are tried. Raises ModelRefused
-    where none builds a causal language model.
+    if none builds a causal language model.
 
-    transformers does not count all models that see images among the causal language models, though they hold one. Of
-    some, such as Emu3, its causal class does not find the weights of the text in a checkpoint of the whole.
+    The causal language models of transformers do not include all vision-language models, though these contain one. For
+    some, such as Emu3, the causal class does not find the text weights in a checkpoint of the whole model.
     """
     found = list[type[AutoModelForCausalLM | AutoModelForImageTextToText]]()
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -302,8 +311,9 @@ def auto_classes(config: PreTrainedConfig) -> list[type[AutoModelForCausalLM | A
 
 
 def prove(module: PreTrainedModel, device: str, *, has_weights: bool = True) -> Model:
-    """Makes a module ready to serve on `device`. Raises ModelRefused when it would not be exact. Without weights,
-    whether rows are mixed outside of attention remains unknown."""
+    """Makes a module ready to serve on `device`. Raises ModelRefused when it would not be exact. Without weights it
+    remains unknown whether rows are mixed outside of attention.
+    """
     check_causal(decoder_of(module))
     check_positions(decoder_of(module))
     module.eval().requires_grad_(False)
@@ -315,20 +325,23 @@ def prove(module: PreTrainedModel, device: str, *, has_weights: bool = True) -> 
 
 
 def check_config(config: PreTrainedConfig) -> None:
-    """Refuses what the hook cannot see: masks that transformers makes outside of attention, and other layer types."""
+    """Refuses configs with features that the hook cannot see: masks that transformers makes outside of attention, and
+    other layer types.
+    """
     text = config.get_text_config()
     found = sorted(LAYER_TYPES.keys() & set(getattr(text, "layer_types", None) or ()))
     if found:
         kinds = ", ".join(f"{kind} ({LAYER_TYPES[kind]})" for kind in found)
         raise ModelRefused(f"layers of type {kinds} are not supported yet")
     bidirectional = getattr(text, "use_bidirectional_attention", None) or False
-    if bidirectional not in (False, "vision"):  # "vision": between the tokens of an image, and none is served
+    if bidirectional not in (False, "vision"):  # "vision" applies between the tokens of an image, which are not served
         raise ModelRefused(f"use_bidirectional_attention: {bidirectional} is not causal, only vision is supported")
 
 
 def check_causal(module: nn.Module) -> None:
-    """Refuses encoders that transformers also loads as causal language models: their attention sees the future. Refuses
-    decoders that attend to an encoder, which is not there."""
+    """Refuses encoders that transformers also loads as causal language models: their attention sees later tokens.
+    Refuses decoders that attend to an encoder, which is not present.
+    """
     for name, part in module.named_modules():
         if any(word in name for word in CROSS_ATTENTION):
             raise ModelRefused(
@@ -349,10 +362,11 @@ def check_positions(module: nn.Module) -> None:
 
 @torch.inference_mode()
 def preflight(module: PreTrainedModel, device: str, *, has_weights: bool = True) -> dict[int, LayerSpec]:
-    """Runs several tokens, each at several rows, as steps of which nothing is sampled, and checks that every attention
-    layer calls the hook, with equal queries, keys and values for equal tokens: some families ignore the hook silently,
-    and some mix rows, or count them, outside of attention. The decoder must do the same on its own: the chunks of a
-    prompt, and the steps of all ranks but the first, run it without its head."""
+    """Runs several tokens, each at several rows, as steps without sampling, and checks that every attention layer calls
+    the hook, with equal queries, keys and values for equal tokens: some families ignore the hook silently, and some mix
+    rows, or depend on their number, outside of attention. The decoder without its head must give the same result: the
+    chunks of a prompt, and the steps of all ranks except rank 0, run only the decoder.
+    """
     config = module.config.get_text_config()
     expected = config.num_hidden_layers
     tokens = probe_ids(module, max(count for count, _ in PROBES), has_weights=has_weights)
@@ -377,8 +391,8 @@ def preflight(module: PreTrainedModel, device: str, *, has_weights: bool = True)
 
 def probe_ids(module: PreTrainedModel, count: int, *, has_weights: bool = True) -> list[int]:
     """At most `count` token ids, and at least 2, that are neither padding nor special and whose embeddings are finite,
-    not zero and all different. Without weights nothing is known of embeddings. Raises ModelRefused where there are no
-    such ids."""
+    non-zero and distinct. Without weights embeddings are not checked. Raises ModelRefused if there are no such ids.
+    """
     config = module.config.get_text_config()
     special = special_ids(module.config) | special_ids(config)
     size: int = config.vocab_size
@@ -400,26 +414,27 @@ def probe_ids(module: PreTrainedModel, count: int, *, has_weights: bool = True) 
 
 
 def special_ids(config: PreTrainedConfig) -> set[int]:
-    """The ids to which a config gives a meaning of their own: padding, begin, end, images."""
+    """The ids with a special meaning in a config: padding, begin, end, images."""
     named = [value for name, value in config.to_dict().items() if "token_id" in name or "token_index" in name]
     listed = [item for value in named for item in (value if isinstance(value, list) else [value])]
     return {item for item in listed if isinstance(item, int)}
 
 
 def decoder_of(module: PreTrainedModel) -> nn.Module:
-    """The layers of text without their head, and without the part that sees images. transformers does not find those of
-    Llama 4, and takes the output layer of ModernBERT, which is called `decoder`, for them."""
+    """The text layers without their head and without the vision part. The lookup of transformers does not find those of
+    Llama 4, and returns the output layer of ModernBERT, which is called `decoder`.
+    """
     decoder = module.get_decoder()
     return module.model if decoder in (module, module.get_output_embeddings()) else decoder
 
 
 def asks_for_offsets(module: PreTrainedModel) -> bool:
-    """Whether layers ask a cache at which position their rows begin: Llama 4, for its temperature."""
+    """Whether layers ask a cache for the start position of their rows: Llama 4, for its temperature."""
     return getattr(module.config.get_text_config(), "attn_temperature_tuning", False)
 
 
 def forward_checked(module: nn.Module, inputs: dict[str, Any]) -> Any:
-    """One forward with a step's handle; a model that refuses the handle is refused."""
+    """One forward pass with a step's handle. Raises ModelRefused if the model cannot run it."""
     try:
         return module(**inputs)
     except ModelRefused:
@@ -429,8 +444,10 @@ def forward_checked(module: nn.Module, inputs: dict[str, Any]) -> Any:
 
 
 def describe_error(error: Exception) -> str:
-    """The first line of an error, and the next one where the first only announces it, as validation errors do."""
-    if isinstance(error, KeyError):  # whose text is the repr of its key, which may be a sentence
+    """The first line of an error, with the following ones as long as a line ends with a colon, as in validation
+    errors.
+    """
+    if isinstance(error, KeyError):  # its text is the repr of the key, which may be a sentence
         key = str(error.args[0]) if error.args else ""
         return key if " " in key else f"KeyError: {key}"
     found = ""

@@ -1,13 +1,14 @@
-"""Rotary positions that stay right far out, in place of the model's own.
+"""Rotary positions that stay exact at large positions, in place of the model's own.
 
 Models multiply positions and inverse frequencies in float32. The product, the phase, has 24 bits: at a million tokens
-it is off by hundredths of a radian, and past 2^24 neighbours become one. Here phases are float32, bit for bit the
-model's own, or float64, row by row: a context keeps what it was created with, for its keys carry it. So it is with
-scalings that depend on the number of positions (longrope, dynamic), which transformers takes from the largest position
-of a batch.
+it is off by hundredths of a radian, and past 2^24 adjacent positions coincide. Here phases are, per row, either
+float32, bit-identical to the model's own, or float64. A context keeps the precision with which it was created, because
+its keys were rotated with it. The same holds for scalings that depend on the number of positions (longrope, dynamic),
+which transformers derives from the largest position of a batch.
 
-Inverse frequencies are those of transformers' own functions, run in float64 where phases are. A module is replaced
-once the new one has given the same numbers at near positions; one for which that fails stays, and it is told why.
+Inverse frequencies come from transformers' own functions, which run in float64 where phases do. A module is replaced
+once the new one has given the same numbers at small positions; a module for which that fails is kept, and the reason is
+reported.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,10 +27,11 @@ from longleaf.positions import FLOAT32_POSITIONS, OWN_ROPE, Rope, Rotary
 from workers.host_copies import to_device
 
 LENGTH_DEPENDENT = {"longrope": False, "dynamic": True}
-"""Scalings that depend on the number of positions, and whether each number has one of its own."""
+"""Scalings that depend on the number of positions, and whether each number of positions has a separate scaling."""
 RECOMPUTING = ("phi3", "phi4_multimodal")
 """Types of models whose `prepare_inputs_for_generation` drops the cache when a text outgrows the short factors of
-longrope."""
+longrope.
+"""
 MAX_TABLES = 64
 PROBE = (0, 1, 2, 3, 7, 13, 31)
 """Positions at which a module is compared with the one that it replaces."""
@@ -37,21 +39,21 @@ FLOAT64_ERROR = 2.0**-50
 """Relative error of a float64 phase: two units of the frequency in the last place, and the product's rounding."""
 
 Rows = dict[Rope, Tensor | None]
-"""By rope: the mask [T] of the rows that it rotates; None when those are all."""
+"""By rope: the mask [T] of the rows that it rotates; None for all rows."""
 Parts = tuple[Tensor, ...]
 Tables = tuple[Tensor, float]
 """Inverse frequencies, and the factor of cosines and sines."""
 
 
 class Ropes:
-    """By which rope each row of the step at hand is rotated; set before the model runs."""
+    """The rope by which each row of the current step is rotated; set before the model runs."""
 
     def __init__(self) -> None:
         self.rows: Rows = {OWN_ROPE: None}
 
 
 def row_ropes(ropes: Iterable[Rope], device: str) -> Rows:
-    """The masks of rows that are rotated by `ropes`, one for each of T rows."""
+    """The masks of T rows by rope; `ropes` has the rope of each row."""
     listed = list(ropes)
     kinds = list(dict.fromkeys(listed))
     if len(kinds) == 1:
@@ -60,17 +62,18 @@ def row_ropes(ropes: Iterable[Rope], device: str) -> Rows:
 
 
 class LongRotary(nn.Module):
-    """What the modules of transformers compute from positions, by the ropes of the step. Raises ModelRefused when that
-    cannot be made of `own`."""
+    """Computes the outputs of transformers' rotary modules from positions, with the ropes of the step. Raises
+    ModelRefused when `own` cannot be replaced.
+    """
 
     def __init__(self, own: Any, ropes: Ropes) -> None:
         super().__init__()
         self._ropes = ropes
         self.config = own.config
-        """As `layer_types`, an attribute that models read: Granite 4.2 with windows, and LFM3."""
+        """Like `layer_types`, an attribute that models read: Granite 4.2 with windows, and LFM3."""
         kinds: dict[str | None, str] = own.rope_type if isinstance(own.rope_type, dict) else {None: own.rope_type}
         self.kinds = kinds
-        """The kind of rope by type of layer; None where all layers have the same."""
+        """The kind of rope by type of layer; the key is None where all layers have the same."""
         self.layer_types = list(getattr(own, "layer_types", ()))
         default: Callable[..., Tables] = own.compute_default_rope_parameters
         self._make = {layer: ROPE_INIT_FUNCTIONS.get(kind, default) for layer, kind in kinds.items()}
@@ -81,7 +84,8 @@ class LongRotary(nn.Module):
             self._check(own, layer)
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Tensor | Parts:
-        """Cosines and sines of `position_ids` [1, T], or both as complex numbers, laid out as the model's own.
+        """Cosines and sines of `position_ids` [1, T], or both as complex numbers, in the layout of the model's own
+        module.
 
         Models that see images have [A, 1, T], time and place in an image; for text all A are the same.
         """
@@ -106,7 +110,7 @@ class LongRotary(nn.Module):
             inv_freq, factor = self._own[layer]
         else:
             options: dict[str, Any] = {} if layer is None else {"layer_type": layer}
-            if rope.scaled_for:  # a tensor, as transformers gives it: the same rounding
+            if rope.scaled_for:  # a tensor, as in transformers, for the same rounding
                 options["seq_len"] = rope.scaled_for if rope.is_double else torch.tensor(rope.scaled_for)
             with _InDouble(rope.is_double):
                 inv_freq, factor = self._make[layer](self.config, **options)
@@ -143,7 +147,7 @@ class LongRotary(nn.Module):
 
 
 class _InDouble(TorchFunctionMode):
-    """Runs what was written for float32 in float64."""
+    """Runs float32 code in float64."""
 
     def __init__(self, is_on: bool) -> None:
         super().__init__()
@@ -173,11 +177,11 @@ LAYOUTS: dict[str, Callable[[Tensor, float], Parts]] = {
     "single": _cos_sin,
     "complex": lambda phases, factor: (torch.polar(torch.ones_like(phases), phases) * factor,),
 }
-"""How modules lay out what they compute of phases [1, T, N]."""
+"""Layouts of the outputs of rotary modules, from phases [1, T, N]."""
 
 
 def _layout(own: Any, tables: dict[str | None, Tables]) -> tuple[Callable[[Tensor, float], Parts], torch.dtype | None]:
-    """The layout of a module's answers, and their dtype if it is always the same. Raises ModelRefused."""
+    """The layout of a module's outputs, and their dtype if it is always the same. Raises ModelRefused."""
     layer, (inv_freq, factor) = next(iter(tables.items()))
     options = () if layer is None else (layer,)
     positions = torch.tensor([PROBE], device=inv_freq.device)
@@ -207,16 +211,17 @@ def _parts(answer: Tensor | Parts) -> Parts:
 
 @torch.inference_mode()
 def replace_rotary(decoder: nn.Module, config: PreTrainedConfig) -> tuple[Ropes, Rotary]:
-    """Replaces the rotary modules of a decoder of text. Gives what chooses their ropes in each step, and what is known
-    of the model's positions. Raises ModelRefused when transformers would scale by the batch, and that cannot be
-    replaced."""
+    """Replaces the rotary modules of a text decoder. Returns the selection of ropes for each step, and a description of
+    the model's positions. Raises ModelRefused when transformers would scale by the batch, and the module cannot be
+    replaced.
+    """
     names = [name for name, part in decoder.named_modules() if _is_rotary(part)]
     ropes, made, reason = Ropes(), list[LongRotary](), "" if names else "it has no rotary positions"
     for name in names:
         own: Any = decoder.get_submodule(name)
         try:
             made.append(LongRotary(own, ropes))
-        except Exception as error:  # whatever a module has of its own, it is the module that is kept
+        except Exception as error:  # any error keeps the module
             reason = f"{type(own).__name__} cannot be replaced: {error}"
             if any(kind in str(getattr(own, "rope_type", "")) for kind in LENGTH_DEPENDENT):
                 raise ModelRefused(f"rotary factors depend on the longest position, and {reason}") from error
@@ -246,7 +251,7 @@ def _describe(config: Any, made: list[LongRotary]) -> Rotary:
 
 
 def _trained(config: Any) -> int:
-    """Positions that a model was trained for: those of its config, or what its yarn stretches."""
+    """Positions that a model was trained for: those of its config, or the length of its yarn scaling."""
     reported = int(getattr(config, "max_position_embeddings", 0) or 0)
     return max([reported, *(_yarn_length(p) for p in _parameters(config) if p["rope_type"] == "yarn")])
 
@@ -257,14 +262,14 @@ def _parameters_of(config: Any, layer: str | None) -> dict[str, Any]:
 
 
 def _parameters(config: Any) -> list[dict[str, Any]]:
-    """The rope parameters of a config, of each type of layer if those differ."""
+    """The rope parameters of a config, one set for each type of layer if those differ."""
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, dict)]
     return [p for p in (nested or [parameters]) if "rope_type" in p]
 
 
 def _scaled_from(config: Any, parameters: dict[str, Any]) -> int:
-    """Positions up to which the scaling is the one that the model begins with."""
+    """The number of positions up to which the initial scaling applies."""
     if parameters["rope_type"] == "dynamic":
         return int(config.max_position_embeddings)
     return int(parameters["original_max_position_embeddings"])
@@ -277,10 +282,10 @@ def _yarn_length(parameters: dict[str, Any]) -> int:
 def _all_frequencies(rotary: LongRotary, *, is_scaled: bool) -> Iterable[tuple[Tensor, Tensor]]:
     for layer in rotary.kinds:
         yield rotary.frequencies(layer)
-        if is_scaled:  # dynamic only lowers frequencies, longrope has one more set
+        if is_scaled:  # dynamic only lowers frequencies, longrope has a second set
             yield rotary.frequencies(layer, 1 << 40)
 
 
 def _float32_error(single: Tensor, double: Tensor) -> float:
-    """Radians per position by which float32 phases are off at most: the frequency's error, and the product's."""
+    """Maximum error of float32 phases in radians per position: the frequency's error, and the product's."""
     return float(((single.double() - double).abs() + single.double() * 2.0**-24).max())

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint: in which form they are read, and how they come to where they are used."""
+"""The weights of a checkpoint: accepted formats, and their transfer to a device."""
 
 import json
 from collections.abc import Generator
@@ -18,7 +18,7 @@ SAFE_WEIGHTS: dict[str, Any] = {"use_safetensors": True, "weights_only": True}
 
 
 def check_weights(folder: Path, config: PreTrainedConfig) -> None:
-    """Refuses weights in pickles, which are programs, also where only the config or an index names them."""
+    """Refuses weights in pickles, which can execute code, even if only the config or an index names them."""
     first: str = getattr(config, "transformers_weights", None) or SAFE_WEIGHTS_INDEX_NAME
     names, index = [first], folder / first
     if first.endswith(".index.json"):
@@ -29,7 +29,7 @@ def check_weights(folder: Path, config: PreTrainedConfig) -> None:
 
 
 def _indexed(index: Path) -> list[str]:
-    """The files that an index names. Raises ModelRefused where it has not what transformers reads of it."""
+    """The files that an index names. Raises ModelRefused if it lacks the fields that transformers reads."""
     found: Any = json.loads(index.read_text())
     entries: Any = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(entries, dict) or not all(isinstance(name, str) for name in entries.values()):
@@ -41,23 +41,23 @@ def _indexed(index: Path) -> list[str]:
 
 @contextmanager
 def going_to(device: str) -> Generator[None, None, None]:
-    """Has parameters move to `device` as soon as a module is given them: of weights that are read one after the other
-    no more than one lies in the host's memory.
+    """Moves parameters to `device` as soon as they are assigned to a module: when weights are read one at a time, the
+    host's memory holds at most one.
 
-    Transformers does so by itself only with the help of a package that nothing else here needs. Buffers are made once
-    all weights are there; they are small, and stay. Models that other threads load meanwhile would go there, too.
+    Transformers supports this only with a package that is not needed otherwise. Buffers are small; they are created
+    after the weights and are not moved. Models that other threads load at the same time would be moved as well.
     """
 
     there: dict[int, nn.Parameter] = {}
 
     def move(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        # without numbers yet, or of a kind of its own, which may do more when it moves than to move
+        # skips meta parameters, and subclasses whose move may have side effects
         if type(parameter) is not nn.Parameter or parameter.is_meta:
             return None
-        if id(parameter) in there:  # tied to another module: it must stay the same
+        if id(parameter) in there:  # tied to another module: its identity must be preserved
             return None
         moved = nn.Parameter(parameter.detach().to(device), requires_grad=parameter.requires_grad)
-        vars(moved).update(vars(parameter))  # transformers marks what it has loaded, and fills in the rest
+        vars(moved).update(vars(parameter))  # transformers marks loaded parameters, and initializes the others
         there[id(moved)] = moved
         return moved
 

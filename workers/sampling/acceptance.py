@@ -1,7 +1,8 @@
-"""Which drafts are accepted, on the device that has the logits: the host waits for nothing, and shapes tell nothing.
+"""Acceptance of drafts on the device that holds the logits: the host does not wait, and shapes do not depend on
+results.
 
-Tokens are chosen at all positions of a step at once. What penalties count at a position are the drafts before it, as if
-all of them were accepted: where one is not, nobody asks what was chosen behind it.
+Tokens are sampled at all positions of a step at once. At each position, penalties count the drafts before it as if all
+of them were accepted; if one is not, the tokens sampled behind it are discarded.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,33 +14,36 @@ from torch import Tensor
 from longleaf.rank_protocol.step import Row
 
 NOT_FINITE = -1
-"""Stands for the id of a token where the logits are not finite."""
+"""Placeholder for a token whose logits are not finite."""
 NOT_REACHED = -2
-"""Stands for the id of a token behind a draft that was not accepted."""
+"""Placeholder for a token behind a draft that was not accepted."""
 NO_DRAFT = -3
-"""No id, and nothing that stands for one."""
+"""Marks the absence of a draft; equal to no id and to no placeholder."""
 
 
 class DraftRows(NamedTuple):
-    """What lies at the R positions of a step, int64: a sequence's first one, then those behind its drafts."""
+    """The drafts at the R positions of a step, int64. Each sequence has its first position, then one behind each
+    draft.
+    """
 
     ids: Tensor
-    """The draft that is tried behind each; NO_DRAFT where there is none."""
+    """The draft to compare with the token sampled at each position; NO_DRAFT where there is none."""
     numbers: Tensor
-    """How many drafts of its sequence lie before each."""
+    """The number of drafts of the same sequence before each position."""
 
     def before(self, most: int) -> Tensor:
-        """The drafts before each position, the nearest first, [R, most] with NO_DRAFT behind them."""
+        """The drafts before each position, the nearest first, [R, most], padded with NO_DRAFT."""
         rows_R = torch.arange(len(self.ids), device=self.ids.device)
         back_M = torch.arange(1, most + 1, device=self.ids.device)
         ids_RM = self.ids[(rows_R[:, None] - back_M).clamp_(min=0)]
         return torch.where(back_M <= self.numbers[:, None], ids_RM, NO_DRAFT)
 
     def reached(self, ids_R: Tensor) -> Tensor:
-        """Whether all drafts before each position are the ids that were chosen there. What is not finite behind drafts
-        counts as not reached: it will be so in the next step, too."""
+        """Whether all drafts before each position equal the ids sampled there. A position with non-finite logits behind
+        drafts counts as not reached: the next step will fail the same way.
+        """
         is_right_R = ids_R == self.ids
-        misses_R = (~is_right_R).cumsum(dim=0) - (~is_right_R).long()  # of all positions before
+        misses_R = (~is_right_R).cumsum(dim=0) - (~is_right_R).long()  # misses at earlier positions
         firsts_R = torch.arange(len(ids_R), device=ids_R.device) - self.numbers
         is_behind_R = (misses_R == misses_R[firsts_R]) & (ids_R != NOT_FINITE)
         return is_behind_R | (self.numbers == 0)
@@ -52,7 +56,7 @@ def drafts_of(rows: Sequence[Row]) -> tuple[list[int], list[int]]:
 
 
 def reached_ids(rows: Sequence[Row], told: Sequence[int]) -> Iterator[Sequence[int]]:
-    """The ids of each row's positions that were reached, of what is told of all."""
+    """The ids of each row's reached positions, given the reported ids of all positions."""
     start = 0
     for row in rows:
         end = start + 1 + len(row.draft_ids)

@@ -1,4 +1,4 @@
-"""Chooses tokens on the device that has the logits, and tells the host of all of them in one copy."""
+"""Samples tokens on the device that holds the logits, and copies all of them to the host at once."""
 
 from collections.abc import Iterable, Sequence
 
@@ -19,16 +19,16 @@ from workers.sampling.sampler import Choice, Sampler, first_positions
 from workers.sampling.uniforms import uniforms
 
 AHEAD = 64
-"""Tokens of a sequence whose random numbers are made at a time."""
+"""Random numbers that are generated at a time for a sequence."""
 MAX_LOGITS = 1 << 22
-"""Logits that are computed on together, unless one row alone has more: it bounds the memory that this takes."""
+"""Logits that are processed together, unless a single row has more. Bounds the memory of sampling."""
 FLOATS = Parameters._fields[:7]
 UNIFORM = FLOATS.index("uniform")
 NUM_PARAMETERS = len(Parameters._fields)
 
 
 class DeviceSequenceSampler:
-    """How the tokens of one sequence are chosen, and where its history lies."""
+    """The sampling parameters of one sequence, and the place of its history."""
 
     def __init__(self, sampling: Sampling, place: int) -> None:
         self.sampling = sampling
@@ -37,7 +37,7 @@ class DeviceSequenceSampler:
         self._uniforms: list[float] = []
 
     def uniform(self, token_index: int) -> float:
-        """The random number of a token; 0 where none is drawn."""
+        """The random number of a token; 0 for greedy sampling."""
         if self.sampling.is_greedy:
             return 0.0
         if not 0 <= token_index - self._first < len(self._uniforms):
@@ -45,7 +45,7 @@ class DeviceSequenceSampler:
         return self._uniforms[token_index - self._first]
 
     def parameters(self, vocabulary_size: int) -> Sequence[float | int]:
-        """Those of a row, in the order of Parameters, without the random number."""
+        """The parameters of a row, in the order of Parameters, without the random number."""
         requested = self.sampling
         dropped = 1 - requested.top_p if requested.top_p < 1.0 else -1.0
         penalties = (requested.repetition_penalty, requested.presence_penalty, requested.frequency_penalty)
@@ -73,7 +73,7 @@ class Batch:
         self._indices_FR = np.array(columns[len(FLOATS) :], dtype=np.int64)
 
     def numbers(self, token_indices: Sequence[int]) -> Numbers:
-        """Those of the tokens of these indices, as int64; floats lie bit for bit in them."""
+        """The parameters of tokens with these indices, as int64; floats are stored bit for bit."""
         if self.needs.draws:
             pairs = zip(self.choosers, token_indices, strict=True)
             self._floats_FR[UNIFORM] = [chooser.uniform(index) for chooser, index in pairs]
@@ -81,18 +81,18 @@ class Batch:
 
 
 def nobodys(vocabulary_size: int) -> Numbers:
-    """The parameters [F] of rows of which nobody wants a token."""
+    """The parameters [F] of padding rows, from which no token is sampled."""
     return Batch([DeviceSequenceSampler(Sampling(), NOBODY)], vocabulary_size).numbers([0])[:, 0]
 
 
 def parameters_of(numbers_FR: Tensor) -> Parameters:
-    """Parameters of which the numbers are on the device."""
+    """Parameters whose numbers are on the device."""
     floats_FR = numbers_FR[: len(FLOATS)].view(torch.float64)
     return Parameters(*floats_FR.unbind(), *numbers_FR[len(FLOATS) :].unbind())
 
 
 class DeviceChoice:
-    """Tokens that were chosen on the device and are on their way to the host."""
+    """Tokens that were sampled on the device and are being copied to the host."""
 
     def __init__(
         self,
@@ -102,8 +102,9 @@ class DeviceChoice:
         broken: set[int],
         host_NC: Tensor | None = None,
     ) -> None:
-        """`told_NC`, of the positions behind rows and their drafts, as the choosers are, comes into `host_NC`, if that
-        is given."""
+        """`reported_NC` holds the positions of rows and their drafts, in the order of the choosers. It is copied to
+        `host_NC` if that is given.
+        """
         self._rows = rows
         self._choosers = choosers
         self._told_NC = reported_NC
@@ -112,14 +113,14 @@ class DeviceChoice:
 
     @property
     def arrival(self) -> DeviceEvent:
-        """When the tokens are on the host."""
+        """The event after which the tokens are on the host."""
         return self._arriving.arrival
 
     def ids(self) -> Tensor:
         return ids_of(self._told_NC)
 
     def tokens(self) -> list[tuple[Token, ...]]:
-        """Waits for what the device was told so far."""
+        """The tokens of each row. Waits for the copy to the host."""
         reported, firsts = self._arriving.wait().tolist(), first_positions(self._rows)
         self._broken.update(row.sequence for row, i in zip(self._rows, firsts, strict=True) if reported[i][0] < 0)
         return [
@@ -131,23 +132,24 @@ class DeviceChoice:
 
 
 class DeviceSampler:
-    """Chooses the tokens of all sequences without waiting for the device. Has the same methods as Sampler."""
+    """Samples the tokens of all sequences without waiting for the device. Has the same methods as Sampler."""
 
     def __init__(self, device: str, num_sequences: int) -> None:
-        """`num_sequences` may be there at once."""
+        """At most `num_sequences` may be active at once."""
         self.broken: set[int] = set()
-        """Sequences whose logits were not finite: no token is chosen for them any more."""
+        """Sequences with non-finite logits: no further token is sampled for them."""
         self._device = device
         self._num_sequences = num_sequences
         self._choosers: dict[int, DeviceSequenceSampler] = {}
         self._histories: TokenHistories | None = None
         self._batch: Batch | None = None
         self._sent: tuple[Batch, Tensor] | None = None
-        """The parameters that `start` has sent last."""
+        """The parameters that the last `start` sent."""
 
     def start(self, rows: Sequence[Row], logits_RV: Tensor) -> Choice:
-        """Has the device choose the next token of each row, from its logits [V], and those behind the drafts that turn
-        out right, from the logits that follow. Parameters go there where they are others than in the step before."""
+        """Samples the next token of each row from its logits [V], and the tokens behind accepted drafts from the logits
+        that follow. Parameters are sent to the device if they differ from those of the previous step.
+        """
         batch, drafts = self.batch(rows, logits_RV.shape[-1]), None
         is_drafted = len(batch.choosers) > len(rows)
         if self._sent is None or self._sent[0] is not batch or batch.needs.draws or is_drafted:
@@ -161,8 +163,7 @@ class DeviceSampler:
         return DeviceChoice(rows, batch.choosers, reported_RN, self.broken)
 
     def batch(self, rows: Sequence[Row], vocabulary_size: int) -> Batch:
-        """How the tokens of rows are chosen, and those behind their drafts: the batch before, where that is the
-        same."""
+        """The sampling parameters of rows and their drafts. Returns the previous batch if it is the same."""
         by_row = [self._chooser(row, vocabulary_size) for row in rows]
         choosers = [each for row, each in zip(rows, by_row, strict=True) for _ in range(1 + len(row.draft_ids))]
         if self._batch is None or self._batch.choosers != choosers:
@@ -172,7 +173,7 @@ class DeviceSampler:
     def choose(
         self, logits_RV: Tensor, parameters: Parameters, needs: Needs, drafts: DraftRows | None = None
     ) -> Tensor:
-        """What `fixed_shape.note` tells of rows, chosen some after the others where they are many."""
+        """The result of `fixed_shape.note` for rows; many rows are sampled in slices."""
         size = logits_RV.shape[-1]
         most, histories = max(1, MAX_LOGITS // size), self._there(size)
         num_before = min(MAX_DRAFT_TOKENS, len(logits_RV) - 1) if needs.counts_tokens else 0
@@ -185,12 +186,12 @@ class DeviceSampler:
         return note(found[0] if len(found) == 1 else torch.cat(found), parameters, histories, needs, drafts)
 
     def _there(self, vocabulary_size: int) -> TokenHistories:
-        """Where the histories lie, for good."""
+        """The histories, which are allocated once."""
         self._histories = self._histories or TokenHistories(vocabulary_size, self._num_sequences, self._device)
         return self._histories
 
     def _chooser(self, row: Row, vocabulary_size: int) -> DeviceSequenceSampler:
-        """The chooser of the row's sequence, begun anew where the row tells its terms."""
+        """The chooser of the row's sequence. It is created again when the row brings new terms."""
         if row.terms is not None:
             self.forget([row.sequence])
             place = self._there(vocabulary_size).begin(row.terms)
@@ -198,34 +199,34 @@ class DeviceSampler:
         return self._choosers[row.sequence]
 
     def forget(self, sequences: Iterable[int]) -> None:
-        """Drops what was told of sequences that have ended."""
+        """Drops the state of sequences that have ended."""
         for sequence in sequences:
             self.broken.discard(sequence)
             if (chooser := self._choosers.pop(sequence, None)) is not None and self._histories is not None:
                 self._histories.end(chooser.place)
 
     def clear(self) -> None:
-        """Drops what was told of all sequences."""
+        """Drops the state of all sequences."""
         self.forget([*self._choosers, *self.broken])
 
 
 def ids_of(reported_RN: Tensor) -> Tensor:
-    """The ids [R], int64, of what `fixed_shape.note` tells, and what stands for some of them."""
+    """The ids [R], int64, of the result of `fixed_shape.note`, including its markers."""
     return reported_RN[:, 0].long()
 
 
 def token_indices(rows: Sequence[Row]) -> list[int]:
-    """Indices in their answers of the tokens behind rows and their drafts."""
+    """Indices, within their answers, of the tokens behind rows and their drafts."""
     return [row.token_index + number for row in rows for number in range(1 + len(row.draft_ids))]
 
 
 def make_sampler(device: str, num_sequences: int) -> Sampler | DeviceSampler:
-    """The one that is fastest where the logits are: a CPU has nobody to wait for, and looks at few tokens."""
+    """The faster sampler for the device of the logits: a CPU needs no asynchronous copy and samples few tokens."""
     return Sampler() if device == "cpu" else DeviceSampler(device, num_sequences)
 
 
 def needs_of(samplings: Sequence[Sampling]) -> Needs:
-    """What rows of these parameters need together."""
+    """The operations that rows of these parameters need together."""
     return Needs(
         has_bias=any(s.logit_bias for s in samplings),
         has_repetition=any(s.repetition_penalty != 1.0 for s in samplings),
@@ -238,12 +239,12 @@ def needs_of(samplings: Sequence[Sampling]) -> Needs:
 
 
 def reached(sampling: Sampling, told: Iterable[Sequence[float]]) -> tuple[Token, ...]:
-    """What the device tells of the positions of a sequence, as far as it came."""
+    """The tokens of the reached positions of a sequence."""
     return tuple(token(sampling, *numbers) for numbers in told if numbers[0] != NOT_REACHED)
 
 
 def token(sampling: Sampling, token_id: float, *numbers: float) -> Token:
-    """A row of what the device tells, as `choose` puts it together."""
+    """The token of a row in the format of `choose`."""
     num_top = sampling.num_logprobs
     if num_top is None:
         return Token(int(token_id))

@@ -1,4 +1,4 @@
-"""What it means to draw a token: the definition, for one row, of what `draws.py` does for many at once."""
+"""The definition of sampling, for one row; `draws.py` computes it for many rows at once."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,8 @@ from longleaf.sampling import Sampling
 
 def distribution(scores_V: Tensor, sampling: Sampling) -> Tensor:
     """Probabilities [V], float64, from logits [V], float64, after bias and penalties: transformers' temperature, top-k,
-    top-p and min-p."""
+    top-p and min-p.
+    """
     processors = LogitsProcessorList([TemperatureLogitsWarper(float(sampling.temperature))])
     if sampling.top_k:
         processors.append(TopKLogitsWarper(min(sampling.top_k, scores_V.shape[0])))
@@ -22,10 +23,11 @@ def distribution(scores_V: Tensor, sampling: Sampling) -> Tensor:
 
 
 def top_p(scores_V: Tensor, share: float) -> Tensor:
-    """The scores [V] of the fewest tokens, the likeliest, that have this share of the probability; -inf elsewhere.
+    """The scores [V] of the smallest set of the likeliest tokens that has this share of the probability; -inf
+    elsewhere.
 
-    As transformers' TopPLogitsWarper, but that of tokens equally likely those of smaller ids go first: there it depends
-    on the processor, whose instructions decide how torch sorts.
+    Same as transformers' TopPLogitsWarper, except that among equally likely tokens those of smaller ids are dropped
+    first: in transformers this depends on the processor, whose instruction set affects torch's sort.
     """
     order_V = scores_V.sort(stable=True).indices
     is_dropped_V = torch.softmax(scores_V[order_V], dim=-1).cumsum(0) <= 1 - share
@@ -34,7 +36,7 @@ def top_p(scores_V: Tensor, share: float) -> Tensor:
 
 
 def draw(scores_V: Tensor, sampling: Sampling, uniform: float) -> int:
-    """The token whose stretch of the cumulative probabilities, in the order of ids, `uniform` in [0, 1) falls into."""
+    """The token whose interval of the cumulative probabilities, in the order of ids, contains `uniform` in [0, 1)."""
     probabilities_V = distribution(scores_V, sampling)
     cumulative_V = probabilities_V.cumsum(0)
     chosen = int(torch.searchsorted(cumulative_V, uniform * float(cumulative_V[-1]), right=True))

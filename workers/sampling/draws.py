@@ -1,10 +1,10 @@
-"""Draws the tokens of many rows at once on a CPU, each as `distribution.py` defines it, or not at all.
+"""Samples the tokens of many rows at once on a CPU, each as `distribution.py` defines it, or not at all.
 
-Both compute in float64 from the same scores, but in another order, so that sums differ in their last bits. That matters
-only where a sum comes as close to a limit as rounding may take it: to where top-p cuts, or to the number that is drawn.
-Such a row is left to the definition; all others get the token that the definition gives. Nothing is sorted but the few
-tokens that come into question where top-p cuts: scores are dealt to levels, and the level in which the share is reached
-is found from how likely each level is.
+Both compute in float64 from the same scores, but in a different order, so that sums differ in their last bits. That
+matters if a sum is within rounding error of a limit: the top-p threshold, or the drawn number. Such a row is
+left to the definition; all others get the token that the definition gives. Only the few candidate tokens at the top-p
+threshold are sorted: scores are assigned to levels, and the level in which the share is reached is found from the
+probability of each level.
 """
 
 import operator
@@ -21,16 +21,17 @@ from longleaf.sampling import Sampling
 BLOCK = 64
 LEVELS = 4096
 SPAN = 40.0
-"""Below the best score by so much, e^-40 as likely, all are of the lowest level."""
+"""Scores lower than the best by at least this much, e^-40 times as likely, are in the lowest level."""
 EPSILON = torch.finfo(torch.float64).eps
 NEAR = 16 * EPSILON
-"""By how much, of itself, a share may differ from what the definition computes."""
+"""Relative tolerance of a share compared with the definition's."""
 
 
 def draw(logits_RV: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]) -> list[int | None]:
     """The token of each row, from its logits [V], float64, after bias and penalties, and a number in [0, 1); None where
-    rounding might decide, or where what would be drawn from is not finite. All rows have the same top-k. The logits are
-    overwritten."""
+    rounding might decide, or where the probabilities are not finite. All rows have the same top-k. The logits are
+    overwritten.
+    """
     top_k, margin = samplings[0].top_k, rounding(logits_RV.shape[-1])
     temperatures_R1 = logits_RV.new_tensor([[sampling.temperature] for sampling in samplings])
     scores_RN, ids_RN = logits_RV, None
@@ -44,7 +45,7 @@ def draw(logits_RV: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[fl
         ids_RN, order_RN = ids_RN.sort()
         scores_RN = scores_RN.gather(1, order_RN)
     shares_RN = torch.softmax(scores_RN, dim=-1)
-    is_sure_R &= shares_RN[:, 0].isfinite()  # where one is not, none is
+    is_sure_R &= shares_RN[:, 0].isfinite()  # if one is not finite, none is
     for i, sampling in enumerate(samplings):
         if sampling.top_p < 1.0 and is_sure_R[i]:
             is_sure_R[i] = cut_top_p(shares_RN[i], scores_RN[i], sampling.top_p, margin)
@@ -58,8 +59,9 @@ def draw(logits_RV: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[fl
 
 
 def highest(logits_RV: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    """The highest logits [R, N] of each row, in falling order, and their ids. Like topk, in a third of the time: the N
-    blocks of the highest maxima have them all."""
+    """The highest logits [R, N] of each row, in descending order, and their ids. Like topk, in a third of the time: the
+    N blocks with the highest maxima contain all of them.
+    """
     num_blocks = logits_RV.shape[-1] // BLOCK
     if num >= num_blocks:
         return logits_RV.topk(num)
@@ -73,14 +75,16 @@ def highest(logits_RV: Tensor, num: int) -> tuple[Tensor, Tensor]:
 
 
 def rounding(num_tokens: int) -> float:
-    """More than by which a sum of shares of so many tokens may differ from the definition's: shares are quotients of a
-    sum, and are added up once more, on both sides."""
+    """Upper bound of the difference between a sum of `num_tokens` shares and the definition's sum: shares are quotients
+    of a sum, and are added up again, on both sides.
+    """
     return 8 * num_tokens * EPSILON
 
 
 def cut_top_k(scores_RN: Tensor, top_k: int, num_tokens: int) -> Tensor:
-    """Sets those of the N best scores of `num_tokens`, in falling order, to -inf that top-k drops. Of which rows N
-    holds all that are as good as the last that is kept."""
+    """Sets the scores that top-k drops to -inf, among the N best of `num_tokens` scores in descending order. Returns,
+    per row, whether the N scores include all ties with the last kept one.
+    """
     last_R1 = scores_RN[:, min(top_k, num_tokens) - 1, None].clone()
     is_sure_R = (scores_RN[:, -1:] < last_R1)[:, 0] | (scores_RN.shape[-1] == num_tokens)
     scores_RN.masked_fill_(scores_RN < last_R1, -torch.inf)
@@ -88,10 +92,10 @@ def cut_top_k(scores_RN: Tensor, top_k: int, num_tokens: int) -> Tensor:
 
 
 def cut_top_p(shares_V: Tensor, scores_V: Tensor, top_p: float, margin: float) -> bool:
-    """Sets the shares [V] to zero that top-p drops. Whether it is sure which ones they are.
+    """Sets the shares [V] that top-p drops to zero. Whether the selection is certain.
 
-    Where few tokens are likely, the others need no look: those are left out that even together, as many as V, have less
-    than what must be dropped.
+    If few tokens are likely, the others are skipped: tokens whose V-fold share is still less than the share that must
+    be dropped.
     """
     least = max((1.0 - top_p) / 2 - margin, 0.0) / len(shares_V)
     if (shares_V[::BLOCK] > least).sum() > len(shares_V) / BLOCK / 4:
@@ -104,16 +108,17 @@ def cut_top_p(shares_V: Tensor, scores_V: Tensor, top_p: float, margin: float) -
 
 
 def cut_levels(shares_N: Tensor, scores_N: Tensor, top_p: float, margin: float) -> bool:
-    """As `cut_top_p`, of the N tokens that need a look."""
+    """Like `cut_top_p`, for the N candidate tokens."""
     levels_N = levels(scores_N)
     reached_L = shares_N.new_zeros(LEVELS).scatter_add_(0, levels_N, shares_N).cumsum(0).numpy()
     level = min(int(np.searchsorted(reached_L, top_p)), LEVELS - 1)
     ids = places(levels_N, operator.eq, level)
-    if not len(ids):  # all shares together, rounded, stay below top-p
+    if not len(ids):  # the rounded sum of all shares is less than top-p
         return False
-    order = np.argsort(scores_N[ids].numpy(), kind="stable")[::-1]  # of equal ones that of larger id first
+    order = np.argsort(scores_N[ids].numpy(), kind="stable")[::-1]  # among equal ones, larger ids first
     shares = shares_N[ids].numpy()[order]
-    limits = np.concatenate((reached_L[level - 1 : level], shares)).cumsum()  # before the first of them too, if any is
+    # and the limit before the first of them, if there is a level above
+    limits = np.concatenate((reached_L[level - 1 : level], shares)).cumsum()
     reached = limits[-len(ids) :]
     num_retained = min(1 + int((reached < top_p).sum()), len(ids))
     functional.threshold(shares_N, float(shares[num_retained - 1]) * (1 - NEAR), 0.0, inplace=True)
@@ -123,21 +128,23 @@ def cut_levels(shares_N: Tensor, scores_N: Tensor, top_p: float, margin: float) 
 
 
 def levels(scores_N: Tensor) -> Tensor:
-    """Scores [N] dealt to levels, the best to level 0: equal ones to the same, lower ones to none that is higher up."""
+    """Assigns scores [N] to levels, the best to level 0. Equal scores get the same level; lower scores never get a
+    lower number.
+    """
     below_N = (scores_N.amax() - scores_N).float()
     per_score = (LEVELS - 1) / below_N.amax().clamp_(1e-30, SPAN)
     return below_N.mul_(per_score).clamp_(max=LEVELS - 1).long()
 
 
 def places(values_N: Tensor, compare: Callable[[Any, float], Any], limit: float) -> Tensor:
-    """Where a comparison is true. Numpy compares and finds in a fraction of the time that torch takes."""
+    """The indices where a comparison is true. Numpy takes a fraction of torch's time."""
     return torch.from_numpy(np.flatnonzero(compare(values_N.numpy(), limit)))
 
 
 def cut_min_p(shares_RV: Tensor, min_p_R1: Tensor) -> Tensor:
-    """Sets the shares [V] to zero that min-p drops. Of which rows it is sure which ones they are."""
+    """Sets the shares [V] that min-p drops to zero. Returns, per row, whether the selection is certain."""
     least_R1 = min_p_R1 * shares_RV.amax(dim=-1, keepdim=True)
-    is_kept_RV = torch.empty_like(shares_RV)  # of their type: torch compares faster so
+    is_kept_RV = torch.empty_like(shares_RV)  # the same dtype makes the comparison faster in torch
     num_kept_R = torch.ge(shares_RV, least_R1 * (1 + NEAR), out=is_kept_RV).sum(dim=-1)
     is_sure_R = torch.ge(shares_RV, least_R1 * (1 - NEAR), out=is_kept_RV).sum(dim=-1) == num_kept_R
     shares_RV *= is_kept_RV
@@ -145,8 +152,9 @@ def cut_min_p(shares_RV: Tensor, min_p_R1: Tensor) -> Tensor:
 
 
 def invert(shares_RV: Tensor, uniforms_R1: Tensor, margin: float) -> tuple[Tensor, Tensor]:
-    """The token [R, 1] in whose stretch of the cumulative shares each number falls, and of which rows that is sure. The
-    shares are overwritten."""
+    """The token [R, 1] whose interval of the cumulative shares contains each number, and per row whether that is
+    certain. The shares are overwritten.
+    """
     cumulative_RV = shares_RV.cumsum_(dim=-1)
     drawn_R1 = uniforms_R1 * cumulative_RV[:, -1:]
     found_R1 = torch.searchsorted(cumulative_RV, drawn_R1, right=True).clamp_(max=shares_RV.shape[-1] - 1)

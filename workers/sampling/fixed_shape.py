@@ -1,11 +1,12 @@
-"""Chooses the tokens of all rows by operations whose shapes depend on no number, so that the host waits for none.
+"""Samples the tokens of all rows by operations whose shapes depend on no values, so that the host never waits.
 
-Each row gets what `distribution.py` defines, by the same float64 operations on the same numbers in the same places: on
-CPUs the same bits. Other devices add up in another order and have an exponential of their own, so that sums differ in
-their last bits there, and a token may be another one where a sum comes as close to a limit: the number that is drawn to
-the edge of a token's stretch, a sum of shares to what top-p keeps, a share to what min-p keeps. Sums of V shares that
-are added one after the other are off by some sqrt(V) / 8 of an eps, 1e-14 for 152,000 tokens, by 8 V eps at most. If N
-tokens are about equally likely, one draw in 1 / (2e-14 N) is as near to an edge: in 3e8 of all, in 5e11 of a hundred.
+Each row gets the result of `distribution.py`, by the same float64 operations on the same numbers in the same order: on
+CPUs the results are bit-identical. Other devices add in another order and have another exponential function, so that
+sums differ in their last bits, and a token may differ where a sum is that close to a limit: the drawn number to the
+edge of a token's interval, a sum of shares to the top-p threshold, a share to the min-p threshold. Sequential sums of V
+shares have an error of approximately sqrt(V) / 8 eps, 1e-14 for 152,000 tokens, and at most 8 V eps. If N tokens are
+about equally likely, one draw in 1 / (2e-14 N) is that close to an edge: one in 3e8 for all tokens, one in 5e11 for a
+hundred.
 """
 
 from typing import NamedTuple
@@ -22,7 +23,7 @@ COLUMNS = (slice(None), None)
 
 
 class Needs(NamedTuple):
-    """Which operations the rows of a step need: as many rows of equal needs take the same ones."""
+    """The operations that the rows of a step need. Rows with equal needs run the same operations."""
 
     has_bias: bool
     has_repetition: bool
@@ -33,7 +34,7 @@ class Needs(NamedTuple):
     """By top-k or top-p."""
     has_min_p: bool
     num_top: int
-    """How many logprobs are told beside that of the token; -1 where not even that is."""
+    """The number of logprobs that are reported beside that of the token; -1 for none, not even the token's."""
 
     @property
     def is_adjusted(self) -> bool:
@@ -41,11 +42,11 @@ class Needs(NamedTuple):
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether it matters which tokens there were."""
+        """Whether the result depends on earlier tokens."""
         return self.has_repetition or self.has_counts
 
     def covers(self, other: "Needs") -> bool:
-        """Whether the operations that these need do for rows of other needs, too."""
+        """Whether the operations for these needs also serve rows of other needs."""
         return all(mine >= theirs for mine, theirs in zip(self, other, strict=True))
 
 
@@ -57,12 +58,13 @@ KINDS = (
     ADJUSTED._replace(draws=True, cuts=True, has_min_p=True),
     ADJUSTED._replace(draws=True, cuts=True, has_min_p=True, num_top=MAX_LOGPROBS),
 )
-"""Needs that captured operations have, the fewest operations first; the last one covers all. What a row does not need
-leaves its bits: to sort logits of which none are cut, to divide by a penalty of 1."""
+"""The needs of captured operations, in the order of increasing work; the last one covers all. Operations that a row
+does not need leave its bits unchanged, such as a sort of logits of which none are cut, or a division by a penalty of 1.
+"""
 
 
 def kind_of(needs: Needs) -> Needs:
-    """The kind with the fewest operations that does for rows of such needs."""
+    """The kind with the fewest operations that covers the needs."""
     return next(kind for kind in KINDS if kind.covers(needs))
 
 
@@ -70,7 +72,7 @@ class Parameters(NamedTuple):
     """Sampling parameters [R] of the rows of a step; floats are float64."""
 
     temperature: Tensor
-    """1 where it is greedy."""
+    """1 for greedy sampling."""
     dropped_share: Tensor
     """1 - top_p; -1 drops nothing."""
     min_p: Tensor
@@ -83,10 +85,10 @@ class Parameters(NamedTuple):
     """From 1 to V."""
     is_greedy: Tensor
     place: Tensor
-    """In the histories."""
+    """The place in the histories."""
 
     def of(self, rows: slice | tuple[slice, None]) -> "Parameters":
-        """Those of some rows, or as columns."""
+        """The parameters of some rows, or as columns."""
         return Parameters(*(values_R[rows] for values_R in self))
 
 
@@ -94,10 +96,12 @@ def choose(
     logits_RV: Tensor, parameters: Parameters, histories: TokenHistories, needs: Needs, before_RM: Tensor | None = None
 ) -> Tensor:
     """The id of the next token of each row, from its logits [V], or NOT_FINITE: [R, 1], int64. With logprobs
-    [R, 2 + 2 N], float64: the id, the logprob of it, those of the N likeliest tokens, and the ids of these.
+    [R, 2 + 2 N], float64: the id, its natural-log probability, those of the N likeliest tokens, and their ids.
 
-    `before_RM` are drafts that count as said, see `Drafts.before`."""
-    is_finite_R = logits_RV.amax(dim=-1).isfinite()  # NaN shows in it, and -inf alone is a token that is ruled out
+    `before_RM` are drafts that count as generated, see `DraftRows.before`.
+    """
+    # NaN propagates to the maximum; single logits of -inf are tokens that are ruled out
+    is_finite_R = logits_RV.amax(dim=-1).isfinite()
     if needs.is_adjusted or needs.draws:
         ids_R = choose_adjusted(logits_RV, parameters.of(COLUMNS), histories, needs, before_RM)
     else:
@@ -112,8 +116,9 @@ def choose(
 def note(
     told_RC: Tensor, parameters: Parameters, histories: TokenHistories, needs: Needs, drafts: DraftRows | None
 ) -> Tensor:
-    """Notes what was chosen in the histories of its sequences. What `choose` tells, with the id NOT_REACHED behind
-    drafts that are not accepted."""
+    """Adds the sampled tokens to the histories of their sequences. Returns the result of `choose`, with the id
+    NOT_REACHED behind drafts that are not accepted.
+    """
     ids_R, places_R = told_RC[:, 0].long(), parameters.place
     if drafts is not None:
         is_reached_R = drafts.reached(ids_R)
@@ -140,7 +145,9 @@ def choose_adjusted(
 def adjust(
     scores_RV: Tensor, parameters_R1: Parameters, histories: TokenHistories, needs: Needs, before_RM: Tensor | None
 ) -> None:
-    """Adds biases and penalties in place, as `penalties.py` does; those that a row does not have leave its bits."""
+    """Adds biases and penalties in place, as `penalties.py` does; those that a row does not have leave its bits
+    unchanged.
+    """
     places_R = parameters_R1.place[:, 0]
     if needs.has_bias:
         scores_RV.scatter_add_(1, histories.bias_ids_PB[places_R], histories.biases_PB[places_R])
@@ -160,7 +167,7 @@ def adjust(
 
 
 def counts_of(ids_RM: Tensor, vocabulary_size: int) -> Tensor:
-    """How often each of V ids is among those of a row, [R, V], int32; what is no id of a logit is not counted."""
+    """The number of occurrences of each of V ids in each row, [R, V], int32; ids without a logit are not counted."""
     is_id_RM = (ids_RM >= 0) & (ids_RM < vocabulary_size)
     counts_RV = torch.zeros(len(ids_RM), vocabulary_size, dtype=torch.int32, device=ids_RM.device)
     return counts_RV.scatter_add_(1, torch.where(is_id_RM, ids_RM, 0), is_id_RM.int())
@@ -179,13 +186,12 @@ def draw(scores_RV: Tensor, parameters_R1: Parameters, needs: Needs) -> Tensor:
     drawn_R1 = parameters_R1.uniform * cumulative_RV[:, -1:]
     found_R1 = torch.searchsorted(cumulative_RV, drawn_R1, right=True)
     ids_V = torch.arange(scores_RV.shape[-1], device=scores_RV.device)
-    # the last token up to there that can be drawn at all: rounding may lead beyond the last one, or between two
+    # the last token up to there with a non-zero share: rounding may lead past the last one, or between two
     return torch.where((shares_RV != 0) & (ids_V <= found_R1), ids_V, 0).amax(dim=-1)
 
 
 def cut(scores_RV: Tensor, parameters_R1: Parameters) -> None:
-    """Sets the scores to -inf that top-k or top-p drops, of the latter tokens of equal scores those of smaller ids
-    first."""
+    """Sets the scores that top-k or top-p drops to -inf. Among equal scores, top-p drops those of smaller ids first."""
     sorted_RV, order_RV = scores_RV.sort(dim=-1, stable=True)
     last_R1 = sorted_RV.gather(1, scores_RV.shape[-1] - parameters_R1.top_k)
     sorted_RV.masked_fill_(sorted_RV < last_R1, -torch.inf)

@@ -1,4 +1,4 @@
-"""What bias and penalties of sequences need, on a device: a place for each of them in tensors of fixed shape."""
+"""The state of sequences for bias and penalties, on a device: one place per sequence in tensors of fixed shape."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -11,12 +11,13 @@ from longleaf.sampling import MAX_BIASES
 from workers.host_copies import to_device
 
 NOBODY = 0
-"""The place of rows without bias and penalties. What is noted there has no effect."""
+"""The place of rows without bias and penalties. Writes to it have no effect."""
 
 
 class TokenHistories:
-    """Which of V tokens P sequences have seen, how often their answers have them, and B biases of each, in memory of
-    fixed address."""
+    """For P sequences: the seen ones of V tokens, the token counts of the answers, and B biases each, in memory of
+    fixed address.
+    """
 
     def __init__(self, vocabulary_size: int, num_sequences: int, device: str) -> None:
         self._vocabulary_size = vocabulary_size
@@ -26,12 +27,13 @@ class TokenHistories:
         self.is_seen_PV = torch.zeros(num_places, vocabulary_size, dtype=torch.bool, device=device)
         self.counts_PV = torch.zeros(num_places, vocabulary_size, dtype=torch.int32, device=device)
         self.bias_ids_PB = torch.zeros(num_places, MAX_BIASES, dtype=torch.long, device=device)
-        """Zeros, of which the bias is zero, fill it up."""
+        """Padded with zeros, whose bias is zero."""
         self.biases_PB = torch.zeros(num_places, MAX_BIASES, dtype=torch.float64, device=device)
 
     def begin(self, terms: SamplingTerms) -> int:
-        """The place of a sequence, which must be given back. What has no logit is left out: an embedding may have more
-        rows than the head."""
+        """Assigns a place to a sequence; `end` returns it. Ids without a logit are skipped: an embedding may have more
+        rows than the head.
+        """
         if terms.seen is None and not terms.sampling.logit_bias:
             return NOBODY
         place, seen, size = self._free.pop(), terms.seen or PenaltyHistory((), ()), self._vocabulary_size
@@ -45,12 +47,12 @@ class TokenHistories:
         return place
 
     def end(self, place: int) -> None:
-        """Takes a place back."""
+        """Frees a place."""
         if place != NOBODY:
             self._free.append(place)
 
     def add(self, places_R: Tensor, ids_R: Tensor) -> None:
-        """Notes a generated token of each sequence."""
+        """Adds a generated token to each sequence."""
         at_R = places_R * self._vocabulary_size + ids_R
         self.is_seen_PV.view(-1).index_fill_(0, at_R, True)
         self.counts_PV.view(-1).index_add_(0, at_R, torch.ones_like(at_R, dtype=torch.int32))

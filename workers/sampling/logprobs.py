@@ -1,4 +1,4 @@
-"""How likely tokens were by the logits as the model gave them."""
+"""Natural-log probabilities of tokens, from the unmodified logits of the model."""
 
 from collections.abc import Sequence
 
@@ -10,26 +10,29 @@ from workers.host_copies import to_device
 from workers.sampling import draws
 
 MAX_LOGITS = 1 << 22
-"""Logits that are computed on together, unless one row alone has more."""
+"""Logits that are processed together, unless a single row has more."""
 
 
 def logprobs(logits_RV: Tensor, token_ids: Sequence[int], num_top: int) -> list[Logprobs]:
-    """How likely each row's token was by the logits [V], and the `num_top` likeliest tokens."""
+    """The natural-log probabilities of each row's token, by the logits [V], and of the `num_top` likeliest tokens."""
     ids_RN, logprobs_RN = top_logprobs(logits_RV, torch.tensor(token_ids, device=logits_RV.device)[:, None], num_top)
     return list(map(told, ids_RN.tolist(), logprobs_RN.tolist()))
 
 
 def told(ids_N: Sequence[int], logprobs_N: Sequence[float]) -> Logprobs:
-    """What is told of a token: the logprobs are its own and those of the likeliest tokens, whose ids are given."""
+    """The reported logprobs of a token: the first value is its own, the others are those of the likeliest tokens
+    `ids_N`.
+    """
     first, *values = logprobs_N
     return Logprobs(first, tuple(map(TokenLogprob, ids_N, values)))
 
 
 def top_logprobs(logits_RV: Tensor, chosen_R1: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
-    """The ids [R, N] of the `num_top` likeliest tokens of each row, or of all V, by the logits [V]; and the logprobs
-    [R, 1 + N], float64, of the chosen token and of those."""
+    """The ids [R, N] of the `num_top` likeliest tokens of each row, or of all V, by the logits [V]; and the natural-log
+    probabilities [R, 1 + N], float64, of the chosen token and the likeliest ones.
+    """
     logits_RV = logits_RV.double()
-    # of the likeliest token, minus the logarithm of the sum: torch makes it in less time so than by log_softmax
+    # the logprob of the likeliest token, which is minus the logarithm of the sum: faster in torch than log_softmax
     logprob_R1 = torch.softmax(logits_RV, dim=-1).amax(dim=-1, keepdim=True).log()
     ids_RN = draws.highest(logits_RV, min(num_top, logits_RV.shape[-1]))[1]
     below_RN = logits_RV.gather(1, torch.cat((chosen_R1, ids_RN), dim=1)) - logits_RV.amax(dim=-1, keepdim=True)
@@ -37,7 +40,7 @@ def top_logprobs(logits_RV: Tensor, chosen_R1: Tensor, num_top: int) -> tuple[Te
 
 
 def logprobs_of(logits_SV: Tensor, token_ids: Sequence[int]) -> Tensor:
-    """The logprob of one token per row, [S], float32; NaN where a logit is none."""
+    """The natural-log probability of one token per row, [S], float32; NaN where a logit is NaN."""
     ids_S1 = to_device(torch.tensor(token_ids, dtype=torch.long)[:, None], str(logits_SV.device))
     step = max(1, MAX_LOGITS // logits_SV.shape[-1])
     parts = zip(logits_SV.split(step), ids_S1.split(step), strict=True)

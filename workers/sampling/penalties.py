@@ -1,4 +1,4 @@
-"""What is added to logits before a token is chosen: bias and penalties."""
+"""Adjusts logits before a token is sampled: bias and penalties."""
 
 from collections.abc import Iterable
 
@@ -10,28 +10,29 @@ from longleaf.sampling import Sampling
 
 
 class PenaltyCounts:
-    """What penalties must know of a sequence over a vocabulary of V tokens, on the CPU."""
+    """The token counts of a sequence for penalties, over a vocabulary of V tokens, on the CPU."""
 
     def __init__(self, seen: PenaltyHistory, vocabulary_size: int) -> None:
         self.seen_ids = _ids(seen.token_ids)
-        """Ids in context, prompt or answer, each once. An embedding may have more rows than the head: what has no logit
-        is left out."""
+        """Ids in context, prompt or answer, each once. Ids without a logit are skipped: an embedding may have more rows
+        than the head.
+        """
         self.seen_ids = self.seen_ids[self.seen_ids < vocabulary_size].unique()
         self._is_seen_V = torch.zeros(vocabulary_size, dtype=torch.bool)
         self._is_seen_V[self.seen_ids] = True
         self.answer_ids, counts = _ids(seen.generated).unique(return_counts=True)
-        """Ids of tokens in the answer, each once, and how often."""
+        """Ids of tokens in the answer, each once, and their counts."""
         self._counts_V = torch.zeros(vocabulary_size, dtype=torch.float64)
         self._counts_V[self.answer_ids] = counts.double()
         self._see(self.answer_ids)
 
     @property
     def counts(self) -> Tensor:
-        """How often each of `answer_ids` is in the answer, float64."""
+        """The count of each of `answer_ids` in the answer, float64."""
         return self._counts_V[self.answer_ids]
 
     def add(self, token_id: int) -> None:
-        """Notes a generated token."""
+        """Adds a generated token."""
         ids = _ids([token_id])
         self._see(ids)
         if self._counts_V[token_id] == 0:
@@ -56,15 +57,15 @@ class Penalties:
         self._history = PenaltyCounts(terms.seen, vocabulary_size) if terms.seen is not None else None
 
     def add(self, token_id: int) -> None:
-        """Notes a generated token."""
+        """Adds a generated token."""
         if self._history is not None:
             self._history.add(token_id)
 
     def adjust(self, logits_V: Tensor) -> None:
-        """Changes logits [V], float64, in place, where a bias or a penalty acts and nowhere else.
+        """Changes logits [V], float64, in place, only where a bias or a penalty applies.
 
-        The bias is what transformers' SequenceBiasLogitsProcessor does to single ids, the repetition penalty what its
-        RepetitionPenaltyLogitsProcessor does; presence and frequency penalties are those of the OpenAI API.
+        The bias is that of transformers' SequenceBiasLogitsProcessor for single ids, the repetition penalty that of its
+        RepetitionPenaltyLogitsProcessor; presence and frequency penalties are those of the OpenAI API.
         """
         if len(self._biased_ids):
             logits_V.index_add_(0, self._biased_ids, self._biases)

@@ -1,4 +1,4 @@
-"""Chooses tokens from logits on a CPU. Random numbers depend on (seed, token index) alone, never on the batch."""
+"""Samples tokens from logits on a CPU. Random numbers depend only on (seed, token index), never on the batch."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,8 +18,9 @@ from workers.sampling.penalties import Penalties
 from workers.sampling.uniforms import uniform
 
 MAX_LOGITS = 1 << 19
-"""Logits that are computed on together, unless one row alone has more: in float64 4 MiB, which an allocator hands out
-again instead of asking the system for pages each time."""
+"""Logits that are processed together, unless a single row has more: 4 MiB in float64, which an allocator reuses instead
+of requesting pages from the system each time.
+"""
 
 
 class Choice(Protocol):
@@ -27,17 +28,19 @@ class Choice(Protocol):
 
     def ids(self) -> Tensor:
         """For the other ranks: the ids behind each row and its drafts, NOT_FINITE where there is no token, NOT_REACHED
-        behind a draft that was not accepted, int64, where the logits are."""
+        behind a draft that was not accepted, int64, on the device of the logits.
+        """
         ...
 
     def tokens(self) -> list[tuple[Token, ...]]:
-        """Of each row the drafts that were accepted, and the token behind them; none where the logits are not finite,
-        or were not before."""
+        """The accepted drafts of each row, and the token behind them; none where the logits are not finite, or were not
+        before.
+        """
         ...
 
 
 class SampledTokens:
-    """Tokens that are on the host. Implements Choice."""
+    """Tokens on the host. Implements Choice."""
 
     def __init__(self, rows: Sequence[Row], tokens: list[tuple[Token, ...]]) -> None:
         self._rows = rows
@@ -55,28 +58,33 @@ class SampledTokens:
 
 
 class CpuSequenceSampler:
-    """How the tokens of one sequence are chosen: its terms, and what its penalties remember."""
+    """The terms of one sequence, and the token counts of its penalties."""
 
     def __init__(self, terms: SamplingTerms, vocabulary_size: int) -> None:
         self.sampling = sampling = terms.sampling
         self.penalties = Penalties(terms, vocabulary_size)
         self.kind = -2 if sampling.is_argmax else -1 if sampling.is_greedy else sampling.top_k
-        """Rows of one kind are computed on together: those of one top-k, greedy ones, and greedy ones as they are."""
+        """Rows of one kind are processed together: equal top-k (0 or more), greedy (-1), or greedy without adjustment
+        (-2).
+        """
 
 
 class Sampler:
-    """Chooses the tokens of all sequences on a CPU. Remembers the terms of each, which its first row tells."""
+    """Samples the tokens of all sequences on a CPU. Stores the terms of each sequence, which come with its first
+    row.
+    """
 
     def __init__(self) -> None:
         self.broken: set[int] = set()
-        """Sequences whose logits were not finite: no token is chosen for them any more."""
+        """Sequences with non-finite logits: no further token is sampled for them."""
         self._choosers: dict[int, CpuSequenceSampler] = {}
 
     def start(self, rows: Sequence[Row], logits_RV: Tensor) -> Choice:
-        """The next tokens of each row that can have some, from its logits [V], which those of its drafts follow.
+        """The next tokens of each row that can have some, from its logits [V], which are followed by those of its
+        drafts.
 
-        Each of them is chosen as a step of its own would choose it, up to the first one that is not the draft. A draft
-        behind which the logits are not finite is not accepted either: they will be so in the next step, too.
+        Each token is the same as in a separate step, up to the first one that differs from the draft. A draft with
+        non-finite logits behind it is not accepted: the next step will fail the same way.
         """
         firsts, is_finite = first_positions(rows), highest_are_finite(logits_RV)
         self.broken.update(row.sequence for row, first in zip(rows, firsts, strict=True) if not is_finite[first])
@@ -111,40 +119,40 @@ class Sampler:
         return list(map(Token, chosen, reported))
 
     def _chooser(self, row: Row, vocabulary_size: int) -> CpuSequenceSampler:
-        """The chooser of the row's sequence, begun anew where the row tells its terms."""
+        """The chooser of the row's sequence. It is created again when the row brings new terms."""
         if row.terms is not None:
             self._choosers[row.sequence] = CpuSequenceSampler(row.terms, vocabulary_size)
         return self._choosers[row.sequence]
 
     def forget(self, sequences: Iterable[int]) -> None:
-        """Drops what was told of sequences that have ended."""
+        """Drops the state of sequences that have ended."""
         for sequence in sequences:
             self.broken.discard(sequence)
             self._choosers.pop(sequence, None)
 
     def clear(self) -> None:
-        """Drops what was told of all sequences."""
+        """Drops the state of all sequences."""
         self.forget([*self._choosers, *self.broken])
 
 
 def first_positions(rows: Sequence[Row]) -> list[int]:
-    """Where the logits of each row begin."""
+    """The index of the first logits of each row."""
     return [*accumulate((1 + len(row.draft_ids) for row in rows), initial=0)][:-1]
 
 
 def ahead(row: Row, turn: int) -> Row:
-    """A row as the one of its draft number `turn`, from 1 on, would be in a step of its own; 0: itself."""
+    """The row that a separate step for draft number `turn`, from 1 on, would have; 0: the row itself."""
     return replace(row, token_index=row.token_index + turn, terms=None) if turn else row
 
 
 def is_accepted(row: Row, tokens: Sequence[Token]) -> bool:
-    """Whether the last one of the tokens that were chosen for a row is the row's draft."""
+    """Whether the last token sampled for a row equals the row's draft."""
     turn = len(tokens) - 1
     return turn < len(row.draft_ids) and row.draft_ids[turn] == tokens[turn].id
 
 
 def take(logits_RV: Tensor, rows: Sequence[int]) -> Tensor:
-    """The logits of some of the rows, in rising order; without a copy where they follow one another."""
+    """The logits of some rows, in ascending order; a view where the rows are consecutive."""
     if rows[-1] - rows[0] == len(rows) - 1:
         return logits_RV[rows[0] : rows[-1] + 1]
     return logits_RV.index_select(0, torch.tensor(rows))
@@ -178,21 +186,22 @@ def adjusted(logits_RV: Tensor, choosers: Sequence[CpuSequenceSampler]) -> Tenso
 
 
 def argmax(logits_RV: Tensor) -> list[int]:
-    """The first of the highest logits of each row. Numpy finds it in a tenth of the time that torch takes."""
+    """The index of the first maximum of each row. Numpy takes a tenth of torch's time."""
     is_half = logits_RV.dtype in (torch.bfloat16, torch.float16)
     return (logits_RV.float() if is_half else logits_RV).numpy().argmax(axis=-1).tolist()
 
 
 def highest_are_finite(logits_RV: Tensor) -> list[bool]:
-    """Whether a token can be chosen from each row: there is no NaN in it, and its highest logit is finite. A logit of
-    -inf is a token that the model rules out."""
+    """Whether a token can be sampled from each row: it contains no NaN, and its highest logit is finite. A logit of
+    -inf is a token that the model rules out.
+    """
     return [math.isfinite(highest) for highest in logits_RV.amax(dim=-1).tolist()]
 
 
 def _alike(
     choosers: Sequence[CpuSequenceSampler], kind: Callable[[CpuSequenceSampler], int | None], num_tokens: int
 ) -> Iterator[list[int]]:
-    """The rows of each kind but None, in lists that are not too long for a vocabulary of `num_tokens`."""
+    """The rows of each kind except None, in lists whose logits do not exceed MAX_LOGITS."""
     most = max(1, MAX_LOGITS // num_tokens)
     alike: dict[int, list[int]] = {}
     for i, chooser in enumerate(choosers):

@@ -3,7 +3,7 @@
 import numpy as np
 
 PER_COUNT = 4
-"""Numbers that Philox makes of one count."""
+"""Numbers that Philox generates per counter value."""
 
 
 def uniform(seed: int, token_index: int) -> float:
@@ -12,7 +12,7 @@ def uniform(seed: int, token_index: int) -> float:
 
 
 def uniforms(seed: int, token_index: int, num_tokens: int) -> list[float]:
-    """The numbers of so many tokens from one on, in little more time than that of one."""
+    """The numbers of `num_tokens` consecutive tokens, in little more time than that of one."""
     return _from(seed, token_index).random(PER_COUNT * num_tokens)[::PER_COUNT].tolist()
 
 

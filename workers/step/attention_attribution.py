@@ -1,10 +1,10 @@
-"""How much of rows' attention falls on each span of their context.
+"""The share of rows' attention that falls on each span of their context.
 
-The share of a key is exp(score - lse), with the merged logsumexp of the row. Kernels that can tell what fell on each
-block of keys are asked to; where they cannot, a pass over keys alone finds the same. Whatever computed the row, its
-bits are not touched, and a row that does not ask costs nothing.
+The share of a key is exp(score - lse), with the merged natural-log logsumexp of the row. Kernels that can report sums
+per block of keys do so; otherwise a separate pass over the keys computes the same shares. The outputs of the rows are
+bit-identical either way, and rows that request no attribution cost nothing.
 
-Shape letters: T rows of the step, A sequences that are told together, R their rows, K key heads, G queries per key
+Shape letters: T rows of the step, A sequences that are reported together, R their rows, K key heads, G queries per key
 head, H = K * G heads, M = R * G, D dim, S slots, N columns (`workers.step.attribution_rows`), W ranks.
 """
 
@@ -28,11 +28,11 @@ from workers.step.attribution_rows import SINK, AttributionGroup, SpanKeys
 from workers.step.block_plan import BlockPlan
 
 TILE_KEYS = 4096
-"""Keys that are looked at together: their scores are written out."""
+"""Keys per tile: the scores of a tile are materialized."""
 
 
 class SpanSums:
-    """What of some sequences that are told together was counted so far, on one rank."""
+    """Running sums, on one rank, for sequences that are reported together."""
 
     def __init__(self, asked: AttributionGroup, device: str) -> None:
         self.asked = asked
@@ -46,7 +46,7 @@ class SpanSums:
         self.num_heads = 0
 
     def add(self, layer: int, masses_RHN: Tensor) -> None:
-        """Counts a layer's heads."""
+        """Adds the heads of a layer."""
         self.num_heads += masses_RHN.shape[1]
         sizes = [run.end - run.start for _, run, _ in self.asked.tellers]
         masses_AHN = torch.stack([rows_RHN.mean(dim=0) for rows_RHN in masses_RHN.split(sizes)])
@@ -65,27 +65,27 @@ class SpanSums:
         sink_H: Tensor | None,
         columns: AttributionColumns,
     ) -> None:
-        """The same of what kernels have told of blocks."""
+        """Adds the heads of a layer from the block sums that kernels reported."""
         self.num_heads += lse_TH.shape[1]
         found, sink_column = (self.means_AN, self.largest_AN, self.heads_AN), self.asked.view.num_spans + SINK
         place = {"sink_column": sink_column, "first_head": layer * HEADS_PER_LAYER}
         backend.add_shares(reported_KE2, lse_TH, sink_H, columns, found, **place)
 
     def numbers(self) -> Tensor:
-        """Means, largest and, bit for bit, heads: [3, A * N], float32."""
+        """Means, maxima and the heads of the maxima (int32, bit for bit): [3, A * N], float32."""
         heads_AN = self.heads_AN.view(torch.float32)
         return torch.stack((self.means_AN / max(1, self.num_heads), self.largest_AN, heads_AN)).flatten(1)
 
 
 class SpanAttention:
-    """What all ranks counted, on its way to the host."""
+    """The sums over all ranks, being copied to the host."""
 
     def __init__(self, groups: Sequence[AttributionGroup], numbers_3N: Tensor) -> None:
         self._groups = groups
         self._arriving = AsyncHostCopy(numbers_3N)
 
     def attention(self) -> dict[int, Attention]:
-        """By sequence. Waits for what the device was told before."""
+        """Attention by sequence. Waits for the copy to the host."""
         rest_3N, found = self._arriving.wait(), dict[int, Attention]()
         for requested in self._groups:
             for attribution_row in requested.tellers:
@@ -98,19 +98,19 @@ class SpanAttention:
 
 
 class BlockAttention(NamedTuple):
-    """What kernels tell of a step's blocks of keys, and who adds it up."""
+    """The block sums that kernels report for a step, and the backend that adds them up."""
 
     backend: AttributionBackend
     plan: BlockPlan
 
 
 class AttributionAccumulator:
-    """Counts, layer by layer of one step, what falls on the columns of all rows that ask."""
+    """Accumulates, layer by layer of one step, the attention on the columns of all rows that request it."""
 
     def __init__(
         self, groups: Sequence[AttributionGroup], pool: KvPool, comm: Comm | None, blocks: BlockAttention | None = None
     ) -> None:
-        """Of all ranks the first one counts sinks."""
+        """Sinks are counted on rank 0 only."""
         self._sums = [SpanSums(requested, pool.device) for requested in groups]
         self._pool = pool
         self._comm = comm
@@ -118,8 +118,9 @@ class AttributionAccumulator:
         self._has_sink = comm is None or comm.rank == 0
 
     def add(self, layer: int, q_THD: Tensor, lse_TH: Tensor, call: LayerCall) -> None:
-        """Counts a layer that sees all keys, if it counts: queries as attention gets them, and the natural-log
-        logsumexp of all that they see."""
+        """Adds a full-attention layer, if it is among the counted layers: queries as attention gets them, and the
+        natural-log logsumexp [T, H] over all visible keys.
+        """
         reported_KE2 = self._blocks.plan.sums.take() if self._blocks else None
         for number, sums in enumerate(self._sums):
             if layer not in sums.asked.view.layers:
@@ -132,7 +133,7 @@ class AttributionAccumulator:
             sums.add_blocks(layer, self._blocks.backend, reported_KE2, lse_TH, sinks, columns)
 
     def told(self) -> SpanAttention | None:
-        """Has the ranks put together what they counted, all at the same time; the first one gets it."""
+        """Combines the sums of all ranks. A collective; only rank 0 returns the result."""
         numbers_3N = torch.cat([sums.numbers() for sums in self._sums], dim=1)
         if self._comm is not None:
             found_W3N = self._comm.all_gather(numbers_3N)
@@ -144,7 +145,7 @@ class AttributionAccumulator:
         return SpanAttention([sums.asked for sums in self._sums], numbers_3N)
 
     def _of_layer(self, layer: int, sums: SpanSums, q_THD: Tensor, lse_TH: Tensor, call: LayerCall) -> Tensor:
-        """What of each row and head falls on the columns, [R, H, N], float32."""
+        """The share of each row and head that falls on the columns, [R, H, N], float32."""
         requested, num_kv_heads = sums.asked, self._pool.num_kv_heads(layer)
         q_RKGD = q_THD[sums.rows_R].unflatten(1, (num_kv_heads, -1)).float() * call.scale
         num_rows, _, group, _ = q_RKGD.shape
@@ -169,9 +170,9 @@ class AttributionAccumulator:
     def _weights(
         self, layer: int, keys: SpanKeys, q_KDM: Tensor, lse_K1M: Tensor, call: LayerCall, ahead: int, group: int
     ) -> Tensor:
-        """The share of each key, [K, S, M]; `ahead` of them lie behind the first row."""
+        """The share of each key, [K, S, M]; `ahead` of the keys are after the first row."""
         k_KSD = self._pool.keys_between(layer, keys.slot, keys.slot + keys.num_keys)
-        scores_KSM = torch.matmul(k_KSD, q_KDM)  # on a CPU in half the time that it takes the other way round
+        scores_KSM = torch.matmul(k_KSD, q_KDM)  # twice as fast on a CPU as the transposed product
         if call.softcap is not None:
             scores_KSM = scores_KSM.div_(call.softcap).tanh_().mul_(call.softcap)
         if ahead > 0:
@@ -186,7 +187,7 @@ def _tiles(found: Iterable[SpanKeys]) -> Iterator[SpanKeys]:
 
 
 def _count(masses_KNM: Tensor, weights_KSM: Tensor, keys: SpanKeys) -> None:
-    """Adds up the keys of each column."""
+    """Adds the shares of the keys of each column."""
     end = keys.before + keys.num_keys
     num_columns = ceil_div(end, keys.size)
     if keys.before or end % keys.size:

@@ -1,7 +1,7 @@
-"""Which rows of a decode step tell of their attention, and which of this rank's keys count into which span.
+"""Selects the rows of a decode step that report attention attribution, and maps this rank's keys to columns.
 
-What falls on a span is a sum over its keys, so each rank tells of the keys that it holds. Everything here is decided
-once per step, on integers. Columns are the spans of a context along its path, then prompt, answer and sink.
+The attention on a span is a sum over its keys, so each rank reports the keys that it holds. The selection is made once
+per step, on integers. Columns are the spans of a context along its path, then prompt, answer and sink.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,18 +21,18 @@ class SpanKeys(NamedTuple):
     """Keys in consecutive slots, of consecutive positions."""
 
     position: int
-    """Of the first one."""
+    """The position of the first key."""
     slot: int
     num_keys: int
     column: int
-    """Into which the first one counts."""
+    """The column of the first key."""
     before: int
-    """Keys of that column that lie before it."""
+    """The number of keys of that column before the first key."""
     size: int
-    """Keys of a column."""
+    """Keys per column."""
 
     def tiles(self, most: int) -> Iterator["SpanKeys"]:
-        """The same in parts of at most so many keys."""
+        """The same keys in parts of at most `most` keys."""
         for low in range(0, self.num_keys, most):
             number, before = divmod(self.before + low, self.size)
             count = min(most, self.num_keys - low)
@@ -40,17 +40,18 @@ class SpanKeys(NamedTuple):
 
 
 class AttributionRow(NamedTuple):
-    """The rows of one sequence that tell of their attention; in the mean, if there are several."""
+    """The rows of one sequence that report attribution; several rows are averaged."""
 
     sequence: int
     run: QueryRun
     own: list[SpanKeys]
-    """Behind the context."""
+    """The keys behind the context."""
 
 
 class SpanView(NamedTuple):
-    """What sequences have in common whose rows are told together: they see a context alike, and the same layers
-    count."""
+    """The common properties of sequences that are reported together: they see the same part of a context, and the same
+    layers count.
+    """
 
     parts: tuple[SlotRun, ...]
     hidden: tuple[Positions, ...]
@@ -63,7 +64,7 @@ class SpanView(NamedTuple):
 
 
 class AttributionGroup(NamedTuple):
-    """Sequences that are told together."""
+    """Sequences that are reported together."""
 
     view: SpanView
     context: list[SpanKeys]
@@ -77,7 +78,7 @@ class AttributionGroup(NamedTuple):
 def asked(
     ledger: BlockTable, queries: Iterable[tuple[Row, Query]], full_layers: Sequence[int]
 ) -> list[AttributionGroup]:
-    """Whatever rows tell, in an order that is the same on all ranks. Layers that do not see all keys never count."""
+    """The attributions that rows request, in the same order on all ranks. Layers with a limited reach never count."""
     found: dict[SpanView, AttributionGroup] = {}
     for row, query in queries:
         if row.spans is None or not (row.spans.of_all_rows or row.token_index >= 0):

@@ -1,7 +1,7 @@
-"""Where what kernels tell of blocks of keys counts: from a step's reads to the columns of the rows that ask.
+"""Maps the per-block sums of kernels to the columns of attention attribution.
 
-Spans are whole blocks, but for the last of a segment. Behind the context the prompt may end inside a block: there the
-kernel tells the two parts apart, at the read's edge.
+Spans are whole blocks, except for the last one of a segment. Behind the context, the prompt may end inside a block:
+there the kernel reports the two parts separately, split at the edge of the read.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,19 +22,19 @@ from workers.step.attribution_rows import AttributionGroup, AttributionRow, Span
 
 
 class BlockPlan(NamedTuple):
-    """What kernels are to tell in a step, and where it counts."""
+    """The block sums that kernels report in a step, and the columns they count into."""
 
     sums: BlockSums
     columns: list[AttributionColumns]
-    """Of each group of sequences that are told together."""
+    """For each group of sequences that are reported together."""
 
 
 class BlockSpansColumns(Exception):
-    """Keys of one block count into several columns, and kernels do not tell them apart."""
+    """Keys of one block count into several columns, and kernels do not separate them."""
 
 
 class ReadPiece(NamedTuple):
-    """Slots [low, high) of a read that count into columns one after the other."""
+    """Slots [low, high) of a read that count into consecutive columns."""
 
     read: int
     low: int
@@ -43,7 +43,9 @@ class ReadPiece(NamedTuple):
 
 
 def block_plan(reads: Sequence[Read], groups: Sequence[AttributionGroup]) -> BlockPlan | None:
-    """None where spans are no whole blocks, or a block would have to be cut at several places to tell what is asked."""
+    """The plan of a step. None where spans are not whole blocks, or where a block would have to be split at several
+    places.
+    """
     if any(requested.view.size % BLOCK for requested in groups):
         return None
     rows = sorted(
@@ -69,13 +71,13 @@ def _rows(attribution_row: AttributionRow) -> range:
 
 
 def _read_by(reads: Sequence[Read], row: int) -> list[int]:
-    """The reads of a row, by number, in the order of their slots."""
+    """The numbers of the reads of a row, in the order of their slots."""
     found = [number for number, read in enumerate(reads) if read.row_start <= row < read.row_end]
     return sorted(found, key=lambda number: reads[number].slot_start)
 
 
 def _pieces(reads: Sequence[Read], numbers: Sequence[int], keys: Iterable[SpanKeys]) -> Iterator[ReadPiece]:
-    """Where keys lie in the reads of these numbers; both are in the order of slots, or are brought into it."""
+    """The pieces of these reads in which keys lie. `numbers` are in the order of slots; `keys` are sorted."""
     ahead = sorted(keys, key=lambda each: each.slot)
     first = 0
     for number in numbers:
@@ -120,7 +122,9 @@ def _columns(
 
 
 def _run(reads: Sequence[Read], told: Sequence[AttributedRead], piece: ReadPiece) -> tuple[int, ...]:
-    """The read's number, then what block_attribution.c is told of entries and columns. Raises BlockSpansColumns."""
+    """The read's number, then the description of entries and columns for block_attribution.c. Raises
+    BlockSpansColumns.
+    """
     read, edge, keys = reads[piece.read], told[piece.read].edge, piece.keys
     if piece.low not in (read.slot_start, edge) and piece.low % BLOCK:
         raise BlockSpansColumns
@@ -130,7 +134,7 @@ def _run(reads: Sequence[Read], told: Sequence[AttributedRead], piece: ReadPiece
 
     number, before = divmod(keys.before + piece.low - keys.slot, keys.size)
     per_column = ceil_div(keys.size, BLOCK)
-    if number == 0 and keys.num_keys == keys.size:  # one column for all, however blocks lie
+    if number == 0 and keys.num_keys == keys.size:  # one column for all keys, wherever block boundaries are
         before, per_column = 0, NO_EDGE
     elif piece.low < edge < piece.high:
         raise BlockSpansColumns

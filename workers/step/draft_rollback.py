@@ -1,9 +1,9 @@
-"""Drafts that are refused: how what a rank was told of them, and what it kept, is undone.
+"""Rolls back refused drafts.
 
-The keys of a refused draft stay in its slots, where the next tokens overwrite them, and the ledger ends before them. In
-8 bits that is not enough: a draft may have raised an exponent of its block, by which all other keys there were rounded
-anew. Then the block is put back as it was, and the keys that were accepted are stored again. What a block holds depends
-on the tokens in it alone, so it is what steps of one token would have left.
+The keys of a refused draft stay in its slots, where the next tokens overwrite them, and the block table ends before
+them. With 8-bit keys that is not enough: a draft may have raised an exponent of its block, so that all other keys there
+were rounded again. Then the block is restored and the accepted keys are stored again. The content of a block depends
+only on the tokens in it, so the result is that of steps of one token each.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ class Drafted(NamedTuple):
 
 
 def drafted_among(sampled: Sequence[Row], sample_rows: Sequence[int]) -> list[Drafted]:
-    """The sequences with drafts, of those that are sampled; `sample_rows` are of all of these."""
+    """The sequences with drafts among the sampled ones; `sample_rows` are the rows of all sampled sequences."""
     ends = accumulate(1 + len(row.draft_ids) for row in sampled)
     lasts = [sample_rows[end - 1] + 1 for end in ends]
     return [
@@ -38,7 +38,7 @@ def drafted_among(sampled: Sequence[Row], sample_rows: Sequence[int]) -> list[Dr
 
 
 class StoredKv(NamedTuple):
-    """What a step of T rows stores in a layer."""
+    """The keys and values that a step of T rows stores in a layer."""
 
     slots_T: Tensor
     k_KTD: Tensor
@@ -46,10 +46,10 @@ class StoredKv(NamedTuple):
 
 
 class StoredKvRecorder(Protocol):
-    """Who keeps what a step stores until its drafts are accepted or not."""
+    """Records the stored keys and values of a step until its drafts are accepted or refused."""
 
     def note(self, layer: int, stored: StoredKv) -> None:
-        """Of each layer once in a step."""
+        """Called once per layer of a step."""
         ...
 
 
@@ -60,13 +60,15 @@ class SavedBlocks(NamedTuple):
     """The sequence of each block."""
     blocks: Sequence[int]
     kept: Sequence[tuple[Tensor, Tensor]]
-    """Each part of the pool [K, B, ...], and what was in those blocks."""
+    """Each part of the pool [K, B, ...], and the previous content of the blocks."""
 
 
 class DraftedBlocks:
-    """The blocks of a pool of 8 bits into which drafts come, as they were, and what a step stores.
+    """The blocks of an 8-bit pool that drafts are written to, with their previous content, and the keys and values that
+    a step stores.
 
-    Implements Keeper."""
+    Implements StoredKvRecorder.
+    """
 
     def __init__(
         self,
@@ -76,7 +78,7 @@ class DraftedBlocks:
         slots: Sequence[int],
         window_slots: Sequence[int],
     ) -> None:
-        """The slots are those of all rows of the step; those of windows are empty where there are none."""
+        """The slots are those of all rows of the step; `window_slots` is empty where there are none."""
         self._pool = pool
         self._backend = backend
         self._drafted = drafted
@@ -104,7 +106,7 @@ class DraftedBlocks:
         self.stored[layer] = stored
 
     def put_back(self, num_left: Mapping[int, int]) -> None:
-        """Has the blocks of sequences be as if no more than so many of their tokens had been stored."""
+        """Restores the blocks of sequences, then stores the first `num_left[sequence]` of their tokens again."""
         for owners, blocks, retained in self._saved:
             places = [place for place, owner in enumerate(owners) if owner in num_left]
             to, source = self._there([blocks[place] for place in places]), self._there(places)

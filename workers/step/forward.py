@@ -1,9 +1,9 @@
-"""The handles that one step carries through the model: what attention means in prefill and in decode.
+"""The attention handles of one step: the meaning of attention in prefill and in decode.
 
-Every forward pass is the same four moves in each layer: the queries are known to every rank, each rank attends to the
-keys it owns, the partials are merged, and the model goes on with the merged output. Where it moves fewer bytes, prefill
-gathers keys instead: see `workers.step.gathered_prefill`. Layers whose keys lie on every rank merge nothing: see
-`workers.step.windows`. Which of these a layer does is told by its value of `workers.step.layers`.
+Every layer takes the same four steps: all ranks get the queries, each rank attends to the keys it owns, the partials
+are merged, and the model continues with the merged output. Where that moves fewer bytes, prefill gathers keys instead:
+see `workers.step.gathered_prefill`. Layers whose keys are replicated on every rank merge nothing: see
+`workers.step.windows`. The mode of a layer is given by its value of `workers.step.layers`.
 """
 
 import torch
@@ -23,11 +23,11 @@ from workers.step.layers import ChunkLayer, Gathered, Replicated, Replicating, R
 
 
 class PrefillDone(Exception):
-    """Ends a prefill forward once the last layer's keys are stored: nobody asks for what would follow."""
+    """Ends a prefill forward pass once the last layer's keys are stored: later outputs are not needed."""
 
 
 class Peers:
-    """The other ranks in a forward pass: what can be said to them, and how partials are merged with theirs."""
+    """The other ranks of a forward pass: the communicator, and the merge of partials."""
 
     def __init__(self, comm: Comm, merge: Merge) -> None:
         self.comm = comm
@@ -43,12 +43,12 @@ class LocalAttention:
         self._has_sink = peers is None or peers.comm.rank == 0
 
     def __call__(self, layer: int, q_THD: Tensor, reads: Reads, call: LayerCall) -> Partial:
-        """The partial that this rank gives to a merge; of all ranks the first one adds the sink."""
+        """This rank's contribution to a merge; only rank 0 adds the sink."""
         partial = self.over_pool(layer, q_THD, reads, call)
         return with_sink(partial, call) if self._has_sink else partial
 
     def over_pool(self, layer: int, q_THD: Tensor, reads: Reads, call: LayerCall) -> Partial:
-        """The partial of some reads from the pool, without the sink."""
+        """The partial of reads from the pool, without the sink."""
         return self.pool.attend(self.backend, layer, q_THD, reads, call.scale, call.softcap)
 
 
@@ -57,13 +57,14 @@ def with_sink(partial: Partial, call: LayerCall) -> Partial:
 
 
 def joined(backend: Backend, *parts: Partial) -> Partial:
-    """The partial of rows over all keys, of partials over some of them each."""
+    """The partial of rows over all keys, given partials over disjoint parts of the keys."""
     return backend.fold(torch.stack([backend.pack(part, torch.float32) for part in parts]))
 
 
 class DecodeStep:
-    """Replicated rows: every rank computes the same queries and gets the same merged output. Where it holds all keys
-    that they see, nothing is merged."""
+    """Replicated rows: every rank computes the same queries and gets the same merged output. Layers whose keys are
+    replicated on every rank merge nothing.
+    """
 
     def __init__(
         self,
@@ -74,8 +75,9 @@ class DecodeStep:
         accumulator: AttributionAccumulator | None = None,
         supervisor: StoredKvRecorder | None = None,
     ) -> None:
-        """`masses` counts what rows tell of their attention, if any of them do; `keeper` notes what is stored, if that
-        may have to be undone."""
+        """`accumulator` counts the attention of rows that request attribution, if any do; `supervisor` records the
+        stored keys and values, if they may have to be rolled back.
+        """
         self._layers = inputs.layers
         self._local = LocalAttention(pool, backend, peers)
         self._peers = peers
@@ -99,8 +101,9 @@ class DecodeStep:
 
 
 class PrefillStep:
-    """Own rows: each rank computes its piece. Queries are gathered and every row goes back to its owner, or the keys
-    before the pieces are gathered, or only the fresh ones of them, and nothing goes back."""
+    """Sharded rows: each rank computes its piece. Depending on the layer, ranks gather the queries and return every row
+    to its owner, gather the keys before the pieces, or gather only the new keys that are in a window.
+    """
 
     def __init__(
         self, inputs: Inputs[ChunkLayer], pool: KvPool, backend: Backend, peers: Peers | None, last_layer: int
@@ -127,7 +130,7 @@ class PrefillStep:
                 return self._in_window(layer, work, q_THD, k_KTD, v_KTV, call)
 
     def _over_shards(self, layer: int, work: Sharded, q_THD: Tensor, call: LayerCall) -> Tensor:
-        """Queries travel, and what each rank finds for them goes back to their owners."""
+        """Gathers the queries and returns the merged rows to their owners."""
         peers = self._peers
         if peers is None:
             return self._local(layer, q_THD, work.reads, call).out_THD
@@ -135,7 +138,7 @@ class PrefillStep:
         return peers.merge.to_owner(self._local(layer, rows_THD, work.reads, call)).out_THD
 
     def _over_past(self, layer: int, work: Gathered, q_THD: Tensor, call: LayerCall) -> Partial | None:
-        """The own rows over the gathered keys; None when nothing lies before any piece."""
+        """The own rows over the gathered keys; None when no keys are before any piece."""
         if not len(work.past_L):
             return None
         keys, values = self._gather(layer, self._local.pool.take(layer, work.past_L))
@@ -144,7 +147,7 @@ class PrefillStep:
     def _in_window(
         self, layer: int, work: Replicating, q_THD: Tensor, k_KTD: Tensor, v_KTV: Tensor, call: LayerCall
     ) -> Tensor:
-        """Attention where each rank holds the keys that are seen later."""
+        """Attention where each rank holds all keys that later tokens will see."""
         local = self._local
         packed_SKC = local.pool.pack(layer, k_KTD[:, work.rows_L], v_KTV[:, work.rows_L])
         keys, values = self._gather(layer, packed_SKC)
@@ -155,28 +158,30 @@ class PrefillStep:
         return with_sink(joined(local.backend, past, before, own), call).out_THD
 
     def _gather(self, layer: int, share_SKC: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of all ranks' shares, one after the other."""
+        """Keys and values of all ranks' shares, concatenated by rank."""
         if self._peers and len(share_SKC):
             share_SKC = self._peers.comm.all_gather(share_SKC).flatten(0, 1)
         return self._local.pool.split(layer, share_SKC)
 
     def _store(self, layer: int, slots_T: Tensor, k_KTD: Tensor, v_KTV: Tensor) -> None:
-        """Keeps keys and values. Raises PrefillDone in the last layer."""
+        """Stores keys and values. Raises PrefillDone in the last layer."""
         self._local.pool.store(self._local.backend, layer, slots_T, k_KTD, v_KTV)
         if layer == self._last_layer:
             raise PrefillDone
 
     def _look_at(self, layer: int, k_KTD: Tensor, v_KTV: Tensor) -> None:
-        """Notes whether the last layer's keys and values of the own piece are finite. What is not so in a layer before
-        shows there, since each row sees itself."""
+        """Records whether the last layer's keys and values of the own piece are finite. A non-finite value in an
+        earlier layer propagates to the last one, since each row sees itself.
+        """
         if layer == self._last_layer:
             num_tokens = self._inputs.num_own_tokens
             own = (k_KTD[:, :num_tokens], v_KTV[:, :num_tokens])
             self._has_finite_keys = torch.stack([numbers.isfinite().all() for numbers in own]).all()
 
     def has_finite_keys(self) -> Tensor:
-        """Whether those of the whole chunk are, on all ranks; all of them ask at the same time, after the forward
-        pass."""
+        """Whether the keys and values of the whole chunk are finite, on all ranks. A collective: all ranks call it at
+        the same time, after the forward pass.
+        """
         if self._peers is None:
             return self._has_finite_keys
         return self._peers.comm.all_gather(self._has_finite_keys.long()[None]).all()

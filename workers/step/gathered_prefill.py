@@ -1,15 +1,15 @@
-"""The keys before each piece of a chunk, gathered from all ranks: the other way to read a prompt.
+"""Prefill that gathers the keys before each piece of a chunk from all ranks.
 
-A chunk is cut into pieces, one per rank, and the rows of a piece see keys that lie elsewhere. Either the queries of all
-pieces are gathered and their partials sent back to the owners, or the keys and values that lie before any piece are
-gathered, for one layer at a time, and every rank attends for itself and merges with nobody. Both are exact. In bytes
-that a rank sends to each other rank, per layer, with R rows of the longest piece and S keys of the largest share:
+A chunk is cut into pieces, one per rank, and the rows of a piece see keys on other ranks. Either the queries of all
+pieces are gathered and their partials sent back to the owners, or the keys and values before any piece are gathered,
+for one layer at a time, and every rank attends locally without a merge. Both are exact. The bytes that a rank sends to
+each other rank, per layer, with R rows of the longest piece and S keys of the largest share:
 
     queries   R x (heads x dim x size of a number + a packed float32 partial)
     keys      S x key heads x (dim + dim of values) x size of a number; without values where these lie in the keys
 
-The queries' bytes do not grow with the past, the keys' do; within a limited reach S is bounded. What is fewer is
-decided per chunk and layer on integers that all ranks have.
+The bytes of the queries do not grow with the past, those of the keys do; within a limited reach S is bounded. The
+cheaper way is chosen per chunk and layer, on integers that all ranks have.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ from workers.step.layers import ChunkLayer, Gathered
 
 
 class PastBuilder:
-    """Decides for each chunk which layers gather keys, and builds what they need."""
+    """Selects for each chunk the layers that gather keys, and builds their inputs."""
 
     def __init__(
         self,
@@ -51,7 +51,9 @@ class PastBuilder:
         self._wire = wire
 
     def build(self, work: Prefill, slots_T: Tensor) -> dict[int, ChunkLayer]:
-        """By layer, for those that gather keys; in the others the queries travel. `slots_T` is where keys are kept."""
+        """The layers that gather keys; in the others the queries are gathered. `slots_T` are the slots to store the
+        keys in.
+        """
         if self._world_size == 1 or self._way == "queries":
             return {}
         gathered: dict[int, ChunkLayer] = {}
@@ -61,7 +63,7 @@ class PastBuilder:
             wanted = [part for low, high in before for part in without(low, high, work.hidden)]
             fewest = ceil_div(sum(high - low for low, high in wanted), self._world_size)
             if not self._that_gather(layers, work, fewest):
-                continue  # not even if all shares were equal: long pasts need not be looked through
+                continue  # even equal shares would be too large: the past need not be searched
             shares = [self._share(work.path, wanted, rank) for rank in range(self._world_size)]
             longest = max(map(num_tokens, shares))
             if layers := self._that_gather(layers, work, longest):
@@ -95,7 +97,7 @@ class PastBuilder:
     def _reads(
         self, pieces: Sequence[Run], shares: list[list[Extent]], longest: int, reach: AttentionSpan
     ) -> tuple[Reads, Reads]:
-        """What the own piece reads from the gathered keys, and from itself."""
+        """The reads of the own piece from the gathered keys, and from the piece itself."""
         before, own = list[Read](), list[Read]()
         for piece in pieces:
             if piece.rank == self._ledger.rank:
@@ -106,14 +108,15 @@ class PastBuilder:
 
 
 def before_pieces(pieces: Sequence[Run], reach: AttentionSpan) -> list[tuple[int, int]]:
-    """Positions [start, end) that lie before any piece and that it sees, in order, neighbours joined."""
+    """Positions [start, end) before any piece and within its reach, in order, with adjacent ranges joined."""
     return union((reach.first(piece.start), piece.start) for piece in pieces)
 
 
 def past_reads(query: QueryRun, shares: list[list[Extent]], longest: int, reach: AttentionSpan) -> list[Read]:
-    """What a piece reads from gathered shares: of each rank what lies before the piece.
+    """The reads of a piece from gathered shares: the positions of each rank's share before the piece.
 
-    Without a limit that is the beginning of the share, in one read: order and gaps do not matter to rows that see all.
+    With full reach this is the beginning of the share, in one read: order and gaps do not matter to rows that see all
+    keys.
     """
     found: list[Read] = []
     for rank, share in enumerate(shares):

@@ -1,10 +1,10 @@
-"""From a StepPlan to the tensors and reads of one rank: everything the layers need, decided before the model runs.
+"""Converts a StepPlan to the tensors and reads of one rank, before the model runs.
 
-Rows are the queries of the step as kernels see them. In decode they are the tokens themselves, the same on every
-rank, in an order in which rows that see the same keys are neighbours (`rows.py`). In prefill each rank computes
-its own piece; the gathered queries of all pieces lie one piece after the other, each padded to the longest, so the
-piece of rank r begins at row r * num_tokens. Layers that gather keys instead have their own rows only, and a past; so
-have windowed layers whose keys lie on every rank (`workers.step.windows`), which in decode have slots of their own.
+Rows are the queries of the step as kernels see them. In decode they are the tokens themselves, the same on every rank,
+ordered so that rows that see the same keys are adjacent (`row_grouping.py`). In prefill each rank computes its own
+piece; the gathered queries are concatenated by piece, each padded to the longest, so the piece of rank r begins at row
+r * num_tokens. Layers that gather keys instead have only their own rows, and a past. So do windowed layers whose keys
+are replicated on every rank (`workers.step.windows`); in decode these have separate slots.
 """
 
 from collections.abc import Iterator, Sequence
@@ -41,52 +41,53 @@ class Inputs(Generic[LayerT]):
     token_ids_T: Tensor
     positions_T: Tensor
     layers: dict[int, LayerT]
-    """What each layer does."""
+    """The writes and reads of each layer."""
     num_own_tokens: int = 0
-    """In prefill, tokens of the own piece; what follows them is padding."""
+    """In prefill, the number of tokens of the own piece; the rest is padding."""
     sample_rows_R: Tensor | None = None
     """In decode, rows whose logits are wanted: to sample from, then to score, in the order of the plan."""
     ropes: Rows = field(default_factory=lambda: {OWN_ROPE: None})
-    """By which rope each token's queries and keys are rotated."""
+    """The token rows of each rope, by which their queries and keys are rotated."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowNumbers:
-    """What a decode step is about, as numbers of the host, T of each but for the rows to sample from."""
+    """A decode step as numbers on the host: T of each field, except for the rows to sample from."""
 
     token_ids: Sequence[int]
-    """Those that are not known stand as `LastTokens` tells them."""
+    """Unknown ids are replaced by the placeholders of `LastTokens`."""
     positions: Sequence[int]
     slots: Sequence[int]
-    """Of sharded keys; the trash slot for tokens that another rank owns."""
+    """Slots of sharded keys; the trash slot for tokens that another rank owns."""
     window_slots: Sequence[int]
-    """Of keys that every rank holds; empty where there are none."""
+    """Slots of keys that every rank holds; empty where there are none."""
     ropes: Sequence[Rope]
     sample_rows: Sequence[int]
-    """Rows that are sampled from, in the order of the plan: each sequence's, and those of its drafts."""
+    """Rows to sample from, in the order of the plan: the last one of each sequence, and those of its drafts."""
     reads: dict[AttentionSpan, Reads]
-    """From this rank's pool."""
+    """Reads from this rank's pool."""
     most_together: int
-    """Rows that may read keys together, at most; the same on all ranks."""
+    """The maximum number of rows that may read keys together; the same on all ranks."""
     scored_rows: Sequence[int] = ()
-    """Rows of which the next token is scored, in the order of the plan."""
+    """Rows whose next token is scored, in the order of the plan."""
     asked: Sequence[AttributionGroup] = ()
-    """Whatever rows tell of their attention."""
+    """Requested attention attributions."""
     blocks: BlockPlan | None = None
-    """What kernels tell of it; None where they tell nothing."""
+    """The block sums that kernels report for `asked`; None where they report none."""
     is_plain: bool = True
-    """Whether rows see all that is before them, and nothing but tokens is wanted; all ranks say the same."""
+    """Whether rows see all tokens before them and only tokens are wanted; the same on all ranks."""
 
     has_drafts: bool = False
-    """More positions are sampled from than there are sequences."""
+    """Whether more positions are sampled from than there are sequences."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
 
 class InputBuilder:
-    """Builds the inputs of one rank. `windows` is None where no layer's keys lie on every rank.
-    `tells_blocks`: there are kernels that can tell what falls on blocks of keys."""
+    """Builds the inputs of one rank. `windows` is None where no layer's keys are replicated on every rank.
+    `tells_blocks`: whether the kernels can report sums per block of keys.
+    """
 
     def __init__(
         self,
@@ -114,7 +115,7 @@ class InputBuilder:
         self._tells_blocks = tells_blocks
 
     def prefill(self, work: Prefill) -> Inputs[ChunkLayer]:
-        """Own piece of a chunk, padded with trash tokens to the longest piece, at least one token."""
+        """The rank's piece of a chunk, padded with trash tokens to the longest piece, at least one token."""
         self._ledger.put(work.path[-1], work.pieces, work.window_runs)
         num_tokens = max(len(piece) for piece in work.pieces)
         queries = [QueryRun(piece.start, piece.end, piece.rank * num_tokens) for piece in work.pieces]
@@ -140,11 +141,11 @@ class InputBuilder:
         )
 
     def decode(self, work: Decode, last_ids: LastTokens) -> Inputs[RowLayer]:
-        """All rows of all sequences. `last_ids` gives the token of rows that bring none."""
+        """The rows of all sequences. `last_ids` gives the token of rows that bring none."""
         return self.tensors(self.numbers(work, last_ids), last_ids)
 
     def numbers(self, work: Decode, last_ids: LastTokens) -> RowNumbers:
-        """What there is to know of all rows of all sequences. Raises ValueError for drafts where there must be none."""
+        """The host-side numbers of all rows of all sequences. Raises ValueError for drafts where there must be none."""
         for row in work.rows:
             check_drafts(row)
             self._ledger.put(row.path[-1], row.runs, row.window_runs)
@@ -191,14 +192,14 @@ class InputBuilder:
         )
 
     def _blocks(self, reads: dict[AttentionSpan, Reads], told: Sequence[AttributionGroup]) -> BlockPlan | None:
-        """Has kernels tell what is asked, if they can."""
+        """Plans block sums in the kernels for the requested attributions, if the kernels support it."""
         plan = block_plan(reads[AttentionSpan()], told) if told and self._tells_blocks else None
         if plan is not None:
             reads[AttentionSpan()].told = plan.sums
         return plan
 
     def tensors(self, rows: RowNumbers, last_ids: LastTokens) -> Inputs[RowLayer]:
-        """The inputs of a step, of which the numbers go to the device in one copy."""
+        """The inputs of a step. All numbers go to the device in one copy."""
         wanted = (*rows.sample_rows, *rows.scored_rows)
         parts = (rows.token_ids, rows.positions, rows.slots, rows.window_slots, wanted)
         there = self._tensor([number for part in parts for number in part])
@@ -214,26 +215,26 @@ class InputBuilder:
     def row_layers(
         self, reads: dict[AttentionSpan, Reads], slots_T: Tensor, window_slots_T: Tensor
     ) -> dict[int, RowLayer]:
-        """What each layer does with rows that read such and whose keys go into these slots."""
+        """The writes and reads of each layer, for rows with these reads whose keys go into these slots."""
         made: dict[AttentionSpan, RowLayer] = {reach: Sharded(slots_T, found) for reach, found in reads.items()}
         if self._windows:
             made |= {reach: Replicated(window_slots_T, reads[reach]) for reach in made if not reach.is_full}
         return {layer: made[reach] for layer, reach in self._reaches.items()}
 
     def kv_bytes_read(self, rows: RowNumbers) -> int:
-        """Bytes of this rank's keys and values that rows read in all layers; what several rows read together counts
-        once."""
+        """Bytes of this rank's keys and values that rows read in all layers; shared reads count once."""
         return sum(reads.num_keys * self._bytes_per_key[reach] for reach, reads in rows.reads.items())
 
     def _chunk_reads(
         self, work: Prefill, runs: list[QueryRun], reach: AttentionSpan, past_row: tuple[int, int]
     ) -> Reads:
-        """Reads of the query runs of a chunk, which are in position order."""
+        """Reads of the query runs of a chunk; the runs are in position order."""
         return Reads(self._full_reads(work, runs, past_row) if reach.is_full else self._near(work, runs, reach))
 
     def _full_reads(self, work: Prefill, runs: list[QueryRun], past_row: tuple[int, int]) -> Iterator[Read]:
-        """Without a limit: all rows see the past before the first query, each run also what lies between that and
-        itself; from there on, causally."""
+        """Reads of full attention: all rows see the past before the first query, each run also the positions between
+        that and itself; from there on, causally.
+        """
         for slots in stretches(self._ledger.extents(work.path, 0, runs[0].start, hidden=work.hidden)):
             yield Read(*past_row, *slots)
         for run in runs:

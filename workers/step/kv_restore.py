@@ -1,7 +1,7 @@
-"""Keys and values that come back from storage: the work of a step in which what was fetched is put into blocks.
+"""Restores keys and values from storage: a step that writes fetched pieces to blocks.
 
-Nothing is written but blocks that hold nothing, and at the end all ranks tell whether they had what they needed: until
-then nobody takes anything for held.
+Only free blocks are written. At the end all ranks report whether a required piece is missing; until then no rank
+treats the positions as held.
 """
 
 from collections import Counter
@@ -21,14 +21,14 @@ from workers.kv_io.kv_piece import KvPiece
 NONE = -1
 
 Find = Callable[[int], KvPiece | None]
-"""What was fetched under a ticket."""
+"""Returns the piece that was fetched under a ticket."""
 
 
 def restore(work: Restore, comm: Comm | None, pool: KvPool, ledger: BlockTable, find: Find) -> None:
-    """Carries out a restore; all ranks do at the same time. `comm` is None for a rank that is alone.
+    """Carries out a restore. A collective: all ranks call it at the same time. `comm` is None at world size 1.
 
-    Raises ValueError for one that makes no sense, and PieceNotFetched, on every rank, where one has not fetched what it
-    needed: then the ledger says what it said before.
+    Raises ValueError for an invalid restore, and PieceNotFetched, on every rank, if a rank lacks a fetched piece. The
+    block table is then unchanged.
     """
     check(work, comm.world_size if comm else 1, pool.block_size)
     ledger.check_free(work.segment, work.start, work.runs)
@@ -41,8 +41,7 @@ def restore(work: Restore, comm: Comm | None, pool: KvPool, ledger: BlockTable, 
 
 
 def check(work: Restore, world_size: int, block_size: int) -> None:
-    """Raises ValueError unless each run has blocks for its positions, which nothing else goes to, and each portion is
-    on one rank."""
+    """Raises ValueError unless each run has enough blocks, no block is used twice, and each portion is on one rank."""
     places = Counter((run.rank, block) for run in (*work.runs, *work.window_runs) for block in run.blocks)
     if places and places.most_common(1)[0][1] > 1:
         raise ValueError("a block is twice in a restore")
@@ -57,13 +56,13 @@ def check(work: Restore, world_size: int, block_size: int) -> None:
 
 
 def wanted(work: Restore, rank: int) -> list[tuple[int, tuple[Run, ...], bool]]:
-    """The ticket and the runs of what this rank takes in, and whether it is of windows."""
+    """The ticket, the runs, and whether they are of windows, for each part that this rank restores."""
     own = [(portion.ticket, portion.runs, False) for portion in work.portions if portion.runs[0].rank == rank]
     return [*own, (work.window_ticket, work.window_runs, True)] if work.window_runs else own
 
 
 def take_in(piece: KvPiece | None, runs: tuple[Run, ...], pool: KvPool, *, of_windows: bool) -> bool:
-    """Puts a part of a piece into the blocks of runs; whether it has that part."""
+    """Writes a part of a piece to the blocks of runs; whether the piece has that part."""
     if piece is None or piece.of_windows != of_windows or (numbers := piece.find(runs, pool.block_size)) is None:
         return False
     piece.restore(pool, numbers, [block for run in runs for block in run.blocks])
@@ -71,7 +70,7 @@ def take_in(piece: KvPiece | None, runs: tuple[Run, ...], pool: KvPool, *, of_wi
 
 
 def settle(comm: Comm | None, device: str, missing: int) -> None:
-    """Returns when all ranks are here, and none lacks anything. Raises PieceNotFetched otherwise."""
+    """Waits for all ranks. Raises PieceNotFetched if one of them lacks a piece."""
     reported = torch.tensor([missing], device=device)
     for rank, ticket in enumerate((comm.all_gather(reported) if comm else reported).flatten().tolist()):
         if ticket != NONE:

@@ -1,8 +1,8 @@
-"""Keys and values that go from rank to rank: the one work of a step in which no model runs.
+"""Moves keys and values between ranks: the step in which no model runs.
 
-In each round a rank sends the content of some blocks to at most one other, and receives from at most one. Behind it
-travels its checksum, of which the receiver tells all at the end: none of them goes on before every one has what came to
-it. Nothing is written but blocks that hold nothing, so until then all is still where it was.
+In each round a rank sends the content of some blocks to at most one other rank, and receives from at most one. A
+checksum precedes the content. At the end each receiver reports the comparison, and no rank continues before all have
+received their blocks. Only free blocks are written, so until then the sources are intact.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,13 +20,13 @@ from workers.kv_cache.block_table import BlockTable
 from workers.kv_cache.slots import KvPool
 
 PIECE_BYTES = 16 << 20
-"""Bytes that a rank sends at once, at most, unless a block has more of them. They are there some four times over."""
+"""Maximum bytes that a rank sends at once, unless one block is larger. Approximately four copies exist at a time."""
 DIGEST_BYTES = 32
 NOBODY = -1
 
 
 class BlockTransfer(NamedTuple):
-    """Blocks that go from a rank to another one in a round."""
+    """Blocks that move from one rank to another in a round."""
 
     source: int
     target: int
@@ -35,10 +35,11 @@ class BlockTransfer(NamedTuple):
 
 
 def move(work: Move, comm: Comm | None, pool: KvPool, ledger: BlockTable) -> None:
-    """Carries out a move; all ranks do at the same time. `comm` is None for a rank that is alone.
+    """Carries out a move. A collective: all ranks call it at the same time. `comm` is None at world size 1.
 
-    Raises ValueError for a move that makes no sense, and TransferCorrupted, on every rank, where something came
-    otherwise than it was sent: then the ledger says what it said before."""
+    Raises ValueError for an invalid move, and TransferCorrupted, on every rank, if received content differs from the
+    sent content. The block table is then unchanged.
+    """
     check(work.transfers, comm.world_size if comm else 1)
     ledger.check(work.transfers)
     if comm is not None:
@@ -54,8 +55,7 @@ def move(work: Move, comm: Comm | None, pool: KvPool, ledger: BlockTable) -> Non
 
 
 def check(transfers: Sequence[RunTransfer], world_size: int) -> None:
-    """Raises ValueError unless each run goes to another rank, as a whole, and over nothing that is held or goes
-    there too."""
+    """Raises ValueError unless each run moves to another rank, as a whole, and no block is used twice."""
     sources = [(t.source.rank, block) for t in transfers for block in t.source.blocks]
     targets = [(t.target.rank, block) for t in transfers for block in t.target.blocks]
     if len({*sources, *targets}) < len(sources) + len(targets):
@@ -67,8 +67,9 @@ def check(transfers: Sequence[RunTransfer], world_size: int) -> None:
 
 
 def rounds(transfers: Sequence[RunTransfer], most_blocks: int) -> Iterator[list[BlockTransfer]]:
-    """What goes in each round, up to so many blocks in a parcel. Of ranks that have more to do the longest lists go
-    first."""
+    """The transfers of each round, of at most `most_blocks` blocks each. Pairs of ranks with the most remaining blocks
+    go first.
+    """
     left: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for transfer in transfers:
         source, target = transfer.source, transfer.target
@@ -85,17 +86,17 @@ def rounds(transfers: Sequence[RunTransfer], most_blocks: int) -> Iterator[list[
 
 
 class BlockExchange:
-    """One rank's end of the exchanges in which content travels."""
+    """One rank's end of the exchanges of content."""
 
     def __init__(self, comm: Comm, content: Content) -> None:
         self._comm = comm
         self._content = content
         self.most_blocks = max(1, PIECE_BYTES // max(1, content.bytes_per_block))
         self.damaged_by = NOBODY
-        """A rank from which something came otherwise than it was sent."""
+        """A rank whose content arrived corrupted."""
 
     def exchange(self, archives: Sequence[BlockTransfer]) -> None:
-        """Sends this rank's parcel of a round, if there is one, and takes in the one that comes here."""
+        """Sends this rank's blocks of a round, if any, and stores the received ones."""
         rank = self._comm.rank
         sent = next((archive for archive in archives if archive.source == rank), None)
         coming = next((archive for archive in archives if archive.target == rank), None)
@@ -106,15 +107,16 @@ class BlockExchange:
             self._take_in(received, coming.target_blocks, source)
 
     def hand_out(self, blocks: Sequence[int]) -> None:
-        """Gives all ranks what rank 0 has in some blocks, into the same ones."""
+        """Copies the content of rank 0's blocks to the same blocks of all ranks."""
         is_first = self._comm.rank == 0
         received = self._comm.broadcast(self._pack(blocks if is_first else (), len(blocks)))
         if not is_first:
             self._take_in(received, blocks, 0)
 
     def _pack(self, blocks: Sequence[int], room: int) -> Tensor:
-        """The content of blocks and its checksum, in room for so many blocks: exchanges are of one size on all
-        ranks."""
+        """The checksum and the content of blocks, padded to `room` blocks: exchanges have the same size on all
+        ranks.
+        """
         content = self._content.export(blocks).flatten()
         digest = torch.frombuffer(bytearray(digest_of(content)), dtype=torch.uint8).to(content.device)
         padding = content.new_zeros((room - len(blocks)) * self._content.bytes_per_block)
@@ -130,12 +132,12 @@ class BlockExchange:
 
 
 def digest_of(content: Tensor) -> bytes:
-    """The blake3 of bytes."""
+    """The blake3 digest of the bytes."""
     return blake3(content.cpu().numpy().data).digest()
 
 
 def settle(comm: Comm, device: str, damaged_by: int) -> None:
-    """Returns when all ranks are here, and none has been sent what was damaged. Raises TransferCorrupted otherwise."""
+    """Waits for all ranks. Raises TransferCorrupted if one of them received corrupted content."""
     for target, source in enumerate(comm.all_gather(torch.tensor([damaged_by], device=device)).flatten().tolist()):
         if source != NOBODY:
             raise TransferCorrupted(source, target)

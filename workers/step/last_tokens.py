@@ -1,7 +1,7 @@
-"""The last token of each sequence, which its next row brings to the model though no plan tells it.
+"""The last token of each sequence, which is the input of its next row and not part of the plan.
 
-A CPU's ranks know it as soon as it is chosen. On another device it stays there: the host goes on without knowing it,
-and names the place where it lies.
+On a CPU, ranks know the token as soon as it is sampled. On another device it stays there: the host continues without
+it, and refers to its place.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,33 +15,34 @@ from workers.host_copies import to_device
 from workers.sampling.acceptance import NOT_REACHED, drafts_of, reached_ids
 
 NOBODY = 0
-"""The place of what no sequence has said."""
+"""The place for rows without a sequence."""
 ANY = 0
-"""The last id of a sequence that has no token, since its logits are not finite: ranks go on with it until it is
-released."""
+"""The last id of a sequence that has no token because its logits are not finite. Ranks use it until the sequence is
+released.
+"""
 
 
 class LastTokens(Protocol):
-    """What a rank remembers."""
+    """Stores the last token of each sequence."""
 
     def __getitem__(self, sequence: int, /) -> int:
-        """The id, or what stands for it among token ids."""
+        """The id, or its placeholder among token ids."""
         ...
 
     def resolve(self, token_ids_T: Tensor) -> Tensor:
-        """Ids [T], int64, with the ids that others stand for."""
+        """Ids [T], int64, with placeholders replaced by the ids."""
         ...
 
     def note(self, rows: Sequence[Row], told_N: Tensor) -> None:
-        """Remembers of each row the last id that was reached, of what was told of its positions, int64."""
+        """Stores the last reached id of each row. `told_N` holds the reported ids of all positions, int64."""
         ...
 
     def forget(self, sequences: Iterable[int]) -> None:
-        """Sequences that have ended need not be known."""
+        """Drops sequences that have ended."""
         ...
 
     def clear(self) -> None:
-        """No sequence is known any more."""
+        """Drops all sequences."""
         ...
 
 
@@ -61,9 +62,9 @@ class HostIds(dict[int, int]):
 
 
 class DeviceIds:
-    """Ids in a tensor of fixed address, a place for each of so many sequences. Implements LastTokens.
+    """Ids in a tensor of fixed address, with one place for each of `num_sequences` sequences. Implements LastTokens.
 
-    Among token ids a place is told as a negative number: -1 - place.
+    The placeholder of a place among token ids is the negative number -1 - place.
     """
 
     def __init__(self, num_sequences: int, device: str) -> None:
@@ -76,7 +77,7 @@ class DeviceIds:
         return -1 - self._places[sequence]
 
     def place(self, sequence: int) -> int:
-        """Where the last id of a sequence lies, or will."""
+        """The place of a sequence's last id. It is assigned on first use."""
         if sequence not in self._places:
             self._places[sequence] = self._free.pop()
         return self._places[sequence]
@@ -92,18 +93,19 @@ class DeviceIds:
         self.put(*to_device(torch.tensor(numbers, dtype=torch.long), self._device), told_N=told_N)
 
     def places(self, rows: Iterable[Row]) -> list[int]:
-        """Where the ids of rows' positions lie, or will, if they are the last ones."""
+        """The place of each position of the rows."""
         return [self.place(row.sequence) for row in rows for _ in range(1 + len(row.draft_ids))]
 
     def put(self, places_N: Tensor, numbers_N: Tensor | None = None, *, told_N: Tensor) -> None:
-        """Remembers at its place the last id of each sequence that was reached. Positions are numbered as in
-        `Drafts`; without numbers each is a sequence's only one."""
+        """Stores the last reached id of each sequence at its place. Positions are numbered as in `DraftRows`; without
+        numbers each position is the only one of its sequence.
+        """
         ids_N = told_N.clamp(min=ANY)
         if numbers_N is None:
             self._ids_P.index_copy_(0, places_N, ids_N)
             return
         is_reached_N = told_N != NOT_REACHED
-        is_followed_N = (is_reached_N & (numbers_N > 0)).roll(-1)  # the first one follows nobody
+        is_followed_N = (is_reached_N & (numbers_N > 0)).roll(-1)  # the first position follows no other
         self._ids_P.index_copy_(0, torch.where(is_reached_N & ~is_followed_N, places_N, NOBODY), ids_N)
 
     def forget(self, sequences: Iterable[int]) -> None:

@@ -1,15 +1,15 @@
-"""Which rows of a decode step read which keys: what several rows see is read once for all of them.
+"""Plans the key reads of a decode step: keys that several rows see are read once for all of them.
 
-A path of segments is a way down a tree. Rows in the order of their paths have those that share a segment side by side,
-and of these the ones that see more of it first, so a part of a segment is read by a range of rows:
+The paths of segments form a tree. In the order of their paths, rows that share a segment are adjacent, and those that
+see more of it come first, so a part of a segment is read by a range of rows:
 
     [ a document, read by rows 0 to 3 ][ an appendix, by rows 0 to 2 ][ tail of row 0 ]
                                                                       [ tail of row 1 ]
                                                                       [ tail of row 2 ]
                                        [ tail of row 3 ]
 
-Where paths part, each row reads on alone. A sequence that brings several tokens counts as one here; what only some of
-its tokens see is read under a mask.
+Where paths diverge, each row reads separately. A sequence with several tokens counts as one row here; keys that only
+some of its tokens see are read under a mask.
 """
 
 from bisect import bisect_right
@@ -26,20 +26,22 @@ from longleaf.runs import Extent, without
 from workers.kv_cache.block_table import BlockTable, SlotRun, stretches
 
 MIN_SHARED = 128
-"""Keys that neighbours with a limited reach must have in common to be read together: fewer cost more in reads than they
-save."""
+"""Minimum number of common keys for which adjacent rows with a limited reach read together: fewer cost more in reads
+than they save.
+"""
 MAX_SHOWN = 1 << 16
-"""Places where ranges of rows that hide different things begin or end, times these rows: beyond that they read apart,
-for to find out who reads on together would take longer."""
+"""Limit on the number of boundaries of hidden ranges times the number of distinct groups of rows. Above it the groups
+read separately, because the search for common reads would take longer.
+"""
 
 
 class Query(NamedTuple):
-    """The rows of one sequence and what their path uses of its segments, up to the last of them."""
+    """The rows of one sequence, and the parts of segments that its path uses, up to the last row."""
 
     run: QueryRun
     parts: Sequence[SlotRun]
     hidden: tuple[Positions, ...] = ()
-    """What of its path none of the rows reads, in order."""
+    """Positions of the path that none of the rows reads, in order."""
 
     @property
     def row_end(self) -> int:
@@ -56,19 +58,20 @@ class Query(NamedTuple):
 
 
 Users = tuple[int, list[Query]]
-"""The depth of a segment, and the queries whose path leads through it."""
+"""The depth of a segment, and the queries whose path contains it."""
 
 
 def order(parts: Sequence[SlotRun], start: int) -> tuple[tuple[int, int], ...]:
-    """Key by which rows at `start` are sorted: neighbours share as many segments as they can, those that see more of
-    the last of them first."""
+    """Sort key of rows at `start`: adjacent rows share as many segments as possible; rows that see more of the last
+    shared segment come first.
+    """
     return tuple((part.segment, -min(part.end, start + 1)) for part in parts)
 
 
 def row_reads(
     ledger: BlockTable, queries: Sequence[Query], reaches: Iterable[AttentionSpan], near_rank: int | None = None
 ) -> dict[AttentionSpan, Reads]:
-    """What sorted queries read from this rank's pool; with a limited reach, from what is held of `near_rank` there."""
+    """The reads of sorted queries from this rank's pool; with a limited reach, from the extents of `near_rank`."""
     tree = list(_tree(queries))
     return {
         reach: Reads(
@@ -79,7 +82,7 @@ def row_reads(
 
 
 def most_together(queries: Sequence[Query]) -> int:
-    """Rows of sorted queries that may read keys together, at most: on whatever rank those are."""
+    """The maximum number of rows, of sorted queries, that may read keys together on any rank."""
     groups = (list(users) for _, users in groupby(queries, partial(_segment, depth=0)))
     return max((users[-1].row_end - users[0].run.row for users in groups), default=0)
 
@@ -97,7 +100,9 @@ def _full_reads(ledger: BlockTable, queries: Sequence[Query], tree: Sequence[Use
 
 
 def _bands(users: Sequence[Query], depth: int) -> Iterator[tuple[tuple[int, int], int, int]]:
-    """Rows and positions [start, end) of a segment: first what all users see, in the end what the first one sees."""
+    """Rows and positions [start, end) of a segment: first the positions that all users see, last those that only the
+    first one sees.
+    """
     left = list(users)
     low = left[0].parts[depth].start
     while left:
@@ -109,7 +114,7 @@ def _bands(users: Sequence[Query], depth: int) -> Iterator[tuple[tuple[int, int]
 
 
 def _shown(users: Sequence[Query], low: int, high: int) -> Iterator[tuple[tuple[int, int], int, int]]:
-    """Positions [low, high), cut where some of the users begin or cease to hide them, and the rows that read them."""
+    """Positions [low, high), cut where hidden ranges of users begin or end, with the rows that read each part."""
     if not any(user.hidden for user in users):
         yield (users[0].run.row, users[-1].row_end), low, high
         return
@@ -144,13 +149,13 @@ def _near_reads(ledger: BlockTable, tree: Sequence[Users], reach: AttentionSpan,
 def _held(
     ledger: BlockTable, query: Query, segment: int, bounds: tuple[int, int], rank: int | None
 ) -> Iterator[Extent]:
-    """What is held of positions [start, end) of a segment, without what the query hides."""
+    """The extents within positions [start, end) of a segment, without the query's hidden positions."""
     for low, high in without(*bounds, query.hidden):
         yield from ledger.held(segment, low, high, rank)
 
 
 def _clusters(users: Sequence[Query], depth: int, reach: AttentionSpan) -> Iterator[tuple[list[Query], int, int]]:
-    """Neighbours that see enough keys of a segment in common, with the positions [start, end) of those."""
+    """Adjacent queries that see enough common keys of a segment, with the positions [start, end) of those keys."""
     cluster, low, high = [users[0]], *users[0].seen(depth, reach)
     for query in users[1:]:
         start, end = query.seen(depth, reach)
@@ -163,7 +168,7 @@ def _clusters(users: Sequence[Query], depth: int, reach: AttentionSpan) -> Itera
 
 
 def _tree(queries: Sequence[Query]) -> Iterator[Users]:
-    """Each segment of the tree that the paths make up, by its users."""
+    """Each segment of the tree of paths, with its users."""
     pending = [(0, list(queries))]
     while pending:
         depth, above = pending.pop()

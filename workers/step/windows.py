@@ -1,13 +1,13 @@
-"""Windowed layers whose keys each rank holds itself: `longleaf serve --window-keys replicated`.
+"""Windowed layers whose keys are replicated on each rank: `longleaf serve --window-keys replicated`.
 
-Their keys lie in the same slots on every rank, and only as long as a later token may see them. In decode every rank has
-all rows, so it stores their keys and attends alone. In prefill the rows of a piece see keys in three places:
+Their keys have the same slots on every rank, and are held only as long as a later token may see them. In decode every
+rank has all rows, so it stores their keys and attends locally. In prefill the rows of a piece see keys in three places:
 
     pool        before the chunk
     gathered    of the chunk, before the piece: sent by the ranks that computed them, for one layer at a time
     own         of the piece itself
 
-and what the token after the chunk will see goes from the gathered keys into the pool. Nothing goes back to anyone.
+The gathered keys that tokens after the chunk will see are stored in the pool. No results are sent back.
 """
 
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ from workers.step.layers import Replicating
 
 
 class WindowBuilder:
-    """Builds what windowed layers need of each chunk."""
+    """Builds the inputs of windowed layers for each chunk."""
 
     def __init__(self, ledger: BlockTable, layers: dict[int, LayerSpec], *, world_size: int, device: str) -> None:
         self._ledger = ledger
@@ -36,7 +36,9 @@ class WindowBuilder:
         self._device = device
 
     def chunk(self, work: Prefill) -> dict[int, Replicating]:
-        """By layer. Raises ValueError for pieces that are not neighbours: of what lies between nothing is held."""
+        """The inputs by layer. Raises ValueError for pieces that are not adjacent, because no keys are held for the
+        gap.
+        """
         if any(one.end != other.start for one, other in zip(work.pieces[:-1], work.pieces[1:], strict=True)):
             raise ValueError("with replicated windows, pieces must follow one another")
         made = {reach: self._replicating(work, reach) for reach in {spec.reach for spec in self._layers.values()}}
@@ -74,7 +76,7 @@ class WindowBuilder:
     def _reads(
         self, work: Prefill, shares: list[list[Extent]], longest: int, reach: AttentionSpan
     ) -> tuple[Reads, Reads, Reads]:
-        """What the own piece reads from the pool, from the gathered keys, and from itself."""
+        """The reads of the own piece from the pool, from the gathered keys, and from the piece itself."""
         pool, gathered, own = list[Read](), list[Read](), list[Read]()
         for piece in work.pieces:
             if piece.rank == self._ledger.rank:
