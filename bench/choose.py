@@ -66,7 +66,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def race(rank: Rank, repeats: int) -> Row:
-    """On one rank: how long choosing took and what was chosen; by number of rows, the seconds of each merge's turns."""
+    """On one rank: the duration and result of the choice; by number of rows, the seconds of each merge's turns."""
     groups, wire = list(rank.groups.values())[-1], PartialCodec(registry.choose("auto", rank.device, torch.float32))
     rank.barrier()
     begin = time.perf_counter()
@@ -84,7 +84,7 @@ def race(rank: Rank, repeats: int) -> Row:
 
 
 def judge(placement: Placement, runs: Sequence[Sequence[Row]]) -> Iterator[Row]:
-    """A row per number of rows, from what the ranks of each run found."""
+    """A row per number of rows, from the measurements of the ranks in each run."""
     for num_rows in runs[0][0]["choices"]:
         chosen: list[str] = [ranks[0]["choices"][num_rows] for ranks in runs]
         medians = [

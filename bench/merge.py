@@ -110,7 +110,7 @@ def placements(options: argparse.Namespace, network: Network) -> Iterator[Placem
 
 
 def rows_of(placement: Placement, found: list[dict[int, Row]], options: argparse.Namespace) -> list[Row]:
-    """The rows of one world size, from what its ranks found."""
+    """The rows of one world size, from the measurements of its ranks."""
     rows: list[Row] = []
     for batch in options.batches:
         seconds = slowest([rank[batch]["seconds"] for rank in found])
@@ -125,7 +125,7 @@ def rows_of(placement: Placement, found: list[dict[int, Row]], options: argparse
 
 
 def summed(transport: str, counts: list[Row]) -> Row:
-    """From what each rank counted: collectives of the busiest one, bytes of the mean. All ranks saw all interfaces."""
+    """Combines the counts of all ranks: collectives of the busiest rank, mean bytes. All ranks share the interfaces."""
     num_bytes = (sum(one["shared_bytes"] for one in counts) + counts[0]["interface_bytes"]) / len(counts)
     return {
         "collectives": max(one["collectives"] for one in counts),
@@ -134,7 +134,7 @@ def summed(transport: str, counts: list[Row]) -> Row:
 
 
 def turns(rank: Rank, options: argparse.Namespace) -> dict[int, Row]:
-    """On one rank: by batch, the seconds of each merge's turns, and what it did in one call."""
+    """On one rank, by batch: the seconds of each merge's turns, and the operations of one call."""
     found: dict[int, Row] = {}
     wire = PartialCodec(registry.choose("auto", rank.device, torch.float32))
     for batch in options.batches:
@@ -157,7 +157,7 @@ def turns(rank: Rank, options: argparse.Namespace) -> dict[int, Row]:
 
 
 def count(rank: Rank, key: Key, wire: PartialCodec, partial: Partial, repeats: int) -> Row | None:
-    """What one call does; None for a merge that does not use the transport, as all but one between nodes."""
+    """The operations of one call; None for a merge that does not use the transport, as all but one between nodes."""
     transport, name = key
     groups: Groups = rank.groups[transport]
     observed, counters = counting(groups)
@@ -175,7 +175,7 @@ def count(rank: Rank, key: Key, wire: PartialCodec, partial: Partial, repeats: i
 
 
 def check(merges: dict[Key, Merge], partial: Partial) -> None:
-    """What gives wrong results is not measured: raises AssertionError."""
+    """Merges with wrong results are not measured. Raises AssertionError."""
     first, *others = (merge.to_all(partial).out_THD.clone() for merge in merges.values())
     for other in others:
         torch.testing.assert_close(other, first, atol=TOLERANCE, rtol=TOLERANCE)

@@ -33,7 +33,7 @@ RANKS, TENANTS, CONTEXTS, REPEATS, EVENTS = 64, 20, 500, 50, 100_000
 METHODS = ("Generate", "IngestContext", "GetContext", "ListContexts", "DeleteContext")
 CODES = ("OK", "CANCELLED", "RESOURCE_EXHAUSTED")
 TARGET_MS = 50.0
-"""What an answer may take with so many ranks and tenants."""
+"""Maximum time of an answer with this many ranks and tenants."""
 BLOCK, TOKENS = 16, 1024
 """Tokens per block, and per context."""
 
@@ -97,7 +97,7 @@ def use(metrics: Metrics, tenant: str) -> None:
 
 
 async def timed(port: int) -> tuple[float, bytes]:
-    """Seconds of one answer, and what it says."""
+    """Seconds of one answer, and its body."""
     began = time.perf_counter()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")

@@ -44,7 +44,7 @@ WORLD_SIZES = (1, 2, 3, 4)
 HALVES = ("bfloat16", "float16")
 DTYPES = ("float32", *HALVES)
 PARTS = ((), (111, 120, 650))
-"""Where the parts of a context end from whose fork the prompt goes on; nowhere where it is asked alone."""
+"""The ends of the context's parts; the prompt continues a fork at the last end. Empty: the prompt has no context."""
 
 Row = dict[str, Any]
 
@@ -142,12 +142,12 @@ def row(
 
 
 def rounded(world_sizes: Sequence[int], ratio: float | None = None, failure: str | None = None) -> Row:
-    """What was found in one type of half precision."""
+    """The results of one half-precision dtype."""
     return {"ratio": ratio, "failure": failure, "world_sizes": list(world_sizes)}
 
 
 def write(rows: list[Row]) -> None:
-    """What is new takes the place of what was found in the same family and type."""
+    """Replaces earlier rows of the same family and dtype with the new rows."""
     retained: dict[str, Row] = (
         {row["family"]: row for row in json.loads(RESULTS.read_text())} if RESULTS.is_file() else {}
     )
@@ -158,7 +158,7 @@ def write(rows: list[Row]) -> None:
 
 
 def page(rows: list[Row], walk: Row) -> str:
-    """The text of docs/models.md, from the rows of families and from what `bench.classes` found."""
+    """The text of docs/models.md, from the rows of families and from the results of `bench.classes`."""
     refused = [row for row in rows if row.get("refused") is not None]
     served = [row for row in rows if row.get("refused") is None]
     reported = {"states": STATES, "seeing": SEEING, "allowed": ALLOWED, "half": half}
@@ -175,7 +175,7 @@ def describe_result(found: Row) -> str:
 
 
 def half(found: Row | None) -> str:
-    """What is told of a family in half precision."""
+    """The description of a family's results in half precision."""
     if found is None:
         return "not run"
     if found["failure"] is not None:

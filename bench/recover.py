@@ -62,13 +62,13 @@ LOOK_SECONDS = 0.01
 NODE = "with their node"
 """How those ranks are lost that a Ray node takes with it."""
 WAYS: tuple[tuple[Launcher, str], ...] = (("local", "killed"), ("ray", "killed"), ("local", "stopped"), ("ray", NODE))
-"""What starts the ranks, and how they are lost where it is measured how that is noticed."""
+"""The launchers of the ranks, and the kinds of loss for which the time to detection is measured."""
 SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """What one loss took; times in seconds."""
+    """Measurements of one loss; times in seconds."""
 
     noticed_s: float
     formed_s: float
@@ -182,7 +182,7 @@ class NodeHurt:
 
 
 def summary(found: Measured) -> dict[str, object]:
-    """Medians, and 95th percentiles of what has limits."""
+    """Medians, and 95th percentiles of the measurements that have limits."""
     columns = {field: [asdict(kill)[field] for kill in found.kills] for field in asdict(found.kills[0])}
     equal = columns.pop("is_equal")
     medians = {field: round(median(values), 3) for field, values in columns.items()}
@@ -198,7 +198,7 @@ def percentile(values: list[float]) -> float:
 
 
 async def measure(address: str, measured: Subject, num_tokens: int, repeats: int, hurt: Hurt) -> Measured:
-    """What reading all of the document takes, and the losses."""
+    """Measures a full ingest of the document, and the losses."""
     async with AsyncClient(address) as client:
         await client.ingest("warm-up", tuple(measured.tokens(2048, seed=1)))
         document, times = tuple(measured.tokens(num_tokens)), list[float]()
@@ -232,13 +232,13 @@ async def stream(client: AsyncClient) -> AsyncIterator[Told]:
 
 
 def longest_gap(times: Sequence[float], since: float) -> float:
-    """Seconds without a token, of those after `since`."""
+    """The longest time without a token, of the times after `since`."""
     after = [since, *(at for at in times if at > since)]
     return max((b - a for a, b in pairwise(after)), default=0.0)
 
 
 class Watch:
-    """The cluster as it is told, and when it was seen so first."""
+    """The reported states of the cluster, and the time at which each was first seen."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._changes = client.watch_cluster(min_interval=LOOK_SECONDS)

@@ -50,14 +50,14 @@ def file(name: str) -> Path:
 
 
 def run(name: str) -> None:
-    """Measures in a process of its own, so that one measurement leaves nothing behind for the next."""
+    """Measures in a separate process, so that one measurement does not affect the next."""
     command = [sys.executable, "-m", f"bench.{name}", "--json"]
     output = subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True).stdout
     file(name).write_text(output)
 
 
 def kept() -> dict[str, Any]:
-    """What was measured, now or before, and what surprised."""
+    """All measurements, new and earlier, and the notes on surprising ones."""
     found = {
         name: json.loads(file(name).read_text()) for name in (*BENCHES, "needle", "provenance") if file(name).is_file()
     }
@@ -66,7 +66,7 @@ def kept() -> dict[str, Any]:
 
 
 def page(found: dict[str, Any]) -> str:
-    """The page; what was not measured is left out."""
+    """The page; missing measurements are omitted."""
     return render("results", **found, target=target)
 
 

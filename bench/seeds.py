@@ -99,7 +99,7 @@ async def generate(config: EngineConfig, options: argparse.Namespace) -> tuple[A
 
 
 def first_differences(some: Answers, others: Answers) -> list[int]:
-    """Of the answers that differ, where they do first."""
+    """The index of the first difference, for each answer that differs."""
     pairs = zip(some, others, strict=True)
     return [
         next(i for i, (a, b) in enumerate(zip(*pair, strict=True)) if a != b) for pair in pairs if pair[0] != pair[1]

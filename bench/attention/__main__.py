@@ -50,7 +50,7 @@ def main() -> None:
     rows: list[Row] = []
     try:
         for row in on_ray(options) if options.ray_address else on_networks(options):
-            rows.append(row)  # noqa: PERF402 what was measured before an error is kept
+            rows.append(row)  # noqa: PERF402 rows measured before an error are kept
     finally:
         if rows:
             write(rows, options.out)
@@ -114,7 +114,7 @@ def on_networks(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def on_network(name: str, options: argparse.Namespace) -> Iterator[Row]:
-    """The rows of one network; none, and a line that says why, where it cannot be made."""
+    """The rows of one network; none, with a printed reason, if it cannot be created."""
     if name == LOOPBACK:
         with one_host() as network:
             for world_size in options.world_sizes:
@@ -161,7 +161,7 @@ def fits(size: Size, world_size: int) -> bool:
 
 
 def rows_of(placement: Placement, size: Size, ranks: list[Row]) -> Iterator[Row]:
-    """A row per method, from what the ranks found at one size."""
+    """A row per method, from the measurements of the ranks at one size."""
     seconds = slowest([rank["seconds"] for rank in ranks])
     times = {key: latency(taken) for key, taken in seconds.items()}
     network, plain = placement.network, next(transport for method, transport in seconds if method == RING)

@@ -72,7 +72,7 @@ class Step:
         return [(ONE_DEVICE, plain), *self._merges, (RING, plain), (QUERY_RING, plain)]
 
     def method(self, key: Key) -> Method:
-        """What a method does in one step, with buffers of its own."""
+        """A method's work in one step, with separate buffers."""
         name, comm, size = key[0], self._rank.world, self._size
         inputs = self._q_1HD, self._kv_2KSD, self._scale
         if name == ONE_DEVICE:
@@ -86,7 +86,7 @@ class Step:
         return partial(self._in_tree, self._merges[key])
 
     def on_one_device(self) -> Partial | None:
-        """Rank 0 alone attends to all keys."""
+        """Rank 0 attends to all keys without the other ranks."""
         if self._all_2KSD is None:
             return None
         return over(self._backend, self._q_1HD, self._all_2KSD, self._scale)
@@ -102,7 +102,8 @@ class Step:
 
 
 def measure(rank: Rank, sizes: list[Size], repeats: int, seconds: float) -> list[Row]:
-    """By size, what each method did on this rank; `seconds` is about what the turns of one size may take."""
+    """The measurements of each method on this rank, by size; `seconds` is the approximate time limit for the turns of
+    one size."""
     backend, size = registry.choose("auto", "cpu", torch.float32), sizes[0]
     chosen = {
         t: choose_merge(groups, PartialCodec(backend), size.heads, size.dim, "cpu") for t, groups in rank.groups.items()
@@ -138,7 +139,7 @@ def _peak(rank: Rank, step: Step, key: Key) -> int | None:
 
 
 def check(rank: Rank, methods: dict[Key, Method]) -> None:
-    """What gives wrong results is not measured: raises AssertionError where a method differs from one device."""
+    """Methods with wrong results are not measured: raises AssertionError where a method differs from one device."""
     results = {key: result.out_THD.clone() for key, method in methods.items() if (result := method()) is not None}
     wanted = results.get((ONE_DEVICE, rank.world.transport), torch.zeros_like(results[RING, rank.world.transport]))
     expected = rank.world.broadcast(wanted)

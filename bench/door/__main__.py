@@ -77,7 +77,7 @@ def measure_streams(open_service: Open, wanted: float, options: Options) -> Row:
 
 
 async def _turns(doored: Doored, options: Options) -> tuple[list[list[Pace]], list[list[float]]]:
-    """Of both sides: the pace of each turn, and seconds to first tokens."""
+    """For both sides: the pace of each turn, and seconds to the first tokens."""
     paces, firsts = [list[Pace](), list[Pace]()], [list[float](), list[float]()]
     async with AsyncClient(doored.address, retries=0) as client:
         reads = over_grpc(client, doored.prompt), through_door(doored.url, doored.prompt)
@@ -142,7 +142,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def measure(name: str, given: argparse.Namespace) -> Row:
-    """What a part finds."""
+    """The results of a part."""
     part = PARTS[name]
     options = Options(repeats=given.repeats or part.repeats, seconds=part.seconds, world_size=given.world_size)
     tell(f"{name}: {options.repeats} repeats")

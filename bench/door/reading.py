@@ -15,7 +15,7 @@ from longleaf.client import AsyncClient
 from longleaf.types import Delta
 
 STREAM_TOKENS = 2048
-"""After so many a stream begins anew: a token shall take as long at the end of a turn as at its beginning."""
+"""A stream restarts after this many tokens, so that a token costs the same at the end of a turn as at its beginning."""
 FLOW_SECONDS = 120.0
 """How long the first tokens of all streams may take."""
 PATH = "/v1/completions"
@@ -24,7 +24,7 @@ DATA, DONE = b"data: ", b"data: [DONE]"
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What every stream asks."""
+    """The prompt of every stream."""
 
     model: str
     token_id: int
@@ -77,7 +77,7 @@ def through_door(url: str, prompt: Prompt) -> Read:
 
 @asynccontextmanager
 async def asked(url: str, path: str, body: object) -> AsyncIterator[AsyncIterator[bytes]]:
-    """The lines of what a POST is answered with. Raises OSError."""
+    """The lines of the response to a POST. Raises OSError."""
     place = urlsplit(url)
     reader, writer = await asyncio.open_connection(place.hostname, place.port)
     try:
@@ -94,7 +94,7 @@ async def asked(url: str, path: str, body: object) -> AsyncIterator[AsyncIterato
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What went on in a turn. Processor time in seconds."""
+    """The throughput of a turn. Processor time in seconds."""
 
     deltas: int
     seconds: float

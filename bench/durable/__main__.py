@@ -77,7 +77,7 @@ def parse() -> argparse.Namespace:
 
 
 def measure(name: str, given: argparse.Namespace) -> Row:
-    """What a part finds."""
+    """The results of a part."""
     part = PARTS[name]
     options = Options(
         tokens=given.tokens or part.tokens,

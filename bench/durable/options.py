@@ -1,4 +1,4 @@
-"""How much is measured, and how what was found is told."""
+"""The options of the measurements, and the format of the results."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,17 +10,17 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What of it a part does not name itself."""
+    """Defaults for values that a part does not set."""
 
     tokens: int
-    """Of the context that is measured."""
+    """Tokens of the measured context."""
     repeats: int
     """Timed turns of each side."""
     world_size: int
 
 
 class Goal(NamedTuple):
-    """A number, and what it should be."""
+    """A figure and its limit."""
 
     name: str
     value: float
@@ -40,7 +40,7 @@ class Goal(NamedTuple):
 
 
 def result(options: Options, figures: Mapping[str, object], goals: Sequence[Goal]) -> Row:
-    """What a part found."""
+    """The row of a part."""
     reported = {"context_tokens": options.tokens, "repeats": options.repeats, "world_size": options.world_size}
     return {**reported, **figures, "goals": [goal.as_row() for goal in goals]}
 

@@ -1,4 +1,4 @@
-"""Everything is killed and started again: how long until a context answers as before, and what of it takes how long."""
+"""The whole service is killed and restarted: the time until a context answers as before, by phase."""
 
 import asyncio
 import shutil
@@ -23,13 +23,13 @@ from longleaf.config import LOOPBACK
 
 CONTEXT = "document"
 MOST = 0.2
-"""Of the time that reading the whole document takes: what a start may take more than one with an empty folder."""
+"""The maximum extra time of a start over one with an empty folder, as a fraction of a full ingest."""
 WARM_UP = 2048
 LOOK_SECONDS = 0.005
 
 
 class Kept(NamedTuple):
-    """What lies in a data folder."""
+    """The content of a data folder."""
 
     full_ingest_s: float
     snapshot_bytes: int
@@ -42,7 +42,7 @@ class Start(NamedTuple):
     imports_s: float
     """Until the port is open."""
     catalog_s: float
-    """Until the processes of the ranks are started: the tokenizer, and what the folder keeps."""
+    """Until the ranks' processes are started: the tokenizer, and loading the folder's catalog."""
     ranks_s: float
     """Until requests are welcome: the ranks' imports, their model, and their group."""
     back_s: float
@@ -57,7 +57,7 @@ class Start(NamedTuple):
 
 
 def measure(options: Options) -> Row:
-    """Starts with what is kept, and with an empty folder, in turns."""
+    """Starts with the saved data and with an empty folder, alternately."""
     with subject(EMBEDDED) as measured, TemporaryDirectory(prefix="longleaf-bench-") as place:
         folder = Path(place)
         retained = keep(measured, folder / "kept", options)
@@ -108,7 +108,7 @@ def start(measured: Subject, data_dir: Path, options: Options, context: str | No
 
 def parts(opened: float, ranks: float, ready: float, answered: Answered) -> Start:
     """`opened`, `ranks` and `ready` are seconds since the start of the service."""
-    ranks = min(max(opened, ranks), ready)  # it is told in hundredths
+    ranks = min(max(opened, ranks), ready)  # it is reported in hundredths
     first, back = answered.first_token_s, answered.back_s
     return Start(opened, ranks - opened, ready - ranks, back, first - back, answered.total_s - first)
 
@@ -130,7 +130,7 @@ def _serving(measured: Subject, data_dir: Path, options: Options) -> Iterator[tu
 
 
 def _wait_open(port: int) -> None:
-    """Returns when somebody listens there, or nobody ever did in all the time that a start may take."""
+    """Returns when the port is open or the start timeout has passed."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         with suppress(OSError), socket.create_connection((LOOPBACK, port)):

@@ -29,16 +29,16 @@ LEAST_RATE = 0.8
 """Of a stream's tokens while a document is saved, over those without that."""
 CONTEXT, STREAM = "document", "stream"
 STREAM_TOKENS = 8000
-"""Of the context that the stream asks."""
+"""Tokens of the context that the stream reads."""
 LONGEST_STREAM = 20_000
 ROOM = 2.2
-"""In documents: one may still be given up while the next one is read."""
+"""KV pool capacity in documents: one can still be evicted while the next one is ingested."""
 ALONE_SECONDS = 2.0
 """How long a stream is watched before the document, and again after it is saved."""
 
 
 class Saved(NamedTuple):
-    """What saving one document took; seconds."""
+    """The times of saving one document; seconds."""
 
     acknowledged_s: float
     saved_s: float
@@ -118,7 +118,7 @@ async def read(client: AsyncClient, ids: tuple[int, ...]) -> float:
 
 
 async def save(place: Place, ids: tuple[int, ...]) -> Saved:
-    """Waits until the snapshot is complete, copies it, and has it deleted."""
+    """Waits until the snapshot is complete, copies it, and deletes it."""
     folder = SnapshotFolder(place.data_dir)
     before = folder.manifests
     seconds = await ingest(place.client, CONTEXT, ids)
@@ -164,7 +164,7 @@ class Times:
 
 @asynccontextmanager
 async def streaming(client: AsyncClient) -> AsyncGenerator[Times, None]:
-    """A stream that goes on as long as the block."""
+    """A stream that lasts as long as the block."""
     times, has_begun = Times(), asyncio.Event()
     requested = client.generate(QUESTION, context=STREAM, max_tokens=LONGEST_STREAM, ignore_end_token=True)
 
@@ -205,7 +205,7 @@ async def save_beside_stream(place: Place, ids: tuple[int, ...]) -> Beside:
 
 
 def row(options: Options, plain: Sequence[float], saved: Sequence[Saved], streams: Sequence[Beside]) -> Row:
-    """Medians, and the ratios of what was measured in the same turn."""
+    """Medians, and the ratios of measurements of the same turn."""
     figures: Row = {"off_acknowledged_s": round(median(plain), 3)}
     if not saved:
         return result(options, figures, [])

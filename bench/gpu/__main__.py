@@ -40,7 +40,7 @@ def chosen(text: str) -> list[Case]:
 
 
 def measured(wanted: Sequence[Case], limit: float, clock: Callable[[], float]) -> Iterator[Row]:
-    """A row for each case, until the time is over; what is left out is told."""
+    """A row for each case until the time limit; omitted cases are reported."""
     import torch
 
     from bench.gpu import machine, timing
@@ -75,7 +75,7 @@ def attempted(case: Case, measure: Callable[[], Row]) -> Row:
         return row | {"left_out": str(reason)}
     except torch.OutOfMemoryError as error:
         return row | {"left_out": f"does not fit: {first_line(error)}"}
-    except Exception as error:  # whatever it is
+    except Exception as error:  # any error
         tell(traceback.format_exc())
         return row | {"failed": f"{type(error).__name__}: {first_line(error)}"}
 
@@ -85,7 +85,7 @@ def first_line(error: Exception) -> str:
 
 
 def row_of(case: Case, backend: "Backend", device: str, bandwidth: float) -> Row:
-    """What is measured of a case. Raises LeftOut where something that it needs is missing."""
+    """The measurements of a case. Raises LeftOut if a dependency is missing."""
     match case:
         case Step():
             ground.need(ground.NEEDED_BY_RANKS)
@@ -131,7 +131,7 @@ def load() -> "list[Backend]":
 
 
 def timed(subjects: "Subjects", case: KernelCase, bandwidth: float) -> Row:
-    """What is measured of a kernel."""
+    """The measurements of a kernel."""
     num_sets, called, graph = times(subjects, case)
     row: Row = {"sets": num_sets, "graph_us": round(graph * 1e6, 2), "called_us": round(called * 1e6, 2)}
     if isinstance(case, Prefill):
@@ -151,7 +151,7 @@ def times(subjects: "Subjects", case: KernelCase) -> tuple[int, float, float]:
         for call in calls:
             call()
 
-    launch()  # compiles, and makes what is kept for later calls
+    launch()  # compiles, and fills the caches
     called, graph = timing.seconds(launch), timing.seconds(timing.captured(calls))
     return len(calls), called / len(calls), graph / len(calls)
 
@@ -178,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def told(rows: Iterable[Row]) -> Iterator[Row]:
-    """Prints each row of a list in JSON as soon as it is there: whatever ends the run, those before are not lost."""
+    """Prints each row as soon as it is measured, as items of a JSON list, so that an interrupted run loses none."""
     print("[", end="")
     for number, row in enumerate(rows):
         print(",\n" if number else "\n", json.dumps(row, indent=2), sep="", end="", flush=True)
@@ -187,7 +187,7 @@ def told(rows: Iterable[Row]) -> Iterator[Row]:
 
 
 def read(path: Path) -> list[Row]:
-    """The rows that `told` printed, of a run that came to no end, too."""
+    """The rows that `told` printed, also those of an interrupted run."""
     text = path.read_text().rstrip()
     return json.loads(text if text.endswith("]") else f"{text}]")
 

@@ -1,4 +1,4 @@
-"""What is measured. Nothing here needs a GPU, torch or Triton."""
+"""The cases of the GPU benchmark. This module does not need a GPU, torch or Triton."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -24,7 +24,7 @@ class Attend(NamedTuple):
     """Rows that attend to keys: to all of them together, or each to its own share of them."""
 
     keys: str
-    """The type of what is kept; latents are in bfloat16."""
+    """The dtype of stored keys and values; latents are bfloat16."""
     num_keys: int
     num_rows: int = 1
     is_shared: bool = True
@@ -48,7 +48,7 @@ class Attend(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A kernel that moves what is there already: stores, packs or folds `num_rows` tokens."""
+    """A kernel that moves stored data: stores, packs or folds `num_rows` tokens."""
 
     name: str
     """store, store_int8, pack or fold."""
@@ -76,12 +76,12 @@ class Prefill(NamedTuple):
 
     @property
     def num_flops(self) -> int:
-        """Of the products that are needed: each token sees the past and half of the chunk."""
+        """FLOPs of the required products: each token attends to the past and half of the chunk."""
         return int(4 * KEY_HEADS * GROUP * DIM * self.num_rows * (self.past + (self.num_rows + 1) / 2))
 
 
 class Step(NamedTuple):
-    """A decode step of a whole model: rows that all see the same keys, or each as many of its own."""
+    """A decode step of a whole model: rows that share one context, or rows with separate contexts."""
 
     num_keys: int
     num_rows: int = 1
@@ -118,7 +118,7 @@ class Share(NamedTuple):
     num_rows: int = 8
     num_prompt: int = 1000
     num_tokens: int = 64
-    """Of each answer."""
+    """Tokens of each answer."""
 
     @property
     def name(self) -> str:
@@ -130,7 +130,7 @@ Case = KernelCase | Step | Choose | Share
 
 
 def cases() -> Iterator[Case]:
-    """All of them, what matters most first: a run that has no time left leaves out the last ones."""
+    """All cases, the most important first: a run without enough time omits the last ones."""
     for num_keys in KEYS:
         yield Attend("bfloat16", num_keys)
     for num_keys in STEP_KEYS:

@@ -1,6 +1,6 @@
-"""What must be there before anything runs on a GPU, said in one line where it is not.
+"""Checks the prerequisites of a GPU run and reports missing ones in one line.
 
-Imports nothing that may be missing, so that it can say so.
+Imports nothing that may be missing, so that the report is always possible.
 """
 
 import sys
@@ -35,7 +35,7 @@ class LeftOut(Exception):
 
 
 def missing() -> str:
-    """What of an interpreter's packages is missing or too old, in one line; empty if all is there."""
+    """The missing or outdated packages of an interpreter, in one line; empty if there are none."""
     found = [f"Python {'.'.join(map(str, PYTHON))}"] if sys.version_info < PYTHON else []
     found += lacking(NEEDED)
     return f"missing: {', '.join(found)}" if found else ""
@@ -48,7 +48,7 @@ def need(wanted: Versions) -> None:
 
 
 def lacking(wanted: Versions) -> list[str]:
-    """Which of some packages are missing or too old, with what is asked of them."""
+    """The missing or outdated packages, with the required versions."""
     found: list[str] = []
     for name, least in wanted.items():
         have = installed(name)
@@ -79,8 +79,8 @@ def has_gpu() -> bool:
 
 
 def stand() -> int | None:
-    """Gets ready to run on the GPU. None if it can go on; else the exit status, after a line that says why: 0 where
-    there is only no GPU, 1 where there is one and something else is missing."""
+    """Prepares the run on the GPU. None on success; else the exit status, after a line with the reason: 0 if there is
+    no GPU, 1 if there is one and something else is missing."""
     if installed("torch") is not None and not has_gpu():
         print(NO_GPU, file=sys.stderr)
         return 0

@@ -24,15 +24,15 @@ class Plain:
         self._device = device
 
     def measure(self, num_keys: int, warm_up: int, num_steps: int) -> Row:
-        """The fastest attention and cache that there are, named, its milliseconds, and what the others took; `reason`
-        instead where none can be had."""
+        """The fastest attention and cache that are available, by name, with its milliseconds, and the times of the
+        others; `reason` instead if none works."""
         took: dict[str, float] = {}
         failed: dict[str, str] = {}
         for attention, cache in ways():
             name = f"{attention}, {cache}"
             try:
                 took[name] = round(self._milliseconds(attention, cache, num_keys, warm_up, num_steps), 3)
-            except Exception as error:  # what this version of it cannot do, or has no room for, it need not
+            except Exception as error:  # an error means that this version does not support it, or lacks memory
                 failed[name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
             gc.collect()
             if torch.cuda.is_available():

@@ -12,7 +12,7 @@ from longleaf.sampling import Sampling
 
 EPOCH = 1
 REFUSED = 7
-"""An id that random models hardly ever say."""
+"""An id that random models hardly ever sample."""
 
 
 def num_blocks(num_keys: int, num_contexts: int, num_rows: int, num_steps: int, block_size: int) -> int:
@@ -56,7 +56,7 @@ class Asked(NamedTuple):
 
     token_ids: tuple[int, ...]
     num_tokens: int
-    """Of the answer."""
+    """Tokens of the answer."""
     begin: int = 0
     """The decode step that is its first."""
     sampling: Sampling = Sampling()

@@ -15,7 +15,7 @@ from workers.rank import Rank
 T = TypeVar("T")
 NOBODY = ConnectInfo(address="", server_key=b"", public_key=b"", secret_key=b"")
 TRAINED = 131_072
-"""Positions that models say they were trained for, as Llama-3.1-8B does. What is beyond takes as long."""
+"""The training length in positions that models declare, as Llama-3.1-8B does. Positions beyond it cost the same."""
 
 
 class Shape(NamedTuple):
@@ -84,7 +84,7 @@ def served(module: PreTrainedModel, device: str) -> model.Model:
 
 
 def make_rank(config: EngineConfig, number: int = 0) -> Rank:
-    """A rank of this machine that takes the first GPU, if it takes any, whoever else has it."""
+    """A rank of this machine. If it uses a GPU, it uses the first one, even if that is shared."""
     return Rank(
         RankSpec(
             member=number,
@@ -100,7 +100,7 @@ def make_rank(config: EngineConfig, number: int = 0) -> Rank:
 
 
 class NotedGraphs:
-    """Graphs of a rank, and what became of them. Implements Graphs."""
+    """The graphs of a rank, and a record of their captures and replays. Implements Graphs."""
 
     def __init__(self, graphs: Graphs) -> None:
         self._graphs = graphs
@@ -134,7 +134,7 @@ class NotedGraphs:
 
 
 def noted(rank: Rank) -> NotedGraphs | None:
-    """Has a rank that is laid out note what becomes of its graphs; None where it has none."""
+    """Makes a laid-out rank record the use of its graphs; None if it has none."""
     if rank.graphs is None:
         return None
     rank.graphs = found = NotedGraphs(rank.graphs)

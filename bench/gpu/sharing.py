@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 BLOCK_SIZE = 32
 DEADLINE = 240.0
-"""Seconds for which nobody may be silent."""
+"""The maximum seconds between two messages of a rank."""
 KV_BYTES = 256 << 20
 LEAVE_SECONDS = 20.0
 
 
 class Failure:
-    """What a rank says instead of an answer."""
+    """The error that a rank sends instead of an answer."""
 
     def __init__(self, told: str) -> None:
         self.told = told
@@ -57,7 +57,7 @@ class Ranks:
             end.send(message)
 
     def _next(self, number: int) -> Any:
-        """What a rank says next."""
+        """The next message of a rank."""
         while not self._heard[number]:
             ready = wait(self._ends, DEADLINE)
             if not ready:
@@ -115,7 +115,7 @@ def live(end: Connection, number: int, num_ranks: int, device: str, shape: tuple
     except EOFError:
         pass
     except Exception:
-        with suppress(OSError):  # nobody may listen any more
+        with suppress(OSError):  # the reader may be closed
             end.send(Failure(traceback.format_exc()))
 
 
@@ -153,7 +153,7 @@ def serve(end: Connection, number: int, num_ranks: int, device: str, shape: tupl
 
 
 def measure(case: Share, device: str, shape: "Shape") -> dict[str, Any]:
-    """The row of a case: of the ranks, and of one alone."""
+    """The row of a case: several ranks against a single rank."""
     together, transport, kernels = answered(case, case.num_ranks, device, shape)
     alone, _, _ = answered(case, 1, device, shape)
     return {
@@ -174,7 +174,7 @@ class Answered:
 
 
 def answered(case: Share, num_ranks: int, device: str, shape: "Shape") -> tuple[Answered, str, str]:
-    """Greedy answers to the prompts of a case, what carried tensors between ranks, and the name of their kernels."""
+    """Greedy answers to the prompts of a case, the transport between ranks, and the name of their kernels."""
     from bench.gpu import plans
 
     most = shape.vocabulary

@@ -1,4 +1,4 @@
-"""Decode steps of a rank over keys that are there: what a token costs, of the device's time and of the host's."""
+"""Decode steps of a rank over stored keys: device time and host time per token."""
 
 import gc
 import time
@@ -31,7 +31,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Milliseconds of a step, and what the host did in one."""
+    """Milliseconds of a step, and the host's operations in one."""
 
     kernels: str
     token_ms: float
@@ -143,7 +143,7 @@ def fill(rank: Rank) -> None:
 
 
 def times(rank: Rank, work: Iterator[StepPlan], num_rows: int) -> tuple[list[tuple[float, float]], Counts | None]:
-    """What `steady` tells of steps after the first ones, and the counts of one alone."""
+    """The times that `steady` measures after the first steps, and the counts of a single step."""
     rank.execute(next(work))
     steady(rank, work, num_rows, WARM_UP)
     pairs = steady(rank, work, num_rows, STEPS)
@@ -168,14 +168,13 @@ def steady(rank: Rank, work: Iterator[StepPlan], num_rows: int, num_steps: int) 
 
 
 def whole(result: StepResult | None, num_rows: int) -> None:
-    """Raises RuntimeError where a row has no token, or drafts were accepted: then it was not what should be
-    measured."""
+    """Raises RuntimeError if a row has no token or drafts were accepted, because the measurement would be invalid."""
     if result is None or [len(tokens) for tokens in result.tokens.values()] != [1] * num_rows:
         raise RuntimeError(f"a step of {num_rows} rows gave {result}")
 
 
 def free(device: str) -> None:
-    """Gives back what is not held any more."""
+    """Releases unused memory."""
     gc.collect()
     if device.startswith("cuda"):
         torch.cuda.empty_cache()

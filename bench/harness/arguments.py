@@ -10,12 +10,12 @@ from pathlib import Path
 from bench.harness.subjects import NAMES
 
 RESULTS = Path(__file__).parent.parent / "results"
-"""What was published."""
+"""The published results."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """What to measure."""
+    """The parameters of a measurement."""
 
     models: tuple[str, ...]
     contexts: tuple[int, ...]
@@ -59,7 +59,7 @@ def add_ray_address(parser: argparse.ArgumentParser) -> None:
 
 
 def check_ray_address(parser: argparse.ArgumentParser, options: argparse.Namespace, **simulated: object) -> None:
-    """Ends the program where options contradict `--ray-address`; `simulated` are those that say where ranks are."""
+    """Ends the program if options contradict `--ray-address`; `simulated` are the options that place ranks."""
     if options.ray_address is None:
         return
     for name, value in simulated.items():
@@ -83,5 +83,5 @@ def show(rows: list[dict[str, object]], arguments: Arguments) -> None:
 
 
 def tell(message: str) -> None:
-    """Says what is going on."""
+    """Reports progress."""
     print(message, file=sys.stderr, flush=True)

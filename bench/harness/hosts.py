@@ -24,8 +24,8 @@ T = TypeVar("T")
 FOLDER = Path("/run/netns")
 CLONE_NEWNET = 0x40000000
 BURST_SECONDS = 100e-6
-"""What may pass at once, as time at the full rate: deep enough that a timer that fires late loses no rate, and shallow
-enough that messages of a few kilobytes are not let through for nothing."""
+"""The burst size, in seconds at the full rate: large enough that a late timer loses no rate, and small enough that
+messages of a few kilobytes are still limited."""
 LARGEST_PACKET, SMALLEST_BURST = 65536, 20000
 JUMBO_FRAME = "9000"
 QUEUE_BYTES = 256 << 20
@@ -41,15 +41,15 @@ class Network:
     """By which the ranks find each other."""
     namespaces: tuple[str, ...]
     inside_gbit: float
-    """Of each host's loopback, shared by its ranks; 0 means no limit."""
+    """Gbit/s of each host's loopback, shared by its ranks; 0 means no limit."""
     between_gbit: float
-    """Of each host's cable, in each direction; 0 means no limit."""
+    """Gbit/s of each host's link, in each direction; 0 means no limit."""
 
     addresses: tuple[str, ...] = ()
-    """Of the hosts on their cables; none without cables."""
+    """Addresses of the hosts on their links; empty without links."""
 
     def run(self, host: int, call: Callable[[], T]) -> T:
-        """What `call` returns in a thread of its own on a host. What it opens stays there."""
+        """Runs `call` in a new thread on a host and returns its result. Sockets that it opens stay on that host."""
 
         def enter_and_call() -> T:
             enter(self.namespaces[host])
@@ -61,7 +61,7 @@ class Network:
 
 LOOPBACK, TWO_TIER = "loopback", "two-tier"
 OWN = Network(LOOPBACK, "lo", (), 0, 0)
-"""Without namespaces: whatever else uses the loopback is counted, too."""
+"""Without namespaces: other traffic on the loopback is counted, too."""
 
 
 def rate(text: str) -> float:
@@ -73,7 +73,7 @@ def rate(text: str) -> float:
 
 
 def one_host() -> AbstractContextManager[Network]:
-    """A host of its own without limits, or this machine's loopback where there can be none, which is told."""
+    """A separate host without limits, or this machine's loopback if namespaces are not available, which is reported."""
     reason = obstacle()
     if reason is None:
         return hosts(1)
@@ -98,7 +98,8 @@ def obstacle() -> str | None:
 
 @contextmanager
 def hosts(count: int, *, inside_gbit: float = 0, between_gbit: float = 0) -> Iterator[Network]:
-    """So many hosts; they end with the block, whatever ends it. Processes inside must have ended before.
+    """Creates `count` hosts and removes them at the end of the block, also after an error. Processes inside must have
+    ended before.
 
     Raises subprocess.CalledProcessError where `obstacle` gives a reason.
     """
@@ -140,7 +141,7 @@ def _add(stack: ExitStack, name: str) -> None:
 
 
 def _join(host: str, switch: str, port: str, address: str, gbit: float) -> None:
-    """A cable from a host to a port of the switch, limited at both ends: each limits what it sends."""
+    """Connects a host to a port of the switch. The link is limited at both ends: each end limits what it sends."""
     ends = ("type", "veth", "peer", "name", port, "mtu", JUMBO_FRAME, "netns", switch)
     _run("ip", "-n", host, "link", "add", "cable", "mtu", JUMBO_FRAME, *ends)
     _run("ip", "-n", host, "address", "add", f"{address}/24", "dev", "cable")

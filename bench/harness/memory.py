@@ -7,15 +7,13 @@ from pathlib import Path
 
 PROCESS = Path("/proc/self")
 RESET_PEAK = "5"
-"""Written to clear_refs, it sets the peak, VmHWM, to what is resident now."""
+"""Writing this to clear_refs resets the peak, VmHWM, to the current resident memory."""
 
 
 def peak_bytes(call: Callable[[], object]) -> int | None:
-    """By how much resident memory rose above where it stood; None where the kernel does not tell.
+    """The rise of resident memory above its value before the call; None where the kernel does not report it.
 
-    What earlier calls freed is handed back to the system first, so that memory used again counts as well. The kernel
-    keeps these numbers per thread and adds them up now and then: differences below a quarter MiB mean nothing. Bytes
-    that wait in sockets are the kernel's and not counted.
+    Memory that earlier calls freed is returned to the system first, so that reused memory counts as well.
     """
     gc.collect()
     try:
@@ -37,7 +35,7 @@ class Memory:
         self._process = Path(f"/proc/{pid}")
 
     def reset_peak(self) -> None:
-        """The peak is from now on counted from what is resident now."""
+        """Resets the peak to the current resident memory."""
         (self._process / "clear_refs").write_text(RESET_PEAK)
 
     @property

@@ -1,7 +1,7 @@
-"""Ranks as processes of this machine, on simulated nodes, and what they measure together.
+"""Ranks as processes of this machine on simulated nodes, and their joint measurements.
 
-Every rank computes on one thread. Ranks of one node and ranks of different nodes are processes alike; what lies between
-them is the network's.
+Every rank computes on one thread. Ranks of one node and ranks of different nodes are both processes; only the network
+between them differs.
 """
 
 import os
@@ -117,7 +117,8 @@ class Rank:
         return {name: max(0.0, (busy[name] - idle[name]) / repeats) for name in busy}
 
     def _window(self, call: Call, repeats: int) -> dict[str, int]:
-        """By interface, what all hosts sent meanwhile; the first rank of each host reads its counters."""
+        """The bytes that all hosts sent during the calls, by interface; the first rank of each host reads its
+        counters."""
         self.barrier()
         before = sent_bytes()
         self.barrier()

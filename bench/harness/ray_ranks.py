@@ -1,7 +1,7 @@
-"""Ranks as actors on a Ray cluster that runs already, wherever it has slots, and what they measure together.
+"""Ranks as actors in the free slots of a running Ray cluster, and their joint measurements.
 
-Where they are is what a service of as many ranks would get. Other machines need the packages of this project, of this
-version, but no checkout: the measurement travels there.
+Their placement is that of a service with as many ranks. Other machines need this version of the project's packages but
+no checkout: Ray ships the measurement code.
 """
 
 import sys
@@ -24,7 +24,7 @@ from longleaf.launch import BAD_INPUT
 from longleaf.network_interfaces import interface_of
 
 NETWORK = Network("ray", "", (), 0, 0)
-"""Machines of which nothing is known; whatever else they send is counted, too."""
+"""Machines of unknown topology; other traffic is counted, too."""
 Work = Callable[..., Any]
 
 
@@ -44,7 +44,7 @@ def joined(address: str) -> Generator[None, None, None]:
 
 
 def carry_measurements() -> None:
-    """From here on what is run on ranks takes the code of this package along: elsewhere there may be no such folder."""
+    """From now on, Ray ships the code of this package with all work: other machines may not have it."""
     ray_package().cloudpickle.register_pickle_by_value(bench)
 
 
@@ -67,11 +67,11 @@ class RankActor:
     def live(
         self, rank: int, placement: Placement, host: str, rendezvous: tuple[str, int], work: Work, args: Any
     ) -> Any:
-        """What `work(rank, *args)` returns."""
+        """Runs `work(rank, *args)` and returns its result."""
         apply_environment(network_environment(interface_of(host)))
         torch.set_num_threads(1)
         if placement.device == "cuda":
-            torch.cuda.set_device(0)  # Ray shows each rank its own alone
+            torch.cuda.set_device(0)  # Ray makes only the rank's own device visible
         one = Rank(rank, placement, self._store or connect_store(*rendezvous), gpu=0)
         with torch.inference_mode():
             found = work(one, *args)
@@ -81,7 +81,8 @@ class RankActor:
 
 
 def run_on_ray(work: Work, world_size: int, device: DeviceName, *args: Any) -> tuple[Placement, list[Any]]:
-    """Where the ranks were, and what `work(rank, *args)` returned on each; all of it must be picklable.
+    """The placement of the ranks, and the result of `work(rank, *args)` on each; work, arguments and results must be
+    picklable.
 
     Raises StartError when there are too few free slots, and RayError when a rank fails; no rank is left then, or after.
     """

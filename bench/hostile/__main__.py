@@ -70,7 +70,7 @@ BYTES = 256
 WARM_UP_SECONDS = 0.5
 SETTLE_SECONDS = 1.0
 ANSWER_SECONDS = 60.0
-"""A small request that took longer is given up, and the service replaced."""
+"""Timeout of a small request. After a timeout the service is replaced."""
 MOST_REMAINING_MIB = 1024
 """A service that keeps more is replaced: the next attacks shall not fill this machine."""
 MIB = 1 << 20
@@ -78,13 +78,13 @@ MIB = 1 << 20
 
 @dataclass(slots=True)
 class Turns:
-    """What was measured of one attack, a number for each turn of a kind."""
+    """Measurements of one attack: a number for each turn, by kind."""
 
     alone: list[dict[str, float]] = field(default_factory=list)
     attacked: list[dict[str, float]] = field(default_factory=list)
     statuses: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
-    """What the honest client was told."""
+    """Errors that the honest client received."""
     num_unanswered: int = 0
     num_died: int = 0
     """Services that ended under an attack."""
@@ -105,7 +105,7 @@ class Watch:
         self._stood = 0
 
     async def warm_up(self) -> None:
-        """What is resident now is what an attack is held against."""
+        """Warms up the service. Its resident memory afterwards is the baseline of the attacks."""
         async with self._honest.streaming():
             await self._turn(asyncio.sleep(WARM_UP_SECONDS))
         self._stood = self._resident
@@ -115,8 +115,8 @@ class Watch:
         return sum(memory.resident for memory in self._memories)
 
     async def pair(self, name: str, seconds: float, attackers: Executor, turns: Turns) -> bool:
-        """A turn without the attack, and one with it; says whether the service is fit for more. Raises OSError when it
-        dies."""
+        """Runs a turn without the attack and one with it. Returns whether the service is fit for another pair. Raises
+        OSError if the service dies."""
         async with self._honest.streaming():
             _, alone = await self._turn(asyncio.sleep(seconds))
             calls = asyncio.get_running_loop().run_in_executor(attackers, attack, name, self._target, seconds)
@@ -131,7 +131,7 @@ class Watch:
         return self._honest.was_answered and attacked["remaining_mib"] <= MOST_REMAINING_MIB
 
     async def _turn(self, work: Awaitable[object]) -> tuple[object, dict[str, float]]:
-        """Lets `work` go on beside the honest client; its result, and what was measured."""
+        """Runs `work` beside the honest client; returns its result and the measurements."""
         stop = asyncio.Event()
         for memory in self._memories:
             memory.reset_peak()
@@ -164,7 +164,7 @@ def gateways_of(pid: int) -> list[int]:
 async def take_turns(
     address: str, beats: Beats, name: str, options: argparse.Namespace, attackers: Executor, turns: Turns
 ) -> None:
-    """Goes on until there are enough turns, or the service is not fit for another."""
+    """Continues until there are enough turns or the service is not fit for another one."""
     credential = None if ATTACKS[name].quotas is None else CREDENTIALS[NAME]
     async with AsyncClient(address, retries=0, credential=credential) as client:
         await client.ingest(CONTEXT, Documents("honest", BYTES).make(CONTEXT_TOKENS))

@@ -1,4 +1,4 @@
-"""What hostile clients do to a service. Every attack is bounded in number and time, and ends by itself."""
+"""Attacks of hostile clients on a service. Every attack is bounded in number and time."""
 
 import asyncio
 import time
@@ -60,17 +60,17 @@ Run = Callable[["Attacker"], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of an attack."""
+    """The result of an attack."""
 
     statuses: dict[str, int]
-    """Calls by how they ended."""
+    """The number of calls by final status."""
     cpu_seconds: float
-    """What the attacker itself computed."""
+    """CPU seconds of the attacker process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What is attacked."""
+    """The address of the service under attack."""
 
     address: str
     """HOST:PORT."""
@@ -86,7 +86,7 @@ class Attacker:
         self.http = http
         """URL of the door."""
         self.seconds = seconds
-        """How long an attack that could go on for ever lasts."""
+        """Duration of an attack that has no natural end."""
         self.statuses: Counter[str] = Counter()
 
     def call(self, method: str, request: bytes) -> Any:
@@ -136,11 +136,11 @@ class Attacker:
         call.cancel()
 
     async def during(self, works: Iterable[Awaitable[object]]) -> None:
-        """Lets all of them go on for as long as attacks last."""
+        """Runs all works concurrently for the duration of an attack."""
         await self.stop_after(self.seconds, works)
 
     async def stop_after(self, seconds: float, works: Iterable[Awaitable[object]]) -> None:
-        """Lets all of them go on for so long, then ends them."""
+        """Runs all works concurrently for `seconds`, then cancels them."""
         tasks = [asyncio.ensure_future(work) for work in works]
         try:
             await asyncio.sleep(seconds)
@@ -151,7 +151,7 @@ class Attacker:
 
 
 def status_of(code: grpc.StatusCode, trailing: Any) -> str:
-    """The code; what does not tell why it was refused, or not when to come again, is named so."""
+    """The name of the status code, marked if the details or the retry delay of a refusal are missing."""
     details = dict(trailing or ()).get(DETAILS_KEY, b"")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and details and b"RetryInfo" not in details:
         return f"{code.name} for good"
@@ -165,7 +165,7 @@ def _is_cancelled() -> bool:
 
 
 async def send(call: Any, *requests: bytes) -> None:
-    """Sends as much as the service takes; reading tells how the call ended."""
+    """Sends until the service stops reading; the status of the call shows how it ended."""
     try:
         for request in requests:
             await call.write(request)
@@ -347,7 +347,7 @@ async def import_records(attacker: Attacker, make: Callable[[], Sequence[bytes]]
 
 
 async def reread_nothing(attacker: Attacker) -> None:
-    """A tenant that has nothing in the folders of earlier checkpoints has them searched."""
+    """Requests a search of the folders of earlier checkpoints for a tenant that has no contexts there."""
 
     async def ask() -> None:
         while True:
@@ -387,7 +387,7 @@ async def leave_ids_at_the_door(attacker: Attacker) -> None:
 
 
 async def _send_on(attacker: Attacker, begin: bytes, again: bytes = b"") -> None:
-    """On a connection of its own, until the door ends it; then on another one."""
+    """Sends on a dedicated connection until the server closes it, then opens another one."""
     url = urlsplit(attacker.http)
     while True:
         reader, writer = await asyncio.open_connection(url.hostname, url.port)
@@ -416,7 +416,7 @@ async def call_at_once(attacker: Attacker) -> None:
 
 
 async def burn(attacker: Attacker) -> None:
-    """No attack: a process that computes, to tell what the attacker's own work costs on this machine."""
+    """No attack: a process that only computes, to measure the CPU cost of an attacker on this machine."""
 
     def spin() -> None:
         deadline = time.monotonic() + attacker.seconds
@@ -428,21 +428,21 @@ async def burn(attacker: Attacker) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attack:
-    """What is done, and to which service."""
+    """An attack and the configuration of the service under attack."""
 
     run: Run
     told: str
     """For people."""
     options: Sequence[tuple[str, int]] = OPTIONS
-    """Of the channel."""
+    """Options of the channel."""
     kv_bytes: int = 6 << 30
-    """What the ranks of the service have for keys and values, together."""
+    """Total bytes of the ranks' KV pools."""
     quotas: Quotas | None = None
     """Quotas of the attacker, who is one of two tenants; None: the service has no credentials."""
     prepare: Callable[[Path, str], None] | None = None
     """Fills the data folder of the service for its model; None: it has none."""
     has_door: bool = False
-    """The service is reached over HTTP, too."""
+    """The service is also reachable over HTTP."""
 
 
 ATTACKS = {
@@ -499,11 +499,11 @@ ATTACKS = {
     "trailers": Attack(run=send_trailers, told="HTTP requests whose trailers do not end", has_door=True),
     "ids_at_the_door": Attack(run=leave_ids_at_the_door, told="24 prompts of 500,000 ids over HTTP", has_door=True),
 }
-"""By name. Each is made from a process of its own."""
+"""All attacks by name. Each runs in a separate process."""
 
 
 def attack(name: str, target: Target, seconds: float) -> Outcome:
-    """Attacks a service; what can go on for ever ends after `seconds`."""
+    """Attacks a service; an attack without a natural end stops after `seconds`."""
     began = time.process_time()
     statuses = asyncio.run(_attack(ATTACKS[name], target, seconds))
     return Outcome(dict(statuses), time.process_time() - began)

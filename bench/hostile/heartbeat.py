@@ -36,16 +36,16 @@ LONG_SECONDS = 0.001
 HTTP = "http"
 """A file with the address of the door, if there is one."""
 CALLBACKS = ".callbacks"
-"""What the name of the file of long ones ends with."""
+"""Suffix of the file of long callbacks."""
 
 
 def command(folder: Path, config: ServiceConfig) -> list[str]:
-    """What starts such a service; it writes its beats into `folder`."""
+    """The command that starts such a service; it writes its beats into `folder`."""
     return [sys.executable, "-m", "bench.hostile.heartbeat", str(folder), msgspec.json.encode(config).decode()]
 
 
 class Beats:
-    """What a service wrote, on the clock that the processes of a machine share (`time.monotonic`)."""
+    """The records of a service, on the clock that the processes of a machine share (`time.monotonic`)."""
 
     def __init__(self, folder: Path) -> None:
         (self._file,) = (file for file in folder.iterdir() if file.name.isdecimal())
@@ -75,7 +75,7 @@ class Beats:
         while (now := time.monotonic()) < deadline:
             if (times := self.read()) and times[-1] >= ended:
                 return longest_gap(times, began, ended)
-            await asyncio.sleep(POLL_SECONDS)  # another process is watched: nothing here could tell
+            await asyncio.sleep(POLL_SECONDS)  # another process is watched, and sends no notification
         return longest_gap(self.read(), began, now)
 
 
@@ -87,7 +87,7 @@ def quantile(count: int, highest: Sequence[float], part: float) -> float:
 
 
 def _pairs(file: Path) -> "array[float]":
-    """What is written there: whole pairs."""
+    """The records of a file: complete pairs only."""
     written, found = file.read_bytes(), array("d")
     pair = 2 * found.itemsize
     found.frombytes(written[: len(written) // pair * pair])
@@ -128,7 +128,7 @@ async def serve(config: ServiceConfig, folder: Path) -> StartResult:
 
 
 class Callbacks:
-    """Counts what the loops of this process call from now on, and writes of each that computed for long."""
+    """Counts the callbacks of this process's event loops from now on, and records the long ones."""
 
     def __init__(self, file: RawIOBase) -> None:
         self.count = 0

@@ -21,13 +21,13 @@ TWINS = 2
 VALUES = 3
 """Values of each key of multi_value."""
 APPENDED = 0.02
-"""Length of what is appended, as a share of the document."""
+"""Length of the appended text, as a share of the document."""
 SAMPLE_BYTES = 20_000
 """Text on which a model's bytes per token are measured."""
 
 
 class Question(msgspec.Struct, frozen=True):
-    """A question and all values that its answer must hold; none: the answer must say "not found"."""
+    """A question and all values that its answer must contain; if empty, the answer must be "not found"."""
 
     task: str
     text: str
@@ -41,7 +41,7 @@ class Question(msgspec.Struct, frozen=True):
 
 
 class Document(msgspec.Struct, frozen=True):
-    """A text and what to ask about it; then a text to append, and what to ask after that."""
+    """A text and questions about it; then a text to append, and questions about the whole."""
 
     text: str
     questions: tuple[Question, ...]
@@ -151,7 +151,7 @@ def _near(rng: random.Random, key: str) -> str:
 
 
 def _with_value(rng: random.Random, fact: Fact) -> Fact:
-    """A fact about the same key with a value of its own."""
+    """A fact about the same key with a new value."""
     made = make_fact(rng, fact.key, make_value(rng, HELD_OUT_WORDS))
     return Fact(made.key, made.value, made.sentence, made.question, made.expected)
 

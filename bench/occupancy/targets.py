@@ -17,11 +17,11 @@ class Device(NamedTuple):
     num_multiprocessors: int
     bytes_per_s: float
     clock_hz: float
-    """What is held under load, somewhat below the boost of the data sheet."""
+    """The sustained clock under load, somewhat below the boost clock of the data sheet."""
 
     @property
     def bytes_per_ns(self) -> float:
-        """Of one multiprocessor, its even share."""
+        """The memory bandwidth share of one multiprocessor."""
         return self.bytes_per_s / self.num_multiprocessors / 1e9
 
 
@@ -35,7 +35,7 @@ class Target(NamedTuple):
     name: str
     triton: GPUTarget
     num_registers: int
-    """32 bits each; AMD: of one SIMD's lane, vector and accumulation registers together."""
+    """32 bits each; AMD: per lane of one SIMD, vector and accumulation registers together."""
     max_shared: int
     """Bytes that a program may have. The compiler does not hold a kernel to it."""
     shared: int

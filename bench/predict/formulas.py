@@ -22,10 +22,10 @@ FLOAT32 = 4
 
 
 class Terms(NamedTuple):
-    """Counts of what one rank does; or, as the constants of a machine, the seconds that one of each costs.
+    """Counts of one rank's operations; or, as the constants of a machine, the seconds that each one costs.
 
-    `near` is inside a node, `far` between nodes. `joins` are the times that a rank joins partials, `operations`
-    calls of the library, `rounds` messages of which each waits for the one before, `messages` those a rank must post.
+    `near` is inside a node, `far` between nodes. `joins` are the times that a rank joins partials, `operations` calls
+    of the library, `rounds` messages of which each waits for the one before, `messages` those a rank must post.
     """
 
     joins: float = 0.0
@@ -105,7 +105,7 @@ Library = Callable[[Operation, Cluster], Terms]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a step does one after the other, and hops during which a rank computes: of both, the longer one counts."""
+    """The sequential work of a step, and the hops during which a rank computes: the longer of the two counts."""
 
     serial: Terms
     num_hops: int = 0
@@ -163,7 +163,7 @@ def butterfly_scopes(cluster: Cluster) -> list[Scope]:
 
 
 def tree_work(merge: str, cluster: Cluster, shape: Shape, context_tokens: float, library: Library) -> Work:
-    """Attention over a rank's own keys, then one merge. No tokens: the merge alone."""
+    """Attention over a rank's local keys, then one merge. With 0 tokens, only the merge."""
     keys = shape.kv_bytes(context_tokens / cluster.world_size)
     operations = merge_operations(merge, cluster, shape)
     joins = {"butterfly": max(1, len(operations)), "hierarchy": min(2, cluster.num_nodes)}.get(merge, 1)
@@ -195,7 +195,7 @@ def query_ring_work(cluster: Cluster, shape: Shape, context_tokens: float, libra
 
 
 def total(operations: list[Operation], cluster: Cluster, library: Library) -> Terms:
-    """All operations, one after the other. A rank by itself needs none."""
+    """All operations in sequence. A single rank needs none."""
     terms = NOTHING
     for operation in operations:
         if cluster.world_size > 1:

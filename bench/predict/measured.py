@@ -1,4 +1,4 @@
-"""What bench.merge and bench.attention measured on this machine, and the constants that follow from it."""
+"""Measurements of bench.merge and bench.attention on this machine, and the constants derived from them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -85,9 +85,7 @@ class AttentionRow(msgspec.Struct, frozen=True):
         if self.method in RINGS:
             work = RINGS[self.method](cluster, shape, self.context_tokens, library)
         else:
-            merge = (
-                "gather" if self.method == ONE_DEVICE else self.merge or self.method
-            )  # alone no merge costs anything
+            merge = "gather" if self.method == ONE_DEVICE else self.merge or self.method  # a single rank needs no merge
             work = tree_work(merge, cluster, shape, self.context_tokens, library)
         name = (
             f"{self.method}, {self.network}, {cluster.num_nodes}x{cluster.ranks_per_node}, {self.context_tokens} tokens"
@@ -109,7 +107,7 @@ KINDS: dict[str, tuple[type[Row], str]] = {
 
 
 class Missing(Exception):
-    """A file of measurements that is not there, or not what it should be; tells how to make it."""
+    """The file of measurements is missing or invalid; the message describes how to create it."""
 
 
 def load(path: Path) -> list[Row]:

@@ -73,7 +73,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def measure(name: str, given: argparse.Namespace) -> Row:
-    """What a part finds."""
+    """The results of a part."""
     part = PARTS[name]
     options = Options(
         repeats=given.repeats or part.repeats, seconds=given.seconds or part.seconds, world_size=given.world_size

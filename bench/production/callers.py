@@ -1,4 +1,4 @@
-"""Many calls at once, from a process of its own."""
+"""Many concurrent calls from a separate process."""
 
 import asyncio
 import os
@@ -17,7 +17,7 @@ READ_BYTES = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a caller is to do."""
+    """The parameters of a caller."""
 
     address: str
     tls_ca: str
@@ -26,19 +26,19 @@ class Asked:
     path: str
     credential: str
     rate: float
-    """Calls per second that are wanted, of all connections together."""
+    """Target calls per second of all connections together."""
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """What came of it."""
+    """The results of a caller."""
 
     sent: int
     ended: int
-    """Of those sent, with an answer; the others were broken off in the end."""
+    """Calls sent that were answered; the others were cancelled at the end."""
     cpu_seconds: float
-    """What the caller itself computed."""
+    """CPU seconds of the caller process."""
 
 
 class Caller:
@@ -78,7 +78,8 @@ class Caller:
 
 
 def call(asked: Asked) -> Called:
-    """Makes calls for so many seconds, as fast as wanted or as answers come. Raises OSError when nobody listens."""
+    """Makes calls for the configured seconds, at the target rate or as fast as answers arrive. Raises OSError when the
+    port is closed."""
     return asyncio.run(_call(asked))
 
 

@@ -1,4 +1,4 @@
-"""What production settings cost when nothing is wrong: the pace of streams, and the delay of first tokens."""
+"""The cost of production settings in normal operation: the pace of streams, and the delay of first tokens."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -23,7 +23,7 @@ WANTED_MORE_MS = 1.0
 SCRAPE_SECONDS = 1.0
 WARM_UP_SECONDS = 1.0
 TURNS = 6
-"""Of each service in a round."""
+"""Turns of each service in a round."""
 FIRST_TOKENS, CONNECTIONS = 10, 4
 """Timed in each turn."""
 OFF, ON, OFF_AGAIN = 0, 1, 2
@@ -32,7 +32,7 @@ OFF, ON, OFF_AGAIN = 0, 1, 2
 
 @dataclass(slots=True)
 class Measured:
-    """Of one service."""
+    """The measurements of one service."""
 
     paces: list[Pace] = field(default_factory=list[Pace])
     first_tokens: list[float] = field(default_factory=list[float])
@@ -121,7 +121,7 @@ def of_both(rounds: Sequence[tuple[Measured, ...]], choose: Callable[[Measured],
 
 
 def of_turns(rounds: Sequence[tuple[Measured, ...]], work: Callable[[float, float, float], float]) -> list[float]:
-    """What `work` makes of the three services' paces, for each turn of all rounds."""
+    """The result of `work` for the paces of the three services, for each turn of all rounds."""
     turns = (zip(*(found.paces for found in services), strict=True) for services in rounds)
     return [work(off.tokens_per_s, on.tokens_per_s, again.tokens_per_s) for turn in turns for off, on, again in turn]
 

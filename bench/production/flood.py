@@ -1,4 +1,4 @@
-"""What thousands of wrong credentials a second cost a service, and what its streams lose by them."""
+"""The cost of thousands of calls per second with wrong credentials: to the service, and to its streams."""
 
 import asyncio
 import os
@@ -28,13 +28,13 @@ RATE = 10_000.0
 """Calls per second that are wanted."""
 FEWER = 1_000.0
 LIMITED = 19
-"""How nice callers are that may only have what nobody else wants of a processor."""
+"""The nice value of callers that may only use idle CPU time."""
 ELSEWHERE = "127.0.0.2"
 """Where callers are: not on the host of the streams, as the service sees it."""
 METHOD = "ListContexts"
 PATH = f"/longleaf.v1.ContextService/{METHOD}"
 LEAD_SECONDS = 0.5
-"""Calls begin so long before what is measured, and go on so long after it."""
+"""Calls begin this long before the measurement and continue this long after it."""
 SETTLE_SECONDS = 1.5
 """Until the last refused calls, which wait for a second, have gone."""
 REFUSED, ANSWERED = "UNAUTHENTICATED", "OK"
@@ -43,13 +43,13 @@ WANTED_KEPT = 0.9
 
 @dataclass(slots=True)
 class Turns:
-    """What was measured of one kind of calls, a number for each turn."""
+    """The measurements of one kind of calls, a number for each turn."""
 
     code: str
     """How they should end."""
     per_s: list[float] = field(default_factory=list[float])
     cpu_us: list[float] = field(default_factory=list[float])
-    """What the coordinator computed, by calls; with streams that is theirs as well."""
+    """CPU microseconds of the coordinator per call; with streams, their cost is included."""
     kept: list[float] = field(default_factory=list[float])
     """The pace of the streams, as a share of that without calls."""
     caller_cores: list[float] = field(default_factory=list[float])
@@ -71,7 +71,7 @@ class Flood:
         }
 
     async def turn(self, turns: Turns, rate: float, nice: int, streams: Streams | None = None) -> None:
-        """Calls for a while; with streams, their pace as well."""
+        """Makes calls for one turn; with streams, also measures their pace."""
         alone = 0.0
         if streams is not None:
             alone = (await streams.pace(self._service, asyncio.sleep(self._seconds))).tokens_per_s
@@ -122,7 +122,7 @@ class Flood:
 
 
 def measure(options: Options) -> Row:
-    """First calls alone, then beside streams."""
+    """First only calls, then calls beside streams."""
     with TemporaryDirectory(prefix="longleaf-bench-") as folder:
         settings = production(Authority(Path(folder) / "ca"), Path(folder))
         with running(settings, options.world_size) as service, _processes() as callers:

@@ -1,4 +1,4 @@
-"""How long it takes until new connections are shown a certificate that was renewed, while streams go on."""
+"""The time until new connections get a renewed certificate, while streams continue."""
 
 import asyncio
 import random
@@ -24,7 +24,7 @@ MOST_SECONDS = 30.0
 
 
 def measure(options: Options) -> Row:
-    """Rotations at random moments: the service looks at its files at moments of its own."""
+    """Rotations at random moments, independent of the times at which the service checks its files."""
     with TemporaryDirectory(prefix="longleaf-bench-") as folder:
         authority, secret = Authority(Path(folder) / "ca"), Secret(Path(folder) / "tls")
         secret.write(authority.make())
@@ -59,8 +59,8 @@ async def _measure(service: Running, authority: Authority, secret: Secret, optio
 
 
 async def _until_shown(address: str, trusting: ssl.SSLContext, wanted: int, connections: list[float]) -> float:
-    """Seconds from now until a new connection gets that certificate; what each connection took is added. Raises
-    TimeoutError."""
+    """Seconds from now until a new connection gets that certificate; the time of each connection is added to
+    `connections`. Raises TimeoutError."""
     began = time.perf_counter()
     async with asyncio.timeout(MOST_SECONDS):
         while True:
@@ -69,4 +69,4 @@ async def _until_shown(address: str, trusting: ssl.SSLContext, wanted: int, conn
             connections.append(time.perf_counter() - at)
             if shown == wanted:
                 return time.perf_counter() - began
-            await asyncio.sleep(PAUSE_SECONDS)  # another process is watched: nothing here could tell
+            await asyncio.sleep(PAUSE_SECONDS)  # another process is watched, and sends no notification

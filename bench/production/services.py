@@ -1,4 +1,4 @@
-"""Services with everything off, and with what production sets; and what they compute."""
+"""Services with all options off and with production settings, and their CPU time."""
 
 import os
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from longleaf.service_settings import SecurityConfig, TelemetryConfig
 from tests.support.authority import Authority
 
 TENANTS = 20
-"""In the file of credentials; who asks is the last of them, so that all are compared with."""
+"""Tenants in the credentials file; the client is the last one, so that its secret is compared with all."""
 KV_BYTES = 256 << 20
 """Several services are up at once: none shall take the memory of this machine."""
 
@@ -46,7 +46,7 @@ class Secret:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a service is told, and how its clients come in."""
+    """The settings of a service, and the credentials of its clients."""
 
     security: SecurityConfig
     telemetry: TelemetryConfig
@@ -59,7 +59,7 @@ def everything_off() -> Settings:
 
 
 def production(authority: Authority, folder: Path, secret: Secret | None = None) -> Settings:
-    """TLS, credentials, metrics and JSON logs that tell of every call. What `secret` does not bring is written to
+    """TLS, credentials, metrics, and JSON logs of every call. Files that `secret` does not contain are written to
     `folder`."""
     if secret is None:
         secret = Secret(folder / "tls")
@@ -85,11 +85,11 @@ class Running:
     address: str
     settings: Settings
     process: psutil.Process
-    """Of the coordinator; ranks have their own."""
+    """The coordinator's process, without its ranks."""
 
     @property
     def cpu_seconds(self) -> float:
-        """What the coordinator has computed."""
+        """CPU seconds of the coordinator."""
         times = self.process.cpu_times()
         return times.user + times.system
 

@@ -14,26 +14,26 @@ from longleaf.types import Delta
 
 STREAMS = 16
 STREAM_TOKENS = 4096
-"""After so many a stream begins anew: a token shall take as long at the end of a turn as at its beginning."""
+"""A stream restarts after this many tokens, so that a token costs the same at the end of a turn as at its beginning."""
 FLOW_SECONDS = 60.0
 """How long the first tokens of all streams may take."""
 PAUSE_SECONDS = 0.02
-"""Before a stream that failed begins anew."""
+"""The delay before a failed stream restarts."""
 
 
 class Pace(NamedTuple):
-    """What went on while something was done."""
+    """The throughput and the CPU time during a measurement."""
 
     tokens_per_s: float
     service_cpu_s: float
-    """What the coordinator computed."""
+    """CPU seconds of the coordinator."""
     client_cpu_s: float
-    """What this process did."""
+    """CPU seconds of this process."""
     seconds: float
 
     @property
     def service_us(self) -> float:
-        """What the coordinator computed of each token, if it did nothing else."""
+        """CPU microseconds of the coordinator per token, if it did nothing else."""
         return self.service_cpu_s / (self.tokens_per_s * self.seconds) * 1e6
 
     @property

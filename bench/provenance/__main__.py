@@ -45,7 +45,7 @@ TOKENS_PER_QUESTION = 800
 """At least, of a document: for each question of each task some ten sentences are planted."""
 CONTEXT = "provenance"
 MEASURED = ("model", "tokens", "task")
-"""What rows are of: those of an earlier measurement of the same go."""
+"""The key of a row: a new row replaces an earlier one with the same key."""
 
 
 def main() -> None:
@@ -66,7 +66,7 @@ def line(row: Row) -> str:
 
 
 def measure(client: Client, given: argparse.Namespace) -> Iterator[Row]:
-    """All lengths, the shortest first, then what it costs."""
+    """All lengths, the shortest first, then the cost."""
     for tokens in sorted(given.lengths):
         yield from rows(list(examine(client, tokens, given.questions)))
     for tokens in given.cost_lengths:

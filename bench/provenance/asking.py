@@ -22,7 +22,7 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """What came of one question."""
+    """The results of one question."""
 
     task: str
     tokens: int
@@ -30,11 +30,11 @@ class Asked(msgspec.Struct, frozen=True):
     method: Ranking
     is_right: bool
     rank: int | None
-    """Of the first source that is where the fact stands, from 0; None: none of those told is."""
+    """Rank of the first source that contains the fact, from 0; None: no returned source contains it."""
     has_largest_drop: bool
-    """Of the sources told, one where the fact stands has the largest."""
+    """The source with the largest drop among the returned ones contains the fact."""
     share: float
-    """Of the first source."""
+    """The share of the first source."""
     drop: float
     """The largest, in nats."""
 
@@ -53,7 +53,7 @@ def ask(client: Client, context: str, question: Question, place: Place | None, t
 def judged(
     question: Question, answer: str, sources: Sequence[Source], place: Place | None, tokens: int, method: Ranking
 ) -> Asked:
-    """What the sources of an answer are worth."""
+    """Compares the sources of an answer with the place of the fact."""
     meets = [place is not None and place.meets(source) for source in sources]
     drops = [source.drop or 0.0 for source in sources]
     return Asked(

@@ -27,7 +27,7 @@ SPREADS = {"peaked": 8.0, "broad": 3.0, "flat": 1.0}
 """Standard deviations of the logits."""
 TARGETS = {"top_p": 10.0}
 SEEN = PenaltyHistory(tuple(range(0, 100_000, 7)), tuple(range(500)))
-"""What the penalties of each sequence remember: 100,000 tokens of context, and an answer of 500."""
+"""The penalty history of each sequence: 100,000 tokens of context, and an answer of 500."""
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "greedy, presence penalty": {"presence_penalty": 0.5},
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def row(case: str, kind: str, shape: tuple[int, int], repeats: int) -> dict[str, Any]:
-    """Of one case: the first turn, in which samplers are told their terms, is not counted."""
+    """The row of one case. The first turn, in which samplers receive their terms, is not counted."""
     tell(f"{case}, {kind}")
     logits_RV = SPREADS[kind] * torch.randn(*shape, generator=torch.Generator().manual_seed(0))
     together, alone = Side(Sampler(), [], []), Side(one_by_one.Sampler(), [], [])
@@ -101,7 +101,7 @@ def row(case: str, kind: str, shape: tuple[int, int], repeats: int) -> dict[str,
 
 
 def step_row(sequence: int, sampling: Sampling, step: int) -> Row:
-    """The row of a sequence in a step; the first one tells its terms."""
+    """The row of a sequence in a step; the first one includes its terms."""
     terms = SamplingTerms(sampling, SEEN if sampling.has_penalties else None) if step == 0 else None
     return Row(sequence, (0,), step, (), (), step, terms)
 

@@ -56,7 +56,7 @@ class Load:
             pass
 
     async def clean(self) -> None:
-        """Deletes what was ingested."""
+        """Deletes the ingested contexts."""
         for name in (name for names in self._contexts.values() for name in names):
             await self._client.delete_context(name)
 
@@ -64,7 +64,7 @@ class Load:
         return Documents(f"{self._options.seed} {purpose}", self._cluster.model.vocabulary_size)
 
     def plan(self, rate: float) -> list[Request]:
-        """The same for the same options, whatever the service does."""
+        """The same requests for the same options, whatever the service answers."""
         rng = random.Random(f"{self._options.seed} {rate}")
         documents = self._documents(f"questions {rate}")
         return [self._request(rng, documents, at) for at in poisson(rng, rate, self._options.duration)]
@@ -94,7 +94,7 @@ class Load:
 
 
 def summary(answers: Sequence[Answer], max_ttft_ms: float, max_itl_ms: float) -> dict[str, object]:
-    """What the answers say together. Rates count from the first arrival to the last end."""
+    """Summary statistics of the answers. Rates count from the first arrival to the last end."""
     done = [answer for answer in answers if not answer.error]
     errors = Counter(answer.error for answer in answers if answer.error)
     span = max(answer.ended for answer in answers) - min(answer.arrived for answer in answers) if answers else 0.0
@@ -156,7 +156,7 @@ def main() -> None:
 
 
 async def measure(address: str, options: argparse.Namespace) -> list[dict[str, object]]:
-    """A row per rate. What is refused stays refused: the load must not depend on the service."""
+    """A row per rate. Refused requests are not retried: the load must not depend on the service."""
     async with AsyncClient(address, retries=0) as client:
         load = Load(client, await client.cluster(), options)
         try:

@@ -1,5 +1,5 @@
-"""A reader's browser at the door's page. It notes whatever must not be: a message on the console, an error, a
-violation of the page's policy, a request that leaves the origin."""
+"""A browser at the gateway's web page. It records all faults: console messages, errors, violations of the content
+security policy, and requests that leave the origin."""
 
 import re
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from tests.support.tools import lacks, tool
 
 PATIENCE_MS = 120_000
-# Chromium says this of each answer with an error status, whatever the page makes of it
+# Chromium logs this for each response with an error status, whatever the page does with it
 OF_A_STATUS = r"Failed to load resource: the server responded with a status of {}"
 GONE = r"Failed to load resource: net::ERR_|WebSocket|net::ERR_"
 VIOLATIONS = (
@@ -34,7 +34,7 @@ def chromium() -> Iterator[Any]:
 
 
 class Reader:
-    """A window of its own, with nothing kept from others; to be entered. `page` is Playwright's."""
+    """A separate browser window without shared state; to be entered. `page` is Playwright's."""
 
     def __init__(self, browser: Any, url: str, **options: Any) -> None:
         options = {"viewport": {"width": 1280, "height": 800}, "ignore_https_errors": True, **options}
@@ -63,7 +63,7 @@ class Reader:
             self.complaints.append(f"request to {request.url}")
 
     def audit(self, *expected: str) -> None:
-        """Nothing was to be complained of, but for what these patterns match."""
+        """Checks that no fault was recorded, except those that these patterns match."""
         assert [each for each in self.complaints if not any(re.search(pattern, each) for pattern in expected)] == []
 
     def slow_uploads(self, bytes_per_second: int | None) -> None:

@@ -1,4 +1,4 @@
-"""The service as users meet it: `longleaf serve` in a process of its own, and the other commands against it."""
+"""The service as an operator runs it: `longleaf serve` in a separate process, and the other commands against it."""
 
 import json
 import os
@@ -15,18 +15,18 @@ from tests.support import forked
 from tests.support.forked import CLI
 
 NAME = "acme/small 1"
-"""What clients see of the model that all tests share."""
+"""The model name that clients see in all tests."""
 
 
 class Served:
-    """A running `longleaf serve`, to be entered; `output` collects what it prints. Nothing of it outlives it.
+    """A running `longleaf serve`, to be entered; `output` collects its standard output. All its processes end at exit.
 
-    `before` is a command that becomes the command that follows it; `beside` is one that client commands go through, to
-    where the service is.
+    `before` is a command that executes the command after it; `beside` runs client commands in the service's
+    environment.
     """
 
     def __init__(self, *options: str, before: tuple[str, ...] = (), beside: tuple[str, ...] = ()) -> None:
-        # a session of its own, so that nothing that it leaves behind can hide
+        # a new session, so that every leftover process can be found
         command = [*before, *CLI, "serve", "--port", "0", *options]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         self.process = forked.popen(command, start_new_session=True, **pipes)
@@ -61,7 +61,7 @@ class Served:
         return forked.run(command, input=stdin)
 
     def json(self, *arguments: str) -> dict:
-        """What a command that succeeds prints with --json."""
+        """The --json output of a successful command."""
         found = self.run(*arguments, "--json")
         assert found.returncode == 0, found.stderr
         return json.loads(found.stdout)
@@ -85,7 +85,7 @@ class Served:
 
 
 class Left:
-    """What a service has made so far, and must not leave behind: processes, and the folder of a Ray."""
+    """The processes and the Ray folder that a service has created so far and must not leave behind."""
 
     def __init__(self, process: subprocess.Popen) -> None:
         self.processes: list[psutil.Process] = []
@@ -104,7 +104,7 @@ class Left:
 
 
 def end(process: subprocess.Popen) -> None:
-    """Kills the leader of a session, all in it, and what they started."""
+    """Kills the leader of a session, all its processes, and their descendants."""
     family = {one for one in psutil.process_iter() if _session(one.pid) == process.pid}
     for one in list(family):
         with suppress(psutil.NoSuchProcess):
@@ -121,7 +121,7 @@ def _session(pid: int) -> int | None:
 
 
 def url_of(served: Served) -> str:
-    """What it prints after its address."""
+    """The URL that the service prints after its address."""
     assert served.process.stdout is not None
     for line in served.process.stdout:
         if found := re.search(r"https?://\S+", line):

@@ -16,7 +16,7 @@ from tests.support.scheduler_machine import NAMES
 
 
 class DurableMachine(RecoveringMachine):
-    """What a catalog would keep, is kept here: a context counts once it is acknowledged."""
+    """Saves the state that a catalog would save: a context counts once it is acknowledged."""
 
     is_durable = True
     next_segment = 0
@@ -30,7 +30,7 @@ class DurableMachine(RecoveringMachine):
     @precondition(lambda self: self.sealed)
     @rule(data=st.data(), is_kept=st.booleans())
     def keep(self, data: st.DataObject, is_kept: bool) -> None:
-        """What has been read is kept, or cannot be."""
+        """Saving a document succeeds or fails."""
         job = data.draw(st.sampled_from(self.sealed), label="document")
         if is_kept:
             self._acknowledge(job)
@@ -57,7 +57,7 @@ class DurableMachine(RecoveringMachine):
             super()._nobody_is_stuck()
 
     def _nobody_waits_for_those_behind(self) -> None:
-        """But for contexts that others ask: these cannot rest, whoever gives way."""
+        """Contexts in use are exempt: they cannot be evicted, whichever job releases room."""
         if not any(self.scheduler.contexts.find(name) for name in self.scheduler._requests.contexts if name):
             super()._nobody_waits_for_those_behind()
 
@@ -71,7 +71,7 @@ class DurableMachine(RecoveringMachine):
     def _is_needed(self, job: int, error: LongleafError) -> bool:
         return job in self.paused and not self.scheduler.num_running and "others need the room" in str(error)
 
-    # --- what rests ---
+    # --- eviction ---
 
     @rule(context=NAMES)
     def rest(self, context: str) -> None:
@@ -82,7 +82,7 @@ class DurableMachine(RecoveringMachine):
 
     @rule(context=NAMES, question=st.integers(1, 12), steps=st.integers(0, 3))
     def rest_and_ask(self, context: str, question: int, steps: int) -> None:
-        """It comes back, and perhaps others must go for it."""
+        """The evicted context is restored; other contexts may be evicted for it."""
         self.rest(context)
         self.ask(list(range(question)), 2, context, 1, NO_CLAIM, False)
         self.run_steps(steps, 2, 0.001)
@@ -91,7 +91,7 @@ class DurableMachine(RecoveringMachine):
 
     @rule(data=st.data())
     def die(self, data: st.DataObject) -> None:
-        """The service is killed, and starts again over what was kept, with other ranks."""
+        """The service is killed and restarts from the saved state, with new ranks."""
         old = self.scheduler
         num_blocks = data.draw(st.lists(st.integers(4, 24), min_size=1, max_size=4), label="blocks")
         self.placer = BlockPlacer(num_blocks, self.block_size, self.windows)

@@ -1,7 +1,7 @@
-"""What the members of a group hold: for each slot, which key lies there. Members come and go; their slots stay theirs.
+"""The key in each slot of a group's members. Members are lost and join; each member keeps its slots.
 
-A key stands for its token, how that is rotated, and all the tokens before it, because attention makes it of these. So
-a key that was computed anew is the right one only if what it was computed from was.
+A key stands for its token, the token's rotation, and all tokens before it, because attention computes the key from
+these. So a recomputed key is right only if its inputs were.
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,7 +28,7 @@ class Key(NamedTuple):
 
 
 class Book:
-    """What ranks believe of a segment."""
+    """The ranks' view of a segment."""
 
     def __init__(self, start: int, runs: Iterable[Run] = (), window_runs: tuple[Run, ...] = ()) -> None:
         self.start = start
@@ -43,7 +43,7 @@ Content = dict[int, Key]
 
 
 class KeyLedger:
-    """Executes plans. Raises AssertionError when one reads a key that is not there, or contradicts what is held."""
+    """Executes plans. Raises AssertionError if a plan reads a missing key or contradicts the ledger."""
 
     def __init__(self, num_ranks: int, block_size: int, windows: WindowSpec | None) -> None:
         self._block_size = block_size
@@ -53,7 +53,7 @@ class KeyLedger:
         self._num_members = num_ranks
         self.numbers: dict[tuple[int, int, Rope], int] = {}
         self._keys: dict[Slot, Key | None] = {}
-        """None: what a broken step left, or a draft that was refused."""
+        """None: written by a failed step, or a rejected draft."""
         self.books: dict[int, Book] = {}
         self.fetched: dict[tuple[int, int], Content] = {}
         """By member and ticket."""
@@ -62,7 +62,8 @@ class KeyLedger:
     # --- epochs ---
 
     def change_ranks(self, before: Sequence[int | None]) -> None:
-        """Who is gone takes all keys along; who comes has none. Nobody knows anything until a layout is told."""
+        """Lost members take their keys with them; new members have none. No rank knows a segment until a layout is
+        sent."""
         members = list[int]()
         for rank in before:
             if rank is None:
@@ -139,7 +140,7 @@ class KeyLedger:
         return tuple(map(Token, sampled))
 
     def _cut_back(self, row: Row, end: int) -> None:
-        """Drafts from there on were refused: nobody may read what is in their slots."""
+        """Drafts from `end` on were rejected: no plan may read their slots."""
         book, run, first = self.books[row.path[-1]], row.runs[-1], row.start + row.num_known - 1
         assert (first - run.start) // self._block_size == (len(run) - 1) // self._block_size, "a draft opens a block"
         for position in range(end, run.end):
@@ -218,7 +219,7 @@ class KeyLedger:
     # --- pieces ---
 
     def save(self, member: int, order: Save) -> Content:
-        """What a member writes as a piece."""
+        """The content of a piece that a member saves."""
         book, content = self.books[order.segment], Content()
         for run in order.runs:
             whole = book.window_runs if order.of_windows else book.runs

@@ -30,9 +30,9 @@ from workers.kv_io.fakes import FolderStore
 
 HOST = "127.0.0.1"
 SECONDS = 60.0
-"""What a test waits for the word of a member; nothing is measured by it."""
+"""Timeout for a member's message; it is not a measurement."""
 VICTIM = 2
-"""The member that does what a step of one of these numbers has it do."""
+"""The member that fails in steps with one of these numbers."""
 RAISE, FREEZE, KILL, KEEP = 901, 902, 903, 904
 """The last one raises, and something of the epoch stays."""
 T = TypeVar("T", bound=FromRank)
@@ -83,8 +83,8 @@ def live(spec: RankSpec) -> None:
 
 
 class GatedStore(FolderStore):
-    """Its calls wait where there is a pipe `gate` in the folder, while no test has it open for writing. A call that
-    waits has made a file `waiting`."""
+    """While a pipe `gate` exists in the folder, calls block until a test opens it for writing. A blocked call creates a
+    file `waiting`."""
 
     def _answer(self) -> None:
         if (gate := self.folder / "gate").exists():
@@ -94,8 +94,8 @@ class GatedStore(FolderStore):
 
 
 class Members:
-    """Processes that have loaded, on the machines of `nodes`, a letter each; what they say in the order in which they
-    say it."""
+    """Processes that have loaded, on the machines of `nodes`, one letter each, and their messages in order of
+    arrival."""
 
     def __init__(self, nodes: str, config: EngineConfig) -> None:
         self.nodes = nodes
@@ -135,7 +135,7 @@ class Members:
         self._socket.send_multipart([name, encode(message)])
 
     def hear(self, kind: type[T], member: int) -> T:
-        """The next message of a kind from a member; from rank 0 alone come results."""
+        """The next message of a type from a member; only rank 0 sends results."""
         deadline = time.monotonic() + SECONDS
         while True:
             for message in self._said:
@@ -167,7 +167,7 @@ class Members:
         return self.beats[member]
 
     def invite(self, epoch: int, ranks: Sequence[int], merges: tuple[MergeTiming, ...] = ()) -> None:
-        """Tells the members `ranks`, in this order, to join an epoch."""
+        """Sends the members `ranks`, in this order, the request to join an epoch."""
         port = 0
         if len(ranks) > 1:
             self.say(ranks[0], OpenStore(epoch))
@@ -194,7 +194,7 @@ class Members:
         return self.hear(GroupFailure, member)
 
     def kill(self, member: int) -> None:
-        """As a fleet does, whatever the process is at."""
+        """Kills a member in any state, as a fleet does."""
         self._processes[member].kill()
         self._processes[member].join(SECONDS)
 

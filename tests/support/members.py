@@ -1,4 +1,4 @@
-"""Members of the control channel without processes: a test says what each does not do as it should."""
+"""Members of the control channel without processes; a test configures their faults."""
 
 import asyncio
 import os
@@ -29,9 +29,9 @@ PULSE_SECONDS = 0.05
 
 
 class ScriptedMember:
-    """Says hello, loads, opens stores and joins on its own, and gives up an epoch that is fenced while it joins; what
-    else it is told, `receive` gives. It does nothing at all on messages of the types `deaf_to`, and has a pulse from
-    `beat` on. Needs a running event loop."""
+    """Sends hello, loads, opens stores and joins without a script, and drops an epoch that is fenced while it joins;
+    `receive` returns all other messages. Messages of the types `deaf_to` are ignored; heartbeats start with `beat`.
+    Needs a running event loop."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class ScriptedMember:
             assert isinstance(message, AbortExchanges)
             self.num_fences += 1
             if message in self.fences:
-                continue  # it is sent again until a pulse tells that it was heard
+                continue  # it is sent again until a heartbeat acknowledges it
             self.fences.append(message)
             if AbortExchanges not in self.deaf_to:
                 self.progress = MemberProgress()
@@ -124,7 +124,7 @@ class ScriptedMember:
         await self._socket.send(encode(message))
 
     async def tell(self, outcome: Outcome) -> None:
-        """Says what became of an order, as the thread of its pulse."""
+        """Sends the outcome of an order, as the heartbeat thread does."""
         await self._pulse.send(encode(outcome))
 
     async def receive(self) -> ToRank:
@@ -132,7 +132,7 @@ class ScriptedMember:
         return await self._inbox.get()
 
     async def live(self) -> int:
-        """Does what it is told until it is to leave; an exit code."""
+        """Executes messages until it is asked to leave; returns the exit code."""
         parent = os.getppid()
         self.beat()
         while True:

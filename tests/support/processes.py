@@ -27,7 +27,7 @@ class Ranks(NamedTuple):
 
 
 class RankProcess:
-    """One rank's process and what it says."""
+    """A rank's process and its messages."""
 
     def __init__(
         self, rank: int, ranks: "Ranks", store: Store, work: Work, prepare: Work | None, method: str, options: Any
@@ -40,7 +40,7 @@ class RankProcess:
         theirs.close()
 
     def result(self) -> Any:
-        """What the work returned or raised; the exit code of a process that said nothing."""
+        """The return value or exception of the work; the exit code of a process that sent neither."""
         assert self._pipe.poll(2 * TIMEOUT), "the rank says nothing"
         try:
             return self._pipe.recv()
@@ -64,7 +64,7 @@ class Owner(ProcessGroups):
 
 
 def live(pipe: Connection, rank: int, ranks: Ranks, port: int, work: Work, prepare: Work | None, options: Any) -> None:
-    """The life of a rank: joins, works, says what came of it."""
+    """Runs a rank: joins, works, and sends the result."""
     torch.set_num_threads(1)
     try:
         if prepare is not None:
@@ -94,7 +94,7 @@ def start_ranks(
 
 
 def run_ranks(machines: str, work: Work, prepare: Work | None = None, **options: Any) -> list[Any]:
-    """What the ranks return, in rank order. Raises the first error that a rank raised."""
+    """The results of the ranks, in rank order. Raises the first error that a rank raised."""
     processes = start_ranks(machines, work, prepare, **options)
     results = [process.result() for process in processes]
     assert [process.end() for process in processes] == [0] * len(machines)

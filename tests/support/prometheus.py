@@ -1,4 +1,4 @@
-"""A Prometheus of its own, that scrapes one service every half second."""
+"""A separate Prometheus that scrapes one service every half second."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ class Prometheus:
         self._address = address
 
     async def get(self, path: str, **query: str) -> Any:
-        """The data of an answer. Raises AssertionError with what is wrong with the query."""
+        """The data of an answer. Raises AssertionError with the error of the query."""
         return await asyncio.to_thread(self._get, f"{self._address}/api/v1/{path}?{urllib.parse.urlencode(query)}")
 
     @staticmethod
@@ -46,7 +46,7 @@ class Prometheus:
         return (await self.get("query", query=expression))["result"]
 
     async def value(self, expression: str) -> float | None:
-        """Of the one series that it gives."""
+        """The value of the only series in the result."""
         found = await self.query(expression)
         return float(found[0]["value"][1]) if found else None
 
@@ -55,7 +55,7 @@ class Prometheus:
         while True:
             if found := await self.query(expression):
                 return found
-            await asyncio.sleep(0.1)  # nothing else tells
+            await asyncio.sleep(0.1)  # no notification exists
 
 
 def written(folder: Path, rules: Path, url: str) -> Path:

@@ -1,4 +1,4 @@
-"""A machine whose ranks die, come and are numbered anew, at any time."""
+"""A scheduler machine whose ranks are lost, join and are renumbered at any time."""
 
 from collections import Counter
 
@@ -22,7 +22,7 @@ MOST_RANKS = 5
 
 
 class RecoveringMachine(SchedulerMachine):
-    """The ranks are a ledger of keys: what is read again must be what was lost."""
+    """The ranks are a ledger of keys: recomputed keys must equal the lost ones."""
 
     def _start_ranks(self, blocks: list[int], block_size: int, windows: WindowSpec | None) -> None:
         self.keys = KeyLedger(len(blocks), block_size, windows)
@@ -47,7 +47,7 @@ class RecoveringMachine(SchedulerMachine):
 
     @property
     def is_calm(self) -> bool:
-        """The ranks believe what the coordinator does."""
+        """The ranks and the coordinator agree on the stored keys."""
         return not self.is_between and not self.plans and not self.scheduler._recovery.is_bare
 
     @property
@@ -63,7 +63,7 @@ class RecoveringMachine(SchedulerMachine):
     @precondition(lambda self: not self.is_between)
     @rule(data=st.data())
     def lose(self, data: st.DataObject) -> None:
-        """The epoch ends; of what is under way the ranks may have done all or nothing."""
+        """The epoch ends; the ranks may have executed all or none of the plans in flight."""
         in_order = [self.sequences.complete(plan) for plan in self.plans]
         num_done = data.draw(st.integers(0, len(in_order)), label="done")
         for plan in in_order[:num_done]:
@@ -145,7 +145,7 @@ class RecoveringMachine(SchedulerMachine):
     def lose_one_amid_a_document(
         self, data: st.DataObject, context: str, count: int, steps: int, question: int
     ) -> None:
-        """It is read on, asked, and what begins like it, too, while it recovers."""
+        """The document continues, and it and its prefix are queried while it recovers."""
         if self.is_between or len(self.num_blocks) < 2:
             return
         self.ingest(list(range(count)), context, context in self.texts, NO_CLAIM)
@@ -159,7 +159,7 @@ class RecoveringMachine(SchedulerMachine):
 
     @rule(data=st.data())
     def join(self, data: st.DataObject) -> None:
-        """One more, in an epoch of its own: nothing is under way."""
+        """Adds a rank in a separate epoch: no plan is in flight."""
         if self.is_between or len(self.num_blocks) >= MOST_RANKS:
             return
         while self.plans:
@@ -168,7 +168,7 @@ class RecoveringMachine(SchedulerMachine):
         self._form([*range(len(self.num_blocks)), None], False)
 
     def _look(self) -> None:
-        """Takes in what is gone, and what those are told who wait or fail."""
+        """Processes the losses and the outcomes of waiting or failing jobs."""
         for given_up in self.scheduler.take_given_up():
             assert given_up.num_tokens == len(self.texts[given_up.context])
             del self.texts[given_up.context], self.ends[given_up.context]
@@ -192,7 +192,7 @@ class RecoveringMachine(SchedulerMachine):
 
     @invariant()
     def books_are_equal(self) -> None:
-        """Ranks and coordinator agree on what lies where, and it is what it should be."""
+        """The ranks and the coordinator agree on the location of every key, and the keys are correct."""
         if not hasattr(self, "scheduler") or not self.is_calm:
             return
         holdings = self.scheduler.segments.holdings
@@ -217,7 +217,7 @@ class RecoveringMachine(SchedulerMachine):
         super().teardown()
 
     def _recovers(self) -> None:
-        """All that is lost is held again, whoever else waits."""
+        """All lost keys are restored, whichever other jobs wait."""
         for job in sorted(self.paused):
             self._pause(job, False)
         self._run_until(lambda: not (self.open or self.scheduler.recovering))

@@ -1,4 +1,4 @@
-"""Segments that nobody holds and storage has, and what brings them back: recovery, and ranks that fetch in memory."""
+"""Segments that are only in storage, and the restore that loads them: recovery, and ranks that fetch in memory."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -28,7 +28,7 @@ AWAY = StorageUnavailable("the storage is away")
 
 
 class Archive:
-    """What a storage has of segments. It answers when it is let, and raises what it is told to, by segment."""
+    """The stored segments. It answers when allowed, and raises the configured errors by segment."""
 
     def __init__(self) -> None:
         self.manifests: dict[int, SegmentManifest] = {}
@@ -63,7 +63,7 @@ class Archive:
 
 
 class Members(FakeRanks):
-    """Ranks that note what they are told to fetch, and do so when they are let."""
+    """Ranks that record the fetches requested of them, and execute them when allowed."""
 
     def __init__(self) -> None:
         super().__init__(RANKS)
@@ -83,7 +83,7 @@ class Members(FakeRanks):
 
 
 class Returning:
-    """Segments that nobody holds, and what brings them back."""
+    """Segments without holders, and the components that restore them."""
 
     def __init__(self, windows: WindowSpec | None) -> None:
         self.placer = BlockPlacer([32] * RANKS, BLOCK, windows)
@@ -126,7 +126,7 @@ class Returning:
         return segment
 
     def call(self, segment: Segment) -> SegmentPlacement:
-        """Somebody needs a segment of which nothing is held."""
+        """Requests a segment of which no rank holds anything."""
         self.segments.adopt(segment)
         holding = self.segments.holdings[segment]
         self.segments.retain(segment.path)
@@ -134,7 +134,7 @@ class Returning:
         return holding
 
     def lost(self, number: int, num_pieces: int = 2) -> SegmentPlacement:
-        """A segment that storage has, and somebody needs."""
+        """A segment that is only in storage and is requested."""
         return self.call(self.keep(number, num_pieces))
 
     def turn(self) -> None:
@@ -143,7 +143,7 @@ class Returning:
         self.fetching.turn()
 
     async def turn_often(self) -> None:
-        """More often than anything needs that waits for nobody."""
+        """Yields to the event loop more often than any task without a pending wait needs."""
         for _ in range(5):
             self.turn()
             await asyncio.sleep(0)
@@ -161,7 +161,7 @@ class Returning:
         return self.archive.manifests[number].pieces[index].name
 
     def restore(self) -> Restore:
-        """The step that puts into blocks what is there."""
+        """The step that writes the fetched pieces into blocks."""
         work = self.recovery.plan([], TOKENS)
         assert isinstance(work, Restore)
         self.ranks._check(work)
@@ -179,7 +179,7 @@ class Returning:
         return any(restoring._ready(one) for one in restoring._returns.values())
 
     def end_epoch(self, *survivors: int) -> None:
-        """What is under way never was, and those that were these ranks are the next ones."""
+        """Ends an epoch: work in flight is dropped, and the survivors become the next ranks."""
         self.recovery.undo([], LOSS)
         self.recovery.change_ranks(RankMapping(2, survivors, (32,) * len(survivors)))
 

@@ -51,7 +51,7 @@ from tests.support.window_ledger import WindowLedger, windows_of
 from workers.fakes import EchoBlockTable
 
 MOST_STEPS = 2000
-"""That anything takes until its end."""
+"""The maximum number of steps until any job ends."""
 NAMES = st.sampled_from(["a", "b", "c"])
 ASKED = st.sampled_from([None, None, None, "a", "b", "c"])
 SAMPLES = st.sampled_from([1, 1, 1, 2, 3])
@@ -66,7 +66,7 @@ CLAIMS = st.builds(
 
 @st.composite
 def texts(draw: st.DrawFn) -> list[int]:
-    """Tokens that begin like others: they count up, and from some position on may be of another kind."""
+    """Tokens with shared prefixes: consecutive numbers that may diverge after a position."""
     count, kind, same = draw(st.integers(0, 40)), draw(st.integers(0, 2)), draw(st.integers(0, 40))
     return [i if i < same else i + 100 * kind for i in range(count)]
 
@@ -83,10 +83,10 @@ def expected_answer(last: int, count: int) -> list[int]:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Drives a small scheduler; a ledger of what ranks believe is stored checks every plan."""
+    """Drives a small scheduler; a ledger of the ranks' stored keys checks every plan."""
 
     is_durable = False
-    """Contexts are kept, and parked when room is needed."""
+    """Contexts are persistent and are evicted when room is needed."""
 
     @initialize(
         blocks=st.lists(st.integers(4, 24), min_size=1, max_size=4),
@@ -135,7 +135,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.seconds = 0.001
         self.breaks: int | None = None
-        """Of the next answer of the ranks, the row that is not finite."""
+        """The row of the next step result that is not finite."""
         self.num_jobs = 0
         self.num_submitted = 0
         self.num_ended = 0
@@ -147,9 +147,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.ends: dict[str, list[int]] = {}
         """Where the last documents of each context ended, and where it was forked."""
         self.documents: dict[int, list[int]] = {}
-        """What is read, by ingest."""
+        """The tokens of each ingest."""
         self.prompts: dict[int, list[int]] = {}
-        """What is answered, context included, by sequence."""
+        """The tokens of each sequence's prompt, including its context."""
         self.answers: dict[int, list[int]] = {}
         self.expected: dict[int, list[int]] = {}
         self.ran: set[int] = set()
@@ -167,7 +167,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.window_ledger = WindowLedger(windows, block_size) if windows else None
 
     def _execute(self, plan: StepPlan) -> dict[int, tuple[Token, ...]]:
-        """What the ranks answer to a whole plan."""
+        """The ranks' answer to a complete plan."""
         if self.window_ledger:
             self.window_ledger.apply(plan)
         tokens = self.ledger.apply(plan)
@@ -177,8 +177,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         return tokens
 
     def _check_ropes(self, plan: StepPlan) -> None:
-        """What is longer than the first scaling reaches has the other one, and nothing else; probes have that of their
-        context."""
+        """Sequences longer than the first scaling's range use the second scaling, and only those. Probes use the
+        scaling of their context."""
         if not (border := self.rotary.scaled_from) or not isinstance(plan.work, Decode):
             return
         for row in plan.work.rows:
@@ -190,16 +190,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         return self.ledger.token_ids(path)
 
     def _check_end(self, path: TokenPath) -> None:
-        """A path can be continued: what a token there sees of windows is where it was stored, whoever came and went."""
+        """Checks that a path can be continued: the tokens within its windows are where they were stored, whatever was
+        evicted."""
         if self.window_ledger:
             self.window_ledger.check_place(path.ids, path.end)
 
     @property
     def is_disturbed(self) -> bool:
-        """Some may wait for other things than room, and hold room without a request."""
+        """Jobs may wait for other things than room, and room may be held without a request."""
         return False
 
-    # --- what clients do ---
+    # --- client operations ---
 
     @rule(
         tokens=TEXTS,
@@ -250,7 +251,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def go_on(
         self, tokens: list[int], max_tokens: int, context: str | None, told: list[int | None], claim: SchedulingClaim
     ) -> None:
-        """Of each sample so many tokens were told before; None: all of them."""
+        """The number of tokens that each sample has already reported; None: all of them."""
         claim = self._now(claim)
         answer = expected_answer(tokens[-1] if tokens else 0, max_tokens)
         generated = {i: answer[:count] for i, count in enumerate(told) if count is not None and count < max_tokens}
@@ -403,11 +404,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         return plan is not None
 
     def _nobody_is_stuck(self) -> None:
-        """Whoever runs or waits for room has something to do, but for those whose readers are behind."""
+        """Every job that runs or waits for room has something to do, except those with slow readers."""
         assert self.plans or self.open.keys() <= self.paused
 
     def _nobody_waits_for_those_behind(self) -> None:
-        """Whoever has no room waits for something that did not begin out of turn, at its expense."""
+        """A job without room waits for at least one job that did not overtake it."""
         running = {job.id: job for job in self.scheduler._running.values()}
         waiting = self.scheduler._queue.order()
         for job in waiting:
@@ -456,7 +457,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _check_drafts(
         self, counted: DraftCounts, plan: StepPlan, tokens: dict[int, tuple[Token, ...]], outcomes: list[Outcome]
     ) -> None:
-        """What is told of drafts, and counted since `counted`, is what the plan had and the ranks accepted."""
+        """The reported and counted drafts since `counted` match the drafts of the plan and those that the ranks
+        accepted."""
         rows = plan.work.rows if isinstance(plan.work, Decode) else ()
         drafted = {row.sequence: len(row.draft_ids) for row in rows}
         for job, outcome in outcomes:
@@ -504,7 +506,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(self.paused) == self.max_unread + 1 or self._is_needed(job, error)
 
     def _is_needed(self, job: int, error: LongleafError) -> bool:
-        """Whether others need the room of a context that nobody would give up else."""
+        """Whether others need the room of a context that would not be evicted otherwise."""
         del job, error
         return False
 
@@ -528,7 +530,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.pause(job, is_paused)
         (self.paused.add if is_paused else self.paused.discard)(job)
         self._see(self.scheduler.drain())
-        self.waited.clear()  # whoever is paused is not in the queue's order
+        self.waited.clear()  # a paused job is not in the queue's order
 
     @rule(claims=st.lists(CLAIMS, min_size=2, max_size=8))
     def ask_and_not_read(self, claims: list[SchedulingClaim]) -> None:

@@ -1,4 +1,4 @@
-"""A service without ranks: the real servicers and tokenizer on an engine that says what it is told."""
+"""A service without ranks: the real servicers and tokenizer on an engine with scripted answers."""
 
 import asyncio
 import json
@@ -86,7 +86,7 @@ def write_model(folder: Path, tokenizer: FastTokenizer | None = None, template: 
 
 
 class FakeStream:
-    """Says its events; then fails, waits for its release, or ends."""
+    """Yields its events, then fails, waits for its release, or ends."""
 
     def __init__(self, script: Sequence[engine_messages.Event], error: LongleafError | None, is_endless: bool) -> None:
         self._script = list(script)
@@ -128,9 +128,9 @@ class FakeEngine:
         self.total_tokens = 1 << 20
         self.answer: tuple[tuple[int, ...], ...] = ()
         self.script: tuple[engine_messages.Event, ...] = ()
-        """What streams say after Started and Progress instead of `answer`."""
+        """The events of streams after Started and Progress, instead of `answer`."""
         self.interlude: tuple[engine_messages.Event, ...] = ()
-        """What ingests say between their halves."""
+        """The events of ingests between their halves."""
         self.reason: engine_messages.EndReason = "length"
         self.error: Exception | None = None
         """Raised at once by submit and ingest."""
@@ -402,7 +402,7 @@ def ids(text: str) -> tuple[int, ...]:
 
 
 def tokens(token_ids: Sequence[int]) -> tuple[Token, ...]:
-    """As an engine tells them when no logprobs are asked for."""
+    """Tokens as an engine returns them without logprobs."""
     return tuple(map(Token, token_ids))
 
 

@@ -1,4 +1,4 @@
-"""A machine whose contexts outlive everything, with a storage that does: what is fetched comes in any order, or not."""
+"""A scheduler machine whose contexts and storage survive restarts; fetches complete in any order, or never."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from tests.support.key_ledger import Content
 
 @dataclass
 class Snapshot:
-    """What storage has of a segment."""
+    """The stored pieces of a segment."""
 
     pieces: list[Content]
     windows: Content
@@ -26,15 +26,15 @@ class Snapshot:
 
 
 class SnapshotMachine(DurableMachine):
-    """Storage outlives the service, and is believed only where ranks could have taken it in as it is.
+    """Storage survives the service, and counts only for segments that ranks could have written completely.
 
-    It has segments of contexts alone: a catalog knows no others, and ids of others may be used twice.
+    It has only segments of contexts: a catalog knows no others, and other ids may be used twice.
     """
 
     def _start_ranks(self, blocks: list[int], block_size: int, windows: WindowSpec | None) -> None:
         numbers = self.keys.numbers if hasattr(self, "keys") else {}
         super()._start_ranks(blocks, block_size, windows)
-        self.keys.numbers = numbers  # equal keys are equal for good
+        self.keys.numbers = numbers  # equal keys stay equal
         self.fetching: list[RestoreChunk] = []
         if not hasattr(self, "storage"):
             self.storage: dict[int, Snapshot] = {}
@@ -111,7 +111,7 @@ class SnapshotMachine(DurableMachine):
 
     @rule(data=st.data())
     def refuse(self, data: st.DataObject) -> None:
-        """Storage takes too long: what comes back of a segment does not any more."""
+        """Storage times out: later answers for the segment are ignored."""
         self._take_orders()
         if self.fetching:
             self.scheduler.restoring.refuse(data.draw(st.sampled_from(self.fetching), label="part").segment)
@@ -143,7 +143,7 @@ class SnapshotMachine(DurableMachine):
 
     @rule(data=st.data(), steps=st.integers(1, 9))
     def save_and_die(self, data: st.DataObject, steps: int) -> None:
-        """All that is held is saved; then all of it comes back from storage."""
+        """Everything is saved; then everything is restored from storage."""
         self.run_steps(steps, 2, 0.001)
         while self.plans and not self.is_between:
             self.commit()

@@ -20,7 +20,7 @@ from tests.support.running import running
 from tests.support.service import write_model
 
 VOCAB = 128
-"""Single bytes of ASCII: each token is a character of its own."""
+"""Single ASCII bytes: each token is one character."""
 CONFIG = EngineConfig(model="none", block_size=4, chunk_size=32, replicate_below=8, max_sequences=8, max_waiting=8)
 
 
@@ -77,7 +77,7 @@ def asked(sampling: Sampling, num_samples: int = 1, context: str | None = None, 
 
 
 def num_tokens(events: Sequence[Event]) -> int:
-    """What a client that has seen these resumes after."""
+    """The number of tokens after which a client that has seen these events resumes."""
     return sum(len(event.token_ids) for event in events if isinstance(event, Delta))
 
 

@@ -42,7 +42,7 @@ class Tenanted(AbstractContextManager["Tenanted"]):
         return Client(self.address, **self.authority.access(credential=credential_of(tenant)))
 
     def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        """Runs a client command with these variables and no other that says who calls."""
+        """Runs a client command with these variables and no other credentials."""
         own = {name: value for name, value in os.environ.items() if not name.startswith("LONGLEAF_")}
         command = [*CLI, *arguments, "--server", self.address]
         options: Any = {"capture_output": True, "text": True, "timeout": 120, "check": False}
@@ -56,7 +56,7 @@ class Tenanted(AbstractContextManager["Tenanted"]):
         return self.run(*arguments, *access)
 
     def json_as(self, tenant: str, *arguments: str) -> Any:
-        """What a command of a tenant that succeeds prints with --json; of several lines, a list."""
+        """The --json output of a tenant's successful command; a list if it has several lines."""
         found = self.run_as(tenant, *arguments, "--json")
         assert found.returncode == 0, found.stderr
         reported = [json.loads(line) for line in found.stdout.splitlines()]
@@ -73,10 +73,10 @@ class Tenanted(AbstractContextManager["Tenanted"]):
         return [token_id for line in lines for token_id in line.get("token_ids", ())]
 
     def names(self, tenant: str) -> list[str]:
-        """Of all contexts that the tenant is told of."""
+        """The names of all contexts that are visible to the tenant."""
         return [context["id"] for context in self.json_as(tenant, "contexts", "list")["contexts"]]
 
     def secrets(self) -> list[str]:
-        """What must stand nowhere in what is said and written."""
+        """The secrets that must not appear in any output or file."""
         shown = [credential_of(tenant) for tenant in ROLES]
         return [*shown, *(digest_of(each).hex() for each in shown)]

@@ -46,19 +46,19 @@ def _entry(tenant: str, quotas: Quotas) -> CredentialEntry:
 
 
 def bearer(tenant: str | None) -> tuple[tuple[str, str], ...]:
-    """What a call of the tenant has in its headers; None: nothing."""
+    """The headers of a call of the tenant; None: no headers."""
     return () if tenant is None else (("authorization", f"Bearer {credential_of(tenant)}"),)
 
 
 class Caller:
-    """Calls methods by name, as one of the tenants or as nobody."""
+    """Calls methods by name, as one of the tenants or without credentials."""
 
     def __init__(self, channel: grpc.aio.Channel, tenant: str | None) -> None:
         self._channel = channel
         self._metadata = bearer(tenant)
 
     async def call(self, name: str, requests: Sequence[Message]) -> tuple[grpc.StatusCode, list[Any], str]:
-        """The code, the responses, and what the status says. Of an endless stream the first response is enough."""
+        """The code, the responses, and the details of the status. Of an endless stream the first response is enough."""
         method = METHODS[name]
         untyped: Any = self._channel  # many responses or one are the same on the wire
         stub = (untyped.stream_stream if method.client_streaming else untyped.unary_stream)(
@@ -84,5 +84,5 @@ def request_of(name: str, /, **fields: Any) -> Message:
 
 
 def texts_in(messages: Iterable[Message]) -> str:
-    """All that is said in them."""
+    """All text in the messages."""
     return "\n".join(map(str, messages))

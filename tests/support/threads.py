@@ -50,7 +50,7 @@ class ThreadRanks:
         self._groups = loopback_groups(Topology(tuple(machines) or ("here",) * config.world_size))
         self._plans: list[queue.Queue[bytes | None]] = [queue.Queue() for _ in self._ranks]
         self._results: queue.Queue[Future[StepResult]] = queue.Queue()
-        """Of the plans under way, in the order in which they were sent: rank 0 answers in this order."""
+        """Futures of the plans in flight, in the order of sending: rank 0 answers in this order."""
         self._orders: dict[Key, Future[Outcome]] = {}
         self._readies: queue.Queue[Ready] = queue.Queue()
         self._threads = [threading.Thread(target=self._run, args=(r,), daemon=True) for r in range(len(self._ranks))]

@@ -1,7 +1,7 @@
-"""Who sees what a loss does to a service: clients in a process of their own, on the service's host.
+"""Observes the effects of a rank loss: clients in a separate process, on the service's host.
 
-One client asks again and again, others watch the cluster and the service's health; all that they are told is printed.
-Nothing is tried again: what a client must not feel would be seen. Usage: python -P witness.py ADDRESS
+One client sends requests repeatedly, others watch the cluster and the service's health; all responses are printed.
+Failed requests are not retried, so that every error is visible. Usage: python -P witness.py ADDRESS
 """
 
 import asyncio
@@ -24,9 +24,9 @@ CONTEXT = "witness"
 DOCUMENT = "Call me Ishmael. Some years ago, never mind how long precisely, having little or no money. " * 12
 MAX_TOKENS = 150
 BEGUN = 10
-"""Tokens of an answer after which it is said to be under way."""
+"""The number of tokens after which an answer is reported as running."""
 SECONDS = 120.0
-"""How long a test waits for what must come."""
+"""Timeout of a test for an expected message."""
 
 
 class Witness:
@@ -51,7 +51,7 @@ class Witness:
         self._process.wait()
 
     def until(self, is_so: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """Reads on until something is told, and gives that."""
+        """Reads until a report satisfies the condition, and returns it."""
         deadline = time.monotonic() + SECONDS
         assert self._process.stdout is not None
         for line in self._process.stdout:
@@ -67,7 +67,7 @@ class Witness:
         self.until(lambda reported: "begun" in reported)
 
     def cluster(self, is_so: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """Waits until the cluster is so, as WatchCluster tells it from here on."""
+        """Waits until WatchCluster reports a state that satisfies the condition."""
         return self.until(lambda reported: "cluster" in reported and is_so(reported["cluster"]))["cluster"]
 
     def healed(self, world_size: int, num_losses: int) -> dict[str, Any]:

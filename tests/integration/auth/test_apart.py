@@ -1,5 +1,4 @@
-"""Two tenants with the same names at work: whatever one does, the other's lists, statuses and tokens are those of being
-alone."""
+"""Two tenants with the same names: the lists, statuses and tokens of one tenant do not depend on the other."""
 
 import asyncio
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from tests.support.tenants import ACME, BOLT, OPS, credentials
 
 
 async def served(folder: Path, scripts: dict[str, Sequence[Step]], **quotas: Quotas) -> dict[str, Said]:
-    """What each tenant hears while all play their scripts at the same time, and one answer runs at a time."""
+    """The results of each tenant when all run their scripts concurrently, and one answer runs at a time."""
     ranks = FakeRanks(2, 400, vocab=gated.VOCAB)
     options: dict[str, Any] = {"chunk_size": 8, "replicate_below": 4, "world_size": 2, "max_sequences": 1}
     async with gated.serving(ranks, folder / "model", authenticator=credentials(folder, **quotas), **options) as (
@@ -57,7 +56,7 @@ def test_a_quota_of_one_changes_nothing_for_the_other(
 
 
 async def test_beginnings_are_shared_only_where_that_is_allowed(tmp_path: Path) -> None:
-    """Bolt asks what acme has just asked; the answer tells how much of it was held."""
+    """Tenant bolt sends the prompt that acme has just sent; the answer reports the number of cached tokens."""
     step = generate(None, TEXTS[0], "one")
     for shares, resident in ((False, 0), (True, len(TEXTS[0]) // 4 * 4)):
         ranks = FakeRanks(1, 400, vocab=gated.VOCAB)
@@ -86,7 +85,7 @@ async def test_the_lists_of_each_have_its_own_alone(tmp_path: Path, tenant: str)
 
 
 async def test_what_finds_no_room_is_told_no_figures_of_others(tmp_path: Path) -> None:
-    """Whatever acme keeps, bolt hears the same of a document for which it leaves no room."""
+    """Bolt gets the same refusal for a document without room, whatever acme stores."""
     reported = set[str]()
     for size in (400, 900):
         steps = {ACME: ingest("contexts/book", "a" * size), BOLT: ingest("contexts/book", "b" * 2900)}

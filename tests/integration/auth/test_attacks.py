@@ -1,4 +1,4 @@
-"""What a tenant might try to reach another's things, or to learn of them."""
+"""Attempts of a tenant to reach another tenant's objects, or to learn of them."""
 
 import base64
 from collections.abc import AsyncIterator
@@ -18,7 +18,7 @@ from tests.support.service import FakeEngine, ids, serving
 from tests.support.tenants import ACME, BOLT, Caller, request_of, texts_in, write_credentials
 
 ATTACKERS = (BOLT, DEFAULT_TENANT)
-"""The names of the default tenant stand alone inside: what it says must not be read as another's."""
+"""Internal names of the default tenant have no prefix: its ids must not be read as another tenant's."""
 NAMES = (
     "contexts/acme/book",
     "contexts/acme%2Fbook",
@@ -68,7 +68,7 @@ async def channel(house: FakeTransferEngine, tmp_path: Path) -> AsyncIterator[gr
 
 
 async def code_of(channel: grpc.aio.Channel, tenant: str, name: str, *requests: dict[str, Any]) -> StatusCode:
-    """Of a call, which says nothing of acme's but what its caller has said."""
+    """The status code of a call. Its details must not contain anything of acme's that the caller did not send."""
     given = [request_of(name, **fields) for fields in requests]
     code, responses, reported = await Caller(channel, tenant).call(name, given)
     text = f"{texts_in(responses)}{reported}"
@@ -102,7 +102,7 @@ async def test_no_id_leads_to_anothers_generation(channel: grpc.aio.Channel, ten
 
 @pytest.mark.parametrize("tenant", ATTACKERS)
 async def test_the_id_of_anothers_generation_is_free(channel: grpc.aio.Channel, tenant: str) -> None:
-    """Neither is it found, nor taken: who asks learns nothing, and may use it."""
+    """The id is neither found nor taken: the caller learns nothing and may use it."""
     resume = {"request_id": "held", "resume_token_index": 0}
     assert await code_of(channel, tenant, "Generate", resume) == StatusCode.NOT_FOUND
     assert await code_of(channel, tenant, "CancelGeneration", {"request_id": "held"}) == StatusCode.NOT_FOUND

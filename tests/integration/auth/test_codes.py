@@ -1,4 +1,5 @@
-"""Every call of every service, as nobody, as another tenant, as an admin, and as the tenant whose things it names."""
+"""Every call of every service: without credentials, as another tenant, as an admin, and as the tenant that owns the
+named objects."""
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ OK, NOT_FOUND, DENIED = StatusCode.OK, StatusCode.NOT_FOUND, StatusCode.PERMISSI
 
 @dataclass
 class Row:
-    """What a call asks for, by the names of acme, and the codes that tenants get."""
+    """The request of a call, with acme's names, and the codes that tenants get."""
 
     fields: dict[str, Any]
     acme: StatusCode = OK
@@ -35,7 +36,7 @@ class Row:
 
 
 def free(fields: dict[str, Any] | None = None, code: StatusCode = OK) -> Row:
-    """A call that everybody may make who came in."""
+    """A call that every authenticated caller may make."""
     return Row(fields or {}, code, code, code)
 
 
@@ -114,7 +115,7 @@ async def test_who_gets_which_code(address: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(name for name, row in ROWS.items() if row.bolt == NOT_FOUND))
 async def test_another_tenants_and_a_missing_one_are_told_alike(address: str, name: str) -> None:
-    """Bolt asks for what acme has, then for what nobody has."""
+    """Bolt names an object of acme, then one that does not exist."""
 
     def nobodys(message: Message) -> Message:
         text = message.SerializeToString()

@@ -1,4 +1,4 @@
-"""Scripts that use a client carelessly end by themselves, say nothing of it, and leave no call behind."""
+"""Scripts that do not close their client exit normally, print no warning, and leave no call open."""
 
 import asyncio
 import os
@@ -101,7 +101,7 @@ def endless(service: Served) -> Served:
 
 
 class Script:
-    """A program of a user's, in a process of its own."""
+    """A user's program in a separate process."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -115,7 +115,7 @@ class Script:
         return cls(await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe, **options))
 
     async def end(self, seconds: float = 8.0) -> tuple[int | None, str, str]:
-        """Its exit code and what it said."""
+        """The exit code and the output."""
         try:
             output = await asyncio.wait_for(self._process.communicate(), seconds)
         except TimeoutError:
@@ -125,7 +125,7 @@ class Script:
         return self._process.returncode, output[0].decode(), output[1].decode()
 
     async def interrupt(self) -> None:
-        """Ctrl-C, once it has said something."""
+        """Sends Ctrl-C after the first output."""
         assert self._process.stdout is not None
         assert await self._process.stdout.readline()
         self._process.send_signal(signal.SIGINT)

@@ -1,4 +1,5 @@
-"""A server that answers anything at all: the client raises typed errors, within its time, and leaves nothing behind."""
+"""A server that sends arbitrary answers: the client raises typed errors within its timeout and leaves nothing
+behind."""
 
 import asyncio
 import io
@@ -96,7 +97,7 @@ class Served:
         self._hostile, self._client = hostile, client
 
     async def outcome(self, call: Call, answer: Answer, seconds: float = 5.0) -> LongleafError | None:
-        """What the client raises, which must be typed."""
+        """The error that the client raises, which must be typed."""
         self._hostile.answer = answer
         try:
             async with asyncio.timeout(SECONDS):
@@ -246,7 +247,7 @@ async def test_every_status_is_a_typed_error(served: Served, name: str) -> None:
 
 @pytest.mark.parametrize("code", [code_pb2.OK, code_pb2.UNKNOWN])
 def test_details_do_not_make_a_success_of_an_error(code: int) -> None:
-    """A status says OK inside an error: it is an error still."""
+    """Details with the code OK in an error do not change it: the call still fails."""
     from longleaf.codec.status import decode_error
 
     trailers = grpc.aio.Metadata((DETAILS_KEY, packed(code=code)))

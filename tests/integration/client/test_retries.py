@@ -1,4 +1,4 @@
-"""What is tried again and what is not, over real sockets."""
+"""Retried and unretried calls over real sockets."""
 
 import asyncio
 import inspect
@@ -54,7 +54,7 @@ class Flaky:
 
 @pytest.mark.parametrize("has_answered", [True, False])
 async def test_a_service_that_has_answered_is_waited_for(service: Served, has_answered: bool) -> None:
-    """It takes a while to start again; one that never answered may not be there at all."""
+    """A restart takes time; a service that has never answered may not exist."""
     flaky = Flaky(service, Unavailable("it starts"), 2 * FIRST_LIMIT)
     quick = Retries(first_delay=0.001, longest_delay=0.002)
     async with AsyncClient(service.address, retries=quick, on_retry=flaky) as client:
@@ -218,7 +218,7 @@ async def test_an_upload_that_is_refused_again_and_again_is_given_up(service: Se
 async def test_what_is_kept_no_more_is_sent_again_where_it_can_be_read_again(
     service: Served, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Of what is kept the oldest gives way to others."""
+    """The oldest upload is evicted when others need its space."""
     path = tmp_path / "text"
     path.write_bytes(TEXT)
     monkeypatch.setattr(Uploads, "find", lambda *_: None)

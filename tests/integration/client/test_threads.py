@@ -1,4 +1,4 @@
-"""The plain client between threads: what is told calls again, and whoever waits is never left waiting."""
+"""The synchronous client between threads: callbacks may call the client, and no caller waits forever."""
 
 import asyncio
 import gc
@@ -22,7 +22,7 @@ FULL = ResourceExhausted("pool", "no room now", retry_seconds=0.001)
 
 
 async def use(function: Callable[[], T]) -> T:
-    """What `function` returns in a thread of its own, which a test that fails need not wait for."""
+    """The result of `function` in a new thread, which a failing test need not wait for."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
@@ -41,7 +41,7 @@ async def use(function: Callable[[], T]) -> T:
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(SECONDS):
-        while not condition():  # noqa: ASYNC110, what is waited for tells nobody
+        while not condition():  # noqa: ASYNC110, no notification exists
             await asyncio.sleep(0.005)
 
 
@@ -52,7 +52,7 @@ def service(service: Served) -> Served:
 
 
 async def closed(service: Served, number: int) -> None:
-    """The service has noted that nobody reads a stream any more."""
+    """Waits until the service has noticed that a stream has no reader."""
     async with asyncio.timeout(SECONDS):
         await service.engine.streams[number].closed.wait()
 
@@ -98,7 +98,7 @@ async def test_an_error_of_what_is_told_ends_the_upload_and_comes_back(service: 
 
     def work() -> None:
         def on_progress(progress: IngestProgress) -> None:
-            if progress.processed:  # the engine has begun: what is told before may end an upload without a stream
+            if progress.processed:  # the engine has begun: an earlier report may end an upload without a stream
                 raise error
 
         with Client(service.address) as client:

@@ -1,4 +1,4 @@
-"""A crowd of strangers at the control channel, who come again and again: the ranks do not notice."""
+"""Many unauthenticated peers that connect to the control channel repeatedly: the ranks are not affected."""
 
 import asyncio
 import subprocess
@@ -21,10 +21,10 @@ from workers.fakes import EchoMain
 pytestmark = pytest.mark.timeout(120)
 NUM_ANSWERS = 4
 NUM_PULSES = 3
-"""Of each rank, that come while the crowd is there."""
+"""Heartbeats of each rank that must arrive meanwhile."""
 NUM_REFUSED = 1000
 SPARE_TASKS = 8
-"""Of the engine, that may be at work when they are counted: one for each stranger would be thousands."""
+"""Tasks of the engine that may run when tasks are counted; one per peer would be thousands."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Epochs one after the other: who is left forms the next one, whatever becomes of the others meanwhile."""
+"""Consecutive epochs: the remaining members form the next epoch, whatever happens to the others meanwhile."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
@@ -70,7 +70,7 @@ class World:
         return message
 
     async def check(self, epoch: int, *members: int) -> None:
-        """The epoch has these ranks: each is told a layout, and rank 0 answers a step."""
+        """The epoch has these ranks: each is sent a layout, and rank 0 answers a step."""
         layout, plan = KvLayout(epoch, ()), StepPlan(epoch, 1, Decode(()))
         await self.control.group.lay_out(layout)
         step = asyncio.ensure_future(self.control.group.step(plan))
@@ -136,7 +136,7 @@ async def test_who_is_left_forms_the_next_epoch(make_world: MakeWorld, lost, lef
 
 
 async def test_a_fence_that_was_sent_before_the_pulse_connects_is_sent_again(make_world: MakeWorld) -> None:
-    """ZMQ drops what it sends on a connection that is not there yet."""
+    """ZMQ drops messages on a connection that is not yet established."""
     world = await make_world(2, has_late_pulses=True)
     world.control.lost(1, "vanished")
     await world.control.group.wait_ended()
@@ -375,7 +375,7 @@ async def test_a_group_may_take_longer_if_the_first_one_did() -> None:
 
 async def test_a_newcomer_that_cannot_join_does_not_keep_others_from_it(make_world: MakeWorld) -> None:
     world = await make_world(2, form_timeout=0.3)
-    await world.add(deaf_to=(Join,))  # it reaches nobody, and says so when it is fenced
+    await world.add(deaf_to=(Join,))  # it reaches no other member, and reports that when it is fenced
     formation = await world.control.form(2)
     assert (formation.members, world.killed) == ((0, 1), [2])
     lost = [event for event in world.events if isinstance(event, MemberLost)]

@@ -1,4 +1,4 @@
-"""Real ranks on pretended nodes, each with a model folder of its own: all have the same, or nobody starts."""
+"""Real ranks on simulated nodes with separate model folders: all models are equal, or no rank starts."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 class OnNodes:
-    """Entry of a rank that is alone on a node, where the model lies in the folder of this number."""
+    """Entry point of a rank that is the only one on its node, with the model in the folder of this number."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = folders

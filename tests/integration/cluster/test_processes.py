@@ -32,7 +32,7 @@ FLEETS = [
 
 
 class World:
-    """Members as processes, and what becomes of them."""
+    """Members as processes, and their exit states."""
 
     def __init__(self, fleet: Fleet, config: EngineConfig) -> None:
         self.fleet = fleet
@@ -178,7 +178,7 @@ def leave(spec: RankSpec) -> None:
 
 
 async def test_what_a_process_said_before_it_left_is_heard_first() -> None:
-    """It says why it leaves, which may come later than its end is seen."""
+    """It sends the reason for its exit, which may arrive after the end of the process is noticed."""
     loop, config, fleet = asyncio.get_running_loop(), EngineConfig(model="none", world_size=1), LocalFleet(leave)
     control, reported = RankManager(config), loop.create_future()
     try:
@@ -225,7 +225,7 @@ async def test_an_end_while_the_fork_server_imports_says_nothing(
 
 
 async def test_ranks_end_with_the_server_that_they_were_forked_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those that are stopped. Replacements are spawned."""
+    """Including stopped (SIGSTOP) ranks. Replacements are spawned."""
     server = forkserver.ForkServer()  # a private one
     monkeypatch.setattr(forkserver, "connect_to_new_process", server.connect_to_new_process)
     async with running(LocalFleet(EchoMain()), world_size=2) as world:

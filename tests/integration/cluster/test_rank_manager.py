@@ -131,7 +131,7 @@ async def test_the_last_rank_is_named() -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("at_close", ["raise", "hang", "grip"])
 async def test_a_rank_says_why_it_fails_before_it_closes(at_close: str) -> None:
-    """And its process ends, by itself, however its close goes."""
+    """Its process also exits, however the close ends."""
     fault = RankFault(rank=0, kind="refuse", step=2, at_close=at_close)  # type: ignore[arg-type]
     settings = config(lost_after=1000.0)
     control, fleet = RankManager(settings), LocalFleet(EchoMain(fault))
@@ -154,7 +154,7 @@ async def test_who_hangs_past_the_deadline_is_killed(rank: int) -> None:
     async with serving(config(world_size=2, step_timeout=0.5), fault) as service:
         answered = await answer(service.engine.submit(prompt(4, 100)))
         assert answered == expected(3, 100)
-        if service.engine.cluster().losses:  # rank 0 alone answers: of others nobody waits here
+        if service.engine.cluster().losses:  # only rank 0 answers: the test does not wait for other ranks
             [loss] = service.engine.cluster().losses
             assert (loss.rank, rank) == (0, 0)
             assert "took longer than its" in loss.reason

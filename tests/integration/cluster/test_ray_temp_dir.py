@@ -1,4 +1,5 @@
-"""The folder of a Ray, with processes that stand for Ray's: who removes it, and what ends with it."""
+"""The folder of a Ray node, with processes that stand for Ray's: the process that removes it, and the processes that
+are ended."""
 
 import signal
 import subprocess

@@ -1,4 +1,4 @@
-"""Who is lost is replaced: at once, later, or not at all."""
+"""Lost members are replaced immediately, later, or never."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -62,7 +62,7 @@ class Places(FakeFleet):
 
 
 class Kept:
-    """A world of two that is kept whole. Time passes only while somebody sleeps."""
+    """A world of two whose lost members are replaced. Time passes only in sleeps."""
 
     def __init__(self) -> None:
         self.fleet = Places()

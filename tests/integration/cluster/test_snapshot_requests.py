@@ -1,4 +1,4 @@
-"""What members are asked to do beside the steps: each gets its own orders, and each order its own outcome."""
+"""Snapshot orders to members beside the steps: each member gets its own orders, and each order its own outcome."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable
@@ -54,7 +54,7 @@ async def fails(work: Awaitable[object], kind: type[Exception], told: str) -> No
 
 
 async def test_each_outcome_goes_to_who_asked(world: World) -> None:
-    """In any order; under one ticket a member may save and fetch, and another one, too."""
+    """In any order; under one ticket one member or several may save and fetch."""
     saves = [asyncio.create_task(world.control.save(member, SAVE)) for member in (0, 1)]
     fetching = asyncio.create_task(world.control.fetch(1, FETCH))
     assert [await world.hear(0, Save), await world.hear(1, Save), await world.hear(1, Fetch)] == [SAVE, SAVE, FETCH]
@@ -143,7 +143,7 @@ async def test_who_closes_leaves_nobody_waiting(world: World) -> None:
 
 
 async def test_members_without_a_model_save_and_restore(tmp_path: Path) -> None:
-    """As processes: what one has written another one takes in, and nobody takes in what it has not fetched."""
+    """As processes: a member restores data that another member wrote, and only data that it has fetched."""
     config = EngineConfig(model="none", world_size=2, block_size=4, snapshot_url=str(tmp_path))
     fleet = LocalFleet(EchoMain())
     control = RankManager(config, kill=fleet.kill)

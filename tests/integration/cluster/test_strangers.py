@@ -1,4 +1,4 @@
-"""The control channel and those who have no business there: strangers, and ranks that speak for others."""
+"""The control channel with unauthorized peers: unauthenticated connections, and ranks that impersonate others."""
 
 import asyncio
 import gc
@@ -46,7 +46,7 @@ LIES: tuple[FromRank, ...] = (
     Saved(0, 1, 666, "a lie"),
     Fetched(0, 1),
 )
-"""What rank 1 may not say: it speaks for others."""
+"""Messages that rank 1 may not send: they impersonate other ranks."""
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def introduce(context: "zmq.Context[Socket]", control: RankManager, rank: int) -
 
 
 def form(ranks: Sequence[Socket]) -> None:
-    """What ranks say when they are told to load the model and to join the first epoch."""
+    """The ranks' answers to the requests to load the model and to join the first epoch."""
     for rank, connection in enumerate(ranks):
         assert decode_to_rank(connection.recv()) == Load()
         connection.send(encode(Loaded(rank)))
@@ -94,7 +94,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 async def check_service(control: RankManager, ranks: Sequence[Socket]) -> None:
-    """The ranks are heard, nobody else was, and a step is answered by rank 0."""
+    """Messages of the ranks arrive, no other peer was accepted, and rank 0 answers a step."""
     formation, _ = await asyncio.gather(control.start(1), asyncio.to_thread(form, ranks))
     assert [ready.num_blocks for ready in formation.readies] == [4, 4]
     assert [hello.host for hello in control.hellos] == ["127.0.0.1"] * 2
@@ -117,7 +117,7 @@ async def test_the_channel_is_on_one_address_of_either_kind(context) -> None:
 def stranger_without_a_key(context: "zmq.Context[Socket]", control: RankManager) -> Socket:
     connection = context.socket(zmq.DEALER)
     connection.setsockopt(zmq.IDENTITY, b"rank-0")
-    connection.setsockopt(zmq.LINGER, 0)  # what nobody takes would hold up the end of the test
+    connection.setsockopt(zmq.LINGER, 0)  # unsent messages would delay the end of the test
     connection.connect(control.address)
     return connection
 
@@ -215,7 +215,7 @@ async def test_a_rank_is_heard_for_itself_alone(context, control: RankManager, c
 
 @pytest.mark.parametrize("name", ["commands_id", "pulse_id"])
 async def test_a_rank_cannot_take_the_connection_of_another(context, control: RankManager, name: str) -> None:
-    """It would have to guess the other's public key; and should it know it, its own key still tells who it is."""
+    """An impostor would have to guess the other's public key, and even then its own key identifies it."""
     thief = connect(context, control.invitations[1], getattr(control.invitations[0], name))
     for lie in LIES:
         thief.send(encode(lie))

@@ -1,4 +1,4 @@
-"""What follows a request's head is bounded in bytes and in time, whatever the request is."""
+"""The data after a request's head is bounded in bytes and in time for every request."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ NUM_BYTES = 8 << 20
 
 
 class Attack(NamedTuple):
-    """What is sent on one connection: a beginning, and a piece again and again."""
+    """The data that is sent on one connection: a head, and a piece that is repeated."""
 
     begin: bytes
     piece: bytes
@@ -53,7 +53,7 @@ ATTACKS = {
 
 @asynccontextmanager
 async def door() -> AsyncIterator[tuple[str, int, psutil.Process]]:
-    """In a process of its own, before no service."""
+    """A gateway in a separate process, without a service behind it."""
     command = [sys.executable, "-m", "door", "--server=127.0.0.1:1", "--port=0"]
     process = await create_subprocess_exec(*command, stdout=subprocess.PIPE)
     try:
@@ -172,7 +172,7 @@ async def test_an_answer_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch,
 
 
 async def test_few_requests_wait_behind_another(service: Served, address: tuple[str, int]) -> None:
-    """Those that are taken are answered, the last of them says that no other was."""
+    """Accepted requests are answered, and the last response closes the connection."""
     reader, writer = await asyncio.open_connection(*address)
     async with asyncio.timeout(10):
         writer.write(HEALTH * 1000)
@@ -205,7 +205,7 @@ async def test_trailers_are_no_headers(service: Served, address: tuple[str, int]
 
 
 async def test_strangers_write_no_log(address: tuple[str, int], caplog: pytest.LogCaptureFixture) -> None:
-    """Neither with what is no HTTP nor with an upgrade."""
+    """Neither malformed HTTP nor an upgrade request is logged."""
     upgrade = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: upgrade, close\r\nUpgrade: websocket\r\n\r\n"
     for sent, status in ((b"nonsense\r\n\r\n", b"400"), (upgrade, b"200")):
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""What callers may send: never a 500, and the service answers afterwards."""
+"""Arbitrary input of clients: never a 500, and the service answers afterwards."""
 
 import asyncio
 import json
@@ -279,7 +279,7 @@ FIELDS = (
 VALUES = st.sampled_from(
     [0, 1, -1, 0.5, 1e308, 1 << 63, "", "x", "fake", "fake:book", "book", True, False, None, [], {}]
 )
-"""What is often nearly right."""
+"""Values that are nearly valid."""
 MESSAGES = st.lists(
     st.fixed_dictionaries(
         {"role": st.sampled_from(["system", "developer", "user", "assistant", "tool"])},
@@ -312,7 +312,7 @@ EXAMPLES = (
 
 @st.composite
 def contents(draw: st.DrawFn, changes: st.SearchStrategy[dict[str, Any]]) -> bytes:
-    """A body, or what is left of one that was cut and written over."""
+    """A body, or a truncated and overwritten one."""
     base = draw(st.sampled_from([{}, GOOD, GOOD | {"stream": True}, {"model": "fake", "prompt": "x", "max_tokens": 2}]))
     content = json.dumps(base | draw(changes), ensure_ascii=draw(st.booleans())).encode(errors="surrogatepass")
     if draw(st.sampled_from([False, False, False, True])):

@@ -1,4 +1,4 @@
-"""Contexts over HTTP: uploaded in pieces, told, changed, forked, deleted; and the cluster."""
+"""Contexts over HTTP: uploaded in pieces, described, updated, forked, deleted; and the cluster."""
 
 import asyncio
 import itertools
@@ -282,7 +282,7 @@ class Ids:
 
 
 async def test_asking_for_an_upload_of_ids_leaves_it(service: Served, url: str) -> None:
-    """It was begun over gRPC; an offset in bytes says nothing of it."""
+    """It was begun over gRPC; an offset in bytes does not apply to it."""
     service.engine.max_positions = service.engine.total_tokens = 1 << 23
     header = IngestHeader("book", upload_id="u")
 

@@ -1,4 +1,4 @@
-"""A door that ends while it answers: what runs is told in full, or that it is cut."""
+"""A gateway that stops while it answers: running responses are completed, or marked as cut off."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ CHAT = "/v1/chat/completions"
 
 @asynccontextmanager
 async def door(server: str, *options: str) -> AsyncIterator[tuple[str, asyncio.subprocess.Process]]:
-    """In a process of its own."""
+    """A gateway in a separate process."""
     command = [sys.executable, "-m", "door", f"--server={server}", "--port=0", *options]
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     try:

@@ -1,4 +1,4 @@
-"""Whom a door answers, and what it says to browsers."""
+"""The callers that the gateway accepts, and its responses to browsers."""
 
 import asyncio
 import socket
@@ -56,7 +56,7 @@ async def test_what_browsers_send_from_other_sites_gets_the_page_alone(url: str)
     async with httpx2.AsyncClient(base_url=url) as client:
         for path, site, status in (
             ("/v1/models", "cross-site", 403),
-            ("/v1/models", "same-site", 403),  # another port of this machine, too
+            ("/v1/models", "same-site", 403),  # another port of this machine
             ("/v1/contexts/x?upload_id=u", "same-site", 403),
             ("/v1/models", "same-origin", 200),
             ("/v1/models", "none", 200),
@@ -112,7 +112,8 @@ async def test_heads_are_bounded(url: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 async def test_connections_are_bounded(service: Served) -> None:
-    """Two have room, also while a third is there, which is told so in JSON, and has room once one of them has left."""
+    """Two connections are accepted, also while a third is open. The third is refused in JSON, and accepted once one of
+    the others has closed."""
     async with opened(service.address, max_connections=2) as url, AsyncExitStack() as connections:
         host, _, port = url.removeprefix("http://").rpartition(":")
 

@@ -21,7 +21,7 @@ MOST_GROWTH = 64 << 20
 
 
 class Contexts(context_service_pb2_grpc.ContextServiceServicer):
-    """Counts what comes, slowly."""
+    """Counts the received data, slowly."""
 
     num_bytes = 0
 
@@ -44,7 +44,7 @@ class Clusters(cluster_service_pb2_grpc.ClusterServiceServicer):
 
 @asynccontextmanager
 async def door(server: str) -> AsyncIterator[tuple[str, psutil.Process]]:
-    """In a process of its own."""
+    """A gateway in a separate process."""
     command = [sys.executable, "-m", "door", f"--server={server}", "--port=0"]
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     try:
@@ -101,7 +101,7 @@ NUM_IDS = 500_000
 
 @pytest.mark.parametrize("is_queued", [True, False])
 async def test_prompts_of_ids_that_wait_take_little_memory(is_queued: bool) -> None:
-    """Once the service has said where they stand, or as many as there is room for."""
+    """After the service has reported their queue positions, for as many as the queue admits."""
     generations, server = Generations(is_queued), grpc.aio.server()
     generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(generations, server)
     cluster_service_pb2_grpc.add_ClusterServiceServicer_to_server(Clusters(), server)

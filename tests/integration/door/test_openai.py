@@ -235,7 +235,7 @@ def special(name: str) -> int:
 
 
 def said(content: str, *others: int) -> tuple[Tokens | Ended, ...]:
-    """As an engine tells an answer of these tokens and the end's, each the likeliest, before `others`."""
+    """The engine's events for an answer of these tokens and the end token, each the likeliest, before `others`."""
     reported = list[Token]()
     for token in (*ids(content), special(END)):
         tops = [TokenLogprob(each, -0.5 * (i + 1)) for i, each in enumerate((token, *others))]
@@ -319,7 +319,7 @@ ANSWERS = ("Grüße", "", "No")
 
 
 def three(num_samples: int) -> list[Tokens | Ended]:
-    """As an engine tells answers, in turns; those with more to say end later."""
+    """The engine's interleaved events for several answers; longer ones end later."""
     turns: list[Tokens | Ended] = []
     for place in range(max(map(len, map(ids, ANSWERS)))):
         for sample, text in enumerate(ANSWERS[:num_samples]):

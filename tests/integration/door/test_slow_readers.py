@@ -17,7 +17,7 @@ from longleaf.v1 import cluster_service_pb2_grpc, generation_service_pb2_grpc
 
 NUM_DELTAS = 800
 TEXTS = [f"{i:07} " * 8192 for i in range(NUM_DELTAS)]
-"""64 KiB each, 50 MiB in all: more than what sockets and windows on the way hold."""
+"""64 KiB each, 50 MiB in all: more than the sockets and flow-control windows on the way hold."""
 MOST_GROWTH = 24 << 20
 ASKED = {"model": "m", "messages": [{"role": "user", "content": "Who?"}], "stream": True}
 
@@ -47,7 +47,7 @@ class Clusters(cluster_service_pb2_grpc.ClusterServiceServicer):
 
 
 class Door(NamedTuple):
-    """A door in a process of its own."""
+    """A gateway in a separate process."""
 
     url: str
     process: psutil.Process
@@ -83,7 +83,7 @@ async def door() -> AsyncIterator[Door]:
 
 
 class Texts:
-    """Checks that a stream's texts are those that were said, in their order."""
+    """Checks that a stream's texts are those that were sent, in order."""
 
     def __init__(self) -> None:
         self.num_seen = 0

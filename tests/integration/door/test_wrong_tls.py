@@ -1,4 +1,5 @@
-"""Doors that were told wrongly how their service is encrypted: an operator reads why, a caller that it is away."""
+"""Gateways with wrong TLS settings for their service: the log gives the operator the reason, and a caller gets an
+unavailable error."""
 
 import logging
 import sys
@@ -40,7 +41,7 @@ CALLS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 
 
 class Files:
-    """An authority, and another one that nobody trusts."""
+    """A certificate authority, and another one that is not trusted."""
 
     def __init__(self, folder: Path) -> None:
         self.ours, self.theirs = Authority(folder / "ours"), Authority(folder / "theirs")
@@ -56,7 +57,7 @@ class Files:
             yield address
 
     def told(self, kind: str) -> dict[str, Any]:
-        """What a door is told."""
+        """The TLS options of a gateway."""
         ours, theirs = str(self.ours.file), str(self.theirs.file)
         cert, key = map(str, self.theirs.write("door"))
         found: dict[str, dict[str, Any]] = {

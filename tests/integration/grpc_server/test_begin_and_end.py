@@ -64,7 +64,7 @@ class Begun:
         return caught.value
 
     async def health(self) -> tuple[bool, ...]:
-        """Of the model, and of the process."""
+        """The health of the model, and of the process."""
         model = {await self.client.is_healthy(name) for name in ("", *SERVICES)}
         return (*model, await self.client.is_healthy("liveness"))
 
@@ -77,7 +77,7 @@ async def begun(config: ServiceConfig, fleet: Fleet) -> AsyncIterator[Begun]:
     try:
         async with AsyncClient(f"127.0.0.1:{config.port}", retries=0) as client:
             while not await is_listening(client):
-                await asyncio.sleep(0.01)  # nothing else tells
+                await asyncio.sleep(0.01)  # no notification exists
                 assert not starting.done() or starting.result()
             yield Begun(service, client, starting)
     finally:
@@ -93,7 +93,7 @@ async def is_listening(client: AsyncClient) -> bool:
 
 
 class LateRank(EchoRank):
-    """Rank 1 loads until somebody writes to a pipe."""
+    """Rank 1 loads until a byte is written to a pipe."""
 
     def __init__(self, spec: RankSpec, pipe: Path) -> None:
         super().__init__(spec)
@@ -127,7 +127,7 @@ async def test_calls_are_told_how_many_ranks_are_ready(tmp_path: Path) -> None:
 
 
 async def test_who_watches_health_sees_the_begin_and_the_end(tmp_path: Path) -> None:
-    """As clients do that choose between several services. Nobody waits for them when the service ends."""
+    """Clients that balance over several services watch health. The shutdown does not wait for the watchers."""
     os.mkfifo(pipe := tmp_path / "pipe")
     config, response = config_of(tmp_path), HealthCheckResponse
     async with (
@@ -276,7 +276,7 @@ async def test_who_waits_is_told_when_all_ranks_are_lost_meanwhile(tmp_path: Pat
 
 
 async def test_who_waits_is_told_when_nothing_was_drained(tmp_path: Path) -> None:
-    """Whoever runs the service takes it down at once."""
+    """The operator stops the service immediately."""
     async with begun(config_of(tmp_path, drain_seconds=600), LocalFleet(EchoMain())) as found:
         await found.starting
         upload = await Upload(found.client, "book").begin()
@@ -291,7 +291,7 @@ async def test_who_waits_is_told_when_nothing_was_drained(tmp_path: Path) -> Non
 
 
 async def test_nobody_asks_twice_for_the_end() -> None:
-    """Whoever answers the second time may have come in the place of the one that ended."""
+    """A second request could reach the successor of the process that has ended."""
     retries: list[Retry] = []
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -302,7 +302,7 @@ async def test_nobody_asks_twice_for_the_end() -> None:
 
 
 async def test_clients_that_take_nothing_keep_nobody_from_being_told(tmp_path: Path) -> None:
-    """They read neither their health, nor the cluster, nor an answer: what is written to them finds no room."""
+    """They read neither their health, nor the cluster, nor an answer, so their send buffers are full."""
     os.mkfifo(pipe := tmp_path / "pipe")
     config = config_of(tmp_path, drain_seconds=0.1)
     async with begun(config, LocalFleet(LateMain(pipe))) as found, Deaf(f"127.0.0.1:{config.port}") as deaf:

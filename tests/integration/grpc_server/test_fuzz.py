@@ -1,7 +1,7 @@
-"""Every field of every request of every RPC, with whatever it can carry, over real sockets.
+"""Every field of every request of every RPC, with arbitrary values, over real sockets.
 
-Never INTERNAL, UNKNOWN or UNAVAILABLE; every refusal is typed; and afterwards the service answers a right request
-rightly and holds nothing but its contexts.
+Never INTERNAL, UNKNOWN or UNAVAILABLE; every refusal is typed; and afterwards the service answers a valid request
+correctly and holds nothing but its contexts.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from zoo.checkpoints import make_checkpoint
 SLOW = [pytest.param(60, id="short"), pytest.param(2000, id="long", marks=pytest.mark.slow)]
 RPCS = [pytest.param(method, id=method.name) for method in methods()]
 AT_ONCE = 3
-"""Calls that are made together where each by itself would take long; few enough to have room."""
+"""The number of concurrent calls if a single call takes long; small enough to be admitted."""
 TIMEOUTS = st.sampled_from((None, None, None, 0.001, 0.02))
 
 
@@ -121,7 +121,7 @@ def test_any_call_of_real_ranks(tmp_path: Path) -> None:
 
 
 def fuzz(fuzzer: Fuzzer, drawn: st.SearchStrategy[tuple[Call, ...] | list[Call]], examples: int) -> None:
-    """The service is one and the same for all examples: so a failure may need what came before it."""
+    """All examples use the same service, so a failure may depend on earlier examples."""
 
     @settings(
         max_examples=examples,

@@ -22,7 +22,7 @@ from tests.support.fuzz.messages import methods
 from tests.support.service import Served
 
 MANY = 2500
-"""Calls; the library's own limit of those that nobody has looked at is 1000."""
+"""Calls; the gRPC library's own limit of calls that were not yet accepted is 1000."""
 TEXTS = {"Generate", "IngestContext", "ImportContext", "CountTokens", "Tokenize", "Detokenize", "VerifyCluster"}
 
 
@@ -45,7 +45,7 @@ async def test_every_call_that_is_refused_says_when_to_come_back(service: Served
 async def test_each_method_names_the_limit_of_its_requests(channel: grpc.aio.Channel, method: object) -> None:
     """Of many fields, which take far longer to parse than many bytes, or for most methods of any large request."""
     name = method.name  # type: ignore[attr-defined]
-    padding = b"\x7a\x00" * (MAX_SMALL_BYTES // 2 + 1)  # fields that nobody knows
+    padding = b"\x7a\x00" * (MAX_SMALL_BYTES // 2 + 1)  # unknown fields
     call = channel.stream_stream(f"/{method.containing_service.full_name}/{name}")(iter([padding]))  # type: ignore[attr-defined]
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call.read()

@@ -1,4 +1,4 @@
-"""Clients and services of different versions: what one says beyond what the other knows is passed over, or refused."""
+"""Clients and services of different versions: unknown fields and messages are ignored or refused."""
 
 import asyncio
 import json
@@ -199,7 +199,7 @@ def text_of(found: list[Event]) -> str:
 async def test_an_answer_goes_on_where_it_broke_off_whatever_was_passed_over(
     later: LaterService, client: Both, before: list[Message], after: list[Message], index: int | None, text: str
 ) -> None:
-    """Also where what was passed over carried tokens: the index of the next one counts them."""
+    """Also if the ignored messages carried tokens: the index of the next message counts them."""
     breaking_off(later, before, [*after, finished(2)])
     found = await client.list("generate", "x", resumable=True, request_id="one")
     second = later.requests[1]

@@ -1,4 +1,4 @@
-"""What anybody does who reaches the port, without credentials, and who must not feel it."""
+"""Unauthenticated peers that reach the port must not affect other clients."""
 
 import asyncio
 import logging
@@ -112,7 +112,7 @@ async def test_connections_that_say_nothing_leave_files_to_others(
 
 @asynccontextmanager
 async def silent(address: str, count: int) -> AsyncIterator[set[socket.socket]]:
-    """Connections of strangers who say nothing: those that are still open."""
+    """Unauthenticated connections that send nothing: those that are still open."""
     host, _, port = address.rpartition(":")
     loop, connections = asyncio.get_running_loop(), set[socket.socket]()
 

@@ -1,4 +1,4 @@
-"""A place that was given up is filled when somebody asks for it."""
+"""An abandoned place is filled on request."""
 
 import asyncio
 import os
@@ -40,7 +40,7 @@ async def seen(client: AsyncClient, slot: str) -> Cluster:
 
 
 async def refill(port: int) -> str:
-    """What the command prints."""
+    """The output of the command."""
     process = await asyncio.create_subprocess_exec(
         *CLI, "refill", "--server", f"127.0.0.1:{port}", stdout=asyncio.subprocess.PIPE
     )

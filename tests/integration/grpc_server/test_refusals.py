@@ -1,5 +1,5 @@
-"""Uploads that are refused in their middle, over real sockets: every client is told why, and at once, whether it goes
-on to send, falls silent or ends."""
+"""Uploads that are refused midway, over real sockets: every client gets the reason immediately, whether it continues to
+send, pauses or ends."""
 
 import asyncio
 import itertools
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(60)
 CONFIG = ingest_pb.IngestContextRequest(config={"name": "contexts/moby"})
 NUM_TIMES = 100
 LONG = 1e6
-"""Seconds, longer than a test: what waits for it fails."""
+"""Seconds, longer than a test: a test that waits for this fails."""
 Goes = Callable[[threading.Event], Iterator[bytes]]
 
 
@@ -149,7 +149,7 @@ async def test_a_stub_of_asyncio_that_falls_silent_is_told_soon(
 
 
 async def test_a_stub_of_asyncio_that_is_waited_for_is_told_why(service: Served, channel: grpc.aio.Channel) -> None:
-    """The service was reading when it gave up."""
+    """The service was reading when it refused the upload."""
     config = ingest_pb.IngestContextRequest(config={"name": "contexts/moby", "expire_time": soon(0.3)})
 
     async def silent() -> AsyncIterator[ingest_pb.IngestContextRequest]:

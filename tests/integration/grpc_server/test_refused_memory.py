@@ -1,4 +1,4 @@
-"""What a refused request held is given back at once: nothing of it waits for the garbage collector."""
+"""The memory of a refused request is released immediately, without the garbage collector."""
 
 import gc
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from tests.support.fuzz.target import PLAIN, fuzzed
 from tests.support.service import FakeStream, Served
 
 KEPT = (grpc.aio.AbortError, LongleafError, RuntimeError, FrameType, Generate, IngestHeader)
-"""What a request is kept by."""
+"""Types that keep a request alive."""
 GENERATE = "/longleaf.v1.GenerationService/Generate"
 INGEST = "/longleaf.v1.ContextService/IngestContext"
 CONTEXTS = "/longleaf.v1.ContextService"
@@ -50,7 +50,7 @@ def _unlogged(caplog: pytest.LogCaptureFixture) -> None:
 
 @contextmanager
 def garbage() -> Iterator[list[object]]:
-    """What is made inside and could only be freed by a full collection."""
+    """Objects that are created inside the block and can only be freed by a full collection."""
     found: list[object] = []
     gc.collect()
     gc.disable()
@@ -80,7 +80,7 @@ async def code_of(channel: grpc.aio.Channel, method: str, requests: tuple[Messag
 async def left_over(
     address: str, code: grpc.StatusCode, method: str, requests: tuple[Message | bytes, ...]
 ) -> list[str]:
-    """What three refused calls leave for the collector."""
+    """Objects that three refused calls leave for the collector."""
     async with grpc.aio.insecure_channel(address) as channel:
         assert await code_of(channel, method, requests) == code
         with garbage() as found:

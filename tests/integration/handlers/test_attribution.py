@@ -1,4 +1,4 @@
-"""Where answers come from, over real sockets, on ranks that tell by arithmetic where they attend."""
+"""Attribution of answers over real sockets, on ranks whose attention is computed by arithmetic."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -24,7 +24,7 @@ from tests.support.tenants import ACME, credential_of, credentials
 pytestmark = pytest.mark.timeout(60)
 
 STARTS, END, SIZE = (0, 200), 250, 32
-"""Of the documents of the context; none is a whole number of spans."""
+"""Positions of the context's documents; no document is a whole number of spans."""
 SPANS = echo_spans(STARTS, END, SIZE)
 QUESTION = (7, 8, 9)
 ASKED = Provenance(span_tokens=SIZE, num_spans=64)
@@ -73,7 +73,7 @@ def attribution(event: Finished | Delta) -> Attribution:
 
 
 def mean(first: int, count: int, hidden: Sequence[tuple[int, int]] = ()) -> np.ndarray[Any, Any]:
-    """What the tokens of an answer, from one on, tell of it."""
+    """The mean attribution of an answer's tokens from `first` on."""
     position = END + len(QUESTION) - 1 + first
     reported = [echo_attention(SPANS, hidden, position + i) for i in range(count)]
     return np.mean([np.frombuffer(each.means, np.float32) for each in reported], axis=0)
@@ -257,7 +257,7 @@ async def test_of_a_model_without_a_layer_that_sees_all_nothing_can_be_told(tmp_
 
 
 async def test_who_may_run_one_answer_at_a_time_has_several_samples_confirmed(tmp_path: Path) -> None:
-    """The engine does not know of stop strings: the second sample goes on until nobody reads it."""
+    """The engine does not know stop strings: the second sample continues until it is cancelled."""
     ranks = FakeRanks(2, 400, vocab=128)
     one = credentials(tmp_path / "tenants", acme=Quotas(generations=1))
     async with (

@@ -1,4 +1,4 @@
-"""Conversations over real sockets: what the model is given, and what of them is refused."""
+"""Conversations over real sockets: the model's input, and the refused requests."""
 
 import asyncio
 import logging
@@ -60,7 +60,7 @@ def plain(text: str) -> list[int]:
 
 
 async def ids_of(service: Served, *messages: Message, **options: Any) -> list[int]:
-    """What the engine was given."""
+    """The ids that the engine received."""
     await collect(service.client.chat(messages, **options))
     return list(service.engine.prompts[-1].token_ids)
 
@@ -73,7 +73,7 @@ async def refused(service: Served, *messages: Message, **options: Any) -> Invali
 
 
 def turns(*messages: Message) -> list[int]:
-    """What follows the opening of ChatML."""
+    """The ids after the ChatML opening."""
     ids: list[int] = []
     for message in messages:
         ids += [*control(f"<|im_start|>{message.role}\n"), *plain(message.text), *control("<|im_end|>\n")]

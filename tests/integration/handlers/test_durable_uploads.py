@@ -1,4 +1,4 @@
-"""Documents that are sent to one service, and go on with the next one."""
+"""Documents whose upload begins at one service and continues at its successor."""
 
 import asyncio
 from array import array
@@ -77,7 +77,7 @@ class Desk:
 
         async def read() -> None:
             async for report in self.ingest.run(stream()):
-                reports.append(report)  # noqa: PERF401 - what came before it was broken off counts
+                reports.append(report)  # noqa: PERF401 - reports before the interruption count
 
         task = asyncio.create_task(read())
         await asyncio.wait([task] if ends else [task, asyncio.create_task(sent.wait())], return_when="FIRST_COMPLETED")
@@ -105,7 +105,7 @@ def cut(data: bytes, size: int = 1 << 16) -> list[bytes]:
 
 
 async def whole(folder: Path, pieces: Sequence[IngestPiece]) -> list[int]:
-    """The context that nobody interrupted."""
+    """The context of an uninterrupted upload."""
     async with desk(folder) as one:
         await one.run(IngestHeader("moby"), *pieces)
         return one.engine.contexts["moby"]
@@ -172,7 +172,8 @@ class Failing:
 
 @pytest.mark.parametrize("is_another_service", [False, True])
 async def test_what_could_not_be_kept_is_sent_again(tmp_path: Path, is_another_service: bool) -> None:
-    """Also where what came behind it could be, and when the service that had it in memory has let it go."""
+    """Pieces are also sent again if later pieces were saved, and if the service that had them in memory has dropped
+    them."""
     expected = await whole(tmp_path, cut(TEXT))
     async with desk(tmp_path) as one:
         one.kept = DurableUploads(failing := Failing(one.catalog), ())
@@ -189,7 +190,7 @@ async def test_what_could_not_be_kept_is_sent_again(tmp_path: Path, is_another_s
 
 
 async def goes_on(one: Desk, expected: list[int]) -> None:
-    """Sends the document from where the service says."""
+    """Sends the document from the offset that the service reports."""
     (first, *_) = await one.run(HEADER, ends=False)
     assert 0 < first.received_bytes < 300_000
     reports = await one.run(HEADER, *cut(TEXT[first.received_bytes :]))
@@ -247,7 +248,7 @@ async def test_who_sends_many_documents_at_once_keeps_to_the_quota(tmp_path: Pat
 async def test_an_upload_whose_context_is_deleted_is_not_called_damaged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What still comes of it is dropped, and nothing of it is kept again."""
+    """Pieces that still arrive are dropped and are not saved."""
     catalog = await Catalog.open(tmp_path / "catalog.db")
     retained = DurableUploads(catalog, ())
     record = UploadRecord(context="moby", upload_id="mine", header=b"x", settled_bytes=5, updated=1.0)
@@ -361,7 +362,7 @@ async def test_a_call_that_is_cancelled_ends_nothing_of_others() -> None:
     asking.cancel()
     await asyncio.wait([asking])
     other = asyncio.create_task(retained.take_up(acme(2), Arrived(0)))  # type: ignore[arg-type]
-    await other  # what is written of others does not hold it up
+    await other  # writes for other uploads do not delay it
     catalog.release()
     await comes(lambda: retained.has(acme(1)))
     assert retained.tokens_of("acme", ()) == [100]

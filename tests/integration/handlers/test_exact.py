@@ -1,4 +1,4 @@
-"""Every response says whether it is exact, over real sockets, on ranks that answer by arithmetic."""
+"""Every response reports whether it is exact, over real sockets, on ranks that answer by arithmetic."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.support import gated
 
 
 async def responses(settings: dict[str, Any], folder: Path) -> list[Any]:
-    """One of each kind that tells, from a service of these settings."""
+    """One response of each kind that reports exactness, from a service with these settings."""
     ranks = FakeRanks(settings["world_size"], 100, vocab=200)
     async with (
         gated.serving(ranks, folder, chunk_size=32, replicate_below=8, **settings) as (_, address),
@@ -52,7 +52,7 @@ async def test_every_response_says_whether_it_is_exact(tmp_path: Path, settings:
 
 
 async def test_what_a_rank_could_not_verify_is_not_exact(tmp_path: Path) -> None:
-    """Nor after the first epoch: what others would find then is of the same model."""
+    """Nor after the first epoch: a later verification by others would be of the same model."""
     note = "not verified: plain attention failed"
 
     class UncertainRanks(FakeRanks):

@@ -1,4 +1,4 @@
-"""Archives that are forged with their structure in mind: they harm nobody but their importer, whatever is in them."""
+"""Forged archives with a valid structure: they harm only their importer, whatever they contain."""
 
 import logging
 import resource
@@ -24,7 +24,7 @@ from workers.kv_io.kv_piece import form_of
 pytestmark = pytest.mark.timeout(3600)
 
 TOLD = (InvalidArgument, CheckpointChanged, AlreadyExists, FailedPrecondition, ResourceExhausted)
-"""What an importer may be told."""
+"""Errors that an importer may receive."""
 GROWTH = 64 << 20
 UNFORGED = (0, 16, 32, 48)
 BROKE_EPOCHS = (1000, 1004, 1020, 1030, 1032, 1038, 1046, 1057, 1087, 1121, 1129, 1145)

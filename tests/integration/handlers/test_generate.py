@@ -1,4 +1,4 @@
-"""Generations over real sockets, on an engine that says what it is told."""
+"""Generations over real sockets, on an engine with scripted answers."""
 
 import asyncio
 import time
@@ -126,7 +126,7 @@ async def test_logprobs_travel_with_their_tokens(service: Served) -> None:
 
 
 async def test_bytes_of_tokens_come_when_they_are_asked_for(service: Served) -> None:
-    """A character that is spread over two tokens is in neither's text alone."""
+    """A character that is split over two tokens is in neither token's text."""
     token_ids = ids("é!")
     entries = [Logprobs(-1.0, tuple(TokenLogprob(i, -0.5) for i in (token_id, ids("a")[0]))) for token_id in token_ids]
     parts = [engine_messages.Tokens(i, (Token(token_ids[i], entries[i]),)) for i in range(len(token_ids))]
@@ -149,7 +149,7 @@ async def test_an_answer_that_is_scaled_otherwise_says_so(service: Served) -> No
 
 @pytest.mark.parametrize("kind", ["prepend", "always", "first"])
 async def test_a_continuation_keeps_its_first_space(kind: str, tmp_path: Path) -> None:
-    """Decoders in the manner of SentencePiece drop the one before a text; an answer in a chat is a text of its own."""
+    """SentencePiece-like decoders drop the space before a text; an answer in a chat is a separate text."""
     fast, engine = sentencepiece_tokenizer(kind), FakeEngine()
     there, hi = fast.token_to_id("▁there"), fast.token_to_id("Hi")
     engine.answer = ((there,), (hi,))

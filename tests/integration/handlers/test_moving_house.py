@@ -58,7 +58,7 @@ async def new(tmp_path: Path) -> AsyncIterator[tuple[FakeTransferEngine, str]]:
 
 
 def keys_of(house: FakeTransferEngine, name: str = "moby") -> list[bytes]:
-    """What lies on storage of a context, in order."""
+    """The stored objects of a context, in order."""
     stored = house.contexts[name]
     manifests = [stored.manifests[segment.id] for segment in stored.segments if segment.id in stored.manifests]
     return [house.objects[name] for manifest in manifests for name in manifest.objects]
@@ -152,7 +152,7 @@ async def test_a_file_is_not_gone_on_with_when_the_context_has_changed(
         with pytest.raises(FailedPrecondition, match="contexts/moby: it has changed"):
             await client.export_context("moby", path, resume=True)
         assert not path.exists()
-        await client.export_context("moby", path)  # anew
+        await client.export_context("moby", path)  # exported again
     assert path.exists()
     assert not (tmp_path / "moby.part").exists()
 

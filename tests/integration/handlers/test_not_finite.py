@@ -1,4 +1,4 @@
-"""What the ranks could not compute ends with a typed error, over real sockets, and nothing else ends with it."""
+"""Results that are not finite end a request with a typed error, over real sockets, and affect no other request."""
 
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
@@ -30,7 +30,7 @@ async def serving(folder: Path, broken: Collection[tuple[int, int | None]]) -> A
 
 
 async def read(events: AsyncIterator[object]) -> tuple[dict[int, list[int]], list[int], str]:
-    """The ids and the ends of the samples, and what the stream ended with."""
+    """The ids and the ends of the samples, and the end of the stream."""
     ids, ended = dict[int, list[int]](), list[int]()
     try:
         async for event in events:

@@ -76,7 +76,7 @@ async def serving(**changes: object) -> AsyncIterator[Served]:
 
 
 async def ask(client: AsyncClient, number: int, max_tokens: int = 40) -> tuple[int, ...]:
-    """The ids of an answer to a prompt of its own."""
+    """The ids of an answer to a distinct prompt."""
     prompt = [65 + number, *range(70, 90 + 10 * number)]
     events = client.generate(prompt, max_tokens=max_tokens, ignore_end_token=True)
     return tuple([i async for event in events if isinstance(event, Delta) for i in event.token_ids])
@@ -166,7 +166,7 @@ async def pass_a_deadline(served: Served) -> None:
 
 
 def read_for_ever(address: str, first: object) -> None:
-    """In a process of its own: reads an answer that does not end."""
+    """In a separate process: reads an answer that does not end."""
     with Client(address) as client:
         for event in client.generate([65, 66, 67], max_tokens=MANY, ignore_end_token=True):
             if isinstance(event, Delta):

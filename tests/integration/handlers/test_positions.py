@@ -36,7 +36,7 @@ class Running:
         self.address, self.client, self.engine, self.ranks = address, client, engine, ranks
 
     def ropes(self) -> set[Rope]:
-        """Those that the ranks were told so far."""
+        """The ropes that the ranks were sent so far."""
         works = [plan.work for plan in self.ranks.plans]
         rows = [row for work in works if isinstance(work, Decode) for row in work.rows if row.path]
         return {part.rope for part in (*rows, *(work for work in works if isinstance(work, Prefill)))}
@@ -138,7 +138,8 @@ async def test_what_a_question_computes_anew_is_announced_and_counted(
     cached: int,
     taken: list[int],
 ) -> None:
-    """Up to 64 tokens have one scaling, and more another. Finished says what was held of 50 whenever it was needed."""
+    """Up to 64 tokens have one scaling, and more have another. Finished always reports how many of the 50 tokens were
+    cached."""
     counted: list[int] = []
     monkeypatch.setattr(QuotaEnforcer, "take_in", lambda _, num_tokens: counted.append(num_tokens))
     async with serving(tmp_path) as service:

@@ -1,4 +1,4 @@
-"""Streams that break and go on, over real sockets: on a real engine with ranks that answer by arithmetic."""
+"""Streams that break and are resumed, over real sockets: on a real engine with ranks that answer by arithmetic."""
 
 import asyncio
 import time
@@ -33,7 +33,7 @@ NUM_TOKENS = 200
 
 
 class Ranks(GatedRanks):
-    """Ranks that tell when an answer is whole."""
+    """Ranks that signal when an answer is complete."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -214,8 +214,8 @@ async def test_the_client_goes_on_by_itself_when_the_connection_breaks(
 
 
 async def first_call(resumable: Resumable) -> None:
-    """Begins a generation with a deadline, reads a little of it, and leaves; the deadline and what the generation was
-    to be held then pass, on the engine's clock, once somebody else reads."""
+    """Starts a generation with a deadline, reads part of it, and disconnects. The deadline and the retention of the
+    generation then pass, on the engine's clock, once another client reads."""
     resumable.ranks.allow(20)
     async with (
         AsyncClient(resumable.address) as client,

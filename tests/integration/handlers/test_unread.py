@@ -27,7 +27,7 @@ OPTIONS: GenerateOptions = {"use_chat_template": False, "max_tokens": 3, "ignore
 
 
 class Unread:
-    """A service, and streams of it that nobody reads."""
+    """A service and streams of it without a reader."""
 
     def __init__(self, engine: Engine, address: str, channel: grpc.aio.Channel) -> None:
         self.engine, self.address = engine, address
@@ -54,7 +54,7 @@ class Unread:
         return self._stub.Generate(codec.encode_resume(Resume(request_id, 0)))
 
     async def ask(self) -> list[int]:
-        """What a client gets that reads."""
+        """The tokens of a client that reads."""
         async with AsyncClient(self.address, retries=0) as client:
             events = client.generate("y", **OPTIONS)
             return [i async for event in events if isinstance(event, Delta) for i in event.token_ids]

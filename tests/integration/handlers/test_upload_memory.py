@@ -1,7 +1,7 @@
-"""What a long document takes of memory, on both sides of a real socket.
+"""The memory of a long document's upload, on both sides of a real socket.
 
-The service is a process of its own: the real server, tokenizer, engine and scheduler, on ranks that take every chunk at
-once. Memory in bytes.
+The service is a separate process with the real server, tokenizer, engine and scheduler, on fake ranks that finish every
+chunk immediately. Memory in bytes.
 """
 
 import asyncio
@@ -40,17 +40,17 @@ PIECE = 64_000
 ID = 4.5
 """Bytes of an id, with the room that a growing array has."""
 ELSE = 48 * MIB
-"""What all else may take: the tokenizer's window, messages under way, and what the allocator keeps."""
+"""Allowance for other memory: the tokenizer's window, messages in flight, and memory that the allocator retains."""
 AT_ONCE = 64 * MIB
 """As above of a text that comes as one message, which the tokenizer has in its window whole."""
 GIVEN_BACK = 20 * MIB
-"""What may remain of a document that was deleted: less than its ids."""
+"""The memory that may remain after the deletion of a document: less than its ids."""
 TRIM = "trim"
 BLOCK = "Whales: Grüße, 鯨 and 🐋 sang of amber-12 = 4711.\n".encode() * 10_000
 
 
 class Hasher(FakeRanks):
-    """Ranks that remember of what they read only its hash."""
+    """Ranks that store only a hash of the tokens that they read."""
 
     def __init__(self) -> None:
         super().__init__(num_blocks=1 << 18)
@@ -87,7 +87,7 @@ async def serve_on(ranks: Hasher, pipe: Connection) -> None:
 
 
 class Hollow:
-    """The service's process, and what it takes."""
+    """The service process and its memory."""
 
     def __init__(self) -> None:
         spawn = multiprocessing.get_context("spawn")
@@ -102,7 +102,8 @@ class Hollow:
         return psutil.Process(self._process.pid).memory_info().rss
 
     def trim(self) -> int:
-        """What remains once the allocator has given back what nobody holds: how much it keeps differs with the load."""
+        """The memory after the allocator has returned free pages; the amount that it retains otherwise varies with the
+        load."""
         self._pipe.send(TRIM)
         self._pipe.recv()
         return self.resident
@@ -139,7 +140,7 @@ def text_of(num_bytes: int) -> Iterator[bytes]:
 
 
 class Watch:
-    """The memory of both processes at each report, above what it was at the first one."""
+    """The memory of both processes at each report, relative to the first one."""
 
     def __init__(self, hollow: Hollow) -> None:
         self._hollow, self._me = hollow, psutil.Process()
@@ -185,7 +186,7 @@ async def test_a_long_text_is_held_as_ids_alone(hollow: Hollow, num_bytes: int) 
 
 
 def expected_hash(*sizes: int) -> str:
-    """Of the ids of texts of these sizes, each as one."""
+    """The hash of the ids of texts of these sizes, each tokenized as a whole."""
     opening = array("I", Tokenizer.load(embedded_model(), DirectRenderer()).document_encoder(is_first=True).token_ids)
     expected = hashlib.sha256()
     for size in sizes:

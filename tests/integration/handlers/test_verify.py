@@ -1,4 +1,4 @@
-"""Verification over real sockets: what is asked and answered, and that a fleet that is wrong is found out."""
+"""Verification over real sockets: requests and answers, and that a fleet with wrong results is detected."""
 
 import asyncio
 import math
@@ -137,7 +137,8 @@ async def test_a_lost_rank_is_named(service: Served) -> None:
 
 
 class ForgetfulRank(Rank):
-    """Rank 1 stores what it should, but keeps the values of its first slot wrong: one key of all is perturbed."""
+    """Rank 1 stores its keys correctly, but the values of its first slot are wrong: a single key of all is
+    perturbed."""
 
     def load(self) -> None:
         super().load()

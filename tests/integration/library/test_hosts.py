@@ -1,4 +1,4 @@
-"""Ranks on several hosts, which are network namespaces: they find the way to each other without being told."""
+"""Ranks on several hosts, which are network namespaces: they find the interface to each other without configuration."""
 
 import functools
 import os
@@ -23,7 +23,7 @@ def network(request: pytest.FixtureRequest) -> Iterator[Network]:
 
 
 def settle(namespaces: tuple[str, ...], rank: int) -> None:
-    """The rank is on a host of its own from now on."""
+    """Moves the rank to a separate host."""
     enter(namespaces[rank])
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.pop(name, None)
@@ -36,7 +36,7 @@ def gather(rank, owner):
 
 
 def test_ranks_on_two_hosts_meet_without_being_told_where(network: Network) -> None:
-    """Nobody resolves the machine's name here, which is what gloo would do."""
+    """The machine's host name cannot be resolved here; gloo by default relies on it."""
     store = network.run(0, functools.partial(open_store, network.addresses[0]))
     ranks = Ranks("ab", network.addresses)
     prepare = functools.partial(settle, network.namespaces)

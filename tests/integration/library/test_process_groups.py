@@ -1,4 +1,4 @@
-"""Where ranks meet: who can reach it, and what they tell one another there."""
+"""The rendezvous of ranks: the peers that can reach it, and the messages that they exchange there."""
 
 import socket
 from datetime import timedelta
@@ -30,7 +30,7 @@ def test_the_store_is_reached_at_its_host_alone(host: str, other: str) -> None:
 
 
 def forbid_pickles(rank: int) -> None:
-    """Whatever torch would turn into an object or from one fails from now on."""
+    """From now on, torch raises on every conversion between bytes and objects."""
 
     def fail(*_: object) -> None:
         raise AssertionError("ranks exchange pickles")

@@ -171,7 +171,7 @@ def come_late(rank, owner):
     comm.all_gather(torch.ones(3))
     if rank == 1:
         owner.pipe.recv()
-        comm.all_gather(torch.ones(3))  # what the others wrote before they gave up is still there
+        comm.all_gather(torch.ones(3))  # data that the others wrote before they failed is still there
     with pytest.raises(RankLost) as raised:
         comm.all_gather(torch.ones(3))
     with pytest.raises(RuntimeError, match="left"):
@@ -215,7 +215,7 @@ PAIRS = list(combinations(OPERATIONS, 2))
 
 
 def disagree(rank, owner):
-    """Does one operation of each pair in a segment of its own; what is said of it."""
+    """Runs one operation of each pair in a separate segment; returns the errors."""
     reported = []
     for pair in PAIRS:
         comm = share_memory((0, 1), rank, agree, epoch=2, timeout=10)
@@ -238,7 +238,7 @@ def test_messages_of_equal_size_but_different_kinds_are_refused_on_every_rank():
 
 
 def names_of_segments(rank, owner):
-    owner.groups.world.all_reduce(torch.ones(1), "sum")  # who leaves before others have met him breaks their meeting
+    owner.groups.world.all_reduce(torch.ones(1), "sum")  # leaving before the others have joined breaks the rendezvous
     owner.groups.node.broadcast(torch.ones(1))  # the rank that takes the name away has done so
     owner.pipe.send(os.getpid())
     return [path.name for path in FOLDER.glob("longleaf-*")]
@@ -279,7 +279,7 @@ def maker():
 
 
 def start_again():
-    """What a later start of a rank does, without what it makes itself."""
+    """The steps of a rank's restart, except the creation of its own segment."""
     entrance = SegmentSetup((0, 1), 0, epoch=1, timeout=10)
     entrance.make()
     entrance.path.unlink()
@@ -345,7 +345,7 @@ def test_nothing_else_is_swept(kind, tmp_path):
 
 
 class Warnings(logging.Handler):
-    """Keeps what is said while ranks enter."""
+    """Collects the messages that are logged while ranks join."""
 
     def __init__(self):
         super().__init__(logging.WARNING)

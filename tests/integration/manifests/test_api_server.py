@@ -1,4 +1,5 @@
-"""What a real API server says of the manifests, where KUBEBUILDER_ASSETS names one: unknown fields, Pod Security."""
+"""The answers of a real API server to the manifests, where KUBEBUILDER_ASSETS names one: unknown fields, Pod
+Security."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -34,8 +35,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
 
 @pytest.fixture
 def inside(server: ApiServer, tmp_path: Path) -> Callable[..., str]:
-    """A command of kubectl in a namespace of its own that lets only restricted pods in: what is complained of, if it
-    fails."""
+    """Runs kubectl in a separate namespace that admits only restricted pods; returns the errors."""
     name = tmp_path.name.lower().replace("_", "-")
     labelled = {"name": name, "labels": {"pod-security.kubernetes.io/enforce": "restricted"}}
     done = server.kubectl(*APPLY, documents=[{"apiVersion": "v1", "kind": "Namespace", "metadata": labelled}])

@@ -33,7 +33,7 @@ def test_what_is_put_is_there(server):
     assert written.num_bytes == LARGE + 3
     assert len(other.get("a/b", written.digest)) == other.size("a/b") == LARGE + 3
     store.put("a/with%2Fpercent", [])
-    # what one does, another one sees at once: nothing of a listing is remembered
+    # another process sees a write immediately: listings are not cached
     assert [(entry.name, entry.num_bytes) for entry in other.list("a")] == [("a/b", LARGE + 3), ("a/with%2Fpercent", 0)]
     assert all(abs(entry.modified - time.time()) < 3600 for entry in other.list())
     store.delete(["a/b", "a/none"])
@@ -107,7 +107,7 @@ def test_a_server_that_never_answers(server, monkeypatch):
 
 
 def test_a_process_without_credentials_is_told_so(server, tmp_path):
-    """It neither hangs at its end nor prints what drivers leave."""
+    """It neither hangs at exit nor prints messages of drivers."""
     environment = {name: value for name, value in os.environ.items() if name not in CREDENTIALS}
     environment |= {"AWS_EC2_METADATA_DISABLED": "true", "HOME": str(tmp_path)}
     code = f"""

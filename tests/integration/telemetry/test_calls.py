@@ -1,4 +1,4 @@
-"""What a service logs of its calls: a line for each, and lines for auditors."""
+"""The log of a service's calls: a line for each, and audit lines."""
 
 import asyncio
 import json
@@ -89,7 +89,7 @@ async def watched(folder: Path, engine: FakeEngine, **telemetry: Any) -> AsyncGe
 
 
 class Told:
-    """What was logged on standard error, as objects. The library of the client writes there, too, past Python."""
+    """The log objects on standard error. The client's library writes there, too, bypassing Python."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys = capsys

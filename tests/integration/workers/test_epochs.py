@@ -1,4 +1,5 @@
-"""Members as processes, with a model, over several epochs: they break, meet again in another order, and go on."""
+"""Member processes with a model over several epochs: exchanges fail, and the members rejoin in another order and
+continue."""
 
 from collections.abc import Iterator
 
@@ -59,7 +60,7 @@ def questions(epoch: int, step: int) -> list[StepPlan]:
 
 @pytest.fixture(scope="module")
 def expected(config: EngineConfig) -> list[int]:
-    """What one rank says that reads everything."""
+    """The answer of a single rank that reads everything."""
     rank = Rank(make_spec(0, config))
     rank.load()
     rank.join(Join(1, 0, "", 0, ("here",)))
@@ -84,7 +85,7 @@ LOST = Run(0, 64, 80, (2,)), Run(1, 80, 96, (2,))
 
 
 def read_and_break(members: Members, step: int) -> tuple:
-    """Has three members read, and break in a step; what was measured."""
+    """Three members read and fail in a step; returns the measurements."""
     readies = members.form(1, [0, 1, 2])
     members.tell([0, 1, 2], chunk(1, 1, *PIECES))
     assert members.hear(StepResult, 0).has_finite_keys
@@ -93,7 +94,7 @@ def read_and_break(members: Members, step: int) -> tuple:
 
 
 def go_on(members: Members, merges: tuple) -> list[int]:
-    """Two members read what was lost and answer. What was sent for the epoch before is not done."""
+    """Two members recompute the lost keys and answer. Plans of the previous epoch are not executed."""
     members.tell([0, 1], further(1, 1001, 2))
     readies = members.form(2, [1, 0], HELD, merges=merges)
     assert [ready.merges for ready in readies] == [merges, merges], "nothing is measured anew"
@@ -127,7 +128,7 @@ def test_a_fence_frees_those_who_wait_for_a_stopped_rank(members, expected):
 
 
 def test_all_go_on_after_one_has_raised(members, expected):
-    """The one that raised says why; all hold what they held, and have other ranks."""
+    """The member that raised reports the reason; all members keep their segments and join with new rank numbers."""
     merges = read_and_break(members, RAISE)
     broken = [members.broken(member) for member in (0, 1, 2)]
     assert [one.step for one in broken] == [RAISE] * 3
@@ -162,8 +163,8 @@ def test_who_leaves_is_missed_whatever_is_kept_of_the_epoch(members):
 
 
 def broken_over_and_over(members: Members, num_epochs: int) -> None:
-    """Epochs of changing ranks, each broken in an exchange but for every third, which ends in order. What is open for
-    a moment only does not count."""
+    """Epochs of changing ranks. Each fails in an exchange, except every third one, which ends normally. Files that are
+    open only briefly do not count."""
     merges = members.form(1, [0, 1, 2])[0].merges
     found = []
     for epoch in range(2, num_epochs + 2):
@@ -174,7 +175,7 @@ def broken_over_and_over(members: Members, num_epochs: int) -> None:
             assert {members.broken(member).epoch for member in ranks} == {epoch}
         if epoch % 3 == 0:
             found.append([members.held(member) for member in (0, 1, 2)])
-    del found[0]  # by then not every member has been the first rank, whose store opens two files for good
+    del found[0]  # until then not every member has been rank 0, whose store opens two files permanently
     half = len(found) // 2
     assert least(found[:half]) == least(found[half:]), "files, threads or shared memory are left"
 

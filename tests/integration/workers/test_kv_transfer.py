@@ -1,4 +1,4 @@
-"""Runs that move between processes: through shared memory in many pieces, over gloo, and by what NCCL is asked for."""
+"""Runs that move between processes: through shared memory in many pieces, over gloo, and with NCCL's calls."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def bits(rank: int) -> torch.Tensor:
 
 
 def carry_out(rank: int, groups: Groups) -> bool:
-    """Whether the rank then has what it should, and knows where all is."""
+    """Whether the rank then stores the right content and knows all placements."""
     pool = FloatKvPool(LAYERS, NUM_BLOCKS, BLOCK, torch.float32, "cpu", NUM_BLOCKS)
     sharded, windows = Content(pool), Content(pool, of_windows=True)
     assert sharded.bytes_per_block * len(FIRST.blocks) > CAPACITY

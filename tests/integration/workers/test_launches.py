@@ -70,7 +70,7 @@ def test_a_wait_for_the_device_is_found_where_it_is(folder_of):
 
 
 def by_file(log: Log, *kinds) -> Counter[tuple[str, str]]:
-    """How often each file asked for such, by the name of what it asked for."""
+    """The number of events of these kinds by file and event name."""
     return Counter((event.site.rpartition(":")[0], event.name) for event in log.of(*kinds))
 
 
@@ -130,7 +130,8 @@ def test_a_wait_while_tokens_are_chosen_is_found(folder_of, monkeypatch):
 
 
 def test_to_choose_tokens_takes_as_many_launches_whatever_the_rows(folder_of):
-    """And few where they are greedy: the highest logit, whether it is finite, whose it is, and what is told of it."""
+    """Greedy sampling needs few: the highest logit, the finiteness check, the choice of the owner, and the reported
+    values."""
 
     def launches(samplings, prompts):
         found = by_file(decoded(Case(prompts=prompts, samplings=samplings), folder_of, Lone), "launch")
@@ -142,7 +143,7 @@ def test_to_choose_tokens_takes_as_many_launches_whatever_the_rows(folder_of):
 
 
 def test_a_chunk_copies_its_inputs_and_waits_once_for_its_end(folder_of):
-    """When it has told whether its keys are finite: these are there by then."""
+    """The wait is for the report whether its keys are finite: they are stored by then."""
     log = prefilled(Case(), folder_of, dense)
     assert by_file(log, "to device") == {("workers/step/inputs.py", "copy"): 1}
     assert by_file(log, "to host") == {("workers/group_session.py", "copy"): 1}

@@ -1,4 +1,4 @@
-"""What the pretended accelerator counts, on code whose launches, copies and waits are known."""
+"""The counts of the simulated accelerator, on code whose launches, copies and waits are known."""
 
 import inspect
 
@@ -12,7 +12,7 @@ from tests.support.accelerator.events import Log
 
 
 def noted(work) -> Log:
-    """What work(queries, launcher) asks of the device; the queries are there before."""
+    """The device events of work(queries, launcher); the queries exist before."""
     accelerator = Accelerator()
     with accelerator.running():
         queries = torch.ones(4, 8).to(DEVICE)
@@ -42,7 +42,7 @@ def hidden_kernel(out: Tensor) -> None:
 
 
 LAUNCHERS = []
-"""Operations take tensors and numbers alone; a backend has its launcher at hand in another way."""
+"""Operations take only tensors and numbers; a backend gets its launcher in another way."""
 
 
 def views(q, launch):

@@ -82,7 +82,7 @@ def tensors_of(owner: object, depth: int = 4) -> list[Tensor]:
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_drafts_are_verified_there_and_nothing_waits_before_the_end(tmp_path, rank, settings):
-    """A pretended device knows no numbers: the ids that it tells of are zeros, as the drafts are."""
+    """The simulated device has no values: the ids that it reports are zeros, as the drafts are."""
     folder = make_checkpoint(tmp_path, "gemma3", num_layers=2)
     made = PretendedRank(folder, 2, dtype="bfloat16", rank=rank, **settings)
     made.bench.ask(5, 3, None, sampling=Sampling(temperature=1.0, presence_penalty=0.5, num_logprobs=2))
@@ -108,7 +108,7 @@ def test_the_device_is_the_current_one_before_anything_asks_for_it(llama):
 
 
 def test_weights_go_there_one_by_one_and_once(folder):
-    """What is left to be moved with the model are a few buffers."""
+    """Only a few buffers remain to be moved with the model."""
     log = PretendedRank(folder, dtype="bfloat16").loading
     copies = [event for event in log.of("to device") if event.site.startswith("workers/model/")]
     parameters = [event for event in copies if event.site.startswith("workers/model/weights.py")]
@@ -127,7 +127,8 @@ def test_tied_weights_stay_tied_there(tmp_path):
 @pytest.mark.sampled(28)
 @pytest.mark.parametrize("family", zoo.FAMILIES)
 def test_weights_that_were_moved_are_those_of_the_checkpoint(family, tmp_path):
-    """To the CPU under another name, so that they have numbers: none is made anew, and what is tied stays tied."""
+    """The weights are moved to the CPU under another device name, so that they have values: none is initialised again,
+    and tied weights stay tied."""
     folder = str(make_checkpoint(tmp_path, family))
     plain = models.load(folder, "float32", "cpu").module
     with going_to("cpu:0"):
@@ -139,8 +140,8 @@ def test_weights_that_were_moved_are_those_of_the_checkpoint(family, tmp_path):
 
 
 def test_nothing_is_read_ahead(llama, monkeypatch):
-    """Threads that read weights would fill the host's memory with what waits for its turn. What a rank loaded before in
-    this process has told transformers does not count."""
+    """Threads that read weights ahead would fill the host's memory with weights that wait for their turn. A value that
+    transformers cached for an earlier rank of this process does not count."""
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a thread reads weights")
@@ -216,8 +217,8 @@ SLACK = 48 << 20
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 @pytest.mark.parametrize(("device", "share"), [("cpu", 1), ("pretend", 0)])
 def test_the_host_holds_no_more_than_one_weight_beside_those_that_stay(family, device, share, tmp_path):
-    """400 MiB of float32 that are served in bfloat16. Pages of the file itself are the system's, and of all ranks.
-    Mixtral's experts are put together from one tensor for each."""
+    """400 MiB of float32 that are served in bfloat16. Page cache of the file does not count: all ranks share it. Each
+    of Mixtral's stacked expert tensors is assembled from one tensor per expert."""
     sizes = {"num_layers": 8, "hidden": 1024, "num_heads": 16, "num_kv_heads": 8, "vocab_size": 4096}
     folder = make_checkpoint(tmp_path, family, ffn=3072 if family == "llama" else 768, **sizes)
     (tmp_path / "first").mkdir()
@@ -233,7 +234,7 @@ def test_the_host_holds_no_more_than_one_weight_beside_those_that_stay(family, d
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_what_rows_tell_is_counted_there_without_a_wait(llama, settings, world_size):
-    """Only for the end of the step is waited; what rounds to 8 bits in torch alone waits in between."""
+    """The host waits only at the end of the step; in between, only torch's 8-bit quantization waits."""
     made = PretendedRank(llama, world_size, dtype="bfloat16", **settings)
     made.read(1000)
     made.bench.ask(20, 3, "book")

@@ -1,5 +1,5 @@
-"""Members as processes that save what they hold, lose it, and take it back, other ones than those that had it; beside
-steps, and over epochs."""
+"""Member processes that save their segments, lose them, and restore those of other members, beside steps and over
+epochs."""
 
 import os
 import time
@@ -78,7 +78,7 @@ def answer(members: Members, ranks: list[int], epoch: int, step: int, segment: i
 
 @pytest.fixture(scope="module")
 def expected(config: EngineConfig) -> list[int]:
-    """What one rank says that reads everything."""
+    """The answer of a single rank that reads everything."""
     rank = Rank(make_spec(0, config))
     rank.load()
     rank.join(Join(1, 0, "", 0, ("here",)))
@@ -108,7 +108,7 @@ def fetch(members: Members, member: int, ticket: int, part: int, found: Saved) -
 
 
 def test_others_take_back_what_was_saved(members: Members, expected: list[int]) -> None:
-    """In other blocks, under another number, as other ranks, and then one of them alone."""
+    """Into other blocks, under another segment id, as other ranks, and then on a single rank."""
     parts = saved(members)
     assert answer(members, [0, 1], 1, 2) == expected
     members.form(2, [1, 0], KvLayout(2, ()))
@@ -149,7 +149,7 @@ def test_a_slow_storage_holds_up_neither_steps_nor_pulses_nor_epochs(
     members.say(1, Save(4, "again", 0, PARTS[1]))
     assert answer(members, [0, 1], 1, 2) == expected
     members.wait_for_step(1, 1, 1 + NUM_TOKENS)
-    while not (storage / "waiting").exists():  # what has not begun is dropped with its epoch
+    while not (storage / "waiting").exists():  # an order that has not begun is dropped with its epoch
         time.sleep(0.01)
     members.form(2, [1], KvLayout(2, ()))
     members.say(1, Save(5, "gone", 0, PARTS[1]))

@@ -52,7 +52,7 @@ class DeviceRank(Rank):
             super().load()
         self.graphs = self.recorded
         for retained in self.kept():
-            retained.zero_()  # what nobody wrote must be the same everywhere
+            retained.zero_()  # unwritten memory must be the same everywhere
 
     def connect(self, groups: Groups | None, merges: Sequence[MergeTiming] = ()) -> Ready:
         if self.recorded is not None and groups is not None:
@@ -61,12 +61,12 @@ class DeviceRank(Rank):
         return super().connect(groups, merges)
 
     def start(self, plan: StepPlan) -> StepHandle:
-        """Is never done before somebody waits for it, as if the device was slow."""
+        """Never done before a caller waits for it, as on a slow device."""
         return StepHandle(lambda: False, super().start(plan).result)
 
     @property
     def fixed(self) -> FixedSteps | None:
-        """What it captures or launches, once it has joined."""
+        """The captured and launched steps, once it has joined."""
         return self.epoch and self.epoch._fixed
 
     def kept(self) -> list[torch.Tensor]:
@@ -114,7 +114,7 @@ class DeviceFleet:
         return result
 
     def _together(self, work: Callable[[DeviceRank], T]) -> list[T]:
-        """What ranks make of it, in their order."""
+        """The result of `work` on each rank, in rank order."""
         jobs = [thread.submit(work, rank) for thread, rank in zip(self._threads, self.ranks, strict=True)]
         return [job.result(timeout=240) for job in jobs]
 
@@ -138,6 +138,6 @@ class DeviceFleet:
         return fixed._choosing.logits_RV
 
     def same_keys(self, other: "DeviceFleet") -> bool:
-        """Whether all keys and values are the same as there, but for what nobody needs."""
+        """Whether all keys and values equal those of `other`, except unused ones."""
         pairs = zip(self.ranks, other.ranks, strict=True)
         return all(torch.equal(mine, theirs) for a, b in pairs for mine, theirs in zip(a.kept(), b.kept(), strict=True))

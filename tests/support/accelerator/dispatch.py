@@ -1,12 +1,11 @@
-"""What torch does on the pretended device: nothing is computed, and all that would be is noted.
+"""The dispatch of torch operations on the simulated device: nothing is computed, and every operation is recorded.
 
-Tensors there are FakeTensors of a device that torch takes for one of its own (PrivateUse1, made in Python: fake CUDA
-tensors need a torch that was built with CUDA). Tensors on the CPU are real. Whatever number is read from the device
-is 1, and True: shapes that depend on such numbers are those that ones give.
+Its tensors are FakeTensors of a custom device (PrivateUse1, made in Python: fake CUDA tensors need a torch that was
+built with CUDA). Tensors on the CPU are real. Every number that is read from the device is 1 or True, and shapes that
+depend on such numbers follow from ones.
 
-A launch is one operation of aten that writes memory of the device, or one kernel that is launched by a
-`CountingLauncher`. Views and memory that is only set aside are none. Operations that Python code registered with torch
-are run as that code.
+A launch is one aten operation that writes device memory, or one kernel that is launched by a `CountingLauncher`. Views
+and allocations are not launches. Operations that Python code registered with torch are run as that code.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ from tests.support.accelerator.events import Log
 
 TYPE = "pretend"
 DEVICE = f"{TYPE}:1"
-"""Not the first of its type: what goes there by accident shows."""
+"""Not the first device of its type, so that a tensor on the default device is noticed."""
 
 aten = torch.ops.aten
 NO_LAUNCH = {
@@ -54,12 +53,12 @@ def lies_there(value: object) -> bool:
 
 
 def is_there(device: object) -> bool:
-    """Whether a device is the pretended one, by whatever it is named."""
+    """Whether `device` is the simulated device, in any notation."""
     return device is not None and torch.device(device).type == TYPE  # pyright: ignore[reportArgumentType]
 
 
 class Dispatch(TorchDispatchMode):
-    """Notes what operations ask of the device, and gives their results without numbers in them."""
+    """Records the device operations and returns their results as fake tensors."""
 
     def __init__(self, log: Log, fake: FakeTensorMode) -> None:
         """Tensors of another `fake` would come into this one as copies, each time that they are used."""
@@ -83,13 +82,13 @@ class Dispatch(TorchDispatchMode):
         return self._launch(func, args, kwargs, inputs)
 
     def _run(self, body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs what an operation is made of, with all of that noted."""
+        """Runs the decomposition of an operation and records its operations."""
         with self:
             return body(*args, **kwargs)
 
     def _launch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Sequence[Tensor]) -> Any:
         for tensor in inputs:
-            if tensor.device.type == "cpu" and tensor.dim():  # numbers alone travel with the launch
+            if tensor.device.type == "cpu" and tensor.dim():  # scalars are sent with the launch
                 self._travel("to device", tensor, is_blocking=True)
         with self._fake:
             found = func(*args, **kwargs)
@@ -134,7 +133,7 @@ class Dispatch(TorchDispatchMode):
                 self._log.add("allocation", str(tensor.device), storage.nbytes())
 
     def _ask(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What depends on numbers of the device: the host waits for them. They are ones."""
+        """Records a read of numbers from the device, for which the host waits. The numbers are ones."""
         name = func.overloadpacket.__name__
         self._log.add("wait", name)
         is_number = func.overloadpacket is aten._local_scalar_dense
@@ -157,7 +156,7 @@ def ones(value: Any) -> Any:
 
 
 def depends_on_numbers(func: OpOverload[Any, Any], inputs: Sequence[Tensor]) -> bool:
-    """Whether the host must know numbers of the device to go on."""
+    """Whether the host must read numbers from the device before it can continue."""
     if func.overloadpacket in MASKED:
         return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in inputs[1:])
     return bool({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(func.tags))
@@ -172,7 +171,7 @@ def body_of(func: OpOverload[Any, Any]) -> Callable[..., Any]:
 
 
 class Numbers(TorchFunctionMode):
-    """What is not dispatched: Python's numbers on their way to a device, which they go from the CPU, and addresses."""
+    """Handles calls that are not dispatched: Python numbers copied from the CPU to a device, and addresses."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -65,13 +65,13 @@ def fleets(folder: Path, settings: dict[str, Any], *launchers: Launcher) -> list
 
 
 class Drive:
-    """A scheduler to which clients come at random; each plan is done by two fleets, and what they answer is compared.
+    """A scheduler with random clients. Two fleets execute each plan, and their results are compared.
 
-    One of them does a step at a time; the other begins the next one before it is asked for the last one's tokens.
+    One executes a step at a time; the other begins the next step before the previous tokens are collected.
     """
 
     def __init__(self, eager: DeviceFleet, captured: DeviceFleet, seed: int, *, drafts: str = "") -> None:
-        """With drafts of a kind, see `RandomDrafter`, it is ranks who say what was sampled."""
+        """With drafts of a kind (see `RandomDrafter`), the sampled tokens come from the ranks."""
         self.eager, self.captured = eager, captured
         self._drafts = drafts
         self.dice = random.Random(seed)
@@ -111,7 +111,7 @@ class Drive:
             self._commit()
 
     def _act(self) -> None:
-        """What a client does."""
+        """Performs a random client action."""
         contexts = [context.id for context in self.bench.scheduler.contexts.list()]
         context = self.dice.choice([None, *contexts])
         match self.dice.choice(("ask", "ask", "ask", "several", "ingest", "fork", "cancel", "delete")):
@@ -161,7 +161,7 @@ class Drive:
             self.seen["after release"] += any(row.terms is not None and row.token_index > 0 for row in work.rows)
 
     def _ropes_of(self, work: Decode) -> set[Rope]:
-        """Also those that are left out because ranks remember them."""
+        """Includes ropes that the message omits because ranks have cached them."""
         for row in work.rows:
             if row.path:
                 self._ropes[row.sequence] = row.rope
@@ -172,11 +172,11 @@ class Drive:
             self._check()
 
     def _check(self) -> None:
-        """What was begun first ends as it did there, and says the same."""
+        """The steps end in order, with the same results in both fleets."""
         pending, wanted = self._pending.pop(0)
         found, *others = (one.result() for one in pending)
         assert found is not None
-        assert replace(found, merge_bytes=wanted.merge_bytes) == wanted  # of what is replayed none are counted
+        assert replace(found, merge_bytes=wanted.merge_bytes) == wanted  # merges in a replay are not counted
         assert not any(others)
 
     def _commit(self) -> None:

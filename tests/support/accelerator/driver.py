@@ -1,4 +1,4 @@
-"""What torch.cuda says of the pretended device, and what it is told."""
+"""The answers of torch.cuda for the simulated device, and the calls that it receives."""
 
 from contextlib import AbstractContextManager
 from unittest.mock import patch
@@ -12,12 +12,12 @@ FREE, TOTAL = 70 << 30, 80 << 30
 
 
 class Driver:
-    """Stands for torch.cuda while it is patched in. Whoever names another device than the pretended one is refused."""
+    """Replaces torch.cuda while it is patched in. Calls with another device than the simulated one are refused."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
         self.calls: list[tuple[str, str]] = []
-        """What was called, and for which device."""
+        """The calls, and the device of each."""
 
     def patched(self) -> AbstractContextManager[object]:
         """Puts it in torch.cuda's place."""
@@ -57,5 +57,5 @@ class Event:
         return True
 
     def synchronize(self) -> None:
-        if self._is_recorded:  # who waits for what never began does not wait
+        if self._is_recorded:  # waiting for an event that was never recorded returns immediately
             self._log.add("wait", "event")

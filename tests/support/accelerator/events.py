@@ -1,4 +1,4 @@
-"""What a host asks of an accelerator, and which line of code asked."""
+"""The operations that a host requests of an accelerator, with the requesting line of code."""
 
 import sys
 from collections import Counter
@@ -25,7 +25,7 @@ class Event(NamedTuple):
 
     kind: Kind
     name: str
-    """Of the operation or of the kernel; of a wait, what for."""
+    """The name of the operation or kernel; of a wait, its reason."""
     site: str
     """The innermost line of this project or of transformers that led to it, as `longleaf/attention/masks.py:80`."""
     layer: int | None
@@ -45,14 +45,14 @@ class Log:
         self.events.append(Event(kind, name, site(), self._layer, num_bytes))
 
     def take(self) -> "Log":
-        """What was noted so far, as a log of its own; this one begins anew."""
+        """Returns the events so far as a separate log, and clears this one."""
         taken = Log()
         taken.events, self.events = self.events, []
         return taken
 
     @contextmanager
     def within(self, layer: int) -> Generator[None, None, None]:
-        """What is noted meanwhile is of the attention of this layer."""
+        """Attributes the events within the block to the attention of this layer."""
         self._layer = layer
         try:
             yield
@@ -67,15 +67,15 @@ class Log:
         return Counter(event.site for event in self.of(*kinds))
 
     def per_layer(self, *kinds: Kind) -> Counter[int]:
-        """How often the attention of each layer asked for such: of all that is launched, what is ours."""
+        """The number of events of these kinds in the attention of each layer, the product's share of all launches."""
         return Counter(event.layer for event in self.of(*kinds) if event.layer is not None)
 
     def outside(self, *kinds: Kind) -> list[Event]:
-        """What was asked for outside of attention."""
+        """The events outside of attention."""
         return [event for event in self.of(*kinds) if event.layer is None]
 
     def told(self, kind: Kind) -> str:
-        """What was asked for most, by line and name, for people."""
+        """The most frequent events by line and name, as readable text."""
         requested = Counter((event.site, event.name, event.layer is not None) for event in self.of(kind))
         lines = [
             f"{n:6} {name} at {line}{'' if ours else ' (outside)'}" for (line, name, ours), n in requested.most_common()
@@ -95,7 +95,7 @@ def site() -> str:
 
 @lru_cache
 def name_of(path: str) -> str | None:
-    """What a file is called here; None for those that nobody looks for."""
+    """The short name of a file; None for files that are not of interest."""
     if path.startswith((HERE, PASSING_ON)):
         return None
     return next((name + path[len(folder) :] for folder, name in NAMED.items() if path.startswith(folder + "/")), None)

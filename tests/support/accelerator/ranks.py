@@ -28,7 +28,7 @@ from workers.rank import Rank
 
 
 class Step(NamedTuple):
-    """A step, and what it asked of the device."""
+    """A step, and its device operations."""
 
     plan: StepPlan
     log: Log
@@ -43,11 +43,11 @@ def dense(launcher: CountingLauncher) -> Backend:
 
 
 KV_BYTES = 16 << 30
-"""They are pretended, too."""
+"""The size of the simulated pools."""
 
 
 class PretendedComm:
-    """Implements longleaf.comm.Comm: what the other ranks send has the right shape, and no numbers."""
+    """Implements longleaf.comm.Comm: data from other ranks has the right shape but no values."""
 
     transport: Transport = "nccl"
 
@@ -94,8 +94,8 @@ class PretendedGraphs:
 
 
 class PretendedRank:
-    """A rank of `world_size`, loaded and joined, and a bench whose plans it executes. `make_backend` is given what its
-    kernels are launched with; they are not probed, for there are no numbers."""
+    """A rank of `world_size` that is loaded and joined, with a bench whose plans it executes. `make_backend` gets the
+    kernel launcher; kernels are not probed, because there are no values."""
 
     def __init__(
         self,

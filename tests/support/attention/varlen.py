@@ -1,4 +1,4 @@
-"""A flash kernel over sequences of several lengths that is no kernel: what those of GPUs compute, on any device."""
+"""A reference for flash kernels over sequences of several lengths: the same results on any device, without a kernel."""
 
 import torch
 
@@ -6,8 +6,8 @@ from longleaf.kernels.gpu.varlen import TYPES, Launch
 
 
 class PretendedFlash:
-    """Keeps the rules of flash-attn 2 that `longleaf.kernels.gpu.varlen` tells, what it refuses included, and notes its
-    launches. Nothing is written of what no sequence's rows are: NaN lies there."""
+    """Follows the rules of flash-attn 2 in `longleaf.kernels.gpu.varlen`, including its refusals, and records its
+    launches. Rows that belong to no sequence are not written: they are NaN."""
 
     def __init__(self):
         self.launches: list[Launch] = []
@@ -49,7 +49,8 @@ def check(q_THD, k_SKD, v_SKD, launch):
 
 
 def attended(q_RHD, k_SKD, v_SKD, scale, is_causal):
-    """Out and lse [H, R] of a sequence: a key of score -inf weighs nothing, what is empty or NaN has an lse of +inf."""
+    """Output and lse [H, R] of a sequence: a key of score -inf has no weight; the lse of an empty or NaN row is
+    +inf."""
     (num_rows, num_heads, _), num_keys = q_RHD.shape, len(k_SKD)
     if not num_keys:
         return torch.zeros_like(q_RHD), torch.full((num_heads, num_rows), torch.inf)

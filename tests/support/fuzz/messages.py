@@ -24,7 +24,7 @@ Path = tuple[FieldDescriptor, ...]
 HELD = "held"
 """Id of the context that exists whenever a request is made."""
 ID = "one"
-"""Names a generation, an upload or whatever a request may name."""
+"""The id of a generation, an upload or any other named object."""
 PARCEL = packable(vocabulary=200).packed()
 BASES: dict[str, tuple[dict[str, Any], ...]] = {
     "GenerateRequest": (
@@ -96,7 +96,7 @@ def bases(descriptor: Descriptor) -> list[Message]:
 
 
 def paths(descriptor: Descriptor, before: Path = ()) -> Iterator[Path]:
-    """Every field of a message and of the messages in it."""
+    """Every field of a message and of its nested messages."""
     for field in descriptor.fields:
         path = (*before, field)
         yield path
@@ -118,7 +118,7 @@ def with_value(message: Message, path: Path, value: Any) -> Message:
 
 
 def put(message: Message, field: FieldDescriptor, value: Any) -> None:
-    """Sets one field, of whatever kind."""
+    """Sets one field of any type."""
     message.ClearField(field.name)
     if is_map(field):
         entries = getattr(message, field.name)
@@ -157,13 +157,13 @@ WIDE = (5e-324, 1e-310, 1e308, -1e308)
 
 @cache
 def names() -> tuple[str, ...]:
-    """Field names of the package: what field masks and the like are made of."""
+    """Field names of the package, for field masks and similar strings."""
     messages = {method.input_type for method in methods()} | {method.output_type for method in methods()}
     return tuple(sorted({field.name for message in messages for field in message.fields}))
 
 
 def edges(field: FieldDescriptor) -> Sequence[Any]:
-    """Values of a scalar that lie on the edges of what it can hold, and some from its middle."""
+    """Boundary values of a scalar type, and values within its range."""
     kind = field.cpp_type
     if kind in BITS:
         return (*SMALL, -(2 ** BITS[kind]), 2 ** BITS[kind] - 1)
@@ -179,7 +179,7 @@ def edges(field: FieldDescriptor) -> Sequence[Any]:
 
 
 def edges_of(field: FieldDescriptor) -> Sequence[Any]:
-    """As `edges`, also for what is no scalar: each edge alone, many of one, and none."""
+    """As `edges`, also for fields that are not scalars: each boundary value once, many of one, and none."""
     if field.message_type is None:
         single: Sequence[Any] = edges(field)
     elif field.message_type == Struct.DESCRIPTOR:
@@ -279,7 +279,7 @@ def requests(method: MethodDescriptor) -> st.SearchStrategy[Message]:
 
 @st.composite
 def uploads(draw: st.DrawFn, method: MethodDescriptor) -> list[Message]:
-    """What a client may send: one request, or for a streaming RPC some, also in a wrong order."""
+    """A client's messages: one request, or for a streaming RPC several, also in a wrong order."""
     if not method.client_streaming:
         return [draw(requests(method))]
     right = bases(method.input_type)

@@ -1,4 +1,4 @@
-"""A service that must bear any request: how calls are made, how they may end, and what holds afterwards."""
+"""A service that must survive any request: makes calls, checks their status, and checks the invariants afterwards."""
 
 import asyncio
 import logging
@@ -52,14 +52,15 @@ REFUSALS = {
 """ABORTED: another call cancelled the generation."""
 PLAIN = (5, 6, 7)
 LOST_STATUS = "Internal error from Core"
-"""What grpc.aio's client says when a call ends, with whatever status, while it sends."""
+"""The details of grpc.aio's client if a call ends, with any status, while the client is sending."""
 LEFT = "ExecuteBatchError raised in core"
-"""What grpc.aio's server says when it answers a client that has just left."""
+"""The message of grpc.aio's server if it answers a client that has just disconnected."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One call: what goes up, how many responses are read before the client leaves, and its time limit."""
+    """One call: the messages to send, the number of responses to read before the client disconnects, and the time
+    limit."""
 
     method: MethodDescriptor
     requests: Sequence[Message | bytes]
@@ -74,7 +75,7 @@ class Call:
 
 
 class Complaints(logging.Handler):
-    """Collects what is logged as an error, by whomever: also by tasks that nobody awaited."""
+    """Collects everything that is logged as an error, including exceptions of tasks that were never awaited."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -82,7 +83,7 @@ class Complaints(logging.Handler):
         logging.getLogger().addHandler(self)
 
     def take(self) -> list[str]:
-        """What was collected since the last time."""
+        """Returns and clears the messages collected so far."""
         lines, self.lines = self.lines, []
         return lines
 
@@ -96,7 +97,7 @@ class Complaints(logging.Handler):
 
 
 class Target:
-    """A served engine. `expected` is what it must say after PLAIN."""
+    """A served engine. `expected` is its answer to PLAIN."""
 
     def __init__(self, engine: Engine, address: str, expected: Sequence[int]) -> None:
         self._engine = engine
@@ -128,7 +129,7 @@ class Target:
                 await self._make(call)
         except grpc.aio.AioRpcError as error:
             return error
-        except asyncio.CancelledError:  # the library's way to tell that the upload raised, or came too late
+        except asyncio.CancelledError:  # raised by the library if the upload raised, or came too late
             if not call.method.client_streaming:
                 raise
         return None
@@ -154,7 +155,8 @@ class Target:
             made.cancel()
 
     async def _settle(self) -> None:
-        """Waits until what was left has ended; then nothing but the contexts may be held, and without them nothing."""
+        """Waits until abandoned calls have ended. Then only contexts may hold blocks, and without contexts no block is
+        in use."""
         await until(lambda: not self._engine.cluster().waiting + self._engine.cluster().running)
         for view in self._engine.list_contexts():
             if view.id != HELD:
@@ -185,7 +187,7 @@ async def _upload(call: Call) -> AsyncIterator[Message | bytes]:
 
 
 def check_refusal(call: Call, error: grpc.aio.AioRpcError | None) -> None:
-    """A call that fails must say what was wrong, where it was, and never that the service is at fault."""
+    """A refused call must name the fault and the field, and must never blame the service."""
     if error is None or (error.code() == grpc.StatusCode.CANCELLED and call.is_torn):
         return
     if call.method.client_streaming and error.details() == LOST_STATUS:
@@ -210,12 +212,12 @@ def small_config(model: str) -> EngineConfig:
 
 
 async def stay(_: bool) -> Draining:
-    """What is right ends the service, but not while it is fuzzed."""
+    """Ignores shutdown signals while the service is being fuzzed."""
     return Draining(open_calls=0, limit=0.0)
 
 
 class LastingService(Service):
-    """Goes on when it is drained."""
+    """A service that continues after a drain."""
 
     async def answer_drain(self, wait: bool) -> Draining:
         return await stay(wait)
@@ -262,14 +264,14 @@ async def fuzzed_ranks(folder: Path) -> AsyncIterator[Target]:
 
 
 async def generate(engine: Engine, count: int) -> list[int]:
-    """What the engine says after PLAIN, greedily."""
+    """The engine's greedy answer to PLAIN."""
     prompt = Prompt(context=None, token_ids=PLAIN, sampling=Sampling(max_tokens=count))
     async with engine.submit(prompt) as stream:
         return [i async for event in stream if isinstance(event, Tokens) for i in event.token_ids]
 
 
 def echoes(count: int, vocabulary: int) -> list[int]:
-    """What fake ranks say after PLAIN."""
+    """The answer of fake ranks to PLAIN."""
     output: list[int] = []
     for index in range(count):
         output.append(echo_token((output or PLAIN)[-1], index, vocabulary))

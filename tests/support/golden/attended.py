@@ -1,4 +1,4 @@
-"""Where dense attention of float64 attends, and what it gives with some positions hidden."""
+"""Attention weights of dense float64 attention, and its output with hidden positions."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ Ids = tuple[int, ...]
 
 
 class Told(NamedTuple):
-    """What a step told of one sequence."""
+    """The attribution that a step reports for one sequence."""
 
     means: Tensor
     largest: Tensor
@@ -43,8 +43,8 @@ class Dense:
 
     @torch.inference_mode()
     def __call__(self, ids: Ids, hidden: Sequence[Positions] = (), end: int = 0) -> tuple[Tensor, dict[int, Tensor]]:
-        """Of the tokens from `end` on, which do not see what is hidden before that: logits [R, V] and by layer that
-        sees all keys weights [H, R, T]."""
+        """For the tokens from `end` on, which do not see earlier hidden positions: logits [R, V], and weights [H, R, T]
+        by layer for layers that see all keys."""
         mask = torch.ones(1, len(ids), dtype=torch.long)
         for low, high in hidden:
             mask[:, low:high] = 0

@@ -43,7 +43,7 @@ def guess(answers: Sequence[Ids], most: int, share: float, seed: int = 0) -> Dra
 
 
 class Drafting:
-    """Sequences that are answered together, as a coordinator leads them: of what is held only what grew is told."""
+    """Sequences that are answered in a batch, as a coordinator does: only the growth of a segment is sent."""
 
     def __init__(self, service: Service, draft: Drafter) -> None:
         self._service = service
@@ -55,10 +55,10 @@ class Drafting:
         self.num_refused = 0
         self.results: list[StepResult] = []
         self.accepted: list[tuple[int, Row, int]] = []
-        """The number of a step, a row of it, and the end of what was accepted."""
+        """The number of a step, a row of it, and the end of the accepted tokens."""
 
     def ask(self, path: Ids, question: Ids, start: int, sampling: Sampling, before: Ids = ()) -> Row:
-        """The first row of one more sequence. Its answer is compared, if it is told what is before the question."""
+        """The first row of a new sequence. Its answer is compared if the tokens before the question are given."""
         seen = PenaltyHistory(question, ()) if sampling.has_penalties else None
         row = self._service.begin(path, question, start, 0)
         self.sequences.append(row.sequence)
@@ -83,7 +83,7 @@ class Drafting:
         return self.told[self.sequences.index(row.sequence)]
 
     def _commit(self, row: Row, tokens: tuple[Token, ...]) -> None:
-        """What was refused is held no longer."""
+        """Removes rejected drafts from the layout."""
         assert 1 <= len(tokens) <= 1 + len(row.draft_ids)
         assert tuple(token.id for token in tokens[:-1]) == row.draft_ids[: len(tokens) - 1]
         self._told(row).extend(tokens)
@@ -117,7 +117,7 @@ class Drafting:
         return self._service.epoch.ranks
 
     def keys(self, sequence: int) -> dict[tuple[int, int], Tensor]:
-        """What is kept of a sequence's own tokens, by rank and layer."""
+        """The stored keys of a sequence's own tokens, by rank and layer."""
         windows, size = self._service._windows, self._service._size
         tail = self._service._tails[self.sequences[sequence]]
         found = {}
@@ -129,7 +129,7 @@ class Drafting:
         return found
 
     def audit(self) -> None:
-        """All ranks know where each sequence ends, whoever holds its keys, and nothing of what was refused."""
+        """All ranks know the end of each sequence, whichever rank holds its keys, and hold no rejected drafts."""
         for sequence in self.sequences:
             tail = self._service._tails[sequence]
             for rank in self.ranks:
@@ -140,7 +140,7 @@ class Drafting:
                     assert join((run.start, run.end) for run in runs) == join((one.start, one.end) for one in found)
 
     def blocks(self, number: int) -> list[Tensor]:
-        """The bytes that a rank keeps of the sequences' own tokens, and of their blocks."""
+        """The bytes that a rank stores for the sequences' own tokens, and for their blocks."""
         tails = [self._service._tails[sequence] for sequence in self.sequences]
         runs = [run for tail in tails for run in tail.runs if run.rank == number]
         slots, blocks = slots_of(runs, self._service._size), [block for run in runs for block in run.blocks]

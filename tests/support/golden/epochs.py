@@ -1,4 +1,4 @@
-"""Ranks that are threads and live through epochs, driven plan by plan, and a book of what they hold."""
+"""Ranks that are threads and live through epochs, driven plan by plan, with a ledger of the keys that they hold."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -41,7 +41,7 @@ NUM_BLOCKS = 150
 
 
 class Epoch:
-    """Members as the ranks of an epoch, in their order, which have been told what is held."""
+    """The members in rank order of an epoch, initialised with the segments that are held."""
 
     def __init__(self, number: int, ranks: Sequence[Rank], segments: Sequence[SegmentLayout]) -> None:
         self.ranks = ranks
@@ -71,7 +71,7 @@ class Epoch:
 
 @dataclass
 class Segment:
-    """What the coordinator knows of a segment."""
+    """The coordinator's view of a segment."""
 
     path: Ids
     token_ids: Ids
@@ -92,7 +92,7 @@ class Segment:
 
 
 class Service:
-    """Segments by number, on members of which some are lost and come back. In the pools what nobody wrote is NaN."""
+    """Segments by number, on members that are lost and restored. Unwritten pool entries are NaN."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.members = [Rank(make_spec(member, config)) for member in range(config.world_size)]
@@ -111,7 +111,7 @@ class Service:
         self.enter(self.alive)
 
     def enter(self, alive: Sequence[int]) -> None:
-        """Begins an epoch with these members, of whom every one holds what it held."""
+        """Begins an epoch with these members, each of which keeps the segments that it held."""
         for segment in self.segments.values():
             segment.runs = [replace(run, rank=alive.index(self.alive[run.rank])) for run in segment.runs]
         self.alive = list(alive)
@@ -122,7 +122,7 @@ class Service:
         ]
         self.epoch = Epoch(self._number, [self.members[member] for member in alive], layouts)
 
-    # --- what an undisturbed service does ---
+    # --- operations of an undisturbed service ---
 
     def ingest(
         self, number: int, path: Ids, token_ids: Ids, start: int, chunk_size: int, hidden: tuple[Positions, ...] = ()
@@ -165,13 +165,13 @@ class Service:
         )
 
     def go_on(self, row: Row) -> Row:
-        """The row of the token that was sampled from a row; the sequence is told again."""
+        """The row of the token that was sampled from a row; the sequence is sent again."""
         tail, start = self._tails[row.sequence], row.start + row.num_tokens
         runs = self._grow(tail, start, 1, (start + row.sequence) % len(self.alive))
         changed = {"start": start, "token_ids": (), "runs": runs, "token_index": row.token_index + 1, "terms": None}
         return replace(row, window_runs=tail.window_runs, **changed)
 
-    # --- and what becomes of it ---
+    # --- faults and recovery ---
 
     def lose(self, *members: int, order: Sequence[int] | None = None) -> dict[int, list[Run]]:
         """Members die, and the others, in some order, are the ranks of a new epoch. The lost runs of each segment."""
@@ -186,13 +186,13 @@ class Service:
         return lost
 
     def drop(self, number: int, gone: Sequence[Run]) -> None:
-        """Gives up runs of a segment, of which a new epoch knows nothing."""
+        """Drops runs of a segment. A new epoch does not know them."""
         self._free(gone)
         self.segments[number].put((), gone)
         self.enter(self.alive)
 
     def forget(self, number: int) -> None:
-        """Gives up a segment."""
+        """Drops a segment."""
         segment = self.segments.pop(number)
         self._free(segment.runs)
         self._window_pool.free([block for run in segment.window_runs for block in run.blocks])
@@ -231,10 +231,10 @@ class Service:
         self._free(gone)
         self.segments[number].put(targets, gone)
 
-    # --- what is there ---
+    # --- stored keys ---
 
     def keys(self, number: int) -> dict[int, Tensor]:
-        """What is kept of each token of a segment, [S, N, K, D] of each layer that is sharded."""
+        """The stored keys of each token of a segment: [S, N, K, D] of each sharded layer."""
         segment, windows = self.segments[number], self._windows
         assert [run.start for run in segment.runs] == [segment.start, *(run.end for run in segment.runs)][:-1]
         layers = {i for i, spec in self.members[0].model.layers.items() if windows is None or spec.reach.is_full}
@@ -274,7 +274,7 @@ class Service:
 
 
 def wipe(pool: KvPool, blocks: Sequence[int] | None = None) -> None:
-    """Makes all that some blocks hold something that shows whoever reads it; by default all."""
+    """Overwrites blocks with values that reveal any later read; by default all blocks."""
     for of_windows in (False, True) if blocks is None else (False,):
         for _, tensor, _ in pool.blocks(of_windows=of_windows):
             tensor[:, slice(None) if blocks is None else list(blocks)] = 99 if tensor.dtype == torch.int8 else torch.nan

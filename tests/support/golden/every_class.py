@@ -34,7 +34,7 @@ class Finding(msgspec.Struct, frozen=True):
 
     model_type: str
     name: str
-    """Of the class."""
+    """The name of the class."""
     result: Result
     reason: str = ""
 
@@ -55,7 +55,7 @@ def class_name(model_type: str) -> str:
 async def _try(model_type: str, folder: Path) -> tuple[Result, str]:
     try:
         write_small(KINDS[model_type], folder)
-    except Exception as error:  # whatever a class demands of its config
+    except Exception as error:  # classes may raise anything for this config
         return _refused_by_config(folder) or ("cannot", NOT_ALONE.get(model_type, model.describe_error(error)))
     try:
         loaded = model.load(str(folder), "float32", "cpu")
@@ -64,7 +64,7 @@ async def _try(model_type: str, folder: Path) -> tuple[Result, str]:
     try:
         golden, _ = ask_plain(folder, draw_ids(NUM_PROMPT), NUM_NEW)
         dependence = _dependence(golden)
-    except Exception as error:  # it generates in a way of its own
+    except Exception as error:  # it has a custom generate
         return "cannot", model.describe_error(error)
     try:
         note = check_exact(loaded, registry.choose("auto", "cpu", loaded.dtype), EngineConfig(model=""))
@@ -79,7 +79,7 @@ async def _try(model_type: str, folder: Path) -> tuple[Result, str]:
 
 
 def _refused_by_config(folder: Path) -> tuple[Result, str] | None:
-    """What is refused whatever its weights, of which there are none."""
+    """The reason for a refusal that depends only on the config. The folder has no weights."""
     if not (folder / "config.json").is_file():
         return None
     try:

@@ -1,4 +1,4 @@
-"""Small checkpoints and what transformers' own `generate` says about them."""
+"""Small checkpoints, and the output of transformers' `generate` for them."""
 
 import json
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ from zoo.families import Family, Refused
 PROMPT_TOKENS = 1000
 NEW_TOKENS = 48
 HIDDEN = 16
-"""Keys that are hidden, just before the last ones, to see whether the text tells."""
+"""The number of keys to hide just before the last ones, to check that hiding changes the text."""
 LOGIT_TOLERANCE = 1e-4
-"""Of the largest difference of a logit in float32, in standard deviations of the logits."""
+"""Maximum difference of a float32 logit, in standard deviations of the logits."""
 LIVELY = ("llama", "mistral", "llama4", "gemma2", "gpt_oss")
 """Families that differ in who sees whom, for tests that need not run on all of them."""
 
@@ -33,7 +33,7 @@ class Golden:
 
 
 def make_golden(folder: Path, family: Family | Refused, pad_token_id: int = PAD_IDS[0]) -> Golden:
-    """The first weights whose text would tell of an error."""
+    """The first weights whose output would reveal an error."""
     for seed in range(1, 9):
         make_checkpoint(folder, family, seed=seed, pad_token_id=pad_token_id)
         golden, least_gap = ask_plain(folder, draw_ids(PROMPT_TOKENS), NEW_TOKENS)
@@ -55,7 +55,7 @@ def draw_ids(count: int, seed: int = 7) -> tuple[int, ...]:
 
 
 def ask_plain(folder: Path, prompt: tuple[int, ...], num_new: int) -> tuple[Golden, float]:
-    """What `generate` answers, and the least distance by which a token was chosen."""
+    """The output of `generate`, and the smallest margin by which a token was chosen."""
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "return_dict_in_generate": True}
     model: Any = load_plain(folder)
     found = model.generate(torch.tensor([prompt]), max_new_tokens=num_new, output_scores=True, **options)
@@ -67,8 +67,8 @@ def ask_plain(folder: Path, prompt: tuple[int, ...], num_new: int) -> tuple[Gold
 
 @torch.inference_mode()
 def tokens_with_hidden_keys(golden: Golden, count: int) -> tuple[int, ...]:
-    """The greedy choice after each beginning of the text when nobody sees so many keys of the prompt, before as many
-    others."""
+    """The greedy choice after each prefix of the text with `count` keys of the prompt hidden, before as many visible
+    ones."""
     end, num_new = len(golden.prompt), len(golden.tokens)
     ids = torch.tensor([golden.prompt + golden.tokens[:-1]])
     mask = torch.ones_like(ids)

@@ -1,4 +1,4 @@
-"""How far logits in half precision are from those in float32, and what rounding does to the plain model."""
+"""The distance of half-precision logits from float32 logits, and the rounding error of the plain model."""
 
 import itertools
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from tests.support.threads import config_for
 
 
 class Length(NamedTuple):
-    """Tokens of a prompt, and of what is said after it: both are the beginning of a golden prompt."""
+    """Tokens of a prompt and of its continuation; both are prefixes of a golden prompt."""
 
     prompt: int
     steps: int
@@ -23,7 +23,7 @@ class Length(NamedTuple):
 
 USUAL = Length(700, 24)
 ALLOWED = 2.0
-"""By how many times what the plain model is off the service may be off."""
+"""The maximum error of the service as a multiple of the plain model's error."""
 
 
 @torch.inference_mode()
@@ -34,9 +34,9 @@ def plain_logits(golden: Golden, dtype: str = "float32", length: Length = USUAL)
 
 
 async def served_logits(golden: Golden, held=(), length: Length = USUAL, **settings) -> Tensor:
-    """The same of the service: a prompt, then decode steps that are told which token to take.
+    """The logits of the service: a prompt, then decode steps with given tokens.
 
-    With `held` the prompt goes on from a fork of a context, in the middle of the last of the parts that end there.
+    With `held`, the prompt continues a fork of a context, in the middle of the last of the parts that end there.
     """
     seen = []
 

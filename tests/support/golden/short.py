@@ -1,4 +1,4 @@
-"""Short texts and small models, for kernels that take milliseconds per row: what `generate` says, and states of a
+"""Short texts and small models for kernels that take milliseconds per row: the output of `generate`, and states of a
 prompt."""
 
 import asyncio
@@ -24,7 +24,7 @@ LONGEST = 100
 """Tokens of a context at most."""
 SIZES: dict[str, Any] = {"num_layers": 2, "hidden": 32}
 HEADS: dict[str, Any] = {"num_heads": 2, "num_kv_heads": 1}
-"""Of all families but Llama, which has two key heads of two queries each."""
+"""For all families except Llama, which has two KV heads with two query heads each."""
 SHORTER = {"sliding_window": 5, "attention_chunk_size": 6}
 """Windows and sections that these texts pass twice."""
 SETTINGS: dict[str, Any] = {"chunk_size": 8, "block_size": 4, "replicate_below": QUESTION + 1, "kv_bytes": 1 << 20}
@@ -33,7 +33,7 @@ SEEDS = range(1, 20)
 
 
 class Short(NamedTuple):
-    """What follows a document and each of two questions."""
+    """The continuations of a document and of each of two questions."""
 
     goldens: tuple[Golden, Golden]
 
@@ -50,7 +50,7 @@ class Short(NamedTuple):
 
 
 def make_short(folder: Path, family: Family) -> Short:
-    """The first weights whose text would tell of an error."""
+    """The first weights whose output would reveal an error."""
     heads = {} if family == "llama" else HEADS
     prompts = [draw_ids(DOCUMENT) + draw_ids(QUESTION, seed) for seed in (8, 9)]
     for seed in SEEDS:
@@ -75,12 +75,12 @@ def shorten(path: Path) -> None:
 
 
 Said = list[tuple[Golden, Ids]]
-"""Answers in the order in which they were asked for, and what each must be."""
+"""Answers in the order of the requests, and the expected output of each."""
 State = Callable[[Engine, Short], Awaitable[Said]]
 
 
 async def say(engine: Engine, golden: Golden, held: int = 0, context: str | None = None) -> tuple[Golden, Ids]:
-    """Asks what follows the tokens that a context holds."""
+    """Asks for the continuation of the tokens that a context holds."""
     return golden, await answer(engine, golden.prompt[held:], context, NEW)
 
 
@@ -123,7 +123,7 @@ STATES: dict[str, State] = {state.__name__: state for state in (fresh, kept, for
 
 
 class Sampled:
-    """Notes what rank 0 samples from, and how many rows it samples for at once."""
+    """Records the inputs of rank 0's sampling, and its batch sizes."""
 
     def __init__(self) -> None:
         self._found: dict[int, list[torch.Tensor]] = {}

@@ -22,7 +22,7 @@ def definition(path: Path) -> Document:
         "kind": "CustomResourceDefinition",
         "metadata": {
             "name": f"{names['plural']}.{group}",
-            # groups below k8s.io are Kubernetes' own, and need a word on who allowed it
+            # groups below k8s.io belong to Kubernetes, and need an annotation with the approval
             "annotations": {"api-approved.kubernetes.io": "unapproved, for tests"},
         },
         "spec": {"group": group, "names": names, "scope": "Namespaced", "versions": [served]},
@@ -30,8 +30,8 @@ def definition(path: Path) -> Document:
 
 
 def structural(schema: Document) -> Document:
-    """The inverse of what scripts/vendor_schemas.py does: an API server refuses unknown fields by itself when it is
-    asked to, and wants to be told so nowhere."""
+    """The inverse of scripts/vendor_schemas.py: an API server refuses unknown fields itself on request, and does not
+    accept the rule in a schema."""
     found = {name: value for name, value in schema.items() if (name, value) != ("additionalProperties", False)}
     if "anyOf" in found:
         found["x-kubernetes-int-or-string"] = True

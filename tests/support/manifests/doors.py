@@ -1,4 +1,4 @@
-"""What must hold of the ways into a service: certificates, credentials, hooks, and the port of metrics."""
+"""Rules for the entry points of a service: certificates, credentials, hooks, and the metrics port."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from tests.support.manifests.pods import Pod, cluster, door_of, environment, of_
 Document = dict[str, Any]
 Documents = Sequence[Document]
 CERTIFICATE_KEYS = {"tls.crt", "tls.key", "ca.crt"}
-"""What cert-manager writes into a Secret."""
+"""The keys that cert-manager writes into a Secret."""
 RAYS_PORT = "metrics"
 """The name that KubeRay gives to a port of Ray's own, unless that has one."""
 
@@ -24,7 +24,7 @@ def secret_file(pod: Pod, container: Document, path: str) -> tuple[str, str]:
 
 
 def files_given(documents: Documents) -> Iterator[tuple[Document, str]]:
-    """What reads a file at a path: the coordinator, in Ray's own container, and the hooks."""
+    """Containers that read a file at a path: the coordinator in Ray's container, and the hooks."""
     head = _head(documents)
     given = options(serve_of(documents))
     coordinator = head.container("ray-head")
@@ -35,14 +35,14 @@ def files_given(documents: Documents) -> Iterator[tuple[Document, str]]:
 
 
 def hook_files(container: Document) -> dict[str, str]:
-    """The files with which a container's hook comes in: of the authority, and of the credential."""
+    """The files with which a container's hook authenticates: the CA certificate and the credential."""
     hook = options(container.get("lifecycle", {}).get("preStop", {}).get("exec", {}))
     found = {"tls-ca": environment(container).get("LONGLEAF_TLS_CA"), "credential-file": hook.get("credential-file")}
     return {name: path for name, path in found.items() if path is not None}
 
 
 def service_may_listen(documents: Documents) -> Iterator[str]:
-    """By the rules that `serve` has itself; and nobody is let in beside the door."""
+    """Checks the rules that `serve` applies to its addresses, and that clients can only connect through the gateway."""
     given = options(serve_of(documents))
     found = {
         name: given.get(name.replace("_", "-")) for name in ("tls_cert", "tls_key", "tls_client_ca", "credentials")
@@ -64,7 +64,7 @@ def service_may_listen(documents: Documents) -> Iterator[str]:
 
 
 def files_are_mounted(documents: Documents) -> Iterator[str]:
-    """Each from a Secret; what is of a certificate from the one that cert-manager writes."""
+    """Each file is mounted from a Secret; certificate files from the one that cert-manager writes."""
     head = _head(documents)
     of_certificates = {one["spec"]["secretName"] for one in of_kind(documents, "Certificate")}
     for container, path in files_given(documents):
@@ -78,7 +78,7 @@ def files_are_mounted(documents: Documents) -> Iterator[str]:
 
 
 def hooks_come_in(documents: Documents) -> Iterator[str]:
-    """A hook is a client like others, and needs what they need."""
+    """A hook is a client like others and needs the same files."""
     given = options(serve_of(documents))
     wanted = {"tls-ca"} if "tls-cert" in given else set[str]()
     wanted |= {"credential-file"} if "credentials" in given else set[str]()
@@ -88,14 +88,14 @@ def hooks_come_in(documents: Documents) -> Iterator[str]:
 
 
 def certificates_have_the_names(documents: Documents) -> Iterator[str]:
-    """By which hooks and clients call what shows them."""
+    """Certificates contain the names by which hooks and clients connect."""
     for pod, container, given in _those_who_listen(documents):
         if "tls-cert" not in given:
             continue
         try:
             secret, _ = secret_file(pod, container, given["tls-cert"])
         except KeyError:
-            continue  # told by another rule
+            continue  # reported by another rule
         certificates = [one["spec"] for one in of_kind(documents, "Certificate") if one["spec"]["secretName"] == secret]
         if len(certificates) != 1:
             yield f"Secret {secret}: {len(certificates)} certificates are written there"
@@ -169,7 +169,7 @@ def _ports_named(pod: Pod, name: str) -> list[str]:
 
 
 def _those_who_listen(documents: Documents) -> list[tuple[Pod, Document, dict[str, str]]]:
-    """The head, and the door if there is one; the container of each that reads files, and what it was told."""
+    """The head, and the gateway if there is one; for each, the container that reads files, and its arguments."""
     head, door = _head(documents), door_of(documents)
     found = [(head, head.container("ray-head"), options(serve_of(documents)))]
     return found if door is None else [*found, (door, door.container("door"), options(door.container("door")))]

@@ -1,4 +1,4 @@
-"""What must hold of the door for HTTP, where there is one."""
+"""Rules for the HTTP gateway, if there is one."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,7 +20,7 @@ STREAMS = "longleaf_door_streams"
 
 
 def config_of(pod: Pod) -> GatewayConfig:
-    """What its command tells a door. Raises msgspec.ValidationError for what that does not know."""
+    """The configuration in a gateway's command. Raises msgspec.ValidationError for unknown options."""
     container = pod.container("door")
     names = [word.partition("=")[2] for word in container["args"] if word.startswith("--allow-host=")]
     given: dict[str, Any] = {name.replace("-", "_"): value for name, value in options(container).items()}
@@ -103,7 +103,7 @@ def door_is_probed(documents: Documents) -> Iterator[str]:
 
 
 def doors_end_one_after_the_other(documents: Documents) -> Iterator[str]:
-    """And each has time for what runs."""
+    """Gateways are replaced one at a time, and each has time to finish running requests."""
     if (pod := door_of(documents)) is None:
         return
     container = pod.container("door")
@@ -121,7 +121,7 @@ def doors_end_one_after_the_other(documents: Documents) -> Iterator[str]:
 
 
 def doors_are_scaled(documents: Documents) -> Iterator[str]:
-    """Two at least; by their streams where somebody can tell them, and by how busy they are."""
+    """At least two; scaled by their streams if that metric is available, and by CPU load."""
     if door_of(documents) is None:
         return
     (deployment,) = of_kind(documents, "Deployment")

@@ -29,7 +29,7 @@ from tests.support.tools import lacks
 
 Document = dict[str, Any]
 Secrets = Mapping[str, Mapping[str, bytes]]
-"""What is in each, by name and key."""
+"""The content of each Secret, by name and key."""
 NO_SECRETS: Secrets = {}
 Names = Mapping[str, str]
 """Addresses by the names of Services."""
@@ -64,7 +64,7 @@ def ray_command(pod: Pod, parameters: dict[str, str], head: str | None) -> list[
 
 
 def write_secret(folder: Path, content: Mapping[str, bytes]) -> None:
-    """Makes a folder of a Secret, or puts other content in the place of what is there, all at once."""
+    """Creates the folder of a Secret, or replaces its content atomically."""
     version = f"..v{len(list(folder.glob('..v*')))}"
     (folder / version).mkdir(parents=True)
     for key, data in content.items():
@@ -76,7 +76,7 @@ def write_secret(folder: Path, content: Mapping[str, bytes]) -> None:
 
 
 def _sleeps(process: psutil.Process) -> bool:
-    """Whether it is what keeps a pod's first process waiting."""
+    """Whether this is the process that keeps a pod's first process waiting."""
     try:
         return "infinity" in process.cmdline()
     except psutil.Error:  # it has just ended, as `mount` does
@@ -207,7 +207,7 @@ class RunningPod:
         return {path: f"/tmp/{secrets[name]}" for path, name in mounts.items() if name in secrets}
 
     def hook(self, name: str) -> "subprocess.Popen[str]":
-        """Begins what runs before a container is stopped."""
+        """Starts the preStop hook of a container."""
         return self.execute(name, self.pod.container(name)["lifecycle"]["preStop"]["exec"]["command"])
 
     def terminate(self, name: str) -> None:
@@ -217,10 +217,10 @@ class RunningPod:
                 process.send_signal(signal.SIGTERM)
 
     def stop(self, name: str) -> tuple[int, int]:
-        """Stops a container as a kubelet does, whatever the others do: its hook, then SIGTERM. The exit codes of both;
-        a hook may fail, when that of another container has ended the service before.
+        """Stops a container as a kubelet does, independently of the others: its hook, then SIGTERM. Returns the exit
+        codes of both. A hook may fail if another container's hook has ended the service before.
 
-        Raises subprocess.TimeoutExpired where it takes longer than the pod's grace.
+        Raises subprocess.TimeoutExpired if the stop takes longer than the pod's grace period.
         """
         deadline = monotonic() + self.pod.spec["terminationGracePeriodSeconds"]
         hook = self.hook(name)

@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 
 Document = dict[str, Any]
 DOOR = "longleaf-door"
-"""What the Deployment and the Service of doors are called."""
+"""The name of the gateways' Deployment and Service."""
 
 
 class Pod(NamedTuple):
-    """A template of pods: who makes them, and what they are."""
+    """A pod template: its owner and its content."""
 
     owner: str
     template: Document
@@ -63,7 +63,7 @@ def environment(container: Document) -> dict[str, str]:
 
 
 def options(container: Document) -> dict[str, str]:
-    """What `--name=value` gives, with variables in the place of their names where they stand in the manifest."""
+    """The `--name=value` options, with variables replaced by their values from the manifest."""
     words = [word for word in (*container.get("command", ()), *container.get("args", ())) if word.startswith("--")]
     found = dict(word.removeprefix("--").partition("=")[::2] for word in words)
     for name, value in environment(container).items():
@@ -72,7 +72,7 @@ def options(container: Document) -> dict[str, str]:
 
 
 def selects(selector: Document, pod: Pod) -> bool:
-    """Whether a selector, of labels alone or with expressions, finds the pod."""
+    """Whether a selector, of labels or with expressions, matches the pod."""
     is_plain = not selector.keys() & {"matchLabels", "matchExpressions"}
     wanted = selector if is_plain else selector.get("matchLabels", {})
     expressions = () if is_plain else selector.get("matchExpressions", ())

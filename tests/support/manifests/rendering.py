@@ -1,8 +1,8 @@
-"""What kustomize makes of a folder of manifests, without kustomize: as much of it as the manifests use.
+"""Renders a folder of manifests without kustomize, with the features that the manifests use.
 
 Strategic merge patches, whose lists are merged by the keys that an openapi schema names; JSON patches with a target;
-components; names of images; ConfigMaps of files.
-What it does not know raises KeyError. Whether it does as kustomize does is a test.
+components; names of images; ConfigMaps of files. Unsupported fields raise KeyError. A test compares the output with
+that of kustomize.
 """
 
 import json
@@ -36,7 +36,7 @@ CLOSING: tuple[Document, ...] = (
         "target": {"kind": "Deployment", "name": "longleaf-door"},
     },
 )
-"""Takes away what leaves the smallest overlay open, as k8s/README.md tells."""
+"""Removes the settings that leave the smallest overlay open, as k8s/README.md describes."""
 KNOWN = {
     "apiVersion",
     "kind",
@@ -56,7 +56,7 @@ def render(folder: Path) -> list[Document]:
 
 
 def documents(text: str) -> list[Document]:
-    """Of a stream of YAML; what an alias names twice is there twice."""
+    """The documents of a YAML stream; a node with an alias appears twice."""
     return json.loads(_as_json(text))
 
 
@@ -92,7 +92,7 @@ def components_of(folder: Path) -> set[str]:
 
 
 def of_readme(folder: Path) -> list[Document]:
-    """Writes the overlay that k8s/README.md tells people to write, all its parts in one, and renders it."""
+    """Writes the overlay of k8s/README.md with all its parts, and renders it."""
     settings: Document = {}
     for block in re.findall("```yaml\n(.*?)```", (MANIFESTS / "README.md").read_text(), re.DOTALL):
         reported = yaml.safe_load(block.replace("../k8s", os.path.relpath(MANIFESTS, folder)))
@@ -105,10 +105,10 @@ def of_readme(folder: Path) -> list[Document]:
 class _Renderer:
     def __init__(self) -> None:
         self._schema: Document = {}
-        """Of all kustomizations, the last that names one counts, as with kustomize."""
+        """If several kustomizations name a schema, the last one counts, as with kustomize."""
 
     def render(self, folder: Path, found: list[Document]) -> list[Document]:
-        """`found` with what a kustomization adds and changes."""
+        """Adds the resources and applies the changes of a kustomization to `found`."""
         settings = yaml.safe_load((folder / "kustomization.yaml").read_text())
         if unknown := settings.keys() - KNOWN:
             raise KeyError(f"{folder}: {', '.join(sorted(unknown))}")
@@ -156,7 +156,7 @@ class _Renderer:
     def _merge_list(
         self, old: list[Document], new: list[Document], key: str, schema: Document
     ) -> list[Document] | None:
-        """What a patch names comes first, in its order; kustomize does so."""
+        """The items that a patch names come first, in its order, as with kustomize."""
         by_key = {one[key]: one for one in old}
         merged = [self._merge(by_key.pop(one[key], {}), one, schema) for one in new]
         return [*(one for one in merged if one is not None), *by_key.values()] or None
@@ -172,7 +172,7 @@ def _config_map(folder: Path, told: Document) -> Document:
 
 
 def _by_operations(found: list[Document], target: dict[str, str], operations: list[Document]) -> list[Document]:
-    """A JSON patch of all documents of a kind, or of the one that is named, too. Raises KeyError where none is."""
+    """Applies a JSON patch to all documents of a kind, or to the named one. Raises KeyError if none matches."""
     if unknown := target.keys() - {"kind", "name"}:
         raise KeyError(f"target: {', '.join(sorted(unknown))}")
     named = [one["kind"] == target["kind"] and target.get("name") in (None, one["metadata"]["name"]) for one in found]

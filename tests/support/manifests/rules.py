@@ -1,4 +1,4 @@
-"""What must hold of manifests, besides what schemas say. Each rule gives a sentence for each breach."""
+"""Rules for manifests beyond their schemas. Each rule yields a sentence for each violation."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -28,7 +28,7 @@ HOUR = 3600
 
 
 def problems(documents: Documents, ray_version: str) -> list[str]:
-    """What is wrong with a whole service."""
+    """All violations in a complete service."""
     found = [problem for rule in RULES for problem in rule(documents)]
     if (reported := cluster(documents)["rayVersion"]) != ray_version:
         found.append(f"rayVersion is {reported}, the lock has {ray_version}")
@@ -91,7 +91,7 @@ def _unconfined(container: Document) -> Iterator[str]:
 
 
 def ray_comes_first(documents: Documents) -> Iterator[str]:
-    """The operator starts Ray in the first container of a pod, whatever its name."""
+    """The operator starts Ray in the first container of a pod, independent of its name."""
     for name, group in groups(documents).items():
         first = group["template"]["spec"]["containers"][0]["name"]
         if first != ("ray-head" if name == "head" else "ray-worker"):
@@ -99,7 +99,7 @@ def ray_comes_first(documents: Documents) -> Iterator[str]:
 
 
 def volumes_are_there(documents: Documents) -> Iterator[str]:
-    """Of every mount, and of every claim."""
+    """For every mount, and for every claim."""
     claims = {one["metadata"]["name"] for one in of_kind(documents, "PersistentVolumeClaim")}
     for pod in pods(documents):
         volumes = {one["name"]: one for one in pod.spec.get("volumes", ())}

@@ -20,7 +20,7 @@ from tests.support.network.namespaces import two_hosts
 
 RAY = str(Path(sys.executable).with_name("ray"))
 SLOTS = 2
-"""Of each node, unless it is told otherwise."""
+"""Default number of slots of each node."""
 PORT = 6379
 TOKEN = "a token of the cluster"
 MOUNT = 'mount --bind "$0" "$1" && shift && exec "$@"'
@@ -32,7 +32,7 @@ while sum(node["Alive"] for node in ray.nodes()) != int(sys.argv[2]):
 """
 """Ends when a cluster has as many nodes."""
 PARTS = ("ray::WorkerActor", "ray::CoordinatorActor", "coordinator")
-"""What the processes of a service have in their command lines."""
+"""Parts of the command lines of a service's processes."""
 
 
 class RayNodes:
@@ -49,7 +49,7 @@ class RayNodes:
             each.mkdir()
 
     def on(self, host: int, token: str = TOKEN) -> tuple[str, ...]:
-        """Goes before a command that is to run on a host. No variable is set there that says how ranks meet."""
+        """The prefix of a command that runs on a host. It sets no variable for the ranks' rendezvous."""
         own = [name for name in os.environ if name.startswith(("RAY_", "GLOO_", "NCCL_"))]
         unset = [word for name in own for word in ("-u", name)]  # a Ray that another test started has left them
         variables = ("env", *unset, "RAY_AUTH_MODE=token", f"RAY_AUTH_TOKEN={token}")
@@ -130,7 +130,7 @@ class RayNodes:
 
 @contextmanager
 def ray_nodes(version: Literal[4, 6]) -> Iterator[RayNodes]:
-    """A cluster whose hosts have addresses of this version of IP alone."""
+    """A cluster whose hosts have only addresses of this IP version."""
     # a short path: the sockets of Ray lie in it, and their names have a limit
     folder = tempfile.mkdtemp(prefix="ll-", dir="/tmp")
     try:

@@ -1,4 +1,4 @@
-"""Who comes in by a file of credentials, and what such a file must be."""
+"""Authentication by a credentials file, and the requirements of such a file."""
 
 import hashlib
 import logging
@@ -162,7 +162,7 @@ def test_a_file_is_read_again_when_its_content_changes(file: Path, caplog: pytes
     watched = ReloadingFiles({"credentials": str(file)}, parse_credentials, clock)
     credentials = Credentials(watched)
     file.write_text(f"bolt user sha256:{A}")
-    assert credentials.authenticate(bearer("a"), []).tenant == "acme"  # nobody looked yet
+    assert credentials.authenticate(bearer("a"), []).tenant == "acme"  # the file has not been checked yet
     clock.now += LOOK_SECONDS
     assert credentials.authenticate(bearer("a"), []).tenant == "bolt"
     with pytest.raises(Unauthenticated):

@@ -1,4 +1,4 @@
-"""Quotas: what is refused, with which name, and whether waiting helps."""
+"""Quotas: the refused requests, the quota that is named, and whether a retry can succeed."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -157,7 +157,7 @@ def test_what_comes_out_counts() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.floats(0, 100)), max_size=30), st.integers(1, 10**6))
 def test_no_more_comes_out_of_a_bucket_than_its_rate_and_one_excess(takes: list[tuple[int, float]], rate: int) -> None:
-    """Whoever takes only when it is free has at most a minute's worth more than the rate, and the last amount."""
+    """A client that waits for a free bucket gets at most a minute's worth more than the rate, plus the last amount."""
     clock = Clock()
     bucket, taken, last = LeakyBucket(clock), 0, 0
     for amount, seconds in takes:

@@ -1,4 +1,4 @@
-"""What runs a whole model, chooses tokens or shares a device on the day there is a GPU, small and on the CPU."""
+"""The GPU benchmarks of whole models, sampling and shared devices, with small sizes on the CPU."""
 
 import os
 import subprocess
@@ -51,7 +51,7 @@ def rank_over(case, **settings):
 
 @pytest.mark.parametrize("case", [Step(NUM_KEYS), Step(NUM_KEYS, 3), Step(NUM_KEYS, 3, is_shared=False)])
 def test_steps_read_the_keys_that_are_there_and_their_tails(case):
-    """Past the end of a block of the tails, too."""
+    """Also past the end of a block of the tails."""
     rank, work = rank_over(case)
     rank.execute(next(work))
     for step, plan in enumerate(islice(work, 140)):
@@ -92,7 +92,7 @@ def test_a_step_is_measured_eager_captured_and_as_transformers_does_it(monkeypat
     ]
     one, two, drafted = rows
     module = make_module(TINY, torch.float32, "cpu")
-    read = sum(part.nbytes for part in module.parameters()) - 512 * 64 * 4  # of the embedding a row is read
+    read = sum(part.nbytes for part in module.parameters()) - 512 * 64 * 4  # only one row of the embedding is read
     assert one["weight_bytes"] == read and one["key_bytes"] == 99 * TINY.num_stored * 4 == two["key_bytes"]
     share = (one["weight_bytes"] + one["key_bytes"]) / 1e9 / (one["captured_ms"] / 1e3)
     assert one["share"] == pytest.approx(share, rel=0.01)

@@ -1,4 +1,4 @@
-"""`longleaf models check`: what the two roles say of a checkpoint, and what people are told."""
+"""`longleaf models check`: the findings of the two roles for a checkpoint, and the output."""
 
 import json
 import math
@@ -55,7 +55,7 @@ def test_weights_that_are_shared_count_once(tmp_path: Path) -> None:
 
 
 def test_the_length_it_was_trained_for_is_that_of_its_stretched_rope(tmp_path: Path) -> None:
-    """Of a Ministral 3 whose config tells no more than 4096 positions, 512 were stretched by 16."""
+    """The config of a Ministral 3 reports only 4096 positions, of which 512 were stretched by 16."""
     folder = make_checkpoint(tmp_path, "ministral3", max_positions=4096)
     assert (check(config(folder), has_weights=False).trained, check_text(folder).max_positions) == (8192, 4096)
 

@@ -1,4 +1,4 @@
-"""The command line: what it prints, its exit codes, and that it starts without torch."""
+"""The command line: its output, its exit codes, and that it starts without torch."""
 
 import asyncio
 import json
@@ -429,7 +429,7 @@ def test_the_coordinator_knows_every_option(tmp_path: Path) -> None:
 
 
 NOWHERE = ("--ray-address", "127.0.0.1:1")
-"""Where no Ray is: what cannot work is refused before one is looked for."""
+"""An address without Ray: invalid options are refused before a connection is attempted."""
 
 
 @pytest.mark.parametrize(

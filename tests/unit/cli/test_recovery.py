@@ -1,4 +1,4 @@
-"""What the command line says of lost ranks, and while their keys are computed again."""
+"""The output of the command line for lost ranks, and while their keys are recomputed."""
 
 import io
 from typing import Any
@@ -127,7 +127,7 @@ def test_on_a_terminal_it_stands_below_the_answer_and_goes() -> None:
 
 
 def test_it_is_never_longer_than_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the cursor would come back to another place."""
+    """Otherwise the cursor would return to the wrong line."""
     monkeypatch.setenv("COLUMNS", "20")
     screen = Screen()
     RecoveryLine(screen).show(HALF)

@@ -1,4 +1,4 @@
-"""Where ranks compute: what the cluster and the machine have is given here, so that no GPU is needed."""
+"""The devices of ranks; the devices of the cluster and the machine are simulated, so no GPU is needed."""
 
 import pytest
 
@@ -46,7 +46,7 @@ def test_gpus_that_are_asked_for_must_be_there():
     [
         ("cpu", 1, 2, "cpu"),
         ("auto", 1, 0, "cpu"),
-        ("auto", None, 2, "cpu"),  # the launcher gave this rank none, whatever torch sees
+        ("auto", None, 2, "cpu"),  # the launcher gave this rank no GPU, whatever torch detects
         ("auto", 1, 2, "cuda:1"),
         ("cuda", 0, 1, "cuda:0"),
         ("cuda", 1, 4, "cuda:1"),

@@ -1,4 +1,4 @@
-"""Who is named when machines have different models."""
+"""The machines that an error names when models differ."""
 
 from pathlib import Path
 
@@ -72,7 +72,7 @@ async def test_nodes_that_differ_are_named(hellos: list[Hello], expected: str) -
 
 
 async def test_equal_models_in_other_files_agree() -> None:
-    """A node may keep the weights in other files; the ranks beside a node's first one tell nothing."""
+    """A node may have the weights in other files; only the first rank of a node reports them."""
     elsewhere = replace(OWN, files={("a" if "safetensors" in name else name): OWN.files[name] for name in OWN.files})
     await check_models([hello(0), hello(1, None), hello(2, elsewhere)], embedded_model())
 

@@ -1,4 +1,4 @@
-"""What is found out of a Ray cluster before it is joined, and told when it cannot be used."""
+"""The checks of a Ray cluster before ranks join it, and the errors if it cannot be used."""
 
 import socket
 from types import SimpleNamespace
@@ -34,7 +34,7 @@ def test_a_machine_too_busy_for_ray_is_told(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_ray_that_other_machines_cannot_reach_is_told_at_once():
-    """Ray listens there alone where it finds no way to the internet; nothing that is waited for changes that."""
+    """Ray listens only on the loopback if it finds no route to the internet; waiting does not change that."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         message = f"nobody answers, but at 127.0.0.1:{port}, which .* with --node-ip-address=127.0.0.2$"

@@ -1,4 +1,4 @@
-"""Parcels: what is damaged, cut, out of order or too large is told, wherever that is."""
+"""Damaged, truncated, reordered or oversized parcels are reported, at every position."""
 
 import tracemalloc
 from array import array
@@ -42,7 +42,7 @@ def test_what_is_unpacked_is_what_was_packed() -> None:
     assert [(one.num_used, one.num_tokens, one.keys is not None) for one in segments] == [
         (8, 8, True),
         (5, 5, False),
-        (8, 8, False),  # its keys come whole, and would tell what another context says behind
+        (8, 8, False),  # its keys are exported whole, and would reveal the tokens of another context behind the end
     ]
     ids = [one.token_ids for one in reported if isinstance(one, IdsSection)]
     assert ids == [given.path[0].token_ids, given.path[1].token_ids, given.path[2].token_ids[:8]]
@@ -52,7 +52,7 @@ def test_what_is_unpacked_is_what_was_packed() -> None:
 
 
 def test_nothing_leaves_of_a_shared_segment_that_the_context_does_not_use() -> None:
-    """What lies behind is another context's, of another tenant where tenants share beginnings."""
+    """The rest of the segment belongs to another context, possibly of another tenant if tenants share prefixes."""
     given = packable(((8, 7), (5, 4)), vocabulary=200)
     for segment, unused in zip(given.path, (7, 4), strict=True):
         segment.token_ids[unused:] = array("I", [0xABCDEF01] * (len(segment.token_ids) - unused))

@@ -1,4 +1,4 @@
-"""JSON bodies as they come: what is held of all callers together, and for how long one is waited for."""
+"""JSON bodies as they arrive: the shared memory limit of all callers, and the timeout of one body."""
 
 import asyncio
 from typing import Any
@@ -15,7 +15,7 @@ GOOD = b'{"a": 1}'
 
 
 class Sending:
-    """A caller whose body comes as a test says."""
+    """A caller whose body arrives as the test dictates."""
 
     def __init__(self, declared: int | None = None) -> None:
         self._messages = asyncio.Queue[dict[str, Any]]()

@@ -1,4 +1,4 @@
-"""Responses of events: what is told while nothing happens, and how they end."""
+"""Event-stream responses: keep-alives while nothing happens, and the end of a response."""
 
 import asyncio
 import gc
@@ -16,7 +16,7 @@ OFTEN = 0.005
 
 
 class Reading:
-    """A caller of a response; leaves when told."""
+    """A reader of a response; disconnects on request."""
 
     def __init__(self, response: EventResponse) -> None:
         self.left = asyncio.Event()
@@ -99,7 +99,7 @@ async def test_what_is_cut_says_so_and_ends_whole():
 
 
 class Slow:
-    """A caller who takes nothing until he is told to. Nothing may come after the last."""
+    """A caller that reads nothing until it is released. Nothing may arrive after the last event."""
 
     def __init__(self) -> None:
         self.may_take, self.waits = asyncio.Event(), asyncio.Event()

@@ -1,4 +1,4 @@
-"""What a door counts, around an application that answers what a test says."""
+"""The counters of a gateway, around an application with scripted responses."""
 
 import asyncio
 
@@ -17,7 +17,7 @@ ROUTES = "longleaf_door_requests_total"
 
 
 class Caller:
-    """Sends one request to an application, and takes what comes."""
+    """Sends one request to an application and reads the response."""
 
     def __init__(self, method: str, path: str, body: bytes = b"") -> None:
         self._scope = {"type": "http", "method": method, "path": path, "headers": [], "query_string": b""}

@@ -1,4 +1,4 @@
-"""What the page says of errors: its module of sentences, in node."""
+"""The error messages of the web page: its module of sentences, in node."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ console.log(JSON.stringify(errors.map((error) => [isFinal(error), sentence(error
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
 def test_what_can_never_work_is_not_to_be_tried_again() -> None:
-    """Nor is a reader told options of the service, or fields of a request."""
+    """Messages also do not mention service options or request fields."""
     given = [[400, LONG], [413, "too large"], [415, "kind"], [409, "busy"], [429, "full"], [503, "away"], [500, "?"]]
     script = SCRIPT % (PAGE.as_uri(), json.dumps(given))
     done = subprocess.run(["node", "--input-type=module", "-e", script], capture_output=True, text=True, timeout=30)

@@ -1,4 +1,4 @@
-"""The files of the page: what others wrote is as they published it, all is small, and nothing points elsewhere."""
+"""The files of the web page: vendored files are unchanged, all are small, and no file refers to another origin."""
 
 import gzip
 import hashlib
@@ -20,7 +20,7 @@ URL = re.compile(r"""(?:https?:)?//[a-z0-9][a-z0-9.-]+\.[a-z]{2,}""")
 
 
 def vendored() -> dict[str, str]:
-    """Hashes by name, as the list of them says."""
+    """Hashes by name, from the list of vendored files."""
     lines = (VENDOR / "VENDORED.txt").read_text().splitlines()
     return {line.split()[0]: line.split()[-1] for line in lines if line.split()[-1:] and len(line.split()[-1]) == 64}
 

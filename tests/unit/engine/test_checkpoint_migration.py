@@ -1,4 +1,4 @@
-"""Contexts that an earlier checkpoint has read, made anew for the one that is served."""
+"""Contexts of an earlier checkpoint are recomputed for the served checkpoint."""
 
 import asyncio
 import threading
@@ -155,7 +155,7 @@ def test_what_this_checkpoint_cannot_read_is_refused() -> None:
 
 
 async def test_readings_that_nobody_waits_for_any_more_are_not_begun_anew() -> None:
-    """All who ask while one goes on get its result."""
+    """All requests during a running recomputation share its result."""
     persistence, gate = of(earlier()), threading.Event()
     read = persistence.read_earlier
 

@@ -1,4 +1,4 @@
-"""What an engine keeps, and what is there when another one follows it."""
+"""The state that an engine saves, and the state that its successor restores."""
 
 import asyncio
 import itertools
@@ -41,7 +41,7 @@ async def ingest(engine: Engine, context: str, count: int, append: bool = False,
 
 
 async def ask(engine: Engine, context: str, count: int = 3) -> tuple[list[int], bool]:
-    """The answer, and whether the context had to come back for it."""
+    """The answer, and whether the context had to be restored for it."""
     prompt = Prompt(context=context, token_ids=tuple(range(count)), sampling=Sampling(max_tokens=4))
     events = [event async for event in engine.submit(prompt)]
     tokens = [token for event in events if isinstance(event, Tokens) for token in event.token_ids]
@@ -161,7 +161,7 @@ async def test_what_cannot_be_kept_is_not_done() -> None:
 
 @pytest.mark.parametrize("name", ["waits", "is written"])
 async def test_what_was_asked_is_done_also_when_nobody_waits_for_it(name: str) -> None:
-    """A client that goes, or whose time is up, asks again, and is told the truth then; so is the next service."""
+    """A client that disconnects or times out asks again, and then gets the true state, also from the next service."""
     persistence = MemoryLasting()
     async with running(persistence) as engine:
         for context in ("book", "other", "third"):

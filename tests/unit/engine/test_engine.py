@@ -119,7 +119,7 @@ async def test_an_observer_sees_every_step_with_its_answer() -> None:
         streams = [engine.submit(prompt(3, 5, "doc")), engine.submit(prompt(20, 9))]
         for stream in streams:
             [_ async for _ in stream]
-    answered = len(seen)  # steps that were sent ahead are given up with the engine
+    answered = len(seen)  # steps that were sent ahead are dropped with the engine
     assert answered >= 10
     assert [plan for plan, _ in seen] == ranks.plans[:answered]
     assert [result.step for _, result in seen] == [plan.step for plan, _ in seen]
@@ -329,13 +329,13 @@ async def test_an_idle_engine_wakes_when_a_context_expires() -> None:
             )
         ]
         assert engine._scheduler is not None
-        await has_passed.wait()  # the engine looked for itself: nobody else asks
+        await has_passed.wait()  # the engine checks by itself, without a request
         assert "doc" not in engine._scheduler.contexts
 
 
 @pytest.mark.parametrize("is_waiting", [False, True])
 async def test_an_ingest_ends_when_its_context_would_have_expired(is_waiting: bool) -> None:
-    """Whether it is being read or waits for others; what was read is free at once."""
+    """Whether it is being read or is queued; its blocks are freed immediately."""
     days, ranks = Days(), GatedRanks()
     async with running(ranks, days) as (engine, _):
         others = [engine.submit(prompt(2, 230)) for _ in range(4 if is_waiting else 0)]

@@ -1,4 +1,5 @@
-"""Contexts that leave an engine: what goes with them, and what stays on storage meanwhile."""
+"""Contexts that are exported from an engine: the exported segments, and the manifests that stay on storage
+meanwhile."""
 
 import asyncio
 from pathlib import Path
@@ -17,7 +18,7 @@ DEMAND = RetentionPolicy("demand", grace=NOW)
 
 
 def held(service: Service) -> list[str]:
-    """Manifests that stay on storage for what leaves."""
+    """Manifests that stay on storage for the exports."""
     return service.snapshots._sender.held
 
 
@@ -127,7 +128,7 @@ async def test_a_storage_that_is_away_is_told_and_nothing_stays_held() -> None:
     async with serving(storage, policy=DEMAND) as service:
         ids = await ingest_two(service.engine)
         await service.snapshots.save(ids)
-        await comes(lambda: not storage.lasting.catalog._outbox)  # all is told
+        await comes(lambda: not storage.lasting.catalog._outbox)  # all changes have been reported
         storage.files.fail(1)
         with pytest.raises(StorageUnavailable):
             await service.engine.house.open_export("book", with_keys=True)

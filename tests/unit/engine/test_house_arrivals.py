@@ -1,4 +1,4 @@
-"""Contexts that come into an engine: what is there once they are adopted, and what is left where they are not."""
+"""Contexts that are imported into an engine: the state after they are adopted, and the remains if they are not."""
 
 from collections.abc import Sequence
 
@@ -31,7 +31,8 @@ BOOK = context("book", 7, 30, capacity=2_000)
 
 
 async def move(exporting: ContextExport, importing: ContextImport, storage: Storage) -> list[SegmentRecord]:
-    """Puts all that leaves where it arrives; what its segments are there. What is put becomes known to the ranks."""
+    """Copies all exported objects to the import; returns the new segment records. The ranks learn of the copied
+    objects."""
     found = list[SegmentRecord]()
     for each in exporting.segments:
         parent = found[-1].id if found else None
@@ -140,7 +141,7 @@ async def test_a_context_whose_pieces_end_within_a_block_is_read_again_and_asked
 
 
 async def test_one_damaged_piece_has_all_that_came_with_it_read_again() -> None:
-    """Also what is being fetched just then."""
+    """Including the piece that is being fetched at that moment."""
     old, new = Storage(), Storage()
     async with serving(old, policy=DEMAND) as before, serving(new, policy=DEMAND) as after:
         await ingest_two(before.engine)
@@ -152,7 +153,7 @@ async def test_one_damaged_piece_has_all_that_came_with_it_read_again() -> None:
         ids = [each.id for each in segments]
         assert list(after.snapshots.imported_with(ids[0])) == ids
         for name in [name for name in new.pieces if f"-{ids[0]}/" in name]:
-            new.pieces[name] = frozenset()  # of the first segment alone
+            new.pieces[name] = frozenset()  # of the first segment only
         after.ranks.late = [name for name in new.pieces if f"-{ids[1]}/" in name]
         after.ranks.may_fetch.clear()
         assert await ask(after.engine) == await ask(before.engine)

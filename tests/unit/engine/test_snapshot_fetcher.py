@@ -1,4 +1,5 @@
-"""What comes back from storage beside the steps: who is asked, how often, and what becomes of what is not there."""
+"""Fetches from storage beside the steps: the members that are asked, the number of attempts, and the handling of
+missing pieces."""
 
 import asyncio
 from collections.abc import Sequence
@@ -45,7 +46,7 @@ async def test_a_manifest_is_read_once_for_all_who_ask_and_none_waits_for_anothe
         bench.archive.is_answering.clear()
         bench.lost(3)
         await bench.turn_often()
-        bench.segments.retain(bench.segments.holdings.lossy[0].segment.path)  # another one needs it, too
+        bench.segments.retain(bench.segments.holdings.lossy[0].segment.path)  # a second user of the segment
         bench.lost(4)
         await bench.until(lambda: 4 in bench.archive.asked)
         assert bench.archive.asked == [3, 4]
@@ -337,7 +338,7 @@ async def test_what_nobody_needs_any_more_is_discarded_while_it_is_fetched() -> 
 
 
 def noted(ranks: Members) -> list[tuple[int, int]]:
-    """Which member was told to discard what, from now on."""
+    """Records from now on which member was sent which discard."""
     found, discard = list[tuple[int, int]](), ranks.discard
 
     async def note(member: int, tickets: Sequence[int]) -> None:
@@ -355,7 +356,7 @@ async def test_what_was_given_up_before_anybody_was_told_is_left_with_no_member(
         await comes(lambda: bench.num_changes)
         bench.recovery.promise([])  # it is ordered
         bench.segments.release(holding.segment.path)
-        bench.recovery.promise([])  # and given up, all before the turn that would tell of it
+        bench.recovery.promise([])  # and dropped, all before the turn that would report it
         other = bench.lost(4)
         bench.turn()
         await bench.restore_all()

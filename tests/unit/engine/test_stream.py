@@ -1,4 +1,4 @@
-"""What a reader gets of a request that waits for a recovery."""
+"""The events that a reader gets for a request that waits for a recovery."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def stream() -> Stream:
 
 
 async def read(*put: Event) -> list[Event]:
-    """What is there when all has been put in before it is read."""
+    """The events that are read if all were queued before."""
     made = stream()
     for event in put:
         made.put(event)

@@ -1,4 +1,4 @@
-"""What is refused of requests before they are parsed, and how large ones take turns."""
+"""The limits on requests before they are parsed, and the queue for large ones."""
 
 import asyncio
 import threading
@@ -25,7 +25,7 @@ LARGE = b"\x12\x80\x80\x08" + bytes(1 << 17)  # one field, `text`
 
 
 class Parser:
-    """A handler that notes what it is given to parse."""
+    """A handler that records the data that it is given to parse."""
 
     def __init__(self) -> None:
         self.parsed: list[bytes] = []
@@ -48,7 +48,7 @@ def call(*requests: bytes) -> SimpleNamespace:
 
 
 async def refused(method: str, data: bytes) -> str:
-    """Why a request is refused, which must not have come to the parser, alone or in a stream."""
+    """The reason for a refusal. The parser must not have been called, neither for a single request nor in a stream."""
     parser = Parser()
     with RequestLimiter().of(method, parser, HOST) as incoming:
         with pytest.raises(InvalidArgument) as caught:
@@ -111,7 +111,7 @@ async def test_what_is_missing_or_no_message_is_told() -> None:
 
 
 class SlowParser(Parser):
-    """One that waits, in its thread, until it may go on."""
+    """A parser that blocks in its thread until it is released."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ async def test_one_host_leaves_calls_to_others() -> None:
 
 
 class Weighty:
-    """Stands for the bytes of a request, and for what was parsed of them."""
+    """Stands for the bytes of a request, and for the message parsed from them."""
 
     def __len__(self) -> int:
         return 1

@@ -42,7 +42,7 @@ SILENCE = 0.05
 
 
 class Made:
-    """Ingests of an engine, and what they hold."""
+    """The ingests of an engine, and their uploads."""
 
     def __init__(self, folder: Path, idle_seconds: float, ledger: QuotaEnforcer = UNLIMITED, **limits: int) -> None:
         self.engine, self.threads = FakeEngine(), TokenizerPool()
@@ -55,7 +55,7 @@ class Made:
         )
 
     async def run(self, *pieces: IngestPiece, ends: bool = True) -> list[IngestProgress]:
-        """What is said of these pieces, after which the stream ends or is silent."""
+        """The reports for these pieces, after which the stream ends or stays open without messages."""
         async with aclosing(self.ingest.run(stream(*pieces, ends=ends))) as reports:
             return [report async for report in reports]
 
@@ -120,7 +120,7 @@ async def test_what_is_gone_can_be_ingested_again_and_not_be_appended_to(
 
 
 async def test_an_ingest_tells_of_a_recovery(made: Made) -> None:
-    """Each report as it comes: a slow stream gets the last one alone."""
+    """Each report is sent as it arrives; a slow stream gets only the last one."""
     lost = Recovering(8, 32, 64)
     made.engine.interlude = (lost, Progress(3, 4))
     engine_stream = made.engine.ingest(engine_messages.DocumentPrompt(context="moby", token_ids=(1, 2, 3, 4)))
@@ -246,7 +246,7 @@ async def test_ids_have_no_size_in_bytes(made: Made) -> None:
 
 
 async def test_an_upload_keeps_its_size(made: Made) -> None:
-    """Whoever resumes with another one has another document; a size may be told late."""
+    """A client that resumes with another size has another document; the size may be sent late."""
     with pytest.raises(DeadlineExceeded):
         await made.run(header("mine"), b"call me ", ends=False)
     with pytest.raises(InvalidArgument, match="7 bytes are declared, and 8 have come"):

@@ -1,4 +1,4 @@
-"""What a journal says, told once more, where a step gave several tokens."""
+"""The replay of a journal whose steps gave several tokens."""
 
 from io import BytesIO
 
@@ -28,7 +28,7 @@ def answer() -> ResponseAssembler:
 
 @st.composite
 def scripts(draw: st.DrawFn) -> list[Said]:
-    """What the engine says of two samples: steps of several tokens, up to what ends an answer."""
+    """The engine's events for two samples: steps of several tokens, up to the end of an answer."""
     output = [list[Said](), list[Said]()]
     for sample, mine in enumerate(output):
         index, reason = 0, None
@@ -51,7 +51,8 @@ def untimed(event: Event) -> Event:
 @given(said=scripts(), data=st.data())
 @settings(max_examples=200, deadline=None)
 def test_what_was_told_is_told_again_in_the_same_pieces(said: list[Said], data: st.DataObject) -> None:
-    """Wherever the service died: what is left of the answer then comes as it would have, with the drafts of both."""
+    """Wherever the service died, the rest of the answer is sent as it would have been, with the draft counts of
+    both."""
     one = answer()
     expected = [untimed(event) for entry in said for event in one.take(entry)]
     num_retained = data.draw(st.integers(1, len(said)))

@@ -1,4 +1,5 @@
-"""Contexts leave one house and arrive in another as they were; what is wrong with them is told, and leaves nothing."""
+"""Contexts are exported from one engine and imported into another without changes; damage is reported and leaves
+nothing behind."""
 
 import asyncio
 import threading
@@ -119,7 +120,7 @@ async def breaking(imports: ImportSessions, data: bytes, header: ImportHeader, e
 
 
 def check_moved(old: Packable, house: FakeTransferEngine, name: str = "moby") -> None:
-    """The context is in the house as it was, with its keys, under names of this house alone."""
+    """The imported context equals the exported one, with its keys, under segment ids of the new engine only."""
     record, segments, manifests = house.contexts[name]
     head = old.head
     assert (record.num_tokens, record.ends, record.capacity) == (head.num_tokens, head.ends, head.capacity)
@@ -241,7 +242,7 @@ async def test_another_name_is_taken(into: Into) -> None:
     check_moved(MOBY, transfers, "dick")
 
 
-# --- what is wrong ---
+# --- faults ---
 
 
 async def refused(
@@ -551,7 +552,7 @@ async def test_only_so_many_contexts_arrive_at_once(into: Into) -> None:
     transfers = empty_house()
     imports = into(transfers, max_imports=2)
     headers = [ImportHeader(context=f"moby-{number}", upload_id="one") for number in range(4)]
-    for header in headers[:3]:  # what nobody listens to gives way
+    for header in headers[:3]:  # exports without a reader are evicted
         await breaking(imports, WHOLE, header, 1000)
     assert [await breaking(imports, WHOLE, header, 0) for header in headers[2:0:-1]] == [1000, 1000]
     open_streams = [imports.run(sending(header, WHOLE)) for header in headers[:3]]
@@ -615,7 +616,7 @@ async def test_no_more_memory_is_held_than_there_may_be(into: Into) -> None:
     described = 2 * SEGMENT_BYTES + 6 * (PIECE_BYTES + RUN_BYTES) + 8 * 11 + 300
     imports = into(transfers, max_bytes=described + 4000)
     await breaking(imports, whole, ImportHeader(context="a", upload_id="one"), 3500)  # holds most of a piece
-    assert len(await arrive(imports, whole, ImportHeader(context="b"))) > 1  # it gives way
+    assert len(await arrive(imports, whole, ImportHeader(context="b"))) > 1  # the oldest import is evicted
     imports = into(transfers, max_bytes=(most := 4000))
     with pytest.raises(ResourceExhausted, match=f"imports: all together hold too much, at most {most:,}"):
         await arrive(imports, whole, ImportHeader(context="c"))

@@ -1,4 +1,4 @@
-"""Quotas of tenants in calls that take a while: what is being made counts, and nothing gives way to what is refused."""
+"""Quotas of tenants in long calls: unfinished objects count, and a refused request evicts nothing."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -29,7 +29,7 @@ WHOLE = MOBY.packed()
 
 
 class House:
-    """Imports into a house, and what a ledger believes of it."""
+    """Imports into an engine, and a ledger of the expected quota use."""
 
     def __init__(self, **quotas: int) -> None:
         self.quotas, self.house = Quotas(**quotas), empty_house()

@@ -1,4 +1,4 @@
-"""What a client is told of its samples, while their tokens come interleaved."""
+"""The responses for a request's samples whose tokens are interleaved."""
 
 import random
 
@@ -18,7 +18,7 @@ ALPHABET = Alphabet(decode=lambda token_ids: BYTES.decode(list(token_ids)), sile
 
 
 class Ticks:
-    """A clock that goes on by a second whenever it is read."""
+    """A clock that advances by a second at each read."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -94,13 +94,14 @@ def test_interleaved_samples_are_told_as_if_each_came_alone(
 
 @st.composite
 def cut(draw: st.DrawFn, max_tokens: int = 24) -> tuple[list[int], list[int]]:
-    """Ids that say "ab", "cd" and what ends an answer in some places, and where steps begin among them."""
+    """Ids of "ab", "cd" and, at random places, an end token, and the indices where steps begin."""
     token_ids = draw(st.lists(st.sampled_from([*ids("abcd!"), END]), min_size=1, max_size=max_tokens))
     return token_ids, sorted(draw(st.sets(st.integers(1, max_tokens), max_size=8)) | {0})
 
 
 def steps(token_ids: list[int], starts: list[int], reason: engine_messages.EndReason) -> list[engine_messages.Event]:
-    """What the engine says of an answer whose steps begin at these indices: each had three drafts more than it gave."""
+    """The engine's events for an answer whose steps begin at these indices. Each step had three drafts more than it
+    accepted."""
     output: list[engine_messages.Event] = []
     for start, end in zip(starts, [*starts[1:], len(token_ids)], strict=True):
         if part := token_ids[start:end]:
@@ -129,7 +130,7 @@ def joined(messages: list[Event]) -> tuple[str, list[int], list[Logprobs], objec
 def test_an_answer_ends_where_it_would_if_each_step_gave_one_token(
     said: tuple[list[int], list[int]], stop: tuple[str, ...], stop_tokens: tuple[int, ...], ignore_end_token: bool
 ) -> None:
-    """Even if the engine went on behind its end: nothing behind it is told, nor counted as accepted."""
+    """Tokens that the engine generated after the end are neither returned nor counted as accepted."""
     token_ids, starts = said
     ends = {*stop_tokens, *([] if ignore_end_token else [END])}
     num_answered = next((n for n, i in enumerate(token_ids, 1) if i in ends), len(token_ids))
@@ -155,7 +156,7 @@ def test_drafts_of_all_steps_are_added_up_for_each_sample() -> None:
         engine_messages.Tokens(0, tokens(ids("d")), 1, (), 3, 0),
     ]
     output.append(engine_messages.Tokens(3, tokens(ids("ef")), 0, (), 4, 1))
-    two.take(engine_messages.Admitted(5, 3))  # it was preempted, and goes on
+    two.take(engine_messages.Admitted(5, 3))  # it was preempted, and continues
     first, second = [m for m in told(two, *output, ended(0), ended(1)) if isinstance(m, Finished)]
     assert (first.usage, second.usage) == (Usage(5, 3, 2, 11, 3), Usage(5, 3, 2, 3, 0))
 

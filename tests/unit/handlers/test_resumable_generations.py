@@ -1,4 +1,5 @@
-"""A generation that is held: it goes on after a break, without gap or repetition, and ends when nobody comes."""
+"""A resumable generation continues after a disconnect without gap or repetition, and ends if the client does not
+return."""
 
 import asyncio
 import gc
@@ -36,7 +37,7 @@ def deltas(sizes: list[int]) -> list[Event]:
 
 
 class Source:
-    """A generation that says `script`, as far as it is let; then ends, or fails."""
+    """A generation that yields `script` as far as allowed, then ends or fails."""
 
     def __init__(self, script: list[Event], error: Exception | None = None) -> None:
         self._script = script
@@ -88,7 +89,7 @@ async def read(replay: ResumableGeneration, count: int, token_index: int = 0) ->
 def test_a_client_that_comes_back_sees_every_token_once(
     sizes: list[int], breaks: list[int], lost: int, recoveries: list[int]
 ) -> None:
-    """`lost` deltas were on their way at each break; something is said of a recovery before deltas of these numbers."""
+    """`lost` deltas were in flight at each disconnect; a recovery is reported before the deltas with these numbers."""
 
     async def scenario() -> None:
         script = [*HEAD, *deltas(sizes), Finished("length")]
@@ -289,7 +290,7 @@ class Failing:
 
 @pytest.mark.parametrize("num_turns", [0, 1, 2, 3])
 async def test_one_that_fails_as_its_time_is_up_leaves_its_successor_alone(num_turns: int) -> None:
-    """The name is taken anew so many turns of the loop later."""
+    """The name is used again this number of event loop iterations later."""
     timers, reported = Timers(), list[object]()
     asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
     resident = ResumableGenerations(timers)
@@ -302,12 +303,12 @@ async def test_one_that_fails_as_its_time_is_up_leaves_its_successor_alone(num_t
     successor = resident.hold("id", REQUEST, source.events())
     assert (await read(successor, 99))[-1] == Finished("length")
     assert resident.get("id") is successor
-    gc.collect()  # a task that failed is told of when it goes
+    gc.collect()  # asyncio logs a failed task when it is collected
     assert not reported
 
 
 async def test_a_name_is_free_as_soon_as_its_time_is_up(tmp_path: Path) -> None:
-    """What the one before held is still being given back, and it waits for its next token."""
+    """The resources of the previous generation are still being released, and it waits for its next token."""
     engine, timers, threads = FakeEngine(), Timers(), TokenizerPool()
     engine.is_endless = True
     tokenizer = Tokenizer.load(write_model(tmp_path), DirectRenderer())

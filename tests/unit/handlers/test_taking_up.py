@@ -1,4 +1,4 @@
-"""What a service takes up of those before it: who is told what, and what is kept for how long."""
+"""The state that a service restores from its predecessors: the events that clients receive, and the retention times."""
 
 import asyncio
 import resource
@@ -35,14 +35,14 @@ SAMPLING = Sampling(max_tokens=30)
 
 
 def copied(folder: Path) -> Path:
-    """What a process leaves that dies now."""
+    """A copy of the folder as if the process were killed now."""
     copy = folder.with_name(f"{folder.name}-copy")
     shutil.copytree(folder, copy)
     return copy
 
 
 async def begin(folder: Path, tokenizer: Tokenizer, count: int = 5, num_samples: int = 1) -> list[Event]:
-    """What a client was told before the first service ended."""
+    """The events that a client received before the first service ended."""
     async with serving(folder, tokenizer) as service:
         return await service.read(asked(SAMPLING, num_samples), count)
 
@@ -134,7 +134,7 @@ async def test_one_that_is_cancelled_is_forgotten_everywhere(folder: Path, token
 
 
 async def test_a_deadline_that_passed_meanwhile_ends_it(folder: Path, tokenizer: Tokenizer) -> None:
-    """It is 5 seconds and the time for which nobody need read it."""
+    """The time limit is 5 seconds plus the time for which a generation is retained without a reader."""
     async with (
         serving(folder, tokenizer, wall_clock=lambda: 1000.0) as service,
         aclosing(service.generation.run(asked(SAMPLING), seconds=5.0)) as events,

@@ -1,4 +1,4 @@
-"""Answers that another service goes on with, and that tell where they come from."""
+"""Answers with attribution that another service continues."""
 
 import asyncio
 from pathlib import Path
@@ -26,7 +26,7 @@ def files(folder: Path) -> list[Path]:
 
 
 async def test_what_goes_on_tells_where_its_own_tokens_come_from(folder: Path, tokenizer: Tokenizer) -> None:
-    """The journal has no room for where those attended that were told before."""
+    """The journal does not record the attention of tokens that were sent before."""
     config = msgspec.structs.replace(CONFIG, block_size=32)
     ranks = [FakeRanks(num_blocks=256, vocab=VOCAB) for _ in range(2)]
     request = msgspec.structs.replace(

@@ -1,4 +1,4 @@
-"""What is kept of broken ingests, and for how long."""
+"""The retained state of interrupted ingests, and its retention time."""
 
 import asyncio
 import threading
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class Clock:
-    """Turned by hand. It makes the calls to come when it is told to."""
+    """A manual clock. It runs the scheduled calls when it is advanced."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -144,7 +144,7 @@ def test_a_stream_that_was_replaced_does_not_let_go(make: Callable[..., Upload])
 
 
 class Blocked:
-    """A step at which the only thread waits until it is let go."""
+    """A step in which the only thread blocks until it is released."""
 
     def __init__(self) -> None:
         self.begun, self.go_on = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""Keys of windowed layers on every rank: where they lie, how long they stay, and what can be continued."""
+"""Keys of windowed layers on every rank: their placement, their lifetime, and the positions that can be continued."""
 
 import pytest
 
@@ -208,7 +208,7 @@ def num_window_blocks(bench: Asker) -> int:
 
 @pytest.mark.parametrize("num_appends", [600, pytest.param(3000, marks=pytest.mark.slow)])
 def test_thousands_of_tiny_appends_keep_what_the_last_ends_see(num_appends: int) -> None:
-    """Each piece lies in a block of its own, of which the next token sees 7."""
+    """Each piece is in a separate block, and the next token sees 7 of them."""
     windows, rest = (
         WindowSpec(reaches=(AttentionSpan(8),), num_blocks=24),
         {"max_positions": 5000, "check_every": 3 * num_appends},
@@ -258,7 +258,7 @@ def test_a_fork_keeps_the_ends_that_are_before_its_own() -> None:
 
 
 def test_what_waits_or_runs_on_an_end_keeps_its_windows() -> None:
-    """An answer from the first end, preempted and begun again when the context has long gone on."""
+    """An answer from the first end is preempted and restarted after the context has grown far beyond that end."""
     bench = Asker(windows=WindowSpec(reaches=(AttentionSpan(8),), num_blocks=80), blocks=(200, 200), max_sequences=1)
     append(bench, 20)
     low = bench.ask(9, max_tokens=40, context="doc")
@@ -278,7 +278,7 @@ def test_what_waits_or_runs_on_an_end_keeps_its_windows() -> None:
 
 
 def test_prompts_go_on_from_a_context_whose_ends_are_gone() -> None:
-    """What is kept of a prompt that began like a context keeps what the prompt's end sees of it."""
+    """The cached part of a prompt that shares a context's prefix retains the keys that the prompt's end sees."""
     bench = Asker(windows=WindowSpec(reaches=(AttentionSpan(16),), num_blocks=100), blocks=(200, 200))
     append(bench, 20)
     first = bench.prompt([*range(20), *range(500, 508)])  # of 27 tokens that are kept the next one sees 12 on

@@ -1,4 +1,5 @@
-"""What frees a rank that waits for others: in which order it may be put up, what it ends, and what it leaves alone."""
+"""The abort that frees a rank waiting for others: the order of its setup, the waits that it ends, and those that it
+does not affect."""
 
 import socket
 import threading
@@ -41,7 +42,7 @@ def test_connections_that_were_opened_meanwhile_end_and_others_go_on():
         assert sockets.shut_down() == 2
         waiting.join(60)
         assert heard == [b""]
-        for one, other in (before, later, pair(new)):  # who listens still does
+        for one, other in (before, later, pair(new)):  # the remaining listeners
             one.send(b"x")
             assert other.recv(1) == b"x"
             one.close()

@@ -1,4 +1,4 @@
-"""Where compiled code is kept, and what of it is trusted."""
+"""The cache of compiled code, and the checks before it is trusted."""
 
 import ctypes
 import logging
@@ -103,7 +103,7 @@ def test_a_folder_that_others_can_change_is_not_used_and_one_is_told(source, pre
     [library] = kept()
     monkeypatch.setenv("XDG_CACHE_HOME", str(source.with_name("home") / "cache"))
     prepare(cache_folder())
-    if cache_folder().is_dir():  # under the right name lies what somebody else wrote
+    if cache_folder().is_dir():  # another user's file has the right name
         (cache_folder() / library.name).write_bytes(b"not a library")
     before = sorted(cache_folder().glob("*"))
     with caplog.at_level(logging.WARNING, "longleaf"):

@@ -1,4 +1,4 @@
-"""What the fingerprint of a model's folder sees, and what it says that it does not see."""
+"""The changes of a model folder that the fingerprint detects, and those that it is documented not to detect."""
 
 import json
 import os
@@ -114,7 +114,7 @@ UNSEEN: dict[str, Callable[[Path], None]] = {
 
 @pytest.mark.parametrize("change", UNSEEN.values(), ids=UNSEEN)
 def test_what_it_is_said_not_to_see_it_does_not_see(folder: Path, change: Callable[[Path], None]) -> None:
-    """If this ever changes, what the fingerprint promises must be told anew."""
+    """If this ever changes, the fingerprint's documentation must change."""
     before = read_fingerprint(folder)
     change(folder)
     assert read_fingerprint(folder) == before
@@ -161,7 +161,7 @@ def test_weights_that_the_config_names_are_those_that_count(folder: Path) -> Non
 
 
 def test_very_many_files_are_told_as_one(folder: Path) -> None:
-    """All that is told goes into one message."""
+    """All findings fit into one message."""
     stem = "x" * 200
     many = MAX_NAME_BYTES // len(stem) + 1
     save_file({"one": np.zeros(4, np.float32)}, folder / "one")

@@ -1,4 +1,4 @@
-"""The table of kernels, and the self-test of what is chosen from it."""
+"""The table of kernels, and the self-test of the selected kernels."""
 
 import logging
 from typing import get_args
@@ -23,7 +23,7 @@ def no_compiler(monkeypatch, tmp_path):
 
 
 HERE = [name for name, entry in registry.TABLE.items() if entry.device in (None, "cpu")]
-"""What this machine can run; those of GPUs are in `tests/triton`."""
+"""Kernels that this machine can run; those of GPUs are in `tests/triton`."""
 
 
 def test_the_table_has_every_backend_that_can_be_asked_for():
@@ -79,7 +79,7 @@ def test_kernels_pass_their_self_test(name, dtype):
 
 
 def changed(operation, change):
-    """Kernels one operation of which is another: `change` is given the right one, and what that would be given."""
+    """Kernels with one operation replaced: `change` is given the right operation and its arguments."""
     backend = Compiled()
     right = getattr(backend, operation)
     setattr(backend, operation, lambda *args: change(right, *args))

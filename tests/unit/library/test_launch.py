@@ -1,4 +1,4 @@
-"""The service as a process of its own: found when it is ready, ended, and asked why it failed."""
+"""The service as a subprocess: detected when ready, ended, and asked for the reason of a failure."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ def test_a_service_that_is_ready_is_found_and_ended() -> None:
 
 
 def test_no_child_can_read_what_is_typed() -> None:
-    """Neither the service nor a compiler: nobody looks at what they might ask."""
+    """Neither the service nor a compiler may read standard input: the user does not see their prompts."""
     code = """
 import os, sys
 from longleaf import c_extension, launch

@@ -1,4 +1,4 @@
-"""What a process may use of its machine, as control groups of made-up file systems say."""
+"""The resource limits of a process, from control groups in simulated file systems."""
 
 import os
 
@@ -13,7 +13,7 @@ V1 = "35 31 0:32 {root} /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
 V1_CPU = "36 31 0:33 {root} /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct\n"
 V2 = "41 31 0:38 {root} /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
 UNLIMITED = 9223372036854771712
-"""What the first version says of a group without a limit."""
+"""The value of cgroup v1 for a group without a limit."""
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_groups_of_the_first_version(system):
     ("groups", "mount_root"),
     [
         ("0::/docker/1", "/docker/1"),  # the container sees its own part of the hierarchy
-        ("0::/", "/"),  # it has a namespace of its own
+        ("0::/", "/"),  # with a cgroup namespace
         ("0::/../else", "/"),  # it was moved out of that namespace
         ("0::/docker/1", "/other"),
     ],

@@ -1,4 +1,4 @@
-"""What `make check` lets happen to the wire that was released, and what not."""
+"""The changes to the released wire format that `make check` accepts or refuses."""
 
 import shutil
 import subprocess
@@ -14,7 +14,7 @@ GENERATION, SERVICE = "generation.proto", "generation_service.proto"
 
 
 def breaks(protos: Path, against: Path = RELEASED) -> str:
-    """What is said against the wire in `protos`; empty when it breaks nothing."""
+    """The findings for the wire format in `protos`; empty if it breaks nothing."""
     command = [BUF, "breaking", protos, "--against", against]
     found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (found.returncode == 0) == (found.stdout == ""), found.stderr
@@ -77,7 +77,7 @@ BREAKS: dict[str, tuple[list[tuple[str, str, str]], list[str]]] = {
         ['"longleaf.v1"', '"longleaf.w1"'],
     ),
 }
-"""Changes of files, and words of what is said."""
+"""Changes of files, and words of the expected findings."""
 
 
 @pytest.mark.parametrize(("changes", "words"), BREAKS.values(), ids=BREAKS)

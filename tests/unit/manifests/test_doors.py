@@ -1,4 +1,5 @@
-"""Certificates, credentials and metrics of the manifests: each component alone, all of them, and broken on purpose."""
+"""Certificates, credentials and metrics of the manifests: each component separately, all of them, and with deliberate
+faults."""
 
 import copy
 import re
@@ -57,7 +58,7 @@ def named(documents, kind, name):
 
 
 def taken(container):
-    """The flags of `longleaf serve`, by its own parser, with what a pod has in the place of variables."""
+    """The flags of `longleaf serve`, parsed by its parser, with variables replaced by a pod's values."""
     values = environment(container) | {"POD_IP": "10.0.0.7", "MODEL": str(embedded_model())}
     words = list(container["args"])
     for name, value in values.items():
@@ -149,7 +150,7 @@ def test_the_example_of_credentials_opens_nothing(whole):
     example = yaml.safe_load((MANIFESTS / "components" / "credentials" / "secret.example.yaml").read_text())
     with pytest.raises(InvalidArgument, match="no entries"):
         parse_credentials(example["stringData"]["list"].encode())
-    assert not of_kind(whole, "Secret")  # what is applied would take the place of the one that somebody made
+    assert not of_kind(whole, "Secret")  # an applied Secret would replace the one that the operator created
 
 
 def test_ranks_have_neither_certificate_nor_credential(whole):

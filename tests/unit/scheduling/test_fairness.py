@@ -1,4 +1,4 @@
-"""Who goes first, who gives way, and how long a chunk may be."""
+"""The order of jobs, preemption, and the length of chunks."""
 
 from array import array
 
@@ -344,7 +344,7 @@ def test_a_deadline_that_cannot_be_met_is_refused() -> None:
     bench.run()
     with pytest.raises(DeadlineExceeded, match=r"50 ms are left, and 1\d\d ms are"):
         bench.ask(100, first=500, deadline=bench.now + 0.05)
-    bench.ask(100, deadline=bench.now + 0.05)  # what is held need not be read
+    bench.ask(100, deadline=bench.now + 0.05)  # cached tokens need not be read
     with pytest.raises(DeadlineExceeded):
         bench.ask(4, deadline=bench.now)
     with pytest.raises(DeadlineExceeded):

@@ -1,4 +1,4 @@
-"""Prompts whose answers were told in part: only the rest is generated, and only the rest counts."""
+"""Prompts whose answers were partly reported before: only the rest is generated, and only the rest counts."""
 
 import pytest
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def going_on(count: int, told: dict[int, int], num_samples: int, max_tokens: int = 20, **claims: float) -> Prompt:
-    """Of each of these samples so many tokens were told."""
+    """A prompt whose samples have already reported this many tokens."""
     answer = Bench.alone(count, max_tokens)
     return Prompt(
         context=None,
@@ -42,7 +42,7 @@ def test_each_sample_goes_on_at_its_own_token() -> None:
 
 def test_what_was_told_counts_neither_as_prompt_nor_as_cached() -> None:
     bench = Bench()
-    for number in range(2):  # the second finds what is held of the first
+    for number in range(2):  # the second request finds the cached prefix of the first
         bench.scheduler.admit(number, going_on(30, {0: 15}, 1))
         bench.run()
         assert [event for event in bench.seen[number] if isinstance(event, Admitted)] == [Admitted(30, 0)]

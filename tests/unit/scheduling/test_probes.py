@@ -18,7 +18,7 @@ from tests.support.scheduling import Bench, kinds
 
 
 class ProbeBench(Bench):
-    """Ranks that tell of each asking row what tells the rows apart."""
+    """Ranks that report, for each probe row, a value that distinguishes the rows."""
 
     seconds_per_probed_token = 0.0
     """More than others take."""
@@ -115,7 +115,7 @@ def test_probes_that_come_together_run_together(bench: ProbeBench) -> None:
 def test_probes_of_many_answers_take_turns_beside_other_answers(
     chunk_size: int, seconds: float, expected: list[int]
 ) -> None:
-    """The first one runs alone: the speed of probes is not known before."""
+    """The first one runs without others: the speed of probes is not known before."""
     bench = ProbeBench(blocks=(3000, 3000), chunk_size=chunk_size)
     bench.seconds_per_probed_token = seconds
     bench.ingest("doc", 40)

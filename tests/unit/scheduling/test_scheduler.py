@@ -1,4 +1,4 @@
-"""What each step does."""
+"""The work of each step."""
 
 import pytest
 
@@ -165,7 +165,8 @@ MANY = Sampling(
 
 
 def bytes_of_steps(sampling: Sampling, *, is_compared: bool = False, num_samples: int = 1) -> list[list[int]]:
-    """Bytes of each step that decodes, of the first ones of the answers and of all others. One of them is preempted."""
+    """The message size of each decode step: those of the answers' first tokens, and all others. One answer is
+    preempted."""
     bench = Bench(max_sequences=num_samples)
     prompt = Prompt(
         context=None, token_ids=tuple(range(9)), sampling=sampling, is_compared=is_compared, num_samples=num_samples

@@ -1,4 +1,4 @@
-"""What is told of drafts, and counted, where every draft is right."""
+"""The reported and counted drafts if every draft is right."""
 
 from collections.abc import Sequence as Several
 
@@ -16,7 +16,7 @@ NUM_DRAFTS = 7
 
 
 class Longest(DraftLengthPolicy):
-    """Takes all that is offered, whatever it costs."""
+    """Uses all offered drafts, whatever they cost."""
 
     def __init__(self) -> None:
         pass
@@ -32,7 +32,7 @@ class Longest(DraftLengthPolicy):
 
 
 class Drafter(RandomDrafter):
-    """Drafts what will be sampled."""
+    """Drafts the tokens that will be sampled."""
 
     def __init__(self, bench: Bench) -> None:
         super().__init__(bench.config, "right")

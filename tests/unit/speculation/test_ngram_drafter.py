@@ -1,4 +1,4 @@
-"""What is found in long texts, how much is entered at once, and when an index is gone."""
+"""N-gram matches in long texts, the amount indexed at once, and the release of an index."""
 
 from array import array
 
@@ -185,7 +185,7 @@ def test_an_index_is_gone_with_its_segment_and_never_keeps_it_from_growing() -> 
     indexes.enter(segment, segment.end)
     drafts = NgramDrafter(tail, indexes)
     drafts.draft(tail.end, 1)
-    segment.extend([1, 2])  # an array that somebody views cannot grow
+    segment.extend([1, 2])  # an array with an open view cannot grow
     tail.extend([3])
     assert len(indexes) == 2
     assert indexes.num_bytes > 0

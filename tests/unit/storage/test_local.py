@@ -60,7 +60,7 @@ def test_links_out_of_the_folder_are_not_listed(store, tmp_path):
 
 @pytest.mark.parametrize("is_new", [True, False])
 def test_nothing_has_its_name_before_it_is_on_the_disk(store, tmp_path, monkeypatch, is_new):
-    """What a power failure may take is known from the order of calls alone."""
+    """The order of calls determines the data that a power failure may destroy."""
     steps = []
 
     def noting(name, told):
@@ -82,7 +82,7 @@ def test_nothing_has_its_name_before_it_is_on_the_disk(store, tmp_path, monkeypa
         noting(name, lambda source, target: os.path.relpath(target, tmp_path))
     store.put("a/b/c", [b"12", b"34"], is_new=is_new)
     assert steps == [
-        ("fsync", "kept"),  # of the folders that were made
+        ("fsync", "kept"),  # of the created folders
         ("fsync", "kept/a"),
         ("write", "part"),
         ("write", "part"),

@@ -1,4 +1,4 @@
-"""What is kept for whoever runs a service, until it asks."""
+"""Events that are retained for the operator until the operator asks for them."""
 
 import asyncio
 import logging
@@ -37,7 +37,7 @@ async def test_who_asks_again_waits_for_what_is_new() -> None:
     updates = StartupLogBuffer(TextFormatter())
     updates.handle(line("one"))
     updates.take()
-    await asyncio.sleep(0)  # what would have told of it has run
+    await asyncio.sleep(0)  # a pending report would have run by now
     waiting = asyncio.create_task(updates.wait())
     await asyncio.sleep(0)
     assert not waiting.done()

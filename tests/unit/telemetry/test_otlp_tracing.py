@@ -1,4 +1,4 @@
-"""Spans of generations, however they end, and what happens when nobody takes them."""
+"""Spans of generations with every kind of end, and with an exporter that is unavailable."""
 
 import asyncio
 import logging
@@ -103,7 +103,7 @@ async def test_who_is_preempted_is_in_the_queue_again_and_reads_again() -> None:
 
 
 async def test_each_sample_says_why_it_ended() -> None:
-    """The engine is not told of one that a stop string ends."""
+    """The engine is not notified of a sample that a stop string ends."""
     events = [*BEGIN, *(Tokens(0, tokens((5,)), sample) for sample in (2, 1, 0)), ended(2), ended(0, "end_token")]
     (whole,) = (await seen(events))["text_completion lookup"]
     assert whole.attributes is not None
@@ -181,7 +181,7 @@ def test_the_service_has_the_name_that_a_variable_gives_it(
 
 
 class Stuck(SpanExporter):
-    """Takes spans and says nothing until it is let."""
+    """Accepts spans and does not return until it is released."""
 
     def __init__(self) -> None:
         self.is_asked, self.may_answer = threading.Event(), threading.Event()

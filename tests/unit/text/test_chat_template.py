@@ -175,13 +175,13 @@ def test_marks_without_a_partner_are_left_out() -> None:
     assert control.split("1b", marks) == [TemplatePiece("b")]
     assert control.split("a21b2", marks) == [TemplatePiece("a"), TemplatePiece("b", True)]
     assert control.split("", marks) == []
-    # what a template writes between two halves of a text that it has split
+    # the text that a template writes between two halves of a split text
     assert control.split("1\n<b>\n2", marks) == [TemplatePiece("\n<b>\n")]
     assert ControlTokens([]).split("a1b2", marks) == [TemplatePiece("a"), TemplatePiece("b")]
 
 
 def test_a_control_token_that_the_template_writes_between_two_texts_is_one(tmp_path: Path) -> None:
-    """Both texts end or begin as a control token does, and are set apart from what is between them."""
+    """Each text ends or begins like a control token and is tokenized separately from the token between them."""
     template = "{% for m in messages %}{{ m.content }}{% if m.role == 'user' %}<|im_end|>{% endif %}{% endfor %}"
     made = load(tmp_path, template).chat_template
     assert made is not None

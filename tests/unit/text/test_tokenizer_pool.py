@@ -1,4 +1,4 @@
-"""Texts take turns step by step, and what nobody waits for any more takes no further step."""
+"""Texts are tokenized in turns, step by step, and a cancelled text gets no further step."""
 
 import asyncio
 import threading
@@ -151,7 +151,7 @@ async def test_the_end_drops_what_waits_and_is_not_held_by_a_step_that_takes_lon
 
 
 class Listed:
-    """A text's encoder that tells all of its pieces."""
+    """A text's encoder that lists all of its pieces."""
 
     def __init__(self, said: list[object]) -> None:
         self._said = said

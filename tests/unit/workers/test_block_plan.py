@@ -1,4 +1,4 @@
-"""Where what kernels tell of blocks counts, and when they are not asked to tell it."""
+"""The blocks for which kernels report weights, and the conditions under which no report is requested."""
 
 from longleaf.attention.block_attribution import NO_EDGE
 from longleaf.attention.masks import QueryRun, Read
@@ -12,7 +12,7 @@ TAIL = 6400
 
 
 def asked(*edges, size=64):
-    """A context of 100 spans in slots from 0 on; of each row, whose prompt ends in slot `edge`, a tail behind it."""
+    """A context of 100 spans in slots from 0 on; for each row, whose prompt ends in slot `edge`, a tail behind it."""
     view = SpanView((SlotRun(0, 0, TAIL),), (), size, LAYERS)
     attribution_rows = [
         AttributionRow(row, QueryRun(TAIL + 99, TAIL + 100, row), [prompt(TAIL, edge), answer(edge, TAIL + 100)])

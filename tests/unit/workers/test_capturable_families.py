@@ -58,12 +58,13 @@ def folder_of(tmp_path_factory):
 
 @pytest.fixture
 def says_that_it_captures(monkeypatch):
-    """During a capture transformers leaves out what only warns, and would read ids; on a GPU it sees for itself."""
+    """During a capture transformers skips checks that only warn and would read ids; on a GPU it detects the capture
+    itself."""
     monkeypatch.setattr(import_utils, "is_cuda_stream_capturing", lambda: True)
 
 
 class Itself:
-    """Implements workers.model.hook.Handle: each row sees its own values alone, scaled by its rotated query."""
+    """Implements workers.model.hook.Handle: each row attends only to its own values, scaled by its rotated query."""
 
     def attend(self, layer, q_THD, k_KTD, v_KTV, call):
         (num_tokens, num_heads, _), num_kv_heads = q_THD.shape, v_KTV.shape[0]
@@ -96,7 +97,7 @@ class Forward:
 
 
 def check_replays(forward):
-    """Captured, and replayed for other rows, it gives what a fresh run gives."""
+    """A captured forward pass, replayed for other rows, gives the result of a fresh run."""
     replay = RecordedGraphs().capture(forward.run)
     seen = []
     for seed in (1, 2):

@@ -1,5 +1,5 @@
-"""CUDA graphs as torch gives them, on a pretended torch.cuda: what is left behind where a capture is refused, and what
-counts as taken."""
+"""CUDA graphs of torch on a simulated torch.cuda: the remains of a refused capture, and the memory that counts as
+used."""
 
 from contextlib import contextmanager
 
@@ -12,8 +12,8 @@ MIB = 1 << 20
 
 
 class Cuda:
-    """Stands for torch.cuda. A capture that is refused cannot end, and its stream stays the current one; what nobody
-    uses stays reserved until it is given back."""
+    """Stands for torch.cuda. A refused capture cannot end, and its stream stays the current one; unused memory stays
+    reserved until it is released."""
 
     def __init__(self):
         self.current = "the usual stream"

@@ -1,4 +1,4 @@
-"""The sampler of devices, run on a CPU: the tokens are those of the sampler of CPUs, and of the definition."""
+"""The sampler of devices, run on a CPU: its tokens are those of the CPU sampler, and of the definition."""
 
 import itertools
 import random
@@ -20,7 +20,7 @@ NUM_ROWS = 48
 
 
 def settings() -> list[Sampling]:
-    """Of all kinds and in all combinations: 4 x 8 x 3 x 5."""
+    """Settings of all kinds and in all combinations: 4 x 8 x 3 x 5."""
     temperatures = [0.0, 0.3, 1.0, 30.0]
     cuts = [
         {},
@@ -122,7 +122,7 @@ def test_tokens_are_those_of_the_sampler_of_cpus(size, num_steps, least):
 
 
 def told(tokens):
-    """Of tokens equally likely it is open which ones are told."""
+    """Of equally likely tokens, any may be reported."""
     return [
         [
             (token.id, token.logprobs and (token.logprobs.logprob, [top.logprob for top in token.logprobs.top]))

@@ -1,4 +1,5 @@
-"""Rows that are drawn together: what is computed for them, and that each gets the token that it would get alone."""
+"""Sampling of rows in a batch: the computed values, and that each row gets the token that it would get without the
+others."""
 
 import itertools
 
@@ -61,7 +62,7 @@ def test_the_probabilities_of_all_rows_are_made_together():
     requested = rows(*(Sampling(temperature=0.5 + i / 8, seed=i, num_logprobs=2) for i in range(ROWS)))
     with Watch("_softmax", "_log_softmax") as watch:
         Sampler().choose(requested, logits(size=512))
-    assert [size for _, size in watch.sizes] == [ROWS * 512] * 2  # of what is drawn from, and of what is told
+    assert [size for _, size in watch.sizes] == [ROWS * 512] * 2  # of the candidates, and of the reported tokens
 
 
 def test_penalties_touch_the_tokens_that_were_seen_alone():
@@ -90,7 +91,7 @@ def every_draw(sampling: Sampling, count: int) -> list[Row]:
 
 
 def settings() -> list[Sampling]:
-    """Of all kinds."""
+    """Settings of all kinds."""
     cuts = [
         {"top_p": 0.9},
         {"top_p": 0.3, "min_p": 0.01},
@@ -130,7 +131,7 @@ def test_a_top_p_that_rounded_shares_may_never_reach_keeps_a_token(size):
 
 @pytest.mark.parametrize("num_steps", [20, pytest.param(210, marks=pytest.mark.slow, id="ten thousand draws")])
 def test_tokens_are_those_of_one_row_after_the_other(monkeypatch, num_steps):
-    """Among them some in which rounding might decide, or from which nobody can draw."""
+    """Some rows depend on rounding, and some cannot be sampled from."""
     num_left = 0
 
     def counted(*arguments):

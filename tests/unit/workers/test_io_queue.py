@@ -26,7 +26,7 @@ def work(name):
 
 
 def taken(orders):
-    """The name of what comes next, on a thread of its own: it waits if there is nothing."""
+    """The name of the next order, from a separate thread that waits if there is none."""
     found = []
     thread = threading.Thread(target=lambda: found.append(orders.take()), daemon=True)
     thread.start()
@@ -73,7 +73,7 @@ def test_who_takes_a_save_has_others_wait_at_once(clock):
 
 
 def test_the_last_word_on_a_rest_counts(clock):
-    """Who waits for the end of a long one is told of a shorter one."""
+    """A thread that waits for the end of a long pause is notified of a shorter one."""
     orders = IoQueue(clock)
     orders.put_save(work("save"))
     orders.rest(3600.0)

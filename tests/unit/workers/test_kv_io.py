@@ -1,4 +1,4 @@
-"""Saves and fetches beside the steps: what a slow, full or damaged storage, an epoch's end and a change of mind do."""
+"""Saves and fetches beside the steps, with a slow, full or damaged storage, the end of an epoch, and cancellations."""
 
 import queue
 import threading
@@ -36,7 +36,7 @@ class World:
         self.desk.fetch(order, self.pool, self.answers.put)
 
     def wait_for_calls(self, count):
-        """Returns when so many have begun, of those that nobody has waited for yet."""
+        """Returns when this number of calls has begun, of those that were not waited for before."""
         for _ in range(count):
             assert self.store.num_calls.acquire(timeout=SECONDS)
 
@@ -72,7 +72,7 @@ def test_what_is_saved_is_fetched(world, tmp_path):
 
 
 def test_a_slow_storage_holds_up_nobody_at_an_epochs_end(world):
-    """What was copied by then is written as it was; what was not is dropped."""
+    """Data that was copied by then is written unchanged; the rest is dropped."""
     world.store.gate.clear()
     before = b"".join(HostCopy(world.pool, RUNS, of_windows=False).parts())
     for ticket in range(NUM_THREADS + 2):
@@ -214,7 +214,7 @@ def test_beside_steps_one_is_saved_at_a_time_and_then_there_is_a_rest(tmp_path):
     assert world.answer().failure is None
     assert not world.store.num_calls.acquire(timeout=0.1)
     now[0] += REST * seconds + 1e-6
-    world.fetch(9, Saved(5, 0, 1, "0" * 64), "pieces/none")  # wakes a thread, which sees that the time has come
+    world.fetch(9, Saved(5, 0, 1, "0" * 64), "pieces/none")  # wakes a thread, which sees that its time is up
     world.wait_for_calls(NUM_THREADS)
     assert {world.answer().ticket for _ in range(NUM_THREADS)} > {9}
     world.desk.close()

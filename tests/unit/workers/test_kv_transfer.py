@@ -119,7 +119,7 @@ def test_a_block_of_8_bits_goes_on_where_it_went_as_it_would_have_before():
 
 
 def test_blocks_of_the_same_number_cross():
-    """Each rank sends away what lies in a block, and gets something into one that has the number of another's."""
+    """Each rank sends the content of a block, and receives into a block with the same number as the other's."""
     layout = SegmentLayout(4, 0, (Run(0, 0, 3, (5,)), Run(1, 3, 6, (6,)), Run(2, 6, 9, (5,))))
     targets = (Run(1, 0, 3, (5,)), Run(2, 3, 6, (6,)), Run(0, 6, 9, (6,)))
     ranks = [Rank(POOLS["plain"], number, [layout]) for number in range(3)]
@@ -132,7 +132,7 @@ def test_blocks_of_the_same_number_cross():
 
 
 class FlippingComm:
-    """Flips a bit of what comes here."""
+    """Flips a bit of the received data."""
 
     def __init__(self, comm, at, number=0):
         self.rank, self.world_size = comm.rank, comm.world_size

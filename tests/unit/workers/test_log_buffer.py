@@ -1,4 +1,4 @@
-"""What a rank keeps of what it logs, until the coordinator is told."""
+"""The log records that a rank buffers until they are sent to the coordinator."""
 
 import logging
 from collections.abc import Iterator
@@ -108,7 +108,7 @@ def test_the_longest_records_are_a_message_that_the_channel_takes(records: RankL
 
 
 def test_names_of_files_that_are_no_text_can_be_told(records: RankLogBuffer, monkeypatch: pytest.MonkeyPatch) -> None:
-    for handler in logging.getLogger().handlers:  # what those of the tests catch is sent as text
+    for handler in logging.getLogger().handlers:  # records that the tests' handlers catch are sent as text
         monkeypatch.setattr(handler, "emit", lambda record: None)
     ours.warning("cannot read %s", "a\udcff")
     assert texts(records) == [(30, "cannot read a\\udcff")]

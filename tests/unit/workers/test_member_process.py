@@ -1,5 +1,5 @@
-"""When a rank begins steps and when it answers them, with a device that is done whenever the test says so; and which
-epochs it joins and leaves."""
+"""The times at which a rank begins and answers steps, on a device whose completion the test controls, and the epochs
+that it joins and leaves."""
 
 from collections import deque
 from collections.abc import Callable
@@ -37,9 +37,9 @@ class ScriptedChannel:
         return True
 
     def receive(self) -> object:
-        while isinstance(self._messages[0], int):  # who has nothing under way waits
+        while isinstance(self._messages[0], int):  # blocks if nothing is in flight
             self._messages.popleft()
-        if callable(self._messages[0]):  # what happens elsewhere meanwhile
+        if callable(self._messages[0]):  # something that happens elsewhere meanwhile
             self._messages.popleft()()
             return self.receive()
         return self._messages.popleft()
@@ -55,8 +55,8 @@ class ScriptedChannel:
 
 
 class ScriptedRank:
-    """A device that is done with a step after so many looks; None: only when it is waited for. `errors` are raised, by
-    what is done: the number of a step, `join`, `leave` or another name."""
+    """A device that completes a step after this number of polls; None: only when it is waited for. `errors` are raised
+    by action: the number of a step, `join`, `leave` or another name."""
 
     num_exchanges = 0
 
@@ -127,7 +127,7 @@ def join(epoch: int, rank: int = 0) -> Join:
 
 
 def live(log: list, *messages: object, standing: MemberStatus | None = None, **how: object) -> list:
-    """What is done and said, in `log`."""
+    """The actions and the messages sent, in `log`."""
     spec = make_spec(0, EngineConfig(model="none", world_size=2))
     channel = ScriptedChannel(log, Load(), *messages, Stop())
     rank = ScriptedRank(log, **{"looks": 0, **how})
@@ -138,7 +138,7 @@ def live(log: list, *messages: object, standing: MemberStatus | None = None, **h
 
 
 def lived(*messages: object, looks: int | None = None, rank: int = 0) -> list:
-    """What is done and said once an epoch is joined."""
+    """The actions and the messages sent after an epoch is joined."""
     log = live([], join(1, rank), *messages, looks=looks, rank=rank)
     assert log[:2] == [("join", 1), ("ready", 1)]
     return log[2:]
@@ -193,7 +193,7 @@ AGAIN = [("join", 2), ("ready", 2)]
 
 
 def test_what_is_raised_in_a_step_ends_the_epoch_and_not_the_member():
-    """Of the plans that were sent before the coordinator knew, none is done."""
+    """Plans that were sent before the coordinator learned of the error are not executed."""
     errors = {2: RankLost(1, "died")}
     late = (plan(3), plan(4), KvLayout(1, ()), OpenStore(1), join(1))
     log = live([], join(1), plan(1), plan(2), *late, join(2), plan(5), plan(6, epoch=2), errors=errors)
@@ -251,7 +251,7 @@ def test_an_epoch_that_has_ended_for_all_is_not_joined():
 
 
 def test_what_a_device_says_after_the_end_of_its_epoch_is_not_told():
-    """Who is freed from an exchange goes on as if something had come."""
+    """A rank that is released from an exchange continues as if data had arrived."""
     status, log = MemberStatus(), []
     fence = lambda: status.fence(1)  # noqa: E731
     live(log, join(1), plan(1), fence, plan(2), join(2), standing=status, looks=None)

@@ -1,4 +1,4 @@
-"""What the worker refuses to load, and what it learns of a model before it serves it."""
+"""Models that the worker refuses to load, and the properties that it derives from a model before serving it."""
 
 import re
 
@@ -151,7 +151,7 @@ def test_a_reach_that_config_and_call_tell_differently_is_refused(kind, window):
 
 
 def test_a_window_of_the_config_that_no_layer_asks_for_is_refused():
-    """PhiMoE has it in its masks alone, which are not made."""
+    """PhiMoE applies it only in its masks, which are not built."""
     config = PreTrainedConfig(sliding_window=8, num_hidden_layers=1, max_position_embeddings=16)
     with pytest.raises(ModelRefused, match="sliding_window is 8, and attention layer 0 asks for no window"):
         reach_of(config, 0, None)
@@ -284,7 +284,7 @@ def test_a_family_whose_attention_cannot_be_replaced_is_refused(tmp_path):
 @pytest.mark.parametrize("pad_token_id", PAD_IDS)
 @pytest.mark.parametrize("family", ["falcon_h1", "zaya"])
 def test_a_model_that_carries_a_state_is_refused_whatever_its_padding(tmp_path, monkeypatch, family, pad_token_id):
-    """Also where its config does not name the types of its layers."""
+    """Also if the config does not name its layer types."""
     monkeypatch.setattr(model, "LAYER_TYPES", {})
     folder = make_checkpoint(tmp_path, family, num_layers=2, pad_token_id=pad_token_id)
     with pytest.raises(ModelRefused, match="depends on more of a token than its id and its position"):
@@ -292,7 +292,7 @@ def test_a_model_that_carries_a_state_is_refused_whatever_its_padding(tmp_path, 
 
 
 async def test_nothing_lies_beyond_learned_positions(tmp_path):
-    """Whatever the coordinator believes of the config, the worker knows the table."""
+    """The worker checks the size of the table, whatever the coordinator derives from the config."""
     config = config_for(make_checkpoint(tmp_path, "gpt2", max_positions=80), block_size=16)
     engine = Engine(ThreadRanks(config), config, max_positions=1 << 20)
 

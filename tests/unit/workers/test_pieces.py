@@ -50,7 +50,7 @@ def test_what_was_written_comes_back_to_the_bit(name, of_windows):
     wanted = before[of_windows].clone()
     wanted[[4, 6, 0]] = bits[[0, 2, 6]]
     after = Content(target, of_windows=of_windows).export(range(7))
-    last = 1  # of which one slot alone was in use
+    last = 1  # only one of its slots was in use
     for block in set(range(7)) - {last}:
         assert torch.equal(after[block], wanted[block])
     for part in (part for part in target.blocks(of_windows=of_windows) if part.has_slots):
@@ -64,7 +64,7 @@ def test_what_was_written_comes_back_to_the_bit(name, of_windows):
 
 @pytest.mark.parametrize("name", ["plain", "half", "latents", "narrow values", "int8"])
 def test_equal_keys_give_equal_bytes_wherever_they_lie(name):
-    """Whatever lies behind them in their block."""
+    """Whatever is stored behind them in their block."""
     here, there = filled(POOLS[name], 1), filled(POOLS[name], 2)
     bits = Content(here).export([5, 2, 6, 0, 3])
     Content(there).restore([9, 1, 0, 7, 4], bits)

@@ -22,7 +22,7 @@ LAYER = 2 * (2 * 16) * 4
 
 @pytest.fixture(scope="module")
 def pool_of(tmp_path_factory):
-    """The pool of a family, and what is held of its windows."""
+    """The pool of a family, and its windowed blocks."""
     models = {}
 
     def get(family, num_ranks_here=1, **settings):
@@ -86,7 +86,7 @@ def test_in_8_bits_windows_have_blocks_with_scales(pool_of):
     ],
 )
 def test_the_least_windows_hold_a_context_and_a_generation(pool_of, block_size, replicate_below):
-    """Whatever their lengths, and with --max-sequences 1 without being told."""
+    """For all lengths, and with --max-sequences 1 without an explicit setting."""
     settings = {"block_size": block_size, "replicate_below": replicate_below, "max_sequences": 1}
     with pytest.raises(StartError) as refused:
         pool_of("gemma3", kv_bytes=8 << 20, window_bytes=1, **settings)

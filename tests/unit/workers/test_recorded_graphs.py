@@ -1,4 +1,4 @@
-"""The fake of CUDA graphs: what it replays is what a fresh run does, and it refuses what a capture refuses."""
+"""The fake of CUDA graphs: a replay equals a fresh run, and it refuses the same operations as a capture."""
 
 import threading
 
@@ -226,7 +226,7 @@ def test_grouped_products_wait_for_their_offsets_unless_all_is_bfloat16(dtype):
 
 
 def add_to(kernel, grid, x, out, number):
-    """What a kernel might do, of which torch sees nothing."""
+    """A kernel's write that torch does not see."""
     assert (kernel, grid) == ("add", (1,))
     out.numpy()[:] = x.numpy() + number
 

@@ -112,7 +112,7 @@ def test_presence_and_frequency_count_the_answer_alone(answer: list[int]) -> Non
 
 
 def test_penalties_come_after_the_bias() -> None:
-    """A bias changes the sign of a logit, and with it what the repetition penalty does."""
+    """A bias changes the sign of a logit, and so the effect of the repetition penalty."""
     sampling = Sampling(logit_bias={0: -4.0}, repetition_penalty=2.0, presence_penalty=1.0)
     assert adjusted(LOGITS, sampling, seen([], [0]))[0] == (2.0 - 4.0) * 2.0 - 1.0
 
@@ -124,7 +124,7 @@ def test_ids_that_have_no_logit_are_left_alone() -> None:
 
 
 def row(sequence: int, sampling: Sampling | None, index: int = 0, told: PenaltyHistory | None = None) -> Row:
-    """One that tells the sequence's terms, unless `sampling` is None."""
+    """A row that includes the sequence's sampling terms, unless `sampling` is None."""
     return Row(sequence, (0,), index, (), (), index, SamplingTerms(sampling, told) if sampling else None)
 
 

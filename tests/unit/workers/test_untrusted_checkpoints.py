@@ -1,4 +1,4 @@
-"""Nothing that a checkpoint brings is run: neither its Python files nor a pickle, whatever waits on standard input."""
+"""No code of a checkpoint is run: neither its Python files nor a pickle, whatever standard input contains."""
 
 import io
 import json
@@ -36,7 +36,7 @@ OWN = {"AutoConfig": "stranger.Config", "AutoModelForCausalLM": "stranger.Model"
 
 
 class Stranger:
-    """A checkpoint with code of its own, which leaves a mark where it runs."""
+    """A checkpoint with custom code, which creates a file if it is run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "model"
@@ -66,7 +66,7 @@ class Stranger:
 
 
 class Touch:
-    """What makes a file when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -77,7 +77,7 @@ class Touch:
 
 @pytest.fixture
 def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stranger:
-    """With somebody at the terminal who says yes to everything."""
+    """With a terminal that answers yes to every question."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
     return Stranger(tmp_path).make()
 

@@ -1,4 +1,4 @@
-"""The data folder: who may open it, who holds it, and what its files are."""
+"""The data folder: permissions, locking, and the files in it."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from tests.support.catalog import document
 DIGEST = "0123456789abcdef" * 4
 
 
-@pytest.fixture(params=[0o000, 0o022, 0o077 if os.geteuid() else 0o777])  # root alone can use files of mode 0
+@pytest.fixture(params=[0o000, 0o022, 0o077 if os.geteuid() else 0o777])  # only root can use files of mode 0
 def umask(request: pytest.FixtureRequest) -> Iterator[None]:
     before = os.umask(request.param)
     yield

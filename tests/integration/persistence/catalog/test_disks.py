@@ -1,4 +1,5 @@
-"""Disks that are full, read-only, fail or vanish: commits say so, leave nothing, and work again afterwards."""
+"""Disks that are full, read-only, fail or disappear: commits raise errors, leave nothing behind, and work again
+afterwards."""
 
 import errno
 import os
@@ -24,7 +25,7 @@ from tests.support.small_disk import fill, small_disk
 
 @pytest.fixture
 def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
-    """A file system of 1 MiB, or as many as the test says."""
+    """A file system of 1 MiB, or of the size that the test requests."""
     with small_disk(tmp_path / "disk", getattr(request, "param", 1) << 20) as made:
         yield made.folder
 
@@ -72,7 +73,7 @@ async def test_a_full_disk_keeps_a_service_from_making_its_files(disk: Path) -> 
 
 @pytest.mark.parametrize("disk", [16], indirect=True)
 async def test_on_a_full_disk_contexts_can_be_deleted_and_services_start(disk: Path) -> None:
-    """With what is set apart for that; it is set apart again once there is room."""
+    """The reserved space is used for this; it is reserved again once there is room."""
     async with opened(disk) as (folder, catalog):
         for number in range(4):
             await catalog.commit(document(f"book{number}", number, 30_000))

@@ -1,4 +1,4 @@
-"""A catalog that is lost, and made anew of what its service wrote to a folder of storage."""
+"""A lost catalog is rebuilt from the records that its service wrote to a storage folder."""
 
 import asyncio
 import json
@@ -55,7 +55,7 @@ STEPS: Sequence[tuple[Change, ContextNote]] = (
     (Change(segments=(GONE,), contexts=(POEM,)), note_of(POEM, 4)),
     (Change(dropped_contexts=("poem",)), deletion("poem", 5)),
 )
-"""What a service did, and the note of it: documents, an append, a fork that goes on by itself, a deletion."""
+"""The operations of a service and its records: documents, an append, a fork that continues separately, a deletion."""
 
 EPOCH = 7
 
@@ -120,7 +120,7 @@ def service_of(tmp_path: Path, identity: Identity) -> Service:
 
 
 def same(kept: CatalogContents) -> CatalogContents:
-    """But for the last epoch and what was outgoing, which storage does not tell."""
+    """Without the last epoch and the outgoing segments, which storage does not record."""
     return replace(kept, epoch=0, next_outgoing=0)
 
 

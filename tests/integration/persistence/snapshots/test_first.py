@@ -1,4 +1,4 @@
-"""What the first version of snapshots wrote is opened by this one: segments to the bit, and contexts."""
+"""Snapshots of the first version can be opened: segments are restored bit for bit, and contexts."""
 
 from pathlib import Path
 
@@ -78,7 +78,7 @@ def test_a_catalog_is_made_of_it() -> None:
 
 
 def test_this_version_writes_the_same(tmp_path: Path) -> None:
-    """Whoever makes it write something else keeps what is here, and adds another one."""
+    """A change of the format must keep the files here and add new ones."""
     write_first(tmp_path / "again")
     found = {path.relative_to(tmp_path / "again"): path.read_bytes() for path in files(tmp_path / "again")}
     assert found == {path.relative_to(FIXTURE): path.read_bytes() for path in files(FIXTURE)}

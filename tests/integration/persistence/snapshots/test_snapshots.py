@@ -1,4 +1,5 @@
-"""Snapshots over a real storage, for ranks that write something: what is saved when, what goes, and what stays."""
+"""Snapshots over a real storage, for ranks that write data: the times of saving, and the segments that are deleted and
+retained."""
 
 import asyncio
 import time
@@ -52,7 +53,7 @@ def change(number: int, name: str, num_tokens: int = 10) -> Change:
 
 
 class Bench:
-    """Snapshots, what they are over, and whoever changes contexts."""
+    """Snapshots, their storage, and a stand-in for the component that changes contexts."""
 
     def __init__(self, folder: Path, policy: RetentionPolicy, catalog: FakeCatalog | None = None) -> None:
         self.store = Store.open(str(folder))
@@ -60,7 +61,7 @@ class Bench:
         self.catalog = catalog or FakeCatalog()
         self.ranks = FakeSnapshotRanks(self.store)
         self.views = list[Storage]()
-        """At each change that was told of."""
+        """The storage view at each reported change."""
         self.snapshots = Snapshots(self.store, self.catalog, self.catalog.kept, "checkpoint", policy, lambda: 1e12)
 
     def hold(self, number: int, version: int = 0) -> None:
@@ -84,7 +85,7 @@ class Bench:
 
 async def until(is_so: Callable[[], Any]) -> None:
     async with asyncio.timeout(20):
-        while not is_so():  # noqa: ASYNC110, what is waited for is on storage
+        while not is_so():  # noqa: ASYNC110, the condition is on storage
             await asyncio.sleep(0.005)
 
 
@@ -185,7 +186,7 @@ async def test_what_is_deleted_goes_from_storage_and_stays_deleted(tmp_path: Pat
 
 
 async def test_what_is_deleted_while_storage_is_told_of_everything_stays_deleted(tmp_path: Path) -> None:
-    """A storage that is empty, or another one, is told of all contexts at the start; changes go on meanwhile."""
+    """A storage that is empty or replaced receives all contexts at the start, while changes continue."""
     catalog = FakeCatalog()
     for number, name in enumerate(("book", "other")):
         await catalog.commit(change(number, name))

@@ -1,4 +1,4 @@
-"""Catalogs made anew: what is brought back of notes and manifests, and why the rest is not."""
+"""Rebuilt catalogs: the contexts that are restored from records and manifests, and the reasons for the omissions."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ BOOK, TWIG, POEM = context("book", 3, 30), context("twig", 5, 40, ends=(25, 40))
 
 @dataclass
 class Place:
-    """What lies on a storage, put together by hand."""
+    """The content of a storage, created by the test."""
 
     notes: list[ContextNote] = field(default_factory=list)
     damaged_notes: list[NotePlace] = field(default_factory=list)

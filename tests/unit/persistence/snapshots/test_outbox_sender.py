@@ -1,4 +1,4 @@
-"""What is outgoing reaches storage in its order, and nothing of it is lost."""
+"""Outgoing changes reach storage in order, and none is lost."""
 
 import asyncio
 import errno
@@ -30,7 +30,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class NotingFiles(MemoryFiles):
-    """Knows what was done."""
+    """Records the calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ async def test_ever_so_many_that_are_held_keep_nothing_waiting() -> None:
 
 
 async def test_with_the_note_of_a_deletion_those_before_it_go() -> None:
-    """They tell the display name; a later context of the same name keeps its own."""
+    """They contain the display name; a later context of the same name keeps its own records."""
 
     def note(context: str, number: int, *, is_deleted: bool = False) -> OutboxEntry:
         reported = ContextNote(
