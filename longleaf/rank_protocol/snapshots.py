@@ -43,7 +43,7 @@ class Save(msgspec.Struct, frozen=True, tag="save"):
     runs: tuple[Run, ...]
     """In order of position."""
     of_windows: bool = False
-    """Whether the piece has the layers with replicated windows: runs of EVERY_RANK."""
+    """Whether the piece contains the layers with replicated windows: runs of EVERY_RANK."""
 
 
 class Saved(msgspec.Struct, frozen=True, tag="saved"):
@@ -68,7 +68,7 @@ class Fetch(msgspec.Struct, frozen=True, tag="fetch"):
     ranges: tuple[Range, ...]
     """Increasing; whole blocks, each counted from the start of its range."""
     of_windows: bool = False
-    """Whether the piece has the layers with replicated windows."""
+    """Whether the piece contains the layers with replicated windows."""
 
 
 class Fetched(msgspec.Struct, frozen=True, tag="fetched"):

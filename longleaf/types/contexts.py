@@ -194,7 +194,7 @@ class IngestProgress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tokenized(msgspec.Struct, frozen=True):
-    """The tokens of a text. `spans`, if requested, has each token's character range [start, end)."""
+    """The tokens of a text. `spans`, if requested, contains each token's character range [start, end)."""
 
     token_ids: tuple[int, ...]
     spans: tuple[tuple[int, int], ...] | None = None
