@@ -1,1 +1,1 @@
-"""The door for HTTP: OpenAI's dialect, contexts and a page, in front of a service that speaks gRPC. Holds no state."""
+"""The HTTP gateway: OpenAI's API, contexts and a web page, in front of a gRPC service. Stateless."""

@@ -27,13 +27,13 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 def main(arguments: list[str]) -> int:
     """Serves until a signal; returns the exit code."""
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # which the library reads when it is imported
-    os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client")  # whose threads cost 0.05 s of 1,000 deltas
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read by gRPC at import
+    os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client")  # its threads cost 0.05 s per 1,000 deltas
     from door.server import serve
 
-    for number in SIGNALS:  # uvicorn takes them meanwhile, and gives them back at the end
+    for number in SIGNALS:  # uvicorn replaces the handlers, and restores them at the end
         signal.signal(number, leave)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # whoever became this program may have kept one waiting
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the parent process may have blocked them
     config = parse(arguments)
     telemetry = TelemetryConfig(log_format=config.log_format, log_level=config.log_level)
     logs = Logs(telemetry, ("door", "longleaf"))
@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
         config.check()
         uvloop.run(serve(config, lambda url, metrics: announce(config, url, metrics)))
     except (InvalidArgument, StartError) as error:
-        if config.with_parent:  # whoever started this tells it
+        if config.with_parent:  # the parent process reports it
             print(msgspec.json.encode({"error": str(error)}).decode(), flush=True)
             return BAD_INPUT
         record = logging.LogRecord("door", logging.ERROR, "", 0, f"error: {error}", None, None)
@@ -55,12 +55,12 @@ def main(arguments: list[str]) -> int:
 
 
 def leave(*_: object) -> NoReturn:
-    """Ends the process, which has nothing to undo."""
+    """Exits immediately, since there is nothing to clean up."""
     os._exit(0)
 
 
 def announce(config: GatewayConfig, url: str, metrics: str | None) -> None:
-    """Says where it listens, and where its metrics are if it has some."""
+    """Prints the address, and that of the metrics if enabled."""
     if config.as_json:
         found = {"http": url} | ({} if metrics is None else {"metrics": metrics})
         print(msgspec.json.encode(found).decode(), flush=True)
@@ -71,7 +71,7 @@ def announce(config: GatewayConfig, url: str, metrics: str | None) -> None:
 
 
 def parse(arguments: list[str]) -> GatewayConfig:
-    """Raises SystemExit for what does not fit."""
+    """Raises SystemExit for invalid arguments."""
     parser = argparse.ArgumentParser(prog="python -m door", argument_default=argparse.SUPPRESS)
     for field in fields(GatewayConfig):
         choices = get_args(field.type) if get_origin(field.type) is Literal else None

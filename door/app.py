@@ -1,4 +1,4 @@
-"""What is asked where."""
+"""Routes."""
 
 import asyncio
 from collections.abc import Callable
@@ -43,7 +43,7 @@ ROUTES = (
 
 
 def make_app(client: ProxyClient, config: GatewayConfig, ending: asyncio.Event) -> ASGIApp:
-    """The application in front of the service of `client`. From `ending` on nobody is kept who only watches."""
+    """The application in front of the service of `client`. Once `ending` is set, streams that only watch are closed."""
     handlers: dict[Any, Callable[[Request, Any], Any]] = {
         HttpProblem: _on_problem,
         LongleafError: _on_error,
@@ -59,7 +59,7 @@ def make_app(client: ProxyClient, config: GatewayConfig, ending: asyncio.Event) 
 
 
 def _routes() -> list[Route]:
-    """One for each path: Starlette answers 405 for the methods that the first has not."""
+    """One route per path, because Starlette answers 405 for methods that the first matching route lacks."""
     paths = dict[str, dict[str, Any]]()
     for path, method, endpoint in ROUTES:
         paths.setdefault(path, {})[method] = endpoint
@@ -68,7 +68,7 @@ def _routes() -> list[Route]:
 
 def _by_method(endpoints: dict[str, Any]) -> Callable[[Request], Any]:
     async def endpoint(request: Request) -> Response:
-        method = request.method if request.method in endpoints else "GET"  # a HEAD of what has no own
+        method = request.method if request.method in endpoints else "GET"  # HEAD without a separate handler
         return await endpoints[method](request)
 
     return endpoint
@@ -97,5 +97,5 @@ async def _on_left(request: Request, _: ClientDisconnect) -> Response:
 
 
 async def _on_failure(request: Request, _: Exception) -> Response:
-    """Whoever is around this logs what it was."""
+    """Without logging, which the outer middleware does."""
     return await _on_problem(request, HttpProblem(500, "the door failed; its log says why", kind="server_error"))

@@ -1,4 +1,4 @@
-"""Bodies: of requests strict JSON of a bounded size, of bounded sizes together; of answers JSON."""
+"""Request bodies, which are strict JSON with limits on size and total memory, and JSON responses."""
 
 import asyncio
 import json
@@ -15,21 +15,22 @@ from door.errors import HttpProblem, unavailable
 from longleaf.config import MAX_REQUEST_BYTES
 
 MAX_JSON_BYTES = MAX_REQUEST_BYTES + (1 << 19)
-"""What the service takes at once, and some for what JSON says in more bytes."""
+"""The service's limit, plus a margin for JSON's escaping."""
 MAX_VALUES = 50_000
-"""Texts, objects and arrays of a body. To make so many takes the interpreter a tenth of a second."""
+"""Limit of strings, objects and arrays per body. The interpreter creates that many in a tenth of a second."""
 MAX_COMMAS = 1 << 19
-"""Between all values: a prompt may be a long list of numbers."""
+"""Limit of commas between values; higher, because a prompt may be a long list of numbers."""
 MAX_HELD_BYTES = 64 << 20
-"""Of all bodies that come or are decoded, and of prompts until the service answers; further ones get 503."""
+"""Limit for all bodies being received or decoded, and for prompts until the service answers; further requests get 503.
+"""
 COPIES = 2
-"""How often a prompt is held while it goes to the service: as a message, and encoded."""
+"""Copies of a prompt while it is sent to the service: the message, and its encoded form."""
 PART_SECONDS = 30.0
-"""How long the next part of a body may take."""
+"""Timeout for the next part of a body."""
 BODY_SECONDS = 60.0
-"""How long all of its parts may."""
+"""Timeout for a complete body."""
 LARGE_BYTES = 1 << 18
-"""What is larger is decoded beside the event loop, one after the other: together they would keep everybody waiting."""
+"""Larger bodies are decoded outside the event loop, one at a time, to keep the loop responsive."""
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 Body = TypeVar("Body", bound=msgspec.Struct)
 T = TypeVar("T")
@@ -37,7 +38,7 @@ PATH = re.compile(r"^(?P<told>.*?)(?: - at `(?:key in )?\$\.?(?P<path>.*)`)?$", 
 
 
 class BodyReader:
-    """Takes in what callers send; bounds what it holds of all of them, and how long it waits for each."""
+    """Reads request bodies, with limits on total memory and on time."""
 
     def __init__(
         self, max_bytes: int = MAX_HELD_BYTES, *, part_seconds: float = PART_SECONDS, seconds: float = BODY_SECONDS
@@ -47,20 +48,20 @@ class BodyReader:
         self._decoding = asyncio.Lock()
 
     def audit(self) -> None:
-        """While nobody sends anything, nothing is held."""
+        """Checks that no memory is leased while no request is open."""
         assert self._held.num_bytes == 0, f"{self._held.num_bytes} bytes are still counted"
 
     def share(self) -> "MemoryLease":
-        """A share of the memory that all bodies have, of no bytes yet."""
+        """An empty lease of the common memory budget."""
         return MemoryLease(self._held)
 
     async def read_json(self, request: Request) -> dict[str, Any]:
-        """The object that the body is. Raises HttpProblem."""
+        """The JSON object in the body. Raises HttpProblem."""
         with self.share() as share:
             return (await self._decoded(request, share, _itself))[0]
 
     async def read(self, request: Request, share: "MemoryLease", convert: Callable[[dict[str, Any]], T]) -> T:
-        """What `convert` makes of the object that the body is; `share` has the memory of that from here on. Raises
+        """The result of `convert` for the JSON object in the body; `share` holds its memory from then on. Raises
         HttpProblem."""
         converted, num_bytes = await self._decoded(request, share, convert)
         share.keep(num_bytes)
@@ -72,7 +73,7 @@ class BodyReader:
         content = await self._read(request, share)
         if len(content) <= LARGE_BYTES:
             return _decode_as(convert, content)
-        async with self._decoding:  # what Python makes of it takes ten times as much: one at a time
+        async with self._decoding:  # Python objects take ten times the size, so one body is decoded at a time
             return await asyncio.to_thread(_decode_as, convert, content)
 
     async def _read(self, request: Request, share: "MemoryLease") -> bytearray:
@@ -97,14 +98,14 @@ class BodyReader:
 
 
 class MemoryBudget:
-    """What all bodies together have, in bytes."""
+    """Memory budget of all bodies, in bytes."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes, self.num_bytes = max_bytes, 0
 
 
 class MemoryLease:
-    """What one body has of it, to be entered."""
+    """A context manager that holds the memory of one body."""
 
     def __init__(self, held: MemoryBudget) -> None:
         self._held, self._num_bytes = held, 0
@@ -116,18 +117,19 @@ class MemoryLease:
         self.give_back()
 
     def give_back(self) -> None:
-        """The memory is free. Idempotent."""
+        """Frees the memory. Idempotent."""
         self._held.num_bytes -= self._num_bytes
         self._num_bytes = 0
 
     def grow(self, num_bytes: int) -> None:
-        """Has it be so many at least. Raises HttpProblem for more than one body may have, or than there is room for."""
+        """Grows the lease to at least `num_bytes`. Raises HttpProblem beyond the limit per body, or if the budget is
+        exhausted."""
         if num_bytes > MAX_JSON_BYTES:
             raise too_large()
         self.keep(num_bytes)
 
     def keep(self, num_bytes: int) -> None:
-        """The same for a body that has been decoded."""
+        """The same for a decoded body."""
         more = max(0, num_bytes - self._num_bytes)
         if self._held.num_bytes + more > self._held.max_bytes:
             message = "the door takes in as much as it can, come again"
@@ -137,19 +139,19 @@ class MemoryLease:
 
 
 async def json_of(request: Request) -> dict[str, Any]:
-    """The object that the body of a request is. Raises HttpProblem."""
+    """The JSON object in the body of a request. Raises HttpProblem."""
     bodies: BodyReader = request.app.state.bodies
     return await bodies.read_json(request)
 
 
 def share_of(request: Request) -> MemoryLease:
-    """A share of what the door of a request holds, to be entered."""
+    """An empty lease of the gateway's memory budget."""
     bodies: BodyReader = request.app.state.bodies
     return bodies.share()
 
 
 async def body_of(request: Request, share: MemoryLease, convert: Callable[[dict[str, Any]], T]) -> T:
-    """What `convert` makes of the object that the body of a request is. Raises HttpProblem."""
+    """The result of `convert` for the JSON object in the body of a request. Raises HttpProblem."""
     bodies: BodyReader = request.app.state.bodies
     return await bodies.read(request, share, convert)
 
@@ -159,7 +161,7 @@ def _itself(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _decode_as(convert: Callable[[dict[str, Any]], T], content: bytearray) -> tuple[T, int]:
-    """What `convert` makes of a JSON object, and the bytes that it and its copies take. Raises HttpProblem."""
+    """The result of `convert` for a JSON object, and its memory including copies. Raises HttpProblem."""
     decoded = decode(content)
     if not isinstance(decoded, dict):
         raise HttpProblem(400, "the body is no JSON object")
@@ -169,7 +171,8 @@ def _decode_as(convert: Callable[[dict[str, Any]], T], content: bytearray) -> tu
 
 
 def _text_bytes(found: object) -> int:
-    """The bytes of all texts: one character beyond the 16-bit ones has each of its text take four."""
+    """Memory of all strings. A single character beyond the BMP makes Python use four bytes for each character of its
+    string."""
     match found:
         case str():
             return sys.getsizeof(found)
@@ -183,18 +186,17 @@ def _text_bytes(found: object) -> int:
 
 
 def answered(body: object, status: int = 200) -> Response:
-    """An answer in JSON."""
+    """A JSON response."""
     return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
 def too_large() -> HttpProblem:
     message = f"the body has more than {MAX_JSON_BYTES:,} bytes; a document goes to POST /v1/contexts/NAME"
-    return HttpProblem(413, message)  # what still comes is thrown away: a closed connection would not let this be read
+    return HttpProblem(413, message)  # further data is discarded, because closing the connection would lose this answer
 
 
 def decode(content: bytes | bytearray) -> object:
-    """Raises HttpProblem for what is no JSON, or says a thing twice, or has no meaning in UTF-8, or has too many
-    values."""
+    """Raises HttpProblem for invalid JSON, duplicate keys, invalid Unicode, or too many values."""
     _check_size(content)
     try:
         found = json.loads(content.decode(), object_pairs_hook=_object, parse_constant=_no_number)
@@ -210,10 +212,10 @@ def decode(content: bytes | bytearray) -> object:
 
 
 def _check_size(content: bytes | bytearray) -> None:
-    """Raises HttpProblem for more values than a decoder makes in a short time."""
-    if sum(map(content.count, (b",", b"[", b"{"))) <= MAX_VALUES:  # in texts or not
+    """Raises HttpProblem for more values than can be decoded quickly."""
+    if sum(map(content.count, (b",", b"[", b"{"))) <= MAX_VALUES:  # an upper bound that includes characters in strings
         return
-    bare = content.replace(b"\\\\", b"").replace(b'\\"', b"")  # what quotes are left begin and end texts
+    bare = content.replace(b"\\\\", b"").replace(b'\\"', b"")  # the remaining quotes delimit strings
     num_values, num_commas = bare.count(b'"') // 2, 0
     if num_values <= MAX_VALUES:
         outside = b"".join(bare.split(b'"')[::2])
@@ -236,7 +238,7 @@ def _no_number(name: str) -> float:
 
 
 def _check_texts(found: object) -> None:
-    """Raises ValueError for half of a character."""
+    """Raises ValueError for an unpaired surrogate."""
     match found:
         case str():
             try:

@@ -1,4 +1,4 @@
-"""Who calls: a view of the client that bears the caller's credential, and whom a fair share is counted for."""
+"""Callers: a client view with the caller's credential, and the key for fair sharing."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -10,13 +10,13 @@ from longleaf.client.proxy_client import ProxyClient
 from longleaf.errors import DeadlineExceeded, InvalidArgument, PermissionDenied, Unauthenticated
 
 ANSWER_SECONDS = 10.0
-"""How long the service may take for what is no generation and no document."""
+"""Timeout of calls other than generations and ingests."""
 T = TypeVar("T")
 
 
 def client_of(request: Request) -> ProxyClient:
-    """The client of this call. Raises Unauthenticated for what is no credential, and PermissionDenied where it would
-    travel on in plain text."""
+    """The client for this request. Raises Unauthenticated for a malformed credential, and PermissionDenied if it would
+    be forwarded in plain text."""
     client: ProxyClient = request.app.state.client
     given = request.headers.get("authorization")
     if given is None:
@@ -33,12 +33,12 @@ def client_of(request: Request) -> ProxyClient:
 
 
 def peer_of(request: Request) -> str:
-    """The address that a fair share is counted for where the caller names nobody."""
+    """The address used for fair sharing if the caller sets no client name."""
     return request.client.host if request.client is not None else ""
 
 
 async def in_time(call: Awaitable[T]) -> T:
-    """What the service answers. Raises DeadlineExceeded where it takes too long: it may stand still."""
+    """The result of the call. Raises DeadlineExceeded after ANSWER_SECONDS, because the service may hang."""
     try:
         async with asyncio.timeout(ANSWER_SECONDS):
             return await call

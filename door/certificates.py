@@ -1,4 +1,4 @@
-"""The certificate that callers see: new connections get what the files have now."""
+"""The gateway's certificate, which is reloaded for new connections when its files change."""
 
 import asyncio
 import ssl
@@ -10,7 +10,7 @@ from longleaf.reloading_files import LOOK_SECONDS, ReloadingFiles
 
 
 class Certificate:
-    """A certificate, its key, and the context of connections that have them."""
+    """A certificate, its key, and the SSL context that uses them."""
 
     def __init__(self, tls_cert: str, tls_key: str) -> None:
         """Raises InvalidArgument."""
@@ -22,7 +22,7 @@ class Certificate:
         self._load(self._used)
 
     async def follow(self) -> None:
-        """Looks at the files until it is cancelled."""
+        """Checks the files until it is cancelled."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             found = self._files.value
@@ -31,7 +31,7 @@ class Certificate:
                 self._load(found)
 
     def _load(self, pair: KeyPair) -> None:
-        """The library reads files alone, and those of the service may be half written by now."""
+        """Uses temporary files, because `ssl` only loads files, and the original ones may be incomplete by now."""
         with tempfile.TemporaryDirectory(prefix="longleaf-") as folder:
             path = Path(folder) / "pair.pem"
             path.touch(0o600)

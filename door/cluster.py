@@ -1,4 +1,4 @@
-"""The cluster, once or as events, and whether door and service are there."""
+"""Cluster state, as one response or as events, and health checks of gateway and service."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -20,7 +20,7 @@ INTERVAL_SECONDS = 1.0
 
 
 def described(cluster: Cluster) -> dict[str, Any]:
-    """The cluster as callers see it."""
+    """The cluster as JSON."""
     model, recovery, drafting = cluster.model, cluster.recovery, cluster.drafting
     return {
         "model": {
@@ -77,11 +77,11 @@ def described(cluster: Cluster) -> dict[str, Any]:
 
 
 async def cluster(request: Request) -> Response:
-    """Now, and at every change; with `once=true` one object."""
+    """The cluster now and after every change; with `once=true` a single object."""
     client = client_of(request)
     if request.query_params.get("once", "false").lower() in ("true", "1"):
         return answered(described(await in_time(client.cluster())))
-    if request.method == "HEAD":  # a stream would go on for ever, and tell nothing
+    if request.method == "HEAD":  # a stream would never end, and transfer no body
         await in_time(client.cluster())
         reported = Response()
         reported.raw_headers = list(HEADERS)
@@ -108,13 +108,13 @@ async def _events(first: Cluster, watching: AsyncGenerator[Cluster, None]) -> As
 
 
 async def healthz(request: Request) -> Response:
-    """The door runs."""
+    """Whether the gateway runs."""
     del request
     return answered({"status": "ok"})
 
 
 async def readyz(request: Request) -> Response:
-    """The service behind it can answer."""
+    """Whether the service can answer."""
     client: ProxyClient = request.app.state.client
     try:
         is_healthy = await client.is_healthy(timeout=READY_SECONDS)

@@ -1,4 +1,4 @@
-"""Errors as callers see them: a status and OpenAI's body, by one table."""
+"""HTTP errors: statuses, and bodies in OpenAI's format."""
 
 import logging
 import math
@@ -28,17 +28,17 @@ from longleaf.errors import (
 
 INVALID = "invalid_request_error"
 RETRY_SECONDS = 1.0
-"""When to come again to a service that does not say."""
+"""Retry delay if the service names none."""
 SOON = {"retry-after": "1"}
 
 
 MAY_PASS = frozenset({404, 408, 499})
-"""Statuses of requests that may succeed if they are repeated as they are, though nobody can say when: a context may
-still be read, and a caller may send faster. Other requests with a 4xx status may only where it has a retry-after."""
+"""Statuses of requests that may succeed when repeated unchanged, after an unknown time: a context may still be
+ingested, and a caller may send faster. Other 4xx statuses are only worth a retry with a retry-after header."""
 
 
 class HttpProblem(Exception):
-    """What a caller is answered instead of what was asked for."""
+    """An error response."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class HttpProblem(Exception):
 
     @property
     def body(self) -> dict[str, object]:
-        """The object that tells of it."""
+        """The error object of the body."""
         facts = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return {"error": facts}
 
@@ -67,12 +67,12 @@ class HttpProblem(Exception):
 
 
 def unavailable(told: str) -> HttpProblem:
-    """Not now, but soon."""
+    """A temporary failure with a retry delay."""
     return HttpProblem(503, told, kind="server_error", code="unavailable", headers=SOON)
 
 
 def stopping() -> HttpProblem:
-    """What is told to those whose answer the door's end cuts."""
+    """The error for answers that are cut off by the gateway's shutdown."""
     return unavailable("the door is stopping")
 
 
@@ -101,7 +101,7 @@ TABLE = (
     _Row(Unavailable, 503, "server_error", "unavailable"),
     _Row(LongleafError, 502, "server_error", "bad_gateway"),
 )
-"""A type before those that it is one of."""
+"""Subclasses come before their base classes."""
 FIELDS = {
     "sampling.max_token_count": "max_tokens",
     "sampling.stop_token_ids": "stop",
@@ -120,10 +120,10 @@ FIELDS = {
     "config.total_size_bytes": "Upload-Length",
     "token_count": "tokens",
 }
-"""What fields of the service are called here, where that is not their own name."""
+"""HTTP names of the service's fields, where they differ."""
 _GIVE = "give Authorization: Bearer CREDENTIAL (api_key in OpenAI's clients)"
 _UNREACHED = re.compile(r"the server at (the service does not answer) \(.*", re.DOTALL)
-"""What follows is for operators: the library tells addresses."""
+"""The rest is for operators, because gRPC includes addresses."""
 AWAY = "the service cannot be reached: %s"
 log = logging.getLogger("door")
 _CONTENT = re.compile(r"^(messages\[\d+\])\.(?:text|parts)$")
@@ -131,10 +131,10 @@ _PARENT = re.compile(r"^(?:sampling|conversation|config|context|prefaced_config)
 
 
 def problem_of(error: LongleafError, names: Mapping[str, str] | None = None, missing: str = "not_found") -> HttpProblem:
-    """What an error of the service is to a caller. `names` are of fields, before those of FIELDS; `missing` is the code
-    of what does not exist."""
+    """The HTTP error for an error of the service. `names` maps fields and takes precedence over FIELDS; `missing` is
+    the code for a resource that does not exist."""
     row = next(row for row in TABLE if isinstance(error, row.error))
-    if isinstance(error, InvalidArgument) and error.field == "tls_ca":  # it is the door that is set up wrongly
+    if isinstance(error, InvalidArgument) and error.field == "tls_ca":  # the gateway's own configuration is wrong
         log.warning(AWAY, error)
         return unavailable("the service cannot be reached")
     if isinstance(error, InvalidArgument):
@@ -157,8 +157,8 @@ def problem_of(error: LongleafError, names: Mapping[str, str] | None = None, mis
 
 
 def _message_of(error: LongleafError) -> str:
-    """What callers may know of it."""
-    if isinstance(error, Unauthenticated):  # the service tells how its own commands give one
+    """The message without details that callers must not see."""
+    if isinstance(error, Unauthenticated):  # the service's message describes the flags of its own commands
         return f"{str(error).partition(':')[0]}: {_GIVE}"
     if _UNREACHED.match(str(error)):
         log.warning(AWAY, error)
@@ -166,5 +166,5 @@ def _message_of(error: LongleafError) -> str:
 
 
 def _param(field: str, names: Mapping[str, str]) -> str:
-    whole = field.partition(".ids[")[0]  # of the place of an id in a list
+    whole = field.partition(".ids[")[0]  # index in a list of ids
     return names.get(whole) or _CONTENT.sub(r"\1.content", _PARENT.sub("", whole))

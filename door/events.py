@@ -1,4 +1,4 @@
-"""Server-sent events: a response that is told as things happen, with a comment where nothing does."""
+"""Server-sent events, with comments as heartbeats."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -29,27 +29,27 @@ def event(data: object, name: str = "") -> bytes:
 
 
 def _without_separators(content: bytes) -> bytes:
-    """The JSON with the characters escaped that end no line of a stream of events, but do for str.splitlines, by which
-    some clients read."""
+    """The JSON with line separators escaped that do not end a line of an event stream, but do for str.splitlines, which
+    some clients use."""
     for character, escape in SEPARATORS:
         content = content.replace(character, escape)
     return content
 
 
 def comment(text: str) -> bytes:
-    """What keeps a connection alive, and means nothing."""
+    """A comment, which clients ignore and which keeps the connection alive."""
     return b": " + " ".join(text.split()).encode() + b"\n\n"
 
 
 async def gone(receive: Receive) -> None:
-    """Returns when the caller has left. For bodies that have been read."""
+    """Returns when the caller has disconnected. Requires that the body was read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 class EventResponse:
-    """An ASGI response of events. When the caller leaves, `events` is closed, and with it what it reads. `waiting` is
-    told in comments. Who cancels it does so because the door stops, which is told as an error."""
+    """An ASGI response of events. If the caller disconnects, `events` is closed together with its source. `waiting`
+    returns the text of heartbeat comments. Cancellation means that the gateway stops, and is sent as an error."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class EventResponse:
         heartbeat: float = HEARTBEAT_SECONDS,
         end: asyncio.Event | None = None,
     ) -> None:
-        """`end` ends it though there is more to tell."""
+        """`end` ends the response early."""
         self._events, self._waiting, self._left, self._heartbeat = events, waiting, left, heartbeat
         self._end, self._num_sent = end, 0
         self._saying, self._is_whole = asyncio.Lock(), False
@@ -77,7 +77,7 @@ class EventResponse:
             for task in done:
                 task.result()
         except asyncio.CancelledError:
-            if not tasks:  # it has not begun
+            if not tasks:  # not started
                 raise
             is_cut = True
         finally:
@@ -97,7 +97,7 @@ class EventResponse:
         await self._say(send, b"", is_last=True)
 
     async def _say(self, send: Send, content: bytes, is_last: bool = False) -> None:
-        """One after the other, for each may have to wait for the caller to read; nothing after the last."""
+        """Sends in order, because each send may wait for the caller to read; sends nothing after the last one."""
         async with self._saying:
             if not self._is_whole:
                 await send({"type": "http.response.body", "body": content, "more_body": not is_last})
@@ -115,7 +115,8 @@ class EventResponse:
 
 
 async def until_left(request: Request, work: Awaitable[Any]) -> Any:
-    """What `work` gives, which ends when the caller leaves: Problem is raised then, and nobody hears it."""
+    """The result of `work`, which is cancelled when the caller disconnects. Then HttpProblem is raised, which has no
+    receiver."""
     tasks = [asyncio.ensure_future(work), asyncio.ensure_future(gone(request.receive))]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

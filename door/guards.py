@@ -1,4 +1,4 @@
-"""What every request passes: whose it may be, and what every response says to browsers."""
+"""Middleware for all requests: origin checks, security headers and access logs."""
 
 import asyncio
 import ipaddress
@@ -17,14 +17,14 @@ HEADERS = (
     (b"cross-origin-resource-policy", b"same-origin"),
 )
 OWN_SITES = frozenset({b"same-origin", b"none"})
-"""What browsers call requests of the gateway's own page, and of a typed address. Another port of the same host is
-`same-site`."""
+"""Values of sec-fetch-site for requests of the gateway's own page, and for a typed address. Another port of the same
+host is `same-site`."""
 log = logging.getLogger("door.access")
 failures = logging.getLogger("door")
 
 
 class OriginGuardMiddleware:
-    """Refuses what foreign pages send here; says in every response what browsers may do with it; logs every call."""
+    """Refuses cross-origin requests of browsers, adds security headers to every response, and logs every call."""
 
     def __init__(self, app: ASGIApp, allowed: Iterable[str] = (), public_url: str | None = None) -> None:
         public = urlsplit(public_url) if public_url else None
@@ -51,13 +51,13 @@ class OriginGuardMiddleware:
                 await answer(problem, guarded)
             else:
                 await self._app(scope, receive, guarded)
-        except asyncio.CancelledError:  # the door stops, and waits no longer
+        except asyncio.CancelledError:  # the gateway stops
             if status != 0:
                 raise
             await answer(stopping(), guarded)
         except Exception as error:
             failures.error("%s failed", scope["method"], exc_info=error, extra={"method": scope["method"]})
-            if status == 0:  # else the connection is closed, for its answer has no end
+            if status == 0:  # otherwise the connection is closed, because the answer is incomplete
                 await answer(HttpProblem(500, "the door failed; its log says why", kind="server_error"), guarded)
         finally:
             self._log(scope, status, time.monotonic() - began)
@@ -109,7 +109,7 @@ def _with_guards(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, by
 
 
 async def answer(problem: HttpProblem, send: Send) -> None:
-    """A problem as a whole response."""
+    """Sends an error as a complete response."""
     content = problem.encoded()
     headers = [(name.encode(), value.encode("latin-1", "replace")) for name, value in problem.headers.items()]
     headers += [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]

@@ -1,6 +1,6 @@
-"""Metrics of a door for Prometheus: streams that are open, requests by route and status, bytes, and their port.
+"""Prometheus metrics of a gateway: open streams, requests by route and status, bytes.
 
-Only a door that tells metrics imports this, and prometheus_client with it.
+Imported only if metrics are enabled, because it requires prometheus_client.
 """
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, generate_latest
@@ -11,15 +11,15 @@ from longleaf.config import join_address
 from longleaf.metrics_server import PATH, MetricsServer
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PATCH", "DELETE"})
-"""Those of routes; a caller may send any other word."""
+"""Methods of the routes; other methods, which callers may send, are counted together."""
 NO_ROUTE = "-"
 LEFT = 499
-"""The status of a request that nobody waited for."""
+"""Status of a request whose client disconnected."""
 EVENTS = b"text/event-stream"
 
 
 class GatewayMetrics:
-    """An ASGI application around another, which counts what passes. Life: start, stop."""
+    """ASGI middleware that counts requests. Lifecycle: start, stop."""
 
     def __init__(self, app: ASGIApp) -> None:
         disable_created_metrics()
@@ -36,15 +36,15 @@ class GatewayMetrics:
         self._port = MetricsServer(self.render, CONTENT_TYPE_PLAIN_0_0_4)
 
     async def start(self, host: str, port: int) -> str:
-        """Listens, and gives the URL of the metrics. Raises StartError."""
+        """Listens, and returns the URL of the metrics. Raises StartError."""
         return f"http://{join_address(host, await self._port.start(host, port))}{PATH}"
 
     async def render(self) -> bytes:
-        """The metrics as they are now, in Prometheus' text format."""
+        """The current metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     async def stop(self) -> None:
-        """Ends what is open. Idempotent."""
+        """Closes all connections. Idempotent."""
         await self._port.stop()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

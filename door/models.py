@@ -1,4 +1,4 @@
-"""What the served model is called."""
+"""Name of the served model."""
 
 import time
 
@@ -8,12 +8,12 @@ from door.callers import in_time
 from longleaf.client import AsyncClient
 
 KNOWN_SECONDS = 1.0
-"""How long its name is taken to be the same: another service may be behind the same address by then."""
+"""Lifetime of a cached name, because another service may start at the same address."""
 MAX_CALLERS = 1024
 
 
 class ModelNameCache:
-    """The name that the service told last, to each caller: whom it does not let in is not told it here either."""
+    """The last known model name per caller, since only authenticated callers may see it."""
 
     def __init__(self) -> None:
         self._told = dict[int, tuple[str, float]]()
@@ -24,15 +24,15 @@ class ModelNameCache:
         self._told[caller] = name, time.monotonic()
 
     def name_for(self, caller: int) -> str | None:
-        """None where the service is to be asked."""
+        """None if the service must be asked."""
         name, reported = self._told.get(caller, (None, 0.0))
         return name if time.monotonic() - reported < KNOWN_SECONDS else None
 
 
 async def model_name(request: Request, client: AsyncClient) -> str:
-    """As the service says, which lets this caller in."""
+    """The model name from the service, which authenticates the caller."""
     known: ModelNameCache = request.app.state.model
-    caller = hash(request.headers.get("authorization"))  # it stands for a credential, which is not kept
+    caller = hash(request.headers.get("authorization"))  # a hash, because credentials are not stored
     name = known.name_for(caller)
     if name is None:
         name = (await in_time(client.cluster())).model.name

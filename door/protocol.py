@@ -1,4 +1,4 @@
-"""HTTP/1.1 as uvicorn speaks it, with limits of bytes, number and time for all that is no body."""
+"""uvicorn's HTTP/1.1 protocol with limits on size, number and time of everything but bodies."""
 
 import asyncio
 from functools import partial
@@ -10,26 +10,28 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from door.errors import HttpProblem, unavailable
 
 MAX_HEAD_BYTES = 32 << 10
-"""Of the request line and the headers, and of what stands between two parts of a body or follows it: sizes and
-extensions of chunks, trailers, empty lines."""
+"""Limit of the request line and the headers, and of data between and after the parts of a body: chunk sizes and
+extensions, trailers, empty lines."""
 MAX_HEADERS = 128
-"""In Python's objects a short header takes thirty times its bytes."""
+"""A short header takes thirty times its size as Python objects."""
 MAX_PIPELINED = 4
-"""Requests that wait until an earlier one of their connection is answered."""
+"""Pipelined requests that wait for the answer to an earlier one on their connection."""
 HEAD_SECONDS = 20.0
-"""How long a head may take, from its first byte on, or from the connection."""
+"""Time limit of a head, from its first byte, or from the start of the connection."""
 IDLE_SECONDS = 75
-"""How long a connection stays after an answer without another request, whatever else it sends."""
+"""How long a connection stays open after an answer without a complete further request."""
 UNREAD_SECONDS = 120.0
-"""How long a client may read nothing of an answer."""
+"""How long a client may stop reading an answer."""
 PIECE_BYTES = 8 << 10
-"""Bytes are counted in pieces of this size: where a body ends and a head begins in the same one is not known."""
+"""Bytes are counted in pieces of this size, because the boundary between a body and the next head within a piece is
+unknown."""
 LINGER_SECONDS = 2.0
-"""How long what a refused caller still sends is thrown away: a connection closed meanwhile would lose the answer."""
+"""How long further data of a refused caller is read and discarded: closing the connection earlier would lose the
+answer."""
 
 
 class RequestRefused(Exception):
-    """Ends the parser's work on what a client has sent."""
+    """Stops the parser after a refused request."""
 
     def __init__(self, problem: HttpProblem) -> None:
         super().__init__(problem.message)
@@ -37,11 +39,11 @@ class RequestRefused(Exception):
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """Ends connections that send anything but bodies without end, or read nothing of their answers. Answers in JSON
-    what is wrong with a head, and 503 to connections beyond `max_connections`."""
+    """Closes connections that send unlimited data other than bodies, or do not read their answers. Malformed heads get
+    a JSON error, and connections beyond `max_connections` get 503."""
 
     _num_bytes = 0
-    """Since the last part of a body, or the begin of a head."""
+    """Bytes since the last part of a body, or since the start of a head."""
     _num_headers = 0
     _is_in_head = _is_in_message = False
     _timer: asyncio.TimerHandle | None = None
@@ -58,7 +60,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._expect_head()
 
     def _is_too_full(self) -> bool:
-        return len(self.connections) > self._max_connections  # this one is among them
+        return len(self.connections) > self._max_connections  # including this one
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_head()
@@ -76,7 +78,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _give_up(self) -> None:
         self._timer = None
-        if self._is_busy() and self._is_in_head:  # what was asked before is answered
+        if self._is_busy() and self._is_in_head:  # earlier requests are answered
             self._stop_listening()
         else:
             self._close()
@@ -85,8 +87,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete  # pyright: ignore[reportUnnecessaryComparison]
 
     def data_received(self, data: bytes) -> None:
-        """As uvicorn's, but nothing is logged: it would be a line for each request of a stranger. The time after an
-        answer ends with the next request, and not with any byte."""
+        """Like uvicorn's, but without logging, which unauthenticated peers could flood. The idle time after an answer
+        ends with the next request instead of with any byte."""
         if len(data) <= PIECE_BYTES:
             self._feed(data)
             return
@@ -100,7 +102,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._num_bytes += len(piece)
         try:
             self.parser.feed_data(piece)
-        except httptools.HttpParserUpgrade:  # what follows need be no HTTP
+        except httptools.HttpParserUpgrade:  # the following data need not be HTTP
             self._stop_listening()
         except httptools.HttpParserError as error:
             cause = error.__context__
@@ -112,7 +114,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
                 self._refuse(HttpProblem(431, f"the request's {where} have more than {MAX_HEAD_BYTES:,} bytes"))
 
     def _refuse(self, problem: HttpProblem) -> None:
-        """Reads no more, and says why where an answer has its place."""
+        """Stops reading, and sends the error if an answer is possible."""
         self._end_head()
         is_of_latest = self._is_in_message and not self._is_in_head
         if is_of_latest and (not self._is_busy() or self.cycle.response_started or self.pipeline):
@@ -125,12 +127,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._close()
 
     def _stop_listening(self) -> None:
-        """The connection ends with the answers to the requests that have come."""
+        """Closes the connection after the answers to the received requests."""
         self._is_deaf = True
         self.cycle.keep_alive = False
 
     def _close(self) -> None:
-        """Ends the connection once what is written has been read, or is read no more."""
+        """Closes the connection once the written data has been read, or after a timeout."""
         self._is_deaf = True
         self.transport.close()
         self._expect_reading()
@@ -143,7 +145,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._expect_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._is_in_head:  # a trailer: nothing here has a use for one
+        if not self._is_in_head:  # a trailer, which is ignored
             return
         self._num_headers += 1
         if self._num_headers > MAX_HEADERS:
@@ -155,12 +157,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._num_bytes = 0
         self._unset_keepalive_if_required()
         self._begin_request()
-        self._is_in_head = False  # not before: what is refused as a head is none of the latest request's
+        self._is_in_head = False  # only now: an error in the head does not belong to the previous request
 
     def _begin_request(self) -> None:
-        if self._is_refused:  # another request follows, before the end
+        if self._is_refused:  # a further request, before the connection is closed
             return
-        self._is_surplus = self._is_surplus and self._is_too_full()  # others may have left
+        self._is_surplus = self._is_surplus and self._is_too_full()  # others may have disconnected
         if self._is_surplus:
             self._is_refused = True
             self._write(full(self._max_connections))
@@ -173,7 +175,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def _has_body(self) -> bool:
-        """The parser takes a body behind an upgrade for another protocol, or for another request."""
+        """The parser treats data after an upgrade to another protocol, or after another request, as a body."""
         return any(
             name == b"transfer-encoding" or (name == b"content-length" and value.strip(b" 0"))
             for name, value in self.headers
@@ -209,7 +211,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._end_unread()
 
     def _expect_reading(self) -> None:
-        """From now on a client that reads nothing for UNREAD_SECONDS is let go."""
+        """Starts the timeout that disconnects a client after UNREAD_SECONDS without reading."""
         if self._unread_timer is None:
             num_unsent = self.transport.get_write_buffer_size()
             self._unread_timer = self.loop.call_later(UNREAD_SECONDS, self._look_unread, num_unsent)
@@ -239,11 +241,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
 
 def full(num_open: int) -> HttpProblem:
-    """What one connection too many is told."""
+    """The answer to a connection beyond the limit."""
     return unavailable(f"this door has {num_open:,} connections, and takes no more")
 
 
 def protocol_options(max_connections: int) -> dict[str, Any]:
-    """Of uvicorn's settings, those that belong to it."""
+    """The options of uvicorn for this protocol."""
     made = partial(LimitedHttpProtocol, max_connections=max_connections)
     return {"http": made, "ws": "none", "timeout_keep_alive": IDLE_SECONDS, "server_header": False}

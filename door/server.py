@@ -1,4 +1,4 @@
-"""A door's life: it listens, and ends with a signal, or with whoever started it."""
+"""Lifecycle of a gateway: listens, and stops on a signal or with its parent process."""
 
 import asyncio
 import math
@@ -32,7 +32,7 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         reason = str(error.strerror).partition(" (while")[0]
         raise StartError(f"cannot listen on {join_address(host, port)}: {reason}") from error
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections have it from here; asyncio sees no TCP
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # inherited by accepted connections
     return listener
 
 
@@ -48,11 +48,11 @@ def client_for(config: GatewayConfig) -> ProxyClient:
 
 
 LAST_SECONDS = 1.0
-"""How long those whose answers are cut may take to hear of it."""
+"""Time for sending the final error to answers that are cut off."""
 
 
 class GatewayServer(uvicorn.Server):
-    """Tells `ending` when it begins to end, whatever has ended it."""
+    """Sets `ending` when the shutdown starts, whatever the cause."""
 
     def __init__(self, config: uvicorn.Config, ending: asyncio.Event) -> None:
         super().__init__(config)
@@ -60,7 +60,7 @@ class GatewayServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._ending.set()
-        await super().shutdown(sockets)  # which has told what still runs to end, and does not wait for that
+        await super().shutdown(sockets)  # which asks the running requests to end, and does not wait for them
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST_SECONDS):
                 while not self.force_exit and (self.server_state.tasks or self.server_state.connections):  # noqa: ASYNC110
@@ -68,9 +68,9 @@ class GatewayServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """SIGHUP, too, ends it as the others do."""
+        """Handles SIGHUP like the other signals."""
         with super().capture_signals():
-            if threading.current_thread() is not threading.main_thread():  # no other hears of signals
+            if threading.current_thread() is not threading.main_thread():  # others get no signals
                 yield
                 return
             before = signal.signal(signal.SIGHUP, self.handle_exit)
@@ -83,8 +83,8 @@ class GatewayServer(uvicorn.Server):
 async def serve(
     config: GatewayConfig, announce: Callable[[str, str | None], None], end: asyncio.Event | None = None
 ) -> None:
-    """Until a signal, or `end`. `announce` is told its URL and that of the metrics. Raises InvalidArgument and
-    StartError."""
+    """Serves until a signal, or `end`. Calls `announce` with its URL and that of the metrics. Raises InvalidArgument
+    and StartError."""
     certificate = Certificate(config.tls_cert, config.tls_key) if config.tls_cert and config.tls_key else None
     with listen(config.host, config.port) as listener:
         ending = asyncio.Event()
@@ -117,7 +117,7 @@ async def serve(
 
 @asynccontextmanager
 async def counted(app: ASGIApp, config: GatewayConfig) -> AsyncGenerator[tuple[ASGIApp, str | None]]:
-    """The application, with metrics around it where they are asked for, and where these are. Raises StartError."""
+    """The application, wrapped with metrics if enabled, and the URL of the metrics. Raises StartError."""
     if config.metrics_port is None:
         yield app, None
         return

@@ -1,4 +1,4 @@
-"""What a door is told when it starts."""
+"""Settings of a gateway."""
 
 import msgspec
 
@@ -11,44 +11,45 @@ MAX_DRAIN_SECONDS = 24 * 3600
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a door listens, whom it lets in, and where its service is."""
+    """Addresses and access rules of a gateway, and the address of its service."""
 
     server: str | None = None
     """Address of the service; None: LONGLEAF_SERVER, else this machine."""
     tls_ca: str | None = None
-    """File of the authorities of the service's certificate; None: as the environment says. "" is none."""
+    """File with the certificate authorities of the service; None: from the environment; "": none."""
     server_tls_cert: str | None = None
-    """File of the door's own certificate for the service, where that asks for one."""
+    """File with the gateway's client certificate, if the service requires one."""
     server_tls_key: str | None = None
     host: str = LOOPBACK
     port: int = DEFAULT_HTTP_PORT
     """0 lets the system choose."""
     tls_cert: str | None = None
-    """File of the certificate that callers see, read again when it changes; None: connections are plain."""
+    """File with the gateway's certificate, reloaded when it changes; None: plain text connections."""
     tls_key: str | None = None
     insecure: bool = False
-    """Listen beyond this machine without TLS, and let credentials go on to another machine in plain text."""
+    """Permits listening on other than loopback addresses without TLS, and sending credentials to another machine in
+    plain text."""
     allow_host: tuple[str, ...] = ()
-    """Names under which callers may reach it, beside addresses and localhost."""
+    """Accepted host names besides addresses and localhost."""
     public_url: str | None = None
-    """What callers see of it where a proxy stands in front, such as https://books.example."""
+    """External URL if there is a reverse proxy, such as https://books.example."""
     max_connections: int = 1024
-    """What comes beyond them gets 503."""
+    """Further connections get 503."""
     drain_seconds: float = 3.0
-    """How long what runs may take to end, after a signal."""
+    """Time that running requests get to finish after a signal."""
     metrics_port: int | None = None
-    """Port of metrics for Prometheus; 0 lets the system choose; None: there is none."""
+    """Port of metrics for Prometheus; 0 lets the system choose; None: no metrics."""
     metrics_host: str = LOOPBACK
     """Address of that port."""
     log_format: LogFormat = "text"
     log_level: LogLevel = "warning"
     as_json: bool = False
-    """Tell the address as a JSON object instead of a line for people."""
+    """Print the address as a JSON object instead of a text line."""
     with_parent: bool = False
-    """End when standard input does: whoever started this is gone then."""
+    """Stop at the end of standard input, which means that the parent process has exited."""
 
     def check(self) -> None:
-        """Raises InvalidArgument naming the first setting that makes no sense."""
+        """Raises InvalidArgument naming the first invalid setting."""
         for name, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
             if getattr(self, name) is not None and getattr(self, other) is None:
                 raise InvalidArgument(name, f"needs {other}: a certificate is nothing without its key")

@@ -1,4 +1,4 @@
-"""The page and its files."""
+"""The web page and its files."""
 
 import gzip
 import hashlib
@@ -21,13 +21,13 @@ KINDS = {
     ".json": "application/json",
     ".png": "image/png",
 }
-"""What is served, and as what."""
+"""Served file types and their content types."""
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-"""Of documents: it means nothing for what they load."""
+"""Security policy of documents; it has no effect on other files."""
 DOCUMENTS = (".html", ".svg")
 
 
@@ -63,7 +63,7 @@ def _answer(request: Request, path: Path) -> Response:
 
 @lru_cache(maxsize=128)
 def _load(path: Path, changed: int) -> tuple[bytes, bytes, str]:
-    """What is in a file, the same packed, and what names it."""
+    """Contents of a file, compressed contents, and its ETag."""
     del changed
     content = path.read_bytes()
     return content, gzip.compress(content, mtime=0), f'"{hashlib.sha256(content).hexdigest()[:16]}"'

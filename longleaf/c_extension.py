@@ -1,10 +1,10 @@
-"""C code of the package: built with the machine's compiler at its first use, kept, and loaded with ctypes.
+"""C extensions: compiled on the machine at first use, cached, and loaded with ctypes.
 
-Where the package was installed with libraries for several kinds of processors, as in an image that has no compiler,
-those are loaded.
+An installation may contain precompiled libraries for several kinds of processors, as an image without a compiler does;
+those are preferred.
 
-What is loaded runs as this user, so it is kept where nobody else can write; and it was whole when it was kept, since
-the half of a library, which a crash may leave, ends the process that touches the rest.
+A library runs with this user's permissions, so the cache folder must not be writable for others. A checksum protects
+against truncated files after a crash, because using a truncated library kills the process.
 """
 
 import ctypes
@@ -23,10 +23,10 @@ from longleaf.config import cache_folder
 
 LINK = ("-shared", "-fPIC")
 DIGEST_BYTES = hashlib.sha256().digest_size
-"""At the end of a kept library; no loader reads past what the library says of itself."""
+"""Length of the digest at the end of a cached library; loaders ignore data after the ELF contents."""
 
 INSTALLED = Path(__file__).resolve().parent / "installed"
-"""Libraries that belong to this installation; who can write there can change the package itself."""
+"""Libraries of this installation; a user who can write there can also change the package."""
 NATIVE = "-march=native"
 _X86_64_V3 = {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"}
 KINDS: dict[str, dict[str, set[str]]] = {
@@ -37,23 +37,23 @@ KINDS: dict[str, dict[str, set[str]]] = {
     },
     "aarch64": {"armv8.2-a+fp16": {"asimdhp", "fphp", "atomics"}, "armv8-a": set()},
 }
-"""By machine, the best first: what code is compiled for, and the features that a processor must have to run it."""
+"""Per architecture, the best first: the compiler's target, and the processor features that it requires."""
 
 log = logging.getLogger(__name__)
 
 
 def load(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
-    """The library made of one C file. Its functions run without the interpreter's lock.
+    """Loads the library built from one C file. Its functions run without the GIL.
 
-    `flags` are for the compiler alone: what a library is linked with may change the whole process that loads it.
-    Raises OSError, with the reason, when there is no compiler, it fails, or the result cannot be loaded.
+    `flags` must be compiler flags only, because linker flags may affect the whole process. Raises OSError, with the
+    reason, if there is no compiler, the compiler fails, or the result cannot be loaded.
     """
     if (installed := find_installed(source, flags)) is not None:
         return ctypes.CDLL(str(installed))
     flags = ("-c", "-fPIC", *flags)
     try:
         folder = own_folder(cache_folder())
-    except (OSError, RuntimeError) as error:  # a user without a home has no cache folder
+    except (OSError, RuntimeError) as error:  # a user without a home directory has no cache folder
         log.warning("compiled code cannot be kept, and each start compiles it anew: %s", error)
         with tempfile.TemporaryDirectory() as passing:
             return ctypes.CDLL(str(build(source, flags, Path(passing))))
@@ -61,8 +61,8 @@ def load(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
 
 
 def own_folder(folder: Path) -> Path:
-    """`folder` with its links resolved, made if it is not there. Raises OSError, with the reason, where somebody else
-    could change what lies in it."""
+    """`folder` with its links resolved, created if missing. Raises OSError, with the reason, if another user could
+    change its contents."""
     folder = folder.resolve()
     for place in reversed((folder, *folder.parents)):
         if not place.exists():
@@ -80,9 +80,10 @@ def own_folder(folder: Path) -> Path:
 
 
 def build(source: Path, flags: Sequence[str], folder: Path) -> Path:
-    """Compiles `source` into `folder` unless that was done before, and returns the library. Raises OSError.
+    """Compiles `source` into `folder` unless it is cached, and returns the library. Raises OSError.
 
-    The name tells source, flags, processor, compiler and C library: machines that share a home need not share these.
+    The file name is derived from source, flags, processor, compiler and C library, so machines can share a home
+    directory.
     """
     library = folder / f"{source.stem}-{_key(source, flags)}.so"
     if not _is_whole(library):
@@ -105,14 +106,14 @@ def install(source: Path, flags: Sequence[str]) -> None:
 
 
 def find_installed(source: Path, flags: Sequence[str]) -> Path | None:
-    """The library of this installation that is the best for this processor; None where there is none for this code."""
+    """The best library of this installation for this processor; None if this code was not installed."""
     features = set(_processor_features())
     kinds = (kind for kind, needed in KINDS.get(platform.machine(), {}).items() if needed <= features)
     return next((path for kind in kinds if (path := _installed_path(source, flags, kind)).exists()), None)
 
 
 def _installed_path(source: Path, flags: Sequence[str], kind: str) -> Path:
-    """It tells the code and what it is compiled for."""
+    """The path for this code and target."""
     key = hashlib.sha256("\0".join((source.read_text(), *flags, kind)).encode()).hexdigest()[:16]
     return INSTALLED / f"{source.stem}-{kind}-{key}.so"
 
@@ -125,7 +126,7 @@ def _key(source: Path, flags: Sequence[str]) -> str:
 
 
 def _keep(code: bytes, written: Path, library: Path) -> None:
-    """Makes `library` of `code` at once: whatever happens, it is there as a whole or not at all."""
+    """Writes `library` atomically."""
     file = os.open(written, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o700)
     with os.fdopen(file, "wb") as output:
         output.write(code + hashlib.sha256(code).digest())
@@ -140,7 +141,7 @@ def _keep(code: bytes, written: Path, library: Path) -> None:
 
 
 def _is_whole(library: Path) -> bool:
-    """Whether it is there, as this user kept it."""
+    """Whether the file exists and its digest matches."""
     try:
         found, data = library.lstat(), library.read_bytes()
     except OSError:
@@ -150,17 +151,17 @@ def _is_whole(library: Path) -> bool:
 
 
 def _is_private(found: os.stat_result) -> bool:
-    """Whether nobody but the owner may write."""
+    """Whether only the owner may write."""
     return not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _is_open_to_all(found: os.stat_result) -> bool:
-    """Whether anybody may put a folder in the place of one that lies there; in /tmp and the like only its owner may."""
+    """Whether any user may replace a folder in it. In sticky folders such as /tmp only the owner may."""
     return bool(found.st_mode & stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
 
 
 def _run(*command: str) -> str:
-    """What the command prints. Raises OSError, with what it says, when it fails."""
+    """The output of the command. Raises OSError, with the output, if it fails."""
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True, text=True, timeout=60)
         return done.stdout
@@ -171,7 +172,7 @@ def _run(*command: str) -> str:
 
 
 def _processor_features() -> list[str]:
-    """Names of the processor's instruction sets, where the system tells."""
+    """Names of the processor's instruction sets, if the system reports them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Settings of a service, and the only place that reads the environment."""
+"""Settings of a service. Only this module reads the environment."""
 
 import os
 import re
@@ -23,124 +23,125 @@ KernelsName = Literal["compiled", "torch", "flash", "triton", "dense"]
 KernelsChoice = Literal["auto", KernelsName]
 GraphsChoice = Literal["auto", "off"]
 SnapshotsChoice = Literal["seal", "demand", "off"]
-"""When keys and values go to storage: once a document has been read, when somebody asks for it, or never."""
+"""When snapshots of keys and values are written: after a document is read, on request, or never."""
 WindowKeys = Literal["sharded", "replicated"]
 SamplingDefaults = Literal["greedy", "model"]
-"""Sampling parameters of requests that leave them out: greedy decoding, or those of generation_config.json."""
+"""Sampling parameters of requests that omit them: greedy decoding, or those of generation_config.json."""
 
 DEFAULT_PORT = 50051
 DRAIN_SECONDS = 2.0
-"""How long a service that ends lets calls run, by default."""
+"""Default time that running calls get to finish when the service stops."""
 LOOPBACK = "127.0.0.1"
 NOT_VERIFIED = "not verified"
-"""Why answers are not marked exact where a model was not compared with plain attention."""
+"""Reason why answers are not marked exact if the model was not compared with plain attention."""
 CLIENT_NAME = "longleaf-client"
-"""What the clients of this project call themselves, before the name of their library."""
+"""User agent of this project's clients; precedes the name of the gRPC library."""
 MAX_REQUEST_BYTES = 4 << 20
-"""What gRPC itself allows by default. It takes some ten milliseconds to parse, in which nothing else happens."""
+"""gRPC's default limit. Parsing a request of this size blocks the event loop for about ten milliseconds."""
 MAX_RESPONSE_BYTES = 64 << 20
 MAX_SECONDS = 1e6
 MAX_MODEL_NAME = 256
-"""Characters."""
+"""In characters."""
 MAX_DRAFT_TOKENS = 31
-"""With the token before them they are 32 rows of a step."""
+"""Together with the token before them, they make 32 rows of a step."""
 MIN_ROWS = 16
-"""Rows that a step may have with drafts, however few sequences may run at once."""
+"""Rows that a step with drafts may have regardless of `max_sequences`."""
 RANKS_PER_CPU = 8
-"""More processes on a CPU only wait for each other."""
+"""Limit of ranks per CPU; more processes would only wait for each other."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What coordinator and ranks must agree on. Token counts are in tokens, sizes in bytes, times in seconds."""
+    """Settings that coordinator and ranks share. Token counts are in tokens, sizes in bytes, times in seconds."""
 
     model: str
-    """Folder of the checkpoint."""
+    """Checkpoint folder."""
     world_size: int = 1
     """Number of ranks."""
     merge: MergeChoice = "auto"
-    """How partials are merged; auto measures at the start and takes the fastest."""
+    """Merge algorithm for partials; auto measures at startup and takes the fastest."""
     partials: PartialDtype = "float32"
-    """Numeric type in which partials travel; bfloat16 halves the bytes, and each hop of a merge rounds them to 8 bits
-    of mantissa, a relative error of at most 2^-8. The merges `paper` and `packed` add up in float32 all the same."""
+    """Numeric type of transmitted partials. bfloat16 halves the bytes, and each hop of a merge rounds to 8 bits of
+    mantissa, a relative error of at most 2^-8. The merges `paper` and `packed` always accumulate in float32."""
     prefill: PrefillName = "auto"
-    """What is gathered when a prompt is read: queries, keys, or per chunk and layer what has fewer bytes."""
+    """Data gathered in prefill: queries, keys, or the smaller of both per chunk and layer."""
     chunk_size: int = 4096
-    """Prompt tokens read per step."""
+    """Prompt tokens per prefill step."""
     block_size: int = 128
     """Tokens per block of the key/value pool."""
     replicate_below: int = 64
-    """Prompts shorter than this are read as replicated rows: every rank computes them."""
+    """Shorter prompts are computed as replicated rows, on every rank."""
     kv_bytes: int | None = None
-    """Size of each rank's key/value pool; None takes 40 % of a machine's free memory, divided by the ranks there, and
-    of a GPU what is free beside the weights and what steps need."""
+    """Size of each rank's key/value pool. None: on CPUs, 40 % of the machine's free memory divided by its ranks; on
+    GPUs, the memory that weights and steps leave free."""
     dtype: DtypeName = "auto"
     """Numeric type of the weights, keys and values; auto takes the checkpoint's."""
     kv_dtype: KvDtypeName = "auto"
-    """How keys and values are kept: auto in the type of the weights; int8 rounds them, and answers are not exact."""
+    """Storage type of keys and values: auto takes the type of the weights; int8 rounds, so answers are not exact."""
     window_keys: WindowKeys = "sharded"
-    """Where keys of windowed layers lie: sharded, all of them, each on its rank like any other; replicated, only the
-    last ones that can still be seen, on every rank, so that these layers need no exchange in decode."""
+    """Placement of the keys of sliding-window layers. sharded: all keys, each on its rank as in other layers.
+    replicated: only the keys that can still be attended to, on every rank, so that these layers need no exchange in
+    decode."""
     window_bytes: int | None = None
-    """Part of kv_bytes that replicated keys of windowed layers take; None: enough for max_sequences generations and as
-    many contexts, but no more than half."""
+    """Part of kv_bytes for replicated sliding-window keys; None: enough for max_sequences generations and as many
+    contexts, but at most half."""
     device: DeviceName = "auto"
-    """Where ranks compute; auto: each on a GPU of its own where there are any, else on CPUs; cuda: on GPUs, which plain
-    processes may share, and Ray's may not."""
+    """Device of the ranks. auto: one GPU per rank if there are GPUs, else CPUs. cuda: GPUs, which ranks that are plain
+    processes may share, but Ray's may not."""
     verify_model: bool = True
-    """Whether the first rank of each machine compares the model with plain attention before it serves. Without that
-    answers are not marked exact."""
+    """Whether the first rank of each machine compares the model with plain attention before it serves. Without the
+    comparison, answers are not marked exact."""
     kernels: KernelsChoice = "auto"
-    """What computes attention on a rank's device; auto takes the fastest that can be had there."""
+    """Attention kernels; auto takes the fastest available on the device."""
     graphs: GraphsChoice = "auto"
-    """Whether decode steps on GPUs are captured once and replayed; auto: where that can be done."""
+    """Whether decode steps on GPUs are captured once and replayed as CUDA graphs; auto: if possible."""
     threads_per_rank: int = 1
     """CPU threads of each rank."""
     step_timeout: float = 60.0
-    """Seconds a step of few tokens may take before the rank that holds it up is killed."""
+    """Time limit in seconds of a step with few tokens; the rank that delays it is then killed."""
     step_timeout_per_token: float = 0.05
-    """Seconds added per token that the step computes."""
+    """Seconds added to the limit per computed token."""
     start_timeout: float = 300.0
-    """Seconds the ranks may take to load the model."""
+    """Seconds within which the ranks must load the model."""
     form_timeout: float = 10.0
-    """Seconds that ranks who have loaded it may take to form a new group after a loss, or twice as long as the first
-    group took if that is more; then it is tried again."""
+    """Seconds within which loaded ranks must form a new group after a loss, or twice the duration of the first
+    formation if that is more; then the attempt is repeated."""
     lost_after: float = 5.0
-    """Seconds without a sign of life after which a rank is killed and counts as lost."""
+    """Seconds without a heartbeat after which a rank is killed and counts as lost."""
     max_losses_per_minute: int = 6
-    """Losses of ranks in a minute beyond which further ones are not replaced at once."""
+    """Lost ranks per minute beyond which further ones are not replaced immediately."""
     max_draft_tokens: int = 7
-    """Tokens of an answer that a step may try ahead, guessed from what was said before; 0: none."""
+    """Draft tokens that a step may verify for an answer, predicted from earlier text; 0: none."""
     max_sequences: int = 64
-    """Generations that run at once."""
+    """Maximum number of running generations."""
     max_waiting: int = 256
-    """Generations and ingests that wait; more are refused."""
+    """Maximum number of waiting generations and ingests; more are refused."""
     unread_timeout: float = 120.0
-    """Seconds that a stream may stay unread when its connection takes no more; then it is ended."""
+    """Seconds after which a stream that is not read, and whose connection accepts no more data, is aborted."""
 
     target_itl_ms: float = 100.0
-    """Milliseconds between two tokens of a stream that reading prompts beside it should keep to."""
+    """Target in milliseconds for the time between two tokens of a stream while prompts are prefilled."""
     share_prefixes: bool = False
-    """Tenants may reuse keys of each other's beginnings of prompts; how long one waits then tells what another has
-    asked."""
+    """Permits tenants to reuse the keys of each other's prompt prefixes; response times then reveal which prefixes
+    other tenants have used."""
     allow_long: bool = False
-    """Take what goes beyond the positions that the model was trained for: nobody knows what it answers there."""
+    """Accept more tokens than the model was trained for; the quality of such answers is unknown."""
     snapshot_url: str | None = None
-    """Where keys and values of contexts lie on storage: a folder, or any URL of fsspec; None: in the data folder."""
+    """Storage of snapshots: a folder, or any URL of fsspec; None: in the data folder."""
 
     @property
     def longest_wait(self) -> float:
-        """Seconds that a rank may have to wait for another: while models load, or for the longest step."""
+        """Seconds that a rank may have to wait for another one: model loading, or the longest step."""
         return max(self.start_timeout, self.step_timeout + self.chunk_size * self.step_timeout_per_token)
 
     @property
     def max_rows(self) -> int:
-        """Rows that a decode step may have, drafts among them; questions of several tokens may have more."""
+        """Maximum rows of a decode step, including drafts; questions of several tokens may have more."""
         return max(self.max_sequences, MIN_ROWS) if self.max_draft_tokens else self.max_sequences
 
     @property
     def exactness_note(self) -> str:
-        """Why answers with these settings are not exact: keys, values or partials are rounded more than the model
-        itself rounds, or the model is not verified. Empty where they may be."""
+        """Reason why answers with these settings are not exact: keys, values or partials are rounded more than the
+        model itself rounds, or the model is not verified. Empty if they may be exact."""
         reasons: list[str] = []
         if self.kv_dtype != "auto":
             reasons.append(f"keys and values are rounded to {self.kv_dtype}")
@@ -180,28 +181,28 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_waits(wait_for_ranks: float, drain_seconds: float) -> None:
-    """Raises InvalidArgument for what is no number of seconds to wait."""
+    """Raises InvalidArgument for invalid waiting times in seconds."""
     for name, value in (("wait_for_ranks", wait_for_ranks), ("drain_seconds", drain_seconds)):
         if not 0 <= value <= MAX_SECONDS:
             raise InvalidArgument(name, f"{human_number(value)} is not between 0 and {human_number(MAX_SECONDS)}")
 
 
 class DataConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What outlives a service, and where."""
+    """Settings of persistence."""
 
     data_dir: str | None = None
-    """Where contexts are kept; None: in memory alone."""
+    """Folder for contexts; None: in memory only."""
     warm: bool = False
-    """Have kept contexts come back at the start, those used last first, before anybody asks them."""
+    """Restore persisted contexts at startup, the most recently used first, before they are requested."""
     snapshots: SnapshotsChoice = "seal"
-    """When keys and values go to storage."""
+    """When snapshots of keys and values are written."""
     snapshot_quota: int | None = None
-    """Bytes that they may take there; of contexts used least recently they go first. None: no limit."""
+    """Limit of their size in bytes; those of the least recently used contexts are deleted first. None: no limit."""
     snapshot_expiry: float | None = None
-    """Seconds without a use after which those of a context go; None: never."""
+    """Seconds without use after which a context's snapshots are deleted; None: never."""
 
     def check(self, snapshot_url: str | None) -> None:
-        """Raises InvalidArgument naming the first setting that makes no sense."""
+        """Raises InvalidArgument naming the first setting that is invalid."""
         if self.data_dir == "":
             raise InvalidArgument("data_dir", "is empty: give a folder, or leave it out to keep nothing")
         if self.data_dir is None:
@@ -217,7 +218,7 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_model_name(name: str) -> None:
-    """Raises InvalidArgument for what cannot be told to clients, or not be read by people."""
+    """Raises InvalidArgument for a name that is not valid in responses or not readable."""
     if not 1 <= len(name) <= MAX_MODEL_NAME or not name.isprintable() or name != name.strip():
         rule = f"must be 1 to {MAX_MODEL_NAME} printable characters, the first and the last no space"
         raise InvalidArgument("model_name", rule)
@@ -229,9 +230,9 @@ def default_server() -> str:
 
 
 def with_port(server: str) -> str:
-    """`server` with the default port if it names none; what else gRPC takes for an address stays as it is.
+    """`server` with the default port if it has none; other gRPC addresses are unchanged.
 
-    Raises InvalidArgument for the address of a web page.
+    Raises InvalidArgument for the URL of a web page.
     """
     if server.startswith(("http://", "https://")):
         raise InvalidArgument("server", f"{server} is not HOST:PORT: leave out what comes before the host")
@@ -240,36 +241,37 @@ def with_port(server: str) -> str:
 
 
 def join_address(host: str, port: int) -> str:
-    """`HOST:PORT`, with brackets around an IPv6 address, as gRPC, ZMQ and web browsers understand it."""
+    """`HOST:PORT`, with brackets around an IPv6 address, as gRPC, ZMQ and web browsers expect."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def embedded_model() -> Path:
-    """Folder of the model that the package carries."""
+    """Folder of the model that the package contains."""
     return Path(__file__).resolve().parent / "demo" / "lookup"
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels are kept between starts."""
+    """Folder of the compiled kernels that are cached between starts."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longleaf"
 
 
 def check_slots_here(world_size: int) -> None:
-    """Raises StartError when this machine is too small for so many ranks."""
+    """Raises StartError if this machine is too small for the number of ranks."""
     slots = RANKS_PER_CPU * num_processors()
     if world_size > slots:
         raise StartError(f"world size {world_size} needs as many slots, this machine has {slots}")
 
 
 def ray_environment(token_file: Path | None) -> dict[str, str]:
-    """Variables that Ray must see before it is imported. `token_file` is that of a Ray that is started here; for one
-    that is joined, how to authenticate is left to the user's environment.
+    """Variables that must be set before Ray is imported. `token_file` is that of a local cluster started by Longleaf;
+    for an existing cluster, the user's environment configures authentication.
 
-    A Ray that is started here refuses whoever lacks its token, whatever the environment says, and listens on the
-    loopback address alone. On Linux it does so only where it believes that its system is one without clusters; in Ray
-    2.60 nothing else hangs on that variable but what `ray start` says and refuses.
+    A local cluster requires its token regardless of the environment, and listens only on the loopback address. On
+    Linux, Ray does the latter only if it believes that the system does not support clusters. In Ray 2.60 that variable
+    otherwise affects only the output and the checks of `ray start`.
     """
-    # the last of them: else Ray prints pages on standard output when a machine is gone, which is told in words of ours
+    # The last one suppresses pages that Ray prints on standard output when a machine is lost; Longleaf reports that
+    # itself.
     wanted = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "1", "RAY_DEDUP_LOGS_SKIP_REGEX": r"(?s).*"}
     variables = {name: os.environ.get(name, value) for name, value in wanted.items()}
     if token_file is not None:
@@ -279,12 +281,12 @@ def ray_environment(token_file: Path | None) -> dict[str, str]:
 
 
 def rank_environment(threads: int) -> dict[str, str]:
-    """Variables that a rank must see before it imports torch.
+    """Variables that a rank must set before it imports torch.
 
-    Two torch threads on one busy core are far slower than one, so the count is set and never guessed. Torch's memory
-    comes in huge pages, where the system has them: reading keys and weights once per token is what decode takes time
-    for, and one core reads them up to 1.6 times as fast. NCCL registers no buffers of captured exchanges: a rank whose
-    step does not fit launches what the others replay, and there such buffers are unknown.
+    Two torch threads on one busy core are far slower than one, so the count is always set explicitly. Torch's memory
+    uses huge pages where available: decode time is dominated by reading keys and weights once per token, and one core
+    reads huge pages up to 1.6 times as fast. NCCL must not register buffers of captured exchanges: a rank whose step
+    does not fit a graph launches the exchanges that the other ranks replay, and has no registered buffers.
     """
     wanted = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     wanted |= {"THP_MEM_ALLOC_ENABLE": "1", "NCCL_GRAPH_REGISTER": "0"}
@@ -292,22 +294,23 @@ def rank_environment(threads: int) -> dict[str, str]:
 
 
 def loading_environment() -> dict[str, str]:
-    """Variables that a rank must see before it loads weights for another device than its host: they are read one after
-    the other. What threads have read ahead, and converted, would lie in the host's memory until it is taken away."""
+    """Variables that a rank must set before it loads weights for a device other than the host. Weights are read one
+    after the other, because data that threads read ahead and convert would accumulate in the host's memory."""
     return {"HF_DEACTIVATE_ASYNC_LOAD": os.environ.get("HF_DEACTIVATE_ASYNC_LOAD", "1")}
 
 
 def network_environment(interface: str | None) -> dict[str, str]:
-    """Variables that name the interface at which others reach this rank to gloo and NCCL, unless they are set here.
+    """Variables that set the network interface of this rank for gloo and NCCL, unless they are already set.
 
-    Gloo would take the address that the machine's name resolves to, which others may not reach, and NCCL any interface.
+    By default, gloo takes the address that the machine's host name resolves to, which may be unreachable for others,
+    and NCCL any interface.
     """
     if interface is None:
         return {}
-    wanted = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}  # without = NCCL takes a prefix
+    wanted = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}  # without = it is a prefix
     return {name: os.environ.get(name, value) for name, value in wanted.items()}
 
 
 def apply_environment(variables: dict[str, str]) -> None:
-    """Puts `variables` into this process's environment."""
+    """Adds `variables` to this process's environment."""
     os.environ.update(variables)

@@ -1,12 +1,12 @@
-"""Credentials: how they are made, and the file that says who may come in.
+"""Credentials, and the file that lists the tenants.
 
-One line for each tenant, in any order, `#` begins a comment:
+The file has one line per tenant, in any order; `#` starts a comment:
 
     acme  user   sha256:9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08  contexts=20 tokens=2000000
     ops   admin  sha256:...  sha256:...  uri:spiffe://cluster.local/ns/ops/sa/longleaf
 
-After tenant and role come the digests of its credentials, of which any opens the door (so that one may be replaced by
-another), names of client certificates (`uri:` or `dns:`), and quotas. Credentials themselves are in no file here.
+Tenant and role are followed by the digests of the tenant's credentials (several are valid at once, to allow rotation),
+names of client certificates (`uri:` or `dns:`), and quotas. The file does not contain the credentials themselves.
 """
 
 import hashlib
@@ -21,33 +21,33 @@ from longleaf.tenants import TENANT
 
 Role = Literal["user", "admin"]
 PREFIX = "longleaf-"
-"""How credentials begin, so that scanners of repositories can know them."""
+"""Prefix of credentials, which secret scanners can detect."""
 NUM_RANDOM_BYTES = 32
 RESERVED = frozenset({"contexts", "generations", "quotas", "uploads"})
-"""Words that name resources, and would be read so in messages."""
+"""Names of resources, which would be ambiguous as tenant names in messages."""
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 _NAME = re.compile(r"(?:uri|dns):\S+")
 _NUMBER = re.compile(r"[0-9]{1,15}")
 MIN_SECRET = len(PREFIX) + NUM_RANDOM_BYTES
-"""Characters of what begins like a credential and is taken for one; tenants may be called alike."""
+"""Minimum length of text with the prefix that is treated as a credential; shorter text may be a tenant name."""
 BOM = "\ufeff"
 
 
 class Quotas(msgspec.Struct, frozen=True, kw_only=True):
-    """What a tenant may take at most; None: no limit of its own."""
+    """Limits of a tenant; None: no limit per tenant."""
 
     contexts: int | None = None
-    """Contexts at once."""
+    """Number of contexts."""
     tokens: int | None = None
-    """Tokens of all its contexts together."""
+    """Total tokens of all its contexts."""
     storage_bytes: int | None = None
-    """Bytes that its contexts take on storage."""
+    """Storage bytes of its contexts."""
     generations: int | None = None
-    """Generations that run at once."""
+    """Running generations."""
     waiting: int | None = None
-    """Generations that may wait beside those; more are refused. Only with `generations`."""
+    """Waiting generations, in addition to the running ones; more are refused. Requires `generations`."""
     uploads: int | None = None
-    """Ingests and imports at once."""
+    """Concurrent ingests and imports."""
     tokens_in_per_minute: int | None = None
     """Tokens of prompts and documents."""
     tokens_out_per_minute: int | None = None
@@ -55,36 +55,36 @@ class Quotas(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CredentialEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """A tenant of the file."""
+    """A tenant in the file."""
 
     tenant: str
     role: Role
     digests: tuple[bytes, ...] = ()
     """SHA-256 of its credentials."""
     names: tuple[str, ...] = ()
-    """Names of client certificates, with what they are in front: `uri:` or `dns:`."""
+    """Names of client certificates, prefixed with their type: `uri:` or `dns:`."""
     quotas: Quotas = Quotas()
 
 
 def digest_of(credential: str) -> bytes:
-    """What the file keeps of a credential: 32 bytes."""
+    """SHA-256 of a credential, as stored in the file."""
     return hashlib.sha256(credential.encode()).digest()
 
 
 def new_credential() -> str:
-    """A credential that nobody can guess."""
+    """A new random credential."""
     return PREFIX + secrets.token_urlsafe(NUM_RANDOM_BYTES)
 
 
 def line_of(entry: CredentialEntry) -> str:
-    """The line for the file."""
+    """The line of the file."""
     quotas = {name: getattr(entry.quotas, name) for name in Quotas.__struct_fields__}
     parts = [entry.tenant, entry.role, *(f"sha256:{digest.hex()}" for digest in entry.digests), *entry.names]
     return "  ".join([*parts, *(f"{name}={value}" for name, value in quotas.items() if value is not None)])
 
 
 def parse_credentials(data: bytes) -> tuple[CredentialEntry, ...]:
-    """The entries of a file. Raises InvalidArgument naming the line, and never quoting what might be a secret."""
+    """The entries of a file. Raises InvalidArgument, which names the line and never quotes a possible secret."""
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
@@ -102,7 +102,7 @@ def parse_credentials(data: bytes) -> tuple[CredentialEntry, ...]:
 
 
 def check_tenant(tenant: str, field: str = "tenant") -> str:
-    """`tenant`. Raises InvalidArgument naming `field` where nobody may be called so."""
+    """Returns `tenant`. Raises InvalidArgument naming `field` for an invalid or reserved name."""
     if TENANT.fullmatch(tenant) is None or tenant in RESERVED:
         message = "must be 1 to 63 of a-z 0-9 -, a letter or digit first and last"
         raise InvalidArgument(field, f"{message}, and none of {', '.join(sorted(RESERVED))}")
@@ -110,7 +110,7 @@ def check_tenant(tenant: str, field: str = "tenant") -> str:
 
 
 def looks_secret(text: str) -> bool:
-    """Whether that may be a credential itself, which belongs into no message."""
+    """Whether the text may be a credential, which must not appear in messages."""
     return text.startswith(PREFIX) and len(text) >= MIN_SECRET
 
 
@@ -150,7 +150,7 @@ def _entry(words: list[str], number: int) -> CredentialEntry:
 
 
 def _quota(word: str, which: str, number: int) -> tuple[str, int]:
-    """A quota and its number. Raises InvalidArgument, which may not quote the word."""
+    """A quota and its number. Raises InvalidArgument, which must not quote the word."""
     name, equals, amount = word.partition("=")
     if not equals:
         raise _bad(number, f"{which} is no sha256:HEX of 64 digits, uri:NAME, dns:NAME or QUOTA=NUMBER")
@@ -162,7 +162,7 @@ def _quota(word: str, which: str, number: int) -> tuple[str, int]:
 
 
 def _check_new(entry: CredentialEntry, owners: dict[bytes | str, str], number: int) -> None:
-    """Adds an entry to the owners of what tenants have. Raises InvalidArgument where it has what is another's."""
+    """Adds the digests and names of an entry to `owners`. Raises InvalidArgument for a duplicate."""
     if entry.tenant in owners:
         raise _bad(number, f"the tenant {entry.tenant} has a line already; all its credentials are on one line")
     for own in (entry.tenant, *entry.digests, *entry.names):

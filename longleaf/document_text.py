@@ -1,4 +1,4 @@
-"""Which text a document's tokens are: the bytes at which they begin, and the files that it was put together of."""
+"""Mapping from a document's tokens to its text: byte offsets, and the files that the text was assembled from."""
 
 import sys
 from array import array
@@ -11,21 +11,21 @@ import msgspec
 from longleaf.errors import InvalidArgument
 
 STRIDE = 64
-"""Tokens between two of which the byte is kept where they begin."""
+"""Byte offsets are stored for every STRIDE-th token."""
 OFFSET_BYTES = 8
 MAX_FILES = 65_536
 MAX_FILE_NAME = 1024
-"""UTF-8 bytes."""
+"""In UTF-8 bytes."""
 MAX_FILE_NAMES = 8 << 20
-"""UTF-8 bytes of the names of all files of a document."""
+"""UTF-8 bytes of all file names of a document."""
 FILE_BYTES = 160
-"""Memory that a file takes, beside its name."""
+"""Memory per file, without its name."""
 MAX_TEXT = 1 << 48
 """Bytes of a text."""
 
 
 class TextFile(msgspec.Struct, frozen=True):
-    """Where a file begins in the text of a document. Without a name: from here on there is text of no file."""
+    """Start of a file in the text of a document. An empty name marks the start of text that belongs to no file."""
 
     name: str
     start: int
@@ -33,28 +33,29 @@ class TextFile(msgspec.Struct, frozen=True):
 
 
 class DocumentText(msgspec.Struct, frozen=True, kw_only=True):
-    """The text of one document, by what is kept of it. It belongs to the document's segment: a segment is one document,
-    and never changes once it is sealed, so that forks and appends share it as they share the ids, and a path cut
-    anywhere needs nothing but the places where its segments are cut.
+    """Offsets into the text of one document. It belongs to the document's segment: a segment is one document and never
+    changes once sealed, so forks and appends share both the ids and this mapping, and a path that is cut anywhere needs
+    only the positions at which its segments are cut.
     """
 
     num_lead: int
-    """Tokens before its first byte: a template's opening."""
+    """Tokens before the first byte: the opening of the chat template."""
     starts: bytes
-    """Where each STRIDE-th token of the segment begins, in bytes of the text: little-endian, OFFSET_BYTES each."""
+    """Byte offset of each STRIDE-th token of the segment: little-endian, OFFSET_BYTES each."""
     num_bytes: int
     files: tuple[TextFile, ...] = ()
     is_cut: bool = False
-    """The last token ends before `num_bytes`, which only bounds it: its tokens tell where."""
+    """The last token ends before `num_bytes`, which is only an upper bound; the exact end follows from the token ids.
+    """
 
     def start(self, number: int) -> int:
-        """The byte where token `number` x STRIDE begins."""
+        """Byte offset of token `number` x STRIDE."""
         place = number * OFFSET_BYTES
         return int.from_bytes(self.starts[place : place + OFFSET_BYTES], "little")
 
     @property
     def kept_bytes(self) -> int:
-        """Memory that it takes."""
+        """Memory usage."""
         return len(self.starts) + file_bytes(self.files)
 
     @property
@@ -62,7 +63,7 @@ class DocumentText(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.starts) // OFFSET_BYTES
 
     def cut(self, num_tokens: int) -> "DocumentText":
-        """Of the first `num_tokens` tokens, as far as that is told without the ids."""
+        """The mapping of the first `num_tokens` tokens, as exact as possible without the ids."""
         num_retained = count_starts(num_tokens)
         num_bytes = self.start(num_retained) if num_retained < self.num_starts else self.num_bytes
         files = tuple(file for file in self.files if file.start < num_bytes)
@@ -75,7 +76,7 @@ class DocumentText(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def check(self, num_tokens: int, field: str) -> None:
-        """Raises InvalidArgument naming `field` where it cannot be the text of a segment of so many tokens."""
+        """Raises InvalidArgument naming `field` if it does not match a segment of so many tokens."""
         if len(self.starts) != OFFSET_BYTES * count_starts(num_tokens):
             raise InvalidArgument(field, f"{len(self.starts):,} bytes tell where {num_tokens:,} tokens begin")
         if not (0 <= self.num_lead <= num_tokens and 0 <= self.num_bytes <= MAX_TEXT):
@@ -86,12 +87,12 @@ class DocumentText(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def count_starts(num_tokens: int) -> int:
-    """How many places are kept of so many tokens."""
+    """Number of stored offsets for so many tokens."""
     return -(-num_tokens // STRIDE)
 
 
 def packed(starts: "array[int]") -> bytes:
-    """As `DocumentText.starts`, of an array of type `Q`."""
+    """Encodes an array of type `Q` for `DocumentText.starts`."""
     if sys.byteorder == "big":
         starts = starts[:]
         starts.byteswap()
@@ -106,7 +107,7 @@ def unpacked(starts: bytes) -> "array[int]":
 
 
 def check_files(files: Sequence[TextFile], field: str) -> None:
-    """Raises InvalidArgument naming `field` for too many, too long a name, and those that do not follow one another."""
+    """Raises InvalidArgument naming `field` for too many files, too long names, and starts that do not increase."""
     if len(files) > MAX_FILES:
         raise InvalidArgument(field, f"are {len(files):,}, at most {MAX_FILES:,} are taken")
     before, num_name_bytes = -1, 0
@@ -123,11 +124,11 @@ def check_files(files: Sequence[TextFile], field: str) -> None:
 
 
 def file_bytes(files: Sequence[TextFile]) -> int:
-    """Memory that files take."""
+    """Memory usage of the files."""
     return sum(FILE_BYTES + len(file.name.encode()) for file in files)
 
 
 def file_at(files: Sequence[TextFile], byte: int) -> TextFile | None:
-    """The one in which a byte of the text lies; None where none has begun."""
+    """The file that contains a byte of the text; None before the first file."""
     index = bisect_right(files, byte, key=lambda file: file.start)
     return files[index - 1] if index else None

@@ -1,41 +1,41 @@
-"""Every error of the project, in one tree.
+"""The error hierarchy.
 
     LongleafError
-    ├── InvalidArgument      a field of the caller's is wrong; names the field and the limit
+    ├── InvalidArgument      an invalid argument; names the field and the limit
     ├── NotFound             the named resource does not exist
     ├── AlreadyExists        the name is taken
-    ├── ResourceExhausted    no room now; says when to try again
-    ├── DeadlineExceeded     the caller's deadline has passed, or passes before an answer can be there
-    ├── Cancelled            another call ended what this one reads, or its client was closed
-    ├── PermissionDenied     the caller may not ask for this, or not from where it is
-    ├── Unauthenticated      the service does not know who calls
-    ├── NotFinite            the model's numbers became NaN or infinite; names the tokens
-    ├── ContextLost          a context was given up after a loss of ranks; says why
-    ├── DataLoss             what was kept is damaged; names it and says what to do
-    ├── CheckpointChanged    a kept context was read by another checkpoint; names both and says what differs
-    ├── FailedPrecondition   something else must change before this can be done; says what
+    ├── ResourceExhausted    no capacity now; names the retry delay
+    ├── DeadlineExceeded     the caller's deadline has passed, or would pass before an answer is ready
+    ├── Cancelled            another call cancelled this one, or the client was closed
+    ├── PermissionDenied     the caller is not permitted to do this, or not from its address
+    ├── Unauthenticated      the credentials are missing or wrong
+    ├── NotFinite            the model computed NaN or infinity; names the tokens
+    ├── ContextLost          a context was dropped after a loss of ranks; gives the reason
+    ├── DataLoss             stored data is damaged; names it and the remedy
+    ├── CheckpointChanged    another checkpoint computed a stored context; names the differences
+    ├── FailedPrecondition   the current state forbids it; names the state that must change
     ├── Unavailable          the service cannot answer
     │   ├── RankLost       a rank died, raised or hung; names the rank
-    │   ├── GroupFailed      the ranks could not go on together, and all of them live
-    │   └── StorageUnavailable   what should be kept cannot be, or not be read; says why
-    ├── CollectiveMismatch        ranks do different things at the same time; says what two of them do
-    ├── Fenced               a rank may not wait for the others any more
-    ├── TransferCorrupted          keys came to a rank otherwise than another one sent them; names both
-    ├── PieceNotFetched          a rank has not fetched what it was to restore; names both
+    │   ├── GroupFailed      the ranks could not continue together, but all of them are alive
+    │   └── StorageUnavailable   storage cannot be written or read; gives the reason
+    ├── CollectiveMismatch        ranks execute different collectives at the same time; describes two of them
+    ├── Fenced               a rank must not wait for the others any more
+    ├── TransferCorrupted          a rank received other keys than were sent; names both ranks
+    ├── PieceNotFetched          a rank has not fetched the piece to restore; names both
     └── StartError           the service cannot start with these settings
         ├── ModelRefused     this checkpoint cannot be served exactly
-        └── CatalogError     what earlier services kept cannot be opened; says what to do
+        └── CatalogError     the catalog of earlier services cannot be opened; names the remedy
 
-`longleaf.codec.status` alone turns them into gRPC statuses and back.
+Only `longleaf.codec.status` converts them to gRPC statuses and back.
 """
 
 
 class LongleafError(Exception):
-    """Root of all errors."""
+    """Base class of all errors."""
 
 
 class InvalidArgument(LongleafError, ValueError):
-    """A value the caller gave is wrong. `field` is its path in the request, `description` says what would be right."""
+    """An argument is invalid. `field` is its path in the request; `description` states the valid values."""
 
     def __init__(self, field: str, description: str) -> None:
         super().__init__(f"{field}: {description}")
@@ -60,7 +60,7 @@ class AlreadyExists(LongleafError):
 
 
 class ResourceExhausted(LongleafError):
-    """There is no room now. `retry_seconds` is a sensible wait, or None when waiting alone does not help."""
+    """There is no capacity now. `retry_seconds` is the suggested delay, or None if waiting does not help."""
 
     def __init__(self, subject: str, description: str, retry_seconds: float | None = None) -> None:
         super().__init__(f"{subject}: {description}")
@@ -70,24 +70,24 @@ class ResourceExhausted(LongleafError):
 
 
 class DeadlineExceeded(LongleafError):
-    """The caller's deadline has passed, or will have before an answer can be there."""
+    """The caller's deadline has passed, or would pass before an answer is ready."""
 
 
 class Cancelled(LongleafError):
-    """Another call ended what this one reads, or the client was closed."""
+    """Another call cancelled this one, or the client was closed."""
 
 
 class PermissionDenied(LongleafError):
-    """The caller may not ask for this, or not from where it is."""
+    """The caller is not permitted to do this, or not from its address."""
 
 
 class Unauthenticated(LongleafError):
-    """The service does not know who calls: there are no credentials, or not the right ones."""
+    """The credentials of the caller are missing or wrong."""
 
 
 class NotFinite(LongleafError):
-    """What the model computes at `tokens`, such as `token 3 of the answer` counted from 0, is NaN or infinite. The same
-    request may fail in the same way again: no wait helps."""
+    """The model computed NaN or infinity at `tokens`, such as `token 3 of the answer` (counted from 0). Retrying the
+    same request may fail in the same way."""
 
     def __init__(self, tokens: str) -> None:
         super().__init__(f"{tokens}: what the model computes is not finite")
@@ -95,8 +95,8 @@ class NotFinite(LongleafError):
 
 
 class ContextLost(LongleafError):
-    """The context `name` (for instance `contexts/moby`) was there, and was given up after a loss of ranks, for
-    `reason`. It can be ingested again."""
+    """The context `name` (for instance `contexts/moby`) was dropped after a loss of ranks, for `reason`. It can be
+    ingested again."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"{name} was lost: {reason}")
@@ -105,8 +105,8 @@ class ContextLost(LongleafError):
 
 
 class DataLoss(LongleafError):
-    """What was kept of `name` (for instance `contexts/moby`) is damaged: `reason` says what, and what to do. It is
-    never used."""
+    """The stored data of `name` (for instance `contexts/moby`) is damaged and not used; `reason` describes the damage
+    and the remedy."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"{name} is damaged: {reason}")
@@ -115,8 +115,8 @@ class DataLoss(LongleafError):
 
 
 class CheckpointChanged(LongleafError):
-    """The kept context `name` (for instance `contexts/moby`) was read by another checkpoint than the one that is
-    served; `changes` says what differs, and what to do."""
+    """The stored context `name` (for instance `contexts/moby`) was computed by another checkpoint than the current one;
+    `changes` describes the differences and the remedy."""
 
     def __init__(self, name: str, changes: str) -> None:
         super().__init__(f"{name} was read by another checkpoint: {changes}")
@@ -125,8 +125,8 @@ class CheckpointChanged(LongleafError):
 
 
 class FailedPrecondition(LongleafError):
-    """The state of things forbids it, and no wait helps: `description` says what must change first. `subject` is what
-    it is about, such as `contexts/moby`."""
+    """The current state forbids the operation, and waiting does not help: `description` states the required change.
+    `subject` is the affected resource, such as `contexts/moby`."""
 
     def __init__(self, subject: str, description: str) -> None:
         super().__init__(f"{subject}: {description}")
@@ -135,7 +135,7 @@ class FailedPrecondition(LongleafError):
 
 
 class Unavailable(LongleafError):
-    """The service cannot answer. `retry_seconds` is a sensible wait when nothing was begun and waiting helps."""
+    """The service cannot answer. `retry_seconds` is the suggested delay if nothing was started and waiting helps."""
 
     def __init__(self, message: str, retry_seconds: float | None = None) -> None:
         super().__init__(message)
@@ -155,24 +155,24 @@ class RankLost(Unavailable):
 
 
 class GroupFailed(Unavailable):
-    """The ranks could not go on together: one raised, or all were late. None of them is gone."""
+    """The ranks could not continue together: one raised, or all were late. None of them was lost."""
 
 
 class StorageUnavailable(Unavailable):
-    """What should be kept cannot be written, or what was kept not be read now: a disk is full, a folder read-only, an
-    object store away. Nothing that was kept before is lost."""
+    """Storage cannot be written or read now: a full disk, a read-only folder, an unreachable object store. Data stored
+    before is intact."""
 
 
 class CollectiveMismatch(LongleafError):
-    """Ranks meet for different operations, or with messages of different sizes; the message tells those of two."""
+    """Ranks called different collectives, or with messages of different sizes; the message describes two of them."""
 
 
 class ExchangeAborted(LongleafError):
-    """The epoch has ended in which a rank would exchange something with others: nobody will come."""
+    """The epoch of an exchange has ended, so the other ranks will not participate."""
 
 
 class TransferCorrupted(LongleafError):
-    """Keys and values came to rank `target` otherwise than rank `source` sent them."""
+    """Rank `target` received other keys and values than rank `source` sent."""
 
     def __init__(self, source: int, target: int) -> None:
         super().__init__(f"keys came to rank {target} otherwise than rank {source} sent them")
@@ -181,8 +181,7 @@ class TransferCorrupted(LongleafError):
 
 
 class PieceNotFetched(LongleafError):
-    """Rank `rank` was to restore keys and values of the piece that it should have fetched under `ticket`: it has not,
-    or the piece has no such positions."""
+    """Rank `rank` cannot restore the piece with `ticket`: it has not fetched it, or the piece lacks the positions."""
 
     def __init__(self, rank: int, ticket: int) -> None:
         super().__init__(f"rank {rank} has not fetched under ticket {ticket} what it was to restore")
@@ -199,5 +198,5 @@ class ModelRefused(StartError):
 
 
 class CatalogError(StartError):
-    """What earlier services kept cannot be opened: another one uses it, it is damaged, or a later version wrote it. The
-    message says what to do."""
+    """The catalog of earlier services cannot be opened: another service uses it, it is damaged, or a later version
+    wrote it. The message names the remedy."""

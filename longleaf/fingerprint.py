@@ -1,14 +1,14 @@
-"""The fingerprint of a model's folder: whether two folders hold the same model, without reading all of it.
+"""Fingerprints of model folders: detect whether two folders hold the same model without reading all of it.
 
-What the service reads of a checkpoint is covered, and nothing else: TEXTS whole, and of every tensor in the weights its
-name, type and shape, and PIECE_BYTES at both ends and in the middle (all of it, where that is all). How tensors are
-dealt to files does not matter.
+The fingerprint covers only the parts of a checkpoint that the service reads: TEXTS completely, and for every tensor of
+the weights its name, dtype and shape, and PIECE_BYTES at the start, in the middle and at the end (or all of a small
+tensor). The distribution of tensors over files does not matter.
 
-It does not see what changes elsewhere inside a tensor: a few flipped bits, some rows of a table. Folders that it calls
-equal hold copies of one model, which may have been damaged since. It is no signature either: who means to deceive
-changes what is not read. Other files, and the metadata of the weights, are not looked at.
+Changes elsewhere inside a tensor are not detected, such as flipped bits or some rows of a table. Folders with equal
+fingerprints hold copies of one model, which may have been damaged since. The fingerprint is not a signature: an
+attacker can change the parts that are not read. Other files, and the metadata of the weights, are ignored.
 
-It takes at most three reads per tensor, and memory for one file's header at a time on each of READERS threads.
+Computing it takes at most three reads per tensor, and memory for one file header on each of READERS threads.
 """
 
 import os
@@ -29,24 +29,24 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PIECE_BYTES = 4096
 CHUNK_BYTES = 1 << 20
 LENGTH_BYTES, MAX_HEADER_BYTES = 8, 100_000_000
-"""Of a file in safetensors: the header's length, and what safetensors itself takes for a header."""
+"""Size of the header's length field in a safetensors file, and the header limit of safetensors itself."""
 READERS = 16
-"""Files of weights that are read at once: storage that others share answers slowly, but many at the same time."""
+"""Weight files that are read concurrently: shared storage has high latency but serves many reads in parallel."""
 FILE_DIGITS = 16
 MAX_NAME_BYTES = 64 << 10
-"""Of all names of files of weights that are told one by one: all of them go into one message."""
+"""Limit of all individually listed names of weight files, which are sent in one message."""
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
-    """Equal where `digest` is. Digests are hexadecimal digits of BLAKE3."""
+    """Two fingerprints are equal if `digest` is. Digests are hexadecimal BLAKE3."""
 
     digest: str
     files: dict[str, str]
-    """What was read of each file, for people to see which one differs; the same model may lie in other files."""
+    """Digest per file, to show which file differs; the same model may be stored in other files."""
 
 
 class _TensorLocation(msgspec.Struct, frozen=True):
-    """A tensor, as the header of a file in safetensors tells it."""
+    """Location of a tensor according to the header of a safetensors file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -64,13 +64,13 @@ class _Config(msgspec.Struct, frozen=True):
 def read_fingerprint(folder: Path) -> Fingerprint:
     """The fingerprint of the model in `folder`, which may have no weights.
 
-    Raises ModelRefused, which names the file, when folder or config is missing, or something in it cannot be read.
+    Raises ModelRefused, which names the file, if the folder or the config is missing, or a file cannot be read.
     """
     files = read_texts(folder)
     names = _weights(folder)
     with ThreadPoolExecutor(READERS) as executor:
         found = dict(zip(names, executor.map(_read_weights, [folder / name for name in names]), strict=True))
-    # of those of one name, which files may share, the last one is used: their order stays that of the files
+    # Of several tensors with the same name, the last one is used, so the order of the files must be kept.
     tensors = sorted((tensor for each in found.values() for tensor in each), key=itemgetter(0))
     if sum(len(os.fsencode(name)) for name in names) > MAX_NAME_BYTES:
         found = {INDEX: tensors}
@@ -83,7 +83,7 @@ def read_fingerprint(folder: Path) -> Fingerprint:
 
 
 def read_texts(folder: Path) -> dict[str, str]:
-    """The digests of those of TEXTS that are there: what the coordinator reads. Raises ModelRefused."""
+    """The digests of the existing TEXTS, which the coordinator reads. Raises ModelRefused."""
     if not folder.is_dir():
         raise ModelRefused(f"model folder {folder} does not exist")
     if not (folder / CONFIG).is_file():
@@ -97,7 +97,7 @@ def _shortened(content: bytes) -> str:
 
 @contextmanager
 def _reading(path: Path) -> Generator[None, None, None]:
-    """Turns what can be wrong with a file into ModelRefused."""
+    """Converts errors of reading a file to ModelRefused."""
     try:
         yield
     except (OSError, ValueError, ArithmeticError, RecursionError, msgspec.MsgspecError) as error:
@@ -114,8 +114,8 @@ def _read_whole(path: Path) -> str:
 
 
 def _weights(folder: Path) -> Sequence[str]:
-    """The names of the files of weights that transformers would load, in its order; none where there are none in
-    safetensors."""
+    """Names of the weight files that transformers would load, in its order; empty if there are none in safetensors
+    format."""
     with _reading(folder / CONFIG):
         reported = msgspec.json.decode((folder / CONFIG).read_bytes(), type=_Config).transformers_weights
     first = reported or next((name for name in (SINGLE, INDEX) if (folder / name).is_file()), None)
@@ -127,7 +127,7 @@ def _weights(folder: Path) -> Sequence[str]:
 
 
 def _read_weights(path: Path) -> list[tuple[str, bytes]]:
-    """Name and digest of each tensor of a file in safetensors."""
+    """Name and digest of each tensor of a safetensors file."""
     with _reading(path):
         if not path.is_file():
             raise ModelRefused(f"{path.parent} lacks {path.name}")
@@ -150,7 +150,7 @@ def _read_weights(path: Path) -> list[tuple[str, bytes]]:
 
 
 def _read_tensor(descriptor: int, name: str, place: _TensorLocation, start: int) -> bytes:
-    """The digest of the tensor whose bytes begin at `start` of an open file."""
+    """The digest of the tensor whose bytes start at `start` of an open file."""
     size = place.data_offsets[1] - place.data_offsets[0]
     digest = blake3(msgspec.msgpack.encode((name, place.dtype, place.shape, size)))
     last = size - PIECE_BYTES
@@ -161,7 +161,7 @@ def _read_tensor(descriptor: int, name: str, place: _TensorLocation, start: int)
 
 
 def _read_at(descriptor: int, offset: int, count: int) -> bytes:
-    """Exactly so many bytes. Raises ValueError where the file ends before."""
+    """Reads exactly `count` bytes. Raises ValueError at the end of the file."""
     found = os.pread(descriptor, count, offset)
     while 0 < len(found) < count and (more := os.pread(descriptor, count - len(found), offset + len(found))):
         found += more

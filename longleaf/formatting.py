@@ -1,4 +1,4 @@
-"""Numbers as people read them: with units, thousands apart, no exponents. What machines read stays a bare number."""
+"""Numbers for people: with units and thousands separators, without exponents. Machine-readable output has bare numbers."""
 
 from decimal import Decimal
 from itertools import pairwise
@@ -8,7 +8,7 @@ _PERIODS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 
 
 def human_seconds(seconds: float) -> str:
-    """A time: 692 ms, 1.87 s, 31 min 10 s, 2 h 5 min."""
+    """A duration: 692 ms, 1.87 s, 31 min 10 s, 2 h 5 min."""
     if not isfinite(seconds):
         return f"{seconds} s"
     if round(seconds * 1e6) < 1000:
@@ -24,7 +24,7 @@ def human_seconds(seconds: float) -> str:
 
 
 def human_bytes(size: float) -> str:
-    """A size, rounded: 1.5 MiB. A limit that must be met to the byte is told as `human_number` of bytes."""
+    """A size, rounded: 1.5 MiB. Exact limits are formatted with `human_number` as bytes instead."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
@@ -42,15 +42,15 @@ def human_angle(radians: float) -> str:
 
 
 def human_rounded(value: float, digits: int = 3) -> str:
-    """The number to so many significant digits, its zeros written out: 0.0000318 or 12,300."""
+    """The number with so many significant digits, without exponent: 0.0000318 or 12,300."""
     return f"{Decimal(f'{value:.{digits}g}'):,f}"
 
 
 def human_number(value: float) -> str:
-    """The number itself, to six decimals: 1,870 or 0.05."""
+    """The number, to six decimals: 1,870 or 0.05."""
     return f"{value:,}" if isinstance(value, int) else f"{value:,.6f}".rstrip("0").rstrip(".")
 
 
 def human_count(count: int, noun: str) -> str:
-    """As in 1 context or 1,200 contexts."""
+    """A count with its noun: 1 context, 1,200 contexts."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

@@ -1,4 +1,4 @@
-"""A service as a process of its own: its command line, its start and its end."""
+"""The service as a subprocess: command line, startup and shutdown."""
 
 import os
 import queue
@@ -27,10 +27,10 @@ from longleaf.formatting import human_seconds
 from longleaf.service_settings import HttpConfig, SecurityConfig, TelemetryConfig
 
 LISTENING = "listening on "
-"""What the service prints before its address, once it is ready."""
+"""Prefix of the line with the address, which the service prints when it is ready."""
 ERROR = "error: "
 BAD_INPUT = 2
-"""Exit code of a service whose settings cannot work."""
+"""Exit code of a service with invalid settings."""
 STOP_SECONDS = 60.0
 NOTHING_KEPT = DataConfig()
 OPEN = SecurityConfig()
@@ -57,7 +57,7 @@ def coordinator_command(
     door: HttpConfig = NO_DOOR,
     as_json: bool = False,
 ) -> list[str]:
-    """The command that serves so. Raises InvalidArgument for options that can be seen to be wrong."""
+    """The command that serves with these settings. Raises InvalidArgument for options that are recognizably wrong."""
     config.check()
     check_waits(wait_for_ranks, drain_seconds)
     if not Path(config.model).is_dir():
@@ -81,12 +81,12 @@ def coordinator_command(
     for struct in (data, security, telemetry, door, config):
         options |= {name.replace("_", "-"): getattr(struct, name) for name in struct.__struct_fields__}
     given = {name: str(value) for name, value in options.items() if value is not None}
-    # -P: a folder named `tokenizers` where the command was typed must not shadow the library.
+    # -P: a folder named `tokenizers` in the working directory must not shadow the library.
     return [sys.executable, "-P", "-m", "coordinator", *(f"--{name}={value}" for name, value in given.items())]
 
 
 class ServiceProcess:
-    """A service that is started here, and ended here whatever happens.
+    """A service process that ends with its `with` block.
 
     with ServiceProcess(command) as service:
         address = service.wait_ready(timeout)
@@ -100,7 +100,7 @@ class ServiceProcess:
 
     def __enter__(self) -> Self:
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
-        # A session of its own: an interrupt in the terminal ends the client first, which then ends the service.
+        # A new session: an interrupt in the terminal ends the client first, which then stops the service.
         self._process = self._start(
             self._command,
             stdin=subprocess.DEVNULL,
@@ -115,15 +115,15 @@ class ServiceProcess:
         return self
 
     def _read(self, output: IO[str]) -> None:
-        """Keeps the pipe empty: a full one would stop the service."""
+        """Drains the pipe, because a full pipe would block the service."""
         with output:
             for line in output:
                 self._lines.put(line.rstrip())
         self._lines.put(None)
 
     def wait_ready(self, timeout: float) -> str:
-        """HOST:PORT of the service. Raises StartError for settings that cannot work, or when it is not ready in
-        `timeout` seconds, and Unavailable when it fails."""
+        """HOST:PORT of the service. Raises StartError for invalid settings, or if it is not ready within `timeout`
+        seconds, and Unavailable if it fails."""
         deadline = monotonic() + timeout
         while True:
             try:
@@ -136,7 +136,7 @@ class ServiceProcess:
                 return line.removeprefix(LISTENING)
 
     def _failure(self, code: int) -> LongleafError:
-        """What the service said last, when it ended by itself."""
+        """The error of a service that exited, with the end of its log."""
         last = self._last_lines()
         if last and last[-1].startswith(ERROR):
             message = last[-1].removeprefix(ERROR)

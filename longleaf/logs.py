@@ -1,4 +1,4 @@
-"""Lines of a log: for people, or one JSON object each. What clients ask and are answered is in none of them."""
+"""Log formats: text for people, or one JSON object per line. Prompts and answers are never logged."""
 
 import json
 import logging
@@ -11,33 +11,33 @@ from traceback import format_exception, format_tb
 from longleaf.service_settings import TelemetryConfig
 
 Facts = Mapping[str, object]
-"""What is known of where a line comes from, by the names in FACTS; what is not known is left out, or empty."""
+"""Attributes of a log line by their names in FACTS; unknown ones are absent or empty."""
 FACTS = tuple("request tenant trace rank node epoch method code field context host seconds".split())
 REPEAT_SECONDS = 60.0
-"""How soon a line is told again that says the same."""
+"""Minimum interval between repetitions of a log line."""
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
 def nothing() -> Facts:
-    """What is known outside of calls and ranks."""
+    """No facts, for lines outside of calls and ranks."""
     return {}
 
 
 class LineFormatter(logging.Formatter):
-    """Knows the facts of a record: those that it was given as `extra`, and those that hold while it is formatted."""
+    """Collects the facts of a record: its `extra` fields, and those of the current context."""
 
     def __init__(self, facts: Callable[[], Facts] = nothing) -> None:
         super().__init__()
         self._facts = facts
 
     def facts_of(self, record: logging.LogRecord) -> dict[str, str | int | float]:
-        """In the order of FACTS, those alone that are known."""
+        """The known facts, in the order of FACTS."""
         return _known({**self._facts(), **_known(vars(record))})
 
     def error_of(self, record: logging.LogRecord) -> str:
-        """The traceback of what was raised, without what variables held; empty if nothing was.
+        """The traceback of the logged exception, without values of variables; empty without exception.
 
-        While a call is served messages are left out as well: they may quote what the client has sent.
+        While a call is served, exception messages are omitted too, because they may quote data of the client.
         """
         error = record.exc_info[1] if record.exc_info else None
         if error is None:
@@ -47,7 +47,7 @@ class LineFormatter(logging.Formatter):
 
 
 class JsonFormatter(LineFormatter):
-    """One object per record, on one line, in ASCII."""
+    """One ASCII JSON object per record, on one line."""
 
     def format(self, record: logging.LogRecord) -> str:
         event = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
@@ -70,8 +70,7 @@ def _known(facts: Facts) -> dict[str, str | int | float]:
 
 
 class TextFormatter(LineFormatter):
-    """The message, and the facts after it in brackets, if there are any. `is_plain`: those alone that a record was
-    given."""
+    """The message, followed by its facts in brackets. With `is_plain`, only the record's `extra` facts."""
 
     def __init__(self, facts: Callable[[], Facts] = nothing, is_plain: bool = False) -> None:
         super().__init__(facts)
@@ -85,8 +84,8 @@ class TextFormatter(LineFormatter):
 
 
 def _escaped(text: str) -> str:
-    """The text without control characters, its further lines indented: what a client has chosen of it can neither look
-    like a line of the log nor write over one."""
+    """The text without control characters and with further lines indented, so that text from a client can neither
+    imitate nor overwrite log lines."""
     if text.isprintable():
         return text
     lines = ("".join(map(_escaped_character, line)) for line in text.split("\n"))
@@ -98,7 +97,7 @@ def _escaped_character(character: str) -> str:
 
 
 def _without_messages(error: BaseException) -> str:
-    """Where it was raised, and what came before it."""
+    """The traceback with all chained exceptions, without their messages."""
     reported, chain = list[str](), [error]
     while True:
         error = chain[-1]
@@ -112,13 +111,13 @@ def _without_messages(error: BaseException) -> str:
 
 
 def formatter_of(config: TelemetryConfig, facts: Callable[[], Facts] = nothing) -> LineFormatter:
-    """That of the format which the settings ask for."""
+    """The formatter for the configured log format."""
     return JsonFormatter(facts) if config.log_format == "json" else TextFormatter(facts, config.has_plain_log)
 
 
 class RepeatSuppressor(logging.Filter):
-    """Of a logger's lines that say the same thing, whatever about, lets one pass in `REPEAT_SECONDS`: calls must not
-    fill a log. Failures pass, each is another one."""
+    """Suppresses repeated lines: each message template passes once in `REPEAT_SECONDS`, whatever its arguments, so that
+    calls cannot flood the log. Lines with exceptions always pass."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -133,8 +132,8 @@ class RepeatSuppressor(logging.Filter):
 
 
 class Logs:
-    """Has a process log on standard error as the settings say: what `loggers` and all below them say from their level
-    on, and of everybody else what is no less important than a warning. To be taken down once."""
+    """Configures logging to standard error: lines of `loggers` from the configured level on, and warnings of all
+    others. Must be taken down once."""
 
     def __init__(self, config: TelemetryConfig, loggers: Sequence[str], facts: Callable[[], Facts] = nothing) -> None:
         level = LEVELS[config.log_level]
@@ -146,11 +145,11 @@ class Logs:
             logger.setLevel(level)
         logging.getLogger().addHandler(self._handler)
         self._has_warnings = config.log_format == "json"
-        if self._has_warnings:  # Python's own would stand between the objects
+        if self._has_warnings:  # Python's own handler would print plain lines between the JSON objects
             logging.captureWarnings(True)
 
     def take_down(self) -> None:
-        """All is as before."""
+        """Restores the previous logging configuration."""
         logging.getLogger().removeHandler(self._handler)
         for logger, level in self._loggers:
             logger.setLevel(level)

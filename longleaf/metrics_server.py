@@ -1,7 +1,7 @@
-"""The port on which Prometheus asks for metrics: HTTP, as little of it as that takes.
+"""A minimal HTTP server for Prometheus scrapes.
 
-Whoever reaches it may be anybody. A request has few bytes and little time, there are few at a time, and who came first
-gives way to who comes next: so a client that says nothing, or reads nothing, keeps nobody else from being answered.
+Clients are unauthenticated. Requests are limited in size, time and number, and a new connection closes the oldest one,
+so a client that sends or reads nothing cannot block others.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ PATH = "/metrics"
 MAX_CONNECTIONS = 16
 MAX_REQUEST_BYTES = 8 << 10
 REQUEST_SECONDS = 10.0
-"""What a client may take from when it connects to when it has read everything: as long as Prometheus would wait."""
+"""Time limit from connecting to reading the complete response; the same as Prometheus' default."""
 END = b"\r\n\r\n"
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ Render = Callable[[], Awaitable[bytes]]
 
 
 class MetricsServer:
-    """Answers GET /metrics with what `render` gives, of this type, and all else with 404."""
+    """Answers GET /metrics with the result of `render`, with this content type, and everything else with 404."""
 
     def __init__(self, render: Render, content_type: str, seconds: float = REQUEST_SECONDS) -> None:
         self._render = render
@@ -33,10 +33,10 @@ class MetricsServer:
         self._seconds = seconds
         self._server: asyncio.Server | None = None
         self._open: dict[asyncio.Task[None], None] = {}
-        """Connections, the oldest first."""
+        """Open connections, the oldest first."""
 
     async def start(self, host: str, port: int) -> int:
-        """Listens, and returns the port, chosen by the system for 0. Raises StartError."""
+        """Listens, and returns the port, which the system chooses for 0. Raises StartError."""
         try:
             listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         except OSError as error:
@@ -60,7 +60,7 @@ class MetricsServer:
                 async with asyncio.timeout(self._seconds):
                     writer.write(await self._answer(reader))
                     writer.close()
-                    await writer.wait_closed()  # returns once the client has taken everything
+                    await writer.wait_closed()  # returns once the client has read everything
         finally:
             writer.transport.abort()
 
@@ -80,7 +80,7 @@ class MetricsServer:
             return _response("500 Internal Server Error", "text/plain", b"the log says what is wrong\n")
 
     async def stop(self) -> None:
-        """Ends what is open. Idempotent."""
+        """Closes all connections. Idempotent."""
         if self._server is not None:
             self._server.close()
             self._server = None

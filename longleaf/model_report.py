@@ -1,4 +1,4 @@
-"""What is known of a checkpoint before anybody serves it. Sizes in bytes, counts in tokens."""
+"""Report about a checkpoint before it is served. Sizes in bytes, counts in tokens."""
 
 import msgspec
 
@@ -7,43 +7,43 @@ from longleaf.fingerprint import Fingerprint
 
 
 class TextReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What the coordinator reads of a checkpoint: config, tokenizer and chat template."""
+    """Result of reading config, tokenizer and chat template."""
 
     reason: str = ""
-    """Why it is refused; empty when it is not."""
+    """Reason for refusing the checkpoint; empty if it is accepted."""
     architecture: str = ""
     max_positions: int = 0
-    """Tokens of context that the config tells; 0 when it does not."""
+    """Context length according to the config; 0 if it has none."""
     vocabulary_size: int = 0
     has_chat_template: bool = False
 
 
 class AttentionKind(msgspec.Struct, frozen=True, kw_only=True):
-    """Layers that attend alike."""
+    """Layers with the same attention pattern."""
 
     layers: tuple[int, ...]
     num_heads: int
     num_kv_heads: int
     head_dim: int
     value_dim: int | None = None
-    """Dim of the values; None: it is that of the keys."""
+    """Dim of the values; None: the same as that of the keys."""
     window: int | None = None
-    """Tokens that a query sees; None: everything before it."""
+    """Sliding window in tokens; None: no window."""
     section: int | None = None
-    """Size of the sections, of which a query sees its own only."""
+    """Size of the attention chunks, to which a query is restricted; None: no chunks."""
 
 
 class ReplicatedReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What `serve --window-keys replicated` makes of keys and values."""
+    """Memory of keys and values with `serve --window-keys replicated`."""
 
     bytes_per_token: int
-    """Bytes of one token, over the layers that see everything, rounded up; 0 when there are none."""
+    """Bytes per token over the full-attention layers, rounded up; 0 if there are none."""
     bytes_per_window: int
-    """On each rank, for each place where a context can be continued: of as many tokens as any other layer sees."""
+    """Bytes on each rank for each position at which a context can be continued: the keys of the largest window."""
 
 
 class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The pool of one rank, and the tokens that it holds of this model, in whole blocks."""
+    """Pool of one rank, and its capacity in tokens of this model, in whole blocks."""
 
     rank: int
     kv_bytes: int
@@ -51,61 +51,61 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CapacityPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What the pools of a fleet hold of this model, its windowed layers' keys lying as `window_keys` says."""
+    """Capacity of a cluster for this model, with the given placement of sliding-window keys."""
 
     window_keys: WindowKeys
     reason: str = ""
-    """Why no such fleet starts; empty when it does."""
+    """Reason why such a cluster cannot start; empty if it can."""
     rooms: tuple[RankPlan, ...] = ()
     tokens: int = 0
-    """Tokens that the pools of all ranks hold together."""
+    """Total capacity of the pools of all ranks."""
     is_unlimited: bool = False
-    """No token takes room for ever, and `tokens` is only a bound on positions."""
+    """No layer keeps all tokens, so `tokens` only bounds the positions."""
     window_tokens: int = 0
-    """Tokens whose keys of windowed layers every rank holds at most; 0 where they are sharded."""
+    """Capacity of each rank for sliding-window keys, in tokens; 0 if sharded."""
     ends: int = 0
-    """Ends of contexts that these are enough for; generations take from them too."""
+    """Number of context ends that fit; generations use them too."""
 
 
 class AttentionReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank makes of a checkpoint."""
+    """Result of loading the checkpoint on a rank."""
 
     reason: str = ""
-    """Why it is refused; empty when it is not."""
+    """Reason for refusing the checkpoint; empty if it is accepted."""
     dtype: str = ""
     kv_dtype: str = ""
-    """Type in which keys and values are kept."""
+    """Storage type of keys and values."""
     kinds: tuple[AttentionKind, ...] = ()
     trained: int = 0
-    """Tokens of context that the model was trained for, with what its rope was stretched to; 0 when nothing tells."""
+    """Context length that the model was trained for, including rope scaling; 0 if unknown."""
     bytes_per_token: int = 0
-    """Keys and values of one token as they are kept, over all layers, rounded up."""
+    """Stored bytes of keys and values per token, over all layers, rounded up."""
     replicated: ReplicatedReport | None = None
-    """If there are layers that do not see everything."""
+    """Set if there are layers without full attention."""
     weight_bytes: int = 0
-    """Bytes of weights on each rank: all hold the whole model."""
+    """Bytes of the weights, which every rank holds completely."""
     has_weights: bool = False
-    """Whether they were read."""
+    """Whether the weights were loaded."""
     is_exact: bool | None = None
-    """Whether logits are those of plain attention; None where that is unknown, as without weights."""
+    """Whether logits equal those of plain attention; None if unknown, as without weights."""
     exactness_note: str = ""
-    """Why it is unknown; empty where it is known."""
+    """Reason why it is unknown; empty otherwise."""
     plans: tuple[CapacityPlan, ...] = ()
-    """With sharded keys, and with replicated windows if there are layers that do not see everything."""
+    """For sharded keys, and for replicated windows if there are layers without full attention."""
 
 
 class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether a checkpoint is supported, and what serving it takes."""
+    """Whether a checkpoint is supported, and the resources for serving it."""
 
     model: str
     is_supported: bool
-    """Whether nothing that was looked at is refused. Without weights that leaves open whether answers are exact."""
+    """Whether all checks passed. Without weights, exactness was not checked."""
     text: TextReport
     attention: AttentionReport
     fingerprint: Fingerprint | None = None
-    """Of its folder; None where something in it is missing or cannot be read, weights among it."""
+    """Fingerprint of its folder; None if a file, such as the weights, is missing or unreadable."""
     unread: str = ""
-    """What that is; empty when there is a fingerprint."""
+    """The missing or unreadable file; empty if there is a fingerprint."""
 
     @property
     def plans(self) -> tuple[CapacityPlan, ...]:
@@ -113,5 +113,5 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def reasons(self) -> list[str]:
-        """Why it is refused."""
+        """Reasons for refusing the checkpoint."""
         return [reason for reason in (self.text.reason, self.attention.reason) if reason]

@@ -6,10 +6,11 @@ import psutil
 
 
 def interface_of(host: str) -> str | None:
-    """The interface that owns an IP address, or any address of the loopback; None when there is none here."""
+    """The interface with this IP address, or the loopback interface for any loopback address; None if no interface has
+    it."""
     try:
         wanted = ip_address(host)
-    except ValueError:  # a name
+    except ValueError:  # a host name
         return None
     for name, addresses in psutil.net_if_addrs().items():
         for owned in filter(None, map(_parse, (one.address for one in addresses))):
@@ -19,7 +20,7 @@ def interface_of(host: str) -> str | None:
 
 
 def _parse(address: str) -> IPv4Address | IPv6Address | None:
-    """An address as the system tells it, perhaps with its interface behind it; None for one of another kind."""
+    """An address in the system's notation, possibly with a scope; None for other address families."""
     try:
         return ip_address(address.partition("%")[0])
     except ValueError:

@@ -1,4 +1,5 @@
-"""Certificates and private keys in PEM files, looked through before TLS gets them: its own errors name no file."""
+"""Certificates and private keys in PEM files. They are checked before TLS uses them, because its errors do not name the
+file."""
 
 import time
 from pathlib import Path
@@ -16,21 +17,21 @@ from longleaf.read_limited import read_small
 MAX_PEM_BYTES = 1 << 20
 MIN_RSA_BITS = 2048
 CURVES = ("secp256r1", "secp384r1")
-"""P-256 and P-384: gRPC's TLS can be given others, and its clients take none of these."""
+"""P-256 and P-384. gRPC's server accepts other curves, but its clients do not."""
 KEYS_TOLD = f"TLS here takes RSA keys of {MIN_RSA_BITS:,} bits or more, and ECDSA keys over P-256 or P-384"
 
 
 class KeyPair(msgspec.Struct, frozen=True):
-    """A certificate chain and the private key of its first one."""
+    """A certificate chain and the private key of its first certificate."""
 
     chain: bytes
     key: bytes
     expires: float
-    """When the first certificate does, in seconds since 1970."""
+    """Expiry of the first certificate, in seconds since the Unix epoch."""
 
 
 def read_pem(field: str, path: str | Path) -> bytes:
-    """What is in a file. Raises InvalidArgument."""
+    """Contents of a file. Raises InvalidArgument."""
     return read_small(field, path, MAX_PEM_BYTES)
 
 
@@ -48,7 +49,7 @@ def parse_pair(chain: bytes, key: bytes, fields: tuple[str, str] = ("tls_cert", 
 
 
 def parse_certificates(data: bytes, field: str) -> list[x509.Certificate]:
-    """At least one. Raises InvalidArgument."""
+    """At least one certificate. Raises InvalidArgument."""
     if not data.strip():
         raise InvalidArgument(field, "is empty")
     try:
@@ -58,7 +59,7 @@ def parse_certificates(data: bytes, field: str) -> list[x509.Certificate]:
 
 
 def _parse_key(data: bytes, field: str) -> PublicKeyTypes:
-    """The public half. Raises InvalidArgument."""
+    """The public key of a private key. Raises InvalidArgument."""
     if not data.strip():
         raise InvalidArgument(field, "is empty")
     try:
@@ -82,7 +83,7 @@ def _public_of(certificate: x509.Certificate, field: str) -> bytes:
 
 
 def _taken(key: PublicKeyTypes, field: str) -> PublicKeyTypes:
-    """`key`. Raises InvalidArgument where no connection would come about with it."""
+    """Returns `key`. Raises InvalidArgument for a key that gRPC clients do not accept."""
     match key:
         case rsa.RSAPublicKey() if key.key_size >= MIN_RSA_BITS:
             return key

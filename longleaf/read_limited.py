@@ -1,4 +1,4 @@
-"""Files that are read whole."""
+"""Size-limited reading of whole files."""
 
 import os
 import stat
@@ -7,11 +7,11 @@ from pathlib import Path
 from longleaf.errors import InvalidArgument
 
 MAX_BYTES = 16 << 20
-"""What a file of settings has at most."""
+"""Maximum size of a settings file."""
 
 
 def read_small(field: str, path: str | Path, max_bytes: int = MAX_BYTES) -> bytes:
-    """What is in a regular file of `max_bytes` at most: who opens or reads a pipe would wait for its other end. Raises
+    """Contents of a regular file of at most `max_bytes`; pipes are refused because opening them may block. Raises
     InvalidArgument naming `field`."""
     try:
         with open(path, "rb", opener=_open_at_once) as file:

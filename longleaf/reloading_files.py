@@ -1,4 +1,4 @@
-"""Files that are read again when their content changes."""
+"""Files that are reloaded when their contents change."""
 
 import hashlib
 import logging
@@ -13,15 +13,15 @@ from longleaf.read_limited import read_small
 
 Parsed = TypeVar("Parsed")
 LOOK_SECONDS = 1.0
-"""How often files are looked at, at most: what changes is known within this."""
+"""Interval of checks, and so the longest delay until a change is detected."""
 log = logging.getLogger("longleaf.reloads")
-"""No part of `coordinator.auth`, which is for lines about calls."""
+"""Not below `coordinator.auth`, which is for lines about calls."""
 
 
 class ReloadingFiles(Generic[Parsed]):
-    """What `parse` made of the files together, whose names in errors are the keys of `paths`. Files that are broken
-    later change nothing: that is logged once and counted. By content, not by time: a Secret of Kubernetes is another
-    folder behind the same link. Any thread may ask."""
+    """The parsed contents of several files. In errors, files are named by the keys of `paths`. If changed files are
+    invalid, the previous contents stay in use; this is logged once and counted. Changes are detected by content, not by
+    time, because a Kubernetes Secret is replaced by switching a link. Thread-safe."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class ReloadingFiles(Generic[Parsed]):
         parse: Callable[..., Parsed],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`parse` gets the bytes of each file, in order. Raises InvalidArgument."""
+        """`parse` is called with the bytes of each file, in order. Raises InvalidArgument."""
         self._paths = {field: Path(path) for field, path in paths.items()}
         self._parse, self._clock = parse, clock
         self._lock = threading.Lock()
@@ -42,7 +42,7 @@ class ReloadingFiles(Generic[Parsed]):
 
     @property
     def value(self) -> Parsed:
-        """Of the newest contents that could be used."""
+        """Result of parsing the newest valid contents."""
         with self._lock:
             if self._clock() - self._looked >= LOOK_SECONDS:
                 self._looked = self._clock()
@@ -51,8 +51,8 @@ class ReloadingFiles(Generic[Parsed]):
 
     @property
     def is_unusable(self) -> bool:
-        """What the files say now cannot be used."""
-        _ = self.value  # looks, if that is due
+        """Whether the current contents of the files are invalid."""
+        _ = self.value  # checks the files, if due
         return bool(self._trouble)
 
     def _look(self) -> None:
@@ -66,14 +66,14 @@ class ReloadingFiles(Generic[Parsed]):
         except Exception as error:  # its message might quote the file
             self._note(f"{self._names} cannot be used: {type(error).__name__}")
         else:
-            if self._trouble:  # as loud as what it ends
+            if self._trouble:  # same level as the warning that it resolves
                 log.warning("%s can be used again, and is", self._names)
             elif is_new:
                 log.info("read %s again", self._names)
             self._trouble = ""
 
     def _note(self, trouble: str) -> None:
-        """What keeps the newest contents from being used; told once."""
+        """Logs once why the newest contents are not used."""
         if trouble != self._trouble:
             self._trouble = trouble
             self.num_failed_reloads += 1

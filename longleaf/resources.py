@@ -1,7 +1,7 @@
-"""What this process may use of its machine: memory and processors, within the control groups that it runs in.
+"""Memory and processors available to this process within its control groups.
 
-A container sees the memory and the processors of the whole machine; its limits are told by its control groups alone
-(cgroups, in both versions), each of which is limited by those around it.
+A container sees the memory and processors of the whole machine. Its limits are only visible in its control groups
+(cgroups v1 and v2), each of which is also limited by its parents.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ GPU_DRIVERS = ("dev/nvidiactl", "dev/kfd", "dev/dxg")
 """Device files of the NVIDIA, AMD and WSL drivers."""
 PR_SET_PDEATHSIG = 1
 KEPT = ("inactive_file", "active_file", "slab_reclaimable")
-"""The part of the used memory that the system gives back when it is asked for."""
+"""The part of the used memory that the kernel can reclaim."""
 
 
 class Memory(NamedTuple):
@@ -34,7 +34,7 @@ class Memory(NamedTuple):
 
 
 def memory(root: Path = ROOT) -> Memory:
-    """What all processes within the narrowest limit may use together. `root` is where the file system begins."""
+    """Memory for all processes within the narrowest limit. `root` is the root of the file system."""
     machine = psutil.virtual_memory()
     limits = [Memory(machine.total, machine.available)]
     limits += [found for folder in _groups(root, "memory") if (found := _group_memory(folder))]
@@ -42,7 +42,7 @@ def memory(root: Path = ROOT) -> Memory:
 
 
 def num_processors(root: Path = ROOT) -> int:
-    """Processors that this process may run on, or the share of them that it may use, in whole ones."""
+    """Processors that this process may run on, limited by its CPU quota, as an integer."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = (_group_processors(folder) for folder in _groups(root, "cpu"))
     return max(1, int(min([allowed, *(quota for quota in quotas if quota)])))
@@ -54,24 +54,24 @@ def has_gpu_driver(root: Path = ROOT) -> bool:
 
 
 def end_with_parent() -> None:
-    """The system kills this process when the thread that started it ends, where the system can (Linux)."""
+    """Makes the kernel kill this process when the thread that started it ends (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def max_files() -> int:
-    """How many files and connections this process may have open."""
+    """Limit of open files and connections of this process."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def allow_files() -> None:
-    """Lets this process have as many files and connections open as the system would ever let it."""
+    """Raises the soft limit of open files to the hard limit."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """Folders of the groups that limit `controller` for this process: its own, and those around it that can be seen."""
+    """Folders of the groups that limit `controller` for this process: its own group and the visible parents."""
     own = dict(_own_groups(root))
     for line in _read(root / "proc/self/mountinfo").splitlines():
         place, _, system = line.partition(" - ")
@@ -81,14 +81,14 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
         if path is None:
             continue
         shown, mounted = map(PurePosixPath, place.split(" ")[3:5])
-        # who sees only a part of the hierarchy that it is not in sees at least what limits that part
+        # A process outside the visible part of the hierarchy still sees the limits of that part.
         inside = path.relative_to(shown) if path.is_relative_to(shown) and ".." not in path.parts else PurePosixPath()
         top = root / mounted.relative_to("/")
         yield from (top / step for step in (inside, *inside.parents))
 
 
 def _own_groups(root: Path) -> Iterator[tuple[str, PurePosixPath]]:
-    """By controller, the group that this process is in; the second version has one for all, under no name."""
+    """The group of this process by controller; cgroups v2 has one for all, with an empty name."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         yield from ((name, PurePosixPath(path)) for name in controllers.split(","))
@@ -101,7 +101,7 @@ def _group_memory(folder: Path) -> Memory | None:
         return None
     used = max(int(_read(folder / name) or 0) for name in MEMORY_USED)
     stat = dict(line.split(" ", 1) for line in _read(folder / "memory.stat").splitlines())
-    # the first version has the sums over the groups inside under names of their own
+    # cgroups v1 names the sums over child groups differently
     retained = sum(int(stat.get(f"total_{name}", stat.get(name, 0))) for name in KEPT)
     return Memory(min(limits), max(0, min(limits) - max(0, used - retained)))
 
@@ -114,7 +114,7 @@ def _group_processors(folder: Path) -> float | None:
 
 
 def _read(path: Path) -> str:
-    """What the file says; nothing if there is none."""
+    """Contents of the file; empty if it does not exist."""
     try:
         return path.read_text().strip()
     except OSError:

@@ -25,7 +25,7 @@ class Run(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Extent(NamedTuple):
-    """Positions [start, end) that lie in consecutive slots from `slot` on."""
+    """Positions [start, end) in consecutive slots starting at `slot`."""
 
     start: int
     end: int
@@ -38,7 +38,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def join(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges [start, end) in their order; those that begin where the one before ends are one."""
+    """Merges adjacent ranges [start, end), in their given order."""
     joined: list[tuple[int, int]] = []
     for start, end in ranges:
         if joined and joined[-1][1] == start:
@@ -49,7 +49,7 @@ def join(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def union(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """What any of some ranges [start, end) holds, in rising order, neighbours joined."""
+    """The union of ranges [start, end), sorted, with adjacent ranges merged."""
     joined: list[tuple[int, int]] = []
     for start, end in sorted(ranges):
         if joined and start <= joined[-1][1]:
@@ -60,7 +60,7 @@ def union(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def without(start: int, end: int, hidden: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """What is left of the positions [start, end) without those that are hidden, which are in order."""
+    """The positions [start, end) except the hidden ones, which are sorted."""
     for low, high in hidden:
         if start < min(low, end):
             yield start, min(low, end)
@@ -70,7 +70,7 @@ def without(start: int, end: int, hidden: Iterable[tuple[int, int]]) -> Iterator
 
 
 def extents(run: Run, block_size: int) -> Iterator[Extent]:
-    """Cuts a run where its blocks are not neighbours, so that each extent is one stretch of memory."""
+    """Splits a run where its blocks are not adjacent, so that each extent is contiguous in memory."""
     first = 0
     for i in range(1, len(run.blocks) + 1):
         if i < len(run.blocks) and run.blocks[i] == run.blocks[i - 1] + 1:
@@ -82,7 +82,7 @@ def extents(run: Run, block_size: int) -> Iterator[Extent]:
 
 
 def joined(found: Iterable[Extent]) -> Iterator[Extent]:
-    """Extents in the order of positions; neighbours in positions and slots are one."""
+    """Merges extents that are adjacent in positions and slots, in order of position."""
     last: Extent | None = None
     for extent in found:
         if last is not None and (extent.start, extent.slot) == (last.end, last.slot + last.end - last.start):
@@ -113,7 +113,7 @@ def overlaps(query_start: int, query_end: int, key_start: int, key_end: int) -> 
         queries:                     [query_start ........ key_end ........ query_end)
                    full for every query   diagonal here      full here
 
-    Keys at or after query_end are seen by nobody and are left out.
+    Keys at or after query_end are not visible to any query and are left out.
     """
     past_end = min(key_end, query_start)
     if key_start < past_end:
@@ -126,13 +126,13 @@ def overlaps(query_start: int, query_end: int, key_start: int, key_end: int) -> 
 
 
 def until(run: Run, end: int, block_size: int) -> Run:
-    """The run up to position `end`, in as many blocks as that needs: none, and no tokens, where it begins behind it."""
+    """The run truncated at position `end`, in the minimum number of blocks; empty if it starts at or after `end`."""
     end = max(run.start, min(run.end, end))
     return Run(run.rank, run.start, end, run.blocks[: ceil_div(end - run.start, block_size)])
 
 
 def cut_chunk(start: int, end: int, block_size: int, num_pieces: int) -> list[tuple[int, int]]:
-    """Cuts [start, end) into at most `num_pieces` pieces of whole blocks, as equal as blocks allow.
+    """Splits [start, end) into at most `num_pieces` pieces of whole blocks, of sizes as equal as possible.
 
     Pieces end at multiples of block_size counted from `start`, or at `end`. Fewer blocks than pieces give fewer pieces.
     """
@@ -143,6 +143,6 @@ def cut_chunk(start: int, end: int, block_size: int, num_pieces: int) -> list[tu
 
 
 def serpentine(turn: int, world_size: int) -> list[int]:
-    """Ranks in the order in which chunk number `turn` deals its pieces: 0..N-1, then N-1..0, and so on."""
+    """Order of ranks in which chunk number `turn` distributes its pieces: 0..N-1, then N-1..0, and so on."""
     ranks = list(range(world_size))
     return ranks if turn % 2 == 0 else ranks[::-1]

@@ -1,4 +1,4 @@
-"""How the next token is chosen, and how likely it was."""
+"""Sampling parameters and log probabilities."""
 
 import msgspec
 
@@ -11,13 +11,13 @@ MAX_STOP_TOKENS = 64
 MAX_BIASES = 1024
 MAX_LOGPROBS = 20
 MAX_ID = (1 << 31) - 1
-"""Of tokens, and the largest top-k: the wire has 32 bits for them."""
+"""Largest token id, and largest top-k: the protocol has 32 bits for them."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sampling parameters of one generation. The defaults are greedy decoding of 128 tokens.
 
-    They act in transformers' order: logit bias, penalties, temperature, top-k, top-p, min-p.
+    They are applied in transformers' order: logit bias, penalties, temperature, top-k, top-p, min-p.
     """
 
     max_tokens: int = 128
@@ -26,24 +26,24 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     top_k: int = 0
     """0 keeps all tokens."""
     top_p: float = 1.0
-    """Keeps the likeliest tokens up to this share of the probability; 0 keeps the likeliest alone."""
+    """Keeps the most likely tokens up to this cumulative probability; 0 keeps only the most likely one."""
     min_p: float = 0.0
-    """Drops tokens less likely than this share of the likeliest one's probability."""
+    """Drops tokens with less than this fraction of the highest probability."""
     repetition_penalty: float = 1.0
-    """Divides the positive and multiplies the negative logits of all tokens seen, in context, prompt and answer."""
+    """Divides the positive and multiplies the negative logits of all tokens in context, prompt and answer."""
     presence_penalty: float = 0.0
     """Subtracted from the logit of each token of the answer."""
     frequency_penalty: float = 0.0
-    """Subtracted from the logit of a token for each time that it is in the answer."""
+    """Subtracted from the logit of a token for each occurrence in the answer."""
     logit_bias: dict[int, float] = msgspec.field(default_factory=dict[int, float])
     """Added to the logits of these ids."""
     seed: int = 0
     stop: tuple[str, ...] = ()
     stop_tokens: tuple[int, ...] = ()
-    """Ids that end the generation; the one that does is reported, without text."""
+    """Ids that end the generation; the final one is reported, without text."""
     ignore_end_token: bool = False
     num_logprobs: int | None = None
-    """Reports each token's logprob and so many alternatives; None reports nothing."""
+    """Return each token's logprob and this number of alternatives; None returns none."""
 
     def check(self) -> None:
         """Raises InvalidArgument naming the first field that is out of range."""
@@ -75,21 +75,21 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the choice depends on the tokens before it."""
+        """Whether the distribution depends on earlier tokens."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
     def is_argmax(self) -> bool:
-        """Whether the token is the one of the largest logit, as the model gave it."""
+        """Whether the choice is the argmax of the unmodified logits."""
         return self.is_greedy and not self.has_penalties and not self.logit_bias
 
     @property
     def choosing(self) -> "Sampling":
-        """The parameters without the stops, on which no choice depends."""
+        """The parameters without stops, which do not affect the choice of tokens."""
         return msgspec.structs.replace(self, stop=(), stop_tokens=(), ignore_end_token=False)
 
     def of_sample(self, sample: int) -> "Sampling":
-        """The parameters of sample number `sample`: what a generation with that much larger a seed would get."""
+        """The parameters of sample number `sample`, whose seed is larger by that number."""
         return msgspec.structs.replace(self, seed=(self.seed + sample) % 2**64) if sample else self
 
 
@@ -102,22 +102,23 @@ class TokenLogprob(msgspec.Struct, frozen=True, omit_defaults=True):
     token_id: int
     logprob: float
     token_bytes: bytes | None = None
-    """What it would have added to the text there; None when that was not asked for."""
+    """The bytes that it would have added to the text; None if not requested."""
 
 
 class Logprobs(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How likely a token was by the model's own distribution: softmax of the logits, before bias, penalties,
-    temperature and filters. `top` are the most likely tokens, in falling order."""
+    """Log probabilities under the model's own distribution: softmax of the logits, before bias, penalties, temperature
+    and filters. `top` has the most likely tokens, in descending order."""
 
     logprob: float
     top: tuple[TokenLogprob, ...]
     token_bytes: bytes | None = None
-    """What the token adds to the text, which may be no whole character; None when that was not asked for."""
+    """The bytes that the token adds to the text, possibly an incomplete character; None if not requested."""
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A generated token, with all that is told of it. Circles cannot come from it, so the collector need not look."""
+    """A generated token with its logprobs. It cannot be part of a reference cycle, so the garbage collector need not
+    track it."""
 
     id: int
     logprobs: Logprobs | None = None
-    """If the sampling asks for them."""
+    """Set if requested by the sampling parameters."""

@@ -1,4 +1,4 @@
-"""Settings of whom a service lets in, and of what it tells of itself."""
+"""Security, HTTP gateway and telemetry settings of a service."""
 
 import ipaddress
 import re
@@ -16,23 +16,23 @@ MAX_PORT = 65535
 
 
 class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Who may come in, and over what connections. Files are read again when their content changes."""
+    """TLS and authentication. Files are reloaded when their contents change."""
 
     tls_cert: str | None = None
-    """File of the certificate chain, in PEM; None: connections are plain."""
+    """PEM file with the certificate chain; None: plain text connections."""
     tls_key: str | None = None
-    """File of its private key."""
+    """File with its private key."""
     tls_client_ca: str | None = None
-    """File of the authorities whose certificates clients must have; None: they need none."""
+    """File with the certificate authorities of client certificates, which are then required; None: not required."""
     credentials: str | None = None
-    """File of who may come in, and what they may; None: everybody, and everything."""
+    """File with the tenants, their credentials and quotas; None: no authentication, no limits."""
     health_port: int | None = None
-    """With TLS: a port for health checks alone, in plain text; None: there is none."""
+    """With TLS: an additional plain text port for health checks only; None: no such port."""
     insecure: bool = False
-    """Listen beyond this machine without TLS or without credentials."""
+    """Permits listening on other than loopback addresses without TLS or credentials."""
 
     def check(self, host: str) -> None:
-        """Raises InvalidArgument naming the first setting that makes no sense for a service at `host`."""
+        """Raises InvalidArgument naming the first invalid setting of a service at `host`."""
         for name, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
             if getattr(self, name) is not None and getattr(self, other) is None:
                 raise InvalidArgument(name, f"needs {other}: a certificate is nothing without its key")
@@ -52,22 +52,22 @@ class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The door for HTTP beside a service."""
+    """The HTTP gateway that runs with the service."""
 
     http: int | None = None
-    """Its port; 0 lets the system choose; None: there is no door."""
+    """Port; 0 lets the system choose; None: no gateway."""
     allow_host: str | None = None
-    """Names under which callers may reach it beside addresses and localhost, with commas between them."""
+    """Accepted host names besides addresses and localhost, separated by commas."""
     public_url: str | None = None
-    """What callers see of it where a proxy stands in front."""
+    """External URL if there is a reverse proxy."""
 
     @property
     def allowed(self) -> list[str]:
-        """The names."""
+        """The accepted host names."""
         return [name for name in (self.allow_host or "").split(",") if name]
 
     def check(self, security: SecurityConfig) -> None:
-        """Raises InvalidArgument naming the first setting that makes no sense."""
+        """Raises InvalidArgument naming the first invalid setting."""
         _check_port("http", self.http)
         for name in ("allow_host", "public_url"):
             if getattr(self, name) is not None and self.http is None:
@@ -80,51 +80,51 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What a service tells of itself, and where."""
+    """Metrics, logs and traces of a service."""
 
     metrics_port: int | None = None
-    """Port of metrics for Prometheus; 0 lets the system choose; None: there is none."""
+    """Port of metrics for Prometheus; 0 lets the system choose; None: no metrics."""
     metrics_host: str = LOOPBACK
     """Address of that port."""
     log_format: LogFormat = "text"
-    """Lines for people, or one JSON object per line."""
+    """Text lines, or one JSON object per line."""
     log_level: LogLevel = "warning"
-    """What is less important is not logged."""
+    """Minimum severity to log."""
     traces: bool = False
-    """Send traces over OTLP, as the variables OTEL_* say; needs the extra `otel`."""
+    """Export traces over OTLP, configured by the variables OTEL_*; requires the extra `otel`."""
 
     @property
     def has_plain_log(self) -> bool:
-        """Whether only what goes wrong is logged, for people."""
+        """Whether only warnings are logged, as text."""
         return self.log_format == "text" and self.log_level == "warning"
 
     def check(self) -> None:
-        """Raises InvalidArgument naming the first setting that makes no sense."""
+        """Raises InvalidArgument naming the first invalid setting."""
         _check_port("metrics_port", self.metrics_port)
         if self.metrics_port is None and self.metrics_host != LOOPBACK:
             raise InvalidArgument("metrics_host", "needs metrics_port: without it there are no metrics")
 
 
 def flag_of(name: str) -> str:
-    """What a setting is called on the command line."""
+    """Command-line flag of a setting."""
     return f"--{name.replace('_', '-')}"
 
 
 def in_flags(text: str, names: Iterable[str]) -> str:
-    """`text` with settings of these names, as far as they are no plain words, as the command line calls them."""
+    """`text` with the names of settings replaced by their flags, except names that are ordinary words."""
     known = "|".join(sorted((name for name in names if "_" in name), key=len, reverse=True))
     return re.sub(rf"(?<![\w./-])(?:{known})(?![\w/-]|\.\w)", lambda found: flag_of(found[0]), text)
 
 
 def check_public_url(url: str) -> None:
-    """Raises InvalidArgument for what is no scheme and host."""
+    """Raises InvalidArgument for anything but a scheme and a host."""
     scheme, _, host = url.partition("://")
     if scheme not in ("http", "https") or not host or "/" in host:
         raise InvalidArgument("public_url", f"{url} is not https://HOST, with nothing behind the host")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches `host`."""
+    """Whether `host` is reachable only from this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

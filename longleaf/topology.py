@@ -1,4 +1,4 @@
-"""Which rank runs on which machine."""
+"""Placement of ranks on machines."""
 
 import msgspec
 

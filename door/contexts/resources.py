@@ -1,4 +1,4 @@
-"""Contexts that are there: listed, told, changed, forked and deleted."""
+"""Existing contexts: list, get, update, fork and delete."""
 
 from typing import Annotated, Any
 
@@ -20,7 +20,7 @@ Seconds = Annotated[float, Meta(ge=-MAX_TIME, le=MAX_TIME)]
 
 
 class ContextPatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What may be changed of a context."""
+    """Changeable fields of a context."""
 
     display_name: str | UnsetType = UNSET
     pinned: bool | UnsetType = UNSET
@@ -29,14 +29,14 @@ class ContextPatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Fork(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A new context of the first tokens of another one."""
+    """A request for a context of the first tokens of another one."""
 
     id: str
     tokens: int | None = None
 
 
 def described(context: Context, model: str) -> dict[str, Any]:
-    """A context as callers see it."""
+    """A context as JSON."""
     return {
         "id": context.id,
         "object": "context",
@@ -64,14 +64,14 @@ def context_problem(error: LongleafError) -> HttpProblem:
 
 
 def check_new(name: str) -> None:
-    """Raises HttpProblem for what a new context cannot be called."""
+    """Raises HttpProblem for an invalid name of a new context."""
     if CONTEXT_ID.fullmatch(name) is None:
         message = f"id: {name[:100]} is no name: 1 to 63 of a-z, 0-9, '.', '_' and '-', first and last a-z or 0-9"
         raise HttpProblem(400, message, param="id", code="invalid_value")
 
 
 def named(request: Request) -> str:
-    """The context of the path. Raises NotFound for what can be no name of one."""
+    """The context in the path. Raises NotFound for an invalid name."""
     name = request.path_params["id"]
     if CONTEXT_ID.fullmatch(name) is None:
         raise context_problem(NotFound(f"contexts/{name[:100]}"))
@@ -92,7 +92,7 @@ async def get_context(request: Request) -> Response:
 
 async def update_context(request: Request) -> Response:
     client, name = client_of(request), named(request)
-    await model_name(request, client)  # no body is awaited from a caller that the service does not let in
+    await model_name(request, client)  # authenticates the caller before the body is read
     changes = converted(await json_of(request), ContextPatch)
     given: dict[str, Any] = {
         name: value for name, value in msgspec.structs.asdict(changes).items() if value is not UNSET
@@ -105,12 +105,12 @@ async def update_context(request: Request) -> Response:
 
 
 async def delete_context(request: Request) -> Response:
-    """With an upload id it is that upload which ends, and the context stays."""
+    """Deletes the context or, with an upload id, cancels that upload and keeps the context."""
     client, name, given = client_of(request), named(request), dict(request.query_params)
     upload_id = given.pop("upload_id", None)
     if given:
         raise HttpProblem(400, f"{min(given)}: is no parameter of this", param=min(given))
-    if upload_id == "":  # whoever forgot it does not mean the context
+    if upload_id == "":  # a missing value does not mean the context
         raise HttpProblem(400, "upload_id: name the upload", param="upload_id")
     await _tried(client.delete_context(name) if upload_id is None else client.cancel_ingest(name, upload_id))
     return Response(status_code=204)

@@ -1,4 +1,4 @@
-"""A document on its way through the door: a part of it at a time, and what the service says of it."""
+"""Document uploads: the body is forwarded part by part, and progress is returned as events."""
 
 import asyncio
 import math
@@ -21,7 +21,7 @@ from longleaf.errors import InvalidArgument, LongleafError, Unavailable
 from longleaf.types import MAX_TIME, ContextOptions, ContextSettings, IngestHeader, IngestProgress
 
 IDLE_SECONDS = 110.0
-"""How long the next part of a body may take: less than the service would wait."""
+"""Timeout for the next part of a body; shorter than that of the service."""
 HELD_BYTES = 1 << 16
 PARAMETERS = frozenset("append upload_id display_name pinned ttl capacity system priority".split())
 CHARSETS = frozenset({"", "utf-8", "utf8", "us-ascii", "ascii"})
@@ -29,29 +29,29 @@ NAMES = {"system": "system", "config.total_size_bytes": "Upload-Length", "text":
 
 
 class UploadBody:
-    """A request's body from `offset` of its document on. What was sent is not kept."""
+    """A request's body, starting at `offset` of its document. Parts are not kept after sending."""
 
     def __init__(self, receive: Receive, offset: int) -> None:
         self._receive, self.offset = receive, offset
         self.error: Exception | None = None
         self._first: bytes | None = None
         self._has_begun = asyncio.Event()
-        """The first part may be taken."""
+        """Set when the first part may be read."""
         self._over = asyncio.Event()
-        """The body has ended, or the caller has gone."""
+        """Set when the body has ended, or the caller has disconnected."""
         self._has_left = False
 
     @property
     def is_over(self) -> bool:
-        """All of the body has come, or the caller has gone."""
+        """Whether the body is complete, or the caller has disconnected."""
         return self._over.is_set()
 
     def acknowledge(self, offset: int) -> None:
-        """Nothing is kept anyhow."""
+        """Does nothing, because no parts are kept."""
 
     async def begin(self, is_whole: bool) -> None:
-        """Waits for the first part, which pieces wait for, too. Raises HttpProblem where that can be no document's:
-        `is_whole` says that nothing is to come after the body. Raises Unavailable when nothing comes."""
+        """Waits for the first part, for which `pieces_from` also waits. Raises HttpProblem if it cannot belong to a
+        document (`is_whole`: no data follows the body), and Unavailable if nothing arrives."""
         self._first = await self._next()
         if self.offset == 0:
             is_last = is_whole and self.is_over
@@ -64,7 +64,7 @@ class UploadBody:
         self._has_begun.set()
 
     async def pieces_from(self, offset: int) -> AsyncIterator[bytes]:
-        """Raises Unavailable when the body ends before its end."""
+        """The parts of the body. Raises Unavailable if the body is incomplete."""
         if offset != self.offset:
             return
         await self._has_begun.wait()
@@ -95,7 +95,7 @@ class UploadBody:
         return message.get("body", b"")
 
     async def leave(self, receive: Receive) -> None:
-        """Returns when the caller has gone; while the body comes its reader notices that."""
+        """Returns when the caller has disconnected; while the body is read, its reader detects that."""
         await self._over.wait()
         if not self._has_left:
             await gone(receive)
@@ -106,7 +106,7 @@ def _no_document(told: str) -> HttpProblem:
 
 
 async def upload(request: Request) -> Response:
-    """Begins or goes on with the making of a context; see docs/http.md."""
+    """Starts or resumes an upload; see docs/http.md."""
     check_new(request.path_params["id"])
     client, offset = client_of(request), _number(request, "upload-offset") or 0
     header = _header(request, offset)
@@ -119,7 +119,7 @@ async def upload(request: Request) -> Response:
             message = f"Upload-Offset: the service has {first.received_bytes:,} bytes of it, go on from there"
             headers = {"upload-offset": str(first.received_bytes)}
             raise HttpProblem(409, message, param="Upload-Offset", code="wrong_offset", headers=headers)
-        if first.phase == "receiving":  # what can be known before the first byte of the answer is a status
+        if first.phase == "receiving":  # errors before the first byte of the answer become the status
             declared = _number(request, "content-length")
             await body.begin(header.total_bytes is None or header.total_bytes == offset + (declared or 0))
     except BaseException as error:
@@ -128,8 +128,8 @@ async def upload(request: Request) -> Response:
             raise context_problem(error) from None
         raise
     reporting = UploadEvents(model, header, body, first)
-    left = body.leave if first.phase == "receiving" else gone  # what is there already is not read again
-    # EventResponse is called as a response is, and has nothing else of one
+    left = body.leave if first.phase == "receiving" else gone  # the body of a complete upload is not read again
+    # EventResponse is callable like a Response, but not a subclass
     return cast(Response, EventResponse(reporting.events(steps), reporting.waiting, left))
 
 
@@ -140,7 +140,7 @@ class UploadEvents:
         self._model, self._header, self._body, self._latest = model, header, body, first
 
     def waiting(self) -> str:
-        """What is told while nothing happens."""
+        """Comment text while there are no events."""
         return f"{self._latest.phase}, {self._latest.processed} of {self._latest.total} tokens"
 
     async def events(self, steps: AsyncGenerator[IngestProgress, None]) -> AsyncGenerator[bytes, None]:
@@ -174,7 +174,7 @@ class UploadEvents:
 
 
 async def uploaded(request: Request) -> Response:
-    """How much of an upload is there. One of which nothing is there is not begun."""
+    """The received size of an upload. An unknown upload is not created."""
     client, header = client_of(request), _header(request, 0)
     if not header.upload_id:
         raise HttpProblem(400, "upload_id: name the upload", param="upload_id")
@@ -185,7 +185,7 @@ async def uploaded(request: Request) -> Response:
     except LongleafError as error:
         raise context_problem(error) from None
     is_complete = first.phase not in ("receiving", "unspecified")
-    if not (is_complete or first.received_bytes or first.received_tokens):  # asking has begun it
+    if not (is_complete or first.received_bytes or first.received_tokens):  # the query has created it
         with suppress(LongleafError):
             await in_time(client.cancel_ingest(header.context, header.upload_id))
     headers = {"upload-offset": str(first.received_bytes), "upload-complete": f"?{int(is_complete)}"}
@@ -193,14 +193,14 @@ async def uploaded(request: Request) -> Response:
 
 
 def _charset(request: Request) -> str:
-    """As the request declares it, in lower case; empty where it declares none."""
+    """Charset of the request's content type, in lower case; empty if there is none."""
     kind = Message()
     kind["content-type"] = request.headers.get("content-type", "")
     return str(kind.get_param("charset", "")).lower()
 
 
 def _header(request: Request, offset: int) -> IngestHeader:
-    """What the request says of its document, of which it sends what follows `offset`. Raises HttpProblem."""
+    """The ingest header from the request's parameters; the body starts at `offset` of the document. Raises HttpProblem."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if request.method == "POST" and (kind.endswith("json") or kind.startswith("multipart/")):
         raise HttpProblem(415, "the body is to be the document itself, such as text/plain")

@@ -1,4 +1,4 @@
-"""Answers as they come: what is common to both kinds of completions."""
+"""Responses of both kinds of completions, streamed and whole."""
 
 import time
 import uuid
@@ -18,41 +18,42 @@ from longleaf.sampling import Logprobs
 from longleaf.types import Delta, Event, Finished, Progress, Recovering, Started, Usage
 
 LEAST_LOGPROB = -9999.0
-"""Stands for a logprob of -inf, which JSON cannot write and OpenAI's types have no null for. vLLM sends the same."""
+"""Replaces a logprob of -inf, which JSON cannot represent and which OpenAI's types do not allow to be null. vLLM sends
+the same value."""
 REASONS = {"end_token": "stop", "stop": "stop", "stop_token": "stop", "length": "length"}
 Names = dict[str, str]
 
 
 class ChunkFormatter(Protocol):
-    """Makes what is told of an answer."""
+    """Formats the parts of an answer."""
 
     num_samples: int
     with_usage: bool
-    """The last chunk of a stream tells the usage."""
+    """Whether the last chunk of a stream has the usage."""
 
     def begin(self) -> list[dict[str, Any]]:
         """Chunks before all others."""
         ...
 
     def delta(self, delta: Delta) -> dict[str, Any]:
-        """The chunk of a piece."""
+        """The chunk of a Delta."""
         ...
 
     def finish(self, finished: Finished) -> dict[str, Any]:
-        """The chunk of a sample's end."""
+        """The chunk that finishes a sample."""
         ...
 
     def last(self, usage: dict[str, Any], exactness: dict[str, Any]) -> dict[str, Any]:
-        """The chunk of the usage."""
+        """The chunk with the usage."""
         ...
 
     def whole(self, deltas: list[list[Delta]], ends: list[Finished], usage: dict[str, Any]) -> dict[str, Any]:
-        """The answer that is not streamed."""
+        """The complete answer, if it is not streamed."""
         ...
 
 
 def new_id(prefix: str) -> str:
-    """Names one answer."""
+    """Id of one answer."""
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
@@ -61,7 +62,7 @@ def now() -> int:
 
 
 class WaitStatus:
-    """What is told in comments while there is nothing else."""
+    """Text of the heartbeat comments."""
 
     def __init__(self) -> None:
         self._text = "waiting"
@@ -82,18 +83,18 @@ class WaitStatus:
 
 
 class PendingCompletion(NamedTuple):
-    """A generation that has not begun yet."""
+    """A generation that has not started."""
 
     events: AsyncGenerator[Event, None]
     teller: ChunkFormatter
     is_streamed: bool
     names: Names
-    """What fields of the service are called here, and `context`."""
+    """HTTP names of the service's fields, and of `context`."""
 
 
 async def answer(request: Request, asking: PendingCompletion, share: MemoryLease) -> Response:
-    """The answer, streamed or whole. What goes wrong before its first byte is a status. `share` is given back with the
-    first event: nothing of the prompt is held from then on. Raises HttpProblem."""
+    """The answer, streamed or whole. Errors before its first byte become the status. `share` is released at the first
+    event, because the prompt is not needed after that. Raises HttpProblem."""
     events, attribution_row, is_streamed, names = asking
     try:
         try:
@@ -111,7 +112,7 @@ async def answer(request: Request, asking: PendingCompletion, share: MemoryLease
         raise
     waiting = WaitStatus()
     waiting.note(first)
-    # EventResponse is called as a response is, and has nothing else of one
+    # EventResponse is callable like a Response, but not a subclass
     return cast(Response, EventResponse(_told(first, events, attribution_row, waiting.note, names), waiting))
 
 
@@ -126,7 +127,7 @@ async def _told(
     note: Callable[[Event], None],
     names: Names,
 ) -> AsyncGenerator[bytes, None]:
-    del first  # it says that the request was admitted, and waiting has told its place
+    del first  # it means that the request was admitted; `waiting` has reported its queue position
     for chunk in attribution_row.begin():
         yield event(chunk)
     ends = list[Finished]()
@@ -170,13 +171,13 @@ async def _whole(events: AsyncGenerator[Event, None], attribution_row: ChunkForm
 
 
 def exactness_of(ends: list[Finished]) -> dict[str, Any]:
-    """Whether all samples are exact, and if not, why."""
+    """Whether all samples are exact, and otherwise the reason."""
     note = next((end.exactness_note for end in ends if not end.is_exact), None)
     return {"exact": True} if note is None else {"exact": False, "exactness_note": note}
 
 
 def usage_of(ends: list[Finished]) -> dict[str, Any]:
-    """What all samples together have used; they have one prompt."""
+    """Usage of all samples together, which share one prompt."""
     usage = ends[0].usage if ends else Usage()
     answered_tokens = sum(end.usage.completion_tokens for end in ends)
     drafted_tokens = sum(end.usage.drafted_tokens for end in ends)
@@ -194,15 +195,15 @@ def usage_of(ends: list[Finished]) -> dict[str, Any]:
 
 
 def reason_of(finished: Finished) -> str:
-    """In OpenAI's words."""
+    """Finish reason in OpenAI's terms."""
     return REASONS.get(finished.reason, "stop")
 
 
 def finite(logprob: float) -> float:
-    """A logprob as JSON can write it."""
+    """A logprob that JSON can represent."""
     return max(logprob, LEAST_LOGPROB)
 
 
 def spelled(deltas: Iterable[Delta]) -> Iterator[Logprobs]:
-    """The logprobs of tokens that are text. The end's token is none, and has no place in an answer."""
+    """The logprobs of tokens with text; the end token has none and is omitted."""
     return (reported for delta in deltas for reported in delta.logprobs if reported.token_bytes)

@@ -24,9 +24,9 @@ async def chat(request: Request) -> Response:
 
 
 async def _ask(request: Request, share: MemoryLease) -> PendingCompletion:
-    """The conversation is held by what it returns alone."""
+    """Only the return value references the conversation."""
     client = client_of(request)
-    await model_name(request, client)  # no body is awaited from a caller that the service does not let in
+    await model_name(request, client)  # authenticates the caller before the body is read
     requested, conversation = await body_of(request, share, decode_chat)
     target = await target_of(request, client, requested.model, requested.context)
     given = requested.max_completion_tokens if requested.max_tokens is None else requested.max_tokens
@@ -43,7 +43,7 @@ async def _ask(request: Request, share: MemoryLease) -> PendingCompletion:
 
 
 class ChatChunkFormatter:
-    """Tells answers as messages."""
+    """Formats answers as chat completions."""
 
     def __init__(self, model: str, asked: ChatCompletionRequest) -> None:
         self.num_samples = asked.n

@@ -32,9 +32,9 @@ async def completions(request: Request) -> Response:
 
 
 async def _ask(request: Request, share: MemoryLease) -> PendingCompletion:
-    """The prompt is held by what it returns alone."""
+    """Only the return value references the prompt."""
     client = client_of(request)
-    await model_name(request, client)  # no body is awaited from a caller that the service does not let in
+    await model_name(request, client)  # authenticates the caller before the body is read
     requested, prompt = await body_of(request, share, decode_text)
     target = await target_of(request, client, requested.model, requested.context)
     options = with_length(requested.options(peer_of(request)), requested.max_tokens)
@@ -48,7 +48,7 @@ async def _ask(request: Request, share: MemoryLease) -> PendingCompletion:
 
 
 class TextChunkFormatter:
-    """Tells answers as texts."""
+    """Formats answers as text completions."""
 
     def __init__(self, model: str, asked: TextCompletionRequest) -> None:
         self.num_samples = asked.n
@@ -95,19 +95,19 @@ class TextChunkFormatter:
 
 
 class CharCounter:
-    """Of a text whose bytes come in pieces, in characters."""
+    """Counts the characters of a text that arrives as pieces of bytes."""
 
     def __init__(self) -> None:
         self._decoder = getincrementaldecoder("utf-8")("replace")
         self.num_characters = 0
 
     def add(self, content: bytes) -> None:
-        """What is no whole character yet counts once it is."""
+        """An incomplete character counts once it is complete."""
         self.num_characters += len(self._decoder.decode(content))
 
 
 def _tops(tops: Iterable[TokenLogprob]) -> dict[str, float]:
-    """All of them: two tokens may look the same."""
+    """All of them: two tokens may have the same text."""
     found = dict[str, float]()
     for top in tops:
         text = _text(top.token_bytes)
@@ -116,7 +116,7 @@ def _tops(tops: Iterable[TokenLogprob]) -> dict[str, float]:
 
 
 def _text(content: bytes | None) -> str:
-    """A token as OpenAI writes it: what is no whole character byte by byte."""
+    """A token as OpenAI writes it: incomplete characters as escaped bytes."""
     content = content or b""
     try:
         return content.decode()

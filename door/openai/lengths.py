@@ -1,8 +1,8 @@
-"""How long an answer may be."""
+"""Length limits of answers."""
 
 from longleaf.types import GenerateOptions
 
 
 def with_length(options: GenerateOptions, given: int | None) -> GenerateOptions:
-    """The options of an answer of so many tokens at most; None takes what is left."""
+    """The options for an answer of at most `given` tokens; None uses the available capacity."""
     return options | ({"until_full": True} if given is None else {"max_tokens": given})

@@ -1,4 +1,4 @@
-"""Models: the one that is served, and each context as one."""
+"""Models: the served one, and each context as a model."""
 
 from typing import Any, NamedTuple
 
@@ -17,10 +17,10 @@ MISSING = "model_not_found"
 
 
 class ModelTarget(NamedTuple):
-    """Whom a request asks."""
+    """Model and context that a request addresses."""
 
     model: str
-    """As it was asked for."""
+    """As named in the request."""
     context: str | None
 
 
@@ -53,7 +53,7 @@ def _of_context(model: str, context: Context) -> dict[str, Any]:
 
 
 async def target_of(request: Request, client: AsyncClient, model: str, context: str | None) -> ModelTarget:
-    """Whom a request asks that names this model and, perhaps, this context. Raises HttpProblem."""
+    """The target of a request with this model and, optionally, this context. Raises HttpProblem."""
     target = _split(model, await model_name(request, client))
     if context is None or target.context == context:
         return target
@@ -66,7 +66,7 @@ async def target_of(request: Request, client: AsyncClient, model: str, context: 
 
 
 def _split(asked: str, name: str) -> ModelTarget:
-    """Raises HttpProblem where that is neither the model nor a context of it."""
+    """Raises HttpProblem for anything but the model or a context of it."""
     if asked == name:
         return ModelTarget(asked, None)
     context = asked.removeprefix(f"{name}:")

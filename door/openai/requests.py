@@ -1,4 +1,4 @@
-"""What is asked in OpenAI's words, as what the client takes."""
+"""Conversion of OpenAI's requests to the client's."""
 
 from array import array
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from door.errors import HttpProblem
 from longleaf.types import MAX_MESSAGES, Conversation, GenerateOptions, Message
 
 HARMLESS = frozenset("store metadata service_tier parallel_tool_calls safety_identifier prompt_cache_key".split())
-"""Fields that are taken and mean nothing here."""
+"""Accepted fields without effect."""
 MEANINGLESS: Mapping[str, tuple[object, ...]] = {
     "response_format": ({"type": "text"},),
     "tool_choice": ("none",),
@@ -24,27 +24,27 @@ MEANINGLESS: Mapping[str, tuple[object, ...]] = {
     "suffix": ("",),
     "best_of": (1,),
 }
-"""Fields that are taken with these values alone, with which they mean nothing."""
+"""Fields that are accepted only with these values, which have no effect."""
 EMPTY: tuple[object, ...] = (None, [], {}, "")
-"""Values with which fields of messages and of their parts are taken that mean something otherwise: messages of earlier
-answers carry such fields."""
+"""Accepted values of unsupported fields in messages and their parts, because messages of earlier answers contain such
+fields."""
 Count = Annotated[int, Meta(ge=1, le=1 << 20)]
 Bias = Annotated[dict[str, float], Meta(max_length=1024)]
 Role = Literal["system", "developer", "user", "assistant"]
 MAX_STOPS = 16
 MAX_EXACT_FLOAT = 1 << 53
-"""Up to here a float stands for one integer."""
+"""Up to this value every integer has an exact float."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a stream is told."""
+    """Options of a stream."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
 class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What both kinds of completions have."""
+    """Common fields of both kinds of completions."""
 
     model: str
     context: str | None = None
@@ -67,7 +67,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     request_id: str = ""
 
     def options(self, peer: str) -> GenerateOptions:
-        """In the client's words, but for the length of the answer and logprobs."""
+        """The client's options, except answer length and logprobs."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop
         given: dict[str, Any] = {
             "temperature": self.temperature,
@@ -89,7 +89,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class ChatCompletionRequest(CompletionRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of POST /v1/chat/completions, but for its messages."""
+    """The body of POST /v1/chat/completions, except its messages."""
 
     max_completion_tokens: Count | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -98,13 +98,13 @@ class ChatCompletionRequest(CompletionRequest, frozen=True, kw_only=True, forbid
 
 
 class TextCompletionRequest(CompletionRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of POST /v1/completions, but for its prompt."""
+    """The body of POST /v1/completions, except its prompt."""
 
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 
 
 class PromptInput(msgspec.Struct, frozen=True):
-    """What POST /v1/completions asks."""
+    """The prompt of POST /v1/completions."""
 
     prompt: str | list[str | int]
 
@@ -129,7 +129,7 @@ class Text(NamedTuple):
 
     asked: TextCompletionRequest
     prompt: "str | array[int]"
-    """Token ids as 32-bit numbers: Python's own integers take nine times as much."""
+    """Token ids as 32-bit numbers, because Python integers take nine times the memory."""
 
 
 def decode_chat(raw: dict[str, Any]) -> Chat:
@@ -162,7 +162,7 @@ def decode_text(raw: dict[str, Any]) -> Text:
 
 
 def _prompt(prompt: str | list[str | int]) -> "str | array[int]":
-    """Raises HttpProblem for several, or none."""
+    """Raises HttpProblem for several prompts, or none."""
     if isinstance(prompt, str):
         return prompt
     if len(prompt) == 1 and isinstance(prompt[0], str):
@@ -177,13 +177,13 @@ def _prompt(prompt: str | list[str | int]) -> "str | array[int]":
 
 
 def check_stream(asked: CompletionRequest) -> None:
-    """Raises HttpProblem for options of a stream that is none."""
+    """Raises HttpProblem for stream options without `stream`."""
     if asked.stream_options is not None and not asked.stream:
         raise HttpProblem(400, "stream_options: needs stream", param="stream_options", code="invalid_value")
 
 
 def cleaned(raw: dict[str, Any], known: tuple[str, ...], more: set[str] | None = None) -> dict[str, Any]:
-    """The fields that mean something. Raises HttpProblem naming one that this does not know, or cannot do."""
+    """The fields that have an effect. Raises HttpProblem naming an unknown or unsupported field."""
     found = dict[str, Any]()
     for name, value in raw.items():
         if value is None or name in HARMLESS or value in MEANINGLESS.get(name, ()):
@@ -198,7 +198,7 @@ def cleaned(raw: dict[str, Any], known: tuple[str, ...], more: set[str] | None =
 
 
 def _integer(value: Any) -> Any:
-    """A float without a fraction as the integer that it is: for JSON, 8.0 and 8 are the same number."""
+    """Converts a float without fraction to an integer: in JSON, 8.0 and 8 are the same number."""
     is_integer = isinstance(value, float) and value.is_integer() and abs(value) < MAX_EXACT_FLOAT
     return int(value) if is_integer else value
 
@@ -236,7 +236,7 @@ def _text_of(parts: list[dict[str, Any]], path: str) -> str:
 
 
 def _seed(given: int | None) -> int | None:
-    """Seeds are unsigned on the wire: one below zero is the unsigned number of the same 64 bits."""
+    """Seeds are unsigned in the protocol: a negative one is converted to the unsigned number with the same 64 bits."""
     return given + (1 << 64) if given is not None and given < 0 else given
 
 

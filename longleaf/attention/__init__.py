@@ -1,4 +1,4 @@
-"""Attention as partials that merge. Knows tensors; must not know ranks, Ray, models or the wire."""
+"""Attention as mergeable partials. Operates on tensors; must not depend on ranks, Ray, models or the protocol."""
 
 from longleaf.attention.partial import Partial, add_sink, merge, merge_all
 

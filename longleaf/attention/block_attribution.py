@@ -1,8 +1,8 @@
-"""What each block of keys gave to a row: a second output of kernels, beside their partials.
+"""Block attribution: the attention share of each block of keys per row, as a second output of kernels.
 
-A partial's logsumexp over some keys, less that of all keys, is the logarithm of their share of attention: the identity
-that merges partials, read backwards. A kernel that goes through keys block by block has these sums at hand; here they
-are written down. Shares are made of them where the logsumexp of all keys is known, after the merge.
+The logsumexp over some keys minus that over all keys is the logarithm of their share of attention; this is the identity
+that merges partials, used in reverse. A kernel that processes keys block by block has these sums available and stores
+them. They are converted to shares after the merge, when the logsumexp over all keys is known.
 
 Shape letters: K key heads, G queries per key head, E entries.
 """
@@ -20,21 +20,21 @@ from torch import Tensor
 from longleaf.runs import ceil_div
 
 BLOCK = 32
-"""Slots of a block; blocks begin at multiples of it. As in decode.c."""
+"""Slots of a block; blocks start at multiples of it. The same as in decode.c."""
 NO_EDGE = 1 << 40
 """Beyond all slots."""
 
 
 class AttributedRead(NamedTuple):
-    """What is told of a read, in the order of decode.c's struct."""
+    """Attribution parameters of a read, in the order of decode.c's struct."""
 
     start: int
-    """Its first entry, if key heads had one query each."""
+    """Index of its first entry for one query per key head."""
     first_row: int
     end_row: int
-    """Rows [first_row, end_row) are told of; empty: nothing is."""
+    """Rows [first_row, end_row) are reported; empty: none."""
     edge: int
-    """Slots from it on count apart: the block inside which it lies has two entries."""
+    """Slots from it on count separately: the block that contains it has two entries."""
     num_entries: int
     """Per row."""
 
@@ -44,7 +44,7 @@ class AttributedRead(NamedTuple):
 
 
 def told_read(slots: tuple[int, int], start: int, rows: tuple[int, int], edge: int = NO_EDGE) -> AttributedRead:
-    """Of slots [first, end), entries from `start` on for rows [first, end)."""
+    """Parameters for slots [first, end), with entries from `start` on for rows [first, end)."""
     low, high = slots
     is_inside = low < edge < high
     num_entries = ceil_div(high, BLOCK) - low // BLOCK + is_inside
@@ -52,33 +52,33 @@ def told_read(slots: tuple[int, int], start: int, rows: tuple[int, int], edge: i
 
 
 def table(rows: Sequence[tuple[int, ...]], width: int) -> Tensor:
-    """Rows of numbers, int64, for compiled code: made in every step, and sooner this way than by torch."""
+    """An int64 tensor of rows, for compiled code; faster than torch.tensor, because it is needed in every step."""
     numbers: NDArray[np.int64] = np.array(rows, dtype=np.int64).reshape(-1, width)
     return torch.from_numpy(numbers)  # pyright: ignore[reportUnknownMemberType]
 
 
 @dataclass(frozen=True, eq=False)
 class AttributionColumns:
-    """Where entries count: tables of int64, on the CPU, in the order of the structs of block_attribution.c.
+    """Mapping of entries to columns: int64 tables on the CPU, in the order of the structs of block_attribution.c.
 
-    The rows of a teller are told together, in the mean. A run is entries [first, end) of a row of a read; they count
-    into columns from `column` on, `per_column` of them each, and `before` of the first one's lie before them.
+    The rows of an attributed sequence are averaged. A run is the entries [first, end) of a row of a read; they count
+    into columns from `column` on, `per_column` entries each, and `before` entries of the first column precede them.
     """
 
     runs: Tensor
-    """[N, 8]: the row, where its entries start (see `AttributedRead`) and their number, first, end, column, before,
+    """[N, 8]: the row, the start of its entries (see `AttributedRead`) and their number, first, end, column, before,
     per_column."""
     tellers: Tensor
-    """[A, 4]: the first row and the end of the rows, the first run and the end of the runs."""
+    """[A, 4]: start and end of the rows, start and end of the runs."""
 
     @cached_property
     def kept(self) -> dict[Hashable, Any]:
-        """What a backend has made of these tables and keeps for the layers that follow, by what it was made for."""
+        """Data that a backend derived from these tables and caches for the following layers, by cache key."""
         return {}
 
 
 class BlockSums:
-    """What kernels are to tell of a step's reads, and what they have told of one layer."""
+    """Attribution parameters of a step's reads, and the kernels' report for one layer."""
 
     def __init__(self, reads: Sequence[AttributedRead]) -> None:
         """One for each read of the step, in their order."""
@@ -89,10 +89,10 @@ class BlockSums:
         self._is_told = False
 
     def room(self, num_kv_heads: int, group: int, device: torch.device | None = None) -> Tensor:
-        """Where a kernel leaves what it tells of a layer, [K, E * G, 2], float32, on the CPU or another device: of an
-        entry the highest score that the row has seen until then, and the sum of exp(score - that) over the block. A
-        row has all its entries of a read side by side; then comes its next head of the same key head, then the next
-        row. Sums are 0 where a kernel, which goes through no keys that a row cannot see, writes nothing."""
+        """Output buffer of a kernel for one layer, [K, E * G, 2], float32, on the CPU or another device. Per entry: the
+        running maximum of the row's scores up to this block, and the sum of exp(score - maximum) over the block. The
+        entries of a row in a read are adjacent; then follows the next head of the same key head, then the next row.
+        Sums are initialised to 0, because kernels skip keys that a row cannot see."""
         shape = (num_kv_heads, self._size * group, 2)
         if self._room_KE2.shape != shape:
             self._room_KE2 = torch.zeros(shape, device=device)
@@ -100,6 +100,7 @@ class BlockSums:
         return self._room_KE2
 
     def take(self) -> Tensor | None:
-        """What was told of the last layer; None where its kernel does not tell. It is overwritten by the next one."""
+        """The report of the last layer, which the next layer overwrites; None if its kernel does not support
+        attribution."""
         is_reported, self._is_told = self._is_told, False
         return self._room_KE2 if is_reported else None

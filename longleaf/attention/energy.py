@@ -1,7 +1,7 @@
 """The energy whose gradient is attention: F(zeta) = log sum_a exp(q . k_a + zeta . v_a).
 
 Source: Tree Attention (arXiv 2408.04093, section 4). dF/dzeta at zeta = 0 is the attention output, and F(0) is its
-logsumexp. Differentiated by autograd, so it shares no code with the kernels and serves the tests as an oracle.
+logsumexp. Differentiated by autograd, so it shares no code with the kernels and serves as a test oracle.
 
 Shape letters: T queries, H = K * G query heads, K key heads, G queries per key head, S keys, D dim. Keys and values may
 differ in dim.
@@ -35,7 +35,7 @@ def attend(q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, mask_TS: Tensor, scale: 
     q, k, v = q_THD.double(), k_SKD.double(), v_SKD.double()
     zeta = torch.zeros(*q.shape[:2], v.shape[2], dtype=torch.float64, requires_grad=True)
     energy_TH = energy(q, k, v, mask_TS, zeta, scale)
-    # one scalar holds every query and head: each zeta acts on its own term of the sum
+    # one scalar sums all queries and heads, because each zeta affects only its own term
     (out_THD,) = torch.autograd.grad(energy_TH.sum(), zeta)
-    is_blind_T = ~mask_TS.any(dim=1)  # its energy is -inf whatever zeta is, and autograd makes NaN of that
+    is_blind_T = ~mask_TS.any(dim=1)  # its energy is -inf for any zeta, for which autograd returns NaN
     return Partial(out_THD.masked_fill(is_blind_T[:, None, None], 0.0), energy_TH.detach())

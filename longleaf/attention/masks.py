@@ -1,4 +1,4 @@
-"""Who sees whom, decided on integers: reads, the rectangles that the kernels compute.
+"""Visibility of keys, computed on integers: reads are the rectangles that the kernels compute.
 
 Shape letters: Q queries, S keys.
 """
@@ -18,7 +18,7 @@ from longleaf.runs import Extent, ceil_div, overlaps
 MIN_TILE = 128
 """Smallest tile of queries under a window: smaller ones cost more in calls than they save in masked scores."""
 ROWS = 256
-"""Rows of a masked read that `cut` leaves together: of what they see, only the two edges of the band need a mask."""
+"""Rows of a masked read that `cut` keeps together: only the two edges of their band need a mask."""
 FAR_AHEAD, UNBOUNDED = 1 << 40, 1 << 41
 """In a table, an offset at which every query sees every key, and the window of a read without one."""
 
@@ -54,17 +54,17 @@ class Read(NamedTuple):
 
     @property
     def mask(self) -> tuple[int, int]:
-        """Offset and window as integers in any case, for compiled kernels."""
+        """Offset and window as integers, also for unmasked reads, for compiled kernels."""
         if self.offset is None:
             return FAR_AHEAD, UNBOUNDED
         return self.offset, UNBOUNDED if self.window is None else self.window
 
 
 class Reads(tuple[Read, ...]):
-    """The reads of a layer, decided once per step for all layers that see alike."""
+    """The reads of a layer, computed once per step for all layers with the same attention pattern."""
 
     told: BlockSums | None = None
-    """What kernels are to tell beside partials, if they can: attention rests on none of it."""
+    """Attribution that kernels report if supported; it does not affect attention."""
 
     @cached_property
     def table(self) -> Tensor:
@@ -74,12 +74,12 @@ class Reads(tuple[Read, ...]):
 
     @cached_property
     def num_keys(self) -> int:
-        """Keys that are read, each as often as it is read."""
+        """Number of key reads, counting repetitions."""
         return sum(read.slot_end - read.slot_start for read in self)
 
     @cached_property
     def kept(self) -> dict[Hashable, Any]:
-        """What a backend has made of these reads and keeps for the layers that follow, by what it was made for."""
+        """Data that a backend derived from these reads and caches for the following layers, by cache key."""
         return {}
 
 
@@ -96,7 +96,7 @@ def causal_reads(query: QueryRun, keys: Extent) -> Iterator[Read]:
 def window_reads(query: QueryRun, keys: Extent, window: int) -> Iterator[Read]:
     """The reads of one query run over one extent when a query sees only its last `window` keys, itself included.
 
-    Queries are cut into tiles, so that of a long run only a band along the diagonal is computed.
+    Queries are split into tiles, so that only a band along the diagonal is computed for long runs.
     """
     tile = max(window, MIN_TILE)
     first = max(query.start, keys.start)
@@ -121,7 +121,7 @@ def window_reads(query: QueryRun, keys: Extent, window: int) -> Iterator[Read]:
 def section_reads(query: QueryRun, keys: Extent, section: int) -> Iterator[Read]:
     """The reads of one query run over one extent when a query sees only keys of its own section.
 
-    Within a section that is plain causal attention, so kernels need no mask of their own for it.
+    Within a section this is plain causal attention, so kernels need no additional mask.
     """
     first, end = max(query.start, keys.start) // section, ceil_div(min(query.end, keys.end), section)
     for start in range(first * section, end * section, section):
@@ -133,14 +133,14 @@ def section_reads(query: QueryRun, keys: Extent, section: int) -> Iterator[Read]
 
 
 def reads_within(query: QueryRun, keys: Extent, reach: AttentionSpan) -> Iterator[Read]:
-    """The reads of one query run over one extent of keys, as far as the queries see."""
+    """The reads of one query run over one extent of keys, limited to the span of attention."""
     if reach.section is not None:
         return section_reads(query, keys, reach.section)
     return causal_reads(query, keys) if reach.window is None else window_reads(query, keys, reach.window)
 
 
 def cut(read: Read, most_keys: int) -> Iterator[Read]:
-    """The read in parts: full ones and plain diagonals of at most `most_keys` keys, and others of at most ROWS rows and
+    """Splits a read: full ones and plain diagonals into at most `most_keys` keys, and others into at most ROWS rows and
     2 * ROWS keys, most of which have the same mask."""
     num_rows, num_keys = read.row_end - read.row_start, read.slot_end - read.slot_start
     if read.offset is None:
@@ -155,8 +155,8 @@ def cut(read: Read, most_keys: int) -> Iterator[Read]:
 
 
 def _zones(read: Read, start: int, end: int) -> Iterator[Read]:
-    """What rows [start, end) of a masked read see: keys that only the first of them see, keys that all see, keys that
-    only the last ones see. Where the window is shorter than the rows are many, these are one."""
+    """The keys of rows [start, end) of a masked read: those that only the first rows see, those that all see, and those
+    that only the last rows see. A single zone if the window is shorter than the number of rows."""
     height, window = end - start, UNBOUNDED if read.window is None else read.window
     own = read.slot_start + (read.offset or 0) + start - read.row_start  # the slot of the first row's own key
     edges = (own - window + 1, own + height - window, own, own + height)
@@ -169,7 +169,7 @@ def _zones(read: Read, start: int, end: int) -> Iterator[Read]:
 
 
 def hidden(num_queries: int, num_keys: int, offset: int, window: int | None, device: str = "cpu") -> Tensor:
-    """Which keys which queries of a read do not see, [Q, S] boolean."""
+    """The keys of a read that each query does not see, [Q, S] boolean."""
     seen_QS = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril_(offset)
     if window is not None:
         seen_QS.triu_(offset - window + 1)
@@ -177,9 +177,9 @@ def hidden(num_queries: int, num_keys: int, offset: int, window: int | None, dev
 
 
 def band(num_queries: int, num_keys: int, offset: int, window: int | None) -> Tensor:
-    """Additive mask [Q, S] of a read, float32: 0 where seen, the lowest finite number elsewhere.
+    """Additive mask [Q, S] of a read, float32: 0 where visible, the lowest finite number elsewhere.
 
-    Not -inf: on a row that sees nothing torch's CPU flash kernel would answer lse 0 for it, silently wrong.
+    Not -inf, for which torch's CPU flash kernel silently returns a wrong lse of 0 on rows without visible keys.
     """
     hidden_QS = hidden(num_queries, num_keys, offset, window)
     mask_QS = torch.zeros(num_queries, num_keys, dtype=torch.float32)

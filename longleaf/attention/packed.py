@@ -1,7 +1,7 @@
-"""The packed form of partials: out and lse as one tensor, so that one exchange carries both.
+"""The packed form of partials: out and lse in one tensor, so that one exchange carries both.
 
-float32: [..., D + 1]. bfloat16: [..., D + 2], the lse keeps its 32 bits, as two columns; each hop rounds the values to
-8 bits of mantissa, a relative error of at most 2^-8. The type of a packed tensor says which of the two it is.
+float32: [..., D + 1]. bfloat16: [..., D + 2]; the lse keeps its 32 bits, as two columns. Each hop rounds the values to
+8 bits of mantissa, a relative error of at most 2^-8. The dtype of a packed tensor determines the form.
 
 Shape letters: T rows, H heads, D dim, C columns.
 """
@@ -13,7 +13,7 @@ from longleaf.attention.partial import Partial
 
 
 def pack(partial: Partial, dtype: torch.dtype) -> Tensor:
-    """The partial as it travels, [T, H, C] of a type."""
+    """The packed partial, [T, H, C] of a dtype."""
     lse_TH1 = partial.lse_TH.unsqueeze(-1)
     if dtype == torch.float32:
         return torch.cat([partial.out_THD, lse_TH1], dim=-1)

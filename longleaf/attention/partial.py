@@ -1,9 +1,9 @@
-"""The partial: attention of some queries over some of the keys, and the operation that joins two.
+"""The partial: attention of queries over a subset of the keys, and the operation that merges two.
 
 Shape letters: T tokens (query rows), H heads, D value dim, N partials.
 
-Source: the associative, commutative operator of online softmax, as used in Tree Attention (arXiv 2408.04093,
-section 5). The derivation is in docs/math.md.
+Source: the associative, commutative operator of online softmax, as used in Tree Attention (arXiv 2408.04093, section
+5). The derivation is in docs/math.md.
 """
 
 from dataclasses import dataclass
@@ -16,10 +16,11 @@ WIDE = (torch.float32, torch.float64)
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """`out_THD` is the softmax-weighted mean of the values seen, `lse_TH` the natural log of the sum of exponentials.
+    """`out_THD` is the softmax-weighted mean of the visible values, `lse_TH` the natural log of the sum of
+    exponentials.
 
-    Both float32 (float64 in the reference), whatever type the keys are of: other types raise TypeError. A row that saw
-    nothing is the identity: out 0, lse -inf.
+    Both are float32 (float64 in the reference), for keys of any dtype: other dtypes raise TypeError. A row without
+    visible keys is the identity: out 0, lse -inf.
     """
 
     out_THD: Tensor
@@ -45,34 +46,34 @@ class Partial:
 
 
 def merge(a: Partial, b: Partial) -> Partial:
-    """Joins two partials over disjoint keys, same shapes and dtype. Identity with identity stays identity.
+    """Merges two partials over disjoint keys, of the same shapes and dtype. Identity with identity stays identity.
 
-    Associative and commutative up to rounding: in float32 within 2e-6 of float64, however large the logits are. The lse
-    of the result is rounded to float32 like any number, so a second merge may be off by that rounding: half a unit in
-    the last place, 4e-6 for an lse of 100.
+    Associative and commutative up to rounding: in float32 within 2e-6 of float64, for logits of any size. The lse of
+    the result is rounded to float32, so a second merge may be off by that rounding: half a unit in the last place, 4e-6
+    for an lse of 100.
     """
     lse_TH = torch.logaddexp(a.lse_TH, b.lse_TH)
-    # shares come from the difference, which loses nothing; taken against lse_TH they would be off by its rounding
+    # shares are computed from the difference, which is exact; relative to lse_TH they would include its rounding
     ahead_TH1 = _or_zero(a.lse_TH - b.lse_TH, lse_TH).unsqueeze(-1)
     return Partial(a.out_THD * torch.sigmoid(ahead_TH1) + b.out_THD * torch.sigmoid(-ahead_TH1), lse_TH)
 
 
 def merge_all(out_NTHD: Tensor, lse_NTH: Tensor) -> Partial:
-    """Joins N stacked partials, always in the order of the first dimension: same inputs, same bits."""
+    """Merges N stacked partials in the order of the first dimension: same inputs, same bits."""
     lse_TH = torch.logsumexp(lse_NTH, dim=0)
     share_NTH1 = torch.softmax(_or_zero(lse_NTH, lse_TH), dim=0).unsqueeze(-1)
     return Partial((out_NTHD * share_NTH1).sum(dim=0), lse_TH)
 
 
 def _or_zero(numbers: Tensor, total_TH: Tensor) -> Tensor:
-    """The numbers, and 0 where the total is empty: -inf minus -inf would be NaN, and any share of out 0 is 0."""
+    """The numbers, with 0 where the total is empty: -inf minus -inf would be NaN, and any share of out 0 is 0."""
     return numbers.masked_fill(total_TH == float("-inf"), 0.0)
 
 
 def add_sink(partial: Partial, sink_H: Tensor) -> Partial:
-    """Joins one more partial, of out 0 and lse `sink_H`: logits that take part in the softmax and give no value.
+    """Merges one more partial, of out 0 and lse `sink_H`: logits that take part in the softmax and have no value.
 
-    A sink belongs to no key, so of all the partials of a row exactly one must receive it.
+    A sink belongs to no key, so exactly one of the partials of a row must include it.
     """
     sink_H = sink_H.to(partial.lse_TH.dtype)
     lse_TH = torch.logaddexp(partial.lse_TH, sink_H)

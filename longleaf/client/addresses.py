@@ -1,4 +1,4 @@
-"""Where a service listens, and whether it speaks TLS there: what the library does not tell."""
+"""Resolution of `localhost`, and detection of TLS at a server's address."""
 
 import asyncio
 import socket
@@ -10,8 +10,8 @@ REMOTE_SECONDS = 5.0
 
 
 def target_of(server: str) -> str:
-    """What to connect to for `server`. Of several addresses the library tells the trouble of one, and of those of
-    `localhost` one may be where nobody listens: so it is the address at which somebody does, if there is one."""
+    """The address to connect to for `server`. `localhost` has an IPv4 and an IPv6 address, and gRPC reports the error
+    of only one of them; this returns the first loopback address that accepts a connection, or `server` if none does."""
     host, _, port = server.rpartition(":")
     if host != "localhost" or not port.isdecimal():
         return server
@@ -29,7 +29,7 @@ def _listens(address: str, port: int) -> bool:
 
 
 async def speaks_tls(server: str) -> bool:
-    """Whether a service encrypts its connections, whoever it is."""
+    """Whether the server speaks TLS. Its certificate is not verified."""
     host, _, port = server.rpartition(":")
     anybody = ssl.create_default_context()
     anybody.check_hostname, anybody.verify_mode = False, ssl.CERT_NONE

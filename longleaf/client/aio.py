@@ -42,15 +42,15 @@ from longleaf.v1 import tokenizer_service_pb2 as tokenizer_pb
 from longleaf.v1 import tokenizer_service_pb2_grpc as tokenizer_grpc
 
 FAREWELL_SECONDS = 1.0
-"""Longest wait to tell the service that a generation is not wanted any more."""
+"""Longest wait for the request that cancels an abandoned generation."""
 
 
 class AsyncClient(ContextMethods):
-    """Talks to one service. Every call raises the errors of `longleaf.errors`.
+    """A client of one service. Every call raises the errors of `longleaf.errors`.
 
-    A call may be given a `timeout`: seconds for all of it, streaming and retries included; None sets no limit. What
-    the service refused for lack of room is tried again after the wait that it names; what it did not answer is tried
-    again where that cannot do a thing twice: reads, and generations of which nothing has come yet.
+    Each call accepts a `timeout` in seconds for the whole call, including streaming and retries; None sets no limit.
+    Calls that the service refuses for lack of capacity are retried after the delay that it names. Calls without a
+    response are retried if that is idempotent: reads, and generations that have produced no event.
 
     async with AsyncClient("localhost:50051") as client:
         await client.ingest("moby", Path("moby-dick.txt"))
@@ -66,13 +66,18 @@ class AsyncClient(ContextMethods):
         on_retry: Callback[Retry] = log_retry,
         **access: Unpack[Access],
     ) -> None:
-        """`server` is HOST:PORT, or HOST for the default port; None takes LONGLEAF_SERVER, else localhost:50051.
-        `retries` is how often a call is tried again at most, 0 for never, or how exactly; by default for a minute where
-        the service has answered before, else a few times. `on_retry` is told before each wait. `access` says how to
-        come in where a service does not let everybody: with `tls_ca` the connection is encrypted, `tls_cert` and
-        `tls_key` are the client's own, `credential` says who calls. What is not given is taken from LONGLEAF_TLS_CA,
-        LONGLEAF_TLS_CERT, LONGLEAF_TLS_KEY and LONGLEAF_CREDENTIAL. Raises InvalidArgument
-        for files that cannot be used, and for a credential that would travel in plain text."""
+        """Connects to `server`: HOST:PORT, or HOST for the default port. None uses LONGLEAF_SERVER, then
+        localhost:50051.
+
+        `retries` is the maximum number of retries per call (0 disables retries), or a `Retries` policy. By default a
+        call is retried for one minute if the service has answered before, and a few times otherwise. `on_retry` is
+        called before each wait.
+
+        `access` configures TLS and authentication: `tls_ca` enables encryption, `tls_cert` and `tls_key` are the client
+        certificate, and `credential` identifies the caller. Missing values are read from LONGLEAF_TLS_CA,
+        LONGLEAF_TLS_CERT, LONGLEAF_TLS_KEY and LONGLEAF_CREDENTIAL. Raises InvalidArgument for unusable files, and for
+        a credential that would be sent in plain text.
+        """
         self.server = with_port(server or default_server())
         chosen = retries if isinstance(retries, Retries) else Retries(limit=retries)
         self._attach(Calls(self.server, access, chosen, on_retry))
@@ -95,7 +100,7 @@ class AsyncClient(ContextMethods):
         await self.close()
 
     async def close(self) -> None:
-        """Ends the connection, and all calls on it. What still waits raises Cancelled."""
+        """Closes the connection. Pending calls raise Cancelled."""
         while self._receptions:
             self._leave(self._receptions.pop())
         await asyncio.gather(*self._farewells)
@@ -108,27 +113,27 @@ class AsyncClient(ContextMethods):
         context: str | None = None,
         **options: Unpack[GenerateOptions],
     ) -> AsyncGenerator[Event, None]:
-        """Streams one generation from text (bytes are UTF-8), token ids or a conversation: Started, Progress, Delta,
-        and last Finished. Where the service loses ranks, Recovering comes between them, and the next Delta has the next
-        index.
+        """Streams a generation from text (bytes are UTF-8), token ids or a conversation: Started, Progress and Delta
+        events, then one Finished. If the service loses ranks, Recovering events follow, and the next Delta continues
+        with the next index.
 
-        Closing the iterator, or leaving it by an exception, ends the generation on the service; one that is resumable
-        and was given a `request_id` ends there when nobody has read it for a minute.
+        Closing the iterator, or leaving it with an exception, cancels the generation. A resumable generation with a
+        `request_id` is instead cancelled by the service after one minute without a reader.
         """
         reception = GenerationStream(input, context, options)
-        del input  # the request has a copy, which goes when the service answers
+        del input  # the request has a copy, which is freed when the service answers
         self._receptions.add(reception)
         try:
             async with aclosing(self._events(reception)) as events:
                 async for event in events:
                     yield event
         finally:
-            if reception in self._receptions:  # closing the client has left all
+            if reception in self._receptions:  # closing the client has already abandoned all generations
                 self._receptions.remove(reception)
                 self._leave(reception)
 
     async def _events(self, reception: GenerationStream) -> AsyncGenerator[Event, None]:
-        """The events of one generation, over as many calls as it takes."""
+        """The events of one generation, across reconnections."""
         attempts = self._calls.attempts("Generate", reception.timeout)
         while True:
             try:
@@ -146,32 +151,31 @@ class AsyncClient(ContextMethods):
                 await attempts.wait(error, is_repeatable=True)
 
     def _leave(self, reception: GenerationStream) -> None:
-        """Tells the service, behind the caller's back, that nobody will come back to a generation."""
+        """Cancels an abandoned generation in the background, unless the caller can resume it."""
         if (request_id := reception.orphan) is not None:
             farewell = asyncio.create_task(self._say_farewell(request_id))
             self._farewells.add(farewell)
             farewell.add_done_callback(self._farewells.discard)
 
     async def _say_farewell(self, request_id: str) -> None:
-        with suppress(LongleafError):  # then it ends when its time is up
+        with suppress(LongleafError):  # the service then cancels it when its hold time expires
             await self.cancel_generation(request_id, timeout=FAREWELL_SECONDS)
 
     async def cancel_generation(self, request_id: str, *, timeout: float | None = None) -> None:
-        """Ends a resumable generation, whoever reads it or will come back to it. Raises NotFound."""
+        """Cancels a resumable generation, with or without a reader. Raises NotFound."""
         request = codec.encode_cancel(request_id)
         await self._calls.once(self._generations.CancelGeneration, "CancelGeneration", request, nothing, timeout)
 
     def ask(
         self, context: str, question: str | BytesLike, **options: Unpack[GenerateOptions]
     ) -> AsyncGenerator[Event, None]:
-        """Streams the answer to a question about a context, which stays as it is."""
+        """Streams the answer to a question about a context. The context is not changed."""
         return self.generate(question, context=context, **options)
 
     def chat(
         self, messages: Iterable[Message], *, context: str | None = None, **options: Unpack[GenerateOptions]
     ) -> AsyncGenerator[Event, None]:
-        """Streams the model's next turn of a conversation, whose last message is the user's; with a context, of one
-        about it."""
+        """Streams the model's next turn in a conversation that ends with a user message, optionally about a context."""
         return self.generate(Conversation(tuple(messages)), context=context, **options)
 
     async def ingest(
@@ -182,12 +186,13 @@ class AsyncClient(ContextMethods):
         on_progress: Callback[IngestProgress] | None = None,
         **options: Unpack[IngestOptions],
     ) -> Context:
-        """Ingests a document as a new context, or at the end of one. Returns once the service acknowledged it.
+        """Ingests a document as a new context, or appends it to an existing one. Returns once the service has
+        acknowledged it.
 
-        A cancelled or failed ingest leaves nothing behind, unless it has an `upload_id`: then the service keeps for a
-        while what it received. When the connection breaks, or there is no room for it, the ingest goes on where it was;
-        and a later call with the same document, name and `upload_id` goes on too, or gets the context if it was
-        acknowledged meanwhile.
+        A cancelled or failed ingest is discarded, unless it has an `upload_id`: then the service keeps the received
+        part for a limited time. If the connection breaks or the service lacks capacity, the ingest resumes at the last
+        acknowledged offset. A later call with the same document, name and `upload_id` also resumes, or returns the
+        context if it was acknowledged meanwhile.
         """
         result: Context | None = None
         async with aclosing(self.ingest_steps(context, document, **options)) as steps:
@@ -202,10 +207,10 @@ class AsyncClient(ContextMethods):
     async def ingest_steps(
         self, context: str, document: Document, **options: Unpack[IngestOptions]
     ) -> AsyncGenerator[IngestProgress, None]:
-        """As `ingest`, but streams the progress; the last one carries the context.
+        """Like `ingest`, but streams the progress. The last message carries the context.
 
-        Without an `upload_id` it is tried again only until the service has asked for the document: a part of its
-        source may be gone then.
+        Without an `upload_id`, the call is retried only until the service requests the document, because a part of the
+        source may have been consumed after that.
         """
         header = header_of(context, document, options)
         attempts, furthest = self._calls.attempts("IngestContext", options.get("timeout")), -1
@@ -228,7 +233,7 @@ class AsyncClient(ContextMethods):
                     await attempts.wait(error, is_repeatable=True)
 
     async def count_tokens(self, text: str | BytesLike, *, timeout: float | None = None) -> int:
-        """Tokens of `text` as a document, without the template's opening."""
+        """The number of tokens of `text` as a document, without the opening of the chat template."""
         request = tokenizer_pb.CountTokensRequest(text=codec.as_text(text, "text"))
         return await self._calls.read(
             self._tokenizer.CountTokens, "CountTokens", request, attrgetter("token_count"), timeout
@@ -242,8 +247,8 @@ class AsyncClient(ContextMethods):
         with_spans: bool = False,
         timeout: float | None = None,
     ) -> Tokenized:
-        """The token ids of a text; with the special tokens that begin a prompt, and with each token's place, if so
-        asked."""
+        """The token ids of a text. `add_special_tokens` adds those that begin a prompt; `with_spans` adds the character
+        range of each token."""
         request = tokenizer_pb.TokenizeRequest(
             text=codec.as_text(text, "text"), add_special_tokens=add_special_tokens, return_spans=with_spans
         )
@@ -252,7 +257,7 @@ class AsyncClient(ContextMethods):
     async def detokenize(
         self, token_ids: Iterable[int], *, keep_special_tokens: bool = False, timeout: float | None = None
     ) -> str:
-        """The text of token ids. Special tokens have none, unless they are kept."""
+        """The text of token ids. Special tokens are dropped unless `keep_special_tokens` is set."""
         request = tokenizer_pb.DetokenizeRequest(
             token_ids=codec.encode_ids(token_ids), keep_special_tokens=keep_special_tokens
         )
@@ -266,7 +271,7 @@ class AsyncClient(ContextMethods):
     async def watch_cluster(
         self, *, min_interval: float = 1.0, timeout: float | None = None
     ) -> AsyncGenerator[Cluster, None]:
-        """The cluster now, and again whenever it changed, at most every `min_interval` seconds. Raises Unavailable
+        """Yields the cluster now and after each change, at most once every `min_interval` seconds. Raises Unavailable
         when the service stops."""
         request = codec.encode_watch(min_interval)
         attempts = self._calls.attempts("WatchCluster", timeout)
@@ -284,27 +289,30 @@ class AsyncClient(ContextMethods):
         max_tokens: int | None = None,
         timeout: float | None = None,
     ) -> Verification:
-        """Holds the ranks' logits of a short prompt against those of plain attention on one rank. The prompt is `text`,
-        or `num_tokens` ids drawn with `seed`; `max_tokens` are decoded after it. Meanwhile others wait a little."""
+        """Compares the ranks' logits for a short prompt with those of plain attention on one rank. The prompt is
+        `text`, or `num_tokens` random ids drawn with `seed`; `max_tokens` tokens are decoded after it. Other requests
+        wait during the comparison."""
         request = codec.encode_verify(Verify(text=text, seed=seed, num_tokens=num_tokens, max_tokens=max_tokens))
         decode = codec.decode_verification
         return await self._calls.read(self._cluster.VerifyCluster, "VerifyCluster", request, decode, timeout)
 
     async def drain(self, *, wait: bool = False, timeout: float | None = None) -> Draining:
-        """Ends the service, from its own machine only: it takes no new calls, and lets what runs end for a while. With
-        `wait` the answer comes when all has ended, or was told why it could not. Made once: another service may answer
-        the second time. Raises PermissionDenied, and Unavailable when the service fails meanwhile."""
+        """Shuts the service down; permitted only from its own machine. New calls are refused, and running calls get a
+        limited time to finish. With `wait`, returns when all calls have finished or were aborted. Never retried,
+        because another service may answer the second attempt. Raises PermissionDenied, and Unavailable if the service
+        fails meanwhile."""
         request = cluster_pb.DrainRequest(wait=wait)
         return await self._calls.once(self._cluster.Drain, "Drain", request, codec.decode_draining, timeout)
 
     async def refill(self, *, timeout: float | None = None) -> int:
-        """Starts ranks in the places that the service gave up, from its own machine only; in how many. Raises
-        PermissionDenied."""
+        """Starts ranks in the slots that the service had given up, and returns the number of slots; permitted only from
+        its own machine. Raises PermissionDenied."""
         request, count = cluster_pb.RefillSlotsRequest(), attrgetter("slot_count")
         return await self._calls.once(self._cluster.RefillSlots, "RefillSlots", request, count, timeout)
 
     async def is_healthy(self, service: str = "", *, timeout: float | None = None) -> bool:
-        """Whether the service (all of it, or one by its full name) can answer now. Raises Unavailable, NotFound."""
+        """Whether the service as a whole, or the one with the given full name, can answer now. Raises Unavailable,
+        NotFound."""
         request = health_pb2.HealthCheckRequest(service=service)
         status = await self._calls.read(self._health.Check, "Check", request, attrgetter("status"), timeout)
         return status == health_pb2.HealthCheckResponse.SERVING

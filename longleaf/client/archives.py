@@ -1,4 +1,4 @@
-"""Parcels on this side of the wire: files that they are written to, and the streams that bring and take them."""
+"""Client side of context archives: target files, export streams and import streams."""
 
 import os
 import re
@@ -29,7 +29,7 @@ from longleaf.types import (
 
 T = TypeVar("T")
 PART, DIGEST = ".part", ".part.digest"
-"""What is added to a file's name while it is incomplete, and where is noted of which parcel it is."""
+"""Suffixes of the incomplete file, and of the file that records the digest of its archive."""
 
 
 _DIGEST = re.compile("[0-9a-f]{64}")
@@ -43,7 +43,7 @@ class Writable(Protocol):
 
 
 class ArchiveTarget:
-    """Where a parcel is written. `num_bytes` have been, of the parcel with this digest."""
+    """Destination of an archive. `num_bytes` bytes of the archive with this digest have been written."""
 
     def __init__(self, file: Writable) -> None:
         self._file = file
@@ -51,24 +51,24 @@ class ArchiveTarget:
         self.digest = ""
 
     async def begin(self, parcel: ExportedArchive) -> None:
-        """It is this parcel whose bytes come. Raises InvalidArgument."""
+        """Starts or continues this archive. Raises InvalidArgument."""
         self.digest = parcel.digest
 
     async def write(self, data: bytes) -> None:
-        """Raises InvalidArgument where nothing can be written."""
+        """Raises InvalidArgument if the write fails."""
         await _told(self._file.write, data)
         self.num_bytes += len(data)
 
     async def finish(self) -> None:
-        """All of it is written."""
+        """Flushes the target after the last byte."""
         await _told(self._file.flush)
 
     async def close(self) -> None:
-        """Nothing more is."""
+        """Releases the target."""
 
 
 class FileTarget(ArchiveTarget):
-    """A file at `path`, which is another one until it is complete."""
+    """A file at `path`, which is written under a temporary name until it is complete."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         super().__init__(file)
@@ -76,7 +76,7 @@ class FileTarget(ArchiveTarget):
 
     @classmethod
     async def open(cls, path: Path, *, resume: bool) -> "FileTarget":
-        """Raises InvalidArgument where it is there, where nothing can be written, or there is nothing to go on with."""
+        """Raises InvalidArgument if the file exists, is not writable, or cannot be resumed."""
         return await _told(cls._open, path, resume)
 
     @classmethod
@@ -116,7 +116,7 @@ class FileTarget(ArchiveTarget):
 
     def _close(self) -> None:
         self._part.close()
-        if not self.digest:  # nothing has come
+        if not self.digest:  # nothing was received
             _beside(self._path, PART).unlink(missing_ok=True)
 
 
@@ -125,8 +125,7 @@ def _beside(path: Path, ending: str) -> Path:
 
 
 async def _told(function: Callable[..., T], *arguments: object) -> T:
-    """Calls a function that may block. Raises InvalidArgument for what is wrong with a file, but for a pipe that nobody
-    reads any more."""
+    """Calls a function that may block. Raises InvalidArgument for file errors, except BrokenPipeError."""
     try:
         return await in_thread(function, *arguments)
     except BrokenPipeError:
@@ -142,7 +141,7 @@ async def export(
     target: ArchiveTarget,
     timeout: float | None,
 ) -> AsyncGenerator[ExportProgress, None]:
-    """Writes a parcel to its target, from where that is, over as many streams as it takes."""
+    """Writes an archive to its target, from the target's current offset, over as many streams as needed."""
     attempts, archive = calls.attempts("ExportContext", timeout), None
     while True:
         request = codec.encode_export(replace(wanted, offset=target.num_bytes, digest=target.digest))
@@ -179,14 +178,14 @@ def _checked(updates: ExportedArchive, before: ExportedArchive | None, server: s
 
 
 def _was_slow(error: LongleafError) -> bool:
-    """Whether the service let the stream go since it was not read: who writes to a pipe waits for its reader."""
+    """Whether the service closed the stream because it was read too slowly, as happens when the target is a pipe."""
     return isinstance(error, ResourceExhausted) and error.subject == "stream"
 
 
 async def import_parcel(
     calls: Calls, method: Any, header: ImportHeader, source: UploadSource, timeout: float | None
 ) -> AsyncGenerator[ImportProgress, None]:
-    """Sends a parcel, over as many streams as it takes."""
+    """Sends an archive, over as many streams as needed."""
     attempts, furthest = calls.attempts("ImportContext", timeout), -1
     while True:
         sending = UploadStream(codec.encode_import_piece(header), source, _piece, _place_of)
@@ -206,7 +205,7 @@ async def import_parcel(
 
 
 def header_of(file: Path | Readable, name: str | None, upload_id: str) -> ImportHeader:
-    """What an import begins with: it can always go on. Raises InvalidArgument for an unreadable file."""
+    """The first message of an import, which can always be resumed. Raises InvalidArgument for an unreadable file."""
     return ImportHeader(context=name, upload_id=upload_id or uuid.uuid4().hex, total_bytes=size_of(file))
 
 

@@ -1,4 +1,4 @@
-"""What a caller is told by a function of its own."""
+"""Callbacks that are plain functions or coroutine functions."""
 
 import inspect
 from collections.abc import Awaitable, Callable
@@ -13,7 +13,7 @@ OnProgress = Callable[[IngestProgress], None]
 
 
 async def tell(callback: Callback[T], updates: T) -> None:
-    """Raises what the callback raises."""
+    """Calls the callback, and awaits its result if there is one. Its exceptions propagate."""
     answer = callback(updates)
     if inspect.isawaitable(answer):
         await answer

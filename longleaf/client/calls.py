@@ -1,4 +1,4 @@
-"""Calls to one service: their errors typed, their time limited, and made again where that is right."""
+"""Calls to one service, with typed errors, timeouts and retries."""
 
 import asyncio
 import time
@@ -18,7 +18,7 @@ from longleaf.errors import Cancelled, InvalidArgument, LongleafError, Unavailab
 
 T = TypeVar("T")
 STATUS_SECONDS = 2.0
-"""How long the status of a call is waited for once it cannot be sent to any more."""
+"""Longest wait for the status of a call after sending has failed."""
 LOOK_SECONDS = 0.01
 OWN = "--tls-cert and --tls-key, or LONGLEAF_TLS_CERT and LONGLEAF_TLS_KEY"
 
@@ -29,7 +29,7 @@ class Calls:
     def __init__(self, server: str, access: Access, retries: Retries, on_retry: Callback[Retry]) -> None:
         """Raises InvalidArgument."""
         self.server = self.called = server
-        """Its address, and what errors call it."""
+        """The address, and the name used in error messages."""
         self.channel: Any = open_channel(server, access)
         self._access = access
         self._is_plain = not is_encrypted(access)
@@ -40,23 +40,23 @@ class Calls:
         self._is_closed = False
 
     def bearing(self, credential: str) -> "Calls":
-        """The same, over the same channel, as somebody else. Raises InvalidArgument."""
+        """A view that shares the channel and sends another credential. Raises InvalidArgument."""
         check_credential(credential, self.server, self._access)
         view = copy(self)
         view.channel = BearerChannel(self.channel, credential)
         return view
 
     async def close(self) -> None:
-        """Ends the channel, and all calls on it."""
+        """Closes the channel and all calls on it."""
         self._is_closed = True
         await self.channel.close()
 
     def attempts(self, name: str, timeout: float | None) -> Attempts:
-        """The attempts of one call, which may take `timeout` seconds in all."""
+        """The attempts of one call, which together may take `timeout` seconds."""
         return Attempts(name, timeout, self._retries, self._on_retry, self._explain, self._answered.is_set)
 
     async def _explain(self, error: LongleafError) -> LongleafError:
-        """What is certain of a connection that did not come about."""
+        """Replaces the error of a failed connection by a more specific one if the TLS settings explain the failure."""
         if not is_cut_off(error):
             return error
         if not self._is_plain:
@@ -68,7 +68,7 @@ class Calls:
 
     @contextmanager
     def typed(self) -> Generator[None, None, None]:
-        """Turns the library's errors into those of `longleaf.errors`."""
+        """Converts gRPC errors to those of `longleaf.errors`."""
         try:
             yield
         except grpc.RpcError as error:
@@ -78,16 +78,16 @@ class Calls:
                 raise
             if self._is_closed:
                 raise Cancelled("the client was closed") from None
-            # The library cancels a call that ended while it was being sent to.
+            # gRPC cancels a call that ended while a request was being sent.
             raise Unavailable(f"{self.called} ended the call") from None
 
     def decoded(self, decode: Callable[[Any], T], response: object) -> T:
-        """What a response says. Raises LongleafError where this client cannot read it."""
+        """The decoded response. Raises LongleafError if this client cannot decode it."""
         try:
-            if response is None:  # what the library makes of bytes that are no message
+            if response is None:  # gRPC's result for bytes that do not parse as the message
                 raise ValueError("the bytes are no message of its type")
             found = decode(response)
-        except Exception as error:  # whatever is in it, it is the server that said it
+        except Exception as error:  # any decoding error is the server's fault
             raise LongleafError(f"{self.called} answered what this client cannot read: {error}") from error
         self._answered.set()
         return found
@@ -101,7 +101,7 @@ class Calls:
         *,
         is_repeatable: bool = False,
     ) -> T:
-        """What the response says. `is_repeatable`: the call does the same when it is made twice."""
+        """The decoded response. `is_repeatable` marks an idempotent call."""
         while True:
             try:
                 with self.typed():
@@ -113,20 +113,20 @@ class Calls:
     async def read(
         self, method: Any, name: str, request: object, decode: Callable[[Any], T], timeout: float | None
     ) -> T:
-        """What the response of a call says that changes nothing."""
+        """The decoded response of a call that only reads."""
         attempts = self.attempts(name, timeout)
         return await self.unary(method, request, attempts, decode, is_repeatable=True)
 
     async def once(
         self, method: Any, name: str, request: object, decode: Callable[[Any], T], timeout: float | None
     ) -> T:
-        """What the response of a call says that must not be made twice."""
+        """The decoded response of a call that is not idempotent."""
         return await self.unary(method, request, self.attempts(name, timeout), decode)
 
     async def stream(
         self, method: Any, request: object, attempts: Attempts, decode: Callable[[Any], T]
     ) -> AsyncGenerator[T, None]:
-        """What the responses say. The call is made again only while none has come. Closing the iterator ends it."""
+        """The decoded responses. The call is retried only before the first response. Closing the iterator cancels it."""
         has_begun = False
         while True:
             with self.typed():
@@ -134,7 +134,7 @@ class Calls:
             try:
                 with self.typed():
                     async for response in call:
-                        if not has_begun:  # it may be large, and the library keeps it until the call ends
+                        if not has_begun:  # it may be large, and gRPC keeps it until the call ends
                             has_begun, request = True, None
                             cast(dict[str, object], vars(call)).pop("_request", None)
                         yield self.decoded(decode, response)
@@ -148,8 +148,8 @@ class Calls:
 
 
 class CallOutcome:
-    """How a call ended that is sent to. The library sets INTERNAL when it cannot send any more (issue 36066 of gRPC):
-    before the status of the server comes, or in its place."""
+    """The final status of a call with a request stream. gRPC sets INTERNAL when sending fails (gRPC issue 36066),
+    either before the server's status arrives or in its place."""
 
     def __init__(self, call: Any) -> None:
         self._call = call
@@ -157,24 +157,24 @@ class CallOutcome:
         call.add_done_callback(self._look)
 
     def _look(self, _: object = None) -> None:
-        """Called as the first status is set, before another one takes its place."""
+        """Records the first status, before another one replaces it."""
         code, details = _at_once(self._call.code()), _at_once(self._call.details())
         if self._error is None and code != grpc.StatusCode.OK and details != BROKEN_SEND:
             trailers, none = _at_once(self._call.trailing_metadata()), grpc.aio.Metadata()
             self._error = grpc.aio.AioRpcError(code, none, trailers, details)
 
     async def error(self, raised: grpc.RpcError) -> grpc.RpcError:
-        """The error that the server sent; `raised`, which the library raised, if none comes within STATUS_SECONDS."""
+        """The error that the server sent, or `raised` (from gRPC) if none arrives within STATUS_SECONDS."""
         deadline = time.monotonic() + (STATUS_SECONDS if raised.details() == BROKEN_SEND else 0.0)
         self._look()
         while self._error is None and time.monotonic() < deadline:
-            await asyncio.sleep(LOOK_SECONDS)  # the library runs no callback for a second status
+            await asyncio.sleep(LOOK_SECONDS)  # gRPC runs no callback for a second status
             self._look()
         return self._error or raised
 
 
 def _at_once(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """What a coroutine gives that has nothing to wait for."""
+    """The result of a coroutine that does not suspend."""
     try:
         coroutine.send(None)
     except StopIteration as end:
@@ -183,10 +183,10 @@ def _at_once(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 def is_cancelled() -> bool:
-    """Whether somebody cancels the task that asks."""
+    """Whether the running task is being cancelled."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 def nothing(_: object) -> None:
-    """Reads a response that says nothing."""
+    """Decoder for an empty response."""

@@ -1,4 +1,4 @@
-"""Channels to a service: plain or encrypted, and as whom."""
+"""Channels to a service: plain or encrypted, with or without a credential."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -17,34 +17,35 @@ OPTIONS = (
     ("grpc.primary_user_agent", CLIENT_NAME),
     ("grpc.max_receive_message_length", MAX_RESPONSE_BYTES),
     ("grpc.max_send_message_length", MAX_REQUEST_BYTES),
-    ("grpc.keepalive_time_ms", 30_000),  # a machine that vanished ends the call instead of hanging it
+    ("grpc.keepalive_time_ms", 30_000),  # detects a peer that vanished, so that the call ends
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.initial_reconnect_backoff_ms", 100),  # not slower than the retries
-    ("grpc.min_reconnect_backoff_ms", 5_000),  # what making a connection may take
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # time limit for connecting
     ("grpc.max_reconnect_backoff_ms", 5_000),
     ("grpc.enable_http_proxy", 0),
 )
 MAX_CREDENTIAL = 4096
-"""Characters."""
+"""In characters."""
 
 
 class Access(TypedDict, total=False):
-    """How a client comes in. What is not given is taken from the environment; "" is none whatever it says there."""
+    """TLS and authentication settings. Missing ones are read from the environment; "" disables a setting regardless of
+    the environment."""
 
     tls_ca: str | Path | None
-    """File of the authorities of the service's certificate, in PEM: the connection is encrypted. LONGLEAF_TLS_CA."""
+    """PEM file with the certificate authorities of the service; enables encryption. LONGLEAF_TLS_CA."""
     tls_cert: str | Path | None
-    """File of the client's own certificate chain, where the service asks for one. LONGLEAF_TLS_CERT."""
+    """File with the client's certificate chain, if the service requires one. LONGLEAF_TLS_CERT."""
     tls_key: str | Path | None
-    """File of its private key. LONGLEAF_TLS_KEY."""
+    """File with the private key of that certificate. LONGLEAF_TLS_KEY."""
     credential: str | None
-    """What says who calls; needs tls_ca, but on this machine. LONGLEAF_CREDENTIAL."""
+    """Bearer credential of the caller; requires tls_ca except on the same machine. LONGLEAF_CREDENTIAL."""
     insecure: bool
-    """Credentials may go to another machine in plain text."""
+    """Permits sending credentials to another machine in plain text."""
 
 
 def open_channel(server: str, access: Access) -> Any:
-    """A channel to `server`; files are read now. Raises InvalidArgument."""
+    """A channel to `server`; files are read immediately. Raises InvalidArgument."""
     tls_ca, tls_cert, tls_key = (_given(access, name) for name in ("tls_ca", "tls_cert", "tls_key"))
     credential = _given(access, "credential")
     for name, value, other in (("tls_cert", tls_cert, tls_key), ("tls_key", tls_key, tls_cert)):
@@ -59,7 +60,7 @@ def open_channel(server: str, access: Access) -> Any:
 
 
 def is_encrypted(access: Access) -> bool:
-    """Whether a channel of these encrypts."""
+    """Whether a channel with these settings is encrypted."""
     return bool(_given(access, "tls_ca"))
 
 
@@ -69,7 +70,7 @@ def _given(access: Access, name: str) -> str:
 
 
 def check_credential(credential: str, server: str, access: Access) -> None:
-    """Raises InvalidArgument for what is no credential, or would travel in plain text."""
+    """Raises InvalidArgument for a malformed credential, and for one that would be sent in plain text."""
     if not (credential.isascii() and credential.isprintable() and " " not in credential):
         raise InvalidArgument("credential", "must be printable ASCII without spaces")
     if len(credential) > MAX_CREDENTIAL:
@@ -88,7 +89,7 @@ def _plain(server: str) -> grpc.aio.Channel:
 
 
 def _encrypted(server: str, tls_ca: str, tls_cert: str, tls_key: str) -> grpc.aio.Channel:
-    from longleaf.pem import parse_certificates, parse_pair, read_pem  # its library takes a while, and few need it
+    from longleaf.pem import parse_certificates, parse_pair, read_pem  # slow to import, and rarely needed
 
     roots = read_pem("tls_ca", tls_ca)
     parse_certificates(roots, "tls_ca")
@@ -97,13 +98,13 @@ def _encrypted(server: str, tls_ca: str, tls_cert: str, tls_key: str) -> grpc.ai
         pair = parse_pair(read_pem("tls_cert", tls_cert), read_pem("tls_key", tls_key))
         own = (pair.key, pair.chain)
     target, options = target_of(server), OPTIONS
-    if target != server:  # the certificate is for what was asked for
+    if target != server:  # the certificate is for the requested name
         options = (*OPTIONS, ("grpc.ssl_target_name_override", server.rpartition(":")[0]))
     return grpc.aio.secure_channel(target, grpc.ssl_channel_credentials(roots, *own), options=options)
 
 
 class BearerChannel:
-    """A channel that sends a credential with every call. The library's own way takes it on encrypted channels only, and
+    """A channel that sends a credential with every call. gRPC's call credentials work on encrypted channels only, and
     its interceptors change how calls end."""
 
     def __init__(self, channel: Any, credential: str) -> None:
@@ -114,7 +115,7 @@ class BearerChannel:
         return partial(make(*arguments, **options), metadata=self._metadata)
 
     def __getattr__(self, name: str) -> Any:
-        """The methods that make calls bear it; all others are the channel's own."""
+        """Methods that create calls add the credential; all others are those of the channel."""
         found = getattr(self._channel, name)
         is_maker = name in ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
         return partial(self._bearing, found) if is_maker else found

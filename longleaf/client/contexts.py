@@ -1,4 +1,4 @@
-"""Calls about contexts that are there, and those that move."""
+"""Calls that read, change, export and import contexts."""
 
 from contextlib import aclosing
 from pathlib import Path
@@ -27,10 +27,10 @@ from longleaf.v1 import context_service_pb2 as ingest_pb
 
 
 class ContextMethods:
-    """The part of a client that is about contexts, but for the making of them."""
+    """The context methods of a client, except ingestion."""
 
     def __init__(self, calls: Calls, contexts: Any) -> None:
-        """`contexts` is the stub of the service; the generated ones carry no types."""
+        """`contexts` is the stub of the service; generated stubs carry no types."""
         self._calls = calls
         self._contexts = contexts
 
@@ -49,17 +49,17 @@ class ContextMethods:
         byte_end: int | None = None,
         timeout: float | None = None,
     ) -> ContextText:
-        """The text of tokens [start, end) of a context, or of bytes [start, end) of all texts that it was ingested of,
-        one after the other; in whole characters, with the file and the line where it begins. At most 1 MiB. Raises
-        NotFound, InvalidArgument for a range that the context has not, and FailedPrecondition for bytes of one whose
-        tokens were given as ids."""
+        """The text of tokens [start, end) of a context, or of bytes [start, end) of the concatenated ingested texts.
+        Returns whole characters, at most 1 MiB, with the file and line at which the text starts. Raises NotFound,
+        InvalidArgument for a range outside the context, and FailedPrecondition for a byte range of a context that was
+        ingested as token ids."""
         request = codec.encode_get_text(text_range(context, (token_start, token_end), (byte_start, byte_end)))
         return await self._calls.read(
             self._contexts.GetContextText, "GetContextText", request, codec.decode_context_text, timeout
         )
 
     async def list_contexts(self, *, timeout: float | None = None) -> list[Context]:
-        """All contexts, by id."""
+        """All contexts, sorted by id."""
         contexts: list[Context] = []
         attempts = self._calls.attempts("ListContexts", timeout)
         request = ingest_pb.ListContextsRequest()
@@ -77,8 +77,8 @@ class ContextMethods:
     async def update_context(
         self, context: str, *, timeout: float | None = None, **settings: Unpack[ContextOptions]
     ) -> Context:
-        """Changes the name for people, the pin or the expiry, and nothing else: `ttl` seconds from now, or `expires`
-        in seconds since the epoch, None for never. Raises NotFound."""
+        """Changes only the display name, the pin or the expiry of a context: `ttl` seconds from now, or `expires` in
+        seconds since the epoch (None: never). Raises NotFound."""
         request = codec.encode_update(context, ContextSettings(**settings))
         return await self._calls.once(
             self._contexts.UpdateContext, "UpdateContext", request, codec.decode_context, timeout
@@ -87,22 +87,22 @@ class ContextMethods:
     async def fork_context(
         self, context: str, new_context: str, *, num_tokens: int | None = None, timeout: float | None = None
     ) -> Context:
-        """Makes a new context of the first `num_tokens` tokens of another one, or of all. Nothing is copied. Raises
+        """Creates a context from the first `num_tokens` tokens of another one, or from all. Nothing is copied. Raises
         NotFound, AlreadyExists."""
         request = codec.encode_fork(ForkContext(context, new_context, num_tokens))
         return await self._calls.once(self._contexts.ForkContext, "ForkContext", request, codec.decode_context, timeout)
 
     async def reread_context(self, context: str, *, timeout: float | None = None) -> Context:
-        """Has a context read by the checkpoint that is served, which another one in the same folder has read before; it
-        is parked until it is asked. Raises NotFound, AlreadyExists, CheckpointChanged where the tokenizer is another
-        one."""
+        """Recomputes, with the current checkpoint, a context that another checkpoint in the same folder ingested. The
+        context stays evicted until its first request. Raises NotFound, AlreadyExists, and CheckpointChanged if the
+        tokenizer differs."""
         request = ingest_pb.RereadContextRequest(name=codec.context_name(context))
         return await self._calls.once(
             self._contexts.RereadContext, "RereadContext", request, codec.decode_context, timeout
         )
 
     async def reread_contexts(self, *, timeout: float | None = None) -> RecomputeResult:
-        """Does that with all contexts that another checkpoint has read, and tells which are left out."""
+        """Does the same for all contexts that another checkpoint ingested, and reports the skipped ones."""
         request = ingest_pb.RereadContextsRequest()
         return await self._calls.once(
             self._contexts.RereadContexts, "RereadContexts", request, codec.decode_reread, timeout
@@ -114,8 +114,8 @@ class ContextMethods:
         await self._calls.once(self._contexts.DeleteContext, "DeleteContext", request, nothing, timeout)
 
     async def cancel_ingest(self, context: str, upload_id: str, *, timeout: float | None = None) -> None:
-        """Ends an ingest by its upload id, and keeps nothing of it: whoever waits for it gets Cancelled. Raises
-        NotFound, also when its context is there by now."""
+        """Cancels an ingest by its upload id and discards its data; a pending ingest call raises Cancelled. Raises
+        NotFound, including when the context already exists."""
         upload_id = codec.encodable(upload_id, "upload_id")
         request = ingest_pb.CancelIngestRequest(name=codec.context_name(context), upload_id=upload_id)
         await self._calls.once(self._contexts.CancelIngest, "CancelIngest", request, nothing, timeout)
@@ -130,12 +130,12 @@ class ContextMethods:
         on_progress: Callback[ExportProgress] | None = None,
         timeout: float | None = None,
     ) -> ExportedArchive:
-        """Writes a context as a parcel, which `import_context` takes into any service with the same model. Without keys
-        it is small, and read again where it arrives.
+        """Writes a context to an archive, which `import_context` accepts on any service with the same model. Without
+        keys the archive is small, and the importing service recomputes keys and values.
 
-        A path is written as PATH.part and renamed at the end. With `resume` what an earlier call left there is gone on
-        with, unless the context has changed since: that raises FailedPrecondition. When the connection breaks the
-        export goes on where it was. Raises NotFound, and InvalidArgument where the file is there already.
+        A path is written as PATH.part and renamed at the end. With `resume`, the export continues an earlier PATH.part;
+        this raises FailedPrecondition if the context has changed since. A broken connection is resumed automatically.
+        Raises NotFound, and InvalidArgument if the file already exists.
         """
         target = await FileTarget.open(file, resume=resume) if isinstance(file, Path) else ArchiveTarget(file)
         wanted = ExportContext(context=context, with_keys=with_keys)
@@ -158,12 +158,12 @@ class ContextMethods:
         on_progress: Callback[ImportProgress] | None = None,
         timeout: float | None = None,
     ) -> Context:
-        """Takes in a parcel as a new context called `name`, or as it was called before. It is parked then, and comes
-        back to the ranks when it is asked. Returns once it is kept for good.
+        """Imports an archive as a new context called `name`, or under its original name. The context is evicted until
+        its first request. Returns once the context is durable.
 
-        When the connection breaks the import goes on where it was; so does a later call with the same file, name and
-        `upload_id`, while the service lives, for some minutes. Raises AlreadyExists, CheckpointChanged where another
-        model is served, and InvalidArgument where the file is damaged or none.
+        A broken connection is resumed automatically. A later call with the same file, name and `upload_id` also
+        resumes, for some minutes while the same service process runs. Raises AlreadyExists, CheckpointChanged if the
+        service has another model, and InvalidArgument if the file is damaged or not an archive.
         """
         header, result = header_of(file, name, upload_id), None
         async with aclosing(UploadSource(file)) as source:
@@ -181,7 +181,7 @@ class ContextMethods:
 def text_range(
     context: str, tokens: tuple[int | None, int | None], of_bytes: tuple[int | None, int | None]
 ) -> GetContextText:
-    """Raises InvalidArgument unless one range is given, and as a whole."""
+    """Raises InvalidArgument unless exactly one complete range is given."""
     match tokens, of_bytes:
         case ((int(start), int(end)), (None, None)):
             return GetContextText(context, "tokens", start, end)

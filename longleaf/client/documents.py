@@ -1,4 +1,4 @@
-"""Documents on their way to the service: text, bytes, files or streams become pieces of a size that travels well."""
+"""Document sources: text, bytes, files and streams are read as pieces of bounded size."""
 
 import asyncio
 import errno
@@ -17,7 +17,7 @@ from longleaf.types import IngestHeader, IngestPiece
 PIECE_BYTES = 1 << 18
 PIECE_TOKENS = 1 << 16
 END = object()
-"""After the last part of an iterator."""
+"""Marks the end of an iterator."""
 T = TypeVar("T")
 Cuttable = TypeVar("Cuttable", bytes, memoryview, Sequence[int], "IdArray")
 
@@ -31,7 +31,7 @@ class Readable(Protocol):
 
 @runtime_checkable
 class IdArray(Protocol):
-    """Token ids in an array of one dimension, such as numpy's."""
+    """Token ids in a one-dimensional array, such as numpy's."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, places: slice, /) -> "IdArray": ...
@@ -39,13 +39,13 @@ class IdArray(Protocol):
 
 
 Part = str | BytesLike | Path | Readable | Sequence[int] | IdArray
-"""Text, UTF-8 bytes cut anywhere, a file's path, an open file, or token ids."""
+"""Text, UTF-8 bytes (split anywhere), a file path, an open file, or token ids."""
 Document = Part | Iterable[Part] | AsyncIterable[Part]
-"""One part, or several that follow one another with nothing between them: all of text, or all of token ids."""
+"""One part, or several that are concatenated without separator: all of text, or all of token ids."""
 
 
 async def pieces_of(document: Document) -> AsyncGenerator[IngestPiece, None]:
-    """Raises InvalidArgument when a file cannot be read, or a part is none."""
+    """Raises InvalidArgument if a file cannot be read, or for an unsupported part."""
     are_parts = not is_part(document) and (is_series(document) or isinstance(document, AsyncIterable))
     parts = cast(Iterable[Part] | AsyncIterable[Part], document) if are_parts else (document,)
     if isinstance(parts, AsyncIterable):
@@ -59,7 +59,7 @@ async def pieces_of(document: Document) -> AsyncGenerator[IngestPiece, None]:
 
 
 def is_part(document: object) -> bool:
-    """Whether it is one part, and no series of them."""
+    """Whether it is a single part and not a sequence of parts."""
     if isinstance(document, str | BytesLike | Path | Readable | IdArray):
         return True
     parts = cast(Sequence[object], document) if isinstance(document, Sequence) else ()
@@ -103,11 +103,11 @@ async def _pieces_of_part(part: object) -> AsyncGenerator[IngestPiece, None]:
 
 
 class UploadSource:
-    """The pieces of a document. Those that the service has not acknowledged are kept, and can be sent again; those that
-    it has, where the document can be read again.
+    """The pieces of a document. Unacknowledged pieces are kept for resending; acknowledged ones can be sent again if
+    the document can be read again.
 
-    Offsets are in bytes, or in token ids. An error of the document's own is kept in `error`: a call whose upward half
-    breaks only says CANCELLED.
+    Offsets are in bytes, or in token ids. An error of the document itself is kept in `error`, because a call whose
+    request stream fails reports only CANCELLED.
     """
 
     def __init__(self, document: Document) -> None:
@@ -121,13 +121,13 @@ class UploadSource:
         self._num_readers = 0
 
     def acknowledge(self, offset: int) -> None:
-        """The service has all before `offset`."""
+        """Records that the service has all data before `offset`."""
         while self._kept and self._start + len(self._kept[0]) <= offset:
             self._start += len(self._kept.popleft())
 
     async def pieces_from(self, offset: int) -> AsyncIterator[IngestPiece]:
-        """Ends when somebody else begins to read. Raises Unavailable when what is wanted was acknowledged before, and
-        cannot be read again."""
+        """The pieces from `offset` on. Ends when another reader starts. Raises Unavailable if data that was already
+        acknowledged is requested and cannot be read again."""
         self._num_readers += 1
         reader = self._num_readers
         if offset < self._start:
@@ -145,7 +145,7 @@ class UploadSource:
                 self.acknowledge(offset)
 
     async def _begin_anew(self) -> None:
-        """Raises Unavailable."""
+        """Restarts reading from the beginning. Raises Unavailable."""
         if self._document is None:
             message = (
                 "the service does not hold any more what it had acknowledged, and the document cannot be read again"
@@ -157,7 +157,7 @@ class UploadSource:
         self._pieces, self._next, self._start = pieces_of(self._document), None, 0
 
     async def _read(self, reader: int) -> "bytes | Sequence[int] | None":
-        """The next piece, kept. A reader that is cancelled while it waits leaves the piece to the next one."""
+        """The next piece, which is kept. If the reader is cancelled while it waits, the next reader gets the piece."""
         if reader != self._num_readers:
             return None
         try:
@@ -177,7 +177,7 @@ class UploadSource:
         return await anext(self._pieces, None)
 
     async def aclose(self) -> None:
-        """Ends the reading of the document, and who reads it."""
+        """Closes the document and ends its reader."""
         self._num_readers += 1
         await self._close()
 
@@ -211,7 +211,7 @@ async def _read(read: Callable[[int], bytes | str]) -> AsyncIterator[bytes]:
 
 
 async def in_thread(function: Callable[..., T], *arguments: object) -> T:
-    """As `asyncio.to_thread`, in a thread that no end of the interpreter waits for: a pipe may stay silent for ever."""
+    """Like `asyncio.to_thread`, but in a daemon thread, because reading a pipe may block interpreter exit forever."""
     done: Future[T] = Future()
     done.set_running_or_notify_cancel()
 
@@ -226,7 +226,7 @@ async def in_thread(function: Callable[..., T], *arguments: object) -> T:
 
 
 def off_the_loop(document: Document) -> Document:
-    """The document; where it comes from an iterator, that one may block, or call the client that reads it."""
+    """The document, with an iterator advanced in threads: it may block, or call the client that reads it."""
     is_iterator = is_series(document) and not isinstance(document, Sequence | Readable | Path | IdArray)
     return _advanced_in_threads(cast(Iterable[Part], document)) if is_iterator else document
 
@@ -238,7 +238,7 @@ async def _advanced_in_threads(parts: Iterable[Part]) -> AsyncIterator[Part]:
 
 
 def size_of(document: Document) -> int | None:
-    """UTF-8 bytes of the document, None when not known beforehand. Raises InvalidArgument for an unreadable file."""
+    """Size of the document in UTF-8 bytes, None if unknown in advance. Raises InvalidArgument for an unreadable file."""
     match document:
         case str():
             return len(encodable(document, "text").encode())
@@ -254,8 +254,7 @@ def size_of(document: Document) -> int | None:
 
 
 def _size_on_disk(path: Path) -> int | None:
-    """None for what is no regular file, or says that it is empty: pipes, devices and what the kernel makes up may be
-    read as well."""
+    """None for anything but a regular file with a non-zero size: pipes, devices and files of procfs have no known size."""
     try:
         status = path.stat()
         if path.is_dir():

@@ -1,4 +1,4 @@
-"""Which files a document is put together of, for the service to tell where a text is from."""
+"""Names and offsets of the files in a document, so that the service can attribute text to files."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -8,12 +8,12 @@ from longleaf.client.documents import Document, Part, Readable, is_part, size_of
 from longleaf.document_text import MAX_FILE_NAME, MAX_FILES, TextFile
 
 MAX_NAMES_BYTES = 1 << 19
-"""Of all names: they go up in one request, with where the files begin."""
+"""Limit for all names together: they are sent in one request, with the offsets."""
 
 
 def files_of(document: Document) -> tuple[TextFile, ...]:
-    """Where its files begin in its text. None where it has none, or where that is not known beforehand: behind a pipe,
-    in parts that come one by one, of too many. Raises InvalidArgument for an unreadable file."""
+    """The files of the document and their offsets in its text. Empty if there are none, or if the offsets are unknown
+    in advance: after a pipe, for an iterator, or for too many files. Raises InvalidArgument for an unreadable file."""
     whole = is_part(document) or not isinstance(document, list | tuple)
     parts = (cast(Part, document),) if whole else cast(Sequence[Part], document)
     if not any(isinstance(part, Path) for part in parts):
@@ -22,14 +22,14 @@ def files_of(document: Document) -> tuple[TextFile, ...]:
     for name, start in _starts(parts):
         if start is None:
             return ()
-        if name or files:  # what comes before the first file needs no telling
+        if name or files:  # text before the first file needs no entry
             files.append(TextFile(name, start))
     is_many = len(files) > MAX_FILES or sum(len(file.name.encode()) for file in files) > MAX_NAMES_BYTES
     return () if is_many else tuple(files)
 
 
 def _starts(parts: Sequence[Part]) -> Iterator[tuple[str, int | None]]:
-    """The parts that are not empty, and where they begin, as far as that is known."""
+    """The name and the offset of each part that is not empty; None for an unknown offset."""
     start: int | None = 0
     for part in parts:
         size = _size(part)
@@ -39,16 +39,16 @@ def _starts(parts: Sequence[Part]) -> Iterator[tuple[str, int | None]]:
 
 
 def _size(part: Part) -> int | None:
-    """In bytes; None when not known beforehand."""
+    """In bytes; None if unknown in advance."""
     size = size_of(part)
     if size is not None or not (isinstance(part, Path) and part.is_file()):
         return size
-    with part.open("rb") as file:  # it says that it is empty: so do files that the kernel makes up
+    with part.open("rb") as file:  # files of procfs report size 0 but have content
         return None if file.read(1) else 0
 
 
 def _name(part: Part) -> str:
-    """As its client calls it, or the end of that; empty where it is no file."""
+    """The client's name for the file, or the end of a long one; empty if the part is not a file."""
     name = str(part) if isinstance(part, Path) else getattr(part, "name", "") if isinstance(part, Readable) else ""
     if not isinstance(name, str) or name.startswith("<"):
         return ""

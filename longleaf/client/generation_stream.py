@@ -1,4 +1,4 @@
-"""One generation as its reader sees it, however many calls it takes."""
+"""State of one generation on the client, across reconnections."""
 
 import uuid
 from collections.abc import Iterable
@@ -11,16 +11,16 @@ from longleaf.types import Conversation, Delta, Event, Finished, GenerateOptions
 from longleaf.v1 import generation_service_pb2 as service_pb
 
 RESUME_SECONDS = 60.0
-"""How long the service holds a generation that nobody reads."""
+"""How long the service keeps a generation without a reader."""
 
 
 class GenerationStream:
-    """What was asked, what of the answer has come, and the request for the rest of it."""
+    """The request, the progress of the answer, and the request for the rest of it."""
 
     def __init__(
         self, input: str | BytesLike | Iterable[int] | Conversation, context: str | None, options: GenerateOptions
     ) -> None:
-        """Raises InvalidArgument when a value does not fit its field, and TypeError for an option that there is not."""
+        """Raises InvalidArgument if a value does not fit its field, and TypeError for an unknown option."""
         if unknown := options.keys() - GenerateOptions.__annotations__.keys():
             raise TypeError(f"Unexpected keyword argument '{min(unknown)}'")
         self.is_resumable = options.get("resumable", False)
@@ -49,26 +49,26 @@ class GenerationStream:
         )
         self._is_hiding = bool(options.get("hidden"))
         self._next_index: dict[int, int] = {}
-        """Index of each sample's next token. Not so many were counted: what this client passes over may have carried
-        some."""
+        """Index of each sample's next token. May exceed the number of counted tokens, because events that this client
+        ignores may carry tokens."""
         self._has_started = False
         self._finished: set[int] = set()
 
     def request(self) -> service_pb.GenerateRequest:
-        """For all of the answer, or for what has not come yet."""
+        """A request for the whole answer, or for the part that was not received."""
         if self._first is not None:
             return self._first
         return codec.encode_resume(Resume(self._id, sum(self._next_index.values())))
 
     @property
     def orphan(self) -> str | None:
-        """Id of a generation that would go on in vain if its reader left now: nobody else knows how to come back."""
+        """Id of a running generation that only this client knows and that no caller could resume."""
         is_going_on = self._has_started and len(self._finished) < self._num_samples
         return self._id if self._is_private and is_going_on else None
 
     def take(self, event: Event) -> bool:
-        """Whether the event is news: a stream that goes on begins with what may have been told already. Raises
-        LongleafError where the service is an earlier one, which reads what it was to hide: its answer is exact."""
+        """Whether the event is new: a resumed stream may begin with events that were already delivered. Raises
+        LongleafError if the service is too old to support `hidden`, which it shows by an exact answer."""
         match event:
             case Started(is_exact=True) if self._is_hiding:
                 raise LongleafError("the service is of an earlier version and cannot leave tokens of a context unread")
@@ -87,10 +87,10 @@ class GenerationStream:
         return True
 
     def _begin(self) -> None:
-        """The service has the request, which is not made again: a prompt may be large."""
+        """Drops the request once the service has it: a prompt may be large, and it is not sent again."""
         self._has_started, self._first = True, None
 
 
 def may_go_on(error: LongleafError) -> bool:
-    """Whether the service may still hold what it did when the call broke with `error`."""
+    """Whether the service may still hold the state of a call that broke with `error`."""
     return isinstance(error, Unavailable) and not isinstance(error, RankLost | GroupFailed)

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for code that has none."""
+"""An event loop in a dedicated thread, for code without a loop."""
 
 import asyncio
 import threading
@@ -15,20 +15,21 @@ T = TypeVar("T")
 Job = Callable[[], None]
 CLOSED = "the client was closed, or belongs to the process that this one was forked from"
 SIGNAL_SECONDS = 1.0
-"""A signal that comes just before a thread begins to wait does not wake it; so long at most it is not handled."""
+"""A signal that arrives just before a thread blocks does not interrupt it; this bounds the delay until it is handled.
+"""
 SETTLE_SECONDS = 1.0
-"""Longest wait for tasks of grpc.aio, each of which notes the end of a call. What it is told of later, when its loop is
-closed, it says on another client's loop as an error."""
+"""Longest wait for the tasks of grpc.aio that process the end of a call. After the loop is closed, they report it as an
+error on another client's loop."""
 
 
 class ThreadCall(Generic[T]):
-    """ThreadCall for the loop, and what is to be done meanwhile in the thread that waits for it."""
+    """A call on the loop, and the jobs that the waiting thread runs meanwhile."""
 
     def __init__(self, function: Callable[[], Coroutine[Any, Any, T]]) -> None:
         self._function = function
         self.task: asyncio.Task[T] | None = None
         self.jobs: SimpleQueue[Job | None] = SimpleQueue()
-        """None comes last, when the task has ended."""
+        """The last item, None, is put when the task has ended."""
         self._ended = threading.Event()
 
     def next_job(self) -> Job | None:
@@ -44,12 +45,12 @@ class ThreadCall(Generic[T]):
         self.jobs.put(None)
 
     def wait_ended(self) -> bool:
-        """Says whether it has, after a while. An interrupt may have come between the last job and whoever was to get
-        it."""
+        """Waits SIGNAL_SECONDS for the end. Needed because an interrupt may arrive between the last job and its
+        receiver."""
         return self._ended.wait(SIGNAL_SECONDS)
 
     def cancel(self) -> None:
-        """On the loop, after what was submitted has begun."""
+        """Runs on the loop, after the submitted calls have started."""
         if self.task is None:
             self.end()
         else:
@@ -57,36 +58,37 @@ class ThreadCall(Generic[T]):
 
 
 class LoopThread:
-    """Runs coroutines for other threads, which wait for them. What a coroutine tells is called in the thread that
-    waits, never on the loop: it may call again, block, and raise."""
+    """Runs coroutines for other threads, which wait for the results. Callbacks run in the waiting thread, never on the
+    loop: they may make calls, block and raise."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
-        self._lock = threading.RLock()  # the collector may end a stream, which is a call, wherever memory is taken
+        self._lock = threading.RLock()  # the garbage collector may close a stream, which is a call, at any allocation
         self._is_ending = False
         self._calls: dict[asyncio.Task[Any], ThreadCall[Any]] = {}
         self._thread.start()
 
     @property
     def is_open(self) -> bool:
-        """Whether it takes work. Not in a forked process: its thread stayed with the parent."""
+        """Whether it accepts work. False in a forked process, where the thread does not exist."""
         return self._thread.is_alive() and not self._is_ending
 
     def run(self, function: Callable[P, Coroutine[Any, Any, T]], *arguments: P.args, **options: P.kwargs) -> T:
-        """What the coroutine function returns or raises. When the caller is interrupted, or what it is told raises, the
-        work is cancelled, and has ended before this returns. Raises Cancelled when the loop ends before the work."""
+        """The result of the coroutine function. If the caller is interrupted or a callback raises, the work is
+        cancelled and has ended before this returns. Raises Cancelled if the loop ends before the work."""
         call = ThreadCall(partial(function, *arguments, **options))
         try:
             if self._submit(call):
                 return self._result(call)
-        except KeyboardInterrupt:  # it comes between any two lines
+        except KeyboardInterrupt:  # may be raised between any two lines
             self._abandon(call)
             raise
         raise Cancelled(CLOSED)
 
     def clean_up(self, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Runs what has no purpose once the loop has ended. The collector comes here on any thread, the loop's too."""
+        """Runs cleanup that is unnecessary once the loop has ended. The garbage collector calls this on any thread,
+        including the loop's."""
         if self._is_here():
             self._start(ThreadCall(function))
         elif self.is_open:
@@ -94,7 +96,7 @@ class LoopThread:
                 self.run(function)
 
     async def tell(self, callback: Callable[[T], None], updates: T) -> None:
-        """Has the thread that waits for the running task call `callback`. Background tasks tell nobody."""
+        """Makes the thread that waits for the running task call `callback`. Does nothing in background tasks."""
         task = asyncio.current_task()
         if task is None or task not in self._calls:
             return
@@ -108,8 +110,8 @@ class LoopThread:
         await reported.wait()
 
     def end(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Takes no more work, runs `last`, cancels what is left and ends the thread. Idempotent; a forked process
-        must not touch what it shares with its parent, so nothing happens there."""
+        """Refuses new work, runs `last`, cancels the remaining calls and ends the thread. Idempotent. Does nothing in a
+        forked process, which must not touch state shared with its parent."""
         call = ThreadCall(partial(self._wind_up, last))
         if not self._submit(call, is_last=True):
             return
@@ -130,7 +132,7 @@ class LoopThread:
         await self._loop.shutdown_asyncgens()
 
     def _submit(self, call: ThreadCall[Any], *, is_last: bool = False) -> bool:
-        """Whether the call will begin: all that is submitted before the last one does."""
+        """Whether the call will start; false after the last one was submitted."""
         if self._is_here():
             raise RuntimeError("a client cannot be called on its own event loop, which would wait for itself")
         if self._thread.is_alive():
@@ -163,17 +165,17 @@ class LoopThread:
             raise Cancelled(CLOSED) from None
 
     def _abandon(self, call: ThreadCall[Any]) -> None:
-        """Cancels a call, begun or not, and waits for its end."""
+        """Cancels a call, started or not, and waits for its end."""
         self._post(call.cancel)
         while not call.wait_ended() and self._thread.is_alive():
             pass
 
     def _post(self, job: Job) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody waits there any more
+        with suppress(RuntimeError):  # the loop is closed, so no thread waits there
             self._loop.call_soon_threadsafe(job)
 
     def _is_here(self) -> bool:
-        return threading.current_thread() is self._thread  # its number may be another's by now
+        return threading.current_thread() is self._thread  # its ident may be reused
 
 
 async def _cancelled(tasks: Iterable[asyncio.Task[Any] | None]) -> None:

@@ -1,4 +1,4 @@
-"""A client for those that hand on the calls of others."""
+"""A client for gateways that forward the calls of others."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -11,13 +11,13 @@ from longleaf.types import IngestHeader, IngestProgress
 
 
 class ProxyClient(AsyncClient):
-    """Calls as many, over one connection, and keeps nothing of what it hands on. Its errors do not tell the address of
-    the service: they are for others."""
+    """Calls on behalf of many callers over one connection, and keeps no state about them. Its errors omit the service's
+    address, because callers see them."""
 
     def bearing(self, credential: str) -> "ProxyClient":
-        """A view of this client whose calls bear another credential, over the same connection. It is cheap, and to be
-        used as long as this client is open: closing the view closes nothing. Raises InvalidArgument for what is no
-        credential, and for one that would travel in plain text."""
+        """A view that sends another credential over the same connection. It is cheap, valid while this client is open,
+        and closing it closes nothing. Raises InvalidArgument for a malformed credential, and for one that would be sent
+        in plain text."""
         return _View(self.server, self._calls.bearing(credential))
 
     def _attach(self, calls: Calls) -> None:
@@ -25,8 +25,8 @@ class ProxyClient(AsyncClient):
         super()._attach(calls)
 
     async def ingest_once(self, header: IngestHeader, pieces: Pieces) -> AsyncGenerator[IngestProgress, None]:
-        """One stream of an ingest, made once: it sends what `pieces` gives from where the service wants it, and does
-        not go on when it breaks."""
+        """A single stream of an ingest, which sends `pieces` from the offset that the service requests. It is neither
+        retried nor resumed."""
         sending = UploadStream(codec.encode_ingest_piece(header), pieces, ingest_piece, place_of)
         steps = upload(self._calls, self._contexts.IngestContext, sending, codec.decode_ingest_progress, None)
         async with aclosing(steps):
@@ -35,11 +35,11 @@ class ProxyClient(AsyncClient):
 
 
 class _View(ProxyClient):
-    """A client over the connection of another one."""
+    """A view on another client's connection."""
 
     def __init__(self, server: str, calls: Calls) -> None:
         self.server = server
         self._attach(calls)
 
     async def close(self) -> None:
-        """The connection is the other one's."""
+        """Does nothing: the connection belongs to the other client."""

@@ -1,4 +1,5 @@
-"""When a call is made again: what the service refused before it began, or never answered, after a wait it may name."""
+"""Retries of calls that the service refused before they started or never answered, after a delay that the service may
+name."""
 
 import asyncio
 import logging
@@ -15,13 +16,13 @@ from longleaf.formatting import human_seconds
 logger = logging.getLogger(__name__)
 
 FIRST_LIMIT = 6
-"""Retries of a call to a service that has never answered: it may not be there at all."""
+"""Retries of a call to a service that has never answered and may not exist."""
 LONGEST_TIMEOUT = 1e9
-"""Seconds; gRPC takes a far larger one, or infinity, for a time that has passed."""
+"""Seconds; gRPC treats a much larger value, or infinity, as already expired."""
 
 
 class Retry(msgspec.Struct, frozen=True):
-    """A call that will be made again in `delay` seconds; `number` counts from 1."""
+    """A call that will be retried in `delay` seconds; `number` counts from 1."""
 
     call: str
     number: int
@@ -34,33 +35,33 @@ Explain = Callable[[LongleafError], Awaitable[LongleafError]]
 
 
 def log_retry(retry: Retry) -> None:
-    """One line in the log of this module."""
+    """Logs a retry as one line."""
     logger.warning("%s: retry %d in %s: %s", retry.call, retry.number, human_seconds(retry.delay), retry.error)
 
 
 class Retries(msgspec.Struct, frozen=True, kw_only=True):
-    """How often and how long to try. Times in seconds.
+    """Retry policy. Times in seconds.
 
-    The wait grows from `first_delay` by doubling up to `longest_delay`, of which a random part is taken, so that
-    clients refused together do not come back together. A wait that the service names (RetryInfo) comes before it.
+    The delay starts at `first_delay` and doubles up to `longest_delay`. It is multiplied by a random factor in [0, 1),
+    so that clients refused together do not retry together. A delay named by the service (RetryInfo) is added.
     """
 
     limit: int | None = None
-    """Most retries of one call; 0 never tries again. None: as many as `patience` allows where the service has answered
-    this client before, for it may have been started again, and FIRST_LIMIT otherwise."""
+    """Maximum number of retries of one call; 0 disables retries. None: as many as fit in `patience` if the service has
+    answered this client before (it may be restarting), and FIRST_LIMIT otherwise."""
     first_delay: float = 0.25
     longest_delay: float = 5.0
     patience: float = 60.0
-    """Longest time from a call's begin, or from where it last got further, to its last retry."""
+    """Longest time from the start of a call, or from its last progress, to its last retry."""
 
     def delay(self, number: int, error: LongleafError, drawn: float) -> float:
-        """Seconds before retry `number`; `drawn` in [0, 1) is the random part."""
+        """Seconds before retry `number`; `drawn` in [0, 1) is the random factor."""
         named = error.retry_seconds if isinstance(error, ResourceExhausted | Unavailable) else None
         return (named or 0.0) + drawn * min(self.longest_delay, self.first_delay * 2 ** (number - 1))
 
 
 class Attempts:
-    """The attempts of one call and the time they have together."""
+    """The attempts of one call and their common time limit."""
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class Attempts:
         explain: Explain,
         has_answered: Callable[[], bool],
     ) -> None:
-        """`explain` may know more of an error than the library does; `has_answered` says whether the service has ever
+        """`explain` may replace an error by a more specific one; `has_answered` returns whether the service has ever
         answered."""
         self._call = call
         self._has_answered = has_answered
@@ -82,17 +83,17 @@ class Attempts:
         self.renew()
 
     def renew(self) -> None:
-        """The call got further: what comes counts from here. A timeout stays what it is."""
+        """Restarts the retry limits after progress. The timeout is unchanged."""
         self._number = 0
         self._last_retry = time.monotonic() + self._retries.patience
 
     def time_left(self) -> float | None:
-        """Seconds that the next attempt may take; None when there is no limit."""
+        """Seconds left for the next attempt; None if there is no limit."""
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
     async def wait(self, error: LongleafError, *, is_repeatable: bool) -> None:
-        """Waits before the next attempt. Raises `error` when there is none: it would not help, might do something
-        twice (unless `is_repeatable`), or would come too late."""
+        """Waits before the next attempt. Raises `error` if there is none: a retry would not help, might not be
+        idempotent (unless `is_repeatable`), or would exceed a limit."""
         error = await self._explain(error)
         self._number += 1
         delay = self._retries.delay(self._number, error, random.random())
@@ -112,5 +113,5 @@ class Attempts:
 
 
 def was_refused(error: LongleafError) -> bool:
-    """Nothing was begun, and waiting helps."""
+    """Whether the service started nothing and named a retry delay."""
     return isinstance(error, ResourceExhausted | Unavailable) and error.retry_seconds is not None

@@ -1,4 +1,4 @@
-"""The client for code without an event loop: a thin face of AsyncClient."""
+"""The synchronous client, a thin wrapper of AsyncClient."""
 
 import atexit
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class Client:
-    """Runs an AsyncClient on an event loop in a thread of its own; see there for what the methods do and raise.
+    """Runs an AsyncClient on an event loop in a dedicated thread. The methods behave and raise as those of AsyncClient.
 
     with Client() as client:
         for event in client.ask("moby", "Who is Queequeg?"):
@@ -59,7 +59,7 @@ class Client:
         except BaseException:
             self._loop.end(_nothing)
             raise
-        # A script may end with a stream open: what ends it then waits for a thread that has already gone.
+        # If a script exits with an open stream, closing it would otherwise wait for a thread that no longer exists.
         atexit.register(self.close)
 
     @property
@@ -73,7 +73,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Ends the connection and the thread; calls that still wait raise Cancelled. Idempotent."""
+        """Closes the connection and ends the thread; pending calls raise Cancelled. Idempotent."""
         atexit.unregister(self.close)
         self._loop.end(self._client.close)
 
@@ -247,7 +247,7 @@ class Client:
 async def _connect(
     server: str | None, access: Access, retries: int | Retries | None, on_retry: Callback[Retry]
 ) -> AsyncClient:
-    """On the loop's thread: channels belong to the loop that made them."""
+    """Runs on the loop's thread, because a channel belongs to the loop that created it."""
     return AsyncClient(server, retries=retries, on_retry=on_retry, **access)
 
 

@@ -1,4 +1,4 @@
-"""Streams that carry a document up, and what the service says of it down."""
+"""Bidirectional upload streams: document pieces up, progress down."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -24,11 +24,11 @@ Told = TypeVar("Told")
 
 
 class Pieces(Protocol):
-    """A document that is sent from where the service wants it."""
+    """A document that is sent from the offset that the service requests."""
 
     @property
     def error(self) -> Exception | None:
-        """What went wrong in it: of a call whose upward half breaks no more is known."""
+        """The error of the document's source. A call whose request stream fails does not report it."""
         ...
 
     @error.setter
@@ -37,12 +37,12 @@ class Pieces(Protocol):
     def pieces_from(self, offset: int) -> AsyncIterator[IngestPiece]: ...
 
     def acknowledge(self, offset: int) -> None:
-        """The service has all before `offset`."""
+        """Records that the service has all data before `offset`."""
         ...
 
 
 def header_of(context: str, document: Document, options: IngestOptions) -> IngestHeader:
-    """What an ingest begins with. Raises TypeError for an option that there is not."""
+    """The first message of an ingest. Raises TypeError for an unknown option."""
     own = {"append", "upload_id", "system", "priority", "client", "timeout"}
     settings = cast(ContextOptions, {name: value for name, value in options.items() if name not in own})
     return IngestHeader(
@@ -59,7 +59,7 @@ def header_of(context: str, document: Document, options: IngestOptions) -> Inges
 
 
 def ingest_of(header: IngestHeader, source: UploadSource) -> "UploadStream[IngestProgress]":
-    """Raises InvalidArgument when a setting does not fit its field."""
+    """Raises InvalidArgument if a setting does not fit its field."""
     return UploadStream(codec.encode_ingest_piece(header), source, ingest_piece, place_of)
 
 
@@ -70,18 +70,18 @@ def ingest_piece(piece: IngestPiece, offset: int) -> object:
 
 
 def place_of(progress: IngestProgress) -> tuple[int, bool]:
-    """Up to where the service has the document, and whether it takes more of it."""
+    """The offset up to which the service has the document, and whether it accepts more."""
     offset = progress.received_bytes or progress.received_tokens  # token ids have no bytes
     return offset, progress.phase in ("receiving", "unspecified")
 
 
 def reach_of(progress: IngestProgress) -> int:
-    """A number that grows with what the service has done."""
+    """A number that increases with the progress of the service."""
     return progress.received_bytes + progress.received_tokens + progress.processed
 
 
 class UploadStream(Generic[Told]):
-    """The first request, and once the service answered it, the document from where the service wants it."""
+    """Sends the first request and, after the service's first response, the document from the requested offset."""
 
     def __init__(
         self,
@@ -90,8 +90,8 @@ class UploadStream(Generic[Told]):
         encode: Callable[[IngestPiece, int], object],
         place_of: Callable[[Told], tuple[int, bool]],
     ) -> None:
-        """`encode` makes a request of a piece at an offset; `place_of` tells up to where the service has the document,
-        and whether it takes more of it."""
+        """`encode` makes a request of a piece at an offset. `place_of` returns the offset up to which the service has
+        the document, and whether it accepts more."""
         self._first = first
         self._source = source
         self._encode = encode
@@ -102,11 +102,11 @@ class UploadStream(Generic[Told]):
 
     @property
     def error(self) -> Exception | None:
-        """What went wrong in the document's source."""
+        """The error of the document's source."""
         return self._source.error
 
     def take(self, told: Told) -> None:
-        """The service's answer; what it has already need not be kept."""
+        """Processes a response of the service, and releases the acknowledged pieces."""
         place, takes_more = self._place_of(told)
         if self._offset is None:
             self._offset, self._is_over = place, not takes_more
@@ -114,13 +114,13 @@ class UploadStream(Generic[Told]):
         self._source.acknowledge(place)
 
     def stop(self) -> None:
-        """The call has ended: what waits to send must not wait on."""
+        """Ends a sender that waits, after the call has ended."""
         self._is_over = True
         self._is_welcome.set()
 
     async def requests(self) -> AsyncIterator[object]:
         yield self._first
-        await self._is_welcome.wait()  # a refused name or size costs no upload
+        await self._is_welcome.wait()  # nothing is uploaded if the name or the size is refused
         if self._is_over:
             return
         offset = self._offset or 0
@@ -139,7 +139,7 @@ class UploadStream(Generic[Told]):
 async def upload(
     calls: Calls, method: Any, sending: UploadStream[Told], decode: Callable[[Any], Told], timeout: float | None
 ) -> AsyncGenerator[Told, None]:
-    """One stream to `method`, sending from where the service wants it; what it says."""
+    """One stream to `method`, sending from the requested offset; yields the responses."""
     with calls.typed():
         call = method(sending.requests(), timeout=timeout)
     try:
@@ -153,7 +153,7 @@ async def upload(
             except grpc.RpcError as error:
                 raise await ending.error(error) from None
     except LongleafError:
-        if sending.error is not None:  # the call only knows that its upward half broke
+        if sending.error is not None:  # the call reports only that its request stream failed
             raise sending.error from None
         raise
     finally:

@@ -1,6 +1,7 @@
-"""Domain types to protobuf messages and back, and errors to statuses: the only package that knows both sides.
+"""Conversion between domain types and protobuf messages, and between errors and statuses. Only this package knows both.
 
-Decoding a request raises InvalidArgument naming the field by its path on the wire. Decoding a response trusts it.
+Decoding a request raises InvalidArgument naming the field by its path in the message. Responses are decoded without
+validation.
 """
 
 from longleaf.codec.cluster import (

@@ -200,7 +200,7 @@ def encode_watch(min_interval: float) -> cluster_pb.WatchClusterRequest:
 
 
 def decode_watch(message: cluster_pb.WatchClusterRequest) -> float:
-    """Seconds between two looks at the least. Raises InvalidArgument."""
+    """Minimum seconds between two updates. Raises InvalidArgument."""
     if not message.HasField("min_interval_duration"):
         return DEFAULT_INTERVAL
     return _checked(decode_seconds(message.min_interval_duration))
@@ -214,7 +214,7 @@ def _checked(seconds: float) -> float:
 
 
 def encode_verify(verify: Verify) -> cluster_pb.VerifyClusterRequest:
-    """Raises InvalidArgument for what the message cannot carry."""
+    """Raises InvalidArgument for values that the message cannot represent."""
     if not 0 <= verify.seed <= MAX_SEED:
         raise InvalidArgument("seed", f"{verify.seed} is not between 0 and 2^64 - 1")
     for field, count in (("prompt_token_count", verify.num_tokens), ("max_token_count", verify.max_tokens)):

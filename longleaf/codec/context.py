@@ -1,4 +1,4 @@
-"""Contexts and ingests."""
+"""Conversion of contexts and ingests."""
 
 from typing import get_args
 
@@ -162,7 +162,7 @@ def encode_update(context: str, settings: ContextSettings) -> ingest_pb.UpdateCo
 
 
 def _encode_settings(settings: ContextSettings, message: context_pb.Context | ingest_pb.IngestConfig) -> list[str]:
-    """Fills the fields of `message` and gives the names of those that are set."""
+    """Sets the fields of `message` and returns the names of those that are set."""
     paths: list[str] = []
     try:
         if settings.display_name is not UNSET:
@@ -201,7 +201,7 @@ def decode_update(message: ingest_pb.UpdateContextRequest) -> tuple[str, Context
 
 
 def _given(message: context_pb.Context | ingest_pb.IngestConfig) -> list[str]:
-    """The settings that `message` carries."""
+    """The names of the settings in `message`."""
     times = [path for path in ("expire_time", "ttl") if message.HasField(path)]
     names = ["display_name"] if message.display_name else []
     return [*names, *(["pinned"] if message.pinned else []), *times]

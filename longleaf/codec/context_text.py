@@ -1,4 +1,4 @@
-"""The text of contexts, and the files that it is from."""
+"""Conversion of context text and of its files."""
 
 from collections.abc import Sequence
 
@@ -22,7 +22,7 @@ def encode_files(files: Sequence[TextFile], config: ingest_pb.IngestConfig) -> N
 
 def decode_files(config: ingest_pb.IngestConfig) -> tuple[TextFile, ...]:
     """Raises InvalidArgument naming the field."""
-    if len(config.files) > MAX_FILES:  # before all are looked at
+    if len(config.files) > MAX_FILES:  # before iterating over all
         raise InvalidArgument("config.files", f"are {len(config.files):,}, at most {MAX_FILES:,} are taken")
     files = tuple(TextFile(file.name, file.byte_start) for file in config.files)
     check_files(files, "config.files")

@@ -1,4 +1,4 @@
-"""Conversations as protobuf messages and back."""
+"""Conversion of conversations."""
 
 from typing import get_args
 
@@ -12,7 +12,7 @@ ROLES: tuple[Role, ...] = get_args(Role)
 
 
 def encode_conversation(conversation: Conversation) -> generation_pb.Conversation:
-    """Raises InvalidArgument naming the message whose text no wire can carry, or whose role there is not."""
+    """Raises InvalidArgument naming the message with an unencodable text or an unknown role."""
     return generation_pb.Conversation(
         messages=[_encode_message(i, message) for i, message in enumerate(conversation.messages)]
     )

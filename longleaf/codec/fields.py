@@ -1,4 +1,4 @@
-"""Encoded messages, looked through before they are parsed."""
+"""Inspection of encoded messages before they are parsed."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -6,7 +6,7 @@ from types import MappingProxyType
 from google.protobuf.descriptor import Descriptor
 
 VARINT, FIXED64, BYTES, GROUP, GROUP_END, FIXED32 = range(6)
-"""How a field is encoded; groups are only a pair of tags around their fields."""
+"""Wire types; groups are only a pair of tags around their fields."""
 MAX_VARINT = 10
 """Bytes."""
 NOTHING: Mapping[str, int] = MappingProxyType({})
@@ -14,11 +14,11 @@ _SIZES = {FIXED64: 8, FIXED32: 4, GROUP: 0, GROUP_END: 0}
 
 
 def has_more_fields(data: bytes, descriptor: Descriptor, limit: int, apart: Mapping[str, int] = NOTHING) -> bool:
-    """Whether an encoded message of this kind has more than `limit` fields, those of the messages in it included. What
-    belongs to messages with the names in `apart` is counted by itself, up to the limits there.
+    """Whether an encoded message of this type has more than `limit` fields, including nested messages. Fields of
+    messages named in `apart` are counted separately, with the limits given there.
 
-    Looks no further than it must. Packed numbers are one field. What is malformed ends its message here, as it ends
-    the parser's work.
+    Stops at the first excess. A packed field counts once. Malformed data ends the count of its message, as it ends
+    parsing.
     """
     left, waiting = {"": limit, **apart}, [(0, len(data), descriptor, "")]
     while waiting:
@@ -44,7 +44,7 @@ def has_more_fields(data: bytes, descriptor: Descriptor, limit: int, apart: Mapp
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number that begins there, and where it ends; what never ends reaches to the end of the data."""
+    """The number at this position, and its end; an unterminated number extends to the end of the data."""
     value = 0
     for i, byte in enumerate(data[at : at + MAX_VARINT]):
         value |= (byte & 127) << 7 * i

@@ -1,4 +1,4 @@
-"""Requests to generate, and the events of their streams."""
+"""Conversion of generation requests and of the events of their streams."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -62,7 +62,7 @@ TEMPLATE_KWARGS = "chat_template_kwargs"
 MAX_TEMPLATE_KWARGS = 16 << 10
 """Encoded bytes."""
 TEMPLATE_NAMES = {"messages", "tools", "documents", "add_generation_prompt"}
-"""What the service itself gives to templates."""
+"""Variables that the service itself passes to templates."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
@@ -136,8 +136,7 @@ def decode_cancel(message: service_pb.CancelGenerationRequest) -> str:
 def decode_generate(
     message: service_pb.GenerateRequest, random_seed: int, defaults: Sampling = GREEDY
 ) -> Generate | Resume:
-    """`random_seed` and `defaults` are for sampling parameters that the caller left out. Raises InvalidArgument naming
-    the field."""
+    """`random_seed` and `defaults` replace missing sampling parameters. Raises InvalidArgument naming the field."""
     if message.HasField("resume_token_index"):
         index = within("resume_token_index", message.resume_token_index, 0, 2**63 - 1)
         return Resume(_request_id(message.request_id), index)
@@ -167,7 +166,7 @@ def decode_generate(
 
 
 def _encode_template_kwargs(given: Mapping[str, Any]) -> Struct:
-    """Raises InvalidArgument for values that JSON does not have."""
+    """Raises InvalidArgument for values that JSON cannot represent."""
     found = Struct()
     try:
         ParseDict(dict(given), found)
@@ -195,7 +194,7 @@ def _decode_template_kwargs(message: service_pb.GenerateRequest) -> dict[str, An
 
 
 def _with_integers(value: Any) -> Any:
-    """Struct knows no integers; a template would show 5 as 5.0."""
+    """Converts integral floats back to integers: Struct has no integers, and a template would render 5 as 5.0."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, dict):
@@ -322,7 +321,7 @@ def _encode_finished(event: Finished) -> generation_pb.Finished:
 
 
 def decode_event(message: service_pb.GenerateResponse) -> Event | None:
-    """None for an event of a kind that only a later version has."""
+    """None for an event type that only a later version has."""
     match message.WhichOneof("event"):
         case "started":
             started = message.started

@@ -1,4 +1,4 @@
-"""Resource names, texts, numbers and token ids: what every message is made of."""
+"""Conversion of resource names, texts, numbers and token ids."""
 
 import operator
 import re
@@ -15,21 +15,21 @@ from longleaf.v1 import generation_pb2 as generation_pb
 Number = TypeVar("Number", int, float)
 Value = TypeVar("Value")
 BytesLike = bytes | bytearray | memoryview
-"""Bytes of a text in UTF-8, never token ids."""
+"""A text in UTF-8, never token ids."""
 MAX_TOKEN_ID = 2**31 - 1
 STEP_IDS = 1 << 16
-"""Token ids that are converted at once."""
+"""Token ids converted per step."""
 _CONTEXT_NAME = re.compile(rf"contexts/({CONTEXT_ID.pattern})")
 
 
 def context_name(context: str) -> str:
-    """Resource name of the context with this id; a full resource name is taken as it is."""
+    """Resource name of the context with this id; a full resource name is returned unchanged."""
     name = context if context.startswith("contexts/") else f"contexts/{context}"
     return encodable(name, "context")
 
 
 def context_id(name: str, field: str = "name") -> str:
-    """Id in the resource name `name`, the value of `field`. Raises InvalidArgument when it is not such a name."""
+    """Id in the resource name `name`, the value of `field`. Raises InvalidArgument for an invalid name."""
     match = _CONTEXT_NAME.fullmatch(name)
     if match is None:
         shown = name if len(name) <= 100 else name[:100] + "…"
@@ -39,7 +39,7 @@ def context_id(name: str, field: str = "name") -> str:
 
 
 def encodable(text: str, field: str) -> str:
-    """`text`. Raises InvalidArgument naming `field` when it has lone surrogates, which UTF-8 cannot carry."""
+    """Returns `text`. Raises InvalidArgument naming `field` for lone surrogates, which UTF-8 cannot represent."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -48,19 +48,19 @@ def encodable(text: str, field: str) -> str:
 
 
 def within(field: str, value: Number, low: float, high: float, unit: str = "") -> Number:
-    """`value`. Raises InvalidArgument naming `field` when it is not from `low` to `high`."""
+    """Returns `value`. Raises InvalidArgument naming `field` unless it is between `low` and `high`, inclusive."""
     if not low <= value <= high:
         raise InvalidArgument(field, f"must be between {human_number(low)} and {human_number(high)}{unit}")
     return value
 
 
 def enum_value(values: Sequence[Value], number: int) -> Value:
-    """The value of an enum with this number; the first one, `unspecified`, where only a later version has it."""
+    """The value of an enum with this number; for numbers of later versions the first value, `unspecified`."""
     return values[number] if 0 <= number < len(values) else values[0]
 
 
 def as_text(value: str | BytesLike, field: str) -> str:
-    """A text, or what bytes say in UTF-8. Raises InvalidArgument naming `field` for anything else."""
+    """A text, or decoded UTF-8 bytes. Raises InvalidArgument naming `field` for other types."""
     match value:
         case str():
             return encodable(value, field)
@@ -74,7 +74,8 @@ def as_text(value: str | BytesLike, field: str) -> str:
 
 
 def as_bytes(value: BytesLike, field: str) -> memoryview:
-    """The bytes, uncopied. Raises InvalidArgument naming `field` for a view of larger items or many dimensions."""
+    """The bytes, without copying. Raises InvalidArgument naming `field` for a view of larger items or several
+    dimensions."""
     view = memoryview(value)
     if view.itemsize != 1 or view.ndim != 1:
         message = f"memoryview of shape {view.shape} with items of {view.itemsize} bytes is no text"
@@ -83,12 +84,12 @@ def as_bytes(value: BytesLike, field: str) -> memoryview:
 
 
 def is_series(value: object) -> bool:
-    """Whether it yields things in an order of its own, and is no text: mappings and sets do not."""
+    """Whether it is an ordered iterable and not a text: mappings and sets are not."""
     return isinstance(value, Iterable) and not isinstance(value, str | BytesLike | Mapping | AnySet)
 
 
 def encode_ids(token_ids: Iterable[int]) -> generation_pb.TokenIds:
-    """Raises InvalidArgument for what is no sequence of ids, and naming the first that is none."""
+    """Raises InvalidArgument for anything but a sequence of ids, naming the first invalid one."""
     if not is_series(token_ids):
         raise InvalidArgument("token_ids", f"{type(token_ids).__name__} is no sequence of token ids")
     given = token_ids if isinstance(token_ids, Sequence) else list(token_ids)
@@ -111,9 +112,9 @@ def _is_id(value: object) -> bool:
 
 
 def decode_ids(message: generation_pb.TokenIds, max_ids: int | None = None) -> "array[int]":
-    """The ids as 32-bit numbers, made in steps, between which other threads have their turn.
+    """The ids as 32-bit numbers, converted in steps, between which other threads can run.
 
-    Raises InvalidArgument for more than `max_ids`, and naming the first that is negative.
+    Raises InvalidArgument for more than `max_ids`, and naming the first negative one.
     """
     if max_ids is not None and len(message.ids) > max_ids:
         raise InvalidArgument("token_ids", f"are {len(message.ids):,}, at most {max_ids:,} are taken at once")

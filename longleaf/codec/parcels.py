@@ -1,4 +1,4 @@
-"""Contexts that move house."""
+"""Conversion of export and import messages."""
 
 from longleaf.codec.context import MAX_UPLOAD_ID, decode_context, encode_context
 from longleaf.codec.names import context_id, context_name, encodable
@@ -7,7 +7,7 @@ from longleaf.types import ArchiveChunk, ExportContext, ExportedArchive, ImportH
 from longleaf.v1 import context_service_pb2 as context_pb
 
 MAX_DIGEST = 128
-"""Characters."""
+"""In characters."""
 
 
 def encode_export(wanted: ExportContext) -> context_pb.ExportContextRequest:
@@ -41,7 +41,7 @@ def encode_exported(updates: ExportedArchive | bytes) -> context_pb.ExportContex
 
 
 def decode_exported(message: context_pb.ExportContextResponse) -> ExportedArchive | bytes:
-    """What comes, or bytes of it; no bytes where only a later version knows what is told."""
+    """The archive's description, or some of its bytes; empty bytes for a message type that only a later version has."""
     if message.HasField("parcel"):
         return ExportedArchive(message.parcel.total_size_bytes, message.parcel.digest)
     return message.data

@@ -1,4 +1,4 @@
-"""Where answers come from, on the wire."""
+"""Conversion of source attribution."""
 
 from collections.abc import Iterable, Sequence
 from typing import get_args
@@ -10,7 +10,7 @@ from longleaf.v1 import generation_pb2 as generation_pb
 from longleaf.v1 import generation_service_pb2 as service_pb
 
 RANKINGS: tuple[Ranking, ...] = ("raw", *get_args(Ranking))
-"""By their numbers: what is not set is raw."""
+"""By enum number: unset means raw."""
 MAX_LAYERS = 4096
 MAX_HIDDEN = 1024
 """Ranges."""
@@ -68,7 +68,7 @@ def encode_hidden(hidden: Sequence[TokenRange]) -> list[generation_pb.TokenRange
 
 
 def decode_hidden(message: service_pb.GenerateRequest) -> tuple[TokenRange, ...]:
-    """Raises InvalidArgument naming the field: for what is empty, overlaps, or comes before the one before it."""
+    """Raises InvalidArgument naming the field: for ranges that are empty, overlap, or are not in ascending order."""
     if len(message.hidden) > MAX_HIDDEN:
         raise InvalidArgument("hidden", f"must be at most {MAX_HIDDEN:,} ranges")
     found = tuple((each.token_start, each.token_end) for each in message.hidden)

@@ -1,4 +1,4 @@
-"""Sampling parameters on the wire."""
+"""Conversion of sampling parameters."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ from longleaf.v1 import generation_pb2 as generation_pb
 _WIRE_NAMES = {"max_tokens": "max_token_count", "stop_tokens": "stop_token_ids", "num_logprobs": "logprob_count"}
 """Sampling's fields whose names differ on the wire."""
 _COLLECTIONS = ("stop", "stop_tokens", "logit_bias")
-"""Fields that are repeated on the wire: empty stands for absent."""
+"""Repeated fields, for which empty means absent."""
 
 
 def encode_sampling(options: SamplingOptions) -> generation_pb.SamplingParams:
@@ -29,7 +29,7 @@ def encode_sampling(options: SamplingOptions) -> generation_pb.SamplingParams:
 
 def _set(message: generation_pb.SamplingParams, name: str, value: Any) -> None:
     field = _WIRE_NAMES.get(name, name)
-    if name in ("stop", "stop_tokens") and _is_text(value):  # neither its letters nor its bytes are meant
+    if name in ("stop", "stop_tokens") and _is_text(value):  # a single string, not a sequence of strings
         kind = "strings" if name == "stop" else "token ids"
         raise InvalidArgument(f"sampling.{field}", f"{type(value).__name__} is no sequence of {kind}")
     try:
@@ -45,7 +45,7 @@ def _set(message: generation_pb.SamplingParams, name: str, value: Any) -> None:
         if isinstance(error, InvalidArgument):
             raise
         if isinstance(error, ValueError):
-            Sampling(**{name: value}).check()  # tells the limit
+            Sampling(**{name: value}).check()  # raises with the limit
         raise InvalidArgument(f"sampling.{field}", f"{value!r} does not fit: {error}") from None
 
 
@@ -54,7 +54,7 @@ def _is_text(value: object) -> bool:
 
 
 def _check_counts(message: generation_pb.SamplingParams) -> None:
-    """Before anything is converted."""
+    """Checked before any conversion."""
     for field, values, limit, kind in (
         ("logit_bias", message.logit_bias, MAX_BIASES, "ids"),
         ("stop", message.stop, MAX_STOPS, "strings"),
@@ -65,8 +65,7 @@ def _check_counts(message: generation_pb.SamplingParams) -> None:
 
 
 def decode_sampling(message: generation_pb.SamplingParams, random_seed: int, defaults: Sampling = GREEDY) -> Sampling:
-    """Sampling with `defaults` for parameters that the caller left out, and `random_seed` for a seed. Raises
-    InvalidArgument."""
+    """Sampling with `defaults` for missing parameters, and `random_seed` for a missing seed. Raises InvalidArgument."""
     _check_counts(message)
     names = (name for name in Sampling.__struct_fields__ if name not in ("seed", *_COLLECTIONS))
     given = {name: _WIRE_NAMES.get(name, name) for name in names}

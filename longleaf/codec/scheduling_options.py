@@ -1,4 +1,4 @@
-"""What a request claims against others: its priority, and whom a fair share is counted for."""
+"""Conversion of scheduling options: priority and client name."""
 
 from longleaf.codec.names import encodable, within
 from longleaf.errors import InvalidArgument

@@ -1,6 +1,7 @@
-"""Typed errors to gRPC statuses with google.rpc details, and back, by one table: KINDS.
+"""Conversion of typed errors to gRPC statuses with google.rpc details, and back, by the table KINDS.
 
-Where only a reason tells errors of one code apart, one that is unknown becomes a LongleafError that names the code.
+If several errors share a code and are distinguished by their reason, an unknown reason becomes a LongleafError that
+names the code.
 """
 
 import re
@@ -43,9 +44,9 @@ from longleaf.errors import (
 DETAILS_KEY = "grpc-status-details-bin"
 DOMAIN = "longleaf"
 BROKEN_SEND = "Internal error from Core"
-"""What the library itself, not the server, says of a call that ended while it was being sent to."""
+"""gRPC's own message for a call that ended while a request was being sent."""
 TOO_LARGE = re.compile(r"(?:CLIENT: Sent|SERVER: Received) message larger than max \((\d+) vs\. (\d+)\)")
-"""What the library says on either side of a request that is larger than a message may be."""
+"""gRPC's message, on either side, for a request that exceeds the message size limit."""
 NO_CONNECTION = "failed to connect to all addresses"
 UNTRUSTED = "has a certificate for which no authority given here or in LONGLEAF_TLS_CA vouches"
 MISTAKES = (
@@ -57,14 +58,14 @@ MISTAKES = (
     ("CERTIFICATE_VERIFY_FAILED", UNTRUSTED),
     ("certificate signature failure", UNTRUSTED),
 )
-"""Signs in what the library says of an encrypted connection that did not come about, and what is wrong, in the order in
-which they are looked for. It is wrong whenever it is tried again."""
+"""Patterns in gRPC's message for a failed TLS handshake, and the cause, in order of matching. Retrying does not help.
+"""
 CUT_OFF = ("Socket closed", "Connection reset")
-"""Signs of one that the service ended before anything was said on it."""
+"""Patterns for a connection that the service closed before any data was exchanged."""
 RANK = re.compile(r"[0-9]{1,9}")
 MAX_TEXT_BYTES = 800
-"""Of a message, name or description in UTF-8. Statuses travel in headers, of which a client takes 8 KiB by default: the
-message with up to three bytes for one, and once more with its details in base 64."""
+"""Limit of a message, name or description in UTF-8. Statuses are sent in headers, which clients limit to 8 KiB by
+default: the message percent-encoded (up to three bytes per byte), and again in base64 with its details."""
 
 Detail = TypeVar("Detail", bound=Message)
 Read = Callable[[status_pb2.Status], LongleafError | None]
@@ -72,18 +73,18 @@ Read = Callable[[status_pb2.Status], LongleafError | None]
 
 @dataclass(frozen=True)
 class ErrorKind:
-    """How errors of one type travel."""
+    """Conversion of one error type."""
 
     error: type[LongleafError]
     code: StatusCode
     details: Callable[[Any], list[Message]]
-    """What a status carries of such an error beside its message."""
+    """Details of the status, besides the message."""
     read: Read
-    """The error that a status with this code stands for; None where it is not of this kind."""
+    """The error for a status with this code; None if it is of another kind."""
 
 
 def encode_error(error: LongleafError) -> status_pb2.Status:
-    """The status that carries `error`, with its details."""
+    """The status for `error`, with its details."""
     kind = next((kind for kind in KINDS if isinstance(error, kind.error)), None)
     code = StatusCode.UNKNOWN if kind is None else kind.code
     status = status_pb2.Status(code=code_pb2.Code.Value(code.name), message=_short(str(error)))
@@ -95,12 +96,12 @@ def encode_error(error: LongleafError) -> status_pb2.Status:
 
 
 def grpc_code(status: status_pb2.Status) -> StatusCode:
-    """gRPC's own name of the code in `status`."""
+    """gRPC's enum value of the code in `status`."""
     return StatusCode[code_pb2.Code.Name(status.code)]
 
 
 def decode_error(error: grpc.RpcError, server: str) -> LongleafError:
-    """The typed error that `error`, raised by a call to `server`, stands for."""
+    """The typed error for `error`, which a call to `server` raised."""
     status = _status_of(error)
     code, found = grpc_code(status), _of_library(status, server)
     of_code = (kind for kind in KINDS if kind.code == code)
@@ -109,11 +110,11 @@ def decode_error(error: grpc.RpcError, server: str) -> LongleafError:
 
 
 def _status_of(error: grpc.RpcError) -> status_pb2.Status:
-    """The status in the call's trailers, or one made of its bare code and message."""
+    """The status in the call's trailers, or one made from the code and message."""
     trailers = cast(Iterable[tuple[str, str | bytes]], error.trailing_metadata() or ())
     for key, value in trailers:
         if key == DETAILS_KEY and isinstance(value, bytes):
-            with suppress(DecodeError):  # another server's, or cut on the way: the bare code says enough
+            with suppress(DecodeError):  # from another server, or truncated: the code suffices
                 status = status_pb2.Status.FromString(value)
                 if status.code in code_pb2.Code.values() and status.code != code_pb2.OK:
                     return status
@@ -121,7 +122,7 @@ def _status_of(error: grpc.RpcError) -> status_pb2.Status:
 
 
 def _of_library(status: status_pb2.Status, server: str) -> LongleafError | None:
-    """What the library itself says of a call; None for what comes from the service."""
+    """The error for a status that gRPC itself generated; None for one from the service."""
     is_reported = _find(status, error_details_pb2.ErrorInfo) is not None
     match grpc_code(status):
         case StatusCode.RESOURCE_EXHAUSTED if sizes := TOO_LARGE.search(status.message):
@@ -131,7 +132,7 @@ def _of_library(status: status_pb2.Status, server: str) -> LongleafError | None:
             return _of_connection(status.message, server)
         case StatusCode.DEADLINE_EXCEEDED if not is_reported:
             return DeadlineExceeded(f"{server} did not answer in time")
-        case StatusCode.CANCELLED:  # not by us: that would be a CancelledError
+        case StatusCode.CANCELLED:  # not by this client: that would be a CancelledError
             return Unavailable(f"{server} ended the call")
         case StatusCode.INTERNAL if status.message == BROKEN_SEND:
             return Unavailable(f"the connection to {server} broke while it was being sent to")
@@ -142,7 +143,7 @@ def _of_library(status: status_pb2.Status, server: str) -> LongleafError | None:
 
 
 def _of_connection(message: str, server: str) -> LongleafError:
-    """What became of a connection; the library's own words tell only those who know it."""
+    """Readable description of a connection failure, instead of gRPC's internal wording."""
     if message.startswith(NO_CONNECTION):
         for sign, reported in MISTAKES:
             if sign in message:
@@ -151,7 +152,7 @@ def _of_connection(message: str, server: str) -> LongleafError:
 
 
 def is_cut_off(error: LongleafError) -> bool:
-    """Whether the service ended a connection before anything was said on it."""
+    """Whether the service closed a connection before any data was exchanged."""
     message = str(error)
     return isinstance(error, Unavailable) and NO_CONNECTION in message and any(sign in message for sign in CUT_OFF)
 
@@ -172,7 +173,7 @@ def _short(text: str) -> str:
     return content[: MAX_TEXT_BYTES - len("…".encode())].decode(errors="ignore") + "…"
 
 
-# --- what a status carries, and how it is read ---
+# --- details of a status, and their decoding ---
 
 
 def _info(reason: str, *names: str) -> Callable[[LongleafError], list[Message]]:
@@ -186,7 +187,7 @@ def _info(reason: str, *names: str) -> Callable[[LongleafError], list[Message]]:
 
 
 def _info_of(status: status_pb2.Status) -> error_details_pb2.ErrorInfo:
-    """An empty one where there is none."""
+    """Empty if there is none."""
     return _find(status, error_details_pb2.ErrorInfo) or error_details_pb2.ErrorInfo()
 
 
@@ -233,7 +234,7 @@ def _failed_precondition(status: status_pb2.Status) -> FailedPrecondition | None
 
 
 def _storage_unavailable(error: StorageUnavailable) -> list[Message]:
-    """With RetryInfo when waiting helps."""
+    """With RetryInfo if waiting helps."""
     return [*_info("STORAGE_UNAVAILABLE")(error), *_retry_info(error.retry_seconds)]
 
 
@@ -243,7 +244,7 @@ def _read_storage_unavailable(status: status_pb2.Status) -> StorageUnavailable |
 
 
 def _unavailable(error: Unavailable) -> list[Message]:
-    """With RetryInfo when waiting helps."""
+    """With RetryInfo if waiting helps."""
     return [*_info("UNAVAILABLE")(error), *_retry_info(error.retry_seconds)]
 
 
@@ -289,7 +290,7 @@ def _of_resource(error: type[NotFound | AlreadyExists]) -> Read:
 
 
 def _quota(error: ResourceExhausted) -> list[Message]:
-    """With RetryInfo when waiting helps."""
+    """With RetryInfo if waiting helps."""
     violation = error_details_pb2.QuotaFailure.Violation(
         subject=_short(error.subject), description=_short(error.description)
     )
@@ -312,7 +313,7 @@ KINDS = (
     ErrorKind(
         DeadlineExceeded, StatusCode.DEADLINE_EXCEEDED, _info("DEADLINE_EXCEEDED"), _of_message(DeadlineExceeded)
     ),
-    # not CANCELLED: the library takes that for the caller's own doing
+    # not CANCELLED, which gRPC treats as cancelled by the caller
     ErrorKind(Cancelled, StatusCode.ABORTED, _info("CANCELLED"), _of_reason(Cancelled, "CANCELLED")),
     ErrorKind(
         PermissionDenied, StatusCode.PERMISSION_DENIED, _info("PERMISSION_DENIED"), _of_message(PermissionDenied)
@@ -350,5 +351,5 @@ KINDS = (
     ),
     ErrorKind(StartError, StatusCode.FAILED_PRECONDITION, _info("START_ERROR"), _of_reason(StartError, "START_ERROR")),
 )
-"""The kinds of one code in the order in which they are tried, a type before those that it is one of. A LongleafError of
-no kind is UNKNOWN, without details."""
+"""Kinds with the same code are tried in this order, subclasses before their base classes. A LongleafError without a
+kind is UNKNOWN, without details."""

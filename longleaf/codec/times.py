@@ -1,4 +1,4 @@
-"""Seconds as protobuf's times and durations, and back."""
+"""Conversion between seconds and protobuf's Timestamp and Duration."""
 
 import math
 from datetime import timedelta
@@ -8,13 +8,13 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 
 def encode_time(seconds: float) -> Timestamp:
-    """The microsecond in which `seconds` since the epoch lie: never a later one."""
+    """`seconds` since the Unix epoch, rounded down to a microsecond."""
     whole = math.floor(seconds)
     return Timestamp(seconds=whole, nanos=_microseconds(seconds - whole) * 1000)
 
 
 def encode_lifetime(seconds: float) -> Duration:
-    """In whole microseconds, and never longer."""
+    """Rounded down to a microsecond."""
     whole = math.trunc(seconds)
     return Duration(seconds=whole, nanos=_microseconds(seconds - whole) * 1000)
 
@@ -24,19 +24,19 @@ def _microseconds(seconds: float) -> int:
 
 
 def encode_duration(seconds: float) -> Duration:
-    """The nearest microsecond."""
+    """Rounded to the nearest microsecond."""
     duration = Duration()
     duration.FromTimedelta(timedelta(seconds=seconds))
     return duration
 
 
 def encode_measured(seconds: float) -> Duration:
-    """The nearest nanosecond."""
+    """Rounded to the nearest nanosecond."""
     duration = Duration()
     duration.FromNanoseconds(round(seconds * 1e9))
     return duration
 
 
 def decode_seconds(time: Timestamp | Duration) -> float:
-    """The nearest number, of any message: also of one that protobuf takes for no time."""
+    """The nearest float, also for messages that protobuf considers out of range."""
     return (time.seconds * 10**9 + time.nanos) / 10**9

@@ -1,4 +1,4 @@
-"""Texts as tokens."""
+"""Conversion of tokenizer messages."""
 
 from longleaf.codec.names import encode_ids
 from longleaf.types import Tokenized

@@ -1,4 +1,4 @@
-"""How ranks exchange tensors. Knows no attention and no Ray."""
+"""Tensor exchange between ranks. Must not depend on attention or Ray."""
 
 from longleaf.comm.base import AsyncComm, Comm, Groups, Transfer
 

@@ -1,7 +1,7 @@
-"""What frees a rank that waits in an exchange for others that will not come: another thread of its process puts it up.
+"""Aborts exchanges of a rank that waits for others, from another thread of its process.
 
-Gloo listens to nobody while it waits, and its own abort frees nobody: what it waits for must end, and that is a
-connection. So it is known which sockets were opened while the groups were made.
+Gloo's wait cannot be interrupted, and its own abort does not end it: only closing the connection does. Therefore the
+sockets that were opened during group creation are recorded.
 """
 
 import os
@@ -17,8 +17,8 @@ FILES = Path("/proc/self/fd")
 
 
 class ExchangeAborter:
-    """The ways in which a rank is freed from the exchanges of one epoch. Any thread may put it up; the one that
-    exchanges does all else."""
+    """The actions that free a rank from the exchanges of one epoch. Any thread may call `put_up`; all other methods
+    belong to the exchanging thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -26,44 +26,43 @@ class ExchangeAborter:
         self._is_up = False
 
     def add(self, way: Callable[[], object]) -> None:
-        """Notes how this rank is freed from what it does from now on. Raises ExchangeAborted if it is not to begin
-        that."""
+        """Registers an action that frees the rank from its next operations. Raises ExchangeAborted if the abort was
+        already requested."""
         with self._lock:
             if self._is_up:
                 raise ExchangeAborted("the epoch has ended")
             self._ways.append(way)
 
     def put_up(self) -> None:
-        """Frees the rank: it raises, or is about to. Once more it frees it from what it has begun meanwhile."""
+        """Frees the rank, which then raises. Calling it again frees the rank from operations started meanwhile."""
         with self._lock:
             self._is_up = True
             for way in self._ways:
                 way()
 
     def take_down(self) -> None:
-        """Nothing is to be freed any more: the rank has left the groups."""
+        """Unregisters all actions after the rank has left the groups."""
         with self._lock:
             self._is_up = False
             self._ways.clear()
 
 
 class Sockets:
-    """The sockets that this process opens from now on until it is `complete`. Where /proc does not tell, there are
-    none."""
+    """The sockets that this process opens from now on until `complete`. Empty if /proc does not list them."""
 
     def __init__(self) -> None:
         self._before = found()
         self._opened: dict[int, str] | None = None
 
     def complete(self) -> None:
-        """What is opened from now on is of something else."""
+        """Ends the recording."""
         self._opened = self._new()
 
     def shut_down(self) -> int:
-        """Ends the connections, and by that the waiting for what should come over them; how many. The sockets are
-        their owner's to close."""
+        """Shuts the connections down, which ends all receives on them, and returns their number. The owner still closes
+        the sockets."""
         opened, there = self._opened or self._new(), found()
-        # a number may be that of another file by now
+        # a file descriptor may have been reused
         return sum(shut_down(number) for number, name in opened.items() if there.get(number) == name)
 
     def _new(self) -> dict[int, str]:
@@ -71,7 +70,7 @@ class Sockets:
 
 
 def found() -> dict[int, str]:
-    """The sockets that this process has open: by the number of the file, the system's name."""
+    """The open sockets of this process: by file descriptor, the system's name."""
     names: dict[int, str] = {}
     with suppress(OSError):
         for path in FILES.iterdir():
@@ -82,8 +81,8 @@ def found() -> dict[int, str]:
 
 
 def shut_down(number: int) -> bool:
-    """Ends a connection over a network; whether it was one. Who listens is left alone: nobody waits for that, and
-    libraries are not prepared for its end."""
+    """Shuts a network connection down; returns whether it was one. Listening sockets are ignored: no thread waits on
+    them, and libraries do not handle their shutdown."""
     try:
         with socket.socket(fileno=os.dup(number)) as found:
             is_connection = found.family in (socket.AF_INET, socket.AF_INET6) and not found.getsockopt(
@@ -92,5 +91,5 @@ def shut_down(number: int) -> bool:
             if is_connection:
                 found.shutdown(socket.SHUT_RDWR)
             return is_connection
-    except OSError:  # closed by now, or ended by the other side
+    except OSError:  # closed meanwhile, or ended by the peer
         return False

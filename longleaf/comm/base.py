@@ -1,4 +1,4 @@
-"""The collective operations that merges are made of, and the groups of ranks that they run in."""
+"""Interfaces of the collective operations used by merges, and of the process groups."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ Transport = Literal["loopback", "gloo", "nccl", "shared_memory"]
 
 
 class Comm(Protocol):
-    """One rank's end of a group. Every rank calls the same operations in the same order, with equal shapes.
-    Shared memory raises CollectiveMismatch where they do not; what libraries do then is theirs.
+    """One rank's handle of a group. Every rank calls the same operations in the same order, with equal shapes. Shared
+    memory raises CollectiveMismatch for violations; with gloo and NCCL the behavior is undefined.
 
-    `rank` and `world_size` count within the group. A result may lie in memory that the transport uses again: it is
-    valid until this rank's next operation on the same Comm.
+    `rank` and `world_size` count within the group. A result may use memory of the transport: it is valid until this
+    rank's next operation on the same Comm.
     """
 
     transport: Transport
-    """What carries the tensors."""
+    """Transport of the tensors."""
     rank: int
     world_size: int
 
@@ -30,7 +30,7 @@ class Comm(Protocol):
         ...
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
-        """Sends tensor[r] to rank r and returns what the ranks sent here, in rank order: [N, *rest] both ways."""
+        """Sends tensor[r] to rank r and returns the received tensors in rank order: [N, *rest] both ways."""
         ...
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp) -> Tensor:
@@ -42,59 +42,59 @@ class Comm(Protocol):
         ...
 
     def permute(self, tensor: Tensor, to: int, source: int) -> Tensor:
-        """Sends the tensor to rank `to` and returns what rank `source` sends here.
+        """Sends the tensor to rank `to` and returns the tensor from rank `source`.
 
-        The ranks' choices must match. A rank that names itself sends nothing, or gets its own tensor back.
+        The ranks' choices must match. A rank that names itself sends nothing, or receives its own tensor.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A permutation under way. Neither of its tensors may be written, nor the received one read, before `wait`."""
+    """A permutation in progress. Before `wait`, neither tensor may be written, and the received one must not be read."""
 
     works: Sequence[Any]
 
     def wait(self) -> None:
-        """Returns when this rank's tensor has left and its peer's has arrived."""
+        """Blocks until this rank's tensor is sent and the peer's is received."""
         for work in self.works:
             work.wait()
 
 
 class AsyncComm(Comm, Protocol):
-    """A Comm that can compute while tensors travel."""
+    """A Comm that can compute during transfers."""
 
     def start_permute(self, tensor: Tensor, out: Tensor, to: int, source: int) -> Transfer:
-        """Begins to send `tensor` to rank `to` and to receive from rank `source` into `out`.
+        """Starts sending `tensor` to rank `to` and receiving from rank `source` into `out`.
 
-        Both contiguous, of any sizes, and `out` like the tensor that `source` sends; nothing is sent for an empty one.
+        Both are contiguous, of any size, and `out` matches the tensor that `source` sends. Empty tensors are not sent.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """One rank's ends of the groups of an epoch."""
+    """One rank's handles of the groups of an epoch."""
 
     topology: Topology
     world: Comm
     node: Comm
     """The ranks of this rank's machine."""
     rail: Comm | None
-    """The ranks with this rank's index on their machines; None where some machine has no such rank, and where there is
-    one machine only."""
+    """The ranks with this rank's index on their machines; None if some machine has no such rank, or if there is only
+    one machine."""
 
     @property
     def inside_transport(self) -> str:
-        """What carries tensors among the ranks of a machine; empty where no machine has several."""
+        """Transport between the ranks of a machine; empty if no machine has several."""
         return self.node.transport if any(len(ranks) > 1 for ranks in self.topology.node_groups) else ""
 
     @property
     def between_transport(self) -> str:
-        """What carries them between machines; empty where there is one."""
+        """Transport between machines; empty if there is only one."""
         return self.world.transport if len(self.topology.node_groups) > 1 else ""
 
     @property
     def transport(self) -> str:
-        """What carries tensors, inside the machines first."""
+        """All transports, the one inside machines first."""
         return " + ".join(dict.fromkeys((self.node.transport, self.world.transport)))

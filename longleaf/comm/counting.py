@@ -1,4 +1,4 @@
-"""A Comm that counts: how many operations, and how many bytes this rank sends for them."""
+"""A Comm that counts its operations and the bytes that this rank sends."""
 
 from torch import Tensor
 
@@ -6,12 +6,12 @@ from longleaf.comm.base import Comm, Groups, ReduceOp, Transport
 
 
 class CountingComm:
-    """Passes everything on to another Comm. Results are that one's.
+    """Delegates all operations to another Comm and returns its results.
 
-    `num_operations` are the calls; `bytes_sent` the payload bytes that leave this rank for others. Who writes into
-    shared memory writes a message once, however many read it. Over a network (loopback counts as one) each reader costs
-    the message again, and what the library does inside is assumed: rings for all-gather and all-reduce, and a broadcast
-    that rank 0 sends to each of the others.
+    `num_operations` counts calls; `bytes_sent` counts payload bytes from this rank to others. In shared memory a
+    message is written once, regardless of the number of readers. Over a network (which includes loopback) each reader
+    counts, and the library's algorithm is assumed: rings for all-gather and all-reduce, and a broadcast that rank 0
+    sends to each of the others.
     """
 
     def __init__(self, comm: Comm) -> None:
@@ -24,7 +24,7 @@ class CountingComm:
         others = comm.world_size - 1
         is_common = comm.transport == "shared_memory"
         self._copies = min(others, 1) if is_common else others
-        """How often a message is sent that every rank gets."""
+        """Number of transmissions of a message for all ranks."""
         self._reduced = self._copies if is_common else 2 * others / comm.world_size
 
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class CountingComm:
         return self._comm.permute(tensor, to, source)
 
     def reset(self) -> None:
-        """Counts from 0 again."""
+        """Resets the counters."""
         self.num_operations = self.bytes_sent = 0
 
     def _count(self, num_bytes: int) -> None:
@@ -57,7 +57,7 @@ class CountingComm:
 
 
 def counting(groups: Groups) -> tuple[Groups, tuple[CountingComm, ...]]:
-    """The groups with every Comm counted, and the counters: one where node and world are the same Comm."""
+    """The groups with counted Comms, and the counters; only one if node and world are the same Comm."""
     world = CountingComm(groups.world)
     node = world if groups.node is groups.world else CountingComm(groups.node)
     rail = CountingComm(groups.rail) if groups.rail is not None else None

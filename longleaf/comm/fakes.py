@@ -1,7 +1,8 @@
-"""torch.distributed for ranks that are threads: calls are carried out as NCCL would, and written down.
+"""A fake torch.distributed for ranks that are threads: executes calls as NCCL would, and records them.
 
-Where NCCL would hang, mix up numbers or leave open what happens, CollectiveMismatch is raised on all ranks, and without
-a time limit: as soon as every rank waits for another. Stands for `dist` in `longleaf.comm.process_group`."""
+Where NCCL would hang, mix up data or be undefined, CollectiveMismatch is raised on all ranks. There is no time limit:
+it is raised as soon as every rank waits for another. Replaces `dist` in `longleaf.comm.process_group`.
+"""
 
 import threading
 from collections import defaultdict
@@ -24,15 +25,15 @@ ISEND, IRECV = "isend", "irecv"
 
 
 class CollectiveCall(NamedTuple):
-    """What a rank asked of a whole group; the same on each of its ranks."""
+    """A collective call on a whole group, which must be the same on each rank."""
 
     name: str
     about: tuple[object, ...] = ()
-    """Shapes, types, ranks: whatever must be the same."""
+    """Shapes, types and ranks, which must be equal."""
 
 
 class P2POp(NamedTuple):
-    """One way of an exchange between two ranks."""
+    """One direction of an exchange between two ranks."""
 
     op: str
     tensor: Tensor
@@ -41,36 +42,36 @@ class P2POp(NamedTuple):
 
 
 class FakeGroup:
-    """A communicator: its ranks by their numbers in the world, and all that they asked of it."""
+    """A communicator: its members by world rank, and all of their calls."""
 
     def __init__(self, name: str, members: Sequence[int], backend: str) -> None:
         self.name = name
         self.members = tuple(members)
         self.backend = backend
         self.is_formed = False
-        """Whether all ranks have been in a call together, so that some may now send to each other alone."""
+        """Whether all ranks have taken part in a common call, after which single pairs may exchange."""
         self.calls: dict[int, list[CollectiveCall]] = {rank: [] for rank in members}
-        """By rank, what it asked of all of them, in order."""
+        """By rank, its collective calls in order."""
         self.sent: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
-        """By sender and receiver, what is under way or has arrived."""
+        """By sender and receiver, the tensors sent."""
         self.awaited: dict[tuple[int, int], int] = defaultdict(int)
-        """By sender and receiver, how many tensors the latter has asked for."""
+        """By sender and receiver, the number of receives posted."""
         self.meetings: dict[int, dict[int, Any]] = defaultdict(dict)
-        """What the ranks brought to each call, by its number."""
+        """The inputs of the ranks for each call, by call number."""
 
     def __str__(self) -> str:
         return f"{self.name} {self.members}"
 
 
 class PendingTransfer(NamedTuple):
-    """A rank that goes on when others have done their part."""
+    """A rank that waits for others."""
 
     is_done: Callable[[], bool]
     what: str
 
 
 class FakeStore:
-    """The store of rank 0, or the part of it that begins with a prefix."""
+    """The store of rank 0, or the part of it with a prefix."""
 
     def __init__(self, owner: "FakeDistributed", values: dict[str, bytes], prefix: str = "") -> None:
         self._owner = owner
@@ -81,7 +82,7 @@ class FakeStore:
         self._owner.tell(lambda: self._values.update({self._prefix + key: value.encode()}))
 
     def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
-        del timeout  # nobody is late here: a rank comes, or all wait
+        del timeout  # no timeouts here: a rank arrives, or all wait
         self._owner.wait(lambda: all(self._prefix + key in self._values for key in keys), f"for {', '.join(keys)}")
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
@@ -96,26 +97,26 @@ class FakeStore:
 
 
 class FakeWork:
-    """A send or a receipt under way."""
+    """A send or a receive in progress."""
 
     def __init__(self, wait: Callable[[], None]) -> None:
         self.wait = wait
 
 
 class FakeDistributed:
-    """What `longleaf.comm.process_group` uses of torch.distributed. Tensors may lie anywhere."""
+    """The functions of torch.distributed that `longleaf.comm.process_group` uses. Tensors may be on any device."""
 
     P2POp = P2POp
     isend, irecv = ISEND, IRECV
 
     def __init__(self, world_size: int) -> None:
         self.groups: list[FakeGroup] = []
-        """All that were made, worlds first."""
+        """All groups created, worlds first."""
         self.store = FakeStore(self, {})
         self.group = FakeDefault(self)
         self.distributed_c10d = SimpleNamespace(_abort_process_group=self._abort)
         self.ended: list[tuple[int, str]] = []
-        """Which rank left a world, and how."""
+        """The ranks that left a world, and how."""
         self._world_size = world_size
         self._changed = threading.Condition()
         self._here = threading.local()
@@ -124,18 +125,19 @@ class FakeDistributed:
         self._error: CollectiveMismatch | None = None
 
     def run(self, work: Callable[[int], T]) -> list[T]:
-        """What `work(rank)` returns for each rank, in a thread of its own. Raises what the first to fail raised."""
+        """The results of `work(rank)` for each rank, in separate threads. Raises the exception of the first rank that
+        failed."""
         self._running = set(range(self._world_size))
         with ThreadPoolExecutor(self._world_size) as threads:
             futures = [threads.submit(self._live, rank, work) for rank in range(self._world_size)]
         if errors := [error for future in futures if (error := future.exception())]:
-            # the others only found that it was gone
+            # the others failed only because that rank was gone
             raise next((error for error in errors if not isinstance(error, CollectiveMismatch)), errors[0])
         return [future.result() for future in futures]
 
     def check(self) -> None:
-        """Raises CollectiveMismatch unless all ranks of each group made the same calls, and all that was sent
-        arrived."""
+        """Raises CollectiveMismatch unless all ranks of each group made the same calls, and everything sent was
+        received."""
         for group in self.groups:
             first = group.calls[group.members[0]]
             for rank, calls in group.calls.items():
@@ -146,7 +148,7 @@ class FakeDistributed:
                     message = f"{len(group.sent[pair])} tensors are sent and {group.awaited[pair]} awaited"
                     raise CollectiveMismatch(f"{group}: from rank {pair[0]} to {pair[1]} {message}")
 
-    # --- what torch.distributed offers ---
+    # --- the API of torch.distributed ---
 
     def init_process_group(
         self,
@@ -165,7 +167,7 @@ class FakeDistributed:
                 made = FakeGroup(store.name + WORLD, range(world_size), backend)
                 self.groups.append(made)
         self._here.world = made
-        if device_id is not None:  # else NCCL forms it at the first call
+        if device_id is not None:  # otherwise NCCL forms it at the first call
             self._meet(made, CollectiveCall("form", (backend, timeout)))
 
     def new_group(self, ranks: Sequence[int], timeout: timedelta) -> FakeGroup | None:
@@ -230,31 +232,31 @@ class FakeDistributed:
         return works
 
     def destroy_process_group(self) -> None:
-        """Waits for all, as NCCL may."""
+        """Waits for all ranks, as NCCL may."""
         self._meet(self.world(), CollectiveCall("destroy"))
         self._end("destroyed")
 
     def _abort(self) -> None:
         self._end("aborted")
 
-    # --- how it is done ---
+    # --- implementation ---
 
     @property
     def own_rank(self) -> int:
-        """The rank that asks."""
+        """The calling rank."""
         return self._here.rank
 
     def world(self) -> FakeGroup:
-        """The world of the rank that asks."""
+        """The world of the calling rank."""
         return self._here.world
 
     def wait(self, is_done: Callable[[], bool], what: str) -> None:
-        """Returns when `is_done`. Raises CollectiveMismatch when every rank waits."""
+        """Blocks until `is_done`. Raises CollectiveMismatch when every rank waits."""
         with self._changed:
             self._wait(is_done, what)
 
     def tell(self, change: Callable[[], None]) -> None:
-        """Changes what others may wait for."""
+        """Applies a change, and notifies the waiting ranks."""
         with self._changed:
             change()
             self._changed.notify_all()
@@ -279,7 +281,7 @@ class FakeDistributed:
         return self._meet(group, CollectiveCall(name, (tuple(tensor.shape), tensor.dtype)), tensor.clone())
 
     def _form(self, group: FakeGroup, own: Sequence[tuple[str, tuple[int, int]]]) -> None:
-        """Sends form a group only where all of its ranks are in that first batch."""
+        """Point-to-point operations form a group only if all of its ranks take part in the first batch."""
         found = [one for batch in self._meet(group, CollectiveCall("first batch"), own) for one in batch]
         sent, awaited = ({pair for op, pair in found if op == wanted} for wanted in (ISEND, IRECV))
         if sent != awaited:
@@ -287,7 +289,7 @@ class FakeDistributed:
                 self._fail(f"{group}: the first batch of some ranks is not the first one of their peers")
 
     def _meet(self, group: FakeGroup, call: CollectiveCall, own: Any = None) -> list[Any]:
-        """What all ranks of the group brought to this call, which must be the same for each."""
+        """The inputs of all ranks of the group for this call, which must be the same on each rank."""
         rank = self._here.rank
         with self._changed:
             number = len(group.calls[rank])
@@ -303,7 +305,7 @@ class FakeDistributed:
         return [brought[member] for member in group.members]
 
     def _await_receipt(self, group: FakeGroup, pair: tuple[int, int], number: int) -> None:
-        """Returns when the receiver has asked for so many."""
+        """Blocks until the receiver has posted that many receives."""
         self.wait(lambda: group.awaited[pair] >= number, f"to send to rank {pair[1]} in {group}")
 
     def _receive(self, group: FakeGroup, pair: tuple[int, int], number: int, out: Tensor) -> None:

@@ -11,7 +11,7 @@ from longleaf.topology import Topology
 
 
 class ThreadRendezvous:
-    """Where the threads of one group meet. A thread that fails breaks the barrier, so that the others end too."""
+    """Rendezvous of the threads of one group. A thread that fails breaks the barrier, so that the others fail too."""
 
     def __init__(self, world_size: int, timeout: float = 60.0) -> None:
         self.barrier = threading.Barrier(world_size, timeout=timeout)
@@ -19,7 +19,7 @@ class ThreadRendezvous:
 
 
 class LoopbackComm:
-    """One thread's end of a Meeting."""
+    """One thread's handle of a ThreadRendezvous."""
 
     def __init__(self, rank: int, world_size: int, rendezvous: ThreadRendezvous) -> None:
         self.transport: Transport = "loopback"
@@ -44,7 +44,7 @@ class LoopbackComm:
         return self._exchange(tensor, lambda tensors: tensors[source].clone())
 
     def start_permute(self, tensor: Tensor, out: Tensor, to: int, source: int) -> Transfer:
-        """Complete when it returns: threads read each other's memory."""
+        """Complete on return, because threads read each other's memory."""
         self._exchange(tensor, lambda tensors: out.copy_(tensors[source]))
         return Transfer(())
 
@@ -53,16 +53,16 @@ class LoopbackComm:
         rendezvous.tensors[self.rank] = tensor
         rendezvous.barrier.wait()
         result = read([t for t in rendezvous.tensors if t is not None])
-        rendezvous.barrier.wait()  # nobody may write its next tensor before all have read this one
+        rendezvous.barrier.wait()  # no thread may publish its next tensor before all have read this one
         return result
 
     def abort(self) -> None:
-        """Ends the waiting of all other threads with BrokenBarrierError."""
+        """Makes all waiting threads raise BrokenBarrierError."""
         self._meeting.barrier.abort()
 
 
 def loopback(world_size: int) -> list[LoopbackComm]:
-    """The ends of a new group, one per thread."""
+    """The handles of a new group, one per thread."""
     rendezvous = ThreadRendezvous(world_size)
     return [LoopbackComm(rank, world_size, rendezvous) for rank in range(world_size)]
 
@@ -78,5 +78,5 @@ def loopback_groups(topology: Topology) -> list[Groups]:
 
 
 def _ends(groups: Sequence[Sequence[int]]) -> dict[int, LoopbackComm]:
-    """By world rank, its end in the one of the groups that it belongs to."""
+    """By world rank, the handle of its group."""
     return {rank: end for group in groups for rank, end in zip(group, loopback(len(group)), strict=True)}

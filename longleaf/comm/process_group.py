@@ -1,7 +1,7 @@
-"""Ranks as processes over torch.distributed: gloo on CPUs, NCCL on GPUs, the same code.
+"""Process groups over torch.distributed: gloo on CPUs, NCCL on GPUs.
 
-CPU ranks of one machine meet in shared memory instead, where all ranks of the world can. Ranks that share a GPU, which
-NCCL refuses, meet over gloo, and their tensors travel through the memory of the host.
+CPU ranks of one machine use shared memory instead, if all ranks of the world can. Ranks that share a GPU, which NCCL
+does not support, use gloo, and their tensors are staged through host memory.
 """
 
 import logging
@@ -29,22 +29,21 @@ Store = Any  # torch.distributed.Store
 ProcessGroup = Any  # torch.distributed.ProcessGroup
 
 CONNECT_SECONDS, ANSWER_SECONDS = 10.0, 300.0
-"""For which a rank tries to reach the store, which is open by then or gone; and for which it waits for what it asks
-there, if nothing else is said."""
+"""Timeout for connecting to the store, which is already open or gone; and default timeout of its operations."""
 OPS = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
 
 log = logging.getLogger(__name__)
 
 
 class ProcessGroupComm:
-    """One rank's end of a process group."""
+    """One rank's handle of a process group."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.rank: int = dist.get_rank(group)
         self.world_size: int = dist.get_world_size(group)
         self.transport: Transport = "gloo" if dist.get_backend(group) == "gloo" else "nccl"
         self.num_exchanges = 0
-        """Operations that this rank has begun so far. What is captured and replayed is not counted."""
+        """Operations started so far, without replays of captured ones."""
         self._group = group
 
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -89,8 +88,8 @@ class ProcessGroupComm:
         self.num_exchanges += 1
         operations: list[Any] = []
         if received is not None:
-            # first: gloo sends both ways of a pair at once only when both ends wait for data already (measured: twice
-            # as fast over a cable of 1 Gbit/s)
+            # First, because gloo sends in both directions of a pair concurrently only if both ends already wait for
+            # data (measured: twice as fast over a cable of 1 Gbit/s)
             operations.append(dist.P2POp(dist.irecv, received, group=self._group, group_peer=source))
         if sent is not None:
             operations.append(dist.P2POp(dist.isend, sent, group=self._group, group_peer=to))
@@ -99,7 +98,7 @@ class ProcessGroupComm:
 
 
 class TransportChoice(NamedTuple):
-    """What carries tensors between the ranks, and where those of this rank lie."""
+    """Transport between the ranks, and the device of this rank's tensors."""
 
     transport: Transport
     """The same on every rank."""
@@ -107,7 +106,7 @@ class TransportChoice(NamedTuple):
 
 
 def agree_on_carrier(rank: int, world_size: int, store: Store, device: str, *, timeout: float) -> TransportChoice:
-    """What carries tensors best between the ranks, each of which tells in the store where it computes.
+    """The best transport between the ranks, each of which publishes its device in the store.
 
     All ranks of an epoch must call it, with the epoch's store; it waits for them. Raises torch's DistStoreError after
     `timeout` seconds.
@@ -122,12 +121,12 @@ def agree_on_carrier(rank: int, world_size: int, store: Store, device: str, *, t
 
 
 def place_of(device: str) -> str:
-    """What no two ranks say that have GPUs of their own: the GPU's identifier, on whatever machine. `cpu` for CPUs."""
+    """Unique identifier of the GPU across machines, equal only for ranks that share it; `cpu` for CPUs."""
     return str(cuda.get_device_properties(device).uuid) if device.startswith("cuda") else "cpu"
 
 
 def fastest_transport(places: Sequence[str]) -> Transport:
-    """What carries tensors best between ranks at these places: NCCL where each has a GPU of its own."""
+    """The best transport between ranks at these places: NCCL if each has its own GPU."""
     if set(places) == {"cpu"}:
         return "shared_memory"
     return "nccl" if "cpu" not in places and len(set(places)) == len(places) else "gloo"
@@ -153,8 +152,8 @@ class ProcessGroups:
     ) -> None:
         """Joins the groups; blocks until all ranks have. `timeout` in seconds bounds every operation.
 
-        By `shared_memory` the ranks of one machine meet there if all can, and the others over gloo. For NCCL the
-        carrier's device must be the current one.
+        With `shared_memory` the ranks of one machine use it if all can, and otherwise gloo. For NCCL the carrier's
+        device must be the current one.
         """
         self._is_nccl = carrier.transport == "nccl"
         self._leaving = threading.Lock()
@@ -166,7 +165,7 @@ class ProcessGroups:
             rank=rank,
             world_size=topology.world_size,
             timeout=timedelta(seconds=timeout),
-            # with it the communicator is made now, and those of nodes and rails are split off it as they are made
+            # creates the communicator now, and lets those of nodes and rails be split off it
             device_id=torch.device(carrier.device) if self._is_nccl else None,
         )
         try:
@@ -190,25 +189,26 @@ class ProcessGroups:
 
     @property
     def num_exchanges(self) -> int:
-        """Exchanges that this rank has entered so far, in all groups; any thread may look."""
+        """Exchanges that this rank has entered so far, in all groups; thread-safe."""
         return sum(comm.num_exchanges for comm in self._counting)
 
     def fence(self) -> None:
-        """Has this rank raise where it waits for others, in shared memory and on a GPU. Any thread may call it. Gloo
-        is freed by its sockets alone: see `longleaf.comm.abort`."""
+        """Makes this rank raise when it waits for others, in shared memory and on a GPU. Thread-safe. Gloo is only
+        freed through its sockets: see `longleaf.comm.abort`."""
         if self._shared is not None:
             self._shared.fence()
         if self._is_nccl:
             self.abort()
 
     def close(self) -> None:
-        """Leaves the groups in order, as all ranks must at the same time: NCCL waits for what is under way."""
+        """Leaves the groups in order, which all ranks must do at the same time: NCCL waits for pending operations."""
         self._leave(dist.destroy_process_group)
 
     def abort(self) -> None:
-        """Leaves the groups though others may be gone: NCCL gives up what is under way, of all groups at once, and
-        waits for nobody. Gloo and shared memory never do. Nothing is done the second time."""
-        # torch has no public name for it: to abort one group after the other may wait for what hangs in the next one
+        """Leaves the groups although other ranks may be lost: NCCL aborts the pending operations of all groups without
+        waiting. Gloo and shared memory never wait. Idempotent."""
+        # private API of torch without a public equivalent: aborting the groups in sequence could wait for an operation
+        # that hangs in the next one
         self._leave(dist.distributed_c10d._abort_process_group if self._is_nccl else dist.destroy_process_group)
 
     def _leave(self, leave: Callable[[], None]) -> None:
@@ -222,24 +222,24 @@ class ProcessGroups:
 
 
 def _init(backend: str, **options: Any) -> None:
-    """Has torch make its first group, and leaves no trace where that fails or ends."""
+    """Creates torch's first group, and restores the previous state on failure and at the end."""
     hook = sys.excepthook
     try:
         dist.init_process_group(backend, **options)
     except BaseException:
-        # torch has no public name for it: by what it counts it names keys in the store, and those of other ranks, for
-        # which it did not fail, would be others from now on
+        # Private API of torch without a public equivalent. The counter is part of the keys in the store; without the
+        # reset, later keys would differ from those of ranks for which the call did not fail.
         dist.distributed_c10d._world.group_count = 0
         raise
     finally:
-        sys.excepthook = hook  # torch puts one before it, each time
+        sys.excepthook = hook  # torch wraps it each time
 
 
 def make_groups(rank: int, topology: Topology, shared: SharedMemoryComm | None = None, *, timeout: float) -> Groups:
-    """World, node and rail groups of a rank, inside the process group that was initialised.
+    """World, node and rail groups of a rank, inside the initialised process group.
 
-    All ranks must call it at the same time. `shared` is how the ranks of this machine meet; None leaves it to torch.
-    `timeout` in seconds bounds the operations in nodes and on rails.
+    All ranks must call it at the same time. `shared` is the Comm of this machine's ranks; None uses torch. `timeout` in
+    seconds bounds the operations in nodes and on rails.
     """
     world = ProcessGroupComm(dist.group.WORLD)
     if len(topology.node_groups) == 1:
@@ -250,11 +250,12 @@ def make_groups(rank: int, topology: Topology, shared: SharedMemoryComm | None =
 
 
 def connect(groups: Groups, device: str) -> None:
-    """Has the ranks of each group exchange a number, the groups in one order on every rank. Raises StartError where
-    another one comes back.
+    """Makes the ranks of each group exchange a number, the groups in the same order on every rank. Raises StartError if
+    a wrong number arrives.
 
-    The first sends in a group must be joined by all of its ranks (see torch.distributed.batch_isend_irecv), and in a
-    merge some have nothing to send: here each sends to the next. What cannot be connected shows now, not in a step.
+    The first point-to-point batch in a group must include all of its ranks (see torch.distributed.batch_isend_irecv),
+    and in a merge some have nothing to send: here each sends to the next. Connection failures show here instead of in a
+    step.
     """
     comms = [comm for comm in (groups.world, groups.node, groups.rail) if comm is not None]
     for comm in dict.fromkeys(comms):
@@ -268,14 +269,14 @@ def connect(groups: Groups, device: str) -> None:
 
 
 def _own(rank: int, groups: Sequence[Sequence[int]], timeout: float) -> ProcessGroupComm | None:
-    """Makes process groups of these ranks; the one that `rank` belongs to."""
+    """Creates process groups of these ranks; returns the one of `rank`."""
     made = [dist.new_group(list(group), timeout=timedelta(seconds=timeout)) for group in groups]
     return next((ProcessGroupComm(g) for g, ranks in zip(made, groups, strict=True) if rank in ranks), None)
 
 
 def _tell_all(word: JoinMessage) -> Sequence[JoinMessage]:
-    """The words of all ranks of the world, for this rank's own. As msgpack: what a rank sends must not be able to run
-    code on another, and torch's own exchange of objects pickles them."""
+    """The messages of all ranks of the world. Encoded as msgpack, because torch's own exchange of objects uses pickle,
+    which allows a rank to run code on another."""
     world = ProcessGroupComm(dist.group.WORLD)
     sent = torch.frombuffer(bytearray(msgspec.msgpack.encode(word)), dtype=torch.uint8)
     sizes = [int(size) for size in world.all_gather(torch.tensor([len(sent)]))]
@@ -290,17 +291,17 @@ def _tell_all(word: JoinMessage) -> Sequence[JoinMessage]:
 def open_store(host: str) -> Store:
     """Rank 0's store on a free port of `host`, an IP address; it must be kept alive as long as the group.
 
-    Raises OSError where nobody can listen there.
+    Raises OSError if listening fails.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, 0), family=family)
     port = listener.getsockname()[1]
-    # Left to itself the store would listen on all addresses of the machine. It closes the socket that it is given.
+    # By default the store would listen on all addresses of the machine. It takes ownership of the socket.
     return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def connect_store(host: str, port: int) -> Store:
-    """The store of rank 0 as the other ranks see it. Raises torch's DistNetworkError where it is not reached."""
+    """A connection to rank 0's store. Raises torch's DistNetworkError if it is unreachable."""
     connected = timedelta(seconds=CONNECT_SECONDS)
     store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=connected)
     store.set_timeout(timedelta(seconds=ANSWER_SECONDS))

@@ -1,8 +1,10 @@
-"""Ranks of one machine as processes that meet in shared memory: the Comm of CPU ranks of one node.
+"""The Comm of CPU ranks of one machine: processes that exchange tensors through shared memory.
 
-A segment is a file in /dev/shm with a header and two boards. In every step each rank writes its message on one of them,
-all meet, and all read it (shm_rendezvous.c, which says why that is enough). Results are views of the board: valid until
-this rank's next operation. Messages that are larger than a rank's share of a board go in pieces and are copied out."""
+A segment is a file in /dev/shm with a header and two boards. In every step each rank writes its message to one board,
+all ranks synchronize, and all read it (shm_rendezvous.c explains why this suffices). Results are views of the board,
+valid until this rank's next operation. Messages larger than a rank's share of a board are sent in pieces and copied
+out.
+"""
 
 import ctypes
 import functools
@@ -25,20 +27,20 @@ from longleaf.formatting import human_seconds
 from longleaf.resources import num_processors
 
 CAPACITY = 1 << 20
-"""Bytes of each rank's share of a board. A container's usual 64 MiB of shared memory hold 31 ranks."""
+"""Bytes of each rank's share of a board. A container's default of 64 MiB of shared memory suffices for 31 ranks."""
 SPIN_NS = 50_000
-"""Waiting for less than this costs no sleep, where every rank has a CPU."""
+"""Time of busy waiting before sleeping, if every rank has a CPU."""
 SLICE_NS = 50_000_000
-"""How long a rank sleeps before it looks after the others, and after signals."""
+"""Interval at which a sleeping rank checks the other ranks and signals."""
 
 log = logging.getLogger(__name__)
 
 
 class Route(NamedTuple):
-    """Who writes and reads what: part p of rank r's message is number p * N + r on the board."""
+    """Reads and writes of an operation: part p of rank r's message is number p * N + r on the board."""
 
     kind: int
-    """The Kind as a plain number: routes are looked up in every exchange, and to hash an enum's member takes longer."""
+    """The Kind as an int: routes are looked up in every exchange, and hashing an enum member is slower."""
     num_parts: int
     """Parts of a message, on every rank."""
     is_writing: bool
@@ -48,24 +50,24 @@ class Route(NamedTuple):
 
 
 class JoinMessage(NamedTuple):
-    """What a rank tells the others while they enter."""
+    """Message from a rank to the others during setup."""
 
     path: str
     problem: str
-    """Why it cannot use shared memory; empty if it can."""
+    """Reason why it cannot use shared memory; empty if it can."""
 
 
 Agree = Callable[[JoinMessage], Sequence[JoinMessage]]
-"""Gives the words of all ranks of the world, in order, for this rank's own."""
+"""Exchanges the messages of all ranks of the world, returned in order."""
 
 
 class SharedMemoryComm:
-    """One rank's end of a segment. `members` are the world's numbers of its ranks, in order."""
+    """One rank's handle of a segment. `members` are the world ranks of its members, in order."""
 
     def __init__(self, library: Library, file: int, members: Sequence[int], rank: int, timeout: float) -> None:
-        """Maps the segment that is open as `file` and enters it; the file is closed with the Comm. Raises OSError.
+        """Maps and enters the segment open as `file`, which is closed with the Comm. Raises OSError.
 
-        `rank` is the world's number of this rank, `timeout` the seconds that it waits for others.
+        `rank` is this rank's number in the world, `timeout` the seconds that it waits for others.
         """
         self.transport: Transport = "shared_memory"
         self.rank = members.index(rank)
@@ -81,7 +83,7 @@ class SharedMemoryComm:
         addresses = (memory.data_ptr(), boards[0].data_ptr())
         self._place = ShmMember(*addresses, CAPACITY, spin, SLICE_NS, self.rank, num_ranks, 0, 0)
         self._is_fenced = False
-        # decode asks for the same few views in every layer, and making one takes longer than a small exchange
+        # decode uses the same few views in every layer, and creating one takes longer than a small exchange
         self._view = functools.lru_cache(maxsize=64)(functools.partial(_view, boards))
         self._gather = Route(Kind.ALL_GATHER.value, 1, True, 0, num_ranks)
         self._max = self._gather._replace(kind=Kind.ALL_REDUCE_OF_MAX.value)
@@ -113,22 +115,22 @@ class SharedMemoryComm:
 
     @property
     def num_exchanges(self) -> int:
-        """Meetings that this rank has come to so far; any thread may look."""
+        """Number of exchanges entered so far; thread-safe."""
         return self._place.num_exchanges
 
     def fence(self) -> None:
-        """Has this rank raise Fenced where it waits for others, within a slice. Any thread may call it."""
+        """Makes this rank raise Fenced when it waits for others, within one slice. Thread-safe."""
         self._is_fenced = True
 
     def close(self) -> None:
-        """Leaves: ranks that wait for this one raise RankLost. Tensors that lie in the segment stay valid."""
+        """Leaves the segment: ranks that wait for this one raise RankLost. Tensors in the segment stay valid."""
         if self._file >= 0:
             self._library.leave(self._file, self.rank)
             os.close(self._file)
             self._file = -1
 
     def _exchange(self, tensor: Tensor, route: Route, shape: Sequence[int]) -> Tensor:
-        """Writes and reads as the route says. A view of the board, or a new tensor where the message is too large."""
+        """Writes and reads according to the route. Returns a view of the board, or a new tensor for a large message."""
         if not tensor.is_cpu:
             raise ValueError(f"a tensor on {tensor.device} cannot be sent through the CPU's memory")
         tensor = tensor.contiguous()
@@ -145,7 +147,7 @@ class SharedMemoryComm:
         return out
 
     def _step(self, tensor: Tensor, route: Route, start: int, length: int) -> int:
-        """Exchanges `length` bytes of each part, from `start` on; the number of the board on which they lie."""
+        """Exchanges `length` bytes of each part, from `start` on; returns the number of the board that holds them."""
         if self._file < 0:
             raise RuntimeError("this rank has left the group")
         num_bytes, place = tensor.nbytes, self._place
@@ -158,10 +160,9 @@ class SharedMemoryComm:
         return place.step & 1
 
     def _settle(self, status: int, deed: int) -> None:
-        """Waits for the ranks that are not there yet. Raises RankLost, CollectiveMismatch for messages that differ, or
-        ExchangeAborted.
+        """Waits for the other ranks. Raises RankLost, CollectiveMismatch for messages that differ, or ExchangeAborted.
 
-        A rank that fails here leaves, so that the others need not wait for it.
+        A rank that fails here leaves, so that the others do not wait for it.
         """
         try:
             deadline = time.monotonic() + self._timeout
@@ -169,7 +170,7 @@ class SharedMemoryComm:
                 if self._is_fenced:
                     raise ExchangeAborted("the epoch has ended")
                 lost, reason = self._suspect(time.monotonic() > deadline)
-                # a rank that is gone may have left after this meeting, so the end of that is looked for once more
+                # a lost rank may have completed this exchange before it left, so the status is checked again
                 if (status := self._library.wait(self._place)) == Status.WAITING and lost >= 0:
                     raise self._worker_lost(lost, reason)
             if status == Status.UNEQUAL:
@@ -179,7 +180,7 @@ class SharedMemoryComm:
             raise
 
     def _suspect(self, is_late: bool) -> tuple[int, str]:
-        """The first rank that is gone or, if it is late, that has not come; -1 for none. And what is wrong with it."""
+        """The first lost rank or, if `is_late`, the first one that has not arrived, and the reason; -1 for none."""
         others = (rank for rank in range(self.world_size) if rank != self.rank)
         gone = next((rank for rank in others if self._library.is_there(self._file, rank) == 0), -1)
         if gone >= 0 or not is_late:
@@ -187,7 +188,7 @@ class SharedMemoryComm:
         return self._library.missing(self._place), f"did not come to an exchange in {human_seconds(self._timeout)}"
 
     def _worker_lost(self, rank: int, reason: str) -> RankLost:
-        """The error that all ranks raise for the rank that the first of them missed."""
+        """The error that all ranks raise for the rank that the first of them found missing."""
         blamed: int = self._library.blame(self._place, rank)
         return RankLost(self._members[blamed], reason if blamed == rank else "others waited for it in vain")
 
@@ -201,17 +202,17 @@ class SharedMemoryComm:
 def _view(
     boards: Sequence[Tensor], board: int, route: Route, length: int, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> Tensor:
-    """What a rank reads of a board whose parts have `length` bytes."""
+    """A rank's view of a board whose parts have `length` bytes."""
     first = route.first * length
     return boards[board][first : first + route.num_read * length].view(dtype).view(shape)
 
 
 class SegmentSetup:
-    """One rank's way into the segment of its node: the first rank makes it, then all enter."""
+    """Setup of a node's segment: the first rank creates it, then all enter."""
 
     def __init__(self, members: Sequence[int], rank: int, epoch: int, timeout: float) -> None:
         self.path: Path | None = None
-        """Where the segment lies if this rank makes it."""
+        """Path of the segment, if this rank creates it."""
         self.comm: SharedMemoryComm | None = None
         self._members = members
         self._rank = rank
@@ -219,8 +220,8 @@ class SegmentSetup:
         self._timeout = timeout
 
     def make(self) -> None:
-        """Compiles the library and, on the node's first rank, makes the segment, and removes those that ranks left
-        which were killed right here. Raises OSError."""
+        """Compiles the library and, on the node's first rank, creates the segment and removes segments of ranks that
+        were killed during setup. Raises OSError."""
         self._library = Library()
         if self._rank == self._members[0]:
             here = ProcessIdentity.here()
@@ -228,7 +229,7 @@ class SegmentSetup:
             self.path = FOLDER / here.name(self._epoch)
             file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
             try:
-                # without room, writing would end the process
+                # without space, a later write would kill the process
                 os.posix_fallocate(file, 0, self._library.segment_bytes(len(self._members), CAPACITY))
             finally:
                 os.close(file)
@@ -246,10 +247,10 @@ class SegmentSetup:
 def share_memory(
     members: Sequence[int], rank: int, agree: Agree, *, epoch: int, timeout: float
 ) -> SharedMemoryComm | None:
-    """The rank's own end of its node's segment; None on every rank of the world unless all of them get one.
+    """The rank's handle of its node's segment; None on every rank of the world unless all of them succeed.
 
-    `members` are the ranks of the node. Nothing of the segment stays behind whenever the ranks end: it loses its name
-    as soon as all have entered.
+    `members` are the ranks of the node. The file is unlinked as soon as all have entered, so nothing remains after the
+    ranks end.
     """
     entrance = SegmentSetup(members, rank, epoch, timeout)
     try:
@@ -272,7 +273,7 @@ def share_memory(
 
 
 def _problem(action: Callable[[], None]) -> str:
-    """Why the action could not be done; nothing if it was."""
+    """Error message of a failed action; empty if it succeeded."""
     try:
         action()
     except (OSError, ValueError) as error:  # mmap raises ValueError for a segment of another size

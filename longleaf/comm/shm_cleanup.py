@@ -1,4 +1,4 @@
-"""Files in /dev/shm that tell who made them, so that what a process left when it was killed is swept later."""
+"""Files in /dev/shm named after their owner process, so that files of killed processes can be removed later."""
 
 import os
 import re
@@ -12,23 +12,23 @@ from typing import NamedTuple
 FOLDER = Path("/dev/shm")
 NAME = re.compile(r"longleaf-(\d+)-(\d+)-(\d+)-\d+-[0-9a-f]+")
 STATE, STARTED = 0, 19
-"""Places in /proc/PID/stat, after the name of the program."""
+"""Field indices in /proc/PID/stat, after the program name."""
 GONE = ("Z", "X", "x")
-"""States of a process that has ended and holds nothing any more."""
+"""States of a process that has ended."""
 
 
 class ProcessIdentity(NamedTuple):
-    """A process, told from a later one that was given the same number."""
+    """Identity of a process that is robust against reuse of its pid."""
 
     namespace: int
-    """In which its number counts: containers that share /dev/shm need not share their numbers."""
+    """PID namespace: containers that share /dev/shm may have different ones."""
     pid: int
     started: int
-    """When, in clock ticks since the machine's start."""
+    """Start time in clock ticks since boot."""
 
     @staticmethod
     def here() -> "ProcessIdentity":
-        """The maker that is this process. Raises OSError where /proc does not tell."""
+        """Identity of this process. Raises OSError if /proc does not provide it."""
         pid = os.getpid()
         started = started_at(pid)
         if started is None:
@@ -37,17 +37,17 @@ class ProcessIdentity(NamedTuple):
 
     @staticmethod
     def of(name: str) -> "ProcessIdentity | None":
-        """Who made a file of this name; None for a name that does not tell."""
+        """The owner of a file with this name; None if the name has another format."""
         found = NAME.fullmatch(name)
         return ProcessIdentity(*map(int, found.groups())) if found else None
 
     def name(self, epoch: int) -> str:
-        """A new name for a file of this process."""
+        """A new file name for this process."""
         return f"longleaf-{self.namespace}-{self.pid}-{self.started}-{epoch}-{secrets.token_hex(8)}"
 
 
 def started_at(pid: int) -> int | None:
-    """When a process started; None when there is none, or only what is left of one. Raises OSError without /proc."""
+    """Start time of a process; None if it does not exist or is a zombie. Raises OSError without /proc."""
     try:
         reported = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -56,11 +56,11 @@ def started_at(pid: int) -> int | None:
 
 
 def sweep(here: ProcessIdentity) -> None:
-    """Removes this user's files whose makers are gone, as far as this process can tell."""
+    """Removes this user's files whose owners have ended, as far as this process can determine."""
     for path in _own_files():
         maker = ProcessIdentity.of(path.name)
         if maker and maker.namespace == here.namespace and started_at(maker.pid) != maker.started:
-            with suppress(OSError):  # another start sweeps, too
+            with suppress(OSError):  # another start may sweep concurrently
                 path.unlink()
 
 

@@ -1,5 +1,5 @@
-"""The functions of shm_rendezvous.c, by which ranks of one machine meet in shared memory, and the numbers that it
-knows, too."""
+"""Bindings of shm_rendezvous.c, the shared-memory rendezvous of the ranks of one machine. Constants must match the C
+file."""
 
 import ctypes
 from enum import IntEnum
@@ -12,19 +12,19 @@ FLAGS = ("-O2", "-std=gnu11")
 
 
 class Status(IntEnum):
-    """What waiting for the others comes to; shm_rendezvous.c knows the same numbers."""
+    """Results of waiting for the other ranks; the same values as in shm_rendezvous.c."""
 
     WAITING = 0
     MET = 1
     UNEQUAL = 2
-    """All are there, with messages of different kinds or sizes."""
+    """All ranks arrived, with messages of different kinds or sizes."""
 
 
 KIND_BITS = 8
 
 
 class Kind(IntEnum):
-    """What a message is for. Ranks say it beside the size, so that none reads what was written for something else."""
+    """Purpose of a message. Ranks publish it with the size, so that no rank reads a message of another operation."""
 
     ALL_GATHER = 1
     ALL_TO_ALL = 2
@@ -35,13 +35,13 @@ class Kind(IntEnum):
 
     @staticmethod
     def told(deed: int) -> str:
-        """A message's size and kind, for people."""
+        """Size and kind of a message, for error messages."""
         name = Kind(deed & (1 << KIND_BITS) - 1).name.lower()
         return f"{deed >> KIND_BITS:,} bytes to {name.replace('_of_', ' of ')}"
 
 
 class ShmMember(ctypes.Structure):
-    """One rank's view of the segment; shm_rendezvous.c declares the same fields."""
+    """One rank's view of the segment; the same fields as in shm_rendezvous.c."""
 
     _fields_ = (
         ("meeting", ctypes.c_void_p),
@@ -57,7 +57,7 @@ class ShmMember(ctypes.Structure):
 
 
 class Library:
-    """The functions of shm_rendezvous.c. Raises OSError where it cannot be compiled: no compiler, or no Linux."""
+    """The functions of shm_rendezvous.c. Raises OSError if it cannot be compiled: no compiler, or not Linux."""
 
     def __init__(self) -> None:
         library = c_extension.load(SOURCE, FLAGS)
@@ -83,5 +83,5 @@ class Library:
         return self._header_bytes(num_ranks)
 
     def segment_bytes(self, num_ranks: int, capacity: int) -> int:
-        """Bytes of header and boards, on which each rank has a share of `capacity` bytes."""
+        """Size of the header and the boards, on which each rank has a share of `capacity` bytes."""
         return self.header_bytes(num_ranks) + 2 * num_ranks * capacity

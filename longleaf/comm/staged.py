@@ -1,6 +1,6 @@
-"""Tensors of devices that travel through the memory of their hosts: for ranks that share a GPU, which NCCL refuses.
+"""Staging of device tensors through host memory, for ranks that share a GPU, which NCCL does not support.
 
-Gloo alone would not do: it sends and receives from the memory of the host only.
+Gloo cannot replace it, because its sends and receives only support host memory.
 """
 
 import torch
@@ -10,9 +10,9 @@ from longleaf.comm.base import Comm, Groups, ReduceOp, Transport
 
 
 class StagedComm:
-    """Copies each tensor to the host, gives it to another Comm, and copies the result to where the tensor lies.
+    """Copies each tensor to the host, passes it to another Comm, and copies the result to the tensor's device.
 
-    Each operation waits for the device. Results have memory of their own.
+    Each operation synchronizes with the device. Results have separate memory.
     """
 
     def __init__(self, comm: Comm) -> None:
@@ -39,8 +39,8 @@ class StagedComm:
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """A copy in the host's memory, pinned where the tensor lies on a GPU: it is not copied once more on its way. Torch
-    keeps such memory, so that only the first copy of a size has to ask for it."""
+    """A copy in host memory, pinned for tensors of a GPU, which avoids a second copy. Torch caches pinned memory, so
+    only the first copy of a size allocates."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(tensor)
 
 

@@ -1,1 +1,1 @@
-"""Parcels: contexts as streams of bytes, for another service with the same model to take in."""
+"""Context archives: byte streams that another service with the same model can import."""

@@ -1,9 +1,10 @@
-"""Frames: what each record of a parcel begins with, so that nothing in it is believed unchecked.
+"""Frames: headers of the records of an archive, with checksums so that nothing unverified is used.
 
     kind, 8 bytes | bytes of the content, 8 bytes, little endian | BLAKE3 of the content, 32 bytes
     | first half of the BLAKE3 of all before, 16 bytes
 
-A parcel begins with PREAMBLE, and this layout stays as it is for good: so a later version is told from damage.
+An archive starts with PREAMBLE. This layout is stable across versions, which allows distinguishing a later version from
+damage.
 """
 
 from typing import Literal, NamedTuple
@@ -13,7 +14,7 @@ from blake3 import blake3
 from longleaf.errors import InvalidArgument
 
 FIELD = "parcel"
-"""What errors call the bytes."""
+"""Name of the data in errors."""
 MAGIC, VERSION = b"longleaf context", 1
 VERSION_BYTES, LENGTH_BYTES, KIND_BYTES, DIGEST_BYTES, CHECK_BYTES = 8, 8, 8, 32, 16
 PREAMBLE = MAGIC + VERSION.to_bytes(VERSION_BYTES, "little")
@@ -23,12 +24,12 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Frame(NamedTuple):
-    """What is told of a record before its content."""
+    """Header of a record."""
 
     kind: str
     num_bytes: int
     digest: str
-    """Hexadecimal digits of the content's BLAKE3."""
+    """BLAKE3 of the content in hexadecimal."""
 
     @classmethod
     def of(cls, kind: Kind, content: Buffer) -> "Frame":
@@ -41,7 +42,7 @@ class Frame(NamedTuple):
 
     @classmethod
     def decode(cls, data: bytes) -> "Frame":
-        """Raises InvalidArgument where it is damaged, or none."""
+        """Raises InvalidArgument for a damaged frame, or other data."""
         reported, check = data[:-CHECK_BYTES], data[-CHECK_BYTES:]
         if len(data) != FRAME_BYTES or _check(reported) != check:
             raise InvalidArgument(FIELD, "what begins a record is damaged")
@@ -51,7 +52,7 @@ class Frame(NamedTuple):
 
 
 def check_preamble(data: bytes) -> None:
-    """Raises InvalidArgument where no parcel begins so, or one of a later version."""
+    """Raises InvalidArgument if the data is not the start of an archive, or has a later version."""
     if data[: len(MAGIC)] != MAGIC:
         raise InvalidArgument(FIELD, "this is no exported context")
     version = int.from_bytes(data[len(MAGIC) :], "little")

@@ -1,4 +1,5 @@
-"""A parcel that is unpacked while it comes, in any cuts: what it tells, each record once it is complete and checked."""
+"""Incremental archive reader: accepts bytes in arbitrary pieces, and returns each record once it is complete and
+verified."""
 
 import sys
 from array import array
@@ -29,54 +30,54 @@ class IdsSection(NamedTuple):
 
 
 Told = ContextHead | SegmentHead | IdsSection | bytearray
-"""A head; a segment; some of its token ids; the bytes of its next piece. After the last of them is the end."""
+"""A head; a segment; a part of its token ids; the bytes of its next piece. The end record follows the last of them."""
 
 
 class ArchiveReader:
-    """Takes the bytes of one parcel. It holds those of one record at a time.
+    """Reads the bytes of one archive. It buffers one record at a time.
 
-    Nothing is believed that was not checked: a record is told once its digest was right, and lengths are held against
-    what was told before, so that no parcel makes this hold more than it may. Only a parcel whose end came is whole.
+    All data is verified before use: a record is returned once its digest matches, and lengths are checked against
+    earlier records, so memory use is bounded for any input. An archive is complete only with its end record.
     """
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        """All that were taken."""
+        """Total bytes read."""
         self.is_complete = False
         self._error: InvalidArgument | None = None
         self._all = blake3(PREAMBLE)
         self._content = bytearray()
-        """Of what comes now: PREAMBLE, a frame, or the content of a record."""
+        """The incomplete current part: PREAMBLE, a frame, or the content of a record."""
         self._content_digest = blake3()
         self._frame: Frame | None = None
         self._has_begun = False
         self._head: ContextHead | None = None
         self._num_ids_left = 0
-        """Of the segment that comes now."""
+        """Remaining ids of the current segment."""
         self._num_tokens_left = 0
-        """Of the path, past that segment."""
+        """Tokens of the path after the current segment."""
         self._parts: Iterator[KvPart] = iter(())
         self._part: KvPart | None = None
         self._form: str | None = None
         self._block_size = 1
 
     def expect(self, form: str | None, block_size: int) -> None:
-        """Keys of this form are taken, whose runs are of blocks of this size; of others the runs are left out."""
+        """Accepts keys of this form, whose runs have blocks of this size; the runs of other forms are omitted."""
         self._form, self._block_size = form, block_size
 
     @property
     def num_held_bytes(self) -> int:
-        """Of the record that comes now."""
+        """Buffered bytes of the current record."""
         return len(self._content)
 
     @property
     def is_description(self) -> bool:
-        """The head, or what is said of a segment, comes now: that may take long to decode."""
+        """Whether the current record is the head or a segment description, which may take long to decode."""
         return self._frame is not None and self._frame.kind in ("head", "segment")
 
     def take(self, data: memoryview) -> tuple[int, Told | None]:
-        """Takes bytes up to the end of what comes now: how many, and what it tells, if it does. Raises InvalidArgument
-        where they are not those of a parcel, and from then on."""
+        """Consumes bytes up to the end of the current part; returns their number and the decoded record, if any. Raises
+        InvalidArgument for invalid data, and on every later call."""
         if self._error is not None:
             raise self._error
         if self.is_complete:
@@ -90,7 +91,7 @@ class ArchiveReader:
         return count, reported
 
     def check_complete(self) -> None:
-        """Raises InvalidArgument where no more bytes come, and the end is missing."""
+        """Raises InvalidArgument if the end record is missing."""
         if not self.is_complete:
             raise self._wrong("it was cut: its end is missing")
 
@@ -115,7 +116,7 @@ class ArchiveReader:
         return None
 
     def _begin(self, data: bytes) -> None:
-        """A frame has come: it must be one that can follow."""
+        """Checks that the frame may follow."""
         frame, (kind, shortest, longest) = Frame.decode(data), self._next()
         if frame.kind != kind:
             raise InvalidArgument(FIELD, f"{frame.kind!r} comes where {kind!r} should")
@@ -128,7 +129,7 @@ class ArchiveReader:
         self._frame, self._content_digest = frame, blake3()
 
     def _next(self) -> tuple[Kind, int, int]:
-        """What must follow, and how many bytes it has at least and at most."""
+        """The required kind of the next record, and its minimum and maximum size."""
         if self._head is None:
             return "head", 1, MAX_HEAD_BYTES
         if self._num_ids_left:

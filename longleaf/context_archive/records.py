@@ -1,8 +1,8 @@
-"""Records of a parcel: what they say of a context and its segments, beside token ids and pieces.
+"""Records of an archive: descriptions of a context and its segments, besides token ids and pieces.
 
     head | for each segment, the first one first: segment, its token ids, its pieces | end
 
-They name neither services nor objects: where it arrives all names are new.
+They contain no names of services or objects; the importing service assigns new names.
 """
 
 from typing import TypeVar
@@ -21,38 +21,39 @@ IDS_PER_RECORD = 1 << 18
 MAX_HEAD_BYTES = 1 << 20
 MIN_KEYS_BYTES = 256 << 10
 KEYS_BYTES = 2
-"""Of what is said of keys, for each token, beside MIN_KEYS_BYTES. A piece takes about a hundred, a run eleven."""
+"""Limit of the description of keys per token, in addition to MIN_KEYS_BYTES. A piece takes about a hundred bytes, a run
+eleven."""
 MAX_FILES_BYTES = 4 << 20
-"""Of the files of a text: as many as a request has when it is ingested."""
+"""Limit of the files of a text: as many as an ingest request may have."""
 MAX_FINGERPRINT_FILES = 10_000
 SEGMENT_BYTES, PIECE_BYTES, RUN_BYTES, FILE_BYTES = 2048, 640, 160, 160
-"""Memory that what is said of each takes, about, beside names."""
+"""Approximate memory of each description, without names."""
 MAX_PIECE_BYTES = 1 << 30
-"""Services write pieces of 64 MiB, or one block if that is more."""
+"""Services write pieces of 64 MiB, or of one block if that is larger."""
 MIN_SHARE = 1 / 2
-"""How much of a segment's tokens a context must use for its keys to be taken, which come whole: early versions sent
-segments that were used in part. It bounds all ids, too."""
+"""Minimum share of a segment's tokens that a context must use for its keys to be accepted. Keys are sent for whole
+segments, and early versions sent partly used ones. It also bounds the number of ids."""
 MAX_TOKENS = 1 << 40
 MAX_NAME = 256
-"""Characters."""
+"""In characters."""
 MAX_WINDOW_RUNS = 8
-"""Runs of windows, which begin anywhere, beyond one for each block."""
+"""Runs of windows, which may start anywhere, in addition to one per block."""
 Told = TypeVar("Told")
 
 
 class ContextHead(msgspec.Struct, frozen=True, kw_only=True):
-    """A context and the checkpoint that read it. Times in seconds since the epoch."""
+    """A context and the checkpoint that computed it. Times in seconds since the Unix epoch."""
 
     fingerprint: Fingerprint
     model: str
     """For people."""
     context: str
-    """The id that it had."""
+    """The original id."""
     num_tokens: int
     ends: tuple[int, ...]
-    """Where its last documents ended, and where it was forked."""
+    """Ends of its last documents, and the positions of forks."""
     capacity: int
-    """Positions that its rope was chosen for."""
+    """Number of positions for which its rope was chosen."""
     created: float
     updated: float
     display_name: str = ""
@@ -60,7 +61,7 @@ class ContextHead(msgspec.Struct, frozen=True, kw_only=True):
     expires: float | None = None
 
     def check(self) -> None:
-        """Raises InvalidArgument where it contradicts itself."""
+        """Raises InvalidArgument if it is inconsistent."""
         if not 0 < self.num_tokens <= self.capacity <= MAX_TOKENS:
             raise InvalidArgument(FIELD, f"it has {self.num_tokens} tokens, and a capacity of {self.capacity}")
         if sound_ends(self.ends, self.num_tokens) is None:
@@ -76,10 +77,10 @@ class KvPart(msgspec.Struct, frozen=True):
     """A piece, whose bytes follow."""
 
     runs: tuple[tuple[int, int], ...]
-    """Empty where they are of another form than is taken."""
+    """Empty for keys of a form that is not accepted."""
     num_bytes: int
     digest: str
-    """Hexadecimal digits of BLAKE3."""
+    """BLAKE3 in hexadecimal."""
 
 
 class KvSection(msgspec.Struct, frozen=True):
@@ -91,25 +92,26 @@ class KvSection(msgspec.Struct, frozen=True):
 
     @property
     def parts(self) -> tuple[KvPart, ...]:
-        """All of them, in the order in which they follow."""
+        """All pieces, in the order of their contents."""
         return self.pieces if self.windows is None else (*self.pieces, self.windows)
 
 
 class SegmentHead(msgspec.Struct, frozen=True, kw_only=True):
-    """A segment of the path: it begins where those before it end."""
+    """A segment of the path, which starts at the end of the previous ones."""
 
     num_used: int
-    """Tokens of it on the path."""
+    """Number of its tokens on the path."""
     num_tokens: int
-    """All of its tokens, which is more than are used only in what early versions wrote, where keys are of all."""
+    """Number of all its tokens. Exceeds `num_used` only in archives of early versions, which contain keys of the whole
+    segment."""
     rope: Rope
     keys: KvSection | None
     text: DocumentText | None = None
-    """Which text the tokens are, where that is known; early versions did not say."""
+    """Mapping of the tokens to text, if known; absent in early versions."""
 
     def check(self, num_left: int, num_room: int) -> None:
-        """Raises InvalidArgument where it contradicts itself, has more than `num_left` tokens on the path, or more
-        than `num_room` in all."""
+        """Raises InvalidArgument if it is inconsistent, has more than `num_left` tokens on the path, or more than
+        `num_room` in total."""
         most = self.num_used if self.keys is None else int(self.num_used / MIN_SHARE)
         if not (0 < self.num_used <= num_left and self.num_used <= self.num_tokens <= min(most, num_room)):
             raise InvalidArgument(FIELD, f"a segment has {self.num_tokens} tokens, and {self.num_used} are used")
@@ -123,7 +125,7 @@ class SegmentHead(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_held_bytes(self) -> int:
-        """Memory that it takes, about."""
+        """Approximate memory."""
         parts = () if self.keys is None else self.keys.parts
         resident = SEGMENT_BYTES + PIECE_BYTES * len(parts) + RUN_BYTES * sum(len(part.runs) for part in parts)
         if self.text is not None:
@@ -132,7 +134,7 @@ class SegmentHead(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _RawPart(msgspec.Struct, frozen=True):
-    """A Part whose runs are not decoded: they take three bytes each, and fifty times as many in memory."""
+    """A KvPart with undecoded runs, which take three bytes each, and fifty times as many once decoded."""
 
     runs: msgspec.Raw
     num_bytes: int
@@ -146,7 +148,7 @@ class _RawKeys(msgspec.Struct, frozen=True):
 
 
 class _RawSegmentHead(msgspec.Struct, frozen=True, kw_only=True):
-    """A SegmentHead of which nothing is decoded that may be long."""
+    """A SegmentHead with undecoded variable-length fields."""
 
     num_used: int
     num_tokens: int
@@ -164,15 +166,15 @@ def _max_text_bytes(num_tokens: int) -> int:
 
 
 def max_segment_bytes(num_left: int) -> int:
-    """Of what is said of a segment, on a path with so many tokens left."""
+    """Maximum size of a segment description, on a path with this number of tokens left."""
     num_tokens = int(num_left / MIN_SHARE)
     return MIN_KEYS_BYTES + _max_keys_bytes(num_tokens) + _max_text_bytes(num_tokens)
 
 
 def decode_segment(content: bytes | bytearray, num_left: int, form: str | None, block_size: int) -> SegmentHead:
-    """What is said of a segment, on a path with so many tokens left. Runs are decoded of keys of this form alone, at
-    most as many as the segment has blocks; what is longer than its tokens need is not decoded either, since it would
-    take many times its bytes. Raises InvalidArgument."""
+    """Decodes a segment description, on a path with this number of tokens left. Runs are decoded only for keys of this
+    form, and at most one per block of the segment; oversized fields are not decoded, because they would take many times
+    their size in memory. Raises InvalidArgument."""
     raw = decode(content, _RawSegmentHead)
     num_tokens = max(0, min(raw.num_tokens, int(num_left / MIN_SHARE)))
     limits = {"keys": (raw.keys, _max_keys_bytes(num_tokens)), "text": (raw.text, _max_text_bytes(num_tokens))}
@@ -216,7 +218,7 @@ def _is_nil(raw: msgspec.Raw) -> bool:
 
 
 def _count(runs: msgspec.Raw) -> int:
-    """Elements of an array in MessagePack, by its first bytes. Raises InvalidArgument for something else."""
+    """Number of elements of a MessagePack array, from its first bytes. Raises InvalidArgument for other types."""
     data = memoryview(runs)
     if data[0] & 0xF0 == 0x90:
         return data[0] & 0x0F
@@ -230,7 +232,7 @@ def encode(told: ContextHead | SegmentHead) -> bytes:
 
 
 def decode(content: bytes | bytearray | msgspec.Raw, kind: type[Told]) -> Told:
-    """Raises InvalidArgument where the content is none."""
+    """Raises InvalidArgument for invalid content."""
     try:
         return msgspec.msgpack.decode(content, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""A parcel that is packed: all of it is known before any piece is read, so that sending can begin anywhere."""
+"""Archive writer: the layout is computed before any piece is read, so sending can start at any offset."""
 
 import sys
 from array import array
@@ -22,11 +22,11 @@ from longleaf.positions import Rope
 from longleaf.storage.manifest import PieceRef, SegmentManifest
 
 Content = memoryview | PieceRef
-"""Some bytes, or what holds them on storage."""
+"""Bytes, or the storage object that contains them."""
 
 
 class ArchiveSegment(Protocol):
-    """A segment as the catalog records it."""
+    """A segment as recorded in the catalog."""
 
     @property
     def id(self) -> int: ...
@@ -44,22 +44,22 @@ class ArchiveSegment(Protocol):
 
 
 class ByteRange(NamedTuple):
-    """Bytes that follow one another in a parcel."""
+    """Consecutive bytes of an archive."""
 
     start: int
-    """Offset of the first one."""
+    """Offset of the first byte."""
     num_bytes: int
     content: Content
 
 
 class ArchiveWriter:
-    """A context with this head and path, as bytes: the same for the same arguments."""
+    """The bytes of a context with this head and path; deterministic for the same arguments."""
 
     def __init__(
         self, head: ContextHead, path: Sequence[ArchiveSegment], manifests: Mapping[int, SegmentManifest]
     ) -> None:
-        """`manifests` are by id, of segments that have some. Keys travel where all of their segment is used: what is
-        behind belongs to other contexts, perhaps of others, and pieces are not cut."""
+        """`manifests` maps the ids of stored segments. Keys are included only for completely used segments: the rest of
+        a segment may belong to contexts of others, and pieces are not split."""
         self._stretches: list[ByteRange] = []
         self._num_bytes = 0
         self._digest = blake3(PREAMBLE)
@@ -69,16 +69,17 @@ class ArchiveWriter:
         for segment, end in zip(path, ends, strict=True):
             self._add_segment(segment, end - segment.start, manifests.get(segment.id))
         self.digest = self._digest.hexdigest()
-        """Hexadecimal digits of BLAKE3: of PREAMBLE and all frames but the last, which tell the contents."""
+        """BLAKE3 in hexadecimal, of PREAMBLE and all frames except the last; the frames contain the digests of the
+        contents."""
         self._add_record(Frame.of("end", content := bytes.fromhex(self.digest)), memoryview(content))
 
     @property
     def num_bytes(self) -> int:
-        """Of all of it."""
+        """Total size."""
         return self._num_bytes
 
     def stretches(self, offset: int) -> Iterator[tuple[Content, int]]:
-        """What comes from `offset` on, and how many bytes of the first one came before."""
+        """The contents from `offset` on, and the number of bytes to skip in the first one."""
         for start, num_bytes, content in self._stretches:
             if start + num_bytes > offset:
                 yield content, max(0, offset - start)
@@ -110,7 +111,7 @@ class ArchiveWriter:
 
 
 def keys_of(manifest: SegmentManifest) -> KvSection:
-    """What a parcel says of the keys of a segment."""
+    """Description of the keys of a segment."""
     windows = None if manifest.windows is None else _part_of(manifest.windows)
     return KvSection(manifest.form, tuple(map(_part_of, manifest.pieces)), windows)
 
@@ -120,7 +121,7 @@ def _part_of(piece: PieceRef) -> KvPart:
 
 
 def little_endian(token_ids: "array[int]", start: int = 0, end: int | None = None) -> memoryview:
-    """The bytes of ids from `start` to `end`; not copied where the machine has them so."""
+    """The bytes of the ids from `start` to `end`; not copied on little-endian machines."""
     if sys.byteorder == "little":
         return memoryview(token_ids)[start:end].cast("B")
     swapped = token_ids[start:end]

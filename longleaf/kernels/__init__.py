@@ -1,1 +1,1 @@
-"""What computes partials on a device: one backend per kind of device."""
+"""Attention kernels, one backend per kind of device."""

@@ -1,7 +1,8 @@
-"""What a device computes: attention over a rank's keys, their storing, and the packing and folding of partials.
+"""The kernel interface of a device: attention over a rank's keys, storing keys and values, packing and folding
+partials.
 
-Shape letters: T rows or tokens, K key heads, G queries per key head, H = K * G query heads, S slots, B blocks, D dim,
-V value dim, N partials, C columns of a packed row.
+Shape letters: T rows or tokens, K key heads, G queries per key head, H = K * G query heads, S slots, B blocks, D dim, V
+value dim, N partials, C columns of a packed row.
 """
 
 from collections.abc import Sequence
@@ -17,40 +18,42 @@ from longleaf.attention.masks import Read, Reads
 from longleaf.attention.partial import Partial
 
 Numbers: TypeAlias = "NDArray[np.int64]"
-"""On the host."""
+"""In host memory."""
 
 
 class Int8Layer(NamedTuple):
-    """Keys and values of one layer in 8 bits; `longleaf.kernels.int8` says what their numbers stand for."""
+    """Keys and values of one layer in 8 bits; the format is described in `longleaf.kernels.int8`."""
 
     keys_KSD: Tensor
     values_KSD: Tensor
     """Both int8."""
     exponents_KBD: Tensor
-    """int8, of the keys of each block of slots."""
+    """int8, for the keys of each block of slots."""
     scales_KS: Tensor
-    """float32, of the values."""
+    """float32, for the values."""
     block_size: int
     """Slots per block: S = B * block_size."""
 
 
 class Backend(Protocol):
-    """The kernels of a device. A rank has one, chosen at its start; every tensor that it is given lies on its device.
+    """The kernels of a device. A rank has one backend, chosen at startup; all tensors passed to it are on its device.
 
-    Pools are the same on all devices: [K, S, D] per layer, the slots of a key head neighbours in memory. A row is in
-    as many reads as there are stretches of keys that it sees, and reads of one call show a row no key twice. The
-    same `Reads` comes once for each layer that sees alike: what is made of it may be kept for the next one.
+    Pools have the same layout on all devices: [K, S, D] per layer, with the slots of a key head adjacent in memory. A
+    row is in one read per contiguous range of keys that it attends to, and no key occurs twice for a row in the reads
+    of one call. The same `Reads` object is passed once per layer with the same attention pattern, so derived data may
+    be cached.
 
-    Partials are float32 with natural-log lse, whatever type queries and keys are of, and products are summed up in
-    float32. A row without a key is the identity: out 0, lse -inf. What is not finite shows, however it is masked or
-    weighed: a row that is NaN or infinite, or reads a key or a value that is, gets NaN (of a value, perhaps infinity).
-    So may rows of the same read that do not see that key; slots that no read names may hold anything.
+    Partials are float32 with natural-log lse, for any type of queries and keys, and products are accumulated in
+    float32. A row without a key is the identity: out 0, lse -inf. Non-finite numbers propagate regardless of masks and
+    weights: a row that is NaN or infinite, or that reads such a key or value, becomes NaN (for a value, possibly
+    infinity). Other rows of the same read that do not attend to that key may become NaN too. Slots outside of all reads
+    may contain anything.
 
-    No method waits for the device or looks into its memory: what must be decided is decided on shapes and reads.
+    No method synchronizes with the device or reads its memory: all decisions depend only on shapes and reads.
     """
 
     name: str
-    """As `--kernels` has it."""
+    """The value of `--kernels`."""
 
     def attend(
         self,
@@ -61,45 +64,45 @@ class Backend(Protocol):
         scale: float,
         softcap: float | None = None,
     ) -> Partial:
-        """The partial of queries over all reads of keys and values in a floating type, which may be another one than
-        the queries'.
+        """The partial of queries over all reads of keys and values in a floating-point type, which may differ from that
+        of the queries.
 
-        Keys and values are views of any strides whose last dim is contiguous. Values may lie in the keys (`lies_in`),
-        as latents do. With a soft cap, scores s become cap * tanh(s / cap), as in Gemma 2 (arXiv 2408.00118). Raises
-        ValueError for shapes that do not fit.
+        Keys and values are views of any strides with a contiguous last dim. Values may be part of the keys (`lies_in`),
+        as latents are. With a soft cap, scores s become cap * tanh(s / cap), as in Gemma 2 (arXiv 2408.00118). Raises
+        ValueError for mismatched shapes.
         """
         ...
 
     def attend_int8(
         self, q_THD: Tensor, kept: Int8Layer, reads: Sequence[Read], scale: float, softcap: float | None = None
     ) -> Partial:
-        """The partial of queries over keys and values in 8 bits, otherwise as `attend`."""
+        """The partial of queries over keys and values in 8 bits, otherwise like `attend`."""
         ...
 
     def store(self, kept: Sequence[Tensor], slots_T: Tensor, tokens: Sequence[Tensor]) -> None:
-        """Writes T tokens into their slots, int64, of a layer's pools: keys [K, S, D] and values [K, S, V], or keys
-        alone where the values lie in them. `tokens` are keys [K, T, D] and values [K, T, V] in the pool's type, of any
-        strides; without a pool for values these are left out. Slots may repeat: then any of their tokens is kept."""
+        """Writes T tokens into their slots, int64, of a layer's pools: keys [K, S, D] and values [K, S, V], or only
+        keys if the values are part of them. `tokens` are keys [K, T, D] and values [K, T, V] in the pool's type, of any
+        strides; values are omitted if they have no pool. For repeated slots, any of the tokens is stored."""
         ...
 
     def store_int8(self, kept: Int8Layer, slots_T: Tensor, k_KTD: Tensor, v_KTD: Tensor) -> None:
-        """Rounds T keys and values into their slots. A slot at a multiple of the block size begins its block anew."""
+        """Quantizes T keys and values into their slots. A slot at a multiple of the block size resets its block."""
         ...
 
     def pack(self, partial: Partial, dtype: torch.dtype) -> Tensor:
-        """The partial as it travels, [T, H, C] in memory of its own; see `longleaf.attention.packed`."""
+        """The partial in wire format, [T, H, C] in separate memory; see `longleaf.attention.packed`."""
         ...
 
     def fold(self, packed_NTHC: Tensor) -> Partial:
-        """Joins N packed partials in the order of the first dimension: the same inputs give the same bits on every
-        device of this backend. The result has memory of its own."""
+        """Merges N packed partials in the order of the first dimension, with the same bits for the same inputs on every
+        device of this backend. The result has separate memory."""
         ...
 
 
 @runtime_checkable
 class AttributionBackend(Backend, Protocol):
-    """A backend with kernels that tell what each block of keys gave to a row, where `Reads.told` asks for it. Partials
-    are the same bits whether it does or not."""
+    """A backend whose kernels report the attention share of each block of keys per row, if `Reads.told` requests it.
+    Partials are bitwise the same with and without the report."""
 
     def add_shares(
         self,
@@ -112,47 +115,49 @@ class AttributionBackend(Backend, Protocol):
         sink_column: int,
         first_head: int,
     ) -> None:
-        """Adds one layer to what of the attention of A tellers was found to fall on N columns: sums over heads, the
-        largest of all heads, both float32 [A, N], and its number, int32, where the layer's begin at `first_head`.
+        """Accumulates one layer into the attention shares of A attributed rows on N columns: sums over heads and the
+        maximum over all heads, both float32 [A, N], and the head number of the maximum, int32; the layer's heads start
+        at `first_head`.
 
-        `told_KE2` is what kernels have told, with the natural-log logsumexp of all that the rows see. Sinks count
-        where they are given."""
+        `reported_KE2` is the report of the kernels, `lse_TH` the natural-log logsumexp over all keys of the rows. Sinks
+        are included if given.
+        """
         ...
 
 
 class LaunchTables(Protocol):
-    """What launches find of the reads of a step, in memory of fixed address. Sizes are in numbers, int64."""
+    """Tables in memory of fixed address, from which launches read the reads of a step. Sizes are int64 counts."""
 
     @property
     def num_numbers(self) -> int: ...
 
     @property
     def most_rows(self) -> int:
-        """Rows that are read for together, at most, if more do; the others read the keys again."""
+        """Maximum number of rows that share reads of keys; further rows read the keys again."""
         ...
 
     def bind(self, reads: Reads, there_N: Tensor) -> None:
-        """Has layers that read `reads`, which is empty, find their work in `there_N` on the device."""
+        """Binds layers that read `reads`, which is empty, to the work in `there_N` on the device."""
         ...
 
     def fill(self, reads: Reads, here_N: Numbers) -> int | None:
-        """Puts what a step reads into memory of the host, from where it is copied to the device; how many numbers that
-        are. None, where there is not room enough for it."""
+        """Writes the reads of a step to host memory, for copying to the device, and returns the count of numbers. None
+        if there is not enough space."""
         ...
 
 
 @runtime_checkable
 class CapturableBackend(Backend, Protocol):
-    """A backend whose launches may be captured once and then serve any step of as many tokens."""
+    """A backend whose launches can be captured once and replayed for any step with the same number of tokens."""
 
     def tables(self, seen: Reads, *, is_shared: bool) -> LaunchTables:
-        """Tables for the layers that have read `seen` before, an empty step. Rows read keys together, or else
-        (`is_shared` is false) no more than a tile has room for."""
+        """Tables for the layers that have read `seen`, an empty step, before. If `is_shared` is false, only as many
+        rows share reads of keys as fit into a tile."""
         ...
 
 
 def check_shapes(q_THD: Tensor, k_KSD: Tensor, v_KSV: Tensor) -> None:
-    """Raises ValueError: kernels read wherever the sizes tell them to."""
+    """Raises ValueError for mismatched shapes, with which kernels would read out of bounds."""
     (_, num_heads, dim), num_kv_heads = q_THD.shape, k_KSD.shape[0]
     if num_heads % num_kv_heads or k_KSD.shape[2] != dim or v_KSV.shape[:2] != k_KSD.shape[:2]:
         q, k, v = (tuple(t.shape) for t in (q_THD, k_KSD, v_KSV))

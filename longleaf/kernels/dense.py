@@ -1,4 +1,4 @@
-"""The kernels of any device, in torch's own operations."""
+"""Reference kernels for any device, in torch operations."""
 
 from collections.abc import Sequence
 
@@ -14,13 +14,13 @@ from longleaf.kernels.reads import attend, sanitise
 
 TILE_KEYS = 1024
 TILE_SCORES = 1 << 22
-"""Scores that are written out at once: 16 MiB."""
+"""Scores computed at once: 16 MiB."""
 
 
 class Dense:
-    """Correct everywhere, fast nowhere. Backends with kernels of their own take from it what they have none for.
+    """A correct but slow backend for all devices, and the fallback of other backends for missing kernels.
 
-    Only to round to 8 bits does it look into the device's memory: which blocks must grow is decided by the host.
+    Only quantization to 8 bits reads device memory, because the host decides which blocks need a larger exponent.
     """
 
     name = "dense"
@@ -40,7 +40,7 @@ class Dense:
     def attend_int8(
         self, q_THD: Tensor, kept: Int8Layer, reads: Sequence[Read], scale: float, softcap: float | None = None
     ) -> Partial:
-        """Keys and values are brought to float32 tile by tile, and given to `attend`."""
+        """Converts keys and values to float32 tile by tile, for `attend`."""
         total = Partial.identity(*q_THD.shape, device=str(q_THD.device))
         for read in int8.tiles(reads):
             rows = slice(read.row_start, read.row_end)
@@ -67,9 +67,9 @@ class Dense:
 def dense(
     q_KTGD: Tensor, k_KSD: Tensor, v_KSV: Tensor, read: Read, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """One read with the scores written out, float32, on any device: correct everywhere, fast nowhere.
+    """One read with explicit scores, float32, on any device.
 
-    Written out tile by tile, so that memory grows neither with the rows nor with the keys.
+    Computed tile by tile, so memory is independent of the number of rows and keys.
     """
     (kv_heads, num_rows, group, _), (_, num_keys, value_dim) = q_KTGD.shape, v_KSV.shape
     height = max(1, TILE_SCORES // (kv_heads * group * min(num_keys, TILE_KEYS)))
@@ -87,7 +87,7 @@ def dense(
 
 
 def _seen(read: Read, rows: slice, num_keys: int) -> tuple[int, int]:
-    """Range of the keys of a read that any of some rows sees."""
+    """Range of the keys of a read that any of the rows sees."""
     if read.offset is None:
         return 0, num_keys
     low = 0 if read.window is None else max(0, read.offset + rows.start - read.window + 1)
@@ -95,7 +95,7 @@ def _seen(read: Read, rows: slice, num_keys: int) -> tuple[int, int]:
 
 
 def _tile(read: Read, rows: slice, keys: slice) -> Read:
-    """The part of a read that some of its rows and keys make up."""
+    """The part of a read for a range of rows and keys."""
     offset = None if read.offset is None else read.offset + rows.start - keys.start
     return Read(rows.start, rows.stop, keys.start, keys.stop, offset, read.window)
 
@@ -104,7 +104,7 @@ def _dense_tile(
     q_KTGD: Tensor, k_KSD: Tensor, v_KSV: Tensor, read: Read, scale: float, softcap: float | None
 ) -> Partial:
     scores = torch.einsum("ktgd,ksd->ktgs", q_KTGD, k_KSD.float()) * scale
-    score_sum = scores.sum(dim=-1)  # no finite number if one of the scores is none: -inf alone would be a weight of 0
+    score_sum = scores.sum(dim=-1)  # not finite if any score is not: a score of -inf would otherwise only get weight 0
     if softcap is not None:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
     if read.offset is not None:

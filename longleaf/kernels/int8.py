@@ -1,14 +1,14 @@
-"""Keys and values of a layer in 8 bits: what their numbers stand for, written and read in torch's own operations.
+"""Keys and values of a layer in 8 bits: the number format, and its conversions in torch operations.
 
 Keys have a scale per channel and block of slots, since a few channels are far larger than the others and stay so from
 token to token; values have one per token. A block fills token by token, so its scales may grow: they are powers of two
-and keys are rounded down, and then to round what was rounded before is the same as to round once. What a block holds
-depends on the tokens in it alone, not on the order or the company in which they came. A key n of a channel with the
-exponent e stands for (n + 1/2) 2^e, the middle of what is rounded to it, so it is off by at most 2^(e - 1); bfloat16
-holds it exactly. A value n of a token with the scale s stands for n s, and is off by at most s / 2. 8 bits cannot say
-that a key or a value is no finite number, so the scale does: the token's values are then NaN to whoever sees them.
+and keys are rounded down, so repeated rounding equals rounding once. The contents of a block depend only on its tokens,
+not on the order or the batches in which they were written. A key n of a channel with the exponent e represents (n +
+1/2) 2^e, the middle of its rounding interval, with an error of at most 2^(e - 1); bfloat16 represents it exactly. A
+value n of a token with the scale s represents n s, with an error of at most s / 2. 8 bits cannot represent a non-finite
+key or value, so the scale does: the token's values then read as NaN.
 
-Shape letters: K key heads, S slots, B blocks, D dim, T tokens, U blocks that are written to, G those that must grow.
+Shape letters: K key heads, S slots, B blocks, D dim, T tokens, U written blocks, G blocks whose exponents grow.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,14 +20,14 @@ from longleaf.attention.masks import Read
 from longleaf.kernels.backend import Int8Layer
 
 LOWEST, HIGHEST = -120, 120
-"""Exponents: 2^e is a normal float32."""
+"""Limits of exponents: 2^e is a normal float32."""
 BITS = 7
 TILE_KEYS = 8192
-"""Keys that are brought to float32 at once."""
+"""Keys converted to float32 at once."""
 
 
 def empty(num_kv_heads: int, num_blocks: int, block_size: int, dim: int, device: str = "cpu") -> Int8Layer:
-    """A layer in whose slots lies nothing yet."""
+    """An empty layer."""
     num_slots = num_blocks * block_size
     keys, values = (torch.empty(num_kv_heads, num_slots, dim, dtype=torch.int8, device=device) for _ in range(2))
     exponents = torch.empty(num_kv_heads, num_blocks, dim, dtype=torch.int8, device=device)
@@ -36,13 +36,13 @@ def empty(num_kv_heads: int, num_blocks: int, block_size: int, dim: int, device:
 
 
 def bytes_per_block(num_kv_heads: int, block_size: int, dim: int) -> int:
-    """Bytes that a block takes: keys, values, exponents and scales."""
+    """Bytes of a block: keys, values, exponents and scales."""
     return num_kv_heads * (block_size * (2 * dim + torch.float32.itemsize) + dim)
 
 
 def write(kept: Int8Layer, slots_T: Tensor, k_KTD: Tensor, v_KTD: Tensor) -> None:
-    """Rounds the keys and values of T tokens into their slots. Slots at multiples of the block size begin a block
-    anew."""
+    """Quantizes the keys and values of T tokens into their slots. Slots at multiples of the block size reset their
+    block."""
     scales_KT = (v_KTD.abs().amax(dim=-1).float() / 127).clamp(min=torch.finfo(torch.float32).tiny)
     largest_KT = k_KTD.abs().amax(dim=-1).float()
     scales_KT += largest_KT - largest_KT  # 0, unless a key is not finite: then NaN
@@ -59,21 +59,21 @@ def write(kept: Int8Layer, slots_T: Tensor, k_KTD: Tensor, v_KTD: Tensor) -> Non
 
 
 def _grow(kept: Int8Layer, blocks_U: Tensor, index_T: Tensor, slots_T: Tensor, needed_KTD: Tensor) -> Tensor:
-    """Makes the exponents of some blocks large enough for their new tokens, and gives them, [K, U, D]."""
+    """Raises the exponents of some blocks as needed for their new tokens, and returns them, [K, U, D]."""
     is_new_U = torch.isin(blocks_U * kept.block_size, slots_T)
     before_KUD = kept.exponents_KBD[:, blocks_U].masked_fill_(is_new_U[:, None], LOWEST)
     after_KUD = before_KUD.scatter_reduce(1, index_T[:, None].expand_as(needed_KTD), needed_KTD, "amax")
     kept.exponents_KBD.index_copy_(1, blocks_U, after_KUD)
     blocks_KBSD = kept.keys_KSD.view(len(kept.keys_KSD), -1, kept.block_size, kept.keys_KSD.shape[2])
     grown = ((after_KUD > before_KUD).any(dim=2).any(dim=0) & ~is_new_U).nonzero().flatten()
-    # beyond 7 bits nothing but the sign is left, and to shift by the width of a number is undefined
+    # beyond 7 bits only the sign is left, and shifting by the width of a number is undefined
     shifts_KGD = (after_KUD.short() - before_KUD)[:, grown].clamp_(max=BITS).to(torch.int8)
     blocks_KBSD[:, blocks_U[grown]] >>= shifts_KGD[:, :, None]
     return after_KUD
 
 
 def read(kept: Int8Layer, slots_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values of some slots, [K, T, D] each, in a floating type."""
+    """Keys and values of some slots, [K, T, D] each, in a floating-point type."""
     blocks_T = slots_T // kept.block_size
     k_KTD = kept.keys_KSD[:, slots_T].float().add_(0.5).mul_(powers(kept.exponents_KBD[:, blocks_T]))
     v_KTD = kept.values_KSD[:, slots_T] * kept.scales_KS[:, slots_T, None]
@@ -90,7 +90,7 @@ def keys_between(kept: Int8Layer, start: int, end: int) -> Tensor:
 
 
 def powers(exponents: Tensor) -> Tensor:
-    """2^e in float32, to the bit."""
+    """2^e in float32, exact."""
     return ((exponents.int() + 127) << 23).view(torch.float32)
 
 
@@ -101,7 +101,7 @@ def _exponents(k_KTD: Tensor) -> Tensor:
 
 
 def tiles(reads: Sequence[Read]) -> Iterator[Read]:
-    """The reads that are not empty, those that all rows see whole cut into tiles; masked ones are short."""
+    """The non-empty reads, with unmasked ones split into tiles; masked ones are short."""
     for read in reads:
         if read.row_start >= read.row_end:
             continue

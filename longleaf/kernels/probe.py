@@ -1,4 +1,4 @@
-"""A small numeric self-test of a backend, run where it will compute: before the first step, not after a wrong answer.
+"""Numeric self-test of a backend on its device, run before the first step.
 
 Shape letters as in `longleaf.kernels.backend`.
 """
@@ -20,18 +20,18 @@ from longleaf.kernels.backend import Backend
 NUM_SLOTS, BLOCK_SIZE = 64, 16
 KEY_HEADS, GROUP, DIM = 2, 3, 64
 LATENT, ROTARY = 512, 64
-"""Latents as models have them: where sizes decide which kernel runs, others would try others."""
+"""Latent sizes of real models, because the sizes select the kernel."""
 FEW, MANY = 3, 180
-"""Rows of a decode step, and of a chunk: other kernels may serve these."""
+"""Rows of a decode step, and of a chunk, for which different kernels may be used."""
 CAP = 1.0
 SEEN, UNSEEN = 7, 60
-"""Slots in which something broken lies."""
+"""Slots with non-finite test data."""
 TOLERANCE, COARSE_TOLERANCE = 1e-5, 1e-2
-"""How far attention may be off; over keys of 16 bits weights may be rounded to their type."""
+"""Error tolerances of attention; the second for 16-bit keys, for which weights may be rounded to their type."""
 
 
 class ProbeCase(NamedTuple):
-    """What is tried, and where. Tensors are drawn and compared on the CPU."""
+    """Device and parameters of a test. Tensors are drawn and compared on the CPU."""
 
     backend: Backend
     device: str
@@ -47,18 +47,18 @@ class ProbeCase(NamedTuple):
         return COARSE_TOLERANCE if self.dtype.itemsize == 2 else TOLERANCE
 
     def compare(self, what: str, found: Partial, wanted: Partial, tolerance: float) -> Iterator[str]:
-        """A complaint if they differ by more; a row must be the identity in both or in none."""
+        """An error description if they differ by more; a row must be the identity in both or in neither."""
         out, lse = found.out_THD.cpu() - wanted.out_THD, found.lse_TH.cpu() - wanted.lse_TH
         lse = lse.masked_fill((found.lse_TH.cpu() == -torch.inf) & (wanted.lse_TH == -torch.inf), 0.0)
         difference = torch.cat([out.flatten(), lse.flatten()]).abs().amax().item()
-        if not difference <= tolerance:  # NaN is wrong, too
+        if not difference <= tolerance:  # also catches NaN
             off, most = human_rounded(difference, 2), human_rounded(tolerance)
             yield f"{what} is off by {off}, where rounding explains {most}"
 
 
 def probe(backend: Backend, device: str, dtype: torch.dtype) -> str | None:
-    """The first operation that is wrong on a device, for keys and values of a type, and how so; None when all are
-    right. Raises what a kernel raises."""
+    """Description of the first operation with wrong results on a device, for keys and values of a type; None if all are
+    correct. Exceptions of kernels propagate."""
     bench = ProbeCase(backend, device, dtype, torch.Generator().manual_seed(0))
     checks = (_attend, _attend_latents, _attend_broken, _store, _int8, _pack_and_fold)
     return next(chain.from_iterable(check(bench) for check in checks), None)
@@ -80,7 +80,7 @@ def _attend_latents(bench: ProbeCase) -> Iterator[str]:
 
 
 def _attend_broken(bench: ProbeCase) -> Iterator[str]:
-    """One key head holds a key that is NaN, and the last row does not see it."""
+    """One key head has a NaN key, which the last row does not see."""
     for num_rows in (FEW, MANY):
         q, k, v = _drawn(bench, num_rows)
         k[0, SEEN] = torch.nan
@@ -97,12 +97,12 @@ def _drawn(bench: ProbeCase, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _scale(q_THD: Tensor) -> float:
-    """With which scores are around 2, whatever the dim."""
+    """A scale with scores around 2 for any dim."""
     return 2 * q_THD.shape[2] ** -0.5
 
 
 def _reads(num_rows: int) -> Reads:
-    """One of each kind: full, banded, diagonal. The last row is in none of them."""
+    """One read of each kind: full, banded, diagonal. The last row is in none of them."""
     last, square = num_rows - 1, min(num_rows - 1, 16)
     full, banded = Read(0, last, 0, 20), Read(0, last, 20, 40, offset=3, window=3)
     return Reads([full, banded, Read(0, square, 40, 40 + square, offset=0)])
@@ -123,7 +123,7 @@ def _seen(reads: Reads, num_rows: int) -> Tensor:
 def _held_against_reference(
     bench: ProbeCase, what: str, q_THD: Tensor, k_KSD: Tensor, v_KSD: Tensor | None, reads: Reads, cap: float | None
 ) -> Iterator[str]:
-    """`v_KSD` is None for values that lie in the keys."""
+    """`v_KSD` is None for values that are part of the keys."""
     keys, values = (t.transpose(0, 1) for t in (k_KSD, k_KSD[..., :LATENT] if v_KSD is None else v_KSD))
     wanted = reference.attend(q_THD, keys, values, _seen(reads, len(q_THD)), _scale(q_THD), softcap=cap)
     q, k = q_THD.to(bench.device), k_KSD.to(bench.device, copy=True)
@@ -135,7 +135,7 @@ def _held_against_reference(
 
 def _store(bench: ProbeCase) -> Iterator[str]:
     slots = [3, UNSEEN, 0]
-    tokens = [bench.draw(len(slots), KEY_HEADS, DIM).transpose(0, 1) for _ in range(2)]  # as models hand them over
+    tokens = [bench.draw(len(slots), KEY_HEADS, DIM).transpose(0, 1) for _ in range(2)]  # strided as in models
     before = torch.zeros(KEY_HEADS, NUM_SLOTS, DIM, dtype=bench.dtype)
     for num_pools in (2, 1):
         pools = [before.to(bench.device, copy=True) for _ in range(num_pools)]
@@ -148,7 +148,7 @@ def _store(bench: ProbeCase) -> Iterator[str]:
 
 
 def _int8(bench: ProbeCase) -> Iterator[str]:
-    """Stored in two goes; later keys of the first block are larger than its first ones."""
+    """Stored in two steps; later keys of the first block are larger than its first ones."""
     q, k, v = _drawn(bench, FEW)
     k[:, 5:9] *= 8
     retained = int8.empty(KEY_HEADS, NUM_SLOTS // BLOCK_SIZE, BLOCK_SIZE, DIM, bench.device)

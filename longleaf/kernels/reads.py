@@ -1,4 +1,4 @@
-"""Attention read by read: what runs a kernel of one read over all reads of a layer, and joins its partials."""
+"""Attention over several reads: runs a single-read kernel for each read of a layer, and merges the partials."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,11 +9,11 @@ from longleaf.attention.partial import Partial, merge
 from longleaf.kernels.backend import check_shapes
 
 ReadKernel = Callable[[Tensor, Tensor, Tensor, Read, float, float | None], tuple[Tensor, Tensor]]
-"""Queries [K, T, G, D], keys and values [K, S, D or V] of a read, the read, scale and soft cap; out and lse, without
-the last dimension, of its rows."""
+"""Queries [K, T, G, D], keys and values [K, S, D or V] of a read, the read, scale and soft cap. Returns out, and lse
+without the last dimension, of its rows."""
 
 EMPTY_LSE = -1e30
-"""A logsumexp below this comes from a row that saw masked keys only."""
+"""A logsumexp below this means that the row saw only masked keys."""
 
 
 def attend(
@@ -30,11 +30,11 @@ def attend(
     (num_rows, num_heads, dim), num_kv_heads, value_dim = q_THD.shape, k_KSD.shape[0], v_KSV.shape[2]
     group = num_heads // num_kv_heads
     q_KTGD = q_THD.float().view(num_rows, num_kv_heads, group, dim).transpose(0, 1).contiguous()
-    # heads of one key head lie together, so a merge over [K, T, G] is one over [tokens, heads] with other names
+    # heads of one key head are adjacent, so a merge over [K, T, G] is one over [tokens, heads]
     total = None
     for read in reads:
         if read.row_start >= read.row_end or read.slot_start >= read.slot_end:
-            continue  # torch's kernel divides by the number of keys: an empty call ends the process
+            continue  # torch's kernel divides by the number of keys: an empty call crashes the process
         keys, values = (t[:, read.slot_start : read.slot_end] for t in (k_KSD, v_KSV))
         part = Partial(*kernel(q_KTGD[:, read.row_start : read.row_end], keys, values, read, scale, softcap))
         total = _add(total, part, read, num_rows)
@@ -45,7 +45,7 @@ def attend(
 
 
 def _add(total: Partial | None, part: Partial, read: Read, num_rows: int) -> Partial:
-    """Joins the partial of a read's rows, [K, rows, G], into that of all rows, [K, T, G]."""
+    """Merges the partial of a read's rows, [K, rows, G], into that of all rows, [K, T, G]."""
     is_whole = read.row_end - read.row_start == num_rows
     if is_whole:
         return part if total is None else merge(total, part)
@@ -61,6 +61,6 @@ def _add(total: Partial | None, part: Partial, read: Read, num_rows: int) -> Par
 
 
 def sanitise(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Turns rows that saw nothing into the identity, whatever the kernel made of them."""
+    """Sets rows without visible keys to the identity, whatever the kernel returned for them."""
     is_empty = lse < EMPTY_LSE
     return out.masked_fill(is_empty.unsqueeze(-1), 0.0), lse.masked_fill(is_empty, float("-inf"))

@@ -1,4 +1,4 @@
-"""The table of kernels: which backends there are, and which of them serves a rank."""
+"""Registry of kernel backends, and the choice for a rank."""
 
 import logging
 from collections.abc import Callable
@@ -19,12 +19,12 @@ log = logging.getLogger(__name__)
 
 
 class BackendEntry(NamedTuple):
-    """A backend that may be chosen."""
+    """A selectable backend."""
 
     make: Callable[[], Backend]
-    """Raises OSError, ImportError or RuntimeError, with the reason, where it cannot be had."""
+    """Raises OSError, ImportError or RuntimeError, with the reason, if the backend is unavailable."""
     device: str | None
-    """The type of the devices that it computes on; None: any."""
+    """Device type; None: any."""
 
 
 def _flash() -> Backend:
@@ -46,12 +46,12 @@ TABLE: dict[KernelsName, BackendEntry] = {
     "triton": BackendEntry(_triton, "cuda"),
     "dense": BackendEntry(Dense, None),
 }
-"""By name, of each device the fastest first."""
+"""By name, the fastest first for each device."""
 
 
 def choose(name: KernelsChoice, device: str, dtype: torch.dtype) -> Backend:
-    """The backend of this name for ranks on a device (`cpu`, `cuda:0`) with keys and values of a type; with `auto` the
-    fastest that there is. Raises StartError, with the reason, where it cannot be had, or computes wrong numbers."""
+    """The backend of this name for ranks on a device (`cpu`, `cuda:0`) with keys and values of a type; `auto` selects
+    the fastest available. Raises StartError, with the reason, if it is unavailable or computes wrong results."""
     backend = _fastest(device) if name == "auto" else _make(name, device)
     if wrong := probe(backend, device, dtype):
         raise StartError(f"kernels: {backend.name} is wrong on {device}: {wrong}; --kernels chooses others")
@@ -70,7 +70,7 @@ def _make(name: KernelsName, device: str) -> Backend:
 
 
 def _fastest(device: str) -> Backend:
-    """The first of the table for this device that can be had; of those before it, people are told why not."""
+    """The first available entry for this device; the reasons against earlier ones are logged."""
     names: list[KernelsName] = [
         name for name, entry in TABLE.items() if entry.device in (None, torch.device(device).type)
     ]

@@ -1,4 +1,4 @@
-"""The merges: how partials of all ranks become one result. Queries travel; keys and values never move."""
+"""Merge algorithms: combine the partials of all ranks. Queries are sent; keys and values never move."""
 
 from collections.abc import Sequence
 
@@ -34,9 +34,9 @@ def make_merge(name: MergeName, groups: Groups, wire: PartialCodec) -> Merge:
 
 
 def tiers(name: str, topology: Topology, rows: int = 0) -> TierMerge:
-    """What the merge called `name` does inside the machines and between them, for up to so many rows.
+    """The algorithm of the merge called `name` inside the machines and between them, for up to `rows` rows.
 
-    Only `hierarchy` joins partials inside a machine first; the others take all ranks alike, wherever they are.
+    Only `hierarchy` merges partials inside a machine first; the others treat all ranks alike.
     """
     if len(topology.node_groups) == 1:
         return TierMerge(rows, inside="exchange" if name == "hierarchy" else name)
@@ -49,8 +49,8 @@ def tiers(name: str, topology: Topology, rows: int = 0) -> TierMerge:
 def choose_merge(
     groups: Groups, wire: PartialCodec, num_heads: int, dim: int, device: str, told: Sequence[MergeTiming] = ()
 ) -> AutotunedMerge:
-    """The fastest merge for partials of this size, by what is told of other groups, or else by measurement. On one
-    machine `hierarchy` is `exchange`."""
+    """The fastest merge for partials of this size, according to the measurements `told` of another group, or else by
+    measurement. On one machine `hierarchy` equals `exchange`."""
     is_tiered = bool(groups.topology.full_rails)
     merges = {name: merge(groups, wire) for name, merge in MERGES.items() if is_tiered or name != "hierarchy"}
     if told:

@@ -1,4 +1,4 @@
-"""Merge by one packed exchange and a local fold: all-gather for rows everybody needs, all-to-all for owned rows."""
+"""Merge by one packed exchange and a local fold: all-gather for rows of all ranks, all-to-all for owned rows."""
 
 from longleaf.attention import Partial
 from longleaf.comm import Comm, Groups
@@ -20,6 +20,6 @@ class Gather:
 
 
 def send_to_owners(partial: Partial, comm: Comm, wire: PartialCodec) -> Partial:
-    """Each rank's rows, of as many groups of rows as there are ranks, sent to it in one all-to-all and folded there."""
+    """Sends each rank its rows (there is one group of rows per rank) in one all-to-all, and folds them there."""
     packed_THC = wire.pack(partial)
     return wire.fold(comm.all_to_all(packed_THC.view(comm.world_size, -1, *packed_THC.shape[1:])))

@@ -1,5 +1,5 @@
-"""Which merge is the fastest here: measured at start-up, on the real groups, for the sizes that decode will use. Later
-groups of the same ranks, or of some of them, go by what was measured then."""
+"""Choice of the fastest merge: measured at startup, on the real groups, for the sizes that decode uses. Later groups of
+the same ranks, or of a subset, reuse the measurements."""
 
 import logging
 import time
@@ -16,22 +16,22 @@ from longleaf.merge.base import Merge
 from longleaf.rank_protocol.group_messages import MergeTiming
 
 BATCHES = (1, 8, 64)
-"""Rows that are measured; between two of them counts what was measured for the larger one."""
+"""Measured numbers of rows; for a number in between, the measurement of the next larger one applies."""
 SECONDS = 2.0
-"""What measuring may take in all."""
+"""Time limit of all measurements."""
 CALLS = 4
-"""Calls per turn: one alone would be lost in the clock's and the scheduler's noise."""
+"""Calls per turn: a single one would be dominated by clock and scheduler noise."""
 MIN_TURNS, MAX_TURNS = 3, 64
-"""Turns of the fastest merge, if time allows: a median of three forgives one hiccup."""
+"""Turns of the fastest merge, if time allows: a median of three tolerates one outlier."""
 HOPELESS, FORGIVEN = 1.5, 2.0
-"""A merge whose best turn took HOPELESS times the best of all is not measured further; after n turns it must have been
-1 + FORGIVEN / n times as much, since a hiccup may hit any of the first ones."""
+"""A merge whose best turn took HOPELESS times the best of all is not measured further; after n turns the factor is at
+least 1 + FORGIVEN / n, because early turns may all be outliers."""
 
 log = logging.getLogger(__name__)
 
 
 class AutotunedMerge:
-    """Merges with the fastest for the number of rows at hand."""
+    """Selects the fastest merge for each number of rows."""
 
     def __init__(self, merges: Mapping[str, Merge], timings: tuple[MergeTiming, ...], of_owners: Merge) -> None:
         self._by_rows = [(timing.rows, merges[timing.merge]) for timing in timings]
@@ -48,9 +48,10 @@ class AutotunedMerge:
 
 
 def choose(merges: Mapping[str, Merge], groups: Groups, num_heads: int, dim: int, device: str) -> AutotunedMerge:
-    """Lets the merges take turns for each of BATCHES. Every rank sees the slowest rank's times, so all choose alike.
+    """Measures the merges in turns for each of BATCHES. Every rank uses the times of the slowest rank, so all choose
+    alike.
 
-    Owned rows go the one way that spares the slow links.
+    Owned rows always use the algorithm that minimises traffic between machines.
     """
     timings: list[MergeTiming] = []
     for num_rows in BATCHES:
@@ -66,9 +67,9 @@ def choose(merges: Mapping[str, Merge], groups: Groups, num_heads: int, dim: int
 def reuse(
     told: Sequence[MergeTiming], merges: Mapping[str, Merge], groups: Groups, num_heads: int, dim: int, device: str
 ) -> AutotunedMerge:
-    """What was measured in other groups is taken to be so here: the choice of then for each number of rows, or the next
-    best where these groups lack it. Each is used once, for what is compiled or connected then; all ranks are told the
-    same, and call it at the same time."""
+    """Reuses measurements of other groups: their choice for each number of rows, or the next best one if these groups
+    lack it. Each chosen merge is run once, which compiles kernels and opens connections. All ranks call it at the same
+    time, with the same measurements."""
     timings = tuple(msgspec.structs.replace(timing, merge=_next_best(timing, merges)) for timing in told)
     for name in dict.fromkeys(timing.merge for timing in timings):
         merges[name].to_all(Partial.identity(1, num_heads, dim, device=device))
@@ -82,19 +83,19 @@ def _next_best(timing: MergeTiming, merges: Mapping[str, Merge]) -> str:
 
 
 def _of_owners(groups: Groups) -> MergeName:
-    """The one way for rows that have an owner: node first where several machines have equally many ranks."""
+    """Merge of owned rows: node first if there are several machines with equally many ranks."""
     return "hierarchy" if groups.rail is not None and groups.topology.is_even else "gather"
 
 
 def describe(timing: MergeTiming) -> str:
-    """The choice and why, for people."""
+    """The choice and its reason, for people."""
     others = sorted((us, name) for name, us in timing.microseconds.items() if name != timing.merge)
     why = ", ".join(f"{name} {us:,.0f}" for us, name in others)
     return f"{timing.merge}, {timing.microseconds[timing.merge]:,.0f} us" + (f" ({why})" if why else "")
 
 
 def _race(merges: Mapping[str, Merge], groups: Groups, partial: Partial) -> MergeTiming:
-    """Alternating turns until time is up; the merge with the smallest median wins."""
+    """Alternating turns until the time limit; the merge with the smallest median wins."""
     begin = time.perf_counter()
     for merge in merges.values():
         merge.to_all(partial)
@@ -120,5 +121,5 @@ def _turn(merge: Merge, partial: Partial) -> float:
     for _ in range(CALLS):
         merge.to_all(partial)
     if partial.lse_TH.is_cuda:
-        torch.cuda.synchronize(partial.lse_TH.device)  # not this process's first GPU, which may be another rank's
+        torch.cuda.synchronize(partial.lse_TH.device)  # the process's default GPU may be another rank's
     return (time.perf_counter() - begin) / CALLS

@@ -1,4 +1,4 @@
-"""The contract of a merge, and the form in which partials travel.
+"""The interface of a merge, and the wire format of partials.
 
 Shape letters: N ranks, T rows, P rows per rank, H heads, D dim, C columns of a packed row.
 """
@@ -19,25 +19,25 @@ from longleaf.kernels.backend import Backend
 from longleaf.kernels.dense import Dense
 
 NAME_BYTES = 32
-"""Of a backend's name, as ranks tell it to each other."""
+"""Maximum length of a backend's name in messages between ranks."""
 
 log = logging.getLogger(__name__)
 
 
 class Merge(Protocol):
-    """Joins the partials of all ranks. Partials are float32; on the wire, too, unless a Wire says otherwise."""
+    """Merges the partials of all ranks. Partials are float32, also on the wire unless a PartialCodec has another type."""
 
     def to_all(self, partial: Partial) -> Partial:
-        """Every rank gives T rows over its own keys and gets all T rows over all keys."""
+        """Every rank passes T rows over its own keys and gets all T rows over all keys."""
         ...
 
     def to_owner(self, partial: Partial) -> Partial:
-        """Every rank gives N * P rows, P per rank in rank order, and gets its own P rows over all keys."""
+        """Every rank passes N * P rows, P per rank in rank order, and gets its own P rows over all keys."""
         ...
 
 
 class PartialCodec:
-    """The packed form of partials (`longleaf.attention.packed`) in one type, by the kernels of this rank."""
+    """The packed form of partials (`longleaf.attention.packed`) in one type, using this rank's kernels."""
 
     unpack = staticmethod(unpack)
 
@@ -47,8 +47,8 @@ class PartialCodec:
         self.dtype = dtype
         self.pack: Callable[[Partial], Tensor] = bound(backend.pack, dtype=dtype)
         self.fold: Callable[[Tensor], Partial] = backend.fold
-        """Joins N packed partials in the order of the first dimension: the same inputs give the same bits. The result
-        has memory of its own, whatever the packed ones lie in."""
+        """Merges N packed partials in the order of the first dimension, deterministically. The result has separate
+        memory."""
         self._name = backend.name
 
     def row_bytes(self, num_heads: int, dim: int) -> int:
@@ -56,8 +56,8 @@ class PartialCodec:
         return num_heads * num_columns(dim, self.dtype) * self.dtype.itemsize
 
     def agree(self, comm: Comm, device: str) -> None:
-        """Has all ranks fold in torch unless all have the same kernels: the last bits of a fold differ from one to
-        another. All ranks call it at the same time, before they merge partials; those lie on `device`."""
+        """Makes all ranks fold in torch unless all have the same kernels, because implementations differ in the last
+        bits. All ranks call it at the same time, before merging partials, which are on `device`."""
         reported_NC = comm.all_gather(torch.tensor([*self._name.encode().ljust(NAME_BYTES)], device=device))
         names = [bytes(map(int, told_C)).decode().rstrip() for told_C in reported_NC.cpu()]
         if len(set(names)) == 1:
@@ -68,7 +68,7 @@ class PartialCodec:
 
 
 def split_heads(partial: Partial, num_parts: int, wire: PartialCodec) -> Tensor:
-    """The packed partial cut by heads, [parts, T, heads, C]; the identity fills the last part where H does not divide.
+    """The packed partial split by heads, [parts, T, heads, C]; the identity pads the last part if H is not divisible.
 
     `join_heads` is the inverse.
     """
@@ -81,5 +81,5 @@ def split_heads(partial: Partial, num_parts: int, wire: PartialCodec) -> Tensor:
 
 
 def join_heads(parts_NThC: Tensor, num_heads: int, wire: PartialCodec) -> Partial:
-    """The partial of `num_heads` heads whose parts lie along the first dimension, in memory of its own."""
+    """The partial of `num_heads` heads from parts along the first dimension, in separate memory."""
     return wire.unpack(torch.cat(parts_NThC.unbind(), dim=1)[:, :num_heads])

@@ -1,4 +1,4 @@
-"""Merge by recursive doubling: in round i each rank swaps with the one whose number differs in bit i."""
+"""Merge by recursive doubling: in round i each rank exchanges with the one whose number differs in bit i."""
 
 from collections.abc import Iterator
 from enum import Enum
@@ -13,18 +13,18 @@ from longleaf.merge.base import PartialCodec
 
 
 class NextAction(Enum):
-    """What a rank does with what it received."""
+    """Handling of the received partial."""
 
     KEEP_OWN = 0
     JOIN_BEFORE = 1
-    """Received from a lower rank: that partial comes first."""
+    """Received from a lower rank, so that partial comes first."""
     JOIN_AFTER = 2
     TAKE = 3
     """Received the result."""
 
 
 class ButterflyRound(NamedTuple):
-    """One permutation, as one rank sees it."""
+    """One permutation, from the view of one rank."""
 
     to: int
     source: int
@@ -32,10 +32,10 @@ class ButterflyRound(NamedTuple):
 
 
 def rounds(rank: int, world_size: int) -> Iterator[ButterflyRound]:
-    """The rounds of a rank: as many on every rank.
+    """The rounds of a rank: the same number on every rank.
 
-    Where the world size is not a power of two, the ranks beyond the largest power hand their partial to a lower rank
-    first and get the result in the end.
+    If the world size is not a power of two, the ranks beyond the largest power first send their partial to a lower rank
+    and receive the result at the end.
     """
     core = 1 << (world_size.bit_length() - 1)
     extra, is_extra, idle = world_size - core, rank >= core, ButterflyRound(rank, rank, NextAction.KEEP_OWN)
@@ -62,7 +62,7 @@ def rounds(rank: int, world_size: int) -> Iterator[ButterflyRound]:
 
 
 class Butterfly:
-    """log2(N) rounds of one message each; the tree that the paper's title speaks of.
+    """log2(N) rounds of one message each; the tree in the title of the Tree Attention paper.
 
     The partial of the lower ranks always comes first, so all ranks get the same bits.
     """
@@ -76,7 +76,7 @@ class Butterfly:
         for to, source, then in self._rounds:
             packed = self._wire.pack(partial)
             theirs = self._comm.permute(packed, to, source)
-            match then:  # the own one, too, is rounded as the peer gets it: both sides must have the same numbers
+            match then:  # the own partial is rounded as the peer receives it: both sides must use the same numbers
                 case NextAction.KEEP_OWN:
                     partial = self._wire.unpack(packed)
                 case NextAction.JOIN_BEFORE:

@@ -1,4 +1,4 @@
-"""Merge inside the node first, then across nodes on rails, then inside the node again."""
+"""Merge inside each node, then across nodes on rails, then inside the node again."""
 
 import torch
 from torch import Tensor
@@ -10,11 +10,11 @@ from longleaf.merge.base import PartialCodec, join_heads, split_heads
 
 
 class Hierarchy:
-    """Between nodes travel only partials that a node has merged, each rail carrying its share of the heads.
+    """Only partials merged per node travel between nodes, and each rail carries its share of the heads.
 
-    Heads are cut into as many parts as there are full rails: on machines with more ranks than the smallest one, the
-    ranks beyond merge nothing. Each head is folded once per node and once per rail, always in rank order: the ranks of
-    a rail fold the same tensors, so all ranks get the same bits.
+    Heads are split into as many parts as there are full rails: on machines with more ranks than the smallest one, the
+    extra ranks merge nothing. Each head is folded once per node and once per rail, always in rank order: the ranks of a
+    rail fold the same tensors, so all ranks get the same bits.
     """
 
     def __init__(self, groups: Groups, wire: PartialCodec) -> None:
@@ -35,13 +35,13 @@ class Hierarchy:
         if groups.rail is None or not groups.topology.is_even:
             return send_to_owners(partial, groups.world, wire)
         num_ranks, num_nodes = groups.node.world_size, groups.rail.world_size
-        # rows lie node by node: first to the rank of this node that is on the owner's rail, then along the rail
+        # rows are sorted by node: first to the rank of this node that is on the owner's rail, then along the rail
         packed_THC = wire.pack(partial)
         shape = packed_THC.shape[1:]
         by_index = packed_THC.view(num_nodes, num_ranks, -1, *shape).transpose(0, 1).reshape(num_ranks, -1, *shape)
         return send_to_owners(wire.fold(groups.node.all_to_all(by_index)), groups.rail, wire)
 
     def _for_node(self, parts: Tensor) -> Tensor:
-        """The parts, and for ranks that merge none a part that is not looked at."""
+        """The parts, padded with unused parts for ranks that merge none."""
         missing = self._groups.node.world_size - len(parts)
         return torch.cat([parts, parts[:1].expand(missing, *parts.shape[1:])]) if missing else parts

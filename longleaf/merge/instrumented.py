@@ -1,12 +1,12 @@
-"""A merge that counts what is given to it."""
+"""A merge that counts its input bytes."""
 
 from longleaf.attention import Partial
 from longleaf.merge.base import Merge, PartialCodec
 
 
 class CountedMerge:
-    """Passes everything on to another Merge, and counts the bytes of the packed partials that this rank gives to it.
-    How often these travel is the other's choice."""
+    """Delegates to another Merge, and counts the bytes of the packed partials passed by this rank, not the bytes
+    transferred."""
 
     def __init__(self, merge: Merge, wire: PartialCodec) -> None:
         self._merge, self._wire = merge, wire
@@ -21,7 +21,7 @@ class CountedMerge:
         return self._merge.to_owner(partial)
 
     def take(self) -> int:
-        """The bytes since it was asked last."""
+        """The bytes since the last call."""
         taken, self._num_bytes = self._num_bytes, 0
         return taken
 

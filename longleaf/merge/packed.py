@@ -12,7 +12,7 @@ class Packed:
     """Maximum of the lse, then the sums of numerators and denominators together. Tolerance only, like `paper`."""
 
     def __init__(self, groups: Groups, wire: PartialCodec) -> None:
-        del wire  # sums are float32: those of rounded numbers would be worse than rounding the result
+        del wire  # sums are float32: summing rounded numbers would be less accurate than rounding the result
         self._comm = groups.world
 
     def to_all(self, partial: Partial) -> Partial:

@@ -10,7 +10,7 @@ from longleaf.merge.packed import own_rows, quotient
 class Paper:
     """Maximum of the lse, then the sums of numerators and of denominators.
 
-    The order of the sums belongs to the collective library, so equal bits are not promised, only tolerance.
+    The collective library determines the order of the sums, so results match within a tolerance, but not bitwise.
     """
 
     def __init__(self, groups: Groups, wire: PartialCodec) -> None:

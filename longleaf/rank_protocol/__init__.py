@@ -1,1 +1,1 @@
-"""What the coordinator and the ranks say to each other: structs, encoded with msgpack."""
+"""Messages between the coordinator and the ranks: structs, encoded with msgpack."""

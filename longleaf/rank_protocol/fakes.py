@@ -1,4 +1,4 @@
-"""What ranks without a model answer, by arithmetic."""
+"""Answers of fake ranks, computed without a model."""
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,7 +8,7 @@ from longleaf.sampling import Token
 
 VOCAB = 1000
 NUM_HEADS = 2
-"""Of the one layer that fake ranks have, number 3."""
+"""Heads of the single layer of fake ranks, number 3."""
 FULL_LAYER = 3
 
 
@@ -18,7 +18,7 @@ def echo_token(last: int, token_index: int, vocab: int = VOCAB) -> int:
 
 
 def echo_tokens(last: int, token_index: int, draft_ids: Sequence[int], vocab: int = VOCAB) -> list[int]:
-    """The ids that fake ranks sample after `last` and drafts, up to the first one that is not the draft."""
+    """The ids that fake ranks sample after `last` and drafts, up to the first mismatch."""
     found = [echo_token(last, token_index, vocab)]
     while len(found) <= len(draft_ids) and found[-1] == draft_ids[len(found) - 1]:
         found.append(echo_token(found[-1], token_index + len(found), vocab))
@@ -26,14 +26,14 @@ def echo_tokens(last: int, token_index: int, draft_ids: Sequence[int], vocab: in
 
 
 def drafted_ends(plan: StepPlan, tokens: Mapping[int, Sequence[Token]]) -> Iterator[tuple[Row, int]]:
-    """The rows of a whole plan that have drafts, and where their sequences end, of which these tokens were sampled."""
+    """The rows of a complete plan that have drafts, and the end of their sequences after these tokens were sampled."""
     for row in plan.work.rows if isinstance(plan.work, Decode) else ():
         if row.draft_ids:
             yield row, row.start + row.num_known + len(tokens[row.sequence]) - 1
 
 
 def echo_spans(starts: Sequence[int], end: int, size: int) -> list[Positions]:
-    """The spans of segments that begin there and are used up to `end`."""
+    """The spans of segments with these starts that are used up to `end`."""
     ends = [*starts[1:], end]
     return [
         (at, min(at + size, last)) for first, last in zip(starts, ends, strict=True) for at in range(first, last, size)
@@ -41,7 +41,7 @@ def echo_spans(starts: Sequence[int], end: int, size: int) -> list[Positions]:
 
 
 def echo_attention(spans: Sequence[Positions], hidden: Sequence[Positions], position: int) -> Attention:
-    """Where a row at a position attends: to spans that are hidden as a whole not at all, and else more or less by its
+    """Attention of a row at a position: zero for completely hidden spans, otherwise a value that depends on the
     position."""
     weights = [0 if _is_hidden(span, hidden) else 1 + (7 * i + position) % 5 for i, span in enumerate(spans)]
     total = sum(weights) + 4
@@ -52,7 +52,7 @@ def echo_attention(spans: Sequence[Positions], hidden: Sequence[Positions], posi
 
 
 def echo_scores(token_ids: Sequence[int], hidden: Sequence[Positions]) -> tuple[float, ...]:
-    """Logprobs of tokens, which are the less likely the further behind in the context something is hidden."""
+    """Logprobs of tokens; the later in the context something is hidden, the lower they are."""
     less = sum(end for _, end in hidden) / 1024
     return tuple(-1 / 16 * (token_id % 7 + 1) - less for token_id in token_ids)
 

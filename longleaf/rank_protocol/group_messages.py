@@ -1,8 +1,8 @@
-"""What the coordinator and the members say of an epoch: the life of one process group.
+"""Messages about an epoch, the lifetime of one process group.
 
-An epoch begins with members that have loaded the model. Each gets a rank in it by Join, and is told by Layout which
-keys lie where; then come plans. It ends when one of them is lost, or when others shall join: the next Join ends what is
-left of it.
+An epoch starts with members that have loaded the model. Each is assigned a rank by Join, and receives the placement of
+keys by KvLayout; then plans follow. The epoch ends when a member is lost, or when others join: the next Join ends
+whatever is left of it.
 """
 
 import msgspec
@@ -12,13 +12,13 @@ from longleaf.runs import Run
 
 
 class OpenStore(msgspec.Struct, frozen=True, tag="open_store"):
-    """Coordinator to the member that will be rank 0: open the store where the group of this epoch meets."""
+    """Coordinator to the member that will be rank 0: open the rendezvous store of this epoch's group."""
 
     epoch: int
 
 
 class StoreOpened(msgspec.Struct, frozen=True, tag="store_opened"):
-    """Member to coordinator: there the store listens."""
+    """Member to coordinator: address of the store."""
 
     member: int
     epoch: int
@@ -26,40 +26,39 @@ class StoreOpened(msgspec.Struct, frozen=True, tag="store_opened"):
 
 
 class MergeTiming(msgspec.Struct, frozen=True):
-    """How long each merge takes over these ranks, and which of them was therefore chosen."""
+    """Duration of each merge over these ranks, and the merge chosen by it."""
 
     rows: int
-    """For up to so many rows."""
+    """Maximum number of rows for which the choice is valid."""
     merge: str
-    """The choice."""
+    """The chosen merge."""
     microseconds: dict[str, float]
     """Median per call, on the slowest rank, by merge."""
 
 
 class TierMerge(msgspec.Struct, frozen=True):
-    """What a merge does on each tier of the cluster: inside its nodes, and between them."""
+    """The merge algorithm on each tier of the cluster: inside the nodes, and between them."""
 
     rows: int
-    """For up to so many rows; 0: for any number."""
+    """Maximum number of rows; 0: any number."""
     inside: str = ""
-    """How the ranks of a node join their partials before any leaves it; empty where they do not."""
+    """How the ranks of a node merge their partials before sending them to other nodes; empty if they do not."""
     between: str = ""
-    """How those of different nodes do, or all ranks at once where nothing is joined before; empty where there is one
-    node."""
+    """How nodes merge, or all ranks at once if there is no merge inside; empty with a single node."""
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
-    """Coordinator to member: be this rank of an epoch, in the process group that meets at `host` and `port`."""
+    """Coordinator to member: take this rank in an epoch, in the process group with its store at `host` and `port`."""
 
     epoch: int
     rank: int
     host: str
     port: int
-    """0 at world size 1, where nobody is met."""
+    """0 at world size 1, which needs no store."""
     nodes: tuple[str, ...]
-    """Each rank's machine."""
+    """Machine of each rank."""
     merges: tuple[MergeTiming, ...] = ()
-    """What an earlier epoch measured: nothing is measured anew."""
+    """Measurements of an earlier epoch, which are reused."""
 
     @property
     def world_size(self) -> int:
@@ -73,74 +72,75 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     device: str
     dtype: str
     num_blocks: int
-    """Blocks of the pool that runs may use."""
+    """Number of usable blocks of the pool."""
     bytes_per_token: int
     """Bytes of keys and values per token, over all layers."""
     kv_dtype: str = ""
-    """Type in which keys and values are kept."""
+    """Storage type of keys and values."""
     kernels: str = ""
-    """What computes attention there, as `longleaf.kernels.registry` names it."""
+    """Attention implementation, as named in `longleaf.kernels.registry`."""
     transport: str = ""
-    """What carries partials between the ranks; empty at world size 1."""
+    """Transport of partials between the ranks; empty at world size 1."""
     merges: tuple[MergeTiming, ...] = ()
-    """What was measured when the merge was to be chosen."""
+    """Measurements from the choice of the merge."""
     inside_transport: str = ""
-    """What carries partials among the ranks of one node; empty where no node has several."""
+    """Transport of partials between the ranks of one node; empty if no node has several."""
     between_transport: str = ""
-    """What carries them between nodes; empty where there is one."""
+    """Transport of partials between nodes; empty if there is only one."""
     tiers: tuple[TierMerge, ...] = ()
-    """The merge in use, tier by tier; none at world size 1."""
+    """The merge in use, per tier; empty at world size 1."""
     notes: tuple[str, ...] = ()
-    """What the member logged while it loaded and joined, for people."""
+    """Log messages of loading and joining, for people."""
     rotary: Rotary = Rotary()
     full_layers: tuple[int, ...] = ()
-    """The attention layers that see all keys before them."""
+    """The full-attention layers."""
     windows: WindowSpec | None = None
-    """With replicated windows, if the model has windowed layers; `num_blocks` and `bytes_per_token` are then of the
-    other layers alone."""
+    """Set with replicated windows, if the model has sliding-window layers; `num_blocks` and `bytes_per_token` then
+    describe only the other layers."""
     epoch: int = 0
     """The epoch that the member has joined."""
     form: str = ""
-    """What a pool must be like to take in what was saved of this one: the same text. Empty where nothing can be."""
+    """Format of the pool: snapshots can be restored into pools with the same value. Empty if snapshots are unsupported.
+    """
     form_of_windows: str = ""
-    """That of the blocks that windows have, where they have their own."""
+    """The same for the blocks of windows, if they are separate."""
     exactness_note: str = ""
-    """Why the member could not compare the model with plain attention; empty where it has, or was not to."""
+    """Reason why the member could not compare the model with plain attention; empty if it did, or was not asked to."""
 
 
 class SegmentLayout(msgspec.Struct, frozen=True, array_like=True):
-    """Where the keys of one segment lie."""
+    """Placement of the keys of one segment."""
 
     segment: int
     start: int
-    """Position of its first token: no run tells it, for the first one may be lost."""
+    """Position of its first token, which the runs do not determine, because the first one may be lost."""
     runs: tuple[Run, ...]
-    """Those that are held, in order; between them others may be missing."""
+    """Existing runs, in order; there may be gaps between them."""
     window_runs: tuple[Run, ...] = ()
 
 
 class KvLayout(msgspec.Struct, frozen=True, tag="layout"):
-    """Coordinator to member, before the first plan of an epoch: all that is held. Nothing else is."""
+    """Coordinator to member, before the first plan of an epoch: the complete placement of stored keys."""
 
     epoch: int
     segments: tuple[SegmentLayout, ...]
 
 
 class AbortExchanges(msgspec.Struct, frozen=True, tag="fence"):
-    """Coordinator to member, on the connection of its pulse: this epoch has ended. Whoever waits for another rank in
-    one of its exchanges must not any more."""
+    """Coordinator to member, on the heartbeat connection: this epoch has ended, and threads must stop waiting in its
+    exchanges."""
 
     epoch: int
 
 
 class GroupFailure(msgspec.Struct, frozen=True, tag="broken"):
-    """Member to coordinator: an exception ended this epoch for it. It has dropped the group, keeps model and keys, and
-    waits for the next Join."""
+    """Member to coordinator: an exception ended this epoch on the member. It has left the group, keeps model and keys,
+    and waits for the next Join."""
 
     member: int
     epoch: int
     step: int
-    """The step in which it was; 0: while it joined."""
+    """The failed step; 0: while joining."""
     reason: str
     blamed: int | None = None
-    """The rank that it saw gone."""
+    """The rank whose loss it detected."""

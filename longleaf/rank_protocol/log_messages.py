@@ -1,4 +1,4 @@
-"""What members log, as they tell the coordinator, whose log people read: theirs lie where nobody looks."""
+"""Log records that members send to the coordinator, which writes them to its own log."""
 
 from typing import Annotated
 
@@ -9,26 +9,26 @@ WARNING, CRITICAL = 30, 50
 """Levels of the logging module."""
 MAX_TEXT_BYTES, MAX_TRACEBACK_BYTES = 1 << 10, 4 << 10
 MAX_RECORDS = 32
-"""That are told at once: as many of the longest are a message that the channel takes."""
+"""Records per message, so that a message of the longest records fits the channel's limit."""
 
 
 class LogRecord(msgspec.Struct, frozen=True, array_like=True):
-    """What was logged once."""
+    """One log record."""
 
     level: Annotated[int, Meta(ge=WARNING, le=CRITICAL)]
     text: Annotated[str, Meta(max_length=MAX_TEXT_BYTES)]
     traceback: Annotated[str, Meta(max_length=MAX_TRACEBACK_BYTES)] = ""
-    """The end of it, of an exception that was logged; its own text is the last line."""
+    """The end of the traceback of a logged exception; the last line is the exception's message."""
     is_note: bool = False
-    """Whether it is among the notes of the next `Ready`, too."""
+    """Whether it is also one of the notes of the next `Ready`."""
 
 
 class Logged(msgspec.Struct, frozen=True, tag="logged"):
-    """Member to coordinator: what was logged since it was told last, on either connection: with its pulse, or before
-    the word that ends its life."""
+    """Member to coordinator: records since the last such message. Sent on either connection: with a heartbeat, or
+    before the message that ends the member."""
 
     member: int
     records: Annotated[tuple[LogRecord, ...], Meta(max_length=MAX_RECORDS)]
     """In order."""
     num_dropped: Annotated[int, Meta(ge=0)] = 0
-    """Those that came behind these while too many waited: nothing is left of them but their number."""
+    """Number of later records that were dropped because too many were queued."""

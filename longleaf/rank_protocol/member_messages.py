@@ -1,44 +1,44 @@
-"""What the coordinator and a member say of the member's life: that it is there, has loaded, lives, has failed, must
-leave. What an epoch makes of it is in `longleaf.rank_protocol.group_messages`."""
+"""Messages about the lifecycle of a member: started, loaded, alive, failed, stopped. Messages about epochs are in
+`longleaf.rank_protocol.group_messages`."""
 
 import msgspec
 
 from longleaf.fingerprint import Fingerprint
 
 PULSE_SECONDS = 1.0
-"""How often members report that they live."""
+"""Interval of heartbeats."""
 
 
 class Load(msgspec.Struct, frozen=True, tag="load"):
-    """Coordinator to member: all machines have the same model. Load it."""
+    """Coordinator to member: load the model. All machines have the same one."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """Coordinator to member: leave."""
+    """Coordinator to member: exit."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """Member to coordinator: I am here."""
+    """Member to coordinator: the process has started."""
 
     member: int
     node: str
     host: str
     pid: int
     fingerprint: Fingerprint | None = None
-    """Of the model's folder there; told by the first member of each machine."""
+    """Fingerprint of the local model folder; sent by the first member of each machine."""
     missing: str = ""
-    """Why there is none, where it should have been told."""
+    """Reason why a required fingerprint is missing."""
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
-    """Member to coordinator: the model is loaded and the pool is laid out. From now on it can join epochs."""
+    """Member to coordinator: the model is loaded and the pool is allocated. The member can now join epochs."""
 
     member: int
 
 
 class Died(msgspec.Struct, frozen=True, tag="failed"):
-    """Member to coordinator: an exception ended it. `refused` marks settings or a model that cannot work, `blamed` is
-    another rank that this one saw gone."""
+    """Member to coordinator: an exception ended the process. `refused` marks unusable settings or an unusable model;
+    `blamed` is another rank whose loss this member detected."""
 
     member: int
     reason: str
@@ -47,17 +47,17 @@ class Died(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class MemberProgress(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """How far a member has come. Of two that are in the same step, the smaller one is behind."""
+    """Progress of a member. Among members in the same step, the smallest one is behind."""
 
     epoch: int = 0
     step: int = 0
-    """Number of the step that it began last."""
+    """Number of the last started step."""
     num_exchanges: int = 0
-    """Exchanges that it has entered in this step."""
+    """Exchanges entered in this step."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """Member to coordinator, once a second, from a thread of its own, whatever the others do."""
+    """Member to coordinator, once per second, from a dedicated thread."""
 
     member: int
     progress: MemberProgress = MemberProgress()

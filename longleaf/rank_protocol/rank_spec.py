@@ -1,4 +1,4 @@
-"""What a rank is given when its process is started, before it can say a word."""
+"""Startup parameters of a rank's process."""
 
 from typing import Any
 
@@ -8,18 +8,18 @@ from longleaf.config import EngineConfig
 
 
 class ConnectInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a member needs to speak on the control channel. Keys are ZMQ's, as text of 40 bytes."""
+    """Parameters of the control channel. Keys are ZMQ's, as text of 40 bytes."""
 
     address: str
     """ZMQ endpoint of the coordinator, `tcp://host:port`."""
     server_key: bytes
-    """Public key of the coordinator: nobody else can take its place."""
+    """Public key of the coordinator, which authenticates it."""
     public_key: bytes
-    """The member's key. The coordinator knows by it who speaks; the other members do not know it."""
+    """The member's public key, by which the coordinator authenticates it. Other members do not know it."""
     secret_key: bytes
 
     def __repr__(self) -> str:
-        """Without the keys: logs and tracebacks are read by others."""
+        """Without the keys, because logs and tracebacks may be shared."""
         return f"{type(self).__name__}(address={self.address!r})"
 
     def __rich_repr__(self) -> list[tuple[str, Any]]:
@@ -27,33 +27,33 @@ class ConnectInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def commands_id(self) -> bytes:
-        """Name of the connection on which the member receives plans and answers them."""
+        """Identity of the connection for plans and their results."""
         return b"commands-" + self.public_key
 
     @property
     def pulse_id(self) -> bytes:
-        """Name of the connection on which it reports that it lives."""
+        """Identity of the connection for heartbeats."""
         return b"pulse-" + self.public_key
 
 
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a launcher tells a member at birth. Which rank it has, each epoch tells anew."""
+    """Parameters from the launcher to a new member. Its rank is assigned per epoch."""
 
     member: int
-    """Its number: that of no other member of this service, ever."""
+    """Its number, unique over the lifetime of the service."""
     config: EngineConfig
     """Its world size is that of the first epoch."""
     invitation: ConnectInfo
     host: str
-    """Address under which other ranks reach this one."""
+    """Address at which other ranks reach this one."""
     node: str
     """Name of this rank's machine."""
     num_ranks_here: int
-    """Ranks of this machine, which share its memory."""
+    """Ranks on this machine, which share its memory."""
     is_first_here: bool = False
-    """Whether this member tells for its machine which model it has."""
+    """Whether this member reports the machine's model fingerprint."""
     gpu: int | None
-    """Which of the GPUs that it sees is this rank's own, from 0; None: none of them. The numbers go on where more ranks
-    see them than there are."""
+    """Index of this rank's GPU among the visible ones, from 0; None: no GPU. Indices continue beyond the number of
+    visible GPUs if more ranks see them."""
     num_ranks_seeing: int = 1
-    """Ranks that see the same GPUs."""
+    """Number of ranks that see the same GPUs."""

@@ -1,4 +1,4 @@
-"""What plans tell of a sequence once, and ranks remember: later rows tell only what grew."""
+"""Delta encoding of rows: plans send the unchanging fields of a sequence once, and later rows only their growth."""
 
 from collections.abc import Sequence
 
@@ -9,16 +9,16 @@ from longleaf.runs import Run, until
 
 
 class RowState:
-    """What a rank was told of each sequence, until that is released: as much as makes its rows whole again."""
+    """Fields of each sequence that a rank needs to complete its later rows, until the sequence is released."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._told: dict[int, Row] = {}
-        """By sequence, a row of it with what later ones leave out."""
+        """By sequence, a row with the fields that later rows omit."""
 
     def complete(self, plan: StepPlan) -> StepPlan:
-        """The plan as if each of its rows told everything, but for the terms. Plans must come in the order in which
-        they are executed. Raises ValueError for a row that goes on with a sequence of which nothing was told."""
+        """The plan with complete rows, except the sampling terms. Plans must be passed in order of execution. Raises
+        ValueError for a row that continues an unknown sequence."""
         for sequence in plan.release_sequences:
             self._told.pop(sequence, None)
         if not isinstance(plan.work, Decode):
@@ -27,13 +27,13 @@ class RowState:
         return replace(plan, work=Decode(tuple(rows)))
 
     def cut_back(self, sequence: int, end: int) -> None:
-        """The last row of a sequence ends there: drafts behind it were refused."""
+        """Truncates the last row of a sequence at `end`, after the drafts behind it were rejected."""
         reported = self._told[sequence]
         window_runs = tuple(until(run, end, self._block_size) for run in reported.window_runs)
         self._told[sequence] = replace(reported, window_runs=window_runs)
 
     def _begin(self, row: Row) -> Row:
-        self._told[row.sequence] = replace(row, token_ids=(), terms=None)  # which may be many, and are told once
+        self._told[row.sequence] = replace(row, token_ids=(), terms=None)  # which may be many, and are sent once
         return row
 
     def _go_on(self, row: Row) -> Row:
@@ -49,15 +49,15 @@ class RowState:
 
 
 def growth(known: Sequence[Run], runs: Sequence[Run], block_size: int) -> tuple[Run, ...]:
-    """What to tell of the one run of a window to whoever knows it as it was, before it grew behind and perhaps lost
-    blocks in front: of its blocks only the new ones."""
+    """Encodes the single run of a window relative to its known state. It has grown at the end and may have lost blocks
+    at the start; only its new blocks are sent."""
     [last], [run] = known, runs
     num_retained = len(last.blocks) - (run.start - last.start) // block_size if run.start < last.end else 0
     return (Run(run.rank, run.start, run.end, run.blocks[num_retained:]),)
 
 
 def _grown(known: Sequence[Run], growth: Sequence[Run], block_size: int) -> tuple[Run, ...]:
-    """The run of which `growth` was told."""
+    """Decodes the result of `growth`."""
     [last], [run] = known, growth
     retained = last.blocks[(run.start - last.start) // block_size :] if run.start < last.end else ()
     return (Run(run.rank, run.start, run.end, retained + run.blocks),)

@@ -1,7 +1,7 @@
-"""What the coordinator and a member say of pieces of contexts on storage, beside the steps.
+"""Messages about pieces of contexts on storage, independent of steps.
 
-A piece is one object: some runs of one segment, whole blocks of them, as they are kept. It says nothing of ranks.
-Members write and read pieces on threads of their own, and answer whatever their steps do, in any order.
+A piece is one object: runs of one segment, as whole stored blocks. It is independent of ranks. Members write and read
+pieces in dedicated threads, and answer in any order, regardless of running steps.
 """
 
 from typing import Literal
@@ -11,54 +11,54 @@ import msgspec
 from longleaf.runs import Run
 
 MAX_PIECE_BYTES = 64 << 20
-"""Keys and values of a piece, unless a block has more of them; windows are one piece, however many they are."""
+"""Limit of keys and values per piece, unless a single block is larger; windows are always one piece."""
 Range = tuple[int, int]
 """Positions [start, end)."""
 Trouble = Literal["unavailable", "damaged", "dropped"]
 
 
 def max_header_bytes(num_tensors: int, num_ranges: int) -> int:
-    """Bytes that the header of a piece has at most: its tensors by name, dtype, shape and place, and its positions."""
+    """Maximum size of a piece's header: name, dtype, shape and offset of its tensors, and its positions."""
     return 4096 + 512 * num_tensors + 48 * num_ranges
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
-    """Why a piece was not written or read."""
+    """Reason why a piece was not written or read."""
 
     trouble: Trouble
-    """The storage cannot be used now; what it has is damaged or missing; or nobody has tried, for the epoch ended or it
-    was discarded."""
+    """The storage is unavailable; the data is damaged or missing; or the operation was dropped because the epoch ended
+    or it was discarded."""
     reason: str
 
 
 class Save(msgspec.Struct, frozen=True, tag="save"):
-    """Coordinator to member: write runs that you hold as a piece, behind all that was said before. They must stay where
-    they are until the answer, or the end of the epoch."""
+    """Coordinator to member: write the given runs as a piece, after all earlier messages. The runs must stay in place
+    until the answer, or the end of the epoch."""
 
     ticket: int
-    """Of this order, for this member; from 0."""
+    """Number of this request for this member, from 0."""
     name: str
-    """Of the object."""
+    """Object name."""
     segment: int
     runs: tuple[Run, ...]
     """In order of position."""
     of_windows: bool = False
-    """Of the layers whose last keys lie on every rank: runs of EVERY_RANK."""
+    """Whether the piece contains the layers with replicated windows: runs of EVERY_RANK."""
 
 
 class Saved(msgspec.Struct, frozen=True, tag="saved"):
-    """Member to coordinator, on the connection of its pulse: the piece is on storage, unless there is a failure."""
+    """Member to coordinator, on the heartbeat connection: the piece is on storage, unless `failure` is set."""
 
     member: int
     ticket: int
     num_bytes: int = 0
     digest: str = ""
-    """Of the object, as the storage has made it."""
+    """Digest of the object, as computed by the storage."""
     failure: Failure | None = None
 
 
 class Fetch(msgspec.Struct, frozen=True, tag="fetch"):
-    """Coordinator to member: read a piece into the host's memory, for steps that restore it. It is damaged unless it
+    """Coordinator to member: read a piece into host memory, for steps that restore it. It counts as damaged unless it
     has exactly the blocks of these positions."""
 
     ticket: int
@@ -66,14 +66,14 @@ class Fetch(msgspec.Struct, frozen=True, tag="fetch"):
     num_bytes: int
     digest: str
     ranges: tuple[Range, ...]
-    """Rising; whole blocks, each from the start of its range on."""
+    """Increasing; whole blocks, each counted from the start of its range."""
     of_windows: bool = False
-    """Of the layers whose last keys lie on every rank."""
+    """Whether the piece contains the layers with replicated windows."""
 
 
 class Fetched(msgspec.Struct, frozen=True, tag="fetched"):
-    """Member to coordinator, on the connection of its pulse: the piece is there, as it was written, unless there is a
-    failure. It stays until it is discarded, whatever becomes of the epoch."""
+    """Member to coordinator, on the heartbeat connection: the piece is in memory and intact, unless `failure` is set.
+    It is kept until it is discarded, even after the end of the epoch."""
 
     member: int
     ticket: int
@@ -81,8 +81,8 @@ class Fetched(msgspec.Struct, frozen=True, tag="fetched"):
 
 
 class Discard(msgspec.Struct, frozen=True, tag="discard"):
-    """Coordinator to member: nobody wants any more what was or is to be fetched under these tickets. What has not begun
-    is answered as dropped; what was never heard of is no mistake. Saves have tickets of their own, and go on."""
+    """Coordinator to member: the pieces of these fetch tickets are no longer needed. Fetches that have not started are
+    answered as dropped; unknown tickets are ignored. Saves have separate tickets and continue."""
 
     tickets: tuple[int, ...]
 

@@ -1,23 +1,23 @@
-"""Whether logits of the sharded path are those of plain attention, judged from a comparison of both."""
+"""Judges from a comparison whether the logits of distributed attention are correct."""
 
 from typing import NamedTuple
 
 from longleaf.rank_protocol.step import ComparisonRow
 
 MAX_DIFFERENCE = 1e-4
-"""Allowed between two logits in float32, as a share of the largest: right paths of small random checkpoints, whose
-logits are the most easily upset, differed by 3e-6."""
+"""Tolerance between two logits in float32, relative to the largest logit. Correct implementations differed by 3e-6 on
+small random checkpoints, whose logits are the most sensitive."""
 TIMES_PLAIN = {"float16": 2.0, "bfloat16": 2.0, "int8": 4.0}
-"""Distance from float32, as a multiple of that of plain attention. On 16 families of small random checkpoints, right
-paths came to 1.4 in float16 and bfloat16; to 1.6, and once, with experts, to 2.8 in int8; without what one of three
-ranks had to say it was 7.6 or more."""
+"""Tolerated distance from float32, as a multiple of that of plain attention. On 16 families of small random
+checkpoints, correct implementations reached 1.4 in float16 and bfloat16, and 1.6 in int8 (2.8 once, with experts);
+without the partials of one of three ranks it was 7.6 or more."""
 TELLING = 1 / 3
-"""Share of the logits' spread by which an error is told: without what one of three ranks had to say they were 0.38 of
-it off, or more."""
+"""Share of the logits' spread from which an error is detectable: without the partials of one of three ranks, the error
+was at least 0.38."""
 
 
 class Verdict(NamedTuple):
-    """What is made of a comparison."""
+    """Result of judging a comparison."""
 
     tolerance: float
     is_conclusive: bool
@@ -25,8 +25,9 @@ class Verdict(NamedTuple):
 
 
 def judge(found: ComparisonRow) -> Verdict:
-    """In float32 every logit counts; in coarser types how far plain attention itself is from float32. What is further
-    off than that is wrong; what is not is right only where a wrong path would be further off."""
+    """In float32 every logit is judged. In less precise types the tolerance is a multiple of plain attention's own
+    distance from float32. A larger distance fails; a smaller one passes only if a wrong implementation would exceed it.
+    """
     if found.failure:
         return Verdict(0.0, is_conclusive=False, passed=False)
     if found.dtype not in TIMES_PLAIN:

@@ -1,1 +1,1 @@
-"""Where snapshots of contexts lie: objects under names, in a folder or an object store."""
+"""Storage of context snapshots: named objects in a folder or an object store."""

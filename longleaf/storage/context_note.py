@@ -1,4 +1,4 @@
-"""A note: what one change made of a context. The newest one of a context is what it is."""
+"""Notes: the state of a context after a change. The newest note of a context is its current state."""
 
 from itertools import pairwise
 
@@ -13,24 +13,24 @@ VERSION = 1
 
 
 class ContextNote(msgspec.Struct, frozen=True, kw_only=True):
-    """A context after a change. Times in seconds since the epoch."""
+    """A context after a change. Times in seconds since the Unix epoch."""
 
     service: str
-    """Id of the service that keeps it."""
+    """Id of the service that wrote it."""
     context: str
     """Id of the context."""
     number: int
-    """Grows with each change of any context of the service."""
+    """Increases with each change of any context of the service."""
     is_deleted: bool = False
-    """Nothing else is told then. It stays, so that nobody takes an older note for the context."""
+    """The other fields are then unset. The note is kept, so that no older one is used."""
     segment: str | None = None
-    """The last one of its path; the manifests tell those before."""
+    """The last segment of its path; the manifests contain the earlier ones."""
     num_tokens: int = 0
-    """Of the whole path, whose last segment may hold more."""
+    """Tokens of the whole path; its last segment may have more."""
     ends: tuple[int, ...] = ()
-    """From where it can be continued if every rank holds the windows: the last one is its own end."""
+    """Positions at which it can be continued if windows are replicated; the last one is the end of the context."""
     capacity: int = 0
-    """Positions that its rope was chosen for."""
+    """Number of positions for which its rope was chosen."""
     created: float = 0.0
     updated: float = 0.0
     display_name: str = ""
@@ -43,12 +43,12 @@ class ContextNote(msgspec.Struct, frozen=True, kw_only=True):
 
 
 MAX_ENDS = 64
-"""Ends that may be named of a context; services name 4."""
+"""Maximum number of ends per context; services write 4."""
 
 
 def sound_ends(ends: tuple[int, ...], num_tokens: int) -> tuple[int, ...] | None:
-    """The ends of a context of so many tokens: where none are named, its own. None unless they rise up to its own, or
-    where there are too many."""
+    """The ends of a context of this length; by default its own end. None unless they increase up to its own end, or if
+    there are too many."""
     ends = ends[: MAX_ENDS + 1] or (num_tokens,)
     is_rising = all(a < b for a, b in pairwise((0, *ends)))
     return ends if is_rising and ends[-1] == num_tokens and len(ends) <= MAX_ENDS else None
@@ -59,7 +59,7 @@ def encode_note(note: ContextNote) -> bytes:
 
 
 def decode_note(data: bytes, place: NotePlace) -> ContextNote:
-    """The note that is kept at `place`. Raises DataLoss where it is damaged, of another place, or a later version."""
+    """The note stored at `place`. Raises DataLoss if it is damaged, belongs to another place, or has a later version."""
     content = unseal(data, KIND, VERSION, place.name)
     try:
         note = msgspec.msgpack.decode(content, type=ContextNote)

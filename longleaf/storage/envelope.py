@@ -1,8 +1,8 @@
-"""An envelope around what is kept: what it is, which version wrote it, and a checksum over all.
+"""Envelope of stored data: type, format version, and a checksum.
 
     magic, 8 bytes | kind, 8 bytes | version, 4 bytes, little endian | BLAKE3 of all else, 32 bytes | content
 
-This stays as it is for good: so a later version is told from damage.
+This layout is stable across versions, which allows distinguishing a later version from damage.
 """
 
 from blake3 import blake3
@@ -21,7 +21,7 @@ def seal(kind: bytes, version: int, content: bytes) -> bytes:
 
 
 def unseal(data: bytes, kind: bytes, version: int, name: str) -> bytes:
-    """The content of what is kept as `name`. Raises DataLoss where it is damaged, another kind, or a later version."""
+    """The content of the object `name`. Raises DataLoss if it is damaged, of another kind, or of a later version."""
     if len(data) < _FULL_BYTES:
         raise DataLoss(name, f"it has {len(data)} bytes, fewer than any that was written to its end")
     head, digest, content = data[:_HEAD_BYTES], data[_HEAD_BYTES:_FULL_BYTES], data[_FULL_BYTES:]

@@ -1,4 +1,4 @@
-"""Storage in memory, which fails and hangs when it is told to."""
+"""In-memory storage, and storage with injected failures and hangs."""
 
 import errno
 import time
@@ -9,7 +9,7 @@ from longleaf.storage.files import ObjectInfo
 
 
 class MemoryFiles:
-    """Objects of this process. `clock` tells seconds since the epoch."""
+    """Objects in memory. `clock` returns seconds since the Unix epoch."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -45,29 +45,29 @@ class MemoryFiles:
             self._objects.pop(name, None)
 
     def num_bytes(self) -> int:
-        """Bytes of all objects."""
+        """Total size of all objects."""
         return sum(entry.num_bytes for entry in self.list(""))
 
 
 class FlakyFiles:
-    """Objects of `files`, where calls go wrong as a test wants it."""
+    """Objects of `files`, with injected failures."""
 
     def __init__(self, files: MemoryFiles) -> None:
         self.files = files
         self.is_answering = Event()
-        """Calls wait until it is set."""
+        """Calls block until it is set."""
         self.is_answering.set()
         self.max_bytes: int | None = None
-        """What has room in all."""
+        """Total capacity."""
         self._failures: list[Exception] = []
         self._torn_bytes: int | None = None
 
     def fail(self, num_calls: int, error: Exception | None = None) -> None:
-        """The next calls raise `error`, by default one of input and output."""
+        """Makes the next calls raise `error`, by default an OSError."""
         self._failures = [error or OSError(errno.EIO, "input/output error")] * num_calls
 
     def tear(self, num_bytes: int) -> None:
-        """The next write leaves an object of its first bytes, and raises."""
+        """Makes the next write store only its first bytes, and raise."""
         self._torn_bytes = num_bytes
 
     def write(self, name: str, parts: Sequence[memoryview], is_new: bool) -> None:

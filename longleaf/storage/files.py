@@ -1,4 +1,4 @@
-"""What a storage must be able to do, and how objects are named there."""
+"""Interface of storage backends, and rules for object names."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -9,9 +9,9 @@ import msgspec
 from longleaf.errors import InvalidArgument
 
 PART = ".part"
-"""How names end of what was never put to its end: nobody reads them, and a sweep deletes them."""
+"""Suffix of incomplete objects, which are not read and are deleted by a sweep."""
 MAX_NAME_BYTES = 1000
-"""Of a whole name: object stores take 1024, with the folder that comes before."""
+"""Limit of a whole name: object stores allow 1024, including the folder prefix."""
 _COMPONENT = re.compile(r"[A-Za-z0-9_%-][A-Za-z0-9._%-]{0,199}")
 
 
@@ -21,14 +21,15 @@ class ObjectInfo(msgspec.Struct, frozen=True):
     name: str
     num_bytes: int
     modified: float
-    """Seconds since the epoch, by the storage's clock; infinite where it does not tell: then nothing is old."""
+    """Seconds since the Unix epoch, by the storage's clock; infinite if unknown, so that the object is never considered
+    old."""
 
 
 class Files(Protocol):
-    """Objects under names, in folders. Calls block and may hang. They raise OSError and whatever a driver raises."""
+    """Named objects in folders. Calls block and may hang. They raise OSError and any exception of a driver."""
 
     def write(self, name: str, parts: Sequence[memoryview], is_new: bool) -> None:
-        """Raises FileExistsError, and changes nothing, where `is_new` and the name is taken."""
+        """Raises FileExistsError, without changes, if `is_new` and the name is taken."""
         ...
 
     def read(self, name: str) -> bytes:
@@ -38,20 +39,20 @@ class Files(Protocol):
     def find(self, name: str) -> ObjectInfo | None: ...
 
     def list(self, folder: str) -> Iterable[ObjectInfo]:
-        """All that lies below `folder`, which need not be there; below all where it is empty."""
+        """All objects below `folder`, which need not exist; all objects if it is empty."""
         ...
 
     def remove(self, name: str) -> None:
-        """The object need not be there."""
+        """Does nothing if the object does not exist."""
         ...
 
 
 def is_name(name: str) -> bool:
-    """Whether an object may be called so."""
+    """Whether it is a valid object name."""
     return len(name) <= MAX_NAME_BYTES and all(map(_COMPONENT.fullmatch, name.split("/")))
 
 
 def check_name(name: str) -> None:
-    """Raises InvalidArgument for a name that may lead out of the storage, or that some storage does not take."""
+    """Raises InvalidArgument for a name that could escape the storage, or that some storage does not support."""
     if not is_name(name):
         raise InvalidArgument("name", f"{name[:100]!r} is not made of parts of a-z A-Z 0-9 . _ % - between slashes")

@@ -1,4 +1,4 @@
-"""The sweep: what a service kept and nobody needs is deleted."""
+"""Garbage collection: deletes unreferenced objects of a service."""
 
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AnySet
@@ -20,21 +20,21 @@ from longleaf.storage.store import Store
 
 
 class GcReport(msgspec.Struct, frozen=True):
-    """What a sweep deleted."""
+    """The deleted objects."""
 
     num_objects: int
     num_bytes: int
 
 
 def sweep(store: Store, service: str, now: float, grace: float, live: AnySet[str]) -> GcReport:
-    """Deletes what `service` wrote more than `grace` seconds before `now` and is not in `live`.
+    """Deletes objects of `service` that were written more than `grace` seconds before `now` and are not in `live`.
 
-    `live` are the names of all its manifests that count, and of all objects that these name. Of each context the newest
-    note stays, and those before it until it is older than `grace`: who listed them may read them still. What others
-    wrote is never touched.
+    `live` has the names of all valid manifests and of all objects that they reference. The newest note of each context
+    is kept; older ones are kept for `grace` seconds, because a concurrent listing may still read them. Objects of other
+    services are never deleted.
 
-    Nothing may take longer to be kept than `grace`, less what the clocks of storage and caller are apart. Raises
-    StorageUnavailable; what was deleted then stays so.
+    `grace` must exceed the duration of any write plus the clock difference between storage and caller. Raises
+    StorageUnavailable; objects deleted before the failure stay deleted.
     """
     if not is_id(service):
         raise InvalidArgument("service", f"{service!r} is not the id of a service")
@@ -44,14 +44,14 @@ def sweep(store: Store, service: str, now: float, grace: float, live: AnySet[str
     unfinished = [entry for entry in notes if entry.name.endswith(PART)]
     found = [entry for entry in (*retained, *unfinished) if entry.modified < before]
     found += _superseded(notes, before)
-    # without its manifest a piece is nothing, but a manifest without its pieces would be believed
+    # Manifests first: a piece without manifest is ignored, but a manifest without pieces would be trusted.
     found.sort(key=lambda entry: attempt_of_manifest(entry.name) is None)
     store.delete(entry.name for entry in found)
     return GcReport(len(found), sum(entry.num_bytes for entry in found))
 
 
 def _superseded(notes: Sequence[ObjectInfo], before: float) -> Iterator[ObjectInfo]:
-    """Notes after which another one of the same context came, before `before`."""
+    """Notes that were superseded before `before` by another one of the same context."""
     found: list[tuple[NotePlace, ObjectInfo]] = []
     for entry in notes:
         place = place_of_note(entry.name)

@@ -1,4 +1,4 @@
-"""All that a storage keeps, of every service."""
+"""Listing of all objects on a storage, of all services."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -12,12 +12,13 @@ from longleaf.storage.store import Store
 
 
 class NoteListing(msgspec.Struct, frozen=True):
-    """What the notes of a storage tell."""
+    """The notes on a storage."""
 
     newest: Mapping[tuple[str, str], ContextNote]
-    """By service and context, the deleted ones too."""
+    """By service and context, including deleted ones."""
     damaged: Sequence[DataLoss]
-    """Newest notes that cannot be read. An older one would bring back what was deleted, or drop what was appended."""
+    """Newest notes that are unreadable. Older ones are not used instead, because they could restore deleted contexts,
+    or drop appended documents."""
 
 
 def read_notes(store: Store) -> NoteListing:
@@ -41,7 +42,7 @@ def read_notes(store: Store) -> NoteListing:
 
 
 def read_manifests(store: Store) -> Iterator[tuple[str, SegmentManifest | DataLoss]]:
-    """Names of manifests, and what is kept there, one after the other: each has all ids of its segment. Raises
+    """Yields the names and contents of manifests one by one, because each contains all ids of its segment. Raises
     StorageUnavailable."""
     for entry in store.list(SERVICES):
         attempt = attempt_of_manifest(entry.name)
@@ -51,12 +52,12 @@ def read_manifests(store: Store) -> Iterator[tuple[str, SegmentManifest | DataLo
             yield entry.name, read_manifest(store, entry.name)
         except DataLoss as error:
             yield entry.name, error
-        except NotFound:  # its service has swept it meanwhile
+        except NotFound:  # deleted meanwhile by its service
             continue
 
 
 def read_manifest(store: Store, name: str) -> SegmentManifest:
-    """Raises NotFound, StorageUnavailable, and DataLoss where it is damaged or belongs elsewhere."""
+    """Raises NotFound, StorageUnavailable, and DataLoss if it is damaged or belongs to another name."""
     manifest = decode_manifest(store.get(name), name)
     attempt = attempt_of_manifest(name)
     if attempt is None or (attempt.service, attempt.segment) != (manifest.service, manifest.segment):

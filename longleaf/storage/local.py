@@ -1,4 +1,4 @@
-"""Objects as files of a folder of this machine, each there as a whole or not at all."""
+"""Objects as files in a local folder, written atomically."""
 
 import errno
 import os
@@ -12,13 +12,13 @@ from longleaf.storage.files import PART, ObjectInfo
 
 _CREATE = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
 _TRIES = 100
-"""Of making a file in a folder that others delete as soon as it is empty."""
+"""Attempts to create a file in a folder that others delete whenever it is empty."""
 
 
 class LocalFiles:
-    """Files of the folder `root`, which is made. They survive the machine's power as soon as they are written.
+    """Files in the folder `root`, which is created. Writes are durable.
 
-    Folders and files belong to this user alone.
+    Folders and files are accessible only to this user.
     """
 
     def __init__(self, root: Path) -> None:
@@ -31,7 +31,7 @@ class LocalFiles:
         try:
             _write_durably(self._create(part), parts)
             if is_new:
-                os.link(part, path)  # a rename would replace what is there
+                os.link(part, path)  # a rename would overwrite an existing file
                 os.unlink(part)
             else:
                 os.replace(part, path)
@@ -65,7 +65,7 @@ class LocalFiles:
         yield from _walk(self._root / folder, f"{folder}/" if folder else "")
 
     def remove(self, name: str) -> None:
-        """Folders that became empty go with it. One in place of the object is none."""
+        """Also removes folders that become empty. A folder in place of the object is ignored."""
         path = self._root / name
         with suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
             path.unlink()
@@ -73,13 +73,13 @@ class LocalFiles:
         for folder in path.parents[: name.count("/")]:
             try:
                 folder.rmdir()
-            except FileNotFoundError:  # somebody else was faster
+            except FileNotFoundError:  # removed concurrently
                 continue
             except OSError:  # it is not empty
                 break
 
     def _create(self, path: Path) -> int:
-        """Opens a new file. Its folder may be deleted, because it is empty, before the file is there."""
+        """Opens a new file. Retries if its folder is deleted as empty before the file exists."""
         for _ in range(_TRIES):
             try:
                 return os.open(path, _CREATE, 0o600)
@@ -90,7 +90,8 @@ class LocalFiles:
         raise OSError(errno.EBUSY, "its folder vanishes as often as it is made")
 
     def _check_root(self) -> None:
-        """Without its folder nothing is missing: the storage is away, as where a disk is not mounted."""
+        """Without its folder the storage is unavailable, for instance an unmounted disk, and objects must not be
+        reported as missing."""
         if not self._root.is_dir():
             raise OSError(errno.ENXIO, "the folder is not there any more")
 
@@ -113,7 +114,7 @@ def _entry(name: str, found: os.stat_result) -> ObjectInfo:
 
 
 def _write_durably(descriptor: int, parts: Sequence[memoryview]) -> None:
-    """Writes all bytes to the disk, and closes the file."""
+    """Writes all bytes with fsync, and closes the file."""
     try:
         for part in parts:
             rest = part
@@ -125,7 +126,7 @@ def _write_durably(descriptor: int, parts: Sequence[memoryview]) -> None:
 
 
 def _make_folders(folder: Path) -> None:
-    """Makes those that are missing, from the top on, durably."""
+    """Creates missing folders durably, starting at the top."""
     if folder.is_dir():
         return
     _make_folders(folder.parent)
@@ -135,7 +136,7 @@ def _make_folders(folder: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """What was made and renamed in it stays so."""
+    """Makes new and renamed entries of the folder durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -1,6 +1,6 @@
-"""The manifest of a segment: which objects hold its keys and values, and which tokens they are of.
+"""Manifest of a segment: the objects with its keys and values, and its token ids.
 
-It is written last. Pieces that no manifest names are nothing, however whole they are.
+It is written last. Pieces that no manifest references are ignored.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,32 +23,32 @@ class PieceRef(msgspec.Struct, frozen=True):
 
     name: str
     runs: tuple[tuple[int, int], ...]
-    """Positions [start, end), rising; whole blocks from the segment's start, but for the last one."""
+    """Positions [start, end), increasing; whole blocks from the segment's start, except the last one."""
     num_bytes: int
     digest: str
-    """Hexadecimal digits of BLAKE3."""
+    """BLAKE3 in hexadecimal."""
 
 
 class SegmentManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """A segment as it lies on storage."""
+    """A segment on storage."""
 
     service: str
-    """Id of the service that keeps it."""
+    """Id of the service that wrote it."""
     fingerprint: str
-    """Of the checkpoint that read it."""
+    """Fingerprint of the checkpoint that computed it."""
     form: str
-    """What a pool of slots must be like to take the pieces in, as the ranks tell it; here it is compared at most."""
+    """Pool format required for restoring the pieces, as defined by the ranks; opaque here and only compared."""
     segment: str
-    """No other one of any service has this name."""
+    """Unique over all services."""
     parent: str | None
-    """The segment whose tokens come before `start`; None at the beginning of a context."""
+    """The segment whose tokens precede `start`; None at the beginning of a context."""
     start: int
     num_tokens: int
     rope: Rope
     pieces: tuple[PieceRef, ...]
-    """In any order; together they hold each position once."""
+    """In any order; together they contain each position once."""
     windows: PieceRef | None
-    """What is held of windowed layers, where every rank holds it: some positions of the segment before its end."""
+    """Keys of sliding-window layers, if these are replicated on every rank: some positions before the segment's end."""
     token_ids: bytes
     """4 bytes each, little endian."""
 
@@ -58,12 +58,12 @@ class SegmentManifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def objects(self) -> Iterator[str]:
-        """Names of all objects that it names."""
+        """Names of all referenced objects."""
         return (piece.name for piece in self._all_pieces())
 
     def check(self) -> None:
-        """Raises InvalidArgument, naming the field, where it contradicts itself, or its pieces hold a position twice or
-        not at all."""
+        """Raises InvalidArgument, naming the field, if it is inconsistent, or if a position is missing from its pieces
+        or occurs twice."""
         for field, value in (("service", self.service), ("segment", self.segment)):
             if not is_id(value):
                 raise InvalidArgument(field, f"{value[:100]!r} is not made of a-z 0-9 -")
@@ -80,9 +80,9 @@ class SegmentManifest(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidArgument("pieces", "an object is named twice")
 
     def check_blocks(self, block_size: int) -> None:
-        """Raises InvalidArgument unless each run of a piece begins with a block of the segment, and ends with one or at
-        the segment's end: what remains of a block would take one more of the pool. Blocks of windows begin where a run
-        does."""
+        """Raises InvalidArgument unless each run of a piece starts at a block of the segment, and ends at a block or at
+        the segment's end, because partial blocks would take additional blocks of the pool. Blocks of windows start at
+        the start of their run."""
         for start, end in (run for piece in self.pieces for run in piece.runs):
             if (start - self.start) % block_size or ((end - self.start) % block_size and end != self.end):
                 message = (
@@ -96,7 +96,7 @@ class SegmentManifest(msgspec.Struct, frozen=True, kw_only=True):
     def _check_runs(self) -> None:
         for piece in self.pieces:
             _check_rising(piece, "pieces")
-        # in rising order, each begins where the one before ends
+        # sorted runs, each of which starts at the end of the previous one
         runs = sorted(run for piece in self.pieces for run in piece.runs)
         bounds = [self.start, *(bound for run in runs for bound in run), self.end]
         if any(end != start for end, start in zip(bounds[::2], bounds[1::2], strict=True)):
@@ -114,13 +114,13 @@ def _check_rising(piece: PieceRef, field: str) -> None:
 
 
 def encode_manifest(manifest: SegmentManifest) -> bytes:
-    """Raises InvalidArgument as `check` does."""
+    """Raises InvalidArgument like `check`."""
     manifest.check()
     return seal(KIND, VERSION, msgspec.msgpack.encode(manifest))
 
 
 def decode_manifest(data: bytes, name: str) -> SegmentManifest:
-    """The manifest that is kept as `name`. Raises DataLoss where it is damaged, senseless, or of a later version."""
+    """The manifest stored as `name`. Raises DataLoss if it is damaged, inconsistent, or of a later version."""
     content = unseal(data, KIND, VERSION, name)
     try:
         manifest = msgspec.msgpack.decode(content, type=SegmentManifest)

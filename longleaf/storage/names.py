@@ -1,11 +1,11 @@
-"""Names of what is kept: none is ever used for two things.
+"""Object names, which are never reused.
 
     services/<service>/segments/<segment>/<attempt>/piece-00012.safetensors
     services/<service>/segments/<segment>/<attempt>/manifest
     services/<service>/notes/<context>/<number, 20 digits>
 
-An attempt is one try to keep a segment: what another one left behind is never written again. Segments of one imported
-archive share the attempt's name, which says so.
+An attempt is one try to store a segment; objects of an earlier attempt are never overwritten. Segments of one imported
+archive share the attempt's name, which marks the import.
 """
 
 import re
@@ -22,11 +22,11 @@ _NOTE = re.compile(rf"services/({_ID})/notes/([^/]+)/([0-9]{{20}})")
 
 
 IMPORTED = "import-"
-"""How the attempts of imports begin."""
+"""Prefix of the attempts of imports."""
 
 
 class Attempt(NamedTuple):
-    """One try to keep one segment; all three of a-z 0-9 -."""
+    """One try to store one segment; all three fields consist of a-z 0-9 -."""
 
     service: str
     segment: str
@@ -34,7 +34,7 @@ class Attempt(NamedTuple):
 
     @property
     def is_imported(self) -> bool:
-        """Whether the keys and values came with an archive: one damaged segment discredits all of it."""
+        """Whether the keys and values came from an archive: one damaged segment invalidates the whole archive."""
         return self.attempt.startswith(IMPORTED)
 
     @property
@@ -45,7 +45,7 @@ class Attempt(NamedTuple):
         return f"{self._folder}/piece-{number:05}.safetensors"
 
     def windows(self, number: int) -> str:
-        """The name of a piece of windowed layers."""
+        """The name of a piece of sliding-window layers."""
         return f"{self._folder}/windows-{number:05}.safetensors"
 
     @property
@@ -54,7 +54,7 @@ class Attempt(NamedTuple):
 
 
 class NotePlace(NamedTuple):
-    """Which change of which context a note tells."""
+    """Context and number of a note."""
 
     service: str
     context: str
@@ -66,7 +66,7 @@ class NotePlace(NamedTuple):
 
 
 def is_id(text: str) -> bool:
-    """Whether a service or a segment may be called so."""
+    """Whether it is a valid id of a service or a segment."""
     return _ID_TEXT.fullmatch(text) is not None
 
 
@@ -79,18 +79,18 @@ def notes_folder(service: str) -> str:
 
 
 def attempt_of_manifest(name: str) -> Attempt | None:
-    """None for what is no manifest's name."""
+    """None for other names."""
     match = _MANIFEST.fullmatch(name)
     return match and Attempt(*match.groups())
 
 
 def attempt_of_piece(name: str) -> Attempt | None:
-    """None for what is no piece's name."""
+    """None for other names."""
     match = _PIECE.fullmatch(name)
     return match and Attempt(*match.groups())
 
 
 def place_of_note(name: str) -> NotePlace | None:
-    """None for what is no note's name."""
+    """None for other names."""
     match = _NOTE.fullmatch(name)
     return match and NotePlace(match[1], unquote(match[2]), int(match[3]))

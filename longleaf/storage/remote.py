@@ -1,4 +1,4 @@
-"""Objects in whatever fsspec has a driver for, such as S3."""
+"""Objects on any storage supported by fsspec, such as S3."""
 
 import errno
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,30 +9,29 @@ from typing import Any
 from longleaf.storage.files import ObjectInfo
 
 _TIMES = ("LastModified", "last_modified", "mtime", "modified", "updated", "created")
-"""Where the drivers tell when an object was written."""
+"""Keys under which the drivers report the modification time."""
 
 
 class RemoteFiles:
-    """Objects below `root` of a file system of fsspec, each written in one call: object stores then show it as a
-    whole."""
+    """Objects below `root` of an fsspec file system, each written in one call, which is atomic in object stores."""
 
     def __init__(self, file_system: Any, root: str) -> None:
         self._files = file_system
         self._root = root.rstrip("/")
 
     def write(self, name: str, parts: Sequence[memoryview], is_new: bool) -> None:
-        # an object store wants the whole of it in one piece of memory
+        # object stores require contiguous memory
         content, path = b"".join(parts), self._path(name)
         options = {"mode": "create"} if is_new else {}
         try:
             self._files.pipe_file(path, content, **options)
         except FileNotFoundError:
-            if self._files.async_impl:  # an object store, which has no folders; s3fs would make a bucket
+            if self._files.async_impl:  # an object store, which has no folders; s3fs would create a bucket
                 raise
             self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
             self._files.pipe_file(path, content, **options)
         except OSError as error:
-            if is_new and _code(error) == "PreconditionFailed":  # s3fs knows only how S3 itself says it
+            if is_new and _code(error) == "PreconditionFailed":  # s3fs does not map this S3 error
                 raise FileExistsError(errno.EEXIST, "there is one", name) from error
             raise
 
@@ -73,13 +72,13 @@ class RemoteFiles:
 
 
 def _check_bucket(error: FileNotFoundError) -> None:
-    """Drivers say of an object and of its bucket in one way that it is missing. Raises OSError for a bucket."""
+    """Raises OSError for a missing bucket, which drivers report like a missing object."""
     if _code(error) == "NoSuchBucket":
         raise OSError(errno.ENXIO, "the bucket does not exist") from error
 
 
 def _code(error: OSError) -> str:
-    """What S3 calls the error, if it comes from there."""
+    """S3's error code, if there is one."""
     response: dict[str, dict[str, str]] = getattr(error.__cause__, "response", {})
     return response.get("Error", {}).get("Code", "")
 

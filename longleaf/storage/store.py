@@ -1,4 +1,4 @@
-"""A storage: objects under names, with digests, in limited time, and with errors that say what to do."""
+"""Object storage with digests, timeouts and actionable errors."""
 
 import errno
 import re
@@ -18,29 +18,29 @@ from longleaf.storage.urls import FIELD, connect, shown
 Buffer = bytes | bytearray | memoryview
 Found = TypeVar("Found")
 TIMEOUT = 60.0
-"""Seconds that a call may take: one object of some ten megabytes, or a listing."""
+"""Timeout of a call in seconds: one object of some ten megabytes, or a listing."""
 PROBE = "probe"
-"""What is written to see whether anything can be."""
+"""Object for testing whether writes succeed."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _WRONG = (PermissionError, FileNotFoundError, NotADirectoryError, NotImplementedError, ValueError, TypeError)
-"""What is raised by a storage that is not there, or may not be written, and by a driver that was told nonsense."""
+"""Exceptions of a storage that does not exist or is not writable, and of drivers with invalid parameters."""
 
 
 class WriteResult(msgspec.Struct, frozen=True):
-    """What was put."""
+    """Result of a write."""
 
     num_bytes: int
     digest: str
-    """Hexadecimal digits of BLAKE3."""
+    """BLAKE3 in hexadecimal."""
 
 
 class Store:
-    """The objects of `files`, called `url` where people read of it.
+    """The objects of `files`, named `url` in errors.
 
-    All calls block, from any thread, for at most `timeout` seconds each, or each object where there are several. They
-    raise StorageUnavailable where the storage is away, full, read-only or too slow; then what was begun may still go
-    on, and buffers that were put may still be read. Objects are as whole as the storage makes them: who reads one
-    without a checksum of its own gives its digest.
+    All calls block for at most `timeout` seconds, per object if there are several, and are thread-safe. They raise
+    StorageUnavailable if the storage is unreachable, full, read-only or too slow; the operation may then still be
+    running and reading the passed buffers. Integrity is that of the storage: callers that read data without its own
+    checksum must pass its digest.
     """
 
     def __init__(self, files: Files, url: str, timeout: float = TIMEOUT) -> None:
@@ -50,11 +50,11 @@ class Store:
 
     @classmethod
     def open(cls, url: str, timeout: float = TIMEOUT, *, is_tried: bool = True) -> "Store":
-        """The storage at `url`: a folder, as a path or file://, or any URL that fsspec has a driver for.
+        """The storage at `url`: a folder, as a path or file://, or any URL that fsspec supports.
 
-        It is tried with a small object unless that is not wanted, but may be full: what it has can still be read.
-        Raises InvalidArgument naming `snapshot_url` where the URL is wrong, its driver is not installed, or nothing may
-        be written there, and StorageUnavailable where it cannot be reached now.
+        Unless `is_tried` is false, a small object is written as a test; a full storage is accepted, because it can
+        still be read. Raises InvalidArgument naming `snapshot_url` if the URL is invalid, its driver is not installed,
+        or writing is forbidden, and StorageUnavailable if it is unreachable.
         """
         with _refusing():
             with _telling(shown(url), "opened"):
@@ -65,9 +65,9 @@ class Store:
         return store
 
     def put(self, name: str, parts: Sequence[Buffer], *, is_new: bool = False) -> WriteResult:
-        """Writes the bytes of all parts, one after the other, under `name`. In a folder they are then on the disk.
+        """Writes the concatenated parts as `name`; durable in a folder.
 
-        Raises AlreadyExists, and changes nothing, where `is_new` and the name is taken.
+        Raises AlreadyExists, without changes, if `is_new` and the name is taken.
         """
         check_name(name)
         views = [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes]
@@ -83,7 +83,7 @@ class Store:
         return WriteResult(sum(len(view) for view in views), digest.hexdigest())
 
     def get(self, name: str, digest: str | None = None) -> bytes:
-        """The object. Raises NotFound, and DataLoss where it has another digest than `digest`."""
+        """The object. Raises NotFound, and DataLoss if its digest differs from `digest`."""
         check_name(name)
         try:
             content = self._call("read", partial(self._files.read, name), FileNotFoundError)
@@ -94,7 +94,7 @@ class Store:
         return content
 
     def size(self, name: str) -> int:
-        """Bytes of the object. Raises NotFound."""
+        """Size of the object. Raises NotFound."""
         found = self._find(name)
         if found is None:
             raise NotFound(name)
@@ -104,14 +104,14 @@ class Store:
         return self._find(name) is not None
 
     def list(self, folder: str = "") -> Iterator[ObjectInfo]:
-        """All objects below `folder`, in no order; none where there is no such folder. Those whose names end with PART
-        were never put to their end. What others left there under names that no object may have is none of them."""
+        """All objects below `folder`, in no order; none if the folder does not exist. Names that end with PART are
+        incomplete objects. Files with invalid names are skipped."""
         if folder:
             check_name(folder)
         return iter(self._call("listed", lambda: [one for one in self._files.list(folder) if is_name(one.name)]))
 
     def delete(self, names: Iterable[str]) -> None:
-        """One after the other; those that are missing are fine."""
+        """Deletes the objects one by one; missing ones are ignored."""
         for name in names:
             check_name(name)
             self._call("deleted from", partial(self._files.remove, name))
@@ -126,7 +126,7 @@ class Store:
             return self._calls.end(call)
 
     def _try(self) -> None:
-        """Writes something, and deletes it, unless the storage is full."""
+        """Writes and deletes a test object; a full storage passes."""
         try:
             self.put(PROBE, [b"longleaf"])
             self.delete([PROBE])
@@ -137,7 +137,7 @@ class Store:
 
 @contextmanager
 def _telling(url: str, verb: str, *passed: type[Exception]) -> Generator[None, None, None]:
-    """Turns whatever a driver raises into StorageUnavailable, but for `passed`."""
+    """Converts any driver exception to StorageUnavailable, except `passed`."""
     try:
         yield
     except (LongleafError, MemoryError, *passed):
@@ -147,7 +147,7 @@ def _telling(url: str, verb: str, *passed: type[Exception]) -> Generator[None, N
 
 
 def _reason(error: Exception) -> str:
-    """What is wrong, and what to do."""
+    """The cause, and the remedy."""
     if _is_full(error):
         return "it is full; make room there"
     if isinstance(error, OSError) and error.errno == errno.EROFS:
@@ -155,7 +155,7 @@ def _reason(error: Exception) -> str:
     if isinstance(error, PermissionError):
         return "it is denied; check the credentials, and what they allow"
     reported = (error.strerror if isinstance(error, OSError) else "") or f"{error}" or type(error).__name__
-    reported = re.sub(r"://[^/\s@]*@", "://", reported)  # drivers tell URLs with their passwords
+    reported = re.sub(r"://[^/\s@]*@", "://", reported)  # drivers include passwords in URLs
     if isinstance(error, StorageTimeout):
         return f"{reported}; check that it can be reached from this machine"
     return f"{reported}; check that it is there, and can be reached from this machine"
@@ -167,7 +167,7 @@ def _is_full(error: BaseException | None) -> bool:
 
 @contextmanager
 def _refusing() -> Generator[None, None, None]:
-    """Turns into InvalidArgument what no wait mends."""
+    """Converts permanent errors to InvalidArgument."""
     try:
         yield
     except StorageUnavailable as error:

@@ -1,4 +1,4 @@
-"""Calls that may hang, on threads of their own, and waited for no longer than they may take."""
+"""Timeouts for calls that may hang, by running them in separate threads."""
 
 import time
 from collections.abc import Callable
@@ -10,27 +10,27 @@ from longleaf.formatting import human_seconds
 
 Found = TypeVar("Found")
 MAX_HANGING = 8
-"""Calls of one storage that hang: each keeps its thread, and what it would write, until the storage answers."""
+"""Hanging calls per storage: each keeps its thread and its buffers until the storage answers."""
 
 
 class StorageTimeout(Exception):
-    """A call is not over after all the time that it had, or none is begun because too many hang."""
+    """A call exceeded its timeout, or was not started because too many calls hang."""
 
 
 class TimedCall(Generic[Found]):
-    """A call that was begun."""
+    """A running call."""
 
     def __init__(self, work: Callable[[], Found], timeout: float) -> None:
         self._future = Future[Found]()
         self._timeout = timeout
         self._end = time.monotonic() + timeout
         self._work = work
-        # nobody waits for such a thread when the process ends
+        # a daemon thread does not block process exit
         self.thread = Thread(target=self._live, name="storage", daemon=True)
         self.thread.start()
 
     def result(self) -> Found:
-        """What the call returned or raised. Raises StorageTimeout."""
+        """The result or the exception of the call. Raises StorageTimeout."""
         wait([self._future], max(0.0, self._end - time.monotonic()))
         if not self._future.done():
             raise StorageTimeout(f"no answer within {human_seconds(self._timeout)}")
@@ -44,21 +44,21 @@ class TimedCall(Generic[Found]):
 
 
 class TimedCalls:
-    """Calls of one storage, each of `timeout` seconds at most."""
+    """Calls of one storage, each with a timeout in seconds."""
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
         self._hanging: list[Thread] = []
 
     def begin(self, work: Callable[[], Found]) -> TimedCall[Found]:
-        """Raises StorageTimeout where too many calls hang already."""
+        """Raises StorageTimeout if too many calls hang already."""
         self._hanging = [thread for thread in self._hanging if thread.is_alive()]
         if len(self._hanging) >= MAX_HANGING:
             raise StorageTimeout(f"{len(self._hanging)} earlier calls still have no answer")
         return TimedCall(work, self._timeout)
 
     def end(self, call: TimedCall[Found]) -> Found:
-        """What the call returned or raised. Raises StorageTimeout."""
+        """The result or the exception of the call. Raises StorageTimeout."""
         try:
             return call.result()
         except StorageTimeout:

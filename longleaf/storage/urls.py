@@ -1,4 +1,4 @@
-"""Addresses of storage: which files are meant, and how they are told to people."""
+"""Storage URLs: choice of the backend, and display without secrets."""
 
 import re
 from importlib import import_module
@@ -15,7 +15,7 @@ FIELD = "snapshot_url"
 _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)(:(?://)?)")
 _LOCAL = ("file", "local")
 _EXTRAS = {"s3": "'longleaf[s3]'", "s3a": "'longleaf[s3]'"}
-"""What brings the drivers that the project is tested with."""
+"""Extras that install the tested drivers."""
 
 
 def shown(url: str) -> str:
@@ -29,9 +29,9 @@ def shown(url: str) -> str:
 
 
 def connect(url: str) -> Files:
-    """The files that `url` means: a folder, as a path or file://, or what fsspec has a driver for.
+    """The storage at `url`: a folder, as a path or file://, or any URL that fsspec supports.
 
-    Raises InvalidArgument where that is none, and what a driver raises that goes to its storage at once.
+    Raises InvalidArgument for other URLs, and the exceptions of drivers that connect immediately.
     """
     _check(url)
     match = _SCHEME.match(url)
@@ -41,7 +41,7 @@ def connect(url: str) -> Files:
 
 
 def _check(url: str) -> None:
-    """Raises InvalidArgument for what a driver would take for something else than was meant."""
+    """Raises InvalidArgument for URLs that a driver would misinterpret."""
     match = _SCHEME.match(url)
     if not url or "\0" in url:
         raise InvalidArgument(FIELD, "is empty or not a path: give a folder, or a URL such as s3://bucket/folder")
@@ -59,7 +59,7 @@ def _check(url: str) -> None:
 
 
 def _remote(url: str, scheme: str) -> Files:
-    fsspec: Any = import_module("fsspec")  # takes a while, which folders need not wait for
+    fsspec: Any = import_module("fsspec")  # slow to import, and not needed for folders
     try:
         fsspec.get_filesystem_class(scheme)
     except ValueError:
@@ -68,6 +68,6 @@ def _remote(url: str, scheme: str) -> Files:
         package = _EXTRAS.get(scheme)
         hint = f"pip install {package}" if package else str(error)
         raise InvalidArgument(FIELD, f"{shown(url)} needs a package that is not installed: {hint}") from None
-    # a cached file system would be shared, with what it remembers of folders, by all that name the same URL
+    # a cached file system, with its cached listings, would be shared by all users of the same URL
     file_system, root = fsspec.url_to_fs(url, skip_instance_cache=True, use_listings_cache=False)
     return RemoteFiles(file_system, root)

@@ -1,6 +1,6 @@
-"""What clients and service say to each other, as plain structs. Counts are in tokens, sizes in bytes, times in seconds.
+"""Requests and responses as plain structs. Counts are in tokens, sizes in bytes, times in seconds.
 
-`longleaf.codec` alone turns them into protobuf messages and back.
+Only `longleaf.codec` converts them to protobuf messages and back.
 """
 
 from longleaf.document_text import TextFile

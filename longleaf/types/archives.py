@@ -1,4 +1,4 @@
-"""Contexts that move house, as parcels: streams of bytes that tell all of them."""
+"""Export and import of contexts as archives: self-contained byte streams."""
 
 import msgspec
 
@@ -7,56 +7,56 @@ from longleaf.types.contexts import Context
 
 
 class ExportContext(msgspec.Struct, frozen=True, kw_only=True):
-    """A request for a context's parcel from a byte on."""
+    """A request for a context's archive, starting at a byte offset."""
 
     context: str
     offset: int = 0
     digest: str = ""
-    """Of the parcel that is gone on with; empty: whatever it is."""
+    """Digest of the archive to resume; empty accepts any."""
     with_keys: bool = True
 
 
 class ExportedArchive(msgspec.Struct, frozen=True):
-    """What comes: parcels of the same digest have the same bytes."""
+    """Description of an archive. Archives with the same digest have the same bytes."""
 
     num_bytes: int
-    """All of it."""
+    """Total size."""
     digest: str
 
 
 class ImportHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """The first message of an import. `total_bytes` is None when the size is not known beforehand; an `upload_id`
-    makes the import resumable."""
+    """The first message of an import. `total_bytes` is None if the size is unknown in advance; an `upload_id` makes the
+    import resumable."""
 
     context: str | None = None
-    """None: the name that the context had."""
+    """None: the original name of the context."""
     tenant: str = DEFAULT_TENANT
-    """Whose it will be. The service knows; a client does not say."""
+    """Owner of the new context. Set by the service, not by clients."""
     upload_id: str = ""
     total_bytes: int | None = None
 
 
 class ArchiveChunk(msgspec.Struct, frozen=True):
-    """Some bytes of a parcel, from `offset` on."""
+    """A part of an archive, starting at `offset`."""
 
     offset: int
     data: bytes
 
 
 class ImportProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far an import is; the last one has the context. Of the first one, `received_bytes` tells where to send
-    from."""
+    """Progress of an import; the last message has the context. In the first message, `received_bytes` is the offset to
+    send from."""
 
     received_bytes: int
     context: Context | None = None
     key_tokens: int | None = None
-    """Tokens whose keys and values came along; the others are read again when the context is first asked. None while
-    that is not known, and where an earlier call made the context."""
+    """Tokens whose keys and values the archive contains; the others are recomputed when the context is first used. None
+    while unknown, and if an earlier call created the context."""
 
 
 class ExportProgress(msgspec.Struct, frozen=True):
-    """How far an export is."""
+    """Progress of an export."""
 
     received_bytes: int
-    """Those that lie before the offset among them."""
+    """Includes the bytes before the offset."""
     parcel: ExportedArchive

@@ -1,4 +1,4 @@
-"""The fleet: the model, the ranks, those that were lost, and whether they are exact."""
+"""The cluster: model, ranks, lost ranks, exactness and load."""
 
 from typing import Literal
 
@@ -7,33 +7,33 @@ import msgspec
 from longleaf.rank_protocol.group_messages import MergeTiming, TierMerge
 
 SlotState = Literal["unspecified", "waiting", "filling", "filled", "given_up"]
-"""What became of the place of a lost rank: it stays empty for a while, another process starts there and loads, or has
-a rank, or none will. `unspecified` is what a later version of the service may say and this client does not know."""
+"""State of a lost rank's slot: empty for now (`waiting`), a new process is starting and loading (`filling`), occupied
+(`filled`), or abandoned (`given_up`). `unspecified` is a state that this client version does not know."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The model being served."""
 
     name: str
-    """As given to the service, else that of the checkpoint's folder."""
+    """The name given to the service, else the name of the checkpoint folder."""
     architecture: str = ""
     dtype: str = ""
     max_context_tokens: int = 0
     vocabulary_size: int = 0
     has_chat_template: bool = False
     rope: str = ""
-    """Kind of the rotary positions, as transformers names it; empty when the model has none."""
+    """Type of the rotary embedding, as transformers names it; empty if the model has none."""
     is_long_allowed: bool = False
-    """Whether the service takes more than `max_context_tokens`, those that the model was trained for."""
+    """Whether the service accepts more than `max_context_tokens`, the length that the model was trained for."""
     float32_phase_error: float = 0.0
-    """Radians by which the model's own phases are off at the last position that has them, at most."""
+    """Upper bound of the error of the model's own phases at its last position, in radians."""
     float64_phase_error: float = 0.0
-    """Error of float64 phases at 2^24 positions."""
+    """Error of float64 phases at 2^24 positions, in radians."""
     kv_dtype: str = ""
 
 
 class Worker(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank: where it runs, and what its pool holds."""
+    """One rank: its machine, and the contents of its pool."""
 
     rank: int
     node: str
@@ -43,131 +43,131 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     kv_bytes: int
     max_kv_bytes: int = 0
-    """Size of the pool."""
+    """Capacity of the pool."""
     kernels: str = ""
-    """What computes attention there: `compiled`, `torch`, `flash`, `triton` or `dense`."""
+    """Attention implementation: `compiled`, `torch`, `flash`, `triton` or `dense`."""
     address: str = ""
-    """At which the other ranks reach it."""
+    """Address at which the other ranks reach it."""
 
 
 class Verify(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to hold the fleet against plain attention, over a text or over token ids drawn at random."""
+    """A request to compare the cluster with plain attention, on a text or on random token ids."""
 
     text: str | None = None
-    """Read as it is, without chat template; None draws ids."""
+    """Used without chat template; None draws random ids."""
     seed: int = 0
-    """Seed of the ids that are drawn."""
+    """Seed of the random ids."""
     num_tokens: int | None = None
-    """How many are drawn; None takes enough for keys on every rank."""
+    """Number of random ids; None draws enough for every rank to have keys."""
     max_tokens: int | None = None
-    """Tokens to decode after the prompt; None takes a few."""
+    """Tokens to decode after the prompt; None decodes a small default number."""
     client: str = ""
-    """Whom fair share counts."""
+    """Client name for fair sharing."""
 
 
 class Verification(msgspec.Struct, frozen=True, kw_only=True):
-    """The logits of an answer from attention spread over the ranks, beside those of plain attention on rank 0."""
+    """Comparison of the logits of an answer from distributed attention with those of plain attention on rank 0."""
 
     passed: bool
-    """There is no failure, what is judged is within the tolerance, and that is conclusive."""
+    """No failure, the judged difference is within the tolerance, and the result is conclusive."""
     max_difference: float
-    """Largest absolute difference between two logits, over all compared tokens and the vocabulary, from those of plain
-    attention in float32. Judged where `dtype` is float32."""
+    """Largest absolute difference between a logit and that of plain attention in float32, over all compared tokens and
+    the vocabulary. Judged if `dtype` is float32."""
     tolerance: float
     max_logit: float
     """Largest absolute logit of plain attention."""
     dtype: str
-    """Coarsest numeric type on the way."""
+    """Least precise numeric type used."""
     distance: float
-    """How far the logits of a token are from those of plain attention in float32, as a share of the spread of those;
-    the median over the tokens. Judged where `dtype` is coarser than float32."""
+    """Distance of a token's logits from those of plain attention in float32, relative to the spread of the latter; the
+    median over the tokens. Judged if `dtype` is less precise than float32."""
     plain_distance: float
-    """The distance of plain attention in `plain_dtype`: what rounding does to this model."""
+    """The same distance for plain attention in `plain_dtype`: the effect of rounding on this model."""
     plain_dtype: str
     is_conclusive: bool
-    """False where there is nothing to compare with, and where rounding explains so much that wrong ranks might pass."""
+    """False if there is nothing to compare with, or if rounding is so large that wrong ranks might pass."""
     worst_index: int
-    """Index in the answer of the token at which they differ most."""
+    """Index in the answer of the token with the largest difference."""
     prompt_tokens: int
     compared_tokens: int
-    """Tokens of the answer, the first of which follows the prompt."""
+    """Compared tokens of the answer; the first one follows the prompt."""
     equal_tokens: int
-    """Tokens for which both would choose the same token greedily; within the tolerance others are near ties."""
+    """Tokens for which both choose the same token greedily; within the tolerance, the others are near ties."""
     holding_ranks: int
-    """Ranks that held keys of prompt or answer; the keys of others were not tried."""
+    """Ranks that held keys of the prompt or the answer; other ranks were not tested."""
     world_size: int
     plain_seconds: float
-    """How long plain attention took, while all streams waited."""
+    """Duration of plain attention, during which all streams waited."""
     failure: str = ""
-    """Why there was nothing to compare with."""
+    """Reason why there was nothing to compare with."""
 
 
 class Draining(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the end of a service is."""
+    """Progress of a shutdown."""
 
     open_calls: int
-    """Calls that still run; where the answer was waited for, those that had not ended in time."""
+    """Running calls; with `wait`, the calls that had not finished in time."""
     limit: float
-    """Seconds that calls may go on at most, from the moment at which draining began."""
+    """Seconds that calls may run after the start of the drain."""
 
 
 class Recovery(msgspec.Struct, frozen=True, kw_only=True):
-    """Keys and values that went with lost ranks are computed again, by all that are there."""
+    """Recomputation, on all present ranks, of the keys and values that lost ranks held."""
 
     epoch: int
-    """The first one after the loss."""
+    """The first epoch after the loss."""
     lost_tokens: int
     recovered_tokens: int
-    """Those of the lost ones that are held again."""
+    """Lost tokens that have been recomputed."""
     seconds: float
-    """How long it has taken by now, or took, from when the loss was noticed."""
+    """Duration so far, or in total, since the loss was detected."""
     is_over: bool
-    """Nothing is missing any more."""
+    """Whether nothing is missing any more."""
     given_up: tuple[str, ...] = ()
-    """Ids of contexts for which the ranks that are left have no room."""
+    """Ids of the contexts for which the remaining ranks have no space."""
 
 
 class Loss(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank that was lost. Times are seconds since the epoch of the calendar."""
+    """A lost rank. Times are in seconds since the Unix epoch."""
 
     time: float
-    """When it was noticed."""
+    """Time of detection."""
     member: int
-    """Number of its process; no other one ever has it."""
+    """Number of its process; never reused."""
     rank: int | None
-    """In the epoch that ended with it; None where it was in none."""
+    """Rank number in the epoch that ended with the loss; None if it was in no epoch."""
     epoch: int
-    """0 where it was in none."""
+    """0 if it was in no epoch."""
     node: str
     reason: str
     slot: SlotState
     refill_time: float | None = None
-    """When another process is started in its place; only with `waiting`."""
+    """Time at which a replacement process will be started; only for `waiting`."""
     slot_reason: str = ""
-    """Why none is; only with `given_up`."""
+    """Reason why there is no replacement; only for `given_up`."""
 
 
 class Storage(msgspec.Struct, frozen=True, kw_only=True):
-    """Where contexts lie beside the ranks, as far as keys and values and what a lost catalog is made anew from go."""
+    """Storage of snapshots: keys and values, and the data from which a lost catalog can be rebuilt."""
 
     snapshots: str
-    """What is written there: `seal`, `demand` or `off`."""
+    """When snapshots are written: `seal`, `demand` or `off`."""
     url: str
     """Without user and password."""
     trouble: str = ""
-    """Why nothing can be written now, for people; empty where it can."""
+    """Human-readable reason why writes fail now; empty if they succeed."""
 
 
 class Drafting(msgspec.Struct, frozen=True, kw_only=True):
-    """What drafts, guesses of how answers go on, have brought since the service began."""
+    """Speculative decoding statistics since the service started."""
 
     drafted_tokens: int
-    """Those that steps have tried."""
+    """Draft tokens that steps have verified."""
     accepted_tokens: int
-    """Those of them that became tokens of answers."""
+    """Draft tokens that were accepted."""
     tokens_per_step: float
-    """Tokens of answers by the steps that made them, where a step counts once for each answer in it: 1 without drafts,
-    0 before the first."""
+    """Answer tokens per step, where a step counts once for each answer in it: 1 without drafts, 0 before the first
+    step."""
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
@@ -186,26 +186,26 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 0
     """Tokens per block of the ranks' pools."""
     is_exact: bool = False
-    """Whether answers are; see Finished."""
+    """Whether answers are exact; see Finished."""
     exactness_note: str = ""
-    """Why they are not exact; empty where they are."""
+    """Reason why answers are not exact; empty if they are."""
     window_keys: str = "sharded"
-    """Where keys of windowed layers lie: sharded like all others, or replicated on every rank."""
+    """Placement of the keys of sliding-window layers: sharded like all others, or replicated on every rank."""
     window_tokens: int = 0
-    """Tokens whose keys of windowed layers every rank holds."""
+    """Tokens whose sliding-window keys every rank holds."""
     max_window_tokens: int = 0
-    """Most tokens that the windows' pool can hold; 0 where they are sharded, and for models without such layers."""
+    """Capacity of the sliding-window pool in tokens; 0 if sharded, and for models without such layers."""
     inside_transport: str = ""
-    """What carries partials among the ranks of one node; empty where no node has several."""
+    """Transport of partials between the ranks of one node; empty if no node has several."""
     between_transport: str = ""
-    """What carries them between nodes; empty where there is one."""
+    """Transport of partials between nodes; empty if there is only one."""
     tier_merges: tuple[TierMerge, ...] = ()
-    """The merge tier by tier, by number of rows; none at world size 1."""
+    """The merge algorithm per tier and number of rows; empty at world size 1."""
     recovery: Recovery | None = None
-    """The one that goes on, or the last one; None where no rank was lost."""
+    """The current or the last recovery; None if no rank was lost."""
     losses: tuple[Loss, ...] = ()
-    """The last 16 at most, the latest one last."""
+    """At most 16, the latest one last."""
     storage: Storage | None = None
     """None without a data folder."""
     drafting: Drafting | None = None
-    """None where the service hides it."""
+    """None if the service does not publish it."""

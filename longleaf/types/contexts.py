@@ -1,4 +1,4 @@
-"""Contexts, what makes and changes them, and the tokens of a text."""
+"""Contexts, requests that create and change them, and tokenized text."""
 
 import re
 from collections.abc import Sequence
@@ -18,15 +18,16 @@ CONTEXT_ID = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,61}[a-z0-9])?")
 MAX_TIME = 253402300799
 """The last second of the year 9999."""
 Precision = Literal["unspecified", "float32", "float64"]
-"""Of phases: `unspecified` is what a later version of the service may say and this client does not know."""
+"""Precision of phases. `unspecified` is a value that this client version does not know."""
 
 
 ContextState = Literal["unspecified", "held", "parked", "restoring"]
-"""Whether keys and values are there: all of them; some not, and nobody needs them; some not, and they are coming."""
+"""Residency of keys and values: complete (`held`), evicted and not needed (`parked`), or being restored (`restoring`).
+"""
 
 
 class RankShare(msgspec.Struct, frozen=True):
-    """What one rank holds of a context."""
+    """The part of a context on one rank."""
 
     rank: int
     tokens: int
@@ -34,24 +35,24 @@ class RankShare(msgspec.Struct, frozen=True):
 
 
 class PositionInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """How the positions of a context are told to the model; fixed when it is created, for its keys carry it."""
+    """Position encoding of a context; fixed at creation, because the stored keys depend on it."""
 
     capacity: int = 0
-    """Most tokens that the context, what is asked and what is answered may have together."""
+    """Maximum number of tokens of the context, the prompt and the answer together."""
     rope: str = ""
-    """Kind of the rotary positions, as transformers names it, such as `yarn`; empty when the model has none."""
+    """Type of the rotary embedding, as transformers names it, such as `yarn`; empty if the model has none."""
     precision: Precision = "float32"
-    """Numeric type of the phases; float32 are the model's own."""
+    """Numeric type of the phases; float32 is that of the model."""
     scaled_for: int = 0
-    """Positions for which the scaling was chosen; 0: as the model begins."""
+    """Number of positions for which the scaling was chosen; 0: the model's default."""
     phase_error: float = 0.0
-    """Radians by which the phases of the tokens held are off, at most."""
+    """Upper bound of the phase error of the stored tokens, in radians."""
     is_beyond_trained: bool = False
-    """The context holds more tokens than the model was trained for."""
+    """Whether the context has more tokens than the model was trained for."""
 
 
 class Context(msgspec.Struct, frozen=True):
-    """A context. `created`, `updated` and `expires` (None: never) are seconds since the epoch."""
+    """A context. `created`, `updated` and `expires` (None: never) are seconds since the Unix epoch."""
 
     id: str
     tokens: int
@@ -64,33 +65,33 @@ class Context(msgspec.Struct, frozen=True):
     is_pinned: bool = False
     positions: PositionInfo = PositionInfo()
     is_exact: bool = False
-    """The keys and values are those that the model alone would have computed."""
+    """Whether the keys and values equal those that the model would have computed without sharding."""
     state: ContextState = "held"
     storage_bytes: int = 0
-    """Bytes kept of it where contexts outlive the service."""
+    """Bytes on persistent storage."""
     used: float = 0.0
-    """When it was asked, appended to or made last."""
+    """Time of the last request, append or creation."""
     hits: int = 0
-    """How often it was asked."""
+    """Number of requests."""
     exactness_note: str = ""
-    """Why the keys and values are not exact; empty where they are."""
+    """Reason why the keys and values are not exact; empty if they are."""
 
 
 class ContextSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client decides about a context. What is unset stays as it is: at first no name, no expiry, no pin."""
+    """Client-defined settings of a context. Unset ones are unchanged; the defaults are no name, no expiry, no pin."""
 
     display_name: str | UnsetType = UNSET
     is_pinned: bool | UnsetType = UNSET
     expires: float | UnsetType | None = UNSET
-    """Seconds since the epoch; None means never."""
+    """Seconds since the Unix epoch; None means never."""
     ttl: float | UnsetType = UNSET
-    """Seconds until it expires, from now or from the acknowledgement of its ingest; instead of `expires`."""
+    """Seconds until it expires, from now or from the acknowledgement of its ingest; an alternative to `expires`."""
     capacity: int | UnsetType = UNSET
-    """Most tokens that it will have with what is asked and answered; of a new context, and never changed."""
+    """Maximum number of tokens of the context, the prompt and the answer together; settable at creation only."""
 
     def check(self, now: float, parent: str) -> None:
-        """Raises InvalidArgument for a time that has passed, or that a date cannot tell; `parent` carries the
-        settings."""
+        """Raises InvalidArgument for a time in the past, or one that a date cannot represent; `parent` is the field
+        that contains the settings."""
         if self.expires is not UNSET and self.expires is not None and self.expires <= now:
             raise InvalidArgument(f"{parent}.expire_time", f"passed {human_seconds(now - self.expires)} ago")
         if self.ttl is not UNSET and now + self.ttl > MAX_TIME:
@@ -98,8 +99,8 @@ class ContextSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ingest_expiry(self) -> float | None:
-        """When a document ends on its way into a context with these settings, for that would be gone: seconds since
-        the epoch. A ttl counts from when the context is there."""
+        """Time at which an ingest with these settings fails because its context would have expired, in seconds since
+        the Unix epoch. A ttl starts with the acknowledgement and does not count."""
         return None if self.is_pinned is True or self.expires is UNSET else self.expires
 
 
@@ -107,12 +108,12 @@ UNCHANGED = ContextSettings()
 
 
 def expired() -> InvalidArgument:
-    """What a document ends with whose context would be gone before it is there."""
+    """The error of an ingest whose context would expire before it exists."""
     return InvalidArgument("config.expire_time", "has passed before the context was there")
 
 
 class ContextOptions(TypedDict, total=False):
-    """ContextSettings as a caller gives them."""
+    """ContextSettings as keyword arguments."""
 
     display_name: str
     is_pinned: bool
@@ -122,35 +123,35 @@ class ContextOptions(TypedDict, total=False):
 
 
 class IngestOptions(ContextOptions, ClaimOptions, total=False):
-    """All that a caller may say about an ingest besides its document."""
+    """Keyword arguments of an ingest, except the document."""
 
     append: bool
-    """To an existing context."""
+    """Append to an existing context."""
     upload_id: str
-    """Names the ingest, so that it can be resumed."""
+    """Identifies the ingest, so that it can be resumed."""
     system: str
-    """A system's message that the chat template puts before the document."""
+    """A system message that the chat template puts before the document."""
     timeout: float | None
     """Seconds for the whole call."""
 
 
 class SkippedContext(msgspec.Struct, frozen=True):
-    """A context that could not be brought back."""
+    """A context that could not be restored."""
 
     name: str
     reason: str
 
 
 class RecomputeResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of the contexts that earlier checkpoints had read."""
+    """Result for the contexts that earlier checkpoints ingested."""
 
     contexts: tuple[Context, ...]
-    """Those that this one will read when they are asked."""
+    """Contexts that the current checkpoint will recompute on their first request."""
     left_out: tuple[SkippedContext, ...]
 
 
 class ForkContext(msgspec.Struct, frozen=True):
-    """A request for a context of the first `tokens` tokens of another one; None takes all."""
+    """A request for a context of the first `tokens` tokens of another one; None copies all."""
 
     source: str
     context: str
@@ -158,8 +159,8 @@ class ForkContext(msgspec.Struct, frozen=True):
 
 
 class IngestHeader(SchedulingOptions, frozen=True):
-    """The first message of an ingest. `total_bytes` is None when the size is not known beforehand; an `upload_id`
-    makes the ingest resumable."""
+    """The first message of an ingest. `total_bytes` is None if the size is unknown in advance; an `upload_id` makes the
+    ingest resumable."""
 
     context: str
     append: bool = False
@@ -167,19 +168,20 @@ class IngestHeader(SchedulingOptions, frozen=True):
     upload_id: str = ""
     settings: ContextSettings = UNCHANGED
     system: str = ""
-    """A system's message that the chat template puts before the document."""
+    """A system message that the chat template puts before the document."""
     files: tuple[TextFile, ...] = ()
-    """Where files begin in the document's text."""
+    """Start offsets of the files in the document's text."""
 
 
 IngestPiece = IngestHeader | bytes | Sequence[int]
 
 
 class IngestProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far an ingest is; `context` comes with the phase `ready`, `recovering` with that phase. `total` is 0 while it
-    is not known.
+    """Progress of an ingest; `context` is set in the phase `ready`, `recovering` in the phase of that name. `total` is
+    0 while unknown.
 
-    Of the first one, `received_bytes` and `received_tokens` (for token ids) tell where to send from."""
+    In the first message, `received_bytes` and `received_tokens` (for token ids) are the offset to send from.
+    """
 
     phase: IngestPhase
     received_bytes: int = 0
@@ -192,7 +194,7 @@ class IngestProgress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tokenized(msgspec.Struct, frozen=True):
-    """The tokens of a text. `spans`, if asked for: each token's first character, and the one after its last."""
+    """The tokens of a text. `spans`, if requested, contains each token's character range [start, end)."""
 
     token_ids: tuple[int, ...]
     spans: tuple[tuple[int, int], ...] | None = None
@@ -202,7 +204,7 @@ TextUnit = Literal["tokens", "bytes"]
 
 
 class GetContextText(msgspec.Struct, frozen=True):
-    """Asks for the text of a context's tokens [start, end), or of its bytes."""
+    """A request for the text of a context's tokens [start, end), or of its bytes."""
 
     context: str
     unit: TextUnit
@@ -211,8 +213,8 @@ class GetContextText(msgspec.Struct, frozen=True):
 
 
 class ContextText(msgspec.Struct, frozen=True, kw_only=True):
-    """Some text of a context, in whole characters, and where it is. Bytes are those of all texts that the context was
-    ingested of, one after the other; None where its tokens were given as ids, and nothing is known of a text."""
+    """A part of a context's text, in whole characters, and its position. Byte offsets count in the concatenated
+    ingested texts; None if the context was ingested as token ids, which have no known text."""
 
     text: str
     token_start: int
@@ -220,6 +222,6 @@ class ContextText(msgspec.Struct, frozen=True, kw_only=True):
     byte_start: int | None = None
     byte_end: int | None = None
     file: str = ""
-    """The file in which the first byte lies, if it is known."""
+    """The file that contains the first byte, if known."""
     line: int | None = None
-    """The line of the first byte within that file, from 1 on; without one, within its document."""
+    """The line of the first byte within that file, counted from 1; without a file, within its document."""

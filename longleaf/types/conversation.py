@@ -1,4 +1,4 @@
-"""Conversations, which the model's chat template makes prompts of."""
+"""Conversations, which the model's chat template converts to prompts."""
 
 from typing import Literal
 
@@ -6,17 +6,17 @@ import msgspec
 
 Role = Literal["system", "user", "assistant"]
 MAX_MESSAGES = 512
-"""Of one conversation."""
+"""Per conversation."""
 
 
 class Message(msgspec.Struct, frozen=True):
-    """One turn: whose it is, and what was said."""
+    """One turn: its role and its text."""
 
     role: Role
     text: str
 
 
 class Conversation(msgspec.Struct, frozen=True):
-    """Messages in their order; the last one is the user's."""
+    """Messages in order; the last one is a user message."""
 
     messages: tuple[Message, ...]

@@ -1,4 +1,4 @@
-"""Generations: what is asked, and the events that answer it."""
+"""Generation requests, and the events of their streams."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
@@ -11,12 +11,12 @@ from longleaf.types.provenance import Attribution, Provenance, TokenRange
 from longleaf.types.scheduling_options import ClaimOptions, SchedulingOptions
 
 FinishReason = Literal["unspecified", "end_token", "stop", "length", "stop_token"]
-"""`unspecified` is what a later version of the service may say and this client does not know."""
+"""`unspecified` is a reason that this client version does not know."""
 
 
 class SamplingOptions(TypedDict, total=False):
-    """Sampling as a caller gives it. The service fills in what is left out: 128 tokens, a random seed, and greedy
-    decoding or, with `--sampling-defaults model`, what generation_config.json recommends."""
+    """Sampling parameters as keyword arguments. The service's defaults are 128 tokens, a random seed, and greedy
+    decoding or, with `--sampling-defaults model`, the recommendation of generation_config.json."""
 
     max_tokens: int | None
     temperature: float | None
@@ -35,81 +35,81 @@ class SamplingOptions(TypedDict, total=False):
 
 
 class GenerateOptions(SamplingOptions, ClaimOptions, total=False):
-    """All that a caller may say about a generation besides its input."""
+    """Keyword arguments of a generation, except the input."""
 
     use_chat_template: bool | None
-    """Whether a plain prompt is put into the model's chat template; None: if it has one."""
+    """Whether to apply the model's chat template to a plain prompt; None: if the model has one."""
     chat_template_kwargs: Mapping[str, Any] | None
-    """Further names that the chat template can use, such as `enable_thinking`; values as in JSON."""
+    """Additional variables for the chat template, such as `enable_thinking`; JSON values."""
     with_token_bytes: bool
-    """With `num_logprobs`: tells the bytes of each token, too."""
+    """With `num_logprobs`: also return the bytes of each token."""
     until_full: bool
-    """The answer may be as long as there is room for, instead of `max_tokens`."""
+    """Allow the answer to fill the available capacity, instead of `max_tokens`."""
     num_samples: int
-    """Answers to the same prompt, which is read once."""
+    """Number of answers to the same prompt, which is prefilled once."""
     provenance: Provenance | None
-    """Tells where in the context the answer comes from, with Finished, and perhaps with each Delta."""
+    """Request source attribution within the context, in Finished and optionally in each Delta."""
     hidden: Sequence[TokenRange]
-    """Tokens [start, end) of the context that neither prompt nor answer reads, in ascending order."""
+    """Tokens [start, end) of the context that neither prompt nor answer attends to, in ascending order."""
     max_draft_tokens: int | None
-    """Most tokens to draft in a step; 0: none, None: as many as the service does."""
+    """Maximum number of draft tokens per step; 0: none, None: the service's default."""
     request_id: str
-    """Names the generation, so that it never runs twice."""
+    """Identifies the generation, so that it never runs twice."""
     resumable: bool
-    """When the stream breaks, the client goes on with it where it broke."""
+    """Resume automatically after the stream breaks."""
     timeout: float | None
     """Seconds for the whole call."""
 
 
 class Generate(SchedulingOptions, frozen=True, kw_only=True):
-    """A request to generate; `input` is text, token ids that are used as they are, or a conversation."""
+    """A generation request; `input` is text, token ids that are used unchanged, or a conversation."""
 
     input: str | Sequence[int] | Conversation
     context: str | None = None
-    """Id of the context to ask, without the `contexts/` prefix."""
+    """Id of the context, without the `contexts/` prefix."""
     use_chat_template: bool | None = None
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
-    """Further names that the chat template can use; values as in JSON."""
+    """Additional variables for the chat template; JSON values."""
     sampling: Sampling
     with_token_bytes: bool = False
-    """Logprobs carry the bytes of their tokens."""
+    """Logprobs include the bytes of their tokens."""
     until_full: bool = False
-    """The answer may be as long as there is room for, whatever `sampling` says."""
+    """The answer may fill the available capacity, regardless of the maximum in `sampling`."""
     num_samples: int = 1
     provenance: Provenance | None = None
-    """Asks where in the context the answer comes from."""
+    """Requests source attribution within the context."""
     hidden: tuple[TokenRange, ...] = ()
-    """Tokens [start, end) of the context that neither prompt nor answer reads."""
+    """Tokens [start, end) of the context that neither prompt nor answer attends to."""
     max_draft_tokens: int | None = None
-    """Most tokens to draft in a step, guesses of how the answer goes on; None: as many as the service does."""
+    """Maximum number of draft tokens per step; None: the service's default."""
     request_id: str = ""
-    """Names the generation; the service makes one when empty."""
+    """Identifies the generation; the service generates one if empty."""
     resume_seconds: float = 0.0
-    """How long the generation is held when nobody reads it."""
+    """How long the service keeps the generation without a reader."""
 
 
 class Resume(msgspec.Struct, frozen=True):
-    """A request to go on with a generation, after `token_index` tokens of all its samples together."""
+    """A request to resume a generation after `token_index` tokens, counted over all samples."""
 
     request_id: str
     token_index: int
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Token counts of one generation; the cached ones are part of the prompt's, the accepted ones of the answer's."""
+    """Token counts of one generation. Cached tokens are part of the prompt, accepted ones of the answer."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
     drafted_tokens: int = 0
-    """Guesses that steps have tried."""
+    """Draft tokens that steps have verified."""
     accepted_tokens: int = 0
-    """Those of them that became tokens of the answer."""
+    """Draft tokens that became tokens of the answer."""
 
 
 class Timings(msgspec.Struct, frozen=True):
-    """Queue and first token count from arrival, prefill from the end of the queue to the first token; decode from
-    there to the last."""
+    """Queue time and time to first token count from arrival, prefill from the end of the queue to the first token,
+    decode from the first token to the last."""
 
     queue_seconds: float = 0.0
     first_token_seconds: float = 0.0
@@ -118,42 +118,42 @@ class Timings(msgspec.Struct, frozen=True):
 
 
 class Started(msgspec.Struct, frozen=True):
-    """The request was admitted; comes again when its place in the queue changes: 1 is next, 0 has begun."""
+    """The request was admitted. Sent again when its queue position changes: 1 is next, 0 has started."""
 
     prompt_tokens: int
     cached_tokens: int
     queue_position: int = 0
     request_id: str = ""
     is_beyond_trained: bool = False
-    """Prompt and answer may go beyond the positions that the model was trained for."""
+    """Whether prompt and answer may exceed the positions that the model was trained for."""
     is_exact: bool = False
-    """Whether the answer will be; see Finished."""
+    """Whether the answer will be exact; see Finished."""
     exactness_note: str = ""
-    """Why it will not be exact; empty where it will."""
+    """Reason why it will not be exact; empty if it will."""
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """The prompt is being read."""
+    """Progress of the prefill."""
 
     processed: int
     total: int
 
 
 class Recovering(msgspec.Struct, frozen=True):
-    """Ranks were lost, and the request waits while keys and values that went with them are computed again."""
+    """Ranks were lost, and the request waits until their keys and values are recomputed."""
 
     lost_tokens: int
     """Tokens of this request whose keys and values are still missing."""
     recovered_tokens: int
-    """Tokens that are done, of all that the service computes again now, for whomever."""
+    """Recomputed tokens of the current recovery, over all contexts."""
     total_tokens: int
-    """All of these. Both are 0 where tenants are not told of others."""
+    """Total tokens of the current recovery. Both are 0 if tenants are isolated from each other."""
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """A piece of the answer: whole characters, and the tokens that carry them. `index` is that of the first token.
+    """A piece of the answer: whole characters and their tokens. `index` is that of the first token.
 
-    `logprobs` has one entry for each token, or none when they were not asked for.
+    `logprobs` has one entry per token, or none if not requested.
     """
 
     index: int
@@ -162,7 +162,7 @@ class Delta(msgspec.Struct, frozen=True):
     logprobs: tuple[Logprobs, ...] = ()
     sample: int = 0
     attribution: Attribution | None = None
-    """Where these tokens come from, if that was asked for each."""
+    """Attribution of these tokens, if requested per token."""
 
 
 class Finished(msgspec.Struct, frozen=True):
@@ -174,12 +174,12 @@ class Finished(msgspec.Struct, frozen=True):
     timings: Timings = Timings()
     sample: int = 0
     is_exact: bool = False
-    """No key, value or partial was rounded more than the model itself rounds, nothing was hidden, and the model was
-    compared with plain attention at the start."""
+    """No key, value or partial was rounded more than the model itself rounds, no token was hidden, and the model was
+    verified against plain attention at startup."""
     attribution: Attribution | None = None
-    """Where the tokens come from that Deltas told, if that was asked."""
+    """Attribution of the tokens of all Deltas, if requested."""
     exactness_note: str = ""
-    """Why the answer is not exact, such as "not verified"; empty where it is."""
+    """Reason why the answer is not exact, such as "not verified"; empty if it is."""
 
 
 Event = Started | Progress | Recovering | Delta | Finished

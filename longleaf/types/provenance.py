@@ -1,4 +1,4 @@
-"""Where in a context an answer comes from: what is asked, and what is told."""
+"""Source attribution: which parts of a context an answer attends to."""
 
 from typing import Literal
 
@@ -8,25 +8,25 @@ Ranking = Literal["raw", "contrast"]
 TokenRange = tuple[int, int]
 """Tokens [start, end) of a context, counted from 0."""
 MIN_SPAN_TOKENS = 32
-"""Of a span, the fewest: kernels tell their keys in blocks of so many."""
+"""Smallest span: the kernels attribute attention to blocks of this many keys."""
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):
-    """Asks where an answer comes from: how much of the attention of the rows that produced its tokens fell on which
-    spans of the context."""
+    """A request for source attribution: how much attention the rows that produced the answer's tokens paid to each span
+    of the context."""
 
     span_tokens: int | None = None
-    """Tokens of a span: a power of two, at least 32, that divides the service's tokens per block; None: 64."""
+    """Tokens per span: a power of two, at least 32, that divides the service's tokens per block; None: 64."""
     num_spans: int = 8
-    """Sources to tell, 1 to 64."""
+    """Number of sources to return, 1 to 64."""
     layers: tuple[int, ...] = ()
-    """Numbers of the layers that count, each of which must see all keys; empty: all that do."""
+    """Layers to include, which must be full-attention layers; empty: all of them."""
     per_token: bool = False
-    """Each Delta tells where its tokens come from, too, ranked `raw`."""
+    """Each Delta also has the attribution of its tokens, ranked `raw`."""
     ranking: Ranking = "raw"
-    """`raw`: by their share of attention; `contrast`: less the share that tokens before the question gave them."""
+    """`raw`: by share of attention; `contrast`: by the share minus that of the tokens before the question."""
     confirm: bool = False
-    """After the answer its first 256 tokens are read again, with each source hidden, one after the other."""
+    """After the answer, its first 256 tokens are evaluated again with each source hidden in turn."""
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,37 +37,36 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     token_end: int
     """The position after its last token."""
     share: float
-    """In the mean over tokens, layers and heads."""
+    """Mean over tokens, layers and heads."""
     largest_share: float
-    """The largest that one head gave it at one token."""
+    """Largest share of a single head at a single token."""
     largest_layer: int
-    """The layer of that head."""
+    """Layer of that head."""
     largest_head: int
-    """Its number in the layer."""
+    """Number of that head in its layer."""
     contrast: float | None = None
-    """`share` less that from tokens before the question; None where that was not needed."""
+    """`share` minus the share of the tokens before the question; None if not computed."""
     drop: float | None = None
-    """How much less likely the answer is while nothing reads this span, in nats (natural logarithms); None unless that
-    was to be confirmed."""
+    """Decrease of the answer's log likelihood while this span is hidden, in nats (natural logarithm); None unless
+    `confirm` was requested."""
     bytes: tuple[int, int] | None = None
-    """Its bytes [start, end) of all texts that the context was ingested of, one after the other; None for tokens
-    without text."""
+    """Byte range [start, end) in the concatenated ingested texts; None for tokens without text."""
     file: str = ""
-    """The file in which the first byte lies, if it is known."""
+    """The file that contains the first byte, if known."""
 
 
 class Attribution(msgspec.Struct, frozen=True, kw_only=True):
-    """Where tokens of an answer come from. The four shares are 1 together."""
+    """Attribution of the tokens of an answer. The four shares add up to 1."""
 
     sources: tuple[Source, ...] = ()
-    """The spans ranked first, the first one first."""
+    """Spans in order of rank, the highest first."""
     context_share: float = 0.0
-    """Of all spans of the context."""
+    """Share of all spans of the context."""
     prompt_share: float = 0.0
-    """Of the prompt behind the context."""
+    """Share of the prompt after the context."""
     answer_share: float = 0.0
-    """Of the answer itself."""
+    """Share of the answer itself."""
     sink_share: float = 0.0
-    """Of the sinks that some models have in the place of a key."""
+    """Share of attention sinks, for models that have them."""
     num_tokens: int = 0
-    """Tokens that were counted."""
+    """Number of attributed tokens."""

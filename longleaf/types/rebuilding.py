@@ -1,4 +1,4 @@
-"""Catalogs that are made anew: what is asked, and what came of it."""
+"""Rebuilding of lost catalogs from storage: request and report."""
 
 import msgspec
 
@@ -7,36 +7,36 @@ from longleaf.types.contexts import SkippedContext
 
 
 class Rebuild(msgspec.Struct, frozen=True, kw_only=True):
-    """Make the catalog of a model anew from what lies on storage."""
+    """A request to rebuild the catalog of a model from storage."""
 
     url: str
-    """Of the storage."""
+    """Storage URL."""
     data_dir: str
     model: str
-    """Folder of the checkpoint."""
+    """Checkpoint folder."""
     dtype: DtypeName = "auto"
     service: str | None = None
-    """Id of the service that kept the contexts; None: the only one there."""
+    """Id of the service that stored the contexts; None: the only one present."""
     may_replace: bool = False
-    """Also a catalog that is sound and has contexts."""
+    """Permits replacing an intact catalog that has contexts."""
 
 
 class RestoredContext(msgspec.Struct, frozen=True):
-    """A context that is there again."""
+    """A restored context."""
 
     name: str
     tokens: int
 
 
 class RebuildReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What the new catalog holds."""
+    """Contents of the new catalog."""
 
     folder: str
-    """Of the model, in the data folder."""
+    """The model's folder in the data folder."""
     service: str
     contexts: tuple[RestoredContext, ...]
     left_out: tuple[SkippedContext, ...]
     other_manifests: int
-    """That were passed over, because another checkpoint's keys lie under them."""
+    """Number of manifests that were skipped because their keys belong to another checkpoint."""
     moved: tuple[str, ...]
-    """Where that lies now which was in the place of the new catalog."""
+    """New paths of the files that were moved out of the way of the new catalog."""

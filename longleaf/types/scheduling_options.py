@@ -1,4 +1,4 @@
-"""What a request claims against others."""
+"""Scheduling parameters of a request."""
 
 from typing import TypedDict
 
@@ -7,29 +7,29 @@ import msgspec
 from longleaf.tenants import DEFAULT_TENANT
 
 Account = tuple[str, str]
-"""Whom shares are counted for: a tenant, and what a client of it calls itself."""
+"""Unit of fair sharing: a tenant, and a client name within it."""
 
 
 class ClaimOptions(TypedDict, total=False):
-    """A claim as a caller gives it."""
+    """Scheduling parameters as keyword arguments."""
 
     priority: int
-    """Higher goes first."""
+    """Higher runs first."""
     client: str
-    """Whom fair share counts; the address of the peer when empty."""
+    """Client name for fair sharing; the address of the peer if empty."""
 
 
 class SchedulingOptions(msgspec.Struct, frozen=True, kw_only=True):
     """A request that competes with others for the ranks."""
 
     priority: int = 0
-    """Higher goes first."""
+    """Higher runs first."""
     client: str = ""
-    """Whom fair share counts; the address of the peer when empty."""
+    """Client name for fair sharing; the address of the peer if empty."""
     tenant: str = DEFAULT_TENANT
-    """Whose it is. The service knows; a client does not say."""
+    """Owner of the request. Set by the service, not by clients."""
 
     @property
     def account(self) -> Account:
-        """Whom shares are counted for."""
+        """Account for fair sharing."""
         return self.tenant, self.client

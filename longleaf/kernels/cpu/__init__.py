@@ -1,1 +1,1 @@
-"""Kernels of CPUs: compiled code of ours, and those of torch."""
+"""CPU kernels: compiled C code, and those of torch."""

@@ -1,4 +1,4 @@
-"""The compiled sum of what a CPU rank's decode kernel told of blocks of keys, from block_attribution.c."""
+"""The compiled reduction of block attribution reports on CPU ranks, from block_attribution.c."""
 
 import ctypes
 from pathlib import Path
@@ -13,7 +13,7 @@ FLAGS = ("-O3", "-march=native")
 
 
 class NativeBlockAttribution:
-    """What of rows' attention falls on columns, some twenty small torch operations in one call."""
+    """Attention shares of rows on columns; replaces about twenty small torch operations by one call."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._run = library.longleaf_add_shares
@@ -22,7 +22,7 @@ class NativeBlockAttribution:
 
     @staticmethod
     def load() -> "NativeBlockAttribution":
-        """Compiled at the first call on this kind of processor. Raises OSError, as where there is no C compiler."""
+        """Compiled at the first call on this kind of processor. Raises OSError, for instance without a C compiler."""
         return NativeBlockAttribution(c_extension.load(SOURCE, FLAGS))
 
     def __call__(
@@ -36,7 +36,7 @@ class NativeBlockAttribution:
         sink_column: int,
         first_head: int,
     ) -> None:
-        """As `AttributionBackend.add_shares`."""
+        """Implements `AttributionBackend.add_shares`."""
         (num_tellers, num_columns), num_kv_heads = found[0].shape, len(reported_KE2)
         lse_TH, sink_H = lse_TH.contiguous(), sink_H if sink_H is None else sink_H.float().contiguous()
         room_N = found[0].new_empty(num_columns)

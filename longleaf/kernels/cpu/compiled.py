@@ -1,4 +1,4 @@
-"""The kernels of CPUs: compiled ones for few rows and for the fold, torch's flash kernel for many rows."""
+"""CPU backend: compiled kernels for few rows and for the fold, torch's flash kernel for many rows."""
 
 from collections.abc import Sequence
 
@@ -14,8 +14,8 @@ from longleaf.kernels.cpu.fold import NativeFold
 
 
 class Compiled(Flash):
-    """What torch's kernels do, faster where decode spends its time. Compiled when it is first made on this kind of
-    processor; raises OSError, with the reason, where that cannot be done."""
+    """Like `Flash`, but faster in decode. Compiled at first use on this kind of processor; raises OSError, with the
+    reason, on failure."""
 
     name = "compiled"
 

@@ -1,4 +1,4 @@
-"""The compiled decode kernel of CPU ranks: attention of few query rows over all reads of a layer, from decode.c."""
+"""The compiled decode kernel of CPU ranks, from decode.c: attention of few query rows over all reads of a layer."""
 
 import ctypes
 from collections.abc import Sequence
@@ -13,22 +13,22 @@ from longleaf.attention.partial import Partial
 from longleaf.kernels.backend import Int8Layer
 
 SOURCE = Path(__file__).with_name("decode.c")
-# fast-math vectorises dot products and exponentials. It is for the compiler alone: a library that is also *linked* with
-# it flushes denormals to zero in the whole process that loads it.
+# fast-math vectorises dot products and exponentials. It is a compiler flag only: a library that is also *linked* with
+# it enables flush-to-zero of denormals in the whole process.
 FLAGS = ("-O3", "-march=native", "-ffast-math")
 LANES = 8
-"""The kernel computes so many columns at once: dims must be multiples."""
+"""Columns computed at once: dims must be multiples."""
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Types of keys and values, as decode.c numbers them."""
+"""Types of keys and values, as numbered in decode.c."""
 INT8_TYPES = [torch.int8, torch.int8, torch.int8, torch.float32]
 TOLD_TYPES = [ctypes.c_void_p] * 2 + [ctypes.c_long]
 MAX_ROWS = 512
-"""Rows per key head of a layer from which on torch's matrix products are faster on one thread."""
+"""Rows per key head of a layer above which torch's matrix products are faster on one thread."""
 
 
 class NativeDecode:
     """Reads of few query rows over keys of 32, 16 or 8 bits, on the calling thread. Arithmetic and results are float32,
-    whatever type queries and keys are of."""
+    for any type of queries and keys."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._run = library.longleaf_decode
@@ -48,7 +48,7 @@ class NativeDecode:
         return NativeDecode(c_extension.load(SOURCE, FLAGS))
 
     def can_run(self, q_THD: Tensor, k_KSD: Tensor, v_KSD: Tensor) -> bool:
-        """Whether rows are few, and queries, keys and values are of a type and lie as the kernel expects."""
+        """Whether there are few rows, and the kernel supports the types and strides."""
         shape, strides, dtype = k_KSD.shape, k_KSD.stride(), k_KSD.dtype
         if shape != v_KSD.shape or dtype != v_KSD.dtype or dtype not in KINDS:
             return False
@@ -58,7 +58,7 @@ class NativeDecode:
 
     @staticmethod
     def _can_take(q_THD: Tensor, k_KSD: Tensor) -> bool:
-        """Whether queries are few for these keys, and lie as the kernel expects."""
+        """Whether there are few query rows, with supported types and strides."""
         num_tokens, num_heads, dim = q_THD.shape
         rows = num_tokens * (num_heads // k_KSD.shape[0])
         is_alike = q_THD.is_cpu and q_THD.is_floating_point() and q_THD.stride(2) == 1 and dim == k_KSD.shape[2]
@@ -82,7 +82,7 @@ class NativeDecode:
         return Partial(*results[:2])
 
     def can_run_int8(self, q_THD: Tensor, kept: Int8Layer) -> bool:
-        """Whether this machine runs the kernel for keys and values in 8 bits."""
+        """Whether this machine supports the kernel for keys and values in 8 bits."""
         tensors = kept[:4]
         types = [tensor.dtype for tensor in tensors]
         is_in_place = all(tensor.is_cpu and tensor.is_contiguous() for tensor in tensors)
@@ -96,7 +96,7 @@ class NativeDecode:
         scale: float,
         softcap: float | None = None,
     ) -> Partial:
-        """Attention over keys and values in 8 bits, otherwise as over others."""
+        """Attention over keys and values in 8 bits, otherwise like `__call__`."""
         q_THD = q_THD.float()
         results, sizes = self._prepare(q_THD, kept.keys_KSD, reads)
         tensors = (q_THD, *kept[:4], *results)
@@ -107,7 +107,7 @@ class NativeDecode:
     def _prepare(
         self, q_THD: Tensor, k_KSD: Tensor, reads: Sequence[Read]
     ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], tuple[int, ...]]:
-        """Out, lse, room to compute in and the table of reads; then the sizes that the kernel is told."""
+        """Out, lse, scratch memory and the table of reads; then the size arguments of the kernel."""
         (num_tokens, num_heads, dim), num_kv_heads = q_THD.shape, k_KSD.shape[0]
         group = num_heads // num_kv_heads
         table = reads.table if isinstance(reads, Reads) else Reads(reads).table
@@ -119,7 +119,8 @@ class NativeDecode:
 
 
 def _told(reads: Sequence[Read], sizes: Sequence[int]) -> tuple[int | None, int | None, int]:
-    """What is told of blocks of keys: the table of reads, where entries go, and how many each key head has."""
+    """Arguments of block attribution: the table of reads, the output for entries, and the number of entries per key
+    head."""
     reported = reads.told if isinstance(reads, Reads) else None
     if reported is None:
         return None, None, 0

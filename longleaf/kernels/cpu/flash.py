@@ -1,4 +1,4 @@
-"""Torch's own flash kernel of CPUs: what serves many rows, and all of them where nothing can be compiled."""
+"""Torch's CPU flash kernel: for many rows, and for all rows if no compiler is available."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,16 +14,16 @@ from longleaf.kernels.dense import Dense
 from longleaf.kernels.reads import attend, sanitise
 
 WIDE_BYTES = 16 << 20
-"""Keys and values of 16 bits that are brought to float32 at once."""
+"""Limit of 16-bit keys and values that are converted to float32 at once."""
 MAX_MASKS = 48
-"""Masks that are kept, for the other layers and the steps that follow: each is half a MiB at most."""
+"""Masks that are cached for other layers and later steps, each of at most half a MiB."""
 
 
 class Flash(Dense):
-    """Torch's flash kernel, and `dense` for soft caps and for values of another dim that are stored beside the keys.
+    """Torch's flash kernel, with `dense` for soft caps and for separately stored values of another dim.
 
-    It is made for values as wide as keys. For values that lie in the keys it takes the whole keys: with a latent of 512
-    and a rotary key of 64 that is an eighth more work on values, and less time than `dense` needs.
+    The kernel requires values as wide as keys. For values that are part of the keys, the whole keys are passed as
+    values: with a latent of 512 and a rotary key of 64 that is one eighth more work on values, and faster than `dense`.
     """
 
     name = "torch"
@@ -49,7 +49,7 @@ class Flash(Dense):
 
     @staticmethod
     def _cut(reads: Sequence[Read], k_KSD: Tensor) -> list[Read]:
-        """The reads in parts whose masks are small, and of whose keys no more than WIDE_BYTES are to be made."""
+        """Splits reads into parts with small masks and at most WIDE_BYTES of converted keys."""
         is_wide = k_KSD.dtype == torch.float32
         num_bytes = 2 * k_KSD.shape[0] * k_KSD.shape[2] * torch.float32.itemsize
         most_keys = max(1, k_KSD.shape[1] if is_wide else WIDE_BYTES // num_bytes)
@@ -66,11 +66,11 @@ def cpu_flash(
     *,
     mask_of: Callable[[int, int, int, int | None], Tensor] = band,
 ) -> tuple[Tensor, Tensor]:
-    """One read on torch's own CPU flash kernel, which returns (out, lse) but knows neither a cap nor a value dim: reads
-    with those are for `dense`.
+    """One read on torch's CPU flash kernel, which returns (out, lse) but supports neither a soft cap nor another value
+    dim; such reads need `dense`.
 
-    It answers in the type of the queries, which would round partials before they are merged: so keys and values are
-    brought to float32. Full reads pack the group into the query axis, so that keys are read once for all heads of a
+    The kernel returns the type of the queries, which would round partials before merging, so keys and values are
+    converted to float32. Full reads pack the group into the query axis, so that keys are read once for all heads of a
     group. Masked reads put the group into the batch with keys expanded by stride, because the kernel's causal flag
     needs square shapes.
     """
@@ -93,8 +93,8 @@ def cpu_flash(
 
 
 def _betray(q_KTGD: Tensor, k_KSD: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Makes NaN of what comes of queries and keys that are not finite. Torch's kernel gives weight 0 to a key of score
-    -inf, and out 0 to a row of which all scores are NaN, if they are fewer than its vectors have lanes."""
+    """Propagates non-finite queries and keys as NaN. Torch's kernel gives weight 0 to a key of score -inf, and out 0 to
+    a row whose scores are all NaN, if they are fewer than its vector lanes."""
     is_sound = _is_finite(q_KTGD, (3,)) & _is_finite(k_KSD, (1, 2))[:, None, None]
     if is_sound.all():
         return out, lse
@@ -102,5 +102,5 @@ def _betray(q_KTGD: Tensor, k_KSD: Tensor, out: Tensor, lse: Tensor) -> tuple[Te
 
 
 def _is_finite(numbers: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Whether all numbers along some dims are finite; no number is written out for it."""
+    """Whether all numbers along some dims are finite, without a temporary tensor."""
     return numbers.amax(dims).isfinite() & numbers.amin(dims).isfinite()

@@ -1,4 +1,4 @@
-"""The compiled fold of CPU ranks: packed partials joined in one pass, from fold.c."""
+"""The compiled fold of CPU ranks, from fold.c: merges packed partials in one pass."""
 
 import ctypes
 from pathlib import Path
@@ -16,7 +16,7 @@ FLAGS = ("-O3", "-march=native", "-ffp-contract=off")
 
 
 class NativeFold:
-    """`merge_all` of packed float32 partials, some ten small torch operations in one call."""
+    """`merge_all` of packed float32 partials; replaces about ten small torch operations by one call."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._run = library.longleaf_fold
@@ -30,13 +30,13 @@ class NativeFold:
         return NativeFold(c_extension.load(SOURCE, FLAGS))
 
     def can_run(self, packed_NTHC: Tensor) -> bool:
-        """Whether the numbers are float32 and lie together."""
+        """Whether the tensor is float32 and contiguous."""
         return packed_NTHC.dtype == torch.float32 and packed_NTHC.is_contiguous()
 
     def __call__(self, packed_NTHC: Tensor) -> Partial:
-        """The N partials, values and natural-log lse side by side in C = D + 1 columns, joined in rank order.
+        """Merges N partials in rank order, with values and natural-log lse adjacent in C = D + 1 columns.
 
-        They lie in the CPU's memory, the result in memory of its own. Within 2e-6 of float64; an empty row stays the
+        Inputs are in CPU memory; the result has separate memory. Within 2e-6 of float64; an empty row stays the
         identity.
         """
         num_partials, num_rows, num_heads, columns = packed_NTHC.shape

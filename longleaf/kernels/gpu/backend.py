@@ -1,6 +1,6 @@
 # pyright: reportMissingImports=false, reportMissingTypeStubs=false, reportUnknownArgumentType=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-"""The backend of GPUs: one launch attends, whatever the rows see, and one folds what it made."""
+"""GPU backend in Triton: one launch computes attention for all reads, and one merges the partials."""
 
 from collections.abc import Sequence
 
@@ -25,8 +25,7 @@ from longleaf.kernels.gpu.work_items import Shape, work_of
 from longleaf.runs import ceil_div
 
 PROGRAMS_PER_MULTIPROCESSOR = 2
-"""So many programs of the attention kernels are at work on a multiprocessor at once, and each has one item if rows are
-few."""
+"""Programs of the attention kernels that run concurrently on a multiprocessor; with few rows each has one item."""
 
 
 class TritonKernels:
@@ -41,7 +40,7 @@ class TritonKernels:
 
     @staticmethod
     def load() -> "TritonKernels":
-        """The backend of the current GPU. Raises RuntimeError where there is none."""
+        """The backend of the current GPU. Raises RuntimeError if there is none."""
         return TritonKernels(count_multiprocessors())
 
     def attend(
@@ -181,13 +180,13 @@ class TritonKernels:
     def _work(
         self, reads: Sequence[Read], q_THD: Tensor, num_kv_heads: int, max_tile_rows: int, tile_keys: int
     ) -> DeviceWork:
-        """The work items of the reads, made once for all layers that are alike."""
+        """The work items of the reads, computed once for all layers with the same pattern."""
         reads = reads if isinstance(reads, Reads) else Reads(reads)
         shape = Shape(q_THD.shape[0], q_THD.shape[1] // num_kv_heads, num_kv_heads, max_tile_rows, tile_keys)
         key = WorkKey(q_THD.device, self._num_programs, shape)
         if key not in reads.kept:
             work = work_of(reads, shape, self._num_programs)
-            # from pinned memory the copy waits for nothing; other accelerators copy what is small at once
+            # copies from pinned memory are asynchronous; other accelerators copy small data directly
             reported = told_numbers(reads.told, reads, work.reads, shape.group) if reads.told else []
             numbers = torch.tensor(work.numbers + reported, dtype=torch.long, pin_memory=q_THD.is_cuda)
             table, rest = numbers.to(q_THD.device, non_blocking=True).split([len(work.numbers), len(reported)])
@@ -209,18 +208,18 @@ class TritonKernels:
 
 
 def count_multiprocessors() -> int:
-    """Those of the current GPU. Raises RuntimeError where there is none."""
+    """Number of multiprocessors of the current GPU. Raises RuntimeError if there is none."""
     if not torch.cuda.is_available():
         raise RuntimeError("this torch finds no GPU")
     return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
 
 def empty_partial(num_rows: int, num_heads: int, dim: int, like: Tensor) -> Partial:
-    """Room for a partial on the device of `like`."""
+    """An uninitialised partial on the device of `like`."""
     out = like.new_empty(num_rows, num_heads, dim, dtype=torch.float32)
     return Partial(out, like.new_empty(num_rows, num_heads, dtype=torch.float32))
 
 
 def together(tensor: Tensor) -> Tensor:
-    """The tensor with the numbers of its last dim side by side."""
+    """The tensor with a contiguous last dim."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

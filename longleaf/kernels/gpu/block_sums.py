@@ -1,6 +1,6 @@
-"""What kernels of GPUs are to tell of blocks of keys, and where that counts, as tables of integers for the device.
+"""Block attribution on GPUs: integer tables for the device that define the reported blocks and their columns.
 
-Shape letters: A tellers, N columns, R runs, L entries that count.
+Shape letters: A attributed rows, N columns, R runs, L entries that count.
 """
 
 from collections.abc import Sequence
@@ -15,24 +15,24 @@ from longleaf.attention.partial import Partial
 from longleaf.kernels.gpu.tables import DeviceWork
 
 BAG = 5
-"""Numbers of a column."""
+"""Numbers per column."""
 
 
 class ColumnEntries(NamedTuple):
-    """Which entries count into which columns, on the device."""
+    """The entries that count into each column, on the device."""
 
     entries_L: Tensor
-    """[L, 4] int64, those of a column side by side: the row, where its entries start (see `AttributedRead`), the number
-    of this one, and that of all."""
+    """[L, 4] int64, grouped by column: the row, the start of its entries (see `AttributedRead`), the number of this
+    one, and the number of all."""
     bags_AN: Tensor
-    """[A * N, BAG] int64, of each column: the first entry and the end of the entries; the first row and the end of the
-    rows whose sinks count into it, if they count; rows of the teller."""
+    """[A * N, BAG] int64, for each column: start and end of its entries; start and end of the rows whose sinks count
+    into it, if any; the number of attributed rows."""
 
 
 def told_numbers(told: BlockSums, reads: Sequence[Read], of_stretches: Sequence[int], group: int) -> list[int]:
-    """Five numbers for each stretch, of whose reads the numbers are given: `entry`, rows [first, end) of a key head
-    that are told of, the edge, and entries per row. Slot s counts into the entry at `entry` + row * entries per row +
-    s // BLOCK, and from the edge on into the next one."""
+    """Five numbers per stretch, from the read numbers of the stretches: `entry`, rows [first, end) of a key head that
+    are reported, the edge, and entries per row. Slot s counts into the entry at `entry` + row * entries per row + s //
+    BLOCK, and from the edge on into the next one."""
     rows: list[tuple[int, ...]] = []
     for each, read in zip(told.reads, reads, strict=True):
         first, end = each.first_row * group, each.end_row * group
@@ -42,8 +42,8 @@ def told_numbers(told: BlockSums, reads: Sequence[Read], of_stretches: Sequence[
 
 
 def told_arguments(work: DeviceWork, parts: Partial, group: int, *, tells: bool) -> tuple[Tensor, Tensor, int]:
-    """What kernels of attention are given to tell: what is told of each stretch, where entries go, and the stride
-    between key heads. What stands for these where nothing is told is not looked at."""
+    """Attribution arguments of the attention kernels: the numbers per stretch, the output for entries, and the stride
+    between key heads. Without attribution these are placeholders that kernels do not read."""
     if not tells or work.told is None:
         return work.table, parts.lse_TH, 0
     reported_KE2 = work.told.sums.room(parts.lse_TH.shape[1], group, work.table.device)
@@ -51,7 +51,7 @@ def told_arguments(work: DeviceWork, parts: Partial, group: int, *, tells: bool)
 
 
 def bags_of(columns: AttributionColumns, num_columns: int, sink_column: int, device: torch.device) -> ColumnEntries:
-    """Made once for all layers of a step, in one copy that nobody waits for."""
+    """Computed once for all layers of a step, with one asynchronous copy."""
     if device not in columns.kept:
         entries_L, bounds_AN = _entries(columns, num_columns)
         bags_AN = torch.zeros(len(columns.tellers), num_columns, BAG, dtype=torch.long)
@@ -65,7 +65,7 @@ def bags_of(columns: AttributionColumns, num_columns: int, sink_column: int, dev
 
 
 def _entries(columns: AttributionColumns, num_columns: int) -> tuple[Tensor, Tensor]:
-    """Entries, by teller and column, and the bounds of each column's."""
+    """Entries, sorted by attributed row and column, and the bounds of each column's."""
     rows_R, starts_R, per_row_R, firsts_R, ends_R, columns_R, before_R, per_column_R = columns.runs.T
     _, _, first_runs_A, end_runs_A = columns.tellers.T
     counts_R = ends_R - firsts_R

@@ -1,8 +1,8 @@
 # pyright: reportMissingImports=false, reportMissingTypeStubs=false, reportUnknownArgumentType=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-"""The constants that each kernel is compiled with and launched with.
+"""Compile-time and launch constants of each kernel.
 
-They depend on types and sizes of a model alone, never on the numbers of a step, so a model has few variants.
+They depend only on types and sizes of a model, never on the step, so a model needs few variants.
 """
 
 from typing import Any, NamedTuple
@@ -20,39 +20,38 @@ Constants = dict[str, Any]
 TYPES: dict[torch.dtype, Any] = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 """Types of keys, values and queries."""
 MAX_TILE_ROWS = 64
-"""Rows of a tile whose products are those of tensor cores: half of what these could do in the time that keys take to
-come."""
+"""Rows of a tile whose products use tensor cores: half of the work that these could do while the keys are loaded."""
 MAX_WIDE_TILE_ROWS = 16
-"""As above of what has no such products, or fills the registers with its values: float32, and latents."""
+"""The same without tensor cores, or if the values fill the registers: float32, and latents."""
 INT8_TILE_ROWS = 16
-"""Rows of a tile over keys in 8 bits: what is made of these fills the registers."""
+"""Rows of a tile over 8-bit keys, whose converted values fill the registers."""
 TILE_BYTES = 32 << 10
-"""Keys and values that are read at once, about: with the next tile on its way enough bytes are under way to keep the
-memory busy, and two programs fit on a multiprocessor."""
+"""Approximate size of keys and values read at once. Together with the prefetched next tile this keeps the memory busy,
+and two programs fit on a multiprocessor."""
 WIDE_TILE_BYTES = 64 << 10
-"""As above where values fill the registers of eight warps, and a program has a multiprocessor for itself."""
+"""The same if values fill the registers of eight warps, with one program per multiprocessor."""
 MIN_TILE_KEYS, MAX_TILE_KEYS = 16, 128
 MAX_NARROW_DIM = 128
-"""Values of at most so many dims leave room for the rest of a program in the registers of four warps."""
+"""Up to this value dim, the registers of four warps suffice."""
 MIN_SIDE = 16
-"""Sides of a matrix product have a power of two at least so large."""
+"""Sides of a matrix product are powers of two of at least this size."""
 
 
 class KernelLimits(NamedTuple):
-    """Sizes of tiles that fit into the registers, by what the compiler of a device makes of them."""
+    """Tile sizes that fit into the registers, depending on the device's compiler."""
 
     max_tile_rows: int = MAX_TILE_ROWS
     latent_warps: int = 4
     int8_warps: int = 4
     has_ptx: bool = True
-    """Whether kernels may hold NVIDIA's assembly."""
+    """Whether kernels may contain PTX."""
 
 
 USUAL = KernelLimits()
 AMPERE = KernelLimits(int8_warps=8)
-"""Of compute capability 8."""
+"""Compute capability 8."""
 BLACKWELL = KernelLimits(MAX_TILE_ROWS // 2)
-"""Of compute capability 10: more would spill."""
+"""Compute capability 10: larger tiles would spill registers."""
 AMD = KernelLimits(latent_warps=8, has_ptx=False)
 
 
@@ -66,7 +65,8 @@ def attend(
     is_latent: bool,
     has_cap: bool,
 ) -> Constants:
-    """Of `attend_items`, but for the rows of a tile. Types that differ meet in the one that holds both."""
+    """Constants of `attend_items`, except the rows of a tile. Different types are converted to the one that represents
+    both."""
     dtype = torch.promote_types(query, kept)
     first, rest = (padded(value_dim), padded(dim - value_dim)) if is_latent else (padded(dim), 0)
     width = first + rest if is_latent else first + padded(value_dim)
@@ -89,7 +89,7 @@ def attend(
 
 
 def attend_int8(query: torch.dtype, dim: int, block_size: int, limits: KernelLimits, *, has_cap: bool) -> Constants:
-    """Of `attend_items_int8`, but for the rows of a tile."""
+    """Constants of `attend_items_int8`, except the rows of a tile."""
     pairs, is_float32 = padded(ceil_div(dim, 2)), query == torch.float32
     most = tile_keys(4 * pairs, TILE_BYTES // 2 if is_float32 else TILE_BYTES)
     return {
@@ -107,43 +107,43 @@ def attend_int8(query: torch.dtype, dim: int, block_size: int, limits: KernelLim
 
 
 def with_rows(chosen: Constants, tile_rows: int, *, is_asked: bool = False) -> Constants:
-    """The constants of attention with those that depend on the rows of a tile. More rows leave room for fewer keys. A
-    kernel that is asked to tell of blocks of keys does so if each of them lies in one tile."""
+    """Attention constants completed with those that depend on the rows of a tile. More rows leave registers for fewer
+    keys. Block attribution requires that each block of keys is within one tile."""
     keys = chosen["TILE_KEYS"] if tile_rows == MIN_SIDE else max(MIN_TILE_KEYS, chosen["TILE_KEYS"] // 2)
     tells = is_asked and keys >= BLOCK and chosen.get("BLOCK", BLOCK) % BLOCK == 0
     return {**chosen, "TILE_ROWS": tile_rows, "TILE_KEYS": keys, "TELLS": tells}
 
 
 def add_shares(num_heads: int, *, has_sinks: bool) -> Constants:
-    """Of the sum of what was told."""
+    """Constants of the attribution sum."""
     return {"HEADS_PAD": power_of_two(num_heads, MIN_SIDE), "TILE_ENTRIES": 8, "HAS_SINKS": has_sinks, "num_warps": 4}
 
 
 def fold_items(value_dim: int) -> Constants:
-    """Of the fold of work items."""
+    """Constants of the fold of work items."""
     pad = padded(value_dim)
     parts = min(32, max(4, 2048 // pad))
     return {"VALUE_DIM": value_dim, "VALUE_PAD": pad, "TILE_PARTS": parts, "num_warps": 4, "num_stages": 2}
 
 
 def packed(value_dim: int, dtype: torch.dtype) -> Constants:
-    """Of `pack_rows` and `fold_packed`."""
+    """Constants of `pack_rows` and `fold_packed`."""
     is_wide, pad = dtype == torch.float32, padded(value_dim)
     return {"VALUE_DIM": value_dim, "VALUE_PAD": pad, "TILE_ROWS": 4, "IS_WIDE": is_wide, "num_warps": 4}
 
 
 def betray(dim: int) -> Constants:
-    """Of what makes keys show that are not finite."""
+    """Constants of the check for non-finite keys."""
     return {"DIM": dim, "DIM_PAD": padded(dim), "TILE_KEYS": 64, "TILE_ROWS": 128, "num_warps": 4}
 
 
 def fold_rounds(dim: int, *, has_rest: bool) -> Constants:
-    """Of the fold of what flash kernels made."""
+    """Constants of the fold of flash kernel results."""
     return {"DIM": dim, "DIM_PAD": padded(dim), "TILE_ROWS": 8, "HAS_REST": has_rest, "num_warps": 4}
 
 
 def store(dim: int, value_dim: int, *, has_values: bool) -> Constants:
-    """Of `store_tokens`."""
+    """Constants of `store_tokens`."""
     return {
         "DIM": dim,
         "DIM_PAD": padded(dim),
@@ -156,13 +156,13 @@ def store(dim: int, value_dim: int, *, has_values: bool) -> Constants:
 
 
 def store_int8(dim: int, block_size: int) -> Constants:
-    """Of the store in 8 bits."""
+    """Constants of the 8-bit store."""
     tiles = {"TILE_TOKENS": 8, "TILE_SLOTS": 32, "TILE_SCAN": 1024}
     return {"DIM": dim, "DIM_PAD": padded(dim), "BLOCK": block_size, **tiles, "num_warps": 4}
 
 
 def max_tile_rows(dtype: torch.dtype, dim: int, limits: KernelLimits, *, is_latent: bool = False) -> int:
-    """Rows of a tile at most, by the type of its products and the dim of its keys."""
+    """Maximum rows of a tile, from the type of its products and the dim of its keys."""
     if dtype == torch.float32 or is_latent:
         return MAX_WIDE_TILE_ROWS
     return limits.max_tile_rows if padded(dim) <= MAX_NARROW_DIM else MAX_TILE_ROWS // 2
@@ -176,20 +176,20 @@ def limits_here() -> KernelLimits:
 
 
 def limits_of(capability: int) -> KernelLimits:
-    """The limits of a device of NVIDIA's, by the first number of its compute capability."""
+    """The limits of an NVIDIA device, by its major compute capability."""
     return BLACKWELL if capability >= 10 else AMPERE if capability < 9 else USUAL
 
 
 def tile_keys(slot_bytes: int, tile_bytes: int) -> int:
-    """Keys of a tile, by the bytes of a slot: the power of two around so many bytes."""
+    """Keys of a tile, from the bytes of a slot: a power of two near that many bytes."""
     return min(MAX_TILE_KEYS, power_of_two(ceil_div(tile_bytes, slot_bytes), MIN_TILE_KEYS))
 
 
 def padded(dim: int) -> int:
-    """The side of a matrix product that holds so many dims."""
+    """The padded side of a matrix product for this dim."""
     return power_of_two(dim, MIN_SIDE)
 
 
 def upcasts(dtype: torch.dtype) -> bool:
-    """Whether products must be those of float32 numbers: Triton's interpreter takes bfloat16 for integers."""
+    """Whether products must use float32 operands: Triton's interpreter treats bfloat16 as integers."""
     return dtype == torch.bfloat16 and bool(knobs.runtime.interpret)

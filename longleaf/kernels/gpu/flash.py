@@ -1,10 +1,10 @@
 # pyright: reportMissingImports=false, reportMissingTypeStubs=false, reportUnknownArgumentType=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-"""The backend of GPUs that leaves many rows to flash kernels, as a prefill has them, and all else to Triton's.
+"""GPU backend that uses flash kernels for many rows, as in prefill, and Triton kernels otherwise.
 
-Flash kernels are for 16 bits, and give what they sum up in float32 rounded to the type of the queries. So the partials
-of rounds are off by half a unit in the last place of that type, as the merged row is once the model has it. Their lse
-is float32. Whoever wants partials that are never rounded chooses the backend `triton`.
+Flash kernels support 16-bit types, accumulate in float32, and round the result to the type of the queries. So the
+partials of rounds have an error of half a unit in the last place of that type, like the merged row in the model's own
+type. Their lse is float32. The backend `triton` never rounds partials.
 """
 
 import logging
@@ -28,7 +28,7 @@ from longleaf.runs import ceil_div
 
 PROBE_ROWS, PROBE_KEYS, PROBE_HEADS, PROBE_DIM = 300, 2000, 4, 64
 BROKEN, UNSEEN = 1800, 1750
-"""Slots in which something broken lies."""
+"""Slots with non-finite test data."""
 SCALE = 0.25
 
 log = logging.getLogger(__name__)
@@ -43,11 +43,11 @@ class DeviceRounds(NamedTuple):
     members: Tensor
     """[T] int32, see `rounds.members`."""
     rest: Reads
-    """What other kernels read."""
+    """Reads for the other kernels."""
 
 
 class FlashKernels(TritonKernels):
-    """Flash kernels for many rows, see `longleaf.kernels.gpu.varlen_plan`, and those written in Triton."""
+    """Flash kernels for many rows, see `longleaf.kernels.gpu.varlen_plan`, and Triton kernels."""
 
     name = "flash"
 
@@ -58,8 +58,8 @@ class FlashKernels(TritonKernels):
 
     @staticmethod
     def load() -> "FlashKernels":
-        """The backend of the current GPU, on the first flash kernels that are there and right. Raises RuntimeError,
-        with the reasons, where there are none."""
+        """The backend of the current GPU, with the first flash kernels that are available and correct. Raises
+        RuntimeError, with the reasons, if there are none."""
         num_multiprocessors = count_multiprocessors()
         return first_right(num_multiprocessors, torch.device("cuda", torch.cuda.current_device()))
 
@@ -87,7 +87,8 @@ class FlashKernels(TritonKernels):
         return self._joined(found.members, q_THD, parts, rest)
 
     def _rounds(self, reads: Sequence[Read], q_THD: Tensor, k_KSD: Tensor, v_KSV: Tensor) -> DeviceRounds | None:
-        """What flash kernels do of some reads, made once for all layers that are alike; None if that is nothing."""
+        """The part of some reads for flash kernels, computed once for all layers with the same pattern; None if there
+        is none."""
         num_rows, num_heads, _ = q_THD.shape
         if num_rows < varlen_plan.MIN_ROWS or not varlen.can_take(q_THD, k_KSD, v_KSV):
             return None
@@ -127,16 +128,16 @@ class FlashKernels(TritonKernels):
 
 
 def four(tensors: list[Tensor]) -> list[Tensor]:
-    """As many as kernels take: the first one stands for those that are not there, and is not looked at there."""
+    """Padded to the number of kernel arguments with the first tensor, which kernels do not read there."""
     return tensors + tensors[:1] * (varlen_plan.MAX_ROUNDS - len(tensors))
 
 
 def on_device(plan: varlen_plan.VarlenPlan, num_rows: int, device: torch.device) -> DeviceRounds:
-    """The tables of the kernels, in one copy that nobody waits for."""
+    """The tables of the kernels, in one asynchronous copy."""
     pieces = [number for piece in varlen_plan.pieces(plan.rounds) for number in piece]
     sequences = [varlen_plan.sequences(one, num_rows) for one in plan.rounds]
     lists = [pieces, varlen_plan.members(plan.rounds, num_rows), *(numbers for one in sequences for numbers in one)]
-    # each begins at a multiple of 16 bytes: Triton compiles a kernel anew for an address that is none
+    # each starts at a multiple of 16 bytes, because Triton compiles another variant for unaligned addresses
     padded = [numbers + [0] * (-len(numbers) % 4) for numbers in lists]
     flat = torch.tensor([number for numbers in padded for number in numbers], dtype=torch.int32)
     there = (flat.pin_memory() if device.type == "cuda" else flat).to(device, non_blocking=True)
@@ -151,7 +152,7 @@ def on_device(plan: varlen_plan.VarlenPlan, num_rows: int, device: torch.device)
 
 
 def first_right(num_multiprocessors: int, device: torch.device, launcher: Launcher = launch) -> FlashKernels:
-    """The backend on the first of `varlen.SOURCES` that can be had on a device and is right there. Raises RuntimeError,
+    """The backend with the first of `varlen.SOURCES` that is available and correct on a device. Raises RuntimeError,
     with the reasons, if none is."""
     reasons: list[str] = []
     for name, source in varlen.SOURCES.items():
@@ -160,7 +161,7 @@ def first_right(num_multiprocessors: int, device: torch.device, launcher: Launch
             for dtype in varlen.TYPES:
                 if wrong := what_is_wrong(kernels, device, dtype):
                     raise ArithmeticError(wrong)
-        except Exception as error:  # what is installed may be broken in any way
+        except Exception as error:  # a broken installation may raise anything
             reasons.append(f"{name}: {type(error).__name__}: {error}")
             continue
         log.info("flash kernels of prefill: %s%s", name, f" ({'; '.join(reasons)})" if reasons else "")
@@ -169,8 +170,9 @@ def first_right(num_multiprocessors: int, device: torch.device, launcher: Launch
 
 
 def what_is_wrong(kernels: FlashKernels, device: torch.device, dtype: torch.dtype) -> str | None:
-    """How a backend errs over reads that flash kernels take: whole ones, in no order of their keys, a stretch read by
-    two, a diagonal. The last rows see nothing. Of the second key head those of the diagonal see a key of score -inf."""
+    """Error description of a backend over reads for flash kernels: whole ones with unordered keys, a stretch shared by
+    two reads, a diagonal. The last rows see nothing. In the second key head the rows of the diagonal see a key of score
+    -inf."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((PROBE_ROWS, PROBE_HEADS), (2, PROBE_KEYS), (2, PROBE_KEYS))
     q, k, v = (torch.randn(*shape, PROBE_DIM, generator=generator).to(dtype) for shape in shapes)
@@ -186,7 +188,7 @@ def what_is_wrong(kernels: FlashKernels, device: torch.device, dtype: torch.dtyp
         return "a key that is infinite does not show"
     wanted.out_THD[broken], wanted.lse_TH[broken] = torch.nan, torch.nan
     for name, numbers, right, most in (("out", out, wanted.out_THD, 1e-2), ("lse", lse, wanted.lse_TH, 1e-3)):
-        if not torch.allclose(numbers.double(), right, rtol=0, atol=most, equal_nan=True):  # infinite where right is
+        if not torch.allclose(numbers.double(), right, rtol=0, atol=most, equal_nan=True):  # infinite where `right` is
             difference = float((numbers - right).nan_to_num(0).abs().max())
             return f"{name} is off by {human_rounded(difference, 2)}"
     return None

@@ -1,7 +1,7 @@
-"""Tables of work items in memory of fixed address, so that launches that were captured once do other work each time.
+"""Work item tables in memory of fixed address, so that captured launches can process different work in each replay.
 
-What depends on a step is in the tables; what launches depend on (sizes of partials, tiles, grids) is the same for all
-steps of so many tokens.
+The tables contain everything that depends on the step; launch parameters (sizes of partials, tiles, grids) are the same
+for all steps with the same number of tokens.
 """
 
 from collections.abc import Sequence
@@ -28,13 +28,13 @@ from longleaf.kernels.gpu.work_items import (
 from longleaf.runs import ceil_div
 
 STRETCHES = 4096
-"""Stretches of keys that there is room for, beside a few for each token: a context of 524,288 tokens in blocks of 128,
-none of which are neighbours."""
+"""Capacity in stretches of keys, in addition to a few per token: a context of 524,288 tokens in blocks of 128, none of
+which are adjacent."""
 STRETCHES_PER_TOKEN, CHAINS_PER_TOKEN = 16, 4
 
 
 class AttributedRanges(NamedTuple):
-    """What is told of the reads of each stretch."""
+    """Attribution parameters of each stretch."""
 
     sums: BlockSums
     numbers: Tensor
@@ -48,11 +48,11 @@ class DeviceWork(NamedTuple):
     num_part_rows: int
     tile_rows: int
     told: AttributedRanges | None = None
-    """None where nothing is told."""
+    """None without attribution."""
 
 
 class WorkKey(NamedTuple):
-    """What work items are made for."""
+    """Cache key of work items."""
 
     device: torch.device
     num_programs: int
@@ -60,11 +60,11 @@ class WorkKey(NamedTuple):
 
 
 class TableCapacity(NamedTuple):
-    """What there is room for in the table of layers of one shape."""
+    """Capacity of the table for layers of one shape."""
 
     key: WorkKey
     start: int
-    """Of its numbers among those of all tables."""
+    """Offset of its numbers in the common buffer."""
     num_numbers: int
     num_part_rows: int
     tile_rows: int
@@ -75,8 +75,8 @@ class TableCapacity(NamedTuple):
 
 
 class DeviceLaunchTables:
-    """The tables of layers that see alike, one for each shape among them. Tiles are those of single tokens, or, where
-    rows read together (`is_shared`), those of all of them."""
+    """The tables of layers with the same attention pattern, one for each shape. Tiles have the rows of a single token
+    or, if rows share reads (`is_shared`), those of all tokens."""
 
     def __init__(self, keys: Sequence[WorkKey], *, is_shared: bool) -> None:
         self._rooms: list[TableCapacity] = []
@@ -85,7 +85,7 @@ class DeviceLaunchTables:
 
     @property
     def num_numbers(self) -> int:
-        """Numbers of all tables."""
+        """Size of all tables."""
         return self._rooms[-1].end if self._rooms else 0
 
     @property
@@ -111,7 +111,7 @@ class DeviceLaunchTables:
 
 
 def room(key: WorkKey, start: int, *, is_shared: bool) -> TableCapacity:
-    """Room for what steps of so many tokens usually ask, with some to spare."""
+    """Capacity for the usual steps of this number of tokens, with a margin."""
     num_tokens, group, num_kv_heads = key.shape[:3]
     tile_rows = tile_of(num_tokens * group, key.shape) if is_shared else MIN_TILE_ROWS
     shared = ceil_div(key.num_programs, num_kv_heads)

@@ -1,9 +1,9 @@
 # pyright: reportMissingImports=false, reportMissingTypeStubs=false, reportUnknownArgumentType=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-"""The kernels as they are compiled for the models that are served: what each is given, and with which constants.
+"""The compiled variants of the kernels for supported models: argument types and constants.
 
-For whoever compiles ahead of time. On a rank Triton compiles at the first launch, and where an integer is 1 or no
-multiple of 16 it makes a variant of its own; these here are of the sizes that models have.
+Used for ahead-of-time compilation. A rank compiles with Triton at the first launch, which specializes on integers that
+are 1 or not multiples of 16; these variants cover the usual model sizes.
 """
 
 from collections.abc import Iterator
@@ -39,29 +39,29 @@ ATTENDING = {
     **dict.fromkeys(("table", "told_reads"), torch.int64),
     **dict.fromkeys(("out", "lse", "told"), torch.float32),
 }
-"""Types of what all kernels of attention are given."""
+"""Argument types common to all attention kernels."""
 
 
 class KernelVariant(NamedTuple):
-    """A kernel and what it is compiled with."""
+    """A kernel and its compile-time parameters."""
 
     name: str
     kernel: Kernel
     signature: dict[str, str]
-    """The type of each argument, in order, as Triton writes them; `constexpr` of those that are constants."""
+    """The type of each argument, in order and in Triton's notation; `constexpr` for constants."""
     constants: Constants
-    """Their values."""
+    """Values of the constants."""
     num_warps: int
     num_stages: int
 
     @property
     def aligned(self) -> list[str]:
-        """Arguments that are multiples of 16, or addresses that are, as Triton finds them at a launch."""
+        """Arguments that are multiples of 16, or aligned addresses, as Triton detects them at a launch."""
         return [name for name, kind in self.signature.items() if kind.startswith("*") or "stride" in name]
 
 
 def variants(limits: KernelLimits) -> Iterator[KernelVariant]:
-    """All of them for a device of some limits."""
+    """All variants for a device with these limits."""
     for dtype, dim, has_cap in product(DTYPES, DIMS, (False, True)):
         for tile_rows in (16, 32, 64):
             if tile_rows <= constants.max_tile_rows(dtype, dim, limits):
@@ -95,7 +95,7 @@ def attend(
 
 
 def attend_int8(dtype: torch.dtype, dim: int, limits: KernelLimits, *, has_cap: bool = False) -> KernelVariant:
-    """Attention over keys in 8 bits, of queries of a type."""
+    """Attention over keys in 8 bits, with queries of a type."""
     chosen = constants.attend_int8(dtype, dim, BLOCK_SIZE, limits, has_cap=has_cap)
     types = {**ATTENDING, "q": dtype, "scales": torch.float32}
     types |= dict.fromkeys(("keys", "values", "exponents"), torch.int16)
@@ -111,14 +111,14 @@ def fold(dim: int) -> KernelVariant:
 
 
 def packed(dtype: torch.dtype, dim: int) -> Iterator[KernelVariant]:
-    """What packs partials for the wire, and what folds them."""
+    """The packing of partials for the wire, and their fold."""
     types = {"packed": dtype, "out": torch.float32, "lse": torch.float32}
     for kernel, verb in ((pack_rows, "pack"), (fold_packed, "fold packed")):
         yield _variant(f"{verb} {NAMES[dtype]} {dim}", kernel, types, constants.packed(dim, dtype))
 
 
 def store(dtype: torch.dtype, dim: int, value_dim: int) -> KernelVariant:
-    """The store of keys, and of values where these do not lie in them."""
+    """The store of keys, and of values unless they are part of the keys."""
     types = {"slots": torch.int64, **dict.fromkeys(("k", "v", "kept_keys", "kept_values"), dtype)}
     chosen = constants.store(dim, value_dim, has_values=value_dim == dim)
     return _variant(f"store {NAMES[dtype]} {dim}", store_tokens, types, chosen)
@@ -132,7 +132,7 @@ def store_in_int8(dtype: torch.dtype, dim: int) -> KernelVariant:
 
 
 def around_rounds(dtype: torch.dtype, dim: int) -> Iterator[KernelVariant]:
-    """What flash kernels leave to be done, for queries and keys of a type."""
+    """The kernels around flash kernels, for queries and keys of a type."""
     sums = ("lse_0", "lse_1", "lse_2", "lse_3", "rest_out", "rest_lse", "out", "lse")
     types = {"pieces": torch.int32, "members": torch.int32, "k": dtype, **dict.fromkeys(sums, torch.float32)}
     types |= dict.fromkeys(("out_0", "out_1", "out_2", "out_3"), dtype)
@@ -143,7 +143,7 @@ def around_rounds(dtype: torch.dtype, dim: int) -> Iterator[KernelVariant]:
 
 
 def _variant(name: str, kernel: Kernel, types: dict[str, torch.dtype], chosen: Constants) -> KernelVariant:
-    """`types` of what the pointers among the arguments point to; what else is no constant is a number."""
+    """`types` are the element types of pointer arguments; other arguments are constants or integers."""
     values: dict[str, Any] = {key: value for key, value in chosen.items() if key.isupper()}
     signature = {argument: _kind(argument, types, values) for argument in kernel.arg_names}
     return KernelVariant(name, kernel, signature, values, chosen["num_warps"], chosen.get("num_stages", 2))

@@ -27,7 +27,7 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn
 TYPES = (torch.float16, torch.bfloat16)
 MAX_DIM = 256
 ALIGNED = 8
-"""Numbers of 16 bits in 16 bytes."""
+"""Number of 16-bit values in 16 bytes."""
 
 
 class Launch(NamedTuple):
@@ -50,7 +50,7 @@ their strides, lse [H, T]. Both hold anything in rows whose sequence has no keys
 
 
 def aten(q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, launch: Launch, scale: float) -> tuple[Tensor, Tensor]:
-    """Torch's, as `varlen_attn` calls it, without the zeros that this makes for a random state."""
+    """Torch's kernel, called as `varlen_attn` does, but without its zeros for a random state."""
     places = (launch.bounds, launch.starts, launch.max_rows, launch.max_keys)
     out_THD, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
         q_THD, k_SKD, v_SKD, *places, 0.0, launch.is_causal, False, scale=scale, seqused_k=launch.lengths
@@ -59,15 +59,15 @@ def aten(q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, launch: Launch, scale: flo
 
 
 def public() -> Varlen:
-    """Torch's by its public name, should the other one change. Raises ImportError where that has no seqused_k: torch
-    2.11 has none, 2.13 does."""
+    """Torch's kernel by its public name, as a fallback for `aten`. Raises ImportError if it lacks seqused_k: torch 2.11
+    does, 2.13 has it."""
     if "seqused_k" not in signature(varlen_attn).parameters:
         raise ImportError(f"varlen_attn of torch {torch.__version__} knows no seqused_k")
     return by_public_name
 
 
 def by_public_name(q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, launch: Launch, scale: float) -> tuple[Tensor, Tensor]:
-    """That of `torch.nn.attention.varlen.varlen_attn`."""
+    """Calls `torch.nn.attention.varlen.varlen_attn`."""
     found = varlen_attn(
         *(q_THD, k_SKD, v_SKD, launch.bounds, launch.starts, launch.max_rows, launch.max_keys),
         return_aux=AuxRequest(lse=True),
@@ -80,9 +80,9 @@ def by_public_name(q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, launch: Launch, 
 
 
 def flash_attn() -> Varlen:
-    """That of flash-attn 2. Raises ImportError, or what its import raises where it was built for another torch.
+    """The kernel of flash-attn 2. Raises ImportError, or the exception of its import if it was built for another torch.
 
-    Its public `flash_attn_varlen_func` knows no seqused_k, the function that it calls does.
+    Its public `flash_attn_varlen_func` lacks seqused_k, but the function that it calls has it.
     """
     forward: Any = import_module("flash_attn.flash_attn_interface")._flash_attn_varlen_forward
 
@@ -101,17 +101,17 @@ SOURCES: dict[str, Callable[[], Varlen]] = {
     "torch": lambda: aten,
     "torch's varlen_attn": public,
 }
-"""By name, those that are tried first first: who installed flash-attn wants it."""
+"""By name, in order of preference: a user who installs flash-attn wants it to be used."""
 
 
 def can_take(q_THD: Tensor, k_KSD: Tensor, v_KSV: Tensor) -> bool:
-    """Whether the kernels can run on such tensors."""
+    """Whether the kernels support such tensors."""
     tensors, dim = (q_THD, k_KSD, v_KSV), q_THD.shape[2]
     is_typed = q_THD.dtype in TYPES and q_THD.dtype == k_KSD.dtype == v_KSV.dtype
     return is_typed and dim == v_KSV.shape[2] and dim <= MAX_DIM and all(map(is_aligned, tensors))
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Whether rows of the last dim are contiguous and begin at multiples of 16 bytes. Memory of torch's begins so."""
+    """Whether rows of the last dim are contiguous and start at multiples of 16 bytes. Torch's allocations are aligned."""
     steps = (tensor.shape[-1], tensor.storage_offset(), *tensor.stride()[:-1])
     return tensor.stride(-1) == 1 and all(step % ALIGNED == 0 for step in steps)

@@ -1,14 +1,14 @@
-"""Which reads of a chunk flash kernels take, and in which launches.
+"""Selection of the reads of a chunk for flash kernels, and their grouping into launches.
 
-A launch of such a kernel reads one stretch of keys for each row, whole or as a square diagonal. A round is a launch:
-reads of disjoint rows, all whole or all diagonal. It takes its keys where they lie, in any order. A chunk that lies in
-one piece behind one stretch of keys takes two rounds; one whose rows are those of many ranks takes three.
+A launch of a flash kernel reads one stretch of keys for each row, whole or as a square diagonal. A round is a launch:
+reads of disjoint rows, all whole or all diagonal. It reads keys in place, in any order. A contiguous chunk after one
+stretch of keys needs two rounds; one whose rows belong to many ranks needs three.
 
-Rows over many stretches would take as many rounds, or keys that are copied together, or a table of blocks. Copies of a
-long past take room that the pool has, and a block table has pages of 256 slots of which only a row's last one may be
-filled in part, while stretches begin and end anywhere. So the reads with the most work make up to MAX_ROUNDS rounds,
-and all others are left to the kernel over work items, which goes from stretch to stretch in one launch, masks what it
-must, and splits keys where rows are too few to fill the device. Where it would have most of the work it gets all.
+Rows over many stretches would need as many rounds, a contiguous copy of the keys, or a block table. Copies of a long
+past take memory that the pool uses. A block table has pages of 256 slots of which only a row's last one may be partly
+filled, while stretches start and end anywhere. So the reads with the most work form up to MAX_ROUNDS rounds, and all
+others are left to the kernel over work items, which processes all stretches in one launch, applies masks, and splits
+keys if there are too few rows to fill the device. If that kernel would have most of the work, it gets all of it.
 """
 
 from bisect import bisect_left, insort
@@ -22,15 +22,15 @@ from longleaf.runs import ceil_div
 MAX_ROUNDS = 4
 """Each costs a launch and a partial in memory, per layer."""
 MIN_ROWS = 64
-"""Rows of a read at least: the kernels' tiles have 64 or 128, and what they lack is computed in vain."""
+"""Minimum rows of a read: the kernels' tiles have 64 or 128 rows, and padding wastes work."""
 MIN_KEYS = 512
-"""Keys of a whole read at least: below it, to write and to fold a partial takes long beside its products."""
+"""Minimum keys of a whole read: below it, writing and folding a partial is slow relative to its products."""
 TILE_ROWS = 128
-"""Rows of a program of theirs, of one head."""
+"""Rows of a program of a flash kernel, for one head."""
 FEW_KEYS = 2048
-"""So many keys a program may read alone while others of the device have nothing to do."""
+"""Keys that a program may read while the rest of the device is idle."""
 PIECE_KEYS = 4096
-"""Keys that one program looks through for numbers that are not finite."""
+"""Keys that one program checks for non-finite numbers."""
 
 
 class VarlenRound(NamedTuple):
@@ -49,9 +49,9 @@ class VarlenRound(NamedTuple):
 
 
 class VarlenSequences(NamedTuple):
-    """A round as the kernels know it: rows [bounds[i], bounds[i + 1]) see keys [starts[i], starts[i] + lengths[i]).
+    """A round in the kernels' format: rows [bounds[i], bounds[i + 1]) see keys [starts[i], starts[i] + lengths[i]).
 
-    Rows without a read are sequences without keys. `starts` has one number more, as cumulative lengths have.
+    Rows without a read are sequences without keys. `starts` has one extra element, as cumulative lengths do.
     """
 
     bounds: list[int]
@@ -60,7 +60,7 @@ class VarlenSequences(NamedTuple):
 
 
 class LaunchPiece(NamedTuple):
-    """Some keys of a read, and who sees them."""
+    """A range of keys of a read, and the rows that see it."""
 
     slot_start: int
     slot_end: int
@@ -70,7 +70,7 @@ class LaunchPiece(NamedTuple):
 
 
 class VarlenPlan(NamedTuple):
-    """The rounds of a chunk, and the reads that are in none."""
+    """The rounds of a chunk, and the reads outside of all rounds."""
 
     rounds: Sequence[VarlenRound]
     rest: Reads
@@ -84,7 +84,7 @@ class _Open:
     reads: list[Read] = field(default_factory=list[Read])
 
     def takes(self, read: Read) -> bool:
-        """Adds a read, unless it is of another kind or some of its rows are there already."""
+        """Adds a read, unless it is of another kind or shares rows with the round."""
         place = bisect_left(self.reads, read)
         is_ahead = place == len(self.reads) or read.row_end <= self.reads[place].row_start
         is_behind = not place or self.reads[place - 1].row_end <= read.row_start
@@ -95,7 +95,7 @@ class _Open:
 
 
 def plan(reads: Iterable[Read], num_heads: int, num_multiprocessors: int) -> VarlenPlan:
-    """The rounds of some reads for queries of so many heads on a device."""
+    """The rounds of some reads for queries with this number of heads on a device."""
     reads = [read for read in reads if read.row_start < read.row_end and read.slot_start < read.slot_end]
     opened: list[_Open] = []
     for read in sorted(filter(fits, reads), key=lambda read: -work_of(read)):
@@ -111,26 +111,25 @@ def plan(reads: Iterable[Read], num_heads: int, num_multiprocessors: int) -> Var
 
 
 def fits(read: Read) -> bool:
-    """Whether the kernels can take a read, and it is large enough for them."""
+    """Whether the kernels support a read, and it is large enough."""
     num_rows, num_keys = read.row_end - read.row_start, read.slot_end - read.slot_start
     return num_rows >= MIN_ROWS and (read.is_causal or (read.offset is None and num_keys >= MIN_KEYS))
 
 
 def work_of(read: Read) -> int:
-    """Rows times keys, about."""
+    """Approximate number of row-key pairs."""
     rectangle = (read.row_end - read.row_start) * (read.slot_end - read.slot_start)
     return rectangle // 2 if read.is_causal else rectangle
 
 
 def fills(one: VarlenRound, num_heads: int, num_multiprocessors: int) -> bool:
-    """Whether a round keeps half of a device busy, or not for long: over sequences of several lengths the kernels do
-    not split keys."""
+    """Whether a round keeps half of the device busy, or is short: with variable lengths the kernels do not split keys."""
     tiles = sum(ceil_div(read.row_end - read.row_start, TILE_ROWS) for read in one.reads)
     return 2 * tiles * num_heads >= num_multiprocessors or one.max_keys <= FEW_KEYS
 
 
 def sequences(one: VarlenRound, num_rows: int) -> VarlenSequences:
-    """A round over queries of so many rows."""
+    """A round over queries with this number of rows."""
     bounds, starts, lengths = [0], list[int](), list[int]()
     for read in (*one.reads, Read(num_rows, num_rows, 0, 0)):
         if bounds[-1] < read.row_start:
@@ -153,7 +152,7 @@ def pieces(rounds: Sequence[VarlenRound]) -> Iterator[LaunchPiece]:
 
 
 def members(rounds: Sequence[VarlenRound], num_rows: int) -> list[int]:
-    """Of each row a number whose bits tell in which rounds it is."""
+    """A bit mask per row of the rounds that contain it."""
     bits = [0] * num_rows
     for i, one in enumerate(rounds):
         for read in one.reads:

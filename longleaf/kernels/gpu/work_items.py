@@ -29,11 +29,11 @@ from longleaf.runs import ceil_div
 
 HEADER, ITEM, STRETCH, TOKEN = 4, 5, 4, 2
 MIN_PIECE = 512
-"""Keys of a piece at least, unless its rows see fewer: below it, starting a program takes as long as its work."""
+"""Minimum keys per piece, unless its rows see fewer: below it, starting a program takes as long as its work."""
 MIN_TILE_ROWS = 16
 """Rows of the smallest matrix product."""
 MIN_TABLE = 256
-"""Numbers of the smallest table. Tables and partials are sized in powers of two, so that few sizes ever occur."""
+"""Minimum table size. Tables and partials are sized in powers of two, to limit the number of distinct sizes."""
 
 
 class SlotRange(NamedTuple):
@@ -44,21 +44,21 @@ class SlotRange(NamedTuple):
     ahead: int
     window: int
     read: int
-    """The number of the read that they are of."""
+    """The number of their read."""
 
     @property
     def first(self) -> int:
-        """The slot at which its first tile begins."""
+        """The slot at which its first tile starts."""
         return self.start // BLOCK * BLOCK
 
     @property
     def num_keys(self) -> int:
-        """Keys that tiles go through, with those before the first one."""
+        """Number of keys in its tiles, including those before the first one."""
         return self.end - self.first
 
 
 class ReadChain(NamedTuple):
-    """Tokens [start, end) and what their rows see, in the order of the reads."""
+    """Tokens [start, end) and the slots that their rows see, in the order of the reads."""
 
     start: int
     end: int
@@ -70,7 +70,7 @@ class ReadChain(NamedTuple):
 
 
 class WorkPiece(NamedTuple):
-    """A chain's tokens over some of what they see, and where the partials of their rows lie."""
+    """The tokens of a chain over a part of their slots, and the position of their rows' partials."""
 
     chain: ReadChain
     shift: int
@@ -80,30 +80,30 @@ class Work(NamedTuple):
     """The work items of a step."""
 
     numbers: list[int]
-    """The table; zeros fill it up to a power of two."""
+    """The table, padded with zeros to a power of two."""
     num_part_rows: int
-    """Room for so many part rows per key head is needed."""
+    """Required capacity in part rows per key head."""
     tile_rows: int
-    """Rows of an item at most, a power of two: as many as read together, if they are not too many."""
+    """Maximum rows of an item, a power of two: the number of rows that share reads of keys, up to a limit."""
     reads: list[int]
-    """The number of the read that each stretch is of."""
+    """The read number of each stretch."""
 
 
 class Shape(NamedTuple):
-    """What the work of a layer depends on besides its reads; equal shapes may share a table."""
+    """Inputs of a layer's work besides its reads; equal shapes may share a table."""
 
     num_tokens: int
     group: int
     num_kv_heads: int
     max_tile_rows: int
-    """Rows of an item at most, a power of two."""
+    """Maximum rows of an item, a power of two."""
     tile_keys: int
-    """Keys that are read at once: pieces are multiples of it."""
+    """Keys read at once: pieces are multiples of it."""
 
 
 def work_of(reads: Iterable[Read], shape: Shape, num_programs: int, tile_rows: int | None = None) -> Work:
-    """The work items of some reads, enough of them for so many programs where there are keys enough. Without
-    `tile_rows` an item has as many rows as read together."""
+    """The work items of some reads, enough for `num_programs` if there are enough keys. Without `tile_rows` an item has
+    as many rows as share reads of keys."""
     chains = sorted(chains_of(reads), key=lambda chain: -chain.num_keys)
     if tile_rows is None:
         most_rows = max((chain.end - chain.start for chain in chains), default=0) * shape.group
@@ -125,7 +125,7 @@ def work_of(reads: Iterable[Read], shape: Shape, num_programs: int, tile_rows: i
             for row in range(first, last, tile_rows):
                 end = min(row + tile_rows, last)
                 items.append((num_keys, (row, end, begin, len(stretches), shift)))
-    items.sort(key=lambda item: -item[0])  # long ones first: what is left for the end is short
+    items.sort(key=lambda item: -item[0])  # long ones first, which balances the end of the launch
     rows = [number for _, item in items for number in item]
     table = _table(rows, stretches, pieces, shape.num_tokens)
     of_reads = [stretch.read for stretch in stretches]
@@ -133,12 +133,12 @@ def work_of(reads: Iterable[Read], shape: Shape, num_programs: int, tile_rows: i
 
 
 def tile_of(num_rows: int, shape: Shape) -> int:
-    """Rows of an item where so many rows of a key head's group read together."""
+    """Rows of an item if this number of rows of a key head's group share reads of keys."""
     return min(shape.max_tile_rows, power_of_two(num_rows, MIN_TILE_ROWS))
 
 
 def chains_of(reads: Iterable[Read]) -> list[ReadChain]:
-    """What rows see, without what none of them does. Reads of the same rows make one chain."""
+    """The slots that rows see, without hidden ones. Reads of the same rows form one chain."""
     found: dict[tuple[int, int], list[SlotRange]] = {}
     for number, read in enumerate(reads):
         offset, window = read.mask
@@ -151,10 +151,10 @@ def chains_of(reads: Iterable[Read]) -> list[ReadChain]:
 
 
 def piece_size(num_keys: Sequence[int], num_items: Sequence[int], tile_keys: int, num_programs: int) -> int:
-    """Keys of a piece, a multiple of the tile, by the keys of each chain and its items if it is not cut.
+    """Keys of a piece, a multiple of the tile, from the keys of each chain and its number of uncut items.
 
-    As few as make no more items than there are programs. Of many chains the items are more than the programs anyway;
-    then they may become twice as many.
+    The smallest size that makes no more items than there are programs. With many chains there are more items than
+    programs anyway; then their number may double.
     """
     limit = max(num_programs, 2 * sum(num_items))
     least = ceil_div(MIN_PIECE, tile_keys)
@@ -189,7 +189,7 @@ def cut(chain: ReadChain, size: int, tile_keys: int) -> Iterator[list[SlotRange]
 
 
 def power_of_two(number: int, least: int) -> int:
-    """The smallest power of two that is not below either."""
+    """The smallest power of two that is at least both."""
     return max(least, 1 << max(0, number - 1).bit_length())
 
 

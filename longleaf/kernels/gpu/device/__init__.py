@@ -1,1 +1,1 @@
-"""What runs on the device, in Triton's language."""
+"""Device code in Triton."""

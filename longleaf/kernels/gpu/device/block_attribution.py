@@ -1,4 +1,4 @@
-"""Of one layer, what of the attention of some rows falls on each of some columns, from what the attention kernels told.
+"""Attention shares of rows on columns for one layer, from the reports of the attention kernels.
 
 Shape letters: H heads, E entries of a tile.
 """
@@ -52,7 +52,7 @@ def add_shares(
         peak_HE = tl.load(told_HE, mask=is_told_HE, other=0.0)
         sum_HE = tl.load(told_HE + 1, mask=is_told_HE, other=0.0)
         lse_HE = tl.load(lse_H[:, None] + row_E[None, :] * lse_stride_t, mask=is_told_HE, other=0.0)
-        # of what was not seen the peak says nothing
+        # without visible keys, the peak is undefined
         share_H += tl.sum(sum_HE * tl.exp(tl.where(sum_HE == 0, 0.0, peak_HE - lse_HE)), 1)
     if HAS_SINKS:
         sink_H = tl.load(sinks + head_H, mask=is_head_H, other=0.0).to(tl.float32)

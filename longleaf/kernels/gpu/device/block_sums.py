@@ -1,6 +1,6 @@
-"""What the attention kernels tell of blocks of keys beside their partials, see `longleaf.attention.block_attribution`.
+"""Block attribution output of the attention kernels, see `longleaf.attention.block_attribution`.
 
-Nothing here goes into a partial. Shape letters: R rows, S keys of a tile, B blocks of a tile.
+It does not affect partials. Shape letters: R rows, S keys of a tile, B blocks of a tile.
 """
 
 import triton
@@ -9,8 +9,8 @@ import triton.language as tl
 
 @triton.jit
 def asked(read, told, row_R, is_row_R):
-    """Of a stretch, by its numbers (`longleaf.kernels.gpu.block_sums`): where the entry of each row for slot 0 would
-    be, of which rows is told, and the edge. `told` has the entries of this key head."""
+    """Attribution of a stretch, from its numbers (`longleaf.kernels.gpu.block_sums`): position of each row's entry for
+    slot 0, mask of reported rows, and the edge. `told` has the entries of this key head."""
     is_reported_R = is_row_R & (row_R >= tl.load(read + 1)) & (row_R < tl.load(read + 2))
     return told + 2 * (tl.load(read) + row_R * tl.load(read + 4)), is_reported_R, tl.load(read + 3)
 
@@ -29,8 +29,8 @@ def tell(
     TILE_KEYS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """Writes down what the blocks of SLOTS slots of a tile, which begins at slot `start` and has the keys in slots
-    [low, end), gave to its rows: their peak until now and the sum of the weights."""
+    """Writes the entries of the blocks of SLOTS slots in a tile that starts at slot `start` and has the keys in slots
+    [low, end): the rows' running peak and the sum of the weights."""
     BLOCKS: tl.constexpr = TILE_KEYS // SLOTS
     first_B = start + tl.arange(0, BLOCKS).to(tl.int64) * SLOTS
     is_told_RB = is_reported_R[:, None] & ((low < first_B + SLOTS) & (first_B < end))[None, :]

@@ -1,8 +1,8 @@
-"""Attention over keys and values in a floating type: the work items of a layer, each to one partial per row.
+"""Attention over keys and values in a floating-point type: computes one partial per row and work item of a layer.
 
-The table is that of `longleaf.kernels.gpu.work_items`. Programs take items in turns, for every key head, so how many of
-both there are changes nothing but speed. Tiles of keys begin at multiples of a block's slots, whether blocks are told
-of or not, and what is told of them (TELLS) goes into no partial: bits are the same either way.
+The table is that of `longleaf.kernels.gpu.work_items`. Programs process items in turn, for every key head, so the
+number of programs and items affects only speed. Tiles of keys start at multiples of a block's slots, with or without
+block attribution (TELLS), which does not affect partials: their bits are the same either way.
 
 Shape letters: R rows, S keys of a tile, D dim, V value dim, E dims of the keys beyond the values.
 """
@@ -90,7 +90,7 @@ def attend_items(
                     told_reads + i * 5, told + head * told_stride_h, row_R, is_row_R
                 )
             for start in range(low // SLOTS * SLOTS, high, TILE_KEYS):
-                # in 64 bits: slots x dim passes 2^31 at 16 M tokens of 128
+                # 64 bits, because slots x dim exceeds 2^31 at 16 M tokens of 128
                 offset_S = tl.arange(0, TILE_KEYS)
                 slot_S = start + offset_S.to(tl.int64)
                 is_key_S = (offset_S >= (low - start).to(tl.int32)) & (offset_S < (high - start).to(tl.int32))

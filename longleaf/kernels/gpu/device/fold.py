@@ -1,8 +1,8 @@
-"""Partials joined in a fixed order, and partials in the packed form in which they travel.
+"""Deterministic merge of partials, and their packed wire format.
 
-What comes out of a fold depends on its inputs alone, to the bit: every row is folded by one program, in the order in
-which its partials are listed. Shape letters: N partials, R rows, V value dim, C columns of a packed row; rows are those
-of all heads, [T, H] flat.
+The result of a fold depends only on its inputs, bitwise: every row is folded by one program, in the order of its
+partials. Shape letters: N partials, R rows, V value dim, C columns of a packed row; rows are those of all heads, [T, H]
+flattened.
 """
 
 import triton
@@ -133,7 +133,7 @@ def pack_rows(
 
 @triton.jit
 def _packed_lse(columns_R, is_row_R, IS_WIDE: tl.constexpr):
-    """The lse that begins at these columns."""
+    """The lse that starts at these columns."""
     if IS_WIDE:
         lse_R = tl.load(columns_R, mask=is_row_R, other=0.0)
     else:

@@ -1,8 +1,8 @@
-"""What flash kernels leave to be done: keys that are not finite must show, and the partials of rounds become one.
+"""Kernels around flash kernels: propagation of non-finite keys, and the merge of the partials of rounds.
 
-These kernels give a key of score -inf the weight 0. Of a row whose mass is NaN they say that its lse is +inf, as of one
-that sees nothing. A row of a round sees something, so any lse of it that is not finite means NaN.
-Shape letters: R rows, S keys of a tile, D dim. Runs on the device only.
+Flash kernels give a key of score -inf the weight 0. For a row whose mass is NaN they return an lse of +inf, as for a
+row without visible keys. Every row of a round sees a key, so any non-finite lse means NaN.
+Shape letters: R rows, S keys of a tile, D dim. Device code only.
 """
 
 import triton

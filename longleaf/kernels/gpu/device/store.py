@@ -85,7 +85,7 @@ def store_int8(
     token, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     block = tl.load(slots + token) // BLOCK
     before = tl.load(slots + token - 1, mask=token > 0, other=0) // BLOCK
-    if (token == 0) | (before != block):  # spares most tokens of a prompt the search
+    if (token == 0) | (before != block):  # skips the search for most tokens of a prompt
         first, last, is_new = _tokens_of(slots, block, num_tokens, BLOCK, TILE_SCAN)
         if first == token:
             k += head * k_stride_h
@@ -106,7 +106,7 @@ def store_int8(
             after_D = tl.maximum(before_D, needed_D)
             tl.store(exponent_D, after_D.to(tl.int8), mask=is_dim_D)
             if (tl.max(after_D - before_D) > 0) & (is_new == 0):
-                # beyond 7 bits nothing but the sign is left, and to shift by the width of a number is undefined
+                # beyond 7 bits only the sign is left, and shifting by the width of a number is undefined
                 shift_D = tl.minimum(after_D - before_D, 7)
                 for start in range(0, BLOCK, TILE_SLOTS):
                     place_S = start + tl.arange(0, TILE_SLOTS)
@@ -114,7 +114,7 @@ def store_int8(
                     key_SD = keys + (block * BLOCK + place_S)[:, None] * DIM + dim_D[None, :]
                     shifted_SD = tl.load(key_SD, mask=is_key_SD, other=0).to(tl.int32) >> shift_D[None, :]
                     tl.store(key_SD, shifted_SD.to(tl.int8), mask=is_key_SD)
-                tl.debug_barrier()  # other threads of this program write new tokens over some of these
+                tl.debug_barrier()  # other threads of this program overwrite some of these with new tokens
             shrink_D = _power(-after_D)
             for start in range(first, last + 1, TILE_TOKENS):
                 token_T, slot_T, is_mine_T = _tile(slots, block, start, last, BLOCK, TILE_TOKENS)
@@ -131,7 +131,7 @@ def store_int8(
 
 @triton.jit
 def _tokens_of(slots, block, num_tokens, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """The first and the last token that go into a block, and whether one of them begins it anew."""
+    """The first and the last token in a block, and whether one of them resets the block."""
     first, last, is_new = num_tokens, 0, 0
     for start in range(0, num_tokens, TILE):
         token_T = start + tl.arange(0, TILE)
@@ -162,13 +162,13 @@ def _finite_keys(from_T, is_mine_T, dim_D, is_dim_D):
 
 @triton.jit
 def _rounded_values(v_TD, is_finite_T):
-    """Values in 8 bits and their scales, which are NaN for tokens whose key or value is no number."""
+    """Values in 8 bits and their scales, which are NaN for tokens with a non-finite key or value."""
     is_number_T = tl.min((v_TD == v_TD).to(tl.int32), 1) == 1
     scale_T = tl.maximum(tl.div_rn(tl.max(tl.abs(v_TD), 1), tl.full([v_TD.shape[0]], 127.0, tl.float32)), 2.0**-126)
     scale_T = tl.where(is_number_T & is_finite_T, scale_T, float("nan"))
     v_TD = tl.div_rn(v_TD, tl.broadcast_to(scale_T[:, None], v_TD.shape))
     v_TD = tl.where(v_TD == v_TD, v_TD, 0.0)
-    # to the nearest whole number, to the even one of two: at 1.5 * 2^23 the spacing of float32 is 1
+    # rounds to the nearest integer, ties to even: at 1.5 * 2^23 the spacing of float32 is 1
     return (v_TD + 12582912.0) - 12582912.0, scale_T
 
 
