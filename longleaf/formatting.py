@@ -1,4 +1,5 @@
-"""Numbers for people: with units and thousands separators, without exponents. Machine-readable output has bare numbers."""
+"""Numbers for people: with units and thousands separators, without exponents. Machine-readable output has bare
+numbers."""
 
 from decimal import Decimal
 from itertools import pairwise

@@ -99,7 +99,8 @@ class WindowSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stride(self) -> int:
-        """At multiples of this position a query attends only to itself in all of these layers; 0: only at position 0."""
+        """At multiples of this position a query attends only to itself in all of these layers; 0: only at position
+        0."""
         return math.lcm(*(reach.stride for reach in self.reaches))
 
     @property

@@ -200,7 +200,8 @@ def _charset(request: Request) -> str:
 
 
 def _header(request: Request, offset: int) -> IngestHeader:
-    """The ingest header from the request's parameters; the body starts at `offset` of the document. Raises HttpProblem."""
+    """The ingest header from the request's parameters; the body starts at `offset` of the document. Raises
+    HttpProblem."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if request.method == "POST" and (kind.endswith("json") or kind.startswith("multipart/")):
         raise HttpProblem(415, "the body is to be the document itself, such as text/plain")

@@ -126,7 +126,8 @@ class Calls:
     async def stream(
         self, method: Any, request: object, attempts: Attempts, decode: Callable[[Any], T]
     ) -> AsyncGenerator[T, None]:
-        """The decoded responses. The call is retried only before the first response. Closing the iterator cancels it."""
+        """The decoded responses. The call is retried only before the first response. Closing the iterator cancels
+        it."""
         has_begun = False
         while True:
             with self.typed():

@@ -238,7 +238,8 @@ async def _advanced_in_threads(parts: Iterable[Part]) -> AsyncIterator[Part]:
 
 
 def size_of(document: Document) -> int | None:
-    """Size of the document in UTF-8 bytes, None if unknown in advance. Raises InvalidArgument for an unreadable file."""
+    """Size of the document in UTF-8 bytes, None if unknown in advance. Raises InvalidArgument for an unreadable
+    file."""
     match document:
         case str():
             return len(encodable(document, "text").encode())
@@ -254,7 +255,8 @@ def size_of(document: Document) -> int | None:
 
 
 def _size_on_disk(path: Path) -> int | None:
-    """None for anything but a regular file with a non-zero size: pipes, devices and files of procfs have no known size."""
+    """None for anything but a regular file with a non-zero size: pipes, devices and files of procfs have no known
+    size."""
     try:
         status = path.stat()
         if path.is_dir():

@@ -51,7 +51,8 @@ class Comm(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A permutation in progress. Before `wait`, neither tensor may be written, and the received one must not be read."""
+    """A permutation in progress. Before `wait`, neither tensor may be written, and the received one must not be
+    read."""
 
     works: Sequence[Any]
 

@@ -25,7 +25,8 @@ log = logging.getLogger(__name__)
 
 
 class Merge(Protocol):
-    """Merges the partials of all ranks. Partials are float32, also on the wire unless a PartialCodec has another type."""
+    """Merges the partials of all ranks. Partials are float32, also on the wire unless a PartialCodec has another
+    type."""
 
     def to_all(self, partial: Partial) -> Partial:
         """Every rank passes T rows over its own keys and gets all T rows over all keys."""

@@ -59,7 +59,8 @@ def encode_note(note: ContextNote) -> bytes:
 
 
 def decode_note(data: bytes, place: NotePlace) -> ContextNote:
-    """The note stored at `place`. Raises DataLoss if it is damaged, belongs to another place, or has a later version."""
+    """The note stored at `place`. Raises DataLoss if it is damaged, belongs to another place, or has a later
+    version."""
     content = unseal(data, KIND, VERSION, place.name)
     try:
         note = msgspec.msgpack.decode(content, type=ContextNote)

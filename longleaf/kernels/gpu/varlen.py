@@ -112,6 +112,7 @@ def can_take(q_THD: Tensor, k_KSD: Tensor, v_KSV: Tensor) -> bool:
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Whether rows of the last dim are contiguous and start at multiples of 16 bytes. Torch's allocations are aligned."""
+    """Whether rows of the last dim are contiguous and start at multiples of 16 bytes. Torch's allocations are
+    aligned."""
     steps = (tensor.shape[-1], tensor.storage_offset(), *tensor.stride()[:-1])
     return tensor.stride(-1) == 1 and all(step % ALIGNED == 0 for step in steps)

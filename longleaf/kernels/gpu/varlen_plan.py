@@ -123,7 +123,8 @@ def work_of(read: Read) -> int:
 
 
 def fills(one: VarlenRound, num_heads: int, num_multiprocessors: int) -> bool:
-    """Whether a round keeps half of the device busy, or is short: with variable lengths the kernels do not split keys."""
+    """Whether a round keeps half of the device busy, or is short: with variable lengths the kernels do not split
+    keys."""
     tiles = sum(ceil_div(read.row_end - read.row_start, TILE_ROWS) for read in one.reads)
     return 2 * tiles * num_heads >= num_multiprocessors or one.max_keys <= FEW_KEYS
 
