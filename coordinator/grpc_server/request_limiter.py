@@ -79,7 +79,6 @@ class RequestLimiter:
         self._num_calls = 0
         self._calls = Counter[str]()
         """Open calls by host."""
-        self._num_held = 0
         self._held = Counter[str]()
         """Bytes by tenant, or by host if all calls belong to one tenant."""
         self._thread = TokenizerPool(1, tenant=_client_key)
@@ -104,22 +103,20 @@ class RequestLimiter:
             if not self._calls[host]:
                 del self._calls[host]
 
-    def hold(self, num_bytes: int) -> str:
+    def reserve(self, num_bytes: int) -> str:
         """Reserves memory and returns the client that it counts for. Raises ResourceExhausted if a limit would be
         exceeded."""
         client = _client_key()
-        if self._num_held + num_bytes > self._max_held:
+        if self._held.total() + num_bytes > self._max_held:
             text = f"with {num_bytes:,} bytes more, those that wait for an answer have more than {self._max_held:,}"
             raise ResourceExhausted("requests", text, RETRY_SECONDS)
         if self._held[client] + num_bytes > (most := self._most_held_by_client):
             text = f"with {num_bytes:,} bytes more, yours that wait for an answer have more than {most:,}"
             raise ResourceExhausted("requests", text, RETRY_SECONDS)
-        self._num_held += num_bytes
         self._held[client] += num_bytes
         return client
 
     def release(self, client: str, num_bytes: int) -> None:
-        self._num_held -= num_bytes
         self._held[client] -= num_bytes
         if not self._held[client]:
             del self._held[client]
@@ -163,7 +160,7 @@ class RequestReader:
             raise InvalidArgument("request", "is missing")
         self._check_size(data)
         if len(data) > MAX_SMALL_BYTES:
-            self._client = self._gate.hold(len(data))
+            self._client = self._gate.reserve(len(data))
             self._num_held = len(data)
         return await self._gate.parse(data, self._descriptor, self._handler)
 
