@@ -129,8 +129,8 @@ def ending_in_time() -> Iterator[None]:
     """Ends the process if the body takes longer than CLOSE_SECONDS. The timer of faulthandler is used because a
     blocking call may hold the GIL.
     """
-    with open(os.devnull, "w") as no_client:
-        faulthandler.dump_traceback_later(CLOSE_SECONDS, exit=True, file=no_client)
+    with open(os.devnull, "w") as null_device:
+        faulthandler.dump_traceback_later(CLOSE_SECONDS, exit=True, file=null_device)
         try:
             yield
         finally:

@@ -183,8 +183,8 @@ def test_closed_pods_let_in_whom_they_know_are_watched_and_end_by_their_own_hook
     reported, credentials = secrets
     head, _ = bring_up(place(pods(documents)[0], 0, reported), place, credentials["admin"])
     assert probe(head, "livenessProbe") == probe(head, "readinessProbe") == "SERVING"
-    for no_client in ([], ["env", "LONGLEAF_TLS_CA="], known(new_credential()), known(credentials["user"])):
-        intruder = head.execute("serve", [*no_client, "longleaf", "drain"])
+    for environment in ([], ["env", "LONGLEAF_TLS_CA="], known(new_credential()), known(credentials["user"])):
+        intruder = head.execute("serve", [*environment, "longleaf", "drain"])
         output, _ = intruder.communicate(timeout=60)
         assert intruder.returncode != 0, output
     port = options(head.pod.container("serve"))["metrics-port"]

@@ -40,9 +40,9 @@ def answer(model: Path, place: Place, *, on_cpu: bool) -> list[tuple[int, float]
         kv_bytes=16 << 20,
         device="cuda" if place.is_gpu and not on_cpu else "cpu",
     )
-    no_client = ConnectInfo(address="", server_key=b"", public_key=b"", secret_key=b"")
+    unused = ConnectInfo(address="", server_key=b"", public_key=b"", secret_key=b"")
     where = {"host": "127.0.0.1", "node": "here", "num_ranks_here": 1, "gpu": 0}
-    rank = Rank(RankSpec(member=0, config=config, invitation=no_client, **where))
+    rank = Rank(RankSpec(member=0, config=config, invitation=unused, **where))
     rank.load()
     rank.join(Join(1, 0, "", 0, ("here",)))
     if not on_cpu:

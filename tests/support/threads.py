@@ -28,9 +28,9 @@ Spoil = Callable[[int, Rank], None]
 
 
 def make_spec(rank: int, config: EngineConfig) -> RankSpec:
-    no_client = ConnectInfo(address="", server_key=b"", public_key=b"", secret_key=b"")
+    unused = ConnectInfo(address="", server_key=b"", public_key=b"", secret_key=b"")
     place = {"host": "127.0.0.1", "node": "here", "num_ranks_here": config.world_size, "gpu": 0}
-    return RankSpec(member=rank, config=config, invitation=no_client, **place)
+    return RankSpec(member=rank, config=config, invitation=unused, **place)
 
 
 class ThreadRanks:

@@ -210,8 +210,8 @@ async def test_refused_calls_are_audited(tmp_path: Path, told: Told) -> None:
 
 async def test_a_flood_of_refused_calls_writes_few_lines(tmp_path: Path, told: Told) -> None:
     async with watched(tmp_path, FakeEngine()) as channel:
-        no_client = Caller(channel, None)
-        codes = await asyncio.gather(*(no_client.call("GetCluster", [request_of("GetCluster")]) for _ in range(300)))
+        anonymous = Caller(channel, None)
+        codes = await asyncio.gather(*(anonymous.call("GetCluster", [request_of("GetCluster")]) for _ in range(300)))
         assert {code for code, *_ in codes} == {StatusCode.UNAUTHENTICATED}
     refused = told.of("coordinator.audit")
     assert 2 <= len(refused) <= 20, len(refused)
