@@ -5,9 +5,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from coordinator.engine_messages import NO_CLAIM, Outcome, Sealed
-from coordinator.kv_cache.block_placer import BlockPlacer
+from coordinator.kv_cache.block_placer import BlockCount, BlockPlacer
 from coordinator.kv_cache.contexts import NamedContext
+from coordinator.kv_cache.segment_placement import count_all
 from coordinator.kv_cache.token_paths import Segment, TokenPath
+from coordinator.scheduling.jobs import IngestJob, Job
 from coordinator.scheduling.scheduler import Scheduler
 from longleaf.errors import LongleafError, StorageUnavailable
 from longleaf.rank_protocol.row_delta import RowState
@@ -56,10 +58,18 @@ class DurableMachine(RecoveringMachine):
         if not self.sealed:
             super()._nobody_is_stuck()
 
-    def _nobody_waits_for_those_behind(self) -> None:
-        """Contexts in use are exempt: they cannot be evicted, whichever job releases room."""
-        if not any(self.scheduler.contexts.find(name) for name in self.scheduler._requests.contexts if name):
-            super()._nobody_waits_for_those_behind()
+    def _is_kept_out(self, job: Job) -> bool:
+        """Whether the contexts in use and the documents leave too few blocks for a waiting job. A request references
+        the path that it continues from its admission to its end, whether it runs or waits, and even if the context is
+        deleted. So these blocks do not become free when the jobs that overtook the waiting one are preempted."""
+        scheduler = self.scheduler
+        paths = [request.origin for request in scheduler._requests]
+        paths += [context.path for context in scheduler.contexts.bound(scheduler._requests.contexts)]
+        holdings = scheduler.segments.holdings.of({segment: None for path in paths for segment in path.segments})
+        tails = [other.tail for other in scheduler._running.values() if isinstance(other, IngestJob)]
+        reserved = sum((tail.reservation.left for tail in tails), BlockCount())
+        held = count_all([*holdings, *(tail.holding for tail in tails)]) + reserved
+        return not (held + job.num_blocks).fits(self.placer.num_blocks)
 
     def _is_right(self, job: int, error: LongleafError) -> None:
         if not isinstance(error, StorageUnavailable):
