@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from coordinator.engine_messages import Acknowledged, Ended
 from coordinator.scheduling.jobs import Job, Request
 from longleaf.errors import InvalidArgument, ResourceExhausted
-from tests.support.scheduling import Bench
+from tests.support.scheduling import Asker, Bench
 
 
 @pytest.mark.parametrize(
@@ -246,3 +246,19 @@ def test_who_is_not_read_and_waits_keeps_no_context_from_making_room() -> None:
     assert isinstance(error, ResourceExhausted)
     assert error.subject == "stream"
     assert "is not read" in str(error)
+
+
+@pytest.mark.xfail(reason="known fault: requests hold their context while they wait, so later ones prolong the wait")
+def test_a_prompt_that_has_no_room_beside_a_context_waits_only_for_questions_that_came_before() -> None:
+    bench = Asker(blocks=(15,), is_durable=True, max_sequences=1)
+    document = bench.ingest("doc", 20)
+    bench.run()
+    assert bench.scheduler.acknowledge(document, 9.0)
+    bench.ask(1, 2)
+    bench.step()
+    long = bench.prompt(range(100, 140), 8)
+    for _ in range(100):
+        while bench.scheduler.num_waiting < 3:
+            bench.ask(1, 2, "doc")
+        bench.step()
+    assert long in bench.seen
