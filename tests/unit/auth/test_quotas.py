@@ -89,11 +89,11 @@ def test_each_quota_is_named(
         ({}, lambda it: (it.check_rate_in(), it.check_upload())),
     ],
 )
-def test_what_is_within_them_passes(quotas: dict[str, int], begin: Callable[[QuotaEnforcer], None]) -> None:
+def test_requests_within_quotas_pass(quotas: dict[str, int], begin: Callable[[QuotaEnforcer], None]) -> None:
     begin(ledger(**quotas))
 
 
-def test_what_is_about_to_be_there_counts() -> None:
+def test_contexts_being_created_count() -> None:
     it = ledger(contexts=5, tokens=120)
     with it.making(1, 10):
         it.check_context(1, 10)
@@ -103,7 +103,7 @@ def test_what_is_about_to_be_there_counts() -> None:
     it.check_context(2, 20)
 
 
-def test_a_long_prompt_is_paid_off_afterwards() -> None:
+def test_long_prompt_delays_later_requests() -> None:
     clock = Clock()
     it = ledger(clock, tokens_in_per_minute=600)
     generation(1200)(it)
@@ -114,7 +114,7 @@ def test_a_long_prompt_is_paid_off_afterwards() -> None:
     it.check_rate_in()
 
 
-def test_what_is_being_made_counts() -> None:
+def test_running_requests_count() -> None:
     it = ledger(contexts=5, tokens=130)
     with it.making(1, 20):
         it.check_context(1, 10)
@@ -130,7 +130,7 @@ def test_what_is_being_made_counts() -> None:
 
 
 @pytest.mark.parametrize("begins", [lambda it: it.begin_generation(1000), lambda it: it.begin_document(1, 1000)])
-def test_what_is_refused_costs_nothing(begins: Callable[[QuotaEnforcer], AbstractContextManager[None]]) -> None:
+def test_refused_requests_are_not_charged(begins: Callable[[QuotaEnforcer], AbstractContextManager[None]]) -> None:
     it = ledger(tokens_in_per_minute=10)
     for _ in range(3):
         with pytest.raises(ResourceExhausted, match="queue"), begins(it):
@@ -142,7 +142,7 @@ def test_what_is_refused_costs_nothing(begins: Callable[[QuotaEnforcer], Abstrac
         it.check_rate_in()
 
 
-def test_what_comes_out_counts() -> None:
+def test_output_tokens_count() -> None:
     clock = Clock()
     it = ledger(clock, tokens_out_per_minute=10)
     generation(5)(it)
@@ -156,7 +156,7 @@ def test_what_comes_out_counts() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.floats(0, 100)), max_size=30), st.integers(1, 10**6))
-def test_no_more_comes_out_of_a_bucket_than_its_rate_and_one_excess(takes: list[tuple[int, float]], rate: int) -> None:
+def test_bucket_exceeds_its_rate_by_at_most_one_amount(takes: list[tuple[int, float]], rate: int) -> None:
     """A client that waits for a free bucket gets at most a minute's worth more than the rate, plus the last amount."""
     clock = Clock()
     bucket, taken, last = LeakyBucket(clock), 0, 0
@@ -169,7 +169,7 @@ def test_no_more_comes_out_of_a_bucket_than_its_rate_and_one_excess(takes: list[
 
 
 @given(st.integers(1, 10**6), st.integers(0, 10**8))
-def test_after_the_wait_that_was_told_it_is_free(rate: int, amount: int) -> None:
+def test_bucket_is_free_after_the_reported_delay(rate: int, amount: int) -> None:
     clock = Clock()
     bucket = LeakyBucket(clock)
     bucket.take(amount, rate)

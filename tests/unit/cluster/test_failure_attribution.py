@@ -1,4 +1,4 @@
-"""Who is to blame when several members report trouble at once. The numbers of members differ from those of ranks."""
+"""Failure attribution when several members report errors at the same time. Member numbers differ from rank numbers."""
 
 from collections.abc import Callable
 
@@ -59,7 +59,7 @@ class Judged:
         "its own word is waited for",
     ],
 )
-async def test_the_verdict_names_one_rank(reports: list[Report], rank: int, reason: str) -> None:
+async def test_verdict_names_one_rank(reports: list[Report], rank: int, reason: str) -> None:
     judged = Judged(reports)
     loss = await judged.losses.verdict
     assert isinstance(loss.error, RankLost)
@@ -68,13 +68,13 @@ async def test_the_verdict_names_one_rank(reports: list[Report], rank: int, reas
 
 
 @pytest.mark.parametrize("before", [[], [broken(4)], [broken(4, blamed=1)]])
-async def test_a_death_that_the_fleet_sees_needs_no_grace(before: list[Report]) -> None:
+async def test_death_reported_by_the_launcher_needs_no_grace_period(before: list[Report]) -> None:
     judged = Judged([*before, died(2)])
     assert judged.losses.verdict.done()
     assert str(judged.losses.verdict.result().error) == "rank 2 was lost: was killed"
 
 
-async def test_who_others_saw_gone_and_who_says_nothing_is_killed() -> None:
+async def test_silent_member_blamed_by_its_peers_is_killed() -> None:
     judged = Judged([broken(4, blamed=2), broken(7, blamed=2)])
     loss = await judged.losses.verdict
     assert judged.killed == [2]
@@ -85,13 +85,13 @@ async def test_who_others_saw_gone_and_who_says_nothing_is_killed() -> None:
 @pytest.mark.parametrize(
     "reports", [[broken(7)], [broken(4, blamed=1), broken(7)], [broken(4, blamed=0)]], ids=["one", "its peer", "itself"]
 )
-async def test_who_raises_lives_though_its_peers_saw_it_leave(reports: list[Report]) -> None:
+async def test_member_that_raised_is_not_killed(reports: list[Report]) -> None:
     judged = Judged(reports)
     loss = await judged.losses.verdict
     assert isinstance(loss.error, GroupFailed)
     assert (loss.steps, judged.killed) == ((5,), [])
 
 
-async def test_members_of_other_epochs_are_of_no_concern() -> None:
+async def test_reports_of_other_epochs_are_ignored() -> None:
     judged = Judged([died(1), failed(0)])
     assert not judged.losses.is_suspected
