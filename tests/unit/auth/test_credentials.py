@@ -65,7 +65,7 @@ def test_new_credentials_are_unique() -> None:
         (b"acme root sha256:" + A.encode(), "a role is one of user, admin"),
         (b"Acme user sha256:" + A.encode(), "line 1: tenant: must be"),
         (b"contexts user sha256:" + A.encode(), "none of contexts"),
-        (b"acme user", "no caller could authenticate"),
+        (b"acme user", "nobody could come in"),
         (b"acme user sha256:abc", "its word 3 is no sha256:HEX"),
         (b"acme user sha256:" + A.upper().encode(), "its word 3"),
         (b"acme user my-secret", "its word 3"),

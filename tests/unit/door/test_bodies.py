@@ -19,15 +19,15 @@ class Sending:
 
     def __init__(self, declared: int | None = None) -> None:
         self._messages = asyncio.Queue[dict[str, Any]]()
-        self.num_asked = 0
-        self.asked = asyncio.Semaphore(0)
+        self.num_requests = 0
+        self.requested = asyncio.Semaphore(0)
         headers = [] if declared is None else [(b"content-length", str(declared).encode())]
         scope: dict[str, Any] = {"type": "http", "method": "POST", "path": "/", "headers": headers}
         self.request = Request(scope, self._receive)
 
     async def _receive(self) -> dict[str, Any]:
-        self.num_asked += 1
-        self.asked.release()
+        self.num_requests += 1
+        self.requested.release()
         return await self._messages.get()
 
     def send(self, body: bytes, more: bool = False) -> "Sending":
@@ -39,8 +39,8 @@ class Sending:
         return self
 
 
-def problem(told: pytest.ExceptionInfo[HttpProblem]) -> tuple[int, str | None, str, str | None]:
-    error = told.value
+def problem(caught: pytest.ExceptionInfo[HttpProblem]) -> tuple[int, str | None, str, str | None]:
+    error = caught.value
     return error.status, error.code, error.kind, error.headers.get("retry-after")
 
 
@@ -64,7 +64,7 @@ FULL = (503, "unavailable", "server_error", "1")
     ],
     ids="whole chunked declared-large large declared-full full idle left broken list no-text".split(),
 )
-async def test_what_is_held_is_given_back_however_a_body_ends(sending, status):
+async def test_memory_is_released_however_a_body_ends(sending, status):
     most = 2 * bodies.MAX_JSON_BYTES if status == 413 else MOST
     resident = BodyReader(most, part_seconds=0.05)
     reading = asyncio.ensure_future(resident.read_json(sending().request))
@@ -74,22 +74,22 @@ async def test_what_is_held_is_given_back_however_a_body_ends(sending, status):
     resident.audit()
 
 
-async def test_what_is_held_is_given_back_when_who_waits_is_ended():
+async def test_memory_is_released_if_the_reader_is_cancelled():
     resident, sending = BodyReader(MOST), Sending(50)
     reading = asyncio.create_task(resident.read_json(sending.request))
-    await sending.asked.acquire()
+    await sending.requested.acquire()
     reading.cancel()
     await asyncio.wait([reading])
     resident.audit()
 
 
-async def test_one_body_too_many_is_refused_before_it_is_read():
+async def test_body_over_the_limit_is_refused_before_it_is_read():
     resident, first, second = BodyReader(MOST), Sending(60), Sending(60)
     reading = asyncio.create_task(resident.read_json(first.request))
-    await first.asked.acquire()
+    await first.requested.acquire()
     with pytest.raises(HttpProblem) as reported:
         await resident.read_json(second.send(GOOD).request)
-    assert problem(reported) == FULL and second.num_asked == 0
+    assert problem(reported) == FULL and second.num_requests == 0
     assert await resident.read_json(Sending(len(GOOD)).send(GOOD).request) == {"a": 1}  # there is room for less
     first.send(GOOD)
     assert await reading == {"a": 1}
@@ -97,11 +97,11 @@ async def test_one_body_too_many_is_refused_before_it_is_read():
     resident.audit()
 
 
-async def test_bodies_of_no_told_length_are_counted_as_they_come():
+async def test_bodies_without_a_length_are_counted_as_they_arrive():
     resident, first, second = BodyReader(MOST), Sending(), Sending()
     reading = asyncio.create_task(resident.read_json(first.send(b" " * 90, more=True).request))
     for _ in range(2):  # the first part has been read
-        await first.asked.acquire()
+        await first.requested.acquire()
     with pytest.raises(HttpProblem) as reported:
         await resident.read_json(second.send(b" " * 11, more=True).request)
     assert problem(reported) == FULL
@@ -110,7 +110,7 @@ async def test_bodies_of_no_told_length_are_counted_as_they_come():
     resident.audit()
 
 
-async def test_a_body_is_held_until_it_is_decoded(monkeypatch):
+async def test_memory_is_held_until_a_body_is_decoded(monkeypatch):
     large = b" " * bodies.LARGE_BYTES + GOOD
     resident, may_end, begun = BodyReader(2 * len(large) - 1), asyncio.Event(), asyncio.Event()
     loop, decode = asyncio.get_running_loop(), bodies.decode
@@ -131,7 +131,7 @@ async def test_a_body_is_held_until_it_is_decoded(monkeypatch):
     resident.audit()
 
 
-async def test_a_body_that_comes_and_comes_is_not_waited_for_for_ever():
+async def test_slow_body_times_out():
     resident, sending = BodyReader(MOST, part_seconds=3600, seconds=0.05), Sending()
     reading = asyncio.create_task(resident.read_json(sending.request))
     while not reading.done():  # each part is in time

@@ -44,11 +44,11 @@ class Reading:
         return num_others
 
 
-async def test_comments_tell_what_is_waited_for_and_events_go_on():
-    waiting, may_go_on = WaitStatus(), asyncio.Event()
+async def test_comments_report_the_wait_and_events_follow():
+    waiting, may_continue = WaitStatus(), asyncio.Event()
 
     async def events() -> AsyncGenerator[bytes, None]:
-        await may_go_on.wait()
+        await may_continue.wait()
         yield event({"n": 1})
 
     reading = Reading(EventResponse(events(), waiting, heartbeat=OFTEN))
@@ -61,12 +61,12 @@ async def test_comments_tell_what_is_waited_for_and_events_go_on():
         waiting.note(reported)
         assert await reading.until(comment) <= 1  # one may have been on its way
         assert await reading.next() == comment
-    may_go_on.set()
+    may_continue.set()
     assert await reading.until(b'data: {"n":1}\n\n') <= 1
     await reading.going
 
 
-async def test_who_leaves_while_nothing_happens_ends_what_is_told():
+async def test_disconnect_during_a_pause_closes_the_events():
     is_closed = asyncio.Event()
 
     async def events() -> AsyncGenerator[bytes, None]:
@@ -83,7 +83,7 @@ async def test_who_leaves_while_nothing_happens_ends_what_is_told():
     assert is_closed.is_set()
 
 
-async def test_what_is_cut_says_so_and_ends_whole():
+async def test_cancelled_response_ends_with_an_error_event():
     async def events() -> AsyncGenerator[bytes, None]:
         yield event({"n": 1})
         await asyncio.Event().wait()
@@ -118,7 +118,7 @@ class Slow:
             self.is_whole = not message["more_body"]
 
 
-async def test_no_comment_comes_after_the_last():
+async def test_no_comment_follows_the_last_event():
     async def events() -> AsyncGenerator[bytes, None]:
         for content in ():
             yield content
@@ -135,7 +135,7 @@ async def test_no_comment_comes_after_the_last():
     assert caller.is_whole and not caller.is_late and reported == []
 
 
-async def test_what_fails_beside_the_events_is_not_lost():
+async def test_error_outside_the_events_is_raised():
     async def events() -> AsyncGenerator[bytes, None]:
         await asyncio.Event().wait()
         yield b""

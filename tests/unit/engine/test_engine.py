@@ -71,7 +71,7 @@ async def test_views_and_streams() -> None:
         assert engine.list_contexts() == []
 
 
-async def test_views_tell_of_windows_on_every_rank() -> None:
+async def test_views_include_windows_on_every_rank() -> None:
     windows = WindowSpec(reaches=(AttentionSpan(5),), num_blocks=10, bytes_per_token=8)
     async with running(FakeRanks(2, 100, windows=windows)) as (engine, _):
         _ = [event async for event in engine.ingest(DocumentPrompt(context="doc", token_ids=list(range(64))))]
@@ -83,7 +83,7 @@ async def test_views_tell_of_windows_on_every_rank() -> None:
         assert [(w.kv_bytes, w.max_kv_bytes) for w in cluster.workers] == [(2080, 400 * 64 + 40 * 8)] * 2
 
 
-async def test_errors_are_raised_at_once() -> None:
+async def test_errors_are_raised_immediately() -> None:
     async with running(FakeRanks(2, 100)) as (engine, _):
         for call, error in (
             (lambda: engine.submit(prompt(3, 4, "doc")), NotFound),
@@ -101,7 +101,7 @@ async def test_errors_are_raised_at_once() -> None:
             engine.ingest(DocumentPrompt(context="doc", token_ids=[1]))
 
 
-async def test_slow_reader_gets_joined_tokens() -> None:
+async def test_slow_reader_receives_joined_tokens() -> None:
     async with running(FakeRanks(2, 100)) as (engine, _):
         slow, fast = engine.submit(prompt(3, 50)), engine.submit(prompt(3, 60))
         assert isinstance([event async for event in fast][-1], Ended)
@@ -155,7 +155,7 @@ async def test_a_stream_ends_with_its_last_sample() -> None:
         engine.audit()
 
 
-async def test_logprobs_and_stop_tokens_come_through() -> None:
+async def test_logprobs_and_stop_tokens_reach_the_stream() -> None:
     async with running(FakeRanks(2, 100)) as (engine, _):
         second = echo_token(echo_token(2, 0, 1000), 1, 1000)
         sampling = Sampling(max_tokens=9, num_logprobs=0, stop_tokens=(second,))
@@ -167,7 +167,7 @@ async def test_logprobs_and_stop_tokens_come_through() -> None:
         assert (events[-1].reason, events[-1].completion_tokens) == ("stop_token", 2)
 
 
-async def test_a_reader_that_is_behind_is_paused_until_it_reads() -> None:
+async def test_slow_reader_is_paused_until_it_reads() -> None:
     async with running(FakeRanks(2, 1000)) as (engine, _):
         slow = engine.submit(prompt(3, 2000))
         assert await collect(engine.submit(prompt(3, 1500))) == 1500
@@ -176,7 +176,7 @@ async def test_a_reader_that_is_behind_is_paused_until_it_reads() -> None:
         assert len(first.token_ids) + await collect(slow) == 2000
 
 
-async def test_those_that_wait_are_told_their_place() -> None:
+async def test_queued_requests_report_their_position() -> None:
     ranks = FakeRanks(2, 1000)
     config = msgspec.structs.replace(CONFIG, max_sequences=1)
     async with running(ranks, config=config) as (engine, _):
@@ -191,7 +191,7 @@ async def test_those_that_wait_are_told_their_place() -> None:
         assert places == [Admitted(3, 0, 1), Admitted(3, 0, 2)]
 
 
-async def test_a_deadline_ends_a_job_while_nothing_else_happens() -> None:
+async def test_deadline_ends_a_job_on_an_idle_engine() -> None:
     now = [0.0]
     async with running(FakeRanks(2, 1000), clock=lambda: now[0]) as (engine, _):
         stream = engine.submit(msgspec.structs.replace(prompt(3, 2000), claim=SchedulingClaim(deadline=0.001)))
@@ -205,7 +205,7 @@ async def test_a_deadline_ends_a_job_while_nothing_else_happens() -> None:
         assert engine.cluster().running == 0
 
 
-async def test_cancel_by_leaving() -> None:
+async def test_closing_a_stream_cancels_its_job() -> None:
     async with running(FakeRanks(2, 1000)) as (engine, _):
         async with aclosing(engine.submit(prompt(100, 2000))) as stream:
             async for event in stream:
@@ -231,7 +231,7 @@ async def collect(stream: Stream) -> int:
     return sum([len(event.token_ids) async for event in stream if isinstance(event, Tokens)])
 
 
-async def test_the_last_rank_fails_every_stream() -> None:
+async def test_loss_of_the_last_rank_fails_every_stream() -> None:
     async with running(FakeRanks(1, 1000, lose_at=5)) as (engine, loop):
         results = await asyncio.gather(
             collect(engine.submit(prompt(3, 1000))), collect(engine.submit(prompt(3, 2000))), return_exceptions=True
@@ -245,7 +245,7 @@ async def test_the_last_rank_fails_every_stream() -> None:
         assert refused.value.__cause__ is results[0], "but it is known here why"
 
 
-async def test_the_last_rank_is_lost_between_steps() -> None:
+async def test_last_rank_may_be_lost_between_steps() -> None:
     ranks = FakeRanks(1, 1000)
     async with running(ranks) as (engine, loop):
         await collect(engine.submit(prompt(3, 1)))
@@ -312,7 +312,7 @@ async def test_contexts_expire() -> None:
         assert names(engine) == ["late"]
 
 
-async def test_an_idle_engine_wakes_when_a_context_expires() -> None:
+async def test_context_expires_on_an_idle_engine() -> None:
     has_passed = asyncio.Event()
 
     def clock() -> float:
@@ -359,7 +359,7 @@ async def test_an_ingest_ends_when_its_context_would_have_expired(is_waiting: bo
         assert sum(worker.tokens for worker in engine.cluster().workers) == 8
 
 
-async def test_an_idle_engine_wakes_when_an_ingest_expires() -> None:
+async def test_ingest_expires_on_an_idle_engine() -> None:
     async with running(GatedRanks(), time.time) as (engine, _):
         soon = ContextSettings(expires=time.time() + 0.05)
         stream = engine.ingest(DocumentPrompt(context="doc", token_ids=list(range(200)), settings=soon))
@@ -367,7 +367,7 @@ async def test_an_idle_engine_wakes_when_an_ingest_expires() -> None:
             [_ async for _ in stream]
 
 
-async def test_what_runs_on_an_expired_context_finishes_and_what_is_appended_fails() -> None:
+async def test_expired_context_finishes_generations_and_fails_appends() -> None:
     days = Days()
     async with running(FakeRanks(2, 1000), days) as (engine, _):
         [
@@ -388,7 +388,7 @@ async def test_what_runs_on_an_expired_context_finishes_and_what_is_appended_fai
             [_ async for _ in append]
 
 
-async def test_an_append_leaves_the_settings_and_a_time_that_passed_is_refused() -> None:
+async def test_append_keeps_the_settings_and_past_expiry_is_refused() -> None:
     async with running(FakeRanks(2, 100)) as (engine, _):
         [
             _
@@ -405,7 +405,7 @@ async def test_an_append_leaves_the_settings_and_a_time_that_passed_is_refused()
             await engine.update_context("none", ContextSettings(is_pinned=True))
 
 
-async def test_an_unexpected_error_of_one_job_ends_its_stream_and_not_the_service(
+async def test_unexpected_error_of_a_job_ends_only_its_stream(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     next_row = Sequence.next_row

@@ -1,4 +1,4 @@
-"""From epoch to epoch: what streams, contexts and views are when ranks are lost and others come, on fake ranks."""
+"""Changes of epoch: streams, contexts and views after ranks are lost or join, on fake ranks."""
 
 import asyncio
 import dataclasses
@@ -59,7 +59,7 @@ def answer(last: int, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("lost_rank", [0, 2])
-async def test_streams_go_on_and_what_was_lost_is_read_again(lost_rank: int) -> None:
+async def test_streams_continue_and_lost_tokens_are_recomputed(lost_rank: int) -> None:
     ranks = FakeRanks(3, 100, lost_rank=lost_rank)
     async with running(engine_of(ranks)) as found:
         engine = found.engine
@@ -83,7 +83,7 @@ async def test_streams_go_on_and_what_was_lost_is_read_again(lost_rank: int) -> 
         engine.audit()
 
 
-async def test_whoever_comes_gets_a_share() -> None:
+async def test_joining_rank_receives_a_share_of_the_tokens() -> None:
     ranks = FakeRanks(3, 100)
     async with running(engine_of(ranks)) as found:
         engine = found.engine
@@ -101,7 +101,7 @@ async def test_whoever_comes_gets_a_share() -> None:
         assert sum(share.tokens for share in engine.get_context("doc").shares) == 96
 
 
-async def test_a_loss_while_others_join_is_told_as_any() -> None:
+async def test_loss_during_a_join_is_reported() -> None:
     class Unlucky(FakeRanks):
         async def form(self, epoch):
             if self.joinable:
@@ -121,7 +121,7 @@ async def test_a_loss_while_others_join_is_told_as_any() -> None:
         assert (recovery.epoch, recovery.lost_tokens, recovery.recovered_tokens) == (2, resident, resident)
 
 
-async def test_who_is_gone_is_told_of_no_more_though_no_other_group_is_formed_yet() -> None:
+async def test_lost_rank_leaves_the_view_before_a_new_group_is_formed() -> None:
     ranks = FakeRanks(3, 16)
     async with running(engine_of(ranks)) as found:
         ranks.tell((Loss(time=0.0, member=1, rank=1, epoch=1, node="", reason="vanished", slot="waiting"),))
@@ -130,7 +130,7 @@ async def test_who_is_gone_is_told_of_no_more_though_no_other_group_is_formed_ye
         assert (cluster.world_size, cluster.epoch) == (2, 1)
 
 
-async def test_what_is_left_may_be_too_small() -> None:
+async def test_contexts_are_dropped_if_the_remaining_ranks_are_too_small() -> None:
     ranks = FakeRanks(3, 16)
     async with running(engine_of(ranks)) as found:
         engine = found.engine
@@ -154,7 +154,7 @@ async def test_what_is_left_may_be_too_small() -> None:
         assert (await read(engine.submit(prompt(3, 9, "new"))))[0] == answer(2, 9)
 
 
-async def test_what_is_left_may_be_too_small_once_nobody_is_to_come() -> None:
+async def test_contexts_are_dropped_only_if_no_replacement_is_expected() -> None:
     ranks = FakeRanks(3, 16)
     loss = Loss(time=0.0, member=2, rank=2, epoch=1, node="", reason="vanished", slot="waiting")
     async with running(engine_of(ranks)) as found:
@@ -164,7 +164,7 @@ async def test_what_is_left_may_be_too_small_once_nobody_is_to_come() -> None:
         ranks.tell((loss,))
         ranks.lose(2, "vanished")
         await comes_to(engine, lambda: engine.cluster().epoch == 2)
-        assert engine.get_context("old").tokens == 96, "it is given up as a last resort"
+        assert engine.get_context("old").tokens == 96, "it is dropped only as a last resort"
         ranks.tell((replace(loss, slot="given_up"),))
         await comes_to(engine, lambda: not any(context.id == "old" for context in engine.list_contexts()))
         with pytest.raises(ContextLost, match="cannot hold it"):
@@ -172,7 +172,7 @@ async def test_what_is_left_may_be_too_small_once_nobody_is_to_come() -> None:
 
 
 @pytest.mark.parametrize(("is_deadly", "num_epochs"), [(False, 2), (True, 4)])
-async def test_a_job_that_ends_one_epoch_after_the_other_fails_alone(is_deadly: bool, num_epochs: int) -> None:
+async def test_job_that_breaks_several_epochs_fails_alone(is_deadly: bool, num_epochs: int) -> None:
     """With the second one that it breaks, or the fourth in which a rank dies."""
 
     class Poisoned(FakeRanks):
@@ -201,7 +201,7 @@ async def test_a_job_that_ends_one_epoch_after_the_other_fails_alone(is_deadly: 
         engine.audit()
 
 
-async def test_many_jobs_that_break_epochs_do_not_end_the_service() -> None:
+async def test_many_poison_jobs_do_not_end_the_service() -> None:
     class Poisoned(FakeRanks):
         async def step(self, plan):
             if not isinstance(plan.work, Prefill | Move) and any(666 in row.token_ids for row in plan.work.rows):
@@ -216,7 +216,7 @@ async def test_many_jobs_that_break_epochs_do_not_end_the_service() -> None:
         assert (await read(engine.submit(prompt(5, 9))))[0] == answer(4, 9)
 
 
-async def test_epochs_that_always_break_before_their_first_step_end_the_service() -> None:
+async def test_repeated_failures_before_the_first_step_end_the_service() -> None:
     class Disagreeing(FakeRanks):
         async def lay_out(self, layout):
             await super().lay_out(layout)
@@ -234,7 +234,7 @@ async def test_epochs_that_always_break_before_their_first_step_end_the_service(
 
 
 @pytest.mark.parametrize(("bytes_per_token", "expected"), [(1 << 10, 4096), (320 << 10, 12), (1 << 30, 1)])
-async def test_one_step_moves_as_much_as_streams_can_wait_for(bytes_per_token: int, expected: int) -> None:
+async def test_moves_of_a_step_are_limited_by_stream_latency(bytes_per_token: int, expected: int) -> None:
     formation = await FakeRanks(2).start(1)
     readies = tuple(replace(ready, bytes_per_token=bytes_per_token) for ready in formation.readies)
     assert Epoch.first(dataclasses.replace(formation, readies=readies), 16).max_moved_blocks == expected

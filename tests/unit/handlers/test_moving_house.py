@@ -60,12 +60,12 @@ async def threads() -> AsyncIterator[TokenizerPool]:
 
 @pytest.fixture
 async def into() -> AsyncIterator[Into]:
-    """Makes imports into a house, on clocks that stand still."""
+    """Creates import sessions for an engine, on stopped clocks."""
     made = list[ImportSessions]()
 
-    def imports(house: FakeTransferEngine, timers: Timers | None = None, **limits: Any) -> ImportSessions:
+    def imports(engine: FakeTransferEngine, timers: Timers | None = None, **limits: Any) -> ImportSessions:
         timers = timers or Timers()
-        made.append(ImportSessions(house, VOCABULARY, lambda: timers.now, timers, lambda: NOW, **limits))
+        made.append(ImportSessions(engine, VOCABULARY, lambda: timers.now, timers, lambda: NOW, **limits))
         return made[-1]
 
     yield imports
@@ -75,13 +75,13 @@ async def into() -> AsyncIterator[Into]:
 
 @pytest.fixture
 def leave(threads: TokenizerPool) -> Callable[..., Any]:
-    """Has a context leave a house; its parcel, and the bytes that came."""
+    """Exports a context from an engine; returns the archive and its bytes."""
 
-    async def run(house: FakeTransferEngine, context: str = "moby", **options: Any) -> tuple[ExportedArchive, bytes]:
-        exports = Exports(house, threads, FakeEngine().describe)
+    async def run(engine: FakeTransferEngine, context: str = "moby", **options: Any) -> tuple[ExportedArchive, bytes]:
+        exports = Exports(engine, threads, FakeEngine().describe)
         archive, *data = [one async for one in exports.run(ExportContext(context=context, **options))]
         assert isinstance(archive, ExportedArchive)
-        assert house.num_open == 0
+        assert engine.num_open == 0
         return archive, b"".join(one for one in data if isinstance(one, bytes))
 
     return run
@@ -95,7 +95,7 @@ async def arrive(
 
 
 async def breaking(imports: ImportSessions, data: bytes, header: ImportHeader, end: int, start: int = 0) -> int:
-    """A stream whose client vanishes behind `end` bytes; from where it began to send."""
+    """Runs a stream whose client disconnects after `end` bytes; returns the first offset that was sent."""
     has_sent = asyncio.Event()
 
     async def pieces() -> AsyncIterator[Any]:
@@ -119,9 +119,9 @@ async def breaking(imports: ImportSessions, data: bytes, header: ImportHeader, e
     return reports[0].received_bytes
 
 
-def check_moved(old: Packable, house: FakeTransferEngine, name: str = "moby") -> None:
+def check_moved(old: Packable, engine: FakeTransferEngine, name: str = "moby") -> None:
     """The imported context equals the exported one, with its keys, under segment ids of the new engine only."""
-    record, segments, manifests = house.contexts[name]
+    record, segments, manifests = engine.contexts[name]
     head = old.head
     assert (record.num_tokens, record.ends, record.capacity) == (head.num_tokens, head.ends, head.capacity)
     assert (record.created, record.updated, record.last_used) == (head.created, head.updated, NOW)
@@ -133,16 +133,16 @@ def check_moved(old: Packable, house: FakeTransferEngine, name: str = "moby") ->
         assert (now.start, now.rope, now.token_ids) == (before.start, before.rope, before.token_ids)
         manifest, was = manifests[now.id], old.manifests[before.id]
         manifest.check()
-        assert (manifest.service, manifest.segment) == (house.service, f"{house.service}-{now.id}")
-        assert manifest.parent == (None if now.parent is None else f"{house.service}-{now.parent}")
+        assert (manifest.service, manifest.segment) == (engine.service, f"{engine.service}-{now.id}")
+        assert manifest.parent == (None if now.parent is None else f"{engine.service}-{now.parent}")
         assert [(one.runs, one.digest) for one in manifest.pieces] == [(one.runs, one.digest) for one in was.pieces]
         objects = zip(manifest.objects, was.objects, strict=True)
-        assert all(house.objects[name] == old.objects[old_name] for name, old_name in objects)
-    assert all(name.startswith(f"services/{house.service}/") for name in house.objects)
-    assert house.num_arriving == 0
+        assert all(engine.objects[name] == old.objects[old_name] for name, old_name in objects)
+    assert all(name.startswith(f"services/{engine.service}/") for name in engine.objects)
+    assert engine.num_arriving == 0
 
 
-async def test_a_context_arrives_as_it_left(leave: Any, into: Into) -> None:
+async def test_imported_context_equals_the_exported_one(leave: Any, into: Into) -> None:
     transfers, old = empty_house(), house_of(MOBY)
     archive, data = await leave(old)
     assert (archive.num_bytes, archive.digest, data) == (len(data), (await leave(old))[0].digest, (await leave(old))[1])
@@ -153,14 +153,14 @@ async def test_a_context_arrives_as_it_left(leave: Any, into: Into) -> None:
     check_moved(MOBY, transfers)
 
 
-async def test_what_arrived_leaves_again_as_it_came(leave: Any, into: Into) -> None:
+async def test_imported_context_is_exported_unchanged(leave: Any, into: Into) -> None:
     transfers = empty_house()
     first = (await leave(house_of(MOBY)))[1]
     await arrive(into(transfers), first)
     assert (await leave(transfers))[1] == first
 
 
-async def test_an_export_goes_on_at_any_byte(leave: Any) -> None:
+async def test_export_resumes_at_any_byte(leave: Any) -> None:
     archive, data = await leave(house_of(MOBY))
     for offset in range(0, len(data) + 1, 97):
         assert await leave(house_of(MOBY), offset=offset, digest=archive.digest) == (archive, data[offset:])
@@ -168,7 +168,7 @@ async def test_an_export_goes_on_at_any_byte(leave: Any) -> None:
         await leave(house_of(MOBY), offset=len(data) + 1, digest=archive.digest)
 
 
-async def test_an_export_does_not_go_on_with_another_context(leave: Any) -> None:
+async def test_export_of_a_changed_context_is_not_resumed(leave: Any) -> None:
     old = house_of(MOBY)
     archive, _ = await leave(old)
     record = old.contexts["moby"].context
@@ -178,7 +178,7 @@ async def test_an_export_does_not_go_on_with_another_context(leave: Any) -> None
     assert old.num_open == 0
 
 
-async def test_what_only_tells_of_use_is_no_change(leave: Any) -> None:
+async def test_use_of_a_context_does_not_change_its_archive(leave: Any) -> None:
     old = house_of(MOBY)
     archive, _ = await leave(old)
     record = replace(old.contexts["moby"].context, last_used=99.0, num_hits=7)
@@ -186,7 +186,7 @@ async def test_what_only_tells_of_use_is_no_change(leave: Any) -> None:
     assert (await leave(old))[0] == archive
 
 
-async def test_exports_raise_what_the_house_raises(leave: Any, threads: TokenizerPool) -> None:
+async def test_exports_raise_errors_of_the_engine(leave: Any, threads: TokenizerPool) -> None:
     old = house_of(MOBY)
     with pytest.raises(NotFound):
         await leave(old, "dick")
@@ -199,7 +199,7 @@ async def test_exports_raise_what_the_house_raises(leave: Any, threads: Tokenize
     assert old.num_open == 0
 
 
-async def test_only_so_many_contexts_leave_at_once(threads: TokenizerPool) -> None:
+async def test_concurrent_exports_are_limited(threads: TokenizerPool) -> None:
     old = house_of(MOBY)
     exports = Exports(old, threads, FakeEngine().describe, max_exports=1)
     async with aclosing(exports.run(ExportContext(context="moby"))) as first:
@@ -211,7 +211,7 @@ async def test_only_so_many_contexts_leave_at_once(threads: TokenizerPool) -> No
 
 
 @pytest.mark.parametrize("why", ["left at home", "no storage", "another form"])
-async def test_without_keys_the_ids_arrive_alone(leave: Any, into: Into, why: str) -> None:
+async def test_import_without_keys_contains_only_token_ids(leave: Any, into: Into, why: str) -> None:
     transfers = empty_house({"no storage": None, "another form": "int8"}.get(why, FORM))
     _, data = await leave(house_of(MOBY), with_keys=why != "left at home")
     reports = await arrive(into(transfers), data)
@@ -222,21 +222,21 @@ async def test_without_keys_the_ids_arrive_alone(leave: Any, into: Into, why: st
     assert (record.num_tokens, segments[1].start, segments[1].parent) == (11, 6, segments[0].id)
 
 
-async def test_the_keys_of_some_segments_arrive(into: Into) -> None:
+async def test_keys_of_a_part_of_the_segments_are_imported(into: Into) -> None:
     transfers, given = empty_house(), packable(((8, 8), (5, 5), (4, 4)), (True, False, True))
     reports = await arrive(into(transfers), given.packed())
     assert reports[-1].key_tokens == 12
     assert len(transfers.contexts["moby"].manifests) == 2
 
 
-async def test_what_early_versions_sent_arrives_with_segments_used_in_part(into: Into) -> None:
+async def test_archives_of_early_versions_import_partly_used_segments(into: Into) -> None:
     transfers, given = empty_house(), packable(((8, 6), (5, 5)))
     *_, last = await arrive(into(transfers), packed_early(given))
     assert last.context is not None
     assert (last.context.tokens, last.key_tokens) == (11, 11)
 
 
-async def test_another_name_is_taken(into: Into) -> None:
+async def test_context_is_imported_under_another_name(into: Into) -> None:
     transfers = empty_house()
     await arrive(into(transfers), WHOLE, ImportHeader(context="dick"))
     check_moved(MOBY, transfers, "dick")
@@ -246,23 +246,23 @@ async def test_another_name_is_taken(into: Into) -> None:
 
 
 async def refused(
-    imports: ImportSessions, house: FakeTransferEngine, data: bytes, error: type[LongleafError], told: str
+    imports: ImportSessions, engine: FakeTransferEngine, data: bytes, error: type[LongleafError], message: str
 ) -> None:
     for upload_id in ("", "one"):
-        with pytest.raises(error, match=told):
+        with pytest.raises(error, match=message):
             await arrive(imports, data, ImportHeader(upload_id=upload_id))
         await imports.close()
-        assert (house.contexts, house.objects, house.num_arriving) == ({}, {}, 0)
+        assert (engine.contexts, engine.objects, engine.num_arriving) == ({}, {}, 0)
 
 
-async def test_a_parcel_that_is_cut_leaves_nothing(into: Into) -> None:
+async def test_truncated_archive_leaves_nothing(into: Into) -> None:
     transfers = empty_house()
     imports = into(transfers)
     for end in range(0, len(WHOLE), 31):
         await refused(imports, transfers, WHOLE[:end], InvalidArgument, "parcel: it was cut")
 
 
-async def test_a_parcel_that_is_damaged_leaves_nothing(into: Into) -> None:
+async def test_damaged_archive_leaves_nothing(into: Into) -> None:
     transfers = empty_house()
     imports = into(transfers)
     for place in range(0, len(WHOLE), 13):
@@ -270,7 +270,7 @@ async def test_a_parcel_that_is_damaged_leaves_nothing(into: Into) -> None:
         await refused(imports, transfers, damaged, InvalidArgument, "parcel: ")
 
 
-async def test_another_model_is_told_by_what_differs(into: Into) -> None:
+async def test_archive_of_another_model_is_refused_with_the_differences(into: Into) -> None:
     transfers = empty_house()
     other = Fingerprint("cd" * 32, {"config.json": "01", "model.safetensors": "03", "tokenizer.json": "04"})
     given = packable()
@@ -292,19 +292,19 @@ async def test_another_model_is_told_by_what_differs(into: Into) -> None:
         ({"capacity": 1 << 30}, "capacity"),
     ],
 )
-async def test_heads_that_cannot_be_taken_in_are_told(into: Into, changes: dict[str, Any], message: str) -> None:
+async def test_unacceptable_heads_are_refused(into: Into, changes: dict[str, Any], message: str) -> None:
     transfers, given = empty_house(), packable()
     given.head = replace(given.head, **changes)
     await refused(into(transfers), transfers, given.packed(), InvalidArgument, message)
 
 
-async def test_a_token_id_that_the_model_has_not_is_told(into: Into) -> None:
+async def test_unknown_token_id_is_refused(into: Into) -> None:
     transfers, given = empty_house(), packable(keyed=(False, False))
     given.path[1].token_ids[4] = VOCABULARY
     await refused(into(transfers), transfers, given.packed(), InvalidArgument, "a token id that is not among 131,072")
 
 
-async def test_pieces_that_do_not_hold_their_segment_are_told(into: Into) -> None:
+async def test_pieces_that_do_not_cover_their_segment_are_refused(into: Into) -> None:
     transfers, given = empty_house(), packable()
     number, manifest = next(iter(given.manifests.items()))
     given.manifests[number] = replace(manifest, pieces=manifest.pieces[1:])
@@ -312,7 +312,7 @@ async def test_pieces_that_do_not_hold_their_segment_are_told(into: Into) -> Non
 
 
 @pytest.mark.parametrize("cut", [1, 3, 5])
-async def test_pieces_that_end_within_a_block_are_refused(into: Into, cut: int) -> None:
+async def test_pieces_that_end_inside_a_block_are_refused(into: Into, cut: int) -> None:
     transfers, given = empty_house(), packable()
     number, manifest = next(iter(given.manifests.items()))
     (first, second), end = manifest.pieces, manifest.end
@@ -332,19 +332,17 @@ async def test_windows_before_their_segment_are_refused(into: Into) -> None:
     await refused(into(transfers), transfers, given.packed(), InvalidArgument, message)
 
 
-async def test_what_an_archive_says_is_decoded_and_checked_off_the_event_loop_and_counted(
-    into: Into, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_archives_are_decoded_off_the_event_loop_and_counted(into: Into, monkeypatch: pytest.MonkeyPatch) -> None:
     transfers, header = empty_house(), ImportHeader(upload_id="one")
     imports, threads, kinds = into(transfers), list[int](), list[str]()
 
     def note(kind: str, call: Any) -> Any:
-        def noted(*args: Any, **kwargs: Any) -> Any:
+        def recorded(*args: Any, **kwargs: Any) -> Any:
             threads.append(threading.get_ident())
             kinds.append(kind)
             return call(*args, **kwargs)
 
-        return noted
+        return recorded
 
     monkeypatch.setattr(reader, "decode", note("head", reader.decode))
     monkeypatch.setattr(reader, "decode_segment", note("segment", reader.decode_segment))
@@ -357,19 +355,19 @@ async def test_what_an_archive_says_is_decoded_and_checked_off_the_event_loop_an
     assert retained.arrival.num_held_bytes >= num_described + 2 * 4 * 11
 
 
-async def test_a_house_that_keeps_nothing_says_so(into: Into) -> None:
+async def test_import_without_storage_is_refused(into: Into) -> None:
     transfers = empty_house()
     transfers.is_durable = False
     await refused(into(transfers), transfers, WHOLE, FailedPrecondition, "--data-dir")
 
 
-async def test_a_name_that_is_taken_is_told_before_the_rest_is_sent(into: Into) -> None:
+async def test_existing_name_is_refused_before_the_rest_is_sent(into: Into) -> None:
     transfers = house_of(packable(seed=9))
     with pytest.raises(AlreadyExists, match="contexts/moby"):
         await arrive(into(transfers), WHOLE, end=600, size=600)
 
 
-async def test_a_name_that_is_taken_meanwhile_is_told(into: Into) -> None:
+async def test_name_taken_during_an_import_is_refused(into: Into) -> None:
     transfers = empty_house()
     imports = into(transfers)
     header = ImportHeader(upload_id="one")
@@ -381,7 +379,7 @@ async def test_a_name_that_is_taken_meanwhile_is_told(into: Into) -> None:
     assert (transfers.objects, transfers.num_arriving) == ({}, 0)
 
 
-async def test_wrong_sequences_of_requests_are_told(into: Into) -> None:
+async def test_wrong_request_order_is_refused(into: Into) -> None:
     imports = into(empty_house())
     with pytest.raises(InvalidArgument, match="config: must be in the first"):
         [report async for report in imports.run(sending(None, WHOLE))]
@@ -401,7 +399,7 @@ async def test_wrong_sequences_of_requests_are_told(into: Into) -> None:
 # --- streams that break ---
 
 
-async def test_an_import_goes_on_at_the_next_byte_wherever_it_broke(into: Into) -> None:
+async def test_import_resumes_at_the_next_byte(into: Into) -> None:
     for end in range(0, len(WHOLE), 61):
         transfers = empty_house()
         imports, header = into(transfers), ImportHeader(upload_id="one", total_bytes=len(WHOLE))
@@ -411,7 +409,7 @@ async def test_an_import_goes_on_at_the_next_byte_wherever_it_broke(into: Into) 
         check_moved(MOBY, transfers)
 
 
-async def test_bytes_that_came_before_are_passed_over(into: Into) -> None:
+async def test_received_bytes_are_skipped(into: Into) -> None:
     transfers, header = empty_house(), ImportHeader(upload_id="one")
     imports = into(transfers)
     await breaking(imports, WHOLE, header, 700)
@@ -420,7 +418,7 @@ async def test_bytes_that_came_before_are_passed_over(into: Into) -> None:
     check_moved(MOBY, transfers)
 
 
-async def test_without_an_upload_id_a_stream_that_breaks_leaves_nothing(into: Into) -> None:
+async def test_interrupted_import_without_an_upload_id_leaves_nothing(into: Into) -> None:
     transfers = empty_house()
     imports = into(transfers)
     await breaking(imports, WHOLE, ImportHeader(), 1000)
@@ -428,7 +426,7 @@ async def test_without_an_upload_id_a_stream_that_breaks_leaves_nothing(into: In
     assert (transfers.objects, transfers.num_arriving) == ({}, 0)
 
 
-async def test_an_import_that_is_done_is_answered_again(into: Into) -> None:
+async def test_repeated_completed_import_returns_its_result(into: Into) -> None:
     transfers, header = empty_house(), ImportHeader(upload_id="one")
     imports = into(transfers)
     first = await arrive(imports, WHOLE, header)
@@ -442,7 +440,7 @@ async def test_an_import_that_is_done_is_answered_again(into: Into) -> None:
 
 
 @pytest.mark.parametrize("num_calls", range(9))
-async def test_a_storage_that_is_away_for_a_while_loses_nothing(into: Into, num_calls: int) -> None:
+async def test_temporary_storage_failure_loses_nothing(into: Into, num_calls: int) -> None:
     transfers, header = empty_house(), ImportHeader(upload_id="one")
     imports, at = into(transfers), 0
     answer, left = transfers.answer, [num_calls]
@@ -461,7 +459,7 @@ async def test_a_storage_that_is_away_for_a_while_loses_nothing(into: Into, num_
     check_moved(MOBY, transfers)
 
 
-async def test_a_client_that_vanishes_while_a_piece_is_written_can_go_on(into: Into) -> None:
+async def test_import_resumes_after_a_disconnect_during_a_write(into: Into) -> None:
     transfers, header = empty_house(), ImportHeader(upload_id="one")
     imports = into(transfers)
     transfers.is_answering.clear()
@@ -478,7 +476,7 @@ async def test_a_client_that_vanishes_while_a_piece_is_written_can_go_on(into: I
     check_moved(MOBY, transfers)
 
 
-async def test_a_client_that_vanishes_while_its_context_is_kept_finds_it(into: Into) -> None:
+async def test_import_completes_after_a_disconnect_during_adoption(into: Into) -> None:
     transfers, header = empty_house(), ImportHeader(upload_id="one")
     imports = into(transfers)
     await breaking(imports, WHOLE, header, len(WHOLE))
@@ -495,7 +493,7 @@ async def test_a_client_that_vanishes_while_its_context_is_kept_finds_it(into: I
     check_moved(MOBY, transfers)
 
 
-async def test_the_newest_stream_goes_on(into: Into) -> None:
+async def test_newest_stream_continues(into: Into) -> None:
     transfers, header = empty_house(), ImportHeader(upload_id="one")
     imports, more = into(transfers), asyncio.Event()
 
@@ -520,7 +518,7 @@ async def test_the_newest_stream_goes_on(into: Into) -> None:
     check_moved(MOBY, transfers)
 
 
-async def test_a_silent_client_is_let_go_and_can_come_back(into: Into) -> None:
+async def test_silent_client_times_out_and_can_resume(into: Into) -> None:
     transfers, header = empty_house(), ImportHeader(upload_id="one")
     imports = into(transfers, idle_seconds=0.01)
 
@@ -535,7 +533,7 @@ async def test_a_silent_client_is_let_go_and_can_come_back(into: Into) -> None:
     check_moved(MOBY, transfers)
 
 
-async def test_who_does_not_come_back_leaves_nothing(into: Into) -> None:
+async def test_abandoned_import_leaves_nothing(into: Into) -> None:
     transfers, timers = empty_house(), Timers()
     imports, header = into(transfers, timers), ImportHeader(upload_id="one")
     await breaking(imports, WHOLE, header, 1000)
@@ -548,7 +546,7 @@ async def test_who_does_not_come_back_leaves_nothing(into: Into) -> None:
     assert await breaking(imports, WHOLE, header, 100) == 0
 
 
-async def test_only_so_many_contexts_arrive_at_once(into: Into) -> None:
+async def test_concurrent_imports_are_limited(into: Into) -> None:
     transfers = empty_house()
     imports = into(transfers, max_imports=2)
     headers = [ImportHeader(context=f"moby-{number}", upload_id="one") for number in range(4)]
@@ -564,7 +562,7 @@ async def test_only_so_many_contexts_arrive_at_once(into: Into) -> None:
         await stream.aclose()
 
 
-async def test_contexts_that_arrive_together_keep_to_the_quota(into: Into) -> None:
+async def test_concurrent_imports_respect_the_quota(into: Into) -> None:
     CALLER.set(Caller(tenant="acme", quotas=Quotas(contexts=1)))
     transfers = empty_house()
     imports = into(transfers, ledger=QuotaEnforcer(lambda _: TenantUsage(contexts=len(transfers.contexts))))
@@ -578,7 +576,7 @@ async def test_contexts_that_arrive_together_keep_to_the_quota(into: Into) -> No
     assert len(transfers.contexts) == 1
 
 
-async def test_a_tenant_leaves_room_for_the_contexts_of_others(into: Into) -> None:
+async def test_imports_of_one_tenant_do_not_exclude_others(into: Into) -> None:
     imports = into(empty_house(), max_imports=4, tenant_share=1 / 2)
     acme, bolt = (
         [ImportHeader(context=f"{tenant}/{number}", upload_id="one", tenant=tenant) for number in range(3)]
@@ -586,7 +584,7 @@ async def test_a_tenant_leaves_room_for_the_contexts_of_others(into: Into) -> No
     )
     for header in (*bolt[:1], *acme):
         await breaking(imports, WHOLE, header, 1000)
-    assert await breaking(imports, WHOLE, bolt[0], 1000) == 1000, "acme's own gave way"
+    assert await breaking(imports, WHOLE, bolt[0], 1000) == 1000, "the oldest import of acme was evicted"
     assert await breaking(imports, WHOLE, acme[0], 1000) == 0
     open_streams = [imports.run(sending(header, WHOLE)) for header in acme]
     for stream in open_streams[:2]:
@@ -597,7 +595,7 @@ async def test_a_tenant_leaves_room_for_the_contexts_of_others(into: Into) -> No
         await stream.aclose()
 
 
-async def test_a_tenant_leaves_room_for_exports_of_others(threads: TokenizerPool) -> None:
+async def test_exports_of_one_tenant_do_not_exclude_others(threads: TokenizerPool) -> None:
     old = house_of(*(packable(name=name) for name in ("acme/a", "acme/b", "bolt/a")))
     exports = Exports(old, threads, FakeEngine().describe, max_exports=2, tenant_share=1 / 2)
     async with aclosing(exports.run(ExportContext(context="acme/a"))) as first:
@@ -610,7 +608,7 @@ async def test_a_tenant_leaves_room_for_exports_of_others(threads: TokenizerPool
         await anext(last)
 
 
-async def test_no_more_memory_is_held_than_there_may_be(into: Into) -> None:
+async def test_import_memory_is_bounded(into: Into) -> None:
     given = packable(piece_bytes=3000)
     whole, transfers = given.packed(), empty_house()
     described = 2 * SEGMENT_BYTES + 6 * (PIECE_BYTES + RUN_BYTES) + 8 * 11 + 300
@@ -623,7 +621,7 @@ async def test_no_more_memory_is_held_than_there_may_be(into: Into) -> None:
     assert await breaking(into(transfers), whole, ImportHeader(context="a", upload_id="one"), 0) == 0
 
 
-async def test_manifests_come_last(into: Into) -> None:
+async def test_manifests_are_written_last(into: Into) -> None:
     transfers = empty_house()
     names, answer = list[str](), transfers.objects
 
