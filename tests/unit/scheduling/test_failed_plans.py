@@ -1,4 +1,4 @@
-"""A job, a restore or a recomputation that cannot be planned or committed ends alone: all others go on."""
+"""A job, a restore or a recomputation that cannot be planned or committed fails alone; the others continue."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +24,7 @@ WINDOWS = WindowSpec(reaches=(AttentionSpan(window=4),), num_blocks=64)
 def failing(
     monkeypatch: pytest.MonkeyPatch, kind: type, method: str, error: Exception, is_it: Callable[..., bool]
 ) -> None:
-    """Has a method raise for those for which `is_it`."""
+    """Patches a method to raise an error for objects that `is_it` selects."""
     original = getattr(kind, method)
 
     def fail(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -44,7 +44,7 @@ def check_ended(bench: Bench, job: int) -> None:
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_a_row_that_cannot_be_placed_ends_its_request_alone(
+def test_row_that_cannot_be_placed_fails_only_its_request(
     monkeypatch: pytest.MonkeyPatch, error: Exception, place: int
 ) -> None:
     bench = Bench()
@@ -60,9 +60,7 @@ def test_a_row_that_cannot_be_placed_ends_its_request_alone(
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_a_chunk_that_cannot_be_placed_ends_its_document_alone(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_chunk_that_cannot_be_placed_fails_only_its_document(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     bench = Bench()
     requested = bench.ask(5, max_tokens=30)
     bench.step()
@@ -77,7 +75,7 @@ def test_a_chunk_that_cannot_be_placed_ends_its_document_alone(
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_an_answer_that_cannot_be_taken_in_ends_its_request_alone(
+def test_result_that_cannot_be_committed_fails_only_its_request(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     bench = Bench()
@@ -90,8 +88,8 @@ def test_an_answer_that_cannot_be_taken_in_ends_its_request_alone(
     assert [bench.tokens(job) for job in jobs] == [bench.alone(5, 9)] * 2
 
 
-def parked(windows: WindowSpec | None = None) -> Bench:
-    """Two contexts that rest, and an answer that runs."""
+def bench_with_evicted_contexts(windows: WindowSpec | None = None) -> Bench:
+    """A bench with two evicted contexts."""
     bench = Bench(is_durable=True, windows=windows, blocks=(256, 256))
     for name in ("bad", "good"):
         job = bench.ingest(name, 40)
@@ -108,10 +106,10 @@ def parked(windows: WindowSpec | None = None) -> Bench:
     ids=lambda x: str(x),
 )
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_what_cannot_be_recomputed_ends_those_who_ask_it_alone(
+def test_failed_recomputation_fails_only_requests_of_its_context(
     monkeypatch: pytest.MonkeyPatch, windows: WindowSpec | None, kind: type, method: str, error: Exception
 ) -> None:
-    bench = parked(windows)
+    bench = bench_with_evicted_contexts(windows)
     running = bench.ask(5, max_tokens=60)
     bench.step()
     requested = bench.ask(3, context="bad")
@@ -127,7 +125,7 @@ def test_what_cannot_be_recomputed_ends_those_who_ask_it_alone(
     assert bench.scheduler.take_faults()
 
 
-def test_a_queued_job_that_can_never_begin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queued_job_that_can_never_begin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
     failing(monkeypatch, type(bench.scheduler), "_reserve", NO_BLOCKS, lambda _: False)
     monkeypatch.setattr(type(bench.scheduler._sharing), "reserve", lambda *_: None)
@@ -140,16 +138,16 @@ def test_a_queued_job_that_can_never_begin_is_refused(monkeypatch: pytest.Monkey
     assert bench.tokens(again) == bench.alone(5, 4)
 
 
-def test_a_context_that_cannot_be_activated_keeps_no_other_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = parked()
+def test_context_that_cannot_be_activated_does_not_block_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = bench_with_evicted_contexts()
     contexts = bench.scheduler.contexts
     failing(monkeypatch, type(contexts), "wake", NO_BLOCKS, lambda _: False)
-    wake = type(contexts).wake
+    activate = type(contexts).wake
 
     def fail(self: Any, context: Any) -> Any:
         if context.id == "good":  # the first one of them: it was used last
             raise NO_BLOCKS
-        return wake(self, context)
+        return activate(self, context)
 
     monkeypatch.setattr(type(contexts), "wake", fail)
     bench.scheduler.warm()
@@ -157,7 +155,7 @@ def test_a_context_that_cannot_be_activated_keeps_no_other_from_it(monkeypatch: 
     assert len(bench.scheduler.take_faults()) == 1
 
 
-def test_blocks_are_spent_at_once_or_not_at_all() -> None:
+def test_blocks_are_allocated_completely_or_not_allocated() -> None:
     placer = BlockPlacer([8, 8], 4, WINDOWS)
     promise = placer.reserve(few := placer.num_free.__class__(1, 1))
     assert promise is not None

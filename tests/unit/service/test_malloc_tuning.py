@@ -1,4 +1,4 @@
-"""What documents held goes back to the system when they end."""
+"""The memory of a document is returned to the system when its ingest ends."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ if sys.argv[1] == "yes":
 step, held = array("I", bytes(1 << 18)), []
 
 def grow():
-    array("I", bytes(24 << 20))  # as a long document that has ended before: it teaches glibc what is large
+    array("I", bytes(24 << 20))  # as a long document that has ended before: it raises glibc's mmap threshold
     documents = [array("I") for _ in range(8)]
     for _ in range(40):
         for document in documents:
@@ -40,5 +40,5 @@ def left(wanted: str) -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a setting of glibc")
-def test_what_documents_held_is_returned() -> None:
+def test_memory_of_documents_is_returned() -> None:
     assert left("yes") < 16 * MIB < left("no")
