@@ -1,4 +1,4 @@
-"""Events that are retained for the operator until the operator asks for them."""
+"""The startup log buffer, which retains lines until the operator reads them."""
 
 import asyncio
 import logging
@@ -12,7 +12,7 @@ def line(text: str) -> logging.LogRecord:
     return logging.LogRecord("coordinator", logging.WARNING, "", 0, text, None, None)
 
 
-async def test_a_flood_while_nobody_asks_leaves_the_last_lines_and_how_many_were_before() -> None:
+async def test_flood_without_a_reader_keeps_the_last_lines_and_a_count() -> None:
     updates = StartupLogBuffer(TextFormatter(), limit=3)
     for number in range(10_000):
         updates.handle(line(str(number)))
@@ -22,7 +22,7 @@ async def test_a_flood_while_nobody_asks_leaves_the_last_lines_and_how_many_were
     assert updates.take() == ()
 
 
-async def test_lines_of_another_thread_wake_who_waits() -> None:
+async def test_lines_of_another_thread_notify_the_waiter() -> None:
     updates = StartupLogBuffer(TextFormatter())
     waiting = asyncio.create_task(updates.wait())
     for text in ("one", "two"):
@@ -33,7 +33,7 @@ async def test_lines_of_another_thread_wake_who_waits() -> None:
         assert updates.take() == (text,)
 
 
-async def test_who_asks_again_waits_for_what_is_new() -> None:
+async def test_second_read_waits_for_new_lines() -> None:
     updates = StartupLogBuffer(TextFormatter())
     updates.handle(line("one"))
     updates.take()

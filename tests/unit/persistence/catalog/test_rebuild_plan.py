@@ -75,7 +75,7 @@ class Place:
 
 @pytest.fixture(name="place")
 def whole_place() -> Place:
-    """A book, a twig that branches off it, and a poem."""
+    """A storage with a book, a fork of it, and a poem."""
     place = Place([note_of(record, number) for number, record in enumerate((BOOK, TWIG, POEM), 1)])
     for record in (ROOT, LEAF, ALONE):
         place.put(manifest_of(record))
@@ -94,7 +94,7 @@ def with_last_use(contexts: Iterable[object]) -> list[object]:
     return [replace(each, last_used=each.updated) for each in contexts]  # type: ignore[attr-defined]
 
 
-def test_contexts_segments_and_numbers_are_as_they_were(place: Place) -> None:
+def test_contexts_segments_and_numbers_are_restored(place: Place) -> None:
     rebuilt = place.rebuilt()
     assert rebuilt.kept.contexts == tuple(with_last_use([BOOK, POEM, TWIG]))
     assert rebuilt.kept.segments == (ROOT, LEAF, ALONE)
@@ -107,13 +107,13 @@ def test_contexts_segments_and_numbers_are_as_they_were(place: Place) -> None:
     assert (rebuilt.left_out, rebuilt.num_others) == ([], 0)
 
 
-def test_settings_come_back(place: Place) -> None:
+def test_settings_are_restored(place: Place) -> None:
     book = replace(BOOK, display_name="a book — 白鯨", is_pinned=True, expires=77.5, capacity=4_000)
     place.notes.append(note_of(book, 8))
     assert place.rebuilt().kept.contexts[0] == replace(book, last_used=book.updated)
 
 
-def test_what_was_deleted_stays_deleted_and_counts_on(place: Place) -> None:
+def test_deleted_context_stays_deleted_and_numbers_continue(place: Place) -> None:
     place.notes += [deletion("book", 11), deletion("poem", 12)]
     rebuilt = place.rebuilt()
     assert names(rebuilt) == ["twig"]
@@ -122,7 +122,7 @@ def test_what_was_deleted_stays_deleted_and_counts_on(place: Place) -> None:
     assert (rebuilt.next_outgoing, rebuilt.kept.next_segment) == (13, 10)
 
 
-def test_a_damaged_newest_note_is_told_and_counts(place: Place) -> None:
+def test_damaged_newest_note_is_reported_and_counted(place: Place) -> None:
     place.notes = [note for note in place.notes if note.context != "poem"]
     place.damaged_notes.append(NotePlace(SERVICE, "poem", 20))
     place.damaged_notes.append(NotePlace(OTHER, "else", 99))
@@ -133,7 +133,7 @@ def test_a_damaged_newest_note_is_told_and_counts(place: Place) -> None:
     assert rebuilt.next_outgoing == 21
 
 
-def test_a_segment_that_is_missing_leaves_out_all_that_go_through_it(place: Place) -> None:
+def test_missing_segment_skips_all_its_contexts(place: Place) -> None:
     del place.manifests[manifest_name(manifest_of(ROOT))]
     rebuilt = place.rebuilt()
     assert names(rebuilt) == ["poem"]
@@ -141,7 +141,7 @@ def test_a_segment_that_is_missing_leaves_out_all_that_go_through_it(place: Plac
     assert [each.id for each in rebuilt.kept.segments] == [9]
 
 
-def test_a_damaged_manifest_leaves_out_what_needs_it(place: Place) -> None:
+def test_damaged_manifest_skips_its_contexts(place: Place) -> None:
     name = manifest_name(manifest_of(LEAF))
     del place.manifests[name]
     place.damaged.append(name)
@@ -151,7 +151,7 @@ def test_a_damaged_manifest_leaves_out_what_needs_it(place: Place) -> None:
 
 
 @pytest.mark.parametrize("fault", ["missing", "cut"])
-def test_a_manifest_whose_pieces_are_not_there_is_none(place: Place, fault: str) -> None:
+def test_manifest_without_its_pieces_is_ignored(place: Place, fault: str) -> None:
     piece = manifest_of(ALONE).pieces[1].name
     getattr(place, fault).add(piece)
     rebuilt = place.rebuilt()
@@ -160,7 +160,7 @@ def test_a_manifest_whose_pieces_are_not_there_is_none(place: Place, fault: str)
     assert reasons(rebuilt) == {"poem": f"{name_of(9)}: {piece} {message}"}
 
 
-def test_any_whole_attempt_will_do_and_the_newest_is_taken(place: Place) -> None:
+def test_newest_complete_attempt_is_used(place: Place) -> None:
     second, third = manifest_of(ALONE, attempt="2"), manifest_of(ALONE, attempt="3")
     place.put(second, "2", modified=50.0)
     place.put(third, "3", modified=90.0)
@@ -172,7 +172,7 @@ def test_any_whole_attempt_will_do_and_the_newest_is_taken(place: Place) -> None
     assert not rebuilt.left_out
 
 
-def test_what_another_checkpoint_has_read_is_left_out_and_counted(place: Place) -> None:
+def test_contexts_of_another_checkpoint_are_skipped_and_counted(place: Place) -> None:
     place.others.append(place.put(manifest_of(ALONE)))
     place.others.append(manifest_name(manifest_of(ALONE, OTHER)))
     del place.manifests[place.others[0]]
@@ -181,7 +181,7 @@ def test_what_another_checkpoint_has_read_is_left_out_and_counted(place: Place) 
     assert reasons(rebuilt) == {"poem": f"{name_of(9)}: it was read by another checkpoint"}
 
 
-def test_other_services_are_left_alone(place: Place) -> None:
+def test_other_services_are_ignored(place: Place) -> None:
     place.notes.append(note_of(context("book", 1, 5), 70, OTHER))
     place.put(manifest_of(segment(1, 5), OTHER))
     rebuilt = place.rebuilt()
@@ -189,7 +189,7 @@ def test_other_services_are_left_alone(place: Place) -> None:
     assert (rebuilt.kept.segments, rebuilt.next_outgoing) == ((ROOT, LEAF, ALONE), 4)
 
 
-def test_numbers_of_pieces_without_a_manifest_are_not_given_out_again(place: Place) -> None:
+def test_numbers_of_pieces_without_a_manifest_are_not_reused(place: Place) -> None:
     place.further.append(manifest_of(segment(41, 5)).pieces[0].name)
     place.further.append(manifest_of(segment(80, 5), OTHER).pieces[0].name)
     assert place.rebuilt().kept.next_segment == 42
@@ -206,21 +206,21 @@ def test_numbers_of_pieces_without_a_manifest_are_not_given_out_again(place: Pla
         (replace(TWIG, capacity=39), "contradicts itself"),
     ],
 )
-def test_notes_that_make_no_sense_are_told(place: Place, record, message: str) -> None:
+def test_invalid_notes_are_reported(place: Place, record, message: str) -> None:
     place.notes.append(note_of(record, 30))
     rebuilt = place.rebuilt()
     assert names(rebuilt) == ["book", "poem"]
     assert message in reasons(rebuilt)["twig"]
 
 
-def test_a_note_without_a_segment_and_a_path_of_two_ropes_are_told(place: Place) -> None:
+def test_note_without_a_segment_and_path_of_two_ropes_are_reported(place: Place) -> None:
     place.notes.append(replace(note_of(POEM, 30), segment=None))
     place.put(manifest_of(replace(LEAF, rope=Rope(4096, True))))
     place.notes.append(replace(note_of(BOOK, 31), segment="of-another-name"))
     assert set(reasons(place.rebuilt())) == {"poem", "twig", "book"}
 
 
-def test_the_only_service_is_taken_and_one_of_several_must_be_named(place: Place) -> None:
+def test_only_service_is_selected_and_several_must_be_named(place: Place) -> None:
     assert choose_service(place.stored, None) == choose_service(place.stored, SERVICE) == SERVICE
     with pytest.raises(InvalidArgument, match=rf"--service: one of .* {SERVICE} \(3 contexts\)"):
         choose_service(place.stored, OTHER)

@@ -1,4 +1,4 @@
-"""Trouble with a storage is told once, and waited for ever longer."""
+"""Storage errors are logged once, with growing delays between attempts."""
 
 import asyncio
 import logging
@@ -8,7 +8,7 @@ import pytest
 from coordinator.persistence.snapshots.storage_health import MOST_SECONDS, StorageHealth
 
 
-def test_only_changes_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_only_changes_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     reported = list[str]()
     outage = StorageHealth("writing")
@@ -29,7 +29,7 @@ def test_only_changes_are_told(caplog: pytest.LogCaptureFixture) -> None:
     assert reported == ["it is full", "it is away", "", "it is full"]
 
 
-async def test_each_wait_is_longer_until_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_delay_grows_until_the_error_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
 
     async def sleep(seconds: float) -> None:
