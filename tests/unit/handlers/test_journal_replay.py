@@ -48,7 +48,7 @@ def untimed(event: Event) -> Event:
     return replace(event, timings=Timings()) if isinstance(event, Finished) else event
 
 
-@given(said=scripts(), data=st.data())
+@given(script=scripts(), data=st.data())
 @settings(max_examples=200, deadline=None)
 def test_journal_replay_emits_the_same_deltas(script: list[Said], data: st.DataObject) -> None:
     """Wherever the service died, the rest of the answer is sent as it would have been, with the draft counts of

@@ -121,7 +121,7 @@ def joined(messages: list[Event]) -> tuple[str, list[int], list[Logprobs], objec
 
 
 @given(
-    said=cut(),
+    events=cut(),
     stop=st.sampled_from([(), ("bc",), ("cd", "a!"), ("dab",)]),
     stop_tokens=st.sampled_from([(), tuple(ids("!"))]),
     ignore_end_token=st.booleans(),

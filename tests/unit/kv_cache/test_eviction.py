@@ -41,14 +41,14 @@ class Pool:
         self.placer.audit(run for holding in self.segments.holdings for run in holding.runs)
 
     def evicted(self, context: str) -> list[int]:
-        return [holding.segment.id for holding in self.segments.holdings.evicted(self.contexts.get(context).path)]
+        return [holding.segment.id for holding in self.segments.holdings.parked(self.contexts.get(context).path)]
 
     def rest(self, context: str) -> None:
         self.contexts.rest(self.contexts.get(context))
         self.audit()
 
     def activate(self, context: str) -> Sequence[SegmentPlacement]:
-        found = self.contexts.activate(self.contexts.get(context))
+        found = self.contexts.wake(self.contexts.get(context))
         for holding in found:
             self.segments.call(holding)
         self.audit()
@@ -56,66 +56,64 @@ class Pool:
 
 
 def test_segments_of_other_contexts_are_not_evicted() -> None:
-    transfers = Pool()
-    transfers.append("a", 8)
-    transfers.contexts.fork("a", "b", None, 1.0)
-    transfers.append("b", 12)
-    transfers.append("a", 4)
-    assert transfers.placer.num_free.sharded == 40 - 2 - 3 - 1
-    transfers.rest("b")
-    assert (transfers.evicted("a"), transfers.evicted("b")) == ([], [1])
-    assert transfers.placer.num_free.sharded == 40 - 2 - 1
-    transfers.rest("a")
-    assert (transfers.evicted("a"), transfers.evicted("b")) == ([0, 2], [0, 1])
-    assert transfers.placer.num_free.sharded == 40
-    assert transfers.segments.take_forgotten() == (1, 0, 2)
-    assert [holding.loss.left for holding in transfers.activate("b") if holding.loss] == [[(0, 8)], [(8, 20)]]
-    assert (transfers.evicted("a"), transfers.evicted("b")) == ([2], [])
-    transfers.contexts.delete("b")
-    transfers.audit()
-    assert transfers.evicted("a") == [0, 2], "no context needs the beginning any more"
-    transfers.contexts.delete("a")
-    transfers.audit()
-    assert not list(transfers.segments.holdings)
-    assert transfers.segments.take_forgotten() == (), "ranks have forgotten them"
+    pool = Pool()
+    pool.append("a", 8)
+    pool.contexts.fork("a", "b", None, 1.0)
+    pool.append("b", 12)
+    pool.append("a", 4)
+    assert pool.placer.num_free.sharded == 40 - 2 - 3 - 1
+    pool.rest("b")
+    assert (pool.evicted("a"), pool.evicted("b")) == ([], [1])
+    assert pool.placer.num_free.sharded == 40 - 2 - 1
+    pool.rest("a")
+    assert (pool.evicted("a"), pool.evicted("b")) == ([0, 2], [0, 1])
+    assert pool.placer.num_free.sharded == 40
+    assert pool.segments.take_forgotten() == (1, 0, 2)
+    assert [holding.loss.left for holding in pool.activate("b") if holding.loss] == [[(0, 8)], [(8, 20)]]
+    assert (pool.evicted("a"), pool.evicted("b")) == ([2], [])
+    pool.contexts.delete("b")
+    pool.audit()
+    assert pool.evicted("a") == [0, 2], "no context needs the beginning any more"
+    pool.contexts.delete("a")
+    pool.audit()
+    assert not list(pool.segments.holdings)
+    assert pool.segments.take_forgotten() == (), "ranks have forgotten them"
 
 
 def test_fork_of_an_evicted_context_is_evicted() -> None:
-    transfers = Pool()
-    transfers.append("a", 8)
-    transfers.append("a", 8)
-    transfers.rest("a")
-    fork = transfers.contexts.fork("a", "b", 3, 2.0)
-    transfers.audit()
+    pool = Pool()
+    pool.append("a", 8)
+    pool.append("a", 8)
+    pool.rest("a")
+    fork = pool.contexts.fork("a", "b", 3, 2.0)
+    pool.audit()
     assert fork.is_resting
-    transfers.contexts.delete("a")
-    transfers.audit()
-    assert [holding.segment.id for holding in transfers.activate("b")] == [0]
+    pool.contexts.delete("a")
+    pool.audit()
+    assert [holding.segment.id for holding in pool.activate("b")] == [0]
 
 
 def test_least_recently_used_contexts_are_evicted_first() -> None:
-    transfers = Pool(num_blocks=6)
+    pool = Pool(num_blocks=6)
     for name in ("a", "b", "c", "d"):
-        transfers.append(name, 8)
-    transfers.contexts.use(transfers.contexts.get("a"))
-    transfers.contexts.get("b").is_pinned = True
-    transfers.in_use = {"c"}
-    assert transfers.evictor.num_spare == BlockCount(4)
-    assert not transfers.segments.make_room(BlockCount(9))
-    assert [transfers.evicted(name) for name in "abcd"] == [[], [], [], []], (
-        "nothing is evicted if it does not free enough"
-    )
-    assert not transfers.segments.make_room(BlockCount(5), may_park=False)
-    assert transfers.segments.make_room(BlockCount(5))
-    assert [transfers.evicted(name) for name in "abcd"] == [[], [], [], [3]]
-    transfers.audit()
+        pool.append(name, 8)
+    pool.contexts.use(pool.contexts.get("a"))
+    pool.contexts.get("b").is_pinned = True
+    pool.in_use = {"c"}
+    assert pool.evictor.num_spare == BlockCount(4)
+    assert not pool.segments.make_room(BlockCount(9))
+    assert [pool.evicted(name) for name in "abcd"] == [[], [], [], []], "nothing is evicted if it does not free enough"
+    assert not pool.segments.make_room(BlockCount(5), may_park=False)
+    assert pool.segments.make_room(BlockCount(5))
+    assert [pool.evicted(name) for name in "abcd"] == [[], [], [], [3]]
+    pool.audit()
 
 
 @pytest.mark.parametrize("is_activated", [False, True])
 def test_prompts_do_not_match_evicted_segments(is_activated: bool) -> None:
-    transfers = Pool()
-    transfers.append("a", 8)
-    transfers.rest("a")
+    pool = Pool()
+    pool.append("a", 8)
+    pool.rest("a")
     if is_activated:
-        transfers.activate("a")
-    assert transfers.segments.match(transfers.contexts.get("a").path.token_ids()).end == 0
+        pool.activate("a")
+    assert pool.segments.match(pool.contexts.get("a").path.token_ids()).end == 0

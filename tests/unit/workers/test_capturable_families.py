@@ -57,7 +57,7 @@ def folder_of(tmp_path_factory):
 
 
 @pytest.fixture
-def says_that_it_captures(monkeypatch):
+def simulated_capture(monkeypatch):
     """During a capture transformers skips checks that only warn and would read ids; on a GPU it detects the capture
     itself."""
     monkeypatch.setattr(import_utils, "is_cuda_stream_capturing", lambda: True)
@@ -114,9 +114,9 @@ def thinned(rows):
     return [row if row[0] in QUICK else pytest.param(*row, marks=pytest.mark.slow) for row in rows]
 
 
-@pytest.mark.usefixtures("says_that_it_captures")
+@pytest.mark.usefixtures("simulated_capture")
 @pytest.mark.parametrize(("family", "dtype"), thinned((family, dtype) for family in FAMILIES for dtype in DTYPES))
-def test_a_forward_pass_can_be_captured(folder_of, family, dtype):
+def test_forward_pass_can_be_captured(folder_of, family, dtype):
     forward = Forward(folder_of(family), dtype)
     if family in GROUPED and dtype != "bfloat16":
         with pytest.raises(CaptureRefused, match="_grouped_mm at transformers.integrations.moe:[0-9]+: .* offsets"):
@@ -129,13 +129,13 @@ def test_a_forward_pass_can_be_captured(folder_of, family, dtype):
 
 
 @pytest.mark.parametrize(("family", "dtype"), thinned((family, dtype) for family in GROUPED for dtype in DTYPES))
-def test_experts_can_be_captured_in_other_ways(folder_of, family, dtype):
+def test_experts_can_be_captured_with_other_settings(folder_of, family, dtype):
     check_replays(Forward(folder_of(family), dtype, experts="batched_mm"))
     with pytest.raises(CaptureRefused, match="transformers.models.*: the host waits for numbers"):
         RecordedGraphs().capture(Forward(folder_of(family), dtype, experts="eager").run)
 
 
-def test_a_model_that_looks_at_ids_is_refused(folder_of):
-    """Where transformers does not know that it is captured."""
+def test_model_that_reads_ids_on_the_host_is_refused(folder_of):
+    """transformers does not detect the capture here."""
     with pytest.raises(CaptureRefused, match="lift_fresh at transformers.modeling_utils"):
         RecordedGraphs().capture(Forward(folder_of("gpt2"), "float32").run)

@@ -1,4 +1,4 @@
-"""What is imported for good is not looked through for garbage."""
+"""The garbage collector skips objects of imported modules."""
 
 import gc
 
@@ -14,7 +14,7 @@ def thawed():
     gc.enable()
 
 
-def test_garbage_is_not_looked_for_meanwhile_nor_there_later():
+def test_imports_disable_collection_and_freeze_their_objects():
     gc.unfreeze()
     with for_good():
         retained = [[]]
@@ -25,7 +25,7 @@ def test_garbage_is_not_looked_for_meanwhile_nor_there_later():
     assert any(each is later for each in gc.get_objects())
 
 
-def test_nor_where_an_import_fails():
+def test_failed_import_restores_collection():
     with pytest.raises(ImportError), for_good():
         raise ImportError
     assert gc.isenabled()

@@ -26,17 +26,17 @@ class World:
         self.store = FolderStore(str(folder))
         self.pool = filled(POOLS["plain"], 1)
         self.answers = queue.Queue()
-        self.desk = KvIo(5, url, open_store or (lambda _: self.store), device, clock)
+        self.kv_io = KvIo(5, url, open_store or (lambda _: self.store), device, clock)
 
     def save(self, ticket):
-        self.desk.save(Save(ticket, f"pieces/{ticket}", 0, RUNS), self.pool, self.answers.put)
+        self.kv_io.save(Save(ticket, f"pieces/{ticket}", 0, RUNS), self.pool, self.answers.put)
 
     def fetch(self, ticket, saved, name=None):
         order = Fetch(ticket, name or f"pieces/{saved.ticket}", saved.num_bytes, saved.digest, RANGES)
-        self.desk.fetch(order, self.pool, self.answers.put)
+        self.kv_io.fetch(order, self.pool, self.answers.put)
 
     def wait_for_calls(self, count):
-        """Returns when this number of calls has begun, of those that were not waited for before."""
+        """Returns when this number of further calls has started."""
         for _ in range(count):
             assert self.store.num_calls.acquire(timeout=SECONDS)
 
@@ -49,10 +49,10 @@ def world(tmp_path):
     made = World(tmp_path)
     yield made
     made.store.gate.set()
-    made.desk.close()
+    made.kv_io.close()
 
 
-def test_what_is_saved_is_fetched(world, tmp_path):
+def test_saved_piece_is_fetched(world, tmp_path):
     world.save(1)
     saved = world.answer()
     data = (tmp_path / "pieces/1").read_bytes()
@@ -60,25 +60,25 @@ def test_what_is_saved_is_fetched(world, tmp_path):
     assert data == b"".join(HostCopy(world.pool, RUNS, of_windows=False).parts())
     world.fetch(7, saved)
     assert world.answer() == Fetched(5, 7)
-    piece = world.desk.piece(7)
+    piece = world.kv_io.piece(7)
     assert isinstance(piece, KvPiece)
     target = filled(POOLS["plain"], 2)
     piece.restore(target, piece.find(RUNS, BLOCK), [0, 2])
     assert torch.equal(Content(target).export([0, 2]), Content(world.pool).export([3, 1]))
-    world.desk.end_epoch()
-    assert world.desk.piece(7) is piece
-    world.desk.discard([7, 8])
-    assert world.desk.piece(7) is None
+    world.kv_io.end_epoch()
+    assert world.kv_io.piece(7) is piece
+    world.kv_io.discard([7, 8])
+    assert world.kv_io.piece(7) is None
 
 
-def test_a_slow_storage_holds_up_nobody_at_an_epochs_end(world):
+def test_slow_storage_does_not_delay_the_end_of_an_epoch(world):
     """Data that was copied by then is written unchanged; the rest is dropped."""
     world.store.gate.clear()
     before = b"".join(HostCopy(world.pool, RUNS, of_windows=False).parts())
     for ticket in range(NUM_THREADS + 2):
         world.save(ticket)
     world.wait_for_calls(NUM_THREADS)
-    world.desk.end_epoch()
+    world.kv_io.end_epoch()
     for part in world.pool.blocks(of_windows=False):
         part.tensor.zero_()  # others have the blocks now
     world.store.gate.set()
@@ -90,29 +90,29 @@ def test_a_slow_storage_holds_up_nobody_at_an_epochs_end(world):
     assert world.answer().failure is None
 
 
-def test_who_ends_an_epoch_waits_for_the_copy_alone(world, monkeypatch):
-    began, may_go_on, ended = threading.Event(), threading.Event(), threading.Event()
+def test_end_of_an_epoch_waits_only_for_the_copy(world, monkeypatch):
+    began, may_continue, ended = threading.Event(), threading.Event(), threading.Event()
 
     class SlowCopy(HostCopy):
         def __init__(self, *args, **options):
             began.set()
-            may_go_on.wait(SECONDS)
+            may_continue.wait(SECONDS)
             super().__init__(*args, **options)
 
     monkeypatch.setattr(desks, "HostCopy", SlowCopy)
     for ticket in (0, 1):
         world.save(ticket)
     assert began.wait(SECONDS)
-    threading.Thread(target=lambda: (world.desk.end_epoch(), ended.set()), daemon=True).start()
-    while not world.desk._num_epochs:
+    threading.Thread(target=lambda: (world.kv_io.end_epoch(), ended.set()), daemon=True).start()
+    while not world.kv_io._num_epochs:
         pass
     assert not ended.is_set()
-    may_go_on.set()
+    may_continue.set()
     assert ended.wait(SECONDS)
     assert sorted(str(world.answer().failure) for _ in range(2)) == sorted([str(None), str(ENDED)])
 
 
-def test_what_is_discarded_is_not_begun_and_not_kept(world):
+def test_discarded_fetch_is_not_started_and_not_retained(world):
     world.save(0)
     saved = world.answer()
     world.wait_for_calls(1)
@@ -122,16 +122,16 @@ def test_what_is_discarded_is_not_begun_and_not_kept(world):
     world.wait_for_calls(NUM_THREADS)
     world.fetch(8, saved)
     world.save(9)
-    world.desk.discard([1, 8, 9])  # and no save, though it has the ticket of a fetch
+    world.kv_io.discard([1, 8, 9])  # and no save, although it has the ticket of a fetch
     world.store.gate.set()
     answers = {(type(found), found.ticket): found.failure for found in (world.answer() for _ in range(NUM_THREADS + 2))}
     assert answers == {(Fetched, 1): DISCARDED, (Fetched, 2): None, (Fetched, 8): DISCARDED, (Saved, 9): None}
-    assert [world.desk.piece(ticket) is None for ticket in (1, 2, 8)] == [True, False, True]
+    assert [world.kv_io.piece(ticket) is None for ticket in (1, 2, 8)] == [True, False, True]
     world.wait_for_calls(1)
     assert not world.store.num_calls.acquire(blocking=False)
 
 
-def test_what_is_discarded_while_it_is_read_is_not_parsed(world, monkeypatch):
+def test_piece_discarded_during_a_read_is_not_parsed(world, monkeypatch):
     world.save(0)
     saved = world.answer()
     world.wait_for_calls(1)
@@ -140,13 +140,13 @@ def test_what_is_discarded_while_it_is_read_is_not_parsed(world, monkeypatch):
     world.store.gate.clear()
     world.fetch(1, saved)
     world.wait_for_calls(1)
-    world.desk.discard([1])
+    world.kv_io.discard([1])
     world.store.gate.set()
     assert world.answer() == Fetched(5, 1, DISCARDED)
     assert not parsed
 
 
-def test_a_piece_that_its_manifest_does_not_describe_is_damaged_when_it_is_fetched(world):
+def test_piece_that_differs_from_its_manifest_is_damaged(world):
     world.save(0)
     saved = world.answer()
     for ticket, order in enumerate(
@@ -156,12 +156,12 @@ def test_a_piece_that_its_manifest_does_not_describe_is_damaged_when_it_is_fetch
         ],
         1,
     ):
-        world.desk.fetch(order, world.pool, world.answers.put)
+        world.kv_io.fetch(order, world.pool, world.answers.put)
         assert world.answer().failure.trouble == "damaged"
-        assert world.desk.piece(ticket) is None
+        assert world.kv_io.piece(ticket) is None
 
 
-def test_each_trouble_is_told_as_what_it_is(world, tmp_path):
+def test_each_kind_of_failure_is_reported(world, tmp_path):
     world.save(0)
     saved = world.answer()
     path = tmp_path / "pieces/0"
@@ -183,12 +183,12 @@ def test_each_trouble_is_told_as_what_it_is(world, tmp_path):
 
 
 @pytest.mark.parametrize(("device", "since_step"), [("cpu", BUSY_SECONDS), ("cuda:0", 0.0)])
-def test_saves_need_no_rest_without_steps_on_the_same_cores(tmp_path, monkeypatch, device, since_step):
+def test_saves_need_no_pause_without_steps_on_the_same_cores(tmp_path, monkeypatch, device, since_step):
     now = [100.0]
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     world = World(tmp_path, device=device, clock=lambda: now[0])
     world.store.gate.clear()
-    with world.desk.beside_step():
+    with world.kv_io.beside_step():
         pass
     now[0] += since_step
     for ticket in range(NUM_THREADS):
@@ -196,14 +196,14 @@ def test_saves_need_no_rest_without_steps_on_the_same_cores(tmp_path, monkeypatc
     world.wait_for_calls(NUM_THREADS)
     world.store.gate.set()
     assert [world.answer().failure for _ in range(NUM_THREADS)] == [None] * NUM_THREADS
-    world.desk.close()
+    world.kv_io.close()
 
 
-def test_beside_steps_one_is_saved_at_a_time_and_then_there_is_a_rest(tmp_path):
+def test_saves_beside_steps_run_one_by_one_with_pauses(tmp_path):
     now, seconds = [100.0], 0.1
     world = World(tmp_path, clock=lambda: now[0])
     world.store.gate.clear()
-    with world.desk.beside_step():
+    with world.kv_io.beside_step():
         now[0] += 3600.0
         for ticket in range(NUM_THREADS):
             world.save(ticket)
@@ -217,12 +217,12 @@ def test_beside_steps_one_is_saved_at_a_time_and_then_there_is_a_rest(tmp_path):
     world.fetch(9, Saved(5, 0, 1, "0" * 64), "pieces/none")  # wakes a thread, which sees that its time is up
     world.wait_for_calls(NUM_THREADS)
     assert {world.answer().ticket for _ in range(NUM_THREADS)} > {9}
-    world.desk.close()
+    world.kv_io.close()
 
 
-def test_a_mistake_is_told_and_ends_no_thread(world, caplog):
+def test_unexpected_error_is_reported_and_ends_no_thread(world, caplog):
     for ticket in range(2 * NUM_THREADS):
-        world.desk.save(Save(ticket, "p", 0, (Run(0, 0, 3, (999,)),)), world.pool, world.answers.put)
+        world.kv_io.save(Save(ticket, "p", 0, (Run(0, 0, 3, (999,)),)), world.pool, world.answers.put)
     for _ in range(2 * NUM_THREADS):
         assert world.answer().failure.trouble == "unavailable"
     world.save(9)
@@ -231,14 +231,14 @@ def test_a_mistake_is_told_and_ends_no_thread(world, caplog):
 
 
 @pytest.mark.parametrize(("url", "reported"), [(None, "none was given"), ("s3://there", "s3://there: nothing is kept")])
-def test_where_there_is_no_storage_orders_fail(tmp_path, url, reported):
+def test_requests_without_storage_fail(tmp_path, url, reported):
     world = World(tmp_path, url, nowhere)
     world.save(0)
     assert reported in world.answer().failure.reason
-    world.desk.close()
+    world.kv_io.close()
 
 
-def test_a_storage_that_cannot_be_opened_is_tried_again(tmp_path):
+def test_open_of_the_storage_is_retried(tmp_path):
     tries = []
 
     def open_store(url):
@@ -251,17 +251,17 @@ def test_a_storage_that_cannot_be_opened_is_tried_again(tmp_path):
         failure = world.answer().failure
         assert (failure and failure.trouble) == outage
     assert tries == ["x", "x"]
-    world.desk.close()
+    world.kv_io.close()
 
 
-def test_without_orders_there_are_no_threads(tmp_path):
+def test_no_threads_without_requests(tmp_path):
     world = World(tmp_path)
-    threads = world.desk._threads
+    threads = world.kv_io._threads
     assert [thread.is_alive() for thread in threads] == [False] * NUM_THREADS
     world.save(0)
     world.answer()
     assert [thread.is_alive() for thread in threads] == [True] * NUM_THREADS
-    world.desk.close()
+    world.kv_io.close()
     for thread in threads:
         thread.join(SECONDS)
     assert [thread.is_alive() for thread in threads] == [False] * NUM_THREADS
