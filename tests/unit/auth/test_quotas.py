@@ -28,7 +28,7 @@ def ledger(clock: Clock | None = None, usage: TenantUsage = USAGE, **quotas: int
 
 
 def generation(num_tokens: int) -> Callable[[QuotaEnforcer], None]:
-    """Begins one."""
+    """Returns a function that begins and ends a generation."""
 
     def begin(it: QuotaEnforcer) -> None:
         with it.begin_generation(num_tokens):
@@ -38,7 +38,7 @@ def generation(num_tokens: int) -> Callable[[QuotaEnforcer], None]:
 
 
 def document(num_contexts: int, num_tokens: int) -> Callable[[QuotaEnforcer], None]:
-    """Begins one."""
+    """Returns a function that begins and ends a document."""
 
     def begin(it: QuotaEnforcer) -> None:
         with it.begin_document(num_contexts, num_tokens):

@@ -111,7 +111,7 @@ def test_8_bit_latents_are_refused(tmp_path: Path) -> None:
 
 
 def test_check_without_weights_needs_little_memory(tmp_path: Path) -> None:
-    """Weights of 8 TiB: nothing of their size may ever be made."""
+    """The weights would take 8 TiB: nothing of that size may be allocated."""
     folder = make_checkpoint(tmp_path, "llama", num_layers=2)
     (folder / "model.safetensors").unlink()
     settings = json.loads((folder / "config.json").read_text())
@@ -182,7 +182,7 @@ def test_weights_of_wrong_shape_are_named(tmp_path: Path) -> None:
 
 
 def test_attention_that_is_bidirectional_only_for_images_is_supported(tmp_path: Path) -> None:
-    """As in the larger models of Gemma 4."""
+    """The larger models of Gemma 4 have such attention."""
     folder = make_checkpoint(tmp_path, "llama", num_layers=1)
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(settings | {"use_bidirectional_attention": "vision"}))
@@ -201,7 +201,7 @@ def test_missing_weights_are_found_during_loading(tmp_path: Path) -> None:
 def test_stateful_model_is_not_reported_exact_without_weights(
     tmp_path: Path, pad_token_id: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As Falcon-H1 does, where the types of its layers are not known."""
+    """Falcon-H1 is such a model if its layer types are not known."""
     folder = make_checkpoint(tmp_path, "falcon_h1", num_layers=2, pad_token_id=pad_token_id)
     assert "layers of type hybrid" in check(config(folder), has_weights=False).reason
     monkeypatch.setattr(models, "LAYER_TYPES", {})

@@ -14,7 +14,7 @@ Run = Callable[..., str]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command that is refused, and gives its only line."""
+    """Runs a command that is refused; returns its only line."""
 
     def refused(*arguments: str) -> str:
         with pytest.raises(SystemExit) as left:

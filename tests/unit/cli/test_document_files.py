@@ -9,7 +9,7 @@ from longleaf.errors import InvalidArgument
 
 
 def test_file_that_is_not_text_is_named(tmp_path: Path) -> None:
-    """With the place of the wrong byte in it, and not in all of them together."""
+    """The error gives the offset of the wrong byte in the file, not in all files together."""
     contents = {"good": "Grüße".encode(), "bad": b"ab\xff", "later": b"\xff"}
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)

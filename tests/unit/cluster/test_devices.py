@@ -46,7 +46,7 @@ def test_requested_gpus_must_exist_in_the_cluster():
     [
         ("cpu", 1, 2, "cpu"),
         ("auto", 1, 0, "cpu"),
-        ("auto", None, 2, "cpu"),  # the launcher gave this rank no GPU, whatever torch detects
+        ("auto", None, 2, "cpu"),  # the launcher gave this rank no GPU, although torch detects two
         ("auto", 1, 2, "cuda:1"),
         ("cuda", 0, 1, "cuda:0"),
         ("cuda", 1, 4, "cuda:1"),

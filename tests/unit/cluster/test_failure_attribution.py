@@ -25,7 +25,7 @@ def broken(member: int, blamed: int | None = None) -> Report:
 
 
 class Judged:
-    """Losses whose members are gone as soon as they are killed."""
+    """A failure collector whose members end as soon as they are killed."""
 
     def __init__(self, reports: list[Report], under_way: tuple[int, ...] = ()) -> None:
         self.killed: list[int] = []

@@ -15,7 +15,7 @@ OWN = read_fingerprint(embedded_model())
 
 
 def model(digest: str, **files: str | None) -> Fingerprint:
-    """The embedded model's, with these files' digests; None removes one. Keys end before the first dot."""
+    """The fingerprint of the embedded model with changed file digests; None removes a file. Keys lack extensions."""
     names = {name.partition(".")[0]: name for name in OWN.files} | {"template": "chat_template.jinja"}
     changed = OWN.files | {names[key]: reported for key, reported in files.items() if reported is not None}
     removed = {names[key] for key, reported in files.items() if reported is None}

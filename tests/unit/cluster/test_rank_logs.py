@@ -17,7 +17,7 @@ SLOWER = LogRecord(30, "slower", is_note=True)
 
 
 class FakeCoordinator:
-    """Members 5 and 6 are the ranks of epoch 4, member 7 is none yet. The clock stands still."""
+    """Members 5 and 6 are the ranks of epoch 4; member 7 is not a rank yet. The clock is stopped."""
 
     def __init__(self) -> None:
         self.epoch, self.ranks = 4, (5, 6)

@@ -15,7 +15,7 @@ from longleaf.errors import StartError
 
 
 class FakeRayHead(grpc.GenericRpcHandler):
-    """Answers Ray's call in one way."""
+    """Answers Ray's call with a fixed status code."""
 
     def __init__(self, code: grpc.StatusCode) -> None:
         self._code = code
@@ -31,7 +31,7 @@ class FakeRayHead(grpc.GenericRpcHandler):
 
 @contextmanager
 def ray_head(code: grpc.StatusCode) -> Iterator[str]:
-    """Its address."""
+    """Runs a server; yields its address."""
     with ThreadPoolExecutor(1) as pool:
         server = grpc.server(pool, [FakeRayHead(code)])
         port = server.add_insecure_port("127.0.0.1:0")

@@ -12,7 +12,7 @@ from longleaf.errors import StartError
 
 
 class BusyRay:
-    """On a machine that is too busy to start it."""
+    """A Ray package on a machine that is too busy to start it."""
 
     def __init__(self) -> None:
         self.exceptions = SimpleNamespace(AuthenticationError=KeyError)

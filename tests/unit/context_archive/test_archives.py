@@ -42,7 +42,7 @@ def test_archive_round_trip() -> None:
     assert [(one.num_used, one.num_tokens, one.keys is not None) for one in segments] == [
         (8, 8, True),
         (5, 5, False),
-        (8, 8, False),  # its keys are exported whole, and would reveal the tokens of another context behind the end
+        (8, 8, False),  # all its keys are exported, and would reveal tokens of another context after the end
     ]
     ids = [one.token_ids for one in reported if isinstance(one, IdsSection)]
     assert ids == [given.path[0].token_ids, given.path[1].token_ids, given.path[2].token_ids[:8]]
@@ -218,7 +218,7 @@ def test_segment_records_are_bounded_by_the_remaining_tokens() -> None:
 
 
 def test_too_many_runs_are_rejected_before_decoding() -> None:
-    """Three bytes each, and a hundred in memory."""
+    """Each run takes three bytes encoded and a hundred in memory."""
     segment = with_keys(RUN * 1_000_000)
     begin, reported = PREAMBLE + record("head", encode(HEAD)), record("segment", encode(segment))
     assert len(reported) < max_segment_bytes(HEAD.num_tokens)

@@ -90,7 +90,7 @@ async def test_body_over_the_limit_is_refused_before_it_is_read():
     with pytest.raises(HttpProblem) as reported:
         await resident.read_json(second.send(GOOD).request)
     assert problem(reported) == FULL and second.num_requests == 0
-    assert await resident.read_json(Sending(len(GOOD)).send(GOOD).request) == {"a": 1}  # there is room for less
+    assert await resident.read_json(Sending(len(GOOD)).send(GOOD).request) == {"a": 1}  # less than that is free
     first.send(GOOD)
     assert await reading == {"a": 1}
     assert await resident.read_json(Sending(60).send(GOOD).request) == {"a": 1}

@@ -37,7 +37,7 @@ class Reading:
             return await self._bodies.get()
 
     async def until(self, body: bytes) -> int:
-        """How many others come before it."""
+        """The number of other parts before this one."""
         num_others = 0
         while await self.next() != body:
             num_others += 1

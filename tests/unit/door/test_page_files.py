@@ -64,6 +64,6 @@ def test_scripts_do_not_create_markup_from_text():
 
 
 def test_no_file_refers_to_another_origin():
-    """But for the name of a drawing's language, which is no request."""
+    """The XML namespace of SVG is allowed: it causes no request."""
     for file in set(SERVED) - set(VENDOR.glob("*.js")):
         assert set(URL.findall(file.read_text())) <= {"http://www.w3.org"}, file

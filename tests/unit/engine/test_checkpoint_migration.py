@@ -100,7 +100,7 @@ async def test_recompute_respects_quotas() -> None:
 
 
 async def test_tenant_without_stale_contexts_causes_no_read() -> None:
-    """All tenants' contexts are read whole, however many ask at once."""
+    """The contexts of all tenants are read completely; concurrent requests share the read."""
     persistence = persistence_with(stale())
     async with running(persistence) as engine:
         for _ in range(3):

@@ -29,7 +29,7 @@ PATH = (
     SegmentRecord(id=7, token_ids=array("I", range(30))),
     SegmentRecord(id=9, parent=7, start=20, token_ids=array("I", range(100, 125))),
 )
-"""Of 40 tokens, as of a context that was forked at 20 and continued; the last segment has five that are not its."""
+"""The path of a context of 40 tokens that was forked at 20 and continued; its last segment has five unused tokens."""
 BOOK = context("book", 9, 40, ends=(20, 40), display_name="a book", num_hits=3, capacity=2_000)
 
 
@@ -133,7 +133,7 @@ async def test_name_taken_during_adoption_stays_with_its_owner(is_fork: bool) ->
 
 
 async def _soon(is_so: Callable[[], object]) -> None:
-    """Lets the event loop turn until it is so."""
+    """Runs the event loop until the condition holds."""
     for _ in range(1_000):
         if is_so():
             return
@@ -158,7 +158,7 @@ def _is_taken(engine: Engine) -> bool:
 
 async def test_failed_ingest_of_the_same_name_leaves_nothing() -> None:
     persistence = MemoryLasting()
-    async with running(persistence, GatedRanks()) as engine:  # they do no step
+    async with running(persistence, GatedRanks()) as engine:  # they compute no step
         persistence.catalog.hold()
         adopting = asyncio.create_task(engine._keeping.adopt(BOOK, PATH))
         await asyncio.sleep(0)

@@ -141,7 +141,7 @@ async def test_context_with_pieces_ending_inside_a_block_is_recomputed() -> None
 
 
 async def test_one_damaged_piece_recomputes_the_whole_import() -> None:
-    """Including the piece that is being fetched at that moment."""
+    """This includes the piece that is being fetched at that moment."""
     old, new = Storage(), Storage()
     async with serving(old, policy=DEMAND) as before, serving(new, policy=DEMAND) as after:
         await ingest_two(before.engine)
@@ -153,7 +153,7 @@ async def test_one_damaged_piece_recomputes_the_whole_import() -> None:
         ids = [each.id for each in segments]
         assert list(after.snapshots.imported_with(ids[0])) == ids
         for name in [name for name in new.pieces if f"-{ids[0]}/" in name]:
-            new.pieces[name] = frozenset()  # of the first segment only
+            new.pieces[name] = frozenset()  # only pieces of the first segment are damaged
         after.ranks.late = [name for name in new.pieces if f"-{ids[1]}/" in name]
         after.ranks.may_fetch.clear()
         assert await ask(after.engine) == await ask(before.engine)
@@ -161,18 +161,18 @@ async def test_one_damaged_piece_recomputes_the_whole_import() -> None:
         assert not any(isinstance(plan.work, Restore) for plan in after.ranks.plans)
         await after.snapshots.save(ids)
         assert all(map(after.snapshots.is_usable, ids))
-        assert not after.snapshots.imported_with(ids[0]), "what is written here is believed"
+        assert not after.snapshots.imported_with(ids[0]), "snapshots that this service wrote are trusted"
 
 
 async def test_remains_of_an_import_are_never_used_for_another_segment() -> None:
-    """Its service was killed; a rebuild of the catalog believes the manifests that it finds."""
+    """Its service was killed; a rebuild of the catalog would trust the manifests that it finds."""
     storage = Storage()
     async with serving(storage, policy=DEMAND) as service:
         importing = await arrive(service)
         attempts = [importing.new_attempt(importing.new_segment()) for _ in range(3)]
         for attempt in attempts:
             await importing.put(attempt.manifest, b"a manifest")
-        assert len(storage.lasting.catalog.changes) == 1, "ids are noted many at a time"
+        assert len(storage.lasting.catalog.changes) == 1, "ids are recorded in batches"
     async with serving(storage, policy=DEMAND) as service:
         await ingest_two(service.engine)
         left = {attempt.segment for attempt in attempts}
@@ -261,7 +261,7 @@ async def test_drop_succeeds_if_storage_fails() -> None:
         await importing.put(attempt.piece(0), b"keys")
         storage.files.fail(9)
         await importing.drop()
-        assert not service.snapshots._needed(), "the sweep will find it"
+        assert not service.snapshots._needed(), "a sweep will find it"
 
 
 async def test_ids_are_unique() -> None:

@@ -92,7 +92,7 @@ async def test_epoch_and_segment_numbers_continue() -> None:
 
 
 class ThirdTime(FakeRanks):
-    """Epochs of ranks that meet at the third try."""
+    """Ranks whose rendezvous succeeds at the third attempt."""
 
     async def form(self, epoch: int) -> Formation:
         return await super().form(epoch + 2 if epoch > FIRST_EPOCH else epoch)
@@ -252,7 +252,7 @@ async def test_cancelled_ingest_is_absent_after_its_write() -> None:
 
 
 def stream_is_read(engine: Engine) -> list[bool]:
-    """Whether documents that are read are not sealed yet."""
+    """For each open request, whether its segment is not sealed yet."""
     scheduler = engine._scheduler
     assert scheduler is not None
     return [scheduler.sealed(request.id) is None for request in scheduler._requests]
@@ -330,7 +330,7 @@ async def test_use_of_contexts_is_written() -> None:
             await ask(engine, "book")
         assert engine.get_context("book").hits == 3
         probe = Prompt(context="book", token_ids=(1, 2), sampling=Sampling(max_tokens=1), is_probe=True, num_scored=1)
-        assert [event async for event in engine.submit(probe)]  # it confirms a source, and asks nothing
+        assert [event async for event in engine.submit(probe)]  # a probe does not count as a use
         assert engine.get_context("book").hits == 3
     async with running(persistence) as engine:
         view = engine.get_context("book")

@@ -172,7 +172,7 @@ async def test_slow_reader_is_paused_until_it_reads() -> None:
         slow = engine.submit(prompt(3, 2000))
         assert await collect(engine.submit(prompt(3, 1500))) == 1500
         first = await anext(event async for event in slow if isinstance(event, Tokens))
-        assert MAX_UNREAD <= len(first.token_ids) <= MAX_UNREAD + 2, "no more than were under way"
+        assert MAX_UNREAD <= len(first.token_ids) <= MAX_UNREAD + 2, "at most the steps in flight"
         assert len(first.token_ids) + await collect(slow) == 2000
 
 
@@ -241,7 +241,7 @@ async def test_loss_of_the_last_rank_fails_every_stream() -> None:
             await loop
         with pytest.raises(Unavailable, match="rank 0 was lost") as refused:
             engine.submit(prompt(3, 1))
-        assert type(refused.value) is Unavailable, "nothing of this call's was lost"
+        assert type(refused.value) is Unavailable, "this call lost no tokens"
         assert refused.value.__cause__ is results[0], "but it is known here why"
 
 
@@ -271,7 +271,7 @@ async def test_not_started() -> None:
 
 
 class Days:
-    """A wall clock that is turned by hand."""
+    """A manual wall clock."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -329,13 +329,13 @@ async def test_context_expires_on_an_idle_engine() -> None:
             )
         ]
         assert engine._scheduler is not None
-        await has_passed.wait()  # the engine checks by itself, without a request
+        await has_passed.wait()  # the engine checks expiry without a request
         assert "doc" not in engine._scheduler.contexts
 
 
 @pytest.mark.parametrize("is_waiting", [False, True])
 async def test_an_ingest_ends_when_its_context_would_have_expired(is_waiting: bool) -> None:
-    """Whether it is being read or is queued; its blocks are freed immediately."""
+    """Running or queued, it ends, and its blocks are freed immediately."""
     days, ranks = Days(), GatedRanks()
     async with running(ranks, days) as (engine, _):
         others = [engine.submit(prompt(2, 230)) for _ in range(4 if is_waiting else 0)]

@@ -149,7 +149,7 @@ async def test_contexts_are_dropped_if_the_remaining_ranks_are_too_small() -> No
             await engine.fork_context("old", "other")
         await engine.fork_context("new", "old", 8)
         await engine.delete_context("old")
-        with pytest.raises(NotFound):  # another one of that name has come, and gone
+        with pytest.raises(NotFound):  # another context of that name was added and deleted
             engine.get_context("old")
         assert (await read(engine.submit(prompt(3, 9, "new"))))[0] == answer(2, 9)
 
@@ -173,7 +173,7 @@ async def test_contexts_are_dropped_only_if_no_replacement_is_expected() -> None
 
 @pytest.mark.parametrize(("is_deadly", "num_epochs"), [(False, 2), (True, 4)])
 async def test_job_that_breaks_several_epochs_fails_alone(is_deadly: bool, num_epochs: int) -> None:
-    """With the second one that it breaks, or the fourth in which a rank dies."""
+    """It fails with the second epoch that it breaks, or with the fourth in which a rank dies."""
 
     class Poisoned(FakeRanks):
         num_ended = 0

@@ -1,5 +1,4 @@
-"""Fetches from storage beside the steps: the members that are asked, the number of attempts, and the handling of
-missing pieces."""
+"""Fetches from storage beside the steps: the selected members, the number of attempts, and missing pieces."""
 
 import asyncio
 from collections.abc import Sequence
@@ -122,7 +121,7 @@ async def test_only_damaged_pieces_are_recomputed_after_the_restore(is_missing: 
             del bench.ranks.pieces[name]
         await bench.until(lambda: len(bench.ranks.fetched) == 3)
         await bench.turn_often()
-        assert not bench.archive.forgotten, "others of its pieces may come yet"
+        assert not bench.archive.forgotten, "other pieces of it may still be fetched"
         while promised(holding):
             bench.turn()
             bench.restore()
@@ -243,7 +242,7 @@ async def test_pieces_that_cannot_be_fetched_are_recomputed_and_stay_on_storage(
         assert bench.archive.manifests.keys() == {3}
         assert not bench.archive.forgotten
         reported = [record.message for record in caplog.records if record.name == snapshot_fetcher.__name__]
-        assert len(reported) == 1, "once for a segment, however many pieces it has"
+        assert len(reported) == 1, "once for a segment, regardless of its number of pieces"
 
 
 async def test_snapshot_that_cannot_be_removed_is_not_trusted() -> None:
@@ -280,7 +279,7 @@ async def test_loss_of_a_member_is_not_a_storage_error() -> None:
         bench.ranks.lose(1, "it died")
         bench.ranks.is_fetching.set()
         await comes(lambda: bench.ranks.fetched)
-        assert promised(holding), "the epoch ends, and that is all"
+        assert promised(holding), "only the epoch ends"
         bench.end_epoch(0)
         tickets = {order.ticket for _, order in bench.ranks.orders}
         await bench.restore_all()
@@ -338,7 +337,7 @@ async def test_fetch_of_a_released_segment_is_discarded() -> None:
 
 
 def recorded_discards(ranks: Members) -> list[tuple[int, int]]:
-    """Records from now on which member was sent which discard."""
+    """Records the discards that are sent to each member from now on."""
     found, discard = list[tuple[int, int]](), ranks.discard
 
     async def note(member: int, tickets: Sequence[int]) -> None:
@@ -356,7 +355,7 @@ async def test_segment_dropped_before_its_order_leaves_nothing_on_members() -> N
         await comes(lambda: bench.num_changes)
         bench.recovery.promise([])  # it is ordered
         bench.segments.release(holding.segment.path)
-        bench.recovery.promise([])  # and dropped, all before the turn that would report it
+        bench.recovery.promise([])  # and dropped before the poll that would report it
         other = bench.lost(4)
         bench.turn()
         await bench.restore_all()

@@ -231,7 +231,7 @@ async def test_one_host_cannot_use_all_calls() -> None:
 
 
 class Weighty:
-    """Stands for the bytes of a request, and for the message parsed from them."""
+    """A stand-in for the bytes of a request and for the message parsed from them."""
 
     def __len__(self) -> int:
         return 1

@@ -98,7 +98,7 @@ async def test_resumable_ingest_continues_after_a_silent_stream(made: Made) -> N
     reports = await made.run(header("mine"), b"Ishmael")
     assert (reports[0].received_bytes, reports[-1].phase) == (8, "ready")
     assert len(made.engine.contexts["moby"]) == 2 + len("call me Ishmael")
-    assert made.uploads.num_bytes == 0, "the engine has it"
+    assert made.uploads.num_bytes == 0, "the engine has the document"
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ async def test_pieces_are_freed_while_the_stream_is_silent(made: Made) -> None:
     async def requests() -> AsyncIterator[ingest_pb.IngestContextRequest]:
         yield ingest_pb.IngestContextRequest(config={"name": "contexts/moby"})
         yield ingest_pb.IngestContextRequest(token_ids={"ids": [1] * 1000})
-        remaining.extend(ref() for ref in made_of)  # asked for the next one
+        remaining.extend(ref() for ref in made_of)  # when the next piece is requested
 
     async def recorded() -> AsyncIterator[IngestPiece]:
         async for piece in _pieces(requests(), made.threads, "here"):
@@ -212,7 +212,7 @@ async def test_tokens_of_a_waiting_document_are_charged_once(tmp_path: Path) -> 
 async def test_document_shorter_than_its_size_is_refused(made: Made) -> None:
     with pytest.raises(InvalidArgument, match=r"config\.total_size_bytes: 15 bytes are declared, .* after 7"):
         await made.run(header(size=15), b"call me")
-    assert not made.engine.claims, "the engine never heard of it"
+    assert not made.engine.claims, "the engine never received it"
     assert made.uploads.num_bytes == 0
     assert (await made.run(header(size=7), b"call me"))[-1].phase == "ready"
 
@@ -220,7 +220,7 @@ async def test_document_shorter_than_its_size_is_refused(made: Made) -> None:
 async def test_resumable_ingest_is_retained_when_it_is_too_short(made: Made) -> None:
     text = "call me Ismaël".encode()
     with pytest.raises(InvalidArgument, match="15 bytes are declared"):
-        await made.run(header("mine", size=15), text[:13])  # inside of a character
+        await made.run(header("mine", size=15), text[:13])  # inside a character
     reports = await made.run(header("mine", size=15), text[13:])
     assert (reports[0].received_bytes, reports[-1].phase) == (13, "ready")
     assert len(made.engine.contexts["moby"]) == 2 + 15
@@ -234,7 +234,7 @@ async def test_data_beyond_the_size_is_refused(made: Made, monkeypatch: pytest.M
     with pytest.raises(InvalidArgument, match=r"config\.total_size_bytes: 6 bytes are declared, and 7 have come"):
         await made.run(header("mine", size=6), b"call me")
     assert made.uploads.num_bytes == 0
-    assert (await anext(made.ingest.run(stream(header("mine"), ends=False)))).received_bytes == 0, "it is not kept"
+    assert (await anext(made.ingest.run(stream(header("mine"), ends=False)))).received_bytes == 0, "it is not retained"
 
 
 async def test_ids_have_no_size_in_bytes(made: Made) -> None:
@@ -289,7 +289,7 @@ async def test_pinned_context_does_not_expire_during_ingest(made: Made) -> None:
 
 
 async def test_expiry_during_acknowledgement_is_reported(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the last step and the answer to the client."""
+    """It expires between the last step and the response to the client."""
 
     def expire(context_id: str) -> None:
         if made.engine.claims:

@@ -183,7 +183,7 @@ async def test_failed_generation_is_removed_from_the_journal(folder: Path, token
 
 
 async def test_interrupted_generation_continues_in_the_next_service(folder: Path, tokenizer: Tokenizer) -> None:
-    """Its client saw the last rank die."""
+    """Its client received the loss of the last rank."""
     with pytest.raises(RankLost):
         async with serving(folder, tokenizer, FakeRanks(vocab=VOCAB, lose_at=12)) as service:
             await service.read(asked(SAMPLING))

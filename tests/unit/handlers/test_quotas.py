@@ -117,7 +117,7 @@ async def test_ingests_and_imports_share_the_quota(use_cases: tuple[FakeEngine, 
 
 
 @pytest.mark.parametrize("is_alone", [True, False])
-async def test_engine_is_informed_whether_uploads_may_grow(
+async def test_scheduling_claims_mark_a_caller_that_is_the_only_tenant(
     use_cases: tuple[FakeEngine, Application], is_alone: bool
 ) -> None:
     engine, calls = use_cases

@@ -18,7 +18,7 @@ ALPHABET = Alphabet(decode=lambda token_ids: BYTES.decode(list(token_ids)), sile
 
 
 class Ticks:
-    """A clock that advances by a second at each read."""
+    """A clock that advances by one second at each read."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -111,7 +111,7 @@ def steps(token_ids: list[int], starts: list[int], reason: engine_messages.EndRe
 
 
 def joined(messages: list[Event]) -> tuple[str, list[int], list[Logprobs], object]:
-    """Text, ids, logprobs and end of an answer, whose times and drafts hang on its steps."""
+    """Text, ids, logprobs and end of an answer; times and drafts are omitted because they depend on the steps."""
     deltas, end = [m for m in messages if isinstance(m, Delta)], messages[-1]
     assert isinstance(end, Finished)
     assert [delta.index for delta in deltas] == [sum(len(d.token_ids) for d in deltas[:n]) for n in range(len(deltas))]
@@ -174,7 +174,7 @@ def test_accepted_drafts_after_a_stop_string_do_not_count(stop: str, num_reporte
     ("stop", "num_accepted"), [("a", 0), ("b", 1), ("d", 3), ("e", 3), ("f", 4), ("g", 4), ("i", 6), ("none", 6)]
 )
 def test_joined_steps_before_a_stop_string_count(stop: str, num_accepted: int) -> None:
-    """Steps of one, four, two and two tokens, of which the reader took none before the last; that ends with a draft."""
+    """Steps of one, four, two and two tokens, read together after the last one, which ends with a draft."""
     joined_steps = engine_messages.Tokens(0, tokens(ids("abcdefghi")), 0, (), 21, 6, (1, 5, 7))
     *_, end = assemble(answer(stop=(stop,)), engine_messages.Admitted(5, 3), joined_steps, ended(0))
     assert isinstance(end, Finished) and end.usage.accepted_tokens == num_accepted

@@ -267,7 +267,7 @@ async def test_failed_generation_is_not_retained() -> None:
 
 
 class Failing:
-    """A generation that waits before it fails, and whose reader has left meanwhile."""
+    """A generation that waits before it fails; its reader disconnects meanwhile."""
 
     def __init__(self, generations: ResumableGenerations) -> None:
         self._generations = generations
@@ -280,7 +280,7 @@ class Failing:
         raise RankLost(1, "gone")
 
     async def fail_next(self) -> None:
-        """It fails in the next turn of the loop."""
+        """Makes the generation fail in the next iteration of the event loop."""
         reading = asyncio.create_task(read(self._generations.hold("id", REQUEST, self.events()), 2))
         await self._is_waiting.wait()
         reading.cancel()
@@ -333,7 +333,7 @@ async def wait_for_tokens(events: AsyncGenerator[Event, None], begun: asyncio.Ev
 
 
 async def test_reader_at_expiry_gets_not_found() -> None:
-    """Not that the answer is whole: the reader was there before the end, but had not begun to read."""
+    """The answer is not reported as complete: the reader existed before the end, but had not begun to read."""
     source, timers = Source([*HEAD, *deltas([1] * 9)]), Timers()
     _, replay = hold(source, timers)
     source.allow(5)

@@ -172,7 +172,9 @@ async def test_waiting_work_is_dropped_with_its_stream(make: Callable[..., Uploa
     blocked.may_continue.set()
     await asyncio.wrap_future(first)
     await upload.work(upload.document.add_ids, [4])
-    assert list(upload.document.token_ids) == [4], "the client was told that nothing had come, and sends it again"
+    assert list(upload.document.token_ids) == [4], (
+        "the server reported 0 received tokens, and the client sends them again"
+    )
 
 
 async def test_running_work_ends_before_a_new_stream_continues(make: Callable[..., Upload]) -> None:
@@ -309,7 +311,7 @@ def test_ended_uploads_are_not_counted(make: Callable[..., Upload]) -> None:
         owner = upload.own()
         assert uploads.num_bytes == 4000
         uploads.forget(upload)
-        assert uploads.num_bytes == 4000, "its stream is open yet, and holds it"
+        assert uploads.num_bytes == 4000, "its open stream still holds it"
         assert not uploads.leave(owner)
         assert uploads.num_bytes == 0
         uploads.audit()

@@ -20,7 +20,7 @@ class Store:
         self.contexts = ContextTable(self.segments)
 
     def segment(self, before: TokenPath, count: int) -> Segment:
-        """With one reference, from `create`."""
+        """A segment with one reference, from `create`."""
         holding, start = self.segments.create(before), before.end
         reservation = self.placer.reserve(self.placer.blocks_needed(count, 0))
         assert reservation is not None

@@ -57,7 +57,7 @@ def test_capacity_covers_the_document_within_the_limit(rotary: Rotary, num_token
     assert capacity <= positions.limit
     assert capacity >= min(num_tokens, positions.limit)
     if rotary.is_graded and capacity < positions.limit:
-        assert capacity <= max(rotary.scaled_from, 4 * num_tokens), "a scaling for far more than is needed"
+        assert capacity <= max(rotary.scaled_from, 4 * num_tokens), "a scaling for more positions than needed"
 
 
 @pytest.mark.parametrize(

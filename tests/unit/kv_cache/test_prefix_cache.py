@@ -17,7 +17,7 @@ def taken_in(segments: SegmentStore, number: int, tenant: str, ids: "array[int]"
     segment = Segment(number, TokenPath(), tenant=tenant)
     segment.extend(ids)
     segments.adopt(segment)
-    segments.call(segments.holdings[segment])  # it is about to be held
+    segments.call(segments.holdings[segment])  # its keys are about to be placed
     segments.end_loss(segments.holdings[segment])
     return segment
 

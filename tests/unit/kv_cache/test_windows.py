@@ -46,7 +46,7 @@ def test_answer_advances_windows_by_whole_blocks() -> None:
     job = bench.ask(3, max_tokens=14)
     found = window_runs(bench.run())
     assert found[0] == [(0, 3, 1)]
-    assert found[7:10] == [[(0, 10, 3)], [(0, 11, 3)], [(4, 12, 2)]]  # the token at 11 sees from 4 on
+    assert found[7:10] == [[(0, 10, 3)], [(0, 11, 3)], [(4, 12, 2)]]  # the token at 11 sees positions from 4
     assert found[10:] == [[(4, 13, 3)], [(4, 14, 3)], [(4, 15, 3)], [(8, 16, 2)]]
     assert bench.tokens(job) == bench.alone(3, 14)
     assert bench.placer.num_free == bench.placer.num_blocks
@@ -109,7 +109,7 @@ def test_prompt_continues_from_the_end_of_an_earlier_one() -> None:
     bench = Asker(windows=WINDOW)
     first = bench.prompt(range(41))
     bench.run()
-    job = bench.prompt([*range(60), 500])  # begins with the 40 tokens that were read of the first one
+    job = bench.prompt([*range(60), 500])  # begins with the 40 prefilled tokens of the first one
     bench.run()
     same, other = bench.prompt(range(41)), bench.prompt([*range(50), *range(500, 511)])  # the second one ended at 60
     bench.run()
@@ -216,7 +216,7 @@ def test_many_small_appends_keep_the_windows_of_the_last_ends(num_appends: int) 
     bench = Asker(blocks=(2100, 2100), windows=windows, **rest)
     append(bench, *[1] * num_appends)
     assert num_window_blocks(bench) == 7 + LAST_ENDS - 1
-    append(bench, 40, 1, 1, context="other")  # there is room for others
+    append(bench, 40, 1, 1, context="other")  # space for other documents remains
     jobs = [bench.ask(3, context=context) for context in ("doc", "other")]
     bench.run()
     assert [bench.tokens(job) for job in jobs] == [bench.alone(3, 4)] * 2
@@ -281,7 +281,9 @@ def test_prompts_continue_from_a_context_without_retained_ends() -> None:
     """The cached part of a prompt that shares a context's prefix retains the keys that the prompt's end sees."""
     bench = Asker(windows=WindowSpec(reaches=(AttentionSpan(16),), num_blocks=100), blocks=(200, 200))
     append(bench, 20)
-    first = bench.prompt([*range(20), *range(500, 508)])  # of 27 tokens that are kept the next one sees 12 on
+    first = bench.prompt(
+        [*range(20), *range(500, 508)]
+    )  # the next token sees positions from 12 of the 27 cached tokens
     bench.run()
     assert bench.cached(first) == 20
     append(bench, *[20] * LAST_ENDS)
@@ -295,7 +297,7 @@ def test_prompts_continue_from_a_context_without_retained_ends() -> None:
 
 
 def test_append_is_refused_before_the_window_pool_is_full() -> None:
-    """Of tokens in blocks of their own the next one sees 7, and the ends before them 3 more: 10 blocks."""
+    """The next token sees 7 tokens in separate blocks, and the earlier ends see 3 more: 10 blocks."""
     bench = Asker(windows=WindowSpec(reaches=(AttentionSpan(8),), num_blocks=20), blocks=(400, 400))
     append(bench, *[1] * 40, context="tiny")
     append(bench, *[1] * 9, context="other")
@@ -314,7 +316,7 @@ def test_append_is_refused_before_the_window_pool_is_full() -> None:
     assert num_window_blocks(bench) == 10
 
 
-def test_window_blocks_of_the_context_do_not_refuse_a_short_text() -> None:
+def test_full_window_pool_of_a_context_is_not_blamed_on_the_text() -> None:
     bench = Asker(windows=WindowSpec(reaches=(AttentionSpan(8),), num_blocks=10), blocks=(400, 400))
     append(bench, *[1] * 9)
     for refused in (lambda: bench.ingest("doc", 1, append=True), lambda: bench.ask(5, context="doc")):

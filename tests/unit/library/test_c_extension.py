@@ -24,7 +24,7 @@ def source(tmp_path):
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
-    """An empty home of this test."""
+    """An empty home directory for the test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home" / "cache"))
     return tmp_path / "home"
 
@@ -139,7 +139,7 @@ def changed(data):
 
 @pytest.mark.parametrize("damage", [zeros, half, nothing, changed])
 def test_library_damaged_by_a_crash_is_rebuilt(source, damage):
-    """It must not even be opened: the half of a library ends the process that touches the rest."""
+    """It must not be opened: access to the missing half of a library ends the process."""
     cache_folder().mkdir(parents=True, mode=0o700)
     flags = ("-c", "-fPIC", *FLAGS)
     path = c_extension.build(source, flags, cache_folder())

@@ -530,4 +530,4 @@ def test_long_name_is_truncated_in_the_message() -> None:
 def test_statuses_stay_small_enough_for_headers(error: LongleafError) -> None:
     status = encode_error(error)
     message, details = quote(status.message, safe=" "), b64encode(status.SerializeToString())
-    assert len(message) + len(details) < 7_500, "of 8 KiB, with room for what else a response's end carries"
+    assert len(message) + len(details) < 7_500, "below 8 KiB, with space for other trailers of a response"

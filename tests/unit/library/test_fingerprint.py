@@ -15,7 +15,7 @@ from longleaf.errors import ModelRefused
 from longleaf.fingerprint import INDEX, MAX_NAME_BYTES, PIECE_BYTES, SINGLE, TEXTS, read_fingerprint, read_texts
 
 LARGE = 5 * PIECE_BYTES
-"""Bytes of a tensor that is not read whole."""
+"""The size of a tensor that is only sampled."""
 SMALL = 3 * PIECE_BYTES
 Tensors = dict[str, np.ndarray]
 

@@ -87,7 +87,7 @@ def changed(operation, change):
 
 
 def over_keys(change):
-    """An attend over changed keys and values."""
+    """An attention operation over changed keys and values."""
 
     def attend(right, q, k, v, *rest):
         k, values = change(k), change(v)
@@ -122,7 +122,7 @@ def halved(right, pool, slots, k, v):
 
 
 def torn(right, pool, slots, k, v):
-    """Each call rounds by its own scales."""
+    """A fault: each call rounds with its own scales."""
     pool.exponents_KBD.fill_(-20)
     right(pool, slots, k, v)
 

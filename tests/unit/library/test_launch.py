@@ -27,10 +27,10 @@ def test_child_processes_cannot_read_standard_input() -> None:
     code = """
 import os, sys
 from longleaf import c_extension, launch
-tell = "import os; print('listening on', os.readlink('/proc/self/fd/0'), flush=True)"
-with launch.ServiceProcess([sys.executable, "-c", tell]) as service:
+report = "import os; print('listening on', os.readlink('/proc/self/fd/0'), flush=True)"
+with launch.ServiceProcess([sys.executable, "-c", report]) as service:
     print(service.wait_ready(60))
-print(c_extension._run(sys.executable, "-c", tell).split()[-1])
+print(c_extension._run(sys.executable, "-c", report).split()[-1])
 print(os.readlink("/proc/self/fd/0").split(":")[0])
 """
     found = subprocess.run(python(code), input="y\n", capture_output=True, text=True, timeout=120, check=True)

@@ -18,7 +18,7 @@ UNLIMITED = 9223372036854771712
 
 @pytest.fixture
 def system(tmp_path):
-    """Makes a file system of the files that are given as keyword arguments of paths."""
+    """Creates a file system from contents by path."""
 
     def make(files):
         for name, text in files.items():

@@ -78,7 +78,7 @@ def test_error_kinds_are_ordered_by_subclass() -> None:
     known = {kind.error for kind in KINDS}
     types = {found for found in vars(errors).values() if isinstance(found, type)}
     assert types - known == {LongleafError, CollectiveMismatch, ExchangeAborted, TransferCorrupted, PieceNotFetched}, (
-        "the root, and what only ranks meet"
+        "the base class, and errors that only ranks raise"
     )
     assert known == {type(example) for example in EXAMPLES}
     for i, kind in enumerate(KINDS):

@@ -1,4 +1,4 @@
-"""The door for HTTP in the manifests: as closed as its service, with all components, and broken on purpose."""
+"""The HTTP gateway in the manifests: as secured as its service, with all components, and with deliberate faults."""
 
 import copy
 import re

@@ -1,4 +1,4 @@
-"""What Kubernetes is told: held against schemas and rules of our own, and broken on purpose. No tool is needed."""
+"""The Kubernetes manifests: validated against schemas and project rules, and with deliberate faults. No tool is needed."""
 
 import copy
 import json

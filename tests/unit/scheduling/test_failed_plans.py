@@ -39,7 +39,7 @@ def check_ended(bench: Bench, job: int) -> None:
     ended = bench.seen[job][-1]
     error = ended.error if isinstance(ended, Failed) else ended
     assert isinstance(error, Unavailable)
-    assert "Blocks(" not in str(error), "what is inside is for the log"
+    assert "Blocks(" not in str(error), "internal details are only in the log"
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)

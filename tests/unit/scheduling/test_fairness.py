@@ -54,7 +54,7 @@ class Bench:
         return self.num_jobs - 1
 
     def ingest(self, count: int, **claim: object) -> None:
-        """Under the id 100."""
+        """Submits a document as job 100."""
         claimed = SchedulingClaim(**claim)  # type: ignore[arg-type]
         self.scheduler.admit(100, DocumentPrompt(context="doc", token_ids=range(count), claim=claimed))
 
@@ -113,7 +113,7 @@ def test_clients_are_charged_in_tokens() -> None:
     small = [bench.ask(4, max_tokens=4, client="small") for _ in range(8)]
     bench.run()
     assert bench.began[:2] == [large[0], small[0]]
-    assert 4 <= bench.began.index(large[1]) <= 8, "its turn comes when the others had as many tokens, or by age"
+    assert 4 <= bench.began.index(large[1]) <= 8, "its turn comes when the others had as many tokens, or due to its age"
 
 
 def test_low_priority_is_not_starved() -> None:

@@ -224,7 +224,7 @@ def test_joining_rank_takes_a_share() -> None:
     while_streaming = zip(plans[:5], plans[1:6], strict=True)
     assert not any(isinstance(a.work, Move) and isinstance(b.work, Move) for a, b in while_streaming)
     resident = group.scheduler.segments.tokens_by_rank()
-    assert resident[2] >= 192 // 3 - 2 * group.config.block_size, "but for what the stream held meanwhile"
+    assert resident[2] >= 192 // 3 - 2 * group.config.block_size, "except for the blocks that the stream used meanwhile"
     assert group.tokens(stream) == group.alone(20, 9)
     assert group.holds("a")
 
@@ -235,7 +235,7 @@ def test_run_stays_at_its_old_rank_until_the_move_completes() -> None:
     group.change(0, None)
     plan = group.schedule()
     assert plan is not None and isinstance(plan.work, Move)
-    group.change(0)  # the new one has gone again, amid the move
+    group.change(0)  # the new rank is lost again during the move
     assert group.scheduler.recovering is None
     assert group.holds("a")
 

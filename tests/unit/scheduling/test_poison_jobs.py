@@ -93,7 +93,7 @@ def test_job_whose_steps_kill_four_ranks_fails_alone() -> None:
 
 
 def test_suspected_job_is_computed_in_isolation() -> None:
-    """A rank that dies may not have sent its last answer any more."""
+    """A rank may die before it sends its last result."""
     group = Group()
     group.document("a", 64)
     group.change(0, 1, 2, None)

@@ -199,7 +199,7 @@ def test_job_that_needs_blocks_of_contexts_is_refused() -> None:
 
 
 def test_waiting_jobs_are_not_compared_with_each_running_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There may be hundreds of them, and dozens that run."""
+    """There may be hundreds of waiting and dozens of running jobs."""
     bench = Bench(max_sequences=8)
     for _ in range(30):
         bench.ask(3, max_tokens=20)
@@ -214,7 +214,7 @@ def test_waiting_jobs_are_not_compared_with_each_running_job(monkeypatch: pytest
 
 
 def test_jobs_waiting_for_a_quota_are_not_compared_with_each_running_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else one tenant's quota slows the steps of all."""
+    """Otherwise the quota of one tenant would slow down the steps of all."""
     bench = Bench(max_sequences=8)
     for number in range(30):
         bench.ask(3, max_tokens=20, at_once=3 if number % 2 else None, tenant="acme" if number % 2 else "bolt")

@@ -111,7 +111,7 @@ def test_concurrent_probes_are_batched(bench: ProbeBench) -> None:
     [(4096, 1e-6, [1, 5, 4]), (512, 1e-6, [1, 2, 2, 2, 2, 1]), (4096, 1e-3, [1] * 10)],
 )
 def test_probes_take_turns_beside_answers(chunk_size: int, seconds: float, expected: list[int]) -> None:
-    """The first one runs without others: the speed of probes is not known before."""
+    """The first one runs separately because the speed of probes is not known before."""
     bench = ProbeBench(blocks=(3000, 3000), chunk_size=chunk_size)
     bench.seconds_per_probed_token = seconds
     bench.ingest("doc", 40)
@@ -128,7 +128,7 @@ def test_probes_take_turns_beside_answers(chunk_size: int, seconds: float, expec
 
 
 def test_cost_of_probes_is_measured_again_if_other_rows_get_faster() -> None:
-    """Steps without probes took long when there were many rows, and there are none now."""
+    """Earlier steps without probes were slow due to many rows; there are no such steps now."""
     speeds, row = Speeds(), Row(1, (), 0, (7,), (), 0)
     budget = Budget(EngineConfig(model="none", target_itl_ms=100.0, block_size=16), 1, speeds)
     speeds.measure(StepPlan(1, 1, Decode((row,))), 0.2)
@@ -168,7 +168,7 @@ def test_hidden_tokens_stay_hidden_in_chunks_and_after_preemption() -> None:
     plans = [plan for plan in [*first, *bench.run()] if plan is not None]
     works = [plan.work for plan in plans]
     chunks = [work for work in works if isinstance(work, Prefill)]
-    assert len(chunks) == 2, "it was preempted, and read again"
+    assert len(chunks) == 2, "it was preempted and recomputed"
     assert {chunk.hidden for chunk in chunks} == {hidden}
     begins = [row for row in rows(plans) if row.path and row.token_index >= 0]
     assert len(begins) == 2

@@ -1,4 +1,4 @@
-"""Prompts that begin alike share segments, and samples share their prompt."""
+"""Prompts with a common prefix share segments, and samples share their prompt."""
 
 import pytest
 
@@ -29,9 +29,9 @@ def test_repeated_prompt_computes_only_its_last_token() -> None:
     ("same", "length", "cached", "expected"),
     [
         (50, 70, 50, "PDDDD"),
-        (66, 70, 66, "DDDD"),  # a short rest is one row
+        (66, 70, 66, "DDDD"),  # a short remainder is one row
         (4, 70, 4, "PPPDDDD"),  # chunks of 32 after the first block
-        (3, 70, 0, "PPPDDDD"),  # less than a block is not looked for
+        (3, 70, 0, "PPPDDDD"),  # less than a block is not matched
         (69, 300, 69, "PPPPPPPPDDDD"),
         (5, 6, 5, "DDDD"),
     ],
@@ -92,7 +92,7 @@ def test_cached_prompt_does_not_replace_an_ingest() -> None:
 
 
 def test_cached_segments_are_evicted_in_order_of_last_use() -> None:
-    bench = Asker(blocks=(15, 15))  # room for 120 tokens
+    bench = Asker(blocks=(15, 15))  # capacity of 120 tokens
     starts = [0, 100, 200]
     for start in starts:
         bench.prompt(range(start, start + 33), max_tokens=1)

@@ -70,7 +70,7 @@ class EvenBench(Bench):
         return replace(super()._result(plan), seconds=0.01)
 
     def counts(self) -> list[int]:
-        """How many drafts each decode step has until nothing is left to do."""
+        """The number of drafts of each decode step until all jobs end."""
         under_way, found = deque[StepPlan](), list[int]()
         while True:
             while (plan := self.schedule()) is not None:
@@ -109,7 +109,7 @@ def test_deadline_that_drafts_may_meet_is_not_refused() -> None:
     bench = Bench(block_size=64, max_draft_tokens=7)
     bench.seconds_per_token = 0.1
     bench.ask(5, max_tokens=20)
-    bench.run()  # so long takes a step
+    bench.run()  # measures the step time
     with pytest.raises(DeadlineExceeded):
         bench.ask(5, max_tokens=80, deadline=6.0)
     bench.ask(5, max_tokens=80, deadline=6.0, max_draft_tokens=7)

@@ -107,7 +107,7 @@ def test_recomputed_answer_keeps_its_turn_if_it_fits() -> None:
 
 @pytest.mark.parametrize("num_blocks", [11, 13, 16])
 def test_samples_wait_for_blocks_to_recompute_their_shared_prompt(num_blocks: int) -> None:
-    """Two need 8 blocks each behind the border, and 5 that they share with 3 of their own before."""
+    """Two samples need 8 blocks each past the limit; before it they share 5 and have 3 each."""
     bench = Watched(blocks=(num_blocks,))
     job = bench.ask(20, 12, num_samples=2)
     bench.ask(6, 3)

@@ -49,12 +49,12 @@ async def test_watch_yields_changed_values_and_coalesces() -> None:
     async with aclosing(CoalescingWatch(look, changes).values(0.001)) as values:
         assert await anext(values) == 1
         following = asyncio.ensure_future(anext(values))
-        for value in (2, 3, 4):  # all before the watch can look again
+        for value in (2, 3, 4):  # all before the watch can read again
             seen[0] = value
             changes.note()
         assert await following == 4
         await looks.acquire(), await looks.acquire()
-        assert looks.locked(), "it looked twice"
+        assert looks.locked(), "it read twice"
         following = asyncio.ensure_future(anext(values))
         changes.note()  # a change of something else is not shown
         await looks.acquire()

@@ -82,7 +82,7 @@ def test_object_is_synced_before_it_is_renamed(store, tmp_path, monkeypatch, is_
         record(name, lambda source, target: os.path.relpath(target, tmp_path))
     store.put("a/b/c", [b"12", b"34"], is_new=is_new)
     assert steps == [
-        ("fsync", "kept"),  # of the created folders
+        ("fsync", "kept"),  # the created folders
         ("fsync", "kept/a"),
         ("write", "part"),
         ("write", "part"),

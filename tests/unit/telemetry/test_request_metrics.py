@@ -29,7 +29,7 @@ class Bench:
         return Scraped(generate_latest(self.registry).decode())
 
     def generate(self, *events: tuple[float, Event], tenant: str = "acme", end: float = 0.0) -> None:
-        """A generation that sees these events, each so many seconds after the one before."""
+        """A generation with these events, each with its delay in seconds after the previous one."""
         with self.metrics.generation("some-request", tenant) as emit:
             for seconds, event in events:
                 self.now += seconds
@@ -42,7 +42,7 @@ class Bench:
             record.tenant, record.code = tenant, code
 
     def spent(self, name: str, tenant: str = "acme") -> tuple[float, float]:
-        """How many were observed, and their sum."""
+        """Count and sum of a histogram."""
         seen = self.seen
         return seen.value(f"{name}_count", tenant=tenant), seen.value(f"{name}_sum", tenant=tenant)
 

@@ -1,4 +1,4 @@
-"""Which part of a prompt comes before a document, which after it, and which message a template refuses."""
+"""The parts of a prompt before and after a document, and the messages that a template refuses."""
 
 from datetime import datetime
 from pathlib import Path
@@ -181,7 +181,7 @@ def test_unpaired_placeholders_are_removed() -> None:
 
 
 def test_control_token_between_two_texts_is_one_token(tmp_path: Path) -> None:
-    """Each text ends or begins like a control token and is tokenized separately from the token between them."""
+    """Both texts look like parts of a control token, and are tokenized separately from the token between them."""
     template = "{% for m in messages %}{{ m.content }}{% if m.role == 'user' %}<|im_end|>{% endif %}{% endfor %}"
     made = load(tmp_path, template).chat_template
     assert made is not None

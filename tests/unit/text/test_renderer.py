@@ -23,7 +23,7 @@ from tests.support.service import TEMPLATE, write_model
 ENDLESS = (
     "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}{% endfor %}"
 )
-"""Ends after days. Each loop is as long as the sandbox allows."""
+"""A template that ends after days. Each loop is as long as the sandbox allows."""
 
 
 class NoFleet:
@@ -103,10 +103,10 @@ def test_killed_process_is_replaced(renderer: Renderer) -> None:
 
 @pytest.mark.parametrize("size", [1, 1 << 20], ids=["small", "more than a pipe takes"])
 def test_suspended_process_is_killed(size: int) -> None:
-    """By SIGSTOP: it uses no processor time, and never answers."""
+    """A process stopped by SIGSTOP uses no processor time and never answers."""
     renderer = Renderer(patience=1)
     while renderer.render("x", {}, [QUESTION]) != [Rendering("x")]:
-        pass  # it did not even start in time
+        pass  # it did not start in time
     (process,) = renderings()
     process.suspend()
     found = renderer.render("x", {}, [[{"role": "user", "content": "x" * size}]])

@@ -1,4 +1,4 @@
-"""Text to ids: plain text stays plain, templates are split, long documents are cut without a trace."""
+"""Tokenization: plain text stays plain, templates are split, and long documents are split without a change of the ids."""
 
 import json
 from functools import partial

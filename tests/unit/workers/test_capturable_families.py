@@ -44,12 +44,12 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory):
-    """Makes the checkpoint of a family, once."""
+    """Creates the checkpoint of a family once."""
     made = {}
 
     def get(family):
         if family not in made:
-            num_layers = 4 if family.startswith("llama4") else 2  # as few as there are kinds of them
+            num_layers = 4 if family.startswith("llama4") else 2  # the smallest number with all kinds
             made[family] = make_checkpoint(tmp_path_factory.mktemp(family), family, num_layers=num_layers)
         return made[family]
 

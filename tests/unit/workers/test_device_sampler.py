@@ -53,7 +53,7 @@ class Service:
         self._kinds = itertools.cycle(self._random.sample(settings(), len(settings())))
         self._numbers = itertools.count()
         self._live: dict[int, int] = {}
-        """By sequence, the index of its next token."""
+        """The index of the next token by sequence."""
         self._drawing: set[int] = set()
 
     def count_drawn(self, rows: list[Row]) -> int:
@@ -80,7 +80,7 @@ class Service:
         sampling, first = next(self._kinds), self._random.choice([0, 0, 5])
         drawn = [self._random.randrange(self._size + 9) for _ in range(30)]  # some have no logit
         seen = PenaltyHistory(tuple({*drawn[:20]}), tuple(i % self._size for i in drawn[: 2 * first]))
-        # few seeds: where they are equal, so are the numbers
+        # few seeds, so that equal seeds occur
         terms = SamplingTerms(sampling.of_sample(sequence % 7), seen if sampling.has_penalties else None)
         self._live[sequence] = first + 1
         return Row(sequence, (0,), first, (), (), first, terms)
@@ -139,7 +139,7 @@ def comparable(tokens):
 )
 @pytest.mark.parametrize("drawn", [0.0, 0.5, 1 - 2**-53, 1.0])
 def test_extreme_settings_draw_an_allowed_token(cut, drawn, monkeypatch):
-    """The least of top-p, the most of min-p, and a number as rounding may make it, beyond the last token."""
+    """The smallest top-p, the largest min-p, and a random number that rounding moves past the last token."""
     monkeypatch.setattr(device_sampler, "uniforms", lambda seed, index, count: [drawn] * count)
     sampling = Sampling(temperature=1.0, **cut)
     for step in range(1, 40):

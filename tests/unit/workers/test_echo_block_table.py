@@ -1,4 +1,4 @@
-"""The block table of ranks without a model, when runs move."""
+"""The block table of ranks without a model, when runs are moved."""
 
 import pytest
 

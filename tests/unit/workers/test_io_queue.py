@@ -19,14 +19,14 @@ class Clock:
 
 def work(name):
     def done():
-        """Nothing: only which one comes is looked at."""
+        """A request without effect; tests check only the order."""
 
     done.__name__ = name
     return done
 
 
 def taken(orders):
-    """The name of the next order, from a separate thread that waits if there is none."""
+    """The name of the next request, from a separate thread that waits if there is none."""
     found = []
     thread = threading.Thread(target=lambda: found.append(orders.take()), daemon=True)
     thread.start()

@@ -80,7 +80,7 @@ def test_slow_storage_does_not_delay_the_end_of_an_epoch(world):
     world.wait_for_calls(NUM_THREADS)
     world.kv_io.end_epoch()
     for part in world.pool.blocks(of_windows=False):
-        part.tensor.zero_()  # others have the blocks now
+        part.tensor.zero_()  # other segments use the blocks now
     world.store.gate.set()
     answers = sorted((world.answer() for _ in range(NUM_THREADS + 2)), key=lambda saved: saved.ticket)
     assert [saved.failure for saved in answers] == [None] * NUM_THREADS + [ENDED] * 2
@@ -214,7 +214,7 @@ def test_saves_beside_steps_run_one_by_one_with_pauses(tmp_path):
     assert world.answer().failure is None
     assert not world.store.num_calls.acquire(timeout=0.1)
     now[0] += REST * seconds + 1e-6
-    world.fetch(9, Saved(5, 0, 1, "0" * 64), "pieces/none")  # wakes a thread, which sees that its time is up
+    world.fetch(9, Saved(5, 0, 1, "0" * 64), "pieces/none")  # notifies a thread, whose pause has ended
     world.wait_for_calls(NUM_THREADS)
     assert {world.answer().ticket for _ in range(NUM_THREADS)} > {9}
     world.kv_io.close()

@@ -220,12 +220,12 @@ NEXT = Run(1, 6, 9, (5,))
     ],
     ids=[
         "to itself",
-        "to nobody",
+        "to an unknown rank",
         "shorter",
         "into fewer blocks",
-        "over what is sent away",
+        "over blocks that are sent",
         "to two",
-        "from where it is not",
+        "from a wrong source",
     ],
 )
 def test_invalid_transfer_moves_nothing(transfers):

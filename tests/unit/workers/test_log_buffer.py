@@ -11,7 +11,7 @@ from workers.log_buffer import MAX_KEPT, RankLogBuffer
 from workers.member_process import taking_notes
 
 LARGEST = 240 << 10
-"""Bytes of a message that the channel takes in any case."""
+"""The size of a message that the channel always accepts."""
 ours = logging.getLogger("workers.some.module")
 library = logging.getLogger("longleaf.some.module")
 

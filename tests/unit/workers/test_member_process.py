@@ -224,7 +224,7 @@ def test_member_ends_after_two_failures_of_its_own():
     assert log == [("join", 1), ("broken", 1, 0, "OSError: no room", None), *LEFT, ("join", 2)]
 
 
-def test_store_is_opened_for_the_next_epoch():
+def test_store_is_opened_before_its_epoch_is_joined():
     log = live([], OpenStore(1), join(1), OpenStore(2), join(2))
     opened = [[("open",), ("storeopened", epoch)] for epoch in (1, 2)]
     assert log == [*opened[0], *JOINED, *LEFT, *opened[1], *AGAIN]

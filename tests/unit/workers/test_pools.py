@@ -34,7 +34,7 @@ def pool_of(tmp_path_factory):
     return get
 
 
-def test_unless_asked_for_nothing_is_apart(pool_of):
+def test_sharded_windows_have_no_separate_pool(pool_of):
     pool, windows = pool_of("gemma3", kv_bytes=1 << 20, window_keys="sharded")
     assert windows is None
     assert pool.num_blocks == (1 << 20) // (4 * LAYER * BLOCK)
@@ -101,7 +101,7 @@ def test_smallest_window_pool_holds_a_context_and_a_generation(pool_of, block_si
     assert pool_of("gemma3", kv_bytes=8 << 20, **settings)[1].num_blocks >= windows.num_blocks
 
 
-def test_window_size_without_windows_is_an_error(pool_of, caplog):
+def test_models_without_windows_log_a_notice(pool_of, caplog):
     with caplog.at_level("INFO", logger="longleaf"):
         pool_of("llama", kv_bytes=1 << 20, window_keys="sharded")
         assert caplog.messages == []

@@ -112,7 +112,7 @@ async def test_more_entries_than_a_batch_are_sent() -> None:
 
 
 async def test_deletions_overtake_notes_that_cannot_be_written() -> None:
-    """A storage that is full accepts nothing else, and has roomonly then."""
+    """A storage that is full accepts nothing else, and has space for it only afterwards."""
     async with sending() as found:
         found.memory.is_full = True
         await found.put(*(note(number) for number in range(2 * AT_ONCE)), note(5000, None))
@@ -206,7 +206,7 @@ async def test_many_protected_manifests_do_not_block_others() -> None:
         await comes(lambda: note(1).name in found.names)
 
 
-async def test_deletion_note_removes_earlier_notes() -> None:
+async def test_deletion_note_removes_previous_notes() -> None:
     """They contain the display name; a later context of the same name keeps its own records."""
 
     def note(context: str, number: int, *, is_deleted: bool = False) -> OutboxEntry:
