@@ -66,53 +66,53 @@ FULL = (503, "unavailable", "server_error", "1")
 )
 async def test_memory_is_released_however_a_body_ends(sending, status):
     most = 2 * bodies.MAX_JSON_BYTES if status == 413 else MOST
-    resident = BodyReader(most, part_seconds=0.05)
-    reading = asyncio.ensure_future(resident.read_json(sending().request))
+    reader = BodyReader(most, part_seconds=0.05)
+    reading = asyncio.ensure_future(reader.read_json(sending().request))
     await asyncio.wait([reading])
     error = reading.exception()
     assert (error.status if isinstance(error, HttpProblem) else 200) == status
-    resident.audit()
+    reader.audit()
 
 
 async def test_memory_is_released_if_the_reader_is_cancelled():
-    resident, sending = BodyReader(MOST), Sending(50)
-    reading = asyncio.create_task(resident.read_json(sending.request))
+    reader, sending = BodyReader(MOST), Sending(50)
+    reading = asyncio.create_task(reader.read_json(sending.request))
     await sending.requested.acquire()
     reading.cancel()
     await asyncio.wait([reading])
-    resident.audit()
+    reader.audit()
 
 
 async def test_body_over_the_limit_is_refused_before_it_is_read():
-    resident, first, second = BodyReader(MOST), Sending(60), Sending(60)
-    reading = asyncio.create_task(resident.read_json(first.request))
+    reader, first, second = BodyReader(MOST), Sending(60), Sending(60)
+    reading = asyncio.create_task(reader.read_json(first.request))
     await first.requested.acquire()
-    with pytest.raises(HttpProblem) as reported:
-        await resident.read_json(second.send(GOOD).request)
-    assert problem(reported) == FULL and second.num_requests == 0
-    assert await resident.read_json(Sending(len(GOOD)).send(GOOD).request) == {"a": 1}  # less than that is free
+    with pytest.raises(HttpProblem) as caught:
+        await reader.read_json(second.send(GOOD).request)
+    assert problem(caught) == FULL and second.num_requests == 0
+    assert await reader.read_json(Sending(len(GOOD)).send(GOOD).request) == {"a": 1}  # less than that is free
     first.send(GOOD)
     assert await reading == {"a": 1}
-    assert await resident.read_json(Sending(60).send(GOOD).request) == {"a": 1}
-    resident.audit()
+    assert await reader.read_json(Sending(60).send(GOOD).request) == {"a": 1}
+    reader.audit()
 
 
 async def test_bodies_without_a_length_are_counted_as_they_arrive():
-    resident, first, second = BodyReader(MOST), Sending(), Sending()
-    reading = asyncio.create_task(resident.read_json(first.send(b" " * 90, more=True).request))
+    reader, first, second = BodyReader(MOST), Sending(), Sending()
+    reading = asyncio.create_task(reader.read_json(first.send(b" " * 90, more=True).request))
     for _ in range(2):  # the first part has been read
         await first.requested.acquire()
-    with pytest.raises(HttpProblem) as reported:
-        await resident.read_json(second.send(b" " * 11, more=True).request)
-    assert problem(reported) == FULL
+    with pytest.raises(HttpProblem) as caught:
+        await reader.read_json(second.send(b" " * 11, more=True).request)
+    assert problem(caught) == FULL
     first.send(GOOD)
     assert await reading == {"a": 1}
-    resident.audit()
+    reader.audit()
 
 
 async def test_memory_is_held_until_a_body_is_decoded(monkeypatch):
     large = b" " * bodies.LARGE_BYTES + GOOD
-    resident, may_end, begun = BodyReader(2 * len(large) - 1), asyncio.Event(), asyncio.Event()
+    reader, may_end, begun = BodyReader(2 * len(large) - 1), asyncio.Event(), asyncio.Event()
     loop, decode = asyncio.get_running_loop(), bodies.decode
 
     def decoded(content):
@@ -121,23 +121,23 @@ async def test_memory_is_held_until_a_body_is_decoded(monkeypatch):
         return decode(content)
 
     monkeypatch.setattr(bodies, "decode", decoded)
-    reading = asyncio.create_task(resident.read_json(Sending(len(large)).send(large).request))
+    reading = asyncio.create_task(reader.read_json(Sending(len(large)).send(large).request))
     await begun.wait()
-    with pytest.raises(HttpProblem) as reported:
-        await resident.read_json(Sending(len(large)).request)
-    assert problem(reported) == FULL
+    with pytest.raises(HttpProblem) as caught:
+        await reader.read_json(Sending(len(large)).request)
+    assert problem(caught) == FULL
     may_end.set()
     assert await reading == {"a": 1}
-    resident.audit()
+    reader.audit()
 
 
 async def test_slow_body_times_out():
-    resident, sending = BodyReader(MOST, part_seconds=3600, seconds=0.05), Sending()
-    reading = asyncio.create_task(resident.read_json(sending.request))
+    reader, sending = BodyReader(MOST, part_seconds=3600, seconds=0.05), Sending()
+    reading = asyncio.create_task(reader.read_json(sending.request))
     while not reading.done():  # each part is in time
         sending.send(b"", more=True)
         await asyncio.sleep(0.001)
-    with pytest.raises(HttpProblem) as reported:
+    with pytest.raises(HttpProblem) as caught:
         await reading
-    assert reported.value.status == 408 and reported.value.headers["connection"] == "close"
-    resident.audit()
+    assert caught.value.status == 408 and caught.value.headers["connection"] == "close"
+    reader.audit()

@@ -226,11 +226,11 @@ async def test_failed_write_of_a_use_is_retried() -> None:
         await ask(engine, "book")
         persistence.catalog.failures = [StorageUnavailable("the disk is full")]
         await engine._keeping._keep_uses()
-        (retained,) = persistence.kept.contexts
-        assert retained.num_hits == 0
+        (record,) = persistence.kept.contexts
+        assert record.num_hits == 0
         await engine._keeping._keep_uses()
-        (retained,) = persistence.kept.contexts
-        assert retained.num_hits == 1
+        (record,) = persistence.kept.contexts
+        assert record.num_hits == 1
 
 
 async def test_cancelled_ingest_is_absent_after_its_write() -> None:

@@ -343,7 +343,7 @@ async def test_an_ingest_ends_when_its_context_would_have_expired(is_waiting: bo
             DocumentPrompt(context="doc", token_ids=list(range(200)), settings=ContextSettings(expires=1010.0))
         )
         pinned = ContextSettings(expires=1010.0, is_pinned=True)
-        retained = engine.ingest(DocumentPrompt(context="kept", token_ids=list(range(8)), settings=pinned))
+        pinned_stream = engine.ingest(DocumentPrompt(context="kept", token_ids=list(range(8)), settings=pinned))
         ranks.allow(2)
         await comes_to(engine, lambda: len(ranks.plans) == 2)
         assert engine.cluster().waiting == int(is_waiting)
@@ -353,7 +353,7 @@ async def test_an_ingest_ends_when_its_context_would_have_expired(is_waiting: bo
             [_ async for _ in stream]
         engine.audit()
         ranks.allow(1000)
-        for other in (*others, retained):
+        for other in (*others, pinned_stream):
             [_ async for _ in other]
         assert names(engine) == ["kept"]
         assert sum(worker.tokens for worker in engine.cluster().workers) == 8

@@ -83,9 +83,9 @@ async def test_refused_upload_evicts_no_other() -> None:
 
 @pytest.fixture
 async def use_cases(tmp_path: Path) -> AsyncIterator[tuple[FakeEngine, Application]]:
-    engine, transfers = FakeEngine(), empty_house()
+    engine, transfer = FakeEngine(), empty_house()
     tokenizer = Tokenizer.load(write_model(tmp_path), DirectRenderer())
-    made = Application(engine, tokenizer, engine.describe, house=transfers)
+    made = Application(engine, tokenizer, engine.describe, house=transfer)
     yield engine, made
     await made.close()
 

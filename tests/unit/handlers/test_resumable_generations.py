@@ -66,8 +66,8 @@ class Source:
 
 
 def hold(source: Source, timers: Timers) -> tuple[ResumableGenerations, ResumableGeneration]:
-    resident = ResumableGenerations(timers)
-    return resident, resident.hold("id", REQUEST, source.events())
+    generations = ResumableGenerations(timers)
+    return generations, generations.hold("id", REQUEST, source.events())
 
 
 async def read(replay: ResumableGeneration, count: int, token_index: int = 0) -> list[Event]:
@@ -181,46 +181,46 @@ async def test_two_readers_receive_the_same_events() -> None:
 
 async def test_cancel_ends_the_generation_and_its_readers() -> None:
     source, timers = Source([*HEAD, *deltas([1] * 9)]), Timers()
-    resident, replay = hold(source, timers)
+    generations, replay = hold(source, timers)
     source.allow(5)
     readers = [asyncio.create_task(read(replay, 99)) for _ in range(2)]
     await source.exhausted.wait()
-    await resident.cancel("id")
+    await generations.cancel("id")
     assert source.is_closed.is_set()
     for reader in readers:
         with pytest.raises(Cancelled, match="generations/id"):
             await reader
     with pytest.raises(NotFound):
-        await resident.cancel("id")
-    again = resident.hold("id", REQUEST, source.events())
+        await generations.cancel("id")
+    again = generations.hold("id", REQUEST, source.events())
     timers.advance(29.0)
-    assert resident.get("id") is again, "the timer of the previous generation is cancelled"
+    assert generations.get("id") is again, "the timer of the previous generation is cancelled"
     timers.advance(1.0)
-    assert resident.get("id") is None
+    assert generations.get("id") is None
 
 
 async def test_cancelled_finished_generation_is_removed() -> None:
     source = Source([*HEAD, *deltas([1]), Finished("length")])
     source.allow()
-    resident, replay = hold(source, Timers())
+    generations, replay = hold(source, Timers())
     assert len(await read(replay, 99)) == 5
-    await resident.cancel("id")
-    assert resident.get("id") is None
+    await generations.cancel("id")
+    assert generations.get("id") is None
 
 
 async def test_generation_ends_after_the_retention_time_without_readers() -> None:
     source, timers = Source([*HEAD, *deltas([1] * 9)]), Timers()
-    resident, replay = hold(source, timers)
+    generations, replay = hold(source, timers)
     source.allow(5)
     await read(replay, 5)
     timers.advance(29.0)
-    assert resident.find("id") is replay
+    assert generations.find("id") is replay
     await read(replay, 2, 1)
     timers.advance(29.0)
-    assert resident.find("id") is replay
+    assert generations.find("id") is replay
     timers.advance(1.0)
     with pytest.raises(NotFound, match="generations/id"):
-        resident.find("id")
+        generations.find("id")
     await source.is_closed.wait()
 
 
@@ -237,9 +237,9 @@ async def test_waiting_generation_ends_after_the_retention_time() -> None:
 
 async def test_unread_generation_is_removed() -> None:
     timers = Timers()
-    resident, _ = hold(Source([]), timers)
+    generations, _ = hold(Source([]), timers)
     timers.advance(30.0)
-    assert resident.get("id") is None
+    assert generations.get("id") is None
 
 
 async def test_finished_generation_can_be_read_during_the_retention_time() -> None:
@@ -256,14 +256,14 @@ async def test_finished_generation_can_be_read_during_the_retention_time() -> No
 async def test_failed_generation_is_not_retained() -> None:
     timers = Timers()
     source = Source([*HEAD], RankLost(1, "gone"))
-    resident, replay = hold(source, timers)
+    generations, replay = hold(source, timers)
     source.allow()
     with pytest.raises(RankLost):
         await read(replay, 99)
-    assert resident.get("id") is None
-    again = resident.hold("id", REQUEST, Source([]).events())
+    assert generations.get("id") is None
+    again = generations.hold("id", REQUEST, Source([]).events())
     timers.advance(29.0)
-    assert resident.get("id") is again
+    assert generations.get("id") is again
 
 
 class Failing:
@@ -293,16 +293,16 @@ async def test_failure_at_expiry_does_not_affect_the_successor(num_turns: int) -
     """The name is used again this number of event loop iterations later."""
     timers, reported = Timers(), list[object]()
     asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
-    resident = ResumableGenerations(timers)
-    await Failing(resident).fail_next()
+    generations = ResumableGenerations(timers)
+    await Failing(generations).fail_next()
     timers.advance(30.0)
     for _ in range(num_turns):
         await asyncio.sleep(0)
     source = Source([*HEAD, *deltas([1, 1]), Finished("length")])
     source.allow()
-    successor = resident.hold("id", REQUEST, source.events())
+    successor = generations.hold("id", REQUEST, source.events())
     assert (await read(successor, 99))[-1] == Finished("length")
-    assert resident.get("id") is successor
+    assert generations.get("id") is successor
     gc.collect()  # asyncio logs a failed task when it is collected
     assert not reported
 
@@ -383,33 +383,33 @@ async def test_reader_behind_the_retained_deltas_gets_an_error(monkeypatch: pyte
 
 
 async def test_client_is_limited_to_its_share() -> None:
-    resident = ResumableGenerations(Timers(), max_held=3)
+    generations = ResumableGenerations(Timers(), max_held=3)
     greedy, other = (Generate(input="x", sampling=Sampling(), resume_seconds=30.0, client=c) for c in ("greedy", "b"))
     for number in range(2):
-        resident.hold(f"greedy {number}", greedy, Source([]).events())
+        generations.hold(f"greedy {number}", greedy, Source([]).events())
     with pytest.raises(ResourceExhausted, match="'greedy' holds 2 .* of all 3") as caught:
-        resident.hold("greedy 2", greedy, Source([]).events())
+        generations.hold("greedy 2", greedy, Source([]).events())
     assert caught.value.retry_seconds is not None
-    resident.hold("other", other, Source([]).events())
+    generations.hold("other", other, Source([]).events())
     with pytest.raises(ResourceExhausted, match="3 are held"):
-        resident.hold("other 1", other, Source([]).events())
-    await resident.cancel("greedy 0")
-    resident.hold("greedy 2", greedy, Source([]).events())
+        generations.hold("other 1", other, Source([]).events())
+    await generations.cancel("greedy 0")
+    generations.hold("greedy 2", greedy, Source([]).events())
 
 
 async def test_tenant_is_limited_to_its_share_for_all_clients() -> None:
-    resident = ResumableGenerations(Timers(), max_held=4, tenant_share=1 / 2)
+    generations = ResumableGenerations(Timers(), max_held=4, tenant_share=1 / 2)
     requested = Generate(input="x", sampling=Sampling(), resume_seconds=30.0, tenant="acme")
     for client in ("a", "b"):
-        resident.hold(client, replace(requested, client=client), Source([]).events())
+        generations.hold(client, replace(requested, client=client), Source([]).events())
     with pytest.raises(ResourceExhausted, match="the tenant acme holds 2 .* of all 4"):
-        resident.hold("c", replace(requested, client="c"), Source([]).events())
-    resident.hold("d", replace(requested, tenant="bolt"), Source([]).events())
+        generations.hold("c", replace(requested, client="c"), Source([]).events())
+    generations.hold("d", replace(requested, tenant="bolt"), Source([]).events())
 
 
 async def test_number_of_retained_generations_is_bounded() -> None:
-    resident = ResumableGenerations(Timers(), max_held=1)
-    resident.hold("id", replace(REQUEST, client="another"), Source([]).events())
+    generations = ResumableGenerations(Timers(), max_held=1)
+    generations.hold("id", replace(REQUEST, client="another"), Source([]).events())
     with pytest.raises(ResourceExhausted) as caught:
-        resident.hold("other", REQUEST, Source([]).events())
+        generations.hold("other", REQUEST, Source([]).events())
     assert caught.value.retry_seconds is not None

@@ -143,21 +143,21 @@ def check_moved(old: Packable, engine: FakeTransferEngine, name: str = "moby") -
 
 
 async def test_imported_context_equals_the_exported_one(leave: Any, into: Into) -> None:
-    transfers, old = empty_house(), house_of(MOBY)
+    engine, old = empty_house(), house_of(MOBY)
     archive, data = await leave(old)
     assert (archive.num_bytes, archive.digest, data) == (len(data), (await leave(old))[0].digest, (await leave(old))[1])
-    reports = await arrive(into(transfers), data)
+    reports = await arrive(into(engine), data)
     assert (reports[0].received_bytes, reports[-1].received_bytes) == (0, len(data))
     assert reports[-1].context is not None
     assert (reports[-1].context.id, reports[-1].context.state, reports[-1].key_tokens) == ("moby", "parked", 11)
-    check_moved(MOBY, transfers)
+    check_moved(MOBY, engine)
 
 
 async def test_imported_context_is_exported_unchanged(leave: Any, into: Into) -> None:
-    transfers = empty_house()
+    engine = empty_house()
     first = (await leave(house_of(MOBY)))[1]
-    await arrive(into(transfers), first)
-    assert (await leave(transfers))[1] == first
+    await arrive(into(engine), first)
+    assert (await leave(engine))[1] == first
 
 
 async def test_export_resumes_at_any_byte(leave: Any) -> None:
@@ -212,34 +212,34 @@ async def test_concurrent_exports_are_limited(threads: TokenizerPool) -> None:
 
 @pytest.mark.parametrize("why", ["left at home", "no storage", "another form"])
 async def test_import_without_keys_contains_only_token_ids(leave: Any, into: Into, why: str) -> None:
-    transfers = empty_house({"no storage": None, "another form": "int8"}.get(why, FORM))
+    engine = empty_house({"no storage": None, "another form": "int8"}.get(why, FORM))
     _, data = await leave(house_of(MOBY), with_keys=why != "left at home")
-    reports = await arrive(into(transfers), data)
+    reports = await arrive(into(engine), data)
     assert reports[-1].key_tokens == 0
-    record, segments, manifests = transfers.contexts["moby"]
-    assert (manifests, transfers.objects) == ({}, {})
+    record, segments, manifests = engine.contexts["moby"]
+    assert (manifests, engine.objects) == ({}, {})
     assert [one.token_ids for one in segments] == [MOBY.path[0].token_ids[:6], MOBY.path[1].token_ids]
     assert (record.num_tokens, segments[1].start, segments[1].parent) == (11, 6, segments[0].id)
 
 
 async def test_keys_of_a_part_of_the_segments_are_imported(into: Into) -> None:
-    transfers, given = empty_house(), packable(((8, 8), (5, 5), (4, 4)), (True, False, True))
-    reports = await arrive(into(transfers), given.packed())
+    engine, given = empty_house(), packable(((8, 8), (5, 5), (4, 4)), (True, False, True))
+    reports = await arrive(into(engine), given.packed())
     assert reports[-1].key_tokens == 12
-    assert len(transfers.contexts["moby"].manifests) == 2
+    assert len(engine.contexts["moby"].manifests) == 2
 
 
 async def test_archives_of_early_versions_import_partly_used_segments(into: Into) -> None:
-    transfers, given = empty_house(), packable(((8, 6), (5, 5)))
-    *_, last = await arrive(into(transfers), packed_early(given))
+    engine, given = empty_house(), packable(((8, 6), (5, 5)))
+    *_, last = await arrive(into(engine), packed_early(given))
     assert last.context is not None
     assert (last.context.tokens, last.key_tokens) == (11, 11)
 
 
 async def test_context_is_imported_under_another_name(into: Into) -> None:
-    transfers = empty_house()
-    await arrive(into(transfers), WHOLE, ImportHeader(context="dick"))
-    check_moved(MOBY, transfers, "dick")
+    engine = empty_house()
+    await arrive(into(engine), WHOLE, ImportHeader(context="dick"))
+    check_moved(MOBY, engine, "dick")
 
 
 # --- faults ---
@@ -256,29 +256,29 @@ async def refused(
 
 
 async def test_truncated_archive_leaves_nothing(into: Into) -> None:
-    transfers = empty_house()
-    imports = into(transfers)
+    engine = empty_house()
+    imports = into(engine)
     for end in range(0, len(WHOLE), 31):
-        await refused(imports, transfers, WHOLE[:end], InvalidArgument, "parcel: it was cut")
+        await refused(imports, engine, WHOLE[:end], InvalidArgument, "parcel: it was cut")
 
 
 async def test_damaged_archive_leaves_nothing(into: Into) -> None:
-    transfers = empty_house()
-    imports = into(transfers)
+    engine = empty_house()
+    imports = into(engine)
     for place in range(0, len(WHOLE), 13):
         damaged = WHOLE[:place] + bytes([WHOLE[place] ^ 1]) + WHOLE[place + 1 :]
-        await refused(imports, transfers, damaged, InvalidArgument, "parcel: ")
+        await refused(imports, engine, damaged, InvalidArgument, "parcel: ")
 
 
 async def test_archive_of_another_model_is_refused_with_the_differences(into: Into) -> None:
-    transfers = empty_house()
+    engine = empty_house()
     other = Fingerprint("cd" * 32, {"config.json": "01", "model.safetensors": "03", "tokenizer.json": "04"})
     given = packable()
     given.head = replace(given.head, fingerprint=other)
     message = (
         r"'fake' has fingerprint cdcdcdcdcdcdcdcd, .* here abababababababab; .* tokenizer.json, model.safetensors$"
     )
-    await refused(into(transfers), transfers, given.packed(), CheckpointChanged, message)
+    await refused(into(engine), engine, given.packed(), CheckpointChanged, message)
 
 
 @pytest.mark.parametrize(
@@ -293,48 +293,48 @@ async def test_archive_of_another_model_is_refused_with_the_differences(into: In
     ],
 )
 async def test_unacceptable_heads_are_refused(into: Into, changes: dict[str, Any], message: str) -> None:
-    transfers, given = empty_house(), packable()
+    engine, given = empty_house(), packable()
     given.head = replace(given.head, **changes)
-    await refused(into(transfers), transfers, given.packed(), InvalidArgument, message)
+    await refused(into(engine), engine, given.packed(), InvalidArgument, message)
 
 
 async def test_unknown_token_id_is_refused(into: Into) -> None:
-    transfers, given = empty_house(), packable(keyed=(False, False))
+    engine, given = empty_house(), packable(keyed=(False, False))
     given.path[1].token_ids[4] = VOCABULARY
-    await refused(into(transfers), transfers, given.packed(), InvalidArgument, "a token id that is not among 131,072")
+    await refused(into(engine), engine, given.packed(), InvalidArgument, "a token id that is not among 131,072")
 
 
 async def test_pieces_that_do_not_cover_their_segment_are_refused(into: Into) -> None:
-    transfers, given = empty_house(), packable()
+    engine, given = empty_house(), packable()
     number, manifest = next(iter(given.manifests.items()))
     given.manifests[number] = replace(manifest, pieces=manifest.pieces[1:])
-    await refused(into(transfers), transfers, given.packed(), InvalidArgument, "the pieces of a segment make no sense")
+    await refused(into(engine), engine, given.packed(), InvalidArgument, "the pieces of a segment make no sense")
 
 
 @pytest.mark.parametrize("cut", [1, 3, 5])
 async def test_pieces_that_end_inside_a_block_are_refused(into: Into, cut: int) -> None:
-    transfers, given = empty_house(), packable()
+    engine, given = empty_house(), packable()
     number, manifest = next(iter(given.manifests.items()))
     (first, second), end = manifest.pieces, manifest.end
     pieces = (replace(first, runs=((0, cut),)), replace(second, runs=((cut, end),)))
     given.manifests[number] = replace(manifest, pieces=pieces)
     message = "the pieces of a segment make no sense: pieces: .* blocks of 4"
-    await refused(into(transfers), transfers, given.packed(), InvalidArgument, message)
+    await refused(into(engine), engine, given.packed(), InvalidArgument, message)
 
 
 async def test_windows_before_their_segment_are_refused(into: Into) -> None:
-    transfers, given = empty_house(), packable()
+    engine, given = empty_house(), packable()
     number, manifest = list(given.manifests.items())[1]
     assert manifest.windows is not None
     windows = replace(manifest.windows, runs=((manifest.start - 1, manifest.end),))
     given.manifests[number] = replace(manifest, windows=windows)
     message = "the pieces of a segment make no sense: windows: "
-    await refused(into(transfers), transfers, given.packed(), InvalidArgument, message)
+    await refused(into(engine), engine, given.packed(), InvalidArgument, message)
 
 
 async def test_archives_are_decoded_off_the_event_loop_and_counted(into: Into, monkeypatch: pytest.MonkeyPatch) -> None:
-    transfers, header = empty_house(), ImportHeader(upload_id="one")
-    imports, threads, kinds = into(transfers), list[int](), list[str]()
+    engine, header = empty_house(), ImportHeader(upload_id="one")
+    imports, threads, kinds = into(engine), list[int](), list[str]()
 
     def note(kind: str, call: Any) -> Any:
         def recorded(*args: Any, **kwargs: Any) -> Any:
@@ -350,33 +350,33 @@ async def test_archives_are_decoded_off_the_event_loop_and_counted(into: Into, m
     await breaking(imports, WHOLE, header, len(WHOLE) - 50)
     assert kinds == ["head", *["segment", "manifest"] * 2]
     assert threading.get_ident() not in threads
-    (retained,) = imports._all
+    (session,) = imports._all
     num_described = SEGMENT_BYTES * 2 + PIECE_BYTES * 6 + RUN_BYTES * 6
-    assert retained.arrival.num_held_bytes >= num_described + 2 * 4 * 11
+    assert session.arrival.num_held_bytes >= num_described + 2 * 4 * 11
 
 
 async def test_import_without_storage_is_refused(into: Into) -> None:
-    transfers = empty_house()
-    transfers.is_durable = False
-    await refused(into(transfers), transfers, WHOLE, FailedPrecondition, "--data-dir")
+    engine = empty_house()
+    engine.is_durable = False
+    await refused(into(engine), engine, WHOLE, FailedPrecondition, "--data-dir")
 
 
 async def test_existing_name_is_refused_before_the_rest_is_sent(into: Into) -> None:
-    transfers = house_of(packable(seed=9))
+    engine = house_of(packable(seed=9))
     with pytest.raises(AlreadyExists, match="contexts/moby"):
-        await arrive(into(transfers), WHOLE, end=600, size=600)
+        await arrive(into(engine), WHOLE, end=600, size=600)
 
 
 async def test_name_taken_during_an_import_is_refused(into: Into) -> None:
-    transfers = empty_house()
-    imports = into(transfers)
+    engine = empty_house()
+    imports = into(engine)
     header = ImportHeader(upload_id="one")
     await breaking(imports, WHOLE, header, len(WHOLE) - 50)
-    transfers.contexts |= house_of(packable(seed=9)).contexts
+    engine.contexts |= house_of(packable(seed=9)).contexts
     with pytest.raises(AlreadyExists, match="contexts/moby"):
         await arrive(imports, WHOLE, header, start=len(WHOLE) - 50)
     await imports.close()
-    assert (transfers.objects, transfers.num_arriving) == ({}, 0)
+    assert (engine.objects, engine.num_arriving) == ({}, 0)
 
 
 async def test_wrong_request_order_is_refused(into: Into) -> None:
@@ -401,49 +401,49 @@ async def test_wrong_request_order_is_refused(into: Into) -> None:
 
 async def test_import_resumes_at_the_next_byte(into: Into) -> None:
     for end in range(0, len(WHOLE), 61):
-        transfers = empty_house()
-        imports, header = into(transfers), ImportHeader(upload_id="one", total_bytes=len(WHOLE))
+        engine = empty_house()
+        imports, header = into(engine), ImportHeader(upload_id="one", total_bytes=len(WHOLE))
         await breaking(imports, WHOLE, header, end)
         reports = await arrive(imports, WHOLE, header, start=end)
         assert reports[0].received_bytes == end
-        check_moved(MOBY, transfers)
+        check_moved(MOBY, engine)
 
 
 async def test_received_bytes_are_skipped(into: Into) -> None:
-    transfers, header = empty_house(), ImportHeader(upload_id="one")
-    imports = into(transfers)
+    engine, header = empty_house(), ImportHeader(upload_id="one")
+    imports = into(engine)
     await breaking(imports, WHOLE, header, 700)
     assert await breaking(imports, WHOLE, header, 900, start=300) == 700
     assert (await arrive(imports, WHOLE, header))[0].received_bytes == 900
-    check_moved(MOBY, transfers)
+    check_moved(MOBY, engine)
 
 
 async def test_interrupted_import_without_an_upload_id_leaves_nothing(into: Into) -> None:
-    transfers = empty_house()
-    imports = into(transfers)
+    engine = empty_house()
+    imports = into(engine)
     await breaking(imports, WHOLE, ImportHeader(), 1000)
     await imports.close()
-    assert (transfers.objects, transfers.num_arriving) == ({}, 0)
+    assert (engine.objects, engine.num_arriving) == ({}, 0)
 
 
 async def test_repeated_completed_import_returns_its_result(into: Into) -> None:
-    transfers, header = empty_house(), ImportHeader(upload_id="one")
-    imports = into(transfers)
+    engine, header = empty_house(), ImportHeader(upload_id="one")
+    imports = into(engine)
     first = await arrive(imports, WHOLE, header)
     assert await arrive(imports, b"", header) == first[-1:]
-    later = await arrive(into(transfers), WHOLE, header)  # as after a restart
+    later = await arrive(into(engine), WHOLE, header)  # as after a restart
     assert (later[-1].context, later[-1].key_tokens) == (first[-1].context, None)
     assert later[-1].received_bytes < len(WHOLE)
-    transfers.contexts.clear()
+    engine.contexts.clear()
     assert (await arrive(imports, WHOLE, header))[0].received_bytes == 0
-    check_moved(MOBY, transfers)
+    check_moved(MOBY, engine)
 
 
 @pytest.mark.parametrize("num_calls", range(9))
 async def test_temporary_storage_failure_loses_nothing(into: Into, num_calls: int) -> None:
-    transfers, header = empty_house(), ImportHeader(upload_id="one")
-    imports, at = into(transfers), 0
-    answer, left = transfers.answer, [num_calls]
+    engine, header = empty_house(), ImportHeader(upload_id="one")
+    imports, at = into(engine), 0
+    answer, left = engine.answer, [num_calls]
 
     async def failing() -> None:
         left[0] -= 1
@@ -451,51 +451,51 @@ async def test_temporary_storage_failure_loses_nothing(into: Into, num_calls: in
             raise StorageUnavailable("away")
         await answer()
 
-    transfers.answer = failing  # type: ignore[method-assign]
+    engine.answer = failing  # type: ignore[method-assign]
     with pytest.raises(StorageUnavailable):
         await arrive(imports, WHOLE, header)
     reports = await arrive(imports, WHOLE, header, start=at)
     assert reports[-1].context is not None
-    check_moved(MOBY, transfers)
+    check_moved(MOBY, engine)
 
 
 async def test_import_resumes_after_a_disconnect_during_a_write(into: Into) -> None:
-    transfers, header = empty_house(), ImportHeader(upload_id="one")
-    imports = into(transfers)
-    transfers.is_answering.clear()
+    engine, header = empty_house(), ImportHeader(upload_id="one")
+    imports = into(engine)
+    engine.is_answering.clear()
     first = asyncio.create_task(arrive(imports, WHOLE, header))
-    await transfers.is_asked.wait()
+    await engine.is_asked.wait()
     first.cancel()
     with suppress(asyncio.CancelledError):
         await first
     second = asyncio.create_task(arrive(imports, WHOLE, header))
     await asyncio.sleep(0)
-    transfers.is_answering.set()
+    engine.is_answering.set()
     assert (await second)[0].received_bytes > 0
-    assert transfers.num_cancelled == 0
-    check_moved(MOBY, transfers)
+    assert engine.num_cancelled == 0
+    check_moved(MOBY, engine)
 
 
 async def test_import_completes_after_a_disconnect_during_adoption(into: Into) -> None:
-    transfers, header = empty_house(), ImportHeader(upload_id="one")
-    imports = into(transfers)
+    engine, header = empty_house(), ImportHeader(upload_id="one")
+    imports = into(engine)
     await breaking(imports, WHOLE, header, len(WHOLE))
-    transfers.is_asked.clear()
-    transfers.is_answering.clear()
+    engine.is_asked.clear()
+    engine.is_answering.clear()
     first = asyncio.create_task(arrive(imports, b"", header))
-    await transfers.is_asked.wait()
+    await engine.is_asked.wait()
     first.cancel()
     with suppress(asyncio.CancelledError):
         await first
-    transfers.is_answering.set()
+    engine.is_answering.set()
     assert (await arrive(imports, b"", header))[-1].context is not None
-    assert transfers.num_cancelled == 0
-    check_moved(MOBY, transfers)
+    assert engine.num_cancelled == 0
+    check_moved(MOBY, engine)
 
 
 async def test_newest_stream_continues(into: Into) -> None:
-    transfers, header = empty_house(), ImportHeader(upload_id="one")
-    imports, more = into(transfers), asyncio.Event()
+    engine, header = empty_house(), ImportHeader(upload_id="one")
+    imports, more = into(engine), asyncio.Event()
 
     async def slow() -> AsyncIterator[Any]:
         async for piece in sending(header, WHOLE, end=500):
@@ -515,12 +515,12 @@ async def test_newest_stream_continues(into: Into) -> None:
     more.set()
     with pytest.raises(Unavailable, match="another stream"):
         await old
-    check_moved(MOBY, transfers)
+    check_moved(MOBY, engine)
 
 
 async def test_silent_client_times_out_and_can_resume(into: Into) -> None:
-    transfers, header = empty_house(), ImportHeader(upload_id="one")
-    imports = into(transfers, idle_seconds=0.01)
+    engine, header = empty_house(), ImportHeader(upload_id="one")
+    imports = into(engine, idle_seconds=0.01)
 
     async def silent() -> AsyncIterator[Any]:
         async for piece in sending(header, WHOLE, end=500):
@@ -530,25 +530,25 @@ async def test_silent_client_times_out_and_can_resume(into: Into) -> None:
     with pytest.raises(DeadlineExceeded, match="sent nothing"):
         [report async for report in imports.run(silent())]
     assert (await arrive(imports, WHOLE, header))[0].received_bytes == 500
-    check_moved(MOBY, transfers)
+    check_moved(MOBY, engine)
 
 
 async def test_abandoned_import_leaves_nothing(into: Into) -> None:
-    transfers, timers = empty_house(), Timers()
-    imports, header = into(transfers, timers), ImportHeader(upload_id="one")
+    engine, timers = empty_house(), Timers()
+    imports, header = into(engine, timers), ImportHeader(upload_id="one")
     await breaking(imports, WHOLE, header, 1000)
     timers.advance(KEEP_SECONDS - TRIM_SECONDS)
-    assert (len(transfers.objects) > 0, transfers.num_arriving) == (True, 1)
+    assert (len(engine.objects) > 0, engine.num_arriving) == (True, 1)
     timers.advance(TRIM_SECONDS)
     timers.advance(TRIM_SECONDS)
     await imports.close()
-    assert (transfers.objects, transfers.num_arriving) == ({}, 0)
+    assert (engine.objects, engine.num_arriving) == ({}, 0)
     assert await breaking(imports, WHOLE, header, 100) == 0
 
 
 async def test_concurrent_imports_are_limited(into: Into) -> None:
-    transfers = empty_house()
-    imports = into(transfers, max_imports=2)
+    engine = empty_house()
+    imports = into(engine, max_imports=2)
     headers = [ImportHeader(context=f"moby-{number}", upload_id="one") for number in range(4)]
     for header in headers[:3]:  # exports without a reader are evicted
         await breaking(imports, WHOLE, header, 1000)
@@ -564,16 +564,16 @@ async def test_concurrent_imports_are_limited(into: Into) -> None:
 
 async def test_concurrent_imports_respect_the_quota(into: Into) -> None:
     CALLER.set(Caller(tenant="acme", quotas=Quotas(contexts=1)))
-    transfers = empty_house()
-    imports = into(transfers, ledger=QuotaEnforcer(lambda _: TenantUsage(contexts=len(transfers.contexts))))
-    transfers.is_answering.clear()
+    engine = empty_house()
+    imports = into(engine, ledger=QuotaEnforcer(lambda _: TenantUsage(contexts=len(engine.contexts))))
+    engine.is_answering.clear()
     coming = [asyncio.create_task(arrive(imports, WHOLE, ImportHeader(context=name))) for name in ("a", "b")]
     for _ in range(100):
         await asyncio.sleep(0)
-    transfers.is_answering.set()
+    engine.is_answering.set()
     reported = await asyncio.gather(*coming, return_exceptions=True)
     assert sorted(isinstance(each, ResourceExhausted) for each in reported) == [False, True]
-    assert len(transfers.contexts) == 1
+    assert len(engine.contexts) == 1
 
 
 async def test_imports_of_one_tenant_do_not_exclude_others(into: Into) -> None:
@@ -610,29 +610,29 @@ async def test_exports_of_one_tenant_do_not_exclude_others(threads: TokenizerPoo
 
 async def test_import_memory_is_bounded(into: Into) -> None:
     given = packable(piece_bytes=3000)
-    whole, transfers = given.packed(), empty_house()
+    whole, engine = given.packed(), empty_house()
     described = 2 * SEGMENT_BYTES + 6 * (PIECE_BYTES + RUN_BYTES) + 8 * 11 + 300
-    imports = into(transfers, max_bytes=described + 4000)
+    imports = into(engine, max_bytes=described + 4000)
     await breaking(imports, whole, ImportHeader(context="a", upload_id="one"), 3500)  # holds most of a piece
     assert len(await arrive(imports, whole, ImportHeader(context="b"))) > 1  # the oldest import is evicted
-    imports = into(transfers, max_bytes=(most := 4000))
+    imports = into(engine, max_bytes=(most := 4000))
     with pytest.raises(ResourceExhausted, match=f"imports: all together hold too much, at most {most:,}"):
         await arrive(imports, whole, ImportHeader(context="c"))
-    assert await breaking(into(transfers), whole, ImportHeader(context="a", upload_id="one"), 0) == 0
+    assert await breaking(into(engine), whole, ImportHeader(context="a", upload_id="one"), 0) == 0
 
 
 async def test_manifests_are_written_last(into: Into) -> None:
-    transfers = empty_house()
-    names, answer = list[str](), transfers.objects
+    engine = empty_house()
+    names, answer = list[str](), engine.objects
 
     class Noting(dict[str, bytes]):
         def __setitem__(self, name: str, content: bytes) -> None:
             names.append(name)
             super().__setitem__(name, content)
 
-    transfers.objects = Noting(answer)
-    await arrive(into(transfers), WHOLE)
+    engine.objects = Noting(answer)
+    await arrive(into(engine), WHOLE)
     assert [name.endswith("/manifest") for name in names] == [False] * (len(names) - 2) + [True] * 2
     for name in names[-2:]:
-        for piece in decode_manifest(transfers.objects[name], name).pieces:
-            assert blake3(transfers.objects[piece.name]).hexdigest() == piece.digest
+        for piece in decode_manifest(engine.objects[name], name).pieces:
+            assert blake3(engine.objects[piece.name]).hexdigest() == piece.digest

@@ -36,12 +36,12 @@ def test_only_connections_opened_meanwhile_are_closed():
         meanwhile = pair(new)
         sockets.complete()
         later = pair(new)
-        heard = []
-        waiting = threading.Thread(target=lambda: heard.append(meanwhile[0].recv(1)))
+        received = []
+        waiting = threading.Thread(target=lambda: received.append(meanwhile[0].recv(1)))
         waiting.start()
         assert sockets.shut_down() == 2
         waiting.join(60)
-        assert heard == [b""]
+        assert received == [b""]
         for one, other in (before, later, pair(new)):  # the remaining listeners
             one.send(b"x")
             assert other.recv(1) == b"x"

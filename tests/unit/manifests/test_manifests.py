@@ -1,4 +1,4 @@
-"""The Kubernetes manifests: validated against schemas and project rules, and with deliberate faults. No tool is needed."""
+"""The Kubernetes manifests: validated against schemas and project rules, and with deliberate faults. Needs no tool."""
 
 import copy
 import json

@@ -357,11 +357,11 @@ def test_deadline_that_cannot_be_met_is_refused() -> None:
 
 def test_deadline_of_a_resumable_job_only_decides_its_admission() -> None:
     bench = Bench()
-    resident = bench.ask(100, max_tokens=10, deadline=0.05, is_held=True)
+    job = bench.ask(100, max_tokens=10, deadline=0.05, is_held=True)
     assert bench.scheduler.next_deadline is None
     bench.now = 0.1
     bench.run()
-    assert isinstance(bench.seen[resident][-1], Ended)
+    assert isinstance(bench.seen[job][-1], Ended)
     with pytest.raises(DeadlineExceeded):
         bench.ask(100, first=500, deadline=bench.now + 0.05, is_held=True)
 

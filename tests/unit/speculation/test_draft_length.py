@@ -45,7 +45,7 @@ def test_step_waits_only_if_drafts_outweigh_the_gap() -> None:
     policy, chances = DraftLengthPolicy(64, 4, costs), [[0.4]]
     assert (costs.gap(is_ahead=True), costs.gap(is_ahead=False)) == (GAP_AHEAD, GAP_AFTER)
     assert not policy.is_worth_waiting(chances)  # 1.4 tokens in 1.6 ms, or 1 in 1.1
-    assert policy.lengths(chances) == [1]  # the sequence that has already waited
+    assert policy.lengths(chances) == [1]  # after the wait a draft pays off
     costs.measure_gap(0.0002, is_ahead=False)
     assert policy.is_worth_waiting(chances)
     costs.measure_gap(0.0, is_ahead=True)
@@ -67,11 +67,11 @@ def test_step_times_are_interpolated_and_tiles_are_searched_occasionally() -> No
     costs.measure(1, 4, 3.0)
     costs.measure(1, 0, 0.0)  # was not measured
     assert [costs.seconds(1, count) for count in (0, 1, 2, 3, 4, 9)] == [1.0, 1.5, 2.0, 2.5, 3.0, 3.0]
-    hopeful = list[bool]()
+    are_optimistic = list[bool]()
     for _ in range(2 * HOPEFUL_EVERY):
-        hopeful.append(costs.seconds(1, 2) == 1.0)
+        are_optimistic.append(costs.seconds(1, 2) == 1.0)
         costs.measure(1, 0, 1.0)
-    assert sum(hopeful) == 4
+    assert sum(are_optimistic) == 4
 
 
 def test_steps_with_drafts_update_the_time_without_drafts() -> None:

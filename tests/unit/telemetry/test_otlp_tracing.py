@@ -222,13 +222,13 @@ async def test_pending_spans_are_sent_at_the_end() -> None:
 
 def test_library_warnings_are_limited_to_one_per_minute(caplog: pytest.LogCaptureFixture) -> None:
     times = [50.0, *[51.0] * 1000, 109.9, 110.1]
-    outage = ExportTrouble(iter(times).__next__)
-    outage.set_up()
+    errors = ExportTrouble(iter(times).__next__)
+    errors.set_up()
     try:
         for _ in times:
             OTHER.error("failed to export to %s", "host:4317")
     finally:
-        outage.take_down()
+        errors.take_down()
     assert [record.getMessage() for record in caplog.records] == [
         "traces: failed to export to host:4317",
         "traces: failed to export to host:4317 (1,001 more since the last line)",

@@ -13,32 +13,32 @@ def line(text: str) -> logging.LogRecord:
 
 
 async def test_flood_without_a_reader_keeps_the_last_lines_and_a_count() -> None:
-    updates = StartupLogBuffer(TextFormatter(), limit=3)
+    buffer = StartupLogBuffer(TextFormatter(), limit=3)
     for number in range(10_000):
-        updates.handle(line(str(number)))
-    dropped, *last = updates.take()
+        buffer.handle(line(str(number)))
+    dropped, *last = buffer.take()
     assert dropped.startswith("9,997 lines")
     assert last == ["9997", "9998", "9999"]
-    assert updates.take() == ()
+    assert buffer.take() == ()
 
 
 async def test_lines_of_another_thread_notify_the_waiter() -> None:
-    updates = StartupLogBuffer(TextFormatter())
-    waiting = asyncio.create_task(updates.wait())
+    buffer = StartupLogBuffer(TextFormatter())
+    waiting = asyncio.create_task(buffer.wait())
     for text in ("one", "two"):
-        thread = threading.Thread(target=updates.handle, args=(line(text),))
+        thread = threading.Thread(target=buffer.handle, args=(line(text),))
         thread.start()
-        await asyncio.wait_for(waiting if text == "one" else updates.wait(), 5)
+        await asyncio.wait_for(waiting if text == "one" else buffer.wait(), 5)
         thread.join()
-        assert updates.take() == (text,)
+        assert buffer.take() == (text,)
 
 
 async def test_second_read_waits_for_new_lines() -> None:
-    updates = StartupLogBuffer(TextFormatter())
-    updates.handle(line("one"))
-    updates.take()
+    buffer = StartupLogBuffer(TextFormatter())
+    buffer.handle(line("one"))
+    buffer.take()
     await asyncio.sleep(0)  # a pending report would have run by now
-    waiting = asyncio.create_task(updates.wait())
+    waiting = asyncio.create_task(buffer.wait())
     await asyncio.sleep(0)
     assert not waiting.done()
     waiting.cancel()

@@ -1,4 +1,4 @@
-"""Tokenization: plain text stays plain, templates are split, and long documents are split without a change of the ids."""
+"""Tokenization: plain text stays plain, templates are split, and long documents are split without other ids."""
 
 import json
 from functools import partial

@@ -17,10 +17,10 @@ def thawed():
 def test_imports_disable_collection_and_freeze_their_objects():
     gc.unfreeze()
     with for_good():
-        retained = [[]]
+        imported = [[]]
         assert not gc.isenabled()
     assert gc.isenabled()
-    assert not any(each is retained for each in gc.get_objects())
+    assert not any(each is imported for each in gc.get_objects())
     later = [[]]
     assert any(each is later for each in gc.get_objects())
 

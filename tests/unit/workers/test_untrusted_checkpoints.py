@@ -101,24 +101,24 @@ def refusals(folder: Path) -> list[str]:
     ],
 )
 def test_models_check_refuses_code_without_asking(tmp_path: Path, text: str, options: list[str]) -> None:
-    intruder = UntrustedCheckpoint(tmp_path).make()
-    intruder.configure(lambda settings: settings.update(model_type="untrusted", auto_map=OWN))
-    found = forked.run([*forked.CLI, "models", "check", str(intruder.folder), *options], input=text)
+    checkpoint = UntrustedCheckpoint(tmp_path).make()
+    checkpoint.configure(lambda settings: settings.update(model_type="untrusted", auto_map=OWN))
+    found = forked.run([*forked.CLI, "models", "check", str(checkpoint.folder), *options], input=text)
     assert (found.returncode, found.stderr) == (2, "")
     assert "code of its own, which is never run" in found.stdout
     assert "[y/N]" not in found.stdout
-    intruder.check_asleep()
+    checkpoint.check_asleep()
 
 
 def test_serve_refuses_code_without_asking(tmp_path: Path) -> None:
-    intruder = UntrustedCheckpoint(tmp_path).make()
-    intruder.configure(lambda settings: settings.update(model_type="untrusted", auto_map=OWN))
-    command = [*forked.CLI, "serve", "--model", str(intruder.folder), "--launcher", "local", "--port", "0"]
+    checkpoint = UntrustedCheckpoint(tmp_path).make()
+    checkpoint.configure(lambda settings: settings.update(model_type="untrusted", auto_map=OWN))
+    command = [*forked.CLI, "serve", "--model", str(checkpoint.folder), "--launcher", "local", "--port", "0"]
     found = forked.run(command, input="y\n" * 9)
     assert found.returncode == 2
     assert "code of its own, which is never run" in found.stderr.splitlines()[-1]
     assert "Traceback" not in found.stderr
-    intruder.check_asleep()
+    checkpoint.check_asleep()
 
 
 def test_code_required_by_a_config_is_refused(untrusted: UntrustedCheckpoint) -> None:
@@ -140,11 +140,11 @@ def test_known_model_uses_the_library_class_despite_custom_code(
 def test_code_named_by_a_sub_config_is_not_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Models create their sub-models without passing on `trust_remote_code`."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
-    intruder = UntrustedCheckpoint(tmp_path).make("mistral3")
-    named = {"model_type": "blip_vision_model", "auto_map": {"AutoModel": f"{intruder.folder}--untrusted.Model"}}
-    intruder.configure(lambda settings: settings["vision_config"].update(named))
-    refusals(intruder.folder)
-    intruder.check_asleep()
+    checkpoint = UntrustedCheckpoint(tmp_path).make("mistral3")
+    named = {"model_type": "blip_vision_model", "auto_map": {"AutoModel": f"{checkpoint.folder}--untrusted.Model"}}
+    checkpoint.configure(lambda settings: settings["vision_config"].update(named))
+    refusals(checkpoint.folder)
+    checkpoint.check_asleep()
 
 
 def pickled(untrusted: UntrustedCheckpoint, name: str) -> None:
