@@ -187,7 +187,7 @@ def test_only_filters_the_list(capsys):
     assert lines and all("latent" in line for line in lines) and len(lines) < len(list(cases()))
 
 
-def pretend(monkeypatch):
+def simulate_gpu(monkeypatch):
     """Patches torch to report a GPU that is never used."""
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(timing, "copy_bandwidth", lambda device: 1e12)
@@ -195,7 +195,7 @@ def pretend(monkeypatch):
 
 
 def test_failed_and_skipped_cases_are_one_line_each(monkeypatch, capsys):
-    pretend(monkeypatch)
+    simulate_gpu(monkeypatch)
     monkeypatch.setattr(command, "load", lambda: [Dense()])
     monkeypatch.setattr(ground, "stand", lambda: None)
     monkeypatch.setattr(ground, "installed", {"transformers": "4.57.1", "numpy": "2.4.6", "psutil": "7.2"}.get)
@@ -233,7 +233,7 @@ def test_rows_are_written_immediately_and_read_from_an_incomplete_file(tmp_path,
 
 
 def test_no_case_is_started_after_the_time_limit(monkeypatch, capsys):
-    pretend(monkeypatch)
+    simulate_gpu(monkeypatch)
     monkeypatch.setattr(command, "row_of", lambda *_: {"graph_us": 1.0})
     monkeypatch.setattr(command, "load", lambda: [Dense(), Dense()])
     clock = iter([0.0, 1.0, 6.0]).__next__

@@ -24,7 +24,7 @@ def broken(member: int, blamed: int | None = None) -> Report:
     return lambda losses: losses.broken(member, 5, f"member {member} raised", blamed)
 
 
-class Judged:
+class SimulatedCollector:
     """A failure collector whose members end as soon as they are killed."""
 
     def __init__(self, reports: list[Report], under_way: tuple[int, ...] = ()) -> None:
@@ -60,24 +60,24 @@ class Judged:
     ],
 )
 async def test_verdict_names_one_rank(reports: list[Report], rank: int, reason: str) -> None:
-    judged = Judged(reports)
-    loss = await judged.losses.verdict
+    simulated = SimulatedCollector(reports)
+    loss = await simulated.losses.verdict
     assert isinstance(loss.error, RankLost)
     assert (loss.error.rank, loss.error.reason) == (rank, reason)
-    assert judged.killed == []
+    assert simulated.killed == []
 
 
 @pytest.mark.parametrize("before", [[], [broken(4)], [broken(4, blamed=1)]])
 async def test_death_reported_by_the_launcher_needs_no_grace_period(before: list[Report]) -> None:
-    judged = Judged([*before, died(2)])
-    assert judged.losses.verdict.done()
-    assert str(judged.losses.verdict.result().error) == "rank 2 was lost: was killed"
+    simulated = SimulatedCollector([*before, died(2)])
+    assert simulated.losses.verdict.done()
+    assert str(simulated.losses.verdict.result().error) == "rank 2 was lost: was killed"
 
 
 async def test_silent_member_blamed_by_its_peers_is_killed() -> None:
-    judged = Judged([broken(4, blamed=2), broken(7, blamed=2)])
-    loss = await judged.losses.verdict
-    assert judged.killed == [2]
+    simulated = SimulatedCollector([broken(4, blamed=2), broken(7, blamed=2)])
+    loss = await simulated.losses.verdict
+    assert simulated.killed == [2]
     assert loss.steps == (5,)
     assert str(loss.error) == "rank 2 was lost: member 4 raised"
 
@@ -86,12 +86,12 @@ async def test_silent_member_blamed_by_its_peers_is_killed() -> None:
     "reports", [[broken(7)], [broken(4, blamed=1), broken(7)], [broken(4, blamed=0)]], ids=["one", "its peer", "itself"]
 )
 async def test_member_that_raised_is_not_killed(reports: list[Report]) -> None:
-    judged = Judged(reports)
-    loss = await judged.losses.verdict
+    simulated = SimulatedCollector(reports)
+    loss = await simulated.losses.verdict
     assert isinstance(loss.error, GroupFailed)
-    assert (loss.steps, judged.killed) == ((5,), [])
+    assert (loss.steps, simulated.killed) == ((5,), [])
 
 
 async def test_reports_of_other_epochs_are_ignored() -> None:
-    judged = Judged([died(1), failed(0)])
-    assert not judged.losses.is_suspected
+    simulated = SimulatedCollector([died(1), failed(0)])
+    assert not simulated.losses.is_suspected

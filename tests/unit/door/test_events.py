@@ -15,7 +15,7 @@ from longleaf.types import Progress, Recovering, Started
 OFTEN = 0.005
 
 
-class Reading:
+class ResponseReader:
     """A reader of a response; disconnects on request."""
 
     def __init__(self, response: EventResponse) -> None:
@@ -51,7 +51,7 @@ async def test_comments_report_the_wait_and_events_follow():
         await may_continue.wait()
         yield event({"n": 1})
 
-    reading = Reading(EventResponse(events(), waiting, heartbeat=OFTEN))
+    reading = ResponseReader(EventResponse(events(), waiting, heartbeat=OFTEN))
     assert [await reading.next() for _ in range(2)] == [b": waiting\n\n"] * 2
     for reported, comment in (
         (Started(9, 0, queue_position=3), b": queued 3\n\n"),
@@ -76,7 +76,7 @@ async def test_disconnect_during_a_pause_closes_the_events():
         finally:
             is_closed.set()
 
-    reading = Reading(EventResponse(events(), heartbeat=OFTEN))
+    reading = ResponseReader(EventResponse(events(), heartbeat=OFTEN))
     await reading.next()
     reading.left.set()
     await reading.going
@@ -88,7 +88,7 @@ async def test_cancelled_response_ends_with_an_error_event():
         yield event({"n": 1})
         await asyncio.Event().wait()
 
-    reading = Reading(EventResponse(events()))
+    reading = ResponseReader(EventResponse(events()))
     await reading.next()
     reading.going.cancel()
     await reading.going
@@ -98,7 +98,7 @@ async def test_cancelled_response_ends_with_an_error_event():
     assert reading.is_whole
 
 
-class Slow:
+class SlowCaller:
     """A caller that reads nothing until it is released. Nothing may arrive after the last event."""
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ async def test_no_comment_follows_the_last_event():
         for content in ():
             yield content
 
-    reported, caller = list[dict[str, Any]](), Slow()
+    reported, caller = list[dict[str, Any]](), SlowCaller()
     asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
     going = asyncio.create_task(EventResponse(events(), heartbeat=OFTEN)({}, caller.receive, caller.send))
     await caller.waits.wait()  # the end is on its way
@@ -143,6 +143,6 @@ async def test_error_outside_the_events_is_raised():
     def waiting() -> str:
         raise RuntimeError("no place")
 
-    reading = Reading(EventResponse(events(), waiting, heartbeat=OFTEN))
+    reading = ResponseReader(EventResponse(events(), waiting, heartbeat=OFTEN))
     with pytest.raises(RuntimeError, match="no place"):
         await reading.going

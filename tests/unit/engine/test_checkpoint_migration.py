@@ -16,7 +16,7 @@ from longleaf.errors import AlreadyExists, CheckpointChanged, DataLoss, NotFound
 from longleaf.positions import Rope, Rotary
 from tests.support.catalog import context
 from tests.support.lasting import MemoryLasting
-from tests.unit.engine.test_adopting import ask, ingest, running
+from tests.unit.engine.test_context_adoption import ask, ingest, running
 
 VOCABULARY = 200
 SEGMENTS = (
@@ -161,12 +161,12 @@ async def test_abandoned_recomputation_is_not_restarted() -> None:
     persistence, gate = persistence_with(stale()), threading.Event()
     read = persistence.read_earlier
 
-    def slowly() -> dict[str, StaleContext]:
+    def read_slowly() -> dict[str, StaleContext]:
         found = read()
         assert gate.wait(30)
         return found
 
-    persistence.read_earlier = slowly  # type: ignore[method-assign]
+    persistence.read_earlier = read_slowly  # type: ignore[method-assign]
     async with running(persistence) as engine:
         for _ in range(5):
             asking = asyncio.create_task(engine.reread_contexts(VOCABULARY))

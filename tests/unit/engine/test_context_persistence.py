@@ -91,7 +91,7 @@ async def test_epoch_and_segment_numbers_continue() -> None:
     assert min(segment.id for segment in persistence.kept.segments) > 0
 
 
-class ThirdTime(FakeRanks):
+class SlowRendezvousRanks(FakeRanks):
     """Ranks whose rendezvous succeeds at the third attempt."""
 
     async def form(self, epoch: int) -> Formation:
@@ -99,7 +99,7 @@ class ThirdTime(FakeRanks):
 
 
 async def test_epoch_numbers_continue_after_several_attempts() -> None:
-    persistence, ranks = MemoryLasting(), ThirdTime(2, 100)
+    persistence, ranks = MemoryLasting(), SlowRendezvousRanks(2, 100)
     async with running(persistence, ranks) as engine:
         epoch = engine.cluster().epoch
         ranks.lose(1, "is gone")
@@ -243,7 +243,7 @@ async def test_cancelled_ingest_is_absent_after_its_write() -> None:
             DocumentPrompt(context="book", token_ids=[1, 2, 3], append=True),
         ):
             stream = engine.ingest(document)
-            await comes_to(engine, lambda: stream_is_read(engine) == [False])
+            await comes_to(engine, lambda: unsealed_streams(engine) == [False])
             stream.cancel()
         persistence.catalog.release()
         await engine.update_context("book", ContextSettings(display_name="changes are written in order"))
@@ -251,7 +251,7 @@ async def test_cancelled_ingest_is_absent_after_its_write() -> None:
     assert persistence.contexts == {"book": 8}
 
 
-def stream_is_read(engine: Engine) -> list[bool]:
+def unsealed_streams(engine: Engine) -> list[bool]:
     """For each open request, whether its segment is not sealed yet."""
     scheduler = engine._scheduler
     assert scheduler is not None
@@ -264,7 +264,7 @@ async def test_concurrent_changes_are_all_written() -> None:
         await ingest(engine, "book", 8)
         persistence.catalog.hold()
         reading = asyncio.create_task(ingest(engine, "book", 9, append=True))
-        await comes_to(engine, lambda: stream_is_read(engine) == [False])
+        await comes_to(engine, lambda: unsealed_streams(engine) == [False])
         changing = asyncio.create_task(engine.update_context("book", ContextSettings(display_name="a name")))
         forking = asyncio.create_task(engine.fork_context("book", "twig"))
         await asyncio.sleep(0)

@@ -270,7 +270,7 @@ async def test_not_started() -> None:
         engine.submit(prompt(3, 1))
 
 
-class Days:
+class ManualClock:
     """A manual wall clock."""
 
     def __init__(self) -> None:
@@ -285,8 +285,8 @@ def names(engine: Engine) -> list[str]:
 
 
 async def test_contexts_expire() -> None:
-    days = Days()
-    async with running(FakeRanks(2, 100), days) as (engine, _):
+    date_clock = ManualClock()
+    async with running(FakeRanks(2, 100), date_clock) as (engine, _):
         for name, settings in (
             ("early", ContextSettings(ttl=10.0, display_name="E")),
             ("late", ContextSettings(expires=1020.0)),
@@ -296,16 +296,16 @@ async def test_contexts_expire() -> None:
             [_ async for _ in engine.ingest(DocumentPrompt(context=name, token_ids=list(range(8)), settings=settings))]
         view = engine.get_context("early")
         assert (view.expires, view.display_name, view.is_pinned) == (1010.0, "E", False)
-        days.now = 1009.9
+        date_clock.now = 1009.9
         assert names(engine) == ["early", "late", "never", "pinned"]
-        days.now = 1010.0
+        date_clock.now = 1010.0
         assert names(engine) == ["late", "never", "pinned"]
         engine.audit()
         with pytest.raises(NotFound):
             engine.submit(prompt(3, 1, "early"))
         assert (await engine.update_context("late", ContextSettings(expires=None))).expires is None
         await engine.update_context("never", ContextSettings(ttl=5.0))
-        days.now = 2000.0
+        date_clock.now = 2000.0
         assert names(engine) == ["late", "pinned"]
         assert engine.get_context("pinned").expires == 1010.0
         await engine.update_context("pinned", ContextSettings(is_pinned=False))
@@ -336,8 +336,8 @@ async def test_context_expires_on_an_idle_engine() -> None:
 @pytest.mark.parametrize("is_waiting", [False, True])
 async def test_an_ingest_ends_when_its_context_would_have_expired(is_waiting: bool) -> None:
     """Running or queued, it ends, and its blocks are freed immediately."""
-    days, ranks = Days(), GatedRanks()
-    async with running(ranks, days) as (engine, _):
+    date_clock, ranks = ManualClock(), GatedRanks()
+    async with running(ranks, date_clock) as (engine, _):
         others = [engine.submit(prompt(2, 230)) for _ in range(4 if is_waiting else 0)]
         stream = engine.ingest(
             DocumentPrompt(context="doc", token_ids=list(range(200)), settings=ContextSettings(expires=1010.0))
@@ -347,7 +347,7 @@ async def test_an_ingest_ends_when_its_context_would_have_expired(is_waiting: bo
         ranks.allow(2)
         await comes_to(engine, lambda: len(ranks.plans) == 2)
         assert engine.cluster().waiting == int(is_waiting)
-        days.now = 1010.0
+        date_clock.now = 1010.0
         engine.list_contexts()  # looks at the clock
         with pytest.raises(InvalidArgument, match=r"config\.expire_time"):
             [_ async for _ in stream]
@@ -368,8 +368,8 @@ async def test_ingest_expires_on_an_idle_engine() -> None:
 
 
 async def test_expired_context_finishes_generations_and_fails_appends() -> None:
-    days = Days()
-    async with running(FakeRanks(2, 1000), days) as (engine, _):
+    date_clock = ManualClock()
+    async with running(FakeRanks(2, 1000), date_clock) as (engine, _):
         [
             _
             async for _ in engine.ingest(
@@ -381,7 +381,7 @@ async def test_expired_context_finishes_generations_and_fails_appends() -> None:
             engine.ingest(DocumentPrompt(context="doc", token_ids=list(range(500)), append=True)),
         )
         assert isinstance(await anext(answer), Admitted)
-        days.now = 1010.0
+        date_clock.now = 1010.0
         assert names(engine) == []
         assert sum([len(event.token_ids) async for event in answer if isinstance(event, Tokens)]) == 5
         with pytest.raises(NotFound):

@@ -30,7 +30,7 @@ def prompt(count: int, max_tokens: int, context: str | None = None) -> Prompt:
     return Prompt(context=context, token_ids=tuple(range(count)), sampling=Sampling(max_tokens=max_tokens))
 
 
-def engine_of(ranks: FakeRanks) -> Engine:
+def make_engine(ranks: FakeRanks) -> Engine:
     return Engine(ranks, CONFIG, max_positions=3000)
 
 
@@ -61,7 +61,7 @@ def answer(last: int, count: int) -> list[int]:
 @pytest.mark.parametrize("lost_rank", [0, 2])
 async def test_streams_continue_and_lost_tokens_are_recomputed(lost_rank: int) -> None:
     ranks = FakeRanks(3, 100, lost_rank=lost_rank)
-    async with running(engine_of(ranks)) as found:
+    async with running(make_engine(ranks)) as found:
         engine = found.engine
         await ingest(engine)
         resident = engine.get_context("doc").shares[lost_rank].tokens
@@ -85,7 +85,7 @@ async def test_streams_continue_and_lost_tokens_are_recomputed(lost_rank: int) -
 
 async def test_joining_rank_receives_a_share_of_the_tokens() -> None:
     ranks = FakeRanks(3, 100)
-    async with running(engine_of(ranks)) as found:
+    async with running(make_engine(ranks)) as found:
         engine = found.engine
         await ingest(engine)
         ranks.lose(1, "vanished")
@@ -109,7 +109,7 @@ async def test_loss_during_a_join_is_reported() -> None:
             return await super().form(epoch)
 
     ranks = Unlucky(3, 100)
-    async with running(engine_of(ranks)) as found:
+    async with running(make_engine(ranks)) as found:
         engine = found.engine
         await ingest(engine)
         resident = engine.get_context("doc").shares[1].tokens
@@ -123,7 +123,7 @@ async def test_loss_during_a_join_is_reported() -> None:
 
 async def test_lost_rank_leaves_the_view_before_a_new_group_is_formed() -> None:
     ranks = FakeRanks(3, 16)
-    async with running(engine_of(ranks)) as found:
+    async with running(make_engine(ranks)) as found:
         ranks.tell((Loss(time=0.0, member=1, rank=1, epoch=1, node="", reason="vanished", slot="waiting"),))
         cluster = found.engine.cluster()
         assert [worker.rank for worker in cluster.workers] == [0, 2]
@@ -132,7 +132,7 @@ async def test_lost_rank_leaves_the_view_before_a_new_group_is_formed() -> None:
 
 async def test_contexts_are_dropped_if_the_remaining_ranks_are_too_small() -> None:
     ranks = FakeRanks(3, 16)
-    async with running(engine_of(ranks)) as found:
+    async with running(make_engine(ranks)) as found:
         engine = found.engine
         await ingest(engine, "old")
         await ingest(engine, "new")
@@ -157,7 +157,7 @@ async def test_contexts_are_dropped_if_the_remaining_ranks_are_too_small() -> No
 async def test_contexts_are_dropped_only_if_no_replacement_is_expected() -> None:
     ranks = FakeRanks(3, 16)
     loss = Loss(time=0.0, member=2, rank=2, epoch=1, node="", reason="vanished", slot="waiting")
-    async with running(engine_of(ranks)) as found:
+    async with running(make_engine(ranks)) as found:
         engine = found.engine
         await ingest(engine, "old")
         await ingest(engine, "new")
@@ -189,7 +189,7 @@ async def test_job_that_breaks_several_epochs_fails_alone(is_deadly: bool, num_e
             return await super().step(plan)
 
     ranks = Poisoned(3, 100)
-    async with running(engine_of(ranks)) as found:
+    async with running(make_engine(ranks)) as found:
         engine = found.engine
         await ingest(engine)
         others = [engine.submit(prompt(3, 300, "doc")), engine.submit(prompt(4, 300))]
@@ -208,7 +208,7 @@ async def test_many_poison_jobs_do_not_end_the_service() -> None:
                 self.break_epoch("choked", plan.step)
             return await super().step(plan)
 
-    async with running(engine_of(Poisoned(3, 100))) as found:
+    async with running(make_engine(Poisoned(3, 100))) as found:
         engine = found.engine
         poison = Prompt(context=None, token_ids=(666,), sampling=Sampling(max_tokens=3))
         reported = await asyncio.gather(*(read(engine.submit(poison)) for _ in range(12)), return_exceptions=True)
@@ -223,7 +223,7 @@ async def test_repeated_failures_before_the_first_step_end_the_service() -> None
             self.break_epoch("that cannot be held")
 
     ranks = Disagreeing(3, 100)
-    async with running(engine_of(ranks)) as found:
+    async with running(make_engine(ranks)) as found:
         stream = found.engine.submit(prompt(5, 60))
         ranks.break_epoch("hung")
         message = "8 epochs ended one after the other without a step; the last: that cannot be held"

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(60)
 WINDOWS = WindowSpec(reaches=(AttentionSpan(window=4),), num_blocks=16)
 
 
-def promised(holding: SegmentPlacement) -> bool:
+def is_restorable(holding: SegmentPlacement) -> bool:
     """Whether the segment may still be restored from storage."""
     return holding.loss is not None and holding.loss.may_return
 
@@ -70,8 +70,8 @@ async def test_segment_without_a_valid_manifest_is_recomputed_and_removed(error:
     async with opened() as bench:
         holding, other = bench.lost(3), bench.lost(4)
         bench.archive.failures[3] = error
-        await bench.until(lambda: not promised(holding))
-        assert promised(other)
+        await bench.until(lambda: not is_restorable(holding))
+        assert is_restorable(other)
         await bench.until(lambda: 3 not in bench.archive.manifests)
         assert bench.archive.forgotten == [(3, str(error))]
         assert bench.archive.asked == [3, 4]
@@ -102,7 +102,7 @@ async def test_unreachable_storage_is_not_waited_for_and_loses_nothing(
             bench.archive.is_answering.clear()
         else:
             bench.archive.failures[3] = AWAY
-        await bench.until(lambda: not promised(holding))
+        await bench.until(lambda: not is_restorable(holding))
         bench.turn()
         assert bench.archive.manifests.keys() == {3}
         assert not bench.archive.forgotten
@@ -122,7 +122,7 @@ async def test_only_damaged_pieces_are_recomputed_after_the_restore(is_missing: 
         await bench.until(lambda: len(bench.ranks.fetched) == 3)
         await bench.turn_often()
         assert not bench.archive.forgotten, "other pieces of it may still be fetched"
-        while promised(holding):
+        while is_restorable(holding):
             bench.turn()
             bench.restore()
         assert holding.loss is not None
@@ -148,7 +148,7 @@ async def test_pieces_ending_inside_a_block_are_recomputed_in_reserved_blocks(cu
         bench.archive.manifests[3] = replace(manifest, pieces=pieces)
         bench.archive.manifests[3].check()
         bench.ranks.pieces |= {piece.name: frozenset(range(*piece.runs[0])) for piece in pieces}
-        await bench.until(lambda: not promised(holding) or bench.can_restore)
+        await bench.until(lambda: not is_restorable(holding) or bench.can_restore)
         while holding.loss is not None:
             assert bench.recovery.plan([], TOKENS) is not None
             bench.recovery.commit()
@@ -176,7 +176,7 @@ async def test_after_a_damaged_restore_its_archive_is_no_longer_used(problem: st
             assert first is not None
             bench.recovery.undo([work], BREAK)
             bench.recovery.change_ranks(RankMapping(2, (0, 1), (32, 32)))
-        await bench.until(lambda: not (promised(first) or any(map(promised, others))))
+        await bench.until(lambda: not (is_restorable(first) or any(map(is_restorable, others))))
         last = [bench.call(segments[number]) for number in (6, 12)]
         await bench.until(lambda: len(bench.archive.forgotten) == 9)
         assert sorted(bench.archive.manifests) == [12], "a snapshot that was not requested is dropped"
@@ -198,7 +198,7 @@ async def test_failed_restore_of_own_snapshots_discards_only_that_snapshot() -> 
         bench.recovery.undo([work], BREAK)
         bench.recovery.change_ranks(RankMapping(2, (0, 1), (32, 32)))
         await bench.turn_often()
-        assert [promised(one) for one in holdings] == [one.segment.id != work.segment for one in holdings]
+        assert [is_restorable(one) for one in holdings] == [one.segment.id != work.segment for one in holdings]
         assert not bench.archive.forgotten
 
 
@@ -208,7 +208,7 @@ async def test_damaged_piece_recomputes_the_whole_segment_with_windows() -> None
         bench.ranks.pieces[bench.piece(3)] = frozenset()
         await bench.until(lambda: bench.archive.forgotten)
         assert holding.loss is not None
-        assert (holding.loss.left, promised(holding)) == ([(0, TOKENS)], False)
+        assert (holding.loss.left, is_restorable(holding)) == ([(0, TOKENS)], False)
         await bench.until(lambda: not bench.ranks.fetched)
 
 
@@ -237,7 +237,7 @@ async def test_pieces_that_cannot_be_fetched_are_recomputed_and_stay_on_storage(
         else:
             bench.ranks.storage_trouble = "the storage is away"
             bench.ranks.is_fetching.set()
-        await bench.until(lambda: not promised(holding))
+        await bench.until(lambda: not is_restorable(holding))
         bench.turn()
         assert bench.archive.manifests.keys() == {3}
         assert not bench.archive.forgotten
@@ -279,7 +279,7 @@ async def test_loss_of_a_member_is_not_a_storage_error() -> None:
         bench.ranks.lose(1, "it died")
         bench.ranks.is_fetching.set()
         await comes(lambda: bench.ranks.fetched)
-        assert promised(holding), "only the epoch ends"
+        assert is_restorable(holding), "only the epoch ends"
         bench.end_epoch(0)
         tickets = {order.ticket for _, order in bench.ranks.orders}
         await bench.restore_all()
@@ -379,8 +379,8 @@ async def test_unexpected_error_recomputes_only_its_segment(
             return call(first, *args)
 
         monkeypatch.setattr(owner, place, fail)
-        await bench.until(lambda: not promised(holding))
-        assert promised(other)
+        await bench.until(lambda: not is_restorable(holding))
+        assert is_restorable(other)
         while other.loss is not None:
             await bench.until(lambda: bench.can_restore)
             bench.restore()
@@ -406,8 +406,8 @@ async def test_segment_that_cannot_be_placed_is_recomputed_and_its_reservation_f
                 plan = bench.recovery.plan([], TOKENS)
                 assert plan is None or isinstance(plan, Prefill)
             else:
-                await bench.until(lambda: not promised(holding))
-        assert not promised(holding)
+                await bench.until(lambda: not is_restorable(holding))
+        assert not is_restorable(holding)
         assert len(bench.recovery.restoring.take_faults()) == 1
         bench.recovery.undo([], 0)
         await bench.until(lambda: not bench.ranks.fetched)

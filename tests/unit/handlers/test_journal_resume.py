@@ -34,7 +34,7 @@ pytestmark = pytest.mark.timeout(60)
 SAMPLING = Sampling(max_tokens=30)
 
 
-def copied(folder: Path) -> Path:
+def copy_of(folder: Path) -> Path:
     """A copy of the folder in the state that a killed process would leave."""
     copy = folder.with_name(f"{folder.name}-copy")
     shutil.copytree(folder, copy)
@@ -140,7 +140,7 @@ async def test_deadline_that_passed_during_a_restart_ends_the_generation(folder:
         aclosing(service.generation.run(asked(SAMPLING), seconds=5.0)) as events,
     ):
         await anext(events)
-    copy = copied(folder)
+    copy = copy_of(folder)
     async with serving(copy, tokenizer, wall_clock=lambda: 1064.0) as service:
         assert len(whole(await service.read(Resume("one", 0)))[0]) == 30
     async with serving(folder, tokenizer, wall_clock=lambda: 1066.0) as service:
@@ -195,7 +195,7 @@ async def test_interrupted_generation_continues_in_the_next_service(folder: Path
 
 
 async def test_stopped_service_leaves_generations_in_the_journal(folder: Path, tokenizer: Tokenizer) -> None:
-    ranks = Halting()
+    ranks = HaltingRanks()
     async with serving(folder, tokenizer, ranks) as service:
         reading = asyncio.create_task(service.read(asked(SAMPLING)))
         await ranks.halts.wait()
@@ -208,7 +208,7 @@ async def test_stopped_service_leaves_generations_in_the_journal(folder: Path, t
         assert len(whole(await service.read(Resume("one", 0)))[0]) == 30
 
 
-class Halting(FakeRanks):
+class HaltingRanks(FakeRanks):
     """Ranks that wait in their eighth step."""
 
     def __init__(self) -> None:

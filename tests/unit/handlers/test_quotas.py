@@ -48,46 +48,46 @@ class Importer:
 
 
 async def test_concurrent_imports_respect_the_context_quota() -> None:
-    it = Importer(contexts=1)
-    found = await asyncio.gather(it.arrive("one"), it.arrive("two"), return_exceptions=True)
+    importer = Importer(contexts=1)
+    found = await asyncio.gather(importer.arrive("one"), importer.arrive("two"), return_exceptions=True)
     refused = [each for each in found if isinstance(each, ResourceExhausted)]
     assert ["quotas/contexts" in str(each) for each in refused] == [True]
-    assert len(it.engine.contexts) == 1
-    await it.imports.close()
-    assert it.engine.num_arriving == 0
+    assert len(importer.engine.contexts) == 1
+    await importer.imports.close()
+    assert importer.engine.num_arriving == 0
 
 
 async def test_imported_tokens_count_towards_the_rate() -> None:
-    it = Importer(tokens_in_per_minute=MOBY.head.num_tokens - 1)
-    await it.arrive("one")
+    importer = Importer(tokens_in_per_minute=MOBY.head.num_tokens - 1)
+    await importer.arrive("one")
     with pytest.raises(ResourceExhausted, match="quotas/tokens_in_per_minute"):
-        await it.arrive("two")
-    await it.imports.close()
+        await importer.arrive("two")
+    await importer.imports.close()
 
 
 async def test_refused_upload_evicts_no_other() -> None:
-    it = Importer(uploads=1)
+    importer = Importer(uploads=1)
     CALLER.set(Caller(tenant="bolt"))
-    retained = it.imports.run(sending(ImportHeader(context="kept", upload_id="kept", tenant="bolt"), WHOLE))
+    retained = importer.imports.run(sending(ImportHeader(context="kept", upload_id="kept", tenant="bolt"), WHOLE))
     await anext(retained)
     await retained.aclose()
-    listening = it.imports.run(sending(ImportHeader(context="open", tenant="acme"), WHOLE))
-    CALLER.set(Caller(tenant="acme", quotas=it.quotas))
+    listening = importer.imports.run(sending(ImportHeader(context="open", tenant="acme"), WHOLE))
+    CALLER.set(Caller(tenant="acme", quotas=importer.quotas))
     await anext(listening)
     with pytest.raises(ResourceExhausted, match="quotas/uploads"):
-        await it.arrive("third")
-    assert it.imports.num_of("bolt") == 1, "its resumable import is still there"
+        await importer.arrive("third")
+    assert importer.imports.num_of("bolt") == 1, "its resumable import is still there"
     await listening.aclose()
-    await it.imports.close()
+    await importer.imports.close()
 
 
 @pytest.fixture
 async def use_cases(tmp_path: Path) -> AsyncIterator[tuple[FakeEngine, Application]]:
     engine, transfer = FakeEngine(), empty_house()
     tokenizer = Tokenizer.load(write_model(tmp_path), DirectRenderer())
-    made = Application(engine, tokenizer, engine.describe, house=transfer)
-    yield engine, made
-    await made.close()
+    application = Application(engine, tokenizer, engine.describe, house=transfer)
+    yield engine, application
+    await application.close()
 
 
 async def ending(*pieces: IngestPiece) -> AsyncIterator[IngestPiece]:

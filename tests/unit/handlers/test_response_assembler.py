@@ -17,7 +17,7 @@ END = BYTES.token_to_id("<|end|>")
 ALPHABET = Alphabet(decode=lambda token_ids: BYTES.decode(list(token_ids)), silent=frozenset({END}))
 
 
-class Ticks:
+class TickingClock:
     """A clock that advances by one second at each read."""
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Ticks:
 
 def answer(num_samples: int = 1, **sampling: object) -> ResponseAssembler:
     request = Generate(input="", sampling=Sampling(**sampling), num_samples=num_samples)  # type: ignore[arg-type]
-    return ResponseAssembler("id", request, ALPHABET, frozenset({END}), Ticks(), exactness_note="")
+    return ResponseAssembler("id", request, ALPHABET, frozenset({END}), TickingClock(), exactness_note="")
 
 
 def ended(sample: int = 0, reason: engine_messages.EndReason = "length") -> engine_messages.Ended:

@@ -48,7 +48,7 @@ VOCABULARY = 1 << 17
 NOW = 10.0
 MOBY = packable()
 WHOLE = MOBY.packed()
-Into = Callable[..., ImportSessions]
+MakeImports = Callable[..., ImportSessions]
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ async def threads() -> AsyncIterator[TokenizerPool]:
 
 
 @pytest.fixture
-async def into() -> AsyncIterator[Into]:
+async def make_imports() -> AsyncIterator[MakeImports]:
     """Creates import sessions for an engine, on stopped clocks."""
     made = list[ImportSessions]()
 
@@ -74,7 +74,7 @@ async def into() -> AsyncIterator[Into]:
 
 
 @pytest.fixture
-def leave(threads: TokenizerPool) -> Callable[..., Any]:
+def export_context(threads: TokenizerPool) -> Callable[..., Any]:
     """Exports a context from an engine; returns the archive and its bytes."""
 
     async def run(engine: FakeTransferEngine, context: str = "moby", **options: Any) -> tuple[ExportedArchive, bytes]:
@@ -87,14 +87,14 @@ def leave(threads: TokenizerPool) -> Callable[..., Any]:
     return run
 
 
-async def arrive(
+async def import_context(
     imports: ImportSessions, data: bytes, header: ImportHeader | None = None, **cut: int
 ) -> list[ImportProgress]:
     async with aclosing(imports.run(sending(header or ImportHeader(), data, **cut))) as reports:
         return [report async for report in reports]
 
 
-async def breaking(imports: ImportSessions, data: bytes, header: ImportHeader, end: int, start: int = 0) -> int:
+async def import_until(imports: ImportSessions, data: bytes, header: ImportHeader, end: int, start: int = 0) -> int:
     """Runs a stream whose client disconnects after `end` bytes; returns the first offset that was sent."""
     has_sent = asyncio.Event()
 
@@ -119,7 +119,7 @@ async def breaking(imports: ImportSessions, data: bytes, header: ImportHeader, e
     return reports[0].received_bytes
 
 
-def check_moved(old: Packable, engine: FakeTransferEngine, name: str = "moby") -> None:
+def check_imported(old: Packable, engine: FakeTransferEngine, name: str = "moby") -> None:
     """The imported context equals the exported one, with its keys, under segment ids of the new engine only."""
     record, segments, manifests = engine.contexts[name]
     head = old.head
@@ -142,60 +142,64 @@ def check_moved(old: Packable, engine: FakeTransferEngine, name: str = "moby") -
     assert engine.num_arriving == 0
 
 
-async def test_imported_context_equals_the_exported_one(leave: Any, into: Into) -> None:
+async def test_imported_context_equals_the_exported_one(export_context: Any, make_imports: MakeImports) -> None:
     engine, old = empty_house(), house_of(MOBY)
-    archive, data = await leave(old)
-    assert (archive.num_bytes, archive.digest, data) == (len(data), (await leave(old))[0].digest, (await leave(old))[1])
-    reports = await arrive(into(engine), data)
+    archive, data = await export_context(old)
+    assert (archive.num_bytes, archive.digest, data) == (
+        len(data),
+        (await export_context(old))[0].digest,
+        (await export_context(old))[1],
+    )
+    reports = await import_context(make_imports(engine), data)
     assert (reports[0].received_bytes, reports[-1].received_bytes) == (0, len(data))
     assert reports[-1].context is not None
     assert (reports[-1].context.id, reports[-1].context.state, reports[-1].key_tokens) == ("moby", "parked", 11)
-    check_moved(MOBY, engine)
+    check_imported(MOBY, engine)
 
 
-async def test_imported_context_is_exported_unchanged(leave: Any, into: Into) -> None:
+async def test_imported_context_is_exported_unchanged(export_context: Any, make_imports: MakeImports) -> None:
     engine = empty_house()
-    first = (await leave(house_of(MOBY)))[1]
-    await arrive(into(engine), first)
-    assert (await leave(engine))[1] == first
+    first = (await export_context(house_of(MOBY)))[1]
+    await import_context(make_imports(engine), first)
+    assert (await export_context(engine))[1] == first
 
 
-async def test_export_resumes_at_any_byte(leave: Any) -> None:
-    archive, data = await leave(house_of(MOBY))
+async def test_export_resumes_at_any_byte(export_context: Any) -> None:
+    archive, data = await export_context(house_of(MOBY))
     for offset in range(0, len(data) + 1, 97):
-        assert await leave(house_of(MOBY), offset=offset, digest=archive.digest) == (archive, data[offset:])
+        assert await export_context(house_of(MOBY), offset=offset, digest=archive.digest) == (archive, data[offset:])
     with pytest.raises(InvalidArgument, match="offset"):
-        await leave(house_of(MOBY), offset=len(data) + 1, digest=archive.digest)
+        await export_context(house_of(MOBY), offset=len(data) + 1, digest=archive.digest)
 
 
-async def test_export_of_a_changed_context_is_not_resumed(leave: Any) -> None:
+async def test_export_of_a_changed_context_is_not_resumed(export_context: Any) -> None:
     old = house_of(MOBY)
-    archive, _ = await leave(old)
+    archive, _ = await export_context(old)
     record = old.contexts["moby"].context
     old.contexts["moby"] = old.contexts["moby"]._replace(context=replace(record, display_name="The Whale"))
     with pytest.raises(FailedPrecondition, match="contexts/moby: it has changed"):
-        await leave(old, offset=10, digest=archive.digest)
+        await export_context(old, offset=10, digest=archive.digest)
     assert old.num_open == 0
 
 
-async def test_use_of_a_context_does_not_change_its_archive(leave: Any) -> None:
+async def test_use_of_a_context_does_not_change_its_archive(export_context: Any) -> None:
     old = house_of(MOBY)
-    archive, _ = await leave(old)
+    archive, _ = await export_context(old)
     record = replace(old.contexts["moby"].context, last_used=99.0, num_hits=7)
     old.contexts["moby"] = old.contexts["moby"]._replace(context=record)
-    assert (await leave(old))[0] == archive
+    assert (await export_context(old))[0] == archive
 
 
-async def test_exports_raise_errors_of_the_engine(leave: Any, threads: TokenizerPool) -> None:
+async def test_exports_raise_errors_of_the_engine(export_context: Any, threads: TokenizerPool) -> None:
     old = house_of(MOBY)
     with pytest.raises(NotFound):
-        await leave(old, "dick")
+        await export_context(old, "dick")
     old.failures = [StorageUnavailable("away")]
     with pytest.raises(StorageUnavailable):
-        await leave(old)
+        await export_context(old)
     old.objects.popitem()
     with pytest.raises(DataLoss):
-        await leave(old)
+        await export_context(old)
     assert old.num_open == 0
 
 
@@ -211,10 +215,12 @@ async def test_concurrent_exports_are_limited(threads: TokenizerPool) -> None:
 
 
 @pytest.mark.parametrize("why", ["left at home", "no storage", "another form"])
-async def test_import_without_keys_contains_only_token_ids(leave: Any, into: Into, why: str) -> None:
+async def test_import_without_keys_contains_only_token_ids(
+    export_context: Any, make_imports: MakeImports, why: str
+) -> None:
     engine = empty_house({"no storage": None, "another form": "int8"}.get(why, FORM))
-    _, data = await leave(house_of(MOBY), with_keys=why != "left at home")
-    reports = await arrive(into(engine), data)
+    _, data = await export_context(house_of(MOBY), with_keys=why != "left at home")
+    reports = await import_context(make_imports(engine), data)
     assert reports[-1].key_tokens == 0
     record, segments, manifests = engine.contexts["moby"]
     assert (manifests, engine.objects) == ({}, {})
@@ -222,24 +228,24 @@ async def test_import_without_keys_contains_only_token_ids(leave: Any, into: Int
     assert (record.num_tokens, segments[1].start, segments[1].parent) == (11, 6, segments[0].id)
 
 
-async def test_keys_of_a_part_of_the_segments_are_imported(into: Into) -> None:
+async def test_keys_of_a_part_of_the_segments_are_imported(make_imports: MakeImports) -> None:
     engine, given = empty_house(), packable(((8, 8), (5, 5), (4, 4)), (True, False, True))
-    reports = await arrive(into(engine), given.packed())
+    reports = await import_context(make_imports(engine), given.packed())
     assert reports[-1].key_tokens == 12
     assert len(engine.contexts["moby"].manifests) == 2
 
 
-async def test_archives_of_early_versions_import_partly_used_segments(into: Into) -> None:
+async def test_archives_of_early_versions_import_partly_used_segments(make_imports: MakeImports) -> None:
     engine, given = empty_house(), packable(((8, 6), (5, 5)))
-    *_, last = await arrive(into(engine), packed_early(given))
+    *_, last = await import_context(make_imports(engine), packed_early(given))
     assert last.context is not None
     assert (last.context.tokens, last.key_tokens) == (11, 11)
 
 
-async def test_context_is_imported_under_another_name(into: Into) -> None:
+async def test_context_is_imported_under_another_name(make_imports: MakeImports) -> None:
     engine = empty_house()
-    await arrive(into(engine), WHOLE, ImportHeader(context="dick"))
-    check_moved(MOBY, engine, "dick")
+    await import_context(make_imports(engine), WHOLE, ImportHeader(context="dick"))
+    check_imported(MOBY, engine, "dick")
 
 
 # --- faults ---
@@ -250,27 +256,27 @@ async def refused(
 ) -> None:
     for upload_id in ("", "one"):
         with pytest.raises(error, match=message):
-            await arrive(imports, data, ImportHeader(upload_id=upload_id))
+            await import_context(imports, data, ImportHeader(upload_id=upload_id))
         await imports.close()
         assert (engine.contexts, engine.objects, engine.num_arriving) == ({}, {}, 0)
 
 
-async def test_truncated_archive_leaves_nothing(into: Into) -> None:
+async def test_truncated_archive_leaves_nothing(make_imports: MakeImports) -> None:
     engine = empty_house()
-    imports = into(engine)
+    imports = make_imports(engine)
     for end in range(0, len(WHOLE), 31):
         await refused(imports, engine, WHOLE[:end], InvalidArgument, "parcel: it was cut")
 
 
-async def test_damaged_archive_leaves_nothing(into: Into) -> None:
+async def test_damaged_archive_leaves_nothing(make_imports: MakeImports) -> None:
     engine = empty_house()
-    imports = into(engine)
+    imports = make_imports(engine)
     for place in range(0, len(WHOLE), 13):
         damaged = WHOLE[:place] + bytes([WHOLE[place] ^ 1]) + WHOLE[place + 1 :]
         await refused(imports, engine, damaged, InvalidArgument, "parcel: ")
 
 
-async def test_archive_of_another_model_is_refused_with_the_differences(into: Into) -> None:
+async def test_archive_of_another_model_is_refused_with_the_differences(make_imports: MakeImports) -> None:
     engine = empty_house()
     other = Fingerprint("cd" * 32, {"config.json": "01", "model.safetensors": "03", "tokenizer.json": "04"})
     given = packable()
@@ -278,7 +284,7 @@ async def test_archive_of_another_model_is_refused_with_the_differences(into: In
     message = (
         r"'fake' has fingerprint cdcdcdcdcdcdcdcd, .* here abababababababab; .* tokenizer.json, model.safetensors$"
     )
-    await refused(into(engine), engine, given.packed(), CheckpointChanged, message)
+    await refused(make_imports(engine), engine, given.packed(), CheckpointChanged, message)
 
 
 @pytest.mark.parametrize(
@@ -292,49 +298,53 @@ async def test_archive_of_another_model_is_refused_with_the_differences(into: In
         ({"capacity": 1 << 30}, "capacity"),
     ],
 )
-async def test_unacceptable_heads_are_refused(into: Into, changes: dict[str, Any], message: str) -> None:
+async def test_unacceptable_heads_are_refused(make_imports: MakeImports, changes: dict[str, Any], message: str) -> None:
     engine, given = empty_house(), packable()
     given.head = replace(given.head, **changes)
-    await refused(into(engine), engine, given.packed(), InvalidArgument, message)
+    await refused(make_imports(engine), engine, given.packed(), InvalidArgument, message)
 
 
-async def test_unknown_token_id_is_refused(into: Into) -> None:
+async def test_unknown_token_id_is_refused(make_imports: MakeImports) -> None:
     engine, given = empty_house(), packable(keyed=(False, False))
     given.path[1].token_ids[4] = VOCABULARY
-    await refused(into(engine), engine, given.packed(), InvalidArgument, "a token id that is not among 131,072")
+    await refused(make_imports(engine), engine, given.packed(), InvalidArgument, "a token id that is not among 131,072")
 
 
-async def test_pieces_that_do_not_cover_their_segment_are_refused(into: Into) -> None:
+async def test_pieces_that_do_not_cover_their_segment_are_refused(make_imports: MakeImports) -> None:
     engine, given = empty_house(), packable()
     number, manifest = next(iter(given.manifests.items()))
     given.manifests[number] = replace(manifest, pieces=manifest.pieces[1:])
-    await refused(into(engine), engine, given.packed(), InvalidArgument, "the pieces of a segment make no sense")
+    await refused(
+        make_imports(engine), engine, given.packed(), InvalidArgument, "the pieces of a segment make no sense"
+    )
 
 
 @pytest.mark.parametrize("cut", [1, 3, 5])
-async def test_pieces_that_end_inside_a_block_are_refused(into: Into, cut: int) -> None:
+async def test_pieces_that_end_inside_a_block_are_refused(make_imports: MakeImports, cut: int) -> None:
     engine, given = empty_house(), packable()
     number, manifest = next(iter(given.manifests.items()))
     (first, second), end = manifest.pieces, manifest.end
     pieces = (replace(first, runs=((0, cut),)), replace(second, runs=((cut, end),)))
     given.manifests[number] = replace(manifest, pieces=pieces)
     message = "the pieces of a segment make no sense: pieces: .* blocks of 4"
-    await refused(into(engine), engine, given.packed(), InvalidArgument, message)
+    await refused(make_imports(engine), engine, given.packed(), InvalidArgument, message)
 
 
-async def test_windows_before_their_segment_are_refused(into: Into) -> None:
+async def test_windows_before_their_segment_are_refused(make_imports: MakeImports) -> None:
     engine, given = empty_house(), packable()
     number, manifest = list(given.manifests.items())[1]
     assert manifest.windows is not None
     windows = replace(manifest.windows, runs=((manifest.start - 1, manifest.end),))
     given.manifests[number] = replace(manifest, windows=windows)
     message = "the pieces of a segment make no sense: windows: "
-    await refused(into(engine), engine, given.packed(), InvalidArgument, message)
+    await refused(make_imports(engine), engine, given.packed(), InvalidArgument, message)
 
 
-async def test_archives_are_decoded_off_the_event_loop_and_counted(into: Into, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_archives_are_decoded_off_the_event_loop_and_counted(
+    make_imports: MakeImports, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine, header = empty_house(), ImportHeader(upload_id="one")
-    imports, threads, kinds = into(engine), list[int](), list[str]()
+    imports, threads, kinds = make_imports(engine), list[int](), list[str]()
 
     def note(kind: str, call: Any) -> Any:
         def recorded(*args: Any, **kwargs: Any) -> Any:
@@ -347,7 +357,7 @@ async def test_archives_are_decoded_off_the_event_loop_and_counted(into: Into, m
     monkeypatch.setattr(reader, "decode", note("head", reader.decode))
     monkeypatch.setattr(reader, "decode_segment", note("segment", reader.decode_segment))
     monkeypatch.setattr(SegmentManifest, "check", note("manifest", SegmentManifest.check))
-    await breaking(imports, WHOLE, header, len(WHOLE) - 50)
+    await import_until(imports, WHOLE, header, len(WHOLE) - 50)
     assert kinds == ["head", *["segment", "manifest"] * 2]
     assert threading.get_ident() not in threads
     (session,) = imports._all
@@ -355,32 +365,32 @@ async def test_archives_are_decoded_off_the_event_loop_and_counted(into: Into, m
     assert session.arrival.num_held_bytes >= num_described + 2 * 4 * 11
 
 
-async def test_import_without_storage_is_refused(into: Into) -> None:
+async def test_import_without_storage_is_refused(make_imports: MakeImports) -> None:
     engine = empty_house()
     engine.is_durable = False
-    await refused(into(engine), engine, WHOLE, FailedPrecondition, "--data-dir")
+    await refused(make_imports(engine), engine, WHOLE, FailedPrecondition, "--data-dir")
 
 
-async def test_existing_name_is_refused_before_the_rest_is_sent(into: Into) -> None:
+async def test_existing_name_is_refused_before_the_rest_is_sent(make_imports: MakeImports) -> None:
     engine = house_of(packable(seed=9))
     with pytest.raises(AlreadyExists, match="contexts/moby"):
-        await arrive(into(engine), WHOLE, end=600, size=600)
+        await import_context(make_imports(engine), WHOLE, end=600, size=600)
 
 
-async def test_name_taken_during_an_import_is_refused(into: Into) -> None:
+async def test_name_taken_during_an_import_is_refused(make_imports: MakeImports) -> None:
     engine = empty_house()
-    imports = into(engine)
+    imports = make_imports(engine)
     header = ImportHeader(upload_id="one")
-    await breaking(imports, WHOLE, header, len(WHOLE) - 50)
+    await import_until(imports, WHOLE, header, len(WHOLE) - 50)
     engine.contexts |= house_of(packable(seed=9)).contexts
     with pytest.raises(AlreadyExists, match="contexts/moby"):
-        await arrive(imports, WHOLE, header, start=len(WHOLE) - 50)
+        await import_context(imports, WHOLE, header, start=len(WHOLE) - 50)
     await imports.close()
     assert (engine.objects, engine.num_arriving) == ({}, 0)
 
 
-async def test_wrong_request_order_is_refused(into: Into) -> None:
-    imports = into(empty_house())
+async def test_wrong_request_order_is_refused(make_imports: MakeImports) -> None:
+    imports = make_imports(empty_house())
     with pytest.raises(InvalidArgument, match="config: must be in the first"):
         [report async for report in imports.run(sending(None, WHOLE))]
 
@@ -391,58 +401,58 @@ async def test_wrong_request_order_is_refused(into: Into) -> None:
     with pytest.raises(InvalidArgument, match="config: must be in the first"):
         [report async for report in imports.run(twice())]
     with pytest.raises(InvalidArgument, match=r"piece.offset: is 100, and 0 bytes have come"):
-        await arrive(imports, WHOLE, start=100)
+        await import_context(imports, WHOLE, start=100)
     with pytest.raises(InvalidArgument, match=r"config.total_size_bytes: more than 500 bytes"):
-        await arrive(imports, WHOLE, ImportHeader(total_bytes=500))
+        await import_context(imports, WHOLE, ImportHeader(total_bytes=500))
 
 
 # --- streams that break ---
 
 
-async def test_import_resumes_at_the_next_byte(into: Into) -> None:
+async def test_import_resumes_at_the_next_byte(make_imports: MakeImports) -> None:
     for end in range(0, len(WHOLE), 61):
         engine = empty_house()
-        imports, header = into(engine), ImportHeader(upload_id="one", total_bytes=len(WHOLE))
-        await breaking(imports, WHOLE, header, end)
-        reports = await arrive(imports, WHOLE, header, start=end)
+        imports, header = make_imports(engine), ImportHeader(upload_id="one", total_bytes=len(WHOLE))
+        await import_until(imports, WHOLE, header, end)
+        reports = await import_context(imports, WHOLE, header, start=end)
         assert reports[0].received_bytes == end
-        check_moved(MOBY, engine)
+        check_imported(MOBY, engine)
 
 
-async def test_received_bytes_are_skipped(into: Into) -> None:
+async def test_received_bytes_are_skipped(make_imports: MakeImports) -> None:
     engine, header = empty_house(), ImportHeader(upload_id="one")
-    imports = into(engine)
-    await breaking(imports, WHOLE, header, 700)
-    assert await breaking(imports, WHOLE, header, 900, start=300) == 700
-    assert (await arrive(imports, WHOLE, header))[0].received_bytes == 900
-    check_moved(MOBY, engine)
+    imports = make_imports(engine)
+    await import_until(imports, WHOLE, header, 700)
+    assert await import_until(imports, WHOLE, header, 900, start=300) == 700
+    assert (await import_context(imports, WHOLE, header))[0].received_bytes == 900
+    check_imported(MOBY, engine)
 
 
-async def test_interrupted_import_without_an_upload_id_leaves_nothing(into: Into) -> None:
+async def test_interrupted_import_without_an_upload_id_leaves_nothing(make_imports: MakeImports) -> None:
     engine = empty_house()
-    imports = into(engine)
-    await breaking(imports, WHOLE, ImportHeader(), 1000)
+    imports = make_imports(engine)
+    await import_until(imports, WHOLE, ImportHeader(), 1000)
     await imports.close()
     assert (engine.objects, engine.num_arriving) == ({}, 0)
 
 
-async def test_repeated_completed_import_returns_its_result(into: Into) -> None:
+async def test_repeated_completed_import_returns_its_result(make_imports: MakeImports) -> None:
     engine, header = empty_house(), ImportHeader(upload_id="one")
-    imports = into(engine)
-    first = await arrive(imports, WHOLE, header)
-    assert await arrive(imports, b"", header) == first[-1:]
-    later = await arrive(into(engine), WHOLE, header)  # as after a restart
+    imports = make_imports(engine)
+    first = await import_context(imports, WHOLE, header)
+    assert await import_context(imports, b"", header) == first[-1:]
+    later = await import_context(make_imports(engine), WHOLE, header)  # as after a restart
     assert (later[-1].context, later[-1].key_tokens) == (first[-1].context, None)
     assert later[-1].received_bytes < len(WHOLE)
     engine.contexts.clear()
-    assert (await arrive(imports, WHOLE, header))[0].received_bytes == 0
-    check_moved(MOBY, engine)
+    assert (await import_context(imports, WHOLE, header))[0].received_bytes == 0
+    check_imported(MOBY, engine)
 
 
 @pytest.mark.parametrize("num_calls", range(9))
-async def test_temporary_storage_failure_loses_nothing(into: Into, num_calls: int) -> None:
+async def test_temporary_storage_failure_loses_nothing(make_imports: MakeImports, num_calls: int) -> None:
     engine, header = empty_house(), ImportHeader(upload_id="one")
-    imports, at = into(engine), 0
+    imports, at = make_imports(engine), 0
     answer, left = engine.answer, [num_calls]
 
     async def failing() -> None:
@@ -453,49 +463,49 @@ async def test_temporary_storage_failure_loses_nothing(into: Into, num_calls: in
 
     engine.answer = failing  # type: ignore[method-assign]
     with pytest.raises(StorageUnavailable):
-        await arrive(imports, WHOLE, header)
-    reports = await arrive(imports, WHOLE, header, start=at)
+        await import_context(imports, WHOLE, header)
+    reports = await import_context(imports, WHOLE, header, start=at)
     assert reports[-1].context is not None
-    check_moved(MOBY, engine)
+    check_imported(MOBY, engine)
 
 
-async def test_import_resumes_after_a_disconnect_during_a_write(into: Into) -> None:
+async def test_import_resumes_after_a_disconnect_during_a_write(make_imports: MakeImports) -> None:
     engine, header = empty_house(), ImportHeader(upload_id="one")
-    imports = into(engine)
+    imports = make_imports(engine)
     engine.is_answering.clear()
-    first = asyncio.create_task(arrive(imports, WHOLE, header))
+    first = asyncio.create_task(import_context(imports, WHOLE, header))
     await engine.is_asked.wait()
     first.cancel()
     with suppress(asyncio.CancelledError):
         await first
-    second = asyncio.create_task(arrive(imports, WHOLE, header))
+    second = asyncio.create_task(import_context(imports, WHOLE, header))
     await asyncio.sleep(0)
     engine.is_answering.set()
     assert (await second)[0].received_bytes > 0
     assert engine.num_cancelled == 0
-    check_moved(MOBY, engine)
+    check_imported(MOBY, engine)
 
 
-async def test_import_completes_after_a_disconnect_during_adoption(into: Into) -> None:
+async def test_import_completes_after_a_disconnect_during_adoption(make_imports: MakeImports) -> None:
     engine, header = empty_house(), ImportHeader(upload_id="one")
-    imports = into(engine)
-    await breaking(imports, WHOLE, header, len(WHOLE))
+    imports = make_imports(engine)
+    await import_until(imports, WHOLE, header, len(WHOLE))
     engine.is_asked.clear()
     engine.is_answering.clear()
-    first = asyncio.create_task(arrive(imports, b"", header))
+    first = asyncio.create_task(import_context(imports, b"", header))
     await engine.is_asked.wait()
     first.cancel()
     with suppress(asyncio.CancelledError):
         await first
     engine.is_answering.set()
-    assert (await arrive(imports, b"", header))[-1].context is not None
+    assert (await import_context(imports, b"", header))[-1].context is not None
     assert engine.num_cancelled == 0
-    check_moved(MOBY, engine)
+    check_imported(MOBY, engine)
 
 
-async def test_newest_stream_continues(into: Into) -> None:
+async def test_newest_stream_continues(make_imports: MakeImports) -> None:
     engine, header = empty_house(), ImportHeader(upload_id="one")
-    imports, more = into(engine), asyncio.Event()
+    imports, more = make_imports(engine), asyncio.Event()
 
     async def slow() -> AsyncIterator[Any]:
         async for piece in sending(header, WHOLE, end=500):
@@ -511,16 +521,16 @@ async def test_newest_stream_continues(into: Into) -> None:
     is_open = asyncio.Event()
     old = asyncio.create_task(listen())
     await is_open.wait()
-    await arrive(imports, WHOLE, header)
+    await import_context(imports, WHOLE, header)
     more.set()
     with pytest.raises(Unavailable, match="another stream"):
         await old
-    check_moved(MOBY, engine)
+    check_imported(MOBY, engine)
 
 
-async def test_silent_client_times_out_and_can_resume(into: Into) -> None:
+async def test_silent_client_times_out_and_can_resume(make_imports: MakeImports) -> None:
     engine, header = empty_house(), ImportHeader(upload_id="one")
-    imports = into(engine, idle_seconds=0.01)
+    imports = make_imports(engine, idle_seconds=0.01)
 
     async def silent() -> AsyncIterator[Any]:
         async for piece in sending(header, WHOLE, end=500):
@@ -529,30 +539,30 @@ async def test_silent_client_times_out_and_can_resume(into: Into) -> None:
 
     with pytest.raises(DeadlineExceeded, match="sent nothing"):
         [report async for report in imports.run(silent())]
-    assert (await arrive(imports, WHOLE, header))[0].received_bytes == 500
-    check_moved(MOBY, engine)
+    assert (await import_context(imports, WHOLE, header))[0].received_bytes == 500
+    check_imported(MOBY, engine)
 
 
-async def test_abandoned_import_leaves_nothing(into: Into) -> None:
+async def test_abandoned_import_leaves_nothing(make_imports: MakeImports) -> None:
     engine, timers = empty_house(), Timers()
-    imports, header = into(engine, timers), ImportHeader(upload_id="one")
-    await breaking(imports, WHOLE, header, 1000)
+    imports, header = make_imports(engine, timers), ImportHeader(upload_id="one")
+    await import_until(imports, WHOLE, header, 1000)
     timers.advance(KEEP_SECONDS - TRIM_SECONDS)
     assert (len(engine.objects) > 0, engine.num_arriving) == (True, 1)
     timers.advance(TRIM_SECONDS)
     timers.advance(TRIM_SECONDS)
     await imports.close()
     assert (engine.objects, engine.num_arriving) == ({}, 0)
-    assert await breaking(imports, WHOLE, header, 100) == 0
+    assert await import_until(imports, WHOLE, header, 100) == 0
 
 
-async def test_concurrent_imports_are_limited(into: Into) -> None:
+async def test_concurrent_imports_are_limited(make_imports: MakeImports) -> None:
     engine = empty_house()
-    imports = into(engine, max_imports=2)
+    imports = make_imports(engine, max_imports=2)
     headers = [ImportHeader(context=f"moby-{number}", upload_id="one") for number in range(4)]
     for header in headers[:3]:  # exports without a reader are evicted
-        await breaking(imports, WHOLE, header, 1000)
-    assert [await breaking(imports, WHOLE, header, 0) for header in headers[2:0:-1]] == [1000, 1000]
+        await import_until(imports, WHOLE, header, 1000)
+    assert [await import_until(imports, WHOLE, header, 0) for header in headers[2:0:-1]] == [1000, 1000]
     open_streams = [imports.run(sending(header, WHOLE)) for header in headers[:3]]
     await anext(open_streams[0])
     await anext(open_streams[1])
@@ -562,12 +572,12 @@ async def test_concurrent_imports_are_limited(into: Into) -> None:
         await stream.aclose()
 
 
-async def test_concurrent_imports_respect_the_quota(into: Into) -> None:
+async def test_concurrent_imports_respect_the_quota(make_imports: MakeImports) -> None:
     CALLER.set(Caller(tenant="acme", quotas=Quotas(contexts=1)))
     engine = empty_house()
-    imports = into(engine, ledger=QuotaEnforcer(lambda _: TenantUsage(contexts=len(engine.contexts))))
+    imports = make_imports(engine, ledger=QuotaEnforcer(lambda _: TenantUsage(contexts=len(engine.contexts))))
     engine.is_answering.clear()
-    coming = [asyncio.create_task(arrive(imports, WHOLE, ImportHeader(context=name))) for name in ("a", "b")]
+    coming = [asyncio.create_task(import_context(imports, WHOLE, ImportHeader(context=name))) for name in ("a", "b")]
     for _ in range(100):
         await asyncio.sleep(0)
     engine.is_answering.set()
@@ -576,16 +586,16 @@ async def test_concurrent_imports_respect_the_quota(into: Into) -> None:
     assert len(engine.contexts) == 1
 
 
-async def test_imports_of_one_tenant_do_not_exclude_others(into: Into) -> None:
-    imports = into(empty_house(), max_imports=4, tenant_share=1 / 2)
+async def test_imports_of_one_tenant_do_not_exclude_others(make_imports: MakeImports) -> None:
+    imports = make_imports(empty_house(), max_imports=4, tenant_share=1 / 2)
     acme, bolt = (
         [ImportHeader(context=f"{tenant}/{number}", upload_id="one", tenant=tenant) for number in range(3)]
         for tenant in ("acme", "bolt")
     )
     for header in (*bolt[:1], *acme):
-        await breaking(imports, WHOLE, header, 1000)
-    assert await breaking(imports, WHOLE, bolt[0], 1000) == 1000, "the oldest import of acme was evicted"
-    assert await breaking(imports, WHOLE, acme[0], 1000) == 0
+        await import_until(imports, WHOLE, header, 1000)
+    assert await import_until(imports, WHOLE, bolt[0], 1000) == 1000, "the oldest import of acme was evicted"
+    assert await import_until(imports, WHOLE, acme[0], 1000) == 0
     open_streams = [imports.run(sending(header, WHOLE)) for header in acme]
     for stream in open_streams[:2]:
         await anext(stream)
@@ -608,20 +618,20 @@ async def test_exports_of_one_tenant_do_not_exclude_others(threads: TokenizerPoo
         await anext(last)
 
 
-async def test_import_memory_is_bounded(into: Into) -> None:
+async def test_import_memory_is_bounded(make_imports: MakeImports) -> None:
     given = packable(piece_bytes=3000)
     whole, engine = given.packed(), empty_house()
     described = 2 * SEGMENT_BYTES + 6 * (PIECE_BYTES + RUN_BYTES) + 8 * 11 + 300
-    imports = into(engine, max_bytes=described + 4000)
-    await breaking(imports, whole, ImportHeader(context="a", upload_id="one"), 3500)  # holds most of a piece
-    assert len(await arrive(imports, whole, ImportHeader(context="b"))) > 1  # the oldest import is evicted
-    imports = into(engine, max_bytes=(most := 4000))
+    imports = make_imports(engine, max_bytes=described + 4000)
+    await import_until(imports, whole, ImportHeader(context="a", upload_id="one"), 3500)  # holds most of a piece
+    assert len(await import_context(imports, whole, ImportHeader(context="b"))) > 1  # the oldest import is evicted
+    imports = make_imports(engine, max_bytes=(most := 4000))
     with pytest.raises(ResourceExhausted, match=f"imports: all together hold too much, at most {most:,}"):
-        await arrive(imports, whole, ImportHeader(context="c"))
-    assert await breaking(into(engine), whole, ImportHeader(context="a", upload_id="one"), 0) == 0
+        await import_context(imports, whole, ImportHeader(context="c"))
+    assert await import_until(make_imports(engine), whole, ImportHeader(context="a", upload_id="one"), 0) == 0
 
 
-async def test_manifests_are_written_last(into: Into) -> None:
+async def test_manifests_are_written_last(make_imports: MakeImports) -> None:
     engine = empty_house()
     names, answer = list[str](), engine.objects
 
@@ -631,7 +641,7 @@ async def test_manifests_are_written_last(into: Into) -> None:
             super().__setitem__(name, content)
 
     engine.objects = Noting(answer)
-    await arrive(into(engine), WHOLE)
+    await import_context(make_imports(engine), WHOLE)
     assert [name.endswith("/manifest") for name in names] == [False] * (len(names) - 2) + [True] * 2
     for name in names[-2:]:
         for piece in decode_manifest(engine.objects[name], name).pieces:

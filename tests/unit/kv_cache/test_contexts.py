@@ -148,7 +148,7 @@ def test_invalid_forks_name_the_field() -> None:
     store.audit()
 
 
-class Unwalked(dict[str, NamedContext]):
+class LookupOnlyMapping(dict[str, NamedContext]):
     """A mapping that supports lookup but not iteration."""
 
     def __iter__(self) -> Iterator[str]:
@@ -163,7 +163,7 @@ def test_expired_contexts_are_found_without_a_full_scan() -> None:
         store.append(name, TokenPath(), 1)
         store.contexts.change(name, ContextSettings(ttl=ttl) if ttl else ContextSettings(), now=0.0)
     contexts = store.contexts
-    contexts._by_id = Unwalked(contexts._by_id)
+    contexts._by_id = LookupOnlyMapping(contexts._by_id)
     assert (contexts.next_expiry, contexts.expired(2.5)) == (1.0, ("b", "c"))
     contexts.delete("b")
     contexts.delete("d")

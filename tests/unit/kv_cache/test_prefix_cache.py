@@ -12,7 +12,7 @@ IDS = array("I", range(12))
 OTHER = array("I", range(100, 112))
 
 
-def taken_in(segments: SegmentStore, number: int, tenant: str, ids: "array[int]") -> Segment:
+def imported_segment(segments: SegmentStore, number: int, tenant: str, ids: "array[int]") -> Segment:
     """A segment that was imported."""
     segment = Segment(number, TokenPath(), tenant=tenant)
     segment.extend(ids)
@@ -33,7 +33,7 @@ def read(segments: SegmentStore, before: TokenPath, tenant: str, ids: "array[int
 def test_imported_segments_are_not_matched_for_other_tenants(is_shared: bool) -> None:
     segments = SegmentStore(BlockPlacer((64,), 4), share_prefixes=is_shared)
     own = read(segments, TokenPath(), "acme", OTHER)
-    adopted = taken_in(segments, 40, "acme", IDS)
+    adopted = imported_segment(segments, 40, "acme", IDS)
     behind = read(segments, adopted.path, "acme", OTHER)
     for tenant in ("acme", "bolt"):
         is_theirs = tenant == "acme"

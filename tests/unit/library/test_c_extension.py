@@ -62,7 +62,7 @@ def open_to_the_group(folder):
     folder.chmod(0o770)
 
 
-def anothers(folder):
+def owned_by_another_user(folder):
     if os.geteuid():
         pytest.skip("only root can give a folder away")
     folder.mkdir(parents=True)
@@ -90,7 +90,7 @@ def a_file(folder):
     [
         (open_to_all, "others may write"),
         (open_to_the_group, "others may write"),
-        (anothers, "belongs to user 12345"),
+        (owned_by_another_user, "belongs to user 12345"),
         (link_to_an_open_one, "there: others may write"),
         (in_an_open_one, "cache: others may write"),
         (a_file, "longleaf"),

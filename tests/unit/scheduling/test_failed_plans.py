@@ -21,7 +21,7 @@ ERRORS = [NO_BLOCKS, AssertionError("a promise"), KeyError(7)]
 WINDOWS = WindowSpec(reaches=(AttentionSpan(window=4),), num_blocks=64)
 
 
-def failing(
+def patch_failure(
     monkeypatch: pytest.MonkeyPatch, kind: type, method: str, error: Exception, is_it: Callable[..., bool]
 ) -> None:
     """Patches a method to raise an error for objects that `is_it` selects."""
@@ -51,7 +51,7 @@ def test_row_that_cannot_be_placed_fails_only_its_request(
     jobs = [bench.ask(5, max_tokens=9) for _ in range(3)]
     for _ in range(3):
         bench.step()
-    failing(monkeypatch, Sequence, "next_row", error, lambda job: job.id == jobs[place])
+    patch_failure(monkeypatch, Sequence, "next_row", error, lambda job: job.id == jobs[place])
     bench.run()
     check_ended(bench, jobs.pop(place))
     assert [bench.tokens(job) for job in jobs] == [bench.alone(5, 9)] * 2
@@ -65,7 +65,7 @@ def test_chunk_that_cannot_be_placed_fails_only_its_document(monkeypatch: pytest
     requested = bench.ask(5, max_tokens=30)
     bench.step()
     document, other = bench.ingest("doc", 100), bench.ingest("other", 100)
-    failing(monkeypatch, IngestJob, "next_chunk", error, lambda job: job.id == document)
+    patch_failure(monkeypatch, IngestJob, "next_chunk", error, lambda job: job.id == document)
     bench.run()
     check_ended(bench, document)
     assert bench.tokens(requested) == bench.alone(5, 30)
@@ -82,7 +82,7 @@ def test_result_that_cannot_be_committed_fails_only_its_request(
     jobs = [bench.ask(5, max_tokens=9) for _ in range(3)]
     for _ in range(2):
         bench.step()
-    failing(monkeypatch, Sequence, "take", error, lambda job: job.id == jobs[1])
+    patch_failure(monkeypatch, Sequence, "take", error, lambda job: job.id == jobs[1])
     bench.run()
     check_ended(bench, jobs.pop(1))
     assert [bench.tokens(job) for job in jobs] == [bench.alone(5, 9)] * 2
@@ -114,7 +114,7 @@ def test_failed_recomputation_fails_only_requests_of_its_context(
     bench.step()
     requested = bench.ask(3, context="bad")
     with monkeypatch.context() as patched:
-        failing(patched, kind, method, error, lambda _: True)
+        patch_failure(patched, kind, method, error, lambda _: True)
         for _ in range(20):
             bench.step()
     assert isinstance(bench.seen[requested][-1], LongleafError)
@@ -127,7 +127,7 @@ def test_failed_recomputation_fails_only_requests_of_its_context(
 
 def test_queued_job_that_can_never_begin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
-    failing(monkeypatch, type(bench.scheduler), "_reserve", NO_BLOCKS, lambda _: False)
+    patch_failure(monkeypatch, type(bench.scheduler), "_reserve", NO_BLOCKS, lambda _: False)
     monkeypatch.setattr(type(bench.scheduler._sharing), "reserve", lambda *_: None)
     jobs = [bench.ask(5), bench.ask(5)]
     assert bench.run() == []
@@ -141,7 +141,7 @@ def test_queued_job_that_can_never_begin_is_refused(monkeypatch: pytest.MonkeyPa
 def test_context_that_cannot_be_activated_does_not_block_others(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = bench_with_evicted_contexts()
     contexts = bench.scheduler.contexts
-    failing(monkeypatch, type(contexts), "wake", NO_BLOCKS, lambda _: False)
+    patch_failure(monkeypatch, type(contexts), "wake", NO_BLOCKS, lambda _: False)
     activate = type(contexts).wake
 
     def fail(self: Any, context: Any) -> Any:

@@ -15,7 +15,7 @@ from tests.support.scheduling import Bench
 NUM_DRAFTS = 7
 
 
-class Longest(DraftLengthPolicy):
+class GreedyPolicy(DraftLengthPolicy):
     """A policy that uses all offered drafts, regardless of their cost."""
 
     def __init__(self) -> None:
@@ -36,10 +36,10 @@ class Drafter(RandomDrafter):
 
     def __init__(self, bench: Bench) -> None:
         super().__init__(bench.config, "right")
-        self._policy = Longest()
+        self._policy = GreedyPolicy()
 
 
-class Drafting(Bench):
+class DraftingBench(Bench):
     """A bench whose steps have the maximum number of drafts."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Drafting(Bench):
 
 
 def test_step_counts_drafted_and_accepted_tokens() -> None:
-    bench = Drafting()
+    bench = DraftingBench()
     reported = bench.answer(max_tokens=20)
     assert [token_id for step in reported for token_id in step.token_ids] == Bench.alone(8, 20)
     assert [(len(step.tokens), step.num_drafted, step.num_accepted) for step in reported] == [
@@ -76,7 +76,7 @@ def test_step_counts_drafted_and_accepted_tokens() -> None:
 
 
 def test_drafts_after_the_end_token_are_not_accepted() -> None:
-    bench, alone = Drafting(), Bench.alone(8, 40)
+    bench, alone = DraftingBench(), Bench.alone(8, 40)
     assert alone.index(alone[12]) == 12
     *_, last = bench.answer(end=alone[12])
     assert (last.index, last.token_ids) == (9, tuple(alone[9:13]))

@@ -15,7 +15,7 @@ BORDER = 24
 FAR = Rope(scaled_for=BORDER + 1)
 
 
-class Watched(Bench):
+class RopeBench(Bench):
     """A bench that records the rope and the positions of each step of a sequence."""
 
     def __init__(self, **changes: object) -> None:
@@ -42,7 +42,7 @@ class Watched(Bench):
 @pytest.mark.parametrize("drafts", ["", *RandomDrafter.KINDS])
 @pytest.mark.parametrize("count", [1, 3, 20, BORDER - 1, BORDER])
 def test_sequence_is_recomputed_at_the_first_position_past_the_limit(count: int, drafts: str) -> None:
-    bench = Watched(drafts=drafts, max_draft_tokens=4)
+    bench = RopeBench(drafts=drafts, max_draft_tokens=4)
     job = bench.ask(count, max_tokens=40, max_draft_tokens=4)
     bench.run()
     assert bench.tokens(job) == bench.alone(count, 40)
@@ -56,7 +56,7 @@ def test_sequence_is_recomputed_at_the_first_position_past_the_limit(count: int,
 
 @pytest.mark.parametrize(("count", "max_tokens"), [(20, 5), (BORDER, 1), (1, BORDER)])
 def test_answer_that_just_fits_is_computed_once(count: int, max_tokens: int) -> None:
-    bench = Watched()
+    bench = RopeBench()
     job = bench.ask(count, max_tokens)
     bench.run()
     assert not bench.of(job, FAR)
@@ -64,7 +64,7 @@ def test_answer_that_just_fits_is_computed_once(count: int, max_tokens: int) -> 
 
 
 def test_prompt_past_the_limit_begins_with_the_other_rope() -> None:
-    bench = Watched()
+    bench = RopeBench()
     job = bench.ask(BORDER + 1, 9)
     bench.run()
     assert not bench.of(job, OWN_ROPE)
@@ -72,7 +72,7 @@ def test_prompt_past_the_limit_begins_with_the_other_rope() -> None:
 
 @pytest.mark.parametrize("reported", [4, 5])
 def test_resumed_answer_uses_the_rope_for_its_length(reported: int) -> None:
-    bench = Watched()
+    bench = RopeBench()
     answer = bench.alone(20, 30)
     prompt = Prompt(
         context=None,
@@ -87,7 +87,7 @@ def test_resumed_answer_uses_the_rope_for_its_length(reported: int) -> None:
 
 
 def test_other_jobs_wait_for_one_chunk_at_a_time() -> None:
-    bench = Watched(chunk_size=4)
+    bench = RopeBench(chunk_size=4)
     other = bench.ask(2, 20)
     bench.ask(20, 12)
     plans = bench.run()
@@ -96,7 +96,7 @@ def test_other_jobs_wait_for_one_chunk_at_a_time() -> None:
 
 
 def test_recomputed_answer_keeps_its_turn_if_it_fits() -> None:
-    bench = Watched(max_sequences=1)
+    bench = RopeBench(max_sequences=1)
     first, second = bench.ask(20, 12), bench.ask(3, 2)
     bench.run()
     sequences = [sequence for sequence, *_ in bench.steps]
@@ -108,7 +108,7 @@ def test_recomputed_answer_keeps_its_turn_if_it_fits() -> None:
 @pytest.mark.parametrize("num_blocks", [11, 13, 16])
 def test_samples_wait_for_blocks_to_recompute_their_shared_prompt(num_blocks: int) -> None:
     """Two samples need 8 blocks each past the limit; before it they share 5 and have 3 each."""
-    bench = Watched(blocks=(num_blocks,))
+    bench = RopeBench(blocks=(num_blocks,))
     job = bench.ask(20, 12, num_samples=2)
     bench.ask(6, 3)
     bench.run()
@@ -119,7 +119,7 @@ def test_samples_wait_for_blocks_to_recompute_their_shared_prompt(num_blocks: in
 
 
 def test_unread_answer_waits_at_the_limit() -> None:
-    bench = Watched()
+    bench = RopeBench()
     job = bench.ask(20, 12)
     while len(bench.steps) < 3:
         bench.step()
@@ -136,7 +136,7 @@ def test_unread_answer_waits_at_the_limit() -> None:
 
 
 def test_question_uses_its_context_up_to_the_limit() -> None:
-    bench = Watched()
+    bench = RopeBench()
     bench.ingest("book", 20)
     bench.run()
     job = bench.ask(2, 12, context="book")
@@ -150,7 +150,7 @@ def test_question_uses_its_context_up_to_the_limit() -> None:
 
 
 def test_question_that_fits_uses_the_keys_of_its_context() -> None:
-    bench = Watched()
+    bench = RopeBench()
     bench.ingest("book", 20)
     bench.run()
     job = bench.ask(2, 3, context="book")
@@ -162,7 +162,7 @@ def test_question_that_fits_uses_the_keys_of_its_context() -> None:
 @pytest.mark.parametrize("num_blocks", [16, 17])
 def test_recomputation_needs_blocks_beside_the_context(num_blocks: int) -> None:
     """5 blocks for the context, 6 for the prompt of 24 tokens and 6 for the answer."""
-    bench = Watched(blocks=(num_blocks,))
+    bench = RopeBench(blocks=(num_blocks,))
     bench.ingest("book", 20)
     bench.run()
     if num_blocks < 17:
@@ -175,7 +175,7 @@ def test_recomputation_needs_blocks_beside_the_context(num_blocks: int) -> None:
 
 
 def test_context_keeps_its_declared_capacity() -> None:
-    bench = Watched()
+    bench = RopeBench()
     document = DocumentPrompt(context="book", token_ids=[1] * 10, settings=ContextSettings(capacity=BORDER - 1))
     bench.scheduler.admit(0, document)
     bench.num_jobs = 1
@@ -185,7 +185,7 @@ def test_context_keeps_its_declared_capacity() -> None:
 
 
 def test_question_resumed_in_another_service_uses_the_rope_for_its_length() -> None:
-    bench = Watched()
+    bench = RopeBench()
     bench.ingest("book", 20)
     bench.run()
     answer = bench.alone(2, 12)

@@ -40,24 +40,24 @@ async def test_pause_ends_with_the_service() -> None:
 
 
 async def test_watch_yields_changed_values_and_coalesces() -> None:
-    changes, seen, looks = ChangeCounter(), [1], asyncio.Semaphore(0)
+    changes, seen, reads = ChangeCounter(), [1], asyncio.Semaphore(0)
 
-    def look() -> int:
-        looks.release()
+    def read_value() -> int:
+        reads.release()
         return seen[0]
 
-    async with aclosing(CoalescingWatch(look, changes).values(0.001)) as values:
+    async with aclosing(CoalescingWatch(read_value, changes).values(0.001)) as values:
         assert await anext(values) == 1
         following = asyncio.ensure_future(anext(values))
         for value in (2, 3, 4):  # all before the watch can read again
             seen[0] = value
             changes.note()
         assert await following == 4
-        await looks.acquire(), await looks.acquire()
-        assert looks.locked(), "it read twice"
+        await reads.acquire(), await reads.acquire()
+        assert reads.locked(), "it read twice"
         following = asyncio.ensure_future(anext(values))
         changes.note()  # a change of something else is not shown
-        await looks.acquire()
+        await reads.acquire()
         seen[0] = 5
         changes.note()
         assert await following == 5
@@ -66,12 +66,12 @@ async def test_watch_yields_changed_values_and_coalesces() -> None:
 async def test_watch_raises_the_error_of_its_reader() -> None:
     changes, failure = ChangeCounter(), []
 
-    def look() -> int:
+    def read_value() -> int:
         if failure:
             raise failure[0]
         return 1
 
-    async with aclosing(CoalescingWatch(look, changes).values(3600)) as values:
+    async with aclosing(CoalescingWatch(read_value, changes).values(3600)) as values:
         await anext(values)
         following = asyncio.ensure_future(anext(values))
         await asyncio.sleep(0)
@@ -82,19 +82,19 @@ async def test_watch_raises_the_error_of_its_reader() -> None:
 
 
 async def test_one_read_serves_all_watches() -> None:
-    changes, looks, watchers = ChangeCounter(), [0], 100
+    changes, reads, watchers = ChangeCounter(), [0], 100
 
-    def look() -> int:
-        looks[0] += 1
+    def read_value() -> int:
+        reads[0] += 1
         return changes.count
 
-    watch = CoalescingWatch(look, changes, spacing=0.00001)
+    watch = CoalescingWatch(read_value, changes, spacing=0.00001)
     values = [watch.values(0.001) for _ in range(watchers)]
     assert await asyncio.gather(*map(anext, values)) == [0] * watchers
     following = [asyncio.ensure_future(anext(value)) for value in values]
     changes.note()
     assert await asyncio.gather(*following) == [1] * watchers
-    assert looks == [2], "once at the start, and once after the change"
+    assert reads == [2], "once at the start, and once after the change"
     for value in values:
         await value.aclose()
 

@@ -33,7 +33,7 @@ print(psutil.Process().memory_info().rss - before)
 """
 
 
-def left(wanted: str) -> int:
+def bytes_left(wanted: str) -> int:
     """Bytes that a process keeps of 16 documents that have ended."""
     done = subprocess.run([sys.executable, "-c", GROW, wanted], capture_output=True, text=True, check=True, timeout=60)
     return int(done.stdout)
@@ -41,4 +41,4 @@ def left(wanted: str) -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a setting of glibc")
 def test_memory_of_documents_is_returned() -> None:
-    assert left("yes") < 16 * MIB < left("no")
+    assert bytes_left("yes") < 16 * MIB < bytes_left("no")

@@ -12,7 +12,7 @@ from coordinator.speculation.step_cost_model import FORGOTTEN_AFTER, GAP_AFTER, 
 SURE = [1.0] * 15
 
 
-def tiled(num_sequences: int, tile: int = 8, seconds: float = 0.01) -> StepCostModel:
+def tiled_costs(num_sequences: int, tile: int = 8, seconds: float = 0.01) -> StepCostModel:
     """Rows are computed in tiles that each take the same time, regardless of their number of rows."""
     costs = StepCostModel()
     for num_drafts in range(16):
@@ -21,13 +21,13 @@ def tiled(num_sequences: int, tile: int = 8, seconds: float = 0.01) -> StepCostM
 
 
 def test_drafts_fill_a_tile_and_begin_no_other() -> None:
-    assert DraftLengthPolicy(64, 8, tiled(1)).lengths([SURE]) == [7]
-    assert DraftLengthPolicy(64, 8, tiled(2)).lengths([SURE, [0.5] * 8]) == [6, 0]
-    assert DraftLengthPolicy(64, 3, tiled(2)).lengths([SURE, [0.5] * 8]) == [3, 3]
+    assert DraftLengthPolicy(64, 8, tiled_costs(1)).lengths([SURE]) == [7]
+    assert DraftLengthPolicy(64, 8, tiled_costs(2)).lengths([SURE, [0.5] * 8]) == [6, 0]
+    assert DraftLengthPolicy(64, 3, tiled_costs(2)).lengths([SURE, [0.5] * 8]) == [3, 3]
 
 
 def test_first_sequence_gets_more_of_equally_likely_drafts() -> None:
-    assert DraftLengthPolicy(5, 8, tiled(2)).lengths([[0.5, 0.5], [0.5, 0.5]]) == [2, 1]
+    assert DraftLengthPolicy(5, 8, tiled_costs(2)).lengths([[0.5, 0.5], [0.5, 0.5]]) == [2, 1]
 
 
 def test_every_sequence_of_a_step_must_gain() -> None:
@@ -53,11 +53,11 @@ def test_step_waits_only_if_drafts_outweigh_the_gap() -> None:
 
 
 def test_no_drafts_at_a_full_batch_or_without_measurements() -> None:
-    assert not DraftLengthPolicy(2, 8, tiled(2)).is_worth_waiting([SURE, SURE])
-    assert DraftLengthPolicy(2, 8, tiled(2)).lengths([SURE, SURE]) == [0, 0]
-    assert not DraftLengthPolicy(64, 8, tiled(2)).is_worth_waiting([SURE])
-    assert DraftLengthPolicy(64, 8, tiled(2)).lengths([SURE]) == [0]
-    assert DraftLengthPolicy(64, 8, tiled(2)).lengths([[], []]) == [0, 0]
+    assert not DraftLengthPolicy(2, 8, tiled_costs(2)).is_worth_waiting([SURE, SURE])
+    assert DraftLengthPolicy(2, 8, tiled_costs(2)).lengths([SURE, SURE]) == [0, 0]
+    assert not DraftLengthPolicy(64, 8, tiled_costs(2)).is_worth_waiting([SURE])
+    assert DraftLengthPolicy(64, 8, tiled_costs(2)).lengths([SURE]) == [0]
+    assert DraftLengthPolicy(64, 8, tiled_costs(2)).lengths([[], []]) == [0, 0]
     assert DraftLengthPolicy(64, 8, StepCostModel()).lengths([]) == []
 
 

@@ -21,7 +21,7 @@ def segment_of(number: int, before: TokenPath, token_ids: list[int]) -> Segment:
     return segment
 
 
-def entered(segment: Segment) -> NgramIndexes:
+def indexed(segment: Segment) -> NgramIndexes:
     indexes = NgramIndexes()
     for end in range(segment.start, segment.end, 2048):
         indexes.enter(segment, end)
@@ -31,7 +31,7 @@ def entered(segment: Segment) -> NgramIndexes:
 
 def test_quote_is_found_in_any_segment() -> None:
     document = segment_of(0, NOWHERE, random_ids(3 * TABLE_TOKENS))
-    indexes = entered(document)
+    indexes = indexed(document)
     for place in range(20, document.end - 8, 997):
         tail = segment_of(1, document.path, document.token_ids[place - MAX_SIZE : place].tolist())
         draft = NgramDrafter(tail, indexes).draft(tail.end, 7)
@@ -45,7 +45,7 @@ def test_last_of_equal_ngrams_before_the_fork_is_found() -> None:
     for n, place in enumerate((3000, 3500, 3600, 3700)):
         text[place : place + 11] = [*quote, 60_000 + n]
     parent = segment_of(0, NOWHERE, text)
-    indexes = entered(parent)
+    indexes = indexed(parent)
     for end, expected in ((3400, 60_000), (3550, 60_001), (3650, 60_002), (3709, 60_002), (3710, 7), (3711, 60_003)):
         tail = segment_of(1, parent.path.cut(end), [7, *quote])
         assert NgramDrafter(tail, indexes).draft(tail.end, 1).token_ids == (expected,)
@@ -64,19 +64,19 @@ def test_match_continues_into_later_segments_and_into_itself() -> None:
 def test_query_extends_back_into_the_path() -> None:
     document = segment_of(0, NOWHERE, [1, 2, 3, 4, 9, 2, 3])
     tail = segment_of(1, document.path, [4])
-    assert NgramDrafter(tail, entered(document)).draft(tail.end, 1) == (3, (9,))
+    assert NgramDrafter(tail, indexed(document)).draft(tail.end, 1) == (3, (9,))
 
 
 def test_unknown_ngram_has_no_draft() -> None:
     document = segment_of(0, NOWHERE, random_ids(5000))
     tail = segment_of(1, document.path, [60_000])
-    assert NgramDrafter(tail, entered(document)).draft(tail.end, 7) is NO_DRAFT
+    assert NgramDrafter(tail, indexed(document)).draft(tail.end, 7) is NO_DRAFT
 
 
 def test_hash_collisions_yield_no_wrong_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ngram_index, "MULTIPLIERS", (0,) * ngram_index.CHAINED)
     document = segment_of(0, NOWHERE, random_ids(5000))
-    indexes = entered(document)
+    indexes = indexed(document)
     tail = segment_of(1, document.path, document.token_ids[4090:4096].tolist())
     assert NgramDrafter(tail, indexes).draft(tail.end, 7).size in (0, 6)
     tail = segment_of(1, document.path, [60_000])
@@ -86,11 +86,11 @@ def test_hash_collisions_yield_no_wrong_draft(monkeypatch: pytest.MonkeyPatch) -
 def test_text_of_one_repeated_token_is_searched_quickly() -> None:
     document = segment_of(0, NOWHERE, [3] * 9000 + [4] + [3] * 9000)
     tail = segment_of(1, document.path, [3] * 5)
-    draft = NgramDrafter(tail, entered(document)).draft(tail.end, 4)
+    draft = NgramDrafter(tail, indexed(document)).draft(tail.end, 4)
     assert draft == (MAX_SIZE, (3, 3, 3, 3))
 
 
-class Counted(array):
+class CountingArray(array):
     """Ids that count accesses to single elements."""
 
     num_read = 0
@@ -113,7 +113,7 @@ class Counted(array):
     ],
 )
 def test_unindexed_tokens_are_not_scanned_one_by_one(text, query, found) -> None:
-    ids = Counted("I", text)
+    ids = CountingArray("I", text)
     segment, match = SegmentIndex(ids), ngram_index.NgramMatch(query[-MAX_SIZE:])
     segment.enter(len(ids))
     segment.match(match, len(ids))
@@ -165,7 +165,7 @@ def test_long_tail_is_indexed_in_parts() -> None:
 
 def test_last_and_long_segments_of_a_long_path_are_searched() -> None:
     document = segment_of(9999, NOWHERE, random_ids(5000))
-    path, indexes, segments = document.path, entered(document), list[Segment]()
+    path, indexes, segments = document.path, indexed(document), list[Segment]()
     for number in range(MAX_SHORT + 5):
         segments.append(segment_of(number, path, [60_000 + 3 * number, 60_001 + 3 * number]))
         path = segments[-1].path

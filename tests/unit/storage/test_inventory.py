@@ -127,12 +127,12 @@ def test_interrupted_sweep_leaves_no_manifest_without_pieces(store, files, clock
     num_objects = len(keep(store, Attempt("a", "a-1", "1f"), num_pieces=3))
     clock.now += GRACE + 1
     with pytest.raises(StorageUnavailable):
-        sweep(Store(Ending(files.files, num_before), "fake://x"), "a", clock.now, GRACE, set())
+        sweep(Store(FailingFiles(files.files, num_before), "fake://x"), "a", clock.now, GRACE, set())
     assert len(names(store)) == num_objects - num_before
     assert len(dict(read_manifests(store))) == (num_before == 0)
 
 
-class Ending(FlakyFiles):
+class FailingFiles(FlakyFiles):
     """Files that fail after a number of removals."""
 
     def __init__(self, files: MemoryFiles, num_before: int) -> None:

@@ -16,7 +16,7 @@ GET = "/longleaf.v1.ContextService/GetContext"
 DELETE = "/longleaf.v1.ContextService/DeleteContext"
 
 
-class Hand:
+class ManualClock:
     """A manual clock with timers."""
 
     def __init__(self) -> None:
@@ -52,13 +52,13 @@ def heard(caplog: pytest.LogCaptureFixture) -> None:
 
 
 async def test_call_is_one_line_with_all_fields(caplog: pytest.LogCaptureFixture) -> None:
-    hand = Hand()
+    clock = ManualClock()
     record = CallRecord(GET, "ipv6:[::1]:4711", {}, tenant="acme", trace="ab" * 16)
-    with AccessLog(lambda: hand.now, hand.later).call(record):
+    with AccessLog(lambda: clock.now, clock.later).call(record):
         record.request_id, record.context = "acme/one", "acme/book"
         record.code, record.error, record.field = "INVALID_ARGUMENT", "InvalidArgument", "text"
         record.message = "text: 'a secret' is wrong"
-        hand.move(1.25)
+        clock.move(1.25)
     (line,) = caplog.records
     assert (line.name, line.levelname, line.getMessage()) == (
         "coordinator.auth",
@@ -101,13 +101,13 @@ async def test_deletions_are_audited_unless_nothing_was_deleted(
 async def test_flood_of_refused_calls_is_logged_per_host_then_counted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    hand = Hand()
-    log = AccessLog(lambda: hand.now, hand.later)
+    clock = ManualClock()
+    log = AccessLog(lambda: clock.now, clock.later)
     for second in range(3):
         for _ in range(10_000):
             one(log, code="UNAUTHENTICATED")
         one(log, code="PERMISSION_DENIED")
-        hand.move(1.0)
+        clock.move(1.0)
         reported = [line.getMessage() for line in lines(caplog, "coordinator.audit")]
         assert len(reported) == FIRST_PER_HOST + second + 1
         count = 10_000 - (0 if second else FIRST_PER_HOST)
@@ -118,12 +118,12 @@ async def test_flood_of_refused_calls_is_logged_per_host_then_counted(
 
 
 async def test_flood_from_many_addresses_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
-    hand = Hand()
-    log = AccessLog(lambda: hand.now, hand.later)
+    clock = ManualClock()
+    log = AccessLog(lambda: clock.now, clock.later)
     for number in range(10_000):
         one(log, code="UNAUTHENTICATED", host=f"10.0.{number // 250}.{number % 250}")
     assert len(lines(caplog, "coordinator.audit")) == MAX_HOSTS
-    hand.move(61)
+    clock.move(61)
     assert lines(caplog, "coordinator.audit")[-1].getMessage().endswith(f"{10_000 - MAX_HOSTS:,} with UNAUTHENTICATED")
     one(log, code="UNAUTHENTICATED", host="10.9.9.9")
     assert lines(caplog, "coordinator.audit")[-1].host == "ipv4:10.9.9.9", "a minute later others are logged again"  # type: ignore[attr-defined]

@@ -178,7 +178,7 @@ def test_service_name_is_taken_from_the_environment(
     assert provider.resource.attributes["service.name"] == wanted
 
 
-class Stuck(SpanExporter):
+class BlockingExporter(SpanExporter):
     """Accepts spans and does not return until it is released."""
 
     def __init__(self) -> None:
@@ -191,7 +191,7 @@ class Stuck(SpanExporter):
 
 
 async def test_unresponsive_collector_delays_the_end_by_a_limited_time() -> None:
-    exporter = Stuck()
+    exporter = BlockingExporter()
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     traces = OtlpTraces("lookup", lambda: provider, stop_seconds=0.2)

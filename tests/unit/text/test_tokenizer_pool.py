@@ -150,7 +150,7 @@ async def test_close_drops_waiting_texts_and_does_not_wait_for_a_long_step() -> 
     assert recorder.turns == ["a"]
 
 
-class Listed:
+class ListingEncoder:
     """A text's encoder that lists all of its pieces."""
 
     def __init__(self, calls: list[object]) -> None:
@@ -177,7 +177,9 @@ class Listed:
 )
 async def test_short_texts_share_a_step(threads: TokenizerPool, lengths: list[int], expected: list[object]) -> None:
     output: list[object] = []
-    await threads.encode_all([(Listed(output), "x" * length) for length in lengths], lambda: output.append("step"))
+    await threads.encode_all(
+        [(ListingEncoder(output), "x" * length) for length in lengths], lambda: output.append("step")
+    )
     assert output == expected
 
 

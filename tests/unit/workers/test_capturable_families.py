@@ -63,7 +63,7 @@ def simulated_capture(monkeypatch):
     monkeypatch.setattr(import_utils, "is_cuda_stream_capturing", lambda: True)
 
 
-class Itself:
+class OwnValueHandle:
     """Implements workers.model.hook.Handle: each row attends only to its own values, scaled by its rotated query."""
 
     def attend(self, layer, q_THD, k_KTD, v_KTV, call):
@@ -91,7 +91,7 @@ class Forward:
 
     @torch.inference_mode()
     def run(self):
-        inputs = self.model.arguments(Itself(), self.ids, self.positions)
+        inputs = self.model.arguments(OwnValueHandle(), self.ids, self.positions)
         found = self.model.module(**inputs, return_dict=False, logits_to_keep=self.sampled)
         self.logits.copy_(found[0][0])
 

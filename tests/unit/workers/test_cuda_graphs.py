@@ -105,7 +105,7 @@ def test_all_graphs_are_released(cuda):
     assert cuda.resets == 3
 
 
-class Refusing:
+class RefusingGraphs:
     """Implements workers.cuda_graphs.graphs.Graphs."""
 
     def __init__(self, room=True, capture=True):
@@ -134,7 +134,7 @@ def test_either_all_ranks_capture_or_none(step, mine, theirs):
         requested.append(is_so)
         return is_so and theirs
 
-    shared = SharedGraphs(Refusing(**{step: mine}), agree)
+    shared = SharedGraphs(RefusingGraphs(**{step: mine}), agree)
 
     def act():
         return shared.check_room() if step == "room" else shared.capture(refuse)

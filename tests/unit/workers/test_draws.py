@@ -16,7 +16,7 @@ from workers.sampling.sampler import Sampler
 ROWS, V = 16, 20_000
 
 
-class Watch(TorchDispatchMode):
+class OperationSizes(TorchDispatchMode):
     """Records the sizes of the tensors that operations receive."""
 
     def __init__(self, *names: str) -> None:
@@ -53,14 +53,14 @@ def rows(*samplings: Sampling, seen: PenaltyHistory | None = None) -> list[Row]:
 @pytest.mark.parametrize("spread", [0.1, 1.0, 3.0], ids=["flat", "normal", "peaked"])
 def test_top_p_sorts_a_small_part_of_a_row(spread):
     requested = rows(*(Sampling(temperature=1.0, top_p=0.9, seed=i) for i in range(ROWS)))
-    with Watch("sort") as watch:
+    with OperationSizes("sort") as watch:
         Sampler().choose(requested, logits(spread=spread))
     assert sum(size for _, size in watch.sizes) < ROWS * V / 20
 
 
 def test_probabilities_of_all_rows_are_computed_together():
     requested = rows(*(Sampling(temperature=0.5 + i / 8, seed=i, num_logprobs=2) for i in range(ROWS)))
-    with Watch("_softmax", "_log_softmax") as watch:
+    with OperationSizes("_softmax", "_log_softmax") as watch:
         Sampler().choose(requested, logits(size=512))
     assert [size for _, size in watch.sizes] == [ROWS * 512] * 2  # the candidates and the reported tokens
 
@@ -69,7 +69,7 @@ def test_penalties_affect_only_seen_tokens():
     seen = PenaltyHistory(tuple(range(0, 200, 2)), (3, 5, 5))
     requested = rows(Sampling(repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.5), seen=seen)
     logits_RV = logits(1)
-    with Watch("nonzero", "where", "mul", "gt", "sub", "add") as watch:
+    with OperationSizes("nonzero", "where", "mul", "gt", "sub", "add") as watch:
         Sampler().choose(requested, logits_RV)
     assert all(size <= 200 for _, size in watch.sizes)
 

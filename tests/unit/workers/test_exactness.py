@@ -54,13 +54,15 @@ def compared_dtype(dtype):
     return "its logits in float32" if dtype == "bfloat16" else f"its logits in {dtype}"
 
 
-def steep(call):
+def with_large_scores(call):
     """Attention with scores that are too large."""
     return call._replace(scale=1.02 * call.scale)
 
 
 @pytest.mark.parametrize(
-    ("family", "wrong"), [("llama", steep), ("gemma2", lambda call: call._replace(softcap=None))], ids=["scale", "cap"]
+    ("family", "wrong"),
+    [("llama", with_large_scores), ("gemma2", lambda call: call._replace(softcap=None))],
+    ids=["scale", "cap"],
 )
 def test_wrong_attention_is_refused_for_every_class(tmp_path, monkeypatch, family, wrong):
     folder = make_checkpoint(tmp_path, family)

@@ -126,7 +126,7 @@ def join(epoch: int, rank: int = 0) -> Join:
     return Join(epoch, rank, "", 0, ("here", "here"))
 
 
-def live(log: list, *messages: object, status: MemberStatus | None = None, **how: object) -> list:
+def run_member(log: list, *messages: object, status: MemberStatus | None = None, **how: object) -> list:
     """The actions and the messages sent, in `log`."""
     spec = make_spec(0, EngineConfig(model="none", world_size=2))
     channel = ScriptedChannel(log, Load(), *messages, Stop())
@@ -137,9 +137,9 @@ def live(log: list, *messages: object, status: MemberStatus | None = None, **how
     return log
 
 
-def lived(*messages: object, looks: int | None = None, rank: int = 0) -> list:
+def run_epoch(*messages: object, looks: int | None = None, rank: int = 0) -> list:
     """The actions and the messages sent after an epoch is joined."""
-    log = live([], join(1, rank), *messages, looks=looks, rank=rank)
+    log = run_member([], join(1, rank), *messages, looks=looks, rank=rank)
     assert log[:2] == [("join", 1), ("ready", 1)]
     return log[2:]
 
@@ -149,32 +149,32 @@ def of(step: int) -> list:
 
 
 def test_next_step_begins_before_the_previous_result():
-    log = lived(plan(1), plan(2), plan(3))
+    log = run_epoch(plan(1), plan(2), plan(3))
     assert log == [("begin", 1), ("begin", 2), *of(1), ("begin", 3), *of(2)]
 
 
 def test_completed_step_is_answered_immediately():
-    log = lived(plan(1), plan(2), looks=0)
+    log = run_epoch(plan(1), plan(2), looks=0)
     assert log == [("begin", 1), *of(1), ("begin", 2), *of(2)]
 
 
 def test_step_completed_while_idle_is_answered():
-    log = lived(plan(1), 50, plan(2), 50, looks=20)
+    log = run_epoch(plan(1), 50, plan(2), 50, looks=20)
     assert log == [("begin", 1), *of(1), ("begin", 2), *of(2)]
 
 
 def test_plan_received_while_the_device_is_busy_is_started():
-    log = lived(plan(1), 5, plan(2), 50, looks=20)
+    log = run_epoch(plan(1), 5, plan(2), 50, looks=20)
     assert log == [("begin", 1), ("begin", 2), *of(1), *of(2)]
 
 
 @pytest.mark.parametrize("late", [plan(2, CHUNK), plan(2, release_sequences=(7,))])
 def test_chunks_and_releases_wait_for_the_result(late):
-    assert lived(plan(1), late, plan(3)) == [("begin", 1), *of(1), ("begin", 2), ("begin", 3), *of(2)]
+    assert run_epoch(plan(1), late, plan(3)) == [("begin", 1), *of(1), ("begin", 2), ("begin", 3), *of(2)]
 
 
 def test_other_ranks_wait_and_send_no_results():
-    log = lived(plan(1), plan(2), plan(3), rank=1)
+    log = run_epoch(plan(1), plan(2), plan(3), rank=1)
     assert log == [("begin", 1), ("begin", 2), ("end", 1), ("begin", 3), ("end", 2)]
 
 
@@ -196,36 +196,36 @@ def test_error_in_a_step_ends_the_epoch_but_not_the_member():
     """Plans that were sent before the coordinator learned of the error are not executed."""
     errors = {2: RankLost(1, "died")}
     late = (plan(3), plan(4), KvLayout(1, ()), OpenStore(1), join(1))
-    log = live([], join(1), plan(1), plan(2), *late, join(2), plan(5), plan(6, epoch=2), errors=errors)
+    log = run_member([], join(1), plan(1), plan(2), *late, join(2), plan(5), plan(6, epoch=2), errors=errors)
     broken = [("begin", 2), ("end", 2), ("broken", 1, 2, "died", 1), *LEFT]
     assert log == [*JOINED, ("begin", 1), *of(1), *broken, *AGAIN, ("begin", 6), *of(6)]
 
 
 def test_failed_step_is_reported_after_the_next_one_began():
-    log = live([], join(1), plan(1), plan(2), errors={1: ValueError("no")}, looks=None)
+    log = run_member([], join(1), plan(1), plan(2), errors={1: ValueError("no")}, looks=None)
     assert log == [*JOINED, ("begin", 1), ("begin", 2), ("end", 1), ("broken", 1, 1, "ValueError: no", None), *LEFT]
 
 
 def test_steps_in_flight_at_the_end_of_an_epoch_have_no_result():
-    log = live([], join(1), plan(1), join(2), plan(2, epoch=2), 1, looks=None)
+    log = run_member([], join(1), plan(1), join(2), plan(2, epoch=2), 1, looks=None)
     assert log == [*JOINED, ("begin", 1), *LEFT, *AGAIN, ("begin", 2)]
 
 
 def test_failed_join_is_reported_and_the_next_epoch_is_joined():
     rank_errors: dict = {"join": RuntimeError("no peer joined")}
-    log = live([], join(1), join(1), rank_errors.clear, plan(1), join(2), errors=rank_errors)
+    log = run_member([], join(1), join(1), rank_errors.clear, plan(1), join(2), errors=rank_errors)
     assert log == [("join", 1), ("broken", 1, 0, "RuntimeError: no peer joined", None), *LEFT, *AGAIN]
 
 
 def test_member_ends_after_two_failures_of_its_own():
     log: list = []
     with pytest.raises(OSError, match="no room"):
-        live(log, join(1), join(2), errors={"join": OSError("no room")})
+        run_member(log, join(1), join(2), errors={"join": OSError("no room")})
     assert log == [("join", 1), ("broken", 1, 0, "OSError: no room", None), *LEFT, ("join", 2)]
 
 
 def test_store_is_opened_before_its_epoch_is_joined():
-    log = live([], OpenStore(1), join(1), OpenStore(2), join(2))
+    log = run_member([], OpenStore(1), join(1), OpenStore(2), join(2))
     opened = [[("open",), ("storeopened", epoch)] for epoch in (1, 2)]
     assert log == [*opened[0], *JOINED, *LEFT, *opened[1], *AGAIN]
 
@@ -236,17 +236,17 @@ def test_store_is_opened_before_its_epoch_is_joined():
 )
 def test_member_that_cannot_leave_or_compute_ends(errors, raised):
     with pytest.raises(raised):
-        live([], join(1), plan(1), errors=errors)
+        run_member([], join(1), plan(1), errors=errors)
 
 
 def test_layout_applies_to_its_epoch():
-    log = live([], join(2), KvLayout(1, ()), KvLayout(2, ()), plan(1, epoch=2))
+    log = run_member([], join(2), KvLayout(1, ()), KvLayout(2, ()), plan(1, epoch=2))
     assert log == [*AGAIN, ("take", 2), ("begin", 1), *of(1)]
 
 
 def test_epoch_that_has_ended_is_not_joined():
     status, log = MemberStatus(), []
-    live(log, lambda: status.fence(2), join(1), join(2), plan(1, epoch=2), join(3), status=status)
+    run_member(log, lambda: status.fence(2), join(1), join(2), plan(1, epoch=2), join(3), status=status)
     assert log == [("join", 3), ("ready", 3)]
 
 
@@ -254,7 +254,7 @@ def test_device_error_after_the_end_of_its_epoch_is_ignored():
     """A rank that is released from an exchange continues as if data had arrived."""
     status, log = MemberStatus(), []
     fence = lambda: status.fence(1)  # noqa: E731
-    live(log, join(1), plan(1), fence, plan(2), join(2), status=status, looks=None)
+    run_member(log, join(1), plan(1), fence, plan(2), join(2), status=status, looks=None)
     freed = [("fence",), ("begin", 2), ("end", 1), ("broken", 1, 1, "epoch 1 was ended", None), *LEFT]
     assert log == [*JOINED, ("begin", 1), *freed, *AGAIN]
 
@@ -276,12 +276,12 @@ SAVE, FETCH = Save(1, "a", 0, ()), Fetch(2, "b", 0, "", ())
 
 
 def test_storage_requests_are_forwarded_between_steps():
-    log = lived(plan(1), SAVE, FETCH, plan(2), Discard((2,)), looks=None)
+    log = run_epoch(plan(1), SAVE, FETCH, plan(2), Discard((2,)), looks=None)
     orders = [("save", 1), ("fetch", 2), ("told", 2)]
     assert log == [("begin", 1), *orders, ("begin", 2), *of(1), ("discard", 2)]
 
 
 def test_member_outside_an_epoch_accepts_storage_requests():
-    log = live([], FETCH, join(1), plan(1), SAVE, errors={1: RankLost(1, "died")})
+    log = run_member([], FETCH, join(1), plan(1), SAVE, errors={1: RankLost(1, "died")})
     left = [("end", 1), ("broken", 1, 1, "died", 1), *LEFT]
     assert log == [("fetch", 2), ("told", 2), *JOINED, ("begin", 1), *left, ("save", 1)]

@@ -252,7 +252,7 @@ def test_launches_are_replayed():
     assert torch.equal(memory.out, memory.x)
 
 
-class Reused:
+class ReusingComm:
     """A Comm that reuses the memory of its results."""
 
     def __init__(self, inner):
@@ -282,7 +282,7 @@ def test_exchanges_are_replayed_by_ranks_in_threads():
 
     def live(rank):
         graphs, x = RecordedGraphs(), torch.zeros(ROWS, COLUMNS)
-        comm = graphs.comm(Reused(ends[rank]))
+        comm = graphs.comm(ReusingComm(ends[rank]))
         replay = graphs.capture(lambda: outs[rank].copy_(exchanges(comm, x)))
         for seed in (1, 2):
             x.copy_(numbers(10 * seed + rank))

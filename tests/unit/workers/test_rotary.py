@@ -201,7 +201,7 @@ def test_trained_length_is_the_yarn_length(original: int, trained: int) -> None:
     assert replace(AutoModelForCausalLM.from_config(config))[1].trained == trained
 
 
-class Warped(nn.Module):
+class CustomRotary(nn.Module):
     """A custom rotary module."""
 
     def __init__(self, own: nn.Module, rope_type: str) -> None:
@@ -217,16 +217,16 @@ class Warped(nn.Module):
 
 def test_irreplaceable_module_limits_positions_to_its_accuracy() -> None:
     own, model = make("llama")
-    model.model.rotary_emb = Warped(own, "default")
+    model.model.rotary_emb = CustomRotary(own, "default")
     _, facts = replace(model)
-    assert isinstance(rotary_of(model), Warped)
+    assert isinstance(rotary_of(model), CustomRotary)
     assert facts.max_positions == FLOAT32_POSITIONS
     assert "Warped cannot be replaced: it lays" in facts.reason
 
 
 def test_irreplaceable_module_with_batch_scaling_is_refused() -> None:
     own, model = make("dynamic")
-    model.model.rotary_emb = Warped(own, "dynamic")
+    model.model.rotary_emb = CustomRotary(own, "dynamic")
     with pytest.raises(ModelRefused, match="depend on the longest position, and Warped cannot"):
         replace(model)
 

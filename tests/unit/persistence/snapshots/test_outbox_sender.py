@@ -29,7 +29,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage_health, "MOST_SECONDS", 0.01)
 
 
-class NotingFiles(MemoryFiles):
+class RecordingFiles(MemoryFiles):
     """Records the calls."""
 
     def __init__(self) -> None:
@@ -53,9 +53,9 @@ class NotingFiles(MemoryFiles):
         self.done.append(f"-{name}")
 
 
-class Sending:
+class SenderBench:
     def __init__(self) -> None:
-        self.memory = NotingFiles()
+        self.memory = RecordingFiles()
         self.files = FlakyFiles(self.memory)
         self.catalog = FakeCatalog()
         self.store = AsyncStore(Store(self.files, "memory"))
@@ -77,8 +77,8 @@ class Sending:
 
 
 @asynccontextmanager
-async def sending() -> AsyncIterator[Sending]:
-    found = Sending()
+async def running_sender() -> AsyncIterator[SenderBench]:
+    found = SenderBench()
     task = asyncio.create_task(found.sender.run())
     try:
         yield found
@@ -96,7 +96,7 @@ def attempt(number: int) -> Attempt:
 
 
 async def test_entries_are_sent_in_order() -> None:
-    async with sending() as found:
+    async with running_sender() as found:
         await found.catalog.commit(Change(outgoing=tuple(map(note, (5, 3, 9, 1)))))
         await found.put(note(2), note(5, None))
         await found.all_sent()
@@ -105,7 +105,7 @@ async def test_entries_are_sent_in_order() -> None:
 
 
 async def test_more_entries_than_a_batch_are_sent() -> None:
-    async with sending() as found:
+    async with running_sender() as found:
         await found.put(*(note(number) for number in range(2 * AT_ONCE + 3)))
         await found.all_sent()
         assert len(found.names) == 2 * AT_ONCE + 3
@@ -113,7 +113,7 @@ async def test_more_entries_than_a_batch_are_sent() -> None:
 
 async def test_deletions_overtake_notes_that_cannot_be_written() -> None:
     """A storage that is full accepts nothing else, and has space for it only afterwards."""
-    async with sending() as found:
+    async with running_sender() as found:
         found.memory.is_full = True
         await found.put(*(note(number) for number in range(2 * AT_ONCE)), note(5000, None))
         await comes(lambda: f"-{note(5000).name}" in found.memory.done)
@@ -123,7 +123,7 @@ async def test_deletions_overtake_notes_that_cannot_be_written() -> None:
 
 
 async def test_unreachable_storage_loses_nothing_and_is_reported() -> None:
-    async with sending() as found:
+    async with running_sender() as found:
         found.files.fail(3)
         await found.put(note(1), note(2))
         await comes(lambda: found.sender.trouble.reason)
@@ -134,7 +134,7 @@ async def test_unreachable_storage_loses_nothing_and_is_reported() -> None:
 
 
 async def test_unacknowledged_entries_are_sent_again() -> None:
-    async with sending() as found:
+    async with running_sender() as found:
         await found.catalog.commit(Change(outgoing=(note(1), note(2))))
         found.catalog.failures.append(StorageUnavailable("the disk is full"))
         found.sender.wake()
@@ -152,7 +152,7 @@ async def test_unreadable_catalog_is_read_again_after_the_next_change() -> None:
                 raise DataLoss("the catalog", "its pages are torn")
             return await super().outgoing(limit, only_deletions=only_deletions)
 
-    found = Sending()
+    found = SenderBench()
     catalog = Damaged()
     sender = OutboxSender(found.store, catalog)
     task = asyncio.create_task(sender.run())
@@ -166,7 +166,7 @@ async def test_unreadable_catalog_is_read_again_after_the_next_change() -> None:
 
 
 async def test_deletion_of_an_attempt_starts_with_its_manifest() -> None:
-    async with sending() as found:
+    async with running_sender() as found:
         one, other = attempt(1), attempt(12)
         for each in (one, other):
             for name in (each.piece(0), each.piece(1), each.windows(0), each.manifest):
@@ -179,7 +179,7 @@ async def test_deletion_of_an_attempt_starts_with_its_manifest() -> None:
 
 
 async def test_protected_manifest_stays_and_later_entries_are_sent() -> None:
-    async with sending() as found:
+    async with running_sender() as found:
         one, other = attempt(1), attempt(2)
         for each in (one, other):
             found.keep(each.manifest)
@@ -198,7 +198,7 @@ async def test_protected_manifest_stays_and_later_entries_are_sent() -> None:
 
 
 async def test_many_protected_manifests_do_not_block_others() -> None:
-    async with sending() as found:
+    async with running_sender() as found:
         many = [attempt(number) for number in range(AT_ONCE + 1)]
         for each in many:
             found.sender.hold(each.manifest)
@@ -215,7 +215,7 @@ async def test_deletion_note_removes_previous_notes() -> None:
         )
         return OutboxEntry(reported.place.name, encode_note(reported))
 
-    async with sending() as found:
+    async with running_sender() as found:
         for context, number in (("moby", 1), ("moby", 3), ("moby 2", 2)):
             found.keep(note(context, number).name)
         await found.put(note("moby", 7))
@@ -227,7 +227,7 @@ async def test_deletion_note_removes_previous_notes() -> None:
 
 async def test_failed_deletion_of_notes_is_retried() -> None:
     deletion = ContextNote(service=SERVICE, context="moby", number=4, is_deleted=True)
-    async with sending() as found:
+    async with running_sender() as found:
         found.keep(NotePlace(SERVICE, "moby", 1).name)
         found.memory.num_refused = 2
         await found.put(OutboxEntry(deletion.place.name, encode_note(deletion)))
