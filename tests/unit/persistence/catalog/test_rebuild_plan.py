@@ -58,7 +58,7 @@ class StorageBuilder:
             newest[note.service, note.context] = note
         pieces = [piece for manifest in self.manifests.values() for piece in manifest.pieces]
         entries = {piece.name: ObjectInfo(piece.name, PIECE_BYTES - (piece.name in self.cut), 0.0) for piece in pieces}
-        named = [note.place.name for note in self.notes] + [storage.name for storage in self.damaged_notes]
+        named = [note.place.name for note in self.notes] + [damaged.name for damaged in self.damaged_notes]
         for name in (*self.manifests, *self.damaged, *self.others, *named, *self.further):
             entries[name] = ObjectInfo(name, 10, self.modified.get(name, 0.0))
         return StorageContents(
@@ -75,7 +75,7 @@ class StorageBuilder:
         return rebuild(self.stored, SERVICE)
 
 
-@pytest.fixture(name="place")
+@pytest.fixture(name="storage")
 def full_storage() -> StorageBuilder:
     """A storage with a book, a fork of it, and a poem."""
     storage = StorageBuilder([note_of(record, number) for number, record in enumerate((BOOK, TWIG, POEM), 1)])
