@@ -259,7 +259,7 @@ def test_rank_processes_generate_the_tokens_of_transformers():
         assert tokens == output[0, 70:].tolist() and len(set(tokens)) > 5
 
 
-def test_the_command_measures_cases_of_all_kinds(monkeypatch, tmp_path, capsys):
+def test_command_measures_cases_of_all_kinds(monkeypatch, tmp_path, capsys):
     for name, value in {"DEVICE": "cpu", "stand": lambda: None}.items():
         monkeypatch.setattr(ground, name, value)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)

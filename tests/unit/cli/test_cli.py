@@ -45,7 +45,7 @@ from longleaf.types import Cluster, Context, Drafting, ModelInfo, RankShare, Rec
 from tests.support.terminal import Terminal
 
 
-async def test_context_is_ingested_asked_listed_and_deleted(terminal: Terminal, book: str) -> None:
+async def test_context_is_ingested_queried_listed_and_deleted(terminal: Terminal, book: str) -> None:
     code, out, err = await terminal.run("ingest", book, "--name", "moby")
     assert (code, out.strip()) == (0, "moby: 172 tokens, 10.8 KiB of keys and values on 1 rank")
     assert "100%" in err

@@ -12,7 +12,7 @@ from tests.support.service import byte_tokenizer
 from tests.support.terminal import ANSWER, Terminal
 
 
-async def test_a_context_is_forked(terminal: Terminal) -> None:
+async def test_context_is_forked(terminal: Terminal) -> None:
     terminal.engine.contexts["moby"] = [1, 2, 3]
     code, out, _ = await terminal.run("contexts", "fork", "moby", "ishmael", "--tokens", "2")
     assert (code, out.splitlines()[0]) == (0, "ishmael: 2 tokens, 128 B of keys and values on 1 rank")
@@ -43,7 +43,7 @@ async def test_context_is_recomputed(terminal: Terminal) -> None:
         assert (code, "give the name of a context, or --all" in err) == (2, True)
 
 
-async def test_a_context_is_updated(terminal: Terminal) -> None:
+async def test_context_is_updated(terminal: Terminal) -> None:
     terminal.engine.contexts["moby"] = [1, 2, 3]
     code, out, _ = await terminal.run("contexts", "update", "moby", "--display-name", "Moby-Dick", "--pin")
     assert (code, out.splitlines()[0]) == (0, "moby (Moby-Dick): 3 tokens, 192 B of keys and values on 1 rank")
@@ -55,7 +55,7 @@ async def test_a_context_is_updated(terminal: Terminal) -> None:
     assert (terminal.engine.settings["moby"], context["expires"]) == (ContextSettings(expires=None), None)
 
 
-async def test_an_ingest_carries_its_settings(terminal: Terminal, book: str) -> None:
+async def test_ingest_carries_its_settings(terminal: Terminal, book: str) -> None:
     options = ("--ttl", "60", "--display-name", "Moby-Dick", "--pin", "--upload-id", "one", "--capacity", "500")
     [context] = await terminal.json("ingest", book, "--name", "moby", *options)
     wanted = ContextSettings(ttl=60.0, display_name="Moby-Dick", is_pinned=True, capacity=500)

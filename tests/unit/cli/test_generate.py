@@ -35,7 +35,7 @@ async def test_inexact_answer_gives_the_reason(terminal: Terminal) -> None:
 
 
 @pytest.mark.parametrize("options", [(), ("--json",), ("--samples", "2")])
-async def test_answer_beyond_the_trained_length_is_noted_once(terminal: Terminal, options: tuple[str, ...]) -> None:
+async def test_answer_beyond_the_trained_length_causes_one_notice(terminal: Terminal, options: tuple[str, ...]) -> None:
     ends = (engine_messages.Ended("length", 1, 0, 0, 0.0, 0.0, 0.0, sample) for sample in range(2))
     terminal.engine.answer = ()
     terminal.engine.script = (engine_messages.Admitted(1, 0, is_beyond_trained=True),) * 2 + tuple(ends)

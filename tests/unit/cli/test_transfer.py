@@ -46,7 +46,7 @@ async def target_terminal(
         yield Terminal(address, FakeEngine(), capsys)
 
 
-async def test_a_context_is_exported_and_imported(
+async def test_context_is_exported_and_imported(
     source_terminal: Terminal, target_terminal: Terminal, new: FakeTransferEngine, tmp_path: Path
 ) -> None:
     file = tmp_path / "moby.context"

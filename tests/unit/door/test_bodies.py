@@ -110,7 +110,7 @@ async def test_bodies_without_a_length_are_counted_as_they_arrive():
     reader.audit()
 
 
-async def test_memory_is_held_until_a_body_is_decoded(monkeypatch):
+async def test_memory_is_reserved_until_a_body_is_decoded(monkeypatch):
     large = b" " * bodies.LARGE_BYTES + GOOD
     reader, may_end, begun = BodyReader(2 * len(large) - 1), asyncio.Event(), asyncio.Event()
     loop, decode = asyncio.get_running_loop(), bodies.decode

@@ -112,7 +112,7 @@ async def test_slow_reader_receives_joined_tokens() -> None:
         assert events[1].token_ids[0] == echo_token(2, 0, 1000)
 
 
-async def test_an_observer_sees_every_step_with_its_answer() -> None:
+async def test_observer_receives_every_step_with_its_result() -> None:
     ranks, seen = FakeRanks(2, 100), list[tuple[StepPlan, StepResult]]()
     async with running(ranks, observe=lambda plan, result: seen.append((plan, result))) as (engine, _):
         [_ async for _ in engine.ingest(DocumentPrompt(context="doc", token_ids=range(64)))]
@@ -140,7 +140,7 @@ async def test_samples_are_one_stream() -> None:
         assert await collect(other) == 2
 
 
-async def test_a_stream_ends_with_its_last_sample() -> None:
+async def test_stream_ends_with_its_last_sample() -> None:
     async with running(FakeRanks(2, 1000)) as (engine, _):
         stream = engine.submit(msgspec.structs.replace(prompt(20, 900), num_samples=2))
         seen: set[int] = set()
@@ -334,7 +334,7 @@ async def test_context_expires_on_an_idle_engine() -> None:
 
 
 @pytest.mark.parametrize("is_waiting", [False, True])
-async def test_an_ingest_ends_when_its_context_would_have_expired(is_waiting: bool) -> None:
+async def test_ingest_ends_when_its_context_expires(is_waiting: bool) -> None:
     """Running or queued, it ends, and its blocks are freed immediately."""
     date_clock, ranks = ManualClock(), GatedRanks()
     async with running(ranks, date_clock) as (engine, _):

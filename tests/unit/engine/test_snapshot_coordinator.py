@@ -44,7 +44,7 @@ def snapshot_coordinator(service: Service) -> SnapshotCoordinator:
     return service.engine._storing
 
 
-def held_segment(service: Service, segment: int) -> HeldSegment | None:
+def segment_on_ranks(service: Service, segment: int) -> HeldSegment | None:
     return snapshot_coordinator(service).held(segment)
 
 
@@ -54,74 +54,74 @@ def num_recomputed(service: Service) -> int:
     return sum(len(work.token_ids) for work in works if isinstance(work, Prefill) and work.path == (0,))
 
 
-async def test_sealed_segment_is_held_in_its_placement() -> None:
+async def test_sealed_segment_is_reported_with_its_placement() -> None:
     async with serving(Storage(), policy=DEMAND) as service:
         number = await ingest(service.engine)
-        found = held_segment(service, number)
+        found = segment_on_ranks(service, number)
         assert found is not None
         assert list(found.segment.token_ids) == IDS
         assert sum(len(run) for run in found.runs) == len(IDS)
         assert (found.members, found.epoch, found.window_runs) == ((0, 1), 1, ())
-        assert found == held_segment(service, number)
-        assert held_segment(service, number + 1) is None
+        assert found == segment_on_ranks(service, number)
+        assert segment_on_ranks(service, number + 1) is None
 
 
 async def test_replicated_windows_are_included() -> None:
     storage = Storage()
     async with serving(storage, storage.ranks(windows=WINDOWS), DEMAND) as service:
-        found = held_segment(service, await ingest(service.engine))
+        found = segment_on_ranks(service, await ingest(service.engine))
         assert found is not None
         assert [(run.rank, run.end) for run in found.window_runs] == [(EVERY_RANK, len(IDS))]
 
 
-async def test_growing_segment_is_not_held() -> None:
+async def test_growing_segment_is_not_reported() -> None:
     async with serving(Storage(), policy=DEMAND) as service:
         service.ranks.may_step.clear()
         reading = asyncio.create_task(ingest(service.engine))
         scheduler = service.engine._current()
         await comes(lambda: scheduler.segments.holdings.find(0) is not None)
-        assert held_segment(service, 0) is None
+        assert segment_on_ranks(service, 0) is None
         service.ranks.may_step.set()
         assert await reading == 0
-        assert held_segment(service, 0) is not None
+        assert segment_on_ranks(service, 0) is not None
 
 
-async def test_evicted_segment_is_not_held_and_has_a_new_version_when_restored() -> None:
+async def test_evicted_segment_is_not_reported_until_it_is_restored() -> None:
     storage = Storage()
     async with serving(storage, policy=DEMAND) as service:
-        before = held_segment(service, number := await ingest(service.engine))
+        before = segment_on_ranks(service, number := await ingest(service.engine))
         assert before is not None
     async with serving(storage, policy=DEMAND) as service:
-        assert held_segment(service, number) is None
+        assert segment_on_ranks(service, number) is None
         await ask(service.engine)
-        again = held_segment(service, number)
+        again = segment_on_ranks(service, number)
         assert again is not None
         assert again.version != before.version
 
 
-async def test_lost_segment_is_held_after_recompute() -> None:
+async def test_lost_segment_is_reported_after_recompute() -> None:
     async with serving(Storage(), policy=DEMAND) as service:
         number = await ingest(service.engine)
         service.ranks.may_step.clear()
         service.ranks.lose(1, "it died")
         await comes(lambda: service.engine.cluster().epoch == 2)
-        assert held_segment(service, number) is None
+        assert segment_on_ranks(service, number) is None
         service.ranks.may_step.set()
-        await comes(lambda: (found := held_segment(service, number)) and (found.epoch, found.members) == (2, (0,)))
+        await comes(lambda: (found := segment_on_ranks(service, number)) and (found.epoch, found.members) == (2, (0,)))
 
 
-async def test_nothing_is_held_between_epochs() -> None:
+async def test_no_segment_is_reported_between_epochs() -> None:
     async with serving(Storage(), policy=DEMAND) as service:
         number = await ingest(service.engine)
         service.ranks.may_form.clear()
         service.ranks.break_epoch("they hung")
         await comes(lambda: service.engine._epochs.is_over)
-        assert held_segment(service, number) is None
+        assert segment_on_ranks(service, number) is None
         service.ranks.may_form.set()
-        await comes(lambda: (found := held_segment(service, number)) and found.epoch == 2)
+        await comes(lambda: (found := segment_on_ranks(service, number)) and found.epoch == 2)
 
 
-async def test_nothing_is_held_during_a_rebalance() -> None:
+async def test_no_segment_is_reported_during_a_rebalance() -> None:
     async with serving(Storage(), policy=DEMAND) as service:
         number = await ingest(service.engine)
         service.ranks.may_step.clear()
@@ -129,10 +129,10 @@ async def test_nothing_is_held_during_a_rebalance() -> None:
         await comes(lambda: service.engine.cluster().epoch == 2)
         scheduler = service.engine._current()
         assert scheduler.segments.holdings.is_whole
-        assert held_segment(service, number) is None
+        assert segment_on_ranks(service, number) is None
         service.ranks.may_step.set()
-        await comes(lambda: held_segment(service, number))
-        found = held_segment(service, number)
+        await comes(lambda: segment_on_ranks(service, number))
+        found = segment_on_ranks(service, number)
         assert found is not None
         assert {found.members[run.rank] for run in found.runs} == {0, 1, 7}
 
@@ -239,7 +239,7 @@ async def test_save_interrupted_by_a_rebalance_is_repeated_after_it() -> None:
         await comes(lambda: not service.snapshots._attempts)
         assert not service.snapshots.is_usable(number)
         service.ranks.may_step.set()
-        await comes(lambda: held_segment(service, number))
+        await comes(lambda: segment_on_ranks(service, number))
         await comes(lambda: service.snapshots.is_usable(number))
 
 

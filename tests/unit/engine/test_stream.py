@@ -26,7 +26,7 @@ async def read(*put: Event) -> list[Event]:
     return [event async for event in made]
 
 
-async def test_last_recovery_event_follows_the_earlier_tokens() -> None:
+async def test_last_recovery_event_follows_the_previous_tokens() -> None:
     first = Tokens(0, tokens((1, 2)))
     assert await read(Admitted(5, 3), first, *LOST) == [Admitted(5, 3), first, LOST[-1]]
 

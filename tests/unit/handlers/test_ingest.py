@@ -242,7 +242,7 @@ async def test_ids_have_no_size_in_bytes(made: IngestBench) -> None:
         await made.run(header(size=12), (1, 2, 3))
 
 
-async def test_an_upload_keeps_its_size(made: IngestBench) -> None:
+async def test_upload_keeps_its_size(made: IngestBench) -> None:
     """A client that resumes with another size has another document; the size may be sent late."""
     with pytest.raises(DeadlineExceeded):
         await made.run(header("mine"), b"call me ", ends=False)

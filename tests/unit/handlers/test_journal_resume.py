@@ -261,7 +261,7 @@ async def test_generation_that_no_longer_fits_is_refused(folder: Path, tokenizer
             await service.read(Resume("one", 0))
 
 
-async def test_penalties_include_earlier_tokens(folder: Path, tokenizer: Tokenizer) -> None:
+async def test_penalties_include_previous_tokens(folder: Path, tokenizer: Tokenizer) -> None:
     sampling = Sampling(max_tokens=30, frequency_penalty=1.0, repetition_penalty=1.5, temperature=1.0, seed=77)
     async with serving(folder, tokenizer) as service:
         seen = await service.read(asked(sampling, 2), 7)

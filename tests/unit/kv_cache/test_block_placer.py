@@ -24,7 +24,7 @@ def extents(runs: tuple[Run, ...]) -> list[tuple[int, int, int]]:
     return [(run.rank, run.start, run.end) for run in runs]
 
 
-def test_allocation_prefers_the_smallest_fitting_range() -> None:
+def test_allocation_prefers_the_smallest_sufficient_range() -> None:
     pool = BlockAllocator(12)
     pool.allocate(12)
     pool.free([0, 1, 2, 5, 6, 9, 10, 11])

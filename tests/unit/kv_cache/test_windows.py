@@ -84,7 +84,7 @@ def forked() -> Asker:
 
 
 @pytest.mark.parametrize("position", [40, 41, 43])
-def test_context_forks_where_its_window_is_held(position: int) -> None:
+def test_context_forks_where_its_window_is_retained(position: int) -> None:
     bench = forked()
     bench.scheduler.fork_context("doc", "fork", position)
     bench.scheduler.audit()
@@ -105,7 +105,7 @@ def test_fork_without_a_window_is_refused_with_the_nearest_positions(position: i
         bench.scheduler.fork_context("doc", "fork", 70)
 
 
-def test_prompt_continues_from_the_end_of_an_earlier_one() -> None:
+def test_prompt_continues_from_the_end_of_a_previous_one() -> None:
     bench = Asker(windows=WINDOW)
     first = bench.prompt(range(41))
     bench.run()
@@ -242,7 +242,7 @@ def test_context_forks_only_at_its_last_ends() -> None:
         bench.scheduler.fork_context("doc", "other", 65)
 
 
-def test_fork_keeps_the_earlier_ends() -> None:
+def test_fork_keeps_the_previous_ends() -> None:
     bench = Asker(windows=WindowSpec(reaches=(AttentionSpan(8),), num_blocks=60), blocks=(200, 200))
     append(bench, 20, 20, 20)
     bench.scheduler.fork_context("doc", "fork", 40)

@@ -74,7 +74,7 @@ def test_recomputation_with_progress_survives_another_loss() -> None:
     assert group.holds("a")
 
 
-def test_job_whose_steps_kill_four_ranks_fails_alone() -> None:
+def test_job_that_kills_ranks_in_four_epochs_fails_alone() -> None:
     group = Group()
     deadly, other = group.ask(9, max_tokens=6), group.ask(9, max_tokens=6)
     together = list[int]()

@@ -146,7 +146,7 @@ def test_overtaking_samples_are_preempted(busy: tuple[Bench, list[int]]) -> None
     per_step=st.integers(1, 3),
 )
 @settings(max_examples=40, deadline=None)
-def test_document_begins_when_earlier_jobs_have_ended(
+def test_document_begins_when_previous_jobs_have_ended(
     running: list[int], num_tokens: int, small: list[tuple[int, int]], per_step: int
 ) -> None:
     """The number of small requests does not matter."""

@@ -42,7 +42,7 @@ def test_each_sample_continues_at_its_own_token() -> None:
     assert bench.scheduler.num_running == bench.scheduler.num_waiting == 0
 
 
-def test_earlier_tokens_count_neither_as_prompt_nor_as_cached() -> None:
+def test_previous_tokens_count_neither_as_prompt_nor_as_cached() -> None:
     bench = Bench()
     for number in range(2):  # the second request finds the cached prefix of the first
         bench.scheduler.admit(number, continued_prompt(30, {0: 15}, 1))

@@ -24,7 +24,7 @@ async def test_one_change_notifies_all_waiters() -> None:
     assert changes.count == 2
 
 
-async def test_earlier_change_is_not_waited_for() -> None:
+async def test_past_change_is_not_waited_for() -> None:
     changes = ChangeCounter()
     changes.note()
     await changes.after(0)

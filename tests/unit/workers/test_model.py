@@ -206,7 +206,7 @@ def test_output_layer_is_not_used_as_the_decoder(tmp_path):
     assert type(loaded.decoder).__name__ == "ModernBertDecoderModel"
 
 
-def test_model_whose_decoder_cannot_run_separately_is_refused(tmp_path, monkeypatch):
+def test_model_without_a_separable_decoder_is_refused(tmp_path, monkeypatch):
     """All ranks but the first run it without its head."""
     LlamaForCausalLM(LlamaConfig(**SMALL)).save_pretrained(tmp_path)
     monkeypatch.setattr(LlamaForCausalLM, "get_decoder", lambda plain: plain.model.embed_tokens)
@@ -276,7 +276,7 @@ def test_other_layer_types_are_refused_by_name(tmp_path, config, words):
         model.read_config(str(tmp_path))
 
 
-def test_family_whose_attention_cannot_be_replaced_is_refused(tmp_path):
+def test_family_with_irreplaceable_attention_is_refused(tmp_path):
     with pytest.raises(ModelRefused, match="cannot be replaced"):
         model.load(str(make_checkpoint(tmp_path, "gptj")), "float32", "cpu")
 

@@ -132,7 +132,7 @@ def files_of_at_most(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_full_disk_is_an_error_and_keeps_earlier_events(tmp_path: Path) -> None:
+def test_full_disk_is_an_error_and_keeps_previous_events(tmp_path: Path) -> None:
     with Journal(tmp_path).begin(entry()) as record:
         record.append(EVENTS[0])
         [path] = tmp_path.iterdir()

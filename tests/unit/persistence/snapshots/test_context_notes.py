@@ -48,7 +48,7 @@ def test_note_numbers_grow_and_continue_in_the_next_service() -> None:
     assert notes_from(ContextNotes(catalog(next_outgoing=8)).of(Change(contexts=(BOOK,))))[0].number == 8
 
 
-def test_deletion_is_noted_only_for_noted_contexts() -> None:
+def test_deletion_note_requires_a_previous_note() -> None:
     notes = ContextNotes(catalog(BOOK))
     (note,) = notes_from(notes.of(Change(dropped_contexts=("book", "never"))))
     assert note.is_deleted
