@@ -108,7 +108,7 @@ UNSEEN: dict[str, Callable[[Path], None]] = {
     "between the pieces": with_bytes("large", PIECE_BYTES + 7),
     "other files": lambda folder: (folder / "README.md").write_text("about it") and None,
     "metadata of the weights": lambda folder: save_file(tensors(), folder / SINGLE, {"format": "pt"}),
-    "what is not loaded": lambda folder: save_file(renamed(tensors()), folder / "consolidated.safetensors"),
+    "files that are not loaded": lambda folder: save_file(renamed(tensors()), folder / "consolidated.safetensors"),
 }
 
 
@@ -161,7 +161,7 @@ def test_weights_named_by_the_config_count(folder: Path) -> None:
 
 
 def test_many_weight_files_are_reported_by_their_index(folder: Path) -> None:
-    """All findings fit into one message."""
+    """The fingerprint fits into one message."""
     stem = "x" * 200
     many = MAX_NAME_BYTES // len(stem) + 1
     save_file({"one": np.zeros(4, np.float32)}, folder / "one")
@@ -233,7 +233,7 @@ def test_missing_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_only_samples_of_the_weights_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three pieces of each tensor are read, whatever its size."""
+    """Three pieces of each tensor are read, regardless of its size."""
     (folder / SINGLE).unlink()
     reported = json.dumps({"a": {"dtype": "U8", "shape": [1 << 40], "data_offsets": [0, 1 << 40]}}).encode()
     with (folder / SINGLE).open("wb") as file:

@@ -1,4 +1,4 @@
-"""A job, a restore or a recomputation that cannot be planned or committed fails alone; the others continue."""
+"""A job, a restore or a recomputation that cannot be planned or committed fails without effect on the others."""
 
 from collections.abc import Callable
 from typing import Any

@@ -160,7 +160,7 @@ def test_preempted_answer_continues_at_its_next_token() -> None:
     assert row.token_index == reported
 
 
-def test_recomputed_answer_counts_as_answer_not_as_prompt() -> None:
+def test_recomputed_chunk_is_described_as_prompt_and_answer() -> None:
     bench = Bench(blocks=(10,))
     low = bench.ask(20, max_tokens=20)
     for _ in range(6):
@@ -248,7 +248,7 @@ def test_priority_does_not_preempt_other_tenants() -> None:
     high = bench.ask(4, max_tokens=20, tenant="bolt", priority=100)
     urgent = bench.ask(4, max_tokens=20, tenant="core", priority=100)
     bench.step()
-    assert set(bench.scheduler.positions()) == {1, urgent}, "only who is of the same tenant gives way"
+    assert set(bench.scheduler.positions()) == {1, urgent}, "only a job of the same tenant is preempted"
     bench.run()
     assert bench.scheduler.num_preempted == 1
     assert [len(bench.tokens(job)) for job in (low, 1, high, urgent)] == [20] * 4
@@ -406,5 +406,5 @@ def test_chunk_length_follows_measured_times() -> None:
     chunks = [len(plan.work.token_ids) for plan in bench.run() if isinstance(plan.work, Prefill)]
     assert chunks[0] == 4, "nothing is known yet"
     assert set(chunks[1:30]) == {16}, "a multiple of blocks that takes less than the target, with a decode step"
-    assert chunks[-2] == 400, "when nobody decodes any more"
+    assert chunks[-2] == 400, "when no job decodes any more"
     assert bench.tokens(stream) == answer(4, 40)

@@ -75,7 +75,7 @@ def path_of(scheduler: Scheduler, end: int) -> ContinuationPoint:
 @pytest.mark.parametrize(
     ("count", "num_scored", "expected"), [(7, 0, "D"), (7, 6, "D"), (20, 3, "PD"), (20, 19, "D"), (60, 40, "PD")]
 )
-def test_probe_has_only_rows_with_scores(bench: ProbeBench, count: int, num_scored: int, expected: str) -> None:
+def test_probe_is_one_row_with_its_scored_tokens(bench: ProbeBench, count: int, num_scored: int, expected: str) -> None:
     job = bench.submit(probe(count, num_scored))
     plans = bench.run()
     assert kinds(plans) == expected
@@ -127,7 +127,7 @@ def test_probes_take_turns_beside_answers(chunk_size: int, seconds: float, expec
     assert all(any(row.sequence == answer for row in rows([plan])) for plan in decodes[:19]), "it missed no step"
 
 
-def test_cost_of_probes_is_measured_again_if_other_rows_get_faster() -> None:
+def test_probe_size_adapts_if_other_rows_get_faster() -> None:
     """Earlier steps without probes were slow due to many rows; there are no such steps now."""
     speeds, row = Speeds(), Row(1, (), 0, (7,), (), 0)
     budget = Budget(EngineConfig(model="none", target_itl_ms=100.0, block_size=16), 1, speeds)
@@ -228,7 +228,7 @@ def test_only_context_tokens_can_be_hidden(bench: ProbeBench, hidden: tuple[tupl
     assert caught.value.field == field
 
 
-def test_estimated_cost_of_a_probe_does_not_end_a_finished_answer(bench: ProbeBench) -> None:
+def test_estimated_cost_does_not_end_a_probe_before_its_deadline(bench: ProbeBench) -> None:
     bench.scheduler.speeds.job.add(100.0, 1)
     claim = SchedulingClaim(deadline=50.0)
     jobs = [bench.submit(probe(6, 5, claim=claim)) for _ in range(3)]

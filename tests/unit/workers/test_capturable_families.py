@@ -1,9 +1,9 @@
-"""Which families' forward passes a graph can hold, and what those of the others ask the host.
+"""The families whose forward passes can be captured in a graph, and the host synchronization of the others.
 
-Experts are the only ones that ask: by default transformers multiplies the rows of all experts in one grouped product,
-for which torch has a kernel in bfloat16 alone. In other types the host waits to hear how many rows each expert gets. Of
-the settings that a config has for it, "batched_mm" asks for nothing in any type, but copies an expert's weights for
-each row that goes there; "eager" always asks. Llama 4 has all rows pass through all experts.
+Only experts synchronize with the host: by default transformers multiplies the rows of all experts in one grouped
+product, and torch has a kernel for it only in bfloat16. With other dtypes the host waits for the number of rows per
+expert. The config setting "batched_mm" never synchronizes, but copies the weights of an expert for each of its rows;
+"eager" always synchronizes. In Llama 4 all rows pass through all experts.
 """
 
 import pytest
