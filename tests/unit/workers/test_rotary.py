@@ -221,13 +221,13 @@ def test_irreplaceable_module_limits_positions_to_its_accuracy() -> None:
     _, facts = replace(model)
     assert isinstance(rotary_of(model), CustomRotary)
     assert facts.max_positions == FLOAT32_POSITIONS
-    assert "Warped cannot be replaced: it lays" in facts.reason
+    assert "CustomRotary cannot be replaced: it lays" in facts.reason
 
 
 def test_irreplaceable_module_with_batch_scaling_is_refused() -> None:
     own, model = make("dynamic")
     model.model.rotary_emb = CustomRotary(own, "dynamic")
-    with pytest.raises(ModelRefused, match="depend on the longest position, and Warped cannot"):
+    with pytest.raises(ModelRefused, match="depend on the longest position, and CustomRotary cannot"):
         replace(model)
 
 
