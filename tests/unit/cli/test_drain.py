@@ -1,4 +1,4 @@
-"""What `longleaf drain` prints."""
+"""The output of `longleaf drain`."""
 
 import pytest
 
@@ -15,5 +15,5 @@ from longleaf.types import Draining
         (3, True, "drained: 3 calls ran for longer than 2 s and were ended (serve --drain-seconds)"),
     ],
 )
-def test_calls_that_are_ended_are_said_to_be(open_calls: int, has_waited: bool, text: str) -> None:
+def test_cancelled_calls_are_reported(open_calls: int, has_waited: bool, text: str) -> None:
     assert described(Draining(open_calls=open_calls, limit=2.0), has_waited) == text

@@ -31,7 +31,7 @@ def new() -> FakeTransferEngine:
 
 
 @pytest.fixture
-async def leaving(
+async def source_terminal(
     old: FakeTransferEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> AsyncIterator[Terminal]:
     async with serving(FakeEngine(), tmp_path / "old-model", house=old) as (_, address):
@@ -39,21 +39,21 @@ async def leaving(
 
 
 @pytest.fixture
-async def arriving(
+async def target_terminal(
     new: FakeTransferEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> AsyncIterator[Terminal]:
     async with serving(FakeEngine(), tmp_path / "new-model", house=new) as (_, address):
         yield Terminal(address, FakeEngine(), capsys)
 
 
-async def test_a_context_is_exported_and_imported(
-    leaving: Terminal, arriving: Terminal, new: FakeTransferEngine, tmp_path: Path
+async def test_context_is_exported_and_imported(
+    source_terminal: Terminal, target_terminal: Terminal, new: FakeTransferEngine, tmp_path: Path
 ) -> None:
     file = tmp_path / "moby.context"
-    code, out, _ = await leaving.run("contexts", "export", "moby", str(file))
+    code, out, _ = await source_terminal.run("contexts", "export", "moby", str(file))
     assert (code, out.replace("\n", " ")) == (0, f"moby: {len(WHOLE) / 1024:.1f} KiB in {file} ")
     assert file.read_bytes() == WHOLE
-    code, out, _ = await arriving.run("contexts", "import", str(file), "--name", "dick")
+    code, out, _ = await target_terminal.run("contexts", "import", str(file), "--name", "dick")
     assert (code, out) == (
         0,
         "dick: 11 tokens; its keys and values came along, and are brought back when it is first asked\n",
@@ -61,48 +61,48 @@ async def test_a_context_is_exported_and_imported(
     assert list(new.contexts) == ["dick"]
 
 
-async def test_they_tell_programs_what_they_did(
-    leaving: Terminal, arriving: Terminal, new: FakeTransferEngine, tmp_path: Path
+async def test_json_output_describes_export_and_import(
+    source_terminal: Terminal, target_terminal: Terminal, new: FakeTransferEngine, tmp_path: Path
 ) -> None:
     path = tmp_path / "moby"
     file = str(path)
-    [reported] = await leaving.json("contexts", "export", "moby", file, "--without-keys")
+    [reported] = await source_terminal.json("contexts", "export", "moby", file, "--without-keys")
     assert (reported["context"], reported["file"], reported["num_bytes"]) == ("moby", file, len(path.read_bytes()))
     assert (reported["num_bytes"] < len(WHOLE), len(reported["digest"])) == (True, 64)
-    [reported] = await arriving.json("contexts", "import", file)
+    [reported] = await target_terminal.json("contexts", "import", file)
     assert (reported["context"]["id"], reported["context"]["tokens"], reported["key_tokens"]) == ("moby", 11, 0)
     assert new.objects == {}
 
 
-async def test_pipes_carry_nothing_else(
-    leaving: Terminal, arriving: Terminal, new: FakeTransferEngine, monkeypatch: pytest.MonkeyPatch
+async def test_pipe_carries_only_the_archive(
+    source_terminal: Terminal, target_terminal: Terminal, new: FakeTransferEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipe = io.BytesIO()
     with monkeypatch.context() as patched:
         patched.setattr(sys, "stdout", io.TextIOWrapper(pipe, write_through=True))
-        assert (await leaving.run("contexts", "export", "moby", "-"))[0] == 0
+        assert (await source_terminal.run("contexts", "export", "moby", "-"))[0] == 0
         assert pipe.getvalue() == WHOLE
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(WHOLE)))
-    [reported] = await arriving.json("contexts", "import", "-")
+    [reported] = await target_terminal.json("contexts", "import", "-")
     assert (reported["key_tokens"], list(new.contexts)) == (11, ["moby"])
 
 
-async def test_an_export_goes_on_with_its_part(leaving: Terminal, tmp_path: Path) -> None:
+async def test_export_is_resumed_from_a_partial_file(source_terminal: Terminal, tmp_path: Path) -> None:
     file, part, digest = (tmp_path / name for name in ("moby", "moby.part", "moby.part.digest"))
     part.write_bytes(WHOLE[:500])
     digest.write_text(MOBY.packing().digest)
-    assert (await leaving.run("contexts", "export", "moby", str(file), "--resume"))[0] == 0
+    assert (await source_terminal.run("contexts", "export", "moby", str(file), "--resume"))[0] == 0
     assert (file.read_bytes(), part.exists(), digest.exists()) == (WHOLE, False, False)
     part.write_bytes(WHOLE[:500])
     digest.write_text("0" * 64)
-    code, _, err = await leaving.run("contexts", "export", "moby", str(tmp_path / "moby"), "--resume")
+    code, _, err = await source_terminal.run("contexts", "export", "moby", str(tmp_path / "moby"), "--resume")
     assert (code, err) == (2, f"error: file: {file} is there already; move it away, or name another one\n")
     file.unlink()
-    code, _, err = await leaving.run("contexts", "export", "moby", str(tmp_path / "moby"), "--resume")
+    code, _, err = await source_terminal.run("contexts", "export", "moby", str(tmp_path / "moby"), "--resume")
     message = "error: contexts/moby: it has changed since that parcel was begun; export it anew\n"
     assert (code, err) == (2, message)
     digest.write_text("")
-    code, _, err = await leaving.run("contexts", "export", "moby", str(tmp_path / "moby"), "--resume")
+    code, _, err = await source_terminal.run("contexts", "export", "moby", str(tmp_path / "moby"), "--resume")
     message = f"error: --resume: {digest} does not say what {part} is of; export it anew, without it\n"
     assert (code, err, part.read_bytes()) == (2, message, WHOLE[:500])
 
@@ -117,27 +117,29 @@ async def test_an_export_goes_on_with_its_part(leaving: Terminal, tmp_path: Path
         (("import", "/nowhere"), "error: file: /nowhere cannot be read: No such file or directory\n"),
     ],
 )
-async def test_what_cannot_be_done_is_one_line(
-    leaving: Terminal, tmp_path: Path, arguments: tuple[str, ...], message: str
+async def test_errors_are_one_line(
+    source_terminal: Terminal, tmp_path: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     file = str(tmp_path / "file")
-    code, out, err = await leaving.run("contexts", *(each.replace("FILE", file) for each in arguments))
+    code, out, err = await source_terminal.run("contexts", *(each.replace("FILE", file) for each in arguments))
     assert (code, out, err) == (2, "", message.replace("FILE", file))
     assert not any(name.startswith("file") for name in os.listdir(tmp_path))
 
 
-async def test_files_that_are_no_contexts_are_told(arriving: Terminal, new: FakeTransferEngine, tmp_path: Path) -> None:
+async def test_files_that_are_not_archives_are_refused(
+    target_terminal: Terminal, new: FakeTransferEngine, tmp_path: Path
+) -> None:
     file = tmp_path / "file"
     file.write_bytes(b"Call me Ishmael. Some years ago")
-    code, _, err = await arriving.run("contexts", "import", str(file))
+    code, _, err = await target_terminal.run("contexts", "import", str(file))
     assert (code, err) == (2, f"error: {file}: this is no exported context (after 24 bytes)\n")
     file.write_bytes(WHOLE[:900])
-    code, _, err = await arriving.run("contexts", "import", str(file))
+    code, _, err = await target_terminal.run("contexts", "import", str(file))
     assert (code, err) == (2, f"error: {file}: it was cut: its end is missing (after 900 bytes)\n")
     assert (new.contexts, new.objects) == ({}, {})
 
 
-def test_what_becomes_of_the_keys_is_told() -> None:
+def test_summary_reports_restored_and_recomputed_tokens() -> None:
     context = Context(id="moby", tokens=1000, kv_bytes=0, created=1.0, updated=1.0)
     assert told(context, 0) == "moby: 1,000 tokens; it is read again when it is first asked"
     assert told(context, 900).endswith("when it is first asked 900 of them are brought back, and 100 read again")

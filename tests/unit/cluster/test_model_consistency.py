@@ -15,15 +15,15 @@ OWN = read_fingerprint(embedded_model())
 
 
 def model(digest: str, **files: str | None) -> Fingerprint:
-    """The embedded model's, with these files' digests; None removes one. Keys end before the first dot."""
+    """The fingerprint of the embedded model with changed file digests; None removes a file. Keys lack extensions."""
     names = {name.partition(".")[0]: name for name in OWN.files} | {"template": "chat_template.jinja"}
     changed = OWN.files | {names[key]: reported for key, reported in files.items() if reported is not None}
     removed = {names[key] for key, reported in files.items() if reported is None}
     return Fingerprint(digest, {name: reported for name, reported in changed.items() if name not in removed})
 
 
-def hello(rank: int, told: Fingerprint | None = OWN, missing: str = "") -> Hello:
-    return Hello(rank, f"node-{rank}", f"10.0.0.{rank}", 1, fingerprint=told, missing=missing)
+def hello(rank: int, fingerprint: Fingerprint | None = OWN, missing: str = "") -> Hello:
+    return Hello(rank, f"node-{rank}", f"10.0.0.{rank}", 1, fingerprint=fingerprint, missing=missing)
 
 
 OTHER = model("other", tokenizer="another")
@@ -65,13 +65,13 @@ CASES: dict[str, tuple[list[Hello], str]] = {
 
 
 @pytest.mark.parametrize(("hellos", "expected"), CASES.values(), ids=CASES)
-async def test_nodes_that_differ_are_named(hellos: list[Hello], expected: str) -> None:
+async def test_nodes_with_different_models_are_named(hellos: list[Hello], expected: str) -> None:
     with pytest.raises(StartError) as caught:
         await check_models(hellos, embedded_model())
     assert str(caught.value) == f"model: {expected}"
 
 
-async def test_equal_models_in_other_files_agree() -> None:
+async def test_equal_weights_in_different_files_agree() -> None:
     """A node may have the weights in other files; only the first rank of a node reports them."""
     elsewhere = replace(OWN, files={("a" if "safetensors" in name else name): OWN.files[name] for name in OWN.files})
     await check_models([hello(0), hello(1, None), hello(2, elsewhere)], embedded_model())

@@ -1,4 +1,4 @@
-"""What is made of what the head of a Ray cluster says; a Ray itself says it in tests/e2e/test_ray_tokens.py."""
+"""The check of a Ray cluster's authentication mode. tests/e2e/test_ray_tokens.py tests it against a Ray cluster."""
 
 import socket
 from collections.abc import Iterator
@@ -14,8 +14,8 @@ from coordinator.cluster.ray_auth_check import CALL, check_door
 from longleaf.errors import StartError
 
 
-class Door(grpc.GenericRpcHandler):
-    """Answers Ray's call in one way."""
+class FakeRayHead(grpc.GenericRpcHandler):
+    """Answers Ray's call with a fixed status code."""
 
     def __init__(self, code: grpc.StatusCode) -> None:
         self._code = code
@@ -30,10 +30,10 @@ class Door(grpc.GenericRpcHandler):
 
 
 @contextmanager
-def door(code: grpc.StatusCode) -> Iterator[str]:
-    """Its address."""
+def ray_head(code: grpc.StatusCode) -> Iterator[str]:
+    """Runs a server; yields its address."""
     with ThreadPoolExecutor(1) as pool:
-        server = grpc.server(pool, [Door(code)])
+        server = grpc.server(pool, [FakeRayHead(code)])
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
         try:
@@ -52,14 +52,14 @@ def door(code: grpc.StatusCode) -> Iterator[str]:
         (grpc.StatusCode.UNIMPLEMENTED, "", ""),
     ],
 )
-def test_both_must_agree_on_a_token(
+def test_token_must_match_the_cluster(
     monkeypatch: pytest.MonkeyPatch, mode: str, code: grpc.StatusCode, with_token: str, without: str
 ) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", mode)
     monkeypatch.setattr(ray_auth_check, "_headers", lambda: {"Authorization": "Bearer another"})
     expected = with_token if mode.lower() == "token" else without
     reported = ""
-    with door(code) as address:
+    with ray_head(code) as address:
         try:
             check_door(address)
         except StartError as error:
@@ -67,11 +67,11 @@ def test_both_must_agree_on_a_token(
     assert (reported.startswith(expected), bool(reported)) == (True, bool(expected))
 
 
-def test_where_there_is_no_token_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_token_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setattr(ray_auth_check, "_headers", dict)
     with (
-        door(grpc.StatusCode.UNAUTHENTICATED) as address,
+        ray_head(grpc.StatusCode.UNAUTHENTICATED) as address,
         pytest.raises(
             StartError, match="RAY_AUTH_MODE=token, and there is no token: put the cluster's in RAY_AUTH_TOKEN"
         ),
@@ -79,15 +79,15 @@ def test_where_there_is_no_token_it_is_said(monkeypatch: pytest.MonkeyPatch) -> 
         check_door(address)
 
 
-def test_one_that_says_nothing_is_left_to_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_head_passes_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_auth_check, "CALL_SECONDS", 0.2)
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     with socket.create_server(("127.0.0.1", 0)) as server:
         check_door(f"127.0.0.1:{server.getsockname()[1]}")
 
 
-def test_what_is_encrypted_is_left_to_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encrypted_cluster_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_USE_TLS", "1")
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    with door(grpc.StatusCode.OK) as address:
+    with ray_head(grpc.StatusCode.OK) as address:
         check_door(address)

@@ -1,4 +1,4 @@
-"""The error messages of the web page: its module of sentences, in node."""
+"""The error messages of the web page, tested in Node."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ console.log(JSON.stringify(errors.map((error) => [isFinal(error), sentence(error
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
-def test_what_can_never_work_is_not_to_be_tried_again() -> None:
+def test_permanent_errors_suggest_no_retry() -> None:
     """Messages also do not mention service options or request fields."""
     given = [[400, LONG], [413, "too large"], [415, "kind"], [409, "busy"], [429, "full"], [503, "away"], [500, "?"]]
     script = SCRIPT % (PAGE.as_uri(), json.dumps(given))

@@ -1,4 +1,4 @@
-"""What is kept of contexts is taken up again, also where earlier versions kept what contradicts itself."""
+"""Persisted contexts are restored, including inconsistent records of earlier versions."""
 
 from array import array
 
@@ -25,7 +25,7 @@ from tests.support.catalog import context
         ((3, 30), (3, 30)),
     ],
 )
-def test_a_context_has_ends_to_go_on_from(ends: tuple[int, ...], expected: tuple[int, ...]) -> None:
+def test_restored_context_has_valid_continuation_points(ends: tuple[int, ...], expected: tuple[int, ...]) -> None:
     segments = SegmentStore(BlockPlacer([64], 4))
     contexts = ContextTable(segments)
     record = replace(context("book", 7, 30, capacity=2_000), ends=ends)

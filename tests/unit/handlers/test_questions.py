@@ -1,4 +1,4 @@
-"""The digest by which a repeated request is known: no two questions have the same."""
+"""The digest that identifies a repeated request: different questions have different digests."""
 
 import pytest
 from hypothesis import given, settings
@@ -31,7 +31,7 @@ def test_different_questions_have_different_digests(one: Conversation | str, oth
         ([("user", "a" * 12)], [("user", "a" * 1), ("user", "a" * 2)]),
     ],
 )
-def test_messages_are_told_apart(one: list[tuple[Role, str]], other: list[tuple[Role, str]]) -> None:
+def test_different_messages_have_different_digests(one: list[tuple[Role, str]], other: list[tuple[Role, str]]) -> None:
     made = [Conversation(tuple(Message(*each) for each in turns)) for turns in (one, other)]
     digests = {question_of(Generate(input=each, sampling=Sampling())) for each in made}
     digests |= {question_of(Generate(input=each, context="book", sampling=Sampling())) for each in made}

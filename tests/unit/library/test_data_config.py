@@ -1,4 +1,4 @@
-"""Settings of what outlives a service."""
+"""Settings of persistence."""
 
 import pytest
 
@@ -16,6 +16,6 @@ from longleaf.errors import InvalidArgument
         ({"data_dir": "d", "snapshot_expiry": -1.0}, None, "snapshot_expiry"),
     ],
 )
-def test_what_makes_no_sense_is_refused(settings: dict[str, object], url: str | None, message: str) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, object], url: str | None, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         DataConfig(**settings).check(url)  # pyright: ignore[reportArgumentType]

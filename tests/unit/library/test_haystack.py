@@ -1,4 +1,4 @@
-"""The demo's documents: seeded, of the asked size, with every fact in them exactly once."""
+"""The demo's documents: seeded, of the requested size, with every fact exactly once."""
 
 import random
 
@@ -60,7 +60,7 @@ def test_document_holds_distractors() -> None:
     assert places == sorted(places)
 
 
-def test_held_out_words_and_files_are_apart() -> None:
+def test_held_out_words_and_files_are_disjoint() -> None:
     assert not set(HELD_OUT_WORDS) & set(TRAIN_WORDS)
     held_out, train = set(library_files("held_out")), set(library_files("train"))
     assert held_out
@@ -90,7 +90,7 @@ def test_planting_only_adds_whole_lines(text: str, count: int, seed: int) -> Non
 
 
 @pytest.mark.parametrize("text", ["word " * 2000, "x" * 10_000, "one line\n" * 1000])
-def test_facts_are_spread_whatever_the_text_is_made_of(text: str) -> None:
+def test_facts_are_spread_over_any_text(text: str) -> None:
     rng = random.Random(0)
     sentences = [fact.sentence for fact in distinct_facts(rng, 5)]
     planted = plant(rng, text, sentences)

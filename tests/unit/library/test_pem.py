@@ -18,7 +18,7 @@ def authority(tmp_path: Path) -> Authority:
     return Authority(tmp_path)
 
 
-def test_a_pair_is_taken_with_the_time_at_which_it_expires(authority: Authority) -> None:
+def test_key_pair_is_loaded_with_its_expiry(authority: Authority) -> None:
     chain, key = authority.make()
     assert parse_pair(chain, key).expires == pytest.approx(parse_pair(*authority.make()).expires, abs=60)
 
@@ -62,14 +62,14 @@ SPOILED: dict[str, tuple[Callable[[Authority], tuple[bytes, bytes]], str, str]] 
 
 
 @pytest.mark.parametrize("name", SPOILED)
-def test_what_cannot_be_used_is_named(authority: Authority, name: str) -> None:
+def test_unusable_files_are_named(authority: Authority, name: str) -> None:
     make, field, reported = SPOILED[name]
     with pytest.raises(InvalidArgument, match=reported) as caught:
         parse_pair(*make(authority))
     assert caught.value.field == field
 
 
-def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+def test_unreadable_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="tls_ca: .*No such file"):
         read_pem("tls_ca", tmp_path / "none")
     (tmp_path / "large").write_bytes(bytes(MAX_PEM_BYTES + 1))
@@ -77,7 +77,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         read_pem("tls_ca", tmp_path / "large")
 
 
-def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+def test_irregular_file_is_refused_without_blocking(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
     for path in (tmp_path / "pipe", tmp_path / "folder", Path("/dev/null")):

@@ -1,4 +1,4 @@
-"""What a start says of processors that no rank uses."""
+"""The notice at a start about idle processors."""
 
 import pytest
 
@@ -15,7 +15,7 @@ from coordinator.service import idle_processors
         (1, 1, ["cuda:0"], 16, ""),
     ],
 )
-def test_a_start_that_leaves_most_processors_idle_says_so(
+def test_start_that_leaves_most_processors_idle_prints_a_notice(
     ranks: int, threads: int, devices: list[str], processors: int, message: str
 ) -> None:
     assert idle_processors(ranks, threads, devices, processors) == ((message,) if message else ())

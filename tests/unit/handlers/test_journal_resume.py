@@ -1,4 +1,4 @@
-"""The state that a service restores from its predecessors: the events that clients receive, and the retention times."""
+"""Generations that a service resumes from the journal of its predecessor: the events and the retention times."""
 
 import asyncio
 import resource
@@ -34,8 +34,8 @@ pytestmark = pytest.mark.timeout(60)
 SAMPLING = Sampling(max_tokens=30)
 
 
-def copied(folder: Path) -> Path:
-    """A copy of the folder as if the process were killed now."""
+def copy_of(folder: Path) -> Path:
+    """A copy of the folder in the state that a killed process would leave."""
     copy = folder.with_name(f"{folder.name}-copy")
     shutil.copytree(folder, copy)
     return copy
@@ -51,7 +51,7 @@ def files(folder: Path) -> list[Path]:
     return list(folder.iterdir())
 
 
-async def test_a_repeated_request_finds_what_was_held(folder: Path, tokenizer: Tokenizer) -> None:
+async def test_repeated_request_resumes_its_generation(folder: Path, tokenizer: Tokenizer) -> None:
     seen = await begin(folder, tokenizer)
     assert num_tokens(seen) > 0
     async with serving(folder, tokenizer) as service:
@@ -63,7 +63,7 @@ async def test_a_repeated_request_finds_what_was_held(folder: Path, tokenizer: T
             await service.read(asked(SAMPLING, text="something else"))
 
 
-async def test_a_conversation_goes_on_and_nothing_of_it_is_written_down(folder: Path, tokenizer: Tokenizer) -> None:
+async def test_conversation_continues_without_being_written_to_disk(folder: Path, tokenizer: Tokenizer) -> None:
     output = (
         Message("system", "dq7 be brief"),
         Message("user", "dq7 who?"),
@@ -94,7 +94,7 @@ def deltas(events: list[Event]) -> list[Delta]:
     return [event for event in events if isinstance(event, Delta)]
 
 
-async def test_nothing_runs_before_somebody_comes(folder: Path, tokenizer: Tokenizer) -> None:
+async def test_generation_is_idle_until_a_client_connects(folder: Path, tokenizer: Tokenizer) -> None:
     await begin(folder, tokenizer)
     async with serving(folder, tokenizer) as service:
         assert service.engine.cluster().running == service.engine.cluster().waiting == 0
@@ -102,7 +102,7 @@ async def test_nothing_runs_before_somebody_comes(folder: Path, tokenizer: Token
         assert service.ranks.plans
 
 
-async def test_one_that_had_ended_is_only_told_again(folder: Path, tokenizer: Tokenizer) -> None:
+async def test_finished_generation_is_only_replayed(folder: Path, tokenizer: Tokenizer) -> None:
     seen = await begin(folder, tokenizer, 10**6, num_samples=2)
     async with serving(folder, tokenizer) as service:
         again = await service.read(Resume("one", 0))
@@ -111,7 +111,7 @@ async def test_one_that_had_ended_is_only_told_again(folder: Path, tokenizer: To
             assert whole(again, sample) == whole(seen, sample)
 
 
-async def test_nobody_for_so_long_ends_it_from_the_new_start_on(folder: Path, tokenizer: Tokenizer) -> None:
+async def test_retention_time_restarts_with_the_service(folder: Path, tokenizer: Tokenizer) -> None:
     await begin(folder, tokenizer)
     timers = Timers()
     async with serving(folder, tokenizer, later=timers) as service:
@@ -126,21 +126,21 @@ async def test_nobody_for_so_long_ends_it_from_the_new_start_on(folder: Path, to
     assert not list(Journal(folder).load())
 
 
-async def test_one_that_is_cancelled_is_forgotten_everywhere(folder: Path, tokenizer: Tokenizer) -> None:
+async def test_cancelled_generation_is_removed_from_the_journal(folder: Path, tokenizer: Tokenizer) -> None:
     await begin(folder, tokenizer)
     async with serving(folder, tokenizer) as service:
         await service.generation.cancel("one")
         assert not files(folder)
 
 
-async def test_a_deadline_that_passed_meanwhile_ends_it(folder: Path, tokenizer: Tokenizer) -> None:
+async def test_deadline_that_passed_during_a_restart_ends_the_generation(folder: Path, tokenizer: Tokenizer) -> None:
     """The time limit is 5 seconds plus the time for which a generation is retained without a reader."""
     async with (
         serving(folder, tokenizer, wall_clock=lambda: 1000.0) as service,
         aclosing(service.generation.run(asked(SAMPLING), seconds=5.0)) as events,
     ):
         await anext(events)
-    copy = copied(folder)
+    copy = copy_of(folder)
     async with serving(copy, tokenizer, wall_clock=lambda: 1064.0) as service:
         assert len(whole(await service.read(Resume("one", 0)))[0]) == 30
     async with serving(folder, tokenizer, wall_clock=lambda: 1066.0) as service:
@@ -149,7 +149,7 @@ async def test_a_deadline_that_passed_meanwhile_ends_it(folder: Path, tokenizer:
         assert not files(folder)
 
 
-async def test_who_comes_for_one_whose_context_is_gone_is_told(folder: Path, tokenizer: Tokenizer) -> None:
+async def test_resume_without_its_context_gets_not_found(folder: Path, tokenizer: Tokenizer) -> None:
     async with serving(folder, tokenizer) as service:
         await ingest(service)
         await service.read(asked(SAMPLING, context="doc"), 5)
@@ -163,7 +163,7 @@ async def ingest(service: Served) -> None:
     _ = [event async for event in service.engine.ingest(DocumentPrompt(context="doc", token_ids=list(range(50))))]
 
 
-async def test_one_that_asks_a_context_goes_on_with_it(folder: Path, tokenizer: Tokenizer) -> None:
+async def test_generation_over_a_context_is_resumed(folder: Path, tokenizer: Tokenizer) -> None:
     async with serving(folder, tokenizer) as service:
         await ingest(service)
         wanted = await service.read(msgspec.structs.replace(asked(SAMPLING, 2, "doc"), request_id="other"))
@@ -175,15 +175,15 @@ async def test_one_that_asks_a_context_goes_on_with_it(folder: Path, tokenizer: 
         assert whole(seen, sample) == whole(wanted, sample)
 
 
-async def test_one_that_fails_by_itself_is_forgotten(folder: Path, tokenizer: Tokenizer) -> None:
+async def test_failed_generation_is_removed_from_the_journal(folder: Path, tokenizer: Tokenizer) -> None:
     async with serving(folder, tokenizer, FakeRanks(vocab=VOCAB, broken=[(0, 9)])) as service:
         with pytest.raises(Exception, match="token 9 of the answer"):
             await service.read(asked(SAMPLING))
         assert not files(folder)
 
 
-async def test_one_that_is_cut_off_goes_on_in_the_next_service(folder: Path, tokenizer: Tokenizer) -> None:
-    """Its client saw the last rank die."""
+async def test_interrupted_generation_continues_in_the_next_service(folder: Path, tokenizer: Tokenizer) -> None:
+    """Its client received the loss of the last rank."""
     with pytest.raises(RankLost):
         async with serving(folder, tokenizer, FakeRanks(vocab=VOCAB, lose_at=12)) as service:
             await service.read(asked(SAMPLING))
@@ -194,8 +194,8 @@ async def test_one_that_is_cut_off_goes_on_in_the_next_service(folder: Path, tok
         assert found == wanted
 
 
-async def test_a_stop_of_the_service_leaves_it_to_the_next_one(folder: Path, tokenizer: Tokenizer) -> None:
-    ranks = Halting()
+async def test_stopped_service_leaves_generations_in_the_journal(folder: Path, tokenizer: Tokenizer) -> None:
+    ranks = HaltingRanks()
     async with serving(folder, tokenizer, ranks) as service:
         reading = asyncio.create_task(service.read(asked(SAMPLING)))
         await ranks.halts.wait()
@@ -208,7 +208,7 @@ async def test_a_stop_of_the_service_leaves_it_to_the_next_one(folder: Path, tok
         assert len(whole(await service.read(Resume("one", 0)))[0]) == 30
 
 
-class Halting(FakeRanks):
+class HaltingRanks(FakeRanks):
     """Ranks that wait in their eighth step."""
 
     def __init__(self) -> None:
@@ -222,7 +222,7 @@ class Halting(FakeRanks):
         return await super().step(plan)
 
 
-async def test_no_token_is_told_that_cannot_be_written_down(folder: Path, tokenizer: Tokenizer) -> None:
+async def test_token_that_cannot_be_written_is_not_sent(folder: Path, tokenizer: Tokenizer) -> None:
     async with serving(folder, tokenizer) as service:
         async with aclosing(service.generation.run(asked(SAMPLING))) as events:
             while not isinstance(await anext(events), Delta):
@@ -238,7 +238,7 @@ async def test_no_token_is_told_that_cannot_be_written_down(folder: Path, tokeni
         assert len(whole(await service.read(asked(SAMPLING)))[0]) == 30
 
 
-async def test_one_that_goes_on_waits_where_a_new_one_is_refused(folder: Path, tokenizer: Tokenizer) -> None:
+async def test_resumed_generation_waits_where_a_new_one_is_refused(folder: Path, tokenizer: Tokenizer) -> None:
     await begin(folder, tokenizer)
     async with serving(folder, tokenizer) as service:
         submit, refusals = service.engine.submit, iter([ResourceExhausted("queue", "full", 0.001)] * 3)
@@ -253,7 +253,7 @@ async def test_one_that_goes_on_waits_where_a_new_one_is_refused(folder: Path, t
         assert next(refusals, None) is None
 
 
-async def test_what_can_never_begin_again_is_refused(folder: Path, tokenizer: Tokenizer) -> None:
+async def test_generation_that_no_longer_fits_is_refused(folder: Path, tokenizer: Tokenizer) -> None:
     """The pool of the new service is too small."""
     await begin(folder, tokenizer)
     async with serving(folder, tokenizer, FakeRanks(num_blocks=5, vocab=VOCAB)) as service:
@@ -261,7 +261,7 @@ async def test_what_can_never_begin_again_is_refused(folder: Path, tokenizer: To
             await service.read(Resume("one", 0))
 
 
-async def test_penalties_count_what_was_told_before(folder: Path, tokenizer: Tokenizer) -> None:
+async def test_penalties_include_previous_tokens(folder: Path, tokenizer: Tokenizer) -> None:
     sampling = Sampling(max_tokens=30, frequency_penalty=1.0, repetition_penalty=1.5, temperature=1.0, seed=77)
     async with serving(folder, tokenizer) as service:
         seen = await service.read(asked(sampling, 2), 7)
@@ -284,15 +284,15 @@ def rows(ranks: FakeRanks) -> list[Row]:
     return [row for plan in ranks.plans if isinstance(plan.work, Decode) for row in plan.work.rows]
 
 
-async def test_without_a_journal_nothing_is_kept(folder: Path, tokenizer: Tokenizer) -> None:
+async def test_generation_that_is_not_resumable_is_not_written(folder: Path, tokenizer: Tokenizer) -> None:
     async with serving(folder, tokenizer) as service:
         request = msgspec.structs.replace(asked(SAMPLING), resume_seconds=0.0)
         await service.read(request)
         assert not files(folder)
 
 
-async def test_many_are_taken_up_and_go_on_at_once(folder: Path, tokenizer: Tokenizer) -> None:
-    """More than may wait in the queue."""
+async def test_many_generations_are_resumed_concurrently(folder: Path, tokenizer: Tokenizer) -> None:
+    """There are more generations than queue slots."""
     requests = [msgspec.structs.replace(asked(SAMPLING), request_id=f"r{i}") for i in range(40)]
     async with serving(folder, tokenizer) as service:
         for request in requests:

@@ -17,12 +17,12 @@ pytestmark = pytest.mark.timeout(60)
 DEMAND = RetentionPolicy("demand", grace=NOW)
 
 
-def held(service: Service) -> list[str]:
+def protected_manifests(service: Service) -> list[str]:
     """Manifests that stay on storage for the exports."""
     return service.snapshots._sender.held
 
 
-async def test_a_context_leaves_with_all_that_is_held_and_equal_each_time() -> None:
+async def test_export_contains_all_segments_and_is_repeatable() -> None:
     async with serving(Storage(), policy=DEMAND) as service:
         ids = await ingest_two(service.engine)
         exporting = await service.engine.house.open_export("book", with_keys=True)
@@ -41,19 +41,19 @@ async def test_a_context_leaves_with_all_that_is_held_and_equal_each_time() -> N
         )
 
 
-async def test_a_context_that_leaves_without_keys_is_not_saved() -> None:
+async def test_export_without_keys_saves_nothing() -> None:
     async with serving(Storage(), policy=DEMAND) as service:
         await ingest_two(service.engine)
         exporting = await service.engine.house.open_export("book", with_keys=False)
         assert len(exporting.segments) == 2
         assert not exporting.manifests
         assert not service.ranks.num_saves
-        assert not held(service)
+        assert not protected_manifests(service)
         with pytest.raises(NotFound):
             await service.engine.house.open_export("other", with_keys=False)
 
 
-async def test_what_is_parked_leaves_with_what_storage_has() -> None:
+async def test_evicted_context_is_exported_with_its_stored_keys() -> None:
     storage = Storage()
     async with serving(storage, policy=DEMAND) as service:
         first, _ = await ingest_two(service.engine)
@@ -62,10 +62,10 @@ async def test_what_is_parked_leaves_with_what_storage_has() -> None:
         exporting = await service.engine.house.open_export("book", with_keys=True)
         assert list(exporting.manifests) == [first]
         assert len(exporting.segments) == 2
-        assert len(held(service)) == 1
+        assert len(protected_manifests(service)) == 1
 
 
-async def test_where_nothing_is_written_contexts_leave_without_keys() -> None:
+async def test_export_without_storage_has_no_keys() -> None:
     async with serving(Storage(), policy=RetentionPolicy("off", grace=NOW)) as service:
         await ingest_two(service.engine)
         exporting = await service.engine.house.open_export("book", with_keys=True)
@@ -73,7 +73,7 @@ async def test_where_nothing_is_written_contexts_leave_without_keys() -> None:
         assert len(exporting.segments) == 2
 
 
-async def test_what_leaves_stays_on_storage_until_it_is_closed() -> None:
+async def test_exported_manifests_stay_on_storage_until_the_export_closes() -> None:
     storage = Storage()
     async with serving(storage, policy=DEMAND) as service:
         await ingest_two(service.engine)
@@ -85,14 +85,14 @@ async def test_what_leaves_stays_on_storage_until_it_is_closed() -> None:
         for manifest in other.manifests.values():
             for piece in manifest.pieces:
                 await other.read(piece)
-        assert len(held(service)) == 2
+        assert len(protected_manifests(service)) == 2
         await other.close()
-        assert not held(service)
+        assert not protected_manifests(service)
         await comes(lambda: not storage.num_objects)
 
 
 @pytest.mark.parametrize("is_missing", [True, False])
-async def test_pieces_that_are_damaged_are_not_read(is_missing: bool) -> None:
+async def test_damaged_pieces_are_not_read(is_missing: bool) -> None:
     storage = Storage()
     async with serving(storage, policy=DEMAND) as service:
         await ingest_two(service.engine)
@@ -107,7 +107,7 @@ async def test_pieces_that_are_damaged_are_not_read(is_missing: bool) -> None:
 
 
 @pytest.mark.parametrize("is_missing", [True, False])
-async def test_a_segment_whose_manifest_is_damaged_leaves_without_its_keys(is_missing: bool) -> None:
+async def test_segment_with_a_damaged_manifest_is_exported_without_keys(is_missing: bool) -> None:
     storage = Storage()
     async with serving(storage, policy=DEMAND) as service:
         first, last = await ingest_two(service.engine)
@@ -120,10 +120,10 @@ async def test_a_segment_whose_manifest_is_damaged_leaves_without_its_keys(is_mi
         exporting = await service.engine.house.open_export("book", with_keys=True)
         assert list(exporting.manifests) == [last]
         await exporting.close()
-        assert not held(service)
+        assert not protected_manifests(service)
 
 
-async def test_a_storage_that_is_away_is_told_and_nothing_stays_held() -> None:
+async def test_storage_failure_is_raised_and_no_manifest_stays_protected() -> None:
     storage = Storage()
     async with serving(storage, policy=DEMAND) as service:
         ids = await ingest_two(service.engine)
@@ -132,12 +132,12 @@ async def test_a_storage_that_is_away_is_told_and_nothing_stays_held() -> None:
         storage.files.fail(1)
         with pytest.raises(StorageUnavailable):
             await service.engine.house.open_export("book", with_keys=True)
-        assert not held(service)
+        assert not protected_manifests(service)
         exporting = await service.engine.house.open_export("book", with_keys=True)
         assert len(exporting.manifests) == 2
 
 
-async def test_what_cannot_be_saved_now_does_not_leave_without_its_keys() -> None:
+async def test_failed_save_fails_the_export() -> None:
     storage = Storage()
     async with serving(storage, policy=DEMAND) as service:
         await ingest_two(service.engine)
@@ -146,7 +146,7 @@ async def test_what_cannot_be_saved_now_does_not_leave_without_its_keys() -> Non
             await service.engine.house.open_export("book", with_keys=True)
 
 
-async def test_who_goes_away_while_it_is_saved_holds_nothing() -> None:
+async def test_disconnect_during_a_save_protects_no_manifest() -> None:
     async with serving(Storage(), policy=DEMAND) as service:
         await ingest_two(service.engine)
         service.ranks.may_save.clear()
@@ -156,12 +156,12 @@ async def test_who_goes_away_while_it_is_saved_holds_nothing() -> None:
         with pytest.raises(asyncio.CancelledError):
             await opening
         service.ranks.may_save.set()
-        assert not held(service)
+        assert not protected_manifests(service)
         exporting = await service.engine.house.open_export("book", with_keys=True)
         assert len(exporting.manifests) == 2
 
 
-async def test_the_checkpoint_is_read_once(tmp_path: Path) -> None:
+async def test_checkpoint_is_read_once(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
     expected = read_fingerprint(folder)
     async with serving(Storage(), policy=DEMAND, model=str(folder)) as service:

@@ -32,7 +32,7 @@ def whole(tmp_path):
 
 @pytest.fixture
 def small(tmp_path):
-    """The smallest overlay, closed as the others are."""
+    """The smallest overlay, secured like the others."""
     return with_these(tmp_path, "cpu", ["certificates", "credentials", "authority"], CLOSING)
 
 
@@ -69,7 +69,7 @@ def taken(container):
 
 
 def check(flags):
-    """All that `serve` checks before it starts anything."""
+    """Runs the checks of `serve` before its start."""
     flags.config().check()
     flags.data().check(flags.snapshot_url)
     flags.security().check(flags.host)
@@ -77,18 +77,18 @@ def check(flags):
 
 
 @pytest.mark.parametrize("overlay", ["cpu", *CLOSED])
-def test_the_command_of_every_overlay_is_taken(overlay):
+def test_command_of_every_overlay_is_valid(overlay):
     check(taken(serve_of(render(MANIFESTS / "overlays" / overlay))))
 
 
-def test_the_command_is_taken_with_all_components_and_has_their_options(whole, tmp_path):
+def test_command_with_all_components_has_their_options(whole, tmp_path):
     flags = taken(serve_of(whole))
     check(flags)
     assert flags.log_format == "json" and flags.metrics_port == 9464 and flags.snapshot_url
     assert flags.tls_cert and flags.tls_key and flags.credentials and not flags.insecure
 
 
-def test_the_base_refuses_to_listen():
+def test_base_refuses_to_listen():
     found = render(MANIFESTS / "base")
     with pytest.raises(InvalidArgument, match="give --tls-cert and --credentials, or say --insecure"):
         check(taken(serve_of(found)))
@@ -96,28 +96,28 @@ def test_the_base_refuses_to_listen():
 
 
 @pytest.mark.parametrize("overlay", CLOSED)
-def test_overlays_for_people_are_closed(overlay):
+def test_documented_overlays_require_credentials(overlay):
     given = options(serve_of(render(MANIFESTS / "overlays" / overlay)))
     assert {"tls-cert", "tls-key", "credentials", "health-port"} <= given.keys() and "insecure" not in given
 
 
-def test_the_smallest_overlay_is_open_and_says_so():
+def test_smallest_overlay_is_open_and_insecure():
     given = options(serve_of(render(MANIFESTS / "overlays" / "cpu")))
     assert "insecure" in given and not {"tls-cert", "credentials", "health-port", "metrics-port"} & given.keys()
 
 
-def test_the_smallest_overlay_may_be_closed_like_the_others(small):
+def test_smallest_overlay_can_be_secured(small):
     assert list(all_errors(small)) == [] and problems(small, RAY) == []
     check(taken(serve_of(small)))
 
 
 @pytest.mark.parametrize("name", ["certificates", "credentials", "authority", "monitoring"])
-def test_a_component_alone_keeps_the_rules(name, tmp_path):
+def test_single_component_keeps_the_rules(name, tmp_path):
     found = with_these(tmp_path, "cpu", [name])
     assert list(all_errors(found)) == [] and problems(found, RAY) == []
 
 
-def test_the_hook_is_taken_by_its_command(whole):
+def test_hook_command_is_valid(whole):
     command = typer.main.get_command(app).commands["drain"]
     for container in head(whole)["containers"]:
         program, name, *words = hook(container)
@@ -130,7 +130,7 @@ def test_the_hook_is_taken_by_its_command(whole):
         assert given["server"] is None  # so localhost, for which the certificate is
 
 
-def test_files_are_in_the_secrets_that_the_certificate_and_the_example_name(whole):
+def test_files_exist_in_the_named_secrets(whole):
     example = yaml.safe_load((MANIFESTS / "components" / "credentials" / "secret.example.yaml").read_text())
     assert list(all_errors([example])) == []
     certificate = named(whole, "Certificate", "longleaf")["spec"]["secretName"]
@@ -139,27 +139,27 @@ def test_files_are_in_the_secrets_that_the_certificate_and_the_example_name(whol
     assert found == expected | {(example["metadata"]["name"], key) for key in example["stringData"]}
 
 
-def test_secrets_are_readable_for_the_user_of_the_pod_and_for_nobody_else(whole):
+def test_secrets_are_readable_only_for_the_user_of_the_pod(whole):
     volumes = [one for one in head(whole)["volumes"] if "secret" in one]
     assert {one["name"] for one in volumes} == {"certificate", "credentials"}
     assert [one["secret"]["defaultMode"] for one in volumes] == [0o440, 0o440]
     assert head(whole)["securityContext"]["fsGroup"] == 1000
 
 
-def test_the_example_of_credentials_opens_nothing(whole):
+def test_example_credentials_grant_no_access(whole):
     example = yaml.safe_load((MANIFESTS / "components" / "credentials" / "secret.example.yaml").read_text())
     with pytest.raises(InvalidArgument, match="no entries"):
         parse_credentials(example["stringData"]["list"].encode())
     assert not of_kind(whole, "Secret")  # an applied Secret would replace the one that the operator created
 
 
-def test_ranks_have_neither_certificate_nor_credential(whole):
+def test_ranks_have_no_certificate_and_no_credential(whole):
     (group,) = cluster(whole)["workerGroupSpecs"]
     volumes = {one["name"] for one in group["template"]["spec"]["volumes"]}
     assert volumes.isdisjoint({"certificate", "credentials"})
 
 
-def test_the_authority_signs_for_the_service(whole):
+def test_authority_signs_for_the_service(whole):
     issuer = named(whole, "Certificate", "longleaf")["spec"]["issuerRef"]["name"]
     secret = named(whole, "Issuer", issuer)["spec"]["ca"]["secretName"]
     (own,) = [one for one in of_kind(whole, "Certificate") if one["spec"]["secretName"] == secret]
@@ -167,7 +167,7 @@ def test_the_authority_signs_for_the_service(whole):
     assert named(whole, "Issuer", own["spec"]["issuerRef"]["name"])["spec"] == {"selfSigned": {}}
 
 
-def test_the_port_of_health_is_for_no_client(whole):
+def test_health_port_is_not_exposed_to_clients(whole):
     opened = {
         port["port"]
         for policy in of_kind(whole, "NetworkPolicy")
@@ -178,7 +178,7 @@ def test_the_port_of_health_is_for_no_client(whole):
     assert {port["port"] for one in of_kind(whole, "Service") for port in one["spec"]["ports"]} == {50051, 8000}
 
 
-def test_only_the_namespace_of_prometheus_reaches_the_metrics(whole):
+def test_metrics_are_reachable_only_from_the_namespace_of_prometheus(whole):
     policy = named(whole, "NetworkPolicy", "longleaf-monitoring")["spec"]
     assert [pod.owner for pod in pods(whole) if selects(policy["podSelector"], pod)] == ["head", "longleaf-door"]
     (rule,) = policy["ingress"]
@@ -186,7 +186,7 @@ def test_only_the_namespace_of_prometheus_reaches_the_metrics(whole):
     assert source == {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
 
 
-def test_alerts_and_dashboard_are_those_of_ops(whole):
+def test_alerts_and_dashboard_equal_those_in_ops(whole):
     rules = yaml.safe_load((ROOT / "ops" / "prometheus" / "rules.yml").read_text())
     message = "k8s/components/monitoring/prometheusrule.yaml: its groups are not those of ops/prometheus/rules.yml"
     assert named(whole, "PrometheusRule", "longleaf")["spec"] == rules, message
@@ -195,14 +195,14 @@ def test_alerts_and_dashboard_are_those_of_ops(whole):
     assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
 
 
-def test_what_the_readme_tells_people_to_write_has_an_authority(tmp_path):
+def test_readme_example_has_an_authority(tmp_path):
     found = of_readme(tmp_path)
     check(taken(serve_of(found)))
     assert of_kind(found, "Issuer") and of_kind(found, "PodMonitor")
     assert named(found, "Certificate", "longleaf")["spec"]["issuerRef"]["name"] == "internal"
 
 
-def test_the_readme_tells_how_the_smallest_overlay_is_closed():
+def test_readme_shows_how_to_secure_the_smallest_overlay():
     reported = (MANIFESTS / "README.md").read_text()
     (block,) = [one for one in reported.split("```")[1::2] if one.startswith("\ncomponents:")]
     settings = yaml.safe_load(block)
@@ -275,7 +275,7 @@ BREAKS = {
 
 
 @pytest.mark.parametrize("reported", BREAKS)
-def test_a_broken_door_is_told(reported, broken):
+def test_broken_rule_is_reported(reported, broken):
     assert problems(broken, RAY) == []
     BREAKS[reported](broken)
     assert reported in "\n".join(problems(broken, RAY))
@@ -295,7 +295,7 @@ TYPOS = {
 
 
 @pytest.mark.parametrize("typo", TYPOS)
-def test_a_planted_typo_is_found(typo, broken):
+def test_typo_is_detected(typo, broken):
     kind, plant = TYPOS[typo]
     document = of_kind(broken, kind)[0]
     assert list(all_errors([document])) == []

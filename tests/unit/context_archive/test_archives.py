@@ -1,4 +1,4 @@
-"""Damaged, truncated, reordered or oversized parcels are reported, at every position."""
+"""Damaged, truncated, reordered or oversized archives are reported, at every position."""
 
 import tracemalloc
 from array import array
@@ -33,7 +33,7 @@ def record(kind: str, content: bytes) -> bytes:
     return Frame(kind, len(content), blake3(content).hexdigest()).encode() + content
 
 
-def test_what_is_unpacked_is_what_was_packed() -> None:
+def test_archive_round_trip() -> None:
     given = packable(((8, 8), (5, 5), (9, 8)), (True, False, True))
     reported = unpack(given.packed())
     assert reported[0] == given.head
@@ -42,7 +42,7 @@ def test_what_is_unpacked_is_what_was_packed() -> None:
     assert [(one.num_used, one.num_tokens, one.keys is not None) for one in segments] == [
         (8, 8, True),
         (5, 5, False),
-        (8, 8, False),  # its keys are exported whole, and would reveal the tokens of another context behind the end
+        (8, 8, False),  # all its keys are exported, and would reveal tokens of another context after the end
     ]
     ids = [one.token_ids for one in reported if isinstance(one, IdsSection)]
     assert ids == [given.path[0].token_ids, given.path[1].token_ids, given.path[2].token_ids[:8]]
@@ -51,7 +51,7 @@ def test_what_is_unpacked_is_what_was_packed() -> None:
     ]
 
 
-def test_nothing_leaves_of_a_shared_segment_that_the_context_does_not_use() -> None:
+def test_unused_part_of_a_shared_segment_is_not_exported() -> None:
     """The rest of the segment belongs to another context, possibly of another tenant if tenants share prefixes."""
     given = packable(((8, 7), (5, 4)), vocabulary=200)
     for segment, unused in zip(given.path, (7, 4), strict=True):
@@ -61,7 +61,7 @@ def test_nothing_leaves_of_a_shared_segment_that_the_context_does_not_use() -> N
     assert not [content for content in given.objects.values() if content in archive]
 
 
-def test_the_same_context_is_the_same_parcel_from_any_byte_on() -> None:
+def test_archive_is_deterministic_from_any_offset() -> None:
     given = packable()
     whole, packing = given.packed(), packable().packing()
     assert (len(whole), packing.digest) == (packing.num_bytes, given.packing().digest)
@@ -72,14 +72,14 @@ def test_the_same_context_is_the_same_parcel_from_any_byte_on() -> None:
     assert packable(seed=2).packing().digest != packing.digest
 
 
-def test_a_parcel_that_is_cut_anywhere_is_told() -> None:
+def test_truncation_is_detected_at_every_byte() -> None:
     whole = packable().packed()
     for end in range(len(whole)):
         with pytest.raises(InvalidArgument, match=rf"parcel: it was cut: its end is missing \(after {end:,} bytes\)"):
             unpack(whole[:end])
 
 
-def test_a_bit_that_is_flipped_anywhere_is_told() -> None:
+def test_flipped_bit_is_detected_at_every_byte() -> None:
     whole = packable().packed()
     for place in range(len(whole)):
         damaged = bytearray(whole)
@@ -88,12 +88,12 @@ def test_a_bit_that_is_flipped_anywhere_is_told() -> None:
             unpack(bytes(damaged))
 
 
-def test_nothing_may_come_after_the_end() -> None:
+def test_data_after_the_end_is_rejected() -> None:
     with pytest.raises(InvalidArgument, match="after its end"):
         unpack(packable().packed() + b"\0")
 
 
-def test_records_in_another_order_are_told() -> None:
+def test_swapped_and_missing_records_are_detected() -> None:
     whole = packable().packed()
     records, at = list[bytes](), len(PREAMBLE)
     while at < len(whole):
@@ -109,7 +109,7 @@ def test_records_in_another_order_are_told() -> None:
             unpack(PREAMBLE + b"".join([*records[:place], *records[place + 1 :]]))
 
 
-def test_the_end_of_another_parcel_is_told() -> None:
+def test_end_record_of_another_archive_is_rejected() -> None:
     one, other = packable().packed(), packable(seed=2).packed()
     assert len(one) == len(other)
     with pytest.raises(InvalidArgument, match="its end is that of another one"):
@@ -126,13 +126,13 @@ def test_the_end_of_another_parcel_is_told() -> None:
         ("\x9f", 10, "comes where 'head' should"),
     ],
 )
-def test_lengths_are_not_believed(kind: str, num_bytes: int, message: str) -> None:
+def test_declared_lengths_are_not_trusted(kind: str, num_bytes: int, message: str) -> None:
     frame = Frame(kind, num_bytes, "00" * 32)
     with pytest.raises(InvalidArgument, match=message):
         unpack(PREAMBLE + frame.encode())
 
 
-def test_ids_and_pieces_have_the_sizes_that_were_told() -> None:
+def test_records_have_their_declared_sizes() -> None:
     begin = PREAMBLE + record("head", encode(HEAD))
     segment = SegmentHead(num_used=11, num_tokens=11, rope=ROPE, keys=None)
     begin += record("segment", encode(segment))
@@ -162,12 +162,12 @@ def test_ids_and_pieces_have_the_sizes_that_were_told() -> None:
         (replace(HEAD, display_name="x" * 257), "more than 256 characters"),
     ],
 )
-def test_heads_that_make_no_sense_are_told(head: ContextHead, message: str) -> None:
+def test_invalid_heads_are_rejected(head: ContextHead, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         unpack(PREAMBLE + record("head", encode(head)))
 
 
-def test_a_head_without_ends_has_its_own() -> None:
+def test_head_without_ends_ends_at_its_last_token() -> None:
     replace(HEAD, ends=()).check()
     assert sound_ends((), 11) == sound_ends((11,), 11) == (11,)
 
@@ -196,20 +196,20 @@ def test_pieces_and_runs_are_bounded_by_blocks(segment: SegmentHead, message: st
         unpack(PREAMBLE + record("head", encode(HEAD)) + record("segment", encode(segment)))
 
 
-def test_runs_of_keys_that_are_not_taken_are_not_decoded() -> None:
+def test_runs_of_skipped_keys_are_not_decoded() -> None:
     others = with_keys(RUN * 70_000, windows=RUN * 20, form="another")
     reported = decode_segment(encode(others), 11, FORM, 1)
     assert reported.keys is not None
     assert [part.runs for part in reported.keys.parts] == [(), ()]
 
 
-def test_what_is_no_array_of_runs_is_told() -> None:
+def test_invalid_runs_are_rejected() -> None:
     wrong = encode(with_keys(RUN)).replace(msgspec.msgpack.encode(RUN), msgspec.msgpack.encode("ab"))
     with pytest.raises(InvalidArgument, match="it makes no sense"):
         decode_segment(wrong, 11, FORM, 1)
 
 
-def test_records_of_a_segment_are_bounded_by_the_tokens_that_are_left() -> None:
+def test_segment_records_are_bounded_by_the_remaining_tokens() -> None:
     begin = PREAMBLE + record("head", encode(HEAD))
     most = max_segment_bytes(HEAD.num_tokens)
     assert max_segment_bytes(1 << 20) < 9 << 20
@@ -217,8 +217,8 @@ def test_records_of_a_segment_are_bounded_by_the_tokens_that_are_left() -> None:
         unpack(begin + Frame("segment", most + 1, "00" * 32).encode())
 
 
-def test_runs_without_end_are_refused_before_they_are_decoded() -> None:
-    """Three bytes each, and a hundred in memory."""
+def test_too_many_runs_are_rejected_before_decoding() -> None:
+    """Each run takes three bytes encoded and a hundred in memory."""
     segment = with_keys(RUN * 1_000_000)
     begin, reported = PREAMBLE + record("head", encode(HEAD)), record("segment", encode(segment))
     assert len(reported) < max_segment_bytes(HEAD.num_tokens)
@@ -232,26 +232,26 @@ def test_runs_without_end_are_refused_before_they_are_decoded() -> None:
 
 
 @pytest.mark.parametrize(("num_used", "num_tokens"), [(0, 5), (12, 12), (5, 4), (5, 6), (11, 1 << 40), (-1, 5)])
-def test_segments_that_make_no_sense_are_told(num_used: int, num_tokens: int) -> None:
+def test_invalid_segments_are_rejected(num_used: int, num_tokens: int) -> None:
     segment = SegmentHead(num_used=num_used, num_tokens=num_tokens, rope=ROPE, keys=None)
     with pytest.raises(InvalidArgument, match="a segment has"):
         unpack(PREAMBLE + record("head", encode(HEAD)) + record("segment", encode(segment)))
 
 
-def test_what_is_no_message_is_told() -> None:
+def test_invalid_messages_are_rejected() -> None:
     for content in (b"\xc1", b"\x91" * 100_000, encode(HEAD)[:-1]):
         with pytest.raises(InvalidArgument, match="it makes no sense"):
             unpack(PREAMBLE + record("head", content))
 
 
-def test_a_later_version_and_other_files_are_told_from_damage() -> None:
+def test_later_versions_and_other_files_are_distinguished_from_damage() -> None:
     with pytest.raises(InvalidArgument, match="it is of version 2"):
         unpack(MAGIC + (2).to_bytes(8, "little"))
     with pytest.raises(InvalidArgument, match="this is no exported context"):
         unpack(b"Call me Ishmael. Some years ago")
 
 
-def test_no_more_than_a_record_is_held() -> None:
+def test_reader_buffers_at_most_one_record() -> None:
     given, unpacking, most = packable(piece_bytes=5000), ArchiveReader(), 0
     data = memoryview(given.packed())
     while data:

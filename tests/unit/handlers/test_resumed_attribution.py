@@ -1,4 +1,4 @@
-"""Answers with attribution that another service continues."""
+"""Attribution of generations that another service resumes."""
 
 import asyncio
 from pathlib import Path
@@ -25,7 +25,7 @@ def files(folder: Path) -> list[Path]:
     return list(folder.iterdir())
 
 
-async def test_what_goes_on_tells_where_its_own_tokens_come_from(folder: Path, tokenizer: Tokenizer) -> None:
+async def test_resumed_generation_attributes_its_own_tokens(folder: Path, tokenizer: Tokenizer) -> None:
     """The journal does not record the attention of tokens that were sent before."""
     config = msgspec.structs.replace(CONFIG, block_size=32)
     ranks = [FakeRanks(num_blocks=256, vocab=VOCAB) for _ in range(2)]
@@ -54,7 +54,7 @@ async def test_what_goes_on_tells_where_its_own_tokens_come_from(folder: Path, t
     assert scored == {SAMPLING.max_tokens}
 
 
-async def test_what_goes_on_tells_of_the_context_as_it_was_when_it_began_to_wait(
+async def test_resumed_generation_uses_the_context_at_the_time_of_its_request(
     folder: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = msgspec.structs.replace(CONFIG, block_size=32)

@@ -10,7 +10,9 @@ from tests.support.scheduling import Bench
 pytestmark = pytest.mark.timeout(60)
 
 
-def going_on(count: int, told: dict[int, int], num_samples: int, max_tokens: int = 20, **claims: float) -> Prompt:
+def continued_prompt(
+    count: int, reported: dict[int, int], num_samples: int, max_tokens: int = 20, **claims: float
+) -> Prompt:
     """A prompt whose samples have already reported this many tokens."""
     answer = Bench.alone(count, max_tokens)
     return Prompt(
@@ -19,13 +21,13 @@ def going_on(count: int, told: dict[int, int], num_samples: int, max_tokens: int
         sampling=Sampling(max_tokens=max_tokens),
         num_samples=num_samples,
         claim=SchedulingClaim(**claims),  # type: ignore[arg-type]
-        generated={sample: answer[:size] for sample, size in told.items()},
+        generated={sample: answer[:size] for sample, size in reported.items()},
     )
 
 
-def test_each_sample_goes_on_at_its_own_token() -> None:
+def test_each_sample_continues_at_its_own_token() -> None:
     bench, reported = Bench(), {0: 0, 2: 13, 3: 19}
-    bench.scheduler.admit(0, going_on(30, reported, 4))
+    bench.scheduler.admit(0, continued_prompt(30, reported, 4))
     assert bench.scheduler.num_waiting == 1
     bench.run()
     events, answer = bench.seen[0], Bench.alone(30, 20)
@@ -40,19 +42,19 @@ def test_each_sample_goes_on_at_its_own_token() -> None:
     assert bench.scheduler.num_running == bench.scheduler.num_waiting == 0
 
 
-def test_what_was_told_counts_neither_as_prompt_nor_as_cached() -> None:
+def test_previous_tokens_count_neither_as_prompt_nor_as_cached() -> None:
     bench = Bench()
     for number in range(2):  # the second request finds the cached prefix of the first
-        bench.scheduler.admit(number, going_on(30, {0: 15}, 1))
+        bench.scheduler.admit(number, continued_prompt(30, {0: 15}, 1))
         bench.run()
         assert [event for event in bench.seen[number] if isinstance(event, Admitted)] == [Admitted(30, 0)]
 
 
-def test_a_deadline_need_only_leave_time_for_the_rest() -> None:
+def test_deadline_covers_only_the_remaining_tokens() -> None:
     bench = Bench()
     bench.seconds_per_token = 0.01
     bench.ask(3, max_tokens=10)
     bench.run()
-    bench.scheduler.admit(1, going_on(3, {0: 98, 1: 99}, 2, max_tokens=100, deadline=0.5), 0.0)
+    bench.scheduler.admit(1, continued_prompt(3, {0: 98, 1: 99}, 2, max_tokens=100, deadline=0.5), 0.0)
     with pytest.raises(DeadlineExceeded):
-        bench.scheduler.admit(3, going_on(3, {0: 10, 1: 99}, 2, max_tokens=100, deadline=0.5), 0.0)
+        bench.scheduler.admit(3, continued_prompt(3, {0: 10, 1: 99}, 2, max_tokens=100, deadline=0.5), 0.0)

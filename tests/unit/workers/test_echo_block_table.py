@@ -1,4 +1,4 @@
-"""The ledger of ranks without a model, when runs move."""
+"""The block table of ranks without a model, when runs are moved."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def do(ledger, work):
     return ledger.apply(StepPlan(1, 1, work))
 
 
-def test_what_has_moved_is_at_its_new_place_alone():
+def test_moved_run_is_only_at_its_new_rank():
     ledger, target = EchoBlockTable(4), Run(1, 0, 4, (9,))
     do(ledger, Prefill((3,), 0, tuple(range(8)), (FIRST, SECOND)))
     do(ledger, Move((RunTransfer(3, FIRST, target),)))
@@ -37,7 +37,7 @@ def test_what_has_moved_is_at_its_new_place_alone():
         do(ledger, Move((RunTransfer(3, SECOND, Run(0, 4, 8, (0,))),)))
 
 
-def test_the_first_blocks_of_a_run_may_move_alone():
+def test_first_blocks_of_a_run_can_be_moved():
     ledger, whole = EchoBlockTable(4), Run(0, 0, 10, (0, 1, 2))
     do(ledger, Prefill((3,), 0, tuple(range(10)), (whole,)))
     do(ledger, Move((RunTransfer(3, Run(0, 0, 8, (0, 1)), Run(1, 0, 8, (4, 5))),)))
@@ -47,7 +47,7 @@ def test_the_first_blocks_of_a_run_may_move_alone():
         do(ledger, Move((RunTransfer(3, Run(1, 0, 6, (4, 5)), Run(0, 0, 6, (7, 8))),)))
 
 
-def test_what_was_saved_and_fetched_is_restored():
+def test_saved_and_fetched_blocks_are_restored():
     ledger = EchoBlockTable(4)
     do(ledger, Prefill((3,), 0, tuple(range(10, 18)), (FIRST, SECOND)))
     content = ledger.save(Save(1, "p", 3, (SECOND,)))
@@ -67,7 +67,7 @@ def test_what_was_saved_and_fetched_is_restored():
         do(ledger, back)
 
 
-def test_a_rank_looks_at_what_goes_to_it_alone():
+def test_rank_checks_only_blocks_that_it_receives():
     ledger, portion = EchoBlockTable(4, rank=1), RestorePortion(2, (Run(0, 4, 8, (6,)),))
     do(ledger, Restore(5, 0, (portion,)))
     do(ledger, Prefill((5,), 0, tuple(range(4)), (Run(1, 0, 4, (3,)),)))
@@ -75,7 +75,7 @@ def test_a_rank_looks_at_what_goes_to_it_alone():
 
 
 @pytest.mark.parametrize("num_right", [0, 1, 3])
-def test_drafts_that_are_refused_are_held_no_longer(num_right):
+def test_rejected_drafts_are_removed(num_right):
     ledger, answer = EchoBlockTable(8), [echo_token(5, 0)]
     for index in range(1, 6):
         answer.append(echo_token(answer[-1], index))
@@ -92,7 +92,7 @@ def test_drafts_that_are_refused_are_held_no_longer(num_right):
         do(ledger, Decode((Row(1, (3, 4), end + 2, (), (Run(0, 8, end + 3, (1,)),), 5),)))
 
 
-def test_a_draft_opens_no_block():
+def test_draft_allocates_no_block():
     ledger = EchoBlockTable(4)
     do(ledger, Prefill((3,), 0, tuple(range(4)), (FIRST,)))
     for runs in ((Run(0, 4, 9, (1, 2)),), (Run(0, 4, 8, (1,)), Run(1, 8, 9, (1,)))):

@@ -1,4 +1,4 @@
-"""What follows the loss of a rank where every rank holds the last keys of windowed layers."""
+"""Recovery after the loss of a rank if every rank holds the last keys of windowed layers."""
 
 import pytest
 
@@ -8,17 +8,17 @@ from longleaf.rank_protocol.step import Move, Prefill, StepPlan
 from tests.support.ranks_that_change import Group
 
 
-def reread(plans: list[StepPlan]) -> list[Prefill]:
+def recomputed(plans: list[StepPlan]) -> list[Prefill]:
     return [plan.work for plan in plans if isinstance(plan.work, Prefill)]
 
 
-def test_replicated_windows_are_read_again_from_the_nearest_place_where_all_is_there() -> None:
+def test_replicated_windows_are_recomputed_from_the_nearest_complete_position() -> None:
     group = Group(windows=WindowSpec(reaches=(AttentionSpan(window=6),), num_blocks=64))
     group.document("a", 64)
     group.document("a", 64, append=True)
     lost_from = 64
     group.change(0, 1, 2)
-    works = reread(group.run())
+    works = recomputed(group.run())
     starts = [work.start for work in works]
     assert starts[0] == 0, "the first document is lost from its beginning"
     assert lost_from in starts, "and the second from where it was appended"
@@ -27,7 +27,7 @@ def test_replicated_windows_are_read_again_from_the_nearest_place_where_all_is_t
     assert group.holds("a")
 
 
-def test_who_comes_is_handed_the_windows_before_anything_else() -> None:
+def test_joining_rank_receives_the_windows_first() -> None:
     group = Group(num_ranks=2, windows=WindowSpec(reaches=(AttentionSpan(window=6),), num_blocks=64))
     group.document("a", 64)
     job = group.ask(20, max_tokens=2, context="a")
@@ -38,7 +38,7 @@ def test_who_comes_is_handed_the_windows_before_anything_else() -> None:
     assert group.tokens(job) == group.alone(20, 2)
 
 
-def test_windows_that_cannot_be_handed_out_are_read_again() -> None:
+def test_windows_that_cannot_be_sent_are_recomputed() -> None:
     group = Group(num_ranks=2, windows=WindowSpec(reaches=(AttentionSpan(window=6),), num_blocks=64))
     group.document("a", 64)
     group.change(0, 1, None)
@@ -53,18 +53,18 @@ def test_windows_that_cannot_be_handed_out_are_read_again() -> None:
     assert group.holds("a")
 
 
-def test_a_fork_finds_its_windows_again_however_the_document_is_cut_then() -> None:
+def test_windows_of_a_fork_are_recomputed_with_other_chunks() -> None:
     group = Group(windows=WindowSpec(reaches=(AttentionSpan(window=6),), num_blocks=64), chunk_size=64)
     group.seconds_per_token = 1.0
     group.ask(4, max_tokens=40)
     while len(group.seen) < 1 or not group.tokens(0):
         group.step()
-    cuts = [len(work.token_ids) for work in reread(_until_there(group, "a", 50))]
-    assert cuts == [16, 16, 16, 2], "somebody decodes"
+    cuts = [len(work.token_ids) for work in recomputed(_until_there(group, "a", 50))]
+    assert cuts == [16, 16, 16, 2], "chunks are short beside a decoding job"
     group.scheduler.fork_context("a", "fork", 48)
     group.run()
     group.change(0, 1, 2)
-    assert [len(work.token_ids) for work in reread(group.run())] == [50]
+    assert [len(work.token_ids) for work in recomputed(group.run())] == [50]
     for end in (48, 50):
         group.keys.check_end(group.scheduler.contexts.get("a").path.ids, end)
     requested = group.ask(20, max_tokens=2, context="fork")
@@ -82,7 +82,7 @@ def _until_there(group: Group, context: str, count: int) -> list[StepPlan]:
     return plans
 
 
-def test_nobody_branches_off_where_windows_are_held_only_until_more_is_read_again() -> None:
+def test_fork_at_a_temporary_window_is_refused() -> None:
     group = Group(windows=WindowSpec(reaches=(AttentionSpan(window=6),), num_blocks=64), chunk_size=16)
     group.document("a", 64)
     group.document("b", 48)
@@ -100,7 +100,7 @@ def test_nobody_branches_off_where_windows_are_held_only_until_more_is_read_agai
 
 
 def _until_read(group: Group, position: int) -> StepPlan:
-    """Runs until lost tokens up to there are held again; gives the plan that is under way then."""
+    """Runs until lost tokens up to `end` are recomputed; returns the plan that is in flight."""
     while plan := group.schedule():
         if isinstance(plan.work, Prefill) and plan.work.start == position:
             return plan

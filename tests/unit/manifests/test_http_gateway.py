@@ -1,4 +1,4 @@
-"""The door for HTTP in the manifests: as closed as its service, with all components, and broken on purpose."""
+"""The HTTP gateway in the manifests: as secured as its service, with all components, and with deliberate faults."""
 
 import copy
 import re
@@ -52,14 +52,14 @@ def taken(pod: Pod) -> DoorFlags:
 
 
 @pytest.mark.parametrize("overlay", ["cpu", *CLOSED])
-def test_every_overlay_has_a_door_whose_command_is_taken(overlay):
+def test_every_overlay_has_a_gateway_with_a_valid_command(overlay):
     found = render(MANIFESTS / "overlays" / overlay)
     assert container(found)["command"] == ["longleaf", "door"]
     assert taken(door_of(found)).insecure is (overlay == "cpu")
     config_of(door_of(found)).check()
 
 
-def test_the_door_answers_to_the_names_of_its_service(whole):
+def test_gateway_accepts_the_names_of_its_service(whole):
     assert taken(door_of(whole)).allow_host == [
         "longleaf-door",
         "longleaf-door.longleaf",
@@ -68,7 +68,7 @@ def test_the_door_answers_to_the_names_of_its_service(whole):
     assert taken(door_of(whole)).public_url == "https://books.example.com"
 
 
-def test_a_closed_door_knows_the_service_by_the_authority_of_its_own_certificate(tmp_path):
+def test_secured_gateway_verifies_the_service_with_its_authority(tmp_path):
     found = with_these(tmp_path, "cpu", ["certificates", "credentials", "authority"], CLOSING)
     assert list(all_errors(found)) == [] and problems(found, RAY) == []
     flags = taken(door_of(found))
@@ -77,40 +77,40 @@ def test_a_closed_door_knows_the_service_by_the_authority_of_its_own_certificate
     assert issuers == {"longleaf-authority"}
 
 
-def test_the_door_has_no_key_of_the_service_and_no_credential(whole):
+def test_gateway_has_no_key_of_the_service_and_no_credential(whole):
     secrets = [one["secret"]["secretName"] for one in door_of(whole).spec["volumes"] if "secret" in one]
     assert secrets == ["longleaf-door-certificate"]
     assert environment(container(whole)).keys() == {"PUBLIC_URL"} and "envFrom" not in container(whole)
 
 
-def test_the_door_reaches_the_service_and_names_alone(whole):
+def test_gateway_reaches_only_the_service_and_dns(whole):
     policies = [one["spec"] for one in of_kind(whole, "NetworkPolicy")]
     inside = [one for one in policies if selects(one["podSelector"], door_of(whole)) and "egress" in one]
     opened = [{port["port"] for port in rule["ports"]} for policy in inside for rule in policy["egress"]]
     assert opened == [{50051}, {53}]
 
 
-def test_what_a_door_needs_is_not_asked_of_who_has_no_gateway_and_no_prometheus():
+def test_smallest_overlay_needs_no_gateway_api_and_no_prometheus():
     kinds = {one["kind"] for one in render(MANIFESTS / "overlays" / "cpu")}
     assert not kinds & {"HTTPRoute", "PodMonitor", "Certificate", "BackendTLSPolicy"}
     scaler = only(render(MANIFESTS / "overlays" / "cpu"), "HorizontalPodAutoscaler")
     assert [one["type"] for one in scaler["metrics"]] == ["Resource"] and scaler["minReplicas"] == 2
 
 
-def test_with_prometheus_it_is_scaled_by_its_streams_too(whole):
+def test_gateway_is_scaled_by_streams_with_prometheus(whole):
     cpu, streams = only(whole, "HorizontalPodAutoscaler")["metrics"]
     assert cpu["resource"]["name"] == "cpu"
     assert streams["pods"]["metric"] == {"name": "longleaf_door_streams"}
     assert options(container(whole))["metrics-port"] == "9464"
 
 
-def test_all_gateways_let_streams_live(whole):
+def test_gateways_allow_long_streams(whole):
     (policy,) = of_kind(whole, "BackendTrafficPolicy")
     routes = {(one["kind"], one["metadata"]["name"]) for one in whole if one["kind"] in ("GRPCRoute", "HTTPRoute")}
     assert {(one["kind"], one["name"]) for one in policy["spec"]["targetRefs"]} == routes
 
 
-def test_the_base_has_no_door():
+def test_base_has_no_gateway():
     assert door_of(render(MANIFESTS / "base")) is None
     assert not any(problem.startswith("door") for problem in problems(render(MANIFESTS / "base"), RAY))
     assert "longleaf-door" in {pod.owner for pod in pods(render(MANIFESTS / "overlays" / "cpu"))}
@@ -184,7 +184,7 @@ BREAKS = {
 
 
 @pytest.mark.parametrize("reported", BREAKS)
-def test_a_broken_rule_is_told(reported, broken):
+def test_broken_rule_is_reported(reported, broken):
     BREAKS[reported](broken)
     assert reported in "\n".join(problems(broken, RAY))
 
@@ -204,7 +204,7 @@ TYPOS = {
 
 
 @pytest.mark.parametrize("typo", TYPOS)
-def test_a_planted_typo_is_found(typo, broken):
+def test_typo_is_detected(typo, broken):
     kind, plant = TYPOS[typo]
     (document,) = of_kind(broken, kind)
     assert list(all_errors([document])) == []

@@ -3,7 +3,7 @@
 from coordinator.auth.credentials import unreachable
 
 
-def test_tenants_whose_contexts_no_credential_opens_are_named() -> None:
+def test_tenants_with_contexts_but_without_credentials_are_named() -> None:
     ids = ("book", "moby", "acme/book", "bolt/a", "bolt/b")
     assert unreachable(ids, {"default", "acme", "bolt"}) == ()
     message = "2 contexts of the tenant {0} cannot be reached: no credential is its own (longleaf credentials new {0})"

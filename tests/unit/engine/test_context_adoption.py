@@ -1,4 +1,4 @@
-"""Contexts that were kept elsewhere, taken in by an engine."""
+"""Imported contexts that an engine adopts."""
 
 import asyncio
 from array import array
@@ -29,7 +29,7 @@ PATH = (
     SegmentRecord(id=7, token_ids=array("I", range(30))),
     SegmentRecord(id=9, parent=7, start=20, token_ids=array("I", range(100, 125))),
 )
-"""Of 40 tokens, as of a context that was forked at 20 and continued; the last segment has five that are not its."""
+"""The path of a context of 40 tokens that was forked at 20 and continued; its last segment has five unused tokens."""
 BOOK = context("book", 9, 40, ends=(20, 40), display_name="a book", num_hits=3, capacity=2_000)
 
 
@@ -51,7 +51,7 @@ async def ask(engine: Engine, name: str) -> list[int]:
     return [token for event in events if isinstance(event, Tokens) for token in event.token_ids]
 
 
-def test_segments_are_numbered_along_the_path_and_the_rest_stays() -> None:
+def test_segments_are_numbered_along_the_path() -> None:
     rope = Rope(4096, True)
     path = (segment(5, 30, rope=rope), segment(2, 9, parent=5, start=20, rope=rope), segment(8, 4, 2, 29, rope))
     snapshot = SnapshotRecord(segment=2, manifest="m", form="f", num_bytes=3)
@@ -67,7 +67,7 @@ def test_segments_are_numbered_along_the_path_and_the_rest_stays() -> None:
 
 
 @pytest.mark.parametrize("is_durable", [True, False])
-async def test_an_adopted_context_rests_and_answers_as_if_it_had_been_read(is_durable: bool) -> None:
+async def test_adopted_context_is_evicted_and_answers_like_an_ingested_one(is_durable: bool) -> None:
     persistence = MemoryLasting() if is_durable else None
     async with running(persistence) as engine:
         await ingest(engine, "other", list(range(8)))
@@ -87,7 +87,7 @@ async def test_an_adopted_context_rests_and_answers_as_if_it_had_been_read(is_du
             engine.audit()
 
 
-async def test_a_name_that_is_taken_is_told_and_nothing_is_kept() -> None:
+async def test_existing_name_is_refused_and_nothing_is_written() -> None:
     persistence = MemoryLasting()
     async with running(persistence) as engine:
         await ingest(engine, "book", [1, 2, 3])
@@ -98,7 +98,7 @@ async def test_a_name_that_is_taken_is_told_and_nothing_is_kept() -> None:
         assert engine.get_context("book").tokens == 3
 
 
-async def test_what_cannot_be_kept_is_not_there() -> None:
+async def test_context_is_absent_if_it_cannot_be_written() -> None:
     persistence = MemoryLasting()
     async with running(persistence) as engine:
         persistence.catalog.failures.append(StorageUnavailable("the disk is full"))
@@ -113,7 +113,7 @@ async def test_what_cannot_be_kept_is_not_there() -> None:
 
 
 @pytest.mark.parametrize("is_fork", [True, False])
-async def test_a_name_that_is_taken_meanwhile_belongs_to_who_took_it(is_fork: bool) -> None:
+async def test_name_taken_during_adoption_stays_with_its_owner(is_fork: bool) -> None:
     persistence = MemoryLasting()
     async with running(persistence) as engine:
         await ingest(engine, "source", [1, 2, 3])
@@ -133,7 +133,7 @@ async def test_a_name_that_is_taken_meanwhile_belongs_to_who_took_it(is_fork: bo
 
 
 async def _soon(is_so: Callable[[], object]) -> None:
-    """Lets the event loop turn until it is so."""
+    """Runs the event loop until the condition holds."""
     for _ in range(1_000):
         if is_so():
             return
@@ -156,9 +156,9 @@ def _is_taken(engine: Engine) -> bool:
     return False
 
 
-async def test_an_ingest_that_took_the_name_and_fails_leaves_nothing_behind() -> None:
+async def test_failed_ingest_of_the_same_name_leaves_nothing() -> None:
     persistence = MemoryLasting()
-    async with running(persistence, GatedRanks()) as engine:  # they do no step
+    async with running(persistence, GatedRanks()) as engine:  # they compute no step
         persistence.catalog.hold()
         adopting = asyncio.create_task(engine._keeping.adopt(BOOK, PATH))
         await asyncio.sleep(0)
@@ -172,7 +172,7 @@ async def test_an_ingest_that_took_the_name_and_fails_leaves_nothing_behind() ->
     assert not persistence.kept.contexts
 
 
-async def test_who_goes_away_meanwhile_finds_it_later() -> None:
+async def test_adoption_completes_after_a_disconnect() -> None:
     persistence = MemoryLasting()
     async with running(persistence) as engine:
         persistence.catalog.hold()

@@ -48,13 +48,13 @@ async def move(exporting: ContextExport, importing: ContextImport, storage: Stor
 
 
 def snapshots_of(segments: Sequence[SegmentRecord], storage: Storage) -> list[SnapshotRecord]:
-    """Of segments whose manifests lie on a storage."""
+    """Snapshot records of segments whose manifests are on a storage."""
     names = [name for name in storage.names if name.endswith("/manifest")]
     pairs = zip(segments, names, strict=True)
     return [SnapshotRecord(segment=one.id, manifest=name, form=f"{FORM}|", num_bytes=9) for one, name in pairs]
 
 
-async def test_what_has_come_rests_and_is_restored_when_it_is_asked() -> None:
+async def test_imported_context_is_evicted_and_restored_on_request() -> None:
     old, new = Storage(), Storage()
     async with serving(old, policy=DEMAND) as before, serving(new, policy=DEMAND) as after:
         await ingest_two(before.engine)
@@ -63,14 +63,14 @@ async def test_what_has_come_rests_and_is_restored_when_it_is_asked() -> None:
         importing = await after.engine.house.begin_import(exporting.context)
         assert (importing.form, importing.fingerprint) == (f"{FORM}|", "checkpoint")
         segments = await move(exporting, importing, new)
-        assert len(after.snapshots._needed()) == 2, "nothing of it is swept"
+        assert len(after.snapshots._needed()) == 2, "no object of it is deleted"
         record = replace(exporting.context, segment=segments[-1].id)
         adopted = await importing.adopt(record, segments, snapshots_of(segments, new))
         assert (adopted.state, adopted.tokens) == ("parked", 60)
         assert not after.snapshots._needed()
         count = new.num_objects
         await importing.drop()
-        assert new.num_objects == count, "it is there for good"
+        assert new.num_objects == count, "its objects stay"
         assert await ask(after.engine) == await ask(before.engine)
         works = [plan.work for plan in after.ranks.plans]
         ids = {each.id for each in segments}
@@ -78,7 +78,7 @@ async def test_what_has_come_rests_and_is_restored_when_it_is_asked() -> None:
         assert not any(isinstance(work, Prefill) and work.path[-1] in ids for work in works)
 
 
-def test_pieces_that_no_rank_could_take_in_are_told_apart() -> None:
+def test_pieces_that_no_rank_can_load_are_rejected() -> None:
     form, place = KvFormat("blocks of 4; 0.keys F32 2x4x8|blocks of 4; 1.keys F16 1x4x8", 4), Attempt("s", "s-1", "a")
     most = 3 * 4 * 64 + max_header_bytes(1, 1)
     manifest = SegmentManifest(
@@ -109,7 +109,7 @@ def test_pieces_that_no_rank_could_take_in_are_told_apart() -> None:
         KvFormat(form.text, 2).check(replace(manifest, pieces=(replace(manifest.pieces[0], runs=((6, 9), (9, 15))),)))
 
 
-async def test_a_context_whose_pieces_end_within_a_block_is_read_again_and_asked_like_any_other() -> None:
+async def test_context_with_pieces_ending_inside_a_block_is_recomputed() -> None:
     storage = Storage()
     async with serving(storage, policy=DEMAND) as service:
         importing = await arrive(service)
@@ -140,8 +140,8 @@ async def test_a_context_whose_pieces_end_within_a_block_is_read_again_and_asked
         assert len(await ask(service.engine)) == 4
 
 
-async def test_one_damaged_piece_has_all_that_came_with_it_read_again() -> None:
-    """Including the piece that is being fetched at that moment."""
+async def test_one_damaged_piece_recomputes_the_whole_import() -> None:
+    """This includes the piece that is being fetched at that moment."""
     old, new = Storage(), Storage()
     async with serving(old, policy=DEMAND) as before, serving(new, policy=DEMAND) as after:
         await ingest_two(before.engine)
@@ -153,7 +153,7 @@ async def test_one_damaged_piece_has_all_that_came_with_it_read_again() -> None:
         ids = [each.id for each in segments]
         assert list(after.snapshots.imported_with(ids[0])) == ids
         for name in [name for name in new.pieces if f"-{ids[0]}/" in name]:
-            new.pieces[name] = frozenset()  # of the first segment only
+            new.pieces[name] = frozenset()  # only pieces of the first segment are damaged
         after.ranks.late = [name for name in new.pieces if f"-{ids[1]}/" in name]
         after.ranks.may_fetch.clear()
         assert await ask(after.engine) == await ask(before.engine)
@@ -161,18 +161,18 @@ async def test_one_damaged_piece_has_all_that_came_with_it_read_again() -> None:
         assert not any(isinstance(plan.work, Restore) for plan in after.ranks.plans)
         await after.snapshots.save(ids)
         assert all(map(after.snapshots.is_usable, ids))
-        assert not after.snapshots.imported_with(ids[0]), "what is written here is believed"
+        assert not after.snapshots.imported_with(ids[0]), "snapshots that this service wrote are trusted"
 
 
-async def test_what_an_import_left_on_storage_is_never_taken_for_another_segment() -> None:
-    """Its service was killed; a rebuild of the catalog believes the manifests that it finds."""
+async def test_remains_of_an_import_are_never_used_for_another_segment() -> None:
+    """Its service was killed; a rebuild of the catalog would trust the manifests that it finds."""
     storage = Storage()
     async with serving(storage, policy=DEMAND) as service:
         importing = await arrive(service)
         attempts = [importing.new_attempt(importing.new_segment()) for _ in range(3)]
         for attempt in attempts:
             await importing.put(attempt.manifest, b"a manifest")
-        assert len(storage.lasting.catalog.changes) == 1, "ids are noted many at a time"
+        assert len(storage.lasting.catalog.changes) == 1, "ids are recorded in batches"
     async with serving(storage, policy=DEMAND) as service:
         await ingest_two(service.engine)
         left = {attempt.segment for attempt in attempts}
@@ -187,7 +187,7 @@ async def arrive_as(service: Service, name: str) -> ContextImport:
     return await service.engine.house.begin_import(replace(BOOK, id=name))
 
 
-async def test_nothing_is_put_whose_number_cannot_be_noted() -> None:
+async def test_nothing_is_stored_if_its_number_cannot_be_recorded() -> None:
     storage = Storage()
     async with serving(storage, policy=DEMAND) as service:
         importing = await arrive(service)
@@ -200,7 +200,7 @@ async def test_nothing_is_put_whose_number_cannot_be_noted() -> None:
         assert storage.num_objects == 1
 
 
-async def test_a_kept_context_that_cannot_be_taken_up_stops_no_start(
+async def test_persisted_context_that_cannot_be_loaded_does_not_prevent_a_start(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     storage, adopt_context = Storage(), ContextTable.adopt
@@ -210,7 +210,7 @@ async def test_a_kept_context_that_cannot_be_taken_up_stops_no_start(
 
     def fail(self: ContextTable, found: NamedContext) -> None:
         if found.id == "book":
-            raise KeyError("what an archive made of it")
+            raise KeyError("an archive damaged it")
         adopt_context(self, found)
 
     monkeypatch.setattr(ContextTable, "adopt", fail)
@@ -221,16 +221,16 @@ async def test_a_kept_context_that_cannot_be_taken_up_stops_no_start(
     assert "context book is left out" in caplog.text
     monkeypatch.undo()
     async with serving(storage, policy=DEMAND) as service:
-        assert len(await ask(service.engine)) == 4, "it is still kept"
+        assert len(await ask(service.engine)) == 4, "it is still in the catalog"
 
 
 async def arrive(service: Service) -> ContextImport:
-    """A context of one segment without keys is about to come."""
+    """Begins the import of a context with one segment, without keys."""
     return await service.engine.house.begin_import(BOOK)
 
 
 async def adopt(importing: ContextImport, rope: Rope | None = None) -> ContextRecord:
-    """It is there."""
+    """Adopts the imported context."""
     number = importing.new_segment()
     record = replace(BOOK, segment=number)
     reported = segment(number, 30) if rope is None else segment(number, 30, rope=rope)
@@ -238,7 +238,7 @@ async def adopt(importing: ContextImport, rope: Rope | None = None) -> ContextRe
     return record
 
 
-async def test_what_is_dropped_leaves_nothing_on_storage() -> None:
+async def test_dropped_import_leaves_nothing_on_storage() -> None:
     storage = Storage()
     async with serving(storage, policy=DEMAND) as service:
         importing = await arrive(service)
@@ -253,7 +253,7 @@ async def test_what_is_dropped_leaves_nothing_on_storage() -> None:
             service.engine.house.get_context("book")
 
 
-async def test_dropping_does_not_fail_where_storage_does() -> None:
+async def test_drop_succeeds_if_storage_fails() -> None:
     storage = Storage()
     async with serving(storage, policy=DEMAND) as service:
         importing = await arrive(service)
@@ -261,10 +261,10 @@ async def test_dropping_does_not_fail_where_storage_does() -> None:
         await importing.put(attempt.piece(0), b"keys")
         storage.files.fail(9)
         await importing.drop()
-        assert not service.snapshots._needed(), "the sweep will find it"
+        assert not service.snapshots._needed(), "a sweep will find it"
 
 
-async def test_ids_are_given_once() -> None:
+async def test_ids_are_unique() -> None:
     async with serving(Storage(), policy=DEMAND) as service:
         one, other = await arrive(service), await arrive(service)
         given = [one.new_segment(), other.new_segment(), one.new_segment()]
@@ -273,7 +273,7 @@ async def test_ids_are_given_once() -> None:
         assert given == sorted(set(given))
 
 
-async def test_a_name_is_free_at_the_beginning_and_at_the_end() -> None:
+async def test_name_is_checked_at_begin_and_at_adoption() -> None:
     async with serving(Storage(), policy=DEMAND) as service:
         importing = await arrive(service)
         await ingest(service.engine, range(8))
@@ -287,7 +287,7 @@ async def test_a_name_is_free_at_the_beginning_and_at_the_end() -> None:
         assert service.engine.get_context("book").tokens == 30
 
 
-async def test_what_cannot_be_kept_is_kept_at_the_next_try() -> None:
+async def test_failed_adoption_can_be_retried() -> None:
     storage = Storage()
     async with serving(storage, policy=DEMAND) as service:
         importing = await arrive(service)
@@ -303,7 +303,7 @@ async def test_what_cannot_be_kept_is_kept_at_the_next_try() -> None:
         assert storage.lasting.contexts == {"book": 30}
 
 
-async def test_a_context_that_is_rotated_otherwise_is_not_taken_in() -> None:
+async def test_context_with_another_rope_is_refused() -> None:
     storage = Storage()
     async with serving(storage, policy=DEMAND) as service:
         importing = await arrive(service)
@@ -317,9 +317,7 @@ async def test_a_context_that_is_rotated_otherwise_is_not_taken_in() -> None:
     ("capacity", "num_tokens", "message"),
     [(3_001, 30, "3,001 is more than 3,000"), (2_000, 3_001, "num_tokens: 3,001 is more than 3,000")],
 )
-async def test_contexts_that_are_too_long_are_refused_before_anything_comes(
-    capacity: int, num_tokens: int, message: str
-) -> None:
+async def test_contexts_that_are_too_long_are_refused_immediately(capacity: int, num_tokens: int, message: str) -> None:
     async with serving(Storage(), policy=DEMAND) as service:
         too_long = replace(BOOK, capacity=capacity, num_tokens=num_tokens)
         with pytest.raises(InvalidArgument, match=message):
@@ -327,7 +325,7 @@ async def test_contexts_that_are_too_long_are_refused_before_anything_comes(
         await service.engine.house.begin_import(replace(BOOK, capacity=3_000, num_tokens=3_000))
 
 
-async def test_keys_come_only_where_they_could_be_restored() -> None:
+async def test_keys_are_accepted_only_if_they_can_be_restored() -> None:
     async with serving(Storage(), policy=RetentionPolicy("off", grace=NOW)) as service:
         importing = await arrive(service)
         assert importing.form is None
@@ -338,7 +336,7 @@ async def test_keys_come_only_where_they_could_be_restored() -> None:
         assert (await arrive(service)).form is None
 
 
-async def test_where_nothing_is_kept_contexts_only_leave() -> None:
+async def test_service_without_storage_only_exports() -> None:
     config = EngineConfig(model="none", world_size=2, chunk_size=32, block_size=4, replicate_below=8)
     async with running(Engine(FakeRanks(2, 100), config, 3000)) as found:
         await ingest(found.engine, range(40))
