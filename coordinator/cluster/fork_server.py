@@ -45,7 +45,7 @@ def start(config: EngineConfig, preload: Sequence[str]) -> StartMethod:
         with ignoring_terminals():
             forkserver.ensure_running()
     except OSError as error:  # no folder for temporary files, or one that takes no sockets of this name
-        log.warning("ranks start more slowly, because no process to fork them from can be started: %s", error)
+        log.warning("ranks will start more slowly: cannot start the fork server: %s", error)
         return "spawn"
     finally:
         for name in variables:

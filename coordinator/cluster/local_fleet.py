@@ -126,7 +126,7 @@ class LocalFleet:
     def _spawn_from_now_on(self, reason: str) -> None:
         """Another fork server would not have the environment of the first one."""
         if self._method == "forkserver":
-            log.warning("the process that ranks are forked from %s; replacements start more slowly", reason)
+            log.warning("the fork server %s; replacements will start more slowly", reason)
             self._method = "spawn"
 
     def _note_end(self, member: int, place: _Place) -> None:
@@ -197,5 +197,5 @@ def _describe(process: BaseProcess) -> str:
     process.join(timeout=LEAVE_SECONDS)
     code = process.exitcode
     if code == SERVER_DIED:
-        return "ended with the process that it was forked from"
-    return f"was killed by signal {-code}" if code is not None and code < 0 else f"left with exit code {code}"
+        return "ended because the fork server ended"
+    return f"was killed by signal {-code}" if code is not None and code < 0 else f"exited with code {code}"

@@ -67,7 +67,7 @@ class LossHistory:
         if event.is_replaced:
             self._set(event.member, "waiting")
         else:
-            self._set(event.member, "given_up", slot_reason="nobody replaces ranks")
+            self._set(event.member, "given_up", slot_reason="ranks are not replaced")
         if len(self._losses) > MAX_REMEMBERED:
             oldest = next(iter(self._losses))
             del self._losses[oldest]

@@ -62,7 +62,7 @@ def _difference(here: str, files: Mapping[str, str], there: str, expected: Mappi
     differing = [name for name in names if files.get(name) != expected.get(name)]
     name, more = differing[0], f", and {len(differing) - 1} more" if len(differing) > 1 else ""
     if name not in files:
-        return f"{here} lacks {name}, which {there} has{more}"
+        return f"{here} lacks {name}, which exists on {there}{more}"
     if name not in expected:
-        return f"{here} has {name}, which {there} lacks{more}"
-    return f"{here} has another {name} than {there}{more}"
+        return f"{here} has {name}, which is missing on {there}{more}"
+    return f"{here} has a different {name} than {there}{more}"

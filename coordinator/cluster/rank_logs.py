@@ -67,7 +67,7 @@ class RankLogForwarder:
 
     def _tell_left_out(self, number: int, node: str, share: _Share) -> None:
         if share.num_left_out:
-            self._log(logging.WARNING, number, node, f"{share.num_left_out} more records were left out")
+            self._log(logging.WARNING, number, node, f"{share.num_left_out} log records dropped: too many per second")
             share.num_left_out = 0
 
     def _watch(self, event: MemberEvent) -> None:

@@ -17,11 +17,13 @@ CALL = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
 CALL_SECONDS = 5.0
 MODE = "RAY_AUTH_MODE"
 PLACES = "RAY_AUTH_TOKEN, or in the file RAY_AUTH_TOKEN_PATH"
-UNASKED = f"it asks for no token, and {MODE}=token does here: start it with {MODE}=token, or unset {MODE}"
-OPEN = f"it asks for a token: set {MODE}=token, with the cluster's token in {PLACES}"
-MISSING = f"{MODE}=token, and there is no token: put the cluster's in {PLACES}"
-UNKNOWN = f"is {MODE} here what it is there, and the cluster's token in {PLACES}?"
-REFUSED = f"it refuses the token: with {MODE}=token there must be the cluster's token in {PLACES}"
+UNASKED = (
+    f"the cluster requires no token, but {MODE}=token is set here: start the cluster with {MODE}=token, or unset {MODE}"
+)
+OPEN = f"it requires a token: set {MODE}=token, and put the cluster's token in {PLACES}"
+MISSING = f"{MODE}=token is set, but no token was found: put the cluster's token in {PLACES}"
+UNKNOWN = f"check that {MODE} has the same value here and there, and that the cluster's token is in {PLACES}"
+REFUSED = f"it rejects the token: put the cluster's token in {PLACES}"
 
 
 def check_door(address: str) -> None:

@@ -85,7 +85,7 @@ def _start(world_size: int) -> Connection:
     try:
         folder = RayFolder()
     except OSError as error:
-        raise StartError(f"cannot make a folder for Ray: {error}") from error
+        raise StartError(f"cannot create a folder for Ray: {error}") from error
     apply_environment(ray_environment(folder.token_file))
     connection = Connection(folder)
     settings: dict[str, Any] = {"num_cpus": world_size, "include_dashboard": False, "_node_ip_address": LOOPBACK}
@@ -94,7 +94,7 @@ def _start(world_size: int) -> Connection:
     host = str(ray_package().util.get_node_ip_address())
     if not ip_address(host).is_loopback:  # it was imported before its environment was complete
         connection.close()
-        raise StartError(f"Ray would listen on {host}, not on the loopback address alone")
+        raise StartError(f"Ray would listen on {host} instead of the loopback address")
     return connection
 
 
@@ -110,7 +110,7 @@ def _init(connection: Connection, address: str, **settings: Any) -> None:
     except Exception as error:  # a machine too busy to start it within Ray's 30 seconds is told by a bare one
         connection.close()
         where = "this machine" if address == "local" else address
-        raise StartError(f"Ray at {where} cannot be used: {error}") from error
+        raise StartError(f"cannot use Ray at {where}: {error}") from error
 
 
 def _check_is_open(address: str) -> None:
@@ -123,9 +123,8 @@ def _check_is_open(address: str) -> None:
         socket.create_connection((LOOPBACK, int(port)), timeout=ANSWER_SECONDS).close()
     except OSError:
         return
-    message = (
-        f"at {address} nobody answers, but at {join_address(LOOPBACK, int(port))}, which other machines cannot reach"
-    )
+    found = join_address(LOOPBACK, int(port))
+    message = f"no Ray cluster answers at {address}, but one answers at {found}, which other machines cannot reach"
     raise StartError(f"ray_address: {message}: start Ray's head with --node-ip-address={host}")
 
 

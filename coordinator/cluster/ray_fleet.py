@@ -25,7 +25,7 @@ PLACE_SECONDS = 60.0
 """How long slots that are there may take to be free."""
 LEAVE_SECONDS = 3.0
 KILL_SECONDS = 1.0
-ALONE = "; Ray is on the loopback address, where no other machine can join it (ray start --node-ip-address)"
+ALONE = "; Ray listens on the loopback address, so no other machine can join (ray start --node-ip-address)"
 NODE_DIGITS = 12
 """Digits of a Ray node id that are shown, of 56: enough to tell machines apart."""
 
@@ -66,7 +66,7 @@ class RayFleet:
             self._group = group
             self._wait_until_free(config, max(deadline, time.monotonic() + min(PLACE_SECONDS, config.start_timeout)))
         except StartError as error:
-            waited = ", and --wait-for-ranks is over" if patience else ""
+            waited = ", and --wait-for-ranks has passed" if patience else ""
             closed = ALONE if ray_package().util.get_node_ip_address() == LOOPBACK else ""
             raise StartError(f"{error}{waited}{closed}") from error
         finally:
@@ -93,7 +93,9 @@ class RayFleet:
         """Returns when all slots are reserved. Raises StartError."""
         while not self._group.wait(timeout_seconds=POLL_SECONDS):
             if time.monotonic() >= deadline:
-                raise StartError(f"world size {config.world_size} needs as many free slots; some are in use")
+                raise StartError(
+                    f"world size {config.world_size} needs {config.world_size} free slots, and some slots are in use"
+                )
             free = num_slots(self._resources, ray_package().available_resources())
             self._num_missing = max(1, config.world_size - free)
             self._pause(0.0)
@@ -155,7 +157,7 @@ class RayFleet:
             gone = self._nodes_gone()
             for member, place in places.items():
                 if place.bundle.node in gone and not place.has_ended.is_set():
-                    self._note_end(member, "its machine is gone")
+                    self._note_end(member, "its machine left the cluster")
 
     def _nodes_gone(self) -> set[str]:
         """The machines of ranks that Ray gave up, or whose Ray has ended; none where all ranks are on the
@@ -199,9 +201,9 @@ class RayFleet:
         place = self._places.get(lost)
         bundle = next((one for one in self._known_bundles() if place and one.index == place.bundle.index), None)
         if bundle is None:
-            raise StartError("the slot's node is gone, and no other one has a slot free")
+            raise StartError("the slot's node left the cluster, and no other node has a free slot")
         if not self._is_local and not answers(bundle.host, bundle.port):  # Ray takes long to see that it is gone
-            raise StartError("the slot's node does not answer")
+            raise StartError("the slot's node does not respond")
         self._bundles = [bundle if other.index == bundle.index else other for other in self._bundles]
         self._start(member, bundle, invitation, config, True)
         self._places.pop(lost, None)
@@ -262,7 +264,7 @@ def bundle_for(config: EngineConfig, total: Mapping[str, float]) -> dict[str, fl
     are too few of them, or fewer slots than ranks."""
     num_gpus = int(total.get("GPU", 0))
     if config.device == "cuda" and not num_gpus:
-        raise StartError("device: cuda was asked for, and the cluster has no GPU")
+        raise StartError("device: cuda is not available: the cluster has no GPU")
     bundle = kind_of(config, total)
     if "GPU" in bundle and num_gpus < config.world_size:
         raise too_few_gpus(config.world_size, "the cluster", num_gpus)
@@ -317,6 +319,6 @@ def _describe(run: Any) -> str:
     """Why a finished `run` finished. Every error is a death: Ray calls some that are final merely unavailable."""
     ray = ray_package()
     try:
-        return f"left with exit code {ray.get(run, timeout=POLL_SECONDS)}"
+        return f"exited with code {ray.get(run, timeout=POLL_SECONDS)}"
     except Exception as error:
         return f"its process died ({type(error).__name__})"

@@ -147,7 +147,7 @@ class ReplacementSupervisor:
         self._roster.tell(
             ReplacementAbandoned(
                 slot.member,
-                f"{MAX_FAILED} replacements were lost before they were ranks; the last: {slot.reason}",
+                f"{MAX_FAILED} replacements were lost before they joined; latest reason: {slot.reason}",
             )
         )
 
@@ -163,7 +163,7 @@ class ReplacementSupervisor:
         while (number := await self._start(slot)) is None:
             if not is_reported and self._clock() - began >= self._start_timeout:
                 is_reported = True
-                absence = f"it was not there for {human_seconds(self._start_timeout)}, and is filled when it is"
+                absence = f"no slot for {human_seconds(self._start_timeout)}; a replacement starts when one is free"
                 self._roster.tell(ReplacementAbandoned(slot.member, f"{absence}: {slot.reason}"))
             await self._sleep(AGAIN_SECONDS)
         return number

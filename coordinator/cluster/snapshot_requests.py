@@ -35,7 +35,7 @@ class SnapshotRequests:
     async def _ask(self, member: int, order: Save | Fetch, kind: type[Outcome]) -> Outcome:
         one = self._roster.get(member)
         if one is None or one.end:
-            raise lost(member, None, one.end if one else "it is gone")
+            raise lost(member, None, one.end if one else "the member is lost")
         key = member, kind, order.ticket
         if key in self._waiting:
             raise ValueError(f"ticket {order.ticket} of member {member} is in use")
@@ -61,7 +61,7 @@ class SnapshotRequests:
 
     def close(self) -> None:
         """Nothing will be answered any more."""
-        self._fail(lambda _: True, Unavailable("the service ends"))
+        self._fail(lambda _: True, Unavailable("the service is stopping"))
 
     def _fail(self, is_meant: Callable[[int], bool], error: LongleafError) -> None:
         for (member, _, _), answer in self._waiting.items():

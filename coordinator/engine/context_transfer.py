@@ -197,7 +197,7 @@ class ContextImport:
         rope = self._engine.positions.rope(context.capacity)
         if any(segment.rope != rope for segment in segments):
             message = f"this service does not rotate contexts of {context.capacity:,} positions as where it was read"
-            raise InvalidArgument("rope", f"{message}: ingest the text anew, or serve with the same --allow-long")
+            raise InvalidArgument("rope", f"{message}: ingest the text again, or serve with the same --allow-long")
         change = Change(segments=tuple(segments), contexts=(context,), snapshots=tuple(snapshots))
         adopted = await self._keeping.adopt_as(change)
         self._is_over = True

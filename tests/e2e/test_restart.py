@@ -214,7 +214,7 @@ def test_contexts_of_another_checkpoint_are_told_as_such(tmp_path: Path) -> None
         assert client.list_contexts() == []
         with pytest.raises(CheckpointChanged, match=r"tokenizer_config\.json in .* changed since"):
             ask(client, "book", "?")
-        with pytest.raises(CheckpointChanged, match=r"tokenizer_config\.json in .* ingest the text anew"):
+        with pytest.raises(CheckpointChanged, match=r"tokenizer_config\.json in .* ingest the text again"):
             client.reread_context("book")
         with pytest.raises(NotFound):
             client.reread_context("other")

@@ -74,7 +74,7 @@ def test_who_has_no_right_credential_learns_so_in_one_line(service: Tenanted, tm
     ca = str(service.authority.file)
     wrong = {"LONGLEAF_CREDENTIAL": "longleaf-another"}
     for environment, reported in (
-        (wrong, "nobody has these credentials"),
+        (wrong, "unknown credential"),
         ({}, "no credentials came: --credential-file"),
     ):
         found = service.run("contexts", "list", "--tls-ca", ca, **environment)

@@ -20,13 +20,13 @@ class Rendezvous:
         """Raises ValueError for what belongs to another epoch, or was said before."""
         member = message.member
         if message.epoch != self._epoch or member not in self._members:
-            raise ValueError(f"member {member} sends what it may not: {type(message).__name__} of another epoch")
+            raise ValueError(f"invalid message from member {member}: {type(message).__name__} of another epoch")
         if isinstance(message, Ready) and member not in self.readies:
             self.readies[member] = message
         elif isinstance(message, StoreOpened) and member == self._members[0] and self.port is None:
             self.port = message.port
         else:
-            raise ValueError(f"member {member} sends what it may not: {type(message).__name__} out of turn")
+            raise ValueError(f"invalid message from member {member}: {type(message).__name__} out of order")
 
     @property
     def is_complete(self) -> bool:

@@ -159,7 +159,7 @@ PLACES = [
     StorageUnavailable("/srv/data/journal/ab12: No space left on device"),
     DataLoss("catalog /srv/data/catalog.db", "it is damaged; restore its folder from a copy"),
     DataLoss("contexts/service/1/2.json", "its 5 bytes are not those that were written to s3://bucket/folder"),
-    CheckpointChanged("contexts/x", "config.json in /srv/models/tiny changed since: ingest the text anew"),
+    CheckpointChanged("contexts/x", "config.json in /srv/models/tiny changed since: ingest the text again"),
 ]
 
 

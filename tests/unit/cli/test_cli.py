@@ -344,7 +344,7 @@ def test_no_server_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[str
         (RankLost(1, "a"), 1),
         (ResourceExhausted("a", "b"), 1),
         (ResourceExhausted("quotas/generations", "2 run", 2.0), 1),
-        (ResourceExhausted("quotas/generations", "none may run"), 2),
+        (ResourceExhausted("quotas/generations", "the tenant may run no generations"), 2),
         (LongleafError("a"), 1),
     ],
 )

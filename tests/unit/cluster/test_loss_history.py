@@ -52,7 +52,7 @@ def test_who_is_lost_before_it_has_a_rank_leaves_the_place_as_empty_as_before() 
 
 
 def test_where_nobody_replaces_ranks_it_is_said() -> None:
-    assert told(lost(1, 1, is_replaced=False)) == [(1, "given_up", None, "nobody replaces ranks")]
+    assert told(lost(1, 1, is_replaced=False)) == [(1, "given_up", None, "ranks are not replaced")]
 
 
 def test_only_the_latest_are_remembered() -> None:
@@ -62,13 +62,13 @@ def test_only_the_latest_are_remembered() -> None:
 @pytest.mark.parametrize(
     ("event", "text"),
     [
-        (lost(1, 2), "member 1 on node node, rank 2 of epoch 4, was lost: died"),
-        (lost(5), "member 5 on node node was lost: died"),
-        (MemberLost(5, None, 0, "", "no room", True), "member 5 was lost: no room"),
-        (ReplacementStarted(6, 5), "member 6 was started in the place of member 5"),
-        (ReplacementDelayed(5, 30.0, "too many"), "the place of member 5 stays empty for 30 s at least: too many"),
-        (ReplacementAbandoned(5, "no memory"), "the place of member 5 stays empty: no memory"),
-        (MemberJoined(6, 2, "b", 5), "member 6 on node b is rank 2 of epoch 5"),
+        (lost(1, 2), "lost member 1 on node node, rank 2 of epoch 4: died"),
+        (lost(5), "lost member 5 on node node: died"),
+        (MemberLost(5, None, 0, "", "no room", True), "lost member 5: no room"),
+        (ReplacementStarted(6, 5), "started member 6 to replace member 5"),
+        (ReplacementDelayed(5, 30.0, "too many"), "no replacement of member 5 for at least 30 s: too many"),
+        (ReplacementAbandoned(5, "no memory"), "no replacement of member 5: no memory"),
+        (MemberJoined(6, 2, "b", 5), "member 6 on node b joined as rank 2 of epoch 5"),
     ],
 )
 def test_who_runs_the_service_is_told(event: MemberEvent, text: str) -> None:

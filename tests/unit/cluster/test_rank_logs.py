@@ -70,7 +70,7 @@ def test_one_that_logs_without_end_fills_no_log(house: House, caplog: pytest.Log
     house.tell(5, LogRecord(30, "still mad"), LogRecord(30, "and again"), LogRecord(30, "and again"))
     num_left_out = 1000 * MAX_RECORDS - MAX_AT_ONCE
     assert told(caplog) == [
-        f"rank 0: {num_left_out} more records were left out",
+        f"rank 0: {num_left_out} log records dropped: too many per second",
         "rank 0: still mad",
         "rank 0: and again",
     ]
@@ -84,14 +84,14 @@ def test_what_a_rank_has_dropped_itself_is_told(house: House, caplog: pytest.Log
     assert told(caplog) == ["rank 0: first"]
     house.tell(5, LogRecord(30, "second"))
     house.tell(5, LogRecord(30, "third"))
-    assert told(caplog) == ["rank 0: 7 more records were left out", "rank 0: second", "rank 0: third"]
+    assert told(caplog) == ["rank 0: 7 log records dropped: too many per second", "rank 0: second", "rank 0: third"]
 
 
 def test_of_one_that_is_lost_nothing_is_kept(house: House, caplog: pytest.LogCaptureFixture) -> None:
     house.tell(5, LogRecord(30, "first"), num_dropped=7)
     house.lose(5)
     house.lose(6)
-    assert told(caplog) == ["rank 0: first", "rank 0: 7 more records were left out"]
+    assert told(caplog) == ["rank 0: first", "rank 0: 7 log records dropped: too many per second"]
     assert not house.records._shares
 
 

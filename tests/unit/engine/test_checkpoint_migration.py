@@ -72,7 +72,7 @@ async def test_all_are_made_anew_but_those_that_cannot_be() -> None:
         reported = {each.name: each.reason for each in found.left_out}
         assert list(reported) == ["lost", "other", "taken"]
         assert "segment 8 is missing" in reported["lost"]
-        assert "ingest the text anew" in reported["other"]
+        assert "ingest the text again" in reported["other"]
         assert "already exists" in reported["taken"]
         engine.audit()
     async with running(persistence) as engine:
@@ -142,13 +142,15 @@ def test_positions_are_those_of_contexts_that_are_made_now() -> None:
 
 
 def test_what_this_checkpoint_cannot_read_is_refused() -> None:
-    with pytest.raises(CheckpointChanged, match=r"has 40 tokens, and this one takes 39, those that it was trained for"):
+    with pytest.raises(
+        CheckpointChanged, match=r"has 40 tokens; this checkpoint allows 39, those that it was trained for"
+    ):
         anew(earlier(), Positions(Rotary(), 39), VOCABULARY)
-    with pytest.raises(CheckpointChanged, match="has token 119, and this one knows 119"):
+    with pytest.raises(CheckpointChanged, match="has token 119; this checkpoint has 119 tokens"):
         anew(earlier(), POSITIONS, 119)
     assert anew(earlier(), POSITIONS, 120)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        with pytest.raises(CheckpointChanged, match=rf"config.json, {name} in /model .* ingest the text anew"):
+        with pytest.raises(CheckpointChanged, match=rf"config.json, {name} in /model .* ingest the text again"):
             anew(earlier(BOOK, "config.json", name), POSITIONS, VOCABULARY)
     with pytest.raises(DataLoss):
         anew(earlier(context("lost", 8, 5)), POSITIONS, VOCABULARY)
