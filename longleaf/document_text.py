@@ -109,16 +109,16 @@ def unpacked(starts: bytes) -> "array[int]":
 def check_files(files: Sequence[TextFile], field: str) -> None:
     """Raises InvalidArgument naming `field` for too many files, too long names, and starts that do not increase."""
     if len(files) > MAX_FILES:
-        raise InvalidArgument(field, f"are {len(files):,}, at most {MAX_FILES:,} are taken")
+        raise InvalidArgument(field, f"has {len(files):,} entries; the limit is {MAX_FILES:,}")
     before, num_name_bytes = -1, 0
     for i, file in enumerate(files):
         if (size := len(file.name.encode())) > MAX_FILE_NAME:
-            raise InvalidArgument(f"{field}[{i}].name", f"has {size:,} bytes, at most {MAX_FILE_NAME:,} are taken")
+            raise InvalidArgument(f"{field}[{i}].name", f"has {size:,} bytes; the limit is {MAX_FILE_NAME:,}")
         num_name_bytes += size
         if num_name_bytes > MAX_FILE_NAMES:
-            raise InvalidArgument(field, f"have names of over {MAX_FILE_NAMES:,} bytes together")
+            raise InvalidArgument(field, f"has names with more than {MAX_FILE_NAMES:,} bytes in total")
         if file.start <= before:
-            message = f"{file.start} is negative" if file.start < 0 else f"{file.start} does not come after {before}"
+            message = f"{file.start} is negative" if file.start < 0 else f"{file.start} must be greater than {before}"
             raise InvalidArgument(f"{field}[{i}].byte_start", message)
         before = file.start
 

@@ -67,6 +67,6 @@ def too_few_gpus(num_ranks: int, where: str, num_gpus: int) -> StartError:
     refuses ranks that share one. Ranks that share one all the same, and ranks on CPUs, are so slow that they must have
     been asked for."""
     gpus = "1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
-    sharing = "with --launcher local --device cuda, where ranks share GPUs"
+    sharing = "with --launcher local --device cuda, which lets ranks share GPUs"
     ways = f"start with --world-size {num_gpus} at most, or {sharing}, or with --device cpu"
     return StartError(f"device: {count_ranks(num_ranks)}, and {where} has {gpus}: each rank needs its own; {ways}")

@@ -329,7 +329,7 @@ class Engine(ContextService):
     def _tell(self, scheduler: Scheduler, outcomes: Sequence[Outcome] = ()) -> None:
         """Publish outcomes, recovery progress and faults."""
         for fault in scheduler.take_faults():
-            log.error("an unexpected error ended what it came from, and nothing else", exc_info=fault)
+            log.error("unexpected error; only the request that caused it ends", exc_info=fault)
         reported = [*outcomes, *scheduler.drain()]
         for request_id, outcome in reported:
             if isinstance(outcome, Sealed):
@@ -343,7 +343,7 @@ class Engine(ContextService):
             try:
                 self._storing.turn()
             except Exception as error:  # lost data is recomputed, or waits for the next turn
-                log.error("storage was not looked at: an unexpected error", exc_info=error)
+                log.error("storage check failed: unexpected error", exc_info=error)
 
     async def _wait(self, scheduler: Scheduler) -> None:
         """Wait for work, at most until the deadline of a request or the expiry of a context."""

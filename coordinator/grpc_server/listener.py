@@ -50,7 +50,7 @@ class Listener:
             else:
                 bound = server.add_secure_port(address, self._certificates.credentials())
         except RuntimeError as error:
-            raise StartError(f"cannot listen on {address}: port {port} was taken just now") from error
+            raise StartError(f"cannot listen on {address}: port {port} is in use") from error
         self._server = server  # before the start: `stop` must find the server even while it starts
         await server.start()
         return bound
@@ -63,7 +63,7 @@ class Listener:
 
     async def _replace(self, host: str, port: int) -> None:
         if self._server is not None:
-            log.warning("a call that was no call closed port %d; it is opened again", port)
+            log.warning("an invalid connection closed port %d; reopening it", port)
             self._earlier.add(self._server)
             self._server = None
         self._earlier = {server for server in self._earlier if not await _is_over(server)}

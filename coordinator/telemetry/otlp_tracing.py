@@ -61,7 +61,7 @@ def provider_of_environment() -> TracerProvider:
         made = TracerProvider(resource=resource, shutdown_on_exit=False)
         made.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     except Exception as error:  # of any type, with a message that may quote a header
-        raise InvalidArgument("traces", f"a variable OTEL_* cannot be used: {type(error).__name__}") from None
+        raise InvalidArgument("traces", f"invalid OTEL_* variable: {type(error).__name__}") from None
     return made
 
 

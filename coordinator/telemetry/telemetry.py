@@ -90,5 +90,7 @@ def _traces(model: str) -> ManagedObserver:
     try:
         from coordinator.telemetry.otlp_tracing import OtlpTraces
     except ImportError:
-        raise InvalidArgument("traces", "needs what is not installed here: pip install 'longleaf[otel]'") from None
+        raise InvalidArgument(
+            "traces", "requires packages that are not installed: pip install 'longleaf[otel]'"
+        ) from None
     return OtlpTraces(model)

@@ -33,7 +33,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
         if not folder.is_dir():
             raise ModelRefused(f"model folder {folder} does not exist")
         if not (folder / "config.json").is_file():
-            raise ModelRefused(f"{folder} has no config.json: it is not a checkpoint")
+            raise ModelRefused(f"{folder} is not a checkpoint: it has no config.json")
         config = _read_json(folder / "config.json")
         text_config = config | _as_dict(config.get("text_config"))
         settings = _read_json(folder / "tokenizer_config.json")
@@ -118,7 +118,7 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
         named = {entry.get("name"): entry.get("template") for entry in map(_as_dict, cast(list[object], template))}
         if "default" not in named:
             names = ", ".join(sorted(map(str, named)))
-            raise ModelRefused(f"{folder} has several chat templates ({names}), and none is called default")
+            raise ModelRefused(f"{folder} has several chat templates ({names}), and none is named default")
         template = named["default"]
     return template if isinstance(template, str) else None
 

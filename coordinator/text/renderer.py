@@ -61,7 +61,7 @@ class Renderer:
         """
         found = self._ask({"source": source, "variables": variables, "conversations": list(conversations)})
         if found is None:
-            return [Rendering(reason="takes too much memory")] * len(conversations)
+            return [Rendering(reason="needs too much memory")] * len(conversations)
         if isinstance(found, str):
             return [Rendering(reason=found)] * len(conversations)
         return [Rendering(*each) for each in found]
@@ -121,15 +121,15 @@ class Renderer:
         process.kill()
         code = process.wait()
         if has_expired:
-            return f"takes more than {human_seconds(self._patience)}"
+            return f"did not finish within {human_seconds(self._patience)}"
         if code == -signal.SIGXCPU:
-            return f"takes more than {human_seconds(self._seconds)} of processor time"
+            return f"did not finish within {human_seconds(self._seconds)} of processor time"
         raise self._failure(code)
 
     def _failure(self, code: int) -> StartError:
         if self._is_stopped:
             return StartError("the service was stopped while the chat template was rendered")
-        return ModelRefused(f"the chat template cannot be rendered: its process ended with exit code {code}")
+        return ModelRefused(f"cannot render the chat template: its process exited with code {code}")
 
     def stop(self) -> None:
         """Ends the processes, and lets none begin. Idempotent."""

@@ -77,7 +77,9 @@ def _render(show: _Show, messages: Messages) -> Rendering:
     except Exception as error:  # templates are programs: they may raise anything
         return Rendering(reason=_describe(error), message=_refused(show, messages))
     if len(text) > MAX_CHARACTERS + sum(map(_num_characters, messages)):
-        return Rendering(reason=f"makes {len(text):,} characters, over {MAX_CHARACTERS:,} more than the messages have")
+        return Rendering(
+            reason=f"produces {len(text):,} characters, over {MAX_CHARACTERS:,} more than the messages have"
+        )
     return Rendering(text)
 
 

@@ -92,7 +92,7 @@ def test_who_speaks_plainly_learns_so(service: Tenanted) -> None:
 def test_who_trusts_another_authority_learns_so(service: Tenanted, tmp_path: Path) -> None:
     other = Authority(tmp_path / "other")
     found = service.run("contexts", "list", "--tls-ca", str(other.file), LONGLEAF_CREDENTIAL=credential_of(ACME))
-    check_line(found, 2, "has a certificate for which no authority given here or in LONGLEAF_TLS_CA vouches")
+    check_line(found, 2, "has a certificate that is not signed by an authority in --tls-ca or LONGLEAF_TLS_CA")
 
 
 @pytest.mark.sampled(2)

@@ -35,7 +35,7 @@ def load(path: Path, connection: Connection) -> CatalogContents:
         raise damaged(path, "its counters are damaged")
     other: list[str] = []
     texts, lost = _split(connection, segment_texts, row_codec.text_of)
-    other += [f"what text segment {row['segment']} is" for row in lost]
+    other += [f"the text of segment {row['segment']}" for row in lost]
     kept_segments, lost_segments = _segments(connection, dict(texts))
     kept_contexts, lost_contexts = _split(connection, contexts, row_codec.context_of)
     kept_snapshots, lost = _split(connection, snapshots, row_codec.snapshot_of)
@@ -43,7 +43,7 @@ def load(path: Path, connection: Connection) -> CatalogContents:
     kept_uploads, lost = _split(connection, uploads, row_codec.upload_of)
     other += [f"upload {row['upload_id']} of contexts/{row['context']}" for row in lost]
     _, lost = _split(connection, outbox, row_codec.outgoing_of)
-    other += [f"what is to be written to storage as {row['name']}" for row in lost]
+    other += [f"the outbox entry {row['name']}" for row in lost]
     return CatalogContents(
         segments=tuple(kept_segments),
         contexts=tuple(kept_contexts),

@@ -105,7 +105,7 @@ def _existing(folder: DataFolder, may_replace: bool) -> CatalogContents | None:
         return None
     if retained.contexts and not may_replace:
         contexts = human_count(len(retained.contexts), "context")
-        raise CatalogError(f"catalog {folder.database} keeps {contexts}: --replace moves it aside all the same")
+        raise CatalogError(f"catalog {folder.database} has {contexts}; --replace moves it aside")
     return retained
 
 

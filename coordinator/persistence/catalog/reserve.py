@@ -58,7 +58,7 @@ class Reserve:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            log.debug("no room is kept for deletions: %s", error)
+            log.debug("cannot reserve disk space for deletions: %s", error)
             with suppress(OSError):
                 if room:
                     os.truncate(self._path, room)
@@ -83,7 +83,7 @@ class Reserve:
             self._path.unlink()
         except OSError:
             return False
-        log.warning("the disk of %s is full: the room that is kept for deletions is used", self._path.parent)
+        log.warning("the disk of %s is full: using the space reserved for deletions", self._path.parent)
         return True
 
     def prepare_start(self) -> None:
@@ -103,8 +103,8 @@ class Reserve:
         free, least = self._free(), LEAST_FREE * self._size
         if free - num_bytes < least:
             needed = f", {human_bytes(num_bytes)} are needed" if num_bytes else ""
-            message = f"its disk has {human_bytes(free)} free{needed}, and {human_bytes(least)} are kept for deletions"
-            raise StorageUnavailable(f"{self._path.parent}: {message}; make room there")
+            message = f"its disk has {human_bytes(free)} free{needed}; {human_bytes(least)} are reserved for deletions"
+            raise StorageUnavailable(f"{self._path.parent}: {message}; free disk space")
 
     def _free(self) -> int:
         with suppress(OSError):

@@ -124,7 +124,7 @@ def joined(table: Table, rows: Iterable[Found], num_tokens: int) -> "array[int]"
     """The ids in pieces, which come in their order. Raises ValueError that says what is wrong with them."""
     found = _joined(table, rows, "I", "token ids")
     if len(found) != num_tokens:
-        raise ValueError(f"it had {num_tokens:,} token ids, and there are {len(found):,}")
+        raise ValueError(f"expected {num_tokens:,} token ids, found {len(found):,}")
     return found
 
 

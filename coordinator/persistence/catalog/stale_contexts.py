@@ -35,8 +35,8 @@ class StaleContext(msgspec.Struct, frozen=True, kw_only=True):
         """What differs, and what to do."""
         changed = f"{', '.join(self.differing)} in {self.model} changed since"
         if self.has_other_text:
-            return f"{changed}; serve that again, or ingest the text again"
-        return f"{changed}; serve that again, or have its tokens read anew (longleaf contexts reread)"
+            return f"{changed}; serve the previous checkpoint, or ingest the text again"
+        return f"{changed}; serve the previous checkpoint, or recompute the context (longleaf contexts reread)"
 
     @property
     def has_other_text(self) -> bool:

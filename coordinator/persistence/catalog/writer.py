@@ -128,7 +128,7 @@ def _state(connection: Connection) -> row_codec.Row:
     """The row of the service. Raises DataLoss."""
     row = connection.execute(select(service)).mappings().one_or_none()
     if row is None or not row_codec.is_whole(service, row):
-        raise DataLoss("the catalog", "its counters are; restart the service, which says what to do")
+        raise DataLoss("the catalog", "its counters are damaged; restart the service and follow its message")
     return dict(row)
 
 
@@ -161,7 +161,7 @@ def append_upload(
     if row is None and start:
         raise NotFound(f"upload {record.upload_id} of contexts/{record.context}")
     if (num_tokens := row["num_tokens"] if row else 0) != start:
-        raise _lost_upload(record.key, f"{num_tokens} ids of it are kept, and those behind {start} do not follow them")
+        raise _lost_upload(record.key, f"it has {num_tokens} token ids, and the next ones start at {start}")
     new = row_codec.upload_row(record, start + len(new_ids))
     if row:
         connection.execute(update(uploads).where(_is_upload(uploads, record.key)), new)
@@ -207,13 +207,13 @@ def _is_upload(table: Table, key: UploadKey) -> Any:
 def _upload(connection: Connection, key: UploadKey) -> row_codec.Row | None:
     row = connection.execute(select(uploads).where(_is_upload(uploads, key))).mappings().one_or_none()
     if row is not None and not row_codec.is_whole(uploads, row):
-        raise _lost_upload(key, "its record is")
+        raise _lost_upload(key, "its record is damaged")
     return None if row is None else dict(row)
 
 
 def _lost_upload(key: UploadKey, reason: str) -> DataLoss:
     context, upload_id = key
-    return DataLoss(f"upload {upload_id} of contexts/{context}", f"{reason}; begin it anew")
+    return DataLoss(f"upload {upload_id} of contexts/{context}", f"{reason}; restart the upload")
 
 
 # --- what is to be written to storage ---

@@ -62,14 +62,14 @@ class GarbageCollector:
                 await self.trim()
                 await self._sweep()
             except LongleafError as error:
-                log.warning("storage is not looked through: %s", error)
+                log.warning("garbage collection failed: %s", error)
             await asyncio.sleep(MOST_SECONDS if is_first else SWEEP_SECONDS)
 
     async def trim(self) -> None:
         """Has snapshots go that are too many or too old. Raises StorageUnavailable."""
         surplus = self._records.surplus(self._uses(), self._wall_clock())
         if surplus:
-            log.info("snapshots of %d segments go, for want of room or because nobody uses them", len(surplus))
+            log.info("deleting snapshots of %d segments: over the quota, or unused", len(surplus))
             await self._drop(surplus)
 
     async def _compare(self) -> None:
@@ -82,7 +82,7 @@ class GarbageCollector:
         retained = {record.segment: record.manifest for record in self._kept.snapshots}
         lost = [segment for segment, manifest in retained.items() if manifest not in names and segment in self._records]
         if lost:
-            log.warning("%d snapshots are not at %s any more", len(lost), self._store.store.url)
+            log.warning("%d snapshots are missing from %s", len(lost), self._store.store.url)
             await self._lose(lost)
         await self._tell_again(recorded)
 
@@ -91,7 +91,7 @@ class GarbageCollector:
         service, now = self._kept.service_id, self._wall_clock()
         swept = await self._store.run(sweep, self._store.store, service, now, self._policy.grace, live)
         if swept.num_objects:
-            log.info("%d objects that nobody needs were deleted from storage", swept.num_objects)
+            log.info("deleted %d unused objects from storage", swept.num_objects)
 
 
 class _Live(AnySet[str]):

@@ -59,7 +59,7 @@ class KvFormat:
         manifest.check_blocks(self.block_size)
         sharded, _, windows = self.text.partition("|")
         if manifest.windows is not None and not windows:
-            raise InvalidArgument("windows", "these ranks hold none apart")
+            raise InvalidArgument("windows", "these ranks store no windows separately")
         for piece in manifest.pieces:
             _check_size(piece, _part_bytes(sharded), self.block_size, "pieces")
         if manifest.windows is not None:
@@ -80,7 +80,7 @@ def _check_size(piece: PieceRef, parts: Sequence[int], block_size: int, field: s
     num_blocks = _num_blocks(piece.runs, block_size)
     most = num_blocks * sum(parts) + max_header_bytes(len(parts), len(piece.runs))
     if piece.num_bytes > most:
-        raise InvalidArgument(field, f"{num_blocks:,} blocks have at most {most:,} bytes, and not {piece.num_bytes:,}")
+        raise InvalidArgument(field, f"{num_blocks:,} blocks have at most {most:,} bytes, not {piece.num_bytes:,}")
 
 
 @dataclass(frozen=True)

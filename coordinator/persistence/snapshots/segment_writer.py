@@ -59,7 +59,7 @@ class Saver:
             saves.append(self._save(saving, attempt.windows(0), held.window_runs, of_windows=True))
         found = await saving.all(saves)
         if self._holdings.held(held.segment.id) != held:
-            raise Unavailable(f"segment {held.segment.id} was moved or parked while it was saved")
+            raise Unavailable(f"segment {held.segment.id} was moved or evicted while it was saved")
         await self._check_seen(held, pieces, found)
         manifest = self._manifest(attempt, held, found)
         content = encode_manifest(manifest)
@@ -84,8 +84,8 @@ class Saver:
             except NotFound:
                 size = -1
             if size != piece.num_bytes:
-                message = f"rank {rank}, member {held.members[rank]}, wrote {piece.name}, and it is not there"
-                remedy = "--snapshot-url must name a storage that all machines share"
+                message = f"{piece.name}, written by rank {rank}, member {held.members[rank]}, is missing"
+                remedy = "--snapshot-url must be storage that all machines share"
                 raise StorageUnavailable(f"{self._store.store.url}: {message}; {remedy}")
 
     def _manifest(self, attempt: Attempt, held: HeldSegment, found: Sequence[PieceRef]) -> SegmentManifest:

@@ -25,12 +25,12 @@ class StorageHealth:
 
     def begin(self, reason: str) -> None:
         if not self.reason:
-            log.warning("%s: not done for now, and the service goes on: %s", self._what, reason)
+            log.warning("%s: failed, will retry: %s", self._what, reason)
         self._say(reason)
 
     def end(self) -> None:
         if self.reason:
-            log.warning("%s: done again", self._what)
+            log.warning("%s: succeeded again", self._what)
         self._seconds = LEAST_SECONDS
         self._say("")
 

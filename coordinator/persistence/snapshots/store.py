@@ -32,13 +32,13 @@ class AsyncStore:
         """Calls something that blocks. Raises StorageUnavailable where too many calls have not come back."""
         async with self._turns:
             if self.num_threads >= MAX_THREADS:
-                raise StorageUnavailable(f"{self.store.url}: {self.num_threads} calls have not come back")
+                raise StorageUnavailable(f"{self.store.url}: {self.num_threads} calls have not returned")
             self._count(1)
             try:
                 begun = _begun(partial(call, *args, **kwargs), lambda: self._count(-1))
             except RuntimeError as error:  # there may be no more threads
                 self._count(-1)
-                raise StorageUnavailable(f"{self.store.url}: not asked: {error}") from error
+                raise StorageUnavailable(f"{self.store.url}: not called: {error}") from error
             return await asyncio.wrap_future(begun)
 
     def _count(self, more: int) -> None:

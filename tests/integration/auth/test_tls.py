@@ -115,7 +115,7 @@ async def test_a_certificate_for_another_name_is_told_as_such(authority: Authori
         _,
         address,
     ):
-        with pytest.raises(InvalidArgument, match="tls_ca: .* has a certificate that is not for that name"):
+        with pytest.raises(InvalidArgument, match="tls_ca: .* has a certificate for another name"):
             await num_tokens(address, authority.access(), retries=3)
 
 

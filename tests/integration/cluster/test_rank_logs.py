@@ -64,7 +64,7 @@ async def test_what_ends_an_epoch_is_told_with_its_traceback(
     [record] = told(caplog)
     assert (record.levelno, record.rank, record.node) == (logging.WARNING, 1, node)  # type: ignore[attr-defined]
     first, *traceback = record.getMessage().splitlines()
-    assert first == "rank 1: epoch 1 is broken for member 1: RuntimeError: was told to raise"
+    assert first == "rank 1: epoch 1 failed for member 1: RuntimeError: was told to raise"
     assert (traceback[0], traceback[-1]) == ("Traceback (most recent call last):", "RuntimeError: was told to raise")
     assert "told to raise" not in capfd.readouterr().err, "once is enough"
 

@@ -253,7 +253,7 @@ async def test_a_message_out_of_place_ends_the_rank(joined: int, message: StepPl
     process = asyncio.create_task(asyncio.to_thread(serve, spec, EchoRank))
     await (control.start(joined) if joined else control.roster.wait(lambda: control.hellos))
     control._channel.send([0], message)
-    where = f"out of place in epoch {joined}" if joined else "before the model is loaded"
+    where = f"out of order in epoch {joined}" if joined else "before the model is loaded"
     text = str((await control.group.wait_ended()).error)
     assert text.endswith(f"{where}: {type(message).__name__}"), "nothing of what is in it"
     assert await process == 1

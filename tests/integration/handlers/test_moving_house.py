@@ -240,10 +240,10 @@ DAMAGED = WHOLE[:2_000_000] + b"?" + WHOLE[2_000_001:]
     ("data", "error", "message"),
     [
         (b"", InvalidArgument, "parcel: it was cut"),
-        (b"Call me Ishmael. " * 9, InvalidArgument, "parcel: this is no exported context"),
+        (b"Call me Ishmael. " * 9, InvalidArgument, "parcel: this is not an exported context"),
         (WHOLE[:-1], InvalidArgument, "parcel: it was cut"),
-        (WHOLE + b"\0", InvalidArgument, "parcel: there are bytes after its end"),
-        (DAMAGED, InvalidArgument, "parcel: what 'piece' contains is damaged"),
+        (WHOLE + b"\0", InvalidArgument, "parcel: it has extra bytes after its end"),
+        (DAMAGED, InvalidArgument, "parcel: the content of 'piece' is damaged"),
     ],
     ids=["empty", "text", "cut", "longer", "damaged"],
 )

@@ -187,9 +187,9 @@ def group(size=2):
 @pytest.mark.parametrize(
     ("portions", "reported"),
     [
-        ((RestorePortion(0, (RUN,)), RestorePortion(3, (OTHER,))), "rank 1 has not fetched under ticket 3"),
-        ((RestorePortion(0, (Run(0, START, START + 5, (1, 2)),)),), "rank 0 has not fetched under ticket 0"),
-        ((RestorePortion(0, (Run(1, START + 6, START + 9, (1,)),)),), "rank 1 has not fetched under ticket 0"),
+        ((RestorePortion(0, (RUN,)), RestorePortion(3, (OTHER,))), "rank 1 has no fetched piece for ticket 3"),
+        ((RestorePortion(0, (Run(0, START, START + 5, (1, 2)),)),), "rank 0 has no fetched piece for ticket 0"),
+        ((RestorePortion(0, (Run(1, START + 6, START + 9, (1,)),)),), "rank 1 has no fetched piece for ticket 0"),
     ],
     ids=["another ticket", "a part of a block", "past its end"],
 )

@@ -45,4 +45,4 @@ def test_a_credential_in_place_of_a_file_is_not_repeated(run: Run) -> None:
     credential = new_credential()
     line = run("contexts", "list", "--server", "127.0.0.1:1", "--credential-file", credential)
     assert credential not in line
-    assert "looks like a credential itself: put it in a file" in line
+    assert "looks like a credential: put it in a file" in line

@@ -112,7 +112,7 @@ async def test_the_same_command_reads_a_named_answer_again(terminal: Terminal) -
     assert await terminal.json("generate", "--prompt", "x", *named) == first
     assert len(terminal.engine.prompts) == 1
     code, _, err = await terminal.run("generate", "--prompt", "y", *named)
-    assert (code, err) == (2, "error: --request-id: r1 is the name of another request\n")
+    assert (code, err) == (2, "error: --request-id: r1 is in use by another request\n")
 
 
 async def test_bytes_of_tokens_are_told_in_base64(terminal: Terminal) -> None:

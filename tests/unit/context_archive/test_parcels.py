@@ -75,7 +75,9 @@ def test_the_same_context_is_the_same_parcel_from_any_byte_on() -> None:
 def test_a_parcel_that_is_cut_anywhere_is_told() -> None:
     whole = packable().packed()
     for end in range(len(whole)):
-        with pytest.raises(InvalidArgument, match=rf"parcel: it was cut: its end is missing \(after {end:,} bytes\)"):
+        with pytest.raises(
+            InvalidArgument, match=rf"parcel: it is truncated: its end is missing \(after {end:,} bytes\)"
+        ):
             unpack(whole[:end])
 
 
@@ -112,18 +114,18 @@ def test_records_in_another_order_are_told() -> None:
 def test_the_end_of_another_parcel_is_told() -> None:
     one, other = packable().packed(), packable(seed=2).packed()
     assert len(one) == len(other)
-    with pytest.raises(InvalidArgument, match="its end is that of another one"):
+    with pytest.raises(InvalidArgument, match="its end belongs to another archive"):
         unpack(one[: -FRAME_BYTES - 32] + other[-FRAME_BYTES - 32 :])
 
 
 @pytest.mark.parametrize(
     ("kind", "num_bytes", "message"),
     [
-        ("head", MAX_HEAD_BYTES + 1, "'head' has 1,048,577 bytes, not 1 to 1,048,576"),
+        ("head", MAX_HEAD_BYTES + 1, "'head' has 1,048,577 bytes; allowed are 1 to 1,048,576"),
         ("head", 1 << 63, "not 1 to"),
         ("head", 0, "'head' has 0 bytes"),
-        ("piece", 10, "'piece' comes where 'head' should"),
-        ("\x9f", 10, "comes where 'head' should"),
+        ("piece", 10, "found 'piece' where 'head' is expected"),
+        ("\x9f", 10, "where 'head' is expected"),
     ],
 )
 def test_lengths_are_not_believed(kind: str, num_bytes: int, message: str) -> None:
@@ -136,9 +138,9 @@ def test_ids_and_pieces_have_the_sizes_that_were_told() -> None:
     begin = PREAMBLE + record("head", encode(HEAD))
     segment = SegmentHead(num_used=11, num_tokens=11, rope=ROPE, keys=None)
     begin += record("segment", encode(segment))
-    with pytest.raises(InvalidArgument, match="'ids' has 48 bytes, not 44 to 44"):
+    with pytest.raises(InvalidArgument, match="'ids' has 48 bytes; allowed are 44 to 44"):
         unpack(begin + record("ids", bytes(48)))
-    with pytest.raises(InvalidArgument, match="'end' comes where 'ids' should"):
+    with pytest.raises(InvalidArgument, match="found 'end' where 'ids' is expected"):
         unpack(begin + record("end", bytes(32)))
 
 
@@ -224,7 +226,7 @@ def test_runs_without_end_are_refused_before_they_are_decoded() -> None:
     assert len(reported) < max_segment_bytes(HEAD.num_tokens)
     tracemalloc.start()
     try:
-        with pytest.raises(InvalidArgument, match="bytes tell of its keys"):
+        with pytest.raises(InvalidArgument, match="its keys has"):
             unpack(begin + reported)
         assert tracemalloc.get_traced_memory()[1] < 4 * len(reported)
     finally:
@@ -247,7 +249,7 @@ def test_what_is_no_message_is_told() -> None:
 def test_a_later_version_and_other_files_are_told_from_damage() -> None:
     with pytest.raises(InvalidArgument, match="it is of version 2"):
         unpack(MAGIC + (2).to_bytes(8, "little"))
-    with pytest.raises(InvalidArgument, match="this is no exported context"):
+    with pytest.raises(InvalidArgument, match="this is not an exported context"):
         unpack(b"Call me Ishmael. Some years ago")
 
 

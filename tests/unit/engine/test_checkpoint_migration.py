@@ -143,7 +143,7 @@ def test_positions_are_those_of_contexts_that_are_made_now() -> None:
 
 def test_what_this_checkpoint_cannot_read_is_refused() -> None:
     with pytest.raises(
-        CheckpointChanged, match=r"has 40 tokens; this checkpoint allows 39, those that it was trained for"
+        CheckpointChanged, match=r"has 40 tokens; this checkpoint allows 39, the length that it was trained for"
     ):
         anew(earlier(), Positions(Rotary(), 39), VOCABULARY)
     with pytest.raises(CheckpointChanged, match="has token 119; this checkpoint has 119 tokens"):

@@ -226,7 +226,7 @@ async def test_epochs_that_always_break_before_their_first_step_end_the_service(
     async with running(engine_of(ranks)) as found:
         stream = found.engine.submit(prompt(5, 60))
         ranks.break_epoch("hung")
-        message = "8 epochs ended one after the other without a step; the last: that cannot be held"
+        message = "8 epochs in a row ended without a step; latest error: that cannot be held"
         with pytest.raises(Unavailable, match=message):
             await read(stream)
         with pytest.raises(Unavailable, match=message):

@@ -275,20 +275,18 @@ async def test_another_model_is_told_by_what_differs(into: Into) -> None:
     other = Fingerprint("cd" * 32, {"config.json": "01", "model.safetensors": "03", "tokenizer.json": "04"})
     given = packable()
     given.head = replace(given.head, fingerprint=other)
-    message = (
-        r"'fake' has fingerprint cdcdcdcdcdcdcdcd, .* here abababababababab; .* tokenizer.json, model.safetensors$"
-    )
+    message = r"'fake' has fingerprint cdcdcdcdcdcdcdcd; .* has abababababababab; .* tokenizer.json, model.safetensors$"
     await refused(into(transfers), transfers, given.packed(), CheckpointChanged, message)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"context": "../etc"}, r"config.name: .*give it another name"),
+        ({"context": "../etc"}, r"config.name: .*give another name"),
         ({"expires": 9.0, "is_pinned": False}, "the context expired 1 s ago"),
-        ({"created": float("nan")}, "times that are none"),
-        ({"updated": -1.0}, "times that are none"),
-        ({"expires": 1e300}, "times that are none"),
+        ({"created": float("nan")}, "an invalid time"),
+        ({"updated": -1.0}, "an invalid time"),
+        ({"expires": 1e300}, "an invalid time"),
         ({"capacity": 1 << 30}, "capacity"),
     ],
 )
@@ -301,14 +299,16 @@ async def test_heads_that_cannot_be_taken_in_are_told(into: Into, changes: dict[
 async def test_a_token_id_that_the_model_has_not_is_told(into: Into) -> None:
     transfers, given = empty_house(), packable(keyed=(False, False))
     given.path[1].token_ids[4] = VOCABULARY
-    await refused(into(transfers), transfers, given.packed(), InvalidArgument, "a token id that is not among 131,072")
+    await refused(
+        into(transfers), transfers, given.packed(), InvalidArgument, "a token id outside the vocabulary of 131,072"
+    )
 
 
 async def test_pieces_that_do_not_hold_their_segment_are_told(into: Into) -> None:
     transfers, given = empty_house(), packable()
     number, manifest = next(iter(given.manifests.items()))
     given.manifests[number] = replace(manifest, pieces=manifest.pieces[1:])
-    await refused(into(transfers), transfers, given.packed(), InvalidArgument, "the pieces of a segment make no sense")
+    await refused(into(transfers), transfers, given.packed(), InvalidArgument, "the pieces of a segment are invalid")
 
 
 @pytest.mark.parametrize("cut", [1, 3, 5])
@@ -318,7 +318,7 @@ async def test_pieces_that_end_within_a_block_are_refused(into: Into, cut: int) 
     (first, second), end = manifest.pieces, manifest.end
     pieces = (replace(first, runs=((0, cut),)), replace(second, runs=((cut, end),)))
     given.manifests[number] = replace(manifest, pieces=pieces)
-    message = "the pieces of a segment make no sense: pieces: .* blocks of 4"
+    message = "the pieces of a segment are invalid: pieces: .* blocks of 4"
     await refused(into(transfers), transfers, given.packed(), InvalidArgument, message)
 
 
@@ -328,7 +328,7 @@ async def test_windows_before_their_segment_are_refused(into: Into) -> None:
     assert manifest.windows is not None
     windows = replace(manifest.windows, runs=((manifest.start - 1, manifest.end),))
     given.manifests[number] = replace(manifest, windows=windows)
-    message = "the pieces of a segment make no sense: windows: "
+    message = "the pieces of a segment are invalid: windows: "
     await refused(into(transfers), transfers, given.packed(), InvalidArgument, message)
 
 
@@ -392,7 +392,7 @@ async def test_wrong_sequences_of_requests_are_told(into: Into) -> None:
 
     with pytest.raises(InvalidArgument, match="config: must be in the first"):
         [report async for report in imports.run(twice())]
-    with pytest.raises(InvalidArgument, match=r"piece.offset: is 100, and 0 bytes have come"):
+    with pytest.raises(InvalidArgument, match=r"piece.offset: is 100, but 0 bytes have been received"):
         await arrive(imports, WHOLE, start=100)
     with pytest.raises(InvalidArgument, match=r"config.total_size_bytes: more than 500 bytes"):
         await arrive(imports, WHOLE, ImportHeader(total_bytes=500))
@@ -558,7 +558,7 @@ async def test_only_so_many_contexts_arrive_at_once(into: Into) -> None:
     open_streams = [imports.run(sending(header, WHOLE)) for header in headers[:3]]
     await anext(open_streams[0])
     await anext(open_streams[1])
-    with pytest.raises(ResourceExhausted, match="imports: 2 are under way"):
+    with pytest.raises(ResourceExhausted, match="imports: 2 are running"):
         await anext(open_streams[2])
     for stream in open_streams:
         await stream.aclose()
@@ -591,7 +591,7 @@ async def test_a_tenant_leaves_room_for_the_contexts_of_others(into: Into) -> No
     open_streams = [imports.run(sending(header, WHOLE)) for header in acme]
     for stream in open_streams[:2]:
         await anext(stream)
-    with pytest.raises(ResourceExhausted, match="2 of the tenant acme are under way, at most 2"):
+    with pytest.raises(ResourceExhausted, match="2 of tenant acme are running; the limit is 2"):
         await anext(open_streams[2])
     for stream in open_streams:
         await stream.aclose()
@@ -602,7 +602,7 @@ async def test_a_tenant_leaves_room_for_exports_of_others(threads: TokenizerPool
     exports = Exports(old, threads, FakeEngine().describe, max_exports=2, tenant_share=1 / 2)
     async with aclosing(exports.run(ExportContext(context="acme/a"))) as first:
         await anext(first)
-        with pytest.raises(ResourceExhausted, match="1 of the tenant acme are under way"):
+        with pytest.raises(ResourceExhausted, match="1 of tenant acme are running"):
             await anext(exports.run(ExportContext(context="acme/b")))
         async with aclosing(exports.run(ExportContext(context="bolt/a"))) as other:
             await anext(other)
@@ -618,7 +618,7 @@ async def test_no_more_memory_is_held_than_there_may_be(into: Into) -> None:
     await breaking(imports, whole, ImportHeader(context="a", upload_id="one"), 3500)  # holds most of a piece
     assert len(await arrive(imports, whole, ImportHeader(context="b"))) > 1  # the oldest import is evicted
     imports = into(transfers, max_bytes=(most := 4000))
-    with pytest.raises(ResourceExhausted, match=f"imports: all together hold too much, at most {most:,}"):
+    with pytest.raises(ResourceExhausted, match=f"imports: all imports use too much memory; the limit is {most:,}"):
         await arrive(imports, whole, ImportHeader(context="c"))
     assert await breaking(into(transfers), whole, ImportHeader(context="a", upload_id="one"), 0) == 0
 

@@ -90,7 +90,7 @@ def test_nobody_branches_off_where_windows_are_held_only_until_more_is_read_agai
     group.change(0, 1, 2)
     plan = _until_read(group, 16)
     group.ask(20)
-    with pytest.raises(Unavailable, match=r"contexts/a is read again.*cannot be cut at 16"):
+    with pytest.raises(Unavailable, match=r"contexts/a is being recomputed.*cannot be cut at 16"):
         group.scheduler.fork_context("a", "c", 16)
     group.scheduler.fork_context("a", "whole")
     group.commit(plan)

@@ -151,7 +151,7 @@ def test_sequences_take_turns_where_more_spans_are_told_than_fit_into_an_answer(
     plain = bench.ask(2, max_tokens=15)
     plans = bench.run()
     reported = [[row.sequence for row in rows([plan]) if row.sequence != plain] for plan in plans]
-    assert {len(step) for step in reported[:12]} == {2}, "no step tells of more, and none of fewer than fit"
+    assert {len(step) for step in reported[:12]} == {2}, "no step tells of more, and not one of fewer than fit"
     assert max(map(len, reported)) == 2
     assert [len(bench.tokens(job)) for job in jobs] == [6] * 5
     assert all({*jobs} == {job for step in reported[i : i + 3] for job in step} for i in range(10))

@@ -146,7 +146,7 @@ def test_variables_reach_the_template(tmp_path: Path) -> None:
 def test_texts_of_a_conversation_have_a_limit(tmp_path: Path) -> None:
     made = load(tmp_path, CHATML).chat_template
     assert made is not None
-    with pytest.raises(InvalidArgument, match=r"conversation: has 16,777,217 bytes of text, at most 16,777,216"):
+    with pytest.raises(InvalidArgument, match=r"conversation: has 16,777,217 bytes of text; the limit is 16,777,216"):
         made.conversation(said((U, "x" * (1 << 24)), (A, "y"), (U, "")), {})
 
 

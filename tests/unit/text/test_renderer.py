@@ -89,7 +89,7 @@ def test_literals_are_what_a_template_may_write() -> None:
 def test_a_template_without_end_is_refused_and_the_next_one_rendered(source: str, renderer: Renderer) -> None:
     for _ in range(2):
         found = renderer.render(source, {}, [QUESTION, TURNS])
-        assert found == [Rendering(reason="takes more than 1 s of processor time")] * 2
+        assert found == [Rendering(reason="did not finish within 1 s of processor time")] * 2
     assert renderer.render("x", {}, [QUESTION]) == [Rendering("x")]
 
 
@@ -110,7 +110,7 @@ def test_a_process_that_was_stopped_is_ended(size: int) -> None:
     (process,) = renderings()
     process.suspend()
     found = renderer.render("x", {}, [[{"role": "user", "content": "x" * size}]])
-    assert found == [Rendering(reason="takes more than 1 s")]
+    assert found == [Rendering(reason="did not finish within 1 s")]
     assert renderings() == [], "the next rendering starts another process"
     renderer.stop()
 

@@ -153,7 +153,7 @@ def test_a_reach_that_config_and_call_tell_differently_is_refused(kind, window):
 def test_a_window_of_the_config_that_no_layer_asks_for_is_refused():
     """PhiMoE applies it only in its masks, which are not built."""
     config = PreTrainedConfig(sliding_window=8, num_hidden_layers=1, max_position_embeddings=16)
-    with pytest.raises(ModelRefused, match="sliding_window is 8, and attention layer 0 asks for no window"):
+    with pytest.raises(ModelRefused, match="sliding_window is 8, but attention layer 0 uses no window"):
         reach_of(config, 0, None)
     assert reach_of(config, 0, 8) == AttentionSpan(8)
     config.sliding_window = 16
@@ -255,7 +255,7 @@ def test_what_transformers_knows_no_causal_language_model_of_is_refused(tmp_path
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (DeepseekV32Config(), "layers of type indexed_attention (a learned indexer) are not supported yet"),
+        (DeepseekV32Config(), "layers of type indexed_attention (a learned indexer) are not supported"),
         (DeepseekV4Config(), "heavily_compressed_attention (compressed keys)"),
         (FalconH1Config(pad_token_id=0), "layers of type hybrid (attention and a recurrent state) are not"),
         (

@@ -156,7 +156,7 @@ def test_a_manifest_whose_pieces_are_not_there_is_none(place: Place, fault: str)
     getattr(place, fault).add(piece)
     rebuilt = place.rebuilt()
     assert names(rebuilt) == ["book", "twig"]
-    message = "is missing" if fault == "missing" else "had 40 bytes, and has 39"
+    message = "is missing" if fault == "missing" else "has 39 bytes, expected 40"
     assert reasons(rebuilt) == {"poem": f"{name_of(9)}: {piece} {message}"}
 
 
@@ -198,8 +198,8 @@ def test_numbers_of_pieces_without_a_manifest_are_not_given_out_again(place: Pla
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        (replace(TWIG, num_tokens=46, ends=(46,)), "is not what its path goes on from"),
-        (replace(TWIG, num_tokens=25, ends=(25,)), "is not what its path goes on from"),
+        (replace(TWIG, num_tokens=46, ends=(46,)), "is not the predecessor in its path"),
+        (replace(TWIG, num_tokens=25, ends=(25,)), "is not the predecessor in its path"),
         (replace(TWIG, ends=(40, 40)), "contradicts itself"),
         (replace(TWIG, ends=(25, 39)), "contradicts itself"),
         (replace(TWIG, ends=(0, 40)), "contradicts itself"),
