@@ -232,7 +232,7 @@ def _remedy(config: ServiceConfig) -> str:
     """Advice for a service whose coordinator is dead."""
     if config.data.data_dir is None:
         return "start the service again and ingest the documents again: nothing was saved"
-    return f"start the service again with --data-dir {config.data.data_dir}, which has all acknowledged changes"
+    return f"start the service again with --data-dir {config.data.data_dir}, where all acknowledged changes are saved"
 
 
 def _say_missing(actor: Any, waiting: WaitReporter) -> None:

@@ -78,7 +78,7 @@ class DocumentText(msgspec.Struct, frozen=True, kw_only=True):
     def check(self, num_tokens: int, field: str) -> None:
         """Raises InvalidArgument naming `field` if it does not match a segment of so many tokens."""
         if len(self.starts) != OFFSET_BYTES * count_starts(num_tokens):
-            raise InvalidArgument(field, f"{len(self.starts):,} bytes tell where {num_tokens:,} tokens begin")
+            raise InvalidArgument(field, f"{len(self.starts):,} token offsets for {num_tokens:,} tokens")
         if not (0 <= self.num_lead <= num_tokens and 0 <= self.num_bytes <= MAX_TEXT):
             raise InvalidArgument(field, f"a text of {self.num_bytes} bytes has {self.num_lead} tokens before it")
         if any(a > b for a, b in pairwise([*unpacked(self.starts), self.num_bytes])):

@@ -23,7 +23,7 @@ from longleaf.resources import end_with_parent
 LEAVE_SECONDS = 3.0
 END_SECONDS = 1.0
 LAST_WORD_SECONDS = 0.5
-"""How long what a process said last may take to be heard, once that process has ended of itself."""
+"""Seconds to wait for the last messages of a process that has exited."""
 log = logging.getLogger(__name__)
 
 
@@ -60,7 +60,7 @@ class LocalFleet:
         self._kill_server = kill_server
         self._num_slots = 0
         self._places: dict[int, _Place] = {}
-        """By member; of one that has ended, until it is replaced."""
+        """By member number; an ended process stays until it is replaced."""
         self._on_death: OnDeath = unheard
         self._is_stopping = False
         self._spawning = threading.Lock()
@@ -87,7 +87,7 @@ class LocalFleet:
             host=LOOPBACK,
             node=socket.gethostname(),
             num_ranks_here=self._num_slots,
-            is_first_here=member == 0 or member != slot,  # who comes later tells what it has
+            is_first_here=member == 0 or member != slot,  # later callers receive the stored result
             gpu=slot,
             num_ranks_seeing=self._num_slots,
         )
@@ -137,7 +137,7 @@ class LocalFleet:
             self._spawn_from_now_on("has ended")
         if code is not None and code < 0:
             self._tell(member, reason)
-        else:  # who leaves says why, which says more than the end
+        else:  # a member that exits reports the reason itself, which is more specific
             self._loop.call_later(LAST_WORD_SECONDS, self._tell, member, reason)
 
     def _tell(self, member: int, reason: str) -> None:
@@ -151,7 +151,7 @@ class LocalFleet:
         place = self._places.get(member)
         if place is not None and not place.has_ended.is_set():
             place.process.kill()
-            with suppress(TimeoutError):  # what hangs in the kernel ends some time
+            with suppress(TimeoutError):  # a process that hangs in the kernel ends eventually
                 await asyncio.wait_for(place.has_ended.wait(), END_SECONDS)
 
     async def replace(self, lost: int, member: int, invitation: ConnectInfo, config: EngineConfig) -> None:
@@ -163,9 +163,9 @@ class LocalFleet:
         self._places.pop(lost, None)  # now, for a slot is not lost when no process can be started
 
     async def shutdown(self) -> None:
-        """Gives ranks that were told to leave a few seconds, then terminates, then kills."""
+        """Waits a few seconds for ranks that were asked to stop, then terminates, then kills them."""
         self._is_stopping = True
-        # what is being started now is ended, too; a fork server that hangs, or imports for the first rank, is not
+        # processes that are starting are ended as well, but not a fork server that hangs or still imports
         # waited for
         if not await asyncio.to_thread(self._spawning.acquire, timeout=LEAVE_SECONDS if self._places else 0):
             self._kill_server()

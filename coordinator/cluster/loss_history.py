@@ -1,4 +1,4 @@
-"""The ranks that were lost last, and what became of their places, as clients see it."""
+"""The latest losses of ranks and the state of their slots, for clients."""
 
 from collections.abc import Callable, Iterable
 
@@ -18,7 +18,7 @@ MAX_REMEMBERED = 32
 
 
 class LossHistory:
-    """What became of members. `wall_clock` dates losses (seconds since the epoch of the calendar)."""
+    """Losses and replacements of members. `wall_clock` returns the time of a loss in seconds since the Unix epoch."""
 
     def __init__(self, wall_clock: Callable[[], float]) -> None:
         self._wall_clock = wall_clock
@@ -27,7 +27,7 @@ class LossHistory:
         self._lost_before: dict[int, int] = {}
         """By a replacement that never had a rank, the member in whose place it was started."""
         self.num_lost = 0
-        """Members that were lost so far; of the first ones nothing else may be known any more."""
+        """Number of members lost so far; details are kept only for the latest ones."""
 
     @property
     def losses(self) -> tuple[Loss, ...]:
@@ -36,7 +36,7 @@ class LossHistory:
 
     @property
     def is_filling(self) -> bool:
-        """Somebody may yet come in the place of one that was lost."""
+        """Whether a replacement of a lost member may still arrive."""
         return is_filling(self.losses)
 
     def take(self, event: MemberEvent) -> None:
@@ -74,7 +74,7 @@ class LossHistory:
             self._lost_before.pop(oldest, None)
 
     def _set(self, lost: int | None, slot: SlotState, refill_time: float | None = None, slot_reason: str = "") -> None:
-        """Of a place, to all that were lost there since somebody had a rank there."""
+        """Applies the state of a slot to all members lost there since it last had a rank."""
         while lost is not None:
             if (loss := self._losses.get(lost)) is not None:
                 self._losses[lost] = replace(loss, slot=slot, refill_time=refill_time, slot_reason=slot_reason)

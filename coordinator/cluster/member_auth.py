@@ -45,8 +45,8 @@ class ThrottledCounter:
 class PendingHandshakes:
     """Counts connections that ended without authentication.
 
-    ZMQ's success event does not identify its connection: of several open connections it is known only when all of them
-    have authenticated.
+    ZMQ's success event does not identify a connection. With several open connections, success is known only after all
+    of them have authenticated.
     """
 
     def __init__(self) -> None:

@@ -237,10 +237,10 @@ class MemberRegistry:
                     self.end(member.number, f"no heartbeat for {human_seconds(limit)}")
 
     async def find_behind(self, numbers: Iterable[int], is_over: Callable[[], bool]) -> Member | None:
-        """Return the member that holds up the others, among members that are all in the same step.
+        """Return the member that blocks the others, among members that are all in the same step.
 
-        Waits until each member has reported its progress again, or has missed the time to do so. The result is the most
-        silent member, else the single member with the least progress. None when several members are equally behind, or
+        Waits until each member has reported its progress again or its time is up. The result is the member with the
+        oldest report, else the single member with the least progress. None when several members are equally behind, or
         when `is_over` becomes true meanwhile.
         """
         members = [member for number in numbers if (member := self.get(number)) is not None]

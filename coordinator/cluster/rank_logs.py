@@ -1,4 +1,4 @@
-"""What ranks log, in the coordinator's own log."""
+"""Writes log records of ranks to the coordinator's log."""
 
 import logging
 import time
@@ -27,8 +27,8 @@ class _Share:
 
 
 class RankLogForwarder:
-    """Logs what members tell, as of the logger `coordinator.cluster`: in its level, with the attributes `rank` (an int,
-    NO_RANK for who has none), `node` and `epoch`."""
+    """Logs records of members under the logger `coordinator.cluster`, with their level and the attributes `rank` (an
+    int; NO_RANK for a member without a rank), `node` and `epoch`."""
 
     def __init__(self, registry: MemberRegistry, clock: Callable[[], float] = time.monotonic) -> None:
         self._roster = registry
@@ -36,15 +36,15 @@ class RankLogForwarder:
         self._shares: dict[int, _Share] = {}
         """By member."""
         self._known: frozenset[str] | None = None
-        """Notes that people were told; None until they are."""
+        """Notes that were already printed to the user; None before that."""
         registry.watch(self._watch)
 
     def know(self, notes: Iterable[str]) -> None:
-        """People are told these notes: what is logged in the same words is not told again."""
+        """Marks these notes as printed: records with the same text are not logged again."""
         self._known = frozenset(_cut(note) for note in notes)
 
     def take(self, member: Member, logged: Logged) -> None:
-        """Logs what the member tells, as far as it has a share."""
+        """Logs the records of a member, up to its rate limit."""
         share = self._share(member.number)
         for record in logged.records:
             if record.is_note and (self._known is None or record.text in self._known):
@@ -82,5 +82,5 @@ class RankLogForwarder:
 
 
 def _cut(note: str) -> str:
-    """As a record tells it."""
+    """The text of a record, truncated."""
     return note.encode(errors="backslashreplace")[:MAX_TEXT_BYTES].decode(errors="ignore")

@@ -58,10 +58,10 @@ def _log(event: MemberEvent) -> None:
 
 
 class RankManager:
-    """The ranks over ZMQ. Must be created inside a running event loop; `lost` may be called from any thread.
+    """Manages the ranks over ZMQ. Must be created inside a running event loop; `lost` may be called from any thread.
 
-    `kill` ends the process of a member that is silent or holds up the others, before the member counts as lost. `where`
-    returns its location, as `Fleet.where`. `wall_clock` dates losses.
+    `kill` ends the process of a member that is silent or blocks the others, before the member counts as lost. `where`
+    returns its location, as `Fleet.where`. `wall_clock` returns the time of a loss.
     """
 
     def __init__(

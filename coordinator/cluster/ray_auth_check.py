@@ -1,7 +1,7 @@
-"""Whether a Ray cluster lets this process in.
+"""Checks whether a Ray cluster accepts this process.
 
-Ray itself tries again for 20 seconds where its token is refused, fills standard error, and says no reason; and where a
-cluster asks for no token and this process does, actors die as they are made.
+If a token is rejected, Ray retries for 20 seconds, fills standard error and gives no reason. If only this process uses
+a token, actors die when they are created.
 """
 
 import os
@@ -27,10 +27,10 @@ REFUSED = f"it rejects the token: put the cluster's token in {PLACES}"
 
 
 def check_door(address: str) -> None:
-    """Raises StartError when the cluster whose head listens at HOST:PORT would refuse this process's token, or asks for
-    one where there is none, or the other way round. What else is wrong Ray tells itself."""
+    """Raises StartError when the cluster whose head listens at HOST:PORT rejects this process's token, or only one of
+    the two requires a token. Ray reports other errors itself."""
     if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
-        return  # it is told by Ray, later
+        return  # Ray reports this later
     asks = _refuses(address, {})
     if asks is None:
         return
@@ -50,7 +50,7 @@ def _cannot_join(address: str, why: str) -> StartError:
 
 
 def _headers() -> Mapping[str, str]:
-    """What Ray sends of its token, wherever it finds it; nothing when it finds none."""
+    """The authentication headers that Ray would send; empty without a token."""
     import ray  # late, because it reads the environment then
 
     untyped: Any = ray
@@ -62,7 +62,7 @@ def _headers() -> Mapping[str, str]:
 
 
 def _refuses(address: str, headers: Mapping[str, str]) -> bool | None:
-    """Whether the cluster refuses a call for want of the right token; None when it says something else, or nothing."""
+    """Whether the cluster rejects a call because of its token; None if it gives another answer or none."""
     channel: Any = grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)])
     with channel:
         try:

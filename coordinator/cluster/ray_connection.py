@@ -18,8 +18,8 @@ OBJECT_STORE_BYTES = 80 * 2**20
 ANSWER_SECONDS = 10.0
 AGAIN_SECONDS = 0.5
 NEUTRAL = "/"
-"""Ray puts the folder that it is joined from before all others where its workers look for modules: in any other one,
-whoever can write there could run code as us."""
+"""Ray adds the folder of the joining process to its workers' module search path, in front. In a shared folder, another
+user could place code that runs with our rights."""
 
 
 def ray_package() -> Any:
@@ -45,11 +45,11 @@ class Connection:
 def connect(
     address: str | None, world_size: int, patience: float = 0.0, on_wait: Callable[[], None] = lambda: None
 ) -> Connection:
-    """Joins the Ray cluster at `address`, or starts one on this machine with a slot per rank. One that does not answer
-    yet is waited for, at most `patience` seconds; `on_wait` is called again and again meanwhile.
+    """Joins the Ray cluster at `address`, or starts one on this machine with a slot per rank. Waits at most `patience`
+    seconds for a cluster that does not answer yet, and calls `on_wait` repeatedly meanwhile.
 
-    Ray then has handlers of its own for signals, and while it starts it answers SIGTERM with SystemExit.
-    Raises StartError when the cluster cannot be reached, or its folder cannot be made.
+    Ray then installs its own signal handlers; while it starts, it answers SIGTERM with SystemExit. Raises StartError
+    when the cluster cannot be reached or its folder cannot be created.
     """
     if address is None:
         return _start(world_size)
@@ -58,7 +58,7 @@ def connect(
 
 
 def _wait_for_answer(address: str, patience: float, on_wait: Callable[[], None]) -> None:
-    """Raises StartError when nobody listens at the address, at once when nobody ever will."""
+    """Raises StartError when no process listens at the address; immediately if waiting cannot help."""
     deadline = time.monotonic() + patience
     while True:
         try:
@@ -105,17 +105,17 @@ def _init(connection: Connection, address: str, **settings: Any) -> None:
         with chdir(NEUTRAL):
             ray.init(address=address, **quiet, **settings)
     except (ConnectionError, ray.exceptions.AuthenticationError) as error:
-        connection.close()  # one that answers, and cannot be joined: Ray says no more of a token that it refuses
+        connection.close()  # it answers but cannot be joined: Ray does not report a rejected token
         raise StartError(f"ray_address: the Ray cluster at {address} cannot be joined: {UNKNOWN}") from error
-    except Exception as error:  # a machine too busy to start it within Ray's 30 seconds is told by a bare one
+    except Exception as error:  # a bare one where a busy machine does not start Ray within 30 seconds
         connection.close()
         where = "this machine" if address == "local" else address
         raise StartError(f"cannot use Ray at {where}: {error}") from error
 
 
 def _check_is_open(address: str) -> None:
-    """Raises StartError when a Ray of this machine listens on the loopback address alone, as it does where it finds no
-    way to the internet, such as a default route."""
+    """Raises StartError when a Ray of this machine listens only on the loopback address, as it does without a route to
+    the internet."""
     host, port = _parts(address)
     if host == LOOPBACK or interface_of(host) is None:
         return
@@ -135,7 +135,7 @@ def _parts(address: str) -> tuple[str, str]:
 
 
 def _check_answers(address: str) -> None:
-    """Raises StartError when nobody listens at HOST:PORT: Ray itself tries for minutes."""
+    """Raises StartError when no process listens at HOST:PORT. Ray itself would retry for minutes."""
     host, port = _parts(address)
     if not port.isdigit():
         return  # found by Ray (`auto`, `local`)

@@ -27,7 +27,7 @@ LEAVE_SECONDS = 3.0
 KILL_SECONDS = 1.0
 ALONE = "; Ray listens on the loopback address, so no other machine can join (ray start --node-ip-address)"
 NODE_DIGITS = 12
-"""Digits of a Ray node id that are shown, of 56: enough to tell machines apart."""
+"""Number of shown digits of a Ray node id, which has 56: enough to distinguish machines."""
 
 
 class RayFleet:
@@ -45,7 +45,7 @@ class RayFleet:
         self._is_local = False
         """All are on this machine."""
         self._places: dict[int, _Place] = {}
-        """By member; of one that has ended, until it is replaced."""
+        """By member number; an ended process stays until it is replaced."""
         self._on_death: OnDeath = unheard
         self._is_stopping = threading.Event()
         self._watcher: threading.Thread | None = None
@@ -78,7 +78,7 @@ class RayFleet:
         return LOOPBACK if self._is_local else own
 
     def _wait_for_slots(self, config: EngineConfig, deadline: float) -> dict[str, float]:
-        """What one rank takes of the cluster, once that has a slot for each. Raises StartError."""
+        """Resources of one rank, once the cluster has a slot for each rank. Raises StartError."""
         while True:
             total: dict[str, float] = ray_package().cluster_resources()
             try:
@@ -120,7 +120,7 @@ class RayFleet:
         self, member: int, bundle: "Bundle", invitation: ConnectInfo, config: EngineConfig, is_first_here: bool
     ) -> None:
         has_gpu = "GPU" in self._resources
-        if has_gpu:  # a rank whose torch sees none must say so, not compute on CPUs
+        if has_gpu:  # a rank whose torch finds no GPU must fail instead of computing on CPUs
             config = msgspec.structs.replace(config, device="cuda")
         spec = RankSpec(
             member=member,
@@ -130,7 +130,7 @@ class RayFleet:
             node=bundle.node,
             num_ranks_here=sum(other.node == bundle.node for other in self._bundles),
             is_first_here=is_first_here,
-            gpu=0 if has_gpu else None,  # Ray shows each rank its own GPU alone
+            gpu=0 if has_gpu else None,  # Ray makes only its own GPU visible to each rank
         )
         variables = rank_environment(config.threads_per_rank)
         placed = in_bundle(self._worker_class, self._group, bundle.index, self._resources, variables)
@@ -140,9 +140,10 @@ class RayFleet:
     # --- watch ---
 
     def _watch(self) -> None:
-        """`run` returns or fails when the rank is gone; where its machine is, too, only seconds later, and not at all
-        if it had not begun: Ray looks for another place. So machines are looked at as well. Polled, because Ray may
-        crash a thread that waits without end while it is shut down; replacements are looked at with the next poll."""
+        """`run` finishes when the rank's process has ended. If the machine has failed, it finishes seconds later, or
+        never if it had not started, because Ray looks for another node. So machines are checked as well. This polls,
+        because Ray may crash a thread that waits without a timeout during shutdown; replacements are checked at the
+        next poll."""
         while not self._is_stopping.is_set():
             places = {member: place for member, place in list(self._places.items()) if not place.has_ended.is_set()}
             ended: list[Any] = []
@@ -160,8 +161,8 @@ class RayFleet:
                     self._note_end(member, "its machine left the cluster")
 
     def _nodes_gone(self) -> set[str]:
-        """The machines of ranks that Ray gave up, or whose Ray has ended; none where all ranks are on the
-        coordinator's."""
+        """Machines of ranks that Ray gave up, or whose Ray has ended; empty if all ranks are on the coordinator's
+        machine."""
         if self._is_local:
             return set()
         alive = {node["NodeID"][:NODE_DIGITS] for node in ray_package().nodes() if node["Alive"]}
@@ -218,7 +219,7 @@ class RayFleet:
     # --- end ---
 
     async def shutdown(self) -> None:
-        """Gives ranks that were told to leave a few seconds, then kills them; frees their slots."""
+        """Waits a few seconds for ranks that were asked to stop, then kills them; frees their slots."""
         self._is_stopping.set()
         await asyncio.to_thread(self._reap)
 
@@ -260,8 +261,8 @@ class Bundle(msgspec.Struct, frozen=True):
 
 
 def bundle_for(config: EngineConfig, total: Mapping[str, float]) -> dict[str, float]:
-    """What one rank takes of a cluster that has `total`: a GPU each where there are any. Raises StartError when there
-    are too few of them, or fewer slots than ranks."""
+    """Resources of one rank in a cluster with resources `total`: one GPU each if there are any. Raises StartError when
+    there are fewer GPUs or slots than ranks."""
     num_gpus = int(total.get("GPU", 0))
     if config.device == "cuda" and not num_gpus:
         raise StartError("device: cuda is not available: the cluster has no GPU")
@@ -275,7 +276,7 @@ def bundle_for(config: EngineConfig, total: Mapping[str, float]) -> dict[str, fl
 
 
 def kind_of(config: EngineConfig, total: Mapping[str, float]) -> dict[str, float]:
-    """What makes a slot, in a cluster that has `total`."""
+    """Resources of one slot in a cluster with resources `total`."""
     takes_gpus = config.device == "cuda" or (config.device == "auto" and int(total.get("GPU", 0)) > 0)
     return {"CPU": 1.0, "GPU": 1.0} if takes_gpus else {"CPU": 1.0}
 
@@ -302,8 +303,8 @@ def bundles_of(group: Any) -> list[Bundle]:
 
 
 def in_bundle(actor_class: type, group: Any, index: int, bundle: Mapping[str, float], variables: dict[str, str]) -> Any:
-    """What makes an actor that takes all of a placement group's bundle, with these in its environment, and that is
-    never made again."""
+    """Options of an actor that uses a whole bundle of a placement group, has these environment variables and is never
+    restarted."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)

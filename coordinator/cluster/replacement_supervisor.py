@@ -41,7 +41,7 @@ class Slot:
     has_rank: bool = True
     """Whether the member has been in an epoch."""
     reason: str = ""
-    """Why there is no replacement yet, as it was told last."""
+    """Latest reported reason why there is no replacement yet."""
     task: asyncio.Task[None] | None = None
 
     @property
@@ -92,11 +92,11 @@ class ReplacementSupervisor:
         registry.is_kept = True
         registry.watch(self._take)
         for slot in self._slots:
-            if registry.get(slot.member) is None:  # lost before anybody watched
+            if registry.get(slot.member) is None:  # lost before this supervisor started
                 self._fill(slot)
 
     def refill(self) -> int:
-        """Asks anew for the replacements that were given up; how many these are."""
+        """Requests the abandoned replacements again; returns their number."""
         empty = [slot for slot in self._slots if self._roster.get(slot.member) is None and not slot.is_being_filled]
         for slot in empty:
             slot.num_failed = 0
@@ -157,8 +157,8 @@ class ReplacementSupervisor:
             await self._sleep(delay)
 
     async def _begin(self, slot: Slot) -> int:
-        """The number of a member whose process was started in the slot, once that is there. Nobody else waits for one
-        that stays away longer than a start may take."""
+        """Waits until a process is started in the slot; returns its member number. Other tasks wait for the slot no
+        longer than the start timeout."""
         began, is_reported = self._clock(), False
         while (number := await self._start(slot)) is None:
             if not is_reported and self._clock() - began >= self._start_timeout:
@@ -174,10 +174,10 @@ class ReplacementSupervisor:
         number, invitation = self._roster.invite()
         try:
             await self._fleet.replace(slot.member, number, invitation, slot.config)
-        except Exception as error:  # whatever keeps a machine from it may pass
+        except Exception as error:  # the cause, such as an unreachable machine, may be temporary
             self._roster.withdraw(number)
             reason = str(error) if isinstance(error, StartError) else f"{type(error).__name__}: {error}"
-            if slot.reason != reason:  # told once
+            if slot.reason != reason:  # log each reason once
                 slot.reason = reason
                 self._roster.tell(ReplacementDelayed(slot.member, AGAIN_SECONDS, slot.reason))
             return None
@@ -186,7 +186,7 @@ class ReplacementSupervisor:
         return number
 
     async def close(self) -> None:
-        """Replaces nobody from now on."""
+        """Stops replacing members."""
         self._roster.is_kept = False
         tasks = [slot.task for slot in self._slots if slot.task is not None]
         for task in tasks:

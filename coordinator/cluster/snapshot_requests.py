@@ -1,4 +1,4 @@
-"""What members are asked to do beside the steps, and what became of it."""
+"""Snapshot requests to members, sent independently of steps, and their results."""
 
 import asyncio
 from collections.abc import Callable
@@ -14,7 +14,7 @@ Key = tuple[int, type[Outcome], int]
 
 
 class SnapshotRequests:
-    """Orders that are not answered yet. Whoever waits for one may be cancelled; then the answer is dropped."""
+    """Pending requests. A caller may be cancelled while it waits; its answer is then dropped."""
 
     def __init__(self, channel: ControlSocket, registry: MemberRegistry) -> None:
         self._channel = channel
@@ -50,7 +50,7 @@ class SnapshotRequests:
         return outcome
 
     def take(self, message: Outcome) -> None:
-        """An answer that nobody waits for is dropped."""
+        """Drops the answer if its caller was cancelled."""
         answer = self._waiting.get((message.member, type(message), message.ticket))
         if answer is not None and not answer.done():
             answer.set_result(message)
@@ -75,7 +75,7 @@ def lost(member: int, rank: int | None, reason: str) -> RankLost:
 
 
 def error_of(name: str, failure: Failure) -> LongleafError:
-    """What a failure of an order about the object `name` is raised as."""
+    """Error for a failed request about the object `name`."""
     match failure.trouble:
         case "damaged":
             return DataLoss(name, failure.reason)

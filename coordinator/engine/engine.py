@@ -117,9 +117,8 @@ class Engine(ContextService):
 
     @property
     def exactness_note(self) -> str:
-        """The reasons why answers may differ from those of the model alone; empty when they do not. Until the ranks are
-        ready, only the settings are considered.
-        """
+        """Reasons why answers may differ from those of the unmodified model; empty if there are none. Until the ranks
+        are ready, only the settings are considered."""
         return "; ".join(dict.fromkeys(note for note in (self._config.exactness_note, *self._notes) if note))
 
     @property

@@ -13,7 +13,7 @@ MOVED_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Epoch:
-    """Who the ranks are, from when they are ready until one of them is lost or others join, and where blocks are."""
+    """The ranks and the block layout, from the time when the ranks are ready until one is lost or others join."""
 
     formation: Formation
     placer: BlockPlacer
@@ -31,7 +31,7 @@ class Epoch:
 
     @property
     def num_tokens(self) -> int:
-        """What the pools of all ranks can hold."""
+        """Capacity of the pools of all ranks."""
         return self.placer.num_blocks.sharded * self.placer.block_size
 
     @property
@@ -41,7 +41,7 @@ class Epoch:
         return max(1, MOVED_BYTES // max(1, block_bytes))
 
     def ranking(self, formation: Formation) -> RankMapping:
-        """What becomes of these ranks in the next epoch."""
+        """The state of these ranks in the next epoch."""
         old = {member: rank for rank, member in enumerate(self.formation.members)}
         before = tuple(old.get(member) for member in formation.members)
         return RankMapping(formation.epoch, before, tuple(ready.num_blocks for ready in formation.readies))

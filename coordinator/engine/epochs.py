@@ -107,7 +107,7 @@ class Epochs:
         """Form the next epoch from the available members: after a loss, or when more can join and no step is running.
 
         `tell` is called when streams have new events. Raises RankLost when no member is left, and Unavailable when
-        consecutive epochs break without a step.
+        consecutive epochs fail without a step.
         """
         lost_at, is_loss = self._clock(), self.is_over
         if is_loss:

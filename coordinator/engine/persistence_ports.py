@@ -1,4 +1,4 @@
-"""What outlives a service, as an engine sees it."""
+"""Ports to the state that outlives a service."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -10,7 +10,7 @@ from coordinator.persistence.snapshots.snapshots import Snapshots
 
 
 class JournalRemover(Protocol):
-    """What else is kept of contexts."""
+    """Other stored state of contexts."""
 
     def remove_of_context(self, context: str) -> None:
         """Forgets all of a context. Raises StorageUnavailable."""
@@ -18,19 +18,19 @@ class JournalRemover(Protocol):
 
 
 class Persistence(Protocol):
-    """What outlives a service."""
+    """The state that outlives a service."""
 
     @property
     def catalog(self) -> ContextCatalog: ...
 
     @property
     def kept(self) -> CatalogContents:
-        """What the catalog held when the service began."""
+        """Contents of the catalog at the start of the service."""
         ...
 
     @property
     def changed(self) -> Mapping[str, str]:
-        """Contexts that are kept for what lay in the model's folder before, and what differs since."""
+        """Stored contexts of previous contents of the model folder, with the differences."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""Storage, as far as an engine has to do with it: what ranks hold goes there, and what was lost comes back."""
+"""Connects the engine to storage: saves keys and values of the ranks, and restores lost ones."""
 
 from collections.abc import Callable, Sequence
 

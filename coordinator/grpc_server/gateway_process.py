@@ -64,7 +64,7 @@ class GatewayProcess:
         except TimeoutError:
             line = b""
         message = (
-            msgspec.json.decode(line, type=GatewayAnnouncement) if line else GatewayAnnouncement(error="said nothing")
+            msgspec.json.decode(line, type=GatewayAnnouncement) if line else GatewayAnnouncement(error="no output")
         )
         if message.error:
             with suppress(ProcessLookupError):

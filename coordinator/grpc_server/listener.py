@@ -18,8 +18,8 @@ from longleaf.config import join_address
 from longleaf.errors import StartError
 
 LOOK_SECONDS = 0.1
-"""Seconds between two checks that the server accepts calls: the library reports the failure only when the last stream
-has ended."""
+"""Seconds between two checks that the server accepts calls. gRPC reports such a failure only after the last stream has
+ended."""
 log = logging.getLogger(__name__)
 
 

@@ -327,8 +327,8 @@ class Uploads:
         return found is not None
 
     def _make_room(self, held: Counter[str], tenant: str = "") -> bool:
-        """Drops the oldest idle upload of the tenant that has most by `held`; of a tenant other than `tenant` only if
-        it has more. Returns whether there was one."""
+        """Drops the oldest idle upload of the tenant with the largest amount in `held`; another tenant than `tenant`
+        must hold more than it. Returns whether an upload was dropped."""
         loser = loser_of(held, {upload.header.tenant for upload in self._kept()}, tenant)
         return loser is not None and self._drop_oldest(lambda other: other[0] == loser)
 

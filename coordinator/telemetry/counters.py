@@ -1,4 +1,4 @@
-"""What an engine counts of its own work, whoever asks: increments cost next to nothing, and nobody need look."""
+"""Counters of the engine: increments are cheap, and no reader is required."""
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
@@ -27,10 +27,10 @@ class StepTimes:
 
 @dataclass
 class Counts:
-    """What was done since the engine began, and what it holds now."""
+    """Totals since the start of the engine, and current values."""
 
     steps: dict[str, StepTimes] = field(default_factory=dict[str, StepTimes])
-    """By what ranks did: `prefill`, `decode`, `move` or `restore`. No step does two of these."""
+    """By kind of step: `prefill`, `decode`, `move` or `restore`. A step has one kind."""
     merge_bytes: int = 0
     """Bytes of packed partials that rank 0 gave to merges."""
     num_preempted: int = 0

@@ -12,8 +12,8 @@ CANCELLED = "cancelled"
 
 
 class GenerationSpans:
-    """Open from the beginning: the generation of what `model` answers, and its time in the queue. To be ended by
-    `finish` or `fail`. What is asked and answered is in none of them."""
+    """Opens the spans of a generation by `model` and of its time in the queue. End them with `finish` or `fail`. They
+    contain neither input nor output."""
 
     def __init__(self, tracer: Tracer, model: str, request_id: str, tenant: str) -> None:
         self._tracer = tracer
@@ -41,7 +41,7 @@ class GenerationSpans:
             self._name, self._phase = name, self._start(name)
 
     def take(self, event: Event) -> None:
-        """Tells of `event`: a step of a phase is an event of its span."""
+        """Records `event`: each step of a phase becomes an event of its span."""
         match event:
             case Admitted():
                 self._enter("queue" if event.queue_position else "prefill")
@@ -61,7 +61,7 @@ class GenerationSpans:
                 self._num_tokens[event.sample] = event.completion_tokens
 
     def finish(self) -> None:
-        """Ends them. Of a sample that a stop string has ended no event says so."""
+        """Ends the spans. A sample that a stop string ended has no event of its own."""
         for sample in self._num_tokens:
             self._reasons.setdefault(sample, "stop")
         self._end()

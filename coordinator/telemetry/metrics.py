@@ -1,6 +1,6 @@
-"""Metrics for Prometheus: what is counted while calls go on, what is read when they are asked for, and the port.
+"""Metrics for Prometheus: counters updated during calls, values read at each scrape, and the HTTP port.
 
-Only a service that tells metrics imports this, and prometheus_client with it.
+Only a service with metrics imports this module, and prometheus_client with it.
 """
 
 import asyncio
@@ -19,10 +19,10 @@ from longleaf.metrics_server import PATH, MetricsServer
 
 
 class Metrics:
-    """Life: start, stop. `model` is its name as clients see it, `launcher` what starts the ranks."""
+    """Lifecycle: start, stop. `model` is the name that clients see; `launcher` is the launcher of the ranks."""
 
     def __init__(self, model: str, launcher: str) -> None:
-        disable_created_metrics()  # a series of its own for each other one, that nothing here reads
+        disable_created_metrics()  # creates a second series per metric, which is not used here
         self._registry = CollectorRegistry(auto_describe=False)
         self._model = model
         self._build = {"version": __version__, "torch": _torch_version(), "launcher": launcher}
@@ -48,18 +48,18 @@ class Metrics:
             return await asyncio.get_running_loop().run_in_executor(self._thread, generate_latest, self._registry)
 
     def look(self) -> None:
-        """Reads what is not counted; the event loop does nothing else meanwhile."""
+        """Collects the values that are not counted; this blocks the event loop."""
         if self._gauges is not None:
             self._gauges.look()
 
     async def stop(self) -> None:
-        """Ends what is open. Idempotent."""
+        """Closes the port. Idempotent."""
         await self._port.stop()
         self._thread.shutdown(wait=False)
 
 
 def _torch_version() -> str:
-    """Of the library that ranks of this installation compute with, which is not imported here; empty without one."""
+    """Version of torch in this installation, which is not imported here; empty without torch."""
     try:
         return metadata.version("torch")
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""What the library that sends traces says of its troubles, told once in a while."""
+"""Errors of the trace exporter, logged at most once a minute."""
 
 import logging
 import time
@@ -12,8 +12,8 @@ HARMLESS = (f"{LIBRARY}.exporter.", f"{LIBRARY}.sdk.")
 
 
 class ExportTrouble(logging.Handler):
-    """Takes the place of every other handler for what the library logs, and passes on one message a minute at most.
-    `clock` counts seconds."""
+    """Replaces all other handlers of the library's logger, and forwards at most one message a minute. `clock` returns
+    seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(logging.WARNING)

@@ -1,4 +1,4 @@
-"""Spans of calls and generations, sent over OTLP. Needs the extra `otel`, so it is imported only when it is wanted."""
+"""Spans of calls and generations, sent over OTLP. Requires the extra `otel`, so it is imported only on demand."""
 
 import asyncio
 import os
@@ -38,8 +38,8 @@ UNNAMED = "unknown_service"
 
 
 def _is_address(endpoint: str) -> bool:
-    """Whether the library can send to it; it would say nothing, and try for ever. What names no web address is left to
-    gRPC, as `unix:`."""
+    """Checks that the library can send to the address; it would retry forever without a message. Addresses that are not
+    web addresses, such as `unix:`, are left to gRPC."""
     try:
         parts = urlsplit(endpoint)
         is_web = parts.scheme in ("http", "https")
@@ -50,7 +50,7 @@ def _is_address(endpoint: str) -> bool:
 
 
 def provider_of_environment() -> TracerProvider:
-    """What sends spans as the variables OTEL_* say. Raises InvalidArgument for those that cannot be used."""
+    """Creates the exporter that the OTEL_* variables configure. Raises InvalidArgument for invalid ones."""
     for name in ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"):
         if not _is_address(os.environ.get(name, "")):
             raise InvalidArgument("traces", f"{name} must be http://HOST:PORT or https://HOST:PORT")
@@ -66,7 +66,7 @@ def provider_of_environment() -> TracerProvider:
 
 
 class OtlpTraces:
-    """An observer that makes a span of each call and of each generation, for a model that clients see as `model`.
+    """An observer that records a span of each call and generation, for the model that clients see as `model`.
     `make_provider` raises InvalidArgument."""
 
     def __init__(
@@ -88,7 +88,7 @@ class OtlpTraces:
         self._tracer = self._provider.get_tracer("longleaf")
 
     async def stop(self) -> None:
-        """Sends what was not sent yet, unless that takes too long: then it is lost."""
+        """Sends the remaining spans; drops them if that takes too long."""
         if self._provider is not None:
             ending = threading.Thread(target=self._provider.shutdown, name="end-of-traces", daemon=True)
             ending.start()

@@ -1,4 +1,4 @@
-"""What the coordinator reads of a model folder, next to the tokenizer: small JSON files and the chat template."""
+"""Files of a model folder that the coordinator reads besides the tokenizer: small JSON files and the chat template."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts about a model folder. `vocabulary_size` and `max_positions` are 0 when the config does not tell."""
+    """Facts about a model folder. `vocabulary_size` and `max_positions` are 0 if the config does not define them."""
 
     folder: Path
     architecture: str
@@ -51,7 +51,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Recommended(msgspec.Struct, frozen=True):
-    """Fields of generation_config.json. The others of that file say nothing of how one token is chosen."""
+    """Fields of generation_config.json. Its other fields do not affect how a token is sampled."""
 
     do_sample: bool | None = None
     temperature: float | None = None
@@ -106,7 +106,8 @@ def _end_tokens(value: object) -> frozenset[int]:
 
 
 def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
-    """From where transformers takes it: a file of its own, the tokenizer's settings, or those of a processor."""
+    """Reads the template from the files that transformers uses: a separate file, the tokenizer's settings, or those of
+    a processor."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         try:

@@ -1,9 +1,9 @@
-"""Control tokens, and how texts that look like one are kept apart from those that a chat template writes.
+"""Control tokens, and their separation from client text that looks like one.
 
-Control tokens are the special tokens, and the other added tokens that the chat template writes, such as `<tool_call>`;
-tokens that are white space are none. transformers draws the same line (`apply_chat_template` with
-`sanitize_control_tokens`), and the same way to hold it is used here: in a text from a client each control token is put
-between marks, templates are rendered with the marked texts, and what stands between marks is encoded as text.
+Control tokens are the special tokens, and other added tokens that the chat template writes, such as `<tool_call>`;
+tokens of white space are excluded. transformers uses the same definition and method (`apply_chat_template` with
+`sanitize_control_tokens`): each control token in a client's text is put between marks, templates are rendered with the
+marked texts, and text between marks is encoded as plain text.
 """
 
 import re
@@ -32,7 +32,7 @@ class Marks(NamedTuple):
     document: str
     """Stands for a document."""
     edge: str
-    """Stands where a text meets what surrounds it, and separates them."""
+    """A mark between a text and its surroundings, which keeps them apart."""
 
     @classmethod
     def beside(cls, texts: Iterable[str]) -> "Marks":

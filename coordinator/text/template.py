@@ -52,7 +52,7 @@ class DirectRenderer:
         """The literal texts and string constants of a template; none if it cannot be parsed."""
         try:
             tree = _environment(self._now).parse(source)
-        except Exception:  # what is wrong with it is reported when it is rendered
+        except Exception:  # template errors are reported when it is rendered
             return []
         texts = [node.data for node in tree.find_all(nodes.TemplateData)]
         constants: list[object] = [node.value for node in tree.find_all(nodes.Const)]
@@ -108,7 +108,7 @@ def _refused(show: _Show, messages: Messages) -> int:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the model said, for training. Its content is rendered in a scope of its own."""
+    """`{% generation %}` marks output of the model, for training. Its content is rendered in a separate scope."""
 
     tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
 

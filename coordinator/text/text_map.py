@@ -44,8 +44,8 @@ class TextRange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextMap:
-    """The text of a context. Positions are the context's. An answer takes time that grows with the number of its
-    documents and with what is asked for, but not with the tokens of the context."""
+    """The text of a context. Positions are those of the context. The time of a query grows with the number of documents
+    and the size of the result, but not with the tokens of the context."""
 
     def __init__(self, parts: Sequence[DocumentPart], alphabet: Alphabet) -> None:
         self._alphabet = alphabet
@@ -225,7 +225,7 @@ class DocumentMap:
         return sum(map(len, parts)) == high + 1
 
     def ids_of(self, start: int, end: int) -> Sequence[int]:
-        """Of those of the context's tokens [start, end) that are its own."""
+        """The tokens in [start, end) that belong to this segment."""
         return self._ids[max(0, start - self.start) : max(0, min(self.num_tokens, end - self.start))]
 
     def spelled(self, start: int, end: int) -> Iterator[bytes]:

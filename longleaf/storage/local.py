@@ -65,7 +65,7 @@ class LocalFiles:
         yield from _walk(self._root / folder, f"{folder}/" if folder else "")
 
     def remove(self, name: str) -> None:
-        """Also removes folders that become empty. A folder in place of the object is ignored."""
+        """Removes empty folders as well. A folder in place of the object is ignored."""
         path = self._root / name
         with suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
             path.unlink()

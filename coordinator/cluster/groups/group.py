@@ -157,7 +157,7 @@ class RankGroup:
                 result.set_exception(self.verdict.result().error)
 
     async def _blame_slow(self, step: int, under_way: PendingStep) -> None:
-        """Kill the member that holds up the others. If there is no single one, end the epoch."""
+        """Kill the member that blocks the others. If there is no single one, end the epoch."""
 
         def is_over() -> bool:
             return under_way.result.done() or self.is_suspected

@@ -234,8 +234,8 @@ class ImportSessions:
         return resident
 
     def _make_room(self, held: Counter[str], tenant: str) -> bool:
-        """Drops the oldest idle import of the tenant that has most by `held`; of a tenant other than `tenant` only if
-        it has more. Returns whether there was one."""
+        """Drops the oldest idle import of the tenant with the largest amount in `held`; another tenant than `tenant`
+        must hold more than it. Returns whether an import was dropped."""
         idle = {found.header.tenant for found in self._all if found.idle_since is not None}
         loser = loser_of(held, idle, tenant)
         return loser is not None and self._forget_oldest(loser)

@@ -122,7 +122,7 @@ def _make_own(folder: Path) -> None:
 
 
 def _locked(folder: Path) -> FileLock:
-    """Acquire the lock of a folder. The system releases it when the process ends, for whatever reason."""
+    """Acquire the lock of a folder. The system releases it when the process ends."""
     lock = FileLock(folder / LOCK, timeout=0, mode=0o600, thread_local=False, fallback_to_soft=False)
     try:
         lock.acquire()

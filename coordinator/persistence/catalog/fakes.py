@@ -23,8 +23,8 @@ T = TypeVar("T")
 
 
 class FakeCatalog:
-    """Implements the protocols of coordinator.persistence.catalog.ports. It may be told to fail, or to wait before it
-    does what is called; `kept` is all that no crash would undo."""
+    """Implements the protocols of coordinator.persistence.catalog.ports. Tests can make it fail or block; `kept` is the
+    state that survives a crash."""
 
     def __init__(self, kept: CatalogContents | None = None) -> None:
         self.kept = kept or CatalogContents(service_id="0" * 32)
@@ -41,7 +41,7 @@ class FakeCatalog:
         self._released.set()
 
     def hold(self) -> None:
-        """What is called from now on waits until `release`."""
+        """Blocks later operations until `release`."""
         self._released.clear()
 
     def release(self) -> None:
@@ -126,7 +126,7 @@ class FakeCatalog:
 
 
 def changed(kept: CatalogContents, change: Change) -> tuple[CatalogContents, CommitResult]:
-    """What is kept after a change, and what went with it."""
+    """The state after a change, and the outbox entries that belong to it."""
     contexts = {each.id: each for each in kept.contexts if each.id not in change.dropped_contexts}
     contexts |= {each.id: each for each in change.contexts}
     segments = {each.id: each for each in (*kept.segments, *change.segments)}

@@ -1,4 +1,4 @@
-"""The identity of a model: what its data folder is named after, and what manifests on storage name."""
+"""Identity of a model, used as the name of its data folder and in manifests on storage."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ class Identity(msgspec.Struct, frozen=True):
     digest: str
     """Hexadecimal digits."""
     facts: dict[str, str]
-    """What makes it, for people to see which part differs: files by their names, and the numeric type."""
+    """Parts of the identity, to explain a difference: digests of files by name, and the dtype."""
 
 
 def read_identity(model: Path, dtype: DtypeName) -> Identity:

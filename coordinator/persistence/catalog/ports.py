@@ -1,10 +1,10 @@
 """Protocols of the catalog, each small enough to be faked.
 
 All of them are implemented by coordinator.persistence.catalog.catalog and faked by
-coordinator.persistence.catalog.fakes. What is called is done in the order of the calls, whole or not at all, also when
-the caller is cancelled meanwhile. Every method but `load` and `close` raises StorageUnavailable when nothing can be
-written or read now, and what comes later may succeed; DataLoss when the database is damaged; Unavailable at the end of
-the service."""
+coordinator.persistence.catalog.fakes. Operations are atomic and run in the order of the calls, even if the caller is
+cancelled. Every method except `load` and `close` raises StorageUnavailable when the database cannot be written or read
+now, and a retry may succeed; DataLoss when the database is damaged; Unavailable when the service is stopping.
+"""
 
 from array import array
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class ContextCatalog(Protocol):
     """Keeps contexts."""
 
     async def load(self) -> CatalogContents:
-        """All that is kept. Raises CatalogError, which says what to do, when it cannot be read."""
+        """Reads all records. Raises CatalogError with a remedy when they cannot be read."""
         ...
 
     async def commit(self, change: Change) -> CommitResult:
@@ -40,7 +40,7 @@ class ContextCatalog(Protocol):
         ...
 
     async def close(self) -> None:
-        """Does what waits, and lets go of the database. Idempotent."""
+        """Finishes queued operations and closes the database. Idempotent."""
         ...
 
 
@@ -60,7 +60,7 @@ class UploadCatalog(Protocol):
         ...
 
     async def upload_starts(self, key: UploadKey) -> "array[int]":
-        """Where they begin in its text, as far as it was told with them. Raises DataLoss when that is damaged."""
+        """Offsets of its tokens in its text, as far as they were stored. Raises DataLoss when they are damaged."""
         ...
 
     async def drop_upload(self, key: UploadKey) -> None:
@@ -69,11 +69,11 @@ class UploadCatalog(Protocol):
 
 
 class Outbox(Protocol):
-    """Keeps what is to be written to storage until it is there. One task at a time may send it: of several of one name
-    the last one counts, and is handed out after those before it are done with."""
+    """The outbox: keeps objects until they are written to storage. One task at a time may send them. Of several entries
+    with one name only the last counts; it is returned after the earlier ones are completed."""
 
     async def outgoing(self, limit: int, *, only_deletions: bool = False) -> list[tuple[int, OutboxEntry]]:
-        """The oldest ones with their keys, at most `limit`; what is damaged is left out."""
+        """The oldest entries with their keys, at most `limit`; damaged ones are skipped."""
         ...
 
     async def done(self, keys: Sequence[int]) -> None:

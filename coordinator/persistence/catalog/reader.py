@@ -1,4 +1,4 @@
-"""What a database holds, as records, with all that is damaged apart."""
+"""Reads the records of a database and separates damaged ones."""
 
 from array import array
 from collections import defaultdict
@@ -92,5 +92,5 @@ def _segments(connection: Connection, texts: Mapping[int, DocumentText]) -> tupl
 
 
 def _take(pieces: "defaultdict[Any, list[Found]]", row: Found) -> "array[int]":
-    """The ids of a segment. Its pieces are let go of. Raises ValueError."""
+    """The ids of a segment; removes its pieces. Raises ValueError."""
     return row_codec.joined(segment_ids, pieces.pop(row["id"], []), row["num_tokens"])

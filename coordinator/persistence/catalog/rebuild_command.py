@@ -1,7 +1,8 @@
-"""Makes a catalog anew: `python -m coordinator.persistence.catalog.rebuild_command '{"url": URL, "data_dir": DIR,
-"model": DIR}'` reads a Rebuild, and prints a RebuildReport. `longleaf contexts rebuild` is this with a help page.
+"""Rebuilds a catalog: `python -m coordinator.persistence.catalog.rebuild_command '{"url": URL, "data_dir": DIR,
+"model": DIR}'` reads a Rebuild and prints a RebuildReport. `longleaf contexts rebuild` is the same command with a
+help page.
 
-Exit code 0: it is made; 2: what was asked for cannot be; 1: the storage cannot be reached now.
+Exit code 0: rebuilt; 2: the request is invalid; 1: the storage cannot be reached now.
 """
 
 import sys
@@ -52,8 +53,8 @@ def _told(error: LongleafError) -> str:
 
 
 def run(asked: Rebuild) -> RebuildReport:
-    """Raises CatalogError when a service uses the folder, or what is there is sound and may not be replaced;
-    ModelRefused; InvalidArgument where nothing fits, or more than one service does; StorageUnavailable."""
+    """Raises CatalogError when a service uses the folder, or when it has an intact catalog that may not be replaced;
+    ModelRefused; InvalidArgument where no service matches, or more than one; StorageUnavailable."""
     model = read_identity(Path(asked.model), asked.dtype)
     store = Store.open(asked.url)
     folder = DataFolder.open(Path(asked.data_dir), model.digest, asked.model, model.facts)
@@ -91,8 +92,8 @@ def read_stored(store: Store, fingerprint: str) -> StorageContents:
 
 
 def _existing(folder: DataFolder, may_replace: bool) -> CatalogContents | None:
-    """What the folder keeps; None where there is nothing, or nothing that could be used. Raises CatalogError where that
-    may not be replaced."""
+    """The contents of the folder; None if there are none, or none that can be used. Raises CatalogError where the
+    catalog may not be replaced."""
     if not folder.database.exists():
         return None
     try:
@@ -110,7 +111,7 @@ def _existing(folder: DataFolder, may_replace: bool) -> CatalogContents | None:
 
 
 def _counting_on(made: Rebuilt, before: CatalogContents | None) -> Rebuilt:
-    """What was counted before is counted on, if it is the same catalog."""
+    """Continues the counters of the previous catalog, if it belongs to the same service."""
     if before is None or before.service_id != made.kept.service_id:
         return made
     retained = made.kept
@@ -119,7 +120,7 @@ def _counting_on(made: Rebuilt, before: CatalogContents | None) -> Rebuilt:
 
 
 def _install(folder: DataFolder, made: Rebuilt) -> list[Path]:
-    """Writes the catalog, whole, before anything else is touched; where that lies which it replaces. Raises
+    """Writes the new catalog completely, then moves the old one aside. Returns the new paths of old files. Raises
     CatalogError."""
     new = folder.path / "rebuilt.db"
     try:
@@ -141,7 +142,8 @@ def _install(folder: DataFolder, made: Rebuilt) -> list[Path]:
 
 
 def _move_aside(folder: DataFolder) -> list[Path]:
-    """The catalog with the files beside it, and the answers that were held: they go on from contexts as these were."""
+    """Renames the catalog, its companion files and the journal, whose generations continue contexts of the old catalog.
+    Returns the new paths."""
     ending = f".damaged-{datetime.now(UTC):%Y%m%dT%H%M%S%fZ}"
     aside = folder.database.with_name(folder.database.name + ending)
     moves = [(Path(f"{folder.database}{side}"), Path(f"{aside}{side}")) for side in SIDES]

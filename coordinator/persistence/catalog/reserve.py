@@ -1,7 +1,7 @@
-"""Room on the disk of a data folder that only deletions and starts may use.
+"""Disk space of a data folder that is reserved for deletions and starts.
 
-SQLite writes what it deletes to its log first, so nothing can be deleted on a disk without any room. A file takes up
-some room while there is enough, and makes way when that is needed.
+SQLite writes deletions to its log first, so a deletion fails on a full disk. A file occupies space while there is
+enough, and is deleted when that space is needed.
 """
 
 import logging
@@ -16,7 +16,7 @@ from longleaf.formatting import human_bytes
 FILE = "reserve"
 """Its name in its folder."""
 MAX_BYTES = 16 << 20
-"""Size of the file: what the log takes for the ids of four million tokens."""
+"""Size of the file: the log space for the ids of four million tokens."""
 PART = 32
 """Of a small disk it is this part."""
 BLOCK_BYTES = 512
@@ -27,7 +27,7 @@ made."""
 LEFT_PART = 8
 """This part of little room is left to others, and the file grows by no less than this part of its size."""
 LOG_PART = 4
-"""Of its size this part may wait in SQLite's log."""
+"""The part of the size that may remain in SQLite's log."""
 log = logging.getLogger(__name__)
 
 
@@ -40,7 +40,7 @@ class Reserve:
 
     @property
     def max_log_bytes(self) -> int:
-        """What may wait in SQLite's log: the database may have to grow by as much before a deletion is done."""
+        """Maximum size of SQLite's log: the database may have to grow by as much before a deletion completes."""
         return self._size // LOG_PART
 
     def make(self) -> None:
@@ -67,18 +67,18 @@ class Reserve:
 
     @property
     def is_there(self) -> bool:
-        """Whether the file takes up its room."""
+        """Whether the file occupies its full size."""
         return self._room() >= self._size
 
     def _room(self) -> int:
-        """Bytes that the file takes up."""
+        """Bytes that the file occupies."""
         try:
             return self._path.stat().st_blocks * BLOCK_BYTES
         except OSError:
             return 0
 
     def release(self) -> bool:
-        """Makes way. Says whether there is more room now."""
+        """Deletes the file. Returns whether that freed space."""
         try:
             self._path.unlink()
         except OSError:
@@ -87,12 +87,12 @@ class Reserve:
         return True
 
     def prepare_start(self) -> None:
-        """Makes way where a start would not have the room that it needs."""
+        """Deletes the file if a start would otherwise lack space."""
         if self._free() < self._size:
             self.release()
 
     def check_catalog(self) -> None:
-        """Raises StorageUnavailable where the file has made way, and what makes something would take its room."""
+        """Raises StorageUnavailable if the file was deleted and a write that adds data would use its space."""
         if not self.is_there:
             self.make()
             if not self.is_there:

@@ -121,7 +121,7 @@ def piece_rows(table: Table, key: Row, numbers: "array[int]", start: int = 0) ->
 
 
 def joined(table: Table, rows: Iterable[Found], num_tokens: int) -> "array[int]":
-    """The ids in pieces, which come in their order. Raises ValueError that says what is wrong with them."""
+    """The ids of pieces that are in order. Raises ValueError with the reason if they are invalid."""
     found = _joined(table, rows, "I", "token ids")
     if len(found) != num_tokens:
         raise ValueError(f"expected {num_tokens:,} token ids, found {len(found):,}")

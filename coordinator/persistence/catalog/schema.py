@@ -12,7 +12,7 @@ MIGRATIONS = "coordinator.persistence.catalog:migrations"
 
 
 def revision_of(connection: Connection) -> str | None:
-    """What Alembic wrote down; None in a new database."""
+    """The revision that Alembic recorded; None in a new database."""
     if not inspect(connection).has_table("alembic_version"):
         return None
     return connection.execute(text("SELECT version_num FROM alembic_version")).scalar()

@@ -1,4 +1,4 @@
-"""Contexts that are kept for what lay in a model's folder before: other weights, another numeric type or tokenizer."""
+"""Contexts stored for previous contents of a model folder: other weights, or another dtype or tokenizer."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -32,7 +32,7 @@ class StaleContext(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def changes(self) -> str:
-        """What differs, and what to do."""
+        """The differences, with a remedy."""
         changed = f"{', '.join(self.differing)} in {self.model} changed since"
         if self.has_other_text:
             return f"{changed}; serve the previous checkpoint, or ingest the text again"
@@ -45,8 +45,8 @@ class StaleContext(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_earlier(folder: DataFolder, model: str, facts: Mapping[str, str]) -> dict[str, StaleContext]:
-    """By name, of several the one that was changed last. What cannot be read is left out: those folders are no business
-    of this service."""
+    """By name; of several, the one that was changed last. Unreadable folders are skipped, because they do not belong to
+    this service."""
     found = dict[str, StaleContext]()
     for context in _all(folder, model, facts):
         name = context.record.id

@@ -1,7 +1,8 @@
-"""The tables of the catalog, as the last migration leaves them.
+"""Tables of the catalog after the last migration.
 
-Each row has a checksum over its other columns (coordinator.persistence.catalog.row_codec): SQLite has none, and takes a
-flipped byte for a value. A change of this file needs a migration, which signs the rows of changed tables anew."""
+Each row has a checksum over its other columns (coordinator.persistence.catalog.row_codec), because SQLite does not
+detect a flipped bit. A change of this file needs a migration, which signs the rows of changed tables again.
+"""
 
 from sqlalchemy import (
     Column,
@@ -31,10 +32,10 @@ def _checksum() -> Column[bytes]:
 
 
 def _padding() -> Column[bytes]:
-    """PAGE_BYTES zeros before a content that must be gone when it is deleted.
+    """PAGE_BYTES zeros before content that must be erased when it is deleted.
 
-    SQLite leaves stale copies of what lies in the nodes of its trees when it balances them, also with secure_delete.
-    What lies behind a whole page of a row is on pages of its own, which are never copied, and overwritten when freed.
+    SQLite leaves stale copies of data in tree nodes when it balances them, even with secure_delete. Data behind a whole
+    page of a row is on separate overflow pages, which are never copied, and are overwritten when freed.
     """
     return Column("padding", LargeBinary, nullable=False)
 
@@ -178,4 +179,4 @@ outbox = Table(
     _padding(),
     Column("content", LargeBinary),
 )
-"""What is to be written to storage; without content, to be deleted there."""
+"""Objects to be written to storage; an entry without content deletes the object."""

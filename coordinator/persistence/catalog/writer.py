@@ -1,4 +1,4 @@
-"""What is written in a transaction: changes of contexts, uploads, what is outgoing."""
+"""Writes of a transaction: changes of contexts, uploads and the outbox."""
 
 from array import array
 from collections.abc import Iterable, Sequence
@@ -37,7 +37,7 @@ AT_ONCE = 500
 
 
 def write_change(connection: Connection, change: Change) -> CommitResult:
-    """Writes all of it; what comes of it."""
+    """Writes a whole change; returns the new state."""
     again = [record.segment for record in change.snapshots]
     manifests = _manifests(connection, [*change.dropped_snapshots, *again])
     _drop(connection, contexts, change.dropped_contexts)
@@ -216,7 +216,7 @@ def _lost_upload(key: UploadKey, reason: str) -> DataLoss:
     return DataLoss(f"upload {upload_id} of contexts/{context}", f"{reason}; restart the upload")
 
 
-# --- what is to be written to storage ---
+# --- outbox ---
 
 
 def _send(connection: Connection, outgoing: Sequence[OutboxEntry]) -> None:

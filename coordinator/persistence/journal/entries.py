@@ -13,28 +13,28 @@ from longleaf.types import Generate
 
 
 class GenerationEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """A generation that is held: all that it takes to go on with it, but for what it has said."""
+    """A resumable generation: everything needed to continue it, except its output."""
 
     request_id: str
     request: Generate
     """Without its input."""
     question: bytes
-    """Digest of what was asked, by which a repeated request is known."""
+    """Digest of the input, which identifies a repeated request."""
     prompt: bytes
-    """Ids of what was asked, as unsigned numbers of 32 bits in the machine's order."""
+    """Ids of the input, as unsigned 32-bit numbers in native byte order."""
     deadline: float | None
-    """When nobody waits for it any more, in seconds since the epoch."""
+    """When the generation expires without a reader, in seconds since the Unix epoch."""
     checkpoint: str = ""
-    """What answers it."""
+    """The model that generates the answer."""
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """Ids of what was asked."""
+        """Ids of the input."""
         return array("I", self.prompt)
 
 
 Said = Admitted | Tokens | Ended
-"""What is kept of what the engine says."""
+"""Stored form of the engine's events."""
 Entry = GenerationEntry | Said
 _HEAD = Struct("<II")
 """Bytes that follow, and their CRC-32."""

@@ -18,8 +18,7 @@ def piece_blocks(num_blocks: int, block_bytes: int) -> int:
 
 
 def cut_pieces(runs: Sequence[Run], block_size: int, block_bytes: int) -> list[tuple[Run, ...]]:
-    """Pieces, each of some runs on one rank, in order of position: whole blocks of them, but for what is at the end of
-    a run."""
+    """Pieces of runs on one rank, in order of position. All blocks are whole, except at the end of a run."""
     most = piece_blocks(sum(len(run.blocks) for run in runs), block_bytes)
     found = list[tuple[Run, ...]]()
     for rank in sorted({run.rank for run in runs}):

@@ -1,4 +1,4 @@
-"""What of a storage must go: snapshots that are too many or too old, and whatever nobody needs."""
+"""Garbage collection on storage: snapshots over the quota or past their age, and unreferenced objects."""
 
 import asyncio
 import logging
@@ -20,11 +20,11 @@ log = logging.getLogger(__name__)
 
 
 class GarbageCollector:
-    """Looks through the storage of one service at the start, and every hour.
+    """Checks the storage of one service at the start and every hour.
 
-    `drop` has snapshots of segments go, and `lose` those that are not there any more; `uses` tells when contexts were
-    used last, `needed` has the folders that stay though no record names them, and `tell_again` has storage be told of
-    all contexts but those of which it has a note.
+    `drop` deletes snapshots of segments, and `lose` records missing ones. `uses` returns when contexts were last used.
+    `needed` returns folders that must stay although no record refers to them. `tell_again` writes the notes of all
+    contexts that have none.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class GarbageCollector:
             await self._drop(surplus)
 
     async def _compare(self) -> None:
-        """Tells storage of contexts of which it has no note, and believes in no snapshot that is not there: it may be
-        another one than before."""
+        """Writes missing notes of contexts, and forgets snapshots that are missing on storage, which may have been
+        replaced."""
         service = self._kept.service_id
         entries = await self._store.list(notes_folder(service))
         recorded = {place.context for entry in entries if (place := place_of_note(entry.name)) is not None}

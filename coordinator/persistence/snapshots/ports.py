@@ -1,4 +1,4 @@
-"""What snapshots are made of, as whoever makes them sees it."""
+"""Inputs of snapshots, as seen by the code that writes them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from longleaf.runs import Run, ceil_div
 from longleaf.storage.manifest import PieceRef, SegmentManifest
 
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "I8": 1, "U8": 1}
-"""Of the types in which keys and values are kept."""
+"""Names of the dtypes in which keys and values are stored."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class KvFormat:
     """How the ranks hold keys and values."""
 
     text: str
-    """What another service must have the same of to take them in."""
+    """The layout that another service must share to import pieces."""
     block_size: int
 
     @property
     def block_bytes(self) -> int:
-        """Of one block, over all layers, as the text tells them: `blocks of 16; keys.0 F32 8x16x64; ...`."""
+        """Layout of one block over all layers: `blocks of 16; keys.0 F32 8x16x64; ...`."""
         return sum(_part_bytes(self.text.partition("|")[0]))
 
     def num_bytes(self, held: HeldSegment) -> int:
@@ -54,8 +54,8 @@ class KvFormat:
         return found
 
     def check(self, manifest: SegmentManifest) -> None:
-        """Raises InvalidArgument, naming the field, where ranks of this form cannot take in what a manifest names: runs
-        that are no whole blocks, windows where there are none, and pieces larger than their blocks."""
+        """Raises InvalidArgument naming the field where ranks with this layout cannot import the pieces of a manifest:
+        runs that are not whole blocks, windows without windowed layers, and pieces larger than their blocks."""
         manifest.check_blocks(self.block_size)
         sharded, _, windows = self.text.partition("|")
         if manifest.windows is not None and not windows:
@@ -94,14 +94,14 @@ class ContextUse:
 
 
 class SegmentSource(Protocol):
-    """What ranks hold."""
+    """Segments on the ranks."""
 
     def held(self, segment_id: int) -> HeldSegment | None:
-        """None: it is parked, or something of it is lost or moves, or nobody needs it."""
+        """None if the segment is evicted, partly lost or moving, or unused."""
         ...
 
     def uses(self) -> Sequence[ContextUse]:
-        """Of all contexts."""
+        """Last uses of all contexts."""
         ...
 
 
@@ -114,4 +114,4 @@ class Savers(Protocol):
 
 
 class SnapshotCatalog(ContextCatalog, Outbox, Protocol):
-    """Keeps which snapshots there are, and what is to be told to storage."""
+    """Stores the records of snapshots and the outbox."""

@@ -20,11 +20,11 @@ from longleaf.storage.names import Attempt
 MAX_ORDERS = 2
 """That a member has at a time: as many as it has threads."""
 WINDOWS_RANK = 0
-"""Which saves what all ranks hold."""
+"""Saves pieces on all ranks."""
 
 
 def segment_name(service: str, segment_id: int) -> str:
-    """What a segment is called on storage."""
+    """The name of a segment on storage."""
     return f"{service}-{segment_id}"
 
 
@@ -43,14 +43,14 @@ class Saver:
         self._tickets = count()
 
     def attempt(self, segment_id: int, name: str | None = None) -> Attempt:
-        """Names that nobody has used; `name` is one that no attempt for this segment has had."""
+        """Unused object names; `name` was not used by an earlier attempt for this segment."""
         return Attempt(self._service, segment_name(self._service, segment_id), name or secrets.token_hex(8))
 
     async def save(self, attempt: Attempt, held: HeldSegment) -> tuple[SegmentManifest, int]:
-        """The manifest, which is on storage, and the bytes of all.
+        """Writes a segment. Returns the manifest, which is on storage, and the bytes of all objects.
 
-        Raises StorageUnavailable, RankLost, and Unavailable where something of it has moved meanwhile: then nothing
-        counts of what was written.
+        Raises StorageUnavailable, RankLost, and Unavailable if part of the segment has moved meanwhile; then nothing
+        that was written counts.
         """
         pieces = cut_pieces(held.runs, self._form.block_size, self._form.block_bytes)
         saving = _Saving(held)
@@ -76,7 +76,7 @@ class Saver:
     async def _check_seen(
         self, held: HeldSegment, pieces: Sequence[tuple[Run, ...]], found: Sequence[PieceRef]
     ) -> None:
-        """What ranks have written must be where this process reads: of each the last piece."""
+        """Checks that this process can read the objects that the ranks wrote: the last piece of each rank."""
         last = dict(zip([*(runs[0].rank for runs in pieces), WINDOWS_RANK], found, strict=False))
         for rank, piece in last.items():
             try:
@@ -128,8 +128,8 @@ class _Saving:
                 raise
 
     async def all(self, saves: Sequence[Coroutine[Any, Any, PieceRef]]) -> list[PieceRef]:
-        """What they give. After a failure no more are begun, and it is raised when those that were have ended: what
-        ranks write later than that nobody would delete."""
+        """Their results. After a failure no more saves start, and the error is raised when the running ones have ended:
+        objects that ranks write later would never be deleted."""
         tasks = [asyncio.ensure_future(save) for save in saves]
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._failure is not None:

@@ -1,4 +1,4 @@
-"""Which segments are on storage, and which of them are to go: for want of room, or because nobody has used them."""
+"""Index of the segments on storage. Selects those to delete: over the quota, or unused."""
 
 from collections.abc import Iterable, Sequence
 from math import inf
@@ -55,8 +55,8 @@ class SnapshotIndex:
         return before is None or last_uses(uses).get(segment_id, -inf) > before
 
     def surplus(self, uses: Sequence[ContextUse], now: float) -> list[int]:
-        """Segments whose snapshots must go, and that are noted to have been dropped. What only contexts have that were
-        used longest ago goes first; what pinned ones have, last."""
+        """Segments whose snapshots must be deleted; they are recorded as dropped. Snapshots of the least recently used
+        contexts go first, those of pinned contexts last."""
         by_segment = last_uses(uses)
         order = sorted(self._by_segment, key=lambda segment: (by_segment.get(segment, -inf), segment))
         left, gone = self.num_bytes, list[int]()

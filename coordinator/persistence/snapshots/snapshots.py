@@ -142,7 +142,7 @@ class Snapshots:
             if not waiting.done():
                 waiting.set_exception(Unavailable("the service is stopping"))
 
-    # --- what is known ---
+    # --- lookups ---
 
     @property
     def service_id(self) -> str:

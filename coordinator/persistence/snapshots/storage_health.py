@@ -1,4 +1,4 @@
-"""Whether the storage can be used: told once when that changes, and tried again ever more seldom."""
+"""Health of the storage: logged once per change, retried with increasing delays."""
 
 import asyncio
 import logging
@@ -9,10 +9,10 @@ log = logging.getLogger(__name__)
 
 
 class StorageHealth:
-    """What is wrong with a storage."""
+    """The current error of a storage."""
 
     def __init__(self, what: str) -> None:
-        """`what` is not done meanwhile."""
+        """`what` names the suspended work."""
         self._what = what
         self.reason = ""
         """For people; empty: nothing."""

@@ -1,4 +1,4 @@
-"""A storage for an event loop: calls wait in threads of their own, and keep nobody else waiting."""
+"""Storage for an event loop: calls block in separate threads."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from longleaf.storage.store import Store
 
 NUM_THREADS = 3
 MAX_THREADS = 32
-"""Those whose callers stopped waiting count, too, until the storage answers them."""
+"""Includes calls whose callers stopped waiting, until the storage answers."""
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
@@ -29,7 +29,7 @@ class AsyncStore:
         """That wait for the storage."""
 
     async def run(self, call: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        """Calls something that blocks. Raises StorageUnavailable where too many calls have not come back."""
+        """Runs a blocking call. Raises StorageUnavailable when too many calls have not returned."""
         async with self._turns:
             if self.num_threads >= MAX_THREADS:
                 raise StorageUnavailable(f"{self.store.url}: {self.num_threads} calls have not returned")

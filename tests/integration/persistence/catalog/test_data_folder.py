@@ -43,7 +43,7 @@ def test_a_folder_has_one_service_and_others_are_told_which(tmp_path: Path) -> N
     folder = DataFolder.open(tmp_path, DIGEST, "model", {})
     for address in ("", "10.0.0.1:50051"):
         folder.tell_address(address)
-        with pytest.raises(CatalogError, match=f"is in use by process {os.getpid()} on .*{address}: end that service"):
+        with pytest.raises(CatalogError, match=f"is in use by process {os.getpid()} on .*{address}: stop that service"):
             DataFolder.open(tmp_path, DIGEST, "model", {})
     other = DataFolder.open(tmp_path, "f" * 64, "model", {})
     folder.close()

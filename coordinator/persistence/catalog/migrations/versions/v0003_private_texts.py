@@ -12,7 +12,7 @@ revision = "0003"
 down_revision = "0002"
 PADDING = bytes(4096)
 MOVED = {"uploads": ("header", b""), "contexts": ("display_name", "")}
-"""The column whose content moves, and what it holds from now on."""
+"""The column whose content moves, and the new content."""
 
 
 def upgrade() -> None:
