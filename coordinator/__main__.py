@@ -155,7 +155,7 @@ class ShutdownSignals:
     def __init__(self) -> None:
         self.count = 0
         self.first = 0.0
-        """Time of the first one, on the monotonic clock."""
+        """Time of the first signal, on the monotonic clock."""
 
     def take(self, *_: object) -> None:
         self.first = self.first or time.monotonic()

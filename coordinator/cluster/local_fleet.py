@@ -67,7 +67,7 @@ class LocalFleet:
 
     @property
     def num_missing(self) -> int:
-        return 0  # this machine will not grow
+        return 0  # the number of slots of this machine is fixed
 
     async def reserve(self, config: EngineConfig, patience: float = 0.0) -> str:
         check_slots_here(config.world_size)
@@ -124,7 +124,7 @@ class LocalFleet:
         return process
 
     def _spawn_from_now_on(self, reason: str) -> None:
-        """Another fork server would not have the environment of the first one."""
+        """A second fork server would lack the environment of the first one."""
         if self._method == "forkserver":
             log.warning("the fork server %s; replacements will start more slowly", reason)
             self._method = "spawn"
@@ -145,7 +145,7 @@ class LocalFleet:
             self._on_death(member, reason)
 
     def where(self, member: int) -> str:
-        return ""  # as all are
+        return ""  # the result is ignored
 
     async def kill(self, member: int) -> None:
         place = self._places.get(member)
@@ -160,7 +160,7 @@ class LocalFleet:
         await self.kill(lost)
         slot = self._places[lost].slot
         await self._start(self._spec(member, slot, invitation, config), slot)
-        self._places.pop(lost, None)  # now, for a slot is not lost when no process can be started
+        self._places.pop(lost, None)  # remove it first: the slot stays usable if no process can be started
 
     async def shutdown(self) -> None:
         """Waits a few seconds for ranks that were asked to stop, then terminates, then kills them."""
@@ -187,7 +187,7 @@ def _reap(processes: Sequence[BaseProcess]) -> None:
 
 
 def _join_all(processes: Sequence[BaseProcess], seconds: float) -> None:
-    """Waits until all have ended, at most `seconds` in all."""
+    """Waits until all have ended, at most `seconds` in total."""
     deadline = time.monotonic() + seconds
     for process in processes:
         process.join(timeout=max(0.0, deadline - time.monotonic()))

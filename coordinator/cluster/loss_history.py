@@ -25,13 +25,13 @@ class LossHistory:
         self._losses: dict[int, Loss] = {}
         """By member; in the order in which they were lost."""
         self._lost_before: dict[int, int] = {}
-        """By a replacement that never had a rank, the member in whose place it was started."""
+        """For each replacement that never had a rank, the member that it replaces."""
         self.num_lost = 0
         """Number of members lost so far; details are kept only for the latest ones."""
 
     @property
     def losses(self) -> tuple[Loss, ...]:
-        """The latest one last."""
+        """The latest loss is last."""
         return tuple(self._losses.values())
 
     @property
@@ -82,5 +82,5 @@ class LossHistory:
 
 
 def is_filling(losses: Iterable[Loss]) -> bool:
-    """Whether the place of one that was lost is being filled, or will be."""
+    """Whether a replacement is starting or will start."""
     return any(loss.slot in ("waiting", "filling") for loss in losses)

@@ -10,7 +10,7 @@ from longleaf.fingerprint import TEXTS, Fingerprint, read_texts
 from longleaf.rank_protocol.member_messages import Hello
 
 MAX_TOLD = 3
-"""Machines that are named one by one."""
+"""Maximum number of machines listed by name."""
 
 
 async def check_models(hellos: Sequence[Hello], folder: Path) -> None:
@@ -37,7 +37,7 @@ async def check_models(hellos: Sequence[Hello], folder: Path) -> None:
 
 
 def check_joiner(hello: Hello, agreed: Sequence[Hello]) -> None:
-    """Raises StartError when a member has not the model that those have who have agreed before."""
+    """Raises StartError when a member's model differs from that of the members checked before."""
     if hello.missing:
         raise StartError(f"model: {_place(hello)}: {hello.missing}")
     first = next((other for other in agreed if other.fingerprint is not None), None)

@@ -10,16 +10,15 @@ from coordinator.cluster.ports import MemberEvent, MemberLost
 from longleaf.rank_protocol.log_messages import MAX_TEXT_BYTES, Logged
 
 MAX_AT_ONCE, PER_SECOND = 100, 2.0
-"""Records of one rank that are logged at once, and then in every second: one that logs without end must not fill the
-log."""
+"""Records of one rank that are logged at once, and then per second, so that a rank cannot flood the log."""
 NO_RANK = -1
-"""Of a member that is in no epoch yet."""
+"""The rank of a member that is in no epoch yet."""
 log = logging.getLogger(__package__)
 
 
 @dataclass
 class _Share:
-    """How many more records of a member are logged now."""
+    """Rate limit of a member: how many more records are logged now."""
 
     left: float
     when: float

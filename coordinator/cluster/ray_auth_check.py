@@ -13,7 +13,7 @@ import grpc
 from longleaf.errors import StartError
 
 CALL = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
-"""Of Ray's own service, without arguments: it changes nothing."""
+"""A read-only method of Ray's own service, without arguments."""
 CALL_SECONDS = 5.0
 MODE = "RAY_AUTH_MODE"
 PLACES = "RAY_AUTH_TOKEN, or in the file RAY_AUTH_TOKEN_PATH"
@@ -51,13 +51,13 @@ def _cannot_join(address: str, why: str) -> StartError:
 
 def _headers() -> Mapping[str, str]:
     """The authentication headers that Ray would send; empty without a token."""
-    import ray  # late, because it reads the environment then
+    import ray  # imported late, because it reads the environment at import
 
     untyped: Any = ray
     loader = untyped._raylet.AuthenticationTokenLoader.instance()
     try:
         return loader.get_token_for_http_header() if loader.has_token() else {}
-    except Exception:  # a file that it was pointed to cannot be read
+    except Exception:  # the token file cannot be read
         return {}
 
 

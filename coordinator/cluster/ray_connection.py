@@ -1,4 +1,4 @@
-"""This process's membership in a Ray cluster: one that runs already, or one that is started for it."""
+"""Connection of this process to a Ray cluster: an existing one, or one started for it."""
 
 import logging
 import socket
@@ -23,20 +23,20 @@ user could place code that runs with our rights."""
 
 
 def ray_package() -> Any:
-    """Ray, untyped (its annotations are partial), and imported late: it reads the environment then."""
+    """Ray, untyped (its annotations are partial), and imported late, because it reads the environment at import."""
     import ray
 
     return ray
 
 
 class Connection:
-    """Ends with `close`; `folder` is that of a Ray that was started for this process, and ends with it."""
+    """Call `close` at the end. `folder` belongs to a Ray started for this process; `close` removes it."""
 
     def __init__(self, folder: RayFolder | None = None) -> None:
         self._folder = folder
 
     def close(self) -> None:
-        """Leaves the cluster; ends it, and removes its files, when it was started for this process."""
+        """Disconnects from the cluster; a Ray started for this process is stopped and its files are removed."""
         ray_package().shutdown()
         if self._folder is not None:
             self._folder.close()
@@ -131,14 +131,14 @@ def _check_is_open(address: str) -> None:
 def _parts(address: str) -> tuple[str, str]:
     """Host and port."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
-    return host.strip("[]"), port  # of an IPv6 address
+    return host.strip("[]"), port  # brackets of an IPv6 address
 
 
 def _check_answers(address: str) -> None:
     """Raises StartError when no process listens at HOST:PORT. Ray itself would retry for minutes."""
     host, port = _parts(address)
     if not port.isdigit():
-        return  # found by Ray (`auto`, `local`)
+        return  # an address that Ray resolves (`auto`, `local`)
     try:
         socket.create_connection((host, int(port)), timeout=ANSWER_SECONDS).close()
     except OSError as error:

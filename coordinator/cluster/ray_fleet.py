@@ -1,4 +1,5 @@
-"""The fleet on Ray: one placement group, one actor per rank. Ray places and watches; it never carries a step."""
+"""The fleet on Ray: one placement group, one actor per rank. Ray starts and monitors ranks; steps do not pass through
+it."""
 
 import asyncio
 import shlex
@@ -22,7 +23,7 @@ from longleaf.topology import too_few_gpus
 
 POLL_SECONDS = 1.0
 PLACE_SECONDS = 60.0
-"""How long slots that are there may take to be free."""
+"""Seconds to wait until existing slots are free."""
 LEAVE_SECONDS = 3.0
 KILL_SECONDS = 1.0
 ALONE = "; Ray listens on the loopback address, so no other machine can join (ray start --node-ip-address)"
@@ -31,9 +32,9 @@ NODE_DIGITS = 12
 
 
 class RayFleet:
-    """One actor of `worker_class` per rank. The class offers `run(spec)`, see workers.actor.
+    """One actor of `worker_class` per rank. The class has a method `run(spec)`, see workers.actor.
 
-    `worker_args` go to its constructor. Needs a connection, see coordinator.cluster.ray_connection.
+    `worker_args` are passed to its constructor. Needs a connection, see coordinator.cluster.ray_connection.
     """
 
     def __init__(self, worker_class: type, *worker_args: object) -> None:
@@ -43,7 +44,7 @@ class RayFleet:
         self._resources: dict[str, float] = {}
         self._bundles: list[Bundle] = []
         self._is_local = False
-        """All are on this machine."""
+        """Whether all ranks are on this machine."""
         self._places: dict[int, _Place] = {}
         """By member number; an ended process stays until it is replaced."""
         self._on_death: OnDeath = unheard
@@ -101,7 +102,7 @@ class RayFleet:
             self._pause(0.0)
 
     def _pause(self, seconds: float = POLL_SECONDS) -> None:
-        """Raises StartError when the fleet is shut down meanwhile."""
+        """Raises StartError when the fleet is shut down."""
         if self._is_stopping.wait(seconds):
             raise StartError("the service is stopping")
 
@@ -188,8 +189,8 @@ class RayFleet:
             await asyncio.to_thread(self._kill, place)
 
     def _kill(self, place: "_Place") -> None:
-        """Ray forgets it at once, and ends a process that is stopped some seconds later."""
-        with suppress(Exception):  # it is gone, or its node is
+        """Ray removes the actor at once, and ends a process that is stopped some seconds later."""
+        with suppress(Exception):  # the actor or its node has ended
             ray_package().kill(place.actor, no_restart=True)
         place.has_ended.wait(KILL_SECONDS)
 
@@ -198,19 +199,19 @@ class RayFleet:
         await asyncio.to_thread(self._replace, lost, member, invitation, config)
 
     def _replace(self, lost: int, member: int, invitation: ConnectInfo, config: EngineConfig) -> None:
-        """In the same bundle, which may be on another node by now."""
+        """Starts the replacement in the same bundle, which may have moved to another node."""
         place = self._places.get(lost)
         bundle = next((one for one in self._known_bundles() if place and one.index == place.bundle.index), None)
         if bundle is None:
             raise StartError("the slot's node left the cluster, and no other node has a free slot")
-        if not self._is_local and not answers(bundle.host, bundle.port):  # Ray takes long to see that it is gone
+        if not self._is_local and not answers(bundle.host, bundle.port):  # Ray detects a dead node late
             raise StartError("the slot's node does not respond")
         self._bundles = [bundle if other.index == bundle.index else other for other in self._bundles]
         self._start(member, bundle, invitation, config, True)
         self._places.pop(lost, None)
 
     def _known_bundles(self) -> "list[Bundle]":
-        """Those that have a node that lives."""
+        """Bundles on live nodes."""
         return [
             msgspec.structs.replace(bundle, host=LOOPBACK) if self._is_local else bundle
             for bundle in bundles_of(self._group)
@@ -229,7 +230,7 @@ class RayFleet:
             self._watcher.join()
         places = list(self._places.values())
         runs = [place.run for place in places]
-        with suppress(Exception):  # the cluster itself may be gone, and its actors with it
+        with suppress(Exception):  # the cluster may have ended with its actors
             if runs:
                 ray.wait(runs, num_returns=len(runs), timeout=LEAVE_SECONDS)
             for place in places:
@@ -243,7 +244,7 @@ class RayFleet:
 
 @dataclass(frozen=True)
 class _Place:
-    """A member's actor, in its bundle, and the reference that is there once it has ended."""
+    """A member's actor, its bundle, and the reference that is ready when it has ended."""
 
     bundle: "Bundle"
     actor: Any
@@ -252,7 +253,7 @@ class _Place:
 
 
 class Bundle(msgspec.Struct, frozen=True):
-    """Where a rank goes: its number, its machine's name and address, and the port of Ray's process there."""
+    """A place for a rank: its number, the name and address of its machine, and the port of Ray's process there."""
 
     index: int
     node: str
@@ -282,13 +283,13 @@ def kind_of(config: EngineConfig, total: Mapping[str, float]) -> dict[str, float
 
 
 def num_slots(bundle: Mapping[str, float], total: Mapping[str, float]) -> int:
-    """Slots of this kind in a cluster that has `total`."""
+    """Number of slots of this kind in a cluster with resources `total`."""
     return int(min(total.get(name, 0) for name in bundle))
 
 
 def bundles_of(group: Any) -> list[Bundle]:
-    """The bundles of a placement group node by node, the coordinator's node first, so that ranks are too. Those that
-    have no node that lives are left out."""
+    """The bundles of a placement group, grouped by node, the coordinator's node first. Bundles on dead nodes are
+    omitted."""
     ray = ray_package()
     here = ray.get_runtime_context().get_node_id()
     nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
@@ -310,14 +311,15 @@ def in_bundle(actor_class: type, group: Any, index: int, bundle: Mapping[str, fl
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
     options: dict[str, Any] = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0)}
     runtime_env: dict[str, Any] = {"env_vars": variables}
-    if shlex.quote(sys.executable) != sys.executable:  # Ray passes the path of Python to a shell as it is
+    if shlex.quote(sys.executable) != sys.executable:  # Ray passes the path of Python to a shell without quoting
         runtime_env["py_executable"] = shlex.quote(sys.executable)
     options |= {"max_restarts": 0, "max_task_retries": 0, "runtime_env": runtime_env}
     return ray_package().remote(actor_class).options(scheduling_strategy=strategy, **options)
 
 
 def _describe(run: Any) -> str:
-    """Why a finished `run` finished. Every error is a death: Ray calls some that are final merely unavailable."""
+    """The reason why `run` finished. Every error means that the process died: Ray reports some final errors as
+    temporary."""
     ray = ray_package()
     try:
         return f"exited with code {ray.get(run, timeout=POLL_SECONDS)}"

@@ -4,7 +4,7 @@ dead node and places actors there until then."""
 import socket
 
 ANSWER_SECONDS = 0.5
-"""How long a node that lives may take to take a connection."""
+"""Seconds within which a live node accepts a connection."""
 
 
 def answers(host: str, port: int) -> bool:

@@ -19,11 +19,11 @@ from pathlib import Path
 import psutil
 
 PARENT, PREFIX = Path("/tmp"), "longleaf-ray-"
-"""A short path: the sockets of Ray lie in the folder, and their names have a limit."""
+"""Parent folder with a short path: Ray puts sockets there, whose paths have a length limit."""
 TOKEN_BYTES = 32
 KILL_SECONDS = 1.0
 LEAVE_SECONDS = 10.0
-"""How long the process that watches may take to leave once there is nothing left to watch."""
+"""Seconds that the watching process may take to exit when there is nothing left to watch."""
 
 
 class RayFolder:
@@ -47,7 +47,7 @@ class RayFolder:
         os.close(self._lock)
         try:
             self._watcher.wait(LEAVE_SECONDS)
-        except subprocess.TimeoutExpired:  # it is stopped, as by SIGSTOP
+        except subprocess.TimeoutExpired:  # it is stopped, for example by SIGSTOP
             self._watcher.kill()
             self._watcher.wait()
 
@@ -59,11 +59,11 @@ def _make() -> tuple[Path, int]:
         with suppress(FileNotFoundError):
             lock = os.open(path, os.O_RDONLY)
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if path.exists():  # else another service swept it before it was locked
+            if path.exists():  # another service removed it before it was locked
                 return path, lock
 
 
-# --- the process that watches ---
+# --- watching process ---
 
 
 def watch(folder: Path) -> None:
@@ -79,7 +79,7 @@ def watch(folder: Path) -> None:
 
 def _end_once_free(folder: Path, how: int) -> None:
     """`how` selects whether to wait for the holder of the lock or to skip the folder."""
-    with suppress(OSError):  # held, gone, or not ours to open
+    with suppress(OSError):  # locked, deleted, or owned by another user
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
             fcntl.flock(lock, how)
@@ -100,10 +100,10 @@ def end(folder: Path) -> None:
 
 
 def _writes_into(folder: Path, process: psutil.Process) -> bool:
-    """All of Ray's processes keep a log there; people who read the logs do not."""
+    """Whether the process has an open file in Ray's log folder, as all processes of Ray have."""
     try:
         files = [Path(file.path) for file in process.open_files() if file.mode != "r"]
-    except (psutil.Error, OSError):  # it has ended, or is another user's
+    except (psutil.Error, OSError):  # it has ended, or belongs to another user
         return False
     return any(file.is_relative_to(folder.resolve()) for file in files)
 

@@ -1,4 +1,4 @@
-"""Keeps the world whole: a member that is lost is replaced, unless that has failed too often."""
+"""Replaces lost members until too many replacements of a slot have failed."""
 
 import asyncio
 import time
@@ -25,19 +25,19 @@ from longleaf.rank_protocol.group_messages import Ready
 
 MINUTE = 60.0
 MAX_FAILED = 3
-"""Replacements of a slot that may be lost one after the other before they are ranks."""
+"""Consecutive replacements of a slot that may be lost before one becomes a rank."""
 AGAIN_SECONDS = 5.0
-"""Between two looks whether a slot is there again."""
+"""Seconds between two attempts to use an unavailable slot."""
 
 
 @dataclass
 class Slot:
-    """A place for one member, and how the next one there is to be configured."""
+    """A slot for one member, with the configuration of its next member."""
 
     member: int
     config: EngineConfig
     num_failed: int = 0
-    """Replacements, one after the other, that were lost before they had a rank."""
+    """Consecutive replacements that were lost before they had a rank."""
     has_rank: bool = True
     """Whether the member has been in an epoch."""
     reason: str = ""
@@ -50,7 +50,7 @@ class Slot:
 
 
 class Backoff:
-    """How long a replacement waits after losses: as many as `max_losses` in a minute are replaced at once."""
+    """Delays replacements after losses: up to `max_losses` per minute are replaced at once."""
 
     def __init__(self, max_losses: int) -> None:
         self._max_losses = max_losses
@@ -61,16 +61,15 @@ class Backoff:
         self._times.append(now)
 
     def delay(self, now: float) -> float:
-        """Seconds until no more than the limit lie within a minute; 0 when it is so."""
+        """Seconds until the losses of the last minute are within the limit; 0 if they are."""
         is_full = len(self._times) > self._max_losses
         return max(0.0, self._times[0] + MINUTE - now) if is_full else 0.0
 
 
 class ReplacementSupervisor:
-    """Replaces the lost members of the first epoch, who are `readies`, and their replacements. Needs a running event
-    loop.
+    """Replaces lost members. `readies` are the members of the first epoch. Needs a running event loop.
 
-    `clock` gives seconds, `sleep` waits for some.
+    `clock` returns seconds, `sleep` waits.
     """
 
     def __init__(
@@ -120,7 +119,7 @@ class ReplacementSupervisor:
 
     @staticmethod
     def _note_failed(slot: Slot, reason: str) -> None:
-        """Counts a replacement that never was a rank."""
+        """Counts a replacement that never became a rank."""
         if not slot.has_rank:
             slot.num_failed, slot.reason = slot.num_failed + 1, reason
 
@@ -169,8 +168,7 @@ class ReplacementSupervisor:
         return number
 
     async def _start(self, slot: Slot) -> int | None:
-        """The number of a member whose process was started in the slot; None when that is not there, or was not
-        done."""
+        """Starts a process in the slot; returns its member number, or None if that failed."""
         number, invitation = self._roster.invite()
         try:
             await self._fleet.replace(slot.member, number, invitation, slot.config)
@@ -195,7 +193,7 @@ class ReplacementSupervisor:
 
 
 def pinned(config: EngineConfig, ready: Ready) -> EngineConfig:
-    """As it was resolved at the first start of a member: beside others that live, less memory would be found free."""
+    """The configuration as the first start resolved it: next to running members, less memory would be free."""
     if config.kv_bytes is not None:
         return config
     kv_bytes, window_bytes = ready.num_blocks * config.block_size * ready.bytes_per_token, None

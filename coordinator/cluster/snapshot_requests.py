@@ -60,7 +60,7 @@ class SnapshotRequests:
             self._fail(lambda member: member == event.member, lost(event.member, event.rank, event.reason))
 
     def close(self) -> None:
-        """Nothing will be answered any more."""
+        """Fails all pending requests: no answers will follow."""
         self._fail(lambda _: True, Unavailable("the service is stopping"))
 
     def _fail(self, is_meant: Callable[[int], bool], error: LongleafError) -> None:
@@ -70,7 +70,7 @@ class SnapshotRequests:
 
 
 def lost(member: int, rank: int | None, reason: str) -> RankLost:
-    """That of a member that is in no epoch names its own number."""
+    """Handles an answer. A member outside the epoch answers with its own number."""
     return RankLost(member if rank is None else rank, reason)
 
 

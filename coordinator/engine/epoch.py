@@ -1,4 +1,4 @@
-"""The life of one process group."""
+"""State of one process group."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -8,7 +8,7 @@ from coordinator.kv_cache.block_placer import BlockPlacer
 from coordinator.kv_cache.rank_mapping import RankMapping
 
 MOVED_BYTES = 64 << 20
-"""Of keys that one step moves from rank to rank at most: streams wait for it."""
+"""Maximum bytes of keys that one step moves from a rank to another: streams wait for it."""
 
 
 @dataclass(frozen=True)
@@ -17,11 +17,11 @@ class Epoch:
 
     formation: Formation
     placer: BlockPlacer
-    """The same in all epochs."""
+    """Identical in all epochs."""
 
     @classmethod
     def first(cls, formation: Formation, block_size: int) -> Self:
-        """The one in which nothing is held yet."""
+        """The layout without any held keys."""
         readies = formation.readies
         return cls(formation, BlockPlacer([ready.num_blocks for ready in readies], block_size, readies[0].windows))
 
@@ -36,7 +36,7 @@ class Epoch:
 
     @property
     def max_moved_blocks(self) -> int:
-        """Blocks that one step moves at most."""
+        """Maximum blocks that one step moves."""
         block_bytes = self.placer.block_size * self.formation.readies[0].bytes_per_token
         return max(1, MOVED_BYTES // max(1, block_bytes))
 

@@ -15,12 +15,12 @@ MOST_BETWEEN = 0.01
 
 @dataclass(slots=True)
 class InflightStep:
-    """A step that was begun."""
+    """A step that was sent."""
 
     plan: StepPlan
     result: "asyncio.Future[StepResult]"
     is_ahead: bool
-    """Another one was under way then."""
+    """Another step was running then."""
     ended: float = 0.0
 
 
@@ -29,7 +29,7 @@ class StepGap(NamedTuple):
 
     seconds: float
     is_ahead: bool
-    """The second was sent before the first was answered."""
+    """The second step was sent before the result of the first."""
 
 
 class StepCompletion(NamedTuple):
@@ -38,18 +38,19 @@ class StepCompletion(NamedTuple):
     plan: StepPlan
     result: StepResult
     gap: StepGap | None
-    """Between the step before and this one, if they followed one another."""
+    """Seconds between the previous step and this one, if they were consecutive."""
 
 
 class InflightSteps:
-    """In the order in which they were begun, which is that of their answers. `on_answer` is called with each answer."""
+    """Steps in the order in which they were sent, which is the order of their results. `on_answer` is called for each
+    result."""
 
     def __init__(self, on_answer: Callable[[], None], clock: Callable[[], float]) -> None:
         self._on_answer = on_answer
         self._clock = clock
         self._under_way: deque[InflightStep] = deque()
         self._before: InflightStep | None = None
-        """The one that was taken last."""
+        """The latest step that was removed."""
 
     def __len__(self) -> int:
         return len(self._under_way)

@@ -13,7 +13,7 @@ class JournalRemover(Protocol):
     """Other stored state of contexts."""
 
     def remove_of_context(self, context: str) -> None:
-        """Forgets all of a context. Raises StorageUnavailable."""
+        """Deletes everything about a context. Raises StorageUnavailable."""
         ...
 
 
@@ -38,9 +38,9 @@ class Persistence(Protocol):
 
     @property
     def snapshots(self) -> Snapshots | None:
-        """None: keys and values are kept nowhere."""
+        """None: keys and values are not stored."""
         ...
 
     def read_earlier(self) -> Mapping[str, StaleContext]:
-        """These contexts as they are kept there. Takes as long as reading them."""
+        """Reads these contexts from their catalogs. Blocks on the disk."""
         ...

@@ -25,7 +25,7 @@ def segment_record(segment: Segment) -> SegmentRecord:
 
 
 def segment_of(record: SegmentRecord, before: TokenPath, tenant: str) -> Segment:
-    """The segment of a tenant that was kept, behind the path that it continues."""
+    """Restores a segment of a tenant from its record, after the path that it continues."""
     segment = Segment(record.id, before.cut(record.start), record.rope, tenant)
     segment.extend(record.token_ids)
     segment.text = record.text
@@ -52,9 +52,9 @@ def context_record(context: NamedContext) -> ContextRecord:
 
 
 def context_of(record: ContextRecord, path: TokenPath) -> NamedContext:
-    """The context that was kept, on its path."""
+    """Restores a context from its record, on its path."""
     context = NamedContext(record.id, record.created, path, record.capacity)
-    ends = sound_ends(record.ends, record.num_tokens) or (record.num_tokens,)  # early versions imported any
+    ends = sound_ends(record.ends, record.num_tokens) or (record.num_tokens,)  # early versions imported invalid values
     context.ends, context.updated = ends[-LAST_ENDS:], record.updated
     context.display_name, context.is_pinned, context.expires = record.display_name, record.is_pinned, record.expires
     context.used, context.num_hits, context.upload_id = record.last_used, record.num_hits, record.upload_id

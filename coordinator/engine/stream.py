@@ -11,7 +11,7 @@ from longleaf.sampling import Token
 from longleaf.types import Progress, Recovering
 
 MAX_UNREAD = 256
-"""Tokens of a sample that wait for a reader before its request is paused; those under way still come."""
+"""Unread tokens of a sample at which its request is paused; tokens of running steps are still added."""
 
 
 MAX_UNREAD_BYTES = 8 << 20
@@ -88,7 +88,7 @@ class Stream:
 
     @property
     def is_closed(self) -> bool:
-        """Nothing more will be put in."""
+        """No more events will be added."""
         return self._is_closed
 
     @property
@@ -126,13 +126,13 @@ class Stream:
             self._changed.set()
 
     def cancel(self) -> None:
-        """Ends the request and the stream; all that the request held is free within one step. Idempotent."""
+        """Ends the request and the stream; the request's resources are free within one step. Idempotent."""
         if not self._is_closed:
             self._on_cancel()
             self.close()
 
     def cancel_sample(self, sample: int) -> None:
-        """Ends one sample, whose Ended will not come; the last one ends the stream. Idempotent."""
+        """Ends one sample without an Ended event; the last sample ends the stream. Idempotent."""
         if not self._is_closed:
             self._on_cancel_sample(sample)
 

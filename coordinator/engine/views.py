@@ -119,7 +119,7 @@ def view_workers(
 def view_worker(
     rank: int, hello: Hello, ready: Ready, num_tokens: int, num_windowed: int, block_size: int
 ) -> types.Worker:
-    """The member with a rank that holds `num_tokens` tokens, and in the windows' pool `num_windowed`."""
+    """A member with a rank that holds `num_tokens` tokens, and `num_windowed` in the window pool."""
     max_tokens, max_windowed = ready.num_blocks * block_size, max_window_tokens(ready, block_size)
     return types.Worker(
         rank=rank,
@@ -136,7 +136,7 @@ def view_worker(
 
 
 def max_window_tokens(ready: Ready, block_size: int) -> int:
-    """Tokens for which a rank's windows' pool has room."""
+    """Capacity of a rank's window pool in tokens."""
     return ready.windows.num_blocks * block_size if ready.windows else 0
 
 

@@ -31,15 +31,15 @@ class AccessLog:
         self._refused = RefusalLog(lambda reported: audit.warning("%s", reported), clock, later)
 
     async def start(self) -> None:
-        """There is nothing to begin."""
+        """Nothing to start."""
 
     async def stop(self) -> None:
-        """Writes how many were refused since it was written last."""
+        """Logs the number of calls refused since the last such line."""
         self._refused.stop()
 
     @contextmanager
     def call(self, record: CallRecord) -> Generator[None, None, None]:
-        """Writes when it ends."""
+        """Logs the call when it ends."""
         began = self._clock()
         try:
             yield
@@ -64,7 +64,7 @@ class AccessLog:
 
 
 def _ignore(_: Event) -> None:
-    """Of a generation."""
+    """Fields of a generation."""
 
 
 def facts_of(record: CallRecord, seconds: float) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""The spans of one generation: the whole of it, and one after the other those of its phases."""
+"""Spans of one generation: one for all of it, and one for each phase."""
 
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
 
@@ -27,10 +27,10 @@ class GenerationSpans:
         self._whole = tracer.start_span(f"{OPERATION} {model}", kind=SpanKind.INTERNAL, attributes=attributes)
         self._name, self._phase = "queue", self._start("queue")
         self._num_tokens: dict[int, int] = {}
-        """Generated ones by sample."""
+        """Generated tokens by sample."""
         self._num_drafted = self._num_accepted = 0
         self._reasons: dict[int, str] = {}
-        """By sample that has ended."""
+        """Finish reason by ended sample."""
 
     def _start(self, name: str) -> Span:
         return self._tracer.start_span(name, set_span_in_context(self._whole))
@@ -67,7 +67,7 @@ class GenerationSpans:
         self._end()
 
     def fail(self, reason: str) -> None:
-        """Ends them for `reason`: CANCELLED, or the type of an error."""
+        """Ends the spans for `reason`: CANCELLED, or the type of an error."""
         for span in (self._phase, self._whole):
             span.set_status(Status(StatusCode.ERROR, reason))
             span.set_attribute("error.type", reason)

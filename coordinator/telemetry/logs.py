@@ -1,4 +1,4 @@
-"""The coordinator's log."""
+"""Logging of the coordinator."""
 
 import logging
 from collections.abc import Sequence

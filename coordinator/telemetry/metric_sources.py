@@ -15,7 +15,7 @@ class MetricSources:
     """All are called on the event loop and must be fast. None: this service has no such source."""
 
     cluster: Callable[[], Cluster]
-    """Raises LongleafError while there is none."""
+    """Raises LongleafError if it is unavailable."""
     counts: Callable[[], Counts]
     ranks_lost: Count
     refused_credentials: Count | None = None
@@ -27,4 +27,4 @@ class MetricSources:
     unusable_files: Mapping[str, Callable[[], bool]] = field(default_factory=dict[str, Callable[[], bool]])
     """Whether the current content of a file is invalid; by the same kinds."""
     certificate_expiry: Callable[[], float | None] | None = None
-    """When the certificate that is shown to clients ends, in seconds since the epoch."""
+    """Expiry of the server certificate, in seconds since the Unix epoch."""

@@ -27,22 +27,22 @@ class Metrics:
         self._model = model
         self._build = {"version": __version__, "torch": _torch_version(), "launcher": launcher}
         self.observer = RequestMetrics(self._registry, model)
-        """Counts calls and generations."""
+        """The observer of calls and generations."""
         self._gauges: Gauges | None = None
         self._port = MetricsServer(self.render, CONTENT_TYPE_PLAIN_0_0_4)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="metrics")
         self._turn = asyncio.Lock()
 
     async def start(self, sources: MetricSources, host: str, port: int) -> str:
-        """Listens, and gives the URL of the metrics. Raises StartError."""
+        """Opens the port and returns the URL of the metrics. Raises StartError."""
         self._gauges = Gauges(sources, self._model, self._build)
         self._registry.register(self._gauges)
         bound = await self._port.start(host, port)
         return f"http://{join_address(host, bound)}{PATH}"
 
     async def render(self) -> bytes:
-        """The metrics as they are now, in Prometheus' text format. The text is made beside the event loop: it has
-        thousands of lines where there are many tenants."""
+        """The current metrics in Prometheus' text format. Formatting runs in a thread: with many tenants there are
+        thousands of lines."""
         async with self._turn:
             self.look()
             return await asyncio.get_running_loop().run_in_executor(self._thread, generate_latest, self._registry)

@@ -32,9 +32,9 @@ from longleaf.errors import InvalidArgument
 from longleaf.tenants import name_of
 
 STOP_SECONDS = 5.0
-"""How long the end of a service may wait for a collector that does not answer."""
+"""Seconds that shutdown may wait for a collector that does not respond."""
 UNNAMED = "unknown_service"
-"""How the library calls a service that no variable names."""
+"""The library's default name of a service."""
 
 
 def _is_address(endpoint: str) -> bool:
@@ -60,7 +60,7 @@ def provider_of_environment() -> TracerProvider:
             resource = resource.merge(Resource({SERVICE_NAME: "longleaf"}))
         made = TracerProvider(resource=resource, shutdown_on_exit=False)
         made.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-    except Exception as error:  # of any type, with a message that may quote a header
+    except Exception as error:  # of any type; its message may quote a header
         raise InvalidArgument("traces", f"invalid OTEL_* variable: {type(error).__name__}") from None
     return made
 

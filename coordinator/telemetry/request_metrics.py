@@ -22,7 +22,7 @@ REQUEST_SECONDS = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
-"""Upper bounds of buckets: those of vLLM, so that its dashboards and alerts can be taken over by name."""
+"""Upper bounds of buckets, equal to those of vLLM, so that its dashboards and alerts can be reused."""
 OUTCOMES = {
     "OK": "ok",
     "CANCELLED": "cancelled",
@@ -73,7 +73,7 @@ class GenerationTimes:
         self._is_prompt_counted = False
 
     def saw(self, event: Event) -> None:
-        """Takes in an event."""
+        """Records an event."""
         if isinstance(event, Tokens):
             self._take_tokens(event)
         elif isinstance(event, Admitted):
@@ -84,7 +84,7 @@ class GenerationTimes:
             self._count_prompt(event)
 
     def _begin(self) -> None:
-        """It may be preempted, and begin again."""
+        """It may be preempted and start again."""
         if self._began is None:
             self._began = self._clock()
             self._metrics.queue.observe(self._began - self._admitted)
@@ -103,7 +103,7 @@ class GenerationTimes:
         if before is not None:
             between = (
                 now - before
-            ) / count  # several come at once of a step with drafts, and when their reader was behind
+            ) / count  # several tokens arrive at once from a step with drafts, or when the reader was behind
             for _ in range(count):
                 metrics.between_tokens.observe(between)
         elif self._first_token is None:
@@ -113,7 +113,7 @@ class GenerationTimes:
                 metrics.prefill.observe(now - self._began)
 
     def end(self) -> None:
-        """It is complete."""
+        """The generation is complete."""
         now = self._clock()
         self._metrics.whole.observe(now - self._admitted)
         if self._first_token is not None:
@@ -121,8 +121,8 @@ class GenerationTimes:
 
 
 class RequestMetrics:
-    """An Observer. Labels are bounded: a tenant is one that has authenticated, a kind is a method that is served.
-    `clock` counts seconds."""
+    """An Observer. Labels are bounded: a tenant is an authenticated one, a kind is an existing method. `clock` returns
+    seconds."""
 
     def __init__(self, registry: CollectorRegistry, model: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._registry = registry

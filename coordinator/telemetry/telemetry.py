@@ -18,11 +18,11 @@ class ManagedObserver(Observer, Protocol):
     """An observer that is started and stopped."""
 
     async def start(self) -> None:
-        """Begins, before there is anything to see. Raises InvalidArgument for settings that cannot work."""
+        """Starts, before the first event. Raises InvalidArgument for invalid settings."""
         ...
 
     async def stop(self) -> None:
-        """Ends, after all that there was to see. Called only after `start`, which may have raised."""
+        """Stops, after the last event. Called only after `start`, which may have raised."""
         ...
 
 

@@ -20,7 +20,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     vocabulary_size: int
     max_positions: int
     end_tokens: frozenset[int]
-    """Those of generation_config.json, or of config.json where that names none; the tokenizer may have another one."""
+    """End tokens of generation_config.json, else of config.json; the tokenizer may have a different one."""
     chat_template: str | None
     document_separator: str | None
     """Text between document and question, control tokens recognised."""
@@ -62,10 +62,10 @@ class _Recommended(msgspec.Struct, frozen=True):
 
 
 def read_sampling(folder: Path) -> Sampling:
-    """Sampling parameters that generation_config.json names; parameters that it leaves out keep their defaults here.
+    """Sampling parameters of generation_config.json; parameters that it omits keep their defaults here.
 
-    As in transformers, nothing is drawn unless `do_sample` is true, and then at temperature 1 if none is named; but no
-    top-k of 50 is assumed. Raises ModelRefused for a file that cannot be read, or has values out of range.
+    As in transformers, sampling is off unless `do_sample` is true, and then has temperature 1 by default; but the
+    default top-k is not 50. Raises ModelRefused for a file that cannot be read, or has values out of range.
     """
     path = folder / "generation_config.json"
     try:
@@ -90,7 +90,7 @@ def _as_dict(value: object) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The object in the file; empty when there is no file."""
+    """The object in the file; empty when the file does not exist."""
     try:
         return _as_dict(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -115,7 +115,7 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
         except (OSError, ValueError) as error:
             raise ModelRefused(f"{path} cannot be read: {error}") from error
     template = settings.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
-    if isinstance(template, list):  # several, by name
+    if isinstance(template, list):  # several templates, by name
         named = {entry.get("name"): entry.get("template") for entry in map(_as_dict, cast(list[object], template))}
         if "default" not in named:
             names = ", ".join(sorted(map(str, named)))

@@ -1,12 +1,11 @@
-"""Which text the tokens of a context are: bytes of tokens, tokens of bytes, files, lines, and the text itself.
+"""Maps tokens of a context to bytes of its text, and bytes to tokens, files and lines; returns parts of the text.
 
-Of a text the ids are kept, and where every STRIDE-th token begins (longleaf.document_text). In between, tokens are
-spelled. That is exact to the byte wherever the spelled tokens between two places that are kept are as many bytes as
-these are apart: always with tokenizers of bytes. Where a normaliser has changed the text, it is an estimate in between,
-at most a STRIDE off.
+Stored are the ids of a text, and the offset of every STRIDE-th token (longleaf.document_text). Between two stored
+offsets, the bytes of single tokens are added up. That is exact wherever their sum equals the distance of the offsets,
+which is always so for byte-level tokenizers. Where a normaliser has changed the text, it is an estimate between them,
+off by at most one STRIDE.
 
-Bytes are counted through all texts that the context was ingested of, one after the other. Tokens that came as ids stand
-for no bytes.
+Bytes are counted through all texts of the context in order. Tokens given as ids have no bytes.
 """
 
 from bisect import bisect_right
@@ -20,9 +19,9 @@ from coordinator.text.detokenizer import Alphabet
 from longleaf.document_text import STRIDE, file_at
 
 CHARACTER_BYTES = 4
-"""Most that a character of UTF-8 has."""
+"""Maximum bytes of a UTF-8 character."""
 NEAR = 16
-"""Tokens around a range among which its first and last characters are completed."""
+"""Tokens around a range that are decoded to complete its first and last characters."""
 
 
 class TextPosition(msgspec.Struct, frozen=True):

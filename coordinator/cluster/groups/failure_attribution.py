@@ -1,4 +1,4 @@
-"""Which member is to blame when an epoch ends, and several report trouble at once."""
+"""Determines the failed member when an epoch ends and several members report errors at once."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ class FailureCollector:
         """Step and reason."""
         self._blamed: dict[int, str] = {}
         self._accusers = set[int]()
-        """Those that saw another one gone."""
+        """Members that reported another one dead."""
         self._is_gathering = False
         self.step: int | None = None
         """The step whose deadline has passed, if that is the reason for a kill."""
@@ -63,7 +63,7 @@ class FailureCollector:
 
     @property
     def is_suspected(self) -> bool:
-        """A report is in; the verdict is there or on its way. Nothing that ranks compute from now on counts."""
+        """A report has arrived, so the verdict exists or follows. Later results of ranks are ignored."""
         return self._is_gathering or self.verdict.done()
 
     def _blame(self, member: int, reason: str, blamed: int | None) -> None:
@@ -97,7 +97,7 @@ class FailureCollector:
         self.conclude(RankLost(self.members.index(member), reason), steps_of(step) or self._under_way())
 
     def conclude(self, error: LongleafError, steps: tuple[int, ...] = ()) -> None:
-        """Settles the verdict, unless it is settled."""
+        """Sets the verdict, unless it is set."""
         if not self.verdict.done():
             self.verdict.set_result(EpochEnd(error, steps))
 

@@ -27,7 +27,7 @@ from coordinator.persistence.catalog.sqlite_errors import at_start, is_full
 from longleaf.errors import StorageUnavailable, Unavailable
 
 DATABASE = "catalog.db"
-"""Its name in its folder."""
+"""File name of the reserve."""
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -37,7 +37,7 @@ class Catalog:
     """Implements the protocols of coordinator.persistence.catalog.ports. The opener holds the lock of the folder."""
 
     def __init__(self, database: Database, thread: ThreadPoolExecutor, reserve: Reserve | None = None) -> None:
-        """`database` and `reserve`, the room that deletions may use, belong to the thread."""
+        """`database` and `reserve`, the space for deletions, belong to the thread."""
         self._database = database
         self._thread = thread
         self._reserve = reserve
@@ -83,11 +83,11 @@ class Catalog:
             self._reserve.make()
 
     def _release_room(self) -> bool:
-        """Whether there is more room now."""
+        """Releases the reserve; returns whether that freed space."""
         return self._reserve is not None and self._reserve.release()
 
     async def note_epoch(self, epoch: int) -> None:
-        await self._call(self._write_and_reserve, writer.write_epoch, epoch)  # a start may have used the room
+        await self._call(self._write_and_reserve, writer.write_epoch, epoch)  # the start may have used the reserve
 
     async def append_upload(
         self, record: UploadRecord, start: int, new_ids: "array[int]", new_starts: "array[int]" = NO_STARTS
@@ -121,7 +121,7 @@ class Catalog:
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> Result:
-        """Calls it in a transaction."""
+        """Runs the operation in a transaction."""
         with self._database.transaction() as connection:
             return function(connection, *args, **kwargs)
 
@@ -131,7 +131,7 @@ class Catalog:
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> Result:
-        """As `_write`, but not in the room of a reserve that has made way for deletions."""
+        """As `_write`, but raises if the reserve for deletions was released."""
         if self._reserve is not None:
             self._reserve.check_catalog()
         return self._write(function, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""The data folder, with one folder per model, which one service at a time may use."""
+"""The data folder, with one folder per model. Each is used by one service at a time."""
 
 import os
 import socket
@@ -21,7 +21,7 @@ DIGITS = 32
 """Digits of the fingerprint in the name of a folder."""
 LOCK, HOLDER, MODEL = "lock", "holder.json", "model.json"
 JOURNAL = "journal"
-"""The folder of the journals of answers."""
+"""Folder of the journal of generations."""
 
 
 class LockHolder(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""The database file: its one connection, for one thread, and the checks at its start."""
+"""The database file: its single connection, for one thread, and the checks at the start."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""A catalog in memory, for tests of all that keeps contexts."""
+"""A catalog in memory, for tests."""
 
 import asyncio
 from array import array
@@ -29,9 +29,9 @@ class FakeCatalog:
     def __init__(self, kept: CatalogContents | None = None) -> None:
         self.kept = kept or CatalogContents(service_id="0" * 32)
         self.changes: list[Change] = []
-        """That were committed."""
+        """Committed changes."""
         self.failures: list[LongleafError] = []
-        """Each is raised by one of the next calls that write, in this order."""
+        """Each is raised by one of the next writes, in this order."""
         self.is_closed = False
         self._upload_ids: dict[UploadKey, array[int]] = {}
         self._upload_starts: dict[UploadKey, array[int]] = {}
@@ -78,11 +78,11 @@ class FakeCatalog:
         await self._do(self._done, keys)
 
     async def close(self) -> None:
-        async with self._turn:  # after all that was called
+        async with self._turn:  # after all earlier calls
             self.is_closed = True
 
     async def _do(self, function: Callable[..., T], *arguments: object) -> T:
-        """Calls are done in their order, also those whose callers are cancelled."""
+        """Runs calls in order, including those of cancelled callers."""
         return await asyncio.shield(asyncio.ensure_future(self._in_turn(function, *arguments)))
 
     async def _in_turn(self, function: Callable[..., T], *arguments: object) -> T:

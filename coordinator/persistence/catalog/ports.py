@@ -23,20 +23,20 @@ NO_STARTS = array("Q")
 
 
 class ContextCatalog(Protocol):
-    """Keeps contexts."""
+    """Stores contexts."""
 
     async def load(self) -> CatalogContents:
         """Reads all records. Raises CatalogError with a remedy when they cannot be read."""
         ...
 
     async def commit(self, change: Change) -> CommitResult:
-        """Keeps a change: once this returns, no crash undoes it, and token ids that went with it are nowhere on the
-        disk (where they still are, because another process reads or the disk is full, that is logged, and the next
-        commit tries again)."""
+        """Stores a change: once this returns, it survives a crash, and deleted token ids are erased from the disk. If
+        they cannot be erased, because another process reads the file or the disk is full, that is logged and the
+        next commit retries."""
         ...
 
     async def note_epoch(self, epoch: int) -> None:
-        """Keeps the number of an epoch, unless a greater one was noted."""
+        """Stores the number of an epoch, unless a greater one is stored."""
         ...
 
     async def close(self) -> None:
@@ -45,18 +45,18 @@ class ContextCatalog(Protocol):
 
 
 class UploadCatalog(Protocol):
-    """Keeps documents on their way."""
+    """Stores unfinished uploads."""
 
     async def append_upload(
         self, record: UploadRecord, start: int, new_ids: "array[int]", new_starts: "array[int]" = NO_STARTS
     ) -> None:
-        """Keeps a record, new or instead of that with the same key, and more token ids behind the first `start`, which
-        it has, with where they begin in the text (of each STRIDE-th, or none). Raises NotFound when it was dropped, and
-        DataLoss when it has others, as after a call that failed: nothing is changed then."""
+        """Inserts or replaces a record, and appends token ids to the first `start`, with their offsets in the text (of
+        each STRIDE-th token, or none). Raises NotFound when the upload was dropped, and DataLoss when it has another
+        number of ids, as after a failed call; then nothing changes."""
         ...
 
     async def upload_ids(self, key: UploadKey) -> "array[int]":
-        """The ids of an upload, none when it is not there. Raises DataLoss when they are damaged."""
+        """The ids of an upload; empty if it does not exist. Raises DataLoss when they are damaged."""
         ...
 
     async def upload_starts(self, key: UploadKey) -> "array[int]":
@@ -64,7 +64,7 @@ class UploadCatalog(Protocol):
         ...
 
     async def drop_upload(self, key: UploadKey) -> None:
-        """Drops record and ids, if they are there."""
+        """Deletes record and ids, if they exist."""
         ...
 
 
@@ -77,5 +77,5 @@ class Outbox(Protocol):
         ...
 
     async def done(self, keys: Sequence[int]) -> None:
-        """Drops those that are on storage."""
+        """Deletes entries that are on storage."""
         ...

@@ -29,7 +29,7 @@ DAMAGED_ROW = "its record is damaged"
 
 
 def load(path: Path, connection: Connection) -> CatalogContents:
-    """All of it. Raises CatalogError when the counters are damaged, without which ids would be given out twice."""
+    """Reads everything. Raises CatalogError when the counters are damaged, because ids could be reused."""
     state = connection.execute(select(service)).mappings().one_or_none()
     if state is None or not row_codec.is_whole(service, state):
         raise damaged(path, "its counters are damaged")
@@ -64,7 +64,7 @@ def _rows(connection: Connection, table: Table) -> Iterator[Found]:
 
 
 def _split(connection: Connection, table: Table, make: Callable[[Found], T]) -> tuple[list[T], list[Found]]:
-    """Records, and the rows that are damaged."""
+    """Records, and damaged rows."""
     retained: list[T] = []
     lost: list[Found] = []
     for row in _rows(connection, table):
@@ -76,7 +76,7 @@ def _split(connection: Connection, table: Table, make: Callable[[Found], T]) -> 
 
 
 def _segments(connection: Connection, texts: Mapping[int, DocumentText]) -> tuple[list[SegmentRecord], dict[int, str]]:
-    """Records, and those whose row or ids are damaged."""
+    """Records, and those with a damaged row or damaged ids."""
     pieces: defaultdict[Any, list[Found]] = defaultdict(list)
     for piece in _rows(connection, segment_ids):
         pieces[piece["segment"]].append(piece)

@@ -31,7 +31,7 @@ from longleaf.storage.urls import FIELD
 from longleaf.types import Rebuild, RebuildReport, RestoredContext
 
 SIDES = ("", "-wal", "-shm")
-"""How the names of a database's files end."""
+"""Suffixes of a database's files."""
 
 
 def main(arguments: list[str]) -> int:
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _told(error: LongleafError) -> str:
-    """The error in the words of the command line."""
+    """The error with the flags of the command line."""
     if isinstance(error, InvalidArgument) and error.field == FIELD:
         return f"--from: {error.description}"
     return str(error)
@@ -77,7 +77,7 @@ def run(asked: Rebuild) -> RebuildReport:
 
 
 def read_stored(store: Store, fingerprint: str) -> StorageContents:
-    """All that matters for a checkpoint. Raises StorageUnavailable."""
+    """Reads everything that belongs to a checkpoint. Raises StorageUnavailable."""
     found, damaged, others = dict[str, SegmentManifest](), dict[str, DataLoss](), list[str]()
     for name, manifest in read_manifests(store):
         if isinstance(manifest, DataLoss):
@@ -87,7 +87,9 @@ def read_stored(store: Store, fingerprint: str) -> StorageContents:
         else:
             found[name] = manifest
     entries = {entry.name: entry for entry in store.list(SERVICES)}
-    known = {name: manifest for name, manifest in found.items() if name in entries}  # else it was swept meanwhile
+    known = {
+        name: manifest for name, manifest in found.items() if name in entries
+    }  # it was garbage-collected meanwhile
     return StorageContents(notes=read_notes(store), manifests=known, damaged=damaged, others=others, entries=entries)
 
 
@@ -132,7 +134,7 @@ def _install(folder: DataFolder, made: Rebuilt) -> list[Path]:
             with database.transaction(at_start) as connection:
                 write_rebuilt(connection, made.kept, made.next_outgoing)
         finally:
-            database.close()  # SQLite then has all of it in the one file
+            database.close()  # SQLite has merged the WAL into the file
         moved = _move_aside(folder)
         new.rename(folder.database)
         sync_folder(folder.path)

@@ -14,25 +14,25 @@ from longleaf.errors import StorageUnavailable
 from longleaf.formatting import human_bytes
 
 FILE = "reserve"
-"""Its name in its folder."""
+"""Its file name."""
 MAX_BYTES = 16 << 20
 """Size of the file: the log space for the ids of four million tokens."""
 PART = 32
-"""Of a small disk it is this part."""
+"""The maximum share of a small disk."""
 BLOCK_BYTES = 512
-"""Of st_blocks."""
+"""Bytes per unit of st_blocks."""
 LEAST_FREE = 4
-"""Times its size that must be free for anything but catalog and journal to be written, and for all of the file to be
-made."""
+"""Free space, as a multiple of the size, that is required for writes other than catalog and journal, and to create the
+complete file."""
 LEFT_PART = 8
-"""This part of little room is left to others, and the file grows by no less than this part of its size."""
+"""On a disk with little free space, this share stays free, and the file grows by at least this share of its size."""
 LOG_PART = 4
 """The part of the size that may remain in SQLite's log."""
 log = logging.getLogger(__name__)
 
 
 class Reserve:
-    """The file in `folder`."""
+    """The reserve file in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE
@@ -44,8 +44,8 @@ class Reserve:
         return self._size // LOG_PART
 
     def make(self) -> None:
-        """Reserves the room, or most of the free room where that is less: another program that fills the disk between
-        two deletions leaves some for the next one."""
+        """Reserves the space, or most of the free space if that is less. If another program fills the disk between two
+        deletions, the next one still has space."""
         room, free = self._room(), self._free()
         has_enough = free >= LEAST_FREE * self._size
         size = self._size if has_enough else min(self._size, room + free - free // LEFT_PART)
@@ -99,7 +99,7 @@ class Reserve:
                 self.check()
 
     def check(self, num_bytes: int = 0) -> None:
-        """Raises StorageUnavailable where `num_bytes` would leave so little room that only deletions may be written."""
+        """Raises StorageUnavailable if writing `num_bytes` would leave too little space for anything but deletions."""
         free, least = self._free(), LEAST_FREE * self._size
         if free - num_bytes < least:
             needed = f", {human_bytes(num_bytes)} are needed" if num_bytes else ""

@@ -19,12 +19,12 @@ def revision_of(connection: Connection) -> str | None:
 
 
 def upgrade(path: Path, connection: Connection) -> None:
-    """Runs the migrations that are due, in the transaction of the connection. Raises CatalogError when a later version
-    wrote it."""
+    """Runs the pending migrations in the transaction of the connection. Raises CatalogError for the schema of a later
+    version."""
     revision = revision_of(connection)
     if revision == tables.HEAD:
         return
-    from alembic import command  # takes half a second, and is needed only here
+    from alembic import command  # imported here because the import takes half a second
     from alembic.config import Config
     from alembic.script import ScriptDirectory
 

@@ -11,7 +11,7 @@ from coordinator.persistence.catalog.records import CatalogContents, ContextReco
 from longleaf.errors import CatalogError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-"""Where one of them is another one, the same ids are another text."""
+"""Files that define the meaning of token ids."""
 
 
 class StaleContext(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,15 +19,15 @@ class StaleContext(msgspec.Struct, frozen=True, kw_only=True):
 
     record: ContextRecord
     kept: CatalogContents
-    """All that this folder keeps."""
+    """All records of this folder."""
     model: str
     """The folder of both checkpoints."""
     differing: tuple[str, ...]
-    """Which of its files, or whether the numeric type, are others now; sorted."""
+    """The files that differ, and the dtype if it differs; sorted."""
 
     @property
     def path(self) -> tuple[SegmentRecord, ...]:
-        """Raises DataLoss."""
+        """The path of the context. Raises DataLoss."""
         return self.kept.path(self.record)
 
     @property
@@ -40,7 +40,7 @@ class StaleContext(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_other_text(self) -> bool:
-        """Its ids may mean another text now."""
+        """Whether its ids may mean another text now."""
         return any(name in self.differing for name in TOKENIZER_FILES)
 
 

@@ -41,7 +41,7 @@ def _padding() -> Column[bytes]:
 
 
 def _private() -> tuple[Column[bytes], Column[bytes]]:
-    """A content of a row that holds more, and its padding, in this order behind all others."""
+    """Columns for larger content and its padding, after all others, in this order."""
     padding, content = (
         Column(name, LargeBinary, nullable=False, server_default=text("x''")) for name in ("padding", "content")
     )
@@ -92,7 +92,7 @@ segment_texts = Table(
     _padding(),
     Column("content", LargeBinary, nullable=False),
 )
-"""Which text the tokens of a segment are (longleaf.document_text), where that is known; in MessagePack."""
+"""The text of a segment's tokens (longleaf.document_text), if known; in MessagePack."""
 
 contexts = Table(
     "contexts",
@@ -115,8 +115,8 @@ contexts = Table(
     Index("contexts_segment", "segment"),
     sqlite_with_rowid=False,
 )
-"""The display name is the content; early versions had it in its column, which is empty now. A context without a
-display name has no padding."""
+"""The display name is stored as the padded content; early versions used its own column, which is empty now. A context
+without a display name has no padding."""
 
 snapshots = Table(
     "snapshots",
@@ -141,7 +141,7 @@ uploads = Table(
     *_private(),
     sqlite_with_rowid=False,
 )
-"""The header is the content; early versions had it in its column, which is empty now."""
+"""The header is stored as the padded content; early versions used its own column, which is empty now."""
 
 upload_ids = Table(
     "upload_ids",
@@ -167,7 +167,7 @@ upload_starts = Table(
     Column("content", LargeBinary, nullable=False),
     ForeignKeyConstraint(["context", "upload_id"], ["uploads.context", "uploads.upload_id"], ondelete="CASCADE"),
 )
-"""Where tokens begin in the text of an upload, in pieces of any size, little-endian with 8 bytes each; `start` counts
+"""Offsets of an upload's tokens in its text, in pieces of any size, little-endian with 8 bytes each; `start` counts
 them."""
 
 outbox = Table(

@@ -1,4 +1,4 @@
-"""Notes of contexts: each change makes one, and they go to storage in the order of the changes."""
+"""Notes of contexts: each change creates one, and they are written to storage in the order of the changes."""
 
 from collections.abc import Iterable
 from collections.abc import Set as AnySet
@@ -31,11 +31,11 @@ class ContextNotes:
         return self._numbered([*dropped, *changed])
 
     def again(self, recorded: AnySet[str]) -> tuple[OutboxEntry, ...]:
-        """Those of all contexts but the ones of which storage has a note."""
+        """Notes of all contexts except those with a note on storage."""
         return self._numbered(self._note(record) for name, record in self._told.items() if name not in recorded)
 
     def note(self, change: Change) -> None:
-        """A change is kept, with its notes."""
+        """Records a stored change with its notes."""
         self._next_number += len(change.outgoing)
         for name in change.dropped_contexts:
             self._told.pop(name, None)

@@ -52,7 +52,7 @@ class GarbageCollector:
         self._wall_clock = wall_clock
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Runs until it is cancelled."""
         is_first = True
         while True:
             try:
@@ -66,7 +66,7 @@ class GarbageCollector:
             await asyncio.sleep(MOST_SECONDS if is_first else SWEEP_SECONDS)
 
     async def trim(self) -> None:
-        """Has snapshots go that are too many or too old. Raises StorageUnavailable."""
+        """Deletes snapshots that exceed the quota or their age. Raises StorageUnavailable."""
         surplus = self._records.surplus(self._uses(), self._wall_clock())
         if surplus:
             log.info("deleting snapshots of %d segments: over the quota, or unused", len(surplus))
@@ -95,7 +95,7 @@ class GarbageCollector:
 
 
 class _Live(AnySet[str]):
-    """All names in some folders."""
+    """The set of all names in some folders."""
 
     def __init__(self, folders: AnySet[str]) -> None:
         self._folders = folders

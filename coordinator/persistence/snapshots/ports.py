@@ -18,23 +18,23 @@ ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "I8": 1, "U8": 1}
 
 @dataclass(frozen=True)
 class HeldSegment:
-    """A sealed segment that is wholly held now. It was held all the time between two equal ones."""
+    """A sealed segment that is completely on the ranks. Two equal objects mean that it stayed there in between."""
 
     segment: Segment
     runs: tuple[Run, ...]
     """In order of position."""
     window_runs: tuple[Run, ...]
-    """Of EVERY_RANK, where every rank holds windows."""
+    """Runs of EVERY_RANK, if every rank holds windows."""
     members: tuple[int, ...]
-    """Their numbers, by rank."""
+    """Member numbers, by rank."""
     epoch: int
     version: int
-    """Another one whenever it has been parked."""
+    """Changes whenever the segment is evicted."""
 
 
 @dataclass(frozen=True)
 class KvFormat:
-    """How the ranks hold keys and values."""
+    """Layout of keys and values on the ranks."""
 
     text: str
     """The layout that another service must share to import pieces."""
@@ -85,7 +85,7 @@ def _check_size(piece: PieceRef, parts: Sequence[int], block_size: int, field: s
 
 @dataclass(frozen=True)
 class ContextUse:
-    """When a context was used last, in seconds since the epoch, and the segments of its path."""
+    """When a context was last used, in seconds since the Unix epoch, and the segments of its path."""
 
     id: str
     last_used: float
@@ -106,7 +106,7 @@ class SegmentSource(Protocol):
 
 
 class Savers(Protocol):
-    """Ranks, as far as they save."""
+    """Save requests to the ranks."""
 
     async def save(self, member: int, order: Save) -> Saved:
         """As `coordinator.cluster.ports.Ranks.save`."""

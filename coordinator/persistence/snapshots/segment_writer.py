@@ -1,4 +1,4 @@
-"""Saving one segment: ranks write pieces side by side, and the manifest comes last."""
+"""Saves one segment: ranks write pieces in parallel, then the manifest is written."""
 
 import asyncio
 import secrets
@@ -18,7 +18,7 @@ from longleaf.storage.manifest import PieceRef, SegmentManifest, encode_manifest
 from longleaf.storage.names import Attempt
 
 MAX_ORDERS = 2
-"""That a member has at a time: as many as it has threads."""
+"""Concurrent pieces per member: as many as it has threads."""
 WINDOWS_RANK = 0
 """Saves pieces on all ranks."""
 
@@ -29,7 +29,7 @@ def segment_name(service: str, segment_id: int) -> str:
 
 
 class Saver:
-    """Saves segments of one service, with ranks of one form."""
+    """Saves segments of one service, with ranks of one layout."""
 
     def __init__(
         self, store: AsyncStore, service: str, fingerprint: str, form: KvFormat, holdings: SegmentSource, ranks: Savers
@@ -107,17 +107,17 @@ class Saver:
 
 
 class _Saving:
-    """The pieces of one segment, of which ranks write some at a time."""
+    """The pieces of one segment; each rank writes a few at a time."""
 
     def __init__(self, held: HeldSegment) -> None:
         self.held = held
         self._limits = [asyncio.Semaphore(MAX_ORDERS) for _ in held.members]
         self._failure: Exception | None = None
-        """The first."""
+        """The first failure."""
 
     @asynccontextmanager
     async def turn(self, rank: int) -> AsyncGenerator[None, None]:
-        """Waits for a rank. Raises the first failure of any of them."""
+        """Waits for a free slot of a rank. Raises the first failure of any rank."""
         async with self._limits[rank]:
             if self._failure is not None:
                 raise self._failure

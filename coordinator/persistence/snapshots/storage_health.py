@@ -15,12 +15,12 @@ class StorageHealth:
         """`what` names the suspended work."""
         self._what = what
         self.reason = ""
-        """For people; empty: nothing."""
+        """The reason, for the operator; empty if there is no error."""
         self._seconds = LEAST_SECONDS
         self._on_change: Callable[[], None] = lambda: None
 
     def watch(self, on_change: Callable[[], None]) -> None:
-        """From here on `on_change` is called when `reason` is another one."""
+        """From now on `on_change` is called when `reason` changes."""
         self._on_change = on_change
 
     def begin(self, reason: str) -> None:
@@ -40,6 +40,6 @@ class StorageHealth:
             self._on_change()
 
     async def wait(self) -> None:
-        """Until the next try."""
+        """Waits until the next attempt."""
         seconds, self._seconds = self._seconds, min(MOST_SECONDS, 2 * self._seconds)
         await asyncio.sleep(seconds)

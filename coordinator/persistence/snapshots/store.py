@@ -19,14 +19,14 @@ Result = TypeVar("Result")
 
 
 class AsyncStore:
-    """As `Store`. A call that is cancelled may still be done, and no process waits for its end."""
+    """As `Store`. A cancelled call may still complete, and process exit does not wait for it."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self._turns = asyncio.Semaphore(NUM_THREADS)
         self._counting = Lock()
         self.num_threads = 0
-        """That wait for the storage."""
+        """Calls that wait for the storage."""
 
     async def run(self, call: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         """Runs a blocking call. Raises StorageUnavailable when too many calls have not returned."""
@@ -36,7 +36,7 @@ class AsyncStore:
             self._count(1)
             try:
                 begun = _begun(partial(call, *args, **kwargs), lambda: self._count(-1))
-            except RuntimeError as error:  # there may be no more threads
+            except RuntimeError as error:  # no more threads can be started
                 self._count(-1)
                 raise StorageUnavailable(f"{self.store.url}: not called: {error}") from error
             return await asyncio.wrap_future(begun)
@@ -62,7 +62,7 @@ class AsyncStore:
 
 
 def _begun(work: Callable[[], Result], on_end: Callable[[], None]) -> Future[Result]:
-    """Of a thread that ends with the process, whatever it waits for: one of an executor would be waited for."""
+    """Runs a call in a daemon thread. Process exit would wait for the threads of an executor."""
     future = Future[Result]()
 
     def live() -> None:

@@ -1,4 +1,4 @@
-"""Headers of uploads and display names lie behind a page of padding, as all other contents of clients do."""
+"""Moves headers of uploads and display names behind a page of padding, as all other client content."""
 
 from collections.abc import Mapping
 from typing import Any
