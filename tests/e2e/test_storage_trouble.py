@@ -28,8 +28,8 @@ from tests.support.small_disk import fill, small_disk
 pytestmark = pytest.mark.timeout(300)
 BOOK = make_haystack(7, 1_500, 1, 0)
 QUESTION = BOOK.facts[0].question
-AGAIN = "done again"
-AWAY = "not done for now"
+AGAIN = "succeeded again"
+AWAY = "failed, will retry"
 NUM_EVENTS = 100
 """Events that prove that a stream makes progress."""
 
@@ -149,7 +149,7 @@ def test_what_is_damaged_is_told_read_again_and_saved_anew(tmp_path: Path) -> No
     with serving(tmp_path) as (service, client):
         for name, answer in before.items():
             assert ask(client, name, QUESTION) == (answer, True)
-        assert service.num_said("is damaged, and its tokens are read again") == 9
+        assert service.num_said("is damaged; recomputing the tokens") == 9
         assert service.num_said("1 snapshots are missing from") == 1
         wait_until(lambda: len(saved(tmp_path)) == len(names) and not set(folders[:-1]) & set(saved(tmp_path)))
         for name in names:
@@ -324,7 +324,7 @@ def test_a_folder_that_goes_is_waited_for(tmp_path: Path) -> None:
         service.kill()
     with serving(tmp_path / "data", url=folder) as (service, client):
         assert ask(client, "other", QUESTION) == (before["other"], True)
-        assert "read again" not in service.said
+        assert "recomputing" not in service.said
 
 
 @pytest.mark.extended
@@ -358,5 +358,5 @@ def test_what_cannot_be_written_can_still_be_read(tmp_path: Path) -> None:
             client.delete_context("book")
             wait_until(lambda: service.num_said(AWAY) == 2)
             assert "it is read-only; mount it for writing" in service.said
-            assert "read again" not in service.said
+            assert "recomputing" not in service.said
             assert ask(client, "other", QUESTION)[0] == before["other"]

@@ -239,9 +239,9 @@ DAMAGED = WHOLE[:2_000_000] + b"?" + WHOLE[2_000_001:]
 @pytest.mark.parametrize(
     ("data", "error", "message"),
     [
-        (b"", InvalidArgument, "parcel: it was cut"),
+        (b"", InvalidArgument, "parcel: it is truncated"),
         (b"Call me Ishmael. " * 9, InvalidArgument, "parcel: this is not an exported context"),
-        (WHOLE[:-1], InvalidArgument, "parcel: it was cut"),
+        (WHOLE[:-1], InvalidArgument, "parcel: it is truncated"),
         (WHOLE + b"\0", InvalidArgument, "parcel: it has extra bytes after its end"),
         (DAMAGED, InvalidArgument, "parcel: the content of 'piece' is damaged"),
     ],

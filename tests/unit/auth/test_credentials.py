@@ -61,11 +61,11 @@ def test_no_credential_is_made_twice() -> None:
         (b"# nobody\n", "no entries"),
         (b"\xef\xbb\xbfacme user sha256:" + A.encode(), "byte-order mark"),
         (b"acme user \xff", "byte 10 is not UTF-8"),
-        (b"acme", "line 1: is not TENANT ROLE"),
+        (b"acme", "line 1: must be TENANT ROLE"),
         (b"acme root sha256:" + A.encode(), "a role is one of user, admin"),
         (b"Acme user sha256:" + A.encode(), "line 1: tenant: must be"),
-        (b"contexts user sha256:" + A.encode(), "none of contexts"),
-        (b"acme user", "nobody could come in"),
+        (b"contexts user sha256:" + A.encode(), "not one of contexts"),
+        (b"acme user", "needs a sha256:"),
         (b"acme user sha256:abc", "word 3 is not sha256:HEX"),
         (b"acme user sha256:" + A.upper().encode(), "word 3"),
         (b"acme user my-secret", "word 3"),
@@ -81,7 +81,7 @@ def test_no_credential_is_made_twice() -> None:
         (f"acme user sha256:{A} tokens=2M".encode(), "word 4 must be tokens=NUMBER with 1 to 15 digits"),
         (f"acme user {SECRET}".encode(), "word 3 looks like a credential: put the line of `longleaf cre"),
         (SECRET.encode(), "word 1 looks like a credential"),
-        (f"acme user sha256:{A}\nacme admin sha256:{B}".encode(), "line 2: the tenant acme has a line already"),
+        (f"acme user sha256:{A}\nacme admin sha256:{B}".encode(), "line 2: tenant acme already has a line"),
         (
             f"acme user sha256:{A}\nbolt admin sha256:{A}".encode(),
             "line 2: bolt has a credential or a name that belongs to acme",
@@ -230,6 +230,6 @@ def test_what_is_mended_is_told_as_loudly_as_what_was_broken(file: Path, caplog:
             clock.now += LOOK_SECONDS
             assert watched.value
     broken, mended = caplog.records
-    assert "what was there before goes on" in broken.getMessage()
-    assert f"{file} can be used again" in mended.getMessage()
+    assert "the previous content stays in use" in broken.getMessage()
+    assert f"loaded {file} after an earlier error" in mended.getMessage()
     assert {record.name for record in caplog.records} == {"longleaf.reloads"}

@@ -30,7 +30,7 @@ def test_what_is_wrong_with_a_file_is_told_with_its_name(run: Run, tmp_path: Pat
     file = tmp_path / "access.txt"
     assert run("credentials", "check", str(file)) == f"error: FILE: {file}: No such file or directory"
     file.write_text("acme user contexts=3")
-    assert run("credentials", "check", str(file)).startswith(f"error: {file}: line 1: acme has no sha256")
+    assert run("credentials", "check", str(file)).startswith(f"error: {file}: line 1: acme needs a sha256")
 
 
 def test_a_file_must_have_the_credential_alone(run: Run, tmp_path: Path) -> None:
@@ -45,4 +45,4 @@ def test_a_credential_in_place_of_a_file_is_not_repeated(run: Run) -> None:
     credential = new_credential()
     line = run("contexts", "list", "--server", "127.0.0.1:1", "--credential-file", credential)
     assert credential not in line
-    assert "looks like a credential: put it in a file" in line
+    assert "looks like a credential itself: put it in a file" in line

@@ -259,7 +259,7 @@ async def test_a_parcel_that_is_cut_leaves_nothing(into: Into) -> None:
     transfers = empty_house()
     imports = into(transfers)
     for end in range(0, len(WHOLE), 31):
-        await refused(imports, transfers, WHOLE[:end], InvalidArgument, "parcel: it was cut")
+        await refused(imports, transfers, WHOLE[:end], InvalidArgument, "parcel: it is truncated")
 
 
 async def test_a_parcel_that_is_damaged_leaves_nothing(into: Into) -> None:

@@ -366,7 +366,7 @@ async def test_what_is_held_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert await read(replay, 99, 40) == [HEAD[0], *script[40:]]
     with pytest.raises(InvalidArgument, match="no longer buffered; the first available index is 40"):
         await read(replay, 1, 39)
-    with pytest.raises(InvalidArgument, match="no longer held"):
+    with pytest.raises(InvalidArgument, match="no longer buffered"):
         await read(replay, 1)
 
 
@@ -391,7 +391,7 @@ async def test_a_client_holds_only_its_share() -> None:
         resident.hold("greedy 2", greedy, Source([]).events())
     assert caught.value.retry_seconds is not None
     resident.hold("other", other, Source([]).events())
-    with pytest.raises(ResourceExhausted, match="3 are held"):
+    with pytest.raises(ResourceExhausted, match="3 resumable generations exist"):
         resident.hold("other 1", other, Source([]).events())
     await resident.cancel("greedy 0")
     resident.hold("greedy 2", greedy, Source([]).events())

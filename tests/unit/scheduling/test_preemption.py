@@ -176,7 +176,7 @@ def test_a_document_does_not_take_the_room_of_those_that_wait() -> None:
     bench = Bench(blocks=(5, 5), max_sequences=1)
     bench.ask(4, 2)
     large = bench.ask(20, 10)
-    with pytest.raises(ResourceExhausted, match="under way") as caught:
+    with pytest.raises(ResourceExhausted, match="running generations") as caught:
         bench.ingest("doc", 16)  # it might come first, and stay
     assert caught.value.retry_seconds
     bench.run()

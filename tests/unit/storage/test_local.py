@@ -47,7 +47,7 @@ def test_without_its_folder_the_storage_is_away_and_nothing_is_missing(store, tm
         lambda: store.put("a/b", [b"1"]),
     )
     for call in calls:
-        with pytest.raises(StorageUnavailable, match="not there any more"):
+        with pytest.raises(StorageUnavailable, match="no longer exists"):
             call()
     assert not (tmp_path / "kept").exists()
 

@@ -200,10 +200,10 @@ def test_numbers_of_pieces_without_a_manifest_are_not_given_out_again(place: Pla
     [
         (replace(TWIG, num_tokens=46, ends=(46,)), "is not the predecessor in its path"),
         (replace(TWIG, num_tokens=25, ends=(25,)), "is not the predecessor in its path"),
-        (replace(TWIG, ends=(40, 40)), "contradicts itself"),
-        (replace(TWIG, ends=(25, 39)), "contradicts itself"),
-        (replace(TWIG, ends=(0, 40)), "contradicts itself"),
-        (replace(TWIG, capacity=39), "contradicts itself"),
+        (replace(TWIG, ends=(40, 40)), "is inconsistent"),
+        (replace(TWIG, ends=(25, 39)), "is inconsistent"),
+        (replace(TWIG, ends=(0, 40)), "is inconsistent"),
+        (replace(TWIG, capacity=39), "is inconsistent"),
     ],
 )
 def test_notes_that_make_no_sense_are_told(place: Place, record, message: str) -> None:
@@ -222,7 +222,7 @@ def test_a_note_without_a_segment_and_a_path_of_two_ropes_are_told(place: Place)
 
 def test_the_only_service_is_taken_and_one_of_several_must_be_named(place: Place) -> None:
     assert choose_service(place.stored, None) == choose_service(place.stored, SERVICE) == SERVICE
-    with pytest.raises(InvalidArgument, match=rf"--service: one of .* {SERVICE} \(3 contexts\)"):
+    with pytest.raises(InvalidArgument, match=rf"--service: give the id of a service .* {SERVICE} \(3 contexts\)"):
         choose_service(place.stored, OTHER)
     place.put(manifest_of(segment(1, 5), OTHER))
     assert choose_service(place.stored, None) == SERVICE  # the other one has no notes
