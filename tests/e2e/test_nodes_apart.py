@@ -36,7 +36,7 @@ def test_slots_that_did_not_come_are_told(nodes: RayNodes, checkpoint: Path) -> 
     assert reported == "world size 5 needs 5 slots, the cluster has 4, and --wait-for-ranks has passed"
 
 
-@pytest.mark.parametrize(("token", "why"), [("", "and there is no token"), ("another", "it refuses the token")])
+@pytest.mark.parametrize(("token", "why"), [("", "no token was found"), ("another", "it rejects the token")])
 def test_a_token_that_is_missing_or_wrong_is_told(nodes: RayNodes, checkpoint: Path, token: str, why: str) -> None:
     """All that can be wrong with it: test_ray_tokens."""
     reported = refused(nodes, checkpoint, token=token)

@@ -338,7 +338,7 @@ def test_a_file_in_place_of_the_folder_is_told_and_waited_for(tmp_path: Path) ->
     folder.write_text("no folder")
     with serving(tmp_path / "data", url=folder) as (service, client):
         assert ask(client, "book", QUESTION) == (before["book"], True)
-        wait_until(lambda: service.num_said("storage is not looked through") == 1)
+        wait_until(lambda: service.num_said("garbage collection failed") == 1)
         folder.unlink()
         folder.mkdir()
         wait_until(lambda: len(saved(folder)) == 1, 100)

@@ -75,7 +75,7 @@ def test_who_has_no_right_credential_learns_so_in_one_line(service: Tenanted, tm
     wrong = {"LONGLEAF_CREDENTIAL": "longleaf-another"}
     for environment, reported in (
         (wrong, "unknown credential"),
-        ({}, "no credentials came: --credential-file"),
+        ({}, "this service requires a credential: give --credential-file"),
     ):
         found = service.run("contexts", "list", "--tls-ca", ca, **environment)
         check_line(found, 2, reported)
@@ -99,7 +99,7 @@ def test_who_trusts_another_authority_learns_so(service: Tenanted, tmp_path: Pat
 @pytest.mark.parametrize("tenant", [ACME, BOLT])
 @pytest.mark.parametrize("command", [["drain"], ["drain", "--wait"], ["verify"], ["refill"]])
 def test_what_is_for_admins_is_refused_to_users(service: Tenanted, tenant: str, command: list[str]) -> None:
-    check_line(service.run_as(tenant, *command), 2, "is for the role admin")
+    check_line(service.run_as(tenant, *command), 2, "requires the role admin")
     assert service.names(tenant) == ["book"]
 
 

@@ -446,7 +446,10 @@ NOWHERE = ("--ray-address", "127.0.0.1:1")
             ["--model", "m", *NOWHERE, "--metrics-host", "::1"],
             "error: --metrics-host: needs --metrics-port: with",
         ),
-        (["--model", "m", *NOWHERE, "--share-prefixes", "true"], "error: --share-prefixes: needs credentials: without"),
+        (
+            ["--model", "m", *NOWHERE, "--share-prefixes", "true"],
+            "error: --share-prefixes: requires credentials: without",
+        ),
         (["--model", "m", *NOWHERE, "--world-size", "0"], "error: --world-size: 0 is not between 1 and"),
     ],
 )

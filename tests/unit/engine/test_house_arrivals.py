@@ -103,7 +103,7 @@ def test_pieces_that_no_rank_could_take_in_are_told_apart() -> None:
     larger = replace(manifest, windows=replace(manifest.windows, num_bytes=1 << 30))
     with pytest.raises(InvalidArgument, match="windows: 2 blocks have at most"):
         form.check(larger)
-    with pytest.raises(InvalidArgument, match="windows: these ranks hold none"):
+    with pytest.raises(InvalidArgument, match="windows: these ranks store no windows"):
         KvFormat("blocks of 4; 0.keys F32 2x4x8|", 4).check(manifest)
     with pytest.raises(InvalidArgument, match="pieces: .* whole blocks of 2"):
         KvFormat(form.text, 2).check(replace(manifest, pieces=(replace(manifest.pieces[0], runs=((6, 9), (9, 15))),)))

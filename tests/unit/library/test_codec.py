@@ -177,7 +177,7 @@ def test_ingest_pieces_survive(piece: IngestPiece) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"), [({"capacity_token_count": 0}, "not positive"), ({"append": True}, "is for new contexts")]
+    ("fields", "words"), [({"capacity_token_count": 0}, "not positive"), ({"append": True}, "is only for new contexts")]
 )
 def test_a_wrong_capacity_is_named(fields: dict[str, Any], words: str) -> None:
     config = {"name": "contexts/a", "capacity_token_count": 5} | fields

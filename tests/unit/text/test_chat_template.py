@@ -98,7 +98,7 @@ def test_a_template_that_shows_no_question_is_refused(tmp_path: Path) -> None:
 def test_a_system_message_before_a_document_must_leave_the_end_as_it_is(tmp_path: Path) -> None:
     made = load(tmp_path, CHATML + "{% if messages[0].role == 'system' %}Obey: {% endif %}").chat_template
     assert made is not None
-    with pytest.raises(ConversationRefused, match="changes what the chat template writes after questions"):
+    with pytest.raises(ConversationRefused, match="changes the prompt after a question"):
         made.opening("Be brief.")
 
 

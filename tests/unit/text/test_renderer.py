@@ -168,7 +168,7 @@ async def test_loading_the_tokenizer_is_part_of_the_time_to_start(tmp_path: Path
     service = service_of(tmp_path / "model", start_timeout=1.5)
     starting = asyncio.create_task(service.start())
     process = await until_rendering()
-    with pytest.raises(StartError, match=r"not loaded within 1\.5 s"):
+    with pytest.raises(StartError, match=r"did not load within 1\.5 s"):
         await starting
     await service.stop()
     assert await asyncio.to_thread(psutil.wait_procs, [process], 20) == ([process], [])

@@ -50,7 +50,7 @@ async def test_a_full_disk_refuses_a_commit_and_takes_the_next_one(disk: Path) -
         if size > 1_000_000:
             with pytest.raises(OSError, match="No space"):
                 (disk / "other").write_bytes(bytes(2_000_000))
-        with pytest.raises(StorageUnavailable, match=r"catalog\.db: the disk is full .*; make room"):
+        with pytest.raises(StorageUnavailable, match=r"catalog\.db: the disk is full .*; free disk space"):
             await catalog.commit(document("b", 1, 400_000))
         assert await catalog.load() == before
     (disk / "other").unlink()
@@ -62,7 +62,7 @@ async def test_a_full_disk_refuses_a_commit_and_takes_the_next_one(disk: Path) -
 async def test_a_full_disk_keeps_a_service_from_making_its_files(disk: Path) -> None:
     with pytest.raises(OSError, match="No space"):
         (disk / "other").write_bytes(bytes(2_000_000))
-    with pytest.raises(CatalogError, match="No space left.*on a disk that is neither full"):
+    with pytest.raises(CatalogError, match="No space left.*on a disk that is not full"):
         DataFolder.open(disk, "f" * 64, "model", {})
     with pytest.raises(CatalogError, match="the disk is full|its disk fails|No space left"):
         await Catalog.open(disk / DATABASE)

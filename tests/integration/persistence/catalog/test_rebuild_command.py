@@ -189,7 +189,7 @@ def test_a_damaged_catalog_is_moved_aside_with_what_is_beside_it(service: Servic
 
 def test_a_sound_catalog_is_replaced_only_when_that_is_asked_for(service: Service) -> None:
     before = {path.name: path.read_bytes() for path in service.folder.iterdir()}
-    with pytest.raises(CatalogError, match="keeps 2 contexts: --replace"):
+    with pytest.raises(CatalogError, match="has 2 contexts; --replace"):
         run(service.asked())
     assert {name: (service.folder / name).read_bytes() for name in before if "holder" not in name} == {
         name: content for name, content in before.items() if "holder" not in name
@@ -254,7 +254,7 @@ def test_a_service_that_runs_keeps_its_folder(service: Service) -> None:
 
 
 def test_another_numeric_type_is_another_checkpoint(service: Service) -> None:
-    with pytest.raises(InvalidArgument, match="--from: nothing lies there"):
+    with pytest.raises(InvalidArgument, match="--from: no contexts of this checkpoint"):
         run(service.asked(dtype="bfloat16"))
 
 

@@ -233,6 +233,6 @@ def test_the_only_service_is_taken_and_one_of_several_must_be_named(place: Place
         choose_service(place.stored, None)
     assert reported.value.field == "--service"
     assert choose_service(place.stored, OTHER) == OTHER
-    with pytest.raises(InvalidArgument, match="nothing lies there"):
+    with pytest.raises(InvalidArgument, match="no contexts of this checkpoint"):
         choose_service(Place().stored, None)
     assert manifest_of(ROOT).fingerprint == CHECKPOINT
