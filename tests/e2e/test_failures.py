@@ -164,7 +164,7 @@ def test_without_a_compiler_ranks_meet_over_gloo_and_it_is_said(
     cluster = service.run("cluster")
     generated = service.run("generate", "--prompt", "x", "--max-tokens", "3")
     assert service.stop() == 0
-    assert service.output.count("do not meet in shared memory but over gloo (slower): rank 0: ") == 1
+    assert service.output.count("use gloo instead of shared memory (slower): rank 0: ") == 1
     assert service.output.count("kernels: compiled is not available on cpu: ") == 1
     assert service.output.count("using torch instead (slower)") == 1
     assert "merge gather over gloo" in cluster.stdout

@@ -271,9 +271,9 @@ async def test_another_model_is_told_before_all_is_sent(new: tuple[FakeTransferE
 
 async def test_a_service_that_moves_nothing_says_so(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path / "model") as (_, address), AsyncClient(address) as client:
-        with pytest.raises(FailedPrecondition, match="stay where they are"):
+        with pytest.raises(FailedPrecondition, match="does not support export and import"):
             await client.export_context("moby", io.BytesIO())
-        with pytest.raises(FailedPrecondition, match="stay where they are"):
+        with pytest.raises(FailedPrecondition, match="does not support export and import"):
             await client.import_context(io.BytesIO(WHOLE))
 
 

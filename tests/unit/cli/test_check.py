@@ -101,7 +101,7 @@ def test_keys_and_values_of_different_dims_are_counted_apart(tmp_path: Path) -> 
     assert {(kind.head_dim, kind.value_dim) for kind in found.kinds} == {(192, 128)}
     assert list(kinds_table(found.kinds).columns[4].cells) == ["192, values 128"] * 2
     refused = check(config(tmp_path, kv_dtype="int8"), has_weights=False)
-    assert "keys and values of one dim, and these have 192 and 128" in refused.reason
+    assert "keys and values of equal dim; these have 192 and 128" in refused.reason
 
 
 def test_latents_in_8_bits_are_refused_beforehand(tmp_path: Path) -> None:

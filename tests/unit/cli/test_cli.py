@@ -441,7 +441,7 @@ NOWHERE = ("--ray-address", "127.0.0.1:1")
         (["--model", "m", "--colour", "red"], "unrecognized arguments: --colour red"),
         (["--model", "m", *NOWHERE, "--wait-for-ranks", "nan"], "error: --wait-for-ranks: nan is not between 0 and"),
         (["--model", "m", *NOWHERE, "--drain-seconds", "-1"], "error: --drain-seconds: -1 is not between 0 and"),
-        (["--model", "m", *NOWHERE, "--tls-key", "k"], "error: --tls-key: needs --tls-cert: a certificate is nothing"),
+        (["--model", "m", *NOWHERE, "--tls-key", "k"], "error: --tls-key: requires --tls-cert"),
         (
             ["--model", "m", *NOWHERE, "--metrics-host", "::1"],
             "error: --metrics-host: needs --metrics-port: with",

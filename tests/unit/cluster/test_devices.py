@@ -65,7 +65,7 @@ def test_ranks_that_would_share_a_gpu_are_refused_unless_gpus_were_asked_for(gpu
 
 
 def test_a_gpu_that_is_asked_for_must_be_there():
-    with pytest.raises(StartError, match="torch sees no GPU"):
+    with pytest.raises(StartError, match="torch finds no GPU"):
         choose_device("cuda", 0, 0, num_ranks=1)
 
 

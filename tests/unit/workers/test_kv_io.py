@@ -227,7 +227,7 @@ def test_a_mistake_is_told_and_ends_no_thread(world, caplog):
         assert world.answer().failure.trouble == "unavailable"
     world.save(9)
     assert world.answer().failure is None
-    assert "neither written nor read" in caplog.text
+    assert "cannot read or write a piece" in caplog.text
 
 
 @pytest.mark.parametrize(("url", "reported"), [(None, "none was given"), ("s3://there", "s3://there: nothing is kept")])

@@ -97,16 +97,16 @@ def test_forms_tell_pools_apart():
 
 @pytest.mark.parametrize("other", ["half", "latents", "int8", "windows apart"])
 def test_a_piece_of_another_form_is_refused(other):
-    with pytest.raises(DataLoss, match="a pool of another form"):
+    with pytest.raises(DataLoss, match="a pool with another layout"):
         read(written(filled(POOLS["plain"], 1)), POOLS[other]())
 
 
 def test_a_piece_of_windows_is_none_of_the_other_blocks_and_the_other_way_round():
     pool = filled(POOLS["windows apart"], 1)
     for of_windows in (False, True):
-        with pytest.raises(DataLoss, match="a pool of another form"):
+        with pytest.raises(DataLoss, match="a pool with another layout"):
             read(written(pool, of_windows=of_windows), pool, of_windows=not of_windows)
-    with pytest.raises(DataLoss, match="a pool of another form"):
+    with pytest.raises(DataLoss, match="a pool with another layout"):
         read(written(filled(POOLS["plain"], 1)), POOLS["plain"](), of_windows=True)
 
 
