@@ -134,7 +134,7 @@ def test_whatever_is_cut_off_is_no_piece():
         (b'"version":"1"', b'"version":"2"', "version is 2"),
         (b'"positions":"4-13', b'"positions":"4-17', "its positions"),
         (b'"positions":"4-13', b'"positions":"4+13', "its positions"),
-        (b"__metadata__", b"__metadate__", "no piece"),
+        (b"__metadata__", b"__metadate__", "not a piece"),
     ],
 )
 def test_a_header_that_says_something_else_is_refused(old, new, reported):
