@@ -155,7 +155,7 @@ class ShutdownSignals:
     def __init__(self) -> None:
         self.count = 0
         self.first = 0.0
-        """Time of the first one, on the monotonic clock."""
+        """Time of the first signal, on the monotonic clock."""
 
     def take(self, *_: object) -> None:
         self.first = self.first or time.monotonic()
@@ -184,7 +184,7 @@ class WaitReporter:
         self._next = now + TELL_SECONDS
         seconds, limit = round(now - self._began), self._config.wait_for_ranks
         reported = {"waiting_for": what, **facts, "seconds": seconds, "limit_seconds": limit}
-        line = f"waiting for {what}, since {human_seconds(seconds)}"
+        line = f"waiting for {what} for {human_seconds(seconds)}"
         is_json = self._config.as_json or self._config.telemetry.log_format == "json"
         print(msgspec.json.encode(reported).decode() if is_json else line, file=sys.stderr, flush=True)
 
@@ -231,8 +231,8 @@ def _serve_actor(config: ServiceConfig, signals: ShutdownSignals, waiting: WaitR
 def _remedy(config: ServiceConfig) -> str:
     """Advice for a service whose coordinator is dead."""
     if config.data.data_dir is None:
-        return "start the service again, and ingest again: nothing was kept"
-    return f"start the service again with --data-dir {config.data.data_dir}, where all is that was acknowledged"
+        return "start the service again and ingest the documents again: nothing was saved"
+    return f"start the service again with --data-dir {config.data.data_dir}, where all acknowledged changes are saved"
 
 
 def _say_missing(actor: Any, waiting: WaitReporter) -> None:
@@ -256,7 +256,7 @@ def _place(config: ServiceConfig) -> Any:
     try:
         return actor_class.options(scheduling_strategy=here, **options).remote(config, partial(RayFleet, WorkerActor))
     except ValueError as error:
-        raise StartError("ray_address: this Ray cluster runs a coordinator already, and takes one alone") from error
+        raise StartError("ray_address: this Ray cluster already runs a coordinator; it can run only one") from error
 
 
 def _follow(

@@ -97,7 +97,7 @@ class StartupLogBuffer(logging.Handler):
         return (self._say_dropped(num_dropped), *lines) if num_dropped else lines
 
     def _say_dropped(self, count: int) -> str:
-        message = f"{count:,} lines before these are lost: more were logged than anybody took"
+        message = f"{count:,} earlier lines were dropped: they were logged faster than they were read"
         return self.format(logging.LogRecord(__name__, logging.WARNING, "", 0, message, None, None))
 
 

@@ -54,7 +54,7 @@ GRACE_SECONDS = 2.0
 """Seconds that open calls get to receive the shutdown reason."""
 
 
-NOTHING_KEPT = "contexts are kept in memory alone, and end with this service: --data-dir DIR keeps them"
+NOTHING_KEPT = "contexts are only in memory and are lost when this service stops: --data-dir DIR saves them"
 
 
 class StartupProgress(msgspec.Struct, frozen=True):
@@ -161,7 +161,7 @@ class Service:
         if (port := self._config.security.health_port) is None:
             return ()
         bound = await server.start_health(self._config.host, port)
-        return (f"health checks alone, in plain text: {join_address(self._config.host, bound)}",)
+        return (f"health checks only, without TLS: {join_address(self._config.host, bound)}",)
 
     def _authenticator(self) -> Authenticator:
         """Raises InvalidArgument."""
@@ -229,7 +229,7 @@ class Service:
         try:
             return await asyncio.wait_for(loading, config.start_timeout)
         except TimeoutError:
-            raise StartError(f"the tokenizer was not loaded within {human_seconds(config.start_timeout)}") from None
+            raise StartError(f"the tokenizer did not load within {human_seconds(config.start_timeout)}") from None
 
     def _describe(self, engine: Engine, tokenizer: Tokenizer, ready: Ready) -> ModelInfo:
         checkpoint = tokenizer.checkpoint
@@ -276,7 +276,7 @@ class Service:
         if self._server is not None:
             await either(self._server.drain(self._config.drain_seconds), end.hurry.wait())
             end.num_cut, end.is_told = self._server.num_open, True
-            waited = f", and waited {human_seconds(self._config.drain_seconds)} for calls to end"
+            waited = f"; waited {human_seconds(self._config.drain_seconds)} for calls to end"
             await self._tell(self._server, STOPPING + ("" if end.hurry.is_set() else waited))
         end.drained.set()
 
@@ -380,4 +380,4 @@ def idle_processors(world_size: int, num_threads: int, devices: Sequence[str], n
     if 2 * num_used >= num_here or any(device != "cpu" for device in devices):
         return ()
     used = "1 thread computes" if num_used == 1 else f"{num_used:,} threads compute"
-    return (f"{used} on {num_here:,} processors: --threads N, for each rank, uses more",)
+    return (f"{used} on {num_here:,} processors: --threads N (per rank) uses more",)

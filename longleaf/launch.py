@@ -67,7 +67,7 @@ def coordinator_command(
     if model_name is not None:
         check_model_name(model_name)
     if ray_address is not None and launcher != "ray":
-        raise InvalidArgument("ray_address", f"the launcher {launcher} does not use Ray")
+        raise InvalidArgument("ray_address", f"requires the launcher ray, not {launcher}")
     data.check(config.snapshot_url)
     security.check(host)
     telemetry.check()

@@ -67,9 +67,9 @@ class ReloadingFiles(Generic[Parsed]):
             self._note(f"{self._names} cannot be used: {type(error).__name__}")
         else:
             if self._trouble:  # same level as the warning that it resolves
-                log.warning("%s can be used again, and is", self._names)
+                log.warning("loaded %s after an earlier error", self._names)
             elif is_new:
-                log.info("read %s again", self._names)
+                log.info("reloaded %s", self._names)
             self._trouble = ""
 
     def _note(self, trouble: str) -> None:
@@ -77,7 +77,7 @@ class ReloadingFiles(Generic[Parsed]):
         if trouble != self._trouble:
             self._trouble = trouble
             self.num_failed_reloads += 1
-            log.warning("%s; what was there before goes on", trouble)
+            log.warning("%s; the previous content stays in use", trouble)
 
     @property
     def _names(self) -> str:

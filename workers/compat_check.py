@@ -135,7 +135,7 @@ def outline(folder: str, dtype: DtypeName) -> Model:
     """The model of a checkpoint without its weights. Raises ModelRefused."""
     config = models.read_config(folder)
     if getattr(config, "quantization_config", None):
-        raise ModelRefused(f"{folder} has quantized weights: only loading tells whether they can be served (--load)")
+        raise ModelRefused(f"{folder} has quantized weights: use --load to check whether they can be served")
     try:
         module = build(config, dtype)
     except ModelRefused:

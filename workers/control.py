@@ -204,6 +204,6 @@ def _is_closed(rank: RankRuntime) -> bool:
         try:
             rank.close()
         except Exception:
-            log.exception("a rank could not close")
+            log.exception("a rank failed to close")
             return False
     return True

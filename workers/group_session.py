@@ -93,7 +93,7 @@ class GroupSession:
         self._merge = CountedMerge(self._make_merge(groups, merges), self._wire) if groups else None
         self.peers = Peers(groups.world, self._merge) if groups and self._merge else None
         if groups and self._graphs is not None and groups.world.transport == "gloo":
-            log.info("graphs: none, for tensors travel through the host's memory")
+            log.info("graphs: off, because tensors are sent through host memory")
             self._graphs = None
 
     def _make_merge(self, groups: Groups, told: Sequence[MergeTiming]) -> Merge:

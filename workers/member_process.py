@@ -235,7 +235,7 @@ class MemberProcess:
                 self._turn_to(epoch)
                 self._enter(join)
             case _:
-                raise ProtocolError(f"out of place in epoch {self._epoch}: {type(message).__name__}")
+                raise ProtocolError(f"out of order in epoch {self._epoch}: {type(message).__name__}")
 
     def _is_over(self, epoch: int) -> bool:
         """Whether an epoch has ended for this member, or for the whole group before this member joined it."""
@@ -307,7 +307,7 @@ class MemberProcess:
         level = logging.INFO if is_fenced else logging.WARNING  # the side that ended the epoch logs the reason
         reason = f"epoch {self._epoch} was ended" if is_fenced else reason_of(error)
         is_ours = not is_fenced and not isinstance(error, RankLost)  # the loss of another rank is no error here
-        log.log(level, "epoch %d is broken for member %d: %s", self._epoch, self._member, reason, exc_info=is_ours)
+        log.log(level, "epoch %d failed for member %d: %s", self._epoch, self._member, reason, exc_info=is_ours)
         blamed = error.rank if isinstance(error, RankLost) and not is_fenced else None
         # Report first: leaving may take time, and a member that is silent meanwhile would be taken for the lost one.
         self._mailbox.send(GroupFailure(self._member, self._epoch, self._step, reason, blamed))

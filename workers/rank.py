@@ -282,7 +282,7 @@ def choose_device(wanted: str, gpu: int | None, num_gpus: int, num_ranks: int) -
     would share a GPU without a request for that.
     """
     if wanted == "cuda" and not num_gpus:
-        raise StartError("device: cuda was asked for, and torch sees no GPU")
+        raise StartError("device: cuda is not available: torch finds no GPU")
     if wanted == "cpu" or gpu is None or not num_gpus:
         return "cpu"
     if gpu >= num_gpus and wanted != "cuda":

@@ -35,7 +35,7 @@ class ThrottledCounter:
     def set(self, count: int, reason: str) -> None:
         """Set a new count, which never decreases, with the reason of the last increase."""
         if count.bit_length() > self.count.bit_length():
-            log.log(self._level, "%s: %d so far; the last: %s", self._what, count, reason)
+            log.log(self._level, "%s: %d so far; latest reason: %s", self._what, count, reason)
         self.count = max(self.count, count)
 
     def add(self, reason: str) -> None:
@@ -45,8 +45,8 @@ class ThrottledCounter:
 class PendingHandshakes:
     """Counts connections that ended without authentication.
 
-    ZMQ's success event does not identify its connection: of several open connections it is known only when all of them
-    have authenticated.
+    ZMQ's success event does not identify a connection. With several open connections, success is known only after all
+    of them have authenticated.
     """
 
     def __init__(self) -> None:
@@ -93,10 +93,10 @@ class MemberAuthenticator:
         self._numbers: dict[bytes, int] = {}
         self._former = set[bytes]()
         """Revoked keys."""
-        self._refused = ThrottledCounter("refused connections of strangers to the control channel")
+        self._refused = ThrottledCounter("rejected unauthenticated connections to the control channel")
         # not a warning: the last messages of a member may arrive after it was declared lost
-        self._dropped = ThrottledCounter("dropped messages of former members", logging.INFO)
-        self._returned = ThrottledCounter("refused connections of former members", logging.INFO)
+        self._dropped = ThrottledCounter("dropped messages from former members", logging.INFO)
+        self._returned = ThrottledCounter("rejected connections from former members", logging.INFO)
         self._connections = PendingHandshakes()
         # Untyped, because the package's own annotations are partial.
         self._gate: Any = AsyncioAuthenticator(context)
@@ -123,7 +123,7 @@ class MemberAuthenticator:
         """Return the member with this key, for a message that arrived; None for a revoked key, which is counted."""
         number = self._numbers.get(public_key)
         if number is None:
-            self._dropped.add("its key was struck out")
+            self._dropped.add("its key was revoked")
         return number
 
     def guard(self, socket: Any) -> None:
@@ -161,8 +161,8 @@ class MemberAuthenticator:
                     self._connections.settle()
                 case _:
                     self._connections.ended(reported["value"])
-            self._refused.set(self._connections.num_refused, "no key of a member")
-            self._returned.set(self._connections.num_former, "its key was struck out")
+            self._refused.set(self._connections.num_refused, "unknown key")
+            self._returned.set(self._connections.num_former, "its key was revoked")
 
     async def close(self, socket: Any) -> None:
         """Stop the access control and the monitor of `socket`."""

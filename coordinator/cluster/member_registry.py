@@ -63,7 +63,7 @@ class Member:
                 self.progress = message.progress
                 self.num_pulses += 1
             case _:
-                raise ValueError(f"member {self.number} sends what it may not: {type(message).__name__} out of turn")
+                raise ValueError(f"invalid message from member {self.number}: {type(message).__name__} out of order")
 
 
 class MemberRegistry:
@@ -166,7 +166,7 @@ class MemberRegistry:
         """
         member = self.get(number)
         if member is None:
-            raise StartError("it is gone")
+            raise StartError("the member is lost")
         await self.wait(lambda: member.end or member.hello)
         if not member.end and member.hello is not None:
             check_joiner(member.hello, self._agreed)
@@ -189,7 +189,7 @@ class MemberRegistry:
         try:
             await self._kill_process(number)
         except Exception:
-            log.exception("member %d could not be killed", number)
+            log.exception("cannot kill member %d", number)
         self.lose(number, "was killed")
 
     def run(self, work: Awaitable[None]) -> None:
@@ -234,13 +234,13 @@ class MemberRegistry:
                 member.num_missed += 1
                 limit = self._lost_after if member.is_loaded else max(self._lost_after, PATIENCE_SECONDS)
                 if member.num_missed > limit:
-                    self.end(member.number, f"has been silent for {human_seconds(limit)}")
+                    self.end(member.number, f"no heartbeat for {human_seconds(limit)}")
 
     async def find_behind(self, numbers: Iterable[int], is_over: Callable[[], bool]) -> Member | None:
-        """Return the member that holds up the others, among members that are all in the same step.
+        """Return the member that blocks the others, among members that are all in the same step.
 
-        Waits until each member has reported its progress again, or has missed the time to do so. The result is the most
-        silent member, else the single member with the least progress. None when several members are equally behind, or
+        Waits until each member has reported its progress again or its time is up. The result is the member with the
+        oldest report, else the single member with the least progress. None when several members are equally behind, or
         when `is_over` becomes true meanwhile.
         """
         members = [member for number in numbers if (member := self.get(number)) is not None]

@@ -58,10 +58,10 @@ def _log(event: MemberEvent) -> None:
 
 
 class RankManager:
-    """The ranks over ZMQ. Must be created inside a running event loop; `lost` may be called from any thread.
+    """Manages the ranks over ZMQ. Must be created inside a running event loop; `lost` may be called from any thread.
 
-    `kill` ends the process of a member that is silent or holds up the others, before the member counts as lost. `where`
-    returns its location, as `Fleet.where`. `wall_clock` dates losses.
+    `kill` ends the process of a member that is silent or blocks the others, before the member counts as lost. `where`
+    returns its location, as `Fleet.where`. `wall_clock` returns the time of a loss.
     """
 
     def __init__(
@@ -185,13 +185,13 @@ class RankManager:
             except TimeoutError:
                 await self._blame_late()
             except LongleafError as error:
-                log.warning("epoch %d was not formed: %s", number, error)
+                log.warning("cannot form epoch %d: %s", number, error)
             else:
-                log.warning("epoch %d begins with %d of %d ranks", number, len(members), self._config.world_size)
+                log.warning("epoch %d: started with %d of %d ranks", number, len(members), self._config.world_size)
                 self._tell_joined(formation, before)
                 return formation
             verdict = self._group.verdict
-        raise Unavailable(f"the ranks could not be joined in {MAX_ATTEMPTS} attempts")
+        raise Unavailable(f"cannot form an epoch: {MAX_ATTEMPTS} attempts failed")
 
     def _end_newcomers(self, before: Sequence[int]) -> None:
         """Kill the members that were not in the previous epoch, if some of those that were remain: the latter may be
@@ -200,7 +200,7 @@ class RankManager:
         loaded = [member.number for member in self.roster.loaded()]
         if any(number in before for number in loaded):
             for number in set(loaded).difference(before):
-                self.roster.end(number, "no epoch could be formed with it")
+                self.roster.end(number, "every epoch with it failed to form")
 
     async def _wait_loaded(self, verdict: asyncio.Future[EpochEnd]) -> list[Member]:
         """Return the members that can join, after all pending kills have finished and at least one member has loaded
@@ -232,7 +232,7 @@ class RankManager:
         """
         group = self._group
         seconds = human_seconds(self._form_seconds)
-        group.conclude(GroupFailed(f"epoch {group.epoch} was not formed within {seconds}"))
+        group.conclude(GroupFailed(f"epoch {group.epoch} did not form within {seconds}"))
         with suppress(TimeoutError):
             async with asyncio.timeout(ANSWER_SECONDS):
                 await self.roster.wait(lambda: not group.late())
@@ -241,7 +241,7 @@ class RankManager:
         for member in filter(None, map(self.roster.get, late)):
             member.num_late += 1
             if member.num_late >= MAX_LATE:
-                self.roster.end(member.number, f"did not join {MAX_LATE} epochs")
+                self.roster.end(member.number, f"did not join {MAX_LATE} epochs in time")
 
     def _tell_joined(self, formation: Formation, before: Sequence[int]) -> None:
         for rank, hello in enumerate(formation.hellos):

@@ -101,16 +101,16 @@ def anew(
     record, path, name = found.record, found.path, f"contexts/{found.record.id}"
     if found.has_other_text:
         changed = f"{', '.join(found.differing)} in {found.model} changed since"
-        raise CheckpointChanged(name, f"{changed}, and its token ids may mean another text: ingest the text anew")
+        raise CheckpointChanged(name, f"{changed}, so its token ids may have another meaning: ingest the text again")
     declared = record.capacity if record.capacity <= positions.limit else None
     capacity = positions.capacity(record.num_tokens, declared)
     if capacity < record.num_tokens:
-        message = f"it has {record.num_tokens:,} tokens, and this one takes {capacity:,}, {positions.limit_name}"
+        message = f"it has {record.num_tokens:,} tokens; this checkpoint allows {capacity:,}, {positions.limit_name}"
         raise CheckpointChanged(name, message)
     rope, ends = positions.rope(capacity), [*(segment.start for segment in path[1:]), record.num_tokens]
     cut = [replace(_cut(each, end), rope=rope) for each, end in zip(path, ends, strict=True)]
     if (largest := max(max(each.token_ids) for each in cut)) >= vocabulary_size:
-        raise CheckpointChanged(name, f"it has token {largest:,}, and this one knows {vocabulary_size:,}")
+        raise CheckpointChanged(name, f"it has token {largest:,}; this checkpoint has {vocabulary_size:,} tokens")
     return replace(record, capacity=capacity), cut
 
 

@@ -112,7 +112,7 @@ class ContextPersistence:
             try:
                 self._contexts.adopt(context_of(record, path))
             except Exception as error:  # it stays in the catalog; a single context must not prevent the start
-                log.error("context %s is left out: an unexpected error", record.id, exc_info=error)
+                log.error("cannot write context %s: unexpected error", record.id, exc_info=error)
         for number in sorted(needed, reverse=True):  # release the segments that only skipped contexts need
             holding = segments.holdings.find(number)
             if holding is not None and not holding.num_references:
@@ -125,7 +125,7 @@ class ContextPersistence:
             if self._lasting is not None:
                 await self._lasting.catalog.note_epoch(epoch)
         except LongleafError as error:
-            log.warning("epoch %d is not kept: %s", epoch, error)
+            log.warning("cannot record epoch %d: %s", epoch, error)
 
     async def close(self) -> None:
         """Finish the running changes and commit the last uses."""
@@ -149,7 +149,7 @@ class ContextPersistence:
                     await self._commit(Change(contexts=tuple(map(context_record, found))))
             except LongleafError as error:
                 self._used |= used
-                log.warning("when contexts were used last is not kept: %s", error)
+                log.warning("cannot record when contexts were last used: %s", error)
 
     async def _commit(self, change: Change) -> None:
         if self._lasting is not None:
@@ -199,9 +199,9 @@ class ContextPersistence:
         except LongleafError as error:
             self._scheduler.fail(request_id, error)
         except Exception as error:
-            log.error("context %s is not kept: an unexpected error", after.id, exc_info=error)
+            log.error("cannot save context %s: unexpected error", after.id, exc_info=error)
             self._scheduler.fail(
-                request_id, Unavailable(f"contexts/{after.id} was not kept; the service's log has why")
+                request_id, Unavailable(f"contexts/{after.id} was not saved; see the log of the service")
             )
         else:
             if not self._scheduler.acknowledge(request_id, now):
@@ -222,7 +222,7 @@ class ContextPersistence:
         try:
             await self._commit(change)
         except LongleafError as error:
-            log.warning("context %s was given up, and may be there after the next start: %s", context_id, error)
+            log.warning("context %s was dropped, but may exist again after the next start: %s", context_id, error)
 
     async def fork(self, source: str, context_id: str, num_tokens: int | None) -> NamedContext:
         """Fork a context, as `Scheduler.fork_context`. Raises StorageUnavailable when the fork cannot be committed, and
@@ -342,9 +342,7 @@ class ContextPersistence:
                     self._lasting.journal.remove_of_context(context_id)
                 self._gone.discard(context_id)
             except LongleafError as error:
-                log.warning(
-                    "what the journal has of context %s, which is deleted, is still there: %s", context_id, error
-                )
+                log.warning("cannot remove the deleted context %s from the journal: %s", context_id, error)
 
     def expire(self, context_id: str) -> None:
         """Delete an expired context from the catalog. If that fails, the context expires again at the next start."""
@@ -355,7 +353,7 @@ class ContextPersistence:
             async with self._turn:
                 await self._drop(context_id)
         except LongleafError as error:
-            log.warning("context %s has expired, and is still kept: %s", context_id, error)
+            log.warning("cannot delete the expired context %s: %s", context_id, error)
 
     def _bring_back(self, context: NamedContext) -> None:
         if self._contexts.find(context.id) is not None:

@@ -97,17 +97,17 @@ class ContextTransfer:
         except StorageUnavailable:
             raise
         except (Unavailable, InvalidArgument, NotFound) as error:
-            log.info("segment %d leaves without its keys: %s", segment_id, error)
+            log.info("exporting segment %d without its keys: %s", segment_id, error)
 
     async def begin_import(self, context: ContextRecord) -> "ContextImport":
         if self._snapshots is None:
-            message = "this service keeps nothing that is not held: serve with --data-dir"
+            message = "this service stores no contexts: start it with --data-dir"
             raise FailedPrecondition(f"contexts/{context.id}", message)
         self._keeping.check_free(context.id)
         positions = self._engine.positions
         positions.check_capacity(context.capacity)
         if context.num_tokens > positions.limit:
-            message = f"{context.num_tokens:,} is more than {positions.limit:,} positions, {positions.limit_name}"
+            message = f"{context.num_tokens:,} exceeds {positions.limit:,} positions, {positions.limit_name}"
             raise InvalidArgument("num_tokens", message)
         return ContextImport(self._engine, self._keeping, self._snapshots)
 
@@ -135,7 +135,7 @@ class ContextExport:
         try:
             self._found[segment.id] = await snapshots.manifest(segment)
         except (DataLoss, NotFound) as error:
-            log.warning("segment %d leaves without its keys: %s", segment.id, error)
+            log.warning("exporting segment %d without its keys: %s", segment.id, error)
 
     async def read(self, piece: PieceRef) -> bytes:
         assert self._snapshots is not None
@@ -196,8 +196,8 @@ class ContextImport:
     ) -> Context:
         rope = self._engine.positions.rope(context.capacity)
         if any(segment.rope != rope for segment in segments):
-            message = f"this service does not rotate contexts of {context.capacity:,} positions as where it was read"
-            raise InvalidArgument("rope", f"{message}: ingest the text anew, or serve with the same --allow-long")
+            message = f"this service rotates contexts of {context.capacity:,} positions differently from the exporter"
+            raise InvalidArgument("rope", f"{message}: ingest the text again, or serve with the same --allow-long")
         change = Change(segments=tuple(segments), contexts=(context,), snapshots=tuple(snapshots))
         adopted = await self._keeping.adopt_as(change)
         self._is_over = True
@@ -213,4 +213,6 @@ class ContextImport:
             try:
                 await self._snapshots.end_attempt(attempt, is_kept=False)
             except LongleafError as error:
-                log.debug("what was put for %s stays for the sweep: %s", attempt.segment, error)
+                log.debug(
+                    "cannot delete the uploaded pieces of %s; garbage collection will: %s", attempt.segment, error
+                )

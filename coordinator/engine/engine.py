@@ -117,9 +117,8 @@ class Engine(ContextService):
 
     @property
     def exactness_note(self) -> str:
-        """The reasons why answers may differ from those of the model alone; empty when they do not. Until the ranks are
-        ready, only the settings are considered.
-        """
+        """Reasons why answers may differ from those of the unmodified model; empty if there are none. Until the ranks
+        are ready, only the settings are considered."""
         return "; ".join(dict.fromkeys(note for note in (self._config.exactness_note, *self._notes) if note))
 
     @property
@@ -329,7 +328,7 @@ class Engine(ContextService):
     def _tell(self, scheduler: Scheduler, outcomes: Sequence[Outcome] = ()) -> None:
         """Publish outcomes, recovery progress and faults."""
         for fault in scheduler.take_faults():
-            log.error("an unexpected error ended what it came from, and nothing else", exc_info=fault)
+            log.error("unexpected error; only the request that caused it ends", exc_info=fault)
         reported = [*outcomes, *scheduler.drain()]
         for request_id, outcome in reported:
             if isinstance(outcome, Sealed):
@@ -343,7 +342,7 @@ class Engine(ContextService):
             try:
                 self._storing.turn()
             except Exception as error:  # lost data is recomputed, or waits for the next turn
-                log.error("storage was not looked at: an unexpected error", exc_info=error)
+                log.error("storage check failed: unexpected error", exc_info=error)
 
     async def _wait(self, scheduler: Scheduler) -> None:
         """Wait for work, at most until the deadline of a request or the expiry of a context."""

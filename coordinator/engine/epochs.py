@@ -107,7 +107,7 @@ class Epochs:
         """Form the next epoch from the available members: after a loss, or when more can join and no step is running.
 
         `tell` is called when streams have new events. Raises RankLost when no member is left, and Unavailable when
-        consecutive epochs break without a step.
+        consecutive epochs fail without a step.
         """
         lost_at, is_loss = self._clock(), self.is_over
         if is_loss:
@@ -142,7 +142,7 @@ class Epochs:
         is_idle = is_idle and scheduler.num_answered == self._num_answered
         self._num_idle, self._num_answered = self._num_idle + 1 if is_idle else 0, scheduler.num_answered
         if self._num_idle >= MAX_IDLE:
-            raise Unavailable(f"{MAX_IDLE} epochs ended one after the other without a step; the last: {end.error}")
+            raise Unavailable(f"{MAX_IDLE} epochs in a row ended without a step; latest error: {end.error}")
 
     @property
     def may_yet_grow(self) -> bool:

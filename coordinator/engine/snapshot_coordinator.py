@@ -1,4 +1,4 @@
-"""Storage, as far as an engine has to do with it: what ranks hold goes there, and what was lost comes back."""
+"""Connects the engine to storage: saves keys and values of the ranks, and restores lost ones."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,8 +12,8 @@ from longleaf.types import Storage
 
 
 class SnapshotCoordinator:
-    """Implements coordinator.persistence.snapshots.ports.SegmentSource. `on_change` is called when the engine has
-    something to do."""
+    """Implements coordinator.persistence.snapshots.ports.SegmentSource. `on_change` is called when the engine has new
+    work."""
 
     def __init__(self, snapshots: Snapshots, ranks: Ranks, epochs: Epochs, on_change: Callable[[], None]) -> None:
         self._snapshots = snapshots
@@ -33,7 +33,7 @@ class SnapshotCoordinator:
         return self._begun
 
     def begin(self, scheduler: Scheduler, block_size: int) -> None:
-        """The ranks are there."""
+        """The ranks are ready."""
         self._begun = scheduler
         ready = self._epochs.current.formation.readies[0]
         text = "|".join([ready.form, ready.form_of_windows]) if ready.form else ""
@@ -41,11 +41,11 @@ class SnapshotCoordinator:
         self._snapshots.begin(self, self._ranks, KvFormat(text, block_size), self._on_change)
 
     def turn(self) -> None:
-        """Steps have been scheduled or answered, or the ranks are others."""
+        """Steps were scheduled or answered, or the ranks have changed."""
         self._fetching.turn()
         scheduler = self._scheduler
         now = self._epochs.current.number, scheduler.segments.holdings.is_whole, scheduler.is_moving
-        if now != self._last:  # segments may be held that were not
+        if now != self._last:  # more segments may be on the ranks
             self._last = now
             self._snapshots.wake()
 
@@ -70,12 +70,12 @@ class SnapshotCoordinator:
         return [ContextUse(one.id, one.used, one.is_pinned, tuple(one.path.ids)) for one in contexts]
 
     def view(self) -> Storage:
-        """The storage, as clients see it."""
+        """State of the storage for clients."""
         return self._snapshots.view()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of keys and values there."""
+        """Bytes of keys and values on storage."""
         return self._snapshots.total_bytes
 
     async def close(self) -> None:

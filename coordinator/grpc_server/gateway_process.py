@@ -64,13 +64,13 @@ class GatewayProcess:
         except TimeoutError:
             line = b""
         message = (
-            msgspec.json.decode(line, type=GatewayAnnouncement) if line else GatewayAnnouncement(error="said nothing")
+            msgspec.json.decode(line, type=GatewayAnnouncement) if line else GatewayAnnouncement(error="no output")
         )
         if message.error:
             with suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
-            raise StartError(f"the door for HTTP: {message.error}")
+            raise StartError(f"HTTP gateway: {message.error}")
         return message.http
 
     def _command(self, port: int) -> list[str]:
@@ -101,7 +101,7 @@ class GatewayProcess:
             began = loop.time()
             code = await self._process.wait()
             delay = AGAIN_SECONDS if loop.time() - began > WELL_SECONDS else delay
-            log.warning("the door for HTTP ended with exit code %d, and is started again in %g s", code, delay)
+            log.warning("the HTTP gateway exited with code %d; restarting in %g s", code, delay)
             await asyncio.sleep(delay)
             delay = min(2 * delay, LONGEST_SECONDS)
             with suppress(StartError, OSError):

@@ -139,9 +139,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # pyright: ignore[reportMiss
                     finally:
                         timer.cancel()
                     if closing:
-                        raise ResourceExhausted(
-                            "stream", f"nobody has read it for {human_seconds(self._unread_timeout)}"
-                        )
+                        raise ResourceExhausted("stream", f"not read for {human_seconds(self._unread_timeout)}")
                     incoming.release()  # the handler has copied from the request all that it needs
             finally:
                 await asyncio.gather(*closing)
@@ -175,7 +173,7 @@ async def _answer(record: CallRecord, work: Awaitable[None], call: StreamCall) -
     except Exception as error:
         logger.exception("%s failed", record.method)
         record.error = type(error).__name__
-        refusal = (grpc.StatusCode.INTERNAL, f"{type(error).__name__}; the server's log tells more")
+        refusal = (grpc.StatusCode.INTERNAL, f"{type(error).__name__}; see the log of the server")
         _forget(error)
     record.code, record.message = refusal[0].name, refusal[1]
     try:

@@ -18,8 +18,8 @@ from longleaf.config import join_address
 from longleaf.errors import StartError
 
 LOOK_SECONDS = 0.1
-"""Seconds between two checks that the server accepts calls: the library reports the failure only when the last stream
-has ended."""
+"""Seconds between two checks that the server accepts calls. gRPC reports such a failure only after the last stream has
+ended."""
 log = logging.getLogger(__name__)
 
 
@@ -50,7 +50,7 @@ class Listener:
             else:
                 bound = server.add_secure_port(address, self._certificates.credentials())
         except RuntimeError as error:
-            raise StartError(f"cannot listen on {address}: port {port} was taken just now") from error
+            raise StartError(f"cannot listen on {address}: port {port} is in use") from error
         self._server = server  # before the start: `stop` must find the server even while it starts
         await server.start()
         return bound
@@ -63,7 +63,7 @@ class Listener:
 
     async def _replace(self, host: str, port: int) -> None:
         if self._server is not None:
-            log.warning("a call that was no call closed port %d; it is opened again", port)
+            log.warning("an invalid connection closed port %d; reopening it", port)
             self._earlier.add(self._server)
             self._server = None
         self._earlier = {server for server in self._earlier if not await _is_over(server)}

@@ -88,9 +88,9 @@ class RequestLimiter:
         """Counts a call from `host` while the body runs, and yields the reader of its requests. Raises
         ResourceExhausted."""
         if self._num_calls >= self._max_calls:
-            raise ResourceExhausted("calls", f"{self._max_calls:,} are open already", RETRY_SECONDS)
+            raise ResourceExhausted("calls", f"{self._max_calls:,} are open, which is the limit", RETRY_SECONDS)
         if self._calls[host] >= (most := self._most_of_host):
-            raise ResourceExhausted("calls", f"{most:,} from your host are open already", RETRY_SECONDS)
+            raise ResourceExhausted("calls", f"{most:,} from your host are open, which is the limit", RETRY_SECONDS)
         self._calls[host] += 1
         self._num_calls += 1
         incoming = RequestReader(self, method, handler)
@@ -108,10 +108,10 @@ class RequestLimiter:
         exceeded."""
         client = _client_key()
         if self._held.total() + num_bytes > self._max_held:
-            text = f"with {num_bytes:,} bytes more, those that wait for an answer have more than {self._max_held:,}"
+            text = f"with {num_bytes:,} more bytes, pending requests exceed the limit of {self._max_held:,} bytes"
             raise ResourceExhausted("requests", text, RETRY_SECONDS)
         if self._held[client] + num_bytes > (most := self._most_held_by_client):
-            text = f"with {num_bytes:,} bytes more, yours that wait for an answer have more than {most:,}"
+            text = f"with {num_bytes:,} more bytes, your pending requests exceed the limit of {most:,} bytes"
             raise ResourceExhausted("requests", text, RETRY_SECONDS)
         self._held[client] += num_bytes
         return client
@@ -198,7 +198,7 @@ class RequestReader:
         name = self._descriptor.name
         limit = LIMITS.get(name, MAX_SMALL_BYTES)
         if len(data) > limit:
-            raise InvalidArgument("request", f"has {len(data):,} bytes, {name} takes at most {limit:,}")
+            raise InvalidArgument("request", f"has {len(data):,} bytes; the limit of {name} is {limit:,}")
 
 
 def _loses_status(call: StreamCall) -> bool:
@@ -217,7 +217,9 @@ def _client_key() -> str:
 def _parse_large(waiting: list[bytes], descriptor: MethodDescriptor, handler: Handler) -> object:
     [data] = waiting
     if has_more_fields(data, descriptor.input_type, MAX_FIELDS, FIELDS_APART.get(descriptor.name, {})):
-        message = f"has {len(data):,} bytes and more than {MAX_FIELDS:,} fields; numbers must be packed"
+        message = (
+            f"has {len(data):,} bytes and more than {MAX_FIELDS:,} fields: use packed encoding for repeated numbers"
+        )
         raise InvalidArgument("request", message)
     return _parse(data, handler)
 

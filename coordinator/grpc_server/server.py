@@ -76,11 +76,11 @@ def _loading() -> LongleafError:
 
 
 async def _undrained(_: bool) -> Draining:
-    raise Unavailable("nothing drains this server")
+    raise Unavailable("this server does not support Drain")
 
 
 def _unfilled() -> int:
-    raise Unavailable("nothing keeps the ranks of this server")
+    raise Unavailable("this server does not support refilling slots")
 
 
 class GrpcServer:
@@ -162,7 +162,7 @@ class GrpcServer:
 
     async def drain(self, seconds: float) -> None:
         """Refuses new calls and reports unhealthy. Returns when no call is running, after at most `seconds`."""
-        self._lobby.close(Unavailable("the service is stopping, and takes no new calls", DRAINING_SECONDS))
+        self._lobby.close(Unavailable("the service is stopping and accepts no new calls", DRAINING_SECONDS))
         self._tell_health(False)
         await self._lobby.wait_empty(seconds)
 

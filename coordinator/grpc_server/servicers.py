@@ -304,19 +304,19 @@ class ClusterServicer(ClusterServiceServicer):
         )
 
     async def Drain(self, request: cluster_pb.DrainRequest, context: RpcContext) -> cluster_pb.DrainResponse:
-        _check_here(context, "drained")
+        _check_here(context, "Drain")
         return codec.encode_draining(await self._drain(request.wait))
 
     async def RefillSlots(
         self, request: cluster_pb.RefillSlotsRequest, context: RpcContext
     ) -> cluster_pb.RefillSlotsResponse:
-        _check_here(context, "told to refill slots")
+        _check_here(context, "RefillSlots")
         return cluster_pb.RefillSlotsResponse(slot_count=self._refill())
 
 
-def _check_here(context: RpcContext, done: str) -> None:
+def _check_here(context: RpcContext, method: str) -> None:
     """Raises PermissionDenied for a call from another machine, if authentication is off."""
     if CALLER.get() is OWNER and not is_here(context.peer()):
         raise PermissionDenied(
-            f"a service is {done} from its own machine or pod only, and this call comes from {context.peer()}"
+            f"{method} is allowed only from the machine or pod of the service; this call comes from {context.peer()}"
         )

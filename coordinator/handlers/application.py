@@ -184,4 +184,4 @@ class Application:
 
 
 def _immobile() -> FailedPrecondition:
-    return FailedPrecondition("contexts", "those of this service stay where they are")
+    return FailedPrecondition("contexts", "this service does not support export and import")

@@ -54,7 +54,7 @@ class AttributionTracer:
     def __init__(self, request: Generate, provenance: Provenance) -> None:
         """Raises InvalidArgument if the request names no context."""
         if request.context is None:
-            raise InvalidArgument("provenance", "is told of a context, and the request names none")
+            raise InvalidArgument("provenance", "needs a context, and the request names none")
         self._context = request.context
         self._provenance = provenance
         self._told = [AttentionTotals() for _ in range(request.num_samples)]
@@ -197,7 +197,7 @@ async def _found(stream: EventStream) -> engine_messages.ProbeResult:
     async for event in stream:
         if isinstance(event, engine_messages.Ended) and event.found is not None:
             if not all(map(isfinite, event.found.scores)):
-                raise NotFinite("the answer, read again")
+                raise NotFinite("the answer")
             return event.found
     raise Unavailable("the engine ended the stream before a source was confirmed")
 

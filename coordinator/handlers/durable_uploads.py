@@ -157,7 +157,7 @@ class DurableUploads:
                 self._num_kept[record.key] = NEVER
         except (StorageUnavailable, DataLoss) as error:
             if self._num_kept.get(record.key, NEVER) != NEVER:  # the upload is running, and has not failed before
-                log.warning("upload %s of %s is not kept from here on: %s", record.upload_id, record.context, error)
+                log.warning("cannot save upload %s of %s any further: %s", record.upload_id, record.context, error)
                 self._num_kept[record.key] = NEVER
         else:
             if record.key in self._num_kept:  # otherwise it has ended in the meantime
@@ -177,7 +177,7 @@ class DurableUploads:
         try:
             await self._catalog.drop_upload(key)
         except (StorageUnavailable, DataLoss) as error:
-            log.warning("upload %s of %s is kept until the next start: %s", key[1], key[0], error)
+            log.warning("cannot delete upload %s of %s; it stays until the next start: %s", key[1], key[0], error)
 
     def drop_old(self) -> None:
         """Removes documents that have not been updated for KEEP_SECONDS."""
@@ -203,11 +203,11 @@ class DurableUploads:
 def check_same(began: IngestHeader, header: IngestHeader) -> None:
     """Raises InvalidArgument if the settings of an upload differ from the original ones."""
     if began.append != header.append:
-        raise InvalidArgument("config.append", "is not what this upload began with")
+        raise InvalidArgument("config.append", "differs from the start of this upload")
     if began.system != header.system:
-        raise InvalidArgument("prefaced_config.system", "is not what this upload began with")
+        raise InvalidArgument("prefaced_config.system", "differs from the start of this upload")
     if began.files and began.files != header.files:  # early clients sent no files
-        raise InvalidArgument("config.files", "are not those that this upload began with")
+        raise InvalidArgument("config.files", "differ from those at the start of this upload")
 
 
 def _key(header: IngestHeader) -> UploadKey:

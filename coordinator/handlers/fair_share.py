@@ -21,7 +21,7 @@ class ShareLimit(NamedTuple):
     @property
     def whose(self) -> str:
         """The owner, for error messages."""
-        return f"the tenant {self.tenant}" if self.client is None else f"client {self.client!r}"
+        return f"tenant {self.tenant}" if self.client is None else f"client {self.client!r}"
 
     def is_theirs(self, account: Account) -> bool:
         """Whether the usage of the account counts toward this limit."""

@@ -83,7 +83,7 @@ class Generation:
         _note(request_id)
         if (resident := self._replays.get(request.request_id)) is not None:
             if not resident.answers(request):
-                raise InvalidArgument("request_id", f"{request.request_id} is the name of another request")
+                raise InvalidArgument("request_id", f"{request.request_id} is in use by another request")
             return resident.read()
         deadline = None if seconds is None else self._clock() + seconds + request.resume_seconds
         self._check_free(request_id)

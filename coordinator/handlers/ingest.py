@@ -104,7 +104,7 @@ class Ingest:
         arrived = self._clock()
         header = await self._next(pieces)
         if not isinstance(header, IngestHeader):
-            raise InvalidArgument("config", "must be in the first request, and only there")
+            raise InvalidArgument("config", "must be in the first request only")
         upload = self._known(header)
         if upload is None and (made := self._made(header)) is not None:
             yield made
@@ -325,7 +325,7 @@ async def _take(owner: UploadLease, document: DocumentTokenizer, piece: IngestPi
     owner.check()
     match piece:
         case IngestHeader():
-            raise InvalidArgument("config", "must be in the first request, and only there")
+            raise InvalidArgument("config", "must be in the first request only")
         case bytes():
             for start in range(0, len(piece), STEP_BYTES):
                 document.receive(piece[start : start + STEP_BYTES])
@@ -334,7 +334,7 @@ async def _take(owner: UploadLease, document: DocumentTokenizer, piece: IngestPi
                     yield
         case _:
             if owner.upload.header.system:
-                raise InvalidArgument(SYSTEM, "is for a document of text: token_ids are the context as they are")
+                raise InvalidArgument(SYSTEM, "requires a document of text; token_ids are used unchanged")
             for start in range(0, len(piece), STEP_TOKENS):
                 await owner.work(document.add_ids, piece[start : start + STEP_TOKENS], start)
                 yield

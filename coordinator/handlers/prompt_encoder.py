@@ -84,11 +84,11 @@ class Prompts:
         not support one, or Unavailable during shutdown."""
         limit.check(SYSTEM, len(system.encode()))
         if (template := self._tokenizer.chat_template) is None:
-            raise InvalidArgument(SYSTEM, "cannot be put before the document: the model has no chat template")
+            raise InvalidArgument(SYSTEM, "is not supported: the model has no chat template")
         try:
             pieces = await self._rendered(len(system), template.opening, system)
         except ConversationRefused as error:
-            raise InvalidArgument(SYSTEM, f"cannot be put before the document: {error}") from None
+            raise InvalidArgument(SYSTEM, f"cannot precede the document: {error}") from None
         stable, tail = await self._threads.run_long(len(system), self._tokenizer.cut_tail, pieces)
         token_ids = await self._encoded(SYSTEM, await self._encoders(stable, False), limit)
         limit.check_tokens(SYSTEM, len(token_ids))
@@ -128,7 +128,7 @@ class Prompts:
         try:
             return await self._threads.run_long(size, render, *arguments)
         except (StartError, OSError) as error:
-            raise Unavailable(f"the chat template was not rendered: {error}") from error
+            raise Unavailable(f"cannot render the chat template: {error}") from error
 
     async def _encode(self, field: str, texts: Sequence[tuple[Encoder, str]], limit: SizeLimit) -> Sequence[int]:
         """As `_encoded`, and raises InvalidArgument if there are no ids."""
@@ -157,14 +157,14 @@ def _lay_out(conversation: Conversation, has_context: bool, has_template: bool) 
     if has_context or not has_template:
         first = next((i for i, message in enumerate(messages) if message.role != "system"), len(messages) - 1)
     if has_context and messages[first].role != "user":
-        text = f"is the {messages[first].role}'s, and the first after the context must be the user's"
+        text = f"has the role {messages[first].role}; the first message after the context must have the role user"
         raise InvalidArgument(f"conversation.messages[{first}].role", text)
     output = [Said(message.role, message.text) for message in messages[first:]]
     prefaces = [message.text for message in messages[:first] if message.text]
     output[0] = Said(output[0].role, EMPTY_LINE.join([*prefaces, output[0].text]))
     if not has_template and (len(output) > 1 or output[0].role != "user"):
         number = first + next((i for i, each in enumerate(output) if i or each.role != "user"), 0)
-        text = "the model has no chat template: it can be asked one question alone"
+        text = "the model has no chat template, so a conversation is not supported: send one user message"
         raise InvalidArgument(f"conversation.messages[{number}]", text)
     return _Asked(output, first)
 

@@ -47,8 +47,8 @@ def call_later(seconds: float, function: Callable[[], None]) -> Timer:
 class ResumableGeneration:
     """The events of one generation, kept for replay. Generation continues while a client reads, and otherwise until the
     engine's buffer is full. `on_end` is called when the generation fails, and when it had no reader for the
-    `resume_seconds` of the request; it may be called for both. `question` is the digest of the request's input, and
-    `told` are the events that clients of another service have read."""
+    `resume_seconds` of the request; both may happen. `question` is the digest of the request's input. `told` has the
+    events that clients of another service have read."""
 
     def __init__(
         self,
@@ -119,13 +119,19 @@ class ResumableGeneration:
             return 0
         at, number = self._dropped_tokens, self._num_dropped
         if token_index < at:
-            raise InvalidArgument("resume_token_index", f"{token_index} is no longer held, only {at} and later")
+            raise InvalidArgument(
+                "resume_token_index", f"{token_index} is no longer buffered; the first available index is {at}"
+            )
         for event in self._log:
             if at >= token_index:
                 break
             at, number = at + _num_tokens(event), number + 1
         if at != token_index:
-            why = f"only {at:,} tokens have been sent" if at < token_index else "is inside of a delta"
+            why = (
+                f"only {at:,} tokens have been sent"
+                if at < token_index
+                else "is inside a delta; resume at its first token"
+            )
             raise InvalidArgument("resume_token_index", f"{token_index}: {why}")
         return number
 
@@ -141,7 +147,7 @@ class ResumableGeneration:
                 raise self._error
             await self._advance()
         if number < self._num_dropped:
-            raise Unavailable("the generation was read on by another call")
+            raise Unavailable("another call continued reading this generation")
         return self._log[number - self._num_dropped]
 
     async def _advance(self) -> None:
@@ -258,10 +264,12 @@ class ResumableGenerations:
         for share in shares_of(request.account, self._tenant_share):
             count = sum(share.is_theirs(replay.account) for replay in self._by_id.values())
             if count >= self._max_held * share.part:
-                message = f"{share.whose} holds {count} to be resumed already, its share of all {self._max_held}"
+                message = f"{share.whose} has {count} resumable generations, its share of {self._max_held}"
                 raise ResourceExhausted("generations", message, RETRY_SECONDS)
         if len(self._by_id) >= self._max_held:
-            raise ResourceExhausted("generations", f"{self._max_held} are held to be resumed already", RETRY_SECONDS)
+            raise ResourceExhausted(
+                "generations", f"{self._max_held} resumable generations exist, which is the limit", RETRY_SECONDS
+            )
         return self._add(request_id, request, question_of(request), events)
 
     def take_up(

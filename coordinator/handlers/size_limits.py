@@ -47,10 +47,10 @@ class SizeLimit:
         """Raises InvalidArgument naming `field` if `num_bytes` cannot fit."""
         if self.num_bytes is not None and num_bytes > self.num_bytes:
             raise InvalidArgument(
-                field, f"{num_bytes:,} bytes cannot fit: at most {self.num_bytes:,} bytes make the {self.name}"
+                field, f"{num_bytes:,} bytes do not fit; the limit is {self.num_bytes:,} bytes, for {self.name}"
             )
 
     def check_tokens(self, field: str, count: int) -> None:
         """Raises InvalidArgument naming `field` if `count` tokens cannot fit."""
         if count > self.num_tokens:
-            raise InvalidArgument(field, f"{count:,} tokens or more cannot fit in the {self.name}")
+            raise InvalidArgument(field, f"at least {count:,} tokens do not fit in {self.name}")

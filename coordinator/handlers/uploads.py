@@ -153,7 +153,7 @@ class UploadLease:
         if self.upload.is_cancelled:
             raise Cancelled(f"the ingest into contexts/{self.upload.header.context} was cancelled")
         if not self.is_current:
-            raise Unavailable("another stream goes on with this upload")
+            raise Unavailable("another stream continued this upload")
 
     async def work(self, function: Callable[..., None], *arguments: object) -> None:
         """Like `Upload.work`. Raises Unavailable if another stream has taken over before or during the call, and
@@ -238,11 +238,11 @@ class Uploads:
             count = sum(share.is_theirs(other.header.account) for other in self._all)
             most = self._max_uploads * share.part
             if count >= most and not self._drop_oldest(share.is_theirs):
-                message = f"{count} of {share.whose} are open or kept to be resumed, at most {int(most)} may be"
+                message = f"{count} of {share.whose} are open or resumable; the limit is {int(most)}"
                 raise ResourceExhausted("uploads", message, RETRY_SECONDS)
         resident = Counter(other.header.tenant for other in self._all)
         if len(self._all) >= self._max_uploads and not self._make_room(resident, upload.header.tenant):
-            message = f"{len(self._all)} are open, and there may be no more"
+            message = f"{len(self._all)} are open, which is the limit"
             raise ResourceExhausted("uploads", message, RETRY_SECONDS)
         self._all.add(upload)
         if upload.header.upload_id:
@@ -255,15 +255,15 @@ class Uploads:
         for share in shares_of(upload.header.account, self._tenant_share):
             most = int(self._max_bytes * share.part)
             if upload.num_counted > most:
-                message = f"one holds {upload.num_counted:,} bytes, at most {most:,} are for {share.whose}"
+                message = f"it uses {upload.num_counted:,} bytes of memory; the limit of {share.whose} is {most:,}"
                 raise ResourceExhausted("uploads", message)
             while (resident := self._num_bytes_of(share.is_theirs)) > most:
                 if not self._drop_oldest(share.is_theirs):
-                    message = f"those of {share.whose} hold {resident:,} bytes, at most {most:,} may be held"
+                    message = f"those of {share.whose} use {resident:,} bytes of memory; the limit is {most:,}"
                     raise ResourceExhausted("uploads", message, RETRY_SECONDS)
         while self.num_bytes > self._max_bytes:
             if not self._make_room(self._bytes_by_tenant(), upload.header.tenant):
-                message = f"all together hold too much, at most {self._max_bytes:,} bytes may be held"
+                message = f"all uploads use too much memory; the limit is {self._max_bytes:,} bytes"
                 raise ResourceExhausted("uploads", message, RETRY_SECONDS)
 
     def _count(self, upload: Upload, num_bytes: int) -> None:
@@ -327,8 +327,8 @@ class Uploads:
         return found is not None
 
     def _make_room(self, held: Counter[str], tenant: str = "") -> bool:
-        """Drops the oldest idle upload of the tenant that has most by `held`; of a tenant other than `tenant` only if
-        it has more. Returns whether there was one."""
+        """Drops the oldest idle upload of the tenant with the largest amount in `held`; another tenant than `tenant`
+        must hold more than it. Returns whether an upload was dropped."""
         loser = loser_of(held, {upload.header.tenant for upload in self._kept()}, tenant)
         return loser is not None and self._drop_oldest(lambda other: other[0] == loser)
 

@@ -272,16 +272,14 @@ class ContextTable:
         below, above = holdings.seams(path, position)
         if below == above:
             if position > holdings.whole_end(path) and any(path.seen(position, windows)):
-                message = (
-                    f"contexts/{context.id} is read again after a loss, and cannot be cut at {position:,} meanwhile"
-                )
+                message = f"contexts/{context.id} is being recomputed after a loss; it cannot be cut at {position:,}"
                 raise Unavailable(message, RETRY_SECONDS)
             return
-        why = "where every rank holds only the last keys of windowed layers, a context can be forked where one of its"
+        why = "with --window-keys replicated, a context can be forked only where one of its"
         where = f"last {LAST_ENDS} documents ended (at {_one_of(context.ends)})"
         sections = " or a section begins" if windows.stride else ""
         nearest = _one_of((below, above) if below else (above,))
-        remedy = "with --window-keys sharded it could be forked anywhere"
+        remedy = "with --window-keys sharded, any position is allowed"
         raise InvalidArgument("token_count", f"{position:,}: {why} {where}{sections}, nearest at {nearest}; {remedy}")
 
     def delete(self, context_id: str) -> None:

@@ -84,7 +84,7 @@ class PersistentState:
         try:
             await asyncio.to_thread(self._folder.tell_address, address)
         except OSError as error:
-            log.warning("others are not told who has %s: %s", self._folder.path, error)
+            log.warning("cannot write the owner of %s: %s", self._folder.path, error)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -92,7 +92,7 @@ class PersistentState:
         retained = self.kept
         num_tokens = sum(len(segment.token_ids) for segment in retained.segments)
         contexts = human_count(len(retained.contexts), "context")
-        return (f"{self._folder.path} keeps {contexts}, {num_tokens:,} tokens", *damages(retained))
+        return (f"{self._folder.path} has {contexts}, {num_tokens:,} tokens", *damages(retained))
 
     async def close(self) -> None:
         """Wait until everything is written, and release the folder."""

@@ -82,16 +82,16 @@ class Admission:
         half of the queue, so that there is space for the others."""
         in_line, most = self._requests.in_line(), self._config.max_waiting
         if in_line.total() >= most:
-            return f"as many requests wait as may, {most:,}"
+            return f"{most:,} requests are waiting, which is the limit"
         share = (most + 1) // 2
         if not claim.is_alone and in_line[claim.tenant] >= share:
-            return f"as many requests of the tenant {claim.tenant} wait as may, {share:,} of {most:,}"
+            return f"tenant {claim.tenant} has {share:,} waiting requests, its share of {most:,}"
         return ""
 
     def _sequence(self, request_id: int, prompt: Prompt) -> Sequence:
         prompt.sampling.check()
         if not 1 <= prompt.num_samples <= self._config.max_sequences:
-            limit = f"between 1 and {self._config.max_sequences}, the generations that run at once"
+            limit = f"between 1 and {self._config.max_sequences}, the limit of concurrent generations"
             raise InvalidArgument("sample_count", f"{prompt.num_samples} is not {limit}")
         context = self._contexts.get(prompt.context) if prompt.context is not None else None
         if not prompt.token_ids:
@@ -156,7 +156,9 @@ class Admission:
             raise InvalidArgument("text", "has no tokens")
         if is_busy:
             seconds = self._speeds.retry_seconds(1)
-            raise ResourceExhausted(f"contexts/{context}", "another document is being appended", seconds)
+            raise ResourceExhausted(
+                f"contexts/{context}", "another document is being appended; retry when that ends", seconds
+            )
         declared = None if document.settings.capacity is UNSET else document.settings.capacity
         positions, path = self._limits.positions, known.path if known else TokenPath()
         capacity = known.capacity if known else positions.capacity(len(token_ids), declared)
@@ -209,11 +211,11 @@ class Admission:
         num_lost = self._segments.holdings.num_lost(job.request.origin)
         lost_seconds = self._speeds.read_seconds(num_lost)
         if 0 < left and needed <= left < needed + lost_seconds:
-            message = f"{num_lost:,} tokens are not held and must be read again"
+            message = f"{num_lost:,} tokens are not in memory and must be recomputed"
             raise Unavailable(f"{message}; {human_seconds(left)} are left", lost_seconds)
         if left <= 0 or needed > left:
             raise DeadlineExceeded(
-                f"{human_seconds(max(0.0, left))} are left, and {human_seconds(needed)} are needed at least"
+                f"{human_seconds(max(0.0, left))} are left, and at least {human_seconds(needed)} are needed"
             )
 
     def _num_held(self, job: Job) -> int:

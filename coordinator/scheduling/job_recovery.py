@@ -22,7 +22,7 @@ from longleaf.errors import ContextLost, LongleafError, ResourceExhausted
 from longleaf.rank_protocol.step import StepResult
 from longleaf.types import Recovering
 
-NO_ROOM = "the ranks that are left have no room for it"
+NO_ROOM = "it does not fit on the remaining ranks"
 
 
 class JobRecovery:
@@ -71,7 +71,7 @@ class JobRecovery:
         for job, work in guilty:
             lifecycle.fail(job, job.poisoned(work))
         if recomputed and recomputed.loss and recomputed.loss.suspicion >= GUILTY:
-            self._give_up_all(recomputed.segment, "the ranks broke whenever it was read again")
+            self._give_up_all(recomputed.segment, "each attempt to recompute it made the ranks fail")
 
     def change_ranks(self, ranking: RankMapping, *, may_grow: bool) -> None:
         """Moves the placements to other ranks. Documents under way wait until blocks are reserved for them again."""
@@ -97,7 +97,7 @@ class JobRecovery:
             if isinstance(found, Job):
                 self._lives.fail(found, ResourceExhausted("pool", NO_ROOM))
             else:
-                self._give_up(found, "the ranks that are left cannot hold it")
+                self._give_up(found, "it does not fit on the remaining ranks")
         self._limits.may_grow, self._lives.may_begin = False, True
 
     @property
@@ -191,7 +191,7 @@ class JobRecovery:
         if result.has_finite_keys:
             self._recovery.commit()
         elif (holding := self._recovery.fail()) is not None:
-            self._give_up_all(holding.segment, "what the model computes is not finite")
+            self._give_up_all(holding.segment, "the model computed values that are not finite")
         self.go_on()
         self.tell()
 
@@ -218,7 +218,7 @@ class JobRecovery:
             self._contexts.rest(context)
             return
         self._given_up.append(ContextDropped(context.id, context.num_tokens, reason))
-        self._fail_asking(context, ContextLost(f"contexts/{context.id}", f"it was given up: {reason}"))
+        self._fail_asking(context, ContextLost(f"contexts/{context.id}", f"it was dropped: {reason}"))
         self._contexts.delete(context.id)
         self._lives.may_begin = True
 
@@ -245,7 +245,7 @@ class JobRecovery:
             tail = (job.tail.segment,) if job.is_running else ()
             is_lost = segment in (*job.request.origin.segments, *tail)
             if is_lost and self._lives.requests.get(job.request.id) is not None:
-                self._lives.fail(job, ContextLost(f"contexts/{job.context}", f"it was given up: {reason}"))
+                self._lives.fail(job, ContextLost(f"contexts/{job.context}", f"it was dropped: {reason}"))
 
     def audit(self) -> None:
         """Asserts that no document waits after the recovery."""

@@ -195,7 +195,7 @@ class Job:
 
     def poisoned(self, work: Work) -> Failed | LongleafError:
         """The outcome for the client when a step of the job broke two epochs."""
-        return self.failed(Unavailable(f"{self._tokens_of(work)}: the ranks broke there, again and again"))
+        return self.failed(Unavailable(f"{self._tokens_of(work)}: the ranks failed there repeatedly"))
 
     def failed(self, error: LongleafError) -> Failed | LongleafError:
         """The outcome for the client after an error."""

@@ -68,7 +68,7 @@ class JobLimits:
             limit += _most(field, self.positions.limit - num_given + 1)
             raise InvalidArgument(field, f"{_sum(reading, field, max_tokens, 1)}; {limit}")
         if total > capacity:
-            limit = f"the context was created for {capacity:,} positions, and only a new one can have more"
+            limit = f"the context was created for {capacity:,} positions; for more, create a new context"
             limit += _most(field, capacity - num_given + 1)
             raise InvalidArgument(field, f"{_sum(reading, field, max_tokens, 1)}; {limit}")
         blocks = self.most_blocks(reading, max_tokens, num_tails)
@@ -98,10 +98,10 @@ class JobLimits:
         needed = blocks + BlockCount(resident.sharded, min(resident.windows, self._placer.window_pool.seen_blocks))
         total, size = self._placer.num_blocks, self._placer.block_size
         if needed.sharded > total.sharded:
-            return f"the pool of all ranks holds {total.sharded * size:,}, in blocks of {size:,}"
+            return f"the pool of all ranks has {total.sharded * size:,} tokens in blocks of {size:,}"
         if needed.windows > total.windows:
-            resident = f"the windows' pool holds {total.windows * size:,} tokens, in blocks of {size:,}"
-            return f"{resident}, and {needed.windows * size:,} are needed: --window-bytes sets its size"
+            resident = f"the window pool has {total.windows * size:,} tokens in blocks of {size:,}"
+            return f"{resident}, and {needed.windows * size:,} are needed: serve with more --window-bytes"
         return ""
 
     def check_room(self, needed: BlockCount, held: BlockCount, retry_seconds: float | None) -> None:
@@ -118,13 +118,13 @@ class JobLimits:
                 continue
             more = ", or serve with more --window-bytes" if pool == "window pool" else ""
             # The number of kept tokens is reported to admins only: it would reveal the usage of other tenants.
-            retained = f"{tokens:,} tokens are needed, and of {room:,} contexts keep too many"
+            retained = f"{tokens:,} tokens are needed, and contexts use too many of {room:,}"
             text = f"{retained}; delete a context{more}"
             if self.may_grow:
                 message = f"{retained} until a lost rank is replaced"
                 raise ResourceExhausted(pool, message, retry_seconds or REPLACED_SECONDS)
             if retry_seconds is not None:
-                text = f"{tokens:,} tokens are needed, and of {room:,} contexts and generations under way need too many"
+                text = f"{tokens:,} tokens are needed, and contexts and running generations use too many of {room:,}"
             raise ResourceExhausted(pool, text, retry_seconds)
 
     def num_blocks(self, reading: PrefillCursor, max_tokens: int, num_tails: int) -> BlockCount:

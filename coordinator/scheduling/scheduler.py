@@ -43,8 +43,8 @@ from longleaf.types import Progress
 
 MAX_FAULTS = 8
 """Maximum number of unexpected errors in one call of `schedule`; further work then waits for the next call."""
-FAILED = "an unexpected error ended this request alone; the service's log has it"
-NEVER_BEGINS = "it can never have the room that it needs"
+FAILED = "an unexpected error ended this request; see the log of the service"
+NEVER_BEGINS = "it needs more memory than is available"
 
 
 class Scheduler(AcrossEpochs, Documents):
@@ -218,7 +218,9 @@ class Scheduler(AcrossEpochs, Documents):
                 if not may_wait and self._resting.is_held_up:
                     return  # the request that is being admitted may find room
                 if not may_wait and (unread := self._requests.longest_paused) is not None:
-                    self._end_unread(unread, "others need the room that its context takes, and it is not read")
+                    self._end_unread(
+                        unread, "its context's memory is needed by other requests, and its answer is not read"
+                    )
                     continue
                 if not may_wait:  # an admitted job always has room, so this is a bug; it fails only that job
                     self._lives.fail(next(iter(self._queue.order())), ResourceExhausted("pool", NEVER_BEGINS))
@@ -392,7 +394,9 @@ class Scheduler(AcrossEpochs, Documents):
         self._requests.pause(request, is_paused)
         self._lives.may_begin = True
         while (surplus := self._requests.surplus) is not None:
-            message = f"more than {self._requests.max_unread} are not read, and this one the longest of its client's"
+            message = (
+                f"more than {self._requests.max_unread} answers of its client are unread; this one for the longest time"
+            )
             self._end_unread(surplus, message)
 
     def _end_unread(self, request: Request, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""What the library that sends traces says of its troubles, told once in a while."""
+"""Errors of the trace exporter, logged at most once a minute."""
 
 import logging
 import time
@@ -8,12 +8,12 @@ log = logging.getLogger(__name__)
 QUIET_SECONDS = 60.0
 LIBRARY = "opentelemetry"
 HARMLESS = (f"{LIBRARY}.exporter.", f"{LIBRARY}.sdk.")
-"""Whose messages have no headers in them, which carry credentials."""
+"""Errors whose messages contain no headers, which carry credentials."""
 
 
 class ExportTrouble(logging.Handler):
-    """Takes the place of every other handler for what the library logs, and passes on one message a minute at most.
-    `clock` counts seconds."""
+    """Replaces all other handlers of the library's logger, and forwards at most one message a minute. `clock` returns
+    seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(logging.WARNING)
@@ -22,7 +22,7 @@ class ExportTrouble(logging.Handler):
         self._num_more = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Any thread may call it."""
+        """Thread-safe."""
         now = self._clock()
         if self._told is not None and now - self._told < QUIET_SECONDS:
             self._num_more += 1
@@ -33,13 +33,13 @@ class ExportTrouble(logging.Handler):
         log.warning("traces: %s%s", reported, more)
 
     def set_up(self) -> None:
-        """From now on."""
+        """Installs the handler."""
         logger = logging.getLogger(LIBRARY)
         logger.addHandler(self)
         logger.propagate = False
 
     def take_down(self) -> None:
-        """All is as before."""
+        """Restores the previous handlers."""
         logger = logging.getLogger(LIBRARY)
         logger.removeHandler(self)
         logger.propagate = True

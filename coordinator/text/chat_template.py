@@ -85,7 +85,7 @@ class ChatTemplate:
         """
         marks, around = self._around_document(messages, variables, self._separator)
         if around.before != self.before_document:
-            raise ConversationRefused("the chat template begins before it in another way than the context does", 0)
+            raise ConversationRefused("the prompt before this message differs from that of the context", 0)
         return self._control.split(around.after, marks)
 
     def opening(self, system: str) -> list[TemplatePiece]:
@@ -94,7 +94,7 @@ class ChatTemplate:
         """
         marks, around = self._around_document([Said("system", system), Said("user", "")], {}, "")
         if around.after != self._after_document:
-            message = "it changes what the chat template writes after questions, which are asked without it"
+            message = "it changes the prompt after a question, which is rendered without this message"
             raise ConversationRefused(message, None)
         return self._control.split(around.before, marks)
 
@@ -116,7 +116,7 @@ class ChatTemplate:
         """Render the prompt with marks; `before` precedes the text of message `number`."""
         size = sum(len(output.text.encode()) for output in messages)
         if size > MAX_BYTES:
-            message = f"has {size:,} bytes of text, at most {MAX_BYTES:,}: ingest a long text as a context"
+            message = f"has {size:,} bytes of text; the limit is {MAX_BYTES:,}. Ingest a long text as a context"
             raise InvalidArgument("conversation", message)
         texts = [self._control.mark(output.text, marks) for output in messages]
         edged = [self._control.mark_edges(text, marks) for text in texts]

@@ -17,7 +17,7 @@ MAX_OPEN_TOKENS = 16
 NUM_BEFORE = 8
 """Tokens of the prompt that serve as context for the decoding of its continuation."""
 MAX_SILENT_TOKENS = 256
-"""The limit of undecided tokens where the last of them has no text by itself."""
+"""Limit of undecided tokens whose last token has no text on its own."""
 
 
 class Alphabet(msgspec.Struct, frozen=True, kw_only=True):

@@ -158,7 +158,7 @@ class Encoder:
         cut = self._find_cut(window, encoding)
         if cut is None:
             if self._wanted >= self._sizes.longest or seconds > LONGEST_SECONDS:
-                message = f"{self._wanted:,} characters in a row between which the tokenizer cannot be cut"
+                message = f"{self._wanted:,} consecutive characters that the tokenizer cannot split"
                 raise InvalidArgument("text", f"has {message}")
             self._wanted = min(2 * self._wanted, self._sizes.longest)
             return

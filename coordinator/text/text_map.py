@@ -1,12 +1,11 @@
-"""Which text the tokens of a context are: bytes of tokens, tokens of bytes, files, lines, and the text itself.
+"""Maps tokens of a context to bytes of its text, and bytes to tokens, files and lines; returns parts of the text.
 
-Of a text the ids are kept, and where every STRIDE-th token begins (longleaf.document_text). In between, tokens are
-spelled. That is exact to the byte wherever the spelled tokens between two places that are kept are as many bytes as
-these are apart: always with tokenizers of bytes. Where a normaliser has changed the text, it is an estimate in between,
-at most a STRIDE off.
+Stored are the ids of a text, and the offset of every STRIDE-th token (longleaf.document_text). Between two stored
+offsets, the bytes of single tokens are added up. That is exact wherever their sum equals the distance of the offsets,
+which is always so for byte-level tokenizers. Where a normaliser has changed the text, it is an estimate between them,
+off by at most one STRIDE.
 
-Bytes are counted through all texts that the context was ingested of, one after the other. Tokens that came as ids stand
-for no bytes.
+Bytes are counted through all texts of the context in order. Tokens given as ids have no bytes.
 """
 
 from bisect import bisect_right
@@ -20,9 +19,9 @@ from coordinator.text.detokenizer import Alphabet
 from longleaf.document_text import STRIDE, file_at
 
 CHARACTER_BYTES = 4
-"""Most that a character of UTF-8 has."""
+"""Maximum bytes of a UTF-8 character."""
 NEAR = 16
-"""Tokens around a range among which its first and last characters are completed."""
+"""Tokens around a range that are decoded to complete its first and last characters."""
 
 
 class TextPosition(msgspec.Struct, frozen=True):
@@ -44,8 +43,8 @@ class TextRange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextMap:
-    """The text of a context. Positions are the context's. An answer takes time that grows with the number of its
-    documents and with what is asked for, but not with the tokens of the context."""
+    """The text of a context. Positions are those of the context. The time of a query grows with the number of documents
+    and the size of the result, but not with the tokens of the context."""
 
     def __init__(self, parts: Sequence[DocumentPart], alphabet: Alphabet) -> None:
         self._alphabet = alphabet
@@ -225,7 +224,7 @@ class DocumentMap:
         return sum(map(len, parts)) == high + 1
 
     def ids_of(self, start: int, end: int) -> Sequence[int]:
-        """Of those of the context's tokens [start, end) that are its own."""
+        """The tokens in [start, end) that belong to this segment."""
         return self._ids[max(0, start - self.start) : max(0, min(self.num_tokens, end - self.start))]
 
     def spelled(self, start: int, end: int) -> Iterator[bytes]:

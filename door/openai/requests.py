@@ -140,7 +140,7 @@ def decode_chat(raw: dict[str, Any]) -> Chat:
         raise HttpProblem(400, "messages: give at least one", param="messages", code="invalid_value")
     turns = cast(list[object], messages)
     if len(turns) > MAX_MESSAGES:
-        message = f"messages: are {len(turns):,}, and must be 1 to {MAX_MESSAGES}"
+        message = f"messages: has {len(turns):,} messages; allowed are 1 to {MAX_MESSAGES}"
         raise HttpProblem(400, message, param="messages", code="invalid_value")
     requested = converted(given, ChatCompletionRequest)
     if requested.top_logprobs is not None and not requested.logprobs:

@@ -104,6 +104,6 @@ const bare = (error) => told({ ...error, message: error.message.replace(/^(windo
 /** The service's own words, as a sentence: without the field, and without options that its operator alone can set. */
 function told(error) {
   const own = (error.message || `status ${error.status}`).trim();
-  const words = own.replace(/^body: /, "").replace(/, and only a service started with --allow-long goes on/, "");
+  const words = own.replace(/^body: /, "").replace(/ \(only serve --allow-long goes beyond it\)/, "");
   return /[.!?]$/.test(words) ? words : `${words}.`;
 }

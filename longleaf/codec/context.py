@@ -189,11 +189,11 @@ def decode_update(message: ingest_pb.UpdateContextRequest) -> tuple[str, Context
     """The context's id and what to change. Raises InvalidArgument naming the field."""
     paths = message.update_mask.paths
     if len(paths) > MAX_PATHS:
-        raise InvalidArgument("update_mask", f"has {len(paths):,} paths, at most {MAX_PATHS} are taken")
+        raise InvalidArgument("update_mask", f"has {len(paths):,} paths; the limit is {MAX_PATHS}")
     wanted = list(paths) or _given(message.context)
     unknown = next((path for path in wanted if path not in (*_PATHS, "*")), None)
     if unknown is not None:
-        raise InvalidArgument("update_mask", f"{unknown[:100]!r} is none of {', '.join(_PATHS)}, *")
+        raise InvalidArgument("update_mask", f"{unknown[:100]!r} is not one of {', '.join(_PATHS)}, *")
     if "*" in wanted:
         is_ttl = message.context.HasField("ttl") and not message.context.HasField("expire_time")
         wanted = [*_given(message.context), "display_name", "pinned", "ttl" if is_ttl else "expire_time"]
@@ -211,7 +211,7 @@ def _decode_settings(
     message: context_pb.Context | ingest_pb.IngestConfig, paths: list[str], parent: str
 ) -> ContextSettings:
     if len(message.display_name) > MAX_DISPLAY_NAME:
-        text = f"has {len(message.display_name):,} characters, at most {MAX_DISPLAY_NAME} are allowed"
+        text = f"has {len(message.display_name):,} characters; the limit is {MAX_DISPLAY_NAME}"
         raise InvalidArgument(f"{parent}.display_name", text)
     if {"ttl", "expire_time"} <= set(paths):
         raise InvalidArgument(f"{parent}.ttl", "cannot be given together with expire_time")
@@ -231,14 +231,16 @@ def _decode_expiry(
         return None if {"ttl", "expire_time"} & set(paths) else UNSET
     time = message.expire_time
     if not (0 <= time.nanos < 10**9 and 0 <= time.seconds <= MAX_TIME):
-        raise InvalidArgument(f"{parent}.expire_time", "is no time from 1970 to 9999")
+        raise InvalidArgument(f"{parent}.expire_time", "must be between the years 1970 and 9999")
     return decode_seconds(time)
 
 
 def _decode_ttl(ttl: Duration, field: str) -> float:
     seconds = decode_seconds(ttl)
     if not 0 < seconds <= MAX_TIME or abs(ttl.nanos) >= 10**9:
-        raise InvalidArgument(field, f"{human_number(seconds)} s is not a positive time, or too long")
+        raise InvalidArgument(
+            field, f"{human_number(seconds)} s must be positive, and is too long if it ends after the year 9999"
+        )
     return seconds
 
 
@@ -288,9 +290,9 @@ def decode_ingest_piece(message: ingest_pb.IngestContextRequest) -> IngestPiece:
 def _decode_prefaced(prefaced: ingest_pb.PrefacedIngestConfig) -> IngestHeader:
     header = _decode_header(prefaced.config)
     if header.append:
-        raise InvalidArgument("prefaced_config.system", "is for new contexts: it comes before all that they hold")
+        raise InvalidArgument("prefaced_config.system", "is only for new contexts: it precedes the document")
     if (size := len(prefaced.system.encode())) > MAX_SYSTEM_BYTES:
-        message = f"has {size:,} bytes, at most {MAX_SYSTEM_BYTES:,} are taken"
+        message = f"has {size:,} bytes; the limit is {MAX_SYSTEM_BYTES:,}"
         raise InvalidArgument("prefaced_config.system", message)
     return replace(header, system=prefaced.system)
 
@@ -299,10 +301,10 @@ def _decode_header(config: ingest_pb.IngestConfig) -> IngestHeader:
     capacity = config.capacity_token_count if config.HasField("capacity_token_count") else UNSET
     given = [*_given(config), *(["capacity_token_count"] if capacity is not UNSET else [])]
     if config.append and given:
-        raise InvalidArgument(f"config.{given[0]}", "is for new contexts: UpdateContext changes those that exist")
+        raise InvalidArgument(f"config.{given[0]}", "is only for new contexts: use UpdateContext for an existing one")
     if len(config.upload_id) > MAX_UPLOAD_ID:
         raise InvalidArgument(
-            "config.upload_id", f"has {len(config.upload_id):,} characters, at most {MAX_UPLOAD_ID} are allowed"
+            "config.upload_id", f"has {len(config.upload_id):,} characters; the limit is {MAX_UPLOAD_ID}"
         )
     priority, client = decode_claim(config, "config.")
     if capacity is not UNSET and capacity < 1:

@@ -23,7 +23,7 @@ def encode_files(files: Sequence[TextFile], config: ingest_pb.IngestConfig) -> N
 def decode_files(config: ingest_pb.IngestConfig) -> tuple[TextFile, ...]:
     """Raises InvalidArgument naming the field."""
     if len(config.files) > MAX_FILES:  # before iterating over all
-        raise InvalidArgument("config.files", f"are {len(config.files):,}, at most {MAX_FILES:,} are taken")
+        raise InvalidArgument("config.files", f"has {len(config.files):,} entries; the limit is {MAX_FILES:,}")
     files = tuple(TextFile(file.name, file.byte_start) for file in config.files)
     check_files(files, "config.files")
     return files

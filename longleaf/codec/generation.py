@@ -179,18 +179,18 @@ def _decode_template_kwargs(message: service_pb.GenerateRequest) -> dict[str, An
     if not message.HasField(TEMPLATE_KWARGS):
         return {}
     if (size := message.chat_template_kwargs.ByteSize()) > MAX_TEMPLATE_KWARGS:
-        raise InvalidArgument(TEMPLATE_KWARGS, f"have {size:,} bytes, at most {MAX_TEMPLATE_KWARGS:,}")
+        raise InvalidArgument(TEMPLATE_KWARGS, f"has {size:,} bytes; the limit is {MAX_TEMPLATE_KWARGS:,}")
     if message.WhichOneof("input") == "token_ids" or (
         message.HasField("use_chat_template") and not message.use_chat_template
     ):
-        raise InvalidArgument(TEMPLATE_KWARGS, "are given, but the input does not go through the chat template")
+        raise InvalidArgument(TEMPLATE_KWARGS, "requires an input that uses the chat template")
     for name in message.chat_template_kwargs.fields:
         if not name.isidentifier() or name in TEMPLATE_NAMES:
-            raise InvalidArgument(TEMPLATE_KWARGS, f"has {name!r}, which cannot be set")
+            raise InvalidArgument(TEMPLATE_KWARGS, f"has {name!r}, which is reserved")
     try:
         return _with_integers(MessageToDict(message.chat_template_kwargs))
     except (ValueError, RecursionError) as error:
-        raise InvalidArgument(TEMPLATE_KWARGS, f"are no JSON: {error}") from None
+        raise InvalidArgument(TEMPLATE_KWARGS, f"is not valid JSON: {error}") from None
 
 
 def _with_integers(value: Any) -> Any:
@@ -216,7 +216,7 @@ def _decode_input(message: service_pb.GenerateRequest) -> str | Sequence[int] | 
 
 def _decode_conversation(message: service_pb.GenerateRequest) -> Conversation:
     if message.HasField("use_chat_template") and not message.use_chat_template:
-        raise InvalidArgument("use_chat_template", "a conversation is nothing without the template")
+        raise InvalidArgument("use_chat_template", "must be on for a conversation")
     return decode_conversation(message.conversation)
 
 
@@ -234,7 +234,7 @@ def _draft_count(count: int) -> int:
 
 def _request_id(text: str) -> str:
     if _REQUEST_ID.fullmatch(text) is None:
-        raise InvalidArgument("request_id", "must be 1 to 128 of a-z A-Z 0-9 . _ -")
+        raise InvalidArgument("request_id", "must be 1 to 128 characters of a-z, A-Z, 0-9, '.', '_', '-'")
     return text
 
 

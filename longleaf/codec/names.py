@@ -33,8 +33,8 @@ def context_id(name: str, field: str = "name") -> str:
     match = _CONTEXT_NAME.fullmatch(name)
     if match is None:
         shown = name if len(name) <= 100 else name[:100] + "…"
-        rule = "1 to 63 of a-z 0-9 . _ -, a letter or digit first and last"
-        raise InvalidArgument(field, f"{shown!r} is not contexts/ID with ID of {rule}")
+        rule = "1 to 63 characters of a-z, 0-9, '.', '_', '-', the first and last a letter or digit"
+        raise InvalidArgument(field, f"{shown!r} is not a valid name: contexts/ID, with an ID of {rule}")
     return match[1]
 
 
@@ -78,7 +78,7 @@ def as_bytes(value: BytesLike, field: str) -> memoryview:
     dimensions."""
     view = memoryview(value)
     if view.itemsize != 1 or view.ndim != 1:
-        message = f"memoryview of shape {view.shape} with items of {view.itemsize} bytes is no text"
+        message = f"memoryview of shape {view.shape} with items of {view.itemsize} bytes is not text"
         raise InvalidArgument(field, message)
     return view
 
@@ -91,7 +91,7 @@ def is_series(value: object) -> bool:
 def encode_ids(token_ids: Iterable[int]) -> generation_pb.TokenIds:
     """Raises InvalidArgument for anything but a sequence of ids, naming the first invalid one."""
     if not is_series(token_ids):
-        raise InvalidArgument("token_ids", f"{type(token_ids).__name__} is no sequence of token ids")
+        raise InvalidArgument("token_ids", f"{type(token_ids).__name__} is not a sequence of token ids")
     given = token_ids if isinstance(token_ids, Sequence) else list(token_ids)
     try:
         return generation_pb.TokenIds(ids=given)
@@ -101,7 +101,7 @@ def encode_ids(token_ids: Iterable[int]) -> generation_pb.TokenIds:
             raise InvalidArgument("token_ids", str(error)) from None
         wrong = given[place]
         message = str(wrong) if type(wrong) is int else type(wrong).__name__
-        raise InvalidArgument(f"token_ids.ids[{place}]", f"{message} is no token id") from None
+        raise InvalidArgument(f"token_ids.ids[{place}]", f"{message} is not a token id") from None
 
 
 def _is_id(value: object) -> bool:
@@ -117,7 +117,7 @@ def decode_ids(message: generation_pb.TokenIds, max_ids: int | None = None) -> "
     Raises InvalidArgument for more than `max_ids`, and naming the first negative one.
     """
     if max_ids is not None and len(message.ids) > max_ids:
-        raise InvalidArgument("token_ids", f"are {len(message.ids):,}, at most {max_ids:,} are taken at once")
+        raise InvalidArgument("token_ids", f"has {len(message.ids):,} ids; the limit is {max_ids:,}")
     token_ids = array("I")
     try:
         for start in range(0, len(message.ids), STEP_IDS):

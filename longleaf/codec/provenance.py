@@ -40,10 +40,12 @@ def decode_provenance(message: generation_pb.Provenance) -> Provenance:
     if len(message.layers) > MAX_LAYERS:
         raise InvalidArgument("provenance.layers", f"must be at most {MAX_LAYERS:,}")
     if not 0 <= message.ranking < len(RANKINGS):
-        raise InvalidArgument("provenance.ranking", f"{message.ranking} is no ranking that this service knows")
+        raise InvalidArgument("provenance.ranking", f"{message.ranking} is not a ranking of this service")
     given = message.span_token_count if message.HasField("span_token_count") else None
     if given is not None and (given < MIN_SPAN_TOKENS or given & (given - 1)):
-        raise InvalidArgument("provenance.span_token_count", f"{given:,} is no power of two from {MIN_SPAN_TOKENS} on")
+        raise InvalidArgument(
+            "provenance.span_token_count", f"{given:,} must be a power of two, at least {MIN_SPAN_TOKENS}"
+        )
     count = message.span_count if message.HasField("span_count") else Provenance().num_spans
     return Provenance(
         span_tokens=given,
@@ -76,9 +78,9 @@ def decode_hidden(message: service_pb.GenerateRequest) -> tuple[TokenRange, ...]
     for i, (start, end) in enumerate(found):
         text = f"tokens {start:,} to {end:,}"
         if not 0 <= start < end:
-            raise InvalidArgument(f"hidden[{i}]", f"{text} are none")
+            raise InvalidArgument(f"hidden[{i}]", f"{text} is not a valid range")
         if start < last:
-            raise InvalidArgument(f"hidden[{i}]", f"{text} begin before those of the range before it end")
+            raise InvalidArgument(f"hidden[{i}]", f"{text} overlaps the previous range, or is out of order")
         last = end
     return found
 

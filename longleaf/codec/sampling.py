@@ -31,7 +31,7 @@ def _set(message: generation_pb.SamplingParams, name: str, value: Any) -> None:
     field = _WIRE_NAMES.get(name, name)
     if name in ("stop", "stop_tokens") and _is_text(value):  # a single string, not a sequence of strings
         kind = "strings" if name == "stop" else "token ids"
-        raise InvalidArgument(f"sampling.{field}", f"{type(value).__name__} is no sequence of {kind}")
+        raise InvalidArgument(f"sampling.{field}", f"{type(value).__name__} is not a sequence of {kind}")
     try:
         if name == "stop":
             message.stop.extend(encodable(stop, "sampling.stop") for stop in value)

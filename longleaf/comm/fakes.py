@@ -338,7 +338,7 @@ class FakeDistributed:
 
 
 class FakeDefault:
-    """What torch calls `group`."""
+    """`group` in torch's calls."""
 
     def __init__(self, owner: FakeDistributed) -> None:
         self._owner = owner

@@ -116,7 +116,7 @@ def agree_on_carrier(rank: int, world_size: int, store: Store, device: str, *, t
     store.wait(keys, timedelta(seconds=timeout))
     transport = fastest_transport([place.decode() for place in store.multi_get(keys)])
     if transport == "gloo" and rank == 0:
-        log.warning("ranks share a GPU or have none, so tensors travel through the host's memory, over gloo (slower)")
+        log.warning("ranks share a GPU or have none: tensors are sent through host memory with gloo (slower)")
     return TransportChoice(transport, device)
 
 
@@ -265,7 +265,9 @@ def connect(groups: Groups, device: str) -> None:
         number = torch.tensor([rank], device=device)
         received = comm.permute(number, (rank + 1) % size, (rank - 1) % size)
         if (total := int(comm.all_reduce(received, "sum"))) != sum(range(size)):
-            raise StartError(f"device: between the GPUs of {size} ranks numbers get lost: their sum is {total}")
+            raise StartError(
+                f"device: data is corrupted between the GPUs of {size} ranks: the sum of their numbers is {total}"
+            )
 
 
 def _own(rank: int, groups: Sequence[Sequence[int]], timeout: float) -> ProcessGroupComm | None:

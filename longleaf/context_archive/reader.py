@@ -81,7 +81,7 @@ class ArchiveReader:
         if self._error is not None:
             raise self._error
         if self.is_complete:
-            raise self._wrong("there are bytes after its end")
+            raise self._wrong("it has extra bytes after its end")
         count = min(len(data), self._num_wanted - len(self._content))
         self._content += data[:count]
         if self._frame is not None:
@@ -93,7 +93,7 @@ class ArchiveReader:
     def check_complete(self) -> None:
         """Raises InvalidArgument if the end record is missing."""
         if not self.is_complete:
-            raise self._wrong("it was cut: its end is missing")
+            raise self._wrong("it is truncated: its end is missing")
 
     @property
     def _num_wanted(self) -> int:
@@ -119,11 +119,13 @@ class ArchiveReader:
         """Checks that the frame may follow."""
         frame, (kind, shortest, longest) = Frame.decode(data), self._next()
         if frame.kind != kind:
-            raise InvalidArgument(FIELD, f"{frame.kind!r} comes where {kind!r} should")
+            raise InvalidArgument(FIELD, f"found {frame.kind!r} where {kind!r} is expected")
         if not shortest <= frame.num_bytes <= longest:
-            raise InvalidArgument(FIELD, f"{kind!r} has {frame.num_bytes:,} bytes, not {shortest:,} to {longest:,}")
+            raise InvalidArgument(
+                FIELD, f"{kind!r} has {frame.num_bytes:,} bytes; allowed are {shortest:,} to {longest:,}"
+            )
         if self._part is not None and self._num_ids_left == 0 and frame.digest != self._part.digest:
-            raise InvalidArgument(FIELD, "a piece is another one than was told")
+            raise InvalidArgument(FIELD, "a piece does not match its digest")
         if kind != "end":
             self._all.update(data)
         self._frame, self._content_digest = frame, blake3()
@@ -145,7 +147,7 @@ class ArchiveReader:
         assert self._frame is not None
         frame, self._frame = self._frame, None
         if self._content_digest.hexdigest() != frame.digest:
-            raise InvalidArgument(FIELD, f"what {frame.kind!r} contains is damaged")
+            raise InvalidArgument(FIELD, f"the content of {frame.kind!r} is damaged")
         match frame.kind:
             case "head":
                 return self._take_head(decode(content, ContextHead))
@@ -178,7 +180,7 @@ class ArchiveReader:
 
     def _end(self, content: bytearray) -> None:
         if bytes(content) != self._all.digest():
-            raise InvalidArgument(FIELD, "its end is that of another one")
+            raise InvalidArgument(FIELD, "its end belongs to another archive")
         self.is_complete = True
 
     def _wrong(self, told: str) -> InvalidArgument:

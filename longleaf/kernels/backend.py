@@ -102,7 +102,7 @@ class Backend(Protocol):
 @runtime_checkable
 class AttributionBackend(Backend, Protocol):
     """A backend whose kernels report the attention share of each block of keys per row, if `Reads.told` requests it.
-    Partials are bitwise the same with and without the report."""
+    Partials are bitwise identical with and without the report."""
 
     def add_shares(
         self,

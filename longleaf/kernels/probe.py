@@ -144,7 +144,7 @@ def _store(bench: ProbeCase) -> Iterator[str]:
             wanted = before.clone()
             wanted[:, slots] = stored
             if not torch.equal(pool.cpu(), wanted):
-                yield "store does not keep what it is given where it is told to"
+                yield "store does not write its input to the given slots"
 
 
 def _int8(bench: ProbeCase) -> Iterator[str]:
@@ -160,7 +160,7 @@ def _int8(bench: ProbeCase) -> Iterator[str]:
     steps = ((keys - k).abs() / (largest / 128), (values - v).abs() / (v.float().abs().amax(2, keepdim=True) / 254))
     for name, step in zip(("keys", "values"), steps, strict=True):
         if not step.max() <= 1.001:
-            yield f"store_int8 rounds {name} by {human_rounded(step.max().item(), 2)} times what 8 bits explain"
+            yield f"store_int8 rounds {name} by {human_rounded(step.max().item(), 2)} times the rounding of 8 bits"
     reads, keys, values = _reads(FEW), keys.transpose(0, 1), values.transpose(0, 1)
     wanted = reference.attend(q, keys, values, _seen(reads, FEW), _scale(q), softcap=CAP)
     found = bench.backend.attend_int8(q.to(bench.device), retained, reads, _scale(q), CAP)

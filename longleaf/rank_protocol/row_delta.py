@@ -39,7 +39,7 @@ class RowState:
     def _go_on(self, row: Row) -> Row:
         reported = self._told.get(row.sequence)
         if reported is None:
-            raise ValueError(f"a row goes on with sequence {row.sequence}, of which nothing was told")
+            raise ValueError(f"a row continues unknown sequence {row.sequence}")
         if not row.window_runs:
             return replace(row, path=reported.path, rope=reported.rope, spans=reported.spans, hidden=reported.hidden)
         window_runs = _grown(reported.window_runs, row.window_runs, self._block_size)

@@ -65,7 +65,7 @@ def decode_note(data: bytes, place: NotePlace) -> ContextNote:
     try:
         note = msgspec.msgpack.decode(content, type=ContextNote)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise DataLoss(place.name, f"it makes no sense: {error}") from error
+        raise DataLoss(place.name, f"it is invalid: {error}") from error
     if note.place != place:
         raise DataLoss(place.name, f"it was written as {note.place.name}")
     return note

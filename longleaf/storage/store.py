@@ -90,7 +90,7 @@ class Store:
         except FileNotFoundError:
             raise NotFound(name) from None
         if digest is not None and blake3(content).hexdigest() != digest:
-            raise DataLoss(name, f"its {len(content):,} bytes are not those that were written to {self.url}")
+            raise DataLoss(name, f"its {len(content):,} bytes differ from those written to {self.url}")
         return content
 
     def size(self, name: str) -> int:
@@ -149,16 +149,16 @@ def _telling(url: str, verb: str, *passed: type[Exception]) -> Generator[None, N
 def _reason(error: Exception) -> str:
     """The cause, and the remedy."""
     if _is_full(error):
-        return "it is full; make room there"
+        return "it is full; free space there"
     if isinstance(error, OSError) and error.errno == errno.EROFS:
         return "it is read-only; mount it for writing"
     if isinstance(error, PermissionError):
-        return "it is denied; check the credentials, and what they allow"
+        return "access is denied; check the credentials and their permissions"
     reported = (error.strerror if isinstance(error, OSError) else "") or f"{error}" or type(error).__name__
     reported = re.sub(r"://[^/\s@]*@", "://", reported)  # drivers include passwords in URLs
     if isinstance(error, StorageTimeout):
         return f"{reported}; check that it can be reached from this machine"
-    return f"{reported}; check that it is there, and can be reached from this machine"
+    return f"{reported}; check that it exists and can be reached from this machine"
 
 
 def _is_full(error: BaseException | None) -> bool:

@@ -13,7 +13,7 @@ from longleaf.types import Delta, Recovering
 from tests.chaos.reference import NEW, VISITOR, Known, Reference
 
 CLIENTS = 3
-BROKE_AGAIN = "the ranks broke there, again and again"
+BROKE_AGAIN = "the ranks failed there repeatedly"
 """What a job is told that ends one epoch after the other."""
 
 

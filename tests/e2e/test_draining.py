@@ -41,7 +41,7 @@ async def wait_draining(client: AsyncClient) -> None:
     while await client.is_healthy():
         pass
     assert await client.is_healthy("liveness")
-    with pytest.raises(Unavailable, match="takes no new calls") as caught:
+    with pytest.raises(Unavailable, match="accepts no new calls") as caught:
         await client.cluster()
     assert caught.value.retry_seconds
 

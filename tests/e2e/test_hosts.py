@@ -99,7 +99,7 @@ def check_a_second_one_is_refused(nodes: RayNodes, checkpoint: Path) -> None:
     command = [*nodes.on(0), *CLI, "serve", *options]
     second = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert second.returncode == 2
-    message = "error: --ray-address: this Ray cluster runs a coordinator already, and takes one alone"
+    message = "error: --ray-address: this Ray cluster already runs a coordinator; it can run only one"
     assert second.stderr.splitlines()[1:] == [message]
 
 

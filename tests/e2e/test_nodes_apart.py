@@ -33,10 +33,10 @@ def refused(nodes: RayNodes, model: Path, *options: str, token: str = TOKEN) -> 
 
 def test_slots_that_did_not_come_are_told(nodes: RayNodes, checkpoint: Path) -> None:
     reported = refused(nodes, checkpoint, "--world-size", "5", "--wait-for-ranks", "1")
-    assert reported == "world size 5 needs 5 slots, the cluster has 4, and --wait-for-ranks is over"
+    assert reported == "world size 5 needs 5 slots, the cluster has 4, and --wait-for-ranks has passed"
 
 
-@pytest.mark.parametrize(("token", "why"), [("", "and there is no token"), ("another", "it refuses the token")])
+@pytest.mark.parametrize(("token", "why"), [("", "no token was found"), ("another", "it rejects the token")])
 def test_a_token_that_is_missing_or_wrong_is_told(nodes: RayNodes, checkpoint: Path, token: str, why: str) -> None:
     """All that can be wrong with it: test_ray_tokens."""
     reported = refused(nodes, checkpoint, token=token)
@@ -50,7 +50,7 @@ def another(folder: Path) -> None:
 
 
 MODELS: list[tuple[Callable[[Path], object], str]] = [
-    (another, " has another tokenizer.json than node "),
+    (another, " has a different tokenizer.json than node "),
     (shutil.rmtree, ": model folder {folder} does not exist"),
 ]
 

@@ -144,7 +144,7 @@ def check_told(told: list[dict]) -> None:
     assert what.count("begun") == what.count("Finished") and "broken" not in what, told[-20:]
     assert all((one["reason"], one["is_whole"]) == ("length", True) for one in told if one["what"] == "Finished")
     first = what.index("refused")
-    assert "takes no new calls" in told[first]["error"]  # later ones may find nobody
+    assert "accepts no new calls" in told[first]["error"]  # later ones may find nobody
     assert "Finished" in what[first:], "no answer was under way when the drain began"
 
 

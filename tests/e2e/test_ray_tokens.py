@@ -117,9 +117,9 @@ def with_a_token() -> Iterator[Head]:
         yield cluster
 
 
-ASKS = f"it asks for a token: set RAY_AUTH_MODE=token, with the cluster's token in {PLACES}"
-MISSING = f"RAY_AUTH_MODE=token, and there is no token: put the cluster's in {PLACES}"
-WRONG = f"it refuses the token: with RAY_AUTH_MODE=token there must be the cluster's token in {PLACES}"
+ASKS = f"it requires a token: set RAY_AUTH_MODE=token, and put the cluster's token in {PLACES}"
+MISSING = f"RAY_AUTH_MODE=token is set, but no token was found: put the cluster's token in {PLACES}"
+WRONG = f"it rejects the token: put the cluster's token in {PLACES}"
 
 
 @pytest.mark.parametrize(
@@ -152,9 +152,9 @@ def test_a_token_from_a_file_is_known_to_all_that_serves(
 def test_a_cluster_without_a_token_is_joined_without(checkpoint: Path, started: ExitStack) -> None:
     """With one, Ray lets this process in, and what it starts there dies."""
     with short_folder() as home, head(home, RAY_AUTH_MODE="disabled") as cluster:
-        unasked = "it asks for no token, and RAY_AUTH_MODE=token does here: start it with RAY_AUTH_MODE=token"
+        unasked = "the cluster requires no token, but RAY_AUTH_MODE=token is set here"
         for token in ({}, {"RAY_AUTH_TOKEN": "another"}):
             reported = refused(cluster, checkpoint, RAY_AUTH_MODE="token", **token)
-            assert reported == f"{unasked}, or unset RAY_AUTH_MODE"
+            assert reported == f"{unasked}: start the cluster with RAY_AUTH_MODE=token, or unset RAY_AUTH_MODE"
         for found in check_serves(cluster, checkpoint, started):
             assert found.get("RAY_AUTH_MODE") != "token"

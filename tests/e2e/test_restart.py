@@ -121,7 +121,7 @@ def test_a_folder_is_for_one_service_and_one_user(tmp_path: Path) -> None:
     data_dir = tmp_path / "some" / "data"
     with serving(data_dir, 1) as (service, client):
         client.ingest("book", "a short text")
-        message = f"used by process {service._process.pid} on .*, serving 127.0.0.1:"
+        message = f"in use by process {service._process.pid} on .*, serving 127.0.0.1:"
         with pytest.raises(StartError, match=message), serving(data_dir, 1):
             pass
         modes = {path: path.stat().st_mode & 0o777 for path in [data_dir, *data_dir.rglob("*")]}
@@ -214,7 +214,7 @@ def test_contexts_of_another_checkpoint_are_told_as_such(tmp_path: Path) -> None
         assert client.list_contexts() == []
         with pytest.raises(CheckpointChanged, match=r"tokenizer_config\.json in .* changed since"):
             ask(client, "book", "?")
-        with pytest.raises(CheckpointChanged, match=r"tokenizer_config\.json in .* ingest the text anew"):
+        with pytest.raises(CheckpointChanged, match=r"tokenizer_config\.json in .* ingest the text again"):
             client.reread_context("book")
         with pytest.raises(NotFound):
             client.reread_context("other")

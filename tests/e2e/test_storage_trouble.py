@@ -28,8 +28,8 @@ from tests.support.small_disk import fill, small_disk
 pytestmark = pytest.mark.timeout(300)
 BOOK = make_haystack(7, 1_500, 1, 0)
 QUESTION = BOOK.facts[0].question
-AGAIN = "done again"
-AWAY = "not done for now"
+AGAIN = "succeeded again"
+AWAY = "failed, will retry"
 NUM_EVENTS = 100
 """Events that prove that a stream makes progress."""
 
@@ -149,8 +149,8 @@ def test_what_is_damaged_is_told_read_again_and_saved_anew(tmp_path: Path) -> No
     with serving(tmp_path) as (service, client):
         for name, answer in before.items():
             assert ask(client, name, QUESTION) == (answer, True)
-        assert service.num_said("is damaged, and its tokens are read again") == 9
-        assert service.num_said("1 snapshots are not at") == 1
+        assert service.num_said("is damaged; recomputing the tokens") == 9
+        assert service.num_said("1 snapshots are missing from") == 1
         wait_until(lambda: len(saved(tmp_path)) == len(names) and not set(folders[:-1]) & set(saved(tmp_path)))
         for name in names:
             client.delete_context(name)
@@ -183,7 +183,7 @@ def test_a_full_disk_is_told_once_and_deletions_make_room_on_it(tmp_path: Path) 
         client.ingest("second", f"{BOOK.text[:1000]} {QUESTION}")
         answer, _ = ask(client, "second", QUESTION)
         wait_until(lambda: service.num_said(AWAY) == 2)
-        assert "it is full; make room there" in service.said
+        assert "it is full; free space there" in service.said
         assert "it is full" in trouble_told(client)
         client.delete_context("first")
         wait_until(lambda: not first.exists())
@@ -204,7 +204,7 @@ def test_a_full_disk_of_the_data_folder_takes_deletions_and_starts(tmp_path: Pat
             for name in names:
                 client.ingest(name, f"{name}. {BOOK.text[:1500]}")
             wait_until(lambda: service.num_said(AWAY) == 1)
-            assert "are kept for deletions" in trouble_told(client)
+            assert "are reserved for deletions" in trouble_told(client)
             num_saved = len(saved(data))
             fill(disk.folder / "stranger")
             client.delete_context(names[0])
@@ -324,7 +324,7 @@ def test_a_folder_that_goes_is_waited_for(tmp_path: Path) -> None:
         service.kill()
     with serving(tmp_path / "data", url=folder) as (service, client):
         assert ask(client, "other", QUESTION) == (before["other"], True)
-        assert "read again" not in service.said
+        assert "recomputing" not in service.said
 
 
 @pytest.mark.extended
@@ -338,11 +338,11 @@ def test_a_file_in_place_of_the_folder_is_told_and_waited_for(tmp_path: Path) ->
     folder.write_text("no folder")
     with serving(tmp_path / "data", url=folder) as (service, client):
         assert ask(client, "book", QUESTION) == (before["book"], True)
-        wait_until(lambda: service.num_said("storage is not looked through") == 1)
+        wait_until(lambda: service.num_said("garbage collection failed") == 1)
         folder.unlink()
         folder.mkdir()
         wait_until(lambda: len(saved(folder)) == 1, 100)
-        assert "1 snapshots are not at" in service.said
+        assert "1 snapshots are missing from" in service.said
 
 
 def test_what_cannot_be_written_can_still_be_read(tmp_path: Path) -> None:
@@ -358,5 +358,5 @@ def test_what_cannot_be_written_can_still_be_read(tmp_path: Path) -> None:
             client.delete_context("book")
             wait_until(lambda: service.num_said(AWAY) == 2)
             assert "it is read-only; mount it for writing" in service.said
-            assert "read again" not in service.said
+            assert "recomputing" not in service.said
             assert ask(client, "other", QUESTION)[0] == before["other"]

@@ -74,8 +74,8 @@ def test_who_has_no_right_credential_learns_so_in_one_line(service: Tenanted, tm
     ca = str(service.authority.file)
     wrong = {"LONGLEAF_CREDENTIAL": "longleaf-another"}
     for environment, reported in (
-        (wrong, "nobody has these credentials"),
-        ({}, "no credentials came: --credential-file"),
+        (wrong, "unknown credential"),
+        ({}, "this service requires a credential: give --credential-file"),
     ):
         found = service.run("contexts", "list", "--tls-ca", ca, **environment)
         check_line(found, 2, reported)
@@ -92,14 +92,14 @@ def test_who_speaks_plainly_learns_so(service: Tenanted) -> None:
 def test_who_trusts_another_authority_learns_so(service: Tenanted, tmp_path: Path) -> None:
     other = Authority(tmp_path / "other")
     found = service.run("contexts", "list", "--tls-ca", str(other.file), LONGLEAF_CREDENTIAL=credential_of(ACME))
-    check_line(found, 2, "has a certificate for which no authority given here or in LONGLEAF_TLS_CA vouches")
+    check_line(found, 2, "has a certificate that is not signed by an authority in --tls-ca or LONGLEAF_TLS_CA")
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("tenant", [ACME, BOLT])
 @pytest.mark.parametrize("command", [["drain"], ["drain", "--wait"], ["verify"], ["refill"]])
 def test_what_is_for_admins_is_refused_to_users(service: Tenanted, tenant: str, command: list[str]) -> None:
-    check_line(service.run_as(tenant, *command), 2, "is for the role admin")
+    check_line(service.run_as(tenant, *command), 2, "requires the role admin")
     assert service.names(tenant) == ["book"]
 
 

@@ -65,7 +65,7 @@ async def test_what_is_damaged_is_read_again_and_the_rest_comes_back(goldens, tm
         assert await answer(second.engine, golden.prompt[KEPT:], "book") == golden.tokens
         assert 0 < second.num_restored < KEPT
         assert second.num_restored + second.num_read >= KEPT
-        assert "is damaged, and its tokens are read again" in caplog.text
+        assert "is damaged; recomputing the tokens" in caplog.text
         assert not second.durability.snapshots.is_usable(second.segments[0]), "it is never believed again"
         await second.save()
     async with serving(tmp_path, config) as third:

@@ -79,7 +79,9 @@ class DurableMachine(RecoveringMachine):
         super()._see([(job, outcome) for job, outcome in outcomes if not isinstance(outcome, Sealed)])
 
     def _is_needed(self, job: int, error: LongleafError) -> bool:
-        return job in self.paused and not self.scheduler.num_running and "others need the room" in str(error)
+        return (
+            job in self.paused and not self.scheduler.num_running and "memory is needed by other requests" in str(error)
+        )
 
     # --- eviction ---
 

@@ -122,7 +122,7 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.max_positions = 4096
-        self.limit_name = "those that it was trained for"
+        self.limit_name = "the length that it was trained for"
         self.exactness_note = self.scaling = ""
         self.max_draft_tokens = 7
         self.total_tokens = 1 << 20

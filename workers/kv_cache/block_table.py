@@ -120,7 +120,7 @@ class BlockTable:
         for transfer in transfers:
             segment, source = transfer.segment, transfer.source
             if not self.holds(segment, source):
-                raise ValueError(f"a run of segment {segment} is to move that is not there: {source}")
+                raise ValueError(f"segment {segment} has no run to move: {source}")
 
     def restore(self, segment: int, start: int, runs: Sequence[Run], window_runs: Sequence[Run] = ()) -> None:
         """Records restored runs; windows, if there are any, replace earlier ones. Raises as `check_free`, without any
@@ -142,7 +142,7 @@ class BlockTable:
             raise ValueError(f"segment {segment} does not start at {start}")
         ranks = self._held.get(segment, {}).keys() - {EVERY_RANK}
         if any(True for run in runs for rank in ranks for _ in self.held(segment, run.start, run.end, rank)):
-            raise ValueError(f"segment {segment} is held where it is to be restored")
+            raise ValueError(f"segment {segment} already has positions that are to be restored")
         if sum(map(len, runs)) != sum(end - low for low, end in union((run.start, run.end) for run in runs)):
             raise ValueError(f"positions of segment {segment} are restored twice")
 

@@ -14,7 +14,7 @@ MAX_LOGITS = 1 << 22
 
 
 def logprobs(logits_RV: Tensor, token_ids: Sequence[int], num_top: int) -> list[Logprobs]:
-    """The natural-log probabilities of each row's token, by the logits [V], and of the `num_top` likeliest tokens."""
+    """The natural-log probabilities of each row's token, from the logits [V], and of the `num_top` likeliest tokens."""
     ids_RN, logprobs_RN = top_logprobs(logits_RV, torch.tensor(token_ids, device=logits_RV.device)[:, None], num_top)
     return list(map(told, ids_RN.tolist(), logprobs_RN.tolist()))
 

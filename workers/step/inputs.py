@@ -267,9 +267,7 @@ class InputBuilder:
 def check_drafts(row: Row) -> None:
     """Raises ValueError for drafts where there must be none."""
     if row.draft_ids and (row.token_index < 0 or row.num_scored or row.spans is not None):
-        raise ValueError(
-            f"a row of sequence {row.sequence} has drafts, and is scored, not sampled, or tells of attention"
-        )
+        raise ValueError(f"a row of sequence {row.sequence} has drafts, but is scored or reports attention")
 
 
 def own_piece(work: Prefill, rank: int) -> tuple[Run, Sequence[int]]:

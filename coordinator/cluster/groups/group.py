@@ -157,7 +157,7 @@ class RankGroup:
                 result.set_exception(self.verdict.result().error)
 
     async def _blame_slow(self, step: int, under_way: PendingStep) -> None:
-        """Kill the member that holds up the others. If there is no single one, end the epoch."""
+        """Kill the member that blocks the others. If there is no single one, end the epoch."""
 
         def is_over() -> bool:
             return under_way.result.done() or self.is_suspected
@@ -165,7 +165,7 @@ class RankGroup:
         behind = await self._roster.find_behind(self.members, is_over)
         if is_over():
             return
-        reason = f"step {step} took longer than its {human_seconds(under_way.seconds)}"
+        reason = f"step {step} exceeded its limit of {human_seconds(under_way.seconds)}"
         if behind is None:
             self.conclude(GroupFailed(reason), (step,))
         else:
@@ -180,7 +180,7 @@ class RankGroup:
     def take_result(self, member: int, message: StepResult) -> None:
         """Handle the result of a step. Raises ValueError if the sender is not rank 0."""
         if member != self.members[0]:
-            raise ValueError(f"member {member} sends what it may not: {type(message).__name__} for rank 0")
+            raise ValueError(f"invalid message from member {member}: {type(message).__name__} is for rank 0")
         under_way = self._under_way.get(message.step)
         if message.epoch == self.epoch and under_way is not None and not (under_way.result.done() or self.is_suspected):
             under_way.result.set_result(message)
@@ -195,7 +195,7 @@ class RankGroup:
         """
         is_ours = message.epoch == self.epoch > 0
         if message.epoch > self.epoch or (message.epoch == self.epoch and not (is_ours and self._has(message))):
-            raise ValueError(f"member {message.member} sends what it may not: Broken of another epoch")
+            raise ValueError(f"invalid message from member {message.member}: Broken of another epoch")
         if is_ours:
             self._check_blamed(message)
             self._losses.broken(message.member, message.step, message.reason, message.blamed)
@@ -214,7 +214,7 @@ class RankGroup:
 
     def _check_blamed(self, message: GroupFailure | Died) -> None:
         if not 0 <= (message.blamed or 0) < len(self.members):
-            raise ValueError(f"member {message.member} sends what it may not: blame for rank {message.blamed}")
+            raise ValueError(f"invalid message from member {message.member}: it blames rank {message.blamed}")
 
     # --- end ---
 

@@ -62,8 +62,8 @@ class Exports:
     def _counted(self, tenant: str) -> Generator[None, None, None]:
         own, count = self._num_open[tenant], self._num_open.total()
         if count >= self._max_exports or own >= self._max_exports * self._tenant_share:
-            message = f"{own} of the tenant {tenant}" if count < self._max_exports else f"{count}"
-            raise ResourceExhausted("exports", f"{message} are under way, and there may be no more", RETRY_SECONDS)
+            message = f"{own} of tenant {tenant}" if count < self._max_exports else f"{count}"
+            raise ResourceExhausted("exports", f"{message} are running, which is the limit", RETRY_SECONDS)
         self._num_open[tenant] += 1
         try:
             yield
@@ -95,10 +95,10 @@ def _head(exporting: ExportHandle, fingerprint: Fingerprint, model: str) -> Cont
 
 def _check(wanted: ExportContext, packing: ArchiveWriter) -> None:
     if wanted.digest and wanted.digest != packing.digest:
-        message = "it has changed since that parcel was begun; export it anew"
+        message = "it has changed since the export started; export it again"
         raise FailedPrecondition(f"contexts/{wanted.context}", message)
     if wanted.offset > packing.num_bytes:
-        raise InvalidArgument("offset", f"{wanted.offset:,} is after the end, at {packing.num_bytes:,}")
+        raise InvalidArgument("offset", f"{wanted.offset:,} is past the end at {packing.num_bytes:,}")
 
 
 async def _bytes_of(exporting: ExportHandle, packing: ArchiveWriter, offset: int) -> AsyncGenerator[bytes, None]:

@@ -164,7 +164,7 @@ class ContextImporter:
         coming = self._coming
         assert coming is not None
         if max(token_ids) >= self._vocabulary_size:
-            raise InvalidArgument(FIELD, f"it has a token id that is not among {self._vocabulary_size:,}")
+            raise InvalidArgument(FIELD, f"it has a token id outside the vocabulary of {self._vocabulary_size:,}")
         coming.token_ids += token_ids
         if len(coming.token_ids) == coming.head.num_tokens:
             await self._seal(coming)
@@ -216,7 +216,7 @@ class ContextImporter:
             manifest.check()
             self._arriving.check(manifest)
         except InvalidArgument as error:
-            raise InvalidArgument(FIELD, f"the pieces of a segment make no sense: {error}") from error
+            raise InvalidArgument(FIELD, f"the pieces of a segment are invalid: {error}") from error
         return manifest
 
     async def _put(self, content: bytearray) -> None:
@@ -257,7 +257,9 @@ def _snapshot(number: int, attempt: Attempt, manifest: SegmentManifest) -> Snaps
 def _checked(name: str) -> str:
     """The name of the context in its original service. Raises InvalidArgument if the name is not valid here."""
     if CONTEXT_ID.fullmatch(name) is None:
-        raise InvalidArgument("config.name", f"the context was called {name[:100]!r}; give it another name")
+        raise InvalidArgument(
+            "config.name", f"the name {name[:100]!r} of the context is not valid here; give another name"
+        )
     return name
 
 
@@ -265,7 +267,7 @@ def _record(name: str, head: ContextHead, upload_id: str, now: float) -> Context
     """The record of the new context. Raises InvalidArgument if the archive's values are invalid."""
     times = (head.created, head.updated, *([] if head.expires is None else [head.expires]))
     if not all(0 <= time <= MAX_TIME for time in times):
-        raise InvalidArgument(FIELD, "it tells times that are none")
+        raise InvalidArgument(FIELD, "it has an invalid time")
     if head.expires is not None and head.expires <= now and not head.is_pinned:
         raise InvalidArgument(FIELD, f"the context expired {human_seconds(now - head.expires)} ago")
     return ContextRecord(
@@ -292,5 +294,5 @@ def _check_fingerprint(name: str, head: ContextHead, served: Fingerprint) -> Non
     names = sorted({*given.files, *served.files}, key=lambda file: (file not in TEXTS, file))
     differing = [file for file in names if given.files.get(file) != served.files.get(file)]
     files = ", ".join(differing[:MAX_TOLD]) + (f" and {len(differing) - MAX_TOLD} more" if differing[MAX_TOLD:] else "")
-    models = f"{head.model[:100]!r} has fingerprint {given.digest[:16]}, what is served here {served.digest[:16]}"
+    models = f"{head.model[:100]!r} has fingerprint {given.digest[:16]}; the served checkpoint has {served.digest[:16]}"
     raise CheckpointChanged(f"contexts/{name}", f"{models}; they differ in {files or 'their tensors'}")

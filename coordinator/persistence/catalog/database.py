@@ -1,4 +1,4 @@
-"""The database file: its one connection, for one thread, and the checks at its start."""
+"""The database file: its single connection, for one thread, and the checks at the start."""
 
 import logging
 import os
@@ -73,7 +73,7 @@ class Database:
                 self._make()
             size = self.path.stat().st_size
         if size < PAGE_BYTES:
-            raise damaged(self.path, f"it was cut to {human_bytes(size)}")
+            raise damaged(self.path, f"it is truncated to {human_bytes(size)}")
         try:
             self._check()
         except BaseException:
@@ -85,8 +85,10 @@ class Database:
         one.
         """
         if _has_log(self.path):
-            reason = f"{self.path} is missing, and {self.path}-wal is there with its last changes"
-            raise CatalogError(f"{reason}: put that back, or move this away to begin anew")
+            reason = f"{self.path} is missing, but {self.path}-wal exists with its latest changes"
+            raise CatalogError(
+                f"{reason}: restore the missing file, or move the other one away to start with an empty catalog"
+            )
         new = self.path.with_suffix(".new")
         for ending in ("", "-wal", "-shm"):
             Path(f"{new}{ending}").unlink(missing_ok=True)
@@ -209,14 +211,14 @@ class Database:
             return
         try:
             is_busy, *_ = self._raw.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-            self._has_remains, reason = bool(is_busy), "another process reads it"
+            self._has_remains, reason = bool(is_busy), "another process is reading it"
         except sqlite3.Error as error:
             if code_of(error) == sqlite3.SQLITE_FULL and release_room():
                 self.scrub()
                 return
             reason = str(error)
         if self._has_remains:
-            log.warning("what was deleted is still in %s-wal until the next commit: %s", self.path, reason)
+            log.warning("%s-wal contains deleted data until the next commit: %s", self.path, reason)
 
     def close(self) -> None:
         """Close the file. The next transaction opens it again."""

@@ -1,4 +1,4 @@
-"""A catalog in memory, for tests of all that keeps contexts."""
+"""A catalog in memory, for tests."""
 
 import asyncio
 from array import array
@@ -23,15 +23,15 @@ T = TypeVar("T")
 
 
 class FakeCatalog:
-    """Implements the protocols of coordinator.persistence.catalog.ports. It may be told to fail, or to wait before it
-    does what is called; `kept` is all that no crash would undo."""
+    """Implements the protocols of coordinator.persistence.catalog.ports. Tests can make it fail or block; `kept` is the
+    state that survives a crash."""
 
     def __init__(self, kept: CatalogContents | None = None) -> None:
         self.kept = kept or CatalogContents(service_id="0" * 32)
         self.changes: list[Change] = []
-        """That were committed."""
+        """Committed changes."""
         self.failures: list[LongleafError] = []
-        """Each is raised by one of the next calls that write, in this order."""
+        """Each is raised by one of the next writes, in this order."""
         self.is_closed = False
         self._upload_ids: dict[UploadKey, array[int]] = {}
         self._upload_starts: dict[UploadKey, array[int]] = {}
@@ -41,7 +41,7 @@ class FakeCatalog:
         self._released.set()
 
     def hold(self) -> None:
-        """What is called from now on waits until `release`."""
+        """Blocks later operations until `release`."""
         self._released.clear()
 
     def release(self) -> None:
@@ -78,11 +78,11 @@ class FakeCatalog:
         await self._do(self._done, keys)
 
     async def close(self) -> None:
-        async with self._turn:  # after all that was called
+        async with self._turn:  # after all earlier calls
             self.is_closed = True
 
     async def _do(self, function: Callable[..., T], *arguments: object) -> T:
-        """Calls are done in their order, also those whose callers are cancelled."""
+        """Runs calls in order, including those of cancelled callers."""
         return await asyncio.shield(asyncio.ensure_future(self._in_turn(function, *arguments)))
 
     async def _in_turn(self, function: Callable[..., T], *arguments: object) -> T:
@@ -126,7 +126,7 @@ class FakeCatalog:
 
 
 def changed(kept: CatalogContents, change: Change) -> tuple[CatalogContents, CommitResult]:
-    """What is kept after a change, and what went with it."""
+    """The state after a change, and the outbox entries that belong to it."""
     contexts = {each.id: each for each in kept.contexts if each.id not in change.dropped_contexts}
     contexts |= {each.id: each for each in change.contexts}
     segments = {each.id: each for each in (*kept.segments, *change.segments)}

@@ -57,9 +57,9 @@ def choose_service(stored: StorageContents, asked: str | None) -> str:
     if asked in found:
         return asked
     if not found:
-        raise InvalidArgument("--from", "nothing lies there that this checkpoint in this numeric type has read")
+        raise InvalidArgument("--from", "no contexts of this checkpoint and dtype were found")
     message = ", ".join(f"{service} ({_count(stored, service)})" for service in found)
-    raise InvalidArgument(SERVICE, f"one of these kept contexts of this checkpoint there: {message}")
+    raise InvalidArgument(SERVICE, f"give the id of a service that stored contexts of this checkpoint: {message}")
 
 
 def _count(stored: StorageContents, service: str) -> str:
@@ -139,7 +139,7 @@ class ManifestIndex:
             if reported is None:
                 raise _lost(note, f"{segment}: {self._faults.get(segment, 'storage has no manifest of it')}")
             if not reported[1].start < end <= reported[1].end or (found and reported[1].rope != found[0][1].rope):
-                raise _lost(note, f"{segment} is not what its path goes on from")
+                raise _lost(note, f"{segment} is not the predecessor in its path")
             self.number(segment)
             found.append(reported)
             segment, end = reported[1].parent, reported[1].start
@@ -151,7 +151,7 @@ class ManifestIndex:
         """Return the id of the segment in its catalog. Raises DataLoss where the name is not one of this service."""
         number = _number(self._service, segment)
         if number is None:
-            raise DataLoss(segment, f"it is no segment of {self._service}")
+            raise DataLoss(segment, f"it is not a segment of {self._service}")
         return number
 
 
@@ -166,7 +166,7 @@ def _fault(manifest: SegmentManifest, entries: Mapping[str, ObjectInfo]) -> str 
         if entry is None:
             return f"{piece.name} is missing"
         if entry.num_bytes != piece.num_bytes:
-            return f"{piece.name} had {piece.num_bytes:,} bytes, and has {entry.num_bytes:,}"
+            return f"{piece.name} has {entry.num_bytes:,} bytes, expected {piece.num_bytes:,}"
     return None
 
 
@@ -204,7 +204,7 @@ def _context(note: ContextNote, segment: int) -> ContextRecord:
     """Raises DataLoss where the note is inconsistent."""
     ends = sound_ends(note.ends, note.num_tokens)
     if ends is None or note.capacity < note.num_tokens:
-        raise _lost(note, "its note contradicts itself")
+        raise _lost(note, "its note is inconsistent")
     return ContextRecord(
         id=note.context,
         segment=segment,

@@ -1,4 +1,4 @@
-"""Ranks that hold segments, and write something for each piece that they are asked for."""
+"""Ranks with segments that write a fake object for each requested piece."""
 
 import asyncio
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from longleaf.storage.store import Store
 
 
 class FakeSnapshotRanks:
-    """Implements ports.Holdings and ports.Savers. What they write goes to `store`."""
+    """Implements ports.Holdings and ports.Savers. Writes go to `store`."""
 
     def __init__(self, store: Store, num_ranks: int = 2) -> None:
         self.store = store
@@ -21,7 +21,7 @@ class FakeSnapshotRanks:
         self.segments: dict[int, HeldSegment] = {}
         self.contexts: list[ContextUse] = []
         self.orders: list[tuple[int, Save]] = []
-        """All that were given, with the member."""
+        """All orders, with the member."""
         self.most_at_once = 0
         self.failures: list[LongleafError] = []
         """Each is raised by one of the next saves."""
@@ -30,7 +30,7 @@ class FakeSnapshotRanks:
         self._num_at_once: dict[int, int] = {}
 
     def hold(self, segment: Segment, runs: Sequence[Run], window_runs: Sequence[Run] = (), version: int = 0) -> None:
-        """Has a segment be held so."""
+        """Adds a held segment."""
         self.segments[segment.id] = HeldSegment(
             segment, tuple(runs), tuple(window_runs), self.members, self.epoch, version
         )

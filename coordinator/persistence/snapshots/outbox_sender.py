@@ -23,7 +23,7 @@ class OutboxSender:
     def __init__(self, store: AsyncStore, outbox: Outbox) -> None:
         self._store = store
         self._outbox = outbox
-        self.trouble = StorageHealth("telling storage of contexts")
+        self.trouble = StorageHealth("writing contexts to storage")
         self._there_is_more = asyncio.Event()
         self._held = Counter[str]()
         """Held manifests, with the number of holds."""
@@ -58,7 +58,7 @@ class OutboxSender:
                 self.trouble.begin(str(error))
                 await self.trouble.wait()
             except LongleafError as error:  # an error of the catalog, which reports it separately as well
-                log.warning("what is outgoing cannot be read: %s", error)
+                log.warning("cannot read the outbox: %s", error)
                 await self._there_is_more.wait()
 
     async def _send_some(self) -> bool:

@@ -142,7 +142,7 @@ class Snapshots:
             if not waiting.done():
                 waiting.set_exception(Unavailable("the service is stopping"))
 
-    # --- what is known ---
+    # --- lookups ---
 
     @property
     def service_id(self) -> str:
@@ -202,7 +202,7 @@ class Snapshots:
         reported = (found.fingerprint, found.form, found.start, found.rope, found.token_ids)
         ids = little_endian(segment.token_ids).tobytes()
         if reported != (self._fingerprint, record.form, segment.start, segment.rope, ids):
-            raise DataLoss(record.manifest, f"it is not of segment {segment.id} as it is kept")
+            raise DataLoss(record.manifest, f"it does not match segment {segment.id} in the catalog")
         if record.form == self._form.text:  # other layouts are not restored here
             try:
                 self.check(found)
@@ -286,7 +286,7 @@ class Snapshots:
         for reason, segment_ids in _by_reason(damaged).items():
             what = ("the snapshot of segment", "is") if len(segment_ids) == 1 else ("snapshots of segments", "are")
             message = ", ".join(map(str, segment_ids[:MAX_LISTED])) + (", ..." if segment_ids[MAX_LISTED:] else "")
-            log.warning("%s %s %s damaged, and its tokens are read again: %s", what[0], message, what[1], reason)
+            log.warning("%s %s %s damaged; recomputing the tokens: %s", what[0], message, what[1], reason)
         await self._lose(list(damaged))
 
     async def _lose(self, segment_ids: Sequence[int]) -> None:
@@ -313,7 +313,7 @@ class Snapshots:
         """
         missing = [segment for segment in segment_ids if not self.is_usable(segment)]
         if missing and self._policy.mode == "off":
-            raise InvalidArgument("snapshots", "this service writes none: it was started with --snapshots off")
+            raise InvalidArgument("snapshots", "this service writes no snapshots: it was started with --snapshots off")
         waits = list[asyncio.Future[None]]()
         for segment in missing:
             waiting = asyncio.get_running_loop().create_future()
@@ -375,7 +375,7 @@ class Snapshots:
             return
         try:
             if resident is None:
-                raise Unavailable(f"segment {segment_id} is not held now: ask its context, and try again")
+                raise Unavailable(f"segment {segment_id} is not in memory: ask its context a question and retry")
             if (error := await self._check_segment(resident)) is not None:
                 self._too_large.add(segment_id)
                 self._trouble.begin(str(error))
@@ -389,7 +389,7 @@ class Snapshots:
             if self._holdings.held(segment_id) not in (None, resident):
                 self.wake()  # it has already moved, so that no later event would trigger the retry
         except Exception as error:
-            log.error("segment %d is not saved", segment_id, exc_info=error)
+            log.error("cannot save segment %d", segment_id, exc_info=error)
             self._wanted.pop(segment_id, None)
             self._answer(segment_id, Unavailable(f"segment {segment_id} was not saved: {error!r}"))
         else:
@@ -438,7 +438,7 @@ class Snapshots:
         try:
             await delete_attempt(self._store, attempt.manifest)
         except LongleafError as error:
-            log.debug("what is left of %s stays for the sweep: %s", attempt, error)
+            log.debug("cannot delete the rest of %s; garbage collection will: %s", attempt, error)
 
     def _needed(self) -> set[str]:
         """Return the folders that must be kept although no record names them."""

@@ -33,7 +33,7 @@ NAMES = {
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 DIMS = (64, 80, 96, 112, 128, 192, 256)
 LATENT = (576, 512)
-"""Dims of a latent key and of its values."""
+"""Dims of a latent key and of its value."""
 BLOCK_SIZE = 128
 ATTENDING = {
     **dict.fromkeys(("table", "told_reads"), torch.int64),

@@ -176,8 +176,8 @@ def test_of_no_room_the_page_gives_its_own_advice_alone(reader: Reader):
       const { Refusal, sentence } = await import('/page/errors.js');
       return sentence(new Refusal(429, { message, code: 'insufficient_quota' }));
     }"""
-    message = "pool: 4,096 tokens are needed, and of 2,048 contexts keep too many; delete a context"
+    message = "pool: 4,096 tokens are needed, and contexts use too many of 2,048; delete a context"
     assert reader.page.evaluate(script, message) == (
-        "There is no room: 4,096 tokens are needed, and of 2,048 contexts keep too many."
+        "There is no room: 4,096 tokens are needed, and contexts use too many of 2,048."
         " Delete what you no longer need, or wait until something expires."
     )

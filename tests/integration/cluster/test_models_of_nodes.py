@@ -48,8 +48,8 @@ def configured(folder: Path) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "another": (damaged, f"has another {SINGLE} than node node-0 (127.0.0.1)"),
-    "another config": (configured, "has another config.json than node node-0 (127.0.0.1)"),
+    "another": (damaged, f"has a different {SINGLE} than node node-0 (127.0.0.1)"),
+    "another config": (configured, "has a different config.json than node node-0 (127.0.0.1)"),
     "missing": (shutil.rmtree, ": model folder {folder} does not exist"),
 }
 

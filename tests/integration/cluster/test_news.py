@@ -40,13 +40,13 @@ async def test_whoever_runs_a_service_is_told_of_a_loss_and_of_what_becomes_of_i
             os.kill(worker.pid, signal.SIGKILL)
         notes = await told(actor, "member 2 on node")
         node = worker.node
-        started = "member 2 was started in the place of member 1"  # before the others have met, or after
+        started = "started member 2 to replace member 1"  # before the others have met, or after
         assert started in notes
         assert [note for note in notes if note != started] == [
-            f"member 1 on node {node}, rank 1 of epoch 1, was lost: was killed by signal 9",
-            "epoch 2 begins with 1 of 2 ranks",
-            "epoch 3 begins with 2 of 2 ranks",
-            f"member 2 on node {node} is rank 1 of epoch 3",
+            f"lost member 1 on node {node}, rank 1 of epoch 1: was killed by signal 9",
+            "epoch 2: started with 1 of 2 ranks",
+            "epoch 3: started with 2 of 2 ranks",
+            f"member 2 on node {node} joined as rank 1 of epoch 3",
         ]
         await actor.end()
         assert await actor.wait(until_news=True) == StartResult()

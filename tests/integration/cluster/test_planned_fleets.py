@@ -91,5 +91,5 @@ def test_what_cannot_be_served_so_is_told_with_the_reason(tmp_path: Path) -> Non
     config = EngineConfig(model=str(make_checkpoint(tmp_path, "gemma3")), kv_bytes=1 << 18)
     sharded, replicated = check(config, has_weights=False).plans
     assert (sharded.reason, sharded.tokens) == ("", 256)
-    assert replicated.reason.startswith("kv_bytes: a context and a generation take")
+    assert replicated.reason.startswith("kv_bytes: a context and a generation need")
     assert replicated.rooms == ()

@@ -141,7 +141,7 @@ async def test_a_replacement_that_dies_while_it_loads_is_given_up() -> None:
         world.control.roster.watch(lambda event: given_up.set() if isinstance(event, ReplacementAbandoned) else None)
         await given_up.wait()
         assert isinstance(world.events[-1], ReplacementAbandoned)
-        assert "the last: left with exit code 3" in world.events[-1].reason
+        assert "latest reason: exited with code 3" in world.events[-1].reason
 
 
 async def test_a_slot_outlasts_a_process_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +187,7 @@ async def test_what_a_process_said_before_it_left_is_heard_first() -> None:
         await place.has_ended.wait()
         ended = loop.time()
         time, member, reason = await reported
-        assert (member, reason) == (0, "left with exit code 3")
+        assert (member, reason) == (0, "exited with code 3")
         assert time >= ended + LAST_WORD_SECONDS / 2
     finally:
         await fleet.shutdown()

@@ -102,7 +102,7 @@ def test_the_slot_of_a_dead_node_comes_back_with_another(
         process.kill()
     left = tuple(member for member in range(3) if member not in lost)
     assert read_to(service, "lost") == f"lost {lost[0]} {left}\n"
-    assert "the slot's node is gone" in read_to(service, "delayed:")
+    assert "the slot's node left the cluster" in read_to(service, "delayed:")
     start(started, other, "Ray runtime started")
     assert read_to(service, "formed") == "formed 3\n"
     assert service.wait(timeout=60) == 0

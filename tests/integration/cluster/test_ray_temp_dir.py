@@ -106,5 +106,5 @@ def test_what_was_left_without_a_watcher_is_ended_by_the_next(stack: ExitStack) 
 
 def test_a_folder_that_cannot_be_made_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(ray_temp_dir, "PARENT", tmp_path / "missing")
-    with pytest.raises(StartError, match="cannot make a folder for Ray: .*missing"):
+    with pytest.raises(StartError, match="cannot create a folder for Ray: .*missing"):
         connect(None, 1)

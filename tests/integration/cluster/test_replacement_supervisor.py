@@ -145,7 +145,7 @@ async def test_too_many_losses_are_replaced_later(kept: Kept) -> None:
 async def test_a_slot_that_is_lost_while_it_loads_is_given_up_until_asked(kept: Kept) -> None:
     kept.fleet.failing = {2, 3, 4}
     kept.control.lost(1, "vanished")
-    reason = "3 replacements were lost before they were ranks; the last: no memory"
+    reason = "3 replacements were lost before they joined; latest reason: no memory"
     assert await kept.wait_for(ReplacementAbandoned) == [ReplacementAbandoned(4, reason)]
     assert await kept.wait_for(ReplacementStarted) == [
         ReplacementStarted(2, 1),
@@ -181,11 +181,11 @@ async def test_who_was_a_rank_once_has_not_failed_before(kept: Kept) -> None:
 
 async def test_a_slot_whose_replacements_load_and_never_join_is_given_up(kept: Kept) -> None:
     for lost in (1, 2, 3, 4):
-        kept.control.lost(lost, "did not join 2 epochs")
+        kept.control.lost(lost, "did not join 2 epochs in time")
         if lost < 4:
             await kept.wait_for(ReplacementStarted, lost)
             await kept.control.wait_joinable()
-    reason = "3 replacements were lost before they were ranks; the last: did not join 2 epochs"
+    reason = "3 replacements were lost before they joined; latest reason: did not join 2 epochs in time"
     assert await kept.wait_for(ReplacementAbandoned) == [ReplacementAbandoned(4, reason)]
     assert kept.keeper.refill() == 1
 
@@ -194,7 +194,7 @@ async def test_a_slot_that_stays_away_is_no_longer_waited_for_and_filled_when_it
     kept.fleet.problem = StartError("no slot")
     kept.control.lost(1, "its node died")
     [given_up] = await kept.wait_for(ReplacementAbandoned)
-    message = "it was not there for 5 min, and is filled when it is: no slot"
+    message = "no slot for 5 min; a replacement starts when one is free: no slot"
     assert (given_up.lost, given_up.reason) == (1, message)
     assert kept.now >= CONFIG.start_timeout
     await kept.control.wait_settled()
@@ -209,10 +209,13 @@ async def test_a_replacement_has_the_model_of_the_others(kept: Kept) -> None:
     kept.fleet.strange = {2, 3, 4}
     kept.control.lost(1, "vanished")
     [given_up] = await kept.wait_for(ReplacementAbandoned)
-    assert given_up.reason.endswith("has another tokenizer.json than node node (127.0.0.1)")
+    assert given_up.reason.endswith("has a different tokenizer.json than node node (127.0.0.1)")
     assert kept.fleet.killed == [2, 3, 4]
     reported = list(kept.events)
-    assert reported[-2:] == [MemberLost(4, None, 0, "node", given_up.reason.partition("the last: ")[2], True), given_up]
+    assert reported[-2:] == [
+        MemberLost(4, None, 0, "node", given_up.reason.partition("latest reason: ")[2], True),
+        given_up,
+    ]
     assert [loss.slot for loss in kept.control.losses] == ["given_up"] * 4
     await kept.keeper.close()
     assert kept.events == reported, "it is told once"

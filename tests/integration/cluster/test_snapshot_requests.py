@@ -139,7 +139,7 @@ async def test_who_closes_leaves_nobody_waiting(world: World) -> None:
     requested = asyncio.create_task(world.control.save(0, SAVE))
     await world.hear(0, Save)
     await world.control.close()
-    await fails(requested, Unavailable, "the service ends")
+    await fails(requested, Unavailable, "the service is stopping")
 
 
 async def test_members_without_a_model_save_and_restore(tmp_path: Path) -> None:

@@ -73,11 +73,11 @@ class Files:
     ("service", "message", "why"),
     [
         ("encrypted", "nothing", "serves encrypted connections alone"),
-        ("encrypted", "theirs", "no authority"),
+        ("encrypted", "theirs", "not signed by an authority"),
         ("plain", "ours", "serves plain connections"),
         ("mutual", "ours", "client certificate"),
         ("mutual", "another's", "client certificate"),
-        ("elsewhere", "ours", "not for that name"),
+        ("elsewhere", "ours", "for another name"),
     ],
 )
 async def test_callers_are_told_that_the_service_is_away_and_operators_why(
@@ -117,7 +117,7 @@ async def test_who_runs_a_door_reads_why_once(tmp_path: Path) -> None:
         door.terminate()
         _, reported = await door.communicate()
     (line,) = reported.decode().splitlines()
-    assert "no authority given here" in line and "the service cannot be reached" in line
+    assert "not signed by an authority" in line and "the service cannot be reached" in line
 
 
 async def test_files_that_cannot_be_used_end_the_start(tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ async def test_a_service_that_loads_can_be_drained(tmp_path: Path, caplog: pytes
         await found.refusal()
         assert await found.client.drain() == Draining(open_calls=0, limit=2.0)
         await found.service.wait_drained()
-        assert "takes no new calls" in str(await found.refusal())
+        assert "accepts no new calls" in str(await found.refusal())
     assert caplog.messages == [], "nothing is wrong, and thousands may be refused"
 
 
@@ -179,7 +179,7 @@ async def test_what_runs_may_end_and_nothing_new_begins(tmp_path: Path) -> None:
         assert (await found.client.drain()).limit == 60
         assert await found.health() == (False, True)
         reported = await found.refusal()
-        assert (str(reported), reported.retry_seconds) == ("the service is stopping, and takes no new calls", 1.0)
+        assert (str(reported), reported.retry_seconds) == ("the service is stopping and accepts no new calls", 1.0)
         events = [event async for event in answer]
         assert isinstance(events[-1], Finished)
         assert sum(len(event.token_ids) for event in events if isinstance(event, Delta)) == 200
@@ -195,7 +195,7 @@ async def test_the_rest_is_told_why_and_whoever_waits_knows_when(tmp_path: Path)
         upload = await Upload(found.client, "book").begin()
         waiting = asyncio.create_task(found.client.drain(wait=True))
         await found.service.wait()
-        with pytest.raises(Unavailable, match="^the service is stopping, and waited 100 ms for calls to end$"):
+        with pytest.raises(Unavailable, match="^the service is stopping; waited 100 ms for calls to end$"):
             await upload.task
         assert not waiting.done(), "whoever runs the service does not know of it yet"
         await found.service.stop()
@@ -322,8 +322,8 @@ async def test_callers_from_elsewhere_drain_and_refill_nothing(tmp_path: Path, m
     async with begun(config_of(tmp_path), LocalFleet(EchoMain())) as found:
         await found.starting
         monkeypatch.setattr(servicers, "is_here", lambda peer: False)
-        with pytest.raises(PermissionDenied, match="own machine or pod only, and this call comes from ipv4:127"):
+        with pytest.raises(PermissionDenied, match="machine or pod of the service; this call comes from ipv4:127"):
             await found.client.drain()
-        with pytest.raises(PermissionDenied, match="^a service is told to refill slots from its own machine"):
+        with pytest.raises(PermissionDenied, match="^RefillSlots is allowed only from the machine"):
             await found.client.refill()
         assert await found.health() == (True, True)

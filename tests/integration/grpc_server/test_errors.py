@@ -147,19 +147,20 @@ async def test_a_request_that_is_too_large_must_change(
         monkeypatch.setattr("longleaf.client.channels.OPTIONS", (("grpc.max_send_message_length", max_sent),))
     async with AsyncClient(service.address) as client:
         with pytest.raises(
-            InvalidArgument, match=rf"request: has {MAX_REQUEST_BYTES + 5:,} bytes, at most {4 << 20:,} fit"
+            InvalidArgument,
+            match=rf"request: has {MAX_REQUEST_BYTES + 5:,} bytes; the limit for one message is {4 << 20:,}",
         ):
             await client.count_tokens("x" * MAX_REQUEST_BYTES)
     assert await service.client.count_tokens("x") == 1
 
 
 PLACES = [
-    StorageUnavailable("catalog /srv/data/catalog.db: the disk is full; make room there"),
+    StorageUnavailable("catalog /srv/data/catalog.db: the disk is full; free disk space"),
     StorageUnavailable("s3://bucket/folder cannot be read: timeout", 1.0),
     StorageUnavailable("/srv/data/journal/ab12: No space left on device"),
     DataLoss("catalog /srv/data/catalog.db", "it is damaged; restore its folder from a copy"),
-    DataLoss("contexts/service/1/2.json", "its 5 bytes are not those that were written to s3://bucket/folder"),
-    CheckpointChanged("contexts/x", "config.json in /srv/models/tiny changed since: ingest the text anew"),
+    DataLoss("contexts/service/1/2.json", "its 5 bytes differ from those written to s3://bucket/folder"),
+    CheckpointChanged("contexts/x", "config.json in /srv/models/tiny changed since: ingest the text again"),
 ]
 
 

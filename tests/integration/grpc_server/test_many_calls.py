@@ -50,7 +50,7 @@ async def test_each_method_names_the_limit_of_its_requests(channel: grpc.aio.Cha
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call.read()
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-    limit = "more than 4,096 fields" if name in TEXTS else f"{name} takes at most {MAX_SMALL_BYTES:,}"
+    limit = "more than 4,096 fields" if name in TEXTS else f"{name} is {MAX_SMALL_BYTES:,}"
     assert f"request: has {len(padding):,} bytes" in caught.value.details() and limit in caught.value.details()
 
 

@@ -314,7 +314,7 @@ async def test_the_command_line_passes_over_what_it_does_not_know(
 
 
 async def test_a_call_that_an_earlier_service_does_not_have_is_made_once(later: LaterService, client: Both) -> None:
-    with pytest.raises(LongleafError, match="does not serve this call of longleaf.v1") as caught:
+    with pytest.raises(LongleafError, match="does not implement this call of longleaf.v1") as caught:
         await client.call("cluster")
     assert (type(caught.value), later.num_lacking) == (LongleafError, 1)
 

@@ -58,7 +58,7 @@ async def test_a_place_that_was_given_up_is_filled_when_asked(tmp_path: Path) ->
         os.kill((await found.client.cluster()).workers[1].pid, signal.SIGKILL)
         cluster = await seen(found.client, "given_up")
         assert cluster.world_size == 1
-        assert "3 replacements were lost before they were ranks" in cluster.losses[0].slot_reason
+        assert "3 replacements were lost before they joined" in cluster.losses[0].slot_reason
         broken.unlink()
         assert await refill(config.port) == "a rank is started in 1 place\n"
         cluster = await seen(found.client, "filled")

@@ -45,7 +45,7 @@ async def test_tokens_are_counted_and_messages_may_be_large(service: Served) -> 
     many = [200] * ((2 << 20) - 1000)  # two bytes each
     _, finished = await collect(service.client.generate(many))
     assert finished.usage.prompt_tokens == len(many)
-    with pytest.raises(InvalidArgument, match="at most 4,194,304 fit in one message"):
+    with pytest.raises(InvalidArgument, match="the limit for one message is 4,194,304"):
         await service.client.count_tokens("a" * (5 << 20))
 
 

@@ -134,7 +134,7 @@ async def test_many_texts_whose_client_left_keep_nobody_waiting(gated: Gated) ->
 async def test_no_more_is_tokenized_than_can_fit(gated: Gated) -> None:
     gated.gate.open()
     gated.engine.max_positions = 3 * WINDOW
-    with pytest.raises(InvalidArgument, match="tokens or more cannot fit in the 196,608 tokens") as caught:
+    with pytest.raises(InvalidArgument, match="tokens do not fit in 196,608 tokens") as caught:
         await generate(gated.client, "a" * (30 * WINDOW))
     assert caught.value.field == "text"
     assert gated.gate.num_windows["a"] <= 5

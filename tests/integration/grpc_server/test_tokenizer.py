@@ -70,7 +70,7 @@ async def test_bytes_are_text_and_never_ids(service: Served) -> None:
     for text in (b"\xc3\xbc", bytearray(b"\xc3\xbc"), memoryview(b"\xc3\xbc")):
         assert await client.count_tokens(text) == 2
         assert (await client.tokenize(text)).token_ids == ids("ü")
-        with pytest.raises(InvalidArgument, match=f"token_ids: {type(text).__name__} is no sequence of token ids"):
+        with pytest.raises(InvalidArgument, match=f"token_ids: {type(text).__name__} is not a sequence of token ids"):
             await client.detokenize(cast(Any, text))
 
 

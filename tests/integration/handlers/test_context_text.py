@@ -82,7 +82,7 @@ async def test_wrong_ranges_are_refused(
 
 async def test_long_ranges_are_refused(client: AsyncClient, engine: FakeEngine) -> None:
     engine.contexts["long"] = [65] * (1 << 19)
-    with pytest.raises(InvalidArgument, match="at most 262,144 are told at once"):
+    with pytest.raises(InvalidArgument, match="the limit for one call is 262,144"):
         await client.get_context_text("long", 0, 1 << 19)
 
 

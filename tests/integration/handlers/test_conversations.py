@@ -169,8 +169,8 @@ async def test_names_for_the_template_come_with_a_request(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"messages": []}, "has 'messages', which cannot be set"),
-        ({"a b": 1}, "has 'a b', which cannot be set"),
+        ({"messages": []}, "has 'messages', which is reserved"),
+        ({"a b": 1}, "has 'a b', which is reserved"),
         ({"x": "y" * (1 << 15)}, "at most 16,384"),
         ({"x": float("inf")}, "are no JSON"),
         ({"x": object()}, "cannot be sent"),
@@ -186,7 +186,7 @@ async def test_names_that_no_template_may_have_are_refused(
 async def test_names_without_a_template_to_use_them_are_refused(service: Served) -> None:
     options: dict[str, Any] = {"chat_template_kwargs": {"x": 1}}
     for given in ([1, 2], "text"):
-        with pytest.raises(InvalidArgument, match="does not go through the chat template"):
+        with pytest.raises(InvalidArgument, match="requires an input that uses the chat template"):
             await collect(service.client.generate(given, use_chat_template=False, **options))
 
 
@@ -201,9 +201,9 @@ BEGINS_ANEW = "{% if messages | length > 1 %}A chat: {% endif %}" + CHATML
         (GEMMA, [ASKED, SAID, MORE, MORE], None, "conversation.messages[3]", "roles must alternate"),
         (GEMMA, [SYSTEM, SYSTEM, ASKED, SAID, SAID, MORE], "book", "conversation.messages[4]", "must alternate"),
         (FORGETFUL, [SYSTEM, ASKED, SAID, MORE], "book", "conversation.messages[1]", "leaves out the user's message"),
-        (BEGINS_ANEW, [SYSTEM, ASKED, SAID, MORE], "book", "conversation.messages[1]", "in another way than"),
-        (CHATML, [SYSTEM, SAID, MORE], "book", "conversation.messages[1].role", "is the assistant's"),
-        (CHATML, [ASKED, SAID], None, "conversation.messages[1].role", "must be the user's"),
+        (BEGINS_ANEW, [SYSTEM, ASKED, SAID, MORE], "book", "conversation.messages[1]", "differs from that of"),
+        (CHATML, [SYSTEM, SAID, MORE], "book", "conversation.messages[1].role", "has the role assistant"),
+        (CHATML, [ASKED, SAID], None, "conversation.messages[1].role", "must have the role user"),
         (CHATML, [ASKED, Message("user", "")], None, "conversation.messages[1].parts", "have no text"),
         (CHATML, [], None, "conversation.messages", "1 to 512"),
         (CHATML, [ASKED] * 513, None, "conversation.messages", "1 to 512"),
@@ -232,10 +232,10 @@ async def test_all_texts_together_have_to_fit(service: Served) -> None:
     service.engine.max_positions = 100
     long = [Message("user", "a" * 700), Message("assistant", "b" * 700), Message("user", "c" * 700)]
     error = await refused(service, *long)
-    assert (error.field, "2,100 bytes cannot fit" in error.description) == ("conversation", True)
+    assert (error.field, "2,100 bytes do not fit" in error.description) == ("conversation", True)
     mixed = [Message("user", "a1" * 20), Message("assistant", "b1" * 20), Message("user", "c1" * 20)]
     error = await refused(service, *mixed)
-    assert (error.field, "tokens or more cannot fit" in error.description) == ("conversation", True)
+    assert (error.field, "tokens do not fit" in error.description) == ("conversation", True)
     await service.client.ingest("book", "x" * 60)
     assert "are taken" in (await refused(service, Message("user", "a1" * 20), context="book")).description
 

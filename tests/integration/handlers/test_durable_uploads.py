@@ -330,7 +330,7 @@ async def test_files_stay_those_that_an_upload_began_with(tmp_path: Path) -> Non
     async with desk(tmp_path) as one:
         await one.run(replace(HEADER, files=files), *cut(TEXT[:200_000]), ends=False)
     async with desk(tmp_path) as one:
-        with pytest.raises(InvalidArgument, match=r"config\.files: are not those that this upload began with"):
+        with pytest.raises(InvalidArgument, match=r"config\.files: differ from those at the start of this upload"):
             await one.run(replace(HEADER, files=files[:1]))
     async with desk(tmp_path) as one:
         (first, *_) = await one.run(replace(HEADER, files=files), ends=False)

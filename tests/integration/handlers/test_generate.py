@@ -312,7 +312,7 @@ async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
 ) -> None:
     monkeypatch.setattr(Encoder, "push", None)
     service.engine.contexts["moby"] = [1] * 96
-    with pytest.raises(InvalidArgument, match="bytes cannot fit") as caught:
+    with pytest.raises(InvalidArgument, match="bytes do not fit") as caught:
         await collect(service.client.generate("a" * (1 << 20), context=context))
     assert caught.value.field == "text"
     assert ("96 of them are taken" in str(caught.value)) == (context is not None)

@@ -239,11 +239,11 @@ DAMAGED = WHOLE[:2_000_000] + b"?" + WHOLE[2_000_001:]
 @pytest.mark.parametrize(
     ("data", "error", "message"),
     [
-        (b"", InvalidArgument, "parcel: it was cut"),
-        (b"Call me Ishmael. " * 9, InvalidArgument, "parcel: this is no exported context"),
-        (WHOLE[:-1], InvalidArgument, "parcel: it was cut"),
-        (WHOLE + b"\0", InvalidArgument, "parcel: there are bytes after its end"),
-        (DAMAGED, InvalidArgument, "parcel: what 'piece' contains is damaged"),
+        (b"", InvalidArgument, "parcel: it is truncated"),
+        (b"Call me Ishmael. " * 9, InvalidArgument, "parcel: this is not an exported context"),
+        (WHOLE[:-1], InvalidArgument, "parcel: it is truncated"),
+        (WHOLE + b"\0", InvalidArgument, "parcel: it has extra bytes after its end"),
+        (DAMAGED, InvalidArgument, "parcel: the content of 'piece' is damaged"),
     ],
     ids=["empty", "text", "cut", "longer", "damaged"],
 )
@@ -271,9 +271,9 @@ async def test_another_model_is_told_before_all_is_sent(new: tuple[FakeTransferE
 
 async def test_a_service_that_moves_nothing_says_so(tmp_path: Path) -> None:
     async with serving(FakeEngine(), tmp_path / "model") as (_, address), AsyncClient(address) as client:
-        with pytest.raises(FailedPrecondition, match="stay where they are"):
+        with pytest.raises(FailedPrecondition, match="does not support export and import"):
             await client.export_context("moby", io.BytesIO())
-        with pytest.raises(FailedPrecondition, match="stay where they are"):
+        with pytest.raises(FailedPrecondition, match="does not support export and import"):
             await client.import_context(io.BytesIO(WHOLE))
 
 

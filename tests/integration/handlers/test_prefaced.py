@@ -125,7 +125,7 @@ async def test_it_counts_among_what_must_fit(tmp_path: Path) -> None:
         with pytest.raises(InvalidArgument) as caught:
             await one.run(IngestHeader("moby", system="ab " * 50), b"x")
         assert caught.value.field == FIELD
-        with pytest.raises(InvalidArgument, match=f"{FIELD}: 9,000 bytes cannot fit"):
+        with pytest.raises(InvalidArgument, match=f"{FIELD}: 9,000 bytes do not fit"):
             await one.run(IngestHeader("moby", system="ab " * 3000), b"x")
         with pytest.raises(InvalidArgument) as caught:
             await one.run(IngestHeader("moby", system="ab " * 20), b"1" * 60)

@@ -162,7 +162,7 @@ def test_a_dead_rank_is_named_although_a_forked_child_of_it_lives():
     finally:
         os.kill(child, signal.SIGKILL)
     assert isinstance(error, RankLost)
-    assert (error.rank, error.reason) == (1, "died or left the group")
+    assert (error.rank, error.reason) == (1, "exited or left the group")
     assert [process.end() for process in processes] == [0, -signal.SIGKILL]
 
 
@@ -186,7 +186,7 @@ def test_a_rank_that_does_not_come_is_named_by_all():
     errors.append(processes[1].result())
     assert [error.rank for error in errors] == [1, 1, 1]
     reasons = {error.reason for error in errors}
-    assert reasons == {"did not come to an exchange in 2.5 s", "others waited for it in vain"}
+    assert reasons == {"did not join an exchange within 2.5 s", "another rank timed out waiting for it"}
     assert [process.end() for process in processes] == [0, 0, 0]
 
 

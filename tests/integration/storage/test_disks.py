@@ -13,7 +13,7 @@ def test_a_full_disk_keeps_what_it_has_and_nothing_torn(tmp_path):
     with small_disk(tmp_path / "disk", SIZE) as disk:
         store = Store.open(str(disk.folder / "kept"))
         digest = store.put("a/first", [bytes(SIZE // 2)]).digest
-        with pytest.raises(StorageUnavailable, match="is full; make room"):
+        with pytest.raises(StorageUnavailable, match="is full; free space"):
             store.put("a/second", [bytes(SIZE // 4), bytes(SIZE)])
         assert [entry.name for entry in store.list()] == ["a/first"]
         assert not store.exists("a/second")

@@ -122,7 +122,7 @@ def test_a_fence_frees_those_who_wait_for_a_stopped_rank(members, expected):
     assert [(one.epoch, one.step) for one in broken] == [(1, FREEZE)] * 2
     # the first to leave was freed by its fence; the other may notice that before its own fence arrives
     reasons = {one.reason for one in broken}
-    assert "epoch 1 was ended" in reasons and reasons <= {"epoch 1 was ended", "died or left the group"}
+    assert "epoch 1 was ended" in reasons and reasons <= {"epoch 1 was ended", "exited or left the group"}
     members.kill(VICTIM)
     assert go_on(members, merges) == expected
 

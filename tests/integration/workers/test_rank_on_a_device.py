@@ -165,7 +165,7 @@ def test_a_pool_takes_what_steps_leave_of_a_device(llama, caplog):
 
 
 def test_a_pool_beyond_the_device_is_refused(llama):
-    with pytest.raises(StartError, match=f"bytes of memory that {DEVICE} has"):
+    with pytest.raises(StartError, match=f"bytes of memory of {DEVICE}"):
         PretendedRank(llama, kv_bytes=81 << 30)
 
 

@@ -138,7 +138,7 @@ def test_what_was_discarded_ends_the_epoch_of_who_wants_it(members: Members) -> 
     for member in (0, 1):
         broken = members.broken(member)
         assert (broken.step, broken.blamed) == (2, None)
-        assert "PieceNotFetched: rank 1 has not fetched under ticket 9" in broken.reason
+        assert "PieceNotFetched: rank 1 has no fetched piece for ticket 9" in broken.reason
 
 
 def test_a_slow_storage_holds_up_neither_steps_nor_pulses_nor_epochs(

@@ -127,6 +127,6 @@ def test_spans_begin_anew_with_each_segment() -> None:
 def test_of_more_spans_than_ranks_can_tell_nothing_is_told(ends: Sequence[int]) -> None:
     """Too many because of their length, or of documents that are shorter."""
     attribution_context = replace(GROUNDS, segments=tuple(ends), ends=tuple(ends))
-    with pytest.raises(InvalidArgument, match="524,289 spans of 32 tokens, and 524,288 can be told") as caught:
+    with pytest.raises(InvalidArgument, match="524,289 spans of 32 tokens; the limit is 524,288") as caught:
         spans_of(Provenance(span_tokens=32), attribution_context)
     assert caught.value.field == "provenance.span_token_count"

@@ -200,7 +200,7 @@ def test_a_window_that_took_long_is_not_made_longer() -> None:
     """Some patterns take time that grows with the square of a run: the next window would take four times as long."""
     seconds = itertools.count(step=2.0)
     encoder = Encoder(tokenizer_of("right-digits"), sizes=SMALL, clock=lambda: next(seconds))
-    with pytest.raises(InvalidArgument, match="200 characters in a row"):
+    with pytest.raises(InvalidArgument, match="200 consecutive characters"):
         encoder.push("1" * 1000)
 
 

@@ -187,9 +187,9 @@ def group(size=2):
 @pytest.mark.parametrize(
     ("portions", "reported"),
     [
-        ((RestorePortion(0, (RUN,)), RestorePortion(3, (OTHER,))), "rank 1 has not fetched under ticket 3"),
-        ((RestorePortion(0, (Run(0, START, START + 5, (1, 2)),)),), "rank 0 has not fetched under ticket 0"),
-        ((RestorePortion(0, (Run(1, START + 6, START + 9, (1,)),)),), "rank 1 has not fetched under ticket 0"),
+        ((RestorePortion(0, (RUN,)), RestorePortion(3, (OTHER,))), "rank 1 has no fetched piece for ticket 3"),
+        ((RestorePortion(0, (Run(0, START, START + 5, (1, 2)),)),), "rank 0 has no fetched piece for ticket 0"),
+        ((RestorePortion(0, (Run(1, START + 6, START + 9, (1,)),)),), "rank 1 has no fetched piece for ticket 0"),
     ],
     ids=["another ticket", "a part of a block", "past its end"],
 )
@@ -247,5 +247,5 @@ def test_what_is_held_is_not_restored():
         (START, RestorePortion(0, (Run(1, START + 3, START + 6, (1,)),))),
         (START + 1, RestorePortion(0, (OTHER,))),
     ]:
-        with pytest.raises(ValueError, match="is held where|does not start"):
+        with pytest.raises(ValueError, match="already has positions|does not start"):
             carry_out(Restore(SEGMENT, start, (portion,)), ranks)

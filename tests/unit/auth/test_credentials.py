@@ -61,30 +61,30 @@ def test_new_credentials_are_unique() -> None:
         (b"# nobody\n", "no entries"),
         (b"\xef\xbb\xbfacme user sha256:" + A.encode(), "byte-order mark"),
         (b"acme user \xff", "byte 10 is not UTF-8"),
-        (b"acme", "line 1: is not TENANT ROLE"),
+        (b"acme", "line 1: must be TENANT ROLE"),
         (b"acme root sha256:" + A.encode(), "a role is one of user, admin"),
         (b"Acme user sha256:" + A.encode(), "line 1: tenant: must be"),
-        (b"contexts user sha256:" + A.encode(), "none of contexts"),
-        (b"acme user", "nobody could come in"),
-        (b"acme user sha256:abc", "its word 3 is no sha256:HEX"),
-        (b"acme user sha256:" + A.upper().encode(), "its word 3"),
-        (b"acme user my-secret", "its word 3"),
-        (f"acme user sha256:{A} cats=3".encode(), "its word 4"),
-        (f"acme user sha256:{A} contexts=-3".encode(), "its word 4"),
-        (f"acme user sha256:{A} contexts=1__0".encode(), "its word 4"),
-        (f"acme user sha256:{A} contexts={'9' * 5000}".encode(), "its word 4"),
-        (f"acme user sha256:{A} contexts=3 contexts=4".encode(), "its word 5 gives the quota contexts again"),
+        (b"contexts user sha256:" + A.encode(), "not one of contexts"),
+        (b"acme user", "needs a sha256:"),
+        (b"acme user sha256:abc", "word 3 is not sha256:HEX"),
+        (b"acme user sha256:" + A.upper().encode(), "word 3"),
+        (b"acme user my-secret", "word 3"),
+        (f"acme user sha256:{A} cats=3".encode(), "word 4"),
+        (f"acme user sha256:{A} contexts=-3".encode(), "word 4"),
+        (f"acme user sha256:{A} contexts=1__0".encode(), "word 4"),
+        (f"acme user sha256:{A} contexts={'9' * 5000}".encode(), "word 4"),
+        (f"acme user sha256:{A} contexts=3 contexts=4".encode(), "word 5 repeats the quota contexts"),
         (
             f"acme user sha256:{A} context=3".encode(),
-            "its word 4 is none of the quotas contexts, tokens,",
+            "word 4 is not one of the quotas contexts, tokens,",
         ),
-        (f"acme user sha256:{A} tokens=2M".encode(), "its word 4 must be tokens=NUMBER, of 1 to 15 digits alone"),
-        (f"acme user {SECRET}".encode(), "its word 3 looks like a credential itself: put the line of `longleaf cre"),
-        (SECRET.encode(), "its word 1 looks like a credential itself"),
-        (f"acme user sha256:{A}\nacme admin sha256:{B}".encode(), "line 2: the tenant acme has a line already"),
+        (f"acme user sha256:{A} tokens=2M".encode(), "word 4 must be tokens=NUMBER with 1 to 15 digits"),
+        (f"acme user {SECRET}".encode(), "word 3 looks like a credential: put the line of `longleaf cre"),
+        (SECRET.encode(), "word 1 looks like a credential"),
+        (f"acme user sha256:{A}\nacme admin sha256:{B}".encode(), "line 2: tenant acme already has a line"),
         (
             f"acme user sha256:{A}\nbolt admin sha256:{A}".encode(),
-            "line 2: bolt has a credential or a name that is acme's",
+            "line 2: bolt has a credential or a name that belongs to acme",
         ),
         (b"acme user dns:x\nbolt admin dns:x", "line 2"),
     ],
@@ -228,6 +228,6 @@ def test_repair_is_logged_at_the_level_of_the_failure(file: Path, caplog: pytest
             clock.now += LOOK_SECONDS
             assert watched.value
     broken, mended = caplog.records
-    assert "what was there before goes on" in broken.getMessage()
-    assert f"{file} can be used again" in mended.getMessage()
+    assert "the previous content stays in use" in broken.getMessage()
+    assert f"loaded {file} after an earlier error" in mended.getMessage()
     assert {record.name for record in caplog.records} == {"longleaf.reloads"}

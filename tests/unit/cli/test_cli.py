@@ -344,7 +344,7 @@ def test_unreachable_server_is_one_line_and_exit_code_1(capsys: pytest.CaptureFi
         (RankLost(1, "a"), 1),
         (ResourceExhausted("a", "b"), 1),
         (ResourceExhausted("quotas/generations", "2 run", 2.0), 1),
-        (ResourceExhausted("quotas/generations", "none may run"), 2),
+        (ResourceExhausted("quotas/generations", "the tenant may run no generations"), 2),
         (LongleafError("a"), 1),
     ],
 )
@@ -449,7 +449,7 @@ WITH_INVALID_ADDRESS = ("--ray-address", "127.0.0.1:1")
         ),
         (
             ["--model", "m", *WITH_INVALID_ADDRESS, "--tls-key", "k"],
-            "error: --tls-key: needs --tls-cert: a certificate is nothing",
+            "error: --tls-key: requires --tls-cert",
         ),
         (
             ["--model", "m", *WITH_INVALID_ADDRESS, "--metrics-host", "::1"],
@@ -457,7 +457,7 @@ WITH_INVALID_ADDRESS = ("--ray-address", "127.0.0.1:1")
         ),
         (
             ["--model", "m", *WITH_INVALID_ADDRESS, "--share-prefixes", "true"],
-            "error: --share-prefixes: needs credentials: without",
+            "error: --share-prefixes: requires credentials: without",
         ),
         (["--model", "m", *WITH_INVALID_ADDRESS, "--world-size", "0"], "error: --world-size: 0 is not between 1 and"),
     ],

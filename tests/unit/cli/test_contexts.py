@@ -72,7 +72,7 @@ async def test_system_message_precedes_the_document(terminal: Terminal, book: st
     opening = [*fast.encode("<|begin|><|user|>").ids, *plain.encode("<|end|> Be brief.").ids]
     assert terminal.engine.contexts["moby"] == [*opening, *plain.encode("Call me Ishmael. " * 10).ids]
     code, _, err = await terminal.run("ingest", book, "--name", "moby", "--append", "--system", "x")
-    assert (code, err.startswith("error: --system: is for new contexts")) == (2, True)
+    assert (code, err.startswith("error: --system: is only for new contexts")) == (2, True)
     (tmp_path / "ids").write_text("[1, 2]")
     code, _, err = await terminal.run(
         "ingest", str(tmp_path / "ids"), "--name", "b", "--token-ids", "json", "--system", "x"

@@ -30,7 +30,7 @@ def test_errors_in_a_file_name_the_file(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "access.txt"
     assert run("credentials", "check", str(file)) == f"error: FILE: {file}: No such file or directory"
     file.write_text("acme user contexts=3")
-    assert run("credentials", "check", str(file)).startswith(f"error: {file}: line 1: acme has no sha256")
+    assert run("credentials", "check", str(file)).startswith(f"error: {file}: line 1: acme needs a sha256")
 
 
 def test_credential_file_must_contain_only_the_credential(run: Run, tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ async def test_repeated_command_replays_a_named_answer(terminal: Terminal) -> No
     assert await terminal.json("generate", "--prompt", "x", *named) == first
     assert len(terminal.engine.prompts) == 1
     code, _, err = await terminal.run("generate", "--prompt", "y", *named)
-    assert (code, err) == (2, "error: --request-id: r1 is the name of another request\n")
+    assert (code, err) == (2, "error: --request-id: r1 is in use by another request\n")
 
 
 async def test_token_bytes_are_printed_as_base64(terminal: Terminal) -> None:

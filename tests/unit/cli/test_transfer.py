@@ -99,7 +99,7 @@ async def test_export_is_resumed_from_a_partial_file(source_terminal: Terminal, 
     assert (code, err) == (2, f"error: file: {file} is there already; move it away, or name another one\n")
     file.unlink()
     code, _, err = await source_terminal.run("contexts", "export", "moby", str(tmp_path / "moby"), "--resume")
-    message = "error: contexts/moby: it has changed since that parcel was begun; export it anew\n"
+    message = "error: contexts/moby: it has changed since the export started; export it again\n"
     assert (code, err) == (2, message)
     digest.write_text("")
     code, _, err = await source_terminal.run("contexts", "export", "moby", str(tmp_path / "moby"), "--resume")
@@ -132,10 +132,10 @@ async def test_files_that_are_not_archives_are_refused(
     file = tmp_path / "file"
     file.write_bytes(b"Call me Ishmael. Some years ago")
     code, _, err = await target_terminal.run("contexts", "import", str(file))
-    assert (code, err) == (2, f"error: {file}: this is no exported context (after 24 bytes)\n")
+    assert (code, err) == (2, f"error: {file}: this is not an exported context (after 24 bytes)\n")
     file.write_bytes(WHOLE[:900])
     code, _, err = await target_terminal.run("contexts", "import", str(file))
-    assert (code, err) == (2, f"error: {file}: it was cut: its end is missing (after 900 bytes)\n")
+    assert (code, err) == (2, f"error: {file}: it is truncated: its end is missing (after 900 bytes)\n")
     assert (new.contexts, new.objects) == ({}, {})
 
 

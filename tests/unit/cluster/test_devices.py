@@ -65,7 +65,7 @@ def test_ranks_share_a_gpu_only_if_cuda_was_requested(gpu, num_gpus):
 
 
 def test_requested_gpu_must_exist_on_the_machine():
-    with pytest.raises(StartError, match="torch sees no GPU"):
+    with pytest.raises(StartError, match="torch finds no GPU"):
         choose_device("cuda", 0, 0, num_ranks=1)
 
 

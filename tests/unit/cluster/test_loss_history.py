@@ -52,7 +52,7 @@ def test_loss_of_a_joining_member_keeps_the_slot_waiting() -> None:
 
 
 def test_slot_without_replacement_has_a_reason() -> None:
-    assert slot_states(lost(1, 1, is_replaced=False)) == [(1, "given_up", None, "nobody replaces ranks")]
+    assert slot_states(lost(1, 1, is_replaced=False)) == [(1, "given_up", None, "ranks are not replaced")]
 
 
 def test_history_is_bounded() -> None:
@@ -62,13 +62,13 @@ def test_history_is_bounded() -> None:
 @pytest.mark.parametrize(
     ("event", "text"),
     [
-        (lost(1, 2), "member 1 on node node, rank 2 of epoch 4, was lost: died"),
-        (lost(5), "member 5 on node node was lost: died"),
-        (MemberLost(5, None, 0, "", "no room", True), "member 5 was lost: no room"),
-        (ReplacementStarted(6, 5), "member 6 was started in the place of member 5"),
-        (ReplacementDelayed(5, 30.0, "too many"), "the place of member 5 stays empty for 30 s at least: too many"),
-        (ReplacementAbandoned(5, "no memory"), "the place of member 5 stays empty: no memory"),
-        (MemberJoined(6, 2, "b", 5), "member 6 on node b is rank 2 of epoch 5"),
+        (lost(1, 2), "lost member 1 on node node, rank 2 of epoch 4: died"),
+        (lost(5), "lost member 5 on node node: died"),
+        (MemberLost(5, None, 0, "", "no room", True), "lost member 5: no room"),
+        (ReplacementStarted(6, 5), "started member 6 to replace member 5"),
+        (ReplacementDelayed(5, 30.0, "too many"), "no replacement of member 5 for at least 30 s: too many"),
+        (ReplacementAbandoned(5, "no memory"), "no replacement of member 5: no memory"),
+        (MemberJoined(6, 2, "b", 5), "member 6 on node b joined as rank 2 of epoch 5"),
     ],
 )
 def test_member_events_are_described_for_the_log(event: MemberEvent, text: str) -> None:

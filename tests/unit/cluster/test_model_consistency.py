@@ -30,23 +30,23 @@ OTHER = model("other", tokenizer="another")
 CASES: dict[str, tuple[list[Hello], str]] = {
     "another": (
         [hello(0), hello(1, OTHER), hello(2)],
-        "node node-1 (10.0.0.1) has another tokenizer.json than node node-0 (10.0.0.0)",
+        "node node-1 (10.0.0.1) has a different tokenizer.json than node node-0 (10.0.0.0)",
     ),
     "most count": (
         [hello(0, OTHER), hello(1), hello(2)],
-        "node node-0 (10.0.0.0) has another tokenizer.json than node node-1 (10.0.0.1)",
+        "node node-0 (10.0.0.0) has a different tokenizer.json than node node-1 (10.0.0.1)",
     ),
     "a tie": (
         [hello(0), hello(1, model("other", model="another"))],
-        "node node-1 (10.0.0.1) has another model.safetensors than node node-0 (10.0.0.0)",
+        "node node-1 (10.0.0.1) has a different model.safetensors than node node-0 (10.0.0.0)",
     ),
     "lacks": (
         [hello(0), hello(1, model("other", tokenizer_config=None))],
-        "node node-1 (10.0.0.1) lacks tokenizer_config.json, which node node-0 (10.0.0.0) has",
+        "node node-1 (10.0.0.1) lacks tokenizer_config.json, which exists on node node-0 (10.0.0.0)",
     ),
     "has more": (
         [hello(0), hello(1, model("other", template="one", model="another"))],
-        "node node-1 (10.0.0.1) has chat_template.jinja, which node node-0 (10.0.0.0) lacks, and 1 more",
+        "node node-1 (10.0.0.1) has chat_template.jinja, which is missing on node node-0 (10.0.0.0), and 1 more",
     ),
     "missing": ([hello(0), hello(1, None, "/m does not exist")], "node node-1 (10.0.0.1): /m does not exist"),
     "missing everywhere": (
@@ -59,7 +59,7 @@ CASES: dict[str, tuple[list[Hello], str]] = {
     ),
     "the coordinator": (
         [hello(0, OTHER), hello(1, None)],
-        "the coordinator's node has another tokenizer.json than node node-0 (10.0.0.0)",
+        "the coordinator's node has a different tokenizer.json than node node-0 (10.0.0.0)",
     ),
 }
 

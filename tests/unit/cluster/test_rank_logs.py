@@ -72,7 +72,7 @@ def test_flood_of_records_is_throttled_per_member(
     coordinator.log(5, LogRecord(30, "still mad"), LogRecord(30, "and again"), LogRecord(30, "and again"))
     num_left_out = 1000 * MAX_RECORDS - MAX_AT_ONCE
     assert logged_messages(caplog) == [
-        f"rank 0: {num_left_out} more records were left out",
+        f"rank 0: {num_left_out} log records dropped: too many per second",
         "rank 0: still mad",
         "rank 0: and again",
     ]
@@ -86,14 +86,14 @@ def test_records_dropped_by_a_rank_are_counted(coordinator: FakeCoordinator, cap
     assert logged_messages(caplog) == ["rank 0: first"]
     coordinator.log(5, LogRecord(30, "second"))
     coordinator.log(5, LogRecord(30, "third"))
-    assert logged_messages(caplog) == ["rank 0: 7 more records were left out", "rank 0: second", "rank 0: third"]
+    assert logged_messages(caplog) == ["rank 0: 7 log records dropped: too many per second", "rank 0: second", "rank 0: third"]
 
 
 def test_state_of_a_lost_member_is_removed(coordinator: FakeCoordinator, caplog: pytest.LogCaptureFixture) -> None:
     coordinator.log(5, LogRecord(30, "first"), num_dropped=7)
     coordinator.lose(5)
     coordinator.lose(6)
-    assert logged_messages(caplog) == ["rank 0: first", "rank 0: 7 more records were left out"]
+    assert logged_messages(caplog) == ["rank 0: first", "rank 0: 7 log records dropped: too many per second"]
     assert not coordinator.records._shares
 
 

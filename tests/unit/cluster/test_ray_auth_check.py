@@ -46,8 +46,8 @@ def ray_head(code: grpc.StatusCode) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("code", "with_token", "without"),
     [
-        (grpc.StatusCode.OK, "it asks for no token", ""),
-        (grpc.StatusCode.UNAUTHENTICATED, "it refuses the token", "it asks for a token"),
+        (grpc.StatusCode.OK, "the cluster requires no token", ""),
+        (grpc.StatusCode.UNAUTHENTICATED, "it rejects the token", "it requires a token"),
         (grpc.StatusCode.UNAVAILABLE, "", ""),
         (grpc.StatusCode.UNIMPLEMENTED, "", ""),
     ],
@@ -73,7 +73,8 @@ def test_missing_token_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with (
         ray_head(grpc.StatusCode.UNAUTHENTICATED) as address,
         pytest.raises(
-            StartError, match="RAY_AUTH_MODE=token, and there is no token: put the cluster's in RAY_AUTH_TOKEN"
+            StartError,
+            match="RAY_AUTH_MODE=token is set, but no token was found: put the cluster's token in RAY_AUTH_TOKEN",
         ),
     ):
         check_door(address)

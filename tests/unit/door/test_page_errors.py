@@ -9,8 +9,8 @@ import pytest
 
 PAGE = Path(__file__).parents[3] / "door" / "page"
 LONG = (
-    "body: 9,031 tokens or more cannot fit in the 8,192 tokens of the model's context, those that it was trained for, "
-    "and only a service started with --allow-long goes on"
+    "body: at least 9,031 tokens do not fit in 8,192 tokens of the model's context, the length that it was trained for "
+    "(only serve --allow-long goes beyond it)"
 )
 SCRIPT = """
 import { isFinal, Refusal, sentence, Unreachable } from "%s/errors.js";
@@ -29,6 +29,6 @@ def test_permanent_errors_suggest_no_retry() -> None:
     found = json.loads(done.stdout)
     assert [is_final for is_final, _ in found] == [True, True, True, False, False, False, False, False]
     message = (
-        "9,031 tokens or more cannot fit in the 8,192 tokens of the model's context, those that it was trained for."
+        "at least 9,031 tokens do not fit in 8,192 tokens of the model's context, the length that it was trained for."
     )
     assert found[0][1] == f"The service does not take this: {message}"

@@ -72,7 +72,7 @@ async def test_all_stale_contexts_are_recomputed_if_possible() -> None:
         reported = {each.name: each.reason for each in found.left_out}
         assert list(reported) == ["lost", "other", "taken"]
         assert "segment 8 is missing" in reported["lost"]
-        assert "ingest the text anew" in reported["other"]
+        assert "ingest the text again" in reported["other"]
         assert "already exists" in reported["taken"]
         engine.audit()
     async with running(persistence) as engine:
@@ -144,13 +144,15 @@ def test_recomputed_contexts_use_current_positions() -> None:
 
 
 def test_incompatible_contexts_are_refused() -> None:
-    with pytest.raises(CheckpointChanged, match=r"has 40 tokens, and this one takes 39, those that it was trained for"):
+    with pytest.raises(
+        CheckpointChanged, match=r"has 40 tokens; this checkpoint allows 39, the length that it was trained for"
+    ):
         anew(stale(), Positions(Rotary(), 39), VOCABULARY)
-    with pytest.raises(CheckpointChanged, match="has token 119, and this one knows 119"):
+    with pytest.raises(CheckpointChanged, match="has token 119; this checkpoint has 119 tokens"):
         anew(stale(), POSITIONS, 119)
     assert anew(stale(), POSITIONS, 120)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        with pytest.raises(CheckpointChanged, match=rf"config.json, {name} in /model .* ingest the text anew"):
+        with pytest.raises(CheckpointChanged, match=rf"config.json, {name} in /model .* ingest the text again"):
             anew(stale(BOOK, "config.json", name), POSITIONS, VOCABULARY)
     with pytest.raises(DataLoss):
         anew(stale(context("lost", 8, 5)), POSITIONS, VOCABULARY)

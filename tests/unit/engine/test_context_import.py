@@ -103,7 +103,7 @@ def test_pieces_that_no_rank_can_load_are_rejected() -> None:
     larger = replace(manifest, windows=replace(manifest.windows, num_bytes=1 << 30))
     with pytest.raises(InvalidArgument, match="windows: 2 blocks have at most"):
         form.check(larger)
-    with pytest.raises(InvalidArgument, match="windows: these ranks hold none"):
+    with pytest.raises(InvalidArgument, match="windows: these ranks store no windows"):
         KvFormat("blocks of 4; 0.keys F32 2x4x8|", 4).check(manifest)
     with pytest.raises(InvalidArgument, match="pieces: .* whole blocks of 2"):
         KvFormat(form.text, 2).check(replace(manifest, pieces=(replace(manifest.pieces[0], runs=((6, 9), (9, 15))),)))
@@ -218,7 +218,7 @@ async def test_persisted_context_that_cannot_be_loaded_does_not_prevent_a_start(
         service.engine.warm()
         assert [each.id for each in service.engine.list_contexts()] == ["other"]
         service.engine.audit()
-    assert "context book is left out" in caplog.text
+    assert "cannot write context book" in caplog.text
     monkeypatch.undo()
     async with serving(storage, policy=DEMAND) as service:
         assert len(await ask(service.engine)) == 4, "it is still in the catalog"
@@ -307,7 +307,7 @@ async def test_context_with_another_rope_is_refused() -> None:
     storage = Storage()
     async with serving(storage, policy=DEMAND) as service:
         importing = await arrive(service)
-        with pytest.raises(InvalidArgument, match="does not rotate contexts of 2,000 positions") as caught:
+        with pytest.raises(InvalidArgument, match="rotates contexts of 2,000 positions differently") as caught:
             await adopt(importing, Rope(scaled_for=4096))
         assert caught.value.field == "rope"
         assert not storage.lasting.contexts
@@ -315,7 +315,7 @@ async def test_context_with_another_rope_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("capacity", "num_tokens", "message"),
-    [(3_001, 30, "3,001 is more than 3,000"), (2_000, 3_001, "num_tokens: 3,001 is more than 3,000")],
+    [(3_001, 30, "3,001 exceeds 3,000"), (2_000, 3_001, "num_tokens: 3,001 exceeds 3,000")],
 )
 async def test_contexts_that_are_too_long_are_refused_immediately(capacity: int, num_tokens: int, message: str) -> None:
     async with serving(Storage(), policy=DEMAND) as service:

@@ -226,7 +226,7 @@ async def test_repeated_failures_before_the_first_step_end_the_service() -> None
     async with running(make_engine(ranks)) as found:
         stream = found.engine.submit(prompt(5, 60))
         ranks.break_epoch("hung")
-        message = "8 epochs ended one after the other without a step; the last: that cannot be held"
+        message = "8 epochs in a row ended without a step; latest error: that cannot be held"
         with pytest.raises(Unavailable, match=message):
             await read(stream)
         with pytest.raises(Unavailable, match=message):

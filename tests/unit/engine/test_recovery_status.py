@@ -18,10 +18,10 @@ def test_lost_and_recovered_tokens_are_logged_once(caplog: pytest.LogCaptureFixt
     recoveries.see(None, [])
     recoveries.see(None, [])
     assert [record.message for record in caplog.records] == [
-        "recovering: 3,000 tokens were lost",
-        "context book of 1,234 tokens was given up: no room",
-        "recovering: 5,000 tokens were lost",
-        "recovered 5,000 lost tokens in 4 s, but for those of contexts that were given up (1)",
+        "recovering 3,000 lost tokens",
+        "dropped context book with 1,234 tokens: no room",
+        "recovering 5,000 lost tokens",
+        "recovered 5,000 lost tokens in 4 s; dropped contexts: 1",
     ]
 
 

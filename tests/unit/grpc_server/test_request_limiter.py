@@ -61,9 +61,9 @@ async def refused(method: str, data: bytes) -> str:
 
 async def test_each_method_has_its_limit() -> None:
     reported = await refused(GET, bytes(MAX_SMALL_BYTES + 1))
-    assert reported == f"has {MAX_SMALL_BYTES + 1:,} bytes, GetContext takes at most {MAX_SMALL_BYTES:,}"
-    assert f"Generate takes at most {MAX_REQUEST_BYTES:,}" in await refused(GENERATE, bytes(MAX_REQUEST_BYTES + 1))
-    assert f"IngestContext takes at most {MAX_PIECE_BYTES:,}" in await refused(INGEST, bytes(MAX_PIECE_BYTES + 1))
+    assert reported == f"has {MAX_SMALL_BYTES + 1:,} bytes; the limit of GetContext is {MAX_SMALL_BYTES:,}"
+    assert f"Generate is {MAX_REQUEST_BYTES:,}" in await refused(GENERATE, bytes(MAX_REQUEST_BYTES + 1))
+    assert f"IngestContext is {MAX_PIECE_BYTES:,}" in await refused(INGEST, bytes(MAX_PIECE_BYTES + 1))
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ async def test_waiting_large_requests_are_limited() -> None:
     with requests.of(GENERATE, Parser(), HOST) as first, requests.of(GENERATE, Parser(), HOST) as second:
         await first.one(call(LARGE))
         with pytest.raises(
-            ResourceExhausted, match=f"with {len(LARGE):,} bytes more, .* more than {len(LARGE):,}"
+            ResourceExhausted, match=f"with {len(LARGE):,} more bytes, .* limit of {len(LARGE):,}"
         ) as caught:
             await second.one(call(LARGE))
         assert caught.value.retry_seconds
@@ -195,7 +195,9 @@ async def test_large_requests_of_one_tenant_do_not_exclude_others() -> None:
         with ExitStack() as stack:
             for _ in range(3):
                 await asyncio.create_task(hold("many", stack))
-            with pytest.raises(ResourceExhausted, match=f"yours that wait .* more than {3 * len(LARGE):,}") as caught:
+            with pytest.raises(
+                ResourceExhausted, match=f"your pending requests .* limit of {3 * len(LARGE):,}"
+            ) as caught:
                 await asyncio.create_task(hold("many", stack))
             assert caught.value.retry_seconds
             await asyncio.create_task(hold("other", stack))

@@ -171,7 +171,7 @@ async def test_piece_is_counted_before_it_is_processed(made: IngestBench, monkey
     monkeypatch.setattr(DocumentTokenizer, "add_ids", take)
     monkeypatch.setattr(DocumentTokenizer, "receive", take)
     for piece in (b"a" * 40_001, array("I", [5]) * 10_001):
-        with pytest.raises(ResourceExhausted, match="at most 40,000 are for client"):
+        with pytest.raises(ResourceExhausted, match="the limit of client '' is 40,000"):
             await made.run(header(), piece)
     assert made.uploads.num_bytes == 0
 
@@ -183,7 +183,7 @@ async def test_document_continues_when_space_is_available(tmp_path: Path) -> Non
         if made.uploads.num_bytes >= 32_000:
             break
         await asyncio.sleep(0.001)
-    with pytest.raises(ResourceExhausted, match=r"hold 40,0\d\d bytes, at most 40,000") as caught:
+    with pytest.raises(ResourceExhausted, match=r"use 40,0\d\d bytes of memory; the limit is 40,000") as caught:
         await made.run(header("mine"), (1,) * 1000, (1,) * 1001)
     assert caught.value.retry_seconds
     other.cancel()
@@ -231,7 +231,9 @@ async def test_data_beyond_the_size_is_refused(made: IngestBench, monkeypatch: p
         raise AssertionError("text is taken that is too much")
 
     monkeypatch.setattr(DocumentTokenizer, "_decode", decode)
-    with pytest.raises(InvalidArgument, match=r"config\.total_size_bytes: 6 bytes are declared, and 7 have come"):
+    with pytest.raises(
+        InvalidArgument, match=r"config\.total_size_bytes: 6 bytes are declared, but 7 have been received"
+    ):
         await made.run(header("mine", size=6), b"call me")
     assert made.uploads.num_bytes == 0
     assert (await anext(made.ingest.run(stream(header("mine"), ends=False)))).received_bytes == 0, "it is not retained"
@@ -246,11 +248,11 @@ async def test_upload_keeps_its_size(made: IngestBench) -> None:
     """A client that resumes with another size has another document; the size may be sent late."""
     with pytest.raises(DeadlineExceeded):
         await made.run(header("mine"), b"call me ", ends=False)
-    with pytest.raises(InvalidArgument, match="7 bytes are declared, and 8 have come"):
+    with pytest.raises(InvalidArgument, match="7 bytes are declared, but 8 have been received"):
         await made.run(header("mine", size=7))
     with pytest.raises(InvalidArgument, match=r"15 bytes are declared, .* after 8"):
         await made.run(header("mine", size=15))
-    with pytest.raises(InvalidArgument, match="16 bytes are declared now, and 15 were before"):
+    with pytest.raises(InvalidArgument, match="16 bytes are declared, but 15 were declared before"):
         await made.run(header("mine", size=16))
     assert (await made.run(header("mine"), b"Ishmael"))[-1].phase == "ready"
 

@@ -257,7 +257,7 @@ async def test_generation_that_no_longer_fits_is_refused(folder: Path, tokenizer
     """The pool of the new service is too small."""
     await begin(folder, tokenizer)
     async with serving(folder, tokenizer, FakeRanks(num_blocks=5, vocab=VOCAB)) as service:
-        with pytest.raises(InvalidArgument, match="the pool of all ranks holds"):
+        with pytest.raises(InvalidArgument, match="the pool of all ranks has"):
             await service.read(Resume("one", 0))
 
 

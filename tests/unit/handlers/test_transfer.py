@@ -265,7 +265,7 @@ async def test_truncated_archive_leaves_nothing(make_imports: MakeImports) -> No
     engine = empty_house()
     imports = make_imports(engine)
     for end in range(0, len(WHOLE), 31):
-        await refused(imports, engine, WHOLE[:end], InvalidArgument, "parcel: it was cut")
+        await refused(imports, engine, WHOLE[:end], InvalidArgument, "parcel: it is truncated")
 
 
 async def test_damaged_archive_leaves_nothing(make_imports: MakeImports) -> None:
@@ -281,20 +281,18 @@ async def test_archive_of_another_model_is_refused_with_the_differences(make_imp
     other = Fingerprint("cd" * 32, {"config.json": "01", "model.safetensors": "03", "tokenizer.json": "04"})
     given = packable()
     given.head = replace(given.head, fingerprint=other)
-    message = (
-        r"'fake' has fingerprint cdcdcdcdcdcdcdcd, .* here abababababababab; .* tokenizer.json, model.safetensors$"
-    )
+    message = r"'fake' has fingerprint cdcdcdcdcdcdcdcd; .* has abababababababab; .* tokenizer.json, model.safetensors$"
     await refused(make_imports(engine), engine, given.packed(), CheckpointChanged, message)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"context": "../etc"}, r"config.name: .*give it another name"),
+        ({"context": "../etc"}, r"config.name: .*give another name"),
         ({"expires": 9.0, "is_pinned": False}, "the context expired 1 s ago"),
-        ({"created": float("nan")}, "times that are none"),
-        ({"updated": -1.0}, "times that are none"),
-        ({"expires": 1e300}, "times that are none"),
+        ({"created": float("nan")}, "an invalid time"),
+        ({"updated": -1.0}, "an invalid time"),
+        ({"expires": 1e300}, "an invalid time"),
         ({"capacity": 1 << 30}, "capacity"),
     ],
 )
@@ -307,7 +305,9 @@ async def test_unacceptable_heads_are_refused(make_imports: MakeImports, changes
 async def test_unknown_token_id_is_refused(make_imports: MakeImports) -> None:
     engine, given = empty_house(), packable(keyed=(False, False))
     given.path[1].token_ids[4] = VOCABULARY
-    await refused(make_imports(engine), engine, given.packed(), InvalidArgument, "a token id that is not among 131,072")
+    await refused(
+        make_imports(engine), engine, given.packed(), InvalidArgument, "a token id outside the vocabulary of 131,072"
+    )
 
 
 async def test_pieces_that_do_not_cover_their_segment_are_refused(make_imports: MakeImports) -> None:
@@ -315,7 +315,7 @@ async def test_pieces_that_do_not_cover_their_segment_are_refused(make_imports: 
     number, manifest = next(iter(given.manifests.items()))
     given.manifests[number] = replace(manifest, pieces=manifest.pieces[1:])
     await refused(
-        make_imports(engine), engine, given.packed(), InvalidArgument, "the pieces of a segment make no sense"
+        make_imports(engine), engine, given.packed(), InvalidArgument, "the pieces of a segment are invalid"
     )
 
 
@@ -326,7 +326,7 @@ async def test_pieces_that_end_inside_a_block_are_refused(make_imports: MakeImpo
     (first, second), end = manifest.pieces, manifest.end
     pieces = (replace(first, runs=((0, cut),)), replace(second, runs=((cut, end),)))
     given.manifests[number] = replace(manifest, pieces=pieces)
-    message = "the pieces of a segment make no sense: pieces: .* blocks of 4"
+    message = "the pieces of a segment are invalid: pieces: .* blocks of 4"
     await refused(make_imports(engine), engine, given.packed(), InvalidArgument, message)
 
 
@@ -336,7 +336,7 @@ async def test_windows_before_their_segment_are_refused(make_imports: MakeImport
     assert manifest.windows is not None
     windows = replace(manifest.windows, runs=((manifest.start - 1, manifest.end),))
     given.manifests[number] = replace(manifest, windows=windows)
-    message = "the pieces of a segment make no sense: windows: "
+    message = "the pieces of a segment are invalid: windows: "
     await refused(make_imports(engine), engine, given.packed(), InvalidArgument, message)
 
 
@@ -400,7 +400,7 @@ async def test_wrong_request_order_is_refused(make_imports: MakeImports) -> None
 
     with pytest.raises(InvalidArgument, match="config: must be in the first"):
         [report async for report in imports.run(twice())]
-    with pytest.raises(InvalidArgument, match=r"piece.offset: is 100, and 0 bytes have come"):
+    with pytest.raises(InvalidArgument, match=r"piece.offset: is 100, but 0 bytes have been received"):
         await import_context(imports, WHOLE, start=100)
     with pytest.raises(InvalidArgument, match=r"config.total_size_bytes: more than 500 bytes"):
         await import_context(imports, WHOLE, ImportHeader(total_bytes=500))
@@ -566,7 +566,7 @@ async def test_concurrent_imports_are_limited(make_imports: MakeImports) -> None
     open_streams = [imports.run(sending(header, WHOLE)) for header in headers[:3]]
     await anext(open_streams[0])
     await anext(open_streams[1])
-    with pytest.raises(ResourceExhausted, match="imports: 2 are under way"):
+    with pytest.raises(ResourceExhausted, match="imports: 2 are running"):
         await anext(open_streams[2])
     for stream in open_streams:
         await stream.aclose()
@@ -599,7 +599,7 @@ async def test_imports_of_one_tenant_do_not_exclude_others(make_imports: MakeImp
     open_streams = [imports.run(sending(header, WHOLE)) for header in acme]
     for stream in open_streams[:2]:
         await anext(stream)
-    with pytest.raises(ResourceExhausted, match="2 of the tenant acme are under way, at most 2"):
+    with pytest.raises(ResourceExhausted, match="2 of tenant acme are running; the limit is 2"):
         await anext(open_streams[2])
     for stream in open_streams:
         await stream.aclose()
@@ -610,7 +610,7 @@ async def test_exports_of_one_tenant_do_not_exclude_others(threads: TokenizerPoo
     exports = Exports(old, threads, FakeEngine().describe, max_exports=2, tenant_share=1 / 2)
     async with aclosing(exports.run(ExportContext(context="acme/a"))) as first:
         await anext(first)
-        with pytest.raises(ResourceExhausted, match="1 of the tenant acme are under way"):
+        with pytest.raises(ResourceExhausted, match="1 of tenant acme are running"):
             await anext(exports.run(ExportContext(context="acme/b")))
         async with aclosing(exports.run(ExportContext(context="bolt/a"))) as other:
             await anext(other)
@@ -626,7 +626,7 @@ async def test_import_memory_is_bounded(make_imports: MakeImports) -> None:
     await import_until(imports, whole, ImportHeader(context="a", upload_id="one"), 3500)  # holds most of a piece
     assert len(await import_context(imports, whole, ImportHeader(context="b"))) > 1  # the oldest import is evicted
     imports = make_imports(engine, max_bytes=(most := 4000))
-    with pytest.raises(ResourceExhausted, match=f"imports: all together hold too much, at most {most:,}"):
+    with pytest.raises(ResourceExhausted, match=f"imports: all imports use too much memory; the limit is {most:,}"):
         await import_context(imports, whole, ImportHeader(context="c"))
     assert await import_until(make_imports(engine), whole, ImportHeader(context="a", upload_id="one"), 0) == 0
 

@@ -212,7 +212,7 @@ def test_number_of_uploads_is_bounded_per_client(make: Callable[..., Upload]) ->
     for upload in uploads_of["a"]:
         uploads.add(upload)
         upload.own()
-    with pytest.raises(ResourceExhausted, match="3 of client 'a' are open or kept") as caught:
+    with pytest.raises(ResourceExhausted, match="3 of client 'a' are open or resumable") as caught:
         uploads.add(make("a3", client="a"))
     assert caught.value.retry_seconds
     for upload in uploads_of["b"]:
@@ -238,7 +238,7 @@ def test_number_of_uploads_is_bounded_per_tenant(make: Callable[..., Upload]) ->
         upload = make(client, client=client, tenant="acme")
         uploads.add(upload)
         upload.own()
-    with pytest.raises(ResourceExhausted, match="4 of the tenant acme are open or kept to be resumed, at most 4 may"):
+    with pytest.raises(ResourceExhausted, match="4 of tenant acme are open or resumable; the limit is 4"):
         uploads.add(make("j", client="j", tenant="acme"))
     assert retained(uploads, "bolt's") == [True]
     uploads.audit()
@@ -262,7 +262,7 @@ def test_upload_bytes_are_bounded_per_tenant(make: Callable[..., Upload]) -> Non
         uploads.add(upload)
         uploads.count(upload)
     uploads.add(third := make("c", 1, "c", "acme"))
-    with pytest.raises(ResourceExhausted, match="those of the tenant acme hold 8,004 bytes, at most 8,000"):
+    with pytest.raises(ResourceExhausted, match="those of tenant acme use 8,004 bytes of memory; the limit is 8,000"):
         uploads.count(third)
     assert retained(uploads, "bolt's") == [True]
 
@@ -283,12 +283,14 @@ def test_bytes_of_open_uploads_are_bounded_per_client(make: Callable[..., Upload
     assert retained(uploads, "old") == [False], "it was evicted for another upload of its client"
     third = make("third", 1, "a")
     uploads.add(third)
-    with pytest.raises(ResourceExhausted, match="those of client 'a' hold 8,004 bytes, at most 8,000") as caught:
+    with pytest.raises(
+        ResourceExhausted, match="those of client 'a' use 8,004 bytes of memory; the limit is 8,000"
+    ) as caught:
         uploads.count(third)
     assert caught.value.retry_seconds
     other = make("other", 1, "c")
     uploads.add(other)
-    with pytest.raises(ResourceExhausted, match="all together hold too much, at most 16,000"):
+    with pytest.raises(ResourceExhausted, match="all uploads use too much memory; the limit is 16,000"):
         uploads.count(other)
     uploads.audit()
 
@@ -297,7 +299,7 @@ def test_document_larger_than_the_limit_is_not_retried(make: Callable[..., Uploa
     uploads = uploads_on(Clock(), max_bytes=16_000)
     upload = make("a", 2001)
     uploads.add(upload)
-    with pytest.raises(ResourceExhausted, match="one holds 8,004 bytes, at most 8,000") as caught:
+    with pytest.raises(ResourceExhausted, match="it uses 8,004 bytes of memory; the limit of .* is 8,000") as caught:
         uploads.count(upload)
     assert caught.value.retry_seconds is None
 

@@ -61,7 +61,7 @@ def test_capacity_covers_the_document_within_the_limit(rotary: Rotary, num_token
 
 
 @pytest.mark.parametrize(
-    ("declared", "words"), [(9, "less than the 10 tokens"), (4097, "4,097 is more than 4,096 positions.*--allow-long")]
+    ("declared", "words"), [(9, "less than the 10 tokens"), (4097, "4,097 exceeds 4,096 positions.*--allow-long")]
 )
 def test_declared_capacity_must_fit(declared: int, words: str) -> None:
     with pytest.raises(InvalidArgument, match=words) as caught:

@@ -141,13 +141,13 @@ def test_samples_have_separate_windows() -> None:
 
 def test_too_small_window_pool_is_named() -> None:
     bench = Asker(windows=WindowSpec(reaches=(AttentionSpan(8),), num_blocks=9))
-    with pytest.raises(InvalidArgument, match="the windows' pool holds 36 tokens.*--window-bytes") as caught:
+    with pytest.raises(InvalidArgument, match="the window pool has 36 tokens.*--window-bytes") as caught:
         bench.prompt(range(41), max_tokens=40)
     assert caught.value.field == "sampling.max_token_count"
     for number in range(3):
         bench.ingest(f"doc-{number}", 40)
         bench.run()
-    with pytest.raises(ResourceExhausted, match="of 36 contexts keep too many; .*--window-bytes") as refused:
+    with pytest.raises(ResourceExhausted, match="contexts use too many of 36;.*--window-bytes") as refused:
         bench.ingest("doc-3", 40)
     assert refused.value.subject == "window pool"
     assert refused.value.retry_seconds is None
@@ -168,7 +168,7 @@ def test_blocks_used_only_by_chunks_are_freed_for_other_jobs() -> None:
 
 def test_window_pool_has_space_for_recompute() -> None:
     """3 tokens and 40 of an answer are rows in 4 blocks; preempted after 20, they are a chunk in 5 and rows in 4."""
-    with pytest.raises(InvalidArgument, match="holds 36 tokens, in blocks of 4, and 40 are needed"):
+    with pytest.raises(InvalidArgument, match="has 36 tokens in blocks of 4, and 40 are needed"):
         Asker(windows=WindowSpec(reaches=(AttentionSpan(8),), num_blocks=9)).ask(3, max_tokens=40)
     bench = Asker(windows=WindowSpec(reaches=(AttentionSpan(8),), num_blocks=10), max_sequences=1)
     low = bench.ask(3, max_tokens=40)
@@ -303,7 +303,7 @@ def test_append_is_refused_before_the_window_pool_is_full() -> None:
     append(bench, *[1] * 9, context="other")
     num_free, paths = bench.placer.num_free, [context.path for context in bench.scheduler.contexts.list()]
     message = (
-        "8 tokens are needed, and of 80 contexts keep too many; delete a context, or serve with more --window-bytes"
+        "8 tokens are needed, and contexts use too many of 80; delete a context, or serve with more --window-bytes"
     )
     for context in ("tiny", "other"):
         with pytest.raises(ResourceExhausted, match=message) as caught:
@@ -320,6 +320,6 @@ def test_full_window_pool_of_a_context_is_not_blamed_on_the_text() -> None:
     bench = Asker(windows=WindowSpec(reaches=(AttentionSpan(8),), num_blocks=10), blocks=(400, 400))
     append(bench, *[1] * 9)
     for refused in (lambda: bench.ingest("doc", 1, append=True), lambda: bench.ask(5, context="doc")):
-        with pytest.raises(ResourceExhausted, match="of 40 contexts keep too many; delete a context") as caught:
+        with pytest.raises(ResourceExhausted, match="contexts use too many of 40;delete a context") as caught:
             refused()
         assert caught.value.subject == "window pool"

@@ -177,7 +177,7 @@ def test_ingest_pieces_survive(piece: IngestPiece) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"), [({"capacity_token_count": 0}, "not positive"), ({"append": True}, "is for new contexts")]
+    ("fields", "words"), [({"capacity_token_count": 0}, "not positive"), ({"append": True}, "is only for new contexts")]
 )
 def test_invalid_capacity_is_named(fields: dict[str, Any], words: str) -> None:
     config = {"name": "contexts/a", "capacity_token_count": 5} | fields
@@ -448,10 +448,10 @@ def test_collections_are_counted_before_they_are_converted(field: str, limit: in
 
 def test_ids_and_paths_are_counted_before_they_are_converted() -> None:
     ids = SimpleNamespace(ids=Uncounted([1, 2, 3]))
-    with pytest.raises(InvalidArgument, match="token_ids: are 3, at most 2 are taken at once"):
+    with pytest.raises(InvalidArgument, match="token_ids: has 3 ids; the limit is 2"):
         codec.decode_ids(cast(Any, ids), 2)
     update = SimpleNamespace(update_mask=SimpleNamespace(paths=Uncounted([1] * 17)))
-    with pytest.raises(InvalidArgument, match="update_mask: has 17 paths, at most 16 are taken"):
+    with pytest.raises(InvalidArgument, match="update_mask: has 17 paths; the limit is 16"):
         codec.decode_update(cast(Any, update))
 
 

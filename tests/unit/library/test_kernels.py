@@ -42,18 +42,18 @@ def test_auto_falls_back_to_torch_without_a_compiler(no_compiler, caplog):
     with caplog.at_level(logging.WARNING, "longleaf"):
         assert registry.choose("auto", "cpu", FLOAT32).name == "torch"
     [reported] = caplog.messages
-    assert reported.startswith("kernels: compiled cannot be had on cpu: ") and "'cc'" in reported
-    assert reported.endswith("; those of torch serve instead (slower)")
+    assert reported.startswith("kernels: compiled is not available on cpu: ") and "'cc'" in reported
+    assert reported.endswith("; using torch instead (slower)")
 
 
 def test_requested_kernels_are_not_replaced(no_compiler):
-    with pytest.raises(StartError, match=r"^kernels: compiled cannot be had on cpu: .*'cc'"):
+    with pytest.raises(StartError, match=r"^kernels: compiled is not available on cpu: .*'cc'"):
         registry.choose("compiled", "cpu", FLOAT32)
 
 
 @pytest.mark.parametrize("name", ["compiled", "torch"])
 def test_cpu_kernels_are_not_used_on_gpus(name):
-    with pytest.raises(StartError, match=f"^kernels: {name} computes on cpu, and this rank on cuda:1$"):
+    with pytest.raises(StartError, match=f"^kernels: {name} runs on cpu, but this rank is on cuda:1$"):
         registry.choose(name, "cuda:1", FLOAT32)
 
 

@@ -25,15 +25,15 @@ def test_key_pair_is_loaded_with_its_expiry(authority: Authority) -> None:
 
 SPOILED: dict[str, tuple[Callable[[Authority], tuple[bytes, bytes]], str, str]] = {
     "an empty certificate": (lambda a: (b" \n", a.make()[1]), "tls_cert", "is empty"),
-    "a certificate that is none": (lambda a: (b"hello", a.make()[1]), "tls_cert", "no certificate in PEM"),
-    "half a certificate": (lambda a: (a.make()[0][:200], a.make()[1]), "tls_cert", "no certificate in PEM"),
+    "a certificate that is none": (lambda a: (b"hello", a.make()[1]), "tls_cert", "no readable PEM certificate"),
+    "half a certificate": (lambda a: (a.make()[0][:200], a.make()[1]), "tls_cert", "no readable PEM certificate"),
     "an expired one": (lambda a: a.make(life=timedelta(days=-1)), "tls_cert", "expired at 2"),
     "one that is not valid yet": (lambda a: a.make(age=-DAY, life=2 * DAY), "tls_cert", "is not valid before 2"),
     "a weak key": (lambda a: a.make(key=rsa.generate_private_key(65537, 1024)), "tls_cert", "RSA key of 1,024 bits"),
     "a key of a curve that TLS has not": (
         lambda a: a.make(key=ec.generate_private_key(ec.SECP256K1())),
         "tls_cert",
-        "over secp256k1; TLS here takes RSA",
+        "over secp256k1; supported are RSA",
     ),
     "a key of a curve that clients do not take": (
         lambda a: a.make(key=ec.generate_private_key(ec.SECP521R1())),
@@ -46,7 +46,7 @@ SPOILED: dict[str, tuple[Callable[[Authority], tuple[bytes, bytes]], str, str]] 
         "over brainpoolP256r1",
     ),
     "an empty key": (lambda a: (a.make()[0], b""), "tls_key", "is empty"),
-    "a key that is none": (lambda a: (a.make()[0], b"hello"), "tls_key", "no private key in PEM"),
+    "a key that is none": (lambda a: (a.make()[0], b"hello"), "tls_key", "no readable PEM private key"),
     "the key of another": (lambda a: (a.make()[0], a.make()[1]), "tls_key", "not the key of the certificate"),
     "an encrypted key": (
         lambda a: (a.make()[0], pem_of(ec.generate_private_key(ec.SECP256R1()), b"secret")),
@@ -81,5 +81,5 @@ def test_irregular_file_is_refused_without_blocking(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
     for path in (tmp_path / "pipe", tmp_path / "folder", Path("/dev/null")):
-        with pytest.raises(InvalidArgument, match="tls_ca: .*no regular file|tls_ca: .*directory"):
+        with pytest.raises(InvalidArgument, match="tls_ca: .*not a regular file|tls_ca: .*directory"):
             read_pem("tls_ca", path)

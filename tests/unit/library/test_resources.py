@@ -137,7 +137,7 @@ def test_processors_are_limited_by_affinity_and_quota(system, monkeypatch, group
 def test_affinity_counts_for_slots(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3})
     config.check_slots_here(config.RANKS_PER_CPU)
-    with pytest.raises(StartError, match="9 needs as many slots, this machine has 8"):
+    with pytest.raises(StartError, match="9 ranks do not fit: this machine has 8 slots"):
         config.check_slots_here(config.RANKS_PER_CPU + 1)
 
 

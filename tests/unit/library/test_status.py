@@ -53,7 +53,7 @@ EXAMPLES = [
     RankLost(3, "died"),
     GroupFailed("rank 1: raised"),
     PermissionDenied("not from there"),
-    Unauthenticated("nobody has these credentials"),
+    Unauthenticated("unknown credential"),
     Unavailable("starting"),
     Unavailable("loading", 2.5),
     ModelRefused("no rope"),

@@ -90,7 +90,7 @@ def test_command_with_all_components_has_their_options(whole, tmp_path):
 
 def test_base_refuses_to_listen():
     found = render(MANIFESTS / "base")
-    with pytest.raises(InvalidArgument, match="give --tls-cert and --credentials, or say --insecure"):
+    with pytest.raises(InvalidArgument, match="give --tls-cert and --credentials, or --insecure"):
         check(taken(serve_of(found)))
     assert any("--insecure" in problem for problem in problems(found, RAY))
 

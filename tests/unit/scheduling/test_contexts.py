@@ -97,7 +97,7 @@ def test_jobs_around_a_deleted_context_finish() -> None:
     large = bench.ask(12, 8)
     small = bench.ask(4, 2, "doc")
     bench.scheduler.delete_context("doc")
-    with pytest.raises(ResourceExhausted, match="under way") as caught:
+    with pytest.raises(ResourceExhausted, match="running generations") as caught:
         bench.ask(20, 20)  # it might come before the small one, which keeps the document
     assert caught.value.retry_seconds
     assert plan is not None

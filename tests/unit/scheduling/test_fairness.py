@@ -217,13 +217,13 @@ def test_one_of_several_tenants_may_fill_half_of_the_queue() -> None:
     bench = Bench(max_sequences=1, max_waiting=5)
     for number in range(4):  # one of them begins
         bench.ask(4, first=10 * number, tenant="acme", is_alone=False)
-    with pytest.raises(ResourceExhausted, match="of the tenant acme wait as may, 3 of 5") as caught:
+    with pytest.raises(ResourceExhausted, match="tenant acme has 3 waiting requests, its share of 5") as caught:
         bench.ask(4, tenant="acme", is_alone=False)
     assert caught.value.retry_seconds
     for number in range(2):
         bench.ask(4, first=100 * number, tenant="bolt", is_alone=False)
     for tenant in ("acme", "bolt"):
-        with pytest.raises(ResourceExhausted, match="wait as may, 5"):
+        with pytest.raises(ResourceExhausted, match="5 requests are waiting"):
             bench.ask(4, tenant=tenant, is_alone=False)
     bench.run()
     for number in range(6):
@@ -342,7 +342,7 @@ def test_deadline_that_cannot_be_met_is_refused() -> None:
     bench = Bench()
     bench.ask(100, max_tokens=10)
     bench.run()
-    with pytest.raises(DeadlineExceeded, match=r"50 ms are left, and 1\d\d ms are"):
+    with pytest.raises(DeadlineExceeded, match=r"50 ms are left, and at least 1\d\d ms are"):
         bench.ask(100, first=500, deadline=bench.now + 0.05)
     bench.ask(100, deadline=bench.now + 0.05)  # cached tokens need not be read
     with pytest.raises(DeadlineExceeded):

@@ -58,7 +58,7 @@ def test_limits_of_the_pool(count: int, max_tokens: int, field: str | None) -> N
         bench.ask(count, max_tokens)
         bench.run()
         return
-    with pytest.raises(InvalidArgument, match="the pool of all ranks holds 40, in blocks of 4") as caught:
+    with pytest.raises(InvalidArgument, match="the pool of all ranks has 40 tokens in blocks of 4") as caught:
         bench.ask(count, max_tokens)
     assert caught.value.field == field
     if found := re.search("at most ([0-9]+) can be generated", str(caught.value)):
@@ -167,7 +167,7 @@ def test_queue_is_bounded() -> None:
     bench = Bench(max_waiting=2, max_sequences=3)
     for _ in range(5):
         bench.ask(4)  # three of them need not wait
-    with pytest.raises(ResourceExhausted, match="as many requests wait as may, 2") as caught:
+    with pytest.raises(ResourceExhausted, match="2 requests are waiting, which is the limit") as caught:
         bench.ask(4)
     assert caught.value.retry_seconds
 
@@ -176,7 +176,7 @@ def test_document_does_not_take_blocks_of_waiting_jobs() -> None:
     bench = Bench(blocks=(5, 5), max_sequences=1)
     bench.ask(4, 2)
     large = bench.ask(20, 10)
-    with pytest.raises(ResourceExhausted, match="under way") as caught:
+    with pytest.raises(ResourceExhausted, match="running generations") as caught:
         bench.ingest("doc", 16)  # it might come first, and stay
     assert caught.value.retry_seconds
     bench.run()
@@ -188,7 +188,7 @@ def test_document_does_not_take_blocks_of_waiting_jobs() -> None:
 def test_job_that_needs_blocks_of_contexts_is_refused() -> None:
     bench = Bench(blocks=(5, 5))
     bench.ingest("doc", 30)
-    with pytest.raises(ResourceExhausted, match="contexts keep too many; delete a context") as caught:
+    with pytest.raises(ResourceExhausted, match="contexts use too many of .*; delete a context") as caught:
         bench.ask(10, 4)
     assert caught.value.retry_seconds is None
     bench.run()

@@ -162,7 +162,7 @@ def test_blocks_of_samples_are_reserved_exactly() -> None:
     job = bench.prompt(range(41), max_tokens=5, num_samples=3)
     with pytest.raises(
         InvalidArgument,
-        match="3 times 9 to generate make 65, .*; the pool of all ranks holds 64",
+        match="3 times 9 to generate make 65, .*; the pool of all ranks has 64",
     ) as caught:
         bench.prompt(range(41), max_tokens=9, num_samples=3)
     assert caught.value.field == "sample_count"
@@ -221,5 +221,5 @@ def test_request_that_does_not_fit_beside_contexts_is_refused() -> None:
     bench.run()
     bench.prompt(range(5), max_tokens=1)
     bench.run()
-    with pytest.raises(ResourceExhausted, match="contexts keep too many"):
+    with pytest.raises(ResourceExhausted, match="contexts use too many"):
         bench.prompt(range(10), max_tokens=4)

@@ -166,7 +166,7 @@ def test_recomputation_needs_blocks_beside_the_context(num_blocks: int) -> None:
     bench.ingest("book", 20)
     bench.run()
     if num_blocks < 17:
-        with pytest.raises(ResourceExhausted, match="48 tokens are needed, and of 64 contexts keep too many"):
+        with pytest.raises(ResourceExhausted, match="48 tokens are needed, and contexts use too many of 64"):
             bench.ask(4, 21, context="book")
         return
     job = bench.ask(4, 21, context="book")

@@ -90,7 +90,7 @@ def test_fork_at_a_temporary_window_is_refused() -> None:
     group.change(0, 1, 2)
     plan = _until_read(group, 16)
     group.ask(20)
-    with pytest.raises(Unavailable, match=r"contexts/a is read again.*cannot be cut at 16"):
+    with pytest.raises(Unavailable, match=r"contexts/a is being recomputed.*cannot be cut at 16"):
         group.scheduler.fork_context("a", "c", 16)
     group.scheduler.fork_context("a", "whole")
     group.commit(plan)

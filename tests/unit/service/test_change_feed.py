@@ -123,7 +123,7 @@ async def test_number_of_watches_is_limited() -> None:
     watch = CoalescingWatch(lambda: 1, ChangeCounter(), max_watchers=1)
     async with aclosing(watch.values(1.0)) as first:
         assert await anext(first) == 1
-        with pytest.raises(ResourceExhausted, match="watchers: 1 watch already") as caught:
+        with pytest.raises(ResourceExhausted, match="watchers: 1 watches are open") as caught:
             await anext(watch.values(1.0))
         assert caught.value.retry_seconds
     async with aclosing(watch.values(1.0)) as second:

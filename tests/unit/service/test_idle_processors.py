@@ -8,8 +8,8 @@ from coordinator.service import idle_processors
 @pytest.mark.parametrize(
     ("ranks", "threads", "devices", "processors", "message"),
     [
-        (1, 1, ["cpu"], 16, "1 thread computes on 16 processors: --threads N, for each rank, uses more"),
-        (2, 2, ["cpu", "cpu"], 16, "4 threads compute on 16 processors: --threads N, for each rank, uses more"),
+        (1, 1, ["cpu"], 16, "1 thread computes on 16 processors: --threads N (per rank) uses more"),
+        (2, 2, ["cpu", "cpu"], 16, "4 threads compute on 16 processors: --threads N (per rank) uses more"),
         (2, 4, ["cpu", "cpu"], 16, ""),
         (1, 1, ["cpu"], 2, ""),
         (1, 1, ["cuda:0"], 16, ""),

@@ -25,7 +25,7 @@ def test_readable_names_are_accepted(name: str) -> None:
 def test_other_names_are_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         app.main(["serve", f"--model-name={name}"])
-    message = "error: --model-name: must be 1 to 256 printable characters, the first and the last no space\n"
+    message = "error: --model-name: must be 1 to 256 printable characters without a space at the start or end\n"
     assert (end.value.code, capsys.readouterr().err) == (2, message)
 
 

@@ -47,7 +47,7 @@ def test_missing_folder_is_a_storage_failure_not_a_missing_object(store, tmp_pat
         lambda: store.put("a/b", [b"1"]),
     )
     for call in calls:
-        with pytest.raises(StorageUnavailable, match="not there any more"):
+        with pytest.raises(StorageUnavailable, match="no longer exists"):
             call()
     assert not (tmp_path / "kept").exists()
 

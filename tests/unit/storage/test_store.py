@@ -77,8 +77,8 @@ def test_names_cannot_escape_the_storage(store, name):
     ("error", "reported"),
     [
         (OSError(errno.EIO, "input/output error"), "input/output error"),
-        (OSError(errno.ENOSPC, "no space"), "make room"),
-        (OSError(errno.EDQUOT, "quota"), "make room"),
+        (OSError(errno.ENOSPC, "no space"), "free space"),
+        (OSError(errno.EDQUOT, "quota"), "free space"),
         (OSError(errno.EROFS, "read-only"), "mount it for writing"),
         (PermissionError("403"), "credentials"),
         (FileExistsError("surprise"), "surprise"),

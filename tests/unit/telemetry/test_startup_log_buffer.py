@@ -17,7 +17,7 @@ async def test_flood_without_a_reader_keeps_the_last_lines_and_a_count() -> None
     for number in range(10_000):
         buffer.handle(line(str(number)))
     dropped, *last = buffer.take()
-    assert dropped.startswith("9,997 lines")
+    assert dropped.startswith("9,997 earlier lines")
     assert last == ["9997", "9998", "9999"]
     assert buffer.take() == ()
 

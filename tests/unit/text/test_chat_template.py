@@ -98,7 +98,7 @@ def test_template_without_the_question_is_refused(tmp_path: Path) -> None:
 def test_system_message_before_a_document_must_not_change_the_end(tmp_path: Path) -> None:
     made = load(tmp_path, CHATML + "{% if messages[0].role == 'system' %}Obey: {% endif %}").chat_template
     assert made is not None
-    with pytest.raises(ConversationRefused, match="changes what the chat template writes after questions"):
+    with pytest.raises(ConversationRefused, match="changes the prompt after a question"):
         made.opening("Be brief.")
 
 
@@ -146,7 +146,7 @@ def test_variables_reach_the_template(tmp_path: Path) -> None:
 def test_texts_of_a_conversation_have_a_limit(tmp_path: Path) -> None:
     made = load(tmp_path, CHATML).chat_template
     assert made is not None
-    with pytest.raises(InvalidArgument, match=r"conversation: has 16,777,217 bytes of text, at most 16,777,216"):
+    with pytest.raises(InvalidArgument, match=r"conversation: has 16,777,217 bytes of text; the limit is 16,777,216"):
         made.conversation(messages((U, "x" * (1 << 24)), (A, "y"), (U, "")), {})
 
 

@@ -89,7 +89,7 @@ def test_literals_are_found_in_a_template() -> None:
 def test_endless_template_is_refused_and_the_next_is_rendered(source: str, renderer: Renderer) -> None:
     for _ in range(2):
         found = renderer.render(source, {}, [QUESTION, TURNS])
-        assert found == [Rendering(reason="takes more than 1 s of processor time")] * 2
+        assert found == [Rendering(reason="did not finish within 1 s of processor time")] * 2
     assert renderer.render("x", {}, [QUESTION]) == [Rendering("x")]
 
 
@@ -110,7 +110,7 @@ def test_suspended_process_is_killed(size: int) -> None:
     (process,) = renderings()
     process.suspend()
     found = renderer.render("x", {}, [[{"role": "user", "content": "x" * size}]])
-    assert found == [Rendering(reason="takes more than 1 s")]
+    assert found == [Rendering(reason="did not finish within 1 s")]
     assert renderings() == [], "the next rendering starts another process"
     renderer.stop()
 
@@ -168,7 +168,7 @@ async def test_tokenizer_load_counts_towards_the_start_timeout(tmp_path: Path) -
     service = service_of(tmp_path / "model", start_timeout=1.5)
     starting = asyncio.create_task(service.start())
     process = await until_rendering()
-    with pytest.raises(StartError, match=r"not loaded within 1\.5 s"):
+    with pytest.raises(StartError, match=r"did not load within 1\.5 s"):
         await starting
     await service.stop()
     assert await asyncio.to_thread(psutil.wait_procs, [process], 20) == ([process], [])

@@ -227,7 +227,7 @@ def test_unexpected_error_is_reported_and_ends_no_thread(bench, caplog):
         assert bench.answer().failure.trouble == "unavailable"
     bench.save(9)
     assert bench.answer().failure is None
-    assert "neither written nor read" in caplog.text
+    assert "cannot read or write a piece" in caplog.text
 
 
 @pytest.mark.parametrize(("url", "reported"), [(None, "none was given"), ("s3://there", "s3://there: nothing is kept")])

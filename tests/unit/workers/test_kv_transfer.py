@@ -167,7 +167,7 @@ def test_flipped_bit_is_detected_and_reported_by_all_ranks(at, number, monkeypat
 
     def reported_ranks(comm):
         comm_here = FlippingComm(comm, at, number) if comm.rank == 2 else comm
-        with pytest.raises(TransferCorrupted, match="rank 2 otherwise than rank 0 sent") as raised:
+        with pytest.raises(TransferCorrupted, match="rank 2 received other keys than rank 0 sent") as raised:
             move(Move(transfers), comm_here, ranks[comm.rank].pool, ranks[comm.rank].ledger)
         return raised.value.source, raised.value.target
 
@@ -197,7 +197,7 @@ def test_windows_are_sent_by_rank_0(name, monkeypatch):
 
 def test_damaged_windows_are_detected():
     ranks = [Rank(POOLS["windows apart"], number) for number in range(2)]
-    with pytest.raises(TransferCorrupted, match="rank 1 otherwise than rank 0"):
+    with pytest.raises(TransferCorrupted, match="rank 1 received other keys than rank 0"):
         carry_out(
             Move((), (Run(EVERY_RANK, 0, 3, (2,)),)), ranks, lambda comm: FlippingComm(comm, 40) if comm.rank else comm
         )

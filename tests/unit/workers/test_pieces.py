@@ -97,16 +97,16 @@ def test_formats_distinguish_pools():
 
 @pytest.mark.parametrize("other", ["half", "latents", "int8", "windows apart"])
 def test_piece_of_another_format_is_refused(other):
-    with pytest.raises(DataLoss, match="a pool of another form"):
+    with pytest.raises(DataLoss, match="a pool with another layout"):
         read(written(filled(POOLS["plain"], 1)), POOLS[other]())
 
 
 def test_window_pieces_and_other_pieces_are_not_interchangeable():
     pool = filled(POOLS["windows apart"], 1)
     for of_windows in (False, True):
-        with pytest.raises(DataLoss, match="a pool of another form"):
+        with pytest.raises(DataLoss, match="a pool with another layout"):
             read(written(pool, of_windows=of_windows), pool, of_windows=not of_windows)
-    with pytest.raises(DataLoss, match="a pool of another form"):
+    with pytest.raises(DataLoss, match="a pool with another layout"):
         read(written(filled(POOLS["plain"], 1)), POOLS["plain"](), of_windows=True)
 
 
@@ -134,7 +134,7 @@ def test_truncated_piece_is_refused():
         (b'"version":"1"', b'"version":"2"', "version is 2"),
         (b'"positions":"4-13', b'"positions":"4-17', "its positions"),
         (b'"positions":"4-13', b'"positions":"4+13', "its positions"),
-        (b"__metadata__", b"__metadate__", "no piece"),
+        (b"__metadata__", b"__metadate__", "not a piece"),
     ],
 )
 def test_wrong_header_is_refused(old, new, reported):
@@ -148,7 +148,7 @@ def test_wrong_header_is_refused(old, new, reported):
 @pytest.mark.parametrize("ranges", [((4, 13),), ((4, 13), (16, 21)), ((4, 13), (17, 20)), ((16, 20), (4, 13)), ()])
 def test_positions_that_differ_from_the_manifest_are_refused(ranges):
     pool = filled(POOLS["plain"], 1)
-    with pytest.raises(DataLoss, match="its positions are not those of its manifest"):
+    with pytest.raises(DataLoss, match="its positions differ from those in its manifest"):
         read(written(pool), pool, ranges)
 
 

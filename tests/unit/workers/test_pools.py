@@ -106,7 +106,7 @@ def test_models_without_windows_log_a_notice(pool_of, caplog):
         pool_of("llama", kv_bytes=1 << 20, window_keys="sharded")
         assert caplog.messages == []
         pool_of("llama", kv_bytes=1 << 20)
-    assert caplog.messages == ["window_keys: no layer of this model has a window, so all keys are sharded"]
+    assert caplog.messages == ["window_keys: this model has no windowed layers, so all keys are sharded"]
 
 
 def test_window_only_model_uses_all_bytes_for_windows(pool_of):
@@ -118,12 +118,12 @@ def test_window_only_model_uses_all_bytes_for_windows(pool_of):
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"kv_bytes": 1 << 20, "window_bytes": 1 << 21}, "window_bytes: 2,097,152 bytes are more than the 1,048,576"),
+        ({"kv_bytes": 1 << 20, "window_bytes": 1 << 21}, "window_bytes: 2,097,152 bytes exceed the 1,048,576"),
         ({"kv_bytes": 1 << 20, "window_bytes": 1000}, "window_bytes: .* take 655,360 bytes .* get 1,000"),
         ({"kv_bytes": 1 << 18}, "kv_bytes: .* take 655,360 bytes .* get 131,072"),
         (
             {"kv_bytes": 1 << 20, "window_bytes": 1 << 20},
-            "kv_bytes: 1,048,576 bytes do not hold one block of 32,768 bytes beside 1,048,576 for windows",
+            "kv_bytes: 1,048,576 bytes are too few for one block of 32,768 bytes beside 1,048,576 for windows",
         ),
     ],
 )
@@ -142,14 +142,12 @@ def test_ranks_of_a_machine_share_its_free_memory(pool_of, monkeypatch):
 def test_pool_larger_than_memory_is_refused_before_loading(monkeypatch):
     monkeypatch.setattr(resources, "memory", lambda: resources.Memory(1000, 500))
     config = EngineConfig(model="/no/such/folder", kv_bytes=251, world_size=4, device="cpu")
-    reason = (
-        "^kv_bytes: 251 for each of 4 ranks here is more than the 1,000 bytes of memory that this machine has for them$"
-    )
+    reason = "^kv_bytes: 251 for each of 4 ranks here exceeds the 1,000 bytes of memory of this machine$"
     with pytest.raises(StartError, match=reason):
         Rank(make_spec(0, config)).load()
     with pytest.raises(ModelRefused):
         Rank(make_spec(0, msgspec.structs.replace(config, kv_bytes=250))).load()
-    with pytest.raises(StartError, match="^kv_bytes: 1,001 for each of 1 rank here is more than the 1,000 bytes"):
+    with pytest.raises(StartError, match="^kv_bytes: 1,001 for each of 1 rank here exceeds the 1,000 bytes"):
         Rank(make_spec(0, msgspec.structs.replace(config, kv_bytes=1001, world_size=1))).load()
 
 

@@ -105,7 +105,7 @@ def test_models_check_refuses_code_without_asking(tmp_path: Path, text: str, opt
     checkpoint.configure(lambda settings: settings.update(model_type="untrusted", auto_map=OWN))
     found = forked.run([*forked.CLI, "models", "check", str(checkpoint.folder), *options], input=text)
     assert (found.returncode, found.stderr) == (2, "")
-    assert "code of its own, which is never run" in found.stdout
+    assert "custom code, which Longleaf never runs" in found.stdout
     assert "[y/N]" not in found.stdout
     checkpoint.check_asleep()
 
@@ -116,14 +116,14 @@ def test_serve_refuses_code_without_asking(tmp_path: Path) -> None:
     command = [*forked.CLI, "serve", "--model", str(checkpoint.folder), "--launcher", "local", "--port", "0"]
     found = forked.run(command, input="y\n" * 9)
     assert found.returncode == 2
-    assert "code of its own, which is never run" in found.stderr.splitlines()[-1]
+    assert "custom code, which Longleaf never runs" in found.stderr.splitlines()[-1]
     assert "Traceback" not in found.stderr
     checkpoint.check_asleep()
 
 
 def test_code_required_by_a_config_is_refused(untrusted: UntrustedCheckpoint) -> None:
     untrusted.configure(lambda settings: settings.update(model_type="untrusted", auto_map=OWN))
-    assert all("code of its own, which is never run" in reason for reason in refusals(untrusted.folder))
+    assert all("custom code, which Longleaf never runs" in reason for reason in refusals(untrusted.folder))
     untrusted.check_asleep()
 
 

@@ -137,7 +137,7 @@ def test_gpu_pool_gets_the_memory_that_steps_leave(model_of, caplog):
     with caplog.at_level("INFO", logger="longleaf"):
         assert kv_bytes_within(memory, "cuda:1", model_of(), config, 1) == 40 * GIB - found.total
     left = human_bytes(40 * GIB - found.total)
-    begin = f"kv_bytes: {left} of 40.0 GiB that cuda:1 has free beside the weights; the others are "
+    begin = f"kv_bytes: {left} of 40.0 GiB free on cuda:1 after loading the weights; the others are "
     parts = (found.chunk, found.sampling, found.partials, KERNELS, found.graphs, 0, 0, 2 * GIB)
     names = ("chunks", "sampling", "partials", "kernels", "graphs", "drafts", "NCCL", "fragments")
     message = ", ".join(f"{human_bytes(size)} for {name}" for size, name in zip(parts, names, strict=True))

@@ -27,9 +27,9 @@ def add_shares(
     TILE_ENTRIES: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """One program for each column of each teller, see `longleaf.kernels.gpu.block_sums`; all heads are added up there,
-    in the same order each time. `told` [K, E * G, 2], `lse` [T, H], `sinks` [H]; `means` are summed over heads,
-    `largest` is the most of any head, float32, and `heads` its number, int32, which begins at `first_head`."""
+    """One program for each column of each reported row, see `longleaf.kernels.gpu.block_sums`; it adds up all heads in
+    a fixed order. `told` [K, E * G, 2], `lse` [T, H], `sinks` [H]; `means` are summed over heads, `largest` is the
+    maximum over heads, float32, and `heads` the number of that head, int32, starting at `first_head`."""
     place = tl.program_id(0)
     bag = bags + place.to(tl.int64) * 5
     head_H = tl.arange(0, HEADS_PAD)

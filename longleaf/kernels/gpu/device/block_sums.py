@@ -9,8 +9,8 @@ import triton.language as tl
 
 @triton.jit
 def asked(read, told, row_R, is_row_R):
-    """Attribution of a stretch, from its numbers (`longleaf.kernels.gpu.block_sums`): position of each row's entry for
-    slot 0, mask of reported rows, and the edge. `told` has the entries of this key head."""
+    """Attribution of a stretch, from its table entries (`longleaf.kernels.gpu.block_sums`): position of each row's
+    entry for slot 0, mask of reported rows, and the edge. `told` has the entries of this key head."""
     is_reported_R = is_row_R & (row_R >= tl.load(read + 1)) & (row_R < tl.load(read + 2))
     return told + 2 * (tl.load(read) + row_R * tl.load(read + 4)), is_reported_R, tl.load(read + 3)
 

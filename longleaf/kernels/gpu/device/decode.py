@@ -2,7 +2,7 @@
 
 The table is that of `longleaf.kernels.gpu.work_items`. Programs process items in turn, for every key head, so the
 number of programs and items affects only speed. Tiles of keys start at multiples of a block's slots, with or without
-block attribution (TELLS), which does not affect partials: their bits are the same either way.
+block attribution (TELLS), so partials are bitwise identical in both cases.
 
 Shape letters: R rows, S keys of a tile, D dim, V value dim, E dims of the keys beyond the values.
 """
@@ -48,13 +48,13 @@ def attend_items(
     TYPE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Writes `out` [P, K, V] and `lse` [P, K] of P part rows, float32, from `q` [T, H, D], `k` [K, S, D] and `v`
-    [K, S, V]; products are of type TYPE.
+    """Writes `out` [P, K, V] and `lse` [P, K] of P part rows, float32, from `q` [T, H, D], `k` [K, S, D] and `v` [K, S,
+    V]; products are of type TYPE.
 
-    Where REST_PAD is not 0 the values are the first dims of the keys, and these are read once for both: DIM_PAD is then
-    VALUE_PAD, and REST_PAD holds the rest of the dims. `v` is not looked at.
+    If REST_PAD is not 0, the values are the first dims of the keys, and both are read once: DIM_PAD is then VALUE_PAD,
+    and REST_PAD is the padded number of the other dims. `v` is ignored.
 
-    With TELLS it also writes `told` [K, E * G, 2], float32, as `told_reads` says of each stretch, see `tell`.
+    With TELLS it also writes `told` [K, E * G, 2], float32, for each stretch in `told_reads`, see `tell`.
     """
     HEADER: tl.constexpr = 4
     first_dim_D = tl.arange(0, DIM_PAD)

@@ -1,11 +1,11 @@
-"""Attention over keys and values in 8 bits, otherwise as `longleaf.kernels.gpu.device.decode`.
+"""Attention over 8-bit keys and values, otherwise as `longleaf.kernels.gpu.device.decode`.
 
-What the numbers stand for is said in `longleaf.kernels.int8`. To make floating numbers of 8 bits may take longer than
-to read these, so little is done to each: two at once, as 16 bits, become float16 as they are, which holds them exactly.
-What they are to be multiplied with goes into the few numbers on the other side of a product: exponents of keys into
-queries, scales of values into weights. These are first brought to the upper end of what float16 holds, so that it
-rounds away what is 2^-28 of a row's largest query times the largest exponent, or of the largest scale so far: less than
-float32 sums keep. For float32 queries products are float32, and nothing is rounded.
+`longleaf.kernels.int8` defines the format. Dequantization may take longer than reading, so it does little work per
+number: two at a time, as 16 bits, become float16, which represents them exactly. Factors are applied to the smaller
+operand of a product: exponents of keys to queries, scales of values to weights. The operand is first scaled to the
+upper end of float16's range. Float16 then drops contributions below 2^-28 of a row's largest query times the largest
+exponent, or of the largest scale so far, which is below the precision of float32 sums. For float32 queries products are
+float32 and nothing is rounded.
 
 Shape letters as there; C pairs of dims, of which `even` is the first and `odd` the second.
 """
@@ -71,11 +71,11 @@ def attend_items_int8(
     TYPE: tl.constexpr,
     HAS_PTX: tl.constexpr,
 ):
-    """Writes `out` [P, K, D] and `lse` [P, K] of P part rows, float32, from `q` [T, H, D]; `keys` and `values`
-    [K, S, C] and `exponents` [K, B, C], whose 16 bits are two numbers each; and `scales` [K, S]. Products are of type
-    TYPE, float16 or float32. With TELLS, blocks are told of as there.
+    """Writes `out` [P, K, D] and `lse` [P, K] of P part rows, float32, from `q` [T, H, D]; `keys` and `values` [K, S,
+    C] and `exponents` [K, B, C], whose 16 bits are two numbers each; and `scales` [K, S]. Products are of type TYPE,
+    float16 or float32. With TELLS, block attribution is written as there.
 
-    All keys of a tile have the same exponents: where a block ends a tile does.
+    All keys of a tile have the same exponents: a tile ends where a block ends.
     """
     HEADER: tl.constexpr = 4
     NO_PAIR: tl.constexpr = -30584  # -120 twice
@@ -163,7 +163,7 @@ def _tile_of(slot, BLOCK: tl.constexpr, TILE_KEYS: tl.constexpr):
 
 @triton.jit
 def _raised(even_RC, odd_RC, TYPE: tl.constexpr):
-    """Queries times the powers of two that bring the largest of each row to [2^14, 2^15), and what undoes that."""
+    """Queries times the powers of two that bring the largest of each row to [2^14, 2^15), and the inverse factors."""
     if TYPE == tl.float32:
         unit_R = tl.full([even_RC.shape[0]], 1.0, tl.float32)
     else:
@@ -206,7 +206,7 @@ def _values(pairs, TYPE: tl.constexpr, HAS_PTX: tl.constexpr):
 
 @triton.jit
 def _both(pairs, PTX: tl.constexpr):
-    """What assembly makes of two pairs at a time."""
+    """Converts two pairs at a time in assembly."""
     return tl.inline_asm_elementwise(PTX, "=r,=r,r", [pairs], (tl.float16, tl.float16), is_pure=True, pack=2)
 
 

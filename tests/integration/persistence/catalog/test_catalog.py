@@ -82,7 +82,7 @@ async def test_a_change_that_builds_on_nothing_leaves_nothing(tmp_path: Path) ->
         Change(segments=(segment(0),), contexts=(context("b", 0),)),
     ]
     for change in wrong:
-        with pytest.raises(DataLoss, match="does not hold what this builds upon"):
+        with pytest.raises(DataLoss, match="its contents are inconsistent"):
             await catalog.commit(change)
         assert await catalog.load() == before
     await catalog.commit(document("b", 1))
@@ -198,7 +198,7 @@ async def test_what_another_reader_holds_up_is_gone_with_the_next_commit(
     reader.execute("BEGIN")
     assert reader.execute("SELECT count(*) FROM contexts").fetchone() == (1,)
     await catalog.commit(Change(dropped_contexts=("a",)))
-    assert remains(tmp_path, ids(0, 20)) and "another process reads it" in caplog.text
+    assert remains(tmp_path, ids(0, 20)) and "another process is reading it" in caplog.text
     reader.close()
     await catalog.commit(Change())
     assert not remains(tmp_path, ids(0, 20))
@@ -220,7 +220,7 @@ async def test_an_upload_becomes_a_context_in_one_change(tmp_path: Path) -> None
 async def test_what_does_not_follow_the_ids_of_an_upload_is_refused(tmp_path: Path) -> None:
     catalog = await Catalog.open(tmp_path / DATABASE)
     await catalog.append_upload(upload(), 0, ids(0, 20))
-    with pytest.raises(DataLoss, match="20 ids of it are kept, and those behind 25 do not follow them"):
+    with pytest.raises(DataLoss, match="it has 20 token ids, and the next ones start at 25"):
         await catalog.append_upload(upload(settled_bytes=200), 25, ids(1, 5))
     assert await catalog.upload_ids(("doc", "u1")) == ids(0, 20)
     assert (await catalog.load()).uploads == (upload(),)

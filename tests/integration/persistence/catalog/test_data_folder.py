@@ -43,7 +43,7 @@ def test_a_folder_has_one_service_and_others_are_told_which(tmp_path: Path) -> N
     folder = DataFolder.open(tmp_path, DIGEST, "model", {})
     for address in ("", "10.0.0.1:50051"):
         folder.tell_address(address)
-        with pytest.raises(CatalogError, match=f"is used by process {os.getpid()} on .*{address}: end that service"):
+        with pytest.raises(CatalogError, match=f"is in use by process {os.getpid()} on .*{address}: stop that service"):
             DataFolder.open(tmp_path, DIGEST, "model", {})
     other = DataFolder.open(tmp_path, "f" * 64, "model", {})
     folder.close()
@@ -55,7 +55,7 @@ def test_a_folder_has_one_service_and_others_are_told_which(tmp_path: Path) -> N
 def test_a_holder_that_says_nothing_holds_it_all_the_same(tmp_path: Path) -> None:
     folder = DataFolder.open(tmp_path, DIGEST, "model", {})
     (folder.path / "holder.json").write_bytes(b"")
-    with pytest.raises(CatalogError, match="is used by another process"):
+    with pytest.raises(CatalogError, match="is in use by another process"):
         DataFolder.open(tmp_path, DIGEST, "model", {})
     folder.close()
 
@@ -76,7 +76,7 @@ def test_the_lock_goes_with_a_holder_that_is_killed(tmp_path: Path) -> None:
     ) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "held\n"
-        with pytest.raises(CatalogError, match=f"is used by process {child.pid} on "):
+        with pytest.raises(CatalogError, match=f"is in use by process {child.pid} on "):
             DataFolder.open(tmp_path, DIGEST, "model", {})
         os.kill(child.pid, signal.SIGKILL)
         child.wait()

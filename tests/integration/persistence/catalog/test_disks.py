@@ -50,7 +50,7 @@ async def test_a_full_disk_refuses_a_commit_and_takes_the_next_one(disk: Path) -
         if size > 1_000_000:
             with pytest.raises(OSError, match="No space"):
                 (disk / "other").write_bytes(bytes(2_000_000))
-        with pytest.raises(StorageUnavailable, match=r"catalog\.db: the disk is full .*; make room"):
+        with pytest.raises(StorageUnavailable, match=r"catalog\.db: the disk is full .*; free disk space"):
             await catalog.commit(document("b", 1, 400_000))
         assert await catalog.load() == before
     (disk / "other").unlink()
@@ -62,7 +62,7 @@ async def test_a_full_disk_refuses_a_commit_and_takes_the_next_one(disk: Path) -
 async def test_a_full_disk_keeps_a_service_from_making_its_files(disk: Path) -> None:
     with pytest.raises(OSError, match="No space"):
         (disk / "other").write_bytes(bytes(2_000_000))
-    with pytest.raises(CatalogError, match="No space left.*on a disk that is neither full"):
+    with pytest.raises(CatalogError, match="No space left.*on a disk that is not full"):
         DataFolder.open(disk, "f" * 64, "model", {})
     with pytest.raises(CatalogError, match="the disk is full|its disk fails|No space left"):
         await Catalog.open(disk / DATABASE)
@@ -81,7 +81,7 @@ async def test_on_a_full_disk_contexts_can_be_deleted_and_services_start(disk: P
         assert size == (16 << 20) // 32
         folder.reserve.check()
         fill(disk / "other")
-        with pytest.raises(StorageUnavailable, match="are kept for deletions"):
+        with pytest.raises(StorageUnavailable, match="are reserved for deletions"):
             folder.reserve.check()
         with pytest.raises(StorageUnavailable, match="the disk is full"):
             await catalog.commit(document("late", 9, 100_000))
@@ -141,9 +141,9 @@ async def test_what_made_way_for_deletions_is_theirs(disk: Path) -> None:
         await catalog.commit(Change(dropped_contexts=("book2",)))
         assert not folder.reserve.is_there
         upload = UploadRecord(context="up", upload_id="u", header=b"x", settled_bytes=1, updated=1.0)
-        with pytest.raises(StorageUnavailable, match="are kept for deletions"):
+        with pytest.raises(StorageUnavailable, match="are reserved for deletions"):
             await catalog.append_upload(upload, 0, array("I", [7] * 60_000))
-        with pytest.raises(StorageUnavailable, match="are kept for deletions"):
+        with pytest.raises(StorageUnavailable, match="are reserved for deletions"):
             await catalog.commit(document("late", 9, 10))
         for name in ("book0", "book1"):
             await catalog.commit(Change(dropped_contexts=(name,)))
@@ -222,10 +222,10 @@ async def test_a_lock_of_another_program_is_told_and_outlived(tmp_path: Path) ->
     catalog = await Catalog.open(tmp_path / DATABASE, busy_seconds=0.05)
     other = sqlite3.connect(tmp_path / DATABASE, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
-    with pytest.raises(StorageUnavailable, match="another process holds it locked") as raised:
+    with pytest.raises(StorageUnavailable, match="another process has locked it") as raised:
         await catalog.commit(document("a", 0))
     assert raised.value.retry_seconds
-    with pytest.raises(CatalogError, match="another process holds it locked"):
+    with pytest.raises(CatalogError, match="another process has locked it"):
         await Catalog.open(tmp_path / DATABASE, busy_seconds=0.05)
     other.close()
     await catalog.commit(document("a", 0))
@@ -261,7 +261,7 @@ def test_a_disk_that_fails_to_write_is_told_and_outlived(tmp_path: Path) -> None
     reported = subprocess.run(
         [sys.executable, "-c", QUOTA, tmp_path / DATABASE], capture_output=True, text=True, check=True
     ).stdout.splitlines()
-    assert "its disk fails, or a quota is met (disk I/O error)" in reported[0]
+    assert "its disk failed, or a quota is exceeded (disk I/O error)" in reported[0]
     assert reported[1] == "['a', 'c']"
 
 
@@ -307,9 +307,9 @@ async def test_a_later_schema_is_refused(tmp_path: Path) -> None:
         connection.execute("UPDATE alembic_version SET version_num = '9999'")
     connection.close()
     before = path.read_bytes()
-    with pytest.raises(CatalogError, match=r"a later version of longleaf wrote it \(schema 9999"):
+    with pytest.raises(CatalogError, match=r"written by a later version of longleaf \(schema 9999"):
         await Catalog.open(path)
-    with pytest.raises(CatalogError, match="another version of longleaf wrote it"):
+    with pytest.raises(CatalogError, match="written by another version of longleaf"):
         await _read(tmp_path)
     assert path.read_bytes() == before
 

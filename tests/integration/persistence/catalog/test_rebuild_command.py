@@ -189,7 +189,7 @@ def test_a_damaged_catalog_is_moved_aside_with_what_is_beside_it(service: Servic
 
 def test_a_sound_catalog_is_replaced_only_when_that_is_asked_for(service: Service) -> None:
     before = {path.name: path.read_bytes() for path in service.folder.iterdir()}
-    with pytest.raises(CatalogError, match="keeps 2 contexts: --replace"):
+    with pytest.raises(CatalogError, match="has 2 contexts; --replace"):
         run(service.asked())
     assert {name: (service.folder / name).read_bytes() for name in before if "holder" not in name} == {
         name: content for name, content in before.items() if "holder" not in name
@@ -215,7 +215,7 @@ def test_what_is_damaged_on_storage_is_told_and_the_rest_brought_back(service: S
     report = run(service.asked(may_replace=True))
     assert [each.name for each in report.contexts] == ["twig"]
     assert [each.name for each in report.left_out] == ["book"]
-    assert "had 40 bytes, and has 5" in report.left_out[0].reason
+    assert "has 5 bytes, expected 40" in report.left_out[0].reason
     found = asyncio.run(service.load())
     assert [each.id for each in found.segments] == [0, 2]
     assert found.next_segment == 4
@@ -247,14 +247,14 @@ def test_services_that_share_a_storage_are_told_apart(service: Service) -> None:
 def test_a_service_that_runs_keeps_its_folder(service: Service) -> None:
     resident = DataFolder.open(service.data_dir, service.identity.digest, str(MODEL), service.identity.facts)
     try:
-        with pytest.raises(CatalogError, match="is used by process"):
+        with pytest.raises(CatalogError, match="is in use by process"):
             run(service.asked(may_replace=True))
     finally:
         resident.close()
 
 
 def test_another_numeric_type_is_another_checkpoint(service: Service) -> None:
-    with pytest.raises(InvalidArgument, match="--from: nothing lies there"):
+    with pytest.raises(InvalidArgument, match="--from: no contexts of this checkpoint"):
         run(service.asked(dtype="bfloat16"))
 
 

@@ -158,7 +158,7 @@ def test_manifest_without_its_pieces_is_ignored(storage: StorageBuilder, fault: 
     getattr(storage, fault).add(piece)
     rebuilt = storage.rebuilt()
     assert names(rebuilt) == ["book", "twig"]
-    message = "is missing" if fault == "missing" else "had 40 bytes, and has 39"
+    message = "is missing" if fault == "missing" else "has 39 bytes, expected 40"
     assert reasons(rebuilt) == {"poem": f"{name_of(9)}: {piece} {message}"}
 
 
@@ -200,12 +200,12 @@ def test_numbers_of_pieces_without_a_manifest_are_not_reused(storage: StorageBui
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        (replace(TWIG, num_tokens=46, ends=(46,)), "is not what its path goes on from"),
-        (replace(TWIG, num_tokens=25, ends=(25,)), "is not what its path goes on from"),
-        (replace(TWIG, ends=(40, 40)), "contradicts itself"),
-        (replace(TWIG, ends=(25, 39)), "contradicts itself"),
-        (replace(TWIG, ends=(0, 40)), "contradicts itself"),
-        (replace(TWIG, capacity=39), "contradicts itself"),
+        (replace(TWIG, num_tokens=46, ends=(46,)), "is not the predecessor in its path"),
+        (replace(TWIG, num_tokens=25, ends=(25,)), "is not the predecessor in its path"),
+        (replace(TWIG, ends=(40, 40)), "is inconsistent"),
+        (replace(TWIG, ends=(25, 39)), "is inconsistent"),
+        (replace(TWIG, ends=(0, 40)), "is inconsistent"),
+        (replace(TWIG, capacity=39), "is inconsistent"),
     ],
 )
 def test_invalid_notes_are_reported(storage: StorageBuilder, record, message: str) -> None:
@@ -224,7 +224,7 @@ def test_note_without_a_segment_and_path_of_two_ropes_are_reported(storage: Stor
 
 def test_only_service_is_selected_and_several_must_be_named(storage: StorageBuilder) -> None:
     assert choose_service(storage.stored, None) == choose_service(storage.stored, SERVICE) == SERVICE
-    with pytest.raises(InvalidArgument, match=rf"--service: one of .* {SERVICE} \(3 contexts\)"):
+    with pytest.raises(InvalidArgument, match=rf"--service: give the id of a service .* {SERVICE} \(3 contexts\)"):
         choose_service(storage.stored, OTHER)
     storage.put(manifest_of(segment(1, 5), OTHER))
     assert choose_service(storage.stored, None) == SERVICE  # the other one has no notes
@@ -235,6 +235,6 @@ def test_only_service_is_selected_and_several_must_be_named(storage: StorageBuil
         choose_service(storage.stored, None)
     assert reported.value.field == "--service"
     assert choose_service(storage.stored, OTHER) == OTHER
-    with pytest.raises(InvalidArgument, match="nothing lies there"):
+    with pytest.raises(InvalidArgument, match="no contexts of this checkpoint"):
         choose_service(StorageBuilder().stored, None)
     assert manifest_of(ROOT).fingerprint == CHECKPOINT

@@ -54,7 +54,7 @@ def test_ids_are_split_into_chunks_and_joined() -> None:
     for spoilt in ([pieces[1], pieces[0], pieces[2]], pieces[1:], [{**pieces[0], "segment": 4}, *pieces[1:]]):
         with pytest.raises(ValueError, match="from 0 on are damaged"):
             row_codec.joined(tables.segment_ids, spoilt, len(token_ids))
-    with pytest.raises(ValueError, match="it had 131,079 token ids, and there are 131,072"):
+    with pytest.raises(ValueError, match="expected 131,079 token ids, found 131,072"):
         row_codec.joined(tables.segment_ids, pieces[:2], len(token_ids))
     assert row_codec.joined(tables.segment_ids, [], 0) == array("I")
 

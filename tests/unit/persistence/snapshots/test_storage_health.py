@@ -22,9 +22,9 @@ def test_only_changes_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert health.reason == ""
     health.begin("it is full")
     assert [record.message for record in caplog.records] == [
-        "writing: not done for now, and the service goes on: it is full",
-        "writing: done again",
-        "writing: not done for now, and the service goes on: it is full",
+        "writing: failed, will retry: it is full",
+        "writing: succeeded again",
+        "writing: failed, will retry: it is full",
     ]
     assert reported == ["it is full", "it is away", "", "it is full"]
 

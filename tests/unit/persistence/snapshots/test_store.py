@@ -20,7 +20,7 @@ async def test_hanging_calls_are_bounded_and_further_calls_fail() -> None:
     for _ in range(MAX_THREADS):
         with suppress(TimeoutError):
             await asyncio.wait_for(store.run(gate.wait), 0.001)
-    with pytest.raises(StorageUnavailable, match=f"{MAX_THREADS} calls have not come back"):
+    with pytest.raises(StorageUnavailable, match=f"{MAX_THREADS} calls have not returned"):
         await store.run(gate.wait)
     num_waiting = sum(thread.name == "storage" for thread in threading.enumerate())
     assert num_waiting <= MAX_THREADS
