@@ -18,12 +18,12 @@ async def hurt(seed: int, names: list[str]) -> None:
 
 @pytest.mark.extended
 @pytest.mark.timeout(400)
-async def test_a_service_is_whole_again_after_some_faults():
+async def test_service_recovers_after_a_sample_of_faults():
     await hurt(0, list(SHORT))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(MOST_SECONDS + 240)
 @pytest.mark.parametrize("seed", [1])
-async def test_a_service_is_whole_again_after_every_fault(seed: int):
+async def test_service_recovers_after_every_fault(seed: int):
     await hurt(seed, deal(seed, FAULTS))

@@ -43,7 +43,7 @@ async def go_through(service: Service, turns: int, spared: int | None, random: R
 
 
 @pytest.mark.slow
-async def test_fifty_losses_in_a_row_leave_the_service_within_the_tolerance(tmp_path: Path):
+async def test_service_stays_within_tolerance_after_fifty_consecutive_losses(tmp_path: Path):
     """Also in memory: a rank that is never lost goes through a hundred epochs."""
     reference = make_reference(tmp_path / "model", "llama", 1)
     async with Service(tmp_path, reference, kv_bytes=KV_BYTES) as service:
@@ -57,7 +57,7 @@ async def test_fifty_losses_in_a_row_leave_the_service_within_the_tolerance(tmp_
 
 
 @pytest.mark.slow
-async def test_a_hundred_epochs_leave_nothing_behind(tmp_path: Path):
+async def test_hundred_epochs_leak_no_resources(tmp_path: Path):
     """In which nobody dies: a rank raises, and all meet again."""
     reference = make_reference(tmp_path / "model", "gemma3", 2)
     async with Service(tmp_path, reference, kv_bytes=KV_BYTES) as service:

@@ -31,7 +31,7 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         assert service.stop() == 0
 
 
-def test_the_examples_run(embedded: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_run(embedded: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LONGLEAF_SERVER", embedded.address)
     reported: list[str] = []
     runner = doctest.DocTestRunner()
@@ -70,7 +70,7 @@ def serialized(message: Any) -> bytes:
     return message.SerializeToString()
 
 
-def test_every_call_has_a_section_with_an_example() -> None:
+def test_every_method_has_a_section_with_an_example() -> None:
     _, *parts = HEADING.split(API.read_text())
     sections = dict(zip(parts[::2], parts[1::2], strict=True))
     assert sorted(sections) == sorted(map(title, methods()))
@@ -89,6 +89,6 @@ def test_links_lead_to_messages() -> None:
 
 
 @pytest.mark.slow
-def test_the_page_of_messages_is_current() -> None:
+def test_message_reference_is_current() -> None:
     """As `make check` sees to it as well."""
     assert PAGE.read_text() == page(read()), "run `make proto`"

@@ -153,7 +153,7 @@ def running(request: pytest.FixtureRequest, place: Place, tmp_path: Path) -> Run
     return Running(place(by_owner["head"], 0, secrets), place(by_owner[DOOR], 1, secrets), url, credential)
 
 
-def test_a_pod_of_the_door_answers_for_its_service_and_lets_what_runs_end(running: Running):
+def test_gateway_pod_serves_requests_and_drains_running_streams(running: Running):
     running.start_door()  # it may come before the service
     assert (running.probe("livenessProbe"), running.probe("readinessProbe")) == (200, 503)
     running.start_service()

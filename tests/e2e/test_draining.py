@@ -47,7 +47,7 @@ async def wait_draining(client: AsyncClient) -> None:
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-async def test_an_ingest_under_way_is_finished_after_sigterm(checkpoint: Path, launcher: str):
+async def test_running_ingest_finishes_after_sigterm(checkpoint: Path, launcher: str):
     async with served(checkpoint, launcher, 120) as (service, client):
         left = Left(service.process)
         upload = await Upload(client, "book").begin()
@@ -60,7 +60,7 @@ async def test_an_ingest_under_way_is_finished_after_sigterm(checkpoint: Path, l
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-async def test_what_reaches_the_whole_terminal_breaks_nothing_off(checkpoint: Path, launcher: str):
+async def test_signals_to_the_whole_terminal_group_interrupt_no_call(checkpoint: Path, launcher: str):
     """Ctrl-C, and that the terminal is closed."""
     async with served(checkpoint, launcher, 120) as (service, client):
         upload = await Upload(client, "book").begin()
@@ -72,7 +72,7 @@ async def test_what_reaches_the_whole_terminal_breaks_nothing_off(checkpoint: Pa
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-async def test_a_second_signal_ends_at_once(checkpoint: Path, launcher: str):
+async def test_second_signal_exits_immediately(checkpoint: Path, launcher: str):
     async with served(checkpoint, launcher, 600) as (service, client):
         upload = await Upload(client, "book").begin()
         service.process.send_signal(signal.SIGTERM)
@@ -83,7 +83,7 @@ async def test_a_second_signal_ends_at_once(checkpoint: Path, launcher: str):
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-async def test_longleaf_drain_waits_for_what_runs(checkpoint: Path, launcher: str):
+async def test_drain_command_waits_for_running_calls(checkpoint: Path, launcher: str):
     async with served(checkpoint, launcher, 120) as (service, client):
         left = Left(service.process)
         upload = await Upload(client, "book").begin()
@@ -98,7 +98,7 @@ async def test_longleaf_drain_waits_for_what_runs(checkpoint: Path, launcher: st
         left.audit()
 
 
-def test_a_signal_that_comes_last_does_not_change_how_it_ended(tmp_path: Path):
+def test_late_signal_does_not_change_the_exit_code(tmp_path: Path):
     """Python gives up the handlers of its program before the process ends."""
     command = [sys.executable, "-c", LAST_SIGNAL, "--launcher=local", f"--model={tmp_path / 'nothing'}"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -21,7 +21,7 @@ ATTACKS = (
 
 @pytest.mark.extended
 @pytest.mark.timeout(1200)
-def test_of_a_thousand_callbacks_one_at_most_computes_for_five_milliseconds() -> None:
+def test_at_most_one_callback_in_a_thousand_computes_for_five_milliseconds() -> None:
     """Seconds of the loop's thread: other processes, and threads, may compute meanwhile."""
     arguments = ("--repeats", "1", "--seconds", "0.5", "--attacks", *ATTACKS)
     rows = run_benchmark("bench.hostile", *arguments, timeout_s=1100)  # two minutes on an idle machine

@@ -43,7 +43,7 @@ def read_to(process: subprocess.Popen, told: str) -> list[str]:
     raise AssertionError("".join(lines))
 
 
-def test_the_cluster_and_its_last_slot_are_waited_for(
+def test_service_waits_for_the_cluster_and_its_last_slot(
     checkpoint: Path, started: ExitStack, monkeypatch: pytest.MonkeyPatch
 ):
     for name in [name for name in os.environ if name.startswith("RAY_")]:

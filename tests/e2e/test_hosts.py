@@ -66,7 +66,7 @@ def expected(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
         return answer(alone, tmp_path_factory.mktemp("alone"))
 
 
-def test_two_ranks_on_each_of_two_hosts_answer_like_one(
+def test_two_ranks_on_each_of_two_hosts_answer_like_one_rank(
     nodes: RayNodes, checkpoint: Path, tmp_path: Path, expected: str, started: ExitStack
 ):
     with serve(nodes, checkpoint, 2 * SLOTS) as service:
@@ -112,7 +112,7 @@ def test_hosts_may_have_different_numbers_of_ranks(nodes: RayNodes, checkpoint: 
 
 
 @pytest.mark.slow
-def test_hosts_may_have_addresses_of_version_6(checkpoint: Path, tmp_path: Path, expected: str):
+def test_hosts_may_have_ipv6_addresses(checkpoint: Path, tmp_path: Path, expected: str):
     with ray_nodes(6) as nodes, serve(nodes, checkpoint, 2 * SLOTS) as service:
         assert answer(service, tmp_path) == expected != ""
         check_together(nodes, service, [SLOTS, SLOTS])

@@ -33,7 +33,7 @@ def kill_raylet(nodes: RayNodes) -> None:
 
 
 @pytest.mark.parametrize("hurting", [kill_raylet, cut])
-def test_a_service_goes_on_without_a_host_and_takes_it_back(
+def test_service_continues_without_a_lost_host_and_takes_it_back(
     hurt: RayNodes, checkpoint: Path, hurting: Callable[[RayNodes], None]
 ):
     with serve(hurt, checkpoint, 2 * SLOTS, "--lost-after", "3") as service:
@@ -65,9 +65,7 @@ def check_named(nodes: RayNodes, told: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["ray::IDLE", "ray::WorkerActo"])
-def test_a_host_that_is_lost_while_its_ranks_begin_is_named(
-    hurt: RayNodes, checkpoint: Path, started: ExitStack, name: str
-):
+def test_host_lost_while_its_ranks_start_is_named(hurt: RayNodes, checkpoint: Path, started: ExitStack, name: str):
     """Ray would look for another place for those that had not begun."""
     options = ["--model", str(checkpoint), *OPTIONS, "--world-size", str(2 * SLOTS), "--ray-address", hurt.address]
     service, _ = start(started, [*hurt.on(0), *CLI, "serve", "--port", "0", *options], "starting ")
@@ -82,9 +80,7 @@ def test_a_host_that_is_lost_while_its_ranks_begin_is_named(
     assert psutil.wait_procs(processes, timeout=60)[1] == []
 
 
-def test_a_host_that_is_lost_before_the_last_has_come_is_waited_for(
-    hurt: RayNodes, checkpoint: Path, started: ExitStack
-):
+def test_host_lost_before_the_last_rank_arrives_is_waited_for(hurt: RayNodes, checkpoint: Path, started: ExitStack):
     options = ["--model", str(checkpoint), *OPTIONS, "--world-size", str(2 * SLOTS + 1), "--ray-address", hurt.address]
     command = [*hurt.on(0), *CLI, "serve", "--port", "0", *options, "--wait-for-ranks", "300"]
     service, _ = start(started, command, "waiting for 1 of 5 slots")

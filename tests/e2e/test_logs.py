@@ -114,7 +114,7 @@ def used(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[di
     return codes, Written(stdout + rest[0], stderr + rest[1])
 
 
-def test_the_calls_end_as_they_should(used: tuple[dict[str, str], Written]) -> None:
+def test_calls_end_with_their_expected_codes(used: tuple[dict[str, str], Written]) -> None:
     assert used[0] == {
         "ingest": "OK",
         "ask": "OK",
@@ -130,13 +130,13 @@ def test_the_calls_end_as_they_should(used: tuple[dict[str, str], Written]) -> N
     }
 
 
-def test_nothing_that_clients_said_or_showed_is_written(used: tuple[dict[str, str], Written]) -> None:
+def test_client_content_and_credentials_are_not_logged(used: tuple[dict[str, str], Written]) -> None:
     written = used[1].stdout + used[1].stderr
     for secret in (TEXT, CREDENTIAL, WRONG, digest_of(CREDENTIAL).hex(), digest_of(WRONG).hex(), "Bearer"):
         assert secret.lower() not in written.lower(), secret
 
 
-def test_every_line_is_an_object_and_every_call_has_one(used: tuple[dict[str, str], Written]) -> None:
+def test_every_line_is_a_json_object_and_every_call_has_one(used: tuple[dict[str, str], Written]) -> None:
     codes, written = used
     for line in written.lines:
         assert {"ts", "level", "logger", "message"} <= set(line), line
@@ -146,13 +146,13 @@ def test_every_line_is_an_object_and_every_call_has_one(used: tuple[dict[str, st
     assert audited == ["call refused", "deletion of a context"]
 
 
-def test_what_becomes_of_a_lost_rank_is_told_once(used: tuple[dict[str, str], Written]) -> None:
+def test_recovery_of_a_lost_rank_is_logged_once(used: tuple[dict[str, str], Written]) -> None:
     reported = [line["message"] for line in used[1].lines if "was lost" in line["message"]]
     assert len(reported) == 1, reported
     assert [line["level"] for line in used[1].of("coordinator.notes")], "notes on the start"
 
 
-def test_a_service_that_cannot_start_says_so_in_its_format(checkpoint: Path, tmp_path: Path) -> None:
+def test_failed_start_is_logged_in_the_configured_format(checkpoint: Path, tmp_path: Path) -> None:
     options = ["--model", str(checkpoint), "--log-format", "json", "--launcher", "local"]
     found = forked.run([*forked.COORDINATOR, *options, "--credentials", str(tmp_path / "none")])
     (line,) = map(json.loads, found.stderr.splitlines())

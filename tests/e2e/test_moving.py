@@ -27,7 +27,7 @@ def export(client: Client, context: str, file: Path) -> None:
 
 
 @pytest.mark.extended
-def test_a_context_moves_to_a_service_with_other_ranks(tmp_path: Path) -> None:
+def test_context_is_imported_by_a_service_with_a_different_number_of_ranks(tmp_path: Path) -> None:
     archive, again = tmp_path / "book.parcel", tmp_path / "again.parcel"
     with serving(tmp_path / "here", 2) as (_, client):
         client.ingest("book", HAYSTACK.text, display_name="a book")
@@ -50,7 +50,7 @@ def test_a_context_moves_to_a_service_with_other_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_lost_catalog_is_made_anew_of_what_lies_on_storage(tmp_path: Path) -> None:
+def test_lost_catalog_is_rebuilt_from_storage(tmp_path: Path) -> None:
     data_dir = tmp_path / "data"
     with serving(data_dir, 2) as (service, client):
         client.ingest("book", HAYSTACK.text, display_name="a book")

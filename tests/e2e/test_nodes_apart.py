@@ -31,13 +31,13 @@ def refused(nodes: RayNodes, model: Path, *options: str, token: str = TOKEN) -> 
     return errors[0].removeprefix("error: ")
 
 
-def test_slots_that_did_not_come_are_told(nodes: RayNodes, checkpoint: Path) -> None:
+def test_missing_slots_are_reported(nodes: RayNodes, checkpoint: Path) -> None:
     reported = refused(nodes, checkpoint, "--world-size", "5", "--wait-for-ranks", "1")
     assert reported == "world size 5 needs 5 slots, the cluster has 4, and --wait-for-ranks is over"
 
 
 @pytest.mark.parametrize(("token", "why"), [("", "and there is no token"), ("another", "it refuses the token")])
-def test_a_token_that_is_missing_or_wrong_is_told(nodes: RayNodes, checkpoint: Path, token: str, why: str) -> None:
+def test_missing_or_wrong_token_is_reported(nodes: RayNodes, checkpoint: Path, token: str, why: str) -> None:
     """All that can be wrong with it: test_ray_tokens."""
     reported = refused(nodes, checkpoint, token=token)
     assert reported.startswith(f"--ray-address: the Ray cluster at {nodes.address} cannot be joined: ")
@@ -57,7 +57,7 @@ MODELS: list[tuple[Callable[[Path], object], str]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("change", "expected"), MODELS, ids=["another", "missing"])
-def test_a_host_with_another_model_is_refused_by_name(
+def test_host_with_a_different_model_is_refused_by_name(
     nodes: RayNodes, checkpoint: Path, change: Callable[[Path], object], expected: str
 ) -> None:
     """Both see the same path; what lies there differs, as on disks of their own."""
@@ -80,7 +80,7 @@ def measure(nodes: RayNodes, name: str, *options: str) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_merges_are_measured_between_nodes(nodes: RayNodes, tmp_path: Path) -> None:
+def test_merge_benchmark_measures_between_nodes(nodes: RayNodes, tmp_path: Path) -> None:
     rows = measure(nodes, "merge", "--batch", "1", "--repeats", "2", "--out", str(tmp_path))
     assert {row["nodes"] for row in rows} == {2}
     merges = {(row["transport"], row["merge"]) for row in rows}
@@ -88,7 +88,7 @@ def test_merges_are_measured_between_nodes(nodes: RayNodes, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_attention_is_measured_between_nodes(nodes: RayNodes, tmp_path: Path) -> None:
+def test_attention_benchmark_measures_between_nodes(nodes: RayNodes, tmp_path: Path) -> None:
     rows = measure(nodes, "attention", "--length", "4096", "--repeats", "2", "--out", str(tmp_path))
     trees = {(row["transport"], row["nodes"]) for row in rows if row["method"] == "tree"}
     assert trees == {("gloo", 2), ("shared_memory", 2)}

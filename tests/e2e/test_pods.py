@@ -151,7 +151,7 @@ def check_told(told: list[dict]) -> None:
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_stream_ends_whole_when_all_pods_are_stopped_at_once(running: Running):
+def test_streams_complete_when_all_pods_stop_at_once(running: Running):
     head, members = running
     talkers = head.execute("serve", [sys.executable, "-c", TALKERS, f"{head.address}:{DEFAULT_PORT}"])
     lines = [talkers.stdout.readline()]  # the first has begun
@@ -175,7 +175,7 @@ def secrets(tmp_path: Path) -> tuple[Secrets, dict[Role, str]]:
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_closed_pods_let_in_whom_they_know_are_watched_and_end_by_their_own_hooks(
+def test_secured_pods_authenticate_clients_export_metrics_and_stop_by_their_hooks(
     place: Place, secrets: tuple[Secrets, dict[Role, str]], tmp_path: Path
 ):
     (tmp_path / "closed").mkdir()
@@ -206,7 +206,7 @@ def test_closed_pods_let_in_whom_they_know_are_watched_and_end_by_their_own_hook
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_service_heals_when_a_pod_of_ranks_is_lost_and_made_again(running: Running, place: Place):
+def test_service_recovers_when_a_rank_pod_is_lost_and_recreated(running: Running, place: Place):
     head, members = running
     with Witness(f"{head.address}:{DEFAULT_PORT}", head.inside) as score_sum:
         score_sum.under_way()
@@ -224,7 +224,7 @@ def test_a_service_heals_when_a_pod_of_ranks_is_lost_and_made_again(running: Run
     assert (hook, code) == (0, 0)
 
 
-def test_the_hook_of_a_pod_of_ranks_returns_when_they_have_left(tmp_path):
+def test_pre_stop_hook_of_a_rank_pod_returns_after_its_ranks_exit(tmp_path):
     """What it takes for a rank is the name that Ray gives its process."""
     *shell, text = RANKS.containers()[0]["lifecycle"]["preStop"]["exec"]["command"]
     (tmp_path / "17").mkdir()

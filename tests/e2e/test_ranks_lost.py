@@ -57,7 +57,7 @@ class Healing:
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_whichever_rank_dies_another_takes_its_place(checkpoint: Path, started: ExitStack, launcher: str):
+def test_each_lost_rank_is_replaced(checkpoint: Path, started: ExitStack, launcher: str):
     job_recovery = Healing(started, checkpoint, launcher, 2)
     for turn, rank in enumerate((1, 0), start=1):
         losses = job_recovery.heal(*job_recovery.hurt(signal.SIGKILL, rank))
@@ -67,7 +67,7 @@ def test_whichever_rank_dies_another_takes_its_place(checkpoint: Path, started: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", BOTH)
-def test_several_ranks_die_at_once_and_one_after_the_other(checkpoint: Path, started: ExitStack, launcher: str):
+def test_several_ranks_lost_at_once_and_consecutively_are_replaced(checkpoint: Path, started: ExitStack, launcher: str):
     job_recovery = Healing(started, checkpoint, launcher, 3)
     job_recovery.heal(*job_recovery.hurt(signal.SIGKILL, 0, 1, 2))
     lost = job_recovery.hurt(signal.SIGKILL, 2)
@@ -79,7 +79,7 @@ def test_several_ranks_die_at_once_and_one_after_the_other(checkpoint: Path, sta
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", BOTH)
-def test_a_rank_that_is_stopped_too_long_is_ended(checkpoint: Path, started: ExitStack, launcher: str):
+def test_stopped_rank_is_killed_after_the_timeout(checkpoint: Path, started: ExitStack, launcher: str):
     job_recovery = Healing(started, checkpoint, launcher, 2, "--lost-after", "2")
     for turn, rank in enumerate((0, 1), start=1):
         losses = job_recovery.heal(*job_recovery.hurt(signal.SIGSTOP, rank))
@@ -89,7 +89,7 @@ def test_a_rank_that_is_stopped_too_long_is_ended(checkpoint: Path, started: Exi
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_past_a_deadline_is_ended(checkpoint: Path, started: ExitStack):
+def test_rank_that_hangs_past_a_deadline_is_killed(checkpoint: Path, started: ExitStack):
     job_recovery = Healing(started, checkpoint, "local", 2, "--step-timeout", "3", "--lost-after", "60")
     [loss] = job_recovery.heal(*job_recovery.hurt(signal.SIGSTOP, 1))
     assert loss["rank"] == 1 and "took longer than its 3" in loss["reason"]

@@ -133,13 +133,13 @@ WRONG = f"it refuses the token: with RAY_AUTH_MODE=token there must be the clust
     ],
     ids=["none", "disabled", "missing", "no file", "another"],
 )
-def test_a_cluster_with_a_token_lets_nobody_in_without(
+def test_cluster_with_a_token_refuses_a_service_without_it(
     with_a_token: Head, checkpoint: Path, variables: dict[str, str], why: str
 ) -> None:
     assert refused(with_a_token, checkpoint, **variables) == why
 
 
-def test_a_token_from_a_file_is_known_to_all_that_serves(
+def test_token_from_a_file_reaches_all_processes_of_the_service(
     with_a_token: Head, checkpoint: Path, started: ExitStack
 ) -> None:
     (token_file := with_a_token.home / "token").write_text(TOKEN)
@@ -149,7 +149,7 @@ def test_a_token_from_a_file_is_known_to_all_that_serves(
 
 
 @pytest.mark.slow
-def test_a_cluster_without_a_token_is_joined_without(checkpoint: Path, started: ExitStack) -> None:
+def test_cluster_without_a_token_is_joined_without_one(checkpoint: Path, started: ExitStack) -> None:
     """With one, Ray lets this process in, and what it starts there dies."""
     with short_folder() as home, head(home, RAY_AUTH_MODE="disabled") as cluster:
         unasked = "it asks for no token, and RAY_AUTH_MODE=token does here: start it with RAY_AUTH_MODE=token"

@@ -136,7 +136,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.extended
-def test_what_is_damaged_is_told_read_again_and_saved_anew(tmp_path: Path) -> None:
+def test_damaged_snapshots_are_reported_recomputed_and_saved_again(tmp_path: Path) -> None:
     names = [f"context-{i}" for i in range(len(DAMAGES))]
     with serving(tmp_path, 2) as (service, client):
         before = ingest(client, names)
@@ -168,7 +168,7 @@ def trouble_told(client: Client) -> str:
     return storage.trouble
 
 
-def test_a_full_disk_is_told_once_and_deletions_make_room_on_it(tmp_path: Path) -> None:
+def test_full_disk_is_reported_once_and_deletions_free_space(tmp_path: Path) -> None:
     with (
         small_disk(tmp_path / "disk", 12 << 20) as disk,
         serving(tmp_path / "data", url=disk.folder) as (
@@ -195,7 +195,7 @@ def test_a_full_disk_is_told_once_and_deletions_make_room_on_it(tmp_path: Path) 
 
 
 @pytest.mark.extended
-def test_a_full_disk_of_the_data_folder_takes_deletions_and_starts(tmp_path: Path) -> None:
+def test_full_data_disk_accepts_deletions_and_restarts(tmp_path: Path) -> None:
     """Where snapshots lie beside the catalog: they leave room, and what a stranger takes of it is set apart before."""
     with small_disk(tmp_path / "disk", 24 << 20) as disk:
         data = disk.folder / "data"
@@ -274,7 +274,7 @@ def reading(address: str, context: str) -> Iterator[Reader]:
 @pytest.mark.parametrize(
     "outage", [Switch.refuse, pytest.param(Switch.hang, marks=pytest.mark.slow)], ids=["refuses", "hangs"]
 )
-def test_a_server_that_is_away_holds_up_nobody_else(tmp_path: Path, outage: Callable[[Switch], None]) -> None:
+def test_unavailable_object_store_delays_no_other_call(tmp_path: Path, outage: Callable[[Switch], None]) -> None:
     """The server comes back only when all calls have ended."""
     with object_store() as store, switch(int(store.endpoint.rpartition(":")[2])) as way:
         folder = Objects(store)
@@ -307,7 +307,7 @@ def test_a_server_that_is_away_holds_up_nobody_else(tmp_path: Path, outage: Call
         assert service._process.returncode == 0, "no process waits for a storage when it ends"
 
 
-def test_a_folder_that_goes_is_waited_for(tmp_path: Path) -> None:
+def test_missing_storage_folder_is_waited_for(tmp_path: Path) -> None:
     folder = tmp_path / "snapshots"
     with serving(tmp_path / "data", url=folder, quota=1 << 30) as (service, client):
         before = ingest(client, ["book"])
@@ -328,7 +328,7 @@ def test_a_folder_that_goes_is_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
-def test_a_file_in_place_of_the_folder_is_told_and_waited_for(tmp_path: Path) -> None:
+def test_file_in_place_of_the_storage_folder_is_reported_and_waited_for(tmp_path: Path) -> None:
     folder = tmp_path / "snapshots"
     with serving(tmp_path / "data", url=folder) as (service, client):
         before = ingest(client, ["book"])
@@ -345,7 +345,7 @@ def test_a_file_in_place_of_the_folder_is_told_and_waited_for(tmp_path: Path) ->
         assert "1 snapshots are not at" in service.said
 
 
-def test_what_cannot_be_written_can_still_be_read(tmp_path: Path) -> None:
+def test_unwritable_storage_remains_readable(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 32 << 20) as disk:
         with serving(tmp_path / "data", url=disk.folder) as (service, client):
             before = ingest(client, ["book"])

@@ -101,7 +101,7 @@ def _owners() -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.extended])])
-def test_a_stranger_finds_no_open_door(
+def test_unauthenticated_peer_finds_no_open_socket(
     started: ExitStack, inside: tuple[str, ...], launcher: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
@@ -151,7 +151,7 @@ def knock(service: Served, token: str, found: set[Door]) -> dict[Door, list[str]
 
 @pytest.mark.extended
 @pytest.mark.parametrize("launcher", ["local", pytest.param("ray", marks=pytest.mark.ray)])
-def test_nothing_in_the_folder_where_it_was_started_is_run(
+def test_files_in_the_start_directory_are_not_executed(
     checkpoint: Path, started: ExitStack, tmp_path: Path, launcher: str
 ):
     for name in ("coordinator", "workers", "msgspec", "sitecustomize"):

@@ -32,7 +32,9 @@ def names(client: Client) -> list[str]:
 
 
 @pytest.mark.slow
-def test_each_has_its_own_again_and_what_was_nobodys_is_the_defaults(checkpoint: Path, tmp_path: Path) -> None:
+def test_tenants_keep_their_contexts_and_unowned_ones_go_to_the_default_tenant(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     answers: dict[str, tuple[int, ...]] = {}
     with Served(*options(checkpoint, tmp_path / "data")) as service, Client(service.address) as client:
         client.ingest("book", TEXTS[DEFAULT_TENANT])
@@ -58,7 +60,7 @@ def test_each_has_its_own_again_and_what_was_nobodys_is_the_defaults(checkpoint:
 
 
 @pytest.mark.slow
-def test_a_parcel_becomes_whose_who_takes_it_and_tells_of_nothing_else(checkpoint: Path, tmp_path: Path) -> None:
+def test_archive_belongs_to_its_importer_and_contains_no_other_data(checkpoint: Path, tmp_path: Path) -> None:
     """Of acme's `secret`, of which `excerpt` is the first part, nothing that is behind goes along."""
     draw, archive, whole = random.Random(5), tmp_path / "excerpt.parcel", tmp_path / "secret.parcel"
     with Tenanted(tmp_path, *options(checkpoint, tmp_path / "data")) as tenanted:

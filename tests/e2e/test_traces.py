@@ -78,7 +78,7 @@ def serve_and_ask(checkpoint: Path, collector: str) -> str:
         process.communicate()
 
 
-def test_a_collector_gets_all_spans_before_a_service_has_ended(checkpoint: Path) -> None:
+def test_collector_receives_all_spans_before_the_service_exits(checkpoint: Path) -> None:
     with collecting() as (collector, address):
         serve_and_ask(checkpoint, address)
     names = [span.name for span in collector.spans if not span.name.endswith("/GetCluster")]
@@ -99,7 +99,7 @@ def test_a_collector_gets_all_spans_before_a_service_has_ended(checkpoint: Path)
 
 @pytest.mark.extended
 @pytest.mark.timeout(120)
-def test_a_collector_that_is_not_there_is_one_line_and_ends_nothing(checkpoint: Path) -> None:
+def test_unreachable_collector_is_logged_once_and_stops_nothing(checkpoint: Path) -> None:
     with collecting() as (_, address):
         pass
     errors = serve_and_ask(checkpoint, address)

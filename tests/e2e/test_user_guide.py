@@ -61,7 +61,7 @@ def serve_options(page: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", [PAGES[0], pytest.param(PAGES[1], marks=pytest.mark.extended)])
-def test_the_examples_run(
+def test_examples_run(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -98,7 +98,7 @@ def test_commands_and_options_exist(page: str) -> None:
         command.make_context(" ".join(words), arguments)
 
 
-def test_the_readme_is_short() -> None:
+def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 

@@ -14,14 +14,14 @@ MARKUP = (
 )
 
 
-def test_an_empty_shelf_says_what_to_do_first(reader: Reader):
+def test_empty_document_list_shows_the_first_step(reader: Reader):
     page = reader.page
     page.get_by_role("heading", name="Put a book on the shelf").wait_for()
     assert page.get_by_role("main").get_by_role("button", name="Add documents…").is_visible()
     reader.audit()
 
 
-def test_a_file_is_read_and_asked_and_asked_on(reader: Reader, behind: Behind):
+def test_ingested_file_can_be_queried_with_follow_up_questions(reader: Reader, behind: Behind):
     reader.add(("Stock.txt", BOOK))
     page = reader.page
     page.get_by_role("heading", name="Stock", exact=True).wait_for()
@@ -39,7 +39,7 @@ def test_a_file_is_read_and_asked_and_asked_on(reader: Reader, behind: Behind):
     reader.audit()
 
 
-def test_a_model_that_looks_facts_up_is_asked_single_questions_and_the_page_says_so(reader: Reader):
+def test_fact_retrieval_model_gets_single_questions_and_the_page_explains_it(reader: Reader):
     reader.add(("stock.txt", BOOK))
     page = reader.page
     page.get_by_text("This small model looks facts up, one at a time: What is the value of KEY?").wait_for()
@@ -55,7 +55,7 @@ def asked_of(reader: Reader) -> list[Any]:
     return [each.post_data_json["messages"] for each in reader.requests if each.url.endswith("/chat/completions")]
 
 
-def test_a_question_goes_along_with_what_was_said_before_unless_the_reader_does_not_want_it(browser: Any):
+def test_question_includes_the_conversation_unless_the_reader_opts_out(browser: Any):
     """The page takes this model for one that converses; what it says to that is told."""
     with Behind("--model-name", "teller") as behind, Reader(browser, behind.url) as reader:
         reader.add(("stock.txt", BOOK))
@@ -81,7 +81,7 @@ def test_a_question_goes_along_with_what_was_said_before_unless_the_reader_does_
         reader.audit(OF_A_STATUS.format(400))
 
 
-def test_while_it_is_read_the_page_tells_how_far_how_fast_and_how_long_still(reader: Reader):
+def test_ingest_shows_progress_rate_and_remaining_time(reader: Reader):
     reader.slow_uploads(60_000)
     reader.add(("long.txt", FILLER * 1600))
     numbers = reader.page.locator(".sending .numbers")
@@ -92,7 +92,7 @@ def test_while_it_is_read_the_page_tells_how_far_how_fast_and_how_long_still(rea
     reader.audit()
 
 
-def test_an_answer_is_stopped_and_nothing_runs_on(reader: Reader, behind: Behind):
+def test_stopped_answer_ends_the_generation(reader: Reader, behind: Behind):
     reader.add(("stock.txt", BOOK))
     page = reader.page
     page.locator("#question").fill("What is the value of amber-12?")
@@ -106,7 +106,7 @@ def test_an_answer_is_stopped_and_nothing_runs_on(reader: Reader, behind: Behind
     reader.audit()
 
 
-def test_markup_in_a_name_a_document_a_question_and_an_answer_stays_text(reader: Reader):
+def test_markup_in_names_documents_questions_and_answers_is_shown_as_text(reader: Reader):
     """The model repeats what it is asked for, so that its answers are full of tags."""
     page = reader.page
     reader.add(("<img src=x onerror=alert(2)>.txt", MARKUP))
@@ -119,7 +119,7 @@ def test_markup_in_a_name_a_document_a_question_and_an_answer_stays_text(reader:
     reader.audit()
 
 
-def test_an_answer_is_copied(reader: Reader):
+def test_answer_is_copied_to_the_clipboard(reader: Reader):
     reader.add(("stock.txt", BOOK))
     reader.allow("clipboard-read", "clipboard-write")
     answer = reader.ask("What is the value of jade-7?")

@@ -95,12 +95,12 @@ def requests_of(name: str) -> Sequence[Message]:
     return [request_of(name, **fields) for fields in (row.fields, *row.more)]
 
 
-def test_every_method_has_its_row() -> None:
+def test_every_method_has_a_row() -> None:
     assert set(ROWS) == set(METHODS)
 
 
 @pytest.mark.parametrize("name", sorted(METHODS))
-async def test_who_gets_which_code(address: str, name: str) -> None:
+async def test_each_role_gets_its_expected_code(address: str, name: str) -> None:
     row = ROWS[name]
     wanted = {None: StatusCode.UNAUTHENTICATED, BOLT: row.bolt, OPS: row.ops, ACME: row.acme}
     async with grpc.aio.insecure_channel(address) as channel:
@@ -114,7 +114,7 @@ async def test_who_gets_which_code(address: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(name for name, row in ROWS.items() if row.bolt == NOT_FOUND))
-async def test_another_tenants_and_a_missing_one_are_told_alike(address: str, name: str) -> None:
+async def test_object_of_another_tenant_looks_like_a_missing_one(address: str, name: str) -> None:
     """Bolt names an object of acme, then one that does not exist."""
 
     def nobodys(message: Message) -> Message:
@@ -134,7 +134,7 @@ async def test_another_tenants_and_a_missing_one_are_told_alike(address: str, na
 
 
 @pytest.mark.parametrize("change", [lambda text: text.upper(), lambda text: text + "x", lambda _: ""])
-async def test_wrong_credentials_open_nothing(address: str, change: Callable[[str], str]) -> None:
+async def test_invalid_credentials_are_rejected(address: str, change: Callable[[str], str]) -> None:
     async with grpc.aio.insecure_channel(address) as channel:
         caller = Caller(channel, ACME)
         caller._metadata = (("authorization", change(caller._metadata[0][1])),)
@@ -143,7 +143,7 @@ async def test_wrong_credentials_open_nothing(address: str, change: Callable[[st
             assert (code, responses) == (StatusCode.UNAUTHENTICATED, []), name
 
 
-async def test_who_asks_what_there_is_learns_nothing(address: str) -> None:
+async def test_probing_for_objects_reveals_nothing(address: str) -> None:
     async with grpc.aio.insecure_channel(address) as channel:
         stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
         stream = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))

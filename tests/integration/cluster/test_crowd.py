@@ -42,7 +42,7 @@ def crowded(control: RankManager) -> Iterator[None]:
         process.communicate()
 
 
-async def test_a_hundred_strangers_stop_no_heartbeat_and_no_step(caplog: pytest.LogCaptureFixture) -> None:
+async def test_hundred_unauthenticated_peers_delay_no_heartbeat_or_step(caplog: pytest.LogCaptureFixture) -> None:
     config = EngineConfig(model="none", world_size=2, chunk_size=64, block_size=16, replicate_below=8)
     fleet = WatchedFleet(EchoMain())
     control = RankManager(config, kill=fleet.kill)

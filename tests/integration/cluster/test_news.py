@@ -30,7 +30,7 @@ async def told(actor: CoordinatorActor, last: str) -> list[str]:
     return notes
 
 
-async def test_whoever_runs_a_service_is_told_of_a_loss_and_of_what_becomes_of_it(tmp_path: Path) -> None:
+async def test_operator_is_notified_of_a_loss_and_its_recovery(tmp_path: Path) -> None:
     engine = EngineConfig(model=str(write_model(tmp_path)), world_size=2, block_size=16)
     actor = CoordinatorActor(ServiceConfig(engine=engine, launcher="local"), lambda: LocalFleet(EchoMain()))
     try:
@@ -55,7 +55,7 @@ async def test_whoever_runs_a_service_is_told_of_a_loss_and_of_what_becomes_of_i
     assert not logging.getLogger("coordinator").handlers
 
 
-async def test_what_is_logged_while_a_service_is_taken_down_is_told_at_last(tmp_path: Path) -> None:
+async def test_log_lines_during_shutdown_are_printed(tmp_path: Path) -> None:
     """Such as the line of an auditor on the drain that waited for it."""
     engine = EngineConfig(model=str(write_model(tmp_path)), world_size=1, block_size=16)
     telemetry = TelemetryConfig(log_level="info")

@@ -49,7 +49,7 @@ def planned(plan: CapacityPlan) -> tuple[list[int], int]:
     ],
     ids=["gemma3", "int8", "window bytes", "llama4", "windows alone", "no windows"],
 )
-async def test_a_plan_is_what_ranks_lay_out(
+async def test_plan_equals_the_layout_of_the_ranks(
     tmp_path: Path, family: Family, settings: dict[str, object], window_keys: WindowKeys
 ) -> None:
     given = {"world_size": 2, "kv_bytes": KV_BYTES, "window_keys": window_keys, **settings}
@@ -62,7 +62,7 @@ async def test_a_plan_is_what_ranks_lay_out(
 
 
 @pytest.mark.extended
-def test_a_plan_is_what_a_service_tells(tmp_path: Path) -> None:
+def test_plan_equals_the_report_of_a_service(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "gemma3")
     config = EngineConfig(model=str(folder), world_size=2, kv_bytes=KV_BYTES, window_keys="replicated")
     command = coordinator_command(config, host="127.0.0.1", port=0, launcher="local")
@@ -77,7 +77,7 @@ def test_a_plan_is_what_a_service_tells(tmp_path: Path) -> None:
     ("span", "block_size", "num_blocks"), [(32, 4, 100), (16, 4, 60), (512, 16, 1200), (30, 8, 60)]
 )
 @pytest.mark.parametrize("rest", [0, 3])
-def test_so_many_contexts_are_admitted_as_are_planned(span: int, block_size: int, num_blocks: int, rest: int) -> None:
+def test_service_admits_the_planned_number_of_contexts(span: int, block_size: int, num_blocks: int, rest: int) -> None:
     windows = WindowSpec(reaches=(AttentionSpan(span),), num_blocks=num_blocks)
     sizes = {"block_size": block_size, "chunk_size": span, "max_positions": 10**6, "check_every": 1000}
     bench = Bench(windows=windows, blocks=(10**5, 10**5), **sizes)
@@ -86,7 +86,7 @@ def test_so_many_contexts_are_admitted_as_are_planned(span: int, block_size: int
         bench.run()
 
 
-def test_what_cannot_be_served_so_is_told_with_the_reason(tmp_path: Path) -> None:
+def test_infeasible_plan_is_refused_with_the_reason(tmp_path: Path) -> None:
     """The pool holds blocks, but not the windows of a context and a generation."""
     config = EngineConfig(model=str(make_checkpoint(tmp_path, "gemma3")), kv_bytes=1 << 18)
     sharded, replicated = check(config, has_weights=False).plans

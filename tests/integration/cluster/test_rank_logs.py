@@ -54,7 +54,7 @@ async def answer(engine: Engine, max_tokens: int) -> list[int]:
     return [token async for event in stream if isinstance(event, Tokens) for token in event.token_ids]
 
 
-async def test_what_ends_an_epoch_is_told_with_its_traceback(
+async def test_error_that_ends_an_epoch_is_logged_with_its_traceback(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async with engine_of(2, EchoMain(RankFault(rank=1, kind="raise", step=20))) as engine:
@@ -69,7 +69,7 @@ async def test_what_ends_an_epoch_is_told_with_its_traceback(
     assert "told to raise" not in capfd.readouterr().err, "once is enough"
 
 
-async def test_the_last_word_of_a_member_that_fails_is_told(caplog: pytest.LogCaptureFixture) -> None:
+async def test_last_log_line_of_a_failing_member_is_forwarded(caplog: pytest.LogCaptureFixture) -> None:
     control, fleet = RankManager(CONFIG), WatchedFleet(EchoMain(RankFault(rank=0, kind="raise", step=0)))
     await fleet.launch(CONFIG, control.invitations, control.lost)
     with pytest.raises(Exception, match="was told to raise"):
@@ -106,7 +106,7 @@ async def alive(control: RankManager, make_rank: Callable[[RankSpec], EchoRank])
         await asyncio.to_thread(thread.join)
 
 
-async def test_what_people_are_told_of_the_start_is_not_told_twice(caplog: pytest.LogCaptureFixture) -> None:
+async def test_startup_output_is_not_logged_twice(caplog: pytest.LogCaptureFixture) -> None:
     control = RankManager(CONFIG)
     async with alive(control, Noisy):
         formation = await control.start(1)
@@ -133,7 +133,7 @@ class MadRank(EchoRank):
         return super().start(plan)
 
 
-async def test_a_rank_that_logs_without_end_goes_on_with_its_steps(caplog: pytest.LogCaptureFixture) -> None:
+async def test_rank_that_floods_its_log_keeps_executing_steps(caplog: pytest.LogCaptureFixture) -> None:
     async with engine_of(1, MadMain()) as engine:
         assert len(await answer(engine, 200)) == 200
         await until(lambda: len(told(caplog)) >= MAX_KEPT)
@@ -146,7 +146,7 @@ async def test_a_rank_that_logs_without_end_goes_on_with_its_steps(caplog: pytes
     assert 0 < sum(counts) <= 220 * 100 - num_mad
 
 
-async def test_a_member_may_tell_it_on_both_connections_and_for_itself_alone(
+async def test_member_logs_over_both_connections_only_for_itself(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     control = RankManager(EngineConfig(model="none", world_size=2))

@@ -67,7 +67,7 @@ async def test_generates(ray_cluster: int) -> None:
         await service.stop()
 
 
-async def test_no_token_costs_a_call_to_ray(ray_cluster: int, tmp_path: Path) -> None:
+async def test_token_makes_no_call_to_ray(ray_cluster: int, tmp_path: Path) -> None:
     calls = count_calls()
     service = Service(world_size=2, fleet=RayFleet(CountingActor, tmp_path))
     try:
@@ -84,7 +84,7 @@ async def test_no_token_costs_a_call_to_ray(ray_cluster: int, tmp_path: Path) ->
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["0", "0"]
 
 
-async def test_killed_rank_is_named_and_the_others_go_on(ray_cluster: int) -> None:
+async def test_killed_rank_is_named_and_the_others_continue(ray_cluster: int) -> None:
     service = Service(world_size=2)
     try:
         await service.start()
@@ -98,7 +98,7 @@ async def test_killed_rank_is_named_and_the_others_go_on(ray_cluster: int) -> No
         await service.stop()
 
 
-async def test_a_rank_that_raises_is_kept(ray_cluster: int) -> None:
+async def test_rank_that_raises_is_kept(ray_cluster: int) -> None:
     service = Service(world_size=2, fault=RankFault(rank=1, kind="raise", step=3))
     try:
         await service.start()
@@ -135,7 +135,7 @@ async def test_more_ranks_than_slots(ray_cluster: int) -> None:
         await service.stop()
 
 
-async def test_what_a_rank_warns_of_is_in_the_log(ray_cluster: int, caplog: pytest.LogCaptureFixture) -> None:
+async def test_warnings_of_ranks_are_in_the_log(ray_cluster: int, caplog: pytest.LogCaptureFixture) -> None:
     """Not in a file of its worker."""
     service = Service(world_size=2, fault=RankFault(rank=1, kind="raise", step=20))
     try:

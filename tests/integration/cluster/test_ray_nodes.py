@@ -78,7 +78,7 @@ def read_to(process: subprocess.Popen[str], told: str) -> str:
     raise AssertionError("".join(lines))
 
 
-def test_the_slot_of_a_dead_node_comes_back_with_another(
+def test_slot_of_a_dead_node_is_filled_on_a_new_node(
     started: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in os.environ if name.startswith("RAY_")]:

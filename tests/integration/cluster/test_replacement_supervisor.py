@@ -112,7 +112,7 @@ async def kept() -> AsyncIterator[Kept]:
     await retained.close()
 
 
-async def test_who_is_lost_is_replaced(kept: Kept) -> None:
+async def test_lost_member_is_replaced(kept: Kept) -> None:
     for epoch, (lost, member) in enumerate([(1, 2), (0, 3), (2, 4)], start=2):
         kept.control.lost(lost, "vanished")
         await kept.control.wait_joinable()
@@ -127,7 +127,7 @@ async def test_who_is_lost_is_replaced(kept: Kept) -> None:
     assert [event.member for event in await kept.wait_for(MemberJoined)] == [2, 3, 4]
 
 
-async def test_too_many_losses_are_replaced_later(kept: Kept) -> None:
+async def test_replacement_is_delayed_after_too_many_losses(kept: Kept) -> None:
     for member in (1, 2, 3):
         kept.control.lost(member, "vanished")
         await kept.wait_for(ReplacementStarted, member)
@@ -142,7 +142,7 @@ async def test_too_many_losses_are_replaced_later(kept: Kept) -> None:
     assert kept.slept == [30.0]
 
 
-async def test_a_slot_that_is_lost_while_it_loads_is_given_up_until_asked(kept: Kept) -> None:
+async def test_slot_lost_during_loading_is_abandoned_until_requested(kept: Kept) -> None:
     kept.fleet.failing = {2, 3, 4}
     kept.control.lost(1, "vanished")
     reason = "3 replacements were lost before they were ranks; the last: no memory"
@@ -168,7 +168,7 @@ async def test_a_slot_that_is_lost_while_it_loads_is_given_up_until_asked(kept: 
     assert len(kept.fleet.replaced) == 4, "nobody is missing"
 
 
-async def test_who_was_a_rank_once_has_not_failed_before(kept: Kept) -> None:
+async def test_established_rank_starts_without_earlier_failures(kept: Kept) -> None:
     kept.fleet.failing = {2, 3, 5, 6}
     for epoch, lost in ((2, 1), (3, 4)):
         kept.control.lost(lost, "vanished")
@@ -179,7 +179,7 @@ async def test_who_was_a_rank_once_has_not_failed_before(kept: Kept) -> None:
     assert [member for _, member in kept.fleet.replaced] == [2, 3, 4, 5, 6, 7]
 
 
-async def test_a_slot_whose_replacements_load_and_never_join_is_given_up(kept: Kept) -> None:
+async def test_slot_whose_replacements_load_but_never_join_is_abandoned(kept: Kept) -> None:
     for lost in (1, 2, 3, 4):
         kept.control.lost(lost, "did not join 2 epochs")
         if lost < 4:
@@ -190,7 +190,7 @@ async def test_a_slot_whose_replacements_load_and_never_join_is_given_up(kept: K
     assert kept.keeper.refill() == 1
 
 
-async def test_a_slot_that_stays_away_is_no_longer_waited_for_and_filled_when_it_comes(kept: Kept) -> None:
+async def test_missing_slot_stops_blocking_and_is_filled_when_it_returns(kept: Kept) -> None:
     kept.fleet.problem = StartError("no slot")
     kept.control.lost(1, "its node died")
     [given_up] = await kept.wait_for(ReplacementAbandoned)
@@ -205,7 +205,7 @@ async def test_a_slot_that_stays_away_is_no_longer_waited_for_and_filled_when_it
     assert [loss.slot for loss in kept.control.losses] == ["filling"]
 
 
-async def test_a_replacement_has_the_model_of_the_others(kept: Kept) -> None:
+async def test_replacement_has_the_model_of_the_others(kept: Kept) -> None:
     kept.fleet.strange = {2, 3, 4}
     kept.control.lost(1, "vanished")
     [given_up] = await kept.wait_for(ReplacementAbandoned)
@@ -222,7 +222,7 @@ async def test_a_replacement_has_the_model_of_the_others(kept: Kept) -> None:
     ("problem", "message"),
     [(StartError("no slot"), "no slot"), (BlockingIOError("no process"), "BlockingIOError: no process")],
 )
-async def test_a_slot_that_cannot_be_filled_now_is_waited_for(kept: Kept, problem: Exception, message: str) -> None:
+async def test_slot_that_cannot_be_filled_now_is_retried(kept: Kept, problem: Exception, message: str) -> None:
     kept.fleet.problem = problem
     kept.control.lost(1, "its node died")
     assert await kept.wait_for(ReplacementDelayed) == [ReplacementDelayed(1, 5.0, message)]
@@ -237,14 +237,14 @@ async def test_a_slot_that_cannot_be_filled_now_is_waited_for(kept: Kept, proble
     assert (await kept.control.form(2)).members == (0, replacing.member)
 
 
-async def test_nobody_is_replaced_once_it_is_closed(kept: Kept) -> None:
+async def test_no_member_is_replaced_after_close(kept: Kept) -> None:
     await kept.keeper.close()
     kept.control.lost(1, "vanished")
     await kept.wait_for(MemberLost)
     assert kept.fleet.replaced == []
 
 
-def test_as_many_losses_as_the_limit_delay_nothing() -> None:
+def test_losses_up_to_the_limit_cause_no_delay() -> None:
     backoff = Backoff(2)
     for now, expected in ((0.0, 0.0), (10.0, 0.0), (20.0, 40.0), (70.5, 0.0), (71.0, 9.0)):
         backoff.note(now)
@@ -252,13 +252,13 @@ def test_as_many_losses_as_the_limit_delay_nothing() -> None:
     assert backoff.delay(80.0) == 0.0
 
 
-def test_without_a_limit_of_losses_none_is_replaced_at_once() -> None:
+def test_zero_loss_limit_delays_every_replacement() -> None:
     backoff = Backoff(0)
     backoff.note(5.0)
     assert backoff.delay(6.0) == 59.0
 
 
-def test_a_pool_has_the_size_of_the_one_before() -> None:
+def test_replacement_pool_has_the_previous_size() -> None:
     config = EngineConfig(model="none", block_size=16)
     ready = Ready(0, "cpu", "float32", 100, 64)
     assert pinned(config, ready).kv_bytes == 100 * 16 * 64

@@ -104,7 +104,7 @@ async def check_service(control: RankManager, ranks: Sequence[Socket]) -> None:
     assert (await step).tokens == {1: (Token(5),)}
 
 
-async def test_the_channel_is_on_one_address_of_either_kind(context) -> None:
+async def test_channel_binds_one_address_of_either_family(context) -> None:
     control = RankManager(CONFIG, "::1")
     assert re.fullmatch(r"tcp://\[::1\]:\d+", control.address)
     ranks = [introduce(context, control, rank) for rank in range(2)]
@@ -136,7 +136,7 @@ def stranger_with_a_stolen_name(context: "zmq.Context[Socket]", control: RankMan
 
 
 @pytest.mark.parametrize("enter", [stranger_without_a_key, stranger_with_a_key, stranger_with_a_stolen_name])
-async def test_a_stranger_is_refused_and_counted(context, control: RankManager, caplog, enter) -> None:
+async def test_unauthenticated_peer_is_refused_and_counted(context, control: RankManager, caplog, enter) -> None:
     intruder = enter(context, control)
     for message in (*LIES, StepResult(1, 1, {1: (Token(666),)})):
         intruder.send(encode(message))
@@ -149,7 +149,7 @@ async def test_a_stranger_is_refused_and_counted(context, control: RankManager, 
     assert "refused connections of strangers to the control channel: 1 so far" in caplog.text
 
 
-async def test_a_rank_that_is_lost_is_no_stranger(context, control: RankManager) -> None:
+async def test_lost_rank_is_not_counted_as_unauthenticated(context, control: RankManager) -> None:
     """Not even as another one connects, before that has proven who it is."""
     ranks = [introduce(context, control, rank) for rank in range(2)]
     await check_service(control, ranks)
@@ -175,7 +175,7 @@ def is_ended(connection: socket.socket) -> bool:
     return True
 
 
-async def test_connections_that_say_nothing_or_rubbish_are_ended(context, monkeypatch) -> None:
+async def test_silent_and_malformed_connections_are_closed(context, monkeypatch) -> None:
     monkeypatch.setattr(member_auth, "HANDSHAKE_MILLISECONDS", 1000)
     control = RankManager(CONFIG)
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
@@ -194,7 +194,7 @@ async def test_connections_that_say_nothing_or_rubbish_are_ended(context, monkey
     await control.close()
 
 
-async def test_a_rank_is_heard_for_itself_alone(context, control: RankManager, caplog) -> None:
+async def test_rank_may_send_only_its_own_messages(context, control: RankManager, caplog) -> None:
     ranks = [introduce(context, control, rank) for rank in range(2)]
     for lie in LIES:
         ranks[1].send(encode(lie))
@@ -214,7 +214,7 @@ async def test_a_rank_is_heard_for_itself_alone(context, control: RankManager, c
 
 
 @pytest.mark.parametrize("name", ["commands_id", "pulse_id"])
-async def test_a_rank_cannot_take_the_connection_of_another(context, control: RankManager, name: str) -> None:
+async def test_rank_cannot_take_over_the_connection_of_another(context, control: RankManager, name: str) -> None:
     """An impostor would have to guess the other's public key, and even then its own key identifies it."""
     thief = connect(context, control.invitations[1], getattr(control.invitations[0], name))
     for lie in LIES:
@@ -226,7 +226,7 @@ async def test_a_rank_cannot_take_the_connection_of_another(context, control: Ra
     assert control.hellos == ()
 
 
-async def test_a_second_connection_of_the_same_name_takes_nothing_over(context, control: RankManager) -> None:
+async def test_second_connection_with_the_same_name_takes_over_nothing(context, control: RankManager) -> None:
     ranks = [introduce(context, control, rank) for rank in range(2)]
     await check_service(control, ranks)
     replayed = connect(context, control.invitations[1], control.invitations[0].commands_id)
@@ -238,7 +238,7 @@ async def test_a_second_connection_of_the_same_name_takes_nothing_over(context, 
     assert replayed.poll(0) == 0
 
 
-async def test_a_member_that_was_lost_is_a_stranger_and_no_warning(context, control: RankManager, caplog) -> None:
+async def test_lost_member_is_refused_without_a_warning(context, control: RankManager, caplog) -> None:
     ranks = [introduce(context, control, rank) for rank in range(2)]
     await check_service(control, ranks)
     control.lost(1, "vanished")
@@ -255,7 +255,7 @@ async def test_a_member_that_was_lost_is_a_stranger_and_no_warning(context, cont
     await until(lambda: "strangers to the control channel: 1 so far" in caplog.text)
 
 
-async def test_a_member_that_is_given_up_is_a_stranger_before_the_next_epoch(context) -> None:
+async def test_abandoned_member_is_refused_before_the_next_epoch(context) -> None:
     """While its process still lives, and with its own keys."""
     is_gone = asyncio.Event()
 
@@ -283,7 +283,7 @@ async def test_a_member_that_is_given_up_is_a_stranger_before_the_next_epoch(con
     await control.close()
 
 
-async def test_one_that_never_ceases_to_speak_leaves_all_else_its_turns(context, control: RankManager) -> None:
+async def test_flooding_peer_does_not_starve_other_messages(context, control: RankManager) -> None:
     connection = introduce(context, control, 1)
     await until(lambda: control.hellos)
     control.roster.lose(1, "vanished")
@@ -296,7 +296,7 @@ async def test_one_that_never_ceases_to_speak_leaves_all_else_its_turns(context,
     assert num_turns >= num_messages // control_socket.MAX_AT_ONCE
 
 
-async def test_a_message_too_large_for_any_rank_is_not_taken(context, control: RankManager) -> None:
+async def test_message_too_large_for_any_rank_is_dropped(context, control: RankManager) -> None:
     ranks = [introduce(context, control, rank) for rank in range(2)]
     await check_service(control, ranks)
     ranks[1].send(encode(Died(1, "x" * (8 << 20))))
@@ -306,7 +306,7 @@ async def test_a_message_too_large_for_any_rank_is_not_taken(context, control: R
     assert (error.rank, error.reason) == (0, "the last word")
 
 
-async def test_keys_are_told_nowhere(context, control: RankManager, caplog) -> None:
+async def test_keys_are_not_disclosed(context, control: RankManager, caplog) -> None:
     caplog.set_level(logging.DEBUG)
     ranks = [introduce(context, control, rank) for rank in range(2)]
     await check_service(control, ranks)
@@ -318,7 +318,7 @@ async def test_keys_are_told_nowhere(context, control: RankManager, caplog) -> N
             assert secret not in f"{invitation!r} {invitation} {invitation.__rich_repr__()} {caplog.text}"
 
 
-async def test_nothing_of_a_closed_channel_is_left(context) -> None:
+async def test_closed_channel_leaves_no_resources(context) -> None:
     def threads() -> set[str]:
         found = set[str]()
         for task in Path("/proc/self/task").iterdir():

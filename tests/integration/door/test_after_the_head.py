@@ -65,7 +65,7 @@ async def door() -> AsyncIterator[tuple[str, int, psutil.Process]]:
         await process.wait()
 
 
-async def test_no_shape_of_a_request_grows_the_door() -> None:
+async def test_memory_stays_bounded_for_every_request_form() -> None:
     async with door() as (host, port, process), asyncio.timeout(60):
         before, wrong = await warm(host, port, process), list[str]()
         for name, attack in ATTACKS.items():
@@ -116,7 +116,7 @@ async def address(service: Served, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
         (b"POST /nothing HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999\r\n\r\n", b"x"),
     ],
 )
-async def test_what_follows_an_answered_request_is_limited_in_time(
+async def test_data_after_an_answered_request_is_limited_in_time(
     address: tuple[str, int], head: bytes, later: bytes
 ) -> None:
     reader, writer = await asyncio.open_connection(*address)
@@ -134,7 +134,7 @@ async def test_what_follows_an_answered_request_is_limited_in_time(
     writer.close()
 
 
-async def test_a_request_after_a_pause_is_answered_in_full(service: Served, address: tuple[str, int]) -> None:
+async def test_request_after_a_pause_is_answered_completely(service: Served, address: tuple[str, int]) -> None:
     """The time between two requests ends with the second's head: its answer may take longer."""
     reader, writer = await asyncio.open_connection(*address)
     body = b'{"model": "fake", "prompt": "x", "max_tokens": 2}'
@@ -153,7 +153,7 @@ async def test_a_request_after_a_pause_is_answered_in_full(service: Served, addr
 
 
 @pytest.mark.parametrize("is_streamed", [True, pytest.param(False, marks=pytest.mark.extended)])
-async def test_an_answer_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch, is_streamed: bool) -> None:
+async def test_unread_answer_ends_after_a_timeout(monkeypatch: pytest.MonkeyPatch, is_streamed: bool) -> None:
     monkeypatch.setattr(protocol, "UNREAD_SECONDS", 0.3)
     async with slow_service() as (server, _), opened(server) as url, asyncio.timeout(20):
         host, _, port = url.removeprefix("http://").rpartition(":")
@@ -171,7 +171,7 @@ async def test_an_answer_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch,
         writer.close()
 
 
-async def test_few_requests_wait_behind_another(service: Served, address: tuple[str, int]) -> None:
+async def test_pipelined_requests_are_limited(service: Served, address: tuple[str, int]) -> None:
     """Accepted requests are answered, and the last response closes the connection."""
     reader, writer = await asyncio.open_connection(*address)
     async with asyncio.timeout(10):
@@ -184,7 +184,7 @@ async def test_few_requests_wait_behind_another(service: Served, address: tuple[
     writer.close()
 
 
-async def test_the_number_of_headers_is_bounded(address: tuple[str, int]) -> None:
+async def test_number_of_headers_is_bounded(address: tuple[str, int]) -> None:
     for number, status in ((protocol.MAX_HEADERS - 1, b"200"), (protocol.MAX_HEADERS, b"431")):
         reader, writer = await asyncio.open_connection(*address)
         writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n" + b"a:b\r\n" * number + b"\r\n")
@@ -193,7 +193,7 @@ async def test_the_number_of_headers_is_bounded(address: tuple[str, int]) -> Non
         writer.close()
 
 
-async def test_trailers_are_no_headers(service: Served, address: tuple[str, int]) -> None:
+async def test_trailers_are_not_parsed_as_headers(service: Served, address: tuple[str, int]) -> None:
     """A short trailer is taken, and changes nothing."""
     reader, writer = await asyncio.open_connection(*address)
     body = b'{"model": "fake", "prompt": "x", "max_tokens": 2}'
@@ -204,7 +204,9 @@ async def test_trailers_are_no_headers(service: Served, address: tuple[str, int]
     writer.close()
 
 
-async def test_strangers_write_no_log(address: tuple[str, int], caplog: pytest.LogCaptureFixture) -> None:
+async def test_unauthenticated_peers_cannot_write_to_the_log(
+    address: tuple[str, int], caplog: pytest.LogCaptureFixture
+) -> None:
     """Neither malformed HTTP nor an upgrade request is logged."""
     upgrade = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: upgrade, close\r\nUpgrade: websocket\r\n\r\n"
     for sent, status in ((b"nonsense\r\n\r\n", b"400"), (upgrade, b"200")):
@@ -218,7 +220,7 @@ async def test_strangers_write_no_log(address: tuple[str, int], caplog: pytest.L
     ] == []
 
 
-async def test_what_follows_an_upgrade_is_no_request(address: tuple[str, int]) -> None:
+async def test_data_after_an_upgrade_is_not_parsed_as_a_request(address: tuple[str, int]) -> None:
     """The parser would read a body behind one as the next request. Requests before it are answered."""
     upgrade = b" HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n"
     for request, reason in (

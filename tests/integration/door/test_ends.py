@@ -34,7 +34,7 @@ async def door(server: str, *options: str) -> AsyncIterator[tuple[str, asyncio.s
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-async def test_whatever_signal_ends_it_what_runs_goes_on(service: Served, number: signal.Signals) -> None:
+async def test_running_calls_finish_after_any_signal(service: Served, number: signal.Signals) -> None:
     service.engine.is_endless = True
     async with (
         door(service.address, "--drain-seconds=60") as (url, process),
@@ -63,7 +63,7 @@ async def until_refused(client: httpx2.AsyncClient) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-async def test_who_is_cut_is_told(service: Served, number: signal.Signals) -> None:
+async def test_interrupted_client_gets_an_error_event(service: Served, number: signal.Signals) -> None:
     service.engine.is_endless = True
     async with (
         door(service.address, "--drain-seconds=0") as (url, process),

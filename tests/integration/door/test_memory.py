@@ -56,7 +56,7 @@ async def door(server: str) -> AsyncIterator[tuple[str, psutil.Process]]:
         await process.wait()
 
 
-async def test_a_document_of_100_mb_takes_little_memory() -> None:
+async def test_document_of_100_mb_uses_little_memory() -> None:
     contexts, server = Contexts(), grpc.aio.server()
     context_service_pb2_grpc.add_ContextServiceServicer_to_server(contexts, server)
     cluster_service_pb2_grpc.add_ClusterServiceServicer_to_server(Clusters(), server)
@@ -100,7 +100,7 @@ NUM_IDS = 500_000
 
 
 @pytest.mark.parametrize("is_queued", [True, False])
-async def test_prompts_of_ids_that_wait_take_little_memory(is_queued: bool) -> None:
+async def test_queued_prompts_of_ids_use_little_memory(is_queued: bool) -> None:
     """After the service has reported their queue positions, for as many as the queue admits."""
     generations, server = Generations(is_queued), grpc.aio.server()
     generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(generations, server)

@@ -97,7 +97,7 @@ class Texts:
                 self.num_seen += 1
 
 
-async def test_who_reads_slowly_holds_up_nobody_and_gets_all_of_it() -> None:
+async def test_slow_reader_delays_no_other_stream_and_gets_everything() -> None:
     async with door() as (url, process, generations), httpx2.AsyncClient(base_url=url, timeout=60) as client:
         slow, quick = Texts(), Texts()
         async with client.stream("POST", "/v1/chat/completions", json=ASKED) as status:

@@ -80,7 +80,7 @@ class Files:
         ("elsewhere", "ours", "not for that name"),
     ],
 )
-async def test_callers_are_told_that_the_service_is_away_and_operators_why(
+async def test_callers_get_unavailable_and_operators_get_the_reason(
     service: str, message: str, why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     files, credential = Files(tmp_path), new_credential()
@@ -104,7 +104,7 @@ async def test_callers_are_told_that_the_service_is_away_and_operators_why(
     assert why in caplog.text and credential not in caplog.text
 
 
-async def test_who_runs_a_door_reads_why_once(tmp_path: Path) -> None:
+async def test_operator_log_has_the_reason_once(tmp_path: Path) -> None:
     files = Files(tmp_path)
     async with files.service(tmp_path / "model", "encrypted") as address:
         command = [sys.executable, "-m", "door", f"--server={address}", "--port=0", f"--tls-ca={files.theirs.file}"]
@@ -120,7 +120,7 @@ async def test_who_runs_a_door_reads_why_once(tmp_path: Path) -> None:
     assert "no authority given here" in line and "the service cannot be reached" in line
 
 
-async def test_files_that_cannot_be_used_end_the_start(tmp_path: Path) -> None:
+async def test_unusable_files_prevent_the_start(tmp_path: Path) -> None:
     files = Files(tmp_path)
     cert, key = map(str, files.ours.write("one"))
     empty = tmp_path / "empty.pem"

@@ -43,7 +43,7 @@ def config_of(folder: Path, **settings: float) -> ServiceConfig:
     return ServiceConfig(engine=engine, port=port, launcher="local", **settings)  # type: ignore[arg-type]
 
 
-async def test_sampling_defaults_of_the_model_are_read_before_its_ranks_start(tmp_path: Path) -> None:
+async def test_sampling_defaults_are_read_before_ranks_start(tmp_path: Path) -> None:
     config = replace(config_of(tmp_path), sampling_defaults="model")
     (tmp_path / "generation_config.json").write_text('{"do_sample": true, "top_p": 2}')
     service = Service(config, FakeFleet(0))
@@ -112,7 +112,7 @@ class LateMain:
         live(spec, lambda spec: LateRank(spec, self._pipe))
 
 
-async def test_calls_are_told_how_many_ranks_are_ready(tmp_path: Path) -> None:
+async def test_calls_during_start_report_the_number_of_ready_ranks(tmp_path: Path) -> None:
     os.mkfifo(pipe := tmp_path / "pipe")
     async with begun(config_of(tmp_path), LocalFleet(LateMain(pipe))) as found:
         while found.service.loading.num_ready < 1:
@@ -126,7 +126,7 @@ async def test_calls_are_told_how_many_ranks_are_ready(tmp_path: Path) -> None:
         assert (await found.client.cluster()).world_size == 2
 
 
-async def test_who_watches_health_sees_the_begin_and_the_end(tmp_path: Path) -> None:
+async def test_health_watch_reports_start_and_shutdown(tmp_path: Path) -> None:
     """Clients that balance over several services watch health. The shutdown does not wait for the watchers."""
     os.mkfifo(pipe := tmp_path / "pipe")
     config, response = config_of(tmp_path), HealthCheckResponse
@@ -151,7 +151,7 @@ async def test_who_watches_health_sees_the_begin_and_the_end(tmp_path: Path) -> 
             assert [one async for one in ended] == []
 
 
-async def test_slots_that_are_missing_are_told(tmp_path: Path) -> None:
+async def test_missing_slots_are_reported(tmp_path: Path) -> None:
     fleet = FakeFleet(num_missing=5)
     async with begun(config_of(tmp_path, wait_for_ranks=60), fleet) as found:
         await fleet.asked.wait()
@@ -160,7 +160,7 @@ async def test_slots_that_are_missing_are_told(tmp_path: Path) -> None:
         assert not found.starting.done()
 
 
-async def test_a_service_that_loads_can_be_drained(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_loading_service_can_be_drained(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with begun(config_of(tmp_path), FakeFleet(num_missing=1)) as found:
         await found.refusal()
         assert await found.client.drain() == Draining(open_calls=0, limit=2.0)
@@ -169,7 +169,7 @@ async def test_a_service_that_loads_can_be_drained(tmp_path: Path, caplog: pytes
     assert caplog.messages == [], "nothing is wrong, and thousands may be refused"
 
 
-async def test_what_runs_may_end_and_nothing_new_begins(tmp_path: Path) -> None:
+async def test_running_calls_finish_and_new_calls_are_refused(tmp_path: Path) -> None:
     async with begun(config_of(tmp_path, drain_seconds=60), LocalFleet(EchoMain())) as found:
         await found.starting
         answer = found.client.generate("x", max_tokens=200, ignore_end_token=True)
@@ -189,7 +189,7 @@ async def test_what_runs_may_end_and_nothing_new_begins(tmp_path: Path) -> None:
         await ending
 
 
-async def test_the_rest_is_told_why_and_whoever_waits_knows_when(tmp_path: Path) -> None:
+async def test_remaining_calls_end_with_the_reason_and_drain_callers_are_notified(tmp_path: Path) -> None:
     async with begun(config_of(tmp_path, drain_seconds=0.1), LocalFleet(EchoMain())) as found:
         await found.starting
         upload = await Upload(found.client, "book").begin()
@@ -202,7 +202,7 @@ async def test_the_rest_is_told_why_and_whoever_waits_knows_when(tmp_path: Path)
         assert await waiting == Draining(open_calls=1, limit=0.1)
 
 
-async def test_a_second_time_nothing_is_waited_for(tmp_path: Path) -> None:
+async def test_second_drain_does_not_wait(tmp_path: Path) -> None:
     async with begun(config_of(tmp_path, drain_seconds=600), LocalFleet(EchoMain())) as found:
         await found.starting
         upload = await Upload(found.client, "book").begin()
@@ -215,7 +215,7 @@ async def test_a_second_time_nothing_is_waited_for(tmp_path: Path) -> None:
             await upload.task
 
 
-async def test_a_signal_after_a_call_to_drain_is_the_first_one(tmp_path: Path) -> None:
+async def test_signal_after_a_drain_call_counts_as_the_first(tmp_path: Path) -> None:
     """As when a container is stopped whose hook has begun it."""
     async with begun(config_of(tmp_path, drain_seconds=600), LocalFleet(EchoMain())) as found:
         await found.starting
@@ -229,7 +229,7 @@ async def test_a_signal_after_a_call_to_drain_is_the_first_one(tmp_path: Path) -
         await found.service.wait()
 
 
-async def test_a_rank_that_is_lost_meanwhile_is_waited_out(tmp_path: Path) -> None:
+async def test_rank_loss_during_drain_is_waited_for(tmp_path: Path) -> None:
     async with begun(config_of(tmp_path, drain_seconds=600), LocalFleet(EchoMain())) as found:
         await found.starting
         worker = (await found.client.cluster()).workers[1]
@@ -254,7 +254,7 @@ class OnceMain(EchoMain):
         super().__call__(spec)
 
 
-async def test_who_waits_is_told_when_all_ranks_are_lost_meanwhile(tmp_path: Path) -> None:
+async def test_drain_caller_is_notified_when_all_ranks_are_lost(tmp_path: Path) -> None:
     config = config_of(tmp_path, drain_seconds=600)
     config = replace(config, engine=replace(config.engine, max_losses_per_minute=100))  # none is waited for
     async with begun(config, LocalFleet(OnceMain())) as found:
@@ -275,7 +275,7 @@ async def test_who_waits_is_told_when_all_ranks_are_lost_meanwhile(tmp_path: Pat
             await upload.task
 
 
-async def test_who_waits_is_told_when_nothing_was_drained(tmp_path: Path) -> None:
+async def test_drain_caller_is_notified_when_shutdown_skips_the_drain(tmp_path: Path) -> None:
     """The operator stops the service immediately."""
     async with begun(config_of(tmp_path, drain_seconds=600), LocalFleet(EchoMain())) as found:
         await found.starting
@@ -290,7 +290,7 @@ async def test_who_waits_is_told_when_nothing_was_drained(tmp_path: Path) -> Non
             await upload.task
 
 
-async def test_nobody_asks_twice_for_the_end() -> None:
+async def test_interrupted_drain_call_is_not_retried() -> None:
     """A second request could reach the successor of the process that has ended."""
     retries: list[Retry] = []
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -301,7 +301,7 @@ async def test_nobody_asks_twice_for_the_end() -> None:
     assert retries == []
 
 
-async def test_clients_that_take_nothing_keep_nobody_from_being_told(tmp_path: Path) -> None:
+async def test_stalled_clients_do_not_delay_shutdown_notices(tmp_path: Path) -> None:
     """They read neither their health, nor the cluster, nor an answer, so their send buffers are full."""
     os.mkfifo(pipe := tmp_path / "pipe")
     config = config_of(tmp_path, drain_seconds=0.1)
@@ -318,7 +318,7 @@ async def test_clients_that_take_nothing_keep_nobody_from_being_told(tmp_path: P
         assert await found.health() == (False, True)
 
 
-async def test_callers_from_elsewhere_drain_and_refill_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_remote_callers_cannot_drain_or_refill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with begun(config_of(tmp_path), LocalFleet(EchoMain())) as found:
         await found.starting
         monkeypatch.setattr(servicers, "is_here", lambda peer: False)

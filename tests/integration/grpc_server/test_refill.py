@@ -49,7 +49,7 @@ async def refill(port: int) -> str:
     return reported.decode()
 
 
-async def test_a_place_that_was_given_up_is_filled_when_asked(tmp_path: Path) -> None:
+async def test_abandoned_slot_is_filled_on_request(tmp_path: Path) -> None:
     (broken := tmp_path / "broken").touch()
     config = config_of(tmp_path)
     async with begun(config, LocalFleet(FragileMain(broken))) as found:

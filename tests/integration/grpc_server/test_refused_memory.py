@@ -90,12 +90,12 @@ async def left_over(
 
 
 @pytest.mark.parametrize("case", CASES)
-async def test_a_refused_request_is_freed(tmp_path: Path, case: str) -> None:
+async def test_refused_request_is_freed(tmp_path: Path, case: str) -> None:
     async with fuzzed(tmp_path) as target:
         assert await left_over(target.address, *CASES[case]) == []
 
 
-async def test_what_failed_unforeseen_is_freed(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_request_is_freed_after_an_unexpected_error(service: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     def submit(_: object) -> None:
         raise RuntimeError("unforeseen")
 
@@ -105,7 +105,7 @@ async def test_what_failed_unforeseen_is_freed(service: Served, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("fields", [{}, HELD], ids=["plain", "held"])
-async def test_what_fails_later_is_freed(
+async def test_request_is_freed_after_a_late_failure(
     service: Served, monkeypatch: pytest.MonkeyPatch, fields: dict[str, object]
 ) -> None:
     monkeypatch.setattr(service.engine, "submit", lambda _: FakeStream([], Unavailable("a rank is lost"), False))

@@ -15,7 +15,7 @@ SILENT_SECONDS = 200.0
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-async def test_a_call_in_which_nothing_is_said_for_minutes_goes_on(tmp_path: Path) -> None:
+async def test_call_without_messages_for_minutes_continues(tmp_path: Path) -> None:
     engine = FakeEngine()
     engine.is_endless = True
     async with (

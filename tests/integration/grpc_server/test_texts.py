@@ -95,7 +95,7 @@ async def ingest(client: AsyncClient, text: str) -> object:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("call", [generate, count, tokenize, ingest])
-async def test_a_text_whose_client_left_is_tokenized_no_further(
+async def test_tokenization_stops_when_the_client_disconnects(
     gated: Gated, call: Callable[[AsyncClient, str], Awaitable[object]]
 ) -> None:
     gate = gated.gate
@@ -114,7 +114,7 @@ async def test_a_text_whose_client_left_is_tokenized_no_further(
 
 
 @pytest.mark.timeout(120)
-async def test_many_texts_whose_client_left_keep_nobody_waiting(gated: Gated) -> None:
+async def test_abandoned_texts_delay_no_other_client(gated: Gated) -> None:
     gate = gated.gate
     async with AsyncClient(gated.address, retries=0) as leaver:
         calls = [asyncio.ensure_future(count(leaver, "aa" * (12 * WINDOW))) for _ in range(10)]
@@ -131,7 +131,7 @@ async def test_many_texts_whose_client_left_keep_nobody_waiting(gated: Gated) ->
     assert gate.num_windows["a"] == NUM_THREADS
 
 
-async def test_no_more_is_tokenized_than_can_fit(gated: Gated) -> None:
+async def test_only_as_much_text_as_fits_is_tokenized(gated: Gated) -> None:
     gated.gate.open()
     gated.engine.max_positions = 3 * WINDOW
     with pytest.raises(InvalidArgument, match="tokens or more cannot fit in the 196,608 tokens") as caught:
@@ -142,7 +142,7 @@ async def test_no_more_is_tokenized_than_can_fit(gated: Gated) -> None:
 
 
 @pytest.mark.timeout(120)
-async def test_a_server_that_stops_is_not_held_by_a_long_text(gated: Gated) -> None:
+async def test_server_shutdown_does_not_wait_for_a_long_text(gated: Gated) -> None:
     counting = asyncio.ensure_future(count(gated.client, "aa" * (12 * WINDOW)))
     assert await asyncio.to_thread(gated.gate.reached.acquire, timeout=30)
     await gated.server.stop(None)

@@ -87,7 +87,7 @@ async def test_messages_go_through_the_chat_template(service: Served) -> None:
     assert await ids_of(service, ASKED) == turns(preset, ASKED)
 
 
-async def test_texts_full_of_control_tokens_stay_texts(service: Served) -> None:
+async def test_control_tokens_in_texts_remain_text(service: Served) -> None:
     sly = [Message(role, SLY) for role in ("system", "user", "assistant", "user")]
     found = await ids_of(service, *sly)
     assert found == turns(*sly)
@@ -97,13 +97,13 @@ async def test_texts_full_of_control_tokens_stay_texts(service: Served) -> None:
     assert found.count(FAST.token_to_id("<|im_start|>")) == 3
 
 
-async def test_a_message_may_have_parts_and_no_text(service: Served) -> None:
+async def test_message_may_have_parts_without_text(service: Served) -> None:
     assert await ids_of(service, Message("system", ""), Message("user", "x")) == turns(
         Message("system", ""), Message("user", "x")
     )
 
 
-async def test_one_message_is_asked_as_a_question_is(service: Served) -> None:
+async def test_single_message_equals_a_prompt(service: Served) -> None:
     await service.client.ingest("book", "Call me Ishmael.")
     for text in ("Who?", SLY, " \n"):
         found = await ids_of(service, Message("user", text), context="book")
@@ -116,7 +116,7 @@ async def test_one_message_is_asked_as_a_question_is(service: Served) -> None:
         assert await ids_of(service, Message("user", text)) == alone
 
 
-async def test_a_context_stands_before_the_first_question(service: Served) -> None:
+async def test_context_precedes_the_first_question(service: Served) -> None:
     await service.client.ingest("book", "Call me Ishmael.")
     found = await ids_of(service, ASKED, SAID, MORE, context="book")
     alone = await ids_of(service, ASKED, SAID, MORE)
@@ -126,7 +126,7 @@ async def test_a_context_stands_before_the_first_question(service: Served) -> No
     assert found == [*control("\n\n"), *alone[len(opening) :]]
 
 
-async def test_a_systems_message_is_part_of_the_first_question(service: Served) -> None:
+async def test_system_message_is_part_of_the_first_question(service: Served) -> None:
     await service.client.ingest("book", "Call me Ishmael.")
     other = Message("system", "Be kind.")
     for prefaces in ([SYSTEM], [SYSTEM, other], [SYSTEM, Message("system", ""), other]):
@@ -137,7 +137,7 @@ async def test_a_systems_message_is_part_of_the_first_question(service: Served) 
     assert list(service.engine.prompts[-1].token_ids) == await ids_of(service, SYSTEM, ASKED, context="book")
 
 
-async def test_without_a_template_there_are_only_questions(tmp_path: Path) -> None:
+async def test_without_a_template_only_prompts_are_accepted(tmp_path: Path) -> None:
     async with chatting(tmp_path, None) as service:
         error = await refused(service, SYSTEM, ASKED, SAID, MORE)
         assert (error.field, "has no chat template" in error.description) == ("conversation.messages[2]", True)
@@ -153,7 +153,7 @@ async def test_without_a_template_there_are_only_questions(tmp_path: Path) -> No
 THINKING = CHATML + "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>' ~ depth }}{% endif %}"
 
 
-async def test_names_for_the_template_come_with_a_request(tmp_path: Path) -> None:
+async def test_template_variables_are_sent_with_a_request(tmp_path: Path) -> None:
     async with chatting(tmp_path, THINKING) as service:
         await service.client.ingest("book", "Call me Ishmael.")
         for context in (None, "book"):
@@ -176,14 +176,12 @@ async def test_names_for_the_template_come_with_a_request(tmp_path: Path) -> Non
         ({"x": object()}, "cannot be sent"),
     ],
 )
-async def test_names_that_no_template_may_have_are_refused(
-    given: dict[str, Any], message: str, service: Served
-) -> None:
+async def test_reserved_template_variables_are_refused(given: dict[str, Any], message: str, service: Served) -> None:
     error = await refused(service, ASKED, chat_template_kwargs=given)
     assert (error.field, message in error.description) == ("chat_template_kwargs", True), error
 
 
-async def test_names_without_a_template_to_use_them_are_refused(service: Served) -> None:
+async def test_template_variables_without_a_template_are_refused(service: Served) -> None:
     options: dict[str, Any] = {"chat_template_kwargs": {"x": 1}}
     for given in ([1, 2], "text"):
         with pytest.raises(InvalidArgument, match="does not go through the chat template"):
@@ -210,7 +208,7 @@ BEGINS_ANEW = "{% if messages | length > 1 %}A chat: {% endif %}" + CHATML
         (LARGE, [ASKED, MORE], None, "conversation.messages", "2,0"),
     ],
 )  # fmt: skip
-async def test_what_cannot_be_rendered_is_named(
+async def test_render_errors_name_the_cause(
     template: str, messages: Sequence[Message], context: str | None, field: str, message: str, tmp_path: Path
 ) -> None:
     async with chatting(tmp_path, template) as service:
@@ -222,13 +220,13 @@ async def test_what_cannot_be_rendered_is_named(
         assert await ids_of(service, ASKED), "a single question can be asked all the same"
 
 
-async def test_a_conversation_needs_the_template(service: Served) -> None:
+async def test_conversation_needs_the_template(service: Served) -> None:
     assert (await refused(service, ASKED, use_chat_template=False)).field == "use_chat_template"
     with pytest.raises(NotFound, match="contexts/none"):
         await ids_of(service, ASKED, context="none")
 
 
-async def test_all_texts_together_have_to_fit(service: Served) -> None:
+async def test_all_texts_together_must_fit(service: Served) -> None:
     service.engine.max_positions = 100
     long = [Message("user", "a" * 700), Message("assistant", "b" * 700), Message("user", "c" * 700)]
     error = await refused(service, *long)
@@ -265,7 +263,7 @@ async def test_both_clients_chat(service: Served, is_plain: bool) -> None:
     assert first.sampling.max_tokens == 9
 
 
-async def test_no_text_of_a_conversation_is_logged(
+async def test_conversation_texts_are_not_logged(
     service: Served, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     secret = "dq7secret"

@@ -111,7 +111,7 @@ async def whole(folder: Path, pieces: Sequence[IngestPiece]) -> list[int]:
         return one.engine.contexts["moby"]
 
 
-async def test_text_goes_on_from_the_settled_byte(tmp_path: Path) -> None:
+async def test_text_resumes_at_the_first_unsettled_byte(tmp_path: Path) -> None:
     expected = await whole(tmp_path, cut(TEXT))
     offsets = [0]
     while offsets[-1] < len(TEXT) * 0.7:
@@ -134,7 +134,7 @@ async def test_text_goes_on_from_the_settled_byte(tmp_path: Path) -> None:
         assert (await one.run(HEADER, b"other", ends=False))[0].received_bytes == 0, "nothing is left of it"
 
 
-async def test_ids_go_on_after_the_last_that_came(tmp_path: Path) -> None:
+async def test_ids_resume_after_the_last_received(tmp_path: Path) -> None:
     ids = [i % 200 for i in range(200_000)]
     async with desk(tmp_path) as one:
         await one.run(HEADER, tuple(ids[:150_000]), ends=False)
@@ -171,7 +171,7 @@ class Failing:
 
 
 @pytest.mark.parametrize("is_another_service", [False, True])
-async def test_what_could_not_be_kept_is_sent_again(tmp_path: Path, is_another_service: bool) -> None:
+async def test_unsaved_parts_are_sent_again(tmp_path: Path, is_another_service: bool) -> None:
     """Pieces are also sent again if later pieces were saved, and if the service that had them in memory has dropped
     them."""
     expected = await whole(tmp_path, cut(TEXT))
@@ -198,7 +198,7 @@ async def goes_on(one: Desk, expected: list[int]) -> None:
     assert one.engine.contexts["moby"] == expected
 
 
-async def test_what_nobody_goes_on_with_is_dropped_at_last(tmp_path: Path) -> None:
+async def test_abandoned_uploads_are_dropped_after_the_retention_time(tmp_path: Path) -> None:
     async with desk(tmp_path) as one:
         await one.run(HEADER, *cut(TEXT[:200_000]), ends=False)
     async with desk(tmp_path, 5.0 + KEEP_SECONDS) as one:
@@ -211,7 +211,7 @@ async def test_what_nobody_goes_on_with_is_dropped_at_last(tmp_path: Path) -> No
         assert (await one.run(HEADER, ends=False))[0].received_bytes == 0
 
 
-async def test_what_an_earlier_service_kept_can_be_cancelled(tmp_path: Path) -> None:
+async def test_upload_of_a_previous_service_can_be_cancelled(tmp_path: Path) -> None:
     async with desk(tmp_path) as one:
         await one.run(HEADER, *cut(TEXT[:150_001]), ends=False)
     async with desk(tmp_path) as one:
@@ -222,7 +222,7 @@ async def test_what_an_earlier_service_kept_can_be_cancelled(tmp_path: Path) -> 
         assert (await one.run(HEADER, ends=False))[0].received_bytes == 0
 
 
-async def test_an_ingest_that_has_ended_is_not_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_finished_ingest_is_not_prefilled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with desk(tmp_path) as one:
         one.engine.contexts["moby"] = [1, 2, 3]
         monkeypatch.setattr(one.engine, "made_by", lambda _: "mine")
@@ -233,7 +233,7 @@ async def test_an_ingest_that_has_ended_is_not_read_twice(tmp_path: Path, monkey
         assert one.engine.contexts["moby"] == [1, 2, 3]
 
 
-async def test_who_sends_many_documents_at_once_keeps_to_the_quota(tmp_path: Path) -> None:
+async def test_concurrent_uploads_stay_within_the_quota(tmp_path: Path) -> None:
     CALLER.set(Caller(tenant="acme", quotas=Quotas(uploads=2)))
     headers = [IngestHeader(f"acme/{number}", tenant="acme", upload_id="mine") for number in range(6)]
     async with desk(tmp_path) as one:
@@ -245,7 +245,7 @@ async def test_who_sends_many_documents_at_once_keeps_to_the_quota(tmp_path: Pat
         assert [bool(reports) for reports in reported].count(True) == 2
 
 
-async def test_an_upload_whose_context_is_deleted_is_not_called_damaged(
+async def test_upload_to_a_deleted_context_is_not_reported_as_damaged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Pieces that still arrive are dropped and are not saved."""
@@ -265,7 +265,7 @@ def acme(number: int) -> IngestHeader:
     return IngestHeader(f"acme/{number}", tenant="acme", upload_id="mine")
 
 
-async def test_documents_that_are_left_count_after_a_restart(tmp_path: Path) -> None:
+async def test_interrupted_uploads_count_against_the_quota_after_a_restart(tmp_path: Path) -> None:
     async with desk(tmp_path) as one:
         for number in range(2):
             await one.run(acme(number), array("I", range(5)), ends=False)
@@ -280,7 +280,7 @@ async def test_documents_that_are_left_count_after_a_restart(tmp_path: Path) -> 
         await one.run(acme(2), array("I", [5]))
 
 
-async def test_tokens_of_documents_that_are_left_count(tmp_path: Path) -> None:
+async def test_tokens_of_interrupted_uploads_count_against_the_quota(tmp_path: Path) -> None:
     CALLER.set(Caller(tenant="acme", quotas=Quotas(tokens=12)))
     async with desk(tmp_path) as one:
         one.use_quotas()
@@ -306,7 +306,7 @@ async def test_tokens_count_as_they_arrive(tmp_path: Path) -> None:
             await one.run(acme(1), array("I", [5]))
 
 
-async def test_which_text_it_is_is_kept_of_a_document_on_its_way(tmp_path: Path) -> None:
+async def test_text_format_of_a_running_upload_is_persisted(tmp_path: Path) -> None:
     async with desk(tmp_path) as one:
         await one.run(IngestHeader("moby"), *cut(TEXT))
         expected = one.engine.texts["moby"]
@@ -325,7 +325,7 @@ async def test_which_text_it_is_is_kept_of_a_document_on_its_way(tmp_path: Path)
         assert one.engine.texts["moby"] == expected
 
 
-async def test_files_stay_those_that_an_upload_began_with(tmp_path: Path) -> None:
+async def test_files_of_an_upload_do_not_change(tmp_path: Path) -> None:
     files = (TextFile("a.txt", 0), TextFile("b.txt", 1000))
     async with desk(tmp_path) as one:
         await one.run(replace(HEADER, files=files), *cut(TEXT[:200_000]), ends=False)
@@ -352,7 +352,7 @@ class Arrived:
 
 
 @pytest.mark.timeout(60)
-async def test_a_call_that_is_cancelled_ends_nothing_of_others() -> None:
+async def test_cancelled_call_affects_no_other_call() -> None:
     catalog = FakeCatalog()
     retained = DurableUploads(catalog, (), lambda: 5.0)
     catalog.hold()
@@ -370,7 +370,7 @@ async def test_a_call_that_is_cancelled_ends_nothing_of_others() -> None:
 
 
 @pytest.mark.timeout(60)
-async def test_an_upload_that_was_dropped_as_old_can_begin_anew() -> None:
+async def test_upload_dropped_as_expired_can_restart() -> None:
     now = [0.0]
     retained = DurableUploads(FakeCatalog(), (), lambda: now[0])
     retained.keep(acme(1), Arrived(100))  # type: ignore[arg-type]
@@ -384,7 +384,7 @@ async def test_an_upload_that_was_dropped_as_old_can_begin_anew() -> None:
     await retained.close()
 
 
-async def test_tokens_of_work_that_a_stream_left_behind_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tokens_of_work_left_by_a_stream_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
     monkeypatch.setattr(QuotaEnforcer, "take_in", lambda _, num_tokens: taken.append(num_tokens))
     async with desk(tmp_path) as one:

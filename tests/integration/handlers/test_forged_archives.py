@@ -56,7 +56,7 @@ RESTORED = [
 
 
 @pytest.mark.parametrize("count", LEVELS)
-async def test_an_archive_is_taken_in_as_a_whole_or_refused_without_a_trace(count: int) -> None:
+async def test_forged_archive_is_imported_whole_or_refused_without_a_trace(count: int) -> None:
     slots = pool(windows=True)
     form = "|".join(form_of(slots, of_windows=of_windows) for of_windows in (False, True))
     ends, peak = Counter[str](), 0
@@ -83,7 +83,7 @@ async def test_an_archive_is_taken_in_as_a_whole_or_refused_without_a_trace(coun
 
 @pytest.mark.parametrize("windows", [False, True], ids=["sharded", "replicated"])
 @pytest.mark.parametrize("count", RESTORED)
-async def test_what_was_imported_breaks_no_epoch_and_no_answer_of_others(
+async def test_imported_context_breaks_no_epoch_and_no_other_answer(
     count: int, windows: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.ERROR)

@@ -88,7 +88,7 @@ async def or_end(state: asyncio.Future[None] | asyncio.Task[None], ingest: async
 
 
 @LEAVE
-async def test_an_ingest_that_is_read_frees_all_it_holds(service: Service, leave: Leave) -> None:
+async def test_disconnected_running_ingest_releases_everything(service: Service, leave: Leave) -> None:
     service.ranks.allow(2)
     ingest = service.start(patience(leave))
     reading = comes_to(service.engine, lambda: service.num_held >= 3 * CHUNK)
@@ -105,7 +105,7 @@ async def test_an_ingest_that_is_read_frees_all_it_holds(service: Service, leave
 
 
 @LEAVE
-async def test_an_ingest_that_waits_leaves_the_queue(service: Service, leave: Leave) -> None:
+async def test_disconnected_queued_ingest_leaves_the_queue(service: Service, leave: Leave) -> None:
     sampling = Sampling(max_tokens=230)
     answers = [service.engine.submit(Prompt(context=None, token_ids=(1, 2), sampling=sampling)) for _ in range(4)]
     ingest = service.start(patience(leave))
@@ -122,7 +122,7 @@ async def test_an_ingest_that_waits_leaves_the_queue(service: Service, leave: Le
     assert service.num_held == 0
 
 
-async def test_a_deadline_that_cannot_be_met_is_refused_at_once(tmp_path: Path) -> None:
+async def test_infeasible_deadline_is_refused_immediately(tmp_path: Path) -> None:
     ranks = GatedRanks(seconds_per_token=1.0)
     ranks.allow(100)
     async with serving(ranks, tmp_path, chunk_size=CHUNK) as (engine, address), AsyncClient(address) as client:
@@ -137,7 +137,7 @@ async def test_a_deadline_that_cannot_be_met_is_refused_at_once(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("upload_id", ["", "mine"])
-async def test_an_ingest_whose_context_would_have_expired_frees_all_it_holds(service: Service, upload_id: str) -> None:
+async def test_ingest_past_its_context_expiry_releases_everything(service: Service, upload_id: str) -> None:
     service.ranks.allow(2)
     with pytest.raises(InvalidArgument) as caught:
         await service.client.ingest("doc", DOCUMENT, expires=time.time() + 0.5, upload_id=upload_id)
@@ -149,7 +149,7 @@ async def test_an_ingest_whose_context_would_have_expired_frees_all_it_holds(ser
     assert (await service.client.ingest("doc", DOCUMENT, upload_id=upload_id)).tokens == len(DOCUMENT)
 
 
-async def test_an_ingest_that_can_be_resumed_outlives_its_deadline(service: Service) -> None:
+async def test_resumable_ingest_survives_its_deadline(service: Service) -> None:
     with pytest.raises(DeadlineExceeded):
         await service.client.ingest("doc", DOCUMENT, upload_id="mine", timeout=0.5)
     service.ranks.allow(100)

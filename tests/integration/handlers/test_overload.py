@@ -94,7 +94,7 @@ async def overload(client: AsyncClient, expected: list[tuple[int, ...]]) -> int:
     return len(refused)
 
 
-async def test_what_is_too_much_is_refused_and_the_rest_is_right() -> None:
+async def test_excess_load_is_refused_and_accepted_answers_are_correct() -> None:
     async with serving() as served:
         expected = [await ask(served.client, number) for number in range(CAPACITY)]
         assert {len(answer) for answer in expected} == {40}
@@ -116,7 +116,7 @@ async def test_memory_stays_flat_under_overload() -> None:
         assert psutil.Process().memory_info().rss - before < 16 * MIB
 
 
-async def test_whoever_leaves_frees_everything() -> None:
+async def test_disconnected_clients_release_everything() -> None:
     async with serving(chunk_size=256) as served:
         for leave in (leave_an_ingest, break_an_ingest_off, leave_a_prompt, kill_a_client, pass_a_deadline):
             await leave(served)
@@ -174,7 +174,7 @@ def read_for_ever(address: str, first: object) -> None:
 
 
 @pytest.mark.slow
-async def test_a_client_that_does_not_read_is_paused_and_slows_nobody() -> None:
+async def test_slow_reader_is_paused_and_delays_no_other_client() -> None:
     async with serving() as served, grpc.aio.insecure_channel(served.address, SMALL_WINDOW) as channel:
         expected = await ask(served.client, 1)
         call = GenerationServiceStub(channel).Generate(endless())

@@ -96,7 +96,9 @@ def plain(text: str) -> list[int]:
         (MISTRAL, "<|begin|>[INST]", "\n\n"),
     ],
 )
-async def test_the_template_puts_it_before_the_document(template: str, before: str, after: str, tmp_path: Path) -> None:
+async def test_template_places_the_system_message_before_the_document(
+    template: str, before: str, after: str, tmp_path: Path
+) -> None:
     async with desk(tmp_path, template) as one:
         found = await one.run(IngestHeader("moby", system=SYSTEM), b"Call me Ishmael.")
         assert found == [*control(before), *plain(SYSTEM), *control(after), *plain("Call me Ishmael.")]
@@ -106,7 +108,7 @@ CHANGES_THE_END = CHATML + "{% if messages[0].role == 'system' %}Obey: {% endif 
 
 
 @pytest.mark.parametrize("template", [None, GEMMA, CHANGES_THE_END], ids=["none", "gemma", "end"])
-async def test_a_template_that_has_no_place_for_it_is_told_at_once(template: str | None, tmp_path: Path) -> None:
+async def test_template_without_a_system_message_is_refused_immediately(template: str | None, tmp_path: Path) -> None:
     async def nothing() -> AsyncIterator[IngestPiece]:
         yield IngestHeader("moby", system=SYSTEM)
         raise AssertionError("read on")
@@ -119,7 +121,7 @@ async def test_a_template_that_has_no_place_for_it_is_told_at_once(template: str
         assert await one.run(IngestHeader("moby"), b"Call me Ishmael.")
 
 
-async def test_it_counts_among_what_must_fit(tmp_path: Path) -> None:
+async def test_system_message_counts_toward_the_size_limit(tmp_path: Path) -> None:
     async with desk(tmp_path) as one:
         one.engine.max_positions = 100
         with pytest.raises(InvalidArgument) as caught:
@@ -133,7 +135,7 @@ async def test_it_counts_among_what_must_fit(tmp_path: Path) -> None:
         assert await one.run(IngestHeader("moby"), b"1" * 60)
 
 
-async def test_it_does_not_go_with_token_ids(tmp_path: Path) -> None:
+async def test_system_message_with_token_ids_is_refused(tmp_path: Path) -> None:
     async with desk(tmp_path) as one:
         with pytest.raises(InvalidArgument) as caught:
             await one.run(IngestHeader("moby", system=SYSTEM), [1, 2, 3])
@@ -141,7 +143,7 @@ async def test_it_does_not_go_with_token_ids(tmp_path: Path) -> None:
         assert "moby" not in one.engine.contexts
 
 
-async def test_an_upload_goes_on_with_the_same_one_alone(tmp_path: Path) -> None:
+async def test_upload_resumes_only_with_the_same_system_message(tmp_path: Path) -> None:
     header = IngestHeader("moby", upload_id="mine", system=SYSTEM)
     async with desk(tmp_path) as one:
         expected = await one.run(IngestHeader("whole", system=SYSTEM), *cut(TEXT))
@@ -155,7 +157,7 @@ async def test_an_upload_goes_on_with_the_same_one_alone(tmp_path: Path) -> None
         assert await one.run(header, *cut(TEXT[offset:])) == expected
 
 
-async def test_a_kept_upload_goes_on_with_another_service(tmp_path: Path) -> None:
+async def test_durable_upload_resumes_in_another_service(tmp_path: Path) -> None:
     header = IngestHeader("moby", upload_id="mine", system=SYSTEM)
     async with desk(tmp_path) as one:
         expected = await one.run(IngestHeader("whole", system=SYSTEM), *cut(TEXT))

@@ -166,7 +166,7 @@ class Watch:
     ],
     ids=str,
 )
-async def test_a_long_text_is_held_as_ids_alone(hollow: Hollow, num_bytes: int) -> None:
+async def test_long_text_is_stored_only_as_ids(hollow: Hollow, num_bytes: int) -> None:
     async with AsyncClient(hollow.address) as client:
         await client.ingest("short", text_of(len(BLOCK)))
         before = hollow.trim()
@@ -213,7 +213,7 @@ async def send_at_once(address: str, text: bytes) -> int:
         return last.context.token_count
 
 
-async def test_a_text_may_come_in_one_large_message(hollow: Hollow) -> None:
+async def test_text_may_arrive_in_one_large_message(hollow: Hollow) -> None:
     text = (BLOCK * 2)[: MAX_PIECE_BYTES - 8].decode(errors="ignore").encode()
     before = hollow.resident
     assert await send_at_once(hollow.address, text) == len(text) + 1
@@ -221,14 +221,14 @@ async def test_a_text_may_come_in_one_large_message(hollow: Hollow) -> None:
     assert hollow.peak - before < most, "the message, its text, the ids and their index"
 
 
-async def test_a_piece_that_is_too_large_is_refused_with_its_limit(hollow: Hollow) -> None:
+async def test_oversized_piece_is_refused_with_its_limit(hollow: Hollow) -> None:
     with pytest.raises(grpc.aio.AioRpcError, match=f"{MAX_PIECE_BYTES:,}") as caught:
         await send_at_once(hollow.address, bytes(MAX_PIECE_BYTES + 1))
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert await send_at_once(hollow.address, b"short") == 6, "the service goes on, and keeps nothing of it"
 
 
-async def test_a_message_that_is_too_large_is_refused_with_its_limit(hollow: Hollow) -> None:
+async def test_oversized_message_is_refused_with_its_limit(hollow: Hollow) -> None:
     with pytest.raises(grpc.aio.AioRpcError, match=str(MAX_REQUEST_BYTES)) as caught:
         await send_at_once(hollow.address, bytes(MAX_REQUEST_BYTES + 1))
     assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -138,7 +138,7 @@ async def test_every_call_has_one_line(tmp_path: Path, told: Told, name: str) ->
         assert secret not in told.text
 
 
-async def test_of_a_wrong_request_the_field_is_told_and_not_what_was_in_it(tmp_path: Path, told: Told) -> None:
+async def test_invalid_request_logs_the_field_without_its_value(tmp_path: Path, told: Told) -> None:
     async with watched(tmp_path, FakeEngine(), log_level="debug") as channel:
         code, *_ = await Caller(channel, ACME).call("GetContext", [request_of("GetContext", name=SECRET)])
         assert code == StatusCode.INVALID_ARGUMENT
@@ -152,7 +152,7 @@ async def test_of_a_wrong_request_the_field_is_told_and_not_what_was_in_it(tmp_p
 
 
 @pytest.mark.parametrize("error", [ValueError(SECRET), KeyError(SECRET)])
-async def test_of_an_error_of_ours_the_place_is_logged_and_not_what_it_quotes(
+async def test_internal_error_logs_its_location_without_the_quoted_text(
     tmp_path: Path, told: Told, error: Exception
 ) -> None:
     engine = FakeEngine()
@@ -174,7 +174,7 @@ async def test_of_an_error_of_ours_the_place_is_logged_and_not_what_it_quotes(
 @pytest.mark.parametrize(
     ("error", "code"), [(NotFinite("token 3"), "DATA_LOSS"), (RankLost(1, "was killed"), "UNAVAILABLE")]
 )
-async def test_how_a_generation_failed_is_told(tmp_path: Path, told: Told, error: Exception, code: str) -> None:
+async def test_failed_generation_logs_its_error(tmp_path: Path, told: Told, error: Exception, code: str) -> None:
     engine = FakeEngine()
     engine.late_error = error  # type: ignore[assignment]
     async with watched(tmp_path, engine) as channel:
@@ -185,7 +185,7 @@ async def test_how_a_generation_failed_is_told(tmp_path: Path, told: Told, error
     assert line["message"] == f"call ended with {type(error).__name__}"
 
 
-async def test_a_generation_whose_reader_leaves_is_told_as_cancelled(tmp_path: Path, told: Told) -> None:
+async def test_generation_of_a_disconnected_reader_is_logged_as_cancelled(tmp_path: Path, told: Told) -> None:
     engine = FakeEngine()
     engine.is_endless = True
     async with watched(tmp_path, engine) as channel:
@@ -208,7 +208,7 @@ async def test_refused_calls_are_audited(tmp_path: Path, told: Told) -> None:
     assert told.of("coordinator.auth") == []
 
 
-async def test_a_flood_of_refused_calls_writes_few_lines(tmp_path: Path, told: Told) -> None:
+async def test_flood_of_refused_calls_writes_few_lines(tmp_path: Path, told: Told) -> None:
     async with watched(tmp_path, FakeEngine()) as channel:
         anonymous = Caller(channel, None)
         codes = await asyncio.gather(*(anonymous.call("GetCluster", [request_of("GetCluster")]) for _ in range(300)))
@@ -219,7 +219,7 @@ async def test_a_flood_of_refused_calls_writes_few_lines(tmp_path: Path, told: T
 
 
 @pytest.mark.parametrize(("is_open", "telemetry"), [(True, {}), (False, {}), (True, {"log_level": "info"})])
-async def test_who_asked_for_nothing_reads_of_no_call(is_open: bool, telemetry: dict[str, Any]) -> None:
+async def test_calls_are_not_logged_by_default(is_open: bool, telemetry: dict[str, Any]) -> None:
     watching = Telemetry(TelemetryConfig(**telemetry), "fake", "local", is_open)
     observers = await watching.start()
     try:

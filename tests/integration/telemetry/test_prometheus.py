@@ -50,7 +50,7 @@ async def load_twice(service: Measured, prometheus: Prometheus) -> None:
         await prometheus.comes(f"sum(longleaf_refused_credentials_total) == {count}")
 
 
-async def test_everything_that_is_asked_can_be_answered(tmp_path: Path) -> None:
+async def test_every_dashboard_query_returns_data(tmp_path: Path) -> None:
     async with measured(tmp_path) as service, scraping(service.url, RULES, tmp_path / "prometheus") as prometheus:
         await service.ingest(ACME, "other")
         await load_twice(service, prometheus)

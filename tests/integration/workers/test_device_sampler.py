@@ -54,7 +54,7 @@ def spoil(rank):
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-async def test_answers_are_those_of_the_sampler_of_cpus(world_size, tmp_path):
+async def test_device_sampler_answers_equal_those_of_the_cpu_sampler(world_size, tmp_path):
     def on_device(index, rank):
         rank.sampler = DeviceSampler("cpu", 512)
         spoil(rank)

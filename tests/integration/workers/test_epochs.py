@@ -103,7 +103,7 @@ def go_on(members: Members, merges: tuple) -> list[int]:
     return answer(members, [1, 0], 2)
 
 
-def test_survivors_of_a_killed_rank_go_on_with_what_they_hold(members, expected):
+def test_survivors_of_a_killed_rank_continue_with_their_segments(members, expected):
     merges = read_and_break(members, KILL)
     broken = [members.broken(member) for member in (0, 1)]
     assert [(one.epoch, one.step) for one in broken] == [(1, KILL)] * 2
@@ -112,7 +112,7 @@ def test_survivors_of_a_killed_rank_go_on_with_what_they_hold(members, expected)
     assert go_on(members, merges) == expected
 
 
-def test_a_fence_frees_those_who_wait_for_a_stopped_rank(members, expected):
+def test_abort_frees_members_that_wait_for_a_stopped_rank(members, expected):
     merges = read_and_break(members, FREEZE)
     for member in (0, 1):  # a member that is fenced earlier is in no exchange with the stopped rank
         members.wait_for_step(member, 1, FREEZE)
@@ -127,7 +127,7 @@ def test_a_fence_frees_those_who_wait_for_a_stopped_rank(members, expected):
     assert go_on(members, merges) == expected
 
 
-def test_all_go_on_after_one_has_raised(members, expected):
+def test_all_members_continue_after_one_has_raised(members, expected):
     """The member that raised reports the reason; all members keep their segments and join with new rank numbers."""
     merges = read_and_break(members, RAISE)
     broken = [members.broken(member) for member in (0, 1, 2)]
@@ -140,7 +140,7 @@ def test_all_go_on_after_one_has_raised(members, expected):
         assert members.is_alive(member)
 
 
-def test_a_fence_frees_those_who_wait_for_a_rank_that_does_not_join(members, expected):
+def test_abort_frees_members_that_wait_for_a_rank_that_does_not_join(members, expected):
     """And nothing of the try is left that would keep the next one from meeting."""
     merges = read_and_break(members, KILL)
     for member in (0, 1):
@@ -156,7 +156,7 @@ def test_a_fence_frees_those_who_wait_for_a_rank_that_does_not_join(members, exp
     assert answer(members, [1, 0], 3) == expected
 
 
-def test_who_leaves_is_missed_whatever_is_kept_of_the_epoch(members):
+def test_departed_member_is_detected_despite_references_to_the_group(members):
     """Torch closes connections of a group with its last reference."""
     read_and_break(members, KEEP)
     assert [members.broken(member).step for member in (0, 1, 2)] == [KEEP] * 3
@@ -186,10 +186,10 @@ def least(found: list[list[dict[str, int]]]) -> list[dict[str, int]]:
 
 
 @pytest.mark.sampled(1)
-def test_a_few_epochs_leave_nothing(members):
+def test_few_epochs_leak_nothing(members):
     broken_over_and_over(members, 15)
 
 
 @pytest.mark.slow
-def test_many_epochs_leave_nothing(members):
+def test_many_epochs_leak_nothing(members):
     broken_over_and_over(members, 60)

@@ -76,5 +76,5 @@ def test_over_gloo_and_copied_through_the_host():
 
 
 @pytest.mark.parametrize("machines", ["aaa", "aabb", "abcc"])
-def test_on_a_pretended_nccl(machines):
+def test_on_a_simulated_nccl(machines):
     assert all(Fleet(machines).run(carry_out))

@@ -99,11 +99,11 @@ COPY_BACK = [("to host", "copy"), ("wait", "to host")]
         (lambda q, launch: torch.ones(3) + 1, []),
     ],
 )
-def test_what_code_asks_of_the_device(work, expected):
+def test_operations_are_counted_by_type(work, expected):
     assert told(noted(work)) == expected
 
 
-def test_numbers_that_come_from_the_device_are_ones():
+def test_numbers_read_from_the_device_are_ones():
     def read(q, launch):
         assert (q.tolist(), q[0, 0].item(), bool(q.any())) == ([[1.0] * 8] * 4, 1.0, True)
         assert q.nonzero().shape == (32, 2)
@@ -111,7 +111,7 @@ def test_numbers_that_come_from_the_device_are_ones():
     noted(read)
 
 
-def test_memory_is_counted_where_it_is_new():
+def test_memory_is_counted_at_allocation():
     def work(q, launch):
         q.mul_(2).view(-1)
         q.to(torch.float64)
@@ -131,24 +131,24 @@ def test_each_event_has_its_line():
 
 
 @pytest.mark.parametrize("grid", [(0,), (), (1, 1, 1, 1), (2.0,)])
-def test_grids_that_triton_refuses(grid):
+def test_grids_refused_by_triton(grid):
     with pytest.raises(ValueError, match="a_kernel: a grid"):
         noted(lambda q, launch: launch(a_kernel, grid, q))
 
 
-def test_kernels_get_tensors_of_the_device_alone():
+def test_kernels_accept_only_device_tensors():
     with pytest.raises(ValueError, match="a_kernel: argument 1 lies on cpu"):
         noted(lambda q, launch: launch(a_kernel, lambda constants: (constants["N"],), q, torch.ones(1), N=4))
 
 
-def test_operations_that_cannot_be_looked_into_are_refused():
+def test_opaque_operations_are_refused():
     with torch.library._scoped_library("longleaf_tests_closed", "DEF") as library:
         library.define("closed(Tensor x) -> Tensor")
         with pytest.raises(NotImplementedError, match="longleaf_tests_closed::closed"):
             noted(lambda q, launch: torch.ops.longleaf_tests_closed.closed(q))
 
 
-def test_nothing_of_it_is_left_behind():
+def test_patches_are_removed_afterwards():
     """But that torch knows the device."""
     noted(views)
     assert torch.tensor([1.0, 2.0]).tolist() == [1.0, 2.0]

@@ -74,7 +74,7 @@ class Fleet:
         ("aab", {"merge": "hierarchy", "prefill": "keys", "window_keys": "replicated"}),
     ],
 )
-def test_ranks_make_the_same_calls_from_their_joining_to_their_end(folder, machines, settings):
+def test_ranks_make_the_same_nccl_calls_from_join_to_leave(folder, machines, settings):
     fleet = Fleet(folder, machines, **settings)
     done = fleet.live()
     assert done[Prefill] > 2
@@ -82,12 +82,12 @@ def test_ranks_make_the_same_calls_from_their_joining_to_their_end(folder, machi
     assert Counter(fleet.calls.ended) == Counter((rank, "aborted") for rank in range(3))
 
 
-def test_a_rank_that_leaves_out_a_step_is_found(folder):
+def test_rank_that_skips_a_step_is_detected(folder):
     with pytest.raises(CollectiveMismatch, match="rank 1 waits"):
         Fleet(folder, "aaa", merge="gather").live(forgetful=2)
 
 
-def test_graphs_are_given_back_before_the_groups_that_they_exchange_in_end(folder):
+def test_graphs_are_released_before_their_groups(folder):
     ends: list[str] = []
     rank = Rank(make_spec(0, config_for(folder, world_size=1)))
     rank.load()

@@ -107,7 +107,7 @@ def fetch(members: Members, member: int, ticket: int, part: int, found: Saved) -
     assert members.hear(Fetched, member) == Fetched(member, ticket)
 
 
-def test_others_take_back_what_was_saved(members: Members, expected: list[int]) -> None:
+def test_other_members_restore_saved_segments(members: Members, expected: list[int]) -> None:
     """Into other blocks, under another segment id, as other ranks, and then on a single rank."""
     parts = saved(members)
     assert answer(members, [0, 1], 1, 2) == expected
@@ -130,7 +130,7 @@ def test_others_take_back_what_was_saved(members: Members, expected: list[int]) 
     assert answer(members, [0], 3, 2, segment=6) == expected
 
 
-def test_what_was_discarded_ends_the_epoch_of_who_wants_it(members: Members) -> None:
+def test_discarded_snapshot_ends_the_epoch_of_its_reader(members: Members) -> None:
     parts = saved(members)
     fetch(members, 1, 9, 0, parts[0])
     members.say(1, Discard((9,)))
@@ -141,9 +141,7 @@ def test_what_was_discarded_ends_the_epoch_of_who_wants_it(members: Members) -> 
         assert "PieceNotFetched: rank 1 has not fetched under ticket 9" in broken.reason
 
 
-def test_a_slow_storage_holds_up_neither_steps_nor_pulses_nor_epochs(
-    members: Members, storage: Path, expected: list[int]
-) -> None:
+def test_slow_storage_delays_no_step_heartbeat_or_epoch(members: Members, storage: Path, expected: list[int]) -> None:
     parts = saved(members)
     os.mkfifo(gate := storage / "gate")
     members.say(1, Save(4, "again", 0, PARTS[1]))
@@ -162,7 +160,7 @@ def test_a_slow_storage_holds_up_neither_steps_nor_pulses_nor_epochs(
     assert FolderStore(str(storage)).get("again", parts[1].digest)
 
 
-def test_members_answer_while_a_step_keeps_them(members: Members, storage: Path) -> None:
+def test_members_respond_while_blocked_in_a_step(members: Members, storage: Path) -> None:
     """One waits in a step for the other, which has not begun it."""
     parts = saved(members)
     os.mkfifo(gate := storage / "gate")

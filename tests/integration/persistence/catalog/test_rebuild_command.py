@@ -124,7 +124,7 @@ def same(kept: CatalogContents) -> CatalogContents:
     return replace(kept, epoch=0, next_outgoing=0)
 
 
-def test_a_lost_catalog_is_what_it_was(service: Service) -> None:
+def test_lost_catalog_is_rebuilt_completely(service: Service) -> None:
     service.lose()
     report = run(service.asked())
     assert [(each.name, each.tokens) for each in report.contexts] == [("book", 340), ("twig", 270)]
@@ -137,7 +137,7 @@ def test_a_lost_catalog_is_what_it_was(service: Service) -> None:
     assert (service.folder / "catalog.db").stat().st_mode & 0o777 == 0o600
 
 
-async def test_an_engine_begins_with_what_was_made_anew(service: Service) -> None:
+async def test_engine_starts_from_a_rebuilt_catalog(service: Service) -> None:
     service.lose()
     await asyncio.to_thread(run, service.asked())
     persistence = MemoryLasting()
@@ -151,7 +151,7 @@ async def test_an_engine_begins_with_what_was_made_anew(service: Service) -> Non
         found.engine.audit()
 
 
-def test_what_is_written_next_is_numbered_on(service: Service) -> None:
+def test_numbering_continues_after_a_rebuild(service: Service) -> None:
     service.lose()
     run(service.asked())
 
@@ -167,7 +167,7 @@ def test_what_is_written_next_is_numbered_on(service: Service) -> None:
 
 
 @pytest.mark.parametrize("harm", ["cut", "bytes", "wal alone"])
-def test_a_damaged_catalog_is_moved_aside_with_what_is_beside_it(service: Service, harm: str) -> None:
+def test_damaged_catalog_is_moved_aside_with_its_files(service: Service, harm: str) -> None:
     path = service.folder / "catalog.db"
     content = path.read_bytes()
     (service.folder / "catalog.db-wal").write_bytes(b"a log")
@@ -187,7 +187,7 @@ def test_a_damaged_catalog_is_moved_aside_with_what_is_beside_it(service: Servic
     assert same(asyncio.run(service.load())) == same(service.kept)
 
 
-def test_a_sound_catalog_is_replaced_only_when_that_is_asked_for(service: Service) -> None:
+def test_intact_catalog_is_replaced_only_on_request(service: Service) -> None:
     before = {path.name: path.read_bytes() for path in service.folder.iterdir()}
     with pytest.raises(CatalogError, match="keeps 2 contexts: --replace"):
         run(service.asked())
@@ -200,7 +200,7 @@ def test_a_sound_catalog_is_replaced_only_when_that_is_asked_for(service: Servic
     assert read_only_catalog(service.folder).epoch == EPOCH, "that was still to be read"
 
 
-def test_a_new_catalog_without_contexts_may_be_replaced(service: Service) -> None:
+def test_new_catalog_without_contexts_may_be_replaced(service: Service) -> None:
     service.lose()
     fresh = asyncio.run(service.load())
     assert not fresh.contexts
@@ -209,7 +209,7 @@ def test_a_new_catalog_without_contexts_may_be_replaced(service: Service) -> Non
     assert same(asyncio.run(service.load())) == same(service.kept)
 
 
-def test_what_is_damaged_on_storage_is_told_and_the_rest_brought_back(service: Service) -> None:
+def test_damage_on_storage_is_reported_and_the_rest_restored(service: Service) -> None:
     manifest = service.manifest(MORE)
     service.store.put(manifest.pieces[0].name, [b"short"])
     report = run(service.asked(may_replace=True))
@@ -222,7 +222,7 @@ def test_what_is_damaged_on_storage_is_told_and_the_rest_brought_back(service: S
     assert not found.damaged_contexts
 
 
-def test_a_newest_note_that_is_damaged_brings_no_older_one_back(service: Service) -> None:
+def test_damaged_newest_note_restores_no_older_one(service: Service) -> None:
     name = replace(deletion("book", 2), service=service.service_id).place.name
     service.store.put(name, [service.store.get(name)[:-3]])
     report = run(service.asked(may_replace=True))
@@ -230,7 +230,7 @@ def test_a_newest_note_that_is_damaged_brings_no_older_one_back(service: Service
     assert [each.name for each in report.left_out] == ["book"]
 
 
-def test_services_that_share_a_storage_are_told_apart(service: Service) -> None:
+def test_services_that_share_a_storage_are_distinguished(service: Service) -> None:
     other = "0f" * 16
     put_manifest(service.store, manifest_of(segment(8, 5), other, service.identity.digest))
     put_note(service.store, note_of(context("theirs", 8, 5), 3, other))
@@ -244,7 +244,7 @@ def test_services_that_share_a_storage_are_told_apart(service: Service) -> None:
     assert asyncio.run(service.load()).service_id == other
 
 
-def test_a_service_that_runs_keeps_its_folder(service: Service) -> None:
+def test_folder_of_a_running_service_is_refused(service: Service) -> None:
     resident = DataFolder.open(service.data_dir, service.identity.digest, str(MODEL), service.identity.facts)
     try:
         with pytest.raises(CatalogError, match="is used by process"):
@@ -253,12 +253,12 @@ def test_a_service_that_runs_keeps_its_folder(service: Service) -> None:
         resident.close()
 
 
-def test_another_numeric_type_is_another_checkpoint(service: Service) -> None:
+def test_different_dtype_is_a_different_checkpoint(service: Service) -> None:
     with pytest.raises(InvalidArgument, match="--from: nothing lies there"):
         run(service.asked(dtype="bfloat16"))
 
 
-def test_the_command_says_what_it_did(service: Service) -> None:
+def test_command_reports_its_result(service: Service) -> None:
     (service.folder / "catalog.db").write_bytes(b"nothing")
     arguments = [f"--from={service.url}", f"--data-dir={service.data_dir}"]
     done = _command(*arguments)
@@ -284,7 +284,7 @@ def _command(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return forked.run(command)
 
 
-async def test_a_damaged_catalog_names_the_command(tmp_path: Path) -> None:
+async def test_damaged_catalog_error_names_the_command(tmp_path: Path) -> None:
     path = tmp_path / "catalog.db"
     path.write_bytes(b"cut")
     with pytest.raises(CatalogError, match="longleaf contexts rebuild"):

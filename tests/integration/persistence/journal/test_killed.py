@@ -30,7 +30,7 @@ def told_until_killed(journal: Path, model: Path, count: int) -> list[Event]:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("count", [1, 37, 600])
-async def test_what_a_killed_process_told_goes_on(tmp_path: Path, count: int) -> None:
+async def test_events_sent_by_a_killed_process_are_replayed(tmp_path: Path, count: int) -> None:
     journal, tokenizer = tmp_path / "journal", tokenizer_of(tmp_path / "model")
     seen = told_until_killed(journal, tmp_path / "model", count)
     assert count <= num_tokens(seen) < 4000

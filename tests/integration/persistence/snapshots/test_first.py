@@ -44,7 +44,7 @@ def restore(pool: KvPool, told: Told, runs: tuple) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_segments_come_back_to_the_bit(name: str) -> None:
+def test_segments_are_restored_bit_for_bit(name: str) -> None:
     manifest = read_manifest(first(), attempt(name).manifest)
     assert manifest.form == form(name), "ranks of this version can take it in"
     assert manifest.token_ids == token_ids(name).tobytes()
@@ -63,7 +63,7 @@ def test_segments_come_back_to_the_bit(name: str) -> None:
             assert torch.equal(found.tensor[:, last, in_use], part.tensor[:, last, in_use]), found.name
 
 
-def test_a_catalog_is_made_of_it() -> None:
+def test_catalog_is_rebuilt_from_a_first_version_snapshot() -> None:
     stored = read_stored(first(), CHECKPOINT)
     assert not stored.damaged
     made = rebuild(stored, choose_service(stored, None))
@@ -77,7 +77,7 @@ def test_a_catalog_is_made_of_it() -> None:
     assert not made.left_out
 
 
-def test_this_version_writes_the_same(tmp_path: Path) -> None:
+def test_this_version_writes_the_same_bytes(tmp_path: Path) -> None:
     """A change of the format must keep the files here and add new ones."""
     write_first(tmp_path / "again")
     found = {path.relative_to(tmp_path / "again"): path.read_bytes() for path in files(tmp_path / "again")}
