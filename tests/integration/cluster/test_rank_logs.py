@@ -18,7 +18,7 @@ from longleaf.rank_protocol.log_messages import Logged, LogRecord
 from longleaf.rank_protocol.rank_spec import RankSpec
 from longleaf.rank_protocol.step import StepPlan
 from longleaf.sampling import Sampling
-from tests.integration.cluster.test_strangers import until
+from tests.integration.cluster.test_unauthenticated_peers import until
 from tests.support.members import ScriptedMember
 from tests.support.running import WatchedFleet, running_on
 from workers.__main__ import live

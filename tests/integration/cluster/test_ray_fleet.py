@@ -17,7 +17,7 @@ from longleaf.config import EngineConfig
 from longleaf.errors import StartError
 from longleaf.sampling import Sampling
 from tests.integration.cluster.test_rank_logs import told
-from tests.integration.cluster.test_strangers import until
+from tests.integration.cluster.test_unauthenticated_peers import until
 from tests.support.ray_calls import CountingActor, count_calls, stop_counting
 from workers.fakes import EchoActor, RankFault
 

@@ -11,7 +11,7 @@ from coordinator.cluster.local_fleet import LocalFleet
 from longleaf.client import AsyncClient
 from longleaf.rank_protocol.rank_spec import RankSpec
 from longleaf.types import Cluster
-from tests.integration.grpc_server.test_begin_and_end import begun, config_of
+from tests.integration.grpc_server.test_lifecycle import begun, config_of
 from tests.support.command_line import CLI
 from workers.fakes import EchoMain
 

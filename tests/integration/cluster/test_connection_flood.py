@@ -13,7 +13,7 @@ from coordinator.cluster.rank_manager import RankManager
 from coordinator.engine_messages import Prompt
 from longleaf.config import EngineConfig
 from longleaf.sampling import Sampling
-from tests.integration.cluster.test_strangers import until
+from tests.integration.cluster.test_unauthenticated_peers import until
 from tests.support.network import crowd
 from tests.support.running import WatchedFleet, running_on
 from workers.fakes import EchoMain
